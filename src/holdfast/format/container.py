@@ -1,0 +1,211 @@
+"""Data files: one writer's pieces and values in a safetensors file whose layout is a function of the manifest.
+
+Order, names, header length and offsets follow from the manifest alone, so a reader plans without reading any
+header and a verifier compares the header byte for byte. The header is as long as an upper bound that needs no
+text to compute (SPEC, "Data files"): finding every offset in thousands of files stays a few array operations.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+import numpy as np
+
+from holdfast.errors import CorruptError
+from holdfast.format.dtypes import DTYPES
+from holdfast.format.manifest import DecodedManifest, ValueBlock
+from holdfast.format.partition import Cells, FlatCells, cells_of
+from holdfast.geometry import Box, FlatRange, Int64s, Shape, whole
+
+ALIGNMENT = 4096
+#: Data bytes per digest.
+BLOCK_NBYTES = 1 << 20
+#: Where the digest table begins in every data file: ``8 + len('{"__metadata__":{"blocks":"')``.
+TABLE_OFFSET = 8 + len('{"__metadata__":{"blocks":"')
+VALUES_NAME = "@values"
+#: Of an entry's header text, what is neither name, dtype code nor the tensor's own numbers (an upper bound).
+_ENTRY_NBYTES = 96
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One piece in a data file: ``nbytes`` bytes at ``offset`` of the data section."""
+
+    tensor: int
+    part: Box | FlatRange
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class FileLayout:
+    """All that a data file holds and where; ``data_start`` is the header's length."""
+
+    index: int
+    entries: tuple[Entry, ...]
+    values: ValueBlock | None
+    values_offset: int
+    data_start: int
+    data_nbytes: int
+
+
+@dataclass(frozen=True)
+class FileColumns:
+    """Layouts of several files as arrays: ``offsets[tensor, k]`` is where a tensor begins in file ``files[k]``."""
+
+    files: Int64s
+    offsets: Int64s
+    data_starts: Int64s
+    data_nbytes: Int64s
+
+
+class Files:
+    """The data files of one checkpoint, derived from its manifest."""
+
+    def __init__(self, manifest: DecodedManifest) -> None:
+        self.manifest = manifest
+        self._cells: dict[int, Cells] = {}
+
+    def cells(self, tensor: int) -> Cells:
+        """The cells of tensor number `tensor`, checked against its shape."""
+        index = self.manifest.body.partitions[tensor]
+        cells = self._cells.get(index)
+        if cells is None:
+            cells = self._cells[index] = cells_of(self.manifest, self.manifest.body.partition_table[index])
+        shape = self.manifest.shape(tensor)
+        if cells.extents != ((prod(shape),) if isinstance(cells, FlatCells) else shape):
+            raise CorruptError(
+                f"The manifest is damaged: the parts of {self.manifest.body.names[tensor]!r} do not make up {shape}.",
+                code="corrupt.manifest",
+                action="Load another checkpoint of the run, or another copy of this one.",
+                tensor=self.manifest.body.names[tensor],
+            )
+        return cells
+
+    @cached_property
+    def itemsizes(self) -> Int64s:
+        """Bytes per element of each tensor."""
+        table = np.asarray([DTYPES[name].itemsize for name in self.manifest.body.dtype_table], np.int64)
+        return table[np.asarray(self.manifest.body.dtypes, np.int64)]
+
+    @cached_property
+    def order(self) -> Int64s:
+        """Tensor numbers in the order of entries: largest elements first (so nothing is misaligned), then by name."""
+        return np.argsort(-self.itemsizes, kind="stable")
+
+    @cached_property
+    def _entry_bounds(self) -> Int64s:
+        """Upper bound of the header text of one piece, per tensor."""
+        body = self.manifest.body
+        codes = [len(DTYPES[name].code) for name in body.dtype_table]
+        numbers = [max(len(shape), 1) * (3 * len(str(prod(shape))) + 3) for shape in body.shape_table]
+        return np.asarray(
+            [
+                len(json.dumps(name)) + codes[dtype] + numbers[shape] + _ENTRY_NBYTES
+                for name, dtype, shape in zip(body.names, body.dtypes, body.shapes, strict=True)
+            ],
+            np.int64,
+        )
+
+    @cached_property
+    def _totals(self) -> tuple[Int64s, Int64s]:
+        """Elements and pieces per (partition, file), as matrices."""
+        num_files = self.manifest.body.num_files
+        numels = np.zeros((len(self.manifest.body.partition_table), num_files), np.int64)
+        counts = np.zeros_like(numels)
+        seen: set[int] = set()
+        for tensor, index in enumerate(self.manifest.body.partitions):
+            if index not in seen:
+                seen.add(index)
+                cells = self.cells(tensor)
+                np.add.at(numels[index], cells.owners, cells.numels)
+                np.add.at(counts[index], cells.owners, 1)
+        return numels, counts
+
+    def columns(self, files: Int64s) -> FileColumns:
+        """Offsets of all tensors in `files`, and the sizes of those files. O(tensors x files) array work."""
+        numels, counts = self._totals
+        partitions = np.asarray(self.manifest.body.partitions, np.int64)[self.order]
+        nbytes = numels[:, files][partitions] * self.itemsizes[self.order, None]
+        ends = np.cumsum(nbytes, axis=0)
+        offsets = np.empty_like(ends)
+        offsets[self.order] = ends - nbytes
+        data_nbytes = ends[-1].copy() if len(ends) else np.zeros(len(files), np.int64)
+        header = (counts[:, files][partitions] * self._entry_bounds[self.order, None]).sum(axis=0)
+        for block in self.manifest.body.values:
+            here = files == block.file
+            data_nbytes[here] += block.capacity
+            header[here] += len(json.dumps(VALUES_NAME)) + 2 + len(str(block.capacity)) + _ENTRY_NBYTES
+        header += 8 + 1 + np.asarray([len(_metadata(self.manifest, int(file), "")) for file in files], np.int64)
+        header += 32 * -(-data_nbytes // BLOCK_NBYTES)
+        return FileColumns(files, offsets, -(-header // ALIGNMENT) * ALIGNMENT, data_nbytes)
+
+    def layout(self, index: int) -> FileLayout:
+        """Everything about data file number `index`."""
+        columns = self.columns(np.asarray([index], np.int64))
+        entries: list[Entry] = []
+        owned: dict[int, list[int]] = {}
+        for tensor in self.order.tolist():
+            cells = self.cells(tensor)
+            mine = owned.get(id(cells))
+            if mine is None:
+                mine = owned[id(cells)] = np.flatnonzero(cells.owners == index).tolist()
+            base, itemsize = int(columns.offsets[tensor, 0]), int(self.itemsizes[tensor])
+            for cell in mine:
+                offset = base + int(cells.within[cell]) * itemsize
+                entries.append(Entry(tensor, cells.part(cell), offset, int(cells.numels[cell]) * itemsize))
+        values = next((block for block in self.manifest.body.values if block.file == index), None)
+        data_nbytes = int(columns.data_nbytes[0])
+        values_offset = data_nbytes - (values.capacity if values else 0)
+        return FileLayout(index, tuple(entries), values, values_offset, int(columns.data_starts[0]), data_nbytes)
+
+
+def num_blocks(data_nbytes: int) -> int:
+    """Digests that a data section of `data_nbytes` has."""
+    return -(-data_nbytes // BLOCK_NBYTES)
+
+
+def header(manifest: DecodedManifest, layout: FileLayout, table: bytes) -> bytes:
+    """The first ``layout.data_start`` bytes of a data file whose block digests are `table`."""
+    assert len(table) == 16 * num_blocks(layout.data_nbytes)
+    parts = [_metadata(manifest, layout.index, table.hex())]
+    for entry in layout.entries:
+        name = manifest.body.names[entry.tensor] + _suffix(manifest.shape(entry.tensor), entry.part)
+        dtype = DTYPES[manifest.dtype(entry.tensor)]
+        shape = _stored_shape(entry) if dtype.native else (entry.nbytes,)
+        parts.append(_entry_text(name, dtype.code, shape, entry.offset, entry.nbytes))
+    if layout.values is not None:
+        capacity = layout.values.capacity
+        parts.append(_entry_text(VALUES_NAME, "U8", (capacity,), layout.values_offset, capacity))
+    text = (",".join(parts) + "}").encode("ascii")
+    room = layout.data_start - 8
+    assert len(text) <= room, f"header bound too small: {len(text)} > {room}"
+    return room.to_bytes(8, "little") + text.ljust(room)
+
+
+def _metadata(manifest: DecodedManifest, index: int, table: str) -> str:
+    checkpoint_id = manifest.body.checkpoint_id
+    return (
+        f'{{"__metadata__":{{"blocks":"{table}","checkpoint":"{checkpoint_id}","file":"{index}","holdfast":"1"}}'
+    )
+
+
+def _suffix(shape: Shape, part: Box | FlatRange) -> str:
+    """What tells pieces of one tensor apart; nothing for a whole tensor."""
+    if isinstance(part, FlatRange):
+        return "" if part == (0, prod(shape)) and len(shape) == 1 else f"@{part.start}:{part.stop}"
+    if part == whole(shape):
+        return ""
+    return "@" + ",".join(f"{a}:{b}" for a, b in zip(part.start, part.stop, strict=True))
+
+
+def _stored_shape(entry: Entry) -> Shape:
+    return entry.part.size if isinstance(entry.part, Box) else (entry.part.numel,)
+
+
+def _entry_text(name: str, code: str, shape: Shape, offset: int, nbytes: int) -> str:
+    dims = ",".join(map(str, shape))
+    return f'{json.dumps(name)}:{{"dtype":"{code}","shape":[{dims}],"data_offsets":[{offset},{offset + nbytes}]}}'

@@ -1,0 +1,52 @@
+"""Logical dtypes and how each is stored.
+
+A logical dtype is named as torch names it. Data files are safetensors files: a dtype that every
+safetensors reader knows keeps its own code, every other one is stored as bytes (``U8``) and its logical
+dtype stands in the manifest, because one unknown code makes a whole file unreadable to others.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class DType(NamedTuple):
+    """One logical dtype: torch's name, bytes per element, safetensors code of its file entries."""
+
+    name: str
+    itemsize: int
+    code: str
+
+    @property
+    def native(self) -> bool:
+        """Whether file entries carry the logical dtype itself rather than bytes."""
+        return self.code != "U8" or self.name == "uint8"
+
+
+DTYPES: dict[str, DType] = {
+    name: DType(name, itemsize, code)
+    for name, itemsize, code in (
+        ("bool", 1, "BOOL"),
+        ("uint8", 1, "U8"),
+        ("int8", 1, "I8"),
+        ("uint16", 2, "U16"),
+        ("int16", 2, "I16"),
+        ("uint32", 4, "U32"),
+        ("int32", 4, "I32"),
+        ("uint64", 8, "U64"),
+        ("int64", 8, "I64"),
+        ("float16", 2, "F16"),
+        ("bfloat16", 2, "BF16"),
+        ("float32", 4, "F32"),
+        ("float64", 8, "F64"),
+        ("float8_e4m3fn", 1, "F8_E4M3"),
+        ("float8_e5m2", 1, "F8_E5M2"),
+        ("float8_e4m3fnuz", 1, "U8"),
+        ("float8_e5m2fnuz", 1, "U8"),
+        ("float8_e8m0fnu", 1, "U8"),
+        ("float4_e2m1fn_x2", 1, "U8"),
+        ("complex32", 4, "U8"),
+        ("complex64", 8, "U8"),
+        ("complex128", 16, "U8"),
+    )
+}

@@ -1,0 +1,277 @@
+"""The manifest: tensors, partitions, owners and files; everything needed to find any byte of a checkpoint.
+
+Its size is O(tensors) for regular sharding: partitions are rules, stored once for all tensors divided alike, and
+their integer sequences are compressed (`holdfast.format.sequences`).
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Iterable
+
+import msgspec
+import xxhash
+
+from holdfast.errors import CorruptError, HoldfastError, IncompatibleError
+from holdfast.format import sequences
+from holdfast.format.dtypes import DTYPES
+from holdfast.format.records import Place
+from holdfast.geometry import Int64s, Shape
+
+NAME = "manifest.hfm"
+MAGIC = b"HFMANI01"
+_HEAD = struct.Struct("<8sQQQ16s")
+#: A manifest that claims more is refused before memory is taken (random cuts of 8,960 ranks need 32 MiB).
+MAX_NBYTES = 1 << 30
+KNOWN_FEATURES: frozenset[str] = frozenset()
+
+
+class Grid(msgspec.Struct, frozen=True, tag="grid", array_like=True, forbid_unknown_fields=True):
+    """Cells between cut points; `cuts` are sequence indexes, one per axis, `owners` names a file per cell, row-major.
+
+    Cut points rise strictly from 0 to the axis's extent, so an axis of extent 0 has one cut and no cell.
+    """
+
+    cuts: tuple[int, ...]
+    owners: int
+
+
+class FlatCuts(msgspec.Struct, frozen=True, tag="flat", array_like=True, forbid_unknown_fields=True):
+    """Flat ranges between cut points that rise strictly from 0 to the number of elements; a file per range."""
+
+    cuts: int
+    owners: int
+
+
+class Boxes(msgspec.Struct, frozen=True, tag="boxes", array_like=True, forbid_unknown_fields=True):
+    """Free boxes in row-major order of their starts: sequences of starts and sizes per axis, and a file per box."""
+
+    starts: tuple[int, ...]
+    sizes: tuple[int, ...]
+    owners: int
+
+
+Partition = Grid | FlatCuts | Boxes
+
+
+class ValueBlock(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Values in a data file: the file, the reserved bytes of its ``@values`` entry, and the paths that it holds."""
+
+    file: int
+    capacity: int
+    paths: tuple[str, ...]
+
+
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One checkpoint's logical content and where each part of it lies.
+
+    Tensor ``i`` is ``names[i]`` (sorted), of ``dtype_table[dtypes[i]]`` and ``shape_table[shapes[i]]``, divided by
+    ``partition_table[partitions[i]]``. Owners in partitions are data files; file ``f`` was written by rank
+    ``writers[f]`` and is called `file_name(f)`.
+    """
+
+    checkpoint_id: str
+    run_id: str
+    place: tuple[int, int]
+    step: int
+    created: float
+    world_size: int
+    reader_features: tuple[str, ...]
+    names: tuple[str, ...]
+    dtype_table: tuple[str, ...]
+    dtypes: tuple[int, ...]
+    shape_table: tuple[Shape, ...]
+    shapes: tuple[int, ...]
+    partition_table: tuple[Partition, ...]
+    partitions: tuple[int, ...]
+    aliases: dict[str, str]
+    num_files: int
+    writers: int
+    values: tuple[ValueBlock, ...]
+    sequences: tuple[sequences.Sequence, ...]
+
+
+class SequenceTable:
+    """Sequences of a manifest under construction; equal ones are stored once."""
+
+    def __init__(self) -> None:
+        self.sequences: list[sequences.Sequence] = []
+        self.blobs: list[bytes] = []
+        self._index: dict[bytes, int] = {}
+
+    def add(self, values: Int64s) -> int:
+        """The index of `values`, stored on first sight."""
+        key = values.tobytes()
+        index = self._index.get(key)
+        if index is None:
+            index = self._index[key] = len(self.sequences)
+            sequence, blob = sequences.encode(values)
+            self.sequences.append(sequence)
+            self.blobs.append(blob)
+        return index
+
+
+class DecodedManifest:
+    """A manifest with access to its integer sequences, decoded on first use."""
+
+    def __init__(self, body: Manifest, blob: bytes | memoryview) -> None:
+        self.body = body
+        self._blob = memoryview(blob)
+        self._decoded: dict[int, Int64s] = {}
+        self._starts = [0]
+        for sequence in body.sequences:
+            taken = sequence.nbytes if isinstance(sequence, sequences.Planes) else 0
+            if taken < 0:
+                raise _corrupt("a sequence has a negative length")
+            self._starts.append(self._starts[-1] + taken)
+        if self._starts[-1] != len(self._blob):
+            raise _corrupt(f"its sequences take {self._starts[-1]} bytes, but {len(self._blob)} are there")
+
+    @property
+    def place(self) -> Place:
+        """The checkpoint's place."""
+        return Place(*self.body.place)
+
+    def sequence(self, index: int) -> Int64s:
+        """Integers of sequence `index`. Do not write to them."""
+        values = self._decoded.get(index)
+        if values is None:
+            blob = self._blob[self._starts[index] : self._starts[index + 1]]
+            values = self._decoded[index] = sequences.decode(self.body.sequences[index], blob)
+        return values
+
+    def dtype(self, tensor: int) -> str:
+        """Logical dtype of tensor number `tensor`."""
+        return self.body.dtype_table[self.body.dtypes[tensor]]
+
+    def shape(self, tensor: int) -> Shape:
+        """Global shape of tensor number `tensor`."""
+        return self.body.shape_table[self.body.shapes[tensor]]
+
+
+def file_name(index: int) -> str:
+    """Name of data file `index` in the checkpoint's folder."""
+    return f"data-{index:05d}.safetensors"
+
+
+def encode(body: Manifest, blobs: Iterable[bytes]) -> bytes:
+    """The manifest file's bytes."""
+    packed = msgspec.msgpack.encode(body)
+    compressed = zlib.compress(packed, 6)
+    blob = b"".join(blobs)
+    digest = xxhash.xxh3_128(compressed)
+    digest.update(blob)
+    return _HEAD.pack(MAGIC, len(compressed), len(packed), len(blob), digest.digest()) + compressed + blob
+
+
+def decode(data: bytes, *, path: str) -> DecodedManifest:
+    """Check and decode a manifest file. Raises `CorruptError`, or `IncompatibleError` for an unknown feature."""
+    try:
+        return _decode(data)
+    except HoldfastError as error:
+        error.path = error.path or path
+        error.message = f"{path}: {error.message}"
+        raise
+
+
+def _decode(data: bytes) -> DecodedManifest:
+    if len(data) < _HEAD.size or data[:8] != MAGIC:
+        raise _corrupt("it does not begin as a manifest does")
+    _, compressed_nbytes, packed_nbytes, blob_nbytes, digest = _HEAD.unpack_from(data)
+    if max(packed_nbytes, compressed_nbytes, blob_nbytes) > MAX_NBYTES:
+        raise _corrupt(f"it claims to hold {packed_nbytes} + {blob_nbytes} bytes")
+    if len(data) != _HEAD.size + compressed_nbytes + blob_nbytes:
+        raise _corrupt(f"it has {len(data)} bytes instead of {_HEAD.size + compressed_nbytes + blob_nbytes}")
+    rest = memoryview(data)[_HEAD.size :]
+    if xxhash.xxh3_128_digest(rest) != digest:
+        raise _corrupt("its digest does not match its bytes")
+    inflate = zlib.decompressobj()
+    try:
+        packed = inflate.decompress(rest[:compressed_nbytes], packed_nbytes)
+    except zlib.error as error:
+        raise _corrupt(f"it cannot be decompressed ({error})") from error
+    if len(packed) != packed_nbytes or not inflate.eof:
+        raise _corrupt("its body is longer or shorter than it claims")
+    try:
+        body = msgspec.msgpack.decode(packed, type=Manifest)
+    except msgspec.MsgspecError as error:
+        raise _unreadable(packed, error) from error
+    _check_features(body.reader_features)
+    manifest = DecodedManifest(body, rest[compressed_nbytes:])
+    _check(body)
+    return manifest
+
+
+class _Features(msgspec.Struct):
+    reader_features: tuple[str, ...] = ()
+
+
+def _unreadable(packed: bytes, error: msgspec.MsgspecError) -> HoldfastError:
+    """A body that this version cannot type: an unknown feature says why, anything else is damage."""
+    try:
+        _check_features(msgspec.msgpack.decode(packed, type=_Features).reader_features)
+    except IncompatibleError as unknown:
+        return unknown
+    except msgspec.MsgspecError:
+        pass  # not even the features can be read: report the first error
+    return _corrupt(f"its body is malformed ({error})")
+
+
+def _check_features(features: tuple[str, ...]) -> None:
+    unknown = sorted(set(features) - KNOWN_FEATURES)
+    if unknown:
+        raise IncompatibleError(
+            f"The checkpoint needs reader features that this version does not have: {', '.join(unknown)}.",
+            code="incompatible.feature",
+            action="Read it with a newer holdfast.",
+        )
+
+
+def _check(body: Manifest) -> None:
+    """Every index points somewhere, names are sorted and unique, shapes and dtypes are possible."""
+    num_tensors = len(body.names)
+    if not num_tensors == len(body.dtypes) == len(body.shapes) == len(body.partitions):
+        raise _corrupt("its tensor columns have different lengths")
+    for column, table in (
+        (body.dtypes, len(body.dtype_table)),
+        (body.shapes, len(body.shape_table)),
+        (body.partitions, len(body.partition_table)),
+    ):
+        if num_tensors and not (0 <= min(column) and max(column) < table):
+            raise _corrupt("a tensor column points outside its table")
+    if any(a >= b for a, b in zip(body.names, body.names[1:], strict=False)):
+        raise _corrupt("its tensor names are not sorted and unique")
+    unknown = sorted(set(body.dtype_table) - DTYPES.keys())
+    if unknown:
+        raise _corrupt(f"it names unknown dtypes: {', '.join(unknown)}")
+    if any(extent < 0 for shape in body.shape_table for extent in shape):
+        raise _corrupt("a shape has a negative extent")
+    names = set(body.names)
+    if not names.issuperset(body.aliases.values()) or not names.isdisjoint(body.aliases):
+        raise _corrupt("an alias points to no tensor, or shadows one")
+    if body.num_files < 0 or any(not 0 <= block.file < body.num_files or block.capacity < 0 for block in body.values):
+        raise _corrupt("values are in a file that does not exist")
+    if body.place[0] < 1 or body.place[1] < 1 or body.step < 0:
+        raise _corrupt("its place or step is impossible")
+    num_sequences = len(body.sequences)
+    used = [body.writers, *(index for part in body.partition_table for index in _sequences_of(part))]
+    if min(used) < 0 or max(used) >= num_sequences:
+        raise _corrupt("a partition names a sequence that does not exist")
+
+
+def _sequences_of(partition: Partition) -> tuple[int, ...]:
+    if isinstance(partition, Grid):
+        return (*partition.cuts, partition.owners)
+    if isinstance(partition, FlatCuts):
+        return (partition.cuts, partition.owners)
+    return (*partition.starts, *partition.sizes, partition.owners)
+
+
+def _corrupt(what: str) -> CorruptError:
+    return CorruptError(
+        f"The manifest is damaged: {what}.",
+        code="corrupt.manifest",
+        action="Load another checkpoint of the run, or another copy of this one.",
+    )
+

@@ -1,0 +1,99 @@
+"""Names of tensors and values: ``/``-joined components, each an escaped dictionary key or list index.
+
+A string key stands as it is, with ``%``, ``/`` and ``@`` written ``%25``, ``%2F`` and ``%40``. Every other key is
+tagged, ``%int=3``, which no string key can look like, because a literal ``%`` is always ``%25``. List and tuple
+indexes are plain decimals: whether ``0`` is an index or the key ``"0"`` is recorded in the structure, not in the name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from holdfast.errors import CorruptError, StateError
+
+Key = str | int | float | bool | bytes | None
+
+_MAX_KEY_BITS = 1024
+_ESCAPES = {"%25": "%", "%2F": "/", "%40": "@"}
+_SPECIAL = re.compile(r"[%/@]|[\ud800-\udfff]")
+_ESCAPE = re.compile(r"%(?:25|2F|40)")
+_PARSERS: dict[str, Callable[[str], Key]] = {
+    "int": int,
+    "float": float.fromhex,
+    "bool": {"True": True, "False": False}.__getitem__,
+    "bytes": bytes.fromhex,
+}
+
+
+def component(key: object, *, path: str = "") -> str:
+    """The name component of a dictionary key; `path` says where the key stands, for the message.
+
+    Raises `StateError`, code ``state.key``, for a key that is neither a string that UTF-8 can encode nor an int (of
+    at most 1024 bits), float, bool, bytes or None. Subclasses of these are refused: their type would be lost.
+    """
+    if type(key) is str:
+        if not key:
+            return "%empty"
+        special = _SPECIAL.search(key)
+        if special is None:
+            return key
+        if not any("\ud800" <= char <= "\udfff" for char in key):
+            return key.replace("%", "%25").replace("/", "%2F").replace("@", "%40")
+    elif key is None:
+        return "%none"
+    elif type(key) is bool:
+        return f"%bool={key}"
+    elif type(key) is int and key.bit_length() <= _MAX_KEY_BITS:
+        return f"%int={key}"
+    elif type(key) is float:
+        return f"%float={key.hex()}"
+    elif type(key) is bytes:
+        return f"%bytes={key.hex()}"
+    raise StateError(
+        f"The key {key!r:.80} ({type(key).__name__}) in {path or 'the root'!r} cannot be part of a name.",
+        code="state.key",
+        action="Use a string, int, float, bool, bytes or None as the key.",
+        path=path or None,
+    )
+
+
+def parse_component(text: str) -> Key:
+    """The key that `text` is the component of. Raises `CorruptError` for text that `component` never gives."""
+    try:
+        key = _parse(text)
+        canonical = component(key) == text
+    except (KeyError, ValueError, OverflowError, StateError) as error:
+        raise _malformed(text) from error
+    if not canonical:
+        raise _malformed(text)
+    return key
+
+
+def join(path: str, *components: str) -> str:
+    """The name of what lies `components` below `path`; the root's path is empty."""
+    return "/".join((path, *components)) if path else "/".join(components)
+
+
+def split(name: str) -> tuple[str, ...]:
+    """The components of `name`, still escaped; none for the root."""
+    return tuple(name.split("/")) if name else ()
+
+
+def _parse(text: str) -> Key:
+    if not text.startswith("%") or text[:3] in _ESCAPES:
+        return _ESCAPE.sub(lambda match: _ESCAPES[match.group()], text)
+    if text == "%none":
+        return None
+    if text == "%empty":
+        return ""
+    tag, _, value = text[1:].partition("=")
+    return _PARSERS[tag](value)
+
+
+def _malformed(text: str) -> CorruptError:
+    return CorruptError(
+        f"{text!r:.80} is no component of a name.",
+        code="corrupt.name",
+        action="Use another copy or an older checkpoint.",
+    )

@@ -1,0 +1,170 @@
+"""Partitions of a manifest as cells: which part of a tensor each cell is, which file owns it, where they meet a box."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+
+from holdfast.errors import CorruptError
+from holdfast.format.manifest import Boxes, DecodedManifest, FlatCuts, Grid, Partition
+from holdfast.geometry import Box, FlatRange, Int64s, Shape, coverage_fault
+
+
+@dataclass(frozen=True)
+class _Columns:
+    """What all kinds of cells have; arrays have one row per cell, in canonical order."""
+
+    #: File index of each cell.
+    owners: Int64s
+    #: Elements of each cell; never 0.
+    numels: Int64s
+    #: Elements of the same tensor in the same file that come before the cell.
+    within: Int64s
+    #: Extent per axis, or ``(numel,)`` for flat cuts: what a tensor's shape must be to be divided so.
+    extents: Shape
+
+
+@dataclass(frozen=True)
+class GridCells(_Columns):
+    """Cells between cut points, row-major."""
+
+    cuts: tuple[Int64s, ...]
+
+    def part(self, cell: int) -> Box:
+        """The box of a cell."""
+        start, size = [], []
+        for cuts in reversed(self.cuts):
+            cell, at = divmod(cell, len(cuts) - 1)
+            start.append(int(cuts[at]))
+            size.append(int(cuts[at + 1] - cuts[at]))
+        return Box(tuple(reversed(start)), tuple(reversed(size)))
+
+    def meeting(self, shape: Shape, box: Box) -> Int64s:
+        """Cells between the cut points around the box: all of them do meet it."""
+        numbers = np.zeros(1, np.int64)
+        for cuts, start, stop in zip(self.cuts, box.start, box.stop, strict=True):
+            first = int(np.searchsorted(cuts, start, side="right")) - 1
+            last = int(np.searchsorted(cuts, stop, side="left"))
+            numbers = (numbers[:, None] * (len(cuts) - 1) + np.arange(first, last)).reshape(-1)
+        return numbers
+
+
+@dataclass(frozen=True)
+class FlatCells(_Columns):
+    """Flat ranges between cut points."""
+
+    cuts: Int64s
+
+    def part(self, cell: int) -> FlatRange:
+        """The flat range of a cell."""
+        return FlatRange(int(self.cuts[cell]), int(self.cuts[cell + 1]))
+
+    def meeting(self, shape: Shape, box: Box) -> Int64s:
+        """Ranges between the box's first and last element."""
+        low = high = 0
+        for extent, start, stop in zip(shape, box.start, box.stop, strict=True):
+            low = low * extent + start
+            high = high * extent + stop - 1
+        first = int(np.searchsorted(self.cuts, low, side="right")) - 1
+        return np.arange(first, int(np.searchsorted(self.cuts, high, side="right")), dtype=np.int64)
+
+
+@dataclass(frozen=True)
+class BoxCells(_Columns):
+    """Free boxes; arrays of shape ``[cells, axes]``."""
+
+    starts: Int64s
+    sizes: Int64s
+
+    def part(self, cell: int) -> Box:
+        """The box of a cell."""
+        return Box(tuple(self.starts[cell].tolist()), tuple(self.sizes[cell].tolist()))
+
+    def meeting(self, shape: Shape, box: Box) -> Int64s:
+        """Boxes that do share elements with `box`."""
+        meets = (self.starts < np.asarray(box.stop)) & (self.starts + self.sizes > np.asarray(box.start))
+        return np.flatnonzero(meets.all(axis=1))
+
+
+Cells = GridCells | FlatCells | BoxCells
+
+
+def cells_of(manifest: DecodedManifest, partition: Partition) -> Cells:
+    """Decode and check one partition: cells cover the tensor exactly once and belong to files that exist.
+
+    Raises:
+        CorruptError: the partition does not describe a division of any tensor.
+    """
+    owners = manifest.sequence(partition.owners)
+    if len(owners) and not (owners.min() >= 0 and owners.max() < manifest.body.num_files):
+        raise _corrupt("a cell belongs to a file that does not exist")
+    if isinstance(partition, Grid):
+        return _grid(tuple(manifest.sequence(index) for index in partition.cuts), owners)
+    if isinstance(partition, FlatCuts):
+        return _flat(manifest.sequence(partition.cuts), owners)
+    return _boxes(manifest, partition, owners)
+
+
+def _grid(cuts: tuple[Int64s, ...], owners: Int64s) -> GridCells:
+    for axis in cuts:
+        _check_cuts(axis)
+    if len(owners) != prod(len(axis) - 1 for axis in cuts):
+        raise _corrupt(f"a grid has {len(owners)} owners for another number of cells")
+    numels = np.ones(1, np.int64)
+    for axis in cuts:
+        numels = (numels[:, None] * np.diff(axis)).reshape(-1)
+    return GridCells(owners, numels, _within(owners, numels), tuple(int(axis[-1]) for axis in cuts), cuts)
+
+
+def _flat(cuts: Int64s, owners: Int64s) -> FlatCells:
+    _check_cuts(cuts)
+    if len(owners) != len(cuts) - 1:
+        raise _corrupt(f"flat cuts have {len(owners)} owners for {len(cuts) - 1} ranges")
+    numels = np.diff(cuts)
+    return FlatCells(owners, numels, _within(owners, numels), (int(cuts[-1]),), cuts)
+
+
+def _boxes(manifest: DecodedManifest, partition: Boxes, owners: Int64s) -> BoxCells:
+    columns = [manifest.sequence(index) for index in (*partition.starts, *partition.sizes)]
+    num_axes = len(partition.starts)
+    if len(partition.sizes) != num_axes or not num_axes or any(len(column) != len(owners) for column in columns):
+        raise _corrupt("the columns of a box list have different lengths")
+    starts = np.stack(columns[:num_axes], axis=1)
+    sizes = np.stack(columns[num_axes:], axis=1)
+    if len(starts) and ((starts < 0).any() or (sizes <= 0).any() or (starts > 2**62 - sizes).any()):
+        raise _corrupt("a box is empty or begins below 0")
+    extents = tuple((starts + sizes).max(axis=0).tolist()) if len(starts) else (0,) * num_axes
+    fault = coverage_fault([extents], np.zeros(len(starts), np.int64), starts, sizes)
+    if fault is not None:
+        raise _corrupt(f"element {list(fault.index)} of a tensor is stored {fault.times} times")
+    numels = sizes.prod(axis=1)
+    return BoxCells(owners, numels, _within(owners, numels), extents, starts, sizes)
+
+
+def _check_cuts(cuts: Int64s) -> None:
+    if not len(cuts) or cuts[0] != 0 or (np.diff(cuts) <= 0).any():
+        raise _corrupt("cut points do not rise strictly from 0")
+
+
+def _within(owners: Int64s, numels: Int64s) -> Int64s:
+    """Running sum of `numels` per owner, exclusive."""
+    if (np.diff(owners) > 0).all():
+        return np.zeros_like(numels)  # one cell per file
+    order = np.argsort(owners, kind="stable")
+    totals = np.cumsum(numels[order])
+    before = totals - numels[order]
+    heads = np.flatnonzero(np.r_[True, np.diff(owners[order]) != 0]) if len(owners) else order
+    before -= np.repeat(before[heads], np.diff(np.r_[heads, len(owners)]))
+    within = np.empty_like(before)
+    within[order] = before
+    return within
+
+
+def _corrupt(what: str) -> CorruptError:
+    return CorruptError(
+        f"The manifest is damaged: {what}.",
+        code="corrupt.manifest",
+        action="Load another checkpoint of the run, or another copy of this one.",
+    )

@@ -1,0 +1,286 @@
+"""The small records of a run: marker, epoch, seal, commit; their bytes and their keys.
+
+A record is one line of JSON: ``P`` + ``,"digest":"<32 hex>"}`` + newline, where ``P`` is a JSON object without its
+closing brace and the digest is the xxh3-128 of ``P``. ``P`` begins with ``"holdfast"`` (the kind of record) and
+``"reader_features"`` (what a reader must know; anything else in a record may be ignored by an older reader). It is
+canonical: fixed member order, no spaces, ASCII, so two writers of one record write the same bytes.
+
+Names count down at a fixed width, so a listing in name order begins with the newest.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from typing import Annotated, Final, Literal, TypeVar
+
+import msgspec
+import xxhash
+
+from holdfast.errors import CorruptError, IncompatibleError
+
+FORMAT: Final = "1"
+WRITER: Final = "holdfast 0.1.0"
+READER_FEATURES: Final[frozenset[str]] = frozenset()
+MAX_RECORD_NBYTES: Final = 64 * 2**20
+
+MARKER_KEY: Final = "holdfast.json"
+EPOCHS: Final = "epochs"
+HISTORY: Final = "history"
+CHECKPOINTS: Final = "checkpoints"
+SEAL_NAME: Final = "seal.json"
+
+_COUNTDOWN: Final = 9_999_999_999
+_DIGEST_OPENER: Final = b',"digest":"'
+_TAIL_NBYTES: Final = len(_DIGEST_OPENER) + 32 + len(b'"}\n')
+
+_Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+_Ordinal = Annotated[int, msgspec.Meta(ge=1, le=_COUNTDOWN)]
+_Hex16 = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{16}\Z")]
+_Hex32 = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{32}\Z")]
+_FileName = Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,254}\Z")]
+_Seconds = Annotated[float, msgspec.Meta(ge=0)]
+
+#: JSON has no name for these numbers, so records carry them as text.
+Metric = float | Literal["nan", "inf", "-inf"]
+Why = Literal["start", "resume", "rollback", "takeover"]
+
+
+class Place(msgspec.Struct, frozen=True, order=True):
+    """Where a checkpoint stands in its run: epoch, then number within the epoch, both counted from 1."""
+
+    epoch: _Ordinal
+    seq: _Ordinal
+
+    def __str__(self) -> str:
+        return f"{self.epoch}.{self.seq}"
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True, tag_field="holdfast", tag="record"):
+    """What all records carry."""
+
+    reader_features: tuple[str, ...] = ()
+
+
+class Marker(Record, frozen=True, kw_only=True, tag="marker"):
+    """Makes a folder a run; never changes. `created` is in unix seconds."""
+
+    run_id: _Hex32
+    format: str
+    writer: str
+    created: _Seconds
+
+
+class Epoch(Record, frozen=True, kw_only=True, tag="epoch"):
+    """One incarnation of the job on a run. `incarnation` is random: it tells who won a race for the number."""
+
+    epoch: _Ordinal
+    opened_from: Place | None
+    why: Why
+    created: _Seconds
+    world_size: _Ordinal
+    incarnation: _Hex32
+
+    def __post_init__(self) -> None:
+        if self.opened_from is not None and self.opened_from.epoch >= self.epoch:
+            raise ValueError(f"epoch {self.epoch} cannot be opened from {self.opened_from}")
+        if self.why == "start" and self.opened_from is not None:
+            raise ValueError("an epoch with why 'start' is opened from nothing")
+        if self.why in ("resume", "rollback") and self.opened_from is None:
+            raise ValueError(f"an epoch with why {self.why!r} is opened from a place")
+
+
+class FileSeal(msgspec.Struct, frozen=True):
+    """Size and digest of one file of a checkpoint.
+
+    The digest is xxh3-128: of a data file's digest table, or of all bytes of a manifest.
+    """
+
+    name: _FileName
+    nbytes: _Count
+    digest: _Hex32
+
+
+class Seal(Record, frozen=True, kw_only=True, tag="seal"):
+    """What a complete checkpoint consists of; written after its data."""
+
+    checkpoint_id: _Hex16
+    place: Place
+    step: _Count
+    manifest: FileSeal
+    files: tuple[FileSeal, ...]
+
+    def __post_init__(self) -> None:
+        names = {self.manifest.name, SEAL_NAME, *(file.name for file in self.files)}
+        if len(names) != len(self.files) + 2:
+            raise ValueError("a seal names every file once")
+
+
+class SealDigest(msgspec.Struct, frozen=True):
+    """Size and xxh3-128 of the bytes of a seal."""
+
+    nbytes: _Count
+    digest: _Hex32
+
+
+class Commit(Record, frozen=True, kw_only=True, tag="commit"):
+    """Publishes a seal at its place; created once, never changed.
+
+    `checkpoint` is the folder's name, `nbytes` the size of all data. Everything is a function of manifest and seal
+    (`created` and `metrics` too), so whoever finishes a checkpoint writes the same record.
+    """
+
+    place: Place
+    step: _Count
+    checkpoint: str
+    checkpoint_id: _Hex16
+    seal: SealDigest
+    nbytes: _Count
+    created: _Seconds
+    metrics: dict[str, Metric]
+
+    def __post_init__(self) -> None:
+        if parse_folder(self.checkpoint) != (self.step, self.checkpoint_id):
+            raise ValueError(f"folder {self.checkpoint!r} is not that of checkpoint {self.checkpoint_id} at step {self.step}")
+
+
+R = TypeVar("R", bound=Record)
+
+
+def to_metric(value: float) -> Metric:
+    """`value` as records carry it; ``float()`` of the result gives it back."""
+    value = float(value)
+    if math.isnan(value):
+        return "nan"
+    if math.isinf(value):
+        return "inf" if value > 0 else "-inf"
+    return value
+
+
+def digest(data: bytes) -> str:
+    """The xxh3-128 of `data` as 32 lowercase hex digits."""
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+def encode(record: Record) -> bytes:
+    """The bytes of `record`. A record that its own reader would refuse is a ValueError."""
+    try:
+        # Reading it back turns what a caller may pass (2 for a float) into what every reader sees (2.0).
+        canonical = msgspec.json.decode(msgspec.json.encode(record), type=type(record))
+        text = msgspec.json.encode(canonical).decode()
+    except msgspec.MsgspecError as error:
+        raise ValueError(f"no valid {type(record).__name__} record: {error}") from error
+    body = re.sub(r"[^\x00-\x7f]", lambda match: json.dumps(match[0])[1:-1], text).encode("ascii").removesuffix(b"}")
+    data = body + _DIGEST_OPENER + digest(body).encode("ascii") + b'"}\n'
+    if len(data) > MAX_RECORD_NBYTES:
+        raise ValueError(f"a {type(record).__name__} record of {len(data)} bytes is over the limit of {MAX_RECORD_NBYTES}")
+    return data
+
+
+class _Head(msgspec.Struct):
+    """What every reader of every version can read of a record."""
+
+    holdfast: str
+    reader_features: tuple[str, ...]
+
+
+def decode(data: bytes, kind: type[R], *, path: str) -> R:
+    """The record of `kind` in `data`, checked in full; `path` is for messages.
+
+    Damage, another kind or impossible content is a `CorruptError`, code ``corrupt.record``. A record that asks for
+    a reader feature or a format that this version does not know is an `IncompatibleError`.
+    """
+    name = str(kind.__struct_config__.tag)
+    body = _verified_body(data, path=path)
+    try:
+        head = msgspec.json.decode(body, type=_Head)
+        if head.holdfast != name:
+            raise _corrupt(f"holds a {head.holdfast!r} record where a {name!r} record belongs", path=path)
+        for feature in head.reader_features:
+            if feature not in READER_FEATURES:
+                raise _unknown(f"needs the reader feature {feature!r}", path=path)
+        record = msgspec.json.decode(body, type=kind)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise _corrupt(f"is no valid {name!r} record ({error})", path=path) from error
+    if isinstance(record, Marker) and record.format != FORMAT:
+        raise _unknown(f"has format {record.format!r}, and this version reads format {FORMAT!r}", path=path)
+    return record
+
+
+def _verified_body(data: bytes, *, path: str) -> bytes:
+    """The JSON text that the digest of a record vouches for."""
+    if len(data) > MAX_RECORD_NBYTES:
+        raise _corrupt(f"has {len(data)} bytes, more than any record", path=path)
+    body, tail = data[:-_TAIL_NBYTES], data[-_TAIL_NBYTES:]
+    if tail != _DIGEST_OPENER + digest(body).encode("ascii") + b'"}\n':
+        raise _corrupt("does not match its own digest: it was cut or altered", path=path)
+    return body + b"}"
+
+
+def _corrupt(what: str, *, path: str) -> CorruptError:
+    return CorruptError(
+        f"'{path}' {what}.",
+        code="corrupt.record",
+        action="Restore the file from another copy of the run.",
+        path=path,
+    )
+
+
+def _unknown(what: str, *, path: str) -> IncompatibleError:
+    return IncompatibleError(
+        f"'{path}' {what}.",
+        code="incompatible.feature",
+        action=f"Read it with a newer holdfast than this one ({WRITER}).",
+        path=path,
+    )
+
+
+def epoch_key(epoch: int) -> str:
+    """The key of the record of `epoch`."""
+    return f"{EPOCHS}/{_count_down(epoch)}.json"
+
+
+def parse_epoch_name(name: str) -> int | None:
+    """The epoch whose record has file name `name`, or None where no record is ever named so."""
+    match = re.fullmatch(r"([0-9]{10})\.json", name)
+    return (_COUNTDOWN - int(match[1])) or None if match else None
+
+
+def commit_key(place: Place) -> str:
+    """The key of the commit at `place`."""
+    return f"{HISTORY}/{_count_down(place.epoch)}-{_count_down(place.seq)}.json"
+
+
+def parse_commit_name(name: str) -> Place | None:
+    """The place whose commit has file name `name`, or None where no commit is ever named so."""
+    match = re.fullmatch(r"([0-9]{10})-([0-9]{10})\.json", name)
+    if match is None:
+        return None
+    epoch, seq = _COUNTDOWN - int(match[1]), _COUNTDOWN - int(match[2])
+    return Place(epoch, seq) if epoch and seq else None
+
+
+def _count_down(ordinal: int) -> str:
+    if not 1 <= ordinal <= _COUNTDOWN:
+        raise ValueError(f"{ordinal} is outside 1 to {_COUNTDOWN}")
+    return f"{_COUNTDOWN - ordinal:010d}"
+
+
+def folder_name(step: int, checkpoint_id: str) -> str:
+    """The name of a checkpoint's folder."""
+    name = f"step-{step:010d}-{checkpoint_id}"
+    if parse_folder(name) != (step, checkpoint_id):
+        raise ValueError(f"step {step} or checkpoint id {checkpoint_id!r} is not valid")
+    return name
+
+
+def parse_folder(name: str) -> tuple[int, str] | None:
+    """Step and checkpoint id of a checkpoint folder's name, or None where no checkpoint is named so."""
+    match = re.fullmatch(r"step-([0-9]{10}|[1-9][0-9]{10,18})-([0-9a-f]{16})", name)
+    return (int(match[1]), match[2]) if match else None
+
+
+def checkpoint_key(folder: str, name: str) -> str:
+    """The key of file `name` of the checkpoint in `folder`."""
+    return f"{CHECKPOINTS}/{folder}/{name}"

@@ -1,0 +1,155 @@
+"""Integer sequences (cut points, owners) in few bytes.
+
+A sequence is stored as *affine blocks* when it is regular, each block ``start + sum(index[k] * steps[k])`` over a small
+grid of ``counts`` in row-major order, or else as its differences in *byte planes*: all lowest bytes, all second bytes,
+and so on, as many as the largest difference needs. Regular sharding over any number of ranks costs one block;
+random cuts cost about the entropy of the cuts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+import numpy as np
+
+from holdfast.errors import CorruptError
+from holdfast.geometry import Int64s
+
+#: Above this number of runs a sequence counts as irregular.
+_MAX_BLOCKS = 64
+#: No sequence of a sound manifest is longer; a larger count is refused before memory is taken.
+MAX_LENGTH = 1 << 27
+
+
+class Block(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """``start + sum(index[k] * steps[k])`` for all index tuples below ``counts``, last axis fastest."""
+
+    start: int
+    counts: tuple[int, ...]
+    steps: tuple[int, ...]
+
+
+class Affine(msgspec.Struct, frozen=True, tag="a", array_like=True, forbid_unknown_fields=True):
+    """The concatenation of affine blocks."""
+
+    blocks: tuple[Block, ...]
+
+
+class Planes(msgspec.Struct, frozen=True, tag="p", array_like=True, forbid_unknown_fields=True):
+    """``first``, then ``length - 1`` differences, each ``base`` plus an unsigned number of ``width`` bytes.
+
+    The numbers stand in the manifest's blob as ``width`` planes of ``length - 1`` bytes, lowest bytes first; the
+    sequences take their planes from the blob one after another, in table order.
+    """
+
+    length: int
+    first: int
+    base: int
+    width: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the sequence takes from the blob."""
+        return (self.length - 1) * self.width
+
+
+Sequence = Affine | Planes
+
+
+def encode(values: Int64s) -> tuple[Sequence, bytes]:
+    """`values` as a sequence and the bytes it adds to the blob."""
+    block = _affine(values)
+    if block is not None:
+        return Affine((block,)), b""
+    steps = np.diff(values)
+    if np.count_nonzero(np.diff(steps)) < 2 * _MAX_BLOCKS:
+        blocks = tuple(_runs(values))
+        if len(blocks) <= _MAX_BLOCKS:
+            return Affine(blocks), b""
+    base = int(steps.min())
+    rest = (steps - base).astype("<u8")
+    width = max(1, (int(rest.max()).bit_length() + 7) // 8)
+    planes = np.ascontiguousarray(rest.view(np.uint8).reshape(-1, 8)[:, :width].T)
+    return Planes(len(values), int(values[0]), base, width), planes.tobytes()
+
+
+def _affine(values: Int64s) -> Block | None:
+    """The one block that is `values`, if there is one."""
+    counts: list[int] = []
+    steps: list[int] = []
+    rest = values
+    while len(rest) > 1:
+        differences = np.diff(rest)
+        breaks = np.flatnonzero(differences != differences[0])
+        run = int(breaks[0]) + 1 if len(breaks) else len(rest)
+        if len(rest) % run or run == 1:
+            return None
+        rows = rest.reshape(-1, run)
+        if (np.diff(rows, axis=1) != differences[0]).any():
+            return None
+        counts.insert(0, run)
+        steps.insert(0, int(differences[0]))
+        rest = rows[:, 0]
+    if not len(values):
+        return Block(0, (0,), (0,))
+    return Block(int(values[0]), tuple(counts), tuple(steps))
+
+
+def _runs(values: Int64s) -> Iterable[Block]:
+    """Greedy arithmetic progressions, left to right."""
+    steps = np.diff(values)
+    changes = [*(np.flatnonzero(np.diff(steps)) + 1).tolist(), len(steps)]
+    at = 0
+    for change in changes:  # steps are equal from some point up to `change`
+        if change < at:
+            continue
+        count = change - at + 1
+        step = int(steps[at]) if count > 1 else 0
+        yield Block(int(values[at]), (count,), (step,))
+        at += count
+        if at >= len(values):
+            return
+    if at < len(values):
+        yield Block(int(values[at]), (1,), (0,))
+
+
+def decode(sequence: Sequence, blob: memoryview) -> Int64s:
+    """The integers of `sequence`; `blob` is exactly what it takes from the manifest's blob."""
+    if isinstance(sequence, Affine):
+        blocks = [_expand(block) for block in sequence.blocks]
+        return np.concatenate(blocks) if blocks else np.zeros(0, np.int64)
+    if not (1 <= sequence.length <= MAX_LENGTH and 1 <= sequence.width <= 8):
+        raise _corrupt(f"a sequence of {sequence.length} numbers of {sequence.width} bytes")
+    planes = np.frombuffer(blob, np.uint8).reshape(sequence.width, sequence.length - 1)
+    numbers = np.zeros(sequence.length - 1, np.uint64)
+    for plane in range(sequence.width - 1, -1, -1):
+        numbers <<= np.uint64(8)
+        numbers |= planes[plane]
+    values = np.empty(sequence.length, np.int64)
+    values[0] = sequence.first
+    np.cumsum(numbers.view(np.int64) + sequence.base, out=values[1:])
+    values[1:] += sequence.first
+    return values
+
+
+def _expand(block: Block) -> Int64s:
+    total = 1
+    for count in block.counts:
+        total *= count
+        if not 0 <= total <= MAX_LENGTH:
+            raise _corrupt(f"a sequence of more than {MAX_LENGTH} numbers")
+    if len(block.counts) != len(block.steps):
+        raise _corrupt("a block with unequal numbers of counts and steps")
+    values = np.full(1, block.start, np.int64)
+    for count, step in zip(block.counts, block.steps, strict=True):
+        values = (values[:, None] + np.arange(count, dtype=np.int64) * step).reshape(-1)
+    return values
+
+
+def _corrupt(what: str) -> CorruptError:
+    return CorruptError(
+        f"The manifest holds {what}.",
+        code="corrupt.manifest",
+        action="Load another checkpoint of the run, or another copy of this one.",
+    )

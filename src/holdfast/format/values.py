@@ -1,0 +1,365 @@
+"""Values: the part of a state that is not tensors, as a flat table ``{path: node}``. No torch, no pickle.
+
+A node is a leaf (a value), a reference to the tensor of the same name, or a container that says which components
+lie below its path. Types are exact: a subclass would come back as something else, so it is not a value. Values that
+only torch can build (`TorchValue`) stay plain records here; ``holdfast.state`` turns them into torch's objects.
+
+`Open` containers list nothing, so the tables of several ranks can be united: what is below is what the table holds.
+"""
+
+from __future__ import annotations
+
+import keyword
+import re
+from collections import Counter, OrderedDict, namedtuple
+from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache
+from typing import Literal
+
+import msgspec
+import numpy as np
+
+from holdfast.errors import CorruptError, NotFoundError, StateError
+from holdfast.format.names import component, join, parse_component, split
+
+#: Bounds on what is encoded and decoded: components of a path, bytes of an encoded table.
+MAX_DEPTH = 128
+MAX_NBYTES = 1 << 30
+
+# Numpy scalars that their dtype string describes in full: numbers and times. Records and objects are not among them.
+_NUMPY_KINDS = "biufcmM"
+_NUMPY_DTYPE = re.compile(rf"[<>|][{_NUMPY_KINDS}]\d{{1,2}}(\[\w+\])?")
+
+
+class Plain(msgspec.Struct, frozen=True, array_like=True, tag="plain"):
+    """None, a bool, an int of at most 64 bits, or a float, bit for bit."""
+
+    value: None | bool | int | float
+
+
+class BigInt(msgspec.Struct, frozen=True, array_like=True, tag="int"):
+    """An int beyond 64 bits, as little-endian two's complement."""
+
+    data: bytes
+
+
+class Complex(msgspec.Struct, frozen=True, array_like=True, tag="complex"):
+    """A complex number."""
+
+    real: float
+    imag: float
+
+
+class Text(msgspec.Struct, frozen=True, array_like=True, tag="str"):
+    """A string in UTF-8; lone surrogates (undecodable file names) are kept, as Python's ``surrogatepass`` does."""
+
+    data: bytes
+
+
+class Blob(msgspec.Struct, frozen=True, array_like=True, tag="bytes"):
+    """Bytes."""
+
+    data: bytes
+
+
+class NumpyScalar(msgspec.Struct, frozen=True, array_like=True, tag="numpy"):
+    """A numpy scalar: its dtype string and its memory. Strings: ``U`` and UTF-8, byte strings: ``S``."""
+
+    dtype: str
+    data: bytes
+
+
+class TorchValue(msgspec.Struct, frozen=True, array_like=True, tag="torch"):
+    """A dtype, device or Size by its text, or a Generator by its device and its state's bytes."""
+
+    kind: Literal["dtype", "device", "size", "generator"]
+    text: str
+    data: bytes = b""
+
+
+class TensorRef(msgspec.Struct, frozen=True, array_like=True, tag="tensor"):
+    """The tensor that has this path as its name."""
+
+
+class Table(msgspec.Struct, frozen=True, array_like=True, tag="dict"):
+    """A dictionary; `keys` are components, in the dictionary's order."""
+
+    kind: Literal["dict", "ordered", "counter"]
+    keys: tuple[str, ...]
+
+
+class Items(msgspec.Struct, frozen=True, array_like=True, tag="list"):
+    """A list or tuple; what is below is named ``0`` to ``size - 1``."""
+
+    kind: Literal["list", "tuple"]
+    size: int
+
+
+class Record(msgspec.Struct, frozen=True, array_like=True, tag="record"):
+    """A NamedTuple; what is below is named by `fields`."""
+
+    type: str
+    fields: tuple[str, ...]
+
+
+class Open(msgspec.Struct, frozen=True, array_like=True, tag="open"):
+    """A dictionary, module or optimizer that holds whatever the table and the tensors' names hold below it."""
+
+    kind: Literal["dict", "module", "optimizer"]
+
+
+Leaf = Plain | BigInt | Complex | Text | Blob | NumpyScalar | TorchValue
+Container = Table | Items | Record
+
+
+class Stateful(msgspec.Struct, frozen=True, array_like=True, tag="stateful"):
+    """What an object's ``state_dict()`` gave; `state` is the node of that value."""
+
+    state: Leaf | TensorRef | Container
+
+
+Node = Leaf | TensorRef | Container | Open | Stateful
+
+
+def leaf(value: object) -> Leaf | None:
+    """`value` as a leaf, or None when it is no torch-free value."""
+    kind = type(value)
+    if value is None or kind in (bool, float):
+        return Plain(value)  # type: ignore[arg-type]
+    if kind is int:
+        assert isinstance(value, int)
+        return Plain(value) if -(1 << 63) <= value < 1 << 64 else BigInt(_int_bytes(value))
+    if kind is str:
+        assert isinstance(value, str)
+        return Text(value.encode("utf-8", "surrogatepass"))
+    if kind is bytes:
+        assert isinstance(value, bytes)
+        return Blob(value)
+    if kind is complex:
+        assert isinstance(value, complex)
+        return Complex(value.real, value.imag)
+    return _numpy_leaf(value) if isinstance(value, np.generic) and kind.__module__ == "numpy" else None
+
+
+def _numpy_leaf(value: np.generic) -> NumpyScalar | None:
+    if isinstance(value, np.str_):
+        return NumpyScalar("U", value.encode("utf-8", "surrogatepass"))
+    if isinstance(value, np.bytes_):
+        return NumpyScalar("S", bytes(value))
+    return NumpyScalar(value.dtype.str, value.tobytes()) if value.dtype.kind in _NUMPY_KINDS else None
+
+
+def container(value: object, path: str) -> tuple[Container, list[tuple[str, object]]] | None:
+    """`value` as a container with its children by component, or None when it is none. `path` is for messages."""
+    kind = type(value)
+    if kind in (dict, OrderedDict, Counter):
+        assert isinstance(value, dict)
+        children = [(component(key, path=path), child) for key, child in value.items()]
+        name: Literal["dict", "ordered", "counter"]
+        name = "dict" if kind is dict else "ordered" if kind is OrderedDict else "counter"
+        return Table(name, tuple(key for key, _ in children)), children
+    if kind in (list, tuple):
+        assert isinstance(value, (list, tuple))
+        children = [(str(index), child) for index, child in enumerate(value)]
+        return Items("list" if kind is list else "tuple", len(value)), children
+    if is_record(value):
+        fields: tuple[str, ...] = kind._fields  # type: ignore[attr-defined]
+        return Record(kind.__name__, fields), list(zip(fields, value, strict=True))
+    return None
+
+
+def is_record(value: object) -> bool:
+    """Whether `value` is a NamedTuple."""
+    return isinstance(value, tuple) and type(value) is not tuple and hasattr(type(value), "_fields")
+
+
+@lru_cache(maxsize=256)
+def record_type(name: str, fields: tuple[str, ...]) -> Callable[..., object]:
+    """A NamedTuple type for a `Record` of which no live type is known; the same for the same arguments."""
+    # namedtuple() compiles its arguments; `decode` let only identifiers through. Fields that a live type got from
+    # ``rename=True`` ("_1") are accepted only with the same flag.
+    return namedtuple(name, fields, rename=True)  # type: ignore[misc]  # noqa: PYI024
+
+
+def encode(nodes: Mapping[str, Node]) -> bytes:
+    """The table as bytes, the same for equal tables. Raises `StateError` when it is over `MAX_NBYTES`."""
+    data = msgspec.msgpack.encode(sorted(nodes.items()))
+    if len(data) > MAX_NBYTES:
+        raise StateError(
+            f"The values of the state take {len(data)} bytes; the limit is {MAX_NBYTES}.",
+            code="state.values_size",
+            action="Keep bulk data in tensors.",
+        )
+    return data
+
+
+def decode(data: bytes) -> dict[str, Node]:
+    """The table that `encode` gave. Raises `CorruptError`, code ``corrupt.values``, for anything else."""
+    if len(data) > MAX_NBYTES:
+        raise _malformed("", f"are {len(data)} bytes, over the limit of {MAX_NBYTES}")
+    try:
+        rows = _DECODER.decode(data)
+    except (msgspec.DecodeError, ValueError) as error:
+        raise _malformed("", f"cannot be decoded ({error})") from error
+    nodes = dict(rows)
+    for (path, node), following in zip(rows, [*rows[1:], None], strict=True):
+        if following is not None and following[0] <= path:
+            raise _malformed(path, "are not sorted by path")
+        _check(path, node, nodes)
+    return nodes
+
+
+def bare(node: Node) -> Leaf | TensorRef | Container | Open:
+    """The node itself, or that of the value inside a `Stateful`."""
+    return node.state if isinstance(node, Stateful) else node
+
+
+def children(node: Node) -> Iterator[str]:
+    """The components that lie below a node; none for leaves and for `Open`, which lists nothing."""
+    state = bare(node)
+    if isinstance(state, Table):
+        yield from state.keys
+    elif isinstance(state, Record):
+        yield from state.fields
+    elif isinstance(state, Items):
+        yield from map(str, range(state.size))
+
+
+def leaves(nodes: Mapping[str, Node], path: str) -> Iterator[tuple[str, Leaf | TensorRef]]:
+    """The leaves and tensor references at and below `path`, not descending into `Open` containers."""
+    state = bare(lookup(nodes, path))
+    if isinstance(state, Container):
+        for child in children(state):
+            yield from leaves(nodes, join(path, child))
+    elif not isinstance(state, Open):
+        yield path, state
+
+
+def lookup(nodes: Mapping[str, Node], path: str) -> Node:
+    """The node at `path`. Raises `NotFoundError`, code ``not_found.value``."""
+    node = nodes.get(path)
+    if node is None:
+        raise NotFoundError(
+            f"The checkpoint has no value {path!r}.",
+            code="not_found.value",
+            action="List the names that it has.",
+            path=path,
+        )
+    return node
+
+
+def rebuild(
+    nodes: Mapping[str, Node],
+    path: str,
+    tensors: Callable[[str], object],
+    *,
+    revive: Callable[[TorchValue], object] = lambda value: value,
+    record: Callable[[str, tuple[str, ...]], Callable[..., object]] = record_type,
+) -> object:
+    """The Python object at `path`.
+
+    `tensors` gives the tensor of a name, `revive` the object of a torch value (default: the record itself), `record`
+    the constructor of a NamedTuple. Raises `NotFoundError` where there is no value: also for modules and optimizers,
+    which are tensors under names of their own.
+    """
+    state = bare(lookup(nodes, path))
+    if isinstance(state, TensorRef):
+        return tensors(path)
+    if isinstance(state, TorchValue):
+        return revive(state)
+    if isinstance(state, Leaf):
+        return _python(state)
+    if isinstance(state, Open):
+        names = _below(nodes, path, state)
+    else:
+        names = list(children(state))
+    items = [rebuild(nodes, join(path, name), tensors, revive=revive, record=record) for name in names]
+    if isinstance(state, Items):
+        return items if state.kind == "list" else tuple(items)
+    if isinstance(state, Record):
+        return record(state.type, state.fields)(*items)
+    pairs = dict(zip(map(parse_component, names), items, strict=True))
+    if isinstance(state, Table) and state.kind != "dict":
+        return OrderedDict(pairs) if state.kind == "ordered" else Counter(pairs)
+    return pairs
+
+
+def _below(nodes: Mapping[str, Node], path: str, node: Open) -> list[str]:
+    if node.kind != "dict":
+        raise NotFoundError(
+            f"{path!r} is a whole {node.kind}, not a value.",
+            code="not_found.value",
+            action="Ask for the tensors and values below it by their names.",
+            path=path,
+        )
+    start = len(path) + 1 if path else 0
+    below = (name[start:] for name in nodes if name and (not path or name.startswith(path + "/")))
+    return sorted(name for name in below if "/" not in name)
+
+
+def _python(node: Leaf) -> object:
+    if isinstance(node, Plain):
+        return node.value
+    if isinstance(node, Text):
+        return node.data.decode("utf-8", "surrogatepass")
+    if isinstance(node, BigInt):
+        return int.from_bytes(node.data, "little", signed=True)
+    if isinstance(node, Complex):
+        return complex(node.real, node.imag)
+    if isinstance(node, NumpyScalar):
+        return _numpy_scalar(node)
+    return node.data
+
+
+def _numpy_scalar(node: NumpyScalar) -> object:
+    if node.dtype == "U":
+        return np.str_(node.data.decode("utf-8", "surrogatepass"))
+    return np.bytes_(node.data) if node.dtype == "S" else np.frombuffer(node.data, np.dtype(node.dtype))[0]
+
+
+def _int_bytes(value: int) -> bytes:
+    return value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
+
+
+_DECODER = msgspec.msgpack.Decoder(list[tuple[str, Node]])
+
+
+def _check(path: str, node: Node, nodes: Mapping[str, Node]) -> None:
+    """Refuse what the schema lets through and `encode` never gives."""
+    parts = split(path)
+    if len(parts) > MAX_DEPTH:
+        raise _malformed(path, f"are nested deeper than {MAX_DEPTH}")
+    for part in parts:
+        parse_component(part)
+    below = bare(node)
+    if isinstance(below, Items) and not 0 <= below.size <= len(nodes):
+        raise _malformed(path, "miss entries of a list")
+    if isinstance(below, Record) and not all(_is_field(name) for name in (below.type, *below.fields)):
+        raise _malformed(path, "hold a NamedTuple whose names are no identifiers")
+    listed = list(children(below))
+    if len(set(listed)) != len(listed) or not all(join(path, name) in nodes for name in listed):
+        raise _malformed(path, "miss or repeat entries of a container")
+    if isinstance(below, Text | NumpyScalar) and not _is_sound(below):
+        raise _malformed(path, "hold a malformed string or numpy scalar")
+
+
+def _is_sound(node: Text | NumpyScalar) -> bool:
+    if isinstance(node, NumpyScalar) and node.dtype not in ("U", "S") and not _NUMPY_DTYPE.fullmatch(node.dtype):
+        return False
+    try:
+        return leaf(_python(node)) == node
+    except (ValueError, TypeError, IndexError):
+        return False
+
+
+def _is_field(name: str) -> bool:
+    return name.isidentifier() and not keyword.iskeyword(name)
+
+
+def _malformed(path: str, what: str) -> CorruptError:
+    return CorruptError(
+        f"The values{f' at {path!r:.200}' if path else ''} {what}.",
+        code="corrupt.values",
+        action="Use another copy or an older checkpoint.",
+        path=path or None,
+    )

@@ -1,0 +1,286 @@
+"""Divisions: what the ranks' claims to a tensor add up to, before anybody decides who writes.
+
+A *claim* is one body's spec for one tensor, with the ranks that sent the body. All claims to a tensor must make up
+one division: cells that cover the tensor exactly once, each with its holders.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+
+from holdfast.errors import StateError
+from holdfast.geometry import Int64s, Shape, coverage_fault
+from holdfast.plan.body import DecodedBody, PiecesWire, PlacedWire, SlotParts, WholeWire, gather_slots
+from holdfast.plan.layout import Mesh, Placement
+from holdfast.plan.placements import placed_cells
+
+
+@dataclass(frozen=True, eq=False)
+class Division:
+    """Cells of a tensor and their holders (``[cells, holders]``, ascending, padded at the end by repeating the last).
+
+    ``kind`` says what ``geometry`` is: one array of cuts per axis (``grid``), one array of flat cuts (``flat``), or
+    one array ``[cells, 2 * axes]`` of starts and sizes (``boxes``).
+    """
+
+    kind: str
+    geometry: tuple[Int64s, ...]
+    holders: Int64s
+
+    @property
+    def numels(self) -> Int64s:
+        """Elements of each cell."""
+        if self.kind == "flat":
+            return np.diff(self.geometry[0])
+        if self.kind == "boxes":
+            boxes = self.geometry[0]
+            sizes: Int64s = boxes[:, boxes.shape[1] // 2 :].prod(axis=1)
+            return sizes
+        numels = np.ones(1, np.int64)
+        for cuts in self.geometry:
+            numels = (numels[:, None] * np.diff(cuts)).reshape(-1)
+        return numels
+
+    @property
+    def row_numels(self) -> Int64s:
+        """Elements of one row (along the first axis) of each cell; 1 for flat ranges."""
+        if self.kind == "flat" or not self.geometry:
+            return np.ones(len(self.holders), np.int64)
+        if self.kind == "boxes":
+            boxes = self.geometry[0]
+            return self.numels // boxes[:, boxes.shape[1] // 2]
+        heights = np.diff(self.geometry[0])
+        return self.numels // np.repeat(heights, len(self.holders) // max(len(heights), 1))
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """All ranks that sent one body, and what their columns hold."""
+
+    body: DecodedBody
+    ranks: Int64s
+    slots: Sequence[SlotParts]
+
+    @staticmethod
+    def of(encoded: bytes, ranks: Int64s, columns: Sequence[bytes]) -> Group:
+        """Decode a body and the columns of the ranks that share it."""
+        body = DecodedBody(encoded)
+        return Group(body, ranks, gather_slots(body.slot_axes, ranks, columns))
+
+
+#: A claim: number of the group, and of the spec in the group's body.
+Claim = tuple[int, int]
+
+
+class Divider:
+    """Turns claims into divisions; equal claims to equally shaped tensors share one division."""
+
+    def __init__(self, groups: Sequence[Group]) -> None:
+        self.groups = groups
+        self._divisions: dict[tuple[tuple[Claim, ...], Shape], Division] = {}
+        self._placed: dict[tuple[Mesh, tuple[Placement, ...], Shape], Division] = {}
+
+    def division(self, name: str, shape: Shape, claims: tuple[Claim, ...]) -> Division:
+        """The division of tensor `name`.
+
+        Raises:
+            StateError: parts are missing, overlap without being equal, or a rank of a mesh lacks the tensor.
+        """
+        key = (claims, shape)
+        division = self._divisions.get(key)
+        if division is None:
+            division = self._divisions[key] = self._combine(name, shape, claims)
+        return division
+
+    def _combine(self, name: str, shape: Shape, claims: tuple[Claim, ...]) -> Division:
+        parts: list[Division] = []
+        senders: dict[tuple[Mesh, tuple[Placement, ...]], set[int]] = {}
+        for number, spec_number in claims:
+            group = self.groups[number]
+            spec = group.body.body.spec_table[spec_number]
+            if isinstance(spec, PlacedWire):
+                placed = group.body.placed(spec)
+                key = (placed.mesh, placed.placements)
+                if key not in senders:
+                    grid = placed_cells(placed, shape)
+                    parts.append(Division("grid", grid.cuts, grid.holders))
+                senders.setdefault(key, set()).update(group.ranks.tolist())
+            elif isinstance(spec, WholeWire):
+                holders = group.ranks[:1] if spec.replicas == "first" else group.ranks
+                parts.append(Division("grid", tuple(_whole_cuts(extent) for extent in shape), holders[None, :]))
+            else:
+                parts.extend(_pieces(shape, spec, group.slots[spec.slot]))
+        for (mesh, _), ranks in senders.items():
+            _check_senders(name, mesh, ranks)
+        if not prod(shape):
+            return Division("grid", tuple(_whole_cuts(extent) for extent in shape), np.zeros((0, 1), np.int64))
+        if all(spec_replicas(self.groups, claim) == "first" for claim in claims):
+            parts = parts[:1]  # groups come in order of their lowest rank: the lowest holder's copy counts
+        return _merge(name, shape, parts)
+
+
+def spec_replicas(groups: Sequence[Group], claim: Claim) -> str | None:
+    """The replica policy that a claim declares, where it is a plain tensor's."""
+    spec = groups[claim[0]].body.body.spec_table[claim[1]]
+    return spec.replicas if isinstance(spec, WholeWire) else None
+
+
+def _whole_cuts(extent: int) -> Int64s:
+    return np.asarray([0, extent] if extent else [0], np.int64)
+
+
+def _pieces(shape: Shape, spec: PiecesWire, parts: SlotParts) -> Iterable[Division]:
+    numbers, holders = parts.numbers, parts.holders[:, None]
+    if len(shape) == 1 and spec.num_axes:  # boxes of a vector are ranges: one kind less to merge
+        numbers = np.stack([numbers[:, 0], numbers.sum(axis=1)], axis=1)
+    if spec.num_axes > 1:
+        filled = (numbers[:, spec.num_axes :] > 0).all(axis=1)
+        yield Division("boxes", (numbers[filled],), holders[filled])
+    else:
+        filled = numbers[:, 1] > numbers[:, 0]
+        yield Division("ranges", (numbers[filled],), holders[filled])
+
+
+def _check_senders(name: str, mesh: Mesh, ranks: set[int]) -> None:
+    absent = sorted(set(mesh.ranks) - ranks)
+    if absent:
+        raise StateError(
+            f"Tensor {name!r} is a DTensor on a mesh with ranks {_some(absent)}, but those ranks do not save it.",
+            code="state.absent_on_mesh",
+            action="Put the same modules and optimizers into the state on every rank of the mesh.",
+            tensor=name,
+        )
+
+
+def _merge(name: str, shape: Shape, parts: list[Division]) -> Division:
+    """One division out of those of all claims."""
+    if len(parts) == 1 and parts[0].kind == "grid":
+        return parts[0]
+    first = parts[0]
+    if first.kind == "grid" and all(p.kind == "grid" and _same_cuts(p, first) for p in parts):
+        return Division("grid", first.geometry, _union([p.holders for p in parts]))
+    if len(shape) < 2:
+        return _merge_ranges(name, shape, [_as_ranges(p) for p in parts])
+    if any(p.kind == "ranges" for p in parts):
+        if not all(p.kind == "ranges" for p in parts):
+            raise StateError(
+                f"Tensor {name!r} is held in flat ranges by some ranks and in boxes by others.",
+                code="state.mixed_pieces",
+                action="Describe it in the same way on all ranks.",
+                tensor=name,
+            )
+        return _merge_ranges(name, shape, parts)
+    return _merge_boxes(name, shape, parts)
+
+
+def _as_ranges(part: Division) -> Division:
+    """Cells of a vector, or of a tensor without axes, as ranges."""
+    if part.kind == "ranges":
+        return part
+    cuts = part.geometry[0] if part.geometry else np.asarray([0, 1], np.int64)
+    ranges = np.stack([cuts[:-1], cuts[1:]], axis=1)
+    num_holders = part.holders.shape[1]
+    return Division("ranges", (np.repeat(ranges, num_holders, axis=0),), part.holders.reshape(-1, 1))
+
+
+def _same_cuts(a: Division, b: Division) -> bool:
+    return all(np.array_equal(p, q) for p, q in zip(a.geometry, b.geometry, strict=True))
+
+
+def _union(columns: Sequence[Int64s]) -> Int64s:
+    """Rows of holders put together: sorted, duplicates moved to the end as repeats of the largest."""
+    holders = np.sort(np.concatenate(columns, axis=1), axis=1)
+    if holders.shape[1] > 1:
+        repeated = np.zeros(holders.shape, bool)
+        repeated[:, 1:] = holders[:, 1:] == holders[:, :-1]
+        if repeated.any():
+            holders = np.where(repeated, holders[:, -1:], holders)
+            holders.sort(axis=1)
+    return holders
+
+
+def _merge_ranges(name: str, shape: Shape, parts: list[Division]) -> Division:
+    numbers = np.concatenate([p.geometry[0] for p in parts])
+    ranks = np.concatenate([p.holders[:, 0] for p in parts])
+    ranges, holders = _group_equal(numbers, ranks)
+    numel = prod(shape)
+    starts, stops = ranges[:, 0], ranges[:, 1]
+    expected = np.r_[0, stops]
+    wrong = np.flatnonzero(np.r_[starts, numel] != expected)
+    if len(wrong):
+        at = int(min(expected[wrong[0]], np.r_[starts, numel][wrong[0]]))
+        times = "not held by any rank" if np.r_[starts, numel][wrong[0]] > at else "held in two different ranges"
+        raise _coverage_error(name, f"flat element {at} of {numel} is {times}")
+    if not shape:
+        return Division("grid", (), holders)
+    return Division("grid" if len(shape) == 1 else "flat", (expected,), holders)
+
+
+def _merge_boxes(name: str, shape: Shape, parts: list[Division]) -> Division:
+    numbers, ranks = [], []
+    for part in parts:
+        boxes = part.geometry[0] if part.kind == "boxes" else grid_boxes(part.geometry)
+        for column in range(part.holders.shape[1]):
+            numbers.append(boxes)
+            ranks.append(part.holders[:, column])
+    boxes, holders = _group_equal(np.concatenate(numbers), np.concatenate(ranks))
+    num_axes = len(shape)
+    starts, sizes = boxes[:, :num_axes], boxes[:, num_axes:]
+    outside = np.flatnonzero((starts < 0).any(axis=1) | (starts + sizes > np.asarray(shape)).any(axis=1))
+    if len(outside):
+        box = boxes[outside[0]].tolist()
+        raise _coverage_error(name, f"a piece at {box[:num_axes]} of size {box[num_axes:]} lies outside shape {list(shape)}")
+    fault = coverage_fault([shape], np.zeros(len(boxes), np.int64), starts, sizes)
+    if fault is not None:
+        held = "not held by any rank" if fault.times == 0 else f"held in {fault.times} different pieces"
+        raise _coverage_error(name, f"element {list(fault.index)} is {held}")
+    cuts = as_grid(boxes, shape)
+    return Division("boxes", (boxes,), holders) if cuts is None else Division("grid", cuts, holders)
+
+
+def as_grid(boxes: Int64s, shape: Shape) -> tuple[Int64s, ...] | None:
+    """The cut points per axis if `boxes` (rows of starts and sizes, in row-major order of starts) are all cells of a
+    grid over `shape`."""
+    starts = [np.unique(column) for column in boxes[:, : len(shape)].T]
+    if prod(len(column) for column in starts) != len(boxes):
+        return None
+    cuts = tuple(np.append(column, extent) for column, extent in zip(starts, shape, strict=True))
+    return cuts if np.array_equal(grid_boxes(cuts), boxes) else None
+
+
+def grid_boxes(cuts: tuple[Int64s, ...]) -> Int64s:
+    """All cells of a grid as rows of starts and sizes."""
+    starts = np.meshgrid(*[c[:-1] for c in cuts], indexing="ij")
+    sizes = np.meshgrid(*[np.diff(c) for c in cuts], indexing="ij")
+    return np.stack([grid.reshape(-1) for grid in (*starts, *sizes)], axis=1)
+
+
+def _group_equal(numbers: Int64s, ranks: Int64s) -> tuple[Int64s, Int64s]:
+    """Distinct rows in lexicographic order, and the holders of each as a padded matrix."""
+    if len(numbers) < 2 or (np.diff(numbers[:, 0]) > 0).all():
+        return numbers, ranks[:, None]  # in order and distinct already, as flat cuts in rank order are
+    order = np.lexsort((ranks, *numbers.T[::-1]))
+    numbers, ranks = numbers[order], ranks[order]
+    fresh = np.r_[True, (numbers[1:] != numbers[:-1]).any(axis=1)] if len(numbers) else np.zeros(0, bool)
+    heads = np.flatnonzero(fresh)
+    counts = np.diff(np.r_[heads, len(numbers)])
+    widest = int(counts.max()) if len(counts) else 1
+    columns = np.minimum(np.arange(widest), counts[:, None] - 1)
+    return numbers[heads], _union([ranks[heads[:, None] + columns]])
+
+
+def _coverage_error(name: str, what: str) -> StateError:
+    return StateError(
+        f"The ranks' pieces of tensor {name!r} do not make up the whole tensor: {what}.",
+        code="state.coverage",
+        action="Correct the pieces: each element must be held once, or in identical pieces by several ranks.",
+        tensor=name,
+    )
+
+
+def _some(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")

@@ -1,0 +1,78 @@
+"""Layouts: for each logical tensor, which parts are held where. Rank-free wherever the sharding is regular.
+
+Ranks that shard alike produce the same *body*, byte for byte: tensors with their specs, where a spec speaks of a
+mesh and placements and never of "my part". So each rank sends a 16-byte digest, and one rank per distinct body
+sends the body. Only specs that no rule describes (flat ranges, free boxes) add columns of the rank's own.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from holdfast.geometry import Box, FlatRange, Shape
+
+
+class Shard(msgspec.Struct, frozen=True, tag="shard", array_like=True):
+    """Divided along `axis` over one mesh axis, as ``torch.chunk`` does."""
+
+    axis: int
+
+
+class StridedShard(msgspec.Struct, frozen=True, tag="strided", array_like=True):
+    """Divided along `axis` into `split_factor` chunks first, then each chunk over one mesh axis (FSDP2 over TP)."""
+
+    axis: int
+    split_factor: int
+
+
+class Replicate(msgspec.Struct, frozen=True, tag="replicate", array_like=True):
+    """Held alike by all ranks of one mesh axis."""
+
+
+Placement = Shard | StridedShard | Replicate
+
+
+class Mesh(msgspec.Struct, frozen=True, array_like=True):
+    """A mesh of ranks: its shape, and the global ranks in row-major order."""
+
+    shape: tuple[int, ...]
+    ranks: tuple[int, ...]
+
+
+class Placed(msgspec.Struct, frozen=True):
+    """Held as a DTensor: one placement per mesh axis."""
+
+    mesh: Mesh
+    placements: tuple[Placement, ...]
+
+
+#: What is known of plain tensors that several ranks hold under one name:
+#: ``split``: declared replicated, so holders share the writing; ``first``: the lowest holder's copy counts (DDP's
+#: buffers differ legitimately); ``compare``: nobody declared it, so the copies are compared before one is dropped.
+Replicas = Literal["split", "first", "compare"]
+
+
+class Whole(msgspec.Struct, frozen=True):
+    """Held whole by every rank that names it."""
+
+    replicas: Replicas
+
+
+class Pieces(msgspec.Struct, frozen=True):
+    """Held in parts that only this rank knows: boxes, or flat ranges, each with its own local memory."""
+
+    parts: tuple[Box, ...] | tuple[FlatRange, ...]
+
+
+Spec = Placed | Whole | Pieces
+
+
+class TensorLayout(msgspec.Struct, frozen=True):
+    """One logical tensor and how this rank's job holds it. `dtype` is a key of ``format.dtypes.DTYPES``."""
+
+    name: str
+    dtype: str
+    shape: Shape
+    spec: Spec

@@ -1,0 +1,261 @@
+"""The save plan: from all ranks' layouts to a manifest. Pure.
+
+Which rank writes which bytes stands in the manifest itself: its owners are data files, and each data file has one
+writer. Every rank derives its own share from the manifest as any reader would, so there is one algorithm for
+order and offsets, and no share has to be sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+
+from holdfast.errors import StateError
+from holdfast.format import manifest as fmt
+from holdfast.format.dtypes import DTYPES
+from holdfast.format.records import Place
+from holdfast.geometry import Box, Int64s, Shape, flat_boxes
+from holdfast.plan.divide import Claim, Divider, Division, Group, as_grid, grid_boxes
+from holdfast.plan.replicas import Cut, Writers, assign
+
+#: Reserved bytes of values are multiples of this, so that a counter that grows a digit does not change the plan.
+VALUES_GRANULE = 4096
+
+
+@dataclass(frozen=True)
+class RankMessage:
+    """What the planner gets from one rank: the digest of its body, and its columns."""
+
+    digest: bytes
+    columns: bytes
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Which checkpoint is being planned."""
+
+    checkpoint_id: str
+    run_id: str
+    place: Place
+    step: int
+    created: float
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    dtype: str
+    shape: Shape
+    claims: tuple[Claim, ...]
+
+
+def plan_save(
+    messages: Sequence[RankMessage],
+    bodies: Mapping[bytes, bytes],
+    *,
+    identity: Identity,
+    values_nbytes: int,
+    value_paths: tuple[str, ...],
+) -> bytes:
+    """The manifest file of a checkpoint of the state that all ranks described.
+
+    `messages` has one entry per rank, `bodies` the body of each digest in it. Values are written by rank 0.
+
+    Raises:
+        StateError: ranks disagree about a tensor, or their pieces do not cover it exactly once.
+    """
+    groups = _groups(messages, bodies)
+    tensors = _collect(groups)
+    divider = Divider(groups)
+    names = sorted(tensors)
+    divisions = [divider.division(name, tensors[name].shape, tensors[name].claims) for name in names]
+    itemsizes = [DTYPES[tensors[name].dtype].itemsize for name in names]
+    writers = assign(divisions, itemsizes, len(messages))
+    ranks = _writing_ranks(writers, len(messages))
+    table = _PartitionTable(ranks, len(messages))
+    partitions = tuple(table.add(tensors[n].shape, d, w) for n, d, w in zip(names, divisions, writers, strict=True))
+    dtypes: dict[str, int] = {}
+    shapes: dict[Shape, int] = {}
+    body = fmt.Manifest(
+        checkpoint_id=identity.checkpoint_id,
+        run_id=identity.run_id,
+        place=(identity.place.epoch, identity.place.seq),
+        step=identity.step,
+        created=identity.created,
+        world_size=len(messages),
+        reader_features=(),
+        names=tuple(names),
+        dtypes=tuple(dtypes.setdefault(tensors[name].dtype, len(dtypes)) for name in names),
+        dtype_table=tuple(dtypes),
+        shapes=tuple(shapes.setdefault(tensors[name].shape, len(shapes)) for name in names),
+        shape_table=tuple(shapes),
+        partition_table=tuple(table.partitions),
+        partitions=partitions,
+        aliases=_aliases(groups, tensors),
+        num_files=len(ranks),
+        writers=table.sequences.add(ranks),
+        values=(fmt.ValueBlock(0, -(-values_nbytes // VALUES_GRANULE) * VALUES_GRANULE, value_paths),),
+        sequences=tuple(table.sequences.sequences),
+    )
+    return fmt.encode(body, table.sequences.blobs)
+
+
+def _groups(messages: Sequence[RankMessage], bodies: Mapping[bytes, bytes]) -> list[Group]:
+    """Ranks by body, in order of their lowest rank."""
+    ranks: dict[bytes, list[int]] = {}
+    for rank, message in enumerate(messages):
+        ranks.setdefault(message.digest, []).append(rank)
+    return [
+        Group.of(bodies[digest], np.asarray(members, np.int64), [messages[rank].columns for rank in members])
+        for digest, members in ranks.items()
+    ]
+
+
+def _collect(groups: Sequence[Group]) -> dict[str, _Tensor]:
+    """All tensors by name, with the claims to each."""
+    tensors: dict[str, _Tensor] = {}
+    for number, group in enumerate(groups):
+        body = group.body.body
+        for name, dtype_index, shape_index, spec in zip(body.names, body.dtypes, body.shapes, body.specs, strict=True):
+            dtype, shape = body.dtype_table[dtype_index], body.shape_table[shape_index]
+            known = tensors.get(name)
+            if known is None:
+                tensors[name] = _Tensor(dtype, shape, ((number, spec),))
+                continue
+            if (known.dtype, known.shape) != (dtype, shape):
+                other = groups[known.claims[0][0]].ranks[0]
+                raise StateError(
+                    f"Tensor {name!r} is {known.dtype} {list(known.shape)} on rank {other}, "
+                    f"but {dtype} {list(shape)} on rank {group.ranks[0]}.",
+                    code="state.disagree",
+                    action="Give different tensors different names.",
+                    tensor=name,
+                )
+            tensors[name] = _Tensor(dtype, shape, (*known.claims, (number, spec)))
+    return tensors
+
+
+def _aliases(groups: Sequence[Group], tensors: Mapping[str, _Tensor]) -> dict[str, str]:
+    aliases: dict[str, str] = {}
+    for group in groups:
+        for alias, name in group.body.body.aliases:
+            if alias in tensors or aliases.setdefault(alias, name) != name:
+                raise StateError(
+                    f"Tensor {alias!r} is tied to {name!r} on rank {group.ranks[0]}, but not on every rank.",
+                    code="state.disagree",
+                    action="Tie the same tensors on all ranks that hold them.",
+                    tensor=alias,
+                )
+    return dict(sorted(aliases.items()))
+
+
+def _writing_ranks(writers: Sequence[Writers], world_size: int) -> Int64s:
+    """Ranks with a data file: those that write tensors, and rank 0 for the values."""
+    writes = np.zeros(world_size, bool)
+    writes[0] = True
+    for owners in {id(w.owners): w.owners for w in writers}.values():
+        writes[owners] = True
+    for writer in writers:
+        for cut in writer.cut:
+            writes[list(cut.ranks)] = True
+    return np.flatnonzero(writes)
+
+
+class _PartitionTable:
+    """Distinct partitions of a manifest under construction."""
+
+    def __init__(self, ranks: Int64s, world_size: int) -> None:
+        self.partitions: list[fmt.Partition] = []
+        self.sequences = fmt.SequenceTable()
+        self._files = np.zeros(world_size, np.int64)
+        self._files[ranks] = np.arange(len(ranks))
+        self._index: dict[tuple[int, bytes], int] = {}
+        self._by_owner_array: dict[tuple[int, int], int] = {}
+
+    def add(self, shape: Shape, division: Division, writers: Writers) -> int:
+        """The index of the partition of a tensor that is divided and written so."""
+        if writers.cut:
+            return self._append(self._cut(shape, division, writers))
+        quick = (id(division), id(writers.owners))  # arrays are shared by all tensors divided alike
+        if quick not in self._by_owner_array:
+            owners = self._files[writers.owners]
+            key = (id(division), owners.tobytes())
+            if key not in self._index:
+                self._index[key] = self._append(self._whole_cells(division, owners))
+            self._by_owner_array[quick] = self._index[key]
+        return self._by_owner_array[quick]
+
+    def _append(self, partition: fmt.Partition) -> int:
+        self.partitions.append(partition)
+        return len(self.partitions) - 1
+
+    def _whole_cells(self, division: Division, owners: Int64s) -> fmt.Partition:
+        if division.kind == "boxes":
+            return self._boxes(division.geometry[0], owners)
+        cuts = tuple(self.sequences.add(axis) for axis in division.geometry)
+        if division.kind == "flat":
+            return fmt.FlatCuts(cuts[0], self.sequences.add(owners))
+        return fmt.Grid(cuts, self.sequences.add(owners))
+
+    def _boxes(self, boxes: Int64s, owners: Int64s) -> fmt.Boxes:
+        columns = [self.sequences.add(np.ascontiguousarray(column)) for column in boxes.T]
+        num_axes = len(columns) // 2
+        return fmt.Boxes(tuple(columns[:num_axes]), tuple(columns[num_axes:]), self.sequences.add(owners))
+
+    def _cut(self, shape: Shape, division: Division, writers: Writers) -> fmt.Partition:
+        """A partition whose cells are further divided between replicas."""
+        by_cell = {cut.cell: cut for cut in writers.cut}
+        if division.kind == "flat":
+            return self._cut_ranges(division.geometry[0].tolist(), writers, by_cell)
+        if len(division.holders) == 1:
+            return self._cut_whole(shape, writers.cut[0])
+        boxes: list[tuple[int, ...]] = []
+        ranks: list[int] = []
+        for cell, box in enumerate(_cell_boxes(division)):
+            cut = by_cell.get(cell)
+            if cut is None:
+                boxes.append((*box.start, *box.size))
+                ranks.append(int(writers.owners[cell]))
+                continue
+            for low, high, rank in zip(cut.cuts, cut.cuts[1:], cut.ranks, strict=False):
+                for _, part in flat_boxes(box.size, low, high):
+                    start = tuple(a + b for a, b in zip(box.start, part.start, strict=True))
+                    boxes.append((*start, *part.size))
+                    ranks.append(rank)
+        order = sorted(range(len(boxes)), key=boxes.__getitem__)
+        rows = np.asarray([boxes[i] for i in order], np.int64)
+        owners = self._files[np.asarray([ranks[i] for i in order], np.int64)]
+        cuts = as_grid(rows, shape)
+        if cuts is None:
+            return self._boxes(rows, owners)
+        return fmt.Grid(tuple(self.sequences.add(axis) for axis in cuts), self.sequences.add(owners))
+
+    def _cut_whole(self, shape: Shape, cut: Cut) -> fmt.Partition:
+        """A whole tensor cut between its holders: a grid of rows if it is cut at rows."""
+        owners = self.sequences.add(self._files[np.asarray(cut.ranks, np.int64)])
+        cuts, row = np.asarray(cut.cuts, np.int64), prod(shape[1:])
+        if (cuts % row).any():
+            return fmt.FlatCuts(self.sequences.add(cuts), owners)
+        axes = (cuts // row, *(np.asarray([0, extent], np.int64) for extent in shape[1:]))
+        return fmt.Grid(tuple(self.sequences.add(axis) for axis in axes), owners)
+
+    def _cut_ranges(self, bounds: list[int], writers: Writers, by_cell: Mapping[int, Cut]) -> fmt.FlatCuts:
+        cuts, ranks = [0], []
+        for cell, (low, high) in enumerate(zip(bounds, bounds[1:], strict=False)):
+            cut = by_cell.get(cell)
+            if cut is None:
+                cuts.append(high)
+                ranks.append(int(writers.owners[cell]))
+            else:
+                cuts.extend(low + at for at in cut.cuts[1:])
+                ranks.extend(cut.ranks)
+        owners = self._files[np.asarray(ranks, np.int64)]
+        return fmt.FlatCuts(self.sequences.add(np.asarray(cuts, np.int64)), self.sequences.add(owners))
+
+
+def _cell_boxes(division: Division) -> list[Box]:
+    rows = division.geometry[0] if division.kind == "boxes" else grid_boxes(division.geometry)
+    num_axes = rows.shape[1] // 2
+    return [Box(tuple(row[:num_axes]), tuple(row[num_axes:])) for row in rows.tolist()]
