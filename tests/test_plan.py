@@ -77,9 +77,16 @@ def test_replicas_are_split_without_losing_an_element_whatever_the_share(world: 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(replicas, "SHARE_NBYTES", share)
         files = Files(world.plan())
-    wants = [Want(number, Box((0,) * len(s), s)) for number, s in enumerate(map(files.manifest.shape, range(len(world.full))))]
+    wants = [
+        Want(number, Box((0,) * len(s), s))
+        for number, s in enumerate(map(files.manifest.shape, range(len(world.full))))
+    ]
     for want, got in zip(wants, fill(world, files, wants, first_file=0), strict=True):
         assert np.array_equal(got, world.full[files.manifest.body.names[want.tensor]])
+
+
+def _one_piece(part: Box | FlatRange) -> Pieces:
+    return Pieces.boxes(part) if isinstance(part, Box) else Pieces.ranges(part)
 
 
 def _replicated(world_size: int, sizes: list[int]) -> World:
@@ -108,9 +115,7 @@ def test_small_replicated_state_is_not_scattered() -> None:
 
 def test_hybrid_sharding_splits_each_shard_between_its_replicas_in_grids() -> None:
     mesh = Mesh((2, 4), tuple(range(8)))
-    layouts = [
-        TensorLayout(f"w{i}", "float32", (4096, 4096), Placed(mesh, (Replicate(), Shard(0)))) for i in range(5)
-    ]
+    layouts = [TensorLayout(f"w{i}", "float32", (4096, 4096), Placed(mesh, (Replicate(), Shard(0)))) for i in range(5)]
     files = Files(World([layouts] * 8, {}).plan())
     nbytes = _file_nbytes(files)
     assert max(nbytes) / (sum(nbytes) / 8) <= 1.05
@@ -132,7 +137,9 @@ def test_a_dtensor_that_a_rank_of_its_mesh_lacks_is_refused() -> None:
 
 
 def test_ranks_that_disagree_about_shape_or_dtype_are_refused() -> None:
-    world = World([[TensorLayout("w", "float32", (4,), Whole("split"))], [TensorLayout("w", "float16", (4,), Whole("split"))]], {})
+    world = World(
+        [[TensorLayout("w", "float32", (4,), Whole("split"))], [TensorLayout("w", "float16", (4,), Whole("split"))]], {}
+    )
     with pytest.raises(StateError, match="float32.*rank 0.*float16.*rank 1"):
         world.plan()
 
@@ -149,15 +156,21 @@ def test_ranks_that_disagree_about_shape_or_dtype_are_refused() -> None:
     ],
 )
 def test_pieces_that_do_not_cover_exactly_once_are_refused(parts: list[Box | FlatRange], message: str) -> None:
-    layouts = [[TensorLayout("w", "float32", (2, 4), Pieces((part,)))] for part in parts]  # type: ignore[arg-type]
+    layouts = [[TensorLayout("w", "float32", (2, 4), _one_piece(part))] for part in parts]
     with pytest.raises(StateError, match=message):
         World(layouts, {}).plan()
 
 
 def test_identical_pieces_of_several_ranks_are_replicas() -> None:
     parts = [FlatRange(0, 4), FlatRange(4, 8), FlatRange(0, 4), FlatRange(4, 8)]
-    layouts = [[TensorLayout("w", "uint8", (2, 4), Pieces((part,)))] for part in parts]
+    layouts = [[TensorLayout("w", "uint8", (2, 4), Pieces.ranges(part))] for part in parts]
     world = World(layouts, {"w": np.arange(8, dtype=np.uint8).reshape(2, 4, 1)})
     files = Files(world.plan())
     (got,) = fill(world, files, [Want(0, Box((0, 0), (2, 4)))], 0)
     assert np.array_equal(got, world.full["w"])
+
+
+def test_a_rank_without_parts_does_not_say_how_others_hold_the_tensor() -> None:
+    parts = [Pieces.boxes(Box((0, 0), (2, 4))), Pieces.boxes(), Pieces.ranges()]
+    world = World([[TensorLayout("w", "uint8", (2, 4), part)] for part in parts], {})
+    assert world.plan().body.num_files == 1

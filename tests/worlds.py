@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from math import prod
 
@@ -15,10 +16,21 @@ from holdfast.format.manifest import DecodedManifest
 from holdfast.format.records import Place
 from holdfast.geometry import Box, FlatRange, Shape
 from holdfast.plan.body import RankLayout
-from holdfast.plan.layout import Mesh, Pieces, Placed, Placement, Replicate, Shard, Spec, StridedShard, TensorLayout, Whole
+from holdfast.plan.layout import (
+    Mesh,
+    Pieces,
+    Placed,
+    Placement,
+    Replicate,
+    Shard,
+    Spec,
+    StridedShard,
+    TensorLayout,
+    Whole,
+)
 from holdfast.plan.save import Identity, RankMessage, plan_save
 
-IDENTITY = Identity("00112233445566aa", "0" * 32, Place(1, 1), 7, 123.5)
+IDENTITY = Identity("00112233445566aa", "0" * 32, Place(1, 1), 7, 123.5, {})
 
 
 @dataclass(frozen=True)
@@ -80,12 +92,12 @@ def specs(draw: st.DrawFn, world_size: int, shape: Shape) -> list[Spec]:
         return [Placed(mesh, draw(placements(mesh, shape)))] * world_size
     if kind == "flat":
         cuts = draw(cut_points(prod(shape), world_size))
-        return [Pieces((FlatRange(a, b),)) for a, b in zip(cuts, cuts[1:], strict=False)]
+        return [Pieces.ranges(FlatRange(a, b)) for a, b in itertools.pairwise(cuts)]
     if kind == "rows" and shape:
         cuts = draw(cut_points(shape[0], world_size))
         rest = shape[1:]
         return [
-            Pieces((Box((a, *(0 for _ in rest)), (b - a, *rest)),)) for a, b in zip(cuts, cuts[1:], strict=False)
+            Pieces.boxes(Box((a, *(0 for _ in rest)), (b - a, *rest))) for a, b in itertools.pairwise(cuts)
         ]
     return [Whole("split" if kind in ("split", "rows") else kind)] * world_size  # type: ignore[arg-type]
 

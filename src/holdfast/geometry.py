@@ -7,6 +7,7 @@ is the disjoint union of at most ``2n - 1`` boxes for ``n`` axes, each of them c
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
@@ -99,7 +100,9 @@ def flat_boxes(shape: Shape, start: int, stop: int) -> Iterator[tuple[int, Box]]
     position = start
     while position < stop:
         # The widest box that begins here: whole rows of the outermost axis at which we are aligned.
-        axis = next((k for k, stride in enumerate(strides) if position % stride == 0 and stride <= stop - position), None)
+        axis = next(
+            (k for k, stride in enumerate(strides) if position % stride == 0 and stride <= stop - position), None
+        )
         if axis is None:  # a tensor without axes has one element and no stride
             yield position - start, Box((), ())
             return
@@ -112,12 +115,13 @@ def flat_boxes(shape: Shape, start: int, stop: int) -> Iterator[tuple[int, Box]]
 
 
 def chunk_cuts(extent: int, parts: int) -> Int64s:
-    """Cut points (``parts + 1`` of them) of an axis divided as ``torch.chunk`` does: equal ceilings, a short tail, empties."""
+    """Cut points (``parts + 1`` of them) of an axis divided as ``torch.chunk`` does."""
     step = -(-extent // parts)
     return np.minimum(np.arange(parts + 1, dtype=np.int64) * step, extent)
 
 
-class CoverageFault(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class CoverageFault:
     """The first element, in row-major order, that is not covered exactly once."""
 
     tensor: int
@@ -148,7 +152,11 @@ def coverage_fault(shapes: Sequence[Shape], tensor: Int64s, starts: Int64s, size
     corners, masses = _corners(owners, lows[:, axes], highs[:, axes], weights)
     order = _row_major_order(corners)
     corners, masses = corners[order], masses[order]
-    heads = np.flatnonzero(np.r_[True, (corners[1:] != corners[:-1]).any(axis=1)]) if len(corners) else np.zeros(0, np.int64)
+    heads = (
+        np.flatnonzero(np.r_[True, (corners[1:] != corners[:-1]).any(axis=1)])
+        if len(corners)
+        else np.zeros(0, np.int64)
+    )
     totals = np.add.reduceat(masses, heads) if len(heads) else masses
     bad = np.flatnonzero(totals)
     if not len(bad):

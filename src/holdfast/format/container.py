@@ -188,9 +188,7 @@ def header(manifest: DecodedManifest, layout: FileLayout, table: bytes) -> bytes
 
 def _metadata(manifest: DecodedManifest, index: int, table: str) -> str:
     checkpoint_id = manifest.body.checkpoint_id
-    return (
-        f'{{"__metadata__":{{"blocks":"{table}","checkpoint":"{checkpoint_id}","file":"{index}","holdfast":"1"}}'
-    )
+    return f'{{"__metadata__":{{"blocks":"{table}","checkpoint":"{checkpoint_id}","file":"{index}","holdfast":"1"}}'
 
 
 def _suffix(shape: Shape, part: Box | FlatRange) -> str:

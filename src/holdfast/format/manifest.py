@@ -77,6 +77,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     step: int
     created: float
     world_size: int
+    metrics: dict[str, float]
     reader_features: tuple[str, ...]
     names: tuple[str, ...]
     dtype_table: tuple[str, ...]
@@ -238,7 +239,7 @@ def _check(body: Manifest) -> None:
         (body.shapes, len(body.shape_table)),
         (body.partitions, len(body.partition_table)),
     ):
-        if num_tensors and not (0 <= min(column) and max(column) < table):
+        if num_tensors and not (min(column) >= 0 and max(column) < table):
             raise _corrupt("a tensor column points outside its table")
     if any(a >= b for a, b in zip(body.names, body.names[1:], strict=False)):
         raise _corrupt("its tensor names are not sorted and unique")
@@ -274,4 +275,3 @@ def _corrupt(what: str) -> CorruptError:
         code="corrupt.manifest",
         action="Load another checkpoint of the run, or another copy of this one.",
     )
-

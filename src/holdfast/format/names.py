@@ -16,7 +16,8 @@ Key = str | int | float | bool | bytes | None
 
 _MAX_KEY_BITS = 1024
 _ESCAPES = {"%25": "%", "%2F": "/", "%40": "@"}
-_SPECIAL = re.compile(r"[%/@]|[\ud800-\udfff]")
+_SPECIAL = re.compile(r"[%/@\ud800-\udfff]")
+_SURROGATE = re.compile(r"[\ud800-\udfff]")
 _ESCAPE = re.compile(r"%(?:25|2F|40)")
 _PARSERS: dict[str, Callable[[str], Key]] = {
     "int": int,
@@ -35,10 +36,9 @@ def component(key: object, *, path: str = "") -> str:
     if type(key) is str:
         if not key:
             return "%empty"
-        special = _SPECIAL.search(key)
-        if special is None:
+        if not _SPECIAL.search(key):
             return key
-        if not any("\ud800" <= char <= "\udfff" for char in key):
+        if not _SURROGATE.search(key):
             return key.replace("%", "%25").replace("/", "%2F").replace("@", "%40")
     elif key is None:
         return "%none"

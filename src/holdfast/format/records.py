@@ -10,6 +10,7 @@ Names count down at a fixed width, so a listing in name order begins with the ne
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import math
 import re
@@ -21,7 +22,6 @@ import xxhash
 from holdfast.errors import CorruptError, IncompatibleError
 
 FORMAT: Final = "1"
-WRITER: Final = "holdfast 0.1.0"
 READER_FEATURES: Final[frozenset[str]] = frozenset()
 MAX_RECORD_NBYTES: Final = 64 * 2**20
 
@@ -142,10 +142,20 @@ class Commit(Record, frozen=True, kw_only=True, tag="commit"):
 
     def __post_init__(self) -> None:
         if parse_folder(self.checkpoint) != (self.step, self.checkpoint_id):
-            raise ValueError(f"folder {self.checkpoint!r} is not that of checkpoint {self.checkpoint_id} at step {self.step}")
+            raise ValueError(
+                f"folder {self.checkpoint!r} is not that of checkpoint {self.checkpoint_id} at step {self.step}"
+            )
 
 
 R = TypeVar("R", bound=Record)
+
+
+def writer() -> str:
+    """What wrote a record: the name and version of this package."""
+    try:
+        return f"holdfast {importlib.metadata.version('holdfast')}"
+    except importlib.metadata.PackageNotFoundError:
+        return "holdfast, not installed"
 
 
 def to_metric(value: float) -> Metric:
@@ -174,7 +184,9 @@ def encode(record: Record) -> bytes:
     body = re.sub(r"[^\x00-\x7f]", lambda match: json.dumps(match[0])[1:-1], text).encode("ascii").removesuffix(b"}")
     data = body + _DIGEST_OPENER + digest(body).encode("ascii") + b'"}\n'
     if len(data) > MAX_RECORD_NBYTES:
-        raise ValueError(f"a {type(record).__name__} record of {len(data)} bytes is over the limit of {MAX_RECORD_NBYTES}")
+        raise ValueError(
+            f"a {type(record).__name__} record of {len(data)} bytes is over the limit of {MAX_RECORD_NBYTES}"
+        )
     return data
 
 
@@ -231,7 +243,7 @@ def _unknown(what: str, *, path: str) -> IncompatibleError:
     return IncompatibleError(
         f"'{path}' {what}.",
         code="incompatible.feature",
-        action=f"Read it with a newer holdfast than this one ({WRITER}).",
+        action=f"Read it with a newer holdfast than this one ({writer()}).",
         path=path,
     )
 
@@ -277,7 +289,7 @@ def folder_name(step: int, checkpoint_id: str) -> str:
 
 def parse_folder(name: str) -> tuple[int, str] | None:
     """Step and checkpoint id of a checkpoint folder's name, or None where no checkpoint is named so."""
-    match = re.fullmatch(r"step-([0-9]{10}|[1-9][0-9]{10,18})-([0-9a-f]{16})", name)
+    match = re.fullmatch(r"step-([0-9]{10}|[1-9][0-9]{10,17})-([0-9a-f]{16})", name)
     return (int(match[1]), match[2]) if match else None
 
 

@@ -14,7 +14,8 @@ import re
 from collections import Counter, OrderedDict, namedtuple
 from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
-from typing import Literal
+from itertools import pairwise
+from typing import Literal, Protocol, TypeGuard
 
 import msgspec
 import numpy as np
@@ -34,7 +35,7 @@ _NUMPY_DTYPE = re.compile(rf"[<>|][{_NUMPY_KINDS}]\d{{1,2}}(\[\w+\])?")
 class Plain(msgspec.Struct, frozen=True, array_like=True, tag="plain"):
     """None, a bool, an int of at most 64 bits, or a float, bit for bit."""
 
-    value: None | bool | int | float
+    value: bool | int | float | None
 
 
 class BigInt(msgspec.Struct, frozen=True, array_like=True, tag="int"):
@@ -96,9 +97,9 @@ class Items(msgspec.Struct, frozen=True, array_like=True, tag="list"):
 
 
 class Record(msgspec.Struct, frozen=True, array_like=True, tag="record"):
-    """A NamedTuple; what is below is named by `fields`."""
+    """A NamedTuple of type `name`; what is below is named by `fields`."""
 
-    type: str
+    name: str
     fields: tuple[str, ...]
 
 
@@ -163,12 +164,20 @@ def container(value: object, path: str) -> tuple[Container, list[tuple[str, obje
         children = [(str(index), child) for index, child in enumerate(value)]
         return Items("list" if kind is list else "tuple", len(value)), children
     if is_record(value):
-        fields: tuple[str, ...] = kind._fields  # type: ignore[attr-defined]
+        fields = value._fields
         return Record(kind.__name__, fields), list(zip(fields, value, strict=True))
     return None
 
 
-def is_record(value: object) -> bool:
+class NamedTupleLike(Protocol):
+    """What NamedTuples share; no common type says so."""
+
+    _fields: tuple[str, ...]
+
+    def __iter__(self) -> Iterator[object]: ...
+
+
+def is_record(value: object) -> TypeGuard[NamedTupleLike]:
     """Whether `value` is a NamedTuple."""
     return isinstance(value, tuple) and type(value) is not tuple and hasattr(type(value), "_fields")
 
@@ -178,7 +187,7 @@ def record_type(name: str, fields: tuple[str, ...]) -> Callable[..., object]:
     """A NamedTuple type for a `Record` of which no live type is known; the same for the same arguments."""
     # namedtuple() compiles its arguments; `decode` let only identifiers through. Fields that a live type got from
     # ``rename=True`` ("_1") are accepted only with the same flag.
-    return namedtuple(name, fields, rename=True)  # type: ignore[misc]  # noqa: PYI024
+    return namedtuple(name, fields, rename=True)  # noqa: PYI024
 
 
 def encode(nodes: Mapping[str, Node]) -> bytes:
@@ -202,9 +211,9 @@ def decode(data: bytes) -> dict[str, Node]:
     except (msgspec.DecodeError, ValueError) as error:
         raise _malformed("", f"cannot be decoded ({error})") from error
     nodes = dict(rows)
-    for (path, node), following in zip(rows, [*rows[1:], None], strict=True):
-        if following is not None and following[0] <= path:
-            raise _malformed(path, "are not sorted by path")
+    if any(path >= following for (path, _), (following, _) in pairwise(rows)):
+        raise _malformed("", "are not sorted by path")
+    for path, node in rows:
         _check(path, node, nodes)
     return nodes
 
@@ -269,15 +278,12 @@ def rebuild(
         return revive(state)
     if isinstance(state, Leaf):
         return _python(state)
-    if isinstance(state, Open):
-        names = _below(nodes, path, state)
-    else:
-        names = list(children(state))
+    names = _below(nodes, path, state) if isinstance(state, Open) else list(children(state))
     items = [rebuild(nodes, join(path, name), tensors, revive=revive, record=record) for name in names]
     if isinstance(state, Items):
         return items if state.kind == "list" else tuple(items)
     if isinstance(state, Record):
-        return record(state.type, state.fields)(*items)
+        return record(state.name, state.fields)(*items)
     pairs = dict(zip(map(parse_component, names), items, strict=True))
     if isinstance(state, Table) and state.kind != "dict":
         return OrderedDict(pairs) if state.kind == "ordered" else Counter(pairs)
@@ -334,7 +340,7 @@ def _check(path: str, node: Node, nodes: Mapping[str, Node]) -> None:
     below = bare(node)
     if isinstance(below, Items) and not 0 <= below.size <= len(nodes):
         raise _malformed(path, "miss entries of a list")
-    if isinstance(below, Record) and not all(_is_field(name) for name in (below.type, *below.fields)):
+    if isinstance(below, Record) and not all(_is_field(name) for name in (below.name, *below.fields)):
         raise _malformed(path, "hold a NamedTuple whose names are no identifiers")
     listed = list(children(below))
     if len(set(listed)) != len(listed) or not all(join(path, name) in nodes for name in listed):

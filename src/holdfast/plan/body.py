@@ -127,9 +127,9 @@ class _Interner:
         slot = self._slots.get(id(spec))
         if slot is None:
             if not tensor.shape:  # one element, no axes: as a flat range
-                spec = Pieces(tuple(FlatRange(0, 1) for _ in spec.parts))
-            flat = not spec.parts or isinstance(spec.parts[0], FlatRange)
-            slot = self._slots[id(tensor.spec)] = PiecesWire(len(self._parts), 0 if flat else len(tensor.shape))
+                spec = Pieces.ranges(*(FlatRange(0, 1) for _ in spec.parts))
+            num_axes = 0 if spec.flat else len(tensor.shape)
+            slot = self._slots[id(tensor.spec)] = PiecesWire(len(self._parts), num_axes)
             self._parts.append(spec)
         return slot
 
@@ -170,7 +170,7 @@ class DecodedBody:
 
 @dataclass(frozen=True)
 class SlotParts:
-    """All parts of one slot, from all ranks that share a body: ``numbers`` is ``[parts, 2]`` or ``[parts, 2 * axes]``."""
+    """All parts of one slot, from all ranks of a body: ``numbers`` is ``[parts, 2]`` or ``[parts, 2 * axes]``."""
 
     holders: Int64s
     numbers: Int64s

@@ -40,7 +40,7 @@ class Division:
             boxes = self.geometry[0]
             sizes: Int64s = boxes[:, boxes.shape[1] // 2 :].prod(axis=1)
             return sizes
-        numels = np.ones(1, np.int64)
+        numels: Int64s = np.ones(1, np.int64)
         for cuts in self.geometry:
             numels = (numels[:, None] * np.diff(cuts)).reshape(-1)
         return numels
@@ -52,9 +52,11 @@ class Division:
             return np.ones(len(self.holders), np.int64)
         if self.kind == "boxes":
             boxes = self.geometry[0]
-            return self.numels // boxes[:, boxes.shape[1] // 2]
+            rows: Int64s = self.numels // boxes[:, boxes.shape[1] // 2]
+            return rows
         heights = np.diff(self.geometry[0])
-        return self.numels // np.repeat(heights, len(self.holders) // max(len(heights), 1))
+        numels: Int64s = self.numels // np.repeat(heights, len(self.holders) // max(len(heights), 1))
+        return numels
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,10 +141,12 @@ def _pieces(shape: Shape, spec: PiecesWire, parts: SlotParts) -> Iterable[Divisi
         numbers = np.stack([numbers[:, 0], numbers.sum(axis=1)], axis=1)
     if spec.num_axes > 1:
         filled = (numbers[:, spec.num_axes :] > 0).all(axis=1)
-        yield Division("boxes", (numbers[filled],), holders[filled])
+        kind = "boxes"
     else:
         filled = numbers[:, 1] > numbers[:, 0]
-        yield Division("ranges", (numbers[filled],), holders[filled])
+        kind = "ranges"
+    if filled.any():  # ranks that hold nothing do not say how the others hold the tensor
+        yield Division(kind, (numbers[filled],), holders[filled])
 
 
 def _check_senders(name: str, mesh: Mesh, ranks: set[int]) -> None:
@@ -158,6 +162,8 @@ def _check_senders(name: str, mesh: Mesh, ranks: set[int]) -> None:
 
 def _merge(name: str, shape: Shape, parts: list[Division]) -> Division:
     """One division out of those of all claims."""
+    if not parts:
+        raise _coverage_error(name, "no rank holds any of it")
     if len(parts) == 1 and parts[0].kind == "grid":
         return parts[0]
     first = parts[0]
@@ -233,7 +239,9 @@ def _merge_boxes(name: str, shape: Shape, parts: list[Division]) -> Division:
     outside = np.flatnonzero((starts < 0).any(axis=1) | (starts + sizes > np.asarray(shape)).any(axis=1))
     if len(outside):
         box = boxes[outside[0]].tolist()
-        raise _coverage_error(name, f"a piece at {box[:num_axes]} of size {box[num_axes:]} lies outside shape {list(shape)}")
+        raise _coverage_error(
+            name, f"a piece at {box[:num_axes]} of size {box[num_axes:]} lies outside shape {list(shape)}"
+        )
     fault = coverage_fault([shape], np.zeros(len(boxes), np.int64), starts, sizes)
     if fault is not None:
         held = "not held by any rank" if fault.times == 0 else f"held in {fault.times} different pieces"

@@ -61,9 +61,24 @@ class Whole(msgspec.Struct, frozen=True):
 
 
 class Pieces(msgspec.Struct, frozen=True):
-    """Held in parts that only this rank knows: boxes, or flat ranges, each with its own local memory."""
+    """Held in parts that only this rank knows, each with its own local memory: flat ranges, or boxes.
+
+    `flat` says which, also for a rank that holds no part. Identity counts: tensors that share one `Pieces` object (a
+    parameter's optimizer slots, tensors cut alike) are described to the planner once.
+    """
 
     parts: tuple[Box, ...] | tuple[FlatRange, ...]
+    flat: bool
+
+    @staticmethod
+    def ranges(*parts: FlatRange) -> Pieces:
+        """Parts that are flat ranges."""
+        return Pieces(parts, flat=True)
+
+    @staticmethod
+    def boxes(*parts: Box) -> Pieces:
+        """Parts that are boxes."""
+        return Pieces(parts, flat=False)
 
 
 Spec = Placed | Whole | Pieces

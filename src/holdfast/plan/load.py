@@ -66,14 +66,18 @@ def plan_load(files: Files, wants: Sequence[Want], *, first_file: int = 0) -> It
     needed, at = np.unique(owners, return_inverse=True)
     needed = np.roll(needed, -int(np.searchsorted(needed, first_file)))
     order = np.argsort(at, kind="stable")
-    bounds = {int(owners[group[0]]): group for group in np.split(order, np.flatnonzero(np.diff(at[order])) + 1) if len(group)}
+    bounds = {
+        int(owners[group[0]]): group for group in np.split(order, np.flatnonzero(np.diff(at[order])) + 1) if len(group)
+    }
     for low in range(0, len(needed), _FILES_AT_ONCE):
         chunk = needed[low : low + _FILES_AT_ONCE]
         columns = files.columns(chunk)
         for column, file in enumerate(chunk.tolist()):
             group = bounds[file]
             offsets = columns.offsets[tensor_of[group], column]
-            rows = zip(*(a.tolist() for a in (number_of[group], tensor_of[group], cell_of[group], offsets)), strict=True)
+            rows = zip(
+                *(a.tolist() for a in (number_of[group], tensor_of[group], cell_of[group], offsets)), strict=True
+            )
             reads = (_read(files, wants, *row) for row in rows)
             found = tuple(sorted((read for read in reads if read is not None), key=lambda read: read.start))
             if found:

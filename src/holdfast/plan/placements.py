@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import product
+from itertools import pairwise, product
 from math import prod
 
 import numpy as np
@@ -73,7 +73,8 @@ def local_boxes(spec: Placed, shape: Shape, rank: int) -> list[tuple[Box, Box]]:
     if coordinates is None:
         return []
     per_axis = [
-        local_intervals(spec.mesh.shape, spec.placements, axis, extent, coordinates) for axis, extent in enumerate(shape)
+        local_intervals(spec.mesh.shape, spec.placements, axis, extent, coordinates)
+        for axis, extent in enumerate(shape)
     ]
     boxes = []
     for pairs in product(*per_axis):
@@ -135,7 +136,7 @@ def _divide(intervals: list[Interval], placement: Shard | StridedShard, parts: i
 
 def _chunk(intervals: list[Interval], parts: int) -> list[list[Interval]]:
     cuts = chunk_cuts(sum(stop - start for start, stop in intervals), parts).tolist()
-    return [_cut_out(intervals, low, high) for low, high in zip(cuts, cuts[1:], strict=False)]
+    return [_cut_out(intervals, low, high) for low, high in pairwise(cuts)]
 
 
 def _cut_out(intervals: list[Interval], low: int, high: int) -> list[Interval]:

@@ -109,10 +109,15 @@ def _share_out(pieces: _Pieces, loads: Int64s, itemsizes: Sequence[int], writers
             elements = tuple(border // itemsizes[tensor] for border in ranges)
             cuts.setdefault(tensor, []).append(Cut(int(cells[low + at]), elements, ranks))
         np.add.at(loads, chosen, np.diff(np.minimum(np.arange(len(chosen) + 1) * share, int(totals[number]))))
-    for at, owner in zip(zip(tensors.tolist(), cells.tolist(), strict=True), owners.tolist(), strict=True):
-        writers[at[0]].owners[at[1]] = owner
-    for tensor, cut_cells in cuts.items():
-        writers[tensor] = Writers(writers[tensor].owners, tuple(cut_cells))
+    as_added = np.empty_like(owners)
+    as_added[order] = owners
+    low = 0
+    for column, *_ in pieces.columns:
+        high = low + len(column)
+        if high > low:
+            tensor = int(column[0])
+            writers[tensor] = Writers(as_added[low:high].copy(), tuple(cuts.get(tensor, ())))
+        low = high
 
 
 def _choose(holders: Int64s, loads: Int64s, total: int) -> tuple[Int64s, int]:

@@ -7,6 +7,7 @@ order and offsets, and no share has to be sent.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -42,6 +43,7 @@ class Identity:
     place: Place
     step: int
     created: float
+    metrics: Mapping[str, float]
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,7 @@ def plan_save(
         step=identity.step,
         created=identity.created,
         world_size=len(messages),
+        metrics=dict(identity.metrics),
         reader_features=(),
         names=tuple(names),
         dtypes=tuple(dtypes.setdefault(tensors[name].dtype, len(dtypes)) for name in names),
@@ -243,7 +246,7 @@ class _PartitionTable:
 
     def _cut_ranges(self, bounds: list[int], writers: Writers, by_cell: Mapping[int, Cut]) -> fmt.FlatCuts:
         cuts, ranks = [0], []
-        for cell, (low, high) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        for cell, (low, high) in enumerate(itertools.pairwise(bounds)):
             cut = by_cell.get(cell)
             if cut is None:
                 cuts.append(high)

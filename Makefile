@@ -1,0 +1,42 @@
+# Every target brings what it needs: a virtual environment in .venv, filled layer by layer by tools/install.
+#
+#   PYTHON=/path/to/python     the interpreter to build .venv with (default: python3.11, else python3)
+#   TORCH_INDEX=<index URL>    another index to take the CPU build of torch from
+#
+# pip reads this machine's own configuration.
+
+VENV := .venv
+export PYTHON TORCH_INDEX
+
+.PHONY: demo test test-slow lint bench clean
+.NOTPARALLEL: # one pip at a time in one .venv
+
+demo: $(VENV)/core.stamp
+	$(VENV)/bin/python -m demo
+
+test: $(VENV)/dev.stamp
+	$(VENV)/bin/pytest -q
+
+test-slow: $(VENV)/dev.stamp
+	$(VENV)/bin/pytest -q -m slow
+
+lint: $(VENV)/dev.stamp
+	$(VENV)/bin/ruff check
+	$(VENV)/bin/ruff format --check
+	$(VENV)/bin/mypy
+	$(VENV)/bin/lint-imports --no-logo
+
+bench: $(VENV)/peers.stamp
+	$(VENV)/bin/python -m bench
+
+clean:
+	rm -rf $(VENV)
+
+$(VENV)/torch.stamp: constraints/core.txt
+$(VENV)/core.stamp: $(VENV)/torch.stamp pyproject.toml
+$(VENV)/dev.stamp: $(VENV)/torch.stamp pyproject.toml constraints/dev.txt
+$(VENV)/peers.stamp: $(VENV)/torch.stamp pyproject.toml constraints/peers.txt
+
+$(VENV)/%.stamp: tools/install
+	@tools/install $*
+	@touch $@

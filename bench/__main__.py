@@ -1,0 +1,39 @@
+"""The command line: ``python -m bench [COMMAND]``. Without a command, everything runs and the table is rewritten."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from bench.errors import BenchError
+from bench.io import io
+from bench.table import README, read_marked, table
+
+app = typer.Typer(no_args_is_help=False, add_completion=False)
+app.command()(io)
+app.command()(table)
+
+
+@app.callback(invoke_without_command=True)
+def everything(context: typer.Context) -> None:
+    """Holdfast's benchmarks. Without a command: run all of them and rewrite the table in README.md."""
+    if context.invoked_subcommand is not None:
+        return
+    # Seen before the long run rather than after it.
+    read_marked(README)
+    io()
+    table()
+
+
+def main() -> None:
+    """Run the command line; a BenchError ends it with its message and status 1."""
+    try:
+        app()
+    except BenchError as error:
+        print(f"bench: {error}", file=sys.stderr)
+        raise SystemExit(1) from error
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,134 @@
+"""Process management of a run: start the ranks, collect what they send, end them together."""
+
+from __future__ import annotations
+
+import multiprocessing
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
+
+import msgspec
+import torch.distributed as dist
+
+from bench.contenders import entrants
+from bench.errors import RankFailedError, SetupError
+from bench.rank import HOST, WARM_UP, Failure, Job, run_rank
+from bench.raw import takes_direct
+from bench.results import MEASURES, Sample, StateSize
+
+_EXIT_TIMEOUT_S = 10.0
+_DISK_HEADROOM = 1.1
+
+
+class Order(msgspec.Struct, frozen=True):
+    """What to run: the raw limit and `contenders`, on a state of `nbytes` over `world` ranks."""
+
+    world: int
+    rounds: int
+    nbytes: int
+    contenders: tuple[str, ...]
+
+    def num_turns(self) -> int:
+        """Timed operations, with those of the warm-up."""
+        return (self.rounds + 1) * len(MEASURES) * len(entrants(self.contenders))
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """What a run measured, without the warm-up."""
+
+    state: StateSize
+    samples: tuple[Sample, ...]
+    direct: bool
+
+
+def run(order: Order, folder: Path, *, on_turn: Callable[[Sample], None]) -> Outcome:
+    """Run `order` in a temporary folder below `folder`, and wait for it. `on_turn` sees each turn as it ends.
+
+    SetupError when it cannot start, RankFailedError when a rank raises or dies; no process outlives the call.
+    """
+    if order.rounds < 1 or order.world < 1:
+        raise SetupError("A run needs at least one round and one rank.")
+    require_space(order, folder)
+    with tempfile.TemporaryDirectory(prefix="bench-", dir=folder) as scratch:
+        direct = takes_direct(Path(scratch))
+        # Kept here, where the kernel can choose the port before any rank starts.
+        store = dist.TCPStore(HOST, 0, order.world, is_master=True, wait_for_workers=False)
+        job = Job(
+            world=order.world,
+            rounds=order.rounds,
+            nbytes=order.nbytes,
+            contenders=order.contenders,
+            folder=Path(scratch),
+            direct=direct,
+            store_port=store.port,
+        )
+        with _ranks(job) as ranks:
+            return collect(ranks, direct=direct, on_turn=on_turn)
+
+
+def require_space(order: Order, folder: Path) -> None:
+    """Refuse a run whose largest round does not fit: every entrant's files exist at once before the loads."""
+    needed = int(_DISK_HEADROOM * order.nbytes * len(entrants(order.contenders)))
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise SetupError(
+            f"A round needs {needed / 1e9:.1f} GB in {folder}, {free / 1e9:.1f} GB are free. "
+            "Pass --gib for a smaller state or --dir for another disk."
+        )
+
+
+@contextmanager
+def _ranks(job: Job) -> Iterator[dict[Connection, SpawnProcess]]:
+    """The running ranks by the channel they send on; ends all of them."""
+    context = multiprocessing.get_context("spawn")
+    ranks: dict[Connection, SpawnProcess] = {}
+    try:
+        for rank in range(job.world):
+            receiver, sender = context.Pipe(duplex=False)
+            process = context.Process(target=run_rank, args=(rank, job, sender), name=f"bench-rank-{rank}")
+            process.start()
+            # With the parent's copy closed, the death of a rank reads as the end of its channel.
+            sender.close()
+            ranks[receiver] = process
+        yield ranks
+    finally:
+        for receiver, process in ranks.items():
+            process.kill()
+            process.join()
+            receiver.close()
+
+
+def collect(ranks: dict[Connection, SpawnProcess], *, direct: bool, on_turn: Callable[[Sample], None]) -> Outcome:
+    """Receive until every rank has closed its channel."""
+    sizes: list[StateSize] = []
+    samples: list[Sample] = []
+    channels = dict(ranks)
+    while channels:
+        for channel in wait(list(channels)):
+            assert isinstance(channel, Connection)
+            try:
+                message = channel.recv()
+            except EOFError:
+                _require_success(channels.pop(channel))
+                channel.close()
+                continue
+            if isinstance(message, Failure):
+                raise RankFailedError(f"{channels[channel].name} failed: {message.text}")
+            if isinstance(message, StateSize):
+                sizes.append(message)
+            elif isinstance(message, Sample):
+                samples.append(message)
+                on_turn(message)
+    (size,) = sizes
+    return Outcome(state=size, samples=tuple(sample for sample in samples if sample.round != WARM_UP), direct=direct)
+
+
+def _require_success(process: SpawnProcess) -> None:
+    """RankFailedError unless `process`, whose channel has ended, ends well."""
+    process.join(_EXIT_TIMEOUT_S)
+    if process.exitcode != 0:
+        raise RankFailedError(f"{process.name} ended with status {process.exitcode} and no report.")

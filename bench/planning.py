@@ -1,0 +1,138 @@
+"""Planning at scale: simulated layouts of a Llama-3-405B-like training state, from what ranks send to a manifest.
+
+No bytes are moved. Timed are, on the coordinator: decoding and grouping what all ranks sent, planning, and encoding
+the manifest; on a rank: decoding the manifest and finding what a changed layout needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from holdfast.geometry import FlatRange, Shape
+from holdfast.plan.body import RankLayout
+from holdfast.plan.layout import Mesh, Pieces, Placed, Replicate, Shard, Spec, TensorLayout
+from holdfast.plan.save import RankMessage
+
+NUM_LAYERS = 126
+HIDDEN, FFN, KV, VOCAB = 16384, 53248, 1024, 128256
+#: What is kept per parameter: bf16 weight, fp32 master, two moments.
+SLOTS = (
+    ("model/{}", "bfloat16"),
+    ("optimizer/state/model/{}/master", "float32"),
+    ("optimizer/state/model/{}/exp_avg", "float32"),
+    ("optimizer/state/model/{}/exp_avg_sq", "float32"),
+)
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What arrives at the coordinator."""
+
+    messages: list[RankMessage]
+    bodies: dict[bytes, bytes]
+
+
+def parameters(layers: range, *, ends: bool = True) -> Iterator[tuple[str, Shape, int]]:
+    """Name, shape and tensor-parallel axis (-1: replicated) of each parameter."""
+    if ends:
+        yield "tok_embeddings.weight", (VOCAB, HIDDEN), 0
+    for layer in layers:
+        prefix = f"layers.{layer}"
+        yield f"{prefix}.attention.wq.weight", (HIDDEN, HIDDEN), 0
+        yield f"{prefix}.attention.wk.weight", (KV, HIDDEN), 0
+        yield f"{prefix}.attention.wv.weight", (KV, HIDDEN), 0
+        yield f"{prefix}.attention.wo.weight", (HIDDEN, HIDDEN), 1
+        yield f"{prefix}.feed_forward.w1.weight", (FFN, HIDDEN), 0
+        yield f"{prefix}.feed_forward.w2.weight", (HIDDEN, FFN), 1
+        yield f"{prefix}.feed_forward.w3.weight", (FFN, HIDDEN), 0
+        yield f"{prefix}.attention_norm.weight", (HIDDEN,), -1
+        yield f"{prefix}.ffn_norm.weight", (HIDDEN,), -1
+    if ends:
+        yield "norm.weight", (HIDDEN,), -1
+        yield "output.weight", (VOCAB, HIDDEN), 0
+
+
+def fsdp_layout(world_size: int) -> list[TensorLayout]:
+    """Everything `Shard(0)` over one mesh axis: the same on all ranks."""
+    spec = Placed(Mesh((world_size,), tuple(range(world_size))), (Shard(0),))
+    return _layouts(parameters(range(NUM_LAYERS)), lambda _: (spec, spec))
+
+
+def fsdp(world_size: int) -> Sent:
+    """FSDP2 over all ranks."""
+    return _sent([(RankLayout.of(fsdp_layout(world_size), {}), list(range(world_size)))])
+
+
+def stage_layout(stage: int, *, tp: int, pp: int, dp: int) -> tuple[list[TensorLayout], list[int]]:
+    """One pipeline stage: weights tensor-parallel and replicated over DP, optimizer sharded over DP per tensor too."""
+    ranks = tuple(range(stage * dp * tp, (stage + 1) * dp * tp))
+    mesh = Mesh((dp, tp), ranks)
+    layers = range(NUM_LAYERS * stage // pp, NUM_LAYERS * (stage + 1) // pp)
+
+    def specs(tp_axis: int) -> tuple[Spec, Spec]:
+        weight = Placed(mesh, (Replicate(), Replicate() if tp_axis < 0 else Shard(tp_axis)))
+        slot_axis = 1 if tp_axis == 0 else 0  # the data-parallel cut goes along the other axis
+        slot = Placed(mesh, (Shard(slot_axis), Replicate() if tp_axis < 0 else Shard(tp_axis)))
+        return weight, slot
+
+    return _layouts(parameters(layers, ends=stage in (0, pp - 1)), specs, suffix=str(stage)), list(ranks)
+
+
+def three_d(world_size: int) -> Sent:
+    """TP 8 x PP 16 x DP, the optimizer sharded per tensor."""
+    tp, pp = 8, 16
+    stages = [stage_layout(stage, tp=tp, pp=pp, dp=world_size // (tp * pp)) for stage in range(pp)]
+    return _sent([(RankLayout.of(tensors, {}), ranks) for tensors, ranks in stages])
+
+
+def flat_random(world_size: int, seed: int = 0) -> Sent:
+    """Every parameter cut at random into flat ranges, one per rank; its four tensors are cut alike."""
+    rng = np.random.default_rng(seed)
+    shapes = list(parameters(range(NUM_LAYERS)))
+    cuts = {name: _random_cuts(rng, int(np.prod(shape)), world_size) for name, shape, _ in shapes}
+    parts = {name: Pieces.ranges(FlatRange(int(cut[0]), int(cut[1]))) for name, cut in cuts.items()}
+    tensors = sorted(
+        (
+            TensorLayout(slot.format(name), dtype, shape, parts[name])
+            for name, shape, _ in shapes
+            for slot, dtype in SLOTS
+        ),
+        key=lambda tensor: tensor.name,
+    )
+    first = RankLayout.of(tensors, {})
+    # All other ranks send the same body and columns of the same form: build those at once.
+    by_slot = np.stack([cuts[name] for name in dict.fromkeys(_parameter_of(tensor.name) for tensor in tensors)])
+    numbers = np.stack([by_slot[:, :-1], by_slot[:, 1:]], axis=-1).transpose(1, 0, 2).reshape(world_size, -1)
+    columns = np.concatenate([np.ones((world_size, len(by_slot)), np.int64), numbers], axis=1)
+    assert columns[0].tobytes() == first.columns
+    return Sent([RankMessage(first.digest, row.tobytes()) for row in columns], {first.digest: first.body})
+
+
+def _parameter_of(name: str) -> str:
+    return name.removeprefix("optimizer/state/").removeprefix("model/").split("/")[0]
+
+
+def _random_cuts(rng: np.random.Generator, numel: int, parts: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    inner = np.sort(rng.integers(0, numel + 1, parts - 1))
+    return np.concatenate([[0], inner, [numel]]).astype(np.int64)
+
+
+def _layouts(
+    tensors: Iterator[tuple[str, Shape, int]], specs: Callable[[int], tuple[Spec, Spec]], suffix: str = ""
+) -> list[TensorLayout]:
+    layouts = []
+    for name, shape, tp_axis in tensors:
+        weight, slot = specs(tp_axis)
+        full = name if name.startswith("layers.") else name + suffix
+        for number, (pattern, dtype) in enumerate(SLOTS):
+            layouts.append(TensorLayout(pattern.format(full), dtype, shape, slot if number else weight))
+    return sorted(layouts, key=lambda tensor: tensor.name)
+
+
+def _sent(layouts: list[tuple[RankLayout, list[int]]]) -> Sent:
+    by_rank = {rank: RankMessage(layout.digest, layout.columns) for layout, ranks in layouts for rank in ranks}
+    bodies = {layout.digest: layout.body for layout, _ in layouts}
+    return Sent([by_rank[rank] for rank in range(len(by_rank))], bodies)

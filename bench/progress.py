@@ -1,0 +1,29 @@
+"""Progress in a terminal; silence elsewhere."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from bench.rank import WARM_UP
+from bench.results import Sample
+
+
+@contextmanager
+def progress(num_turns: int) -> Iterator[Callable[[Sample], None]]:
+    """Show how many of `num_turns` are done on stderr; call the yielded function after each."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    console = Console(file=sys.stderr)
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task("starting the ranks", total=num_turns)
+
+        def advance(sample: Sample) -> None:
+            where = "warm-up" if sample.round == WARM_UP else f"round {sample.round}"
+            text = f"{where}: {sample.measure} {sample.contender} {sample.seconds:.2f} s"
+            bar.update(task, advance=1, description=text)
+
+        yield advance

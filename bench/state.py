@@ -1,0 +1,146 @@
+"""The state that every contender saves: a Llama-like model with two Adam moments, sharded by rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Protocol, TypeAlias, Union
+
+import torch
+import xxhash
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, empty
+
+from bench.errors import SetupError
+from bench.results import StateSize
+
+Leaf: TypeAlias = torch.Tensor | int | float
+Tree: TypeAlias = dict[str, Union["Tree", Leaf]]
+
+NUM_LAYERS = 8
+VOCABULARY = 8192
+WIDTH_STEP = 64
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class Memory(Protocol):
+    """Memory that a contender saves from and loads into."""
+
+    def clear(self) -> None:
+        """Destroy the content, so that a load that does nothing is seen."""
+
+    def digests(self) -> dict[str, str]:
+        """A digest of each part of the content of this rank."""
+
+
+class State:
+    """One rank's part of the state. ``tree`` is what a training loop would hand to a checkpoint library."""
+
+    def __init__(self, mesh: DeviceMesh, *, nbytes: int) -> None:
+        """At least `nbytes` over all ranks of `mesh`, random."""
+        generator = torch.Generator().manual_seed(torch.initial_seed() + mesh.get_rank())
+        shapes = parameter_shapes(width_for(nbytes))
+
+        def sharded() -> Tree:
+            return {name: _random(shape, mesh, generator) for name, shape in shapes.items()}
+
+        optimizer: Tree = {moment: sharded() for moment in MOMENTS}
+        optimizer["step"] = {name: torch.tensor(1000.0) for name in shapes}
+        self.tree: Tree = {
+            "model": sharded(),
+            "optimizer": optimizer,
+            "progress": {"step": 1000, "tokens": 4_194_304_000, "lr": 3e-4},
+        }
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The local memory of each tensor by its path."""
+        return {path: local(leaf) for _, _, path, leaf in walk(self.tree) if isinstance(leaf, torch.Tensor)}
+
+    def values(self) -> dict[str, int | float]:
+        """Each value that is not a tensor, by its path."""
+        return {path: leaf for _, _, path, leaf in walk(self.tree) if not isinstance(leaf, torch.Tensor)}
+
+    def size(self) -> StateSize:
+        """Size over all ranks; replicated tensors count once."""
+        leaves = [leaf for *_, leaf in walk(self.tree)]
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        return StateSize(
+            nbytes=sum(math.prod(tensor.shape) * tensor.element_size() for tensor in tensors),
+            num_tensors=len(tensors),
+            num_values=len(leaves) - len(tensors),
+        )
+
+    def clear(self) -> None:
+        """Zero every tensor and value."""
+        for parent, key, _, leaf in list(walk(self.tree)):
+            if isinstance(leaf, torch.Tensor):
+                local(leaf).zero_()
+            else:
+                parent[key] = type(leaf)(0)
+
+    def digests(self) -> dict[str, str]:
+        """The digest of each local tensor and the text of each value."""
+        tensors = {path: digest(as_bytes(tensor)) for path, tensor in self.tensors().items()}
+        return tensors | {path: repr(value) for path, value in self.values().items()}
+
+
+def walk(tree: Tree, prefix: str = "") -> Iterator[tuple[Tree, str, str, Leaf]]:
+    """(parent, key, path, leaf) of every leaf, in order."""
+    for key, child in tree.items():
+        path = f"{prefix}{key}"
+        if isinstance(child, dict):
+            yield from walk(child, f"{path}/")
+        else:
+            yield tree, key, path, child
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of `tensor` on this rank."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def as_bytes(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, without a copy."""
+    flat: memoryview = tensor.detach().view(-1).view(torch.uint8).numpy().data
+    return flat
+
+
+def digest(data: memoryview) -> str:
+    """xxh3-128 of `data`."""
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+def parameter_shapes(width: int) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the model's parameters."""
+    layer: dict[str, tuple[int, ...]] = {
+        **{f"attention.w{part}": (width, width) for part in "qkvo"},
+        "mlp.gate": (4 * width, width),
+        "mlp.up": (4 * width, width),
+        "mlp.down": (width, 4 * width),
+        "attention_norm": (width,),
+        "mlp_norm": (width,),
+    }
+    shapes: dict[str, tuple[int, ...]] = {"embedding": (VOCABULARY, width)}
+    for index in range(NUM_LAYERS):
+        shapes |= {f"layers.{index}.{name}": shape for name, shape in layer.items()}
+    return shapes | {"norm": (width,), "output": (VOCABULARY, width)}
+
+
+def width_for(nbytes: int) -> int:
+    """The smallest width whose sharded fp32 state (weights and moments) has at least `nbytes`."""
+    if nbytes <= 0:
+        raise SetupError(f"A state of {nbytes} bytes cannot be built. Ask for more than 0 GiB.")
+    width = WIDTH_STEP
+    while _state_nbytes(width) < nbytes:
+        width += WIDTH_STEP
+    return width
+
+
+def _state_nbytes(width: int) -> int:
+    return 4 * (1 + len(MOMENTS)) * sum(math.prod(shape) for shape in parameter_shapes(width).values())
+
+
+def _random(shape: tuple[int, ...], mesh: DeviceMesh, generator: torch.Generator) -> DTensor:
+    tensor = empty(*shape, dtype=torch.float32, device_mesh=mesh, placements=[Shard(0)])
+    tensor.to_local().uniform_(-1, 1, generator=generator)
+    return tensor

@@ -1,0 +1,71 @@
+"""From samples to figures, and the rule that they must pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from bench.errors import RawLimitError
+from bench.results import MEASURES, RAW, Measure, Result, Sample, Summary, raw_name
+from bench.statistics import fastest, paired_ratios, spread
+
+#: A contender cannot be faster than the device; above this share the raw loop was not at the limit.
+MAX_SHARE_OF_RAW = 1.05
+
+
+def summarize(
+    samples: Sequence[Sample], contenders: Sequence[str], *, raw_threads: Sequence[int], nbytes: int
+) -> tuple[Summary, ...]:
+    """One summary per measure and contender, on a state of `nbytes`.
+
+    The raw limit of a measure is the fastest of `raw_threads` by the median over all rounds.
+    """
+    summaries: list[Summary] = []
+    for measure in MEASURES:
+        of_raw = {threads: _series(samples, measure, raw_name(threads)) for threads in raw_threads}
+        best = fastest({threads: [sample.seconds for sample in series] for threads, series in of_raw.items()})
+        for name in contenders:
+            series = of_raw[best] if name == RAW else _series(samples, measure, name)
+            summary = _summary(series, name=name, raw=of_raw[best], nbytes=nbytes)
+            summaries.append(msgspec.structs.replace(summary, raw_threads=best) if name == RAW else summary)
+    return tuple(summaries)
+
+
+def require_raw_limit(summaries: Sequence[Summary]) -> None:
+    """RawLimitError when a contender's median share of the raw limit is above `MAX_SHARE_OF_RAW`."""
+    for summary in summaries:
+        share = summary.share_of_raw.median
+        if share > MAX_SHARE_OF_RAW:
+            raise RawLimitError(
+                f"{summary.contender} reached {share:.2f} of the raw limit in {summary.measure}: the raw limit was "
+                f"not reached by the raw loop, so no figure of this run counts. Add threads or rounds."
+            )
+
+
+def require_valid(result: Result) -> None:
+    """`require_raw_limit` for a whole result, from its samples rather than its summaries."""
+    names = [traits.name for traits in result.contenders]
+    setup = result.setup
+    require_raw_limit(summarize(result.samples, names, raw_threads=setup.raw_threads_tried, nbytes=setup.state.nbytes))
+
+
+def _series(samples: Sequence[Sample], measure: Measure, entrant: str) -> list[Sample]:
+    """The samples of `entrant` in order of rounds."""
+    found = [sample for sample in samples if (sample.measure, sample.contender) == (measure, entrant)]
+    return sorted(found, key=lambda sample: sample.round)
+
+
+def _summary(series: Sequence[Sample], *, name: str, raw: Sequence[Sample], nbytes: int) -> Summary:
+    seconds = [sample.seconds for sample in series]
+    shares = paired_ratios([sample.seconds for sample in raw], seconds)
+    return Summary(
+        measure=series[0].measure,
+        contender=name,
+        seconds=spread(seconds),
+        gb_per_s=spread([nbytes / 1e9 / second for second in seconds]),
+        share_of_raw=spread(shares),
+        shares_of_raw=shares,
+        cpu_s_per_gb=spread([sum(sample.cpu_s) / (nbytes / 1e9) for sample in series]),
+        peak_extra_nbytes_per_rank=max(max(sample.peak_extra_nbytes) for sample in series),
+    )

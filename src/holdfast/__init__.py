@@ -1,0 +1,75 @@
+"""Holdfast keeps the state of large-model training safe and moves it wherever it is needed next.
+
+    >>> import holdfast
+    >>> holdfast.save("runs/gpt", {"model": model, "optimizer": optimizer}, step)
+    >>> report = holdfast.load("runs/gpt", into={"model": model, "optimizer": optimizer})
+    >>> holdfast.open("runs/gpt")["model/tok_emb.weight"][10:20]
+
+Names are imported on first use, so that tools which never touch torch start without it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+from typing import TYPE_CHECKING
+
+from holdfast.errors import (
+    ConfigurationError,
+    CorruptError,
+    DeadlineError,
+    FencedError,
+    HoldfastError,
+    IncompatibleError,
+    NotFoundError,
+    StateError,
+    StorageError,
+)
+
+if TYPE_CHECKING:
+    from holdfast.loading import load
+    from holdfast.reports import LoadReport, SaveReport
+    from holdfast.saving import save
+    from holdfast.view import LazyTensor, View, open
+
+_HOMES = {
+    "save": "holdfast.saving",
+    "load": "holdfast.loading",
+    "open": "holdfast.view",
+    "View": "holdfast.view",
+    "LazyTensor": "holdfast.view",
+    "SaveReport": "holdfast.reports",
+    "LoadReport": "holdfast.reports",
+}
+
+__all__ = [
+    "ConfigurationError",
+    "CorruptError",
+    "DeadlineError",
+    "FencedError",
+    "HoldfastError",
+    "IncompatibleError",
+    "LazyTensor",
+    "LoadReport",
+    "NotFoundError",
+    "SaveReport",
+    "StateError",
+    "StorageError",
+    "View",
+    "load",
+    "open",
+    "save",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name == "__version__":
+        return importlib.metadata.version("holdfast")
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'holdfast' has no attribute {name!r}")
+    return getattr(importlib.import_module(home), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

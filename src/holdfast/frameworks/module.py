@@ -1,0 +1,166 @@
+"""torch.nn modules: parameters, persistent buffers and extra state under canonical names.
+
+The tree of modules is walked directly: ``state_dict()`` is slow and runs user hooks. What a direct walk could miss
+(modules that rewrite their own state dict) is refused. Wrappers are stripped by their type, so an attribute of the
+user's that happens to be called ``module`` keeps its name.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from itertools import chain
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from holdfast.errors import StateError
+from holdfast.format.names import component, join
+from holdfast.format.values import Open
+from holdfast.frameworks import Finish, NamedTensor, Sink, Source
+from holdfast.plan.layout import Replicas
+
+# Wrapper types, by name: importing some of these modules takes seconds. The values are the attributes that hold what
+# is wrapped.
+_WRAPPERS = {
+    ("torch.nn.parallel.distributed", "DistributedDataParallel"): "module",
+    ("torch.nn.parallel.data_parallel", "DataParallel"): "module",
+    ("torch._dynamo.eval_frame", "OptimizedModule"): "_orig_mod",
+    ("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "ActivationWrapper"): "_checkpoint_wrapped_module",
+}
+
+# Where torch defines state-dict hooks that leave the state as a direct walk finds it: FSDP2 re-shards (done here too),
+# activation checkpointing strips its prefix, spectral norm adds a version number.
+_HARMLESS_HOOKS = frozenset(
+    {
+        "torch.distributed.fsdp._fully_shard._fsdp_param_group",
+        "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
+        "torch.nn.utils.spectral_norm",
+    }
+)
+
+
+class _State(NamedTuple):
+    """What one module tree holds, under full names."""
+
+    tensors: list[NamedTensor]
+    extras: list[tuple[str, nn.Module]]
+
+
+def flatten_module(path: str, module: nn.Module, sink: Sink) -> None:
+    """Add a module's parameters, persistent buffers and extra states to `sink`.
+
+    FSDP2 modules are resharded first, as their ``state_dict()`` does. Raises `StateError`, code
+    ``state.module_hooks``, for modules whose state a walk of parameters and buffers would miss.
+    """
+    state = _read(path, module)
+    sink.node(path, Open("module"))
+    for entry in state.tensors:
+        sink.tensor(entry)
+    for name, owner in state.extras:
+        sink.tree(name, owner.get_extra_state())
+
+
+def bind_module(path: str, module: nn.Module, source: Source) -> Finish:
+    """Have a module's tensors filled in place; the result sets extra states and runs post-load hooks."""
+    state = _read(path, module)
+    for entry in state.tensors:
+        source.fill(entry)
+    extras: list[tuple[nn.Module, Finish]] = []
+    for name, owner in state.extras:
+        if name in source.nodes:
+            extras.append((owner, source.opaque(name)))
+        else:
+            source.missing(name)
+
+    def finish() -> nn.Module:
+        for owner, extra in extras:
+            owner.set_extra_state(extra())
+        for owner in module.modules():
+            for hook in owner._load_state_dict_post_hooks.values():  # noqa: SLF001
+                hook(owner, nn.modules.module._IncompatibleKeys([], []))  # noqa: SLF001
+        return module
+
+    return finish
+
+
+def _read(path: str, module: nn.Module) -> _State:
+    _reshard(module)
+    state = _State([], [])
+    _walk(module, "", path, None, state)
+    return state
+
+
+def _walk(
+    module: nn.Module,
+    prefix: str,
+    path: str,
+    unsynced: frozenset[int] | None,
+    state: _State,
+) -> None:
+    """Add `module` and what is below. `unsynced`: inside DDP, the tensors that DDP leaves alone; else None."""
+    _refuse_hidden_state(module, path, prefix)
+    wrapped = _wrapped(type(module))
+    if isinstance(module, nn.parallel.DistributedDataParallel):
+        unsynced = _ignored(module)
+    parameters: Iterable[tuple[str, torch.Tensor | None]] = module._parameters.items()  # noqa: SLF001
+    transient = module._non_persistent_buffers_set  # noqa: SLF001
+    buffers = ((name, item) for name, item in module._buffers.items() if name not in transient)  # noqa: SLF001
+    declared: tuple[Replicas, Replicas] = ("split", "first")
+    for items, replicas in zip((parameters, buffers), declared, strict=True):
+        for name, tensor in items:
+            if tensor is not None:
+                synced = unsynced is not None and id(tensor) not in unsynced
+                full_name = join(path, component(prefix + name, path=path))
+                state.tensors.append(NamedTensor(full_name, tensor, replicas if synced else "compare"))
+    if type(module).get_extra_state is not nn.Module.get_extra_state:
+        state.extras.append((join(path, component(f"{prefix}_extra_state", path=path)), module))
+    for name, child in module._modules.items():  # noqa: SLF001
+        if child is not None:
+            _walk(child, prefix if name == wrapped else f"{prefix}{name}.", path, unsynced, state)
+
+
+def _ignored(module: nn.parallel.DistributedDataParallel) -> frozenset[int]:
+    """Tensors that this DDP module neither broadcasts nor reduces."""
+    names = module.parameters_to_ignore
+    if not names:
+        return frozenset()
+    inside = chain(module.module.named_parameters(), module.module.named_buffers())
+    return frozenset(id(tensor) for name, tensor in inside if name in names)
+
+
+def _refuse_hidden_state(module: nn.Module, path: str, prefix: str) -> None:
+    """Refuse a module that gives another state dict than its parameters, buffers and extra state."""
+    kind = type(module)
+    hooks = (*module._state_dict_hooks.values(), *module._state_dict_pre_hooks.values())  # noqa: SLF001
+    if kind._save_to_state_dict is not nn.Module._save_to_state_dict:  # noqa: SLF001
+        what = "overrides _save_to_state_dict"
+    elif kind.state_dict is not nn.Module.state_dict or "state_dict" in vars(module):
+        what = "overrides state_dict"
+    elif any(getattr(hook, "__module__", None) not in _HARMLESS_HOOKS for hook in hooks):
+        what = "has state-dict hooks"
+    else:
+        return
+    raise StateError(
+        f"Module {prefix.removesuffix('.') or 'root'!r} in {path!r} ({kind.__module__}.{kind.__qualname__}) {what}, "
+        "so its parameters and buffers may not be its whole state.",
+        code="state.module_hooks",
+        action="Keep such state in persistent buffers or in get_extra_state / set_extra_state.",
+        path=path,
+    )
+
+
+def _reshard(module: nn.Module) -> None:
+    """Have FSDP2 put its sharded parameters in place; between forward and backward it may hold unsharded ones."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is not None:
+        for child in module.modules():
+            if isinstance(child, fsdp.FSDPModule):
+                child.reshard()
+
+
+def _wrapped(kind: type) -> str | None:
+    """The attribute that holds what a module of type `kind` wraps; None when it is no wrapper."""
+    names = ((base.__module__, base.__qualname__) for base in kind.__mro__)
+    return next((_WRAPPERS[name] for name in names if name in _WRAPPERS), None)

@@ -1,0 +1,296 @@
+"""torch optimizers: state per named parameter, hyper-parameters per group.
+
+Below an optimizer's path: ``state/<parameter name>/<slot>``, ``param_groups/<i>/<key>``, ``group_of/<parameter name
+as one component>`` (the group's index), and ``shared/<key>`` for state that belongs to no parameter. Parameters are
+matched by name, so groups may be cut differently when loading.
+
+State is built from what is stored, in its stored dtype. ``Optimizer.load_state_dict`` is not used: it casts fp32 state
+of a bf16 parameter to bf16, and a fresh optimizer has no state to load into.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from typing import NamedTuple, cast
+
+import torch
+from torch.optim import Optimizer
+
+from holdfast.errors import IncompatibleError, StateError
+from holdfast.format.names import component, join, parse_component, split
+from holdfast.format.values import Node, Open, Plain, TensorRef
+from holdfast.frameworks import Finish, NamedTensor, Sink, Source
+
+# What a group holds to identify its parameters, not to drive them.
+_IDENTITY = ("params", "param_names")
+
+
+def flatten_optimizer(path: str, optimizer: Optimizer, sink: Sink) -> None:
+    """Add an optimizer's state and hyper-parameters to `sink`, which must already know the parameters.
+
+    Raises `StateError`: ``state.unnamed_parameter`` for a parameter that is no tensor of the state,
+    ``state.optimizer`` for an optimizer whose state is more than ``state`` and ``param_groups``.
+    """
+    _refuse_hidden_state(path, optimizer)
+    sink.node(path, Open("optimizer"))
+    sink.node(join(path, "group_of"), Open("dict"))
+    sink.node(join(path, "param_groups"), Open("dict"))
+    for index, group in enumerate(optimizer.param_groups):
+        group_path = join(path, "param_groups", str(index))
+        sink.node(group_path, Open("dict"))
+        for key, value in _hyper(group):
+            sink.tree(join(group_path, component(key, path=group_path)), value)
+        for entry in _named_parameters(path, index, group, sink):
+            sink.node(join(path, "group_of", component(entry.name)), Plain(index))
+            _flatten_slots(join(path, "state", entry.name), optimizer.state.get(entry.tensor, {}), entry, sink)
+    for other, value in _shared(path, optimizer):
+        sink.tree(join(path, "shared", component(other, path=path)), value)
+
+
+def bind_optimizer(path: str, optimizer: Optimizer, source: Source) -> Finish:
+    """Bind an optimizer to the stored state of its parameters.
+
+    The result replaces the state of every parameter that the checkpoint has by the stored slots (slots that are not
+    stored are dropped) and sets the hyper-parameters. ``optimizer.state``, the groups and every slot tensor that fits
+    keep their identity. Raises `IncompatibleError`, code ``incompatible.groups``, when parameters of one live group
+    come from groups with different hyper-parameters.
+    """
+    saved = _read_saved(path, source)
+    groups: list[Finish] = []
+    states: list[tuple[torch.Tensor, dict[object, Finish]]] = []
+    for index, group in enumerate(optimizer.param_groups):
+        found = list(_match(path, index, group, saved, source))
+        origin = _origin(path, index, group, [saved.group_of[name] for _, name in found], source)
+        if origin is None:
+            continue
+        origin_path = join(path, "param_groups", str(origin))
+        groups.append(_bind_hyper(origin_path, group, source))
+        on_device = any(_flag(join(origin_path, key), group.get(key), source) for key in ("capturable", "fused"))
+        for entry, name in found:
+            live = optimizer.state.get(entry.tensor, {})
+            slots = _bind_slots(join(path, "state", name), saved.slots[name], live, entry, on_device, source)
+            states.append((entry.tensor, slots))
+    shared = {parse_component(text): source.opaque(join(path, "shared", text)) for text in sorted(saved.shared)}
+
+    def finish() -> Optimizer:
+        for group in groups:
+            group()
+        for parameter, slots in states:
+            _replace(optimizer.state, parameter, {key: slot() for key, slot in slots.items()})
+        state = cast("MutableMapping[object, object]", optimizer.state)
+        for key in [key for key in state if not isinstance(key, torch.Tensor)]:
+            del state[key]
+        state.update((key, value()) for key, value in shared.items())
+        for hook in optimizer._optimizer_load_state_dict_post_hooks.values():  # noqa: SLF001
+            hook(optimizer)
+        return optimizer
+
+    return finish
+
+
+class _Saved(NamedTuple):
+    """An optimizer in the checkpoint: the group of each parameter, the components of its slots, and shared state's."""
+
+    group_of: dict[str, int]
+    slots: dict[str, set[str]]
+    shared: set[str]
+
+
+def _read_saved(path: str, source: Source) -> _Saved:
+    saved = _Saved({}, {}, set())
+    depth = len(split(path)) + 1
+    for name in source.stored_below(join(path, "group_of")):
+        node = source.nodes[name]
+        assert isinstance(node, Plain)
+        assert isinstance(node.value, int)
+        parameter = str(parse_component(split(name)[depth]))
+        saved.group_of[parameter] = node.value
+        saved.slots[parameter] = set()
+    for name in source.stored_below(join(path, "state")):
+        parts = split(name)[depth:]
+        for stop in range(1, len(parts)):
+            slots = saved.slots.get("/".join(parts[:stop]))
+            if slots is not None:
+                slots.add(parts[stop])
+                break
+    saved.shared.update(split(name)[depth] for name in source.stored_below(join(path, "shared")))
+    return saved
+
+
+def _match(
+    path: str, index: int, group: Mapping[str, object], saved: _Saved, source: Source
+) -> Iterator[tuple[NamedTensor, str]]:
+    """The group's parameters that the checkpoint has, each with its stored name; the others are reported missing."""
+    for entry in _named_parameters(path, index, group, source):
+        name = entry.name if entry.name in saved.group_of else source.canonical(entry.name)
+        if name in saved.group_of:
+            source.mark(join(path, "group_of", component(name)))
+            yield entry, name
+        else:
+            source.missing(join(path, "group_of", component(entry.name)))
+
+
+def _origin(path: str, index: int, group: Mapping[str, object], origins: list[int], source: Source) -> int | None:
+    """The stored group whose hyper-parameters a live group takes: its parameters' one, or by index."""
+    if not origins:
+        stored = join(path, "param_groups", str(index)) in source.nodes
+        return index if stored and not group["params"] else None
+    first, *others = sorted(set(origins))
+    expected = _hyper_nodes(join(path, "param_groups", str(first)), source)
+    for other in others:
+        other_path = join(path, "param_groups", str(other))
+        nodes = _hyper_nodes(other_path, source)
+        if nodes != expected or any(isinstance(node, TensorRef) for node in nodes.values()):
+            keys = sorted(key for key in expected.keys() | nodes.keys() if nodes.get(key) != expected.get(key))
+            raise IncompatibleError(
+                f"Group {index} of optimizer {path!r} holds parameters of the stored groups {first} and {other}, whose "
+                f"hyper-parameters differ ({', '.join(keys) or 'tensors'}).",
+                code="incompatible.groups",
+                action="Group the parameters as they were when the checkpoint was written.",
+                path=path,
+            )
+        for key in nodes:
+            source.mark(join(other_path, key))
+    return first
+
+
+def _hyper_nodes(path: str, source: Source) -> dict[str, Node]:
+    """The nodes of a stored group's hyper-parameters, by their path below the group's."""
+    return {name[len(path) + 1 :]: source.nodes[name] for name in source.stored_below(path) if name in source.nodes}
+
+
+def _bind_hyper(path: str, group: MutableMapping[str, object], source: Source) -> Finish:
+    values = {key: source.live(join(path, component(key, path=path)), value) for key, value in _hyper(group)}
+
+    def finish() -> None:
+        group.update((key, value()) for key, value in values.items())
+
+    return finish
+
+
+def _flag(path: str, live: object, source: Source) -> bool:
+    """A hyper-parameter as it will be after loading."""
+    node = source.nodes.get(path)
+    return bool(node.value if isinstance(node, Plain) else live)
+
+
+def _bind_slots(
+    path: str,
+    texts: Iterable[str],
+    live: Mapping[object, object],
+    parameter: NamedTensor,
+    steps_on_device: bool,
+    source: Source,
+) -> dict[object, Finish]:
+    slots: dict[object, Finish] = {}
+    for text in sorted(texts):
+        key, name = parse_component(text), join(path, text)
+        slots[key] = _bind_slot(name, key, live.get(key), parameter, steps_on_device, source)
+    return slots
+
+
+def _bind_slot(
+    name: str,
+    key: object,
+    live: object,
+    parameter: NamedTensor,
+    steps_on_device: bool,
+    source: Source,
+) -> Finish:
+    """Bind one slot: to the live tensor where it fits, else to new memory of the stored dtype and shape."""
+
+    def memory(stored: str) -> torch.Tensor:
+        mine = live if isinstance(live, torch.Tensor) and stored == name else None
+        if key == "step":
+            # torch keeps step counters on the host unless a kernel reads them.
+            device = parameter.tensor.device if steps_on_device else torch.device("cpu")
+            return source.memory(stored, live=mine, like=None, device=device)
+        device = parameter.tensor.device if mine is None else mine.device
+        return source.memory(stored, live=mine, like=parameter.tensor, device=device)
+
+    if name in source.nodes:
+        return source.opaque(name, memory, parameter.replicas)
+    tensor = memory(name)
+    source.fill(NamedTensor(name, tensor, parameter.replicas))
+    return lambda: tensor
+
+
+def _replace(state: MutableMapping[torch.Tensor, object], parameter: torch.Tensor, slots: dict[object, object]) -> None:
+    live = state.get(parameter)
+    if not slots:
+        state.pop(parameter, None)
+    elif isinstance(live, dict):
+        live.clear()
+        live.update(slots)
+    else:
+        state[parameter] = slots
+
+
+def _hyper(group: Mapping[str, object]) -> list[tuple[str, object]]:
+    return [(key, value) for key, value in group.items() if key not in _IDENTITY]
+
+
+def _shared(path: str, optimizer: Optimizer) -> Iterator[tuple[object, object]]:
+    """State under keys that are no tensors. Raises `StateError` for state of a tensor that is in no group."""
+    grouped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for key, value in cast("Mapping[object, object]", optimizer.state).items():
+        if not isinstance(key, torch.Tensor):
+            yield key, value
+        elif id(key) not in grouped:
+            raise StateError(
+                f"Optimizer {path!r} holds state for a tensor of shape {tuple(key.shape)} that is in no group.",
+                code="state.optimizer",
+                action="Delete that state, or add the tensor to a group.",
+                path=path,
+            )
+
+
+def _flatten_slots(path: str, slots: object, parameter: NamedTensor, sink: Sink) -> None:
+    if not isinstance(slots, dict):
+        raise StateError(
+            f"The optimizer state {path!r} is a {type(slots).__name__}, not a dict of slots.",
+            code="state.optimizer",
+            action="Keep the optimizer's state per parameter in a dict.",
+            path=path,
+        )
+    for key, value in slots.items():
+        name = join(path, component(key, path=path))
+        if isinstance(value, torch.Tensor):
+            sink.tensor(NamedTensor(name, value, parameter.replicas))
+        else:
+            sink.tree(name, value, parameter.replicas)
+
+
+def _named_parameters(
+    path: str, index: int, group: Mapping[str, object], owner: Sink | Source
+) -> Iterator[NamedTensor]:
+    parameters = cast("list[torch.Tensor]", group["params"])
+    for position, parameter in enumerate(parameters):
+        entry = owner.named(parameter)
+        if entry is None:
+            raise StateError(
+                f"Parameter {position} of group {index} of optimizer {path!r}, of shape {tuple(parameter.shape)}, is "
+                "no tensor of the state, so it has no name.",
+                code="state.unnamed_parameter",
+                action="Put the module that owns it into the state.",
+                path=path,
+            )
+        yield entry
+
+
+def _refuse_hidden_state(path: str, optimizer: Optimizer) -> None:
+    kind = type(optimizer)
+    hooks = (optimizer._optimizer_state_dict_pre_hooks, optimizer._optimizer_state_dict_post_hooks)  # noqa: SLF001
+    if kind.state_dict is not Optimizer.state_dict:
+        what = "overrides state_dict"
+    elif any(hooks):
+        what = "has state-dict hooks"
+    else:
+        return
+    raise StateError(
+        f"Optimizer {path!r} ({kind.__module__}.{kind.__qualname__}) {what}, so its slots and groups may not be its "
+        "whole state.",
+        code="state.optimizer",
+        action="Put the inner optimizer, and the rest as values, into the state.",
+        path=path,
+    )

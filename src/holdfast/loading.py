@@ -1,0 +1,194 @@
+"""`load`: resolve, match names, read, put values in place. The mirror image of `save`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from holdfast.control.channel import Channel, Deadline
+from holdfast.control.torch_store import default_channel
+from holdfast.format.container import Files
+from holdfast.format.records import Place
+from holdfast.geometry import Box
+from holdfast.phases import Stopwatch, attempt
+from holdfast.plan.load import Want
+from holdfast.reports import LoadReport
+from holdfast.run.checkpoint import Checkpoint
+from holdfast.run.history import Located, resolve
+from holdfast.run.paths import Target, parse
+from holdfast.run.session import JOB
+from holdfast.state.bind import Binding, Stored, bind, difference
+from holdfast.state.memory import Array, MemoryTarget, local_pieces
+
+
+def load(
+    path: str | os.PathLike[str],
+    into: Mapping[str, object],
+    *,
+    strict: bool = True,
+    verify: bool = True,
+    timeout_s: float = 600.0,
+) -> LoadReport:
+    """Fill `into` from a checkpoint, whatever layout it was saved from, and return when everything is in place.
+
+    Blocking and collective over the job; one plain process is fine too. `path` is a run (its head),
+    ``RUN@step=700``, ``RUN@3.12``, or a checkpoint folder. Tensors are filled in place and keep their identity, entries
+    of dicts and lists are replaced in place, tuples are rebuilt (``report.state`` is the whole tree). Optimizer state is
+    built from the checkpoint in its saved dtype. With ``strict`` every name must be on both sides; without, what both
+    have is loaded and the report lists the rest. ``verify=False`` skips the digests of tensor data.
+
+    Names, dtypes and shapes are compared before anything is changed. An error after that leaves `into` partly filled,
+    on every rank: load again, from this or another checkpoint, before using it.
+
+    Raises:
+        NotFoundError: nothing is there; says what is near.
+        IncompatibleError: names, dtypes or shapes differ; lists them.
+        CorruptError: stored bytes are damaged; names the file and the tensors.
+        StorageError, DeadlineError: as in `save`.
+    """
+    channel = default_channel("load")
+    return _Loading(channel, Deadline(timeout_s), strict=strict, verify=verify).run(parse(path), into)
+
+
+class _Resolved(msgspec.Struct, frozen=True, array_like=True):
+    """Which checkpoint all ranks load: a place of the run, or None for a folder outside any history."""
+
+    place: Place | None
+
+
+class _Names(msgspec.Struct, frozen=True, array_like=True):
+    """Names on one side only, as one rank sees them."""
+
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+
+
+class _Loading:
+    """One load on one rank."""
+
+    def __init__(self, channel: Channel, deadline: Deadline, *, strict: bool, verify: bool) -> None:
+        self._channel = channel
+        self._deadline = deadline
+        self._strict = strict
+        self._verify = verify
+        self._watch = Stopwatch()
+
+    def run(self, target: Target, into: Mapping[str, object]) -> LoadReport:
+        with self._watch.phase("resolve"):
+            located = self._resolve(target)
+        bound: list[tuple[Checkpoint, Binding, dict[str, Stored]]] = []
+
+        def match() -> bytes:
+            checkpoint = Checkpoint(located)
+            stored = _stored(checkpoint)
+            aliases = checkpoint.manifest.body.aliases
+            binding = bind(into, stored, aliases, checkpoint.nodes, strict=False)
+            bound.append((checkpoint, binding, stored))
+            return msgspec.msgpack.encode(_Names(tuple(binding.missing), tuple(binding.unexpected)))
+
+        with self._watch.phase("match"):
+            names = self._channel.exchange(
+                "match", attempt(match), lambda payloads: self._compare(payloads, bound[0]), self._deadline
+            )
+        checkpoint, binding, _ = bound[0]
+        filled = _Filling(checkpoint, binding, self._channel.rank, verify=self._verify)
+        with self._watch.phase("read"):
+            done = attempt(filled.run)
+            self._channel.collect("read", done, self._deadline)
+        with self._watch.phase("finish"):
+            state: list[object] = []
+            self._channel.collect("finish", attempt(lambda: _finish(binding, state)), self._deadline)
+        if located.run is not None and located.commit is not None:
+            JOB.note_loaded(located.storage.uri, located.run.run_id, located.commit.place)
+        difference_ = msgspec.msgpack.decode(names, type=_Names)
+        return LoadReport(
+            step=located.seal.step,
+            place=str(located.seal.place),
+            path=checkpoint.folder,
+            state=state[0],
+            loaded=tuple(binding.loaded),
+            missing=difference_.missing,
+            unexpected=difference_.unexpected,
+            resharded=filled.resharded,
+            read_nbytes=filled.read_nbytes,
+            needed_nbytes=filled.needed_nbytes,
+            seconds=self._watch.seconds,
+        )
+
+    def _resolve(self, target: Target) -> Located:
+        """The checkpoint, found by rank 0: a run's head may move while ranks look."""
+        found: list[Located] = []
+
+        def find(_: list[bytes]) -> bytes:
+            found.append(resolve(target))
+            commit = found[0].commit
+            return msgspec.msgpack.encode(_Resolved(None if commit is None else commit.place))
+
+        answer = self._channel.exchange("resolve", b"", find, self._deadline)
+        if found:
+            return found[0]
+        place = msgspec.msgpack.decode(answer, type=_Resolved).place
+        return resolve(Target(target.root, place=place))
+
+    def _compare(self, payloads: Sequence[bytes], mine: tuple[Checkpoint, Binding, dict[str, Stored]]) -> bytes:
+        """Names that some rank misses, and names that no rank expects. Raises `IncompatibleError` when strict."""
+        ranks = [msgspec.msgpack.decode(payload, type=_Names) for payload in payloads]
+        missing = sorted(set().union(*(rank.missing for rank in ranks)))
+        unexpected = sorted(set(ranks[0].unexpected).intersection(*(rank.unexpected for rank in ranks[1:])))
+        if self._strict and (missing or unexpected):
+            raise difference(missing, unexpected, mine[2], mine[0].nodes)
+        return msgspec.msgpack.encode(_Names(tuple(missing), tuple(unexpected)))
+
+
+def _stored(checkpoint: Checkpoint) -> dict[str, Stored]:
+    manifest = checkpoint.manifest
+    return {name: Stored(manifest.dtype(i), manifest.shape(i)) for i, name in enumerate(manifest.body.names)}
+
+
+def _finish(binding: Binding, state: list[object]) -> bytes:
+    state.append(binding.finish())
+    return b""
+
+
+class _Filling:
+    """Reads all that one rank's targets need."""
+
+    def __init__(self, checkpoint: Checkpoint, binding: Binding, rank: int, *, verify: bool) -> None:
+        self._checkpoint = checkpoint
+        self._verify = verify
+        self._rank = rank
+        self._wants: list[Want] = []
+        self._targets: list[MemoryTarget] = []
+        self.read_nbytes = 0
+        self.needed_nbytes = 0
+        resharded = set()
+        for target in binding.targets:
+            number = checkpoint.numbers[target.source]
+            for box, view in local_pieces(target.local.layout, target.local.memory, rank):
+                self._wants.append(Want(number, box))
+                self._targets.append(MemoryTarget(box, view))
+                if not _is_one_piece(checkpoint.files, number, box):
+                    resharded.add(target.source)
+        self.resharded = tuple(sorted(resharded))
+
+    def run(self) -> bytes:
+        """Fill all targets."""
+        num_files = max(self._checkpoint.manifest.body.num_files, 1)
+        stats = self._checkpoint.read(self._wants, self._put, verify=self._verify, first_file=self._rank % num_files)
+        self.read_nbytes = stats.bytes_read
+        itemsizes = self._checkpoint.files.itemsizes
+        self.needed_nbytes = sum(box.numel * int(itemsizes[tensor]) for tensor, box in self._wants)
+        return b""
+
+    def _put(self, want: int, at: Box, elements: Array) -> None:
+        self._targets[want].put(at, elements)
+
+
+def _is_one_piece(files: Files, number: int, box: Box) -> bool:
+    if not box.numel:
+        return True
+    cells = files.cells(number)
+    met = cells.meeting(files.manifest.shape(number), box)
+    return len(met) == 1 and cells.part(int(met[0])) == box

@@ -1,0 +1,44 @@
+"""What `save` and `load` tell about what they did."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class SaveReport:
+    """A committed, durable checkpoint.
+
+    `place` is its place in the run's history, `path` its folder. ``nbytes`` counts the tensors and values of the whole
+    checkpoint, ``written_nbytes`` what this rank wrote. ``seconds`` says how long each phase took on this rank.
+    """
+
+    step: int
+    place: str
+    path: str
+    nbytes: int
+    written_nbytes: int
+    num_tensors: int
+    seconds: dict[str, float]
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """A loaded state. `state` is the whole tree that was loaded into (tuples in it are new).
+
+    `loaded`, `missing` and `unexpected` are names of tensors and values; with ``strict`` the last two are empty.
+    `resharded` are tensors whose local part is not one stored piece. ``read_nbytes`` came from storage,
+    ``needed_nbytes`` is what this rank holds of it; more is read where pieces and digest blocks overlap the need.
+    """
+
+    step: int
+    place: str
+    path: str
+    loaded: tuple[str, ...]
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    resharded: tuple[str, ...]
+    read_nbytes: int
+    needed_nbytes: int
+    seconds: dict[str, float]
+    state: object = field(repr=False)

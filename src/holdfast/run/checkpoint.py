@@ -1,0 +1,208 @@
+"""One stored checkpoint, read by parts: its manifest, values, and any boxes of its tensors, verified on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from holdfast.errors import CorruptError
+from holdfast.format import manifest as fmt
+from holdfast.format import values as value_codec
+from holdfast.format.container import BLOCK_NBYTES, TABLE_OFFSET, Files, num_blocks
+from holdfast.format.manifest import DecodedManifest, ValueBlock
+from holdfast.format.values import Node
+from holdfast.geometry import Box
+from holdfast.plan.load import FileReads, Read, Want, pieces, plan_load
+from holdfast.run.history import Located
+from holdfast.storage.base import Bytes, FileReader
+from holdfast.transfer.buffers import BufferPool
+from holdfast.transfer.reader import DataFile, Extent, ReadJob, ReadStats, read_files
+
+#: Numpy types that carry elements of each size; values are only ever moved.
+CARRIERS: dict[int, npt.DTypeLike] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
+
+#: Takes elements (of the carrier type) for a box relative to the box of want number ... Called from several threads.
+Put = Callable[[int, Box, npt.NDArray[Any]], None]
+
+_BUFFER_NBYTES = 8 << 20
+_NUM_THREADS = 2
+
+
+class Checkpoint:
+    """A checkpoint whose seal has been found. Reads open nothing and change nothing; safe for several threads."""
+
+    def __init__(self, located: Located) -> None:
+        """Read and check the manifest.
+
+        Raises:
+            CorruptError: the manifest is not the one that was sealed.
+            NotFoundError: it is gone.
+        """
+        self.located = located
+        self.storage, self.seal = located.storage, located.seal
+        sealed = self.seal.manifest
+        data = self.storage.read(self._key(sealed.name))
+        if len(data) != sealed.nbytes or xxhash.xxh3_128_hexdigest(data) != sealed.digest:
+            raise self._corrupt(sealed.name, "it is not the manifest that was sealed")
+        self.manifest: DecodedManifest = fmt.decode(data, path=self.path(sealed.name))
+        self.files = Files(self.manifest)
+        if len(self.seal.files) != self.manifest.body.num_files:
+            raise self._corrupt(
+                "seal.json", f"it lists {len(self.seal.files)} data files of {self.manifest.body.num_files}"
+            )
+
+    def path(self, name: str) -> str:
+        """Full path of a file of the checkpoint."""
+        return self.storage.path(self._key(name))
+
+    @property
+    def folder(self) -> str:
+        """Full path of the checkpoint's folder."""
+        return self.path(self.seal.manifest.name).rpartition("/")[0]
+
+    @cached_property
+    def numbers(self) -> dict[str, int]:
+        """Number of each tensor, by name."""
+        return {name: number for number, name in enumerate(self.manifest.body.names)}
+
+    @cached_property
+    def nodes(self) -> dict[str, Node]:
+        """The table of values. Raises `CorruptError` when its bytes are damaged."""
+        nodes: dict[str, Node] = {}
+        for block in self.manifest.body.values:
+            nodes.update(self._values(block))
+        return nodes
+
+    def read(self, wants: Sequence[Want], put: Put, *, verify: bool = True, first_file: int = 0) -> ReadStats:
+        """Deliver all elements of `wants` to `put`; returns when every one was delivered, once.
+
+        Memory is bounded: two buffers of 8 MiB. With `verify` every block that is touched is checked against the
+        seal before its elements are delivered.
+
+        Raises:
+            CorruptError: bytes are missing or altered; names the file and the tensors.
+            StorageError: the store failed.
+        """
+        jobs = (
+            self._job(reads, wants, put, verify=verify) for reads in plan_load(self.files, wants, first_file=first_file)
+        )
+        with BufferPool(_NUM_THREADS * _BUFFER_NBYTES, buffer_nbytes=_BUFFER_NBYTES) as pool:
+            return read_files(jobs, pool=pool, on_corrupt=self.corrupt_block, num_threads=_NUM_THREADS)
+
+    def open_file(self, index: int, *, data_start: int, data_nbytes: int, verify: bool = True) -> DataFile:
+        """Open a data file; its size, and with `verify` its digest table, are checked against the seal."""
+        name, sealed = fmt.file_name(index), self.seal.files[index]
+        reader = self.storage.reader(self._key(name))
+        try:
+            if not reader.nbytes == sealed.nbytes == data_start + data_nbytes:
+                raise self._corrupt(name, f"it has {reader.nbytes} bytes instead of {data_start + data_nbytes}")
+            table = self._table(reader, index, data_nbytes) if verify else None
+        except BaseException:
+            reader.close()
+            raise
+        return DataFile(reader, self.path(name), data_start, data_nbytes, table)
+
+    def _table(self, reader: FileReader, index: int, data_nbytes: int) -> bytes:
+        text = np.empty(32 * num_blocks(data_nbytes), np.uint8)
+        reader.read_at(TABLE_OFFSET, text)
+        try:
+            table = bytes.fromhex(text.tobytes().decode("ascii"))
+        except ValueError:
+            table = b""
+        if xxhash.xxh3_128_hexdigest(table) != self.seal.files[index].digest:
+            raise self._corrupt(fmt.file_name(index), "its digest table is not the one that was sealed")
+        return table
+
+    def _job(self, reads: FileReads, wants: Sequence[Want], put: Put, *, verify: bool) -> ReadJob:
+        itemsizes = self.files.itemsizes
+
+        def open_() -> DataFile:
+            return self.open_file(reads.file, data_start=reads.data_start, data_nbytes=reads.data_nbytes, verify=verify)
+
+        def deliver(index: int, offset: int, data: Bytes) -> None:
+            read = reads.reads[index]
+            _deliver(read, wants[read.want], int(itemsizes[wants[read.want].tensor]), offset, data, put)
+
+        return ReadJob(open_, [Extent(read.start, read.stop) for read in reads.reads], deliver)
+
+    def _values(self, block: ValueBlock) -> dict[str, Node]:
+        layout = self.files.layout(block.file)
+        out = np.empty(block.capacity, np.uint8)
+
+        def deliver(_: int, offset: int, data: Bytes) -> None:
+            out[offset : offset + len(data)] = data
+
+        def open_() -> DataFile:
+            return self.open_file(block.file, data_start=layout.data_start, data_nbytes=layout.data_nbytes)
+
+        extent = Extent(layout.values_offset, layout.values_offset + block.capacity)
+        with BufferPool(_BUFFER_NBYTES, buffer_nbytes=_BUFFER_NBYTES) as pool:
+            read_files([ReadJob(open_, [extent], deliver)], pool=pool, on_corrupt=self.corrupt_block, num_threads=1)
+        nodes = unpack_values(out.tobytes(), path=self.path(fmt.file_name(block.file)))
+        if tuple(sorted(nodes)) != tuple(sorted(block.paths)):
+            raise self._corrupt(fmt.file_name(block.file), "its values are not those that the manifest lists")
+        return nodes
+
+    def corrupt_block(self, file: DataFile, block: int) -> CorruptError:
+        """The error for a block that fails its digest; names the tensors that lie in it."""
+        name = file.path.rsplit("/", 1)[-1]
+        index = next(i for i in range(len(self.seal.files)) if fmt.file_name(i) == name)
+        low, high = block * BLOCK_NBYTES, (block + 1) * BLOCK_NBYTES
+        hit = list(self._names_between(index, low, high))
+        more = f" and {len(hit) - 5} more" if len(hit) > 5 else ""
+        return self._corrupt(
+            name, f"block {block} of its data does not match its digest; it holds {', '.join(hit[:5])}{more}", *hit[:1]
+        )
+
+    def _names_between(self, index: int, low: int, high: int) -> Iterator[str]:
+        layout = self.files.layout(index)
+        for entry in layout.entries:
+            if entry.offset < high and entry.offset + entry.nbytes > low:
+                yield self.manifest.body.names[entry.tensor]
+        if layout.values is not None and layout.values_offset < high:
+            yield "the values"
+
+    def _corrupt(self, name: str, what: str, tensor: str | None = None) -> CorruptError:
+        return CorruptError(
+            f"{self.path(name)} is damaged: {what}.",
+            code="corrupt.file",
+            action="Load another checkpoint of the run, or restore this file from another copy.",
+            path=self.path(name),
+            tensor=tensor,
+            step=self.seal.step,
+        )
+
+    def _key(self, name: str) -> str:
+        return self.located.key(name)
+
+
+def _deliver(read: Read, want: Want, itemsize: int, offset: int, data: Bytes, put: Put) -> None:
+    elements = data.view(CARRIERS[itemsize])
+    for at, stored, source, target in pieces(read, want.box, offset // itemsize, len(elements)):
+        held = elements[at : at + stored.numel].reshape(stored.size)
+        put(read.want, target, held[source.slices()])
+
+
+def pack_values(nodes: dict[str, Node], *, capacity: int | None = None) -> bytes:
+    """The bytes of an ``@values`` entry: length, encoded table, zeros up to `capacity`."""
+    encoded = value_codec.encode(nodes)
+    packed = len(encoded).to_bytes(8, "little") + encoded
+    return packed if capacity is None else packed.ljust(capacity, b"\0")
+
+
+def unpack_values(data: bytes, *, path: str) -> dict[str, Node]:
+    """Values of an ``@values`` entry. Raises `CorruptError` for malformed ones."""
+    nbytes = int.from_bytes(data[:8], "little")
+    if nbytes > len(data) - 8:
+        raise CorruptError(
+            f"{path} is damaged: its values claim {nbytes} bytes of {len(data)}.",
+            code="corrupt.values",
+            action="Load another checkpoint of the run, or another copy of this one.",
+            path=path,
+        )
+    return value_codec.decode(data[8 : 8 + nbytes])

@@ -1,0 +1,331 @@
+"""A run: its epochs, its commits, its head, and the rule that place, not arrival, orders checkpoints.
+
+Every record is created once and never changed, so a reader takes no lock and a writer's only weapon is a
+create-only name: who creates epoch ``n`` owns the run until somebody creates ``n + 1``.
+
+Names in ``epochs/`` and ``history/`` that no writer ever produces (other than 10 digits, or 10-10 digits, and
+``.json``; a number below 1) cannot be records and are ignored. Everything else must be a sound record: a bad one
+raises `CorruptError`, because a skipped record would silently change what the head is.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TypeVar
+
+from holdfast.errors import ConfigurationError, CorruptError, FencedError, NotFoundError
+from holdfast.format import records
+from holdfast.format.records import Commit, Epoch, Marker, Place, Record, Seal, Why
+from holdfast.run.paths import Target, no_run, some, storage_at
+from holdfast.storage.base import Storage
+
+R = TypeVar("R", bound=Record)
+
+
+class Run:
+    """One run on a storage. Made by `open` or `create`; holds no state of the run but its identity."""
+
+    def __init__(self, storage: Storage, marker: Marker) -> None:
+        self.storage = storage
+        self.marker = marker
+
+    @property
+    def run_id(self) -> str:
+        """The run's random name, made when the run was created."""
+        return self.marker.run_id
+
+    @classmethod
+    def open(cls, storage: Storage) -> Run:
+        """The run at the root of `storage`. `NotFoundError` where there is none, saying what is near."""
+        try:
+            return cls(storage, _read(storage, records.MARKER_KEY, Marker))
+        except NotFoundError as error:
+            raise no_run(storage) from error
+
+    @classmethod
+    def create(cls, storage: Storage) -> Run:
+        """The run at the root of `storage`, begun durably where there was none.
+
+        Any number of processes may race: all of them get the one run. A folder that holds something else is a
+        `ConfigurationError`, code ``config.not_a_run``.
+        """
+        names = storage.list("")
+        if names and records.MARKER_KEY not in names:
+            raise ConfigurationError(
+                f"'{storage.uri}' is not a holdfast run, and it is not empty: it holds {some(names)}.",
+                code="config.not_a_run",
+                action="Name a new or an empty folder for the run.",
+                path=storage.uri,
+            )
+        if not names:
+            marker = Marker(
+                run_id=secrets.token_hex(16), format=records.FORMAT, writer=records.writer(), created=time.time()
+            )
+            storage.create(records.MARKER_KEY, records.encode(marker))
+        # Whoever created the marker, the one on storage is the run's.
+        return cls.open(storage)
+
+    def epochs(self) -> list[int]:
+        """The numbers of all epochs, newest first. One request."""
+        names = self.storage.list(records.EPOCHS)
+        return sorted((n for n in map(records.parse_epoch_name, names) if n is not None), reverse=True)
+
+    def newest_epoch(self) -> int | None:
+        """The number of the newest epoch, or None before the first. One request."""
+        return next(iter(self.epochs()), None)
+
+    def epoch(self, number: int) -> Epoch:
+        """The record of epoch `number`."""
+        key = records.epoch_key(number)
+        record = _read(self.storage, key, Epoch)
+        if record.epoch != number:
+            raise _misplaced(self.storage.path(key), f"epoch {record.epoch}")
+        return record
+
+    def commit(self, place: Place) -> Commit:
+        """The commit at `place`, on the head's lineage or not."""
+        key = records.commit_key(place)
+        record = _read(self.storage, key, Commit)
+        if record.place != place:
+            raise _misplaced(self.storage.path(key), f"place {record.place}")
+        return record
+
+    def commits(self, epoch: int) -> list[Place]:
+        """The committed places of `epoch`, newest first. One request."""
+        return [place for place in self._committed() if place.epoch == epoch]
+
+    def head(self) -> Commit | None:
+        """The newest good state: the greatest committed place of the newest epoch, else what that was opened from.
+
+        None while nothing is committed. At most four requests, whatever the length of the history.
+        """
+        return next(self.lineage(), None)
+
+    def lineage(self) -> Iterator[Commit]:
+        """The head, what it descends from, and so on, newest first; one request per commit.
+
+        Commits of abandoned futures, and commits that arrived in an epoch after a later one was opened from an
+        earlier place, are not on it.
+        """
+        for place in self._lineage_places():
+            try:
+                yield self.commit(place)
+            except NotFoundError as error:
+                raise CorruptError(
+                    f"the history of '{self.storage.uri}' needs the commit at {place}, and its record is missing.",
+                    code="corrupt.history",
+                    action="Restore the history folder from another copy of the run.",
+                    path=error.path,
+                ) from error
+
+    def find(self, *, step: int | None = None, place: Place | None = None) -> Commit:
+        """The commit at `place`, or the newest one of `step` on the head's lineage.
+
+        `NotFoundError`, code ``not_found.commit``, lists what there is instead.
+        """
+        if (step is None) == (place is None):
+            raise ValueError("give one of step and place")
+        if place is not None:
+            return self._find_place(place)
+        steps = []
+        for commit in self.lineage():
+            if commit.step == step:
+                return commit
+            steps.append(str(commit.step))
+        raise self._no_commit(f"of step {step} on the lineage of its head", "steps", list(dict.fromkeys(steps)))
+
+    def open_epoch(self, *, after: int, opened_from: Place | None, why: Why, world_size: int) -> Epoch:
+        """Make the caller the owner of the run, durably, by creating epoch ``after + 1``.
+
+        `after` is the newest epoch that the caller knows (0 for none): whoever decided on an older view of the run
+        loses, with `FencedError`, code ``fenced.lost_race``. `opened_from` must be committed.
+        """
+        if opened_from is not None:
+            self.find(place=opened_from)
+        mine = Epoch(
+            epoch=after + 1,
+            opened_from=opened_from,
+            why=why,
+            created=time.time(),
+            world_size=world_size,
+            incarnation=secrets.token_hex(16),
+        )
+        if not self.storage.create(records.epoch_key(mine.epoch), records.encode(mine)):
+            # A store that retried a request it had served says "exists" of our own record: ask whose it is.
+            theirs = self.epoch(mine.epoch)
+            if theirs.incarnation != mine.incarnation:
+                raise self._fenced(
+                    "fenced.lost_race", f"another job opened epoch {mine.epoch} first ({_about(theirs)})"
+                )
+        return mine
+
+    def check_fence(self, epoch: int) -> None:
+        """Return only while `epoch` is the newest; else raise `FencedError`.
+
+        Code ``fenced.newer_epoch``, or ``fenced.epoch_lost`` where the record of `epoch` itself is gone.
+        """
+        newest = self.newest_epoch()
+        if newest is None or newest < epoch:
+            what = f"the record of epoch {epoch} is gone, so the run was deleted or replaced"
+            raise self._fenced("fenced.epoch_lost", what)
+        if newest > epoch:
+            about = _about(self.epoch(newest))
+            raise self._fenced(
+                "fenced.newer_epoch", f"this job owns epoch {epoch}, but epoch {newest} exists ({about})"
+            )
+
+    def publish(self, commit: Commit) -> None:
+        """Make `commit` visible and durable at its place. Success too when the very same record is there already.
+
+        It may arrive late or from a process that no longer owns the run: its place says where it belongs, so it
+        never displaces the head. A different commit at the place is a `FencedError`, code ``fenced.place_taken``.
+        """
+        key, data = records.commit_key(commit.place), records.encode(commit)
+        if self.storage.create(key, data):
+            return
+        existing = self.storage.read(key)
+        if existing != data:
+            theirs = records.decode(existing, Commit, path=self.storage.path(key))
+            what = f"place {commit.place} holds another checkpoint already ('{theirs.checkpoint}')"
+            raise self._fenced("fenced.place_taken", what)
+
+    def locate(self, commit: Commit) -> Located:
+        """The checkpoint that `commit` published, its seal verified against the commit."""
+        prefix = records.checkpoint_key(commit.checkpoint, "")
+        key = prefix + records.SEAL_NAME
+        try:
+            data = self.storage.read(key)
+        except NotFoundError as error:
+            raise _bad_seal(self.storage.path(key), commit, "is missing") from error
+        if (len(data), records.digest(data)) != (commit.seal.nbytes, commit.seal.digest):
+            raise _bad_seal(self.storage.path(key), commit, "is not the seal that was committed")
+        seal = records.decode(data, Seal, path=self.storage.path(key))
+        if (seal.place, seal.step, seal.checkpoint_id) != (commit.place, commit.step, commit.checkpoint_id):
+            raise _bad_seal(self.storage.path(key), commit, f"seals place {seal.place}, step {seal.step}")
+        return Located(self.storage, self, commit, prefix, seal)
+
+    def _committed(self) -> list[Place]:
+        """All committed places, newest first. One request."""
+        names = self.storage.list(records.HISTORY)
+        return sorted((p for p in map(records.parse_commit_name, names) if p is not None), reverse=True)
+
+    def _lineage_places(self) -> Iterator[Place]:
+        # Epochs are listed before commits: whatever an epoch was opened from was committed before the epoch began,
+        # so it is in the later listing. The other order could miss it.
+        epoch = self.newest_epoch()
+        if epoch is None:
+            return
+        committed = self._committed()
+        below = Place(epoch + 1, 1)
+        while True:
+            yield from (place for place in committed if place.epoch == epoch and place < below)
+            origin = self.epoch(epoch).opened_from
+            if origin is None:
+                return
+            yield origin
+            epoch, below = origin.epoch, origin
+
+    def _find_place(self, place: Place) -> Commit:
+        try:
+            return self.commit(place)
+        except NotFoundError as error:
+            raise self._no_commit(f"at {place}", "places", [str(p) for p in self._committed()]) from error
+
+    def _no_commit(self, which: str, kind: str, available: list[str]) -> NotFoundError:
+        return NotFoundError(
+            f"run '{self.storage.uri}' has no commit {which}.",
+            code="not_found.commit",
+            action=f"Choose one of its {kind}: {some(available)}." if available else "Nothing is committed yet.",
+            path=self.storage.uri,
+        )
+
+    def _fenced(self, code: str, what: str) -> FencedError:
+        return FencedError(
+            f"run '{self.storage.uri}' belongs to another job: {what}.",
+            code=code,
+            action="Stop this job, or save with takeover=True to take the run back.",
+            path=self.storage.uri,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Located:
+    """A checkpoint found. Its files have keys that begin with `prefix`.
+
+    `run` and `commit` are None for a folder that is outside any history.
+    """
+
+    storage: Storage
+    run: Run | None
+    commit: Commit | None
+    prefix: str
+    seal: Seal
+
+    def key(self, name: str) -> str:
+        """The key of file `name` of the checkpoint."""
+        return self.prefix + name
+
+
+def resolve(target: Target) -> Located:
+    """Find the checkpoint that `target` names and verify its seal.
+
+    A run gives its head, or the commit that was selected; a checkpoint folder stands for itself, outside any
+    history. `NotFoundError` says what is near; a seal that is not the committed one is a `CorruptError`.
+    """
+    storage = storage_at(target.root)
+    if storage.nbytes(records.SEAL_NAME) is not None:
+        return _lone_folder(storage, target)
+    run = Run.open(storage)
+    if target.step is not None or target.place is not None:
+        return run.locate(run.find(step=target.step, place=target.place))
+    head = run.head()
+    if head is None:
+        raise NotFoundError(
+            f"run '{storage.uri}' has no committed checkpoint.",
+            code="not_found.head",
+            action="Save into it first, or name another run.",
+            path=storage.uri,
+        )
+    return run.locate(head)
+
+
+def _lone_folder(storage: Storage, target: Target) -> Located:
+    if target.step is not None or target.place is not None:
+        raise ConfigurationError(
+            f"'{target}' selects within '{target.root}', which is one checkpoint and not a run.",
+            code="config.path",
+            action="Name the folder without a selector, or the run with one.",
+            path=target.root,
+        )
+    return Located(storage, None, None, "", _read(storage, records.SEAL_NAME, Seal))
+
+
+def _read(storage: Storage, key: str, kind: type[R]) -> R:
+    return records.decode(storage.read(key), kind, path=storage.path(key))
+
+
+def _misplaced(path: str, what: str) -> CorruptError:
+    return CorruptError(
+        f"'{path}' is the record of {what}: it was renamed or copied.",
+        code="corrupt.record",
+        action="Restore the file from another copy of the run.",
+        path=path,
+    )
+
+
+def _bad_seal(path: str, commit: Commit, what: str) -> CorruptError:
+    return CorruptError(
+        f"checkpoint {commit.place} was committed, but '{path}' {what}.",
+        code="corrupt.seal",
+        action="Load an older checkpoint, or restore this one from another copy.",
+        path=path,
+        step=commit.step,
+    )
+
+
+def _about(epoch: Epoch) -> str:
+    opened = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(epoch.created))
+    return f"opened {opened} UTC by {epoch.world_size} ranks, {epoch.why}"

@@ -1,0 +1,138 @@
+"""What a user writes to name a run or a checkpoint: one grammar for the library and the command line.
+
+====================  ==================================================
+``RUN``               the head of the run in folder RUN
+``RUN@step=700``      the newest commit of step 700 on the head's lineage
+``RUN@3.12``          the commit at place 3.12 (epoch 3, number 12)
+``RUN/checkpoints/X`` a checkpoint folder
+====================  ==================================================
+
+Only a final ``@step=...`` or ``@<int>.<int>`` selects; any other ``@`` belongs to the path. (A folder whose own
+name ends like a selector is named with a slash after it.)
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from holdfast.errors import ConfigurationError, NotFoundError
+from holdfast.format.records import MARKER_KEY, Place
+from holdfast.storage.base import Storage
+from holdfast.storage.posix import PosixStorage
+
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+_SELECTOR = re.compile(r"(?P<root>.*)@(?:step=(?P<step>[^/@]*)|(?P<epoch>[0-9]+)\.(?P<seq>[0-9]+))", re.DOTALL)
+_MAX_LISTED = 20
+_EXAMPLES = "Write RUN, RUN@step=700, RUN@3.12 (epoch 3, number 12) or the path of a checkpoint folder."
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A parsed path: the folder `root` and what was selected in it (at most one of `step` and `place`)."""
+
+    root: str
+    step: int | None = None
+    place: Place | None = None
+
+    def __str__(self) -> str:
+        if self.step is not None:
+            return f"{self.root}@step={self.step}"
+        return self.root if self.place is None else f"{self.root}@{self.place}"
+
+
+def parse(path: str | os.PathLike[str]) -> Target:
+    """The run or checkpoint that `path` names. Pure: nothing is looked up.
+
+    A malformed selector, an empty path and the URL of an object store are a `ConfigurationError`, code
+    ``config.path`` or ``config.scheme``.
+    """
+    text = os.fspath(path)
+    if not isinstance(text, str):
+        raise TypeError(f"a path is a str or an os.PathLike of str, not of {type(text).__name__}")
+    check_scheme(text)
+    match = _SELECTOR.fullmatch(text)
+    root = _folder(text if match is None else match["root"], text)
+    if match is None:
+        return Target(root)
+    if match["step"] is not None:
+        if not re.fullmatch(r"[0-9]{1,18}", match["step"]):
+            raise _malformed(f"the step in '{text}' is not a whole number.", text)
+        return Target(root, step=int(match["step"]))
+    if not all(re.fullmatch(r"0*[1-9][0-9]{0,9}", match[part]) for part in ("epoch", "seq")):
+        raise _malformed(f"'{text}' selects a place that cannot exist: epochs and numbers count from 1.", text)
+    return Target(root, place=Place(int(match["epoch"]), int(match["seq"])))
+
+
+def check_scheme(text: str) -> None:
+    """Raise `ConfigurationError`, code ``config.scheme``, where `text` is a URL and not a path."""
+    scheme = _SCHEME.match(text)
+    if scheme is not None:
+        raise ConfigurationError(
+            f"'{text}' is a {scheme[1]} URL, and object stores are not supported yet.",
+            code="config.scheme",
+            action="Use a folder of a local or shared file system, such as /shared/runs/a.",
+            path=text,
+        )
+
+
+def storage_at(root: str) -> Storage:
+    """The storage whose root is the folder `root`, which need not exist. The only place that knows the kinds."""
+    check_scheme(root)
+    return PosixStorage(root)
+
+
+def canonical(uri: str) -> str:
+    """One text for all ways to write the root `uri`; two roots with one canonical text are the same folder."""
+    return uri if _SCHEME.match(uri) else str(Path(uri).resolve())
+
+
+def no_run(storage: Storage) -> NotFoundError:
+    """The error for a root that holds no run: what is there instead, and what is near."""
+    names = storage.list("")
+    name, beside = Path(storage.uri).absolute().name, _beside(storage.uri)
+    below = [n for n in names[:_MAX_LISTED] if storage.nbytes(f"{n}/{MARKER_KEY}") is not None]
+    close = [n for n in difflib.get_close_matches(name, beside) if n != name]
+    if names:
+        what = f"it exists but is not a holdfast run (it holds {some(names)})."
+    elif name in beside:
+        what = "it exists but is not a holdfast run (it is empty)."
+    else:
+        what = "there is no such folder."
+    action = "Check the path."
+    if below:
+        action = f"Name one of the runs in it: {some(below)}."
+    elif close:
+        action = f"Did you mean {some(close)}, in the same folder?"
+    if "@" in name:
+        action += " A selector is written RUN@step=700 or RUN@3.12."
+    return NotFoundError(
+        f"no holdfast run at '{storage.uri}': {what}", code="not_found.run", action=action, path=storage.uri
+    )
+
+
+def some(names: list[str]) -> str:
+    """A few of `names`, for a message."""
+    rest = len(names) - _MAX_LISTED
+    return ", ".join(names[:_MAX_LISTED]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def _beside(uri: str) -> list[str]:
+    """Names in the folder that would hold `uri`; empty where `uri` is no path."""
+    return [] if _SCHEME.match(uri) else storage_at(str(Path(uri).absolute().parent)).list("")
+
+
+def _folder(root: str, text: str) -> str:
+    """`root` without trailing slashes, refused where it names nothing."""
+    if not root.strip():
+        raise _malformed(f"'{text}' names no folder." if text else "the path is empty.", text)
+    if "\0" in root:
+        raise _malformed("the path contains a NUL character.", text)
+    return root.rstrip("/") or "/"
+
+
+def _malformed(message: str, text: str) -> ConfigurationError:
+    return ConfigurationError(message, code="config.path", action=_EXAMPLES, path=text)

@@ -1,0 +1,1 @@
+"""A nested live state <-> named tensors in local memory, plus a flat table of values."""

@@ -1,0 +1,1 @@
+"""Where bytes live: one small protocol (`holdfast.storage.base`) and its backends."""

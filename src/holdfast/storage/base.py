@@ -1,0 +1,75 @@
+"""What holdfast needs from a place where bytes live.
+
+Keys are relative, ``/``-separated names below the storage's root. Nothing is ever overwritten: every object is
+created once, whole and durable, or not at all. Errors are `NotFoundError` for a missing key and `StorageError`
+(``retryable`` where a retry can help) for everything else; both name the full path.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class FileWriter(Protocol):
+    """One object under construction; invisible under its key until `publish`. Safe for concurrent `write_at`."""
+
+    #: Offsets, lengths and buffer addresses that are multiples of this go to the device without a detour;
+    #: others work too (buffered). 1 where alignment means nothing.
+    alignment: int
+
+    def write_at(self, offset: int, data: Bytes) -> None:
+        """Write all of `data` at `offset`; returns when the store took it (not yet durable)."""
+
+    def publish(self, nbytes: int) -> None:
+        """Cut to `nbytes`, make durable, and make visible under the key. Raises `StorageError`, code
+        ``storage.exists``, when the key is taken."""
+
+    def abort(self) -> None:
+        """Drop what was written. Does nothing after `publish`; never raises."""
+
+
+class FileReader(Protocol):
+    """An open object. Safe for concurrent `read_at`."""
+
+    alignment: int
+    nbytes: int
+
+    def read_at(self, offset: int, out: Bytes) -> None:
+        """Fill `out` from `offset`; a short object is a `CorruptError`, code ``corrupt.short``."""
+
+    def close(self) -> None:
+        """Release the object."""
+
+
+class Storage(Protocol):
+    """A place for bytes: create-only objects with atomic, durable publication."""
+
+    #: The root as a user would write it, for messages.
+    uri: str
+
+    def path(self, key: str) -> str:
+        """The full path of `key`, for messages and for people."""
+
+    def read(self, key: str, *, start: int = 0, nbytes: int | None = None) -> bytes:
+        """The bytes of an object, or `nbytes` of them from `start`."""
+
+    def nbytes(self, key: str) -> int | None:
+        """Size of an object, or None where there is none."""
+
+    def list(self, folder: str) -> list[str]:
+        """Names directly below `folder`, sorted; empty where the folder does not exist. ``""`` is the root.
+        Temporary names of unpublished objects are left out."""
+
+    def create(self, key: str, data: bytes) -> bool:
+        """Publish `data` under `key`, atomically and durably. False (and no change) when the key exists."""
+
+    def writer(self, key: str, *, nbytes: int) -> FileWriter:
+        """Begin an object of `nbytes` (space is reserved where the store can, so a full disk fails here)."""
+
+    def reader(self, key: str) -> FileReader:
+        """Open an object for positional reads."""

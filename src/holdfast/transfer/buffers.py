@@ -1,0 +1,75 @@
+"""What bounds a pipeline: a fixed amount of buffer memory and a fixed number of threads."""
+
+from __future__ import annotations
+
+import mmap
+import queue
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+
+from holdfast.storage.base import Bytes
+from holdfast.transfer.digest import BLOCK_NBYTES
+
+BUFFER_NBYTES = 8 * BLOCK_NBYTES
+
+
+class BufferPool:
+    """`nbytes` of memory as page-aligned buffers of `buffer_nbytes` (a multiple of 1 MiB), shared by threads.
+
+    Memory is taken from the operating system as buffers are first used, and returned by `close`.
+    """
+
+    def __init__(self, nbytes: int, *, buffer_nbytes: int = BUFFER_NBYTES) -> None:
+        if buffer_nbytes <= 0 or buffer_nbytes % BLOCK_NBYTES:
+            raise ValueError(f"buffer_nbytes is {buffer_nbytes}: it must be a positive multiple of {BLOCK_NBYTES}")
+        if nbytes < buffer_nbytes:
+            raise ValueError(f"a pool of {nbytes} bytes has no room for one buffer of {buffer_nbytes}")
+        self.buffer_nbytes = buffer_nbytes
+        self.num_buffers = nbytes // buffer_nbytes
+        self._memory = mmap.mmap(-1, self.num_buffers * buffer_nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        # Last in, first out: few threads touch few buffers, and those stay in the cache.
+        self._free: queue.LifoQueue[Bytes] = queue.LifoQueue()
+        for start in reversed(range(0, len(self._memory), buffer_nbytes)):
+            self._free.put(np.frombuffer(self._memory, np.uint8, buffer_nbytes, start))
+
+    @contextmanager
+    def buffer(self) -> Iterator[Bytes]:
+        """A buffer for the time of a ``with`` block, with arbitrary content. Blocks while all are taken."""
+        buffer = self._free.get()
+        try:
+            yield buffer
+        finally:
+            self._free.put(buffer)
+
+    def close(self) -> None:
+        """Return the memory to the operating system. No buffer may be taken."""
+        assert self._free.qsize() == self.num_buffers, "a buffer is still in use"
+        # Tracebacks may hold views of buffers, so the mapping itself cannot be closed here.
+        self._memory.madvise(mmap.MADV_DONTNEED)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def run_threads(num_threads: int, work: Callable[[], None], *, stop: Callable[[], None]) -> None:
+    """Run `work` in each of `num_threads` threads; returns, or raises the first error, when all have ended.
+
+    `stop` is called once on the first error (or an interrupt of the caller) and must make `work` return soon.
+    """
+    with ThreadPoolExecutor(num_threads, thread_name_prefix="holdfast-transfer") as executor:
+        try:
+            for future in as_completed([executor.submit(work) for _ in range(num_threads)]):
+                future.result()
+        except BaseException:
+            stop()
+            raise

@@ -1,0 +1,32 @@
+"""Digests of data sections: xxh3-128 of each 1 MiB block, concatenated. They detect accidents, not attacks."""
+
+from __future__ import annotations
+
+import xxhash
+
+from holdfast.storage.base import Bytes
+
+BLOCK_NBYTES = 1 << 20
+DIGEST_NBYTES = 16
+
+
+def table_nbytes(data_nbytes: int) -> int:
+    """Size of the digest table of a data section of `data_nbytes`."""
+    return -(-data_nbytes // BLOCK_NBYTES) * DIGEST_NBYTES
+
+
+def digest_blocks(data: Bytes) -> bytes:
+    """The table of the blocks in `data`, which begins at a block's start; the last block may be short."""
+    starts = range(0, len(data), BLOCK_NBYTES)
+    return b"".join(xxhash.xxh3_128_digest(data[start : start + BLOCK_NBYTES].data) for start in starts)
+
+
+def first_bad_block(data: Bytes, table: bytes, *, first: int) -> int | None:
+    """The first block of `data` that differs from `table`, or None. `data` holds whole blocks from block `first`."""
+    digests = digest_blocks(data)
+    expected = table[first * DIGEST_NBYTES : first * DIGEST_NBYTES + len(digests)]
+    if digests == expected:
+        return None
+    starts = range(0, len(digests), DIGEST_NBYTES)
+    at = next(at for at in starts if digests[at : at + DIGEST_NBYTES] != expected[at : at + DIGEST_NBYTES])
+    return first + at // DIGEST_NBYTES

@@ -1,0 +1,118 @@
+"""From sources to one file: copy, hash and write in bounded memory, different chunks at the same time."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from holdfast.storage.base import Bytes, FileWriter
+from holdfast.transfer.buffers import BufferPool, run_threads
+from holdfast.transfer.digest import digest_blocks
+
+DATA_ALIGNMENT = 4096
+
+
+class Source(Protocol):
+    """Bytes to be written. `read_into` is called from several threads, for disjoint ranges."""
+
+    @property
+    def nbytes(self) -> int:
+        """Size; does not change."""
+
+    def read_into(self, start: int, out: Bytes) -> None:
+        """Copy bytes [start, start + len(out)) to `out`."""
+
+
+def write_file(
+    writer: FileWriter,
+    sources: Sequence[Source],
+    *,
+    data_start: int,
+    header: Callable[[bytes], bytes],
+    pool: BufferPool,
+    num_threads: int = 2,
+) -> bytes:
+    """Write and publish one file; returns the digest table of its data section, durable and visible.
+
+    The data section is `sources`, packed one after another from `data_start` (a multiple of 4096). When it is
+    written, `header` is called with its digest table and returns the first `data_start` bytes of the file.
+    On any error the writer is aborted and the first error raised. Takes one buffer per thread from `pool`.
+    """
+    try:
+        if data_start % DATA_ALIGNMENT:
+            raise ValueError(f"data_start is {data_start}: it must be a multiple of {DATA_ALIGNMENT}")
+        data = _DataSection(writer, sources, data_start, pool)
+        run_threads(num_threads, data.write_chunks, stop=data.stop)
+        table = b"".join(data.digests)
+        _write_header(writer, header(table), data_start, pool)
+        writer.publish(data_start + data.nbytes)
+    except BaseException:
+        writer.abort()
+        raise
+    return table
+
+
+class _DataSection:
+    """The data section, divided into chunks of one buffer each; threads take the next chunk until none is left."""
+
+    def __init__(self, writer: FileWriter, sources: Sequence[Source], data_start: int, pool: BufferPool) -> None:
+        self._writer = writer
+        self._sources = sources
+        self._data_start = data_start
+        self._pool = pool
+        self._offsets = list(itertools.accumulate((source.nbytes for source in sources), initial=0))
+        self.nbytes = self._offsets[-1]
+        num_chunks = -(-self.nbytes // pool.buffer_nbytes)
+        self.digests = [b""] * num_chunks
+        self._chunks = iter(range(num_chunks))
+        self._lock = threading.Lock()
+        self._stopped = False
+
+    def stop(self) -> None:
+        self._stopped = True
+
+    def write_chunks(self) -> None:
+        while not self._stopped:
+            with self._lock:
+                chunk = next(self._chunks, None)
+            if chunk is None:
+                return
+            with self._pool.buffer() as buffer:
+                self._write_chunk(chunk, buffer)
+
+    def _write_chunk(self, chunk: int, buffer: Bytes) -> None:
+        start = chunk * len(buffer)
+        nbytes = min(len(buffer), self.nbytes - start)
+        self._fill(start, buffer[:nbytes])
+        self.digests[chunk] = digest_blocks(buffer[:nbytes])
+        # The last chunk is padded to whole blocks, so that it too goes to the device directly; publish cuts it.
+        padded = nbytes + -nbytes % self._writer.alignment
+        buffer[nbytes:padded] = 0
+        self._writer.write_at(self._data_start + start, buffer[:padded])
+
+    def _fill(self, start: int, out: Bytes) -> None:
+        """Copy bytes [start, start + len(out)) of the packed sources to `out`."""
+        stop = start + len(out)
+        index = bisect_right(self._offsets, start) - 1
+        while start < stop:
+            begin, end = self._offsets[index], min(self._offsets[index + 1], stop)
+            if start < end:
+                self._sources[index].read_into(start - begin, out[: end - start])
+                out = out[end - start :]
+                start = end
+            index += 1
+
+
+def _write_header(writer: FileWriter, header: bytes, data_start: int, pool: BufferPool) -> None:
+    assert len(header) == data_start, f"the header has {len(header)} bytes instead of {data_start}"
+    content = np.frombuffer(header, np.uint8)
+    with pool.buffer() as buffer:
+        for start in range(0, data_start, len(buffer)):
+            piece = content[start : start + len(buffer)]
+            buffer[: len(piece)] = piece
+            writer.write_at(start, buffer[: len(piece)])

@@ -1,0 +1,323 @@
+"""The benchmarks judge themselves by these rules. Nothing here is timed."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bench.environment import Environment, filesystem
+from bench.errors import MarkersError, RankFailedError, RawLimitError, SetupError, WrongBytesError
+from bench.harness import Order, collect, require_space
+from bench.rank import WARM_UP, Failure, require_same
+from bench.raw import REQUEST_NBYTES, RawFile, RawImage, takes_direct
+from bench.results import MEASURES, Measure, Result, Sample, Setup, StateSize, Traits, read_result, write_result
+from bench.state import parameter_shapes, width_for
+from bench.statistics import Spread, fastest, paired_ratios, rotated, spread
+from bench.summary import require_raw_limit, require_valid, summarize
+from bench.table import END, START, read_marked, render, replace_table, table
+
+NBYTES = 2_000_000_000
+RAW_THREADS = (1, 2, 4)
+SECONDS = {"raw-1": (2.0, 2.0, 2.0), "raw-2": (1.0, 1.2, 1.1), "raw-4": (0.5, 1.5, 1.5), "dcp": (4.0, 2.4, 2.2)}
+
+
+def samples(seconds: Mapping[str, tuple[float, ...]]) -> tuple[Sample, ...]:
+    """One sample per measure, contender and round; each of two ranks used 1 s of CPU and 3 MB."""
+    return tuple(
+        sample(measure, name, number, second)
+        for measure in MEASURES
+        for name, series in seconds.items()
+        for number, second in enumerate(series, start=1)
+    )
+
+
+def sample(measure: Measure, name: str, number: int, seconds: float) -> Sample:
+    return Sample(
+        measure=measure,
+        round=number,
+        turn=0,
+        contender=name,
+        seconds=seconds,
+        cpu_s=(1.0, 1.0),
+        peak_extra_nbytes=(1_000_000, 3_000_000),
+    )
+
+
+def result(seconds: Mapping[str, tuple[float, ...]]) -> Result:
+    taken = samples(seconds)
+    names = ("raw", "dcp")
+    return Result(
+        name="io",
+        date="2030-01-02T03:04:05+00:00",
+        setup=Setup(
+            world=2,
+            rounds=3,
+            state=StateSize(nbytes=NBYTES, num_tensors=300, num_values=3),
+            request_nbytes=REQUEST_NBYTES,
+            raw_threads_tried=RAW_THREADS,
+            torch_threads=1,
+            caches="dropped",
+        ),
+        environment=Environment(
+            holdfast="0.1",
+            torch="2.13",
+            python="3.11",
+            kernel="6.1",
+            filesystem="ext4",
+            num_cpus=2,
+            cpu="a CPU",
+            memory_nbytes=1 << 34,
+            revision="0123456789abcdef",
+        ),
+        contenders=tuple(
+            Traits(name=name, description="loops", durable="fsync", verified="no", io="") for name in names
+        ),
+        summaries=summarize(taken, names, raw_threads=RAW_THREADS, nbytes=NBYTES),
+        samples=taken,
+    )
+
+
+# Statistics
+
+
+def test_a_spread_is_the_median_and_the_extremes() -> None:
+    assert spread([3.0, 1.0, 10.0]) == Spread(median=3.0, low=1.0, high=10.0)
+
+
+def test_an_empty_series_has_no_spread() -> None:
+    with pytest.raises(ValueError, match="at least one sample"):
+        spread([])
+
+
+def test_ratios_are_paired_by_round_and_not_taken_from_medians() -> None:
+    assert paired_ratios([1.0, 4.0], [2.0, 4.0]) == (0.5, 1.0)
+
+
+def test_series_of_different_length_cannot_be_paired() -> None:
+    with pytest.raises(ValueError, match="cannot be paired"):
+        paired_ratios([1.0], [1.0, 2.0])
+
+
+@given(st.integers(1, 9))
+def test_over_as_many_rounds_as_entrants_each_takes_each_turn_once(number: int) -> None:
+    items = tuple(range(number))
+    orders = [rotated(items, turn) for turn in range(number)]
+    assert all(sorted(column) == list(items) for column in zip(*orders, strict=True))
+
+
+def test_the_fastest_series_is_the_one_with_the_lowest_median_not_the_lowest_sample() -> None:
+    assert fastest({1: (2.0, 2.0, 2.0), 2: (1.0, 1.1, 1.2), 4: (0.1, 1.5, 1.5)}) == 2
+
+
+# Summaries and the rule of the raw limit
+
+
+def test_the_raw_limit_is_its_best_number_of_threads_and_says_which() -> None:
+    raw = result(SECONDS).summary("save", "raw")
+    assert (raw.raw_threads, raw.seconds.median, raw.shares_of_raw) == (2, 1.1, (1.0, 1.0, 1.0))
+
+
+def test_a_summary_has_the_paired_share_the_rate_and_the_cost_of_all_ranks() -> None:
+    dcp = result(SECONDS).summary("load", "dcp")
+    assert dcp.shares_of_raw == pytest.approx((0.25, 0.5, 0.5))
+    assert dcp.gb_per_s.high == pytest.approx(2.0 / 2.2)
+    assert dcp.cpu_s_per_gb.median == pytest.approx(1.0)
+    assert dcp.peak_extra_nbytes_per_rank == 3_000_000
+
+
+def test_a_contender_that_beats_the_raw_limit_is_an_error_of_the_harness() -> None:
+    with pytest.raises(RawLimitError, match=r"dcp .* raw limit was not reached by the raw loop.*Add threads or rounds"):
+        require_raw_limit(result(SECONDS | {"dcp": (0.9, 1.1, 1.0)}).summaries)
+
+
+def test_a_contender_within_the_noise_of_the_raw_limit_is_none() -> None:
+    require_raw_limit(result(SECONDS | {"dcp": (0.97, 1.17, 1.08)}).summaries)
+
+
+def test_a_result_is_judged_by_its_samples_even_if_its_summaries_look_right() -> None:
+    good, bad = result(SECONDS), result(SECONDS | {"dcp": (0.9, 1.1, 1.0)})
+    with pytest.raises(RawLimitError):
+        require_valid(msgspec.structs.replace(bad, summaries=good.summaries))
+
+
+# Errors of a run
+
+
+def test_a_contender_that_loads_other_bytes_is_an_error_that_names_it_and_the_tensor() -> None:
+    with pytest.raises(WrongBytesError, match=r"dcp loaded other bytes.*1 of 2 parts differ, the first is b"):
+        require_same({"a": "1", "b": "2"}, {"a": "1", "b": "3"}, name="dcp")
+
+
+def test_a_tensor_that_vanished_in_a_load_is_an_error() -> None:
+    with pytest.raises(WrongBytesError, match="the first is a"):
+        require_same({"a": "1"}, {}, name="dcp")
+
+
+def test_an_unknown_contender_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(SetupError, match=r"no contender zip.*raw, torch.save, dcp, holdfast"):
+        Order(world=2, rounds=7, nbytes=1, contenders=("zip",)).num_turns()
+
+
+def test_a_run_that_does_not_fit_on_the_disk_is_refused_before_it_starts(tmp_path: Path) -> None:
+    with pytest.raises(SetupError, match="smaller state"):
+        require_space(Order(world=2, rounds=7, nbytes=1 << 60, contenders=("raw",)), tmp_path)
+
+
+def test_a_rank_that_dies_without_a_word_is_an_error_with_its_status() -> None:
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=os._exit, args=(3,), name="rank")
+    process.start()
+    sender.close()
+    with pytest.raises(RankFailedError, match="rank ended with status 3"):
+        collect({receiver: process}, direct=True, on_turn=lambda _: None)
+
+
+def test_what_ended_a_rank_is_reported_at_once_though_other_ranks_still_run() -> None:
+    context = multiprocessing.get_context("spawn")
+    failing, silent = context.Pipe(duplex=False), context.Pipe(duplex=False)
+    failing[1].send(Failure(text="no space"))
+    processes = {failing[0]: context.Process(name="rank 0"), silent[0]: context.Process(name="rank 1")}
+    with pytest.raises(RankFailedError, match="rank 0 failed: no space"):
+        collect(processes, direct=True, on_turn=lambda _: None)
+
+
+def test_the_warm_up_is_seen_but_not_reported() -> None:
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=int)
+    process.start()
+    size = StateSize(nbytes=1, num_tensors=1, num_values=0)
+    sent = [sample("save", "dcp", number, 1.0) for number in (WARM_UP, 1)]
+    for message in (size, *sent):
+        sender.send(message)
+    sender.close()
+    seen: list[Sample] = []
+    outcome = collect({receiver: process}, direct=True, on_turn=seen.append)
+    assert (outcome.state, outcome.samples, seen) == (size, (sent[1],), sent)
+
+
+# The raw loop and the state
+
+
+@pytest.mark.parametrize("threads", RAW_THREADS)
+@pytest.mark.parametrize("nbytes", [1, 4096, 2 * REQUEST_NBYTES + 4097])
+@pytest.mark.parametrize("direct", [False, True])
+def test_the_raw_loop_reads_back_exactly_the_bytes_it_wrote(
+    tmp_path: Path, threads: int, nbytes: int, direct: bool
+) -> None:
+    if direct and not takes_direct(tmp_path):
+        pytest.skip("this filesystem refuses O_DIRECT")
+    data = os.urandom(nbytes)
+    image = RawImage([memoryview(data[: nbytes // 3]), memoryview(data[nbytes // 3 :])])
+    file = RawFile(image, threads=threads, direct=direct)
+    file.write(tmp_path / "file")
+    saved = image.digests()
+    image.clear()
+    cleared = image.digests()
+    file.read(tmp_path / "file")
+    assert (tmp_path / "file").read_bytes() == data
+    assert image.digests() == saved != cleared
+
+
+def test_a_raw_file_that_was_cut_is_an_error_and_no_short_read(tmp_path: Path) -> None:
+    file = RawFile(RawImage([memoryview(bytes(10_000))]), threads=1, direct=False)
+    file.write(tmp_path / "file")
+    os.truncate(tmp_path / "file", 5000)
+    with pytest.raises(OSError, match="ended at byte 5000 of 10000"):
+        file.read(tmp_path / "file")
+
+
+@given(st.integers(1, 1 << 36))
+def test_the_state_is_at_least_as_large_as_asked_and_has_a_few_hundred_tensors(nbytes: int) -> None:
+    shapes = parameter_shapes(width_for(nbytes))
+    elements = sum(shape[0] * (shape[1] if len(shape) == 2 else 1) for shape in shapes.values())
+    assert 3 * 4 * elements >= nbytes
+    assert 200 <= 3 * len(shapes) <= 500
+
+
+def test_a_state_of_no_bytes_is_refused() -> None:
+    with pytest.raises(SetupError, match="more than 0 GiB"):
+        width_for(0)
+
+
+def test_the_filesystem_of_a_folder_is_that_of_the_innermost_mount() -> None:
+    assert filesystem(Path("/proc/self")) == "proc"
+
+
+# Result file and table
+
+
+def test_a_result_file_reads_back_equal(tmp_path: Path) -> None:
+    assert read_result(write_result(result(SECONDS), tmp_path / "new")) == result(SECONDS)
+
+
+def test_a_missing_or_foreign_result_file_says_how_to_make_one(tmp_path: Path) -> None:
+    (tmp_path / "foreign.json").write_text("{}")
+    for name in ("missing.json", "foreign.json"):
+        with pytest.raises(SetupError, match="python -m bench io"):
+            read_result(tmp_path / name)
+
+
+def test_the_table_has_a_row_per_contender_with_medians_and_extremes() -> None:
+    lines = render(result(SECONDS)).splitlines()
+    assert lines[2] == "| raw limit | 1.10 (1.00 to 1.20) | 1 | 1.10 (1.00 to 1.20) | 1 | 1.00, 1.00 | 3, 3 |"
+    dcp = "2.40 (2.20 to 4.00) | 0.50 (0.25 to 0.50)"
+    assert lines[3] == f"| dcp | {dcp} | {dcp} | 1.00, 1.00 | 3, 3 |"
+
+
+def test_the_table_says_how_it_was_measured() -> None:
+    text = render(result(SECONDS))
+    for fact in (
+        "2.00 GB (300 tensors)",
+        "2 ranks",
+        "3 interleaved rounds",
+        "(save 2, load 2)",
+        "0123456789ab",
+        "2030-01-02",
+    ):
+        assert fact in text
+
+
+@given(st.text(alphabet="ab\n"), st.text(alphabet="ab\n"), st.text(alphabet="ab\n"))
+def test_only_what_stands_between_the_markers_is_replaced(before: str, old: str, after: str) -> None:
+    once = replace_table(f"{before}{START}{old}{END}{after}", "new", where="README.md")
+    assert once == f"{before}{START}\nnew\n{END}{after}"
+    assert replace_table(once, "new", where="README.md") == once
+
+
+@pytest.mark.parametrize("text", ["", START, END, f"{END}{START}", f"{START}{START}{END}"])
+def test_a_file_without_its_place_for_the_table_is_an_error_and_is_left_alone(tmp_path: Path, text: str) -> None:
+    readme = tmp_path / "README.md"
+    readme.write_text(text)
+    with pytest.raises(MarkersError, match=r"README\.md needs one line"):
+        table(result=write_result(result(SECONDS), tmp_path), readme=readme)
+    assert readme.read_text() == text
+
+
+def test_a_missing_file_is_an_error_that_names_it(tmp_path: Path) -> None:
+    with pytest.raises(MarkersError, match=r"no .*README\.md"):
+        read_marked(tmp_path / "README.md")
+
+
+def test_the_table_command_rewrites_the_table_and_draws_the_plot(tmp_path: Path) -> None:
+    readme, plot = tmp_path / "README.md", tmp_path / "figures" / "shares.png"
+    readme.write_text(f"# Title\n{START}\nold\n{END}\nEnd\n")
+    table(result=write_result(result(SECONDS), tmp_path), readme=readme, plot=plot)
+    assert readme.read_text() == f"# Title\n{START}\n{render(result(SECONDS))}\n{END}\nEnd\n"
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_no_table_is_written_from_a_run_that_did_not_reach_the_raw_limit(tmp_path: Path) -> None:
+    readme = tmp_path / "README.md"
+    readme.write_text(f"{START}\nold\n{END}\n")
+    with pytest.raises(RawLimitError):
+        table(result=write_result(result(SECONDS | {"dcp": (0.9, 1.1, 1.0)}), tmp_path), readme=readme)
+    assert "old" in readme.read_text()

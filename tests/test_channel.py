@@ -1,0 +1,355 @@
+"""Messages between ranks: what arrives, who is named when it does not, and what is left in the store."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from holdfast.control.channel import Channel, Deadline
+from holdfast.control.torch_store import TorchStore, default_channel
+from holdfast.errors import ConfigurationError, DeadlineError, HoldfastError, StateError, StorageError
+
+T = TypeVar("T")
+LABEL = "save of step 700"
+
+
+def on_ranks(
+    world_size: int,
+    body: Callable[[Channel], T],
+    *,
+    store: dist.Store | None = None,
+    group_size: int = 64,
+    absent: tuple[int, ...] = (),
+) -> dict[int, T | Exception]:
+    """Run `body` on every rank, a thread each, and give what each returned or raised."""
+    shared = store or dist.HashStore()
+
+    def rank_main(rank: int) -> T | Exception:
+        channel = Channel(
+            TorchStore(shared, blocking=True), rank=rank, world_size=world_size, label=LABEL, group_size=group_size
+        )
+        try:
+            return body(channel)
+        except Exception as error:
+            return error
+
+    ranks = [rank for rank in range(world_size) if rank not in absent]
+    with ThreadPoolExecutor(len(ranks)) as threads:
+        return dict(zip(ranks, threads.map(rank_main, ranks), strict=True))
+
+
+def soon() -> Deadline:
+    return Deadline(30)
+
+
+def payload(rank: int) -> bytes:
+    return f"from {rank}".encode()
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+# ---- what arrives
+
+
+@settings(max_examples=20)
+@given(world_size=st.integers(1, 12), group_size=st.integers(1, 5))
+def test_rank_0_gathers_all_payloads_in_rank_order_for_every_shape_of_the_tree(
+    world_size: int, group_size: int
+) -> None:
+    store = dist.HashStore()
+    results = on_ranks(
+        world_size, lambda c: c.gather("plan", payload(c.rank), soon()), store=store, group_size=group_size
+    )
+    assert results.pop(0) == [payload(rank) for rank in range(world_size)]
+    assert set(results.values()) <= {None}
+    assert store.num_keys() == 0
+
+
+def test_a_broadcast_reaches_every_rank() -> None:
+    results = on_ranks(5, lambda c: c.broadcast("plan", b"go" if c.rank == 0 else None, soon()))
+    assert set(results.values()) == {b"go"}
+
+
+def test_an_exchange_brings_rank_0s_answer_to_every_rank() -> None:
+    results = on_ranks(5, lambda c: c.exchange("plan", payload(c.rank), b"|".join, soon()), group_size=2)
+    assert set(results.values()) == {b"from 0|from 1|from 2|from 3|from 4"}
+
+
+def test_collect_brings_everything_to_rank_0_alone() -> None:
+    results = on_ranks(3, lambda c: c.collect("plan", payload(c.rank), soon()))
+    assert results == {0: [payload(0), payload(1), payload(2)], 1: None, 2: None}
+
+
+def test_a_world_of_one_needs_no_store() -> None:
+    channel = Channel(None, rank=0, world_size=1, label=LABEL)
+    assert channel.gather("plan", b"a", soon()) == [b"a"]
+    assert channel.broadcast("plan", b"b", soon()) == b"b"
+    assert channel.exchange("plan", b"c", b"".join, soon()) == b"c"
+    assert channel.collect("plan", b"d", soon()) == [b"d"]
+    with pytest.raises(StateError):
+        channel.collect("plan", state_error(0), soon())
+
+
+@pytest.fixture
+def tcp_stores() -> Iterator[list[dist.Store]]:
+    server = dist.TCPStore("localhost", 0, None, is_master=True, wait_for_workers=False)
+    yield [server, *(dist.TCPStore("localhost", server.port, None, is_master=False) for _ in range(2))]
+
+
+def test_payloads_may_be_larger_than_what_a_tcp_store_takes_at_once(tcp_stores: list[dist.Store]) -> None:
+    large = os.urandom(9 * 2**20)
+
+    def rank_main(rank: int) -> tuple[list[bytes] | None, bytes]:
+        channel = Channel(TorchStore(tcp_stores[rank], blocking=True), rank=rank, world_size=3, label=LABEL)
+        gathered = channel.gather("plan", large if rank == 2 else b"", soon())
+        return gathered, channel.broadcast("shares", large[::-1] if rank == 0 else None, soon())
+
+    before = tcp_stores[0].num_keys()
+    with ThreadPoolExecutor(3) as threads:
+        results = list(threads.map(rank_main, range(3)))
+    assert [gathered for gathered, _ in results] == [[b"", b"", large], None, None]
+    assert all(shares == large[::-1] for _, shares in results)
+    assert tcp_stores[0].num_keys() == before
+
+
+def test_the_store_does_not_grow_over_a_thousand_rounds() -> None:
+    store = dist.HashStore()
+    largest = 0
+
+    def body(channel: Channel) -> int:
+        nonlocal largest
+        for number in range(1000):
+            answer = channel.exchange(f"round {number}", b"x", lambda all_: b"%d" % len(all_), soon())
+            assert answer == b"3"
+            largest = max(largest, store.num_keys())
+        return 1000
+
+    assert on_ranks(3, body, store=store, group_size=2) == {0: 1000, 1: 1000, 2: 1000}
+    assert store.num_keys() == 0
+    assert largest < 12
+
+
+# ---- errors
+
+
+def state_error(rank: int) -> StateError:
+    return StateError(f"tensor of {rank}.", code="state.example", action="Change it.", tensor="w", rank=rank)
+
+
+@pytest.mark.parametrize("group_size", [2, 64])
+def test_the_error_of_the_lowest_failed_rank_is_raised_on_every_rank(group_size: int) -> None:
+    store = dist.HashStore()
+    failed = {3: state_error(3), 5: state_error(5)}
+    results = on_ranks(
+        6,
+        lambda c: c.collect("write", failed.get(c.rank, b"fine"), soon()),
+        store=store,
+        group_size=group_size,
+    )
+    for error in results.values():
+        assert isinstance(error, StateError)
+        assert error.message == f"rank 3 failed in 'write' of {LABEL} (2 of 6 ranks failed): tensor of 3."
+        assert (error.code, error.tensor, error.rank) == ("state.example", "w", 3)
+    assert [results[rank].__cause__ for rank in (3, 5)] == [failed[3], failed[5]]  # type: ignore[union-attr]
+    assert store.num_keys() == 0
+
+
+def test_an_unexpected_error_of_a_rank_reaches_every_rank_and_keeps_its_traceback_there() -> None:
+    bug = KeyError("w")
+    results = on_ranks(3, lambda c: c.collect("write", bug if c.rank == 1 else b"", soon()))
+    for error in results.values():
+        assert isinstance(error, HoldfastError)
+        assert "rank 1 failed" in error.message
+        assert "KeyError: 'w'" in error.message
+    assert isinstance(results[1], HoldfastError)
+    assert results[1].__cause__ is bug
+
+
+def test_an_error_of_the_coordinator_while_it_answers_reaches_every_rank() -> None:
+    def fail(_: list[bytes]) -> bytes:
+        raise state_error(0)
+
+    results = on_ranks(3, lambda c: c.exchange("plan", b"", fail, soon()))
+    assert [str(error) for error in results.values()] == [str(state_error(0))] * 3
+
+
+def test_a_bug_of_the_coordinator_while_it_answers_reaches_every_rank() -> None:
+    def fail(_: list[bytes]) -> bytes:
+        return b"x"[7:8] + bytes([1 // 0])
+
+    results = on_ranks(2, lambda c: c.exchange("plan", b"", fail, soon()))
+    assert isinstance(results[0], ZeroDivisionError)
+    assert isinstance(results[1], HoldfastError)
+    assert "ZeroDivisionError" in results[1].message
+
+
+def test_an_error_that_the_coordinator_broadcasts_is_raised_on_every_rank() -> None:
+    results = on_ranks(3, lambda c: c.broadcast("commit", state_error(0) if c.rank == 0 else None, soon()))
+    assert all(isinstance(error, StateError) for error in results.values())
+
+
+def test_a_coordinator_that_fails_between_calls_is_heard_at_the_next_broadcast_whatever_comes_before() -> None:
+    def body(channel: Channel) -> bytes:
+        channel.gather("plan", b"", soon())
+        if channel.rank == 0:
+            return channel.broadcast("plan", state_error(0), soon())
+        channel.gather("write", b"", soon())
+        return channel.broadcast("commit", None, soon())
+
+    assert all(isinstance(error, StateError) for error in on_ranks(3, body).values())
+
+
+def test_ranks_that_make_different_calls_are_told_so_at_once() -> None:
+    results = on_ranks(3, lambda c: c.exchange("plan" if c.rank < 2 else "load", b"", b"".join, soon()))
+    for error in results.values():
+        assert isinstance(error, ConfigurationError)
+        assert error.message == f"rank 2 is in 'load' of {LABEL} while rank 0 is in 'plan' of {LABEL}."
+
+
+def test_a_broadcast_that_a_rank_takes_for_another_one_is_refused_there() -> None:
+    results = on_ranks(2, lambda c: c.broadcast("a" if c.rank else "b", None if c.rank else b"", soon()))
+    assert results[0] == b""
+    assert isinstance(results[1], ConfigurationError)
+
+
+# ---- deadlines
+
+
+@pytest.mark.parametrize("group_size", [2, 3, 64])
+def test_absent_ranks_are_named_on_every_rank(group_size: int) -> None:
+    results = on_ranks(8, lambda c: c.collect("plan", b"", Deadline(0.5)), group_size=group_size, absent=(2, 3, 4, 7))
+    for error in results.values():
+        assert isinstance(error, DeadlineError)
+        assert error.absent == (2, 3, 4, 7)
+        assert error.message == f"ranks 2-4, 7 did not reach 'plan' of {LABEL} within 0.5 s."
+
+
+def test_a_missing_group_leader_is_named_without_its_members() -> None:
+    results = on_ranks(6, lambda c: c.collect("plan", b"", Deadline(0.5)), group_size=3, absent=(3,))
+    assert {error.absent for error in results.values() if isinstance(error, DeadlineError)} == {(3,)}
+    assert len(results) == 5
+
+
+def test_a_missing_coordinator_is_named_by_the_others() -> None:
+    results = on_ranks(4, lambda c: c.exchange("plan", b"", b"".join, Deadline(0.3)), group_size=2, absent=(0,))
+    for error in results.values():
+        assert isinstance(error, DeadlineError)
+        assert error.absent == (0,)
+        assert error.message == f"rank 0 did not reach 'plan' of {LABEL} within 0.3 s."
+
+
+def test_a_late_rank_finds_the_verdict_and_does_not_wait() -> None:
+    store = dist.HashStore()
+
+    def body(channel: Channel) -> list[bytes] | None:
+        return channel.collect("plan", b"", Deadline(0.3))
+
+    on_ranks(3, body, store=store, absent=(2,))
+    start = time.monotonic()
+    late = on_ranks(3, body, store=store, absent=(0, 1))[2]
+    assert isinstance(late, DeadlineError)
+    assert late.absent == (2,)
+    assert time.monotonic() - start < 0.25
+
+
+def test_a_deadline_counts_down_by_its_clock_and_never_to_zero() -> None:
+    clock = Clock()
+    deadline = Deadline(600, clock=clock)
+    assert deadline.remaining_s() == 600
+    assert deadline.remaining_s(graces=2) == 660
+    clock.now += 590
+    assert deadline.remaining_s() == 10
+    clock.now += 100
+    assert deadline.remaining_s() == 0.001
+    assert Deadline(1, clock=clock).remaining_s(graces=1) == pytest.approx(1.1)
+    with pytest.raises(ValueError, match="positive"):
+        Deadline(0)
+
+
+@pytest.mark.parametrize(("rank", "world_size"), [(2, 2), (-1, 2), (0, 0)])
+def test_a_rank_outside_its_world_is_refused(rank: int, world_size: int) -> None:
+    with pytest.raises(ValueError, match="world"):
+        Channel(TorchStore(dist.HashStore(), blocking=True), rank=rank, world_size=world_size, label=LABEL)
+
+
+def test_a_world_of_several_ranks_without_a_store_is_refused() -> None:
+    with pytest.raises(ValueError, match="needs a store"):
+        Channel(None, rank=0, world_size=2, label=LABEL)
+
+
+# ---- torch's stores
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+def test_waiting_ends_with_the_key_or_with_the_time(blocking: bool) -> None:
+    store = TorchStore(dist.HashStore(), blocking=blocking)
+    assert not store.wait(["a"], 0.05)
+    with ThreadPoolExecutor(1) as thread:
+        waiting = thread.submit(store.wait, ["a", "b"], 20)
+        store.set("a", b"\x00\xff")
+        store.set("b", b"")
+        assert waiting.result()
+    assert store.get("a") == b"\x00\xff"
+
+
+def test_a_store_that_is_gone_is_a_storage_error() -> None:
+    server = dist.TCPStore("localhost", 0, None, is_master=True, wait_for_workers=False)
+    client = TorchStore(dist.TCPStore("localhost", server.port, None, is_master=False), blocking=True)
+    client.set("a", b"")
+    del server
+    calls: list[Callable[[], object]] = [
+        lambda: client.set("b", b""),
+        lambda: client.check("a"),
+        lambda: client.wait(["a"], 5),
+        lambda: client.get("a"),
+        lambda: client.add("n", 1),
+        lambda: client.delete("a"),
+    ]
+    for call in calls:
+        with pytest.raises(StorageError, match=r"storage\.control"):
+            call()
+
+
+def test_without_a_process_group_the_channel_is_of_one_process() -> None:
+    channel = default_channel(LABEL)
+    assert (channel.rank, channel.world_size, channel.label) == (0, 1, LABEL)
+
+
+def _rank_main(rank: int, world_size: int, port: int, results: Path) -> None:
+    lines = []
+    for _ in range(2):  # a second process group in the same processes counts anew
+        # Rank 1 starts late in the game; torch's own use of the store goes on meanwhile.
+        store = dist.TCPStore("localhost", port, None, is_master=False, timeout=timedelta(seconds=60))
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+        for step in range(3):
+            channel = default_channel(f"save of step {step}")
+            answer = channel.exchange("plan", payload(rank), b"|".join, Deadline(60))
+            lines.append(answer.decode())
+        dist.barrier()
+        dist.destroy_process_group()
+        port += 0
+    (results / str(rank)).write_text("\n".join(lines))
+
+
+def test_processes_of_a_process_group_exchange_messages(tmp_path: Path) -> None:
+    server = dist.TCPStore("localhost", 0, None, is_master=True, wait_for_workers=False)
+    mp.spawn(_rank_main, args=(2, server.port, tmp_path), nprocs=2)
+    for rank in range(2):
+        assert (tmp_path / str(rank)).read_text().split("\n") == ["from 0|from 1"] * 6

@@ -1,0 +1,652 @@
+"""The history of a run: place alone orders checkpoints, and only the owner of the newest epoch saves."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+from threading import Barrier, Thread
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.errors import ConfigurationError, CorruptError, FencedError, HoldfastError, NotFoundError
+from holdfast.format import records
+from holdfast.format.records import Commit, Epoch, FileSeal, Place, Seal, SealDigest, Why
+from holdfast.run.history import Located, Run, resolve
+from holdfast.run.paths import parse, storage_at
+from holdfast.run.session import Session
+from holdfast.storage.base import Storage
+from tests.memory_storage import MemoryStorage
+
+
+def new_run(storage: Storage | None = None) -> Run:
+    return Run.create(storage or MemoryStorage())
+
+
+def open_epoch(run: Run, *, opened_from: Place | None = None, why: Why | None = None) -> int:
+    why = why or ("start" if opened_from is None else "resume")
+    return run.open_epoch(after=run.newest_epoch() or 0, opened_from=opened_from, why=why, world_size=2).epoch
+
+
+def save(run: Run, place: Place, *, step: int) -> Commit:
+    """Seal and commit a checkpoint without data."""
+    checkpoint_id = secrets.token_hex(8)
+    folder = records.folder_name(step, checkpoint_id)
+    seal = records.encode(
+        Seal(
+            checkpoint_id=checkpoint_id,
+            place=place,
+            step=step,
+            manifest=FileSeal("manifest.bin", 0, "0" * 32),
+            files=(),
+        )
+    )
+    run.storage.create(records.checkpoint_key(folder, "seal.json"), seal)
+    commit = Commit(
+        place=place,
+        step=step,
+        checkpoint=folder,
+        checkpoint_id=checkpoint_id,
+        seal=SealDigest(len(seal), records.digest(seal)),
+        nbytes=0,
+        created=float(step),
+        metrics={},
+    )
+    run.publish(commit)
+    return commit
+
+
+def head_place(run: Run) -> Place | None:
+    head = run.head()
+    return head.place if head else None
+
+
+def steps(run: Run) -> list[int]:
+    return [commit.step for commit in run.lineage()]
+
+
+class Interrupted(MemoryStorage):
+    """A storage on which something else happens right before the next creation."""
+
+    meanwhile: Callable[[], object] | None = None
+
+    def create(self, key: str, data: bytes) -> bool:
+        meanwhile, self.meanwhile = self.meanwhile, None
+        if meanwhile is not None:
+            meanwhile()
+        return super().create(key, data)
+
+
+class LosesAnswers(MemoryStorage):
+    """A storage whose client retries a creation of which it lost the answer: the second try says "exists"."""
+
+    def create(self, key: str, data: bytes) -> bool:
+        super().create(key, data)
+        return False
+
+
+# ---- which folder is a run
+
+
+def test_a_created_run_is_found_again_with_its_identity() -> None:
+    storage = MemoryStorage()
+    run = Run.create(storage)
+    assert Run.open(storage).marker == run.marker == Run.create(storage).marker
+
+
+def test_of_two_that_create_a_run_the_loser_adopts_the_winners() -> None:
+    storage = Interrupted()
+    winners: list[Run] = []
+    storage.meanwhile = lambda: winners.append(Run.create(storage))
+    loser = Run.create(storage)
+    assert [loser.run_id] == [winner.run_id for winner in winners]
+
+
+def test_a_folder_that_holds_something_else_is_not_made_a_run(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").touch()
+    with pytest.raises(ConfigurationError, match=r"thesis\.tex") as caught:
+        Run.create(storage_at(str(tmp_path)))
+    assert caught.value.code == "config.not_a_run"
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_a_missing_and_an_empty_folder_become_runs(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    for name in ("empty", "missing"):
+        Run.create(storage_at(str(tmp_path / name)))
+        assert Run.open(storage_at(str(tmp_path / name))).head() is None
+
+
+def test_a_missing_run_is_told_with_names_that_are_close(tmp_path: Path) -> None:
+    for name in ("llama-7b", "llama-8b", "notes"):
+        (tmp_path / name).mkdir()
+    with pytest.raises(NotFoundError, match=r"no such folder.*Did you mean llama-.b, llama-.b") as caught:
+        Run.open(storage_at(str(tmp_path / "lama-7b")))
+    assert "notes" not in str(caught.value)
+
+
+def test_a_folder_that_is_not_a_run_is_told_with_the_runs_in_it(tmp_path: Path) -> None:
+    Run.create(storage_at(str(tmp_path / "a")))
+    (tmp_path / "b").mkdir()
+    with pytest.raises(NotFoundError, match=r"exists but is not a holdfast run \(it holds a, b\).*runs in it: a\."):
+        Run.open(storage_at(str(tmp_path)))
+    with pytest.raises(NotFoundError, match=r"exists but is not a holdfast run \(it is empty\)"):
+        Run.open(storage_at(str(tmp_path / "b")))
+
+
+def test_what_was_meant_as_a_selector_is_explained(tmp_path: Path) -> None:
+    with pytest.raises(NotFoundError, match=r"RUN@step=700"):
+        resolve(parse(tmp_path / "run@latest"))
+
+
+# ---- the head
+
+
+def test_the_head_is_the_greatest_place_of_the_newest_epoch_whatever_order_commits_arrive_in() -> None:
+    run = new_run()
+    open_epoch(run)
+    for seq in (2, 3, 1):
+        save(run, Place(1, seq), step=seq * 10)
+    assert head_place(run) == Place(1, 3)
+    assert steps(run) == [30, 20, 10]
+
+
+def test_a_run_without_commits_has_no_head() -> None:
+    run = new_run()
+    assert run.head() is None
+    open_epoch(run)
+    open_epoch(run)
+    assert run.head() is None
+    assert steps(run) == []
+
+
+def test_an_epoch_without_commits_has_the_head_it_was_opened_from() -> None:
+    run = new_run()
+    open_epoch(run)
+    save(run, Place(1, 1), step=10)
+    for epoch in (2, 3, 4):
+        assert open_epoch(run, opened_from=Place(1, 1)) == epoch
+        assert head_place(run) == Place(1, 1)
+
+
+def test_a_late_commit_in_an_old_epoch_never_becomes_the_head() -> None:
+    run = new_run()
+    open_epoch(run)
+    save(run, Place(1, 1), step=10)
+    open_epoch(run, opened_from=Place(1, 1))
+    save(run, Place(1, 2), step=20)
+    assert head_place(run) == Place(1, 1)
+    save(run, Place(2, 1), step=15)
+    save(run, Place(1, 3), step=30)
+    assert head_place(run) == Place(2, 1)
+    assert steps(run) == [15, 10]
+
+
+def test_a_rollback_abandons_the_future_but_keeps_it_in_the_history() -> None:
+    run = new_run()
+    open_epoch(run)
+    for seq in (1, 2, 3):
+        save(run, Place(1, seq), step=seq * 10)
+    open_epoch(run, opened_from=Place(1, 1), why="rollback")
+    assert head_place(run) == Place(1, 1)
+    save(run, Place(2, 1), step=20)
+    assert steps(run) == [20, 10]
+    assert run.find(step=20).place == Place(2, 1)
+    assert run.find(place=Place(1, 3)).step == 30
+    assert run.commits(1) == [Place(1, 3), Place(1, 2), Place(1, 1)]
+    with pytest.raises(NotFoundError, match=r"step 30 .*steps: 20, 10\."):
+        run.find(step=30)
+
+
+def test_an_epoch_opened_from_nothing_begins_a_new_lineage() -> None:
+    run = new_run()
+    open_epoch(run)
+    open_epoch(run)
+    save(run, Place(1, 1), step=10)
+    assert run.head() is None
+    save(run, Place(2, 1), step=5)
+    assert steps(run) == [5]
+
+
+def test_a_step_means_its_newest_commit_on_the_lineage() -> None:
+    run = new_run()
+    open_epoch(run)
+    save(run, Place(1, 1), step=10)
+    save(run, Place(1, 2), step=10)
+    assert run.find(step=10).place == Place(1, 2)
+
+
+def test_finding_the_head_takes_a_constant_number_of_requests() -> None:
+    storage = MemoryStorage()
+    run = new_run(storage)
+    for epoch in range(1, 30):
+        open_epoch(run, opened_from=Place(epoch - 1, 9) if epoch > 1 else None)
+        for seq in range(1, 10):
+            save(run, Place(epoch, seq), step=seq)
+    before = storage.num_requests
+    assert head_place(run) == Place(29, 9)
+    assert storage.num_requests - before == 3
+    open_epoch(run, opened_from=Place(29, 9))
+    before = storage.num_requests
+    assert head_place(run) == Place(29, 9)
+    assert storage.num_requests - before == 4
+
+
+class Model:
+    """The rule of the architecture, word for word, over plain values."""
+
+    def __init__(self) -> None:
+        self.origins: dict[int, Place | None] = {}
+        self.committed: set[Place] = set()
+
+    def head(self) -> Place | None:
+        epoch = max(self.origins, default=None)
+        if epoch is None:
+            return None
+        return max((place for place in self.committed if place.epoch == epoch), default=self.origins[epoch])
+
+    def lineage(self) -> list[Place]:
+        places, place = [], self.head()
+        while place is not None:
+            places.append(place)
+            earlier = [p for p in self.committed if p.epoch == place.epoch and p < place]
+            place = max(earlier, default=self.origins[place.epoch])
+        return places
+
+
+@given(st.data())
+def test_head_and_lineage_follow_the_rule_for_every_order_of_epochs_and_commits(data: st.DataObject) -> None:
+    run, model = new_run(), Model()
+    for step in range(data.draw(st.integers(1, 12))):
+        free = [Place(e, s) for e in model.origins for s in range(1, 5) if Place(e, s) not in model.committed]
+        if not free or data.draw(st.booleans(), label="open an epoch"):
+            origin = data.draw(st.sampled_from([None, *sorted(model.committed)]))
+            model.origins[open_epoch(run, opened_from=origin)] = origin
+        else:
+            place = data.draw(st.sampled_from(free))
+            save(run, place, step=step)
+            model.committed.add(place)
+        assert head_place(run) == model.head()
+        assert [commit.place for commit in run.lineage()] == model.lineage()
+
+
+# ---- races, and the same answer twice
+
+
+def test_an_epoch_decided_on_an_old_view_of_the_run_is_not_opened() -> None:
+    run = new_run()
+    open_epoch(run)
+    with pytest.raises(FencedError, match=r"fenced\.lost_race"):
+        run.open_epoch(after=0, opened_from=None, why="start", world_size=1)
+    assert run.epochs() == [1]
+
+
+def test_of_many_that_open_an_epoch_at_once_one_wins_and_the_others_are_fenced() -> None:
+    run = new_run()
+    barrier = Barrier(8)
+    results: list[Epoch | FencedError] = []
+
+    def race() -> None:
+        barrier.wait()
+        try:
+            results.append(run.open_epoch(after=0, opened_from=None, why="start", world_size=1))
+        except FencedError as error:
+            results.append(error)
+
+    threads = [Thread(target=race) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    winners = [result for result in results if isinstance(result, Epoch)]
+    assert len(results) == 8
+    assert winners == [run.epoch(1)]
+
+
+def test_a_lost_answer_to_a_creation_is_settled_by_reading_back() -> None:
+    run = new_run(LosesAnswers())
+    assert open_epoch(run) == 1
+    save(run, Place(1, 1), step=10)
+    assert head_place(run) == Place(1, 1)
+
+
+def test_an_epoch_is_not_opened_from_a_place_without_commit() -> None:
+    run = new_run()
+    open_epoch(run)
+    with pytest.raises(NotFoundError, match=r"no commit at 1\.7"):
+        open_epoch(run, opened_from=Place(1, 7))
+    assert run.newest_epoch() == 1
+
+
+def test_publishing_the_same_commit_twice_succeeds_and_another_one_is_fenced() -> None:
+    run = new_run()
+    open_epoch(run)
+    commit = save(run, Place(1, 1), step=10)
+    run.publish(commit)
+    with pytest.raises(FencedError, match=r"fenced\.place_taken"):
+        run.publish(msgspec.structs.replace(commit, nbytes=1))
+    assert run.head() == commit
+
+
+def test_the_fence_stops_an_epoch_that_is_not_the_newest_any_more() -> None:
+    run = new_run()
+    with pytest.raises(FencedError, match=r"fenced\.epoch_lost"):
+        run.check_fence(1)
+    open_epoch(run)
+    run.check_fence(1)
+    open_epoch(run)
+    with pytest.raises(FencedError, match=r"fenced\.newer_epoch.*epoch 2 exists"):
+        run.check_fence(1)
+
+
+# ---- damage
+
+
+def damaged(run: Run, key: str, data: bytes) -> None:
+    assert isinstance(run.storage, MemoryStorage)
+    assert key in run.storage.objects
+    run.storage.objects[key] = data
+
+
+def test_a_bad_commit_or_epoch_record_raises_and_is_never_skipped() -> None:
+    for key in (records.commit_key(Place(1, 2)), records.epoch_key(1), "holdfast.json"):
+        run = new_run()
+        open_epoch(run)
+        save(run, Place(1, 1), step=10)
+        save(run, Place(1, 2), step=20)
+        damaged(run, key, b"")
+        with pytest.raises(CorruptError, match=key):
+            list(Run.open(run.storage).lineage())
+
+
+def test_a_record_under_another_ones_name_is_corruption() -> None:
+    run = new_run()
+    open_epoch(run)
+    first = save(run, Place(1, 1), step=10)
+    open_epoch(run, opened_from=Place(1, 1))
+    run.storage.create(records.commit_key(Place(2, 1)), records.encode(first))
+    with pytest.raises(CorruptError, match=r"place 1\.1"):
+        run.head()
+    run.storage.create(records.epoch_key(3), records.encode(run.epoch(2)))
+    with pytest.raises(CorruptError, match="epoch 2"):
+        run.epoch(3)
+
+
+def test_a_commit_that_the_lineage_needs_and_that_is_gone_is_corruption() -> None:
+    run = new_run()
+    open_epoch(run)
+    save(run, Place(1, 1), step=10)
+    open_epoch(run, opened_from=Place(1, 1))
+    assert isinstance(run.storage, MemoryStorage)
+    del run.storage.objects[records.commit_key(Place(1, 1))]
+    with pytest.raises(CorruptError, match=r"corrupt\.history"):
+        run.head()
+
+
+def test_names_that_cannot_be_records_are_ignored() -> None:
+    run = new_run()
+    open_epoch(run)
+    save(run, Place(1, 1), step=10)
+    for key in ("epochs/0000000000.json.swp", "epochs/9999999999.json", "history/notes.txt", "history/a/b.json"):
+        run.storage.create(key, b"whatever")
+    assert run.epochs() == [1]
+    assert head_place(run) == Place(1, 1)
+
+
+# ---- from a path to a checkpoint
+
+
+def run_on_disk(root: Path) -> tuple[Run, Commit, Commit]:
+    run = new_run(storage_at(str(root)))
+    open_epoch(run)
+    return run, save(run, Place(1, 1), step=10), save(run, Place(1, 2), step=20)
+
+
+def test_a_run_resolves_to_its_head_and_a_selector_to_its_commit(tmp_path: Path) -> None:
+    run, older, newer = run_on_disk(tmp_path / "run")
+    for suffix, commit in (("", newer), ("/", newer), ("@step=10", older), ("@1.1", older), ("@1.2", newer)):
+        located = resolve(parse(f"{tmp_path}/run{suffix}"))
+        assert located.run is not None
+        assert located.run.run_id == run.run_id
+        assert located.commit == commit
+        assert located.prefix == f"checkpoints/{commit.checkpoint}/"
+        assert located.seal.place == commit.place
+        assert located.storage.nbytes(located.key("seal.json")) == commit.seal.nbytes
+
+
+def test_a_checkpoint_folder_stands_for_itself_outside_any_history(tmp_path: Path) -> None:
+    _, older, _ = run_on_disk(tmp_path / "run")
+    folder = tmp_path / "run" / "checkpoints" / older.checkpoint
+    inside = resolve(parse(folder))
+    folder.rename(tmp_path / "copy")
+    moved = resolve(parse(tmp_path / "copy"))
+    for located in (inside, moved):
+        assert isinstance(located, Located)
+        assert (located.run, located.commit, located.prefix) == (None, None, "")
+        assert located.seal.step == 10
+    with pytest.raises(ConfigurationError, match="one checkpoint and not a run"):
+        resolve(parse(f"{tmp_path}/copy@step=10"))
+
+
+def test_a_run_without_commits_resolves_to_nothing(tmp_path: Path) -> None:
+    new_run(storage_at(str(tmp_path)))
+    for suffix, code in (("", "not_found.head"), ("@step=1", "not_found.commit"), ("@1.1", "not_found.commit")):
+        with pytest.raises(NotFoundError) as caught:
+            resolve(parse(f"{tmp_path}{suffix}"))
+        assert caught.value.code == code
+
+
+def test_a_seal_that_is_not_the_committed_one_is_corruption() -> None:
+    run = new_run()
+    open_epoch(run)
+    first, second = save(run, Place(1, 1), step=10), save(run, Place(1, 2), step=20)
+    assert isinstance(run.storage, MemoryStorage)
+    keys = [records.checkpoint_key(commit.checkpoint, "seal.json") for commit in (first, second)]
+    run.storage.objects[keys[0]] = run.storage.objects[keys[1]]
+    del run.storage.objects[keys[1]]
+    with pytest.raises(CorruptError, match="not the seal that was committed"):
+        run.locate(first)
+    with pytest.raises(CorruptError, match="is missing"):
+        run.locate(second)
+
+
+# ---- what a process remembers
+
+
+class Job:
+    """One process's session on a run, and its saves."""
+
+    def __init__(self, storage: Storage) -> None:
+        self.session = Session()
+        self.storage = storage
+
+    def begin(self, *, takeover: bool = False) -> Place:
+        return self.session.begin(Run.create(self.storage), takeover=takeover, world_size=4)
+
+    def save(self, step: int, *, takeover: bool = False) -> Place:
+        place = self.begin(takeover=takeover)
+        save(Run.open(self.storage), place, step=step)
+        return place
+
+    def load(self, place: Place | None = None) -> None:
+        run = Run.open(self.storage)
+        place = place or head_place(run)
+        assert place is not None
+        self.session.note_loaded(self.storage.uri, run.run_id, place)
+
+    def why(self) -> tuple[Why, Place | None]:
+        run = Run.open(self.storage)
+        epoch = run.epoch(run.newest_epoch() or 0)
+        return epoch.why, epoch.opened_from
+
+
+def test_a_job_starts_an_empty_run_and_counts_on() -> None:
+    job = Job(MemoryStorage())
+    assert [job.save(step) for step in (1, 2, 3)] == [Place(1, 1), Place(1, 2), Place(1, 3)]
+    assert job.why() == ("start", None)
+    assert Run.open(job.storage).epoch(1).world_size == 4
+
+
+def test_the_place_of_an_aborted_save_is_never_used_again() -> None:
+    job = Job(MemoryStorage())
+    assert job.save(1) == Place(1, 1)
+    assert job.begin() == Place(1, 2)
+    assert job.save(2) == Place(1, 3)
+
+
+def test_a_restarted_job_resumes_in_a_new_epoch_from_the_head_it_loaded() -> None:
+    storage = MemoryStorage()
+    Job(storage).save(1)
+    job = Job(storage)
+    job.load()
+    assert job.save(2) == Place(2, 1)
+    assert job.why() == ("resume", Place(1, 1))
+    assert job.save(3) == Place(2, 2)
+
+
+def test_loading_an_older_place_makes_the_next_epoch_a_rollback() -> None:
+    storage = MemoryStorage()
+    first = Job(storage)
+    first.save(1)
+    first.save(2)
+    first.load(Place(1, 1))
+    assert first.save(3) == Place(2, 1)
+    assert first.why() == ("rollback", Place(1, 1))
+    assert steps(Run.open(storage)) == [3, 1]
+
+
+def test_loading_what_was_just_saved_continues_the_epoch() -> None:
+    job = Job(MemoryStorage())
+    job.save(1)
+    job.load()
+    assert job.save(2) == Place(1, 2)
+
+
+def test_loading_past_a_save_that_may_still_be_committed_opens_an_epoch() -> None:
+    job = Job(MemoryStorage())
+    job.save(1)
+    under_way = job.begin()
+    job.load()
+    assert job.begin() == Place(2, 1)
+    assert job.why() == ("resume", Place(1, 1))
+    save(Run.open(job.storage), under_way, step=2)
+    assert steps(Run.open(job.storage)) == [1]
+
+
+def test_saving_into_a_history_that_was_not_loaded_is_refused_and_opens_nothing() -> None:
+    storage = MemoryStorage()
+    Job(storage).save(7)
+    with pytest.raises(ConfigurationError, match=r"step 7 at 1\.1.*takeover=True") as caught:
+        Job(storage).begin()
+    assert caught.value.code == "config.unloaded_history"
+    assert Run.open(storage).epochs() == [1]
+
+
+def test_a_takeover_goes_on_from_the_head_once_and_then_counts_on() -> None:
+    storage = MemoryStorage()
+    Job(storage).save(1)
+    job = Job(storage)
+    assert job.save(2, takeover=True) == Place(2, 1)
+    assert job.why() == ("takeover", Place(1, 1))
+    assert job.save(3, takeover=True) == Place(2, 2)
+    assert steps(Run.open(storage)) == [3, 2, 1]
+
+
+def test_a_takeover_after_a_load_goes_on_from_what_was_loaded() -> None:
+    storage = MemoryStorage()
+    first = Job(storage)
+    first.save(1)
+    first.save(2)
+    job = Job(storage)
+    job.load(Place(1, 1))
+    job.save(3, takeover=True)
+    assert job.why() == ("rollback", Place(1, 1))
+
+
+def test_a_job_that_died_before_its_first_commit_leaves_nothing_to_load() -> None:
+    storage = MemoryStorage()
+    Job(storage).begin()
+    job = Job(storage)
+    assert job.save(1) == Place(2, 1)
+    assert job.why() == ("start", None)
+
+
+def test_a_job_whose_run_was_taken_over_is_fenced() -> None:
+    storage = MemoryStorage()
+    zombie, heir = Job(storage), Job(storage)
+    zombie.save(1)
+    heir.load()
+    heir.begin()
+    for _ in range(2):
+        with pytest.raises(FencedError, match=r"fenced\.newer_epoch"):
+            zombie.begin()
+
+
+def test_a_load_from_before_the_takeover_does_not_give_a_zombie_the_run_back() -> None:
+    storage = MemoryStorage()
+    zombie, heir = Job(storage), Job(storage)
+    zombie.save(1)
+    zombie.save(2)
+    zombie.load(Place(1, 1))
+    heir.load()
+    heir.save(3)
+    with pytest.raises(FencedError):
+        zombie.begin()
+    zombie.load()
+    assert zombie.save(4) == Place(3, 1)
+    assert steps(Run.open(storage)) == [4, 3, 2, 1]
+
+
+def test_a_fenced_job_may_take_the_run_back() -> None:
+    storage = MemoryStorage()
+    zombie, heir = Job(storage), Job(storage)
+    zombie.save(1)
+    heir.load()
+    heir.save(2)
+    assert zombie.save(3, takeover=True) == Place(3, 1)
+    assert zombie.why() == ("takeover", Place(2, 1))
+
+
+def test_of_two_jobs_that_begin_at_once_one_is_fenced() -> None:
+    storage = Interrupted()
+    Job(storage).save(1)
+    slow, fast = Job(storage), Job(storage)
+    slow.load()
+    fast.load()
+    storage.meanwhile = fast.begin
+    with pytest.raises(FencedError, match=r"fenced\.lost_race"):
+        slow.begin()
+    assert fast.begin() == Place(2, 2)
+
+
+def test_a_run_that_was_deleted_and_made_anew_is_another_run(tmp_path: Path) -> None:
+    storage = MemoryStorage()
+    job = Job(storage)
+    job.save(1)
+    job.save(2)
+    storage.objects.clear()
+    assert job.save(3) == Place(1, 1)
+    assert job.save(4) == Place(1, 2)
+
+
+def test_a_session_knows_a_run_by_any_of_its_paths(tmp_path: Path) -> None:
+    _, older, _ = run_on_disk(tmp_path / "run")
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    run = Run.open(storage_at(str(tmp_path / "link")))
+    session = Session()
+    session.note_loaded(f"{tmp_path}/run", run.run_id, older.place)
+    assert session.begin(run, takeover=False, world_size=1) == Place(2, 1)
+
+
+def test_a_load_from_another_run_gives_no_right_to_this_one() -> None:
+    here, there = MemoryStorage("here"), MemoryStorage("there")
+    Job(there).save(1)
+    Job(here).save(1)
+    job = Job(here)
+    run = Run.open(there)
+    job.session.note_loaded(there.uri, run.run_id, Place(1, 1))
+    with pytest.raises(HoldfastError, match=r"config\.unloaded_history"):
+        job.begin()

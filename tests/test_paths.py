@@ -1,0 +1,100 @@
+"""The grammar of paths: what selects, what is part of a name, what is refused."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.errors import ConfigurationError
+from holdfast.format.records import Place
+from holdfast.run.paths import Target, canonical, parse, storage_at
+
+roots = st.text("ab@./ =-0", min_size=1).filter(lambda text: text.strip() and not text.endswith("/")).map("r/".__add__)
+ordinals = st.integers(1, 9_999_999_999)
+
+
+@pytest.mark.parametrize(
+    ("text", "target"),
+    [
+        ("runs/a", Target("runs/a")),
+        ("/", Target("/")),
+        ("runs/a//", Target("runs/a")),
+        ("runs/a@step=700", Target("runs/a", step=700)),
+        ("runs/a/@step=0", Target("runs/a", step=0)),
+        ("runs/a@3.12", Target("runs/a", place=Place(3, 12))),
+        ("runs/a@latest", Target("runs/a@latest")),
+        ("runs/a@3", Target("runs/a@3")),
+        ("runs/a@v1.2.3", Target("runs/a@v1.2.3")),
+        ("user@host/a", Target("user@host/a")),
+        ("user@3.12/a", Target("user@3.12/a")),
+        ("user@step=7/a", Target("user@step=7/a")),
+        ("a@3.12/", Target("a@3.12")),
+        ("a@b@3.12", Target("a@b", place=Place(3, 12))),
+        ("runs/a/checkpoints/step-0000000700-00112233445566ff", None),
+    ],
+)
+def test_a_final_selector_selects_and_any_other_at_sign_is_part_of_the_path(text: str, target: Target | None) -> None:
+    assert parse(text) == (target or Target(text))
+
+
+@pytest.mark.parametrize(
+    "text", ["a@step=", "a@step=x", "a@step=-1", "a@step=1.5", "a@step=" + "9" * 19, "a@0.1", "a@1.0"]
+)
+def test_a_malformed_selector_is_refused_with_examples(text: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"RUN@step=700, RUN@3\.12") as caught:
+        parse(text)
+    assert caught.value.code == "config.path"
+
+
+@pytest.mark.parametrize("text", ["", "  ", "@step=7", "@3.12", "a\0b"])
+def test_a_path_that_names_nothing_is_refused(text: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"config\.path"):
+        parse(text)
+
+
+@pytest.mark.parametrize("text", ["s3://bucket/run", "gs://bucket/run@step=7", "file:///tmp/run"])
+def test_a_url_is_refused_and_told_what_works(text: str) -> None:
+    for refuse in (parse, storage_at):
+        with pytest.raises(ConfigurationError, match="local or shared file system") as caught:
+            refuse(text)
+        assert caught.value.code == "config.scheme"
+
+
+def test_a_path_object_is_as_good_as_text() -> None:
+    assert parse(Path("runs") / "a@step=7") == Target("runs/a", step=7)
+
+
+def test_a_path_in_bytes_is_refused() -> None:
+    class InBytes(os.PathLike[bytes]):
+        def __fspath__(self) -> bytes:
+            return b"runs/a"
+
+    with pytest.raises(TypeError, match="bytes"):
+        parse(InBytes())  # type: ignore[arg-type]
+
+
+@given(roots, st.integers(0, 10**18 - 1))
+def test_any_root_takes_a_step(root: str, step: int) -> None:
+    assert parse(f"{root}@step={step}") == Target(root, step=step)
+
+
+@given(roots, ordinals, ordinals)
+def test_any_root_takes_a_place(root: str, epoch: int, seq: int) -> None:
+    assert parse(f"{root}@{epoch}.{seq}") == Target(root, place=Place(epoch, seq))
+
+
+@given(roots, st.none() | st.integers(0, 10**18 - 1))
+def test_a_target_with_a_selector_prints_as_it_is_written(root: str, step: int | None) -> None:
+    target = Target(root, place=Place(2, 3)) if step is None else Target(root, step=step)
+    assert parse(str(target)) == target
+
+
+def test_all_ways_to_write_a_folder_have_one_canonical_text(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    ways = (tmp_path / "run", tmp_path / "link", tmp_path / "run" / ".." / "run", f"{tmp_path}//run/")
+    assert {canonical(str(way)) for way in ways} == {str((tmp_path / "run").resolve())}
