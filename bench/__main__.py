@@ -8,10 +8,12 @@ import typer
 
 from bench.errors import BenchError
 from bench.io import io
+from bench.plan import plan
 from bench.table import README, read_marked, table
 
 app = typer.Typer(no_args_is_help=False, add_completion=False)
 app.command()(io)
+app.command()(plan)
 app.command()(table)
 
 
@@ -23,6 +25,7 @@ def everything(context: typer.Context) -> None:
     # Seen before the long run rather than after it.
     read_marked(README)
     io()
+    plan()
     table()
 
 

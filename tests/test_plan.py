@@ -32,7 +32,7 @@ def fill(world: World, files: Files, wants: list[Want], first_file: int) -> list
     itemsizes = files.itemsizes
     filled = [np.full((*want.box.size, itemsizes[want.tensor]), 0xDD, np.uint8) for want in wants]
     for reads in plan_load(files, wants, first_file=first_file):
-        for read in reads.reads:
+        for read in map(reads.read, range(len(reads))):
             want, itemsize = wants[read.want], int(itemsizes[wants[read.want].tensor])
             rows = np.frombuffer(bytes(sections[reads.file][read.start : read.stop]), np.uint8).reshape(-1, itemsize)
             for at, stored, source, target in pieces(read, want.box, 0, len(rows)):

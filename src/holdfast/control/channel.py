@@ -5,7 +5,7 @@ has a phase name, which all ranks must agree on and which messages use.
 
 Keys of one channel, and who removes them:
 
-``up/<g>/<rank>``    what a rank contributes to gather ``g``; removed by the rank that collects it
+``up/<g>/<rank>``    what a rank contributes to gather ``g``; removed by the first rank of its group, which collects it
 ``group/<g>/<rank>`` what a group's first rank collected; removed by rank 0
 ``down/<b>``         broadcast ``b``; removed by the last of its readers, who count themselves in ``down/<b>/read``
 
@@ -74,10 +74,10 @@ class Deadline:
     def remaining_s(self, *, graces: int = 0) -> float:
         """Seconds that are left, at least 1 ms (stores take 0 for "for ever").
 
-        Each grace adds a tenth of the timeout, at most 30 s. Who waits for a rank that itself waits for others
+        Each grace adds a tenth of the timeout, but 1 to 30 s. Who waits for a rank that itself waits for others
         waits one grace longer, so that the rank nearest to the absent ones speaks first and names them.
         """
-        return max(self._end_s + graces * min(0.1 * self.timeout_s, 30.0) - self._clock(), 0.001)
+        return max(self._end_s + graces * min(max(0.1 * self.timeout_s, 1.0), 30.0) - self._clock(), 0.001)
 
 
 class _Up(msgspec.Struct, frozen=True, array_like=True):
@@ -211,15 +211,22 @@ class Channel:
         if self.rank != leader:
             self._put(f"up/{number}/{self.rank}", up)
             return None
-        group = self._collect_group(number, up, deadline)
         if self.rank != 0:
-            self._put(f"group/{number}/{self.rank}", group)
+            self._report_group(number, up, deadline)
             return None
         try:
-            return self._collect_groups(number, group, phase, deadline)
+            return self._collect_groups(number, self._collect_group(number, up, deadline), phase, deadline)
         except HoldfastError as error:
             self._send_down(phase, error)
             raise
+
+    def _report_group(self, number: int, own: _Up, deadline: Deadline) -> None:
+        """Send what the group of this rank, its first, contributes."""
+        # While it waits for members, its own key shows rank 0 that it is there.
+        here = f"up/{number}/{self.rank}"
+        self._shared.set(here, b"")
+        self._put(f"group/{number}/{self.rank}", self._collect_group(number, own, deadline))
+        self._shared.delete(here)
 
     def _collect_group(self, number: int, own: _Up, deadline: Deadline) -> _Group:
         """The contributions of this rank's group, as far as they came in time."""
@@ -239,9 +246,9 @@ class Channel:
         groups = [own, *(self._take(key, _Group) for key in arrived)]
         absent = {rank for group in groups for rank in group.absent}
         for leader in missing:
-            # Its members may well be there: they are only waiting for the same rank.
-            members = self._members(leader)[1:]
-            absent |= {leader, *(m for m in members if not self._shared.check(f"up/{number}/{m}"))}
+            # No word from a group: look who of it is there. Where all are, its first rank stopped half-way.
+            members = self._members(leader)
+            absent.update([m for m in members if not self._shared.check(f"up/{number}/{m}")] or [leader])
         if absent:
             raise self._late(sorted(absent), phase, deadline)
         ups = [up for group in groups for up in group.members]

@@ -54,7 +54,8 @@ class FileLayout:
 
 @dataclass(frozen=True)
 class FileColumns:
-    """Layouts of several files as arrays: ``offsets[tensor, k]`` is where a tensor begins in file ``files[k]``."""
+    """Layouts of several files as arrays: ``offsets[k, p]`` is where the tensor at position `p` of the order of entries
+    begins in file ``files[k]``."""
 
     files: Int64s
     offsets: Int64s
@@ -97,6 +98,11 @@ class Files:
         return np.argsort(-self.itemsizes, kind="stable")
 
     @cached_property
+    def position(self) -> Int64s:
+        """Where each tensor stands in `order`."""
+        return np.argsort(self.order, kind="stable")
+
+    @cached_property
     def _entry_bounds(self) -> Int64s:
         """Upper bound of the header text of one piece, per tensor."""
         body = self.manifest.body
@@ -128,13 +134,14 @@ class Files:
     def columns(self, files: Int64s) -> FileColumns:
         """Offsets of all tensors in `files`, and the sizes of those files. O(tensors x files) array work."""
         numels, counts = self._totals
-        partitions = np.asarray(self.manifest.body.partitions, np.int64)[self.order]
-        nbytes = numels[:, files][partitions] * self.itemsizes[self.order, None]
-        ends = np.cumsum(nbytes, axis=0)
-        offsets = np.empty_like(ends)
-        offsets[self.order] = ends - nbytes
-        data_nbytes = ends[-1].copy() if len(ends) else np.zeros(len(files), np.int64)
-        header = (counts[:, files][partitions] * self._entry_bounds[self.order, None]).sum(axis=0)
+        partitions = np.asarray(self.manifest.body.partitions, np.int64)
+        sizes = numels[:, files].T[:, partitions[self.order]] * self.itemsizes[self.order]
+        offsets = np.zeros((len(files), len(self.order) + 1), np.int64)
+        np.cumsum(sizes, axis=1, out=offsets[:, 1:])
+        data_nbytes = offsets[:, -1].copy()
+        bounds = np.zeros(len(counts), np.int64)
+        np.add.at(bounds, partitions, self._entry_bounds)
+        header = bounds @ counts[:, files]
         for block in self.manifest.body.values:
             here = files == block.file
             data_nbytes[here] += block.capacity
@@ -148,12 +155,12 @@ class Files:
         columns = self.columns(np.asarray([index], np.int64))
         entries: list[Entry] = []
         owned: dict[int, list[int]] = {}
-        for tensor in self.order.tolist():
+        for position, tensor in enumerate(self.order.tolist()):
             cells = self.cells(tensor)
             mine = owned.get(id(cells))
             if mine is None:
                 mine = owned[id(cells)] = np.flatnonzero(cells.owners == index).tolist()
-            base, itemsize = int(columns.offsets[tensor, 0]), int(self.itemsizes[tensor])
+            base, itemsize = int(columns.offsets[0, position]), int(self.itemsizes[tensor])
             for cell in mine:
                 offset = base + int(cells.within[cell]) * itemsize
                 entries.append(Entry(tensor, cells.part(cell), offset, int(cells.numels[cell]) * itemsize))

@@ -48,10 +48,7 @@ class Source(Protocol):
     nodes: Mapping[str, Node]
 
     def named(self, tensor: torch.Tensor) -> NamedTensor | None:
-        """The entry of the live state that is this very tensor object, by its canonical live name."""
-
-    def canonical(self, name: str) -> str:
-        """The name under which the checkpoint stores the tensor that it also calls `name`."""
+        """The entry of the live state that is this very tensor object, by its canonical name in the checkpoint."""
 
     def stored_below(self, path: str) -> Iterator[str]:
         """Names below `path`: of tensors, of their aliases, of leaves that are values."""

@@ -16,7 +16,7 @@ from typing import NamedTuple, cast
 import torch
 from torch.optim import Optimizer
 
-from holdfast.errors import IncompatibleError, StateError
+from holdfast.errors import CorruptError, IncompatibleError, StateError
 from holdfast.format.names import component, join, parse_component, split
 from holdfast.format.values import Node, Open, Plain, TensorRef
 from holdfast.frameworks import Finish, NamedTensor, Sink, Source
@@ -60,15 +60,17 @@ def bind_optimizer(path: str, optimizer: Optimizer, source: Source) -> Finish:
     states: list[tuple[torch.Tensor, dict[object, Finish]]] = []
     for index, group in enumerate(optimizer.param_groups):
         found = list(_match(path, index, group, saved, source))
-        origin = _origin(path, index, group, [saved.group_of[name] for _, name in found], source)
+        origin = _origin(path, index, group, [saved.group_of[entry.name] for entry in found], source)
         if origin is None:
             continue
         origin_path = join(path, "param_groups", str(origin))
         groups.append(_bind_hyper(origin_path, group, source))
         on_device = any(_flag(join(origin_path, key), group.get(key), source) for key in ("capturable", "fused"))
-        for entry, name in found:
+        for entry in found:
             live = optimizer.state.get(entry.tensor, {})
-            slots = _bind_slots(join(path, "state", name), saved.slots[name], live, entry, on_device, source)
+            slots = _bind_slots(
+                join(path, "state", entry.name), saved.slots[entry.name], live, entry, on_device, source
+            )
             states.append((entry.tensor, slots))
     shared = {parse_component(text): source.opaque(join(path, "shared", text)) for text in sorted(saved.shared)}
 
@@ -101,8 +103,13 @@ def _read_saved(path: str, source: Source) -> _Saved:
     depth = len(split(path)) + 1
     for name in source.stored_below(join(path, "group_of")):
         node = source.nodes[name]
-        assert isinstance(node, Plain)
-        assert isinstance(node.value, int)
+        if not isinstance(node, Plain) or type(node.value) is not int:
+            raise CorruptError(
+                f"{name!r} is no index of a parameter group.",
+                code="corrupt.values",
+                action="Use another copy or an older checkpoint.",
+                path=name,
+            )
         parameter = str(parse_component(split(name)[depth]))
         saved.group_of[parameter] = node.value
         saved.slots[parameter] = set()
@@ -117,17 +124,15 @@ def _read_saved(path: str, source: Source) -> _Saved:
     return saved
 
 
-def _match(
-    path: str, index: int, group: Mapping[str, object], saved: _Saved, source: Source
-) -> Iterator[tuple[NamedTensor, str]]:
-    """The group's parameters that the checkpoint has, each with its stored name; the others are reported missing."""
+def _match(path: str, index: int, group: Mapping[str, object], saved: _Saved, source: Source) -> Iterator[NamedTensor]:
+    """The group's parameters that the checkpoint has; the others are reported missing."""
     for entry in _named_parameters(path, index, group, source):
-        name = entry.name if entry.name in saved.group_of else source.canonical(entry.name)
-        if name in saved.group_of:
-            source.mark(join(path, "group_of", component(name)))
-            yield entry, name
+        name = join(path, "group_of", component(entry.name))
+        if entry.name in saved.group_of:
+            source.mark(name)
+            yield entry
         else:
-            source.missing(join(path, "group_of", component(entry.name)))
+            source.missing(name)
 
 
 def _origin(path: str, index: int, group: Mapping[str, object], origins: list[int], source: Source) -> int | None:
@@ -136,7 +141,7 @@ def _origin(path: str, index: int, group: Mapping[str, object], origins: list[in
         stored = join(path, "param_groups", str(index)) in source.nodes
         return index if stored and not group["params"] else None
     first, *others = sorted(set(origins))
-    expected = _hyper_nodes(join(path, "param_groups", str(first)), source)
+    expected = _hyper_nodes(join(path, "param_groups", str(first)), source) if others else {}
     for other in others:
         other_path = join(path, "param_groups", str(other))
         nodes = _hyper_nodes(other_path, source)

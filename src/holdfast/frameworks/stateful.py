@@ -20,10 +20,6 @@ class SelfDescribing(Protocol):
 
 
 def is_stateful(item: object) -> TypeGuard[SelfDescribing]:
-    """Whether `item` is an instance with both methods; classes are not."""
+    """Whether `item` is an instance whose class has both methods; classes themselves are not."""
     kind = type(item)
-    return (
-        kind is not type
-        and callable(getattr(kind, "state_dict", None))
-        and callable(getattr(kind, "load_state_dict", None))
-    )
+    return callable(getattr(kind, "state_dict", None)) and callable(getattr(kind, "load_state_dict", None))

@@ -1,6 +1,7 @@
 """The load plan: from a manifest and the boxes that a rank wants to the reads that bring them. Pure.
 
-Stored cells and wanted boxes meet in global coordinates, so it does not matter how either side was divided.
+Stored cells and wanted boxes meet in global coordinates, so it does not matter how either side was divided. A plan is
+columns of numbers; what is the same for all tensors that are divided and wanted alike is worked out once.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from holdfast.format.container import Files
-from holdfast.format.partition import Cells
+from holdfast.format.partition import Cells, FlatCells, GridCells
 from holdfast.geometry import Box, FlatRange, Int64s, Shape, flat_boxes, intersect
 
 #: Offsets of all tensors are computed for this many files at once (bounds memory).
@@ -26,11 +27,10 @@ class Want(NamedTuple):
     box: Box
 
 
-@dataclass(frozen=True, slots=True)
-class Read:
+class Read(NamedTuple):
     """Bytes ``[start, stop)`` of a file's data section, which hold what want number `want` and a stored cell share.
 
-    The bytes are elements ``first`` and following of the row-major order of `shape`, a box of the tensor that begins
+    The bytes are elements `first` and following of the row-major order of `shape`, a box of the tensor that begins
     at `origin`.
     """
 
@@ -43,87 +43,155 @@ class Read:
 
 
 @dataclass(frozen=True)
+class _Meeting:
+    """Cells that share elements with a wanted box: for each its number, and the span of the cell's row-major order
+    from the first to the last shared element."""
+
+    cells: Cells
+    shape: Shape
+    numbers: Int64s
+    firsts: Int64s
+    lasts: Int64s
+
+    def frame(self, cell: int) -> tuple[int, Shape, Shape]:
+        """What a cell's elements are elements of: how many come before, and shape and origin of the box."""
+        part = self.cells.part(cell)
+        if isinstance(part, FlatRange):
+            return part.start, self.shape, (0,) * len(self.shape)
+        return 0, part.size, part.start
+
+
+@dataclass(frozen=True)
 class FileReads:
-    """All reads from one data file, by `start`; ``data_start`` and ``data_nbytes`` are the file's."""
+    """All reads from one data file, ascending; ``data_start`` and ``data_nbytes`` are the file's."""
 
     file: int
     data_start: int
     data_nbytes: int
-    reads: tuple[Read, ...]
+    starts: Int64s
+    stops: Int64s
+    _plan: _Plan
+    _rows: Int64s
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def read(self, index: int) -> Read:
+        """Read number `index` in full."""
+        row = int(self._rows[index])
+        meeting = self._plan.meetings[int(self._plan.meeting_of[row])]
+        before, shape, origin = meeting.frame(int(self._plan.cells[row]))
+        first = before + int(self._plan.firsts[row])
+        return Read(int(self._plan.wants[row]), int(self.starts[index]), int(self.stops[index]), first, shape, origin)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """One row per read, in order of wants; `firsts` and `lasts` are elements of the cell."""
+
+    meetings: Sequence[_Meeting]
+    meeting_of: Int64s
+    wants: Int64s
+    tensors: Int64s
+    cells: Int64s
+    owners: Int64s
+    withins: Int64s
+    firsts: Int64s
+    lasts: Int64s
 
 
 def plan_load(files: Files, wants: Sequence[Want], *, first_file: int = 0) -> Iterator[FileReads]:
     """The reads that fill `wants`, file by file, beginning with `first_file` (ranks begin at different ones)."""
-    tensors, numbers, cells = _meetings(files, wants)
-    owners = np.concatenate(
-        [files.cells(wants[number].tensor).owners[met] for number, met in zip(numbers, cells, strict=True)]
-        or [np.zeros(0, np.int64)]
-    )
-    counts = [len(met) for met in cells]
-    number_of = np.repeat(np.asarray(numbers, np.int64), counts)
-    tensor_of = np.repeat(np.asarray(tensors, np.int64), counts)
-    cell_of = np.concatenate(cells or [np.zeros(0, np.int64)])
-    needed, at = np.unique(owners, return_inverse=True)
-    needed = np.roll(needed, -int(np.searchsorted(needed, first_file)))
+    plan = _plan(files, wants)
+    needed, at = np.unique(plan.owners, return_inverse=True)
     order = np.argsort(at, kind="stable")
-    bounds = {
-        int(owners[group[0]]): group for group in np.split(order, np.flatnonzero(np.diff(at[order])) + 1) if len(group)
-    }
-    for low in range(0, len(needed), _FILES_AT_ONCE):
-        chunk = needed[low : low + _FILES_AT_ONCE]
-        columns = files.columns(chunk)
-        for column, file in enumerate(chunk.tolist()):
-            group = bounds[file]
-            offsets = columns.offsets[tensor_of[group], column]
-            rows = zip(
-                *(a.tolist() for a in (number_of[group], tensor_of[group], cell_of[group], offsets)), strict=True
+    groups = np.split(order, np.flatnonzero(np.diff(at[order])) + 1)
+    turn = int(np.searchsorted(needed, first_file))
+    sequence = [*range(turn, len(needed)), *range(turn)]
+    for low in range(0, len(sequence), _FILES_AT_ONCE):
+        chunk = sequence[low : low + _FILES_AT_ONCE]
+        columns = files.columns(needed[chunk])
+        for column, number in enumerate(chunk):
+            rows = groups[number]
+            tensors = plan.tensors[rows]
+            itemsizes = files.itemsizes[tensors]
+            bases = columns.offsets[column, files.position[tensors]] + plan.withins[rows] * itemsizes
+            starts, stops = bases + plan.firsts[rows] * itemsizes, bases + plan.lasts[rows] * itemsizes
+            ascending = np.argsort(starts, kind="stable")
+            yield FileReads(
+                int(needed[number]),
+                int(columns.data_starts[column]),
+                int(columns.data_nbytes[column]),
+                starts[ascending],
+                stops[ascending],
+                plan,
+                rows[ascending],
             )
-            reads = (_read(files, wants, *row) for row in rows)
-            found = tuple(sorted((read for read in reads if read is not None), key=lambda read: read.start))
-            if found:
-                yield FileReads(file, int(columns.data_starts[column]), int(columns.data_nbytes[column]), found)
 
 
-def _meetings(files: Files, wants: Sequence[Want]) -> tuple[list[int], list[int], list[Int64s]]:
-    """Which cells meet each want; looked up once for all tensors that are divided and wanted alike."""
-    known: dict[tuple[int, Shape, Box], Int64s] = {}
-    tensors, numbers, cells = [], [], []
+def _plan(files: Files, wants: Sequence[Want]) -> _Plan:
+    meetings: list[_Meeting] = []
+    known: dict[tuple[int, Shape, Box], int] = {}
+    pairs: list[tuple[int, int]] = []
     for number, (tensor, box) in enumerate(wants):
         if not box.numel:
             continue
         shape = files.manifest.shape(tensor)
         key = (files.manifest.body.partitions[tensor], shape, box)
-        met = known.get(key)
-        if met is None:
-            met = known[key] = files.cells(tensor).meeting(shape, box)
-        tensors.append(tensor)
-        numbers.append(number)
-        cells.append(met)
-    return tensors, numbers, cells
+        index = known.get(key)
+        if index is None:
+            index = known[key] = len(meetings)
+            meetings.append(_meet(files.cells(tensor), shape, box))
+        pairs.append((number, index))
+    counts = np.asarray([len(meeting.numbers) for meeting in meetings], np.int64)
+    numbers, indexes = np.asarray(pairs, np.int64).reshape(-1, 2).T
+    per_want = counts[indexes] if len(meetings) else numbers
+    tensors = np.asarray([want.tensor for want in wants], np.int64)
+    columns = [(m.numbers, m.cells.owners[m.numbers], m.cells.within[m.numbers], m.firsts, m.lasts) for m in meetings]
+    cells, owners, withins, firsts, lasts = (
+        np.concatenate([columns[index][k] for index in indexes.tolist()] or [np.zeros(0, np.int64)]) for k in range(5)
+    )
+    want_of = np.repeat(numbers, per_want)
+    return _Plan(meetings, np.repeat(indexes, per_want), want_of, tensors[want_of], cells, owners, withins, firsts, lasts)
 
 
-def _read(files: Files, wants: Sequence[Want], number: int, tensor: int, cell: int, offset: int) -> Read | None:
-    cells: Cells = files.cells(tensor)
-    part, box = cells.part(cell), wants[number].box
-    itemsize = int(files.itemsizes[tensor])
-    base = offset + int(cells.within[cell]) * itemsize
-    if isinstance(part, FlatRange):
-        return _read_range(number, files.manifest.shape(tensor), part, box, base, itemsize)
-    common = intersect(part, box)
-    if common is None:
-        return None
-    inner = common.relative_to(part.start)
-    first, last = _span(part.size, inner)
-    return Read(number, base + first * itemsize, base + last * itemsize, first, part.size, part.start)
-
-
-def _read_range(number: int, shape: Shape, part: FlatRange, box: Box, base: int, itemsize: int) -> Read | None:
+def _meet(cells: Cells, shape: Shape, box: Box) -> _Meeting:
+    numbers = cells.meeting(shape, box)
+    if isinstance(cells, GridCells):
+        firsts, lasts = _grid_spans(cells, box)
+        return _Meeting(cells, shape, numbers, firsts, lasts)
     low, high = _span(shape, box)
-    first, last = max(part.start, low), min(part.stop, high)
-    if not any(intersect(piece, box) for _, piece in flat_boxes(shape, first, last)):
-        return None
-    start = base + (first - part.start) * itemsize
-    return Read(number, start, start + (last - first) * itemsize, first, shape, (0,) * len(shape))
+    if isinstance(cells, FlatCells) and high - low == box.numel:  # one run of the flat order: every range meets it
+        begins, ends = cells.cuts[numbers], cells.cuts[numbers + 1]
+        return _Meeting(cells, shape, numbers, np.maximum(low - begins, 0), np.minimum(high, ends) - begins)
+    spans = [_span_in(cells.part(number), shape, box) for number in numbers.tolist()]
+    kept = [index for index, span in enumerate(spans) if span is not None]
+    rows = np.asarray([spans[index] for index in kept], np.int64).reshape(-1, 2)
+    return _Meeting(cells, shape, numbers[kept], rows[:, 0], rows[:, 1])
+
+
+def _grid_spans(cells: GridCells, box: Box) -> tuple[Int64s, Int64s]:
+    """Spans of all grid cells that meet `box`, in row-major order of the cells."""
+    firsts = np.zeros(1, np.int64)
+    lasts = np.zeros(1, np.int64)
+    for cuts, start, stop in zip(cells.cuts, box.start, box.stop, strict=True):
+        low, high = int(np.searchsorted(cuts, start, side="right")) - 1, int(np.searchsorted(cuts, stop, side="left"))
+        begins, ends = cuts[low:high], cuts[low + 1 : high + 1]
+        firsts = (firsts[:, None] * (ends - begins) + np.maximum(start - begins, 0)).reshape(-1)
+        lasts = (lasts[:, None] * (ends - begins) + np.minimum(stop, ends) - 1 - begins).reshape(-1)
+    return firsts, lasts + 1
+
+
+def _span_in(part: Box | FlatRange, shape: Shape, box: Box) -> tuple[int, int] | None:
+    """The span of `part`'s own row-major order from the first to the last element that it shares with `box`."""
+    if isinstance(part, FlatRange):
+        low, high = _span(shape, box)
+        first, last = max(part.start, low), min(part.stop, high)
+        if not any(intersect(piece, box) for _, piece in flat_boxes(shape, first, last)):
+            return None
+        return first - part.start, last - part.start
+    common = intersect(part, box)
+    return None if common is None else _span(part.size, common.relative_to(part.start))
 
 
 def _span(shape: Shape, box: Box) -> tuple[int, int]:

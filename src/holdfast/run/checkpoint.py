@@ -125,10 +125,10 @@ class Checkpoint:
             return self.open_file(reads.file, data_start=reads.data_start, data_nbytes=reads.data_nbytes, verify=verify)
 
         def deliver(index: int, offset: int, data: Bytes) -> None:
-            read = reads.reads[index]
+            read = reads.read(index)
             _deliver(read, wants[read.want], int(itemsizes[wants[read.want].tensor]), offset, data, put)
 
-        return ReadJob(open_, [Extent(read.start, read.stop) for read in reads.reads], deliver)
+        return ReadJob(open_, list(map(Extent, reads.starts.tolist(), reads.stops.tolist())), deliver)
 
     def _values(self, block: ValueBlock) -> dict[str, Node]:
         layout = self.files.layout(block.file)

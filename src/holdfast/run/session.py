@@ -93,22 +93,18 @@ def _open_epoch(run: Run, memory: _Memory, newest: int, *, takeover: bool, world
         origin, why = memory.loaded, "resume" if memory.loaded == at else "rollback"
     elif takeover and newest:
         origin, why = at, "takeover"
-    elif at is None:
+    elif head is None:
         # Nothing to load, so nothing to lose: earlier epochs, if any, ended before their first commit.
         origin, why = None, "start"
     else:
         raise ConfigurationError(
-            f"run '{run.storage.uri}' has a history (its head is step {head.step if head else 0} at {at}), "
+            f"run '{run.storage.uri}' has a history (its head is step {head.step} at {head.place}), "
             "and this job has loaded nothing from it.",
             code="config.unloaded_history",
             action="Load the run first to go on from it, save into another folder, or pass takeover=True.",
             path=run.storage.uri,
         )
     return run.open_epoch(after=newest, opened_from=origin, why=why, world_size=world_size)
-
-
-#: The memory of this process.
-SESSION: Final = Session()
 
 
 #: What this process remembers; `save` and `load` share it.

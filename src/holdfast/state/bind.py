@@ -145,9 +145,9 @@ class _Binder:
 
     def run(self, into: MutableMapping[str, object]) -> Binding:
         finish_containers = self._dict("", into)
-        for local, entries in self._resolve():
-            for entry in entries:
-                self._names[id(entry.tensor)] = NamedTensor(local.layout.name, entry.tensor, entries[0].replicas)
+        for name, tied in self._resolve():
+            for entry in tied.entries:
+                self._names[id(entry.tensor)] = NamedTensor(name, entry.tensor, tied.entries[0].replicas)
         finish_optimizers = [self._optimizer(path, optimizer) for path, optimizer in self._optimizers]
         self._resolve()
         if self._mismatches:
@@ -170,9 +170,6 @@ class _Binder:
     def named(self, tensor: torch.Tensor) -> NamedTensor | None:
         return self._names.get(id(tensor))
 
-    def canonical(self, name: str) -> str:
-        return self._aliases.get(name, name)
-
     def stored_below(self, path: str) -> Iterator[str]:
         prefix = path + "/"
         return (name for name in chain(self._stored, self._aliases, self.nodes) if name.startswith(prefix))
@@ -180,7 +177,7 @@ class _Binder:
     def memory(
         self, name: str, *, live: torch.Tensor | None, like: torch.Tensor | None, device: torch.device
     ) -> torch.Tensor:
-        stored = self._stored.get(self.canonical(name))
+        stored = self._stored.get(self._canonical(name))
         if stored is None:
             raise NotFoundError(
                 f"The values refer to tensor {name!r}, which is not among the tensors to load.",
@@ -241,10 +238,10 @@ class _Binder:
 
     def _container(self, path: str, item: dict[object, object] | list[object] | tuple[object, ...]) -> Finish:
         if isinstance(item, dict):
-            return self._whole(path, item, values.Table) if isinstance(item, Counter) else self._dict(path, item)
+            return self._whole(path, item, "counter") if isinstance(item, Counter) else self._dict(path, item)
         record = values.is_record(item)
         if not record and self._holds_only_values(item):
-            return self._whole(path, item, values.Items)
+            return self._whole(path, item, "list" if isinstance(item, list) else "tuple")
         self._expect(path, item, values.Record if record else values.Items)
         names = item._fields if values.is_record(item) else [str(index) for index in range(len(item))]
         parts = [self.live(join(path, name), part) for name, part in zip(names, item, strict=True)]
@@ -277,15 +274,18 @@ class _Binder:
             return all(self._holds_only_values(part) for part in item)
         return not is_stateful(item)
 
-    def _whole(self, path: str, item: object, kind: type[Node]) -> Finish:
+    def _whole(self, path: str, item: object, kind: str) -> Finish:
         """Bind a container of values: replaced as a whole, a list or Counter in place."""
-        self._expect(path, item, kind)
+        node = self.nodes.get(path)
+        if node is not None and not (isinstance(node, (values.Items, values.Table)) and node.kind == kind):
+            self._differs("kind", path, f"a {kind} here, {_word(node)} in the checkpoint")
+            return lambda: item
         value = self._value(path, item)
         return lambda: _refill(item, value()) if isinstance(item, (list, Counter)) else value()
 
     def _value(self, path: str, item: object) -> Finish:
         node = self.nodes.get(path)
-        if node is None and self.canonical(path) not in self._stored:
+        if node is None and self._canonical(path) not in self._stored:
             self.missing(path)
         elif node is None or not self._is_value(path, node):
             self._differs("kind", path, f"a {type(item).__name__} here, {_word(node)} in the checkpoint")
@@ -301,10 +301,9 @@ class _Binder:
         node = self.nodes.get(path)
         if node is None:
             self.missing(path)
-        elif (
-            isinstance(node, TorchValue)
-            and node.kind == "generator"
-            and torch.device(node.text).type == item.device.type
+        elif isinstance(node, TorchValue) and (node.kind, node.text.partition(":")[0]) == (
+            "generator",
+            item.device.type,
         ):
             self.mark(path)
             state = generator_state(node)
@@ -335,38 +334,40 @@ class _Binder:
     def _record_type(self, name: str, fields: tuple[str, ...]) -> Callable[..., object]:
         return self._records.get((name, fields)) or values.record_type(name, fields)
 
-    def _resolve(self) -> list[Tied]:
-        """Find the source of every tensor that was added since the last call."""
-        found = Gatherer().add(self._pending)
-        self._pending = []
-        for tied in found:
-            self._resolve_one(tied)
-        return found
+    def _canonical(self, name: str) -> str:
+        return self._aliases.get(name, name)
 
-    def _resolve_one(self, tied: Tied) -> None:
+    def _resolve(self) -> list[tuple[str, Tied]]:
+        """Find the source of every tensor that was added since the last call; gives each with its stored name."""
+        pending, self._pending = self._pending, []
+        return [(self._resolve_one(tied), tied) for tied in Gatherer().add(pending)]
+
+    def _resolve_one(self, tied: Tied) -> str:
         layout, names = tied.local.layout, [entry.name for entry in tied.entries]
-        sources = {source: name for name in reversed(names) if (source := self.canonical(name)) in self._stored}
-        for source, name in sorted(sources.items(), key=lambda item: item[1])[:1]:
-            stored = self._stored[source]
-            if len(sources) > 1:
-                self._differs("tied", name, f"one tensor here, stored separately as {_listing(sorted(sources))}")
-            if stored.dtype != layout.dtype:
-                self._differs("dtype", name, f"{layout.dtype} here, {stored.dtype} in the checkpoint")
-            if stored.shape != layout.shape:
-                self._differs("shape", name, f"{layout.shape} here, {stored.shape} in the checkpoint")
-            self.mark(source)
-            local = LocalTensor(msgspec.structs.replace(layout, name=source), tied.local.memory)
-            self._targets.append(Target(name, source, local))
+        sources = {source: name for name in reversed(names) if (source := self._canonical(name)) in self._stored}
         if not sources:
             for name in names:
                 if name in self.nodes:
                     self._differs("kind", name, f"a tensor here, {_word(self.nodes[name])} in the checkpoint")
                 else:
                     self.missing(name)
+            return self._canonical(names[0])
+        source, name = min(sources.items(), key=lambda item: item[1])
+        stored = self._stored[source]
+        if len(sources) > 1:
+            self._differs("tied", name, f"one tensor here, stored separately as {_listing(sorted(sources))}")
+        if stored.dtype != layout.dtype:
+            self._differs("dtype", name, f"{layout.dtype} here, {stored.dtype} in the checkpoint")
+        if stored.shape != layout.shape:
+            self._differs("shape", name, f"{layout.shape} here, {stored.shape} in the checkpoint")
+        self.mark(source)
+        local = LocalTensor(msgspec.structs.replace(layout, name=source), tied.local.memory)
+        self._targets.append(Target(name, source, local))
+        return source
 
     def _expect(self, path: str, item: object, *kinds: type[Node]) -> None:
         node = self.nodes.get(path)
-        if (node is not None and not isinstance(values.bare(node), kinds)) or self.canonical(path) in self._stored:
+        if (node is not None and not isinstance(values.bare(node), kinds)) or self._canonical(path) in self._stored:
             self._differs("kind", path, f"a {type(item).__name__} here, {_word(node)} in the checkpoint")
 
     def _differs(self, what: str, name: str, text: str) -> None:
@@ -438,9 +439,10 @@ def _maker(kind: type) -> Callable[..., object]:
 
 def _refill(item: object, new: object) -> object:
     """Replace what a list or Counter holds; nothing was loaded when `new` is `item` itself."""
-    if new is not item and isinstance(item, list) and isinstance(new, list):
-        item[:] = new
-    elif new is not item and isinstance(item, Counter) and isinstance(new, Counter):
-        item.clear()
-        item.update(new)
+    if new is not item:
+        if isinstance(item, list):
+            item[:] = cast("list[object]", new)
+        elif isinstance(item, Counter):
+            item.clear()
+            item.update(cast("Counter[object]", new))
     return item

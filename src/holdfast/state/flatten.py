@@ -76,7 +76,7 @@ def check_root(state: Mapping[str, object]) -> None:
 
 def check_depth(path: str) -> None:
     """Refuse containers so deep that they are likely to contain themselves."""
-    if path.count("/") >= values.MAX_DEPTH - 1:
+    if path.count("/") >= values.MAX_DEPTH:
         raise StateError(
             f"The containers at {path!r:.200} contain themselves, or are nested more than {values.MAX_DEPTH} deep.",
             code="state.nesting",
@@ -101,16 +101,17 @@ class Gatherer:
     def add(self, entries: Iterable[NamedTensor]) -> list[Tied]:
         """Add tensors to `found`; returns what is new. Raises `StateError` for tensors that cannot be stored."""
         before = len(self.found)
-        for entry in sorted(entries, key=_name):
-            tied = self._by_object.get(id(entry.tensor))
-            if tied is None:
-                tied = self._tied(entry)
-                self._by_object[id(entry.tensor)] = tied
-            tied.entries.append(entry)
+        with torch.no_grad():  # so that DTensors give their local tensor itself
+            for entry in sorted(entries, key=_name):
+                tied = self._by_object.get(id(entry.tensor))
+                if tied is None:
+                    tied = self._tied(entry)
+                    self._by_object[id(entry.tensor)] = tied
+                tied.entries.append(entry)
         return self.found[before:]
 
     def _tied(self, entry: NamedTensor) -> Tied:
-        local = read_tensor(entry, self._placements)
+        local = _read(entry, self._placements)
         new = Tied(local, [])
         if local.memory[0].nbytes:
             same_start = self._by_pointer.setdefault(local.memory[0].data_ptr(), [])
@@ -122,7 +123,7 @@ class Gatherer:
         return new
 
 
-def read_tensor(entry: NamedTensor, placements: PlacementReader) -> LocalTensor:
+def _read(entry: NamedTensor, placements: PlacementReader) -> LocalTensor:
     """A live tensor's layout and local memory. Raises `StateError` for a tensor that cannot be stored."""
     name, tensor, replicas = entry
     spec: Spec = _WHOLE[replicas]
@@ -131,8 +132,7 @@ def read_tensor(entry: NamedTensor, placements: PlacementReader) -> LocalTensor:
         part = tensor.detach()
     elif is_dtensor(tensor):
         spec = placements.spec(tensor, name)
-        with torch.no_grad():
-            part = tensor.to_local().detach()
+        part = tensor.to_local().detach()
     else:
         part = tensor
     dtype = DTYPE_NAMES.get(tensor.dtype)
@@ -188,6 +188,7 @@ class _Flattener:
         self._nodes[path] = node
 
     def _claim(self, path: str) -> None:
+        check_depth(path)
         if path in self._nodes or path in self._tensors:
             raise StateError(
                 f"Two parts of the state have the name {path!r}.",
@@ -209,7 +210,6 @@ class _Flattener:
         elif live and isinstance(item, Optimizer):
             self._optimizers.append((path, item))
         elif (shell := values.container(item, path)) is not None:
-            check_depth(path)
             self.node(path, shell[0])
             for name, child in shell[1]:
                 self._visit(join(path, name), child, replicas, live=live)
@@ -229,7 +229,7 @@ def _canonical_name(tied: Tied) -> str:
 
 
 def _memory_key(local: LocalTensor) -> tuple[object, ...]:
-    """Equal for tensors that start at one address and are one memory: also globally, where a layout says what the local part is a part of."""
+    """Equal for tensors at one address that are one memory: also globally, where the local part is one of many."""
     part, layout = local.memory[0], local.layout
     spec = id(layout.spec) if isinstance(layout.spec, Placed) else None
     return (part.device, part.dtype, part.shape, part.stride(), layout.shape, spec)

@@ -43,7 +43,7 @@ class PlacementReader:
         """How `tensor` is placed. Raises `StateError`, code ``state.placement``, for placements without a layout."""
         mesh, placements = tensor.device_mesh, tensor.placements
         order = getattr(tensor._spec, "shard_order", None)  # noqa: SLF001
-        if order is not None and any(list(entry.mesh_dims) != sorted(entry.mesh_dims) for entry in order):
+        if order and any(len(axes) > 1 and list(axes) != sorted(axes) for _, axes in order):
             raise _refused(f"the shard order {order}", name)
         # The mesh is kept alive by `_meshes`, so its id stays its own.
         key = (id(mesh), placements)

@@ -148,7 +148,7 @@ class PosixStorage:
         try:
             _fsync_folder(parent)
         except PermissionError:
-            # A folder that this user may not open cannot hold an entry that this user's job just made.
+            # Above a root that was there already this user need not have any rights: its owner answers for it.
             if below_root or not existed:
                 raise
         self._durable_folders.add(folder)

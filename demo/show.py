@@ -1,0 +1,115 @@
+"""What the demo shows: progress, the table of promises, the picture."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+CONSOLE = Console()
+_GREY, _BLUE, _ORANGE, _GREEN, _RED = "#b8bcc4", "#1f5fa8", "#e07b00", "#2a8c55", "#c8232c"
+
+
+@dataclass(frozen=True)
+class Promise:
+    """What holdfast promises, whether it was kept here, and what was seen."""
+
+    text: str
+    kept: bool
+    seen: str
+
+
+@dataclass(frozen=True)
+class Curves:
+    """Loss by step of all trainings; the job was killed in the save of step `killed`, the others began at `head`."""
+
+    reference: Mapping[int, float]
+    job: Mapping[int, float]
+    resumed: Mapping[int, Mapping[int, float]]
+    killed: int
+    head: int
+
+
+def say(text: str) -> None:
+    """One line of the story."""
+    CONSOLE.print(Text(text))
+
+
+@contextmanager
+def chapter(title: str, *, steps: int, done: int = 0) -> Iterator[Callable[[int], None]]:
+    """A training in the story: a bar in a terminal while it runs, then a line with its time."""
+    start_s = time.monotonic()
+    columns = (TextColumn("  {task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=CONSOLE, transient=True, disable=not CONSOLE.is_terminal) as bar:
+        task = bar.add_task(title, total=steps, completed=done)
+        yield lambda step: bar.update(task, completed=max(step, done))
+    CONSOLE.print(Text.assemble(title, (f"  {time.monotonic() - start_s:.0f} s", "dim")))
+
+
+def table_of(promises: Sequence[Promise]) -> Table:
+    """The promises in a table."""
+    table = Table(title="What holdfast promised, and what was seen", title_justify="left", expand=False)
+    table.add_column("")
+    table.add_column("promise", ratio=2)
+    table.add_column("seen", ratio=3)
+    for promise in promises:
+        mark = Text("kept", "bold green") if promise.kept else Text("BROKEN", "bold red")
+        table.add_row(mark, promise.text, Text(promise.seen), end_section=True)
+    return table
+
+
+def draw(curves: Curves, path: Path) -> None:
+    """Draw losses, and their differences from the reference, as a PNG at `path`."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 6.2), layout="constrained")
+    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1.3))
+    figure.suptitle("A training killed in the middle of a save, and resumed on 2 and on 4 ranks", fontsize=12)
+    _draw_losses(upper, curves)
+    _draw_differences(lower, curves)
+    for axes in (upper, lower):
+        axes.axvline(curves.killed, color=_RED, linewidth=1.4)
+        axes.axvline(curves.head, color="#606060", linewidth=1, linestyle=":")
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="y", color="#e8e8e8")
+        axes.set_axisbelow(True)
+    figure.savefig(path, dpi=150)
+
+
+def _draw_losses(axes: Axes, curves: Curves) -> None:
+    axes.plot(*_xy(curves.reference), color=_GREY, linewidth=7, label="reference, never interrupted (2 ranks)")
+    axes.plot(*_xy(curves.job), color=_BLUE, linewidth=2.4, label="the job until it was killed (2 ranks)")
+    for (world_size, losses), (color, style) in zip(curves.resumed.items(), _STYLES, strict=True):
+        axes.plot(*_xy(losses), style, color=color, linewidth=1.8, label=f"resumed on {world_size} ranks")
+    axes.set_ylabel("loss of the whole batch (nats per byte)")
+    axes.legend(frameon=False)
+    top = axes.get_ylim()[1]
+    axes.text(curves.killed, top, f" SIGKILL in the save\n of step {curves.killed}", color=_RED, va="top", fontsize=9)
+    axes.text(curves.head, top, f"head: step {curves.head} ", color="#606060", va="top", ha="right", fontsize=9)
+
+
+def _draw_differences(axes: Axes, curves: Curves) -> None:
+    for (world_size, losses), (color, style) in zip(curves.resumed.items(), _STYLES, strict=True):
+        steps, differences = _xy({step: loss - curves.reference[step] for step, loss in losses.items()})
+        axes.plot(steps, differences, style, color=color, linewidth=1.8, label=f"{world_size} ranks")
+    axes.ticklabel_format(axis="y", style="scientific", scilimits=(0, 0))
+    axes.set_ylabel("minus the reference")
+    axes.set_xlabel("step")
+
+
+_STYLES = ((_ORANGE, "-"), (_GREEN, "--"))
+
+
+def _xy(losses: Mapping[int, float]) -> tuple[list[int], list[float]]:
+    return list(losses), list(losses.values())

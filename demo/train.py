@@ -1,0 +1,141 @@
+"""The training script: FSDP2, AdamW, warm-up and cosine, and two calls of holdfast. Run by torchrun.
+
+It goes on from the head of its run where there is one, on whatever number of ranks it is started. All that concerns the
+witness is the demo's own; the rest is what a script of yours looks like.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.optim import AdamW
+from torch.optim.lr_scheduler import LambdaLR
+
+import holdfast
+from demo.model import GPT, Shape, loss_of
+from demo.text import Batches, standard_library
+from demo.witness import Witness
+
+_BATCH_SIZE = 16
+_LEARNING_RATE = 3e-3
+_WARM_UP = 0.1
+_SEED = 1
+
+
+@dataclass(frozen=True)
+class Options:
+    """`witness` is a folder for what the demo notes, `save_to` a run; without that nothing is saved."""
+
+    witness: Path
+    steps: int
+    save_to: Path | None
+    save_every: int
+    timeout_s: float
+
+
+def main() -> None:
+    options = _parse()
+    torch.use_deterministic_algorithms(True)
+    dist.init_process_group("gloo")
+    try:
+        _train(options)
+    except holdfast.HoldfastError as error:
+        sys.exit(f"rank {dist.get_rank()}: {type(error).__name__}: {error}")
+    dist.destroy_process_group()
+
+
+def _train(options: Options) -> None:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    shape = Shape()
+    model = _sharded(shape, world_size)
+    optimizer = _optimizer(model)
+    schedule = LambdaLR(optimizer, lambda step: learning_rate_factor(step, options.steps))
+    batches = Batches(standard_library(), size=_BATCH_SIZE, context=shape.context, seed=_SEED)
+    witness = Witness(options.witness, rank=rank)
+
+    state: dict[str, object] = {"model": model, "optimizer": optimizer, "schedule": schedule}
+    done = _resume(options.save_to, state)
+    if done:
+        witness.state("loaded", done, model, optimizer, schedule)
+    for step in range(done + 1, options.steps + 1):
+        loss = loss_of(model, batches.local(step, rank=rank, world_size=world_size))
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+
+        mean_loss = _mean_over_ranks(loss)
+        witness.loss(step, mean_loss)
+        if options.save_to is not None and step % options.save_every == 0:
+            witness.state("saved", step, model, optimizer, schedule)
+            holdfast.save(options.save_to, state, step, metrics={"loss": mean_loss}, timeout_s=options.timeout_s)
+
+
+def _resume(run: Path | None, state: dict[str, object]) -> int:
+    """Load the head of `run` into `state`; the steps that are done."""
+    if run is None:
+        return 0
+    try:
+        return holdfast.load(run, into=state).step
+    except holdfast.NotFoundError:
+        # No save has been committed yet.
+        return 0
+
+
+def _sharded(shape: Shape, world_size: int) -> GPT:
+    mesh = init_device_mesh("cpu", (world_size,))
+    torch.manual_seed(_SEED)
+    model = GPT(shape)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def _optimizer(model: nn.Module) -> AdamW:
+    """Matrices decay; vectors, which are biases and norms, do not."""
+    parameters = list(model.parameters())
+    groups = [
+        {"params": [parameter for parameter in parameters if parameter.ndim >= 2], "weight_decay": 0.1},
+        {"params": [parameter for parameter in parameters if parameter.ndim < 2], "weight_decay": 0.0},
+    ]
+    return AdamW(groups, lr=_LEARNING_RATE, betas=(0.9, 0.95), fused=True)
+
+
+def learning_rate_factor(step: int, steps: int) -> float:
+    """Linear warm-up over the first tenth of all `steps`, then half a cosine down to a tenth."""
+    warm_up = max(1, round(_WARM_UP * steps))
+    if step < warm_up:
+        return (step + 1) / warm_up
+    progress = min((step - warm_up) / max(1, steps - warm_up), 1.0)
+    return 0.1 + 0.45 * (1 + math.cos(math.pi * progress))
+
+
+def _mean_over_ranks(loss: torch.Tensor) -> float:
+    total = loss.detach().double()
+    dist.all_reduce(total)
+    return total.item() / dist.get_world_size()
+
+
+def _parse() -> Options:
+    parser = argparse.ArgumentParser(description="Train a small GPT; go on from the head of its run where there is one.")
+    parser.add_argument("--witness", type=Path, required=True, help="folder for losses and digests")
+    parser.add_argument("--steps", type=int, required=True, help="steps of the whole training")
+    parser.add_argument("--save-to", type=Path, metavar="RUN", help="the run to go on from and to save to")
+    parser.add_argument("--save-every", type=int, default=10, help="steps between saves")
+    parser.add_argument("--timeout-s", type=float, default=600.0, help="how long a save waits for other ranks")
+    return Options(**vars(parser.parse_args()))
+
+
+if __name__ == "__main__":
+    main()

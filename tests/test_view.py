@@ -1,0 +1,334 @@
+"""`holdfast.open`: names, values and any slice of any tensor, without a process group and without torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors import safe_open
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import holdfast
+from holdfast import CorruptError, NotFoundError, View
+from tests.models import build, filled, full, tensors
+from tests.ranks import run_ranks
+
+SHAPE = (7, 4, 5)
+
+
+def grid(dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.arange(7 * 4 * 5).reshape(SHAPE).to(dtype)
+
+
+def save_sharded(run: str) -> None:
+    """Three ranks save a tensor that is cut along its last axis, one that is cut along its first, and a plain one."""
+    mesh = init_device_mesh("cpu", (3,))
+    state = {
+        "last": distribute_tensor(grid(), mesh, [Shard(2)]),
+        "first": distribute_tensor(grid(torch.int16), mesh, [Shard(0)]),
+        "plain": grid(torch.bfloat16),
+        "note": "sharded",
+    }
+    holdfast.save(run, state, 5, timeout_s=30)
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[View]:
+    run = tmp_path_factory.mktemp("sharded") / "run"
+    run_ranks(3, save_sharded, str(run))
+    yield holdfast.open(run)
+
+
+@pytest.fixture(scope="module")
+def job_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("job") / "run"
+    for seed in (1, 2):
+        holdfast.save(run, filled("plain", seed).state, 10 * seed)
+    return run
+
+
+def test_it_needs_no_process_group(sharded: View) -> None:
+    assert not dist.is_initialized()
+    assert sharded.step == 5
+    assert sharded.names() == ["first", "last", "plain"]
+
+
+def test_names_are_those_of_the_tensors_sorted(job_run: Path) -> None:
+    view = holdfast.open(job_run)
+    expected = sorted(name for name, _, _ in tensors(build("plain")))
+    assert view.names() == expected
+    assert all(name in view for name in expected)
+    assert "model/nothing" not in view
+    assert 3 not in view  # type: ignore[comparison-overlap]
+
+
+def test_tensors_know_their_shape_dtype_and_size_before_anything_is_read(job_run: Path) -> None:
+    view = holdfast.open(job_run)
+    for name, tensor, _ in tensors(build("plain")):
+        lazy = view[name]
+        assert (lazy.name, lazy.shape, lazy.nbytes) == (name, tuple(tensor.shape), tensor.nbytes)
+        assert getattr(torch, lazy.dtype) is tensor.dtype
+    assert repr(view["model/scale"]) == "LazyTensor('model/scale', dtype=float32, shape=[2])"
+
+
+def test_whole_tensors_come_back_bit_for_bit(job_run: Path) -> None:
+    view = holdfast.open(job_run)
+    for name, tensor, _ in tensors(build("plain")):
+        expected = full(2, name, tensor)
+        found = view[name][...]
+        assert (found.dtype, found.shape) == (tensor.dtype, tensor.shape)
+        assert found.reshape(-1).view(torch.uint8).numpy().tobytes() == expected.tobytes()
+        array = view[name].numpy()
+        assert (array.shape, array.tobytes()) == (tuple(tensor.shape), expected.tobytes())
+
+
+starts = st.one_of(st.none(), st.integers(-9, 9))
+steps = st.one_of(st.none(), st.integers(-3, 3).filter(bool))
+
+
+@st.composite
+def indexes(draw: st.DrawFn) -> tuple[Any, ...]:
+    """What numpy accepts for a tensor of shape `SHAPE`: integers, slices and one ellipsis."""
+    count = draw(st.integers(0, 3))
+    items: list[Any] = []
+    for extent in SHAPE[:count]:
+        whole = st.integers(-extent, extent - 1)
+        items.append(draw(st.one_of(whole, st.builds(slice, starts, starts, steps))))
+    if draw(st.booleans()):
+        at = draw(st.integers(0, count))
+        tail: list[Any] = (
+            [
+                draw(st.one_of(st.integers(-extent, extent - 1), st.builds(slice, starts, starts, steps)))
+                for extent in SHAPE[len(SHAPE) - (count - at) :]
+            ]
+            if count > at
+            else []
+        )
+        items[at:] = [Ellipsis, *tail]
+    return tuple(items)
+
+
+@given(index=indexes(), name=st.sampled_from(["first", "last"]))
+def test_any_slice_is_what_numpy_gives(sharded: View, index: tuple[Any, ...], name: str) -> None:
+    expected = grid().numpy()[index]
+    found = sharded[name][index]
+    assert tuple(found.shape) == expected.shape
+    assert np.array_equal(found.numpy(), expected)
+
+
+@pytest.mark.parametrize("index", [2, -1, slice(1, 3), Ellipsis, (..., 0), (slice(None, None, -2), 1), (), np.int64(3)])
+def test_an_index_needs_no_tuple(sharded: View, index: Any) -> None:
+    expected = grid().numpy()[index]
+    found = sharded["last"][index]
+    assert tuple(found.shape) == expected.shape
+    assert np.array_equal(found.numpy(), expected)
+
+
+@pytest.mark.parametrize("index", [7, -8, (0, 4), (0, 0, 0, 0), (..., ...)])
+def test_an_index_that_fits_no_axis_is_refused(sharded: View, index: Any) -> None:
+    with pytest.raises(IndexError):
+        sharded["last"][index]
+
+
+@pytest.mark.parametrize("index", ["name", 1.5, None, [0, 1]])
+def test_an_index_of_another_kind_is_refused(sharded: View, index: Any) -> None:
+    with pytest.raises((TypeError, IndexError)):
+        sharded["last"][index]
+
+
+NUMPY_DTYPES: list[tuple[str, npt.DTypeLike]] = [
+    ("bool", np.bool_),
+    ("uint16", np.uint16),
+    ("int64", np.int64),
+    ("float16", np.float16),
+    ("float64", np.float64),
+    ("complex64", np.complex64),
+    ("complex128", np.complex128),
+    ("bfloat16", ml_dtypes.bfloat16),
+    ("float8_e4m3fn", ml_dtypes.float8_e4m3fn),
+    ("float8_e5m2", ml_dtypes.float8_e5m2),
+]
+
+
+@pytest.mark.parametrize(("name", "kind"), NUMPY_DTYPES, ids=[name for name, _ in NUMPY_DTYPES])
+def test_numpy_arrays_have_the_dtype_and_the_values(tmp_path: Path, name: str, kind: npt.DTypeLike) -> None:
+    tensor = torch.tensor([[0.0, 1.0, -2.0], [0.5, 1.0, 96.0]]).abs().to(getattr(torch, name))
+    holdfast.save(tmp_path / "run", {"matrix": tensor, "scalar": tensor[1, 2].clone()}, 1)
+    view = holdfast.open(tmp_path / "run")
+    matrix, scalar = view["matrix"].numpy(), view["scalar"].numpy()
+    assert matrix.dtype == scalar.dtype == np.dtype(kind)
+    assert matrix.astype(np.complex128).tolist() == tensor.to(torch.complex128).tolist()
+    assert scalar.shape == ()
+    assert complex(scalar) == tensor[1, 2].item()
+    assert torch.equal(view["matrix"][:, 1:].float(), tensor[:, 1:].float())
+
+
+def test_values_come_back_alone_and_in_their_containers(tmp_path: Path) -> None:
+    state: dict[str, Any] = {
+        "progress": {"epoch": 3, "losses": [0.5, 0.25], "best": (1, "a"), 7: {"x": None}},
+        "note": "hello",
+        "mixed": {"tensor": torch.arange(3), "number": 2},
+    }
+    holdfast.save(tmp_path / "run", state, 1)
+    view = holdfast.open(tmp_path / "run")
+    assert view.value("note") == "hello"
+    assert view.value("progress/epoch") == 3
+    assert view.value("progress") == state["progress"]
+    mixed = view.value("mixed")
+    assert isinstance(mixed, dict)
+    assert mixed["number"] == 2
+    assert mixed["tensor"][1:].tolist() == [1, 2]
+
+
+def test_value_names_are_those_of_all_values(job_run: Path) -> None:
+    names = holdfast.open(job_run).value_names()
+    assert names == sorted(names)
+    assert {"progress/epoch", "progress/seen/1/2", "scheduler/last_epoch", "optimizer/param_groups/0/lr"} <= set(names)
+    assert not set(names) & set(holdfast.open(job_run).names())
+
+
+def test_a_value_that_is_not_there_is_said(job_run: Path) -> None:
+    with pytest.raises(NotFoundError, match="progress/epok") as raised:
+        holdfast.open(job_run).value("progress/epok")
+    assert raised.value.code == "not_found.value"
+
+
+def test_aliases_read_the_tensor_they_stand_for(tmp_path: Path) -> None:
+    weight = torch.arange(6.0).reshape(2, 3)
+    holdfast.save(tmp_path / "run", {"a": weight, "b": [weight]}, 1)
+    view = holdfast.open(tmp_path / "run")
+    assert view.names() == ["a"]
+    assert dict(view.aliases) == {"b/0": "a"}
+    assert "b/0" in view
+    assert torch.equal(view["b/0"][1], weight[1])
+
+
+def test_a_misspelt_name_is_told_its_neighbours(job_run: Path) -> None:
+    with pytest.raises(NotFoundError, match=r"Did you mean .*model/head\.weight") as raised:
+        holdfast.open(job_run)["model/head.wieght"]
+    assert raised.value.tensor == "model/head.wieght"
+    with pytest.raises(NotFoundError, match=r"view\.names\(\)"):
+        holdfast.open(job_run)["qqqqqqqq"]
+
+
+@pytest.mark.parametrize(("selector", "seed"), [("", 2), ("@step=10", 1), ("@1.1", 1), ("@1.2", 2)])
+def test_a_run_opens_at_its_head_a_step_or_a_place(job_run: Path, selector: str, seed: int) -> None:
+    view = holdfast.open(f"{job_run}{selector}")
+    assert (view.step, view.place, view.in_history) == (10 * seed, f"1.{seed}", True)
+    assert view.value("progress/epoch") == seed
+    assert Path(view.path).parent == job_run / "checkpoints"
+
+
+def test_a_folder_opens_outside_any_history(job_run: Path) -> None:
+    inside = holdfast.open(f"{job_run}@step=10")
+    outside = holdfast.open(inside.path)
+    assert (outside.step, outside.place, outside.path) == (10, "1.1", inside.path)
+    assert not outside.in_history
+    assert outside["model/scale"].numpy().tobytes() == inside["model/scale"].numpy().tobytes()
+
+
+@pytest.mark.parametrize("selector", ["@step=11", "@9.1", "@1.3"])
+def test_what_a_run_does_not_have_is_said_with_what_it_has(job_run: Path, selector: str) -> None:
+    with pytest.raises(NotFoundError, match="Choose one of its") as raised:
+        holdfast.open(f"{job_run}{selector}")
+    assert raised.value.code == "not_found.commit"
+
+
+def test_reading_changes_nothing_in_the_run(job_run: Path) -> None:
+    def listing() -> list[tuple[str, int]]:
+        return sorted((str(path), path.stat().st_mtime_ns) for path in job_run.rglob("*"))
+
+    before = listing()
+    view = holdfast.open(job_run)
+    view["model/scale"].numpy()
+    view.value("progress")
+    assert listing() == before
+
+
+def test_a_view_stays_on_its_checkpoint_while_the_head_moves(tmp_path: Path) -> None:
+    holdfast.save(tmp_path / "run", {"a": torch.zeros(3)}, 1)
+    view = holdfast.open(tmp_path / "run")
+    holdfast.save(tmp_path / "run", {"a": torch.ones(3)}, 2)
+    assert view["a"][...].tolist() == [0.0, 0.0, 0.0]
+    assert holdfast.open(tmp_path / "run")["a"][...].tolist() == [1.0, 1.0, 1.0]
+
+
+def test_several_threads_read_one_view(job_run: Path) -> None:
+    view = holdfast.open(job_run)
+    live = [(name, tensor) for name, tensor, _ in tensors(build("plain"))] * 4
+    with ThreadPoolExecutor(4) as pool:
+        arrays = list(pool.map(lambda item: view[item[0]].numpy(), live))
+        values = list(pool.map(lambda _: view.value("progress/epoch"), range(8)))
+    assert all(array.tobytes() == full(2, *item).tobytes() for item, array in zip(live, arrays, strict=True))
+    assert values == [2] * 8
+
+
+def test_a_damaged_byte_is_found_when_it_is_read_and_not_before(tmp_path: Path) -> None:
+    holdfast.save(tmp_path / "run", {"a": torch.zeros(1 << 19), "b": torch.zeros(1 << 19)}, 1)
+    view = holdfast.open(tmp_path / "run")
+    with (Path(view.path) / "data-00000.safetensors").open("r+b") as file:
+        file.seek(4096 + (1 << 21) + 4 * 1000)
+        file.write(b"\1")
+    assert view["a"][...].count_nonzero() == 0
+    assert view["b"][1 << 18 :].count_nonzero() == 0
+    with pytest.raises(CorruptError, match=r"it holds b\b"):
+        view["b"][:10]
+    unverified = holdfast.open(tmp_path / "run", verify=False)
+    assert unverified["b"][1000].item() != 0
+
+
+def test_data_files_are_read_by_stock_safetensors(job_run: Path) -> None:
+    view = holdfast.open(job_run)
+    with safe_open(Path(view.path) / "data-00000.safetensors", "pt") as file:
+        keys = [key for key in file.keys() if key != "@values"]  # noqa: SIM118 - it is no mapping
+        assert sorted(keys) == view.names()
+        for key in keys:
+            assert file.get_tensor(key).numpy().tobytes() == view[key].numpy().tobytes()
+
+
+def run_without_torch(script: str, *arguments: str) -> None:
+    code = textwrap.dedent(script) + "\nassert not [m for m in sys.modules if m.partition('.')[0] == 'torch']\n"
+    result = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+
+
+def test_importing_the_library_does_not_import_torch() -> None:
+    run_without_torch("import sys, holdfast; dir(holdfast); holdfast.HoldfastError")
+
+
+def test_reading_to_numpy_does_not_import_torch(job_run: Path) -> None:
+    run_without_torch(
+        """
+        import sys, holdfast
+        view = holdfast.open(sys.argv[1])
+        assert sum(view[name].numpy().nbytes for name in view.names()) == sum(view[name].nbytes for name in view.names())
+        assert view.value("progress/epoch") == 2
+        """,
+        str(job_run),
+    )
+
+
+def test_the_command_line_does_not_import_torch() -> None:
+    cli = pytest.importorskip("holdfast.cli")
+    if not hasattr(cli, "main"):
+        pytest.skip("there is no command line yet")
+    run_without_torch("import sys, holdfast.cli; assert callable(holdfast.cli.main)")
+
+
+def test_an_unknown_name_of_the_library_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="has no attribute 'sav'"):
+        _ = holdfast.sav  # type: ignore[attr-defined]
