@@ -59,7 +59,7 @@ class MemoryStorage:
         with self._lock:
             data = self.objects.get(key)
         if data is None:
-            raise NotFoundError(f"no {key}.", code="notfound.object", action="Look.", path=self.path(key))
+            raise NotFoundError(f"no {key}.", code="not_found.object", action="Look.", path=self.path(key))
         return data
 
 

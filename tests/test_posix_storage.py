@@ -110,7 +110,7 @@ def test_what_is_missing_is_not_found_and_named(storage: PosixStorage) -> None:
         for read in (storage.read, storage.reader):
             with pytest.raises(NotFoundError) as caught:
                 read(key)
-            assert caught.value.code == "notfound.object"
+            assert caught.value.code == "not_found.object"
             assert storage.path(key) in str(caught.value)
     assert storage.list("nothing") == []
     assert storage.list("folder/object") == []

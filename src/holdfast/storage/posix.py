@@ -390,7 +390,7 @@ def _storage_error(operation: str, path: str, error: OSError) -> HoldfastError:
 def _not_found(path: str) -> NotFoundError:
     return NotFoundError(
         f"there is no file {path}.",
-        code="notfound.object",
+        code="not_found.object",
         action="Check the path, and that the copy it is part of is complete.",
         path=path,
     )
