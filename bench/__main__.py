@@ -8,8 +8,9 @@ import typer
 
 from bench.errors import BenchError
 from bench.io import io
+from bench.marked import README, read_marked
 from bench.plan import plan
-from bench.table import README, read_marked, table
+from bench.table import table
 
 app = typer.Typer(no_args_is_help=False, add_completion=False)
 app.command()(io)
@@ -23,7 +24,8 @@ def everything(context: typer.Context) -> None:
     if context.invoked_subcommand is not None:
         return
     # Seen before the long run rather than after it.
-    read_marked(README)
+    for part in ("bench", "plan"):
+        read_marked(README, part)
     io()
     plan()
     table()

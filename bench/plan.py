@@ -17,13 +17,14 @@ import typer
 from bench.environment import Environment, environment
 from bench.errors import BenchError
 from bench.layouts import Sent, flat_random, fsdp, fsdp_layout, three_d
+from bench.marked import README, rewrite
 from bench.results import RESULTS
 from holdfast.format.container import Files
 from holdfast.format.manifest import decode
 from holdfast.format.records import Place
 from holdfast.geometry import coverage_fault
-from holdfast.plan.load import Want, plan_load
 from holdfast.plan.layout import Placed
+from holdfast.plan.load import Want, plan_load
 from holdfast.plan.placements import local_boxes
 from holdfast.plan.save import Identity, plan_save
 
@@ -71,6 +72,7 @@ def plan(
     rounds: Annotated[int, typer.Option(help="Repetitions of each measurement; medians are reported.")] = 5,
     results: Annotated[Path, typer.Option(help="Folder of the result file.")] = RESULTS,
     plot: Annotated[Path, typer.Option(help="The PNG.")] = Path("docs/figures/planning.png"),
+    readme: Annotated[Path, typer.Option(help="The file whose table is rewritten.")] = README,
 ) -> None:
     """Measure planning at scale, and check it against its bars."""
     figures = []
@@ -86,6 +88,7 @@ def plan(
     results.mkdir(parents=True, exist_ok=True)
     (results / "plan.json").write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=1) + b"\n")
     draw(result, plot)
+    rewrite(readme, "plan", render(result))
     missed = list(misses(result))
     if missed:
         raise BenchError("bars missed: " + "; ".join(missed))
@@ -150,6 +153,31 @@ def measure_validation(rounds: int, *, num_tensors: int = 1024, num_shards: int 
         times.append(time.perf_counter() - start)
         assert fault is None
     return float(np.median(times))
+
+
+def render(result: PlanResult) -> str:
+    """The figures at the largest world as Markdown."""
+    rows = [
+        f"| {row.case} | {row.plan_s:.2f} | {row.manifest_nbytes / 2**20:.2f} | {row.extra_memory_nbytes / 2**20:.0f} "
+        f"| {row.decode_s + row.load_plan_s:.2f} |"
+        for row in result.figures
+        if row.world_size == WORLDS[-1]
+    ]
+    machine = result.environment
+    return "\n".join(
+        (
+            f"| {WORLDS[-1]:,} ranks | coordinator, s | manifest, MiB | extra memory, MiB | a rank's load plan, s |",
+            "|---|---|---|---|---|",
+            *rows,
+            "",
+            (
+                f"Medians of {result.rounds}. The load plan (with manifest decoding) is for one rank of FSDP over "
+                f"{NEW_WORLD:,} ranks. 1,024 tensors of 1,024 irregular shards are checked for exact coverage in "
+                f"{result.validation_s:.2f} s. {machine.cpu}, {machine.num_cpus} CPUs, Python {machine.python}, "
+                f"revision {machine.revision[:12]}."
+            ),
+        )
+    )
 
 
 def describe(figure: Figure) -> str:

@@ -7,15 +7,12 @@ from typing import Annotated
 
 import typer
 
-from bench.errors import MarkersError
+from bench.marked import README, rewrite
 from bench.plot import plot_shares
 from bench.results import MEASURES, RAW, RESULTS, Result, Summary, Traits, read_result
 from bench.statistics import Spread
 from bench.summary import require_valid
 
-START = "<!-- bench:start -->"
-END = "<!-- bench:end -->"
-README = Path("README.md")
 HEAD = (
     "| | save, s | of raw | load, s | of raw | CPU, s/GB save, load | extra memory per rank, MB save, load |",
     "|---|---|---|---|---|---|---|",
@@ -31,25 +28,9 @@ def table(
     """Rewrite the table between the markers of a file."""
     figures = read_result(result)
     require_valid(figures)
-    text = replace_table(read_marked(readme), render(figures), where=str(readme))
-    readme.write_text(text)
+    rewrite(readme, "bench", render(figures))
     if plot is not None:
         plot_shares(figures, plot)
-
-
-def read_marked(readme: Path) -> str:
-    """The text of `readme`; MarkersError when it does not exist or has not exactly one place for the table."""
-    if not readme.is_file():
-        raise MarkersError(f"There is no {readme}. Run from the folder that holds it, or pass --readme to `table`.")
-    text = readme.read_text()
-    _split(text, where=str(readme))
-    return text
-
-
-def replace_table(text: str, rendered: str, *, where: str) -> str:
-    """`text` with `rendered` between its markers; MarkersError, naming `where`, when they are not there once each."""
-    before, after = _split(text, where=where)
-    return f"{before}{START}\n{rendered}\n{END}{after}"
 
 
 def render(result: Result) -> str:
@@ -71,15 +52,6 @@ def render(result: Result) -> str:
         f"(revision {machine.revision[:12]}), {result.date[:10]}. [Samples]({RESULTS / result.name}.json)."
     )
     return "\n".join((*HEAD, *rows, "", how, "", where))
-
-
-def _split(text: str, *, where: str) -> tuple[str, str]:
-    """What stands before and after the table."""
-    if text.count(START) != 1 or text.count(END) != 1 or text.index(START) > text.index(END):
-        raise MarkersError(f"{where} needs one line {START} and below it one line {END}. Add both.")
-    before, _, rest = text.partition(START)
-    _, _, after = rest.partition(END)
-    return before, after
 
 
 def _row(result: Result, traits: Traits) -> str:

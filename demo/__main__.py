@@ -1,6 +1,6 @@
 """The story: a reference, a job that is killed in the middle of a save, and two jobs that go on from what is there.
 
-Everything that is shown was seen in this run; a promise that was not kept ends it with status 1.
+All that is shown was seen in this run. A promise that was not kept ends it with status 1.
 """
 
 from __future__ import annotations
@@ -9,40 +9,142 @@ import argparse
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import holdfast
 from demo.launch import DemoError, Killed, Training, running
-from demo.promises import LOSS_TOLERANCE, bit_identical, close_losses, equal_losses
-from demo.show import CONSOLE, Curves, Promise, chapter, draw, say, table_of
+from demo.promises import Promise, close_losses, same_losses, same_state
+from demo.records import read_states
+from demo.show import CONSOLE, Curves, chapter, draw, say, table_of
 
 _OUT = Path("demo-out")
 _NUM_SAVES = 6
-#: The job is killed in the first save after this share of its steps in which that succeeds.
-_KILL_AFTER = 0.6
-_VICTIM = 1
-#: How long the survivor waits for the killed rank.
+#: The job is killed in this save of its six, or in a later one when that was too quick.
+_KILLED_SAVE = 4
+_KILLED_RANK = 1
+#: How long the other rank waits for the killed one.
 _PATIENCE_S = 10.0
 
 
-@dataclass(frozen=True)
-class Story:
-    """The folders of one demo and its length."""
+def main() -> None:
+    steps = _parse_steps()
+    try:
+        promises = _tell(_OUT.resolve(), steps)
+    except (DemoError, holdfast.HoldfastError) as error:
+        sys.exit(f"demo: {error}")
+    CONSOLE.print(table_of(promises))
+    broken = [promise.text for promise in promises if not promise.kept]
+    if broken:
+        sys.exit(f"demo: {len(broken)} of {len(promises)} promises were broken. The first: {broken[0]}")
+    say(f"All {len(promises)} promises were kept. The picture: {_OUT / 'losses.png'}")
 
-    out: Path
-    steps: int
 
-    @property
-    def save_every(self) -> int:
-        """Steps between saves."""
-        return self.steps // _NUM_SAVES
+def _tell(out: Path, steps: int) -> list[Promise]:
+    shutil.rmtree(out, ignore_errors=True)
+    every = steps // _NUM_SAVES
+    run, copy = out / "run", out / "run-copy"
+    reference = Training(out / "reference", world_size=2, steps=steps)
+    # Two nodes, so that the survivor's torchrun does not end it: it has to find out itself.
+    job = Training(out / "job", 2, steps, save_to=run, save_every=every, nodes=2, timeout_s=_PATIENCE_S)
+    resumed = [
+        Training(out / "resumed-2", 2, steps, save_to=run, save_every=every),
+        Training(out / "resumed-4", 4, steps, save_to=copy, save_every=every),
+    ]
 
-    @property
-    def run(self) -> Path:
-        """The run of the job, and of the one resumed on 2 ranks."""
-        return self.out / "run"
+    _train("Reference: FSDP2 on 2 ranks, never interrupted", reference)
+    killed, promises = _kill(job)
+    head = holdfast.open(run).step
+    # A run at rest can be copied with any tool.
+    shutil.copytree(run, copy)
+    for training in resumed:
+        _train(f"Resumed from the head on {training.world_size} ranks", training, done=head)
 
-    def copy(self, world_size: int) -> Path:
-        """The run ....."""
-        return self.out / f"run-{world_size}-ranks"
+    promises += _judge(reference, job, resumed, killed=killed.step, head=head)
+    promises += [_inspect(training.save_to) for training in resumed if training.save_to is not None]
+    losses = {training.world_size: training.losses() for training in resumed}
+    draw(Curves(reference.losses(), job.losses(), losses, killed=killed.step, head=head), out / "losses.png")
+    return promises
+
+
+def _train(title: str, training: Training, *, done: int = 0) -> None:
+    with chapter(title, steps=training.steps, done=done) as on_step, running(training, on_step) as processes:
+        processes.finish()
+
+
+def _kill(job: Training) -> tuple[Killed, list[Promise]]:
+    """Run the job until a rank is killed in a save; what is left of it."""
+    title = f"The job: FSDP2 on 2 ranks, a save every {job.save_every} steps, rank {_KILLED_RANK} killed in one"
+    with chapter(title, steps=job.steps) as on_step, running(job, on_step) as processes:
+        killed = processes.kill_in_save(rank=_KILLED_RANK, step=_KILLED_SAVE * job.save_every)
+        statuses = processes.wait()
+    status = job.exit_status_of_rank(killed.rank, killed.pid)
+    survivor = 1 - killed.rank
+    error = job.error_of_rank(survivor)
+    say(f"  rank {killed.rank} was writing {killed.file.name} of step {killed.step}: killed, exit status {status}")
+    say(f"  rank {survivor}: {error}")
+    promises = [
+        Promise(
+            "A rank is killed in the middle of a save",
+            kept=status == -9,
+            seen=f"rank {killed.rank} was writing its file of step {killed.step}; its exit status is {status}",
+        ),
+        Promise(
+            "The other rank ends, and says why",
+            kept="DeadlineError" in error and all(statuses),
+            seen=error.partition("] ")[2] or "nothing",
+        ),
+    ]
+    return killed, [*promises, _head_is_whole(job, killed)]
+
+
+def _head_is_whole(job: Training, killed: Killed) -> Promise:
+    head = holdfast.open(str(job.save_to)).step
+    try:
+        holdfast.open(f"{job.save_to}@step={killed.step}")
+        visible = "is there"
+    except holdfast.NotFoundError:
+        visible = "is not there for any reader"
+    return Promise(
+        "Nothing half-written is visible; the previous checkpoint is the head",
+        kept=head == killed.step - job.save_every and visible != "is there",
+        seen=f"the head is step {head}; step {killed.step} {visible}",
+    )
+
+
+def _judge(reference: Training, job: Training, resumed: list[Training], *, killed: int, head: int) -> list[Promise]:
+    expected = reference.losses()
+    remaining = range(head + 1, reference.steps + 1)
+    saved = read_states(job.folder, "saved", head, world_size=job.world_size)
+    promises = [same_losses("Saving does not touch the training", expected, job.losses(), range(1, killed + 1))]
+    for training in resumed:
+        ranks = f"{training.world_size} ranks"
+        loaded = read_states(training.folder, "loaded", head, world_size=training.world_size)
+        promises.append(same_state(f"The state loaded on {ranks} is the one that was saved on 2", saved, loaded))
+        text = f"On {ranks} the training goes on as if nothing had been"
+        judge = same_losses if training.world_size == reference.world_size else close_losses
+        promises.append(judge(text, expected, training.losses(), remaining))
+    return promises
+
+
+def _inspect(run: Path) -> Promise:
+    """Let the command line speak for itself."""
+    statuses = []
+    for command in ("ls", "verify"):
+        say(f"\n$ holdfast {command} {run.relative_to(Path.cwd())}")
+        arguments = [sys.executable, "-m", "holdfast.cli", command, str(run)]
+        statuses.append(subprocess.run(arguments, check=False).returncode)
+    seen = f"holdfast ls and verify end with status {statuses[0]} and {statuses[1]}"
+    return Promise(f"{run.name}: listed and sound, byte by byte", not any(statuses), seen)
+
+
+def _parse_steps() -> int:
+    parser = argparse.ArgumentParser(prog="python -m demo", description="Kill a training, resume it, compare.")
+    parser.add_argument("--steps", type=int, default=60, help="steps of the training, a multiple of 6 (default: 60)")
+    steps: int = parser.parse_args().steps
+    if steps < _NUM_SAVES or steps % _NUM_SAVES:
+        parser.error(f"--steps is a multiple of {_NUM_SAVES}, not {steps}")
+    return steps
+
+
+if __name__ == "__main__":
+    main()

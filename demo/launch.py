@@ -54,6 +54,22 @@ class Training:
         """Loss by step, so far."""
         return read_losses(self.folder)
 
+    def exit_status_of_rank(self, rank: int, pid: int) -> int:
+        """The status with which a failed rank ended, from the summary of its torchrun."""
+        summary = rf"rank\s*: {rank} .*\n\s*exitcode\s*: (-?\d+) \(pid: {pid}\)"
+        if found := re.search(summary, self._printed()):
+            return int(found[1])
+        raise DemoError(f"No torchrun told how rank {rank} (pid {pid}) ended, see the logs in {self.folder}")
+
+    def error_of_rank(self, rank: int) -> str:
+        """What the training script printed when it ended with an error on `rank`; empty when it did not."""
+        said = f"rank {rank}: "
+        lines = self._printed().splitlines()
+        return next((line.removeprefix(said) for line in lines if line.startswith(said)), "")
+
+    def _printed(self) -> str:
+        return "\n".join(self.log(node).read_text() for node in range(self.nodes))
+
     def command(self, node: int, port: int) -> list[str]:
         """How to start the torchrun of `node`."""
         torchrun = {
@@ -107,15 +123,15 @@ class Running:
                 end = "\n".join(log.read_text().splitlines()[-30:])
                 raise DemoError(f"A training failed with status {status}. The end of {log}:\n{end}")
 
-    def kill_in_save(self, *, rank: int, first_step: int) -> Killed:
-        """SIGKILL `rank` while it writes its data file of the first save from `first_step` on.
+    def kill_in_save(self, *, rank: int, step: int) -> Killed:
+        """SIGKILL `rank` while it writes its data file of the first save from `step` on.
 
         The rank is stopped before it is killed, to be sure of the moment: one that had finished its file by then, so
         that the save could still be committed, is let go, and the next save is tried.
         """
         assert self._training.save_to is not None
         checkpoints = self._training.save_to / "checkpoints"
-        while self._running() and self._follow() < first_step:
+        while self._running() and self._follow() < step - 1:
             time.sleep(_FOLLOW_S)
         pid = self._pid(rank)
         while self._running():
@@ -128,20 +144,6 @@ class Running:
                     os.kill(pid, signal.SIGKILL)
                     return Killed(rank, pid, _step_of(file), file)
         raise DemoError(f"The training ended before rank {rank} was caught in a save, see {self._training.folder}")
-
-    def exit_status_of_rank(self, rank: int, pid: int) -> int:
-        """The status with which a failed rank ended, from the summary of its torchrun."""
-        summary = re.compile(rf"rank\s*: {rank} .*\n\s*exitcode\s*: (-?\d+) \(pid: {pid}\)")
-        for node in range(self._training.nodes):
-            if found := summary.search(self._training.log(node).read_text()):
-                return int(found[1])
-        raise DemoError(f"No torchrun has told how rank {rank} (pid {pid}) ended, see {self._training.folder}")
-
-    def error_of_rank(self, rank: int) -> str:
-        """What the training script printed when it ended with an error on `rank`."""
-        said = f"rank {rank}: "
-        lines = "\n".join(self._training.log(node).read_text() for node in range(self._training.nodes)).splitlines()
-        return next((line.removeprefix(said) for line in lines if line.startswith(said)), "")
 
     def _pid(self, rank: int) -> int:
         try:

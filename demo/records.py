@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -21,6 +20,21 @@ class Loss(msgspec.Struct, frozen=True):
 
     step: int
     value: float
+
+
+class State(msgspec.Struct, frozen=True):
+    """SHA-256 digests of a whole state by name: each tensor gathered in full, and each table of values."""
+
+    tensors: dict[str, str]
+    values: dict[str, str]
+
+    def differences(self, other: State) -> set[str]:
+        """Names that only one of two states has, or whose digests differ."""
+        return {name for name, _ in self.everything().items() ^ other.everything().items()}
+
+    def everything(self) -> dict[str, str]:
+        """All digests by name."""
+        return self.tensors | self.values
 
 
 def started_file(rank: int) -> str:
@@ -42,6 +56,7 @@ def read_losses(folder: Path) -> dict[int, float]:
     return {loss.step: loss.value for loss in (msgspec.json.decode(line, type=Loss) for line in lines)}
 
 
-def read_state(folder: Path, moment: str, step: int, *, rank: int) -> Mapping[str, str]:
-    """The digests that `rank` took of its state at `moment` of `step`, by name."""
-    return msgspec.json.decode((folder / state_file(moment, step, rank)).read_bytes(), type=dict[str, str])
+def read_states(folder: Path, moment: str, step: int, *, world_size: int) -> list[State]:
+    """What each rank of the training in `folder` noted of its state at `moment` of `step`."""
+    files = [folder / state_file(moment, step, rank) for rank in range(world_size)]
+    return [msgspec.json.decode(file.read_bytes(), type=State) for file in files]

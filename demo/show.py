@@ -14,20 +14,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from demo.promises import Promise
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 CONSOLE = Console()
 _GREY, _BLUE, _ORANGE, _GREEN, _RED = "#b8bcc4", "#1f5fa8", "#e07b00", "#2a8c55", "#c8232c"
-
-
-@dataclass(frozen=True)
-class Promise:
-    """What holdfast promises, whether it was kept here, and what was seen."""
-
-    text: str
-    kept: bool
-    seen: str
 
 
 @dataclass(frozen=True)

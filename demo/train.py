@@ -68,7 +68,7 @@ def _train(options: Options) -> None:
         witness.state("loaded", done, model, optimizer, schedule)
     for step in range(done + 1, options.steps + 1):
         loss = loss_of(model, batches.local(step, rank=rank, world_size=world_size))
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]  # torch does not say
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -128,7 +128,7 @@ def _mean_over_ranks(loss: torch.Tensor) -> float:
 
 
 def _parse() -> Options:
-    parser = argparse.ArgumentParser(description="Train a small GPT; go on from the head of its run where there is one.")
+    parser = argparse.ArgumentParser(description="Train a small GPT, from the head of its run where there is one.")
     parser.add_argument("--witness", type=Path, required=True, help="folder for losses and digests")
     parser.add_argument("--steps", type=int, required=True, help="steps of the whole training")
     parser.add_argument("--save-to", type=Path, metavar="RUN", help="the run to go on from and to save to")

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from demo.records import LOSSES, Loss, Started, started_file, state_file
+from demo.records import LOSSES, Loss, Started, State, started_file, state_file
 
 
 class Witness:
@@ -37,8 +37,8 @@ class Witness:
 
     def state(self, moment: str, step: int, model: nn.Module, optimizer: Optimizer, schedule: LRScheduler) -> None:
         """Note digests of the state at `moment` ("saved" or "loaded") of `step`. Collective."""
-        digests = tensor_digests(model, optimizer) | value_digests(optimizer, schedule)
-        self._write(state_file(moment, step, self._rank), digests)
+        state = State(tensor_digests(model, optimizer), value_digests(optimizer, schedule))
+        self._write(state_file(moment, step, self._rank), state)
 
     def _write(self, name: str, record: object) -> None:
         # Under its name a file is complete: the launcher reads while ranks write.

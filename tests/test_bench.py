@@ -15,13 +15,16 @@ from hypothesis import strategies as st
 from bench.environment import Environment, filesystem
 from bench.errors import MarkersError, RankFailedError, RawLimitError, SetupError, WrongBytesError
 from bench.harness import Order, collect, require_space
+from bench.marked import markers, read_marked, replace_part
 from bench.rank import WARM_UP, Failure, require_same
 from bench.raw import REQUEST_NBYTES, RawFile, RawImage, takes_direct
 from bench.results import MEASURES, Measure, Result, Sample, Setup, StateSize, Traits, read_result, write_result
 from bench.state import parameter_shapes, width_for
 from bench.statistics import Spread, fastest, paired_ratios, rotated, spread
 from bench.summary import require_raw_limit, require_valid, summarize
-from bench.table import END, START, read_marked, render, replace_table, table
+from bench.table import render, table
+
+START, END = markers("bench")
 
 NBYTES = 2_000_000_000
 RAW_THREADS = (1, 2, 4)
@@ -288,9 +291,9 @@ def test_the_table_says_how_it_was_measured() -> None:
 
 @given(st.text(alphabet="ab\n"), st.text(alphabet="ab\n"), st.text(alphabet="ab\n"))
 def test_only_what_stands_between_the_markers_is_replaced(before: str, old: str, after: str) -> None:
-    once = replace_table(f"{before}{START}{old}{END}{after}", "new", where="README.md")
+    once = replace_part(f"{before}{START}{old}{END}{after}", "bench", "new", where="README.md")
     assert once == f"{before}{START}\nnew\n{END}{after}"
-    assert replace_table(once, "new", where="README.md") == once
+    assert replace_part(once, "bench", "new", where="README.md") == once
 
 
 @pytest.mark.parametrize("text", ["", START, END, f"{END}{START}", f"{START}{START}{END}"])
@@ -304,7 +307,7 @@ def test_a_file_without_its_place_for_the_table_is_an_error_and_is_left_alone(tm
 
 def test_a_missing_file_is_an_error_that_names_it(tmp_path: Path) -> None:
     with pytest.raises(MarkersError, match=r"no .*README\.md"):
-        read_marked(tmp_path / "README.md")
+        read_marked(tmp_path / "README.md", "bench")
 
 
 def test_the_table_command_rewrites_the_table_and_draws_the_plot(tmp_path: Path) -> None:

@@ -339,7 +339,7 @@ def test_values_of_all_types_come_back_as_what_they_were(tmp_path: Path) -> None
         "text": "a/b%@ \u00e9",
         "bytes": b"\0\xff",
         "tuple": (1, (2, [3, ()])),
-        "keys": {1: "int", "1": "str", None: 0, 1.5: "float", True: "bool", b"x": "bytes", "": "empty", "a/b": "slash"},
+        "keys": {1: "int", "1": "str", None: 0, 1.5: "float", False: "bool", b"x": "bytes", "": "empty", "a/b": "slash"},
         "ordered": OrderedDict(z=1, a=2),
         "counter": Counter("banana"),
         "point": Point(0.5, (3, "y")),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -38,8 +37,8 @@ def save_sharded(run: str) -> None:
     """Three ranks save a tensor that is cut along its last axis, one that is cut along its first, and a plain one."""
     mesh = init_device_mesh("cpu", (3,))
     state = {
-        "last": distribute_tensor(grid(), mesh, [Shard(2)]),
-        "first": distribute_tensor(grid(torch.int16), mesh, [Shard(0)]),
+        "last": distribute_tensor(grid(), mesh, [Shard(2)], src_data_rank=None),
+        "first": distribute_tensor(grid(torch.int16), mesh, [Shard(0)], src_data_rank=None),
         "plain": grid(torch.bfloat16),
         "note": "sharded",
     }
@@ -47,10 +46,10 @@ def save_sharded(run: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def sharded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[View]:
+def sharded(tmp_path_factory: pytest.TempPathFactory) -> View:
     run = tmp_path_factory.mktemp("sharded") / "run"
     run_ranks(3, save_sharded, str(run))
-    yield holdfast.open(run)
+    return holdfast.open(run)
 
 
 @pytest.fixture(scope="module")
@@ -174,7 +173,7 @@ def test_numpy_arrays_have_the_dtype_and_the_values(tmp_path: Path, name: str, k
     assert matrix.astype(np.complex128).tolist() == tensor.to(torch.complex128).tolist()
     assert scalar.shape == ()
     assert complex(scalar) == tensor[1, 2].item()
-    assert torch.equal(view["matrix"][:, 1:].float(), tensor[:, 1:].float())
+    assert view["matrix"][:, 1:].tolist() == tensor[:, 1:].tolist()
 
 
 def test_values_come_back_alone_and_in_their_containers(tmp_path: Path) -> None:
@@ -315,7 +314,8 @@ def test_reading_to_numpy_does_not_import_torch(job_run: Path) -> None:
         """
         import sys, holdfast
         view = holdfast.open(sys.argv[1])
-        assert sum(view[name].numpy().nbytes for name in view.names()) == sum(view[name].nbytes for name in view.names())
+        tensors = [view[name] for name in view.names()]
+        assert [tensor.numpy().nbytes for tensor in tensors] == [tensor.nbytes for tensor in tensors]
         assert view.value("progress/epoch") == 2
         """,
         str(job_run),

@@ -122,7 +122,7 @@ class View:
 
     def value_names(self) -> list[str]:
         """Names of all values, sorted."""
-        return [path for path, _ in sorted(value_codec.leaves(self._checkpoint.nodes, "")) if path not in self._numbers]
+        return sorted(path for path, node in self._checkpoint.nodes.items() if isinstance(node, value_codec.Leaf))
 
     def value(self, name: str) -> object:
         """One value, or the values and lazy tensors below a name, in the containers they were saved in."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from holdfast.control.channel import Channel
-from holdfast.errors import StorageError
+from holdfast.errors import ConfigurationError, StorageError
 
 _PREFIX: Final = "holdfast"
 _MAX_POLL_S: Final = 0.5
@@ -106,8 +107,10 @@ def default_channel(label: str) -> Channel:
 
     Every rank makes its channels in the same order: the count is what gives an operation its keys. All channels of a
     process share one connection, so only one of them may be in use at a time. Never calls a collective of the group.
+    `ConfigurationError`, code ``config.no_process_group``, for a rank of several that has no process group.
     """
     if not dist.is_available() or not dist.is_initialized():
+        _refuse_lonely_ranks()
         return Channel(None, rank=0, world_size=1, label=label)
     store = _get_default_store()
     connection = _connections.get(store)
@@ -121,6 +124,17 @@ def default_channel(label: str) -> Channel:
         world_size=dist.get_world_size(),
         label=label,
     )
+
+
+def _refuse_lonely_ranks() -> None:
+    """Started as one of several, but without a process group: each rank would take itself for the whole job."""
+    world_size = os.environ.get("WORLD_SIZE", "1")
+    if world_size not in ("", "0", "1"):
+        raise ConfigurationError(
+            f"this process was started as one of {world_size} ranks (WORLD_SIZE), but no process group is initialised.",
+            code="config.no_process_group",
+            action="Call torch.distributed.init_process_group first, or unset WORLD_SIZE in a job of one process.",
+        )
 
 
 def _clone(store: dist.Store) -> dist.Store | None:

@@ -1,0 +1,47 @@
+"""What holdfast promises, judged from what the witness noted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from demo.records import State
+
+#: Other numbers of ranks add up in another order. In nats; the loss itself is between 2 and 6.
+LOSS_TOLERANCE = 1e-3
+
+
+@dataclass(frozen=True)
+class Promise:
+    """What holdfast promises, whether it was kept here, and what was seen."""
+
+    text: str
+    kept: bool
+    seen: str
+
+
+def same_state(text: str, saved: Iterable[State], loaded: Iterable[State]) -> Promise:
+    """The states that all ranks saw before the save and after the load are one and the same."""
+    before, *others = saved
+    after = list(loaded)
+    wrong = sorted(set().union(*(before.differences(state) for state in (*others, *after))))
+    if wrong:
+        return Promise(text, kept=False, seen=f"{len(wrong)} digests differ: {', '.join(wrong[:3])}")
+    counts = f"{len(before.tensors)} tensors and {len(before.values)} tables of values"
+    return Promise(text, kept=bool(after), seen=f"{counts}: equal SHA-256 on each of {len(after)} ranks")
+
+
+def same_losses(text: str, reference: Mapping[int, float], seen: Mapping[int, float], steps: range) -> Promise:
+    """Every loss of `steps` has the bits of the reference."""
+    num_equal = sum(step in seen and seen[step].hex() == reference[step].hex() for step in steps)
+    return Promise(text, num_equal == len(steps) > 0, f"{num_equal} of {len(steps)} losses are equal bit by bit")
+
+
+def close_losses(text: str, reference: Mapping[int, float], seen: Mapping[int, float], steps: range) -> Promise:
+    """Every loss of `steps` is within `LOSS_TOLERANCE` of the reference."""
+    missing = [step for step in steps if step not in seen]
+    if missing:
+        return Promise(text, kept=False, seen=f"no loss of step {missing[0]}")
+    largest = max(abs(seen[step] - reference[step]) for step in steps)
+    told = f"{len(steps)} losses differ by at most {largest:.1e} (allowed: {LOSS_TOLERANCE:.0e})"
+    return Promise(text, largest <= LOSS_TOLERANCE, told)
