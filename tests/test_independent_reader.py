@@ -260,7 +260,7 @@ def dump(data: bytes, parts: Mapping[int, str]) -> str:
             row = data[at : min(at + 16, stop)]
             if row != previous:
                 text = "".join(chr(byte) if 32 <= byte < 127 else "." for byte in row)
-                lines.append(f"{at:08x}  {row.hex(' '):<47}  {text}")
+                lines.append(f"{at:08x}  {row.hex(' '):<47}  |{text}|")
             elif lines[-1] != "*":
                 lines.append("*")
             previous = row

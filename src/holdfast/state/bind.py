@@ -114,7 +114,7 @@ def difference(
     return IncompatibleError(
         "Names differ. " + " ".join(lines),
         code="incompatible.names",
-        action="Give both the same names, select or map names, or load what both have with strict=False.",
+        action="Give both the same names, or load what both have with strict=False.",
         tensor=next(iter(sorted(missing) or sorted(unexpected)), None),
     )
 
@@ -385,8 +385,8 @@ class _Binder:
 
 
 _ACTIONS = {
-    "dtype": "Load with cast=..., or create the live tensor in the stored dtype.",
-    "shape": "Create the live tensor in the stored shape, or leave the name out of the selection.",
+    "dtype": "Create the live tensor in the stored dtype.",
+    "shape": "Create the live tensor in the stored shape, or leave it out of the state.",
     "kind": "Put the same kind of object into the live state, or leave the name out of the selection.",
     "tied": "Tie them as they were tied when the checkpoint was written.",
 }
