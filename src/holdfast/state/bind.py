@@ -387,7 +387,7 @@ class _Binder:
 _ACTIONS = {
     "dtype": "Create the live tensor in the stored dtype.",
     "shape": "Create the live tensor in the stored shape, or leave it out of the state.",
-    "kind": "Put the same kind of object into the live state, or leave the name out of the selection.",
+    "kind": "Put the same kind of object into the live state, or leave it out of the state.",
     "tied": "Tie them as they were tied when the checkpoint was written.",
 }
 
