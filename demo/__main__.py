@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -28,8 +29,12 @@ _PATIENCE_S = 10.0
 
 def main() -> None:
     steps = _parse_steps()
+    # As Ctrl-C does: on its way out, what was started is ended.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         promises = _tell(_OUT.resolve(), steps)
+    except KeyboardInterrupt:
+        sys.exit("demo: interrupted")
     except (DemoError, holdfast.HoldfastError) as error:
         sys.exit(f"demo: {error}")
     CONSOLE.print(table_of(promises))
@@ -40,7 +45,8 @@ def main() -> None:
 
 
 def _tell(out: Path, steps: int) -> list[Promise]:
-    shutil.rmtree(out, ignore_errors=True)
+    if out.exists():
+        shutil.rmtree(out)
     every = steps // _NUM_SAVES
     run, copy = out / "run", out / "run-copy"
     reference = Training(out / "reference", world_size=2, steps=steps)
@@ -99,16 +105,22 @@ def _kill(job: Training) -> tuple[Killed, list[Promise]]:
 
 def _head_is_whole(job: Training, killed: Killed) -> Promise:
     head = holdfast.open(str(job.save_to)).step
-    try:
-        holdfast.open(f"{job.save_to}@step={killed.step}")
-        visible = "is there"
-    except holdfast.NotFoundError:
-        visible = "is not there for any reader"
+    num_files = sum(1 for _ in killed.file.parent.iterdir())
+    visible = _is_visible(f"{job.save_to}@step={killed.step}")
     return Promise(
         "Nothing half-written is visible; the previous checkpoint is the head",
-        kept=head == killed.step - job.save_every and visible != "is there",
-        seen=f"the head is step {head}; step {killed.step} {visible}",
+        kept=head == killed.step - job.save_every and not visible,
+        seen=f"the head is step {head}; of step {killed.step} {num_files} files lie there, "
+        f"and readers {'find it' if visible else 'find nothing'}",
     )
+
+
+def _is_visible(path: str) -> bool:
+    try:
+        holdfast.open(path)
+        return True
+    except holdfast.NotFoundError:
+        return False
 
 
 def _judge(reference: Training, job: Training, resumed: list[Training], *, killed: int, head: int) -> list[Promise]:

@@ -11,17 +11,18 @@ from torch.nn import functional
 
 from demo.text import VOCABULARY
 
-_INITIAL_STD = 0.02
+#: Three times that of GPT-2: so narrow a model learns more in few steps.
+_INITIAL_STD = 0.06
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The size of a model; the default has 1.3 million parameters."""
+    """The size of a model; the default has 1.4 million parameters."""
 
-    context: int = 128
-    num_layers: int = 4
-    num_heads: int = 4
-    width: int = 160
+    context: int = 64
+    num_layers: int = 3
+    num_heads: int = 6
+    width: int = 192
 
 
 class Attention(nn.Module):

@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 CONSOLE = Console()
-_GREY, _BLUE, _ORANGE, _GREEN, _RED = "#b8bcc4", "#1f5fa8", "#e07b00", "#2a8c55", "#c8232c"
+_GREY, _BLUE, _RED = "#b8bcc4", "#1f5fa8", "#c8232c"
+#: Colours and lines of the resumed trainings.
+_STYLES = (("#f08c00", "-"), ("#1e7a46", "--"))
 
 
 @dataclass(frozen=True)
@@ -81,12 +83,12 @@ def draw(curves: Curves, path: Path) -> None:
 
 
 def _draw_losses(axes: Axes, curves: Curves) -> None:
-    axes.plot(*_xy(curves.reference), color=_GREY, linewidth=7, label="reference, never interrupted (2 ranks)")
-    axes.plot(*_xy(curves.job), color=_BLUE, linewidth=2.4, label="the job until it was killed (2 ranks)")
+    axes.plot(*_xy(curves.reference), color=_GREY, linewidth=8, label="reference, never interrupted (2 ranks)")
+    axes.plot(*_xy(curves.job), color=_BLUE, linewidth=4, label="the job until it was killed (2 ranks)")
     for (world_size, losses), (color, style) in zip(curves.resumed.items(), _STYLES, strict=True):
         axes.plot(*_xy(losses), style, color=color, linewidth=1.8, label=f"resumed on {world_size} ranks")
     axes.set_ylabel("loss of the whole batch (nats per byte)")
-    axes.legend(frameon=False)
+    axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(0.13, 0.9))
     top = axes.get_ylim()[1]
     axes.text(curves.killed, top, f" SIGKILL in the save\n of step {curves.killed}", color=_RED, va="top", fontsize=9)
     axes.text(curves.head, top, f"head: step {curves.head} ", color="#606060", va="top", ha="right", fontsize=9)
@@ -95,13 +97,13 @@ def _draw_losses(axes: Axes, curves: Curves) -> None:
 def _draw_differences(axes: Axes, curves: Curves) -> None:
     for (world_size, losses), (color, style) in zip(curves.resumed.items(), _STYLES, strict=True):
         steps, differences = _xy({step: loss - curves.reference[step] for step, loss in losses.items()})
-        axes.plot(steps, differences, style, color=color, linewidth=1.8, label=f"{world_size} ranks")
+        largest = max(map(abs, differences), default=0.0)
+        label = f"{world_size} ranks: at most {largest:.1e}" if largest else f"{world_size} ranks: none"
+        axes.plot(steps, differences, style, color=color, linewidth=1.8, label=label)
     axes.ticklabel_format(axis="y", style="scientific", scilimits=(0, 0))
-    axes.set_ylabel("minus the reference")
+    axes.legend(frameon=False, loc="center left", bbox_to_anchor=(0.13, 0.5), title="difference from the reference")
+    axes.set_ylabel("difference (nats)")
     axes.set_xlabel("step")
-
-
-_STYLES = ((_ORANGE, "-"), (_GREEN, "--"))
 
 
 def _xy(losses: Mapping[int, float]) -> tuple[list[int], list[float]]:

@@ -25,7 +25,7 @@ from demo.model import GPT, Shape, loss_of
 from demo.text import Batches, standard_library
 from demo.witness import Witness
 
-_BATCH_SIZE = 16
+_BATCH_SIZE = 32
 _LEARNING_RATE = 3e-3
 _WARM_UP = 0.1
 _SEED = 1

@@ -19,7 +19,9 @@ from hypothesis import strategies as st
 
 from holdfast.errors import CorruptError, NotFoundError, StorageError
 from holdfast.storage.base import Bytes
-from holdfast.storage.posix import PosixStorage, _give_name, _rename_without_replace, _storage_error
+from holdfast.storage.linux import rename_without_replace
+from holdfast.storage.posix import PosixStorage, _give_name
+from holdfast.storage.posix_errors import reported
 
 BLOCK = 4096
 SHARED_FOLDER = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -307,8 +309,8 @@ def test_a_rename_that_never_replaces_stands_in_for_links(tmp_path: Path) -> Non
     first, second, name = (tmp_path / part for part in ("first", "second", "name"))
     first.write_text("1")
     second.write_text("2")
-    assert _rename_without_replace(str(first), str(name))
-    assert not _rename_without_replace(str(second), str(name))
+    assert rename_without_replace(str(first), str(name))
+    assert not rename_without_replace(str(second), str(name))
     assert name.read_text() == "1"
 
 
@@ -338,8 +340,9 @@ def test_a_file_system_that_cannot_keep_writers_apart_is_refused(tmp_path: Path)
     ],
 )
 def test_system_errors_say_operation_path_reason_and_whether_to_retry(number: int, code: str, retryable: bool) -> None:
-    error = _storage_error("write", "/mnt/run/object", OSError(number, os.strerror(number)))
-    assert isinstance(error, StorageError)
+    with pytest.raises(StorageError) as caught, reported("write", "/mnt/run/object"):
+        raise OSError(number, os.strerror(number))
+    error = caught.value
     assert (error.code, error.retryable, error.path) == (code, retryable, "/mnt/run/object")
     assert f"cannot write /mnt/run/object: {os.strerror(number)}" in str(error)
     assert str(error).endswith(error.action)

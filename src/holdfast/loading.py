@@ -35,9 +35,9 @@ def load(
 
     Blocking and collective over the job; one plain process is fine too. `path` is a run (its head),
     ``RUN@step=700``, ``RUN@3.12``, or a checkpoint folder. Tensors are filled in place and keep their identity, entries
-    of dicts and lists are replaced in place, tuples are rebuilt (``report.state`` is the whole tree). Optimizer state is
-    built from the checkpoint in its saved dtype. With ``strict`` every name must be on both sides; without, what both
-    have is loaded and the report lists the rest. ``verify=False`` skips the digests of tensor data.
+    of dicts and lists are replaced in place, tuples are rebuilt (``report.state`` is the whole tree). Optimizer state
+    is built from the checkpoint in its saved dtype. With ``strict`` every name must be on both sides; without, what
+    both have is loaded and the report lists the rest. ``verify=False`` skips the digests of tensor data.
 
     Names, dtypes and shapes are compared before anything is changed. An error after that leaves `into` partly filled,
     on every rank: load again, from this or another checkpoint, before using it.

@@ -40,11 +40,8 @@ from holdfast.run.session import JOB
 from holdfast.state.flatten import FlatState, flatten
 from holdfast.state.memory import MemorySource, source_of
 from holdfast.storage.base import Bytes, Storage
-from holdfast.transfer.buffers import BufferPool
+from holdfast.transfer.buffers import pipeline_pool
 from holdfast.transfer.writer import Source, write_file
-
-_BUFFER_NBYTES = 8 << 20
-_NUM_THREADS = 2
 
 
 def save(
@@ -391,14 +388,13 @@ class _Share:
             sources.append(_BytesSource(np.frombuffer(packed, np.uint8)))
         nbytes = layout.data_start + layout.data_nbytes
         writer = self._storage.writer(records.checkpoint_key(self._planned.folder, fmt.file_name(index)), nbytes=nbytes)
-        with BufferPool(_NUM_THREADS * _BUFFER_NBYTES, buffer_nbytes=_BUFFER_NBYTES) as pool:
+        with pipeline_pool() as pool:
             table = write_file(
                 writer,
                 sources,
                 data_start=layout.data_start,
                 header=lambda table: container.header(self.manifest, layout, table),
                 pool=pool,
-                num_threads=_NUM_THREADS,
             )
         self.written_nbytes = nbytes
         return _Written(index, nbytes, xxhash.xxh3_128_hexdigest(table))

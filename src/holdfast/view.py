@@ -13,10 +13,10 @@ import numpy.typing as npt
 
 from holdfast.errors import NotFoundError
 from holdfast.format import values as value_codec
-from holdfast.format.dtypes import DTYPES
+from holdfast.format.dtypes import CARRIERS, DTYPES
 from holdfast.geometry import Box, Shape
 from holdfast.plan.load import Want
-from holdfast.run.checkpoint import CARRIERS, Checkpoint
+from holdfast.run.checkpoint import Checkpoint
 from holdfast.run.history import resolve
 from holdfast.run.paths import parse, some
 

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 
 class DType(NamedTuple):
     """One logical dtype: torch's name, bytes per element, safetensors code of its file entries."""
@@ -50,3 +53,6 @@ DTYPES: dict[str, DType] = {
         ("complex128", 16, "U8"),
     )
 }
+
+#: Numpy types that carry elements of each size: values are only ever moved, never looked at.
+CARRIERS: dict[int, npt.DTypeLike] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}

@@ -145,14 +145,16 @@ def _plan(files: Files, wants: Sequence[Want]) -> _Plan:
         pairs.append((number, index))
     counts = np.asarray([len(meeting.numbers) for meeting in meetings], np.int64)
     numbers, indexes = np.asarray(pairs, np.int64).reshape(-1, 2).T
-    per_want = counts[indexes] if len(meetings) else numbers
+    per_want = counts[indexes] if meetings else numbers
     tensors = np.asarray([want.tensor for want in wants], np.int64)
     columns = [(m.numbers, m.cells.owners[m.numbers], m.cells.within[m.numbers], m.firsts, m.lasts) for m in meetings]
     cells, owners, withins, firsts, lasts = (
         np.concatenate([columns[index][k] for index in indexes.tolist()] or [np.zeros(0, np.int64)]) for k in range(5)
     )
     want_of = np.repeat(numbers, per_want)
-    return _Plan(meetings, np.repeat(indexes, per_want), want_of, tensors[want_of], cells, owners, withins, firsts, lasts)
+    return _Plan(
+        meetings, np.repeat(indexes, per_want), want_of, tensors[want_of], cells, owners, withins, firsts, lasts
+    )
 
 
 def _meet(cells: Cells, shape: Shape, box: Box) -> _Meeting:

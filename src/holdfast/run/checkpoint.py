@@ -14,23 +14,18 @@ from holdfast.errors import CorruptError
 from holdfast.format import manifest as fmt
 from holdfast.format import values as value_codec
 from holdfast.format.container import BLOCK_NBYTES, TABLE_OFFSET, Files, num_blocks
+from holdfast.format.dtypes import CARRIERS
 from holdfast.format.manifest import DecodedManifest, ValueBlock
 from holdfast.format.values import Node
 from holdfast.geometry import Box
 from holdfast.plan.load import FileReads, Read, Want, pieces, plan_load
 from holdfast.run.history import Located
 from holdfast.storage.base import Bytes, FileReader
-from holdfast.transfer.buffers import BufferPool
+from holdfast.transfer.buffers import pipeline_pool
 from holdfast.transfer.reader import DataFile, Extent, ReadJob, ReadStats, read_files
-
-#: Numpy types that carry elements of each size; values are only ever moved.
-CARRIERS: dict[int, npt.DTypeLike] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
 
 #: Takes elements (of the carrier type) for a box relative to the box of want number ... Called from several threads.
 Put = Callable[[int, Box, npt.NDArray[Any]], None]
-
-_BUFFER_NBYTES = 8 << 20
-_NUM_THREADS = 2
 
 
 class Checkpoint:
@@ -91,8 +86,8 @@ class Checkpoint:
         jobs = (
             self._job(reads, wants, put, verify=verify) for reads in plan_load(self.files, wants, first_file=first_file)
         )
-        with BufferPool(_NUM_THREADS * _BUFFER_NBYTES, buffer_nbytes=_BUFFER_NBYTES) as pool:
-            return read_files(jobs, pool=pool, on_corrupt=self.corrupt_block, num_threads=_NUM_THREADS)
+        with pipeline_pool() as pool:
+            return read_files(jobs, pool=pool, on_corrupt=self.corrupt_block)
 
     def open_file(self, index: int, *, data_start: int, data_nbytes: int, verify: bool = True) -> DataFile:
         """Open a data file; its size, and with `verify` its digest table, are checked against the seal."""
@@ -141,8 +136,8 @@ class Checkpoint:
             return self.open_file(block.file, data_start=layout.data_start, data_nbytes=layout.data_nbytes)
 
         extent = Extent(layout.values_offset, layout.values_offset + block.capacity)
-        with BufferPool(_BUFFER_NBYTES, buffer_nbytes=_BUFFER_NBYTES) as pool:
-            read_files([ReadJob(open_, [extent], deliver)], pool=pool, on_corrupt=self.corrupt_block, num_threads=1)
+        with pipeline_pool() as pool:
+            read_files([ReadJob(open_, [extent], deliver)], pool=pool, on_corrupt=self.corrupt_block)
         nodes = unpack_values(out.tobytes(), path=self.path(fmt.file_name(block.file)))
         if tuple(sorted(nodes)) != tuple(sorted(block.paths)):
             raise self._corrupt(fmt.file_name(block.file), "its values are not those that the manifest lists")

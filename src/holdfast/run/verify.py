@@ -12,11 +12,8 @@ from holdfast.format import container
 from holdfast.format.container import FileLayout
 from holdfast.run.checkpoint import Checkpoint
 from holdfast.storage.base import Bytes
-from holdfast.transfer.buffers import BufferPool
+from holdfast.transfer.buffers import BufferPool, pipeline_pool
 from holdfast.transfer.reader import DataFile, Extent, ReadJob, read_files
-
-_BUFFER_NBYTES = 8 << 20
-_NUM_THREADS = 2
 
 
 @dataclass(frozen=True)
@@ -35,7 +32,7 @@ def verify_checkpoint(checkpoint: Checkpoint, *, progress: Callable[[int], None]
     table against the seal, every block, and that the values can be decoded. A bad file does not stop the others.
     """
     findings = []
-    with BufferPool(_NUM_THREADS * _BUFFER_NBYTES, buffer_nbytes=_BUFFER_NBYTES) as pool:
+    with pipeline_pool() as pool:
         for index in range(checkpoint.manifest.body.num_files):
             layout = checkpoint.files.layout(index)
             finding = _finding(lambda layout=layout: _verify_file(checkpoint, layout, pool, progress))  # type: ignore[misc]
@@ -65,7 +62,7 @@ def _verify_file(checkpoint: Checkpoint, layout: FileLayout, pool: BufferPool, p
         progress(len(data))
 
     job = ReadJob(open_, [Extent(0, layout.data_nbytes)], deliver)
-    read_files([job], pool=pool, on_corrupt=checkpoint.corrupt_block, num_threads=_NUM_THREADS)
+    read_files([job], pool=pool, on_corrupt=checkpoint.corrupt_block)
 
 
 def _check_header(checkpoint: Checkpoint, layout: FileLayout, file: DataFile) -> None:

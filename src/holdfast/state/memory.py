@@ -9,13 +9,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from holdfast.format.dtypes import CARRIERS
 from holdfast.geometry import Box, FlatRange, flat_boxes
 from holdfast.plan.layout import Pieces, Placed, TensorLayout
 from holdfast.plan.placements import local_boxes
 from holdfast.storage.base import Bytes
 
-#: Numpy types that carry elements of each size; values are only ever moved.
-_CARRIERS: dict[int, npt.DTypeLike] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
 _TORCH_CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 Array = npt.NDArray[Any]
@@ -49,7 +48,7 @@ class MemorySource:
             flat = carried(self.view).reshape(-1).numpy().view(np.uint8)
             out[:] = flat[first * itemsize : (first + count) * itemsize]
             return
-        elements = torch.from_numpy(out.view(_CARRIERS[itemsize]))
+        elements = torch.from_numpy(out.view(CARRIERS[itemsize]))
         source = carried(self.view)
         for offset, box in flat_boxes(tuple(self.view.shape), first, first + count):
             elements[offset : offset + box.numel].view(box.size).copy_(source[box.slices()])
@@ -73,7 +72,7 @@ class MemoryTarget:
 
 def elements(data: Bytes, itemsize: int) -> Array:
     """Bytes as elements of the carrier type of that size."""
-    return data.view(_CARRIERS[itemsize])
+    return data.view(CARRIERS[itemsize])
 
 
 def local_pieces(layout: TensorLayout, memory: tuple[torch.Tensor, ...], rank: int) -> list[tuple[Box, torch.Tensor]]:

@@ -9,43 +9,26 @@ through the page cache.
 from __future__ import annotations
 
 import builtins
-import ctypes
 import errno
 import logging
 import mmap
 import os
 import secrets
 import stat
-import struct
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 
-from holdfast.errors import CorruptError, HoldfastError, NotFoundError, StorageError
+from holdfast.errors import StorageError
 from holdfast.storage.base import Bytes
+from holdfast.storage.linux import ALIGNMENT, open_direct, rename_without_replace, reserve
+from holdfast.storage.posix_errors import not_found, reported, short, unfenced
 
 _log = logging.getLogger(__name__)
 
 TEMPORARY_PREFIX = ".tmp-"
-_ALIGNMENT = 4096
 _BUFFERED_ALIGNMENT = 1
 
 _MISSING = (FileNotFoundError, NotADirectoryError)
 _UNSUPPORTED = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
-_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
-_DENIED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
-_TRANSIENT = frozenset(
-    {
-        errno.EAGAIN,
-        errno.EBUSY,
-        errno.ESTALE,
-        errno.ETIMEDOUT,
-        errno.EHOSTDOWN,
-        errno.EHOSTUNREACH,
-        errno.ENETDOWN,
-        errno.ENETUNREACH,
-        errno.ECONNRESET,
-    }
-)
 
 
 class PosixStorage:
@@ -71,17 +54,17 @@ class PosixStorage:
     def read(self, key: str, *, start: int = 0, nbytes: int | None = None) -> bytes:
         """The bytes of an object, or `nbytes` of them from `start`. Fewer than `nbytes` are a `CorruptError`."""
         path = self.path(key)
-        with _errors("read", path), open(_open_existing(path), "rb") as file:
+        with reported("read", path), open(_open_existing(path), "rb") as file:
             file.seek(start)
             data = file.read(-1 if nbytes is None else nbytes)
         if nbytes is not None and len(data) < nbytes:
-            raise _short(path, start=start, wanted=nbytes, found=len(data))
+            raise short(path, start=start, wanted=nbytes, found=len(data))
         return data
 
     def nbytes(self, key: str) -> int | None:
         """Size of an object, or None where there is none."""
         path = self.path(key)
-        with _errors("look at", path):
+        with reported("look at", path):
             try:
                 status = os.stat(path)
             except _MISSING:
@@ -91,7 +74,7 @@ class PosixStorage:
     def list(self, folder: str) -> builtins.list[str]:
         """Names directly below `folder`, sorted; ``""`` is the root; empty where there is no such folder."""
         path = self.path(folder) if folder else self._root
-        with _errors("list", path):
+        with reported("list", path):
             try:
                 names = os.listdir(path)
             except _MISSING:
@@ -103,7 +86,7 @@ class PosixStorage:
         durable then as well, whoever created it."""
         path = self._path_to_create(key)
         temporary = _temporary_beside(path)
-        with _errors("create", path):
+        with reported("create", path):
             try:
                 with open(temporary, "xb") as file:
                     file.write(data)
@@ -125,7 +108,7 @@ class PosixStorage:
 
     def _path_to_create(self, key: str) -> str:
         path = self.path(key)
-        with _errors("create", path):
+        with reported("create", path):
             self._make_folder(os.path.dirname(path))
         return path
 
@@ -161,16 +144,16 @@ class _OpenFile:
         self._path = path
         self._descriptor = descriptor
         self._direct = direct
-        self.alignment = _BUFFERED_ALIGNMENT if self._direct is None else _ALIGNMENT
+        self.alignment = _BUFFERED_ALIGNMENT if self._direct is None else ALIGNMENT
         if self._direct is None:
             _log.info("no direct I/O for %s: reading and writing through the page cache", path)
 
     def _direct_for(self, offset: int, data: Bytes) -> int | None:
         """The descriptor for direct I/O where `data` can start at `offset` with it."""
-        if self.alignment != _ALIGNMENT or offset % _ALIGNMENT:
+        if self.alignment != ALIGNMENT or offset % ALIGNMENT:
             return None
         address: int = data.__array_interface__["data"][0]
-        return None if address % _ALIGNMENT else self._direct
+        return None if address % ALIGNMENT else self._direct
 
     def _check_refused(self, error: OSError) -> None:
         """Go on through the page cache where direct I/O proves to be refused after all; else raise `error`.
@@ -179,7 +162,7 @@ class _OpenFile:
         """
         if error.errno != errno.EINVAL:
             raise error
-        if self.alignment == _ALIGNMENT:
+        if self.alignment == ALIGNMENT:
             self.alignment = _BUFFERED_ALIGNMENT
             _log.info("direct I/O was refused for %s: going on through the page cache", self._path)
 
@@ -202,12 +185,12 @@ class PosixWriter(_OpenFile):
 
     def __init__(self, path: str, *, nbytes: int) -> None:
         self._temporary = _temporary_beside(path)
-        with _errors("create", path):
+        with reported("create", path):
             descriptor = os.open(self._temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
             try:
                 # A last block that is padded to the alignment must not grow the file: that would serialise writes.
-                _reserve(descriptor, nbytes + -nbytes % _ALIGNMENT)
-                super().__init__(path, descriptor, _open_direct(self._temporary, os.O_WRONLY))
+                reserve(descriptor, nbytes + -nbytes % ALIGNMENT)
+                super().__init__(path, descriptor, open_direct(self._temporary, os.O_WRONLY))
             except BaseException:
                 os.close(descriptor)
                 _remove(self._temporary)
@@ -215,14 +198,14 @@ class PosixWriter(_OpenFile):
 
     def write_at(self, offset: int, data: Bytes) -> None:
         """Write all of `data` at `offset`; not yet durable on return."""
-        with _errors("write", self._path):
+        with reported("write", self._path):
             while len(data):
                 num_written = self._write_some(offset, data)
                 offset += num_written
                 data = data[num_written:]
 
     def _write_some(self, offset: int, data: Bytes) -> int:
-        whole = len(data) - len(data) % _ALIGNMENT
+        whole = len(data) - len(data) % ALIGNMENT
         direct = self._direct_for(offset, data)
         if direct is not None and whole:
             try:
@@ -234,7 +217,7 @@ class PosixWriter(_OpenFile):
     def publish(self, nbytes: int) -> None:
         """Cut to `nbytes`, make durable, and make visible under the key. When the key is taken: `StorageError`,
         code ``storage.exists``."""
-        with _errors("publish", self._path):
+        with reported("publish", self._path):
             os.ftruncate(self._descriptor, nbytes)
             os.fsync(self._descriptor)
             if not _give_name(self._temporary, self._path):
@@ -265,11 +248,11 @@ class PosixReader(_OpenFile):
     whatever their length."""
 
     def __init__(self, path: str) -> None:
-        with _errors("open", path):
+        with reported("open", path):
             descriptor = _open_existing(path)
             try:
                 self.nbytes = os.fstat(descriptor).st_size
-                super().__init__(path, descriptor, _open_direct(path, os.O_RDONLY))
+                super().__init__(path, descriptor, open_direct(path, os.O_RDONLY))
             except BaseException:
                 os.close(descriptor)
                 raise
@@ -277,11 +260,11 @@ class PosixReader(_OpenFile):
     def read_at(self, offset: int, out: Bytes) -> None:
         """Fill `out` from `offset`; a short file is a `CorruptError`, code ``corrupt.short``."""
         done = 0
-        with _errors("read", self._path):
+        with reported("read", self._path):
             while done < len(out):
                 num_read = self._read_some(offset + done, out[done:])
                 if num_read == 0:
-                    raise _short(self._path, start=offset, wanted=len(out), found=done)
+                    raise short(self._path, start=offset, wanted=len(out), found=done)
                 done += num_read
 
     def _read_some(self, offset: int, out: Bytes) -> int:
@@ -295,12 +278,12 @@ class PosixReader(_OpenFile):
 
 
 def _read_direct(direct: int, offset: int, out: Bytes) -> int:
-    over = len(out) % _ALIGNMENT
+    over = len(out) % ALIGNMENT
     if not over:
         return os.preadv(direct, [out.data], offset)
     # The device reads whole blocks: the last one goes to a block of its own, in the same call.
     whole = len(out) - over
-    with mmap.mmap(-1, _ALIGNMENT) as block:
+    with mmap.mmap(-1, ALIGNMENT) as block:
         num_read = min(os.preadv(direct, [out[:whole].data, block] if whole else [block], offset), len(out))
         if num_read > whole:
             out[whole:num_read] = bytearray(block[: num_read - whole])
@@ -312,11 +295,11 @@ def _open_existing(path: str) -> int:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except _MISSING as error:
-        raise _not_found(path) from error
+        raise not_found(path) from error
     if stat.S_ISREG(os.fstat(descriptor).st_mode):
         return descriptor
     os.close(descriptor)
-    raise _not_found(path)
+    raise not_found(path)
 
 
 def _temporary_beside(path: str) -> str:
@@ -340,7 +323,12 @@ def _give_name(temporary: str, path: str) -> bool:
     except OSError as error:
         if error.errno not in _UNSUPPORTED:
             raise
-    return _rename_without_replace(temporary, path)
+    try:
+        return rename_without_replace(temporary, path)
+    except OSError as error:
+        if error.errno not in _UNSUPPORTED:
+            raise
+        raise unfenced(path) from error
 
 
 def _fsync_folder(folder: str) -> None:
@@ -353,120 +341,3 @@ def _fsync_folder(folder: str) -> None:
             raise
     finally:
         os.close(descriptor)
-
-
-@contextmanager
-def _errors(operation: str, path: str) -> Iterator[None]:
-    """Turn what the operating system reports into `StorageError`."""
-    try:
-        yield
-    except OSError as error:
-        raise _storage_error(operation, path, error) from error
-
-
-def _storage_error(operation: str, path: str, error: OSError) -> HoldfastError:
-    code, action = "storage.failed", "Repair what the system reports, then try again."
-    reason = error.strerror or str(error)
-    if error.errno in _FULL:
-        code, action = "storage.full", "Free space or raise the quota, or save to another place."
-        with suppress(OSError):
-            space = os.statvfs(os.path.dirname(path))
-            reason += f" ({space.f_bavail * space.f_frsize:,} bytes free)"
-    elif error.errno in _DENIED:
-        code, action = "storage.denied", "Give this user write access, or use another place."
-    elif error.errno == errno.EIO:
-        code, action = "storage.io", "Look for device errors in the kernel log, then use another copy or place."
-    elif error.errno in _TRANSIENT:
-        code, action = "storage.unavailable", "Try again; if it stays, check the file server and the mount."
-    return StorageError(
-        f"cannot {operation} {path}: {reason}.",
-        code=code,
-        action=action,
-        path=path,
-        retryable=error.errno in _TRANSIENT,
-    )
-
-
-def _not_found(path: str) -> NotFoundError:
-    return NotFoundError(
-        f"there is no file {path}.",
-        code="not_found.object",
-        action="Check the path, and that the copy it is part of is complete.",
-        path=path,
-    )
-
-
-def _short(path: str, *, start: int, wanted: int, found: int) -> CorruptError:
-    return CorruptError(
-        f"{path} is too short: {wanted:,} bytes are wanted from {start:,}, {found:,} are there.",
-        code="corrupt.short",
-        action="Use another copy or an older checkpoint.",
-        path=path,
-    )
-
-
-# What Linux offers and Python's os module does not.
-
-_C_LIBRARY = ctypes.CDLL(None, use_errno=True)
-_AT_FDCWD = -100
-_AT_EMPTY_PATH = 0x1000
-_RENAME_NOREPLACE = 1
-_STATX_DIOALIGN = 0x2000
-_STATX_NBYTES = 256
-#: Of ``struct statx``: the mask of what was filled in, and the alignment of direct I/O in memory and in the file.
-_STATX_DIRECT = struct.Struct("=I148x2I")
-
-
-def _call(name: str, *arguments: int | bytes | ctypes.c_int64 | ctypes.Array[ctypes.c_char]) -> int:
-    """Call a function of the C library: 0 or the error number."""
-    function = getattr(_C_LIBRARY, name, None)
-    if function is None:
-        return errno.ENOSYS
-    return ctypes.get_errno() if function(*arguments) else 0
-
-
-def _rename_without_replace(temporary: str, path: str) -> bool:
-    """`_give_name` for file systems without hard links."""
-    source, target = os.fsencode(temporary), os.fsencode(path)
-    failed = _call("renameat2", _AT_FDCWD, source, _AT_FDCWD, target, _RENAME_NOREPLACE)
-    if failed in (0, errno.EEXIST):
-        return failed == 0
-    if failed not in _UNSUPPORTED:
-        raise OSError(failed, os.strerror(failed))
-    raise StorageError(
-        f"cannot create {path}: its file system has neither hard links nor a rename that never replaces, so two "
-        "writers could not be kept apart.",
-        code="storage.unfenced",
-        action="Use a file system that has one of them.",
-        path=path,
-    )
-
-
-def _reserve(descriptor: int, nbytes: int) -> None:
-    """Reserve space where the file system can. (``posix_fallocate`` writes to every block where it cannot.)"""
-    failed = errno.EINTR if nbytes else 0
-    while failed == errno.EINTR:
-        failed = _call("fallocate", descriptor, 0, ctypes.c_int64(0), ctypes.c_int64(nbytes))
-    if failed not in (0, errno.EOPNOTSUPP, errno.ENOSYS):
-        raise OSError(failed, os.strerror(failed))
-
-
-def _open_direct(path: str, access: int) -> int | None:
-    """`path` opened for direct I/O in blocks of 4096 bytes; None where the file system has no such thing."""
-    flag: int | None = getattr(os, "O_DIRECT", None)
-    if flag is None:
-        return None
-    try:
-        descriptor = os.open(path, access | flag | os.O_CLOEXEC)
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-        return None
-    status = ctypes.create_string_buffer(_STATX_NBYTES)
-    if _call("statx", descriptor, b"", _AT_EMPTY_PATH, _STATX_DIOALIGN, status) == 0:
-        mask, in_memory, in_file = _STATX_DIRECT.unpack_from(status)
-        if mask & _STATX_DIOALIGN and not 0 < max(in_memory, in_file) <= _ALIGNMENT:
-            os.close(descriptor)
-            return None
-    # Where the kernel does not say, the first transfer shows.
-    return descriptor

@@ -16,6 +16,8 @@ from holdfast.storage.base import Bytes
 from holdfast.transfer.digest import BLOCK_NBYTES
 
 BUFFER_NBYTES = 8 * BLOCK_NBYTES
+#: Threads of a pipeline: while one copies and hashes, another waits for the device.
+NUM_THREADS = 2
 
 
 class BufferPool:
@@ -59,6 +61,11 @@ class BufferPool:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def pipeline_pool() -> BufferPool:
+    """Buffers for one pipeline: one per thread, as much as `write_file` and `read_files` use by default."""
+    return BufferPool(NUM_THREADS * BUFFER_NBYTES)
 
 
 def run_threads(num_threads: int, work: Callable[[], None], *, stop: Callable[[], None]) -> None:

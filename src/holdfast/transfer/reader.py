@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from holdfast.errors import CorruptError
 from holdfast.storage.base import Bytes, FileReader
-from holdfast.transfer.buffers import BufferPool, run_threads
+from holdfast.transfer.buffers import NUM_THREADS, BufferPool, run_threads
 from holdfast.transfer.digest import BLOCK_NBYTES, first_bad_block, table_nbytes
 
 _PAGE_NBYTES = 4096
@@ -70,7 +70,7 @@ def read_files(
     *,
     pool: BufferPool,
     on_corrupt: Callable[[DataFile, int], CorruptError],
-    num_threads: int = 2,
+    num_threads: int = NUM_THREADS,
 ) -> ReadStats:
     """Read and deliver what `jobs` want, in their order; returns when all is delivered.
 

@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 
 from holdfast.storage.base import Bytes, FileWriter
-from holdfast.transfer.buffers import BufferPool, run_threads
+from holdfast.transfer.buffers import NUM_THREADS, BufferPool, run_threads
 from holdfast.transfer.digest import digest_blocks
 
 DATA_ALIGNMENT = 4096
@@ -35,7 +35,7 @@ def write_file(
     data_start: int,
     header: Callable[[bytes], bytes],
     pool: BufferPool,
-    num_threads: int = 2,
+    num_threads: int = NUM_THREADS,
 ) -> bytes:
     """Write and publish one file; returns the digest table of its data section, durable and visible.
 

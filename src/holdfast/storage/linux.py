@@ -1,0 +1,67 @@
+"""What Linux offers and Python's os module does not: space reservation, a rename that never replaces, direct I/O."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import struct
+from typing import Final
+
+ALIGNMENT: Final = 4096
+
+_C_LIBRARY = ctypes.CDLL(None, use_errno=True)
+_AT_FDCWD = -100
+_AT_EMPTY_PATH = 0x1000
+_RENAME_NOREPLACE = 1
+_STATX_DIOALIGN = 0x2000
+_STATX_NBYTES = 256
+#: Of ``struct statx``: the mask of what was filled in, and the alignment of direct I/O in memory and in the file.
+_STATX_DIRECT = struct.Struct("=I148x2I")
+
+
+def _call(name: str, *arguments: int | bytes | ctypes.c_int64 | ctypes.Array[ctypes.c_char]) -> int:
+    """Call a function of the C library: 0 or the error number."""
+    function = getattr(_C_LIBRARY, name, None)
+    if function is None:
+        return errno.ENOSYS
+    return ctypes.get_errno() if function(*arguments) else 0
+
+
+def rename_without_replace(source: str, target: str) -> bool:
+    """Rename `source` to `target` unless that exists, atomically. OSError where that cannot be had."""
+    names = os.fsencode(source), os.fsencode(target)
+    failed = _call("renameat2", _AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_NOREPLACE)
+    if failed in (0, errno.EEXIST):
+        return failed == 0
+    raise OSError(failed, os.strerror(failed))
+
+
+def reserve(descriptor: int, nbytes: int) -> None:
+    """Reserve space where the file system can. (``posix_fallocate`` writes to every block where it cannot.)"""
+    failed = errno.EINTR if nbytes else 0
+    while failed == errno.EINTR:
+        failed = _call("fallocate", descriptor, 0, ctypes.c_int64(0), ctypes.c_int64(nbytes))
+    if failed not in (0, errno.EOPNOTSUPP, errno.ENOSYS):
+        raise OSError(failed, os.strerror(failed))
+
+
+def open_direct(path: str, access: int) -> int | None:
+    """`path` opened for direct I/O in blocks of 4096 bytes; None where the file system has no such thing."""
+    flag: int | None = getattr(os, "O_DIRECT", None)
+    if flag is None:
+        return None
+    try:
+        descriptor = os.open(path, access | flag | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return None
+    status = ctypes.create_string_buffer(_STATX_NBYTES)
+    if _call("statx", descriptor, b"", _AT_EMPTY_PATH, _STATX_DIOALIGN, status) == 0:
+        mask, in_memory, in_file = _STATX_DIRECT.unpack_from(status)
+        if mask & _STATX_DIOALIGN and not 0 < max(in_memory, in_file) <= ALIGNMENT:
+            os.close(descriptor)
+            return None
+    # Where the kernel does not say, the first transfer shows.
+    return descriptor

@@ -1,0 +1,89 @@
+"""What the operating system reports about files, as errors that say what to do."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from holdfast.errors import CorruptError, HoldfastError, NotFoundError, StorageError
+
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+_DENIED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
+_TRANSIENT = frozenset(
+    {
+        errno.EAGAIN,
+        errno.EBUSY,
+        errno.ESTALE,
+        errno.ETIMEDOUT,
+        errno.EHOSTDOWN,
+        errno.EHOSTUNREACH,
+        errno.ENETDOWN,
+        errno.ENETUNREACH,
+        errno.ECONNRESET,
+    }
+)
+
+
+@contextmanager
+def reported(operation: str, path: str) -> Iterator[None]:
+    """Turn what the operating system reports into `StorageError`."""
+    try:
+        yield
+    except OSError as error:
+        raise _storage_error(operation, path, error) from error
+
+
+def _storage_error(operation: str, path: str, error: OSError) -> HoldfastError:
+    code, action = "storage.failed", "Repair what the system reports, then try again."
+    reason = error.strerror or str(error)
+    if error.errno in _FULL:
+        code, action = "storage.full", "Free space or raise the quota, or save to another place."
+        with suppress(OSError):
+            space = os.statvfs(os.path.dirname(path))
+            reason += f" ({space.f_bavail * space.f_frsize:,} bytes free)"
+    elif error.errno in _DENIED:
+        code, action = "storage.denied", "Give this user write access, or use another place."
+    elif error.errno == errno.EIO:
+        code, action = "storage.io", "Look for device errors in the kernel log, then use another copy or place."
+    elif error.errno in _TRANSIENT:
+        code, action = "storage.unavailable", "Try again; if it stays, check the file server and the mount."
+    return StorageError(
+        f"cannot {operation} {path}: {reason}.",
+        code=code,
+        action=action,
+        path=path,
+        retryable=error.errno in _TRANSIENT,
+    )
+
+
+def not_found(path: str) -> NotFoundError:
+    """The error for a file that is not there."""
+    return NotFoundError(
+        f"there is no file {path}.",
+        code="not_found.object",
+        action="Check the path, and that the copy it is part of is complete.",
+        path=path,
+    )
+
+
+def short(path: str, *, start: int, wanted: int, found: int) -> CorruptError:
+    """The error for a file that ends too early."""
+    return CorruptError(
+        f"{path} is too short: {wanted:,} bytes are wanted from {start:,}, {found:,} are there.",
+        code="corrupt.short",
+        action="Use another copy or an older checkpoint.",
+        path=path,
+    )
+
+
+def unfenced(path: str) -> StorageError:
+    """The error for a file system that cannot create without replacing."""
+    return StorageError(
+        f"cannot create {path}: its file system has neither hard links nor a rename that never replaces, so two "
+        "writers could not be kept apart.",
+        code="storage.unfenced",
+        action="Use a file system that has one of them.",
+        path=path,
+    )
