@@ -38,7 +38,7 @@ from holdfast.run.history import Run
 from holdfast.run.paths import parse, storage_at
 from holdfast.run.session import JOB
 from holdfast.state.flatten import FlatState, flatten
-from holdfast.state.memory import MemorySource, source_of
+from holdfast.state.memory import digest_of, source_of
 from holdfast.storage.base import Bytes, Storage
 from holdfast.transfer.buffers import pipeline_pool
 from holdfast.transfer.writer import Source, write_file
@@ -147,7 +147,7 @@ class _Saving:
     def run(self, state: Mapping[str, object]) -> SaveReport:
         local: list[_Local] = []
         with self._watch.phase("describe"):
-            described = attempt(lambda: _describe(state, local))
+            described = attempt(lambda: _describe(state, local, alone=self._channel.world_size == 1))
             messages: list[_Described] = []
 
             def ask(payloads: list[bytes]) -> bytes:
@@ -196,12 +196,12 @@ class _Local:
         return _Details(body, _compared_digests(self.flat), self.values)
 
 
-def _describe(state: Mapping[str, object], local: list[_Local]) -> bytes:
+def _describe(state: Mapping[str, object], local: list[_Local], *, alone: bool) -> bytes:
     flat = flatten(state)
     layout = RankLayout.of([tensor.layout for tensor in flat.tensors.values()], flat.aliases)
     mine = _Local(flat, layout, value_codec.encode(flat.nodes))
     local.append(mine)
-    compared = xxhash.xxh3_128_digest(b"".join(_compared_digests(flat).values()))
+    compared = b"" if alone else xxhash.xxh3_128_digest(b"".join(_compared_digests(flat).values()))
     values = xxhash.xxh3_128_digest(mine.values)
     return msgspec.msgpack.encode(_Described(layout.digest, layout.columns, compared, values))
 
@@ -212,10 +212,7 @@ def _compared_digests(flat: FlatState) -> dict[str, bytes]:
     for name, tensor in flat.tensors.items():
         spec = tensor.layout.spec
         if isinstance(spec, Whole) and spec.replicas == "compare":
-            source = MemorySource(tensor.memory[0], 0, tensor.memory[0].numel())
-            data = np.empty(source.nbytes, np.uint8)
-            source.read_into(0, data)
-            digests[name] = xxhash.xxh3_128_digest(data.data)
+            digests[name] = digest_of(tensor.memory[0])
     return digests
 
 

@@ -8,12 +8,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+import xxhash
 
 from holdfast.format.dtypes import CARRIERS
 from holdfast.geometry import Box, FlatRange, flat_boxes
 from holdfast.plan.layout import Pieces, Placed, TensorLayout
 from holdfast.plan.placements import local_boxes
 from holdfast.storage.base import Bytes
+from holdfast.transfer.buffers import BUFFER_NBYTES
 
 _TORCH_CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
@@ -52,6 +54,18 @@ class MemorySource:
         source = carried(self.view)
         for offset, box in flat_boxes(tuple(self.view.shape), first, first + count):
             elements[offset : offset + box.numel].view(box.size).copy_(source[box.slices()])
+
+
+def digest_of(tensor: torch.Tensor) -> bytes:
+    """xxh3-128 of a tensor's elements in row-major order, in bounded memory."""
+    source = MemorySource(tensor, 0, tensor.numel())
+    digest = xxhash.xxh3_128()
+    buffer = np.empty(min(source.nbytes, BUFFER_NBYTES), np.uint8)
+    for start in range(0, source.nbytes, BUFFER_NBYTES):
+        part = buffer[: min(BUFFER_NBYTES, source.nbytes - start)]
+        source.read_into(start, part)
+        digest.update(part.data)
+    return digest.digest()
 
 
 @dataclass(frozen=True)
