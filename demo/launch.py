@@ -204,13 +204,17 @@ def _has_stopped(pid: int) -> bool:
 
 def file_in_the_making(pid: int, folder: Path) -> Path | None:
     """A temporary file below `folder`, invisible to readers of checkpoints, that the process has open just now."""
-    try:
-        files = [descriptor.readlink() for descriptor in Path(f"/proc/{pid}/fd").iterdir()]
-    except FileNotFoundError:
-        # A file was closed, or the process ended, while we looked.
-        return None
     # The kernel adds " (deleted)" to the name of a file that is no longer under it.
-    return next((f for f in files if f.is_relative_to(folder) and f.name.startswith(".") and " " not in f.name), None)
+    candidates = (file for file in _open_files(pid) if file.is_relative_to(folder))
+    return next((file for file in candidates if file.name.startswith(".") and " " not in file.name), None)
+
+
+def _open_files(pid: int) -> Iterator[Path]:
+    # The process may end, or close a file, while we look.
+    with suppress(FileNotFoundError):
+        for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+            with suppress(FileNotFoundError):
+                yield descriptor.readlink()
 
 
 def _step_of(file: Path) -> int:

@@ -83,15 +83,19 @@ def draw(curves: Curves, path: Path) -> None:
 
 
 def _draw_losses(axes: Axes, curves: Curves) -> None:
-    axes.plot(*_xy(curves.reference), color=_GREY, linewidth=8, label="reference, never interrupted (2 ranks)")
-    axes.plot(*_xy(curves.job), color=_BLUE, linewidth=4, label="the job until it was killed (2 ranks)")
+    axes.plot(*_xy(curves.reference), color=_GREY, linewidth=8, label="reference, 2 ranks, never interrupted")
+    axes.plot(*_xy(curves.job), color=_BLUE, linewidth=4, label="the job, 2 ranks, until it was killed")
     for (world_size, losses), (color, style) in zip(curves.resumed.items(), _STYLES, strict=True):
         axes.plot(*_xy(losses), style, color=color, linewidth=1.8, label=f"resumed on {world_size} ranks")
     axes.set_ylabel("loss of the whole batch (nats per byte)")
-    axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(0.13, 0.9))
+    axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(0.09, 0.86))
     top = axes.get_ylim()[1]
-    axes.text(curves.killed, top, f" SIGKILL in the save\n of step {curves.killed}", color=_RED, va="top", fontsize=9)
-    axes.text(curves.head, top, f"head: step {curves.head} ", color="#606060", va="top", ha="right", fontsize=9)
+    killed, head = (
+        f" SIGKILL in the save\n of step {curves.killed}",
+        f"resumed from here, \nthe head: step {curves.head} ",
+    )
+    axes.text(curves.killed, top, killed, color=_RED, va="top", fontsize=9)
+    axes.text(curves.head, top, head, color="#606060", va="top", ha="right", fontsize=9)
 
 
 def _draw_differences(axes: Axes, curves: Curves) -> None:
@@ -101,7 +105,7 @@ def _draw_differences(axes: Axes, curves: Curves) -> None:
         label = f"{world_size} ranks: at most {largest:.1e}" if largest else f"{world_size} ranks: none"
         axes.plot(steps, differences, style, color=color, linewidth=1.8, label=label)
     axes.ticklabel_format(axis="y", style="scientific", scilimits=(0, 0))
-    axes.legend(frameon=False, loc="center left", bbox_to_anchor=(0.13, 0.5), title="difference from the reference")
+    axes.legend(frameon=False, loc="center left", bbox_to_anchor=(0.09, 0.5), title="difference from the reference")
     axes.set_ylabel("difference (nats)")
     axes.set_xlabel("step")
 

@@ -51,7 +51,7 @@ def tensor_digests(model: nn.Module, optimizer: Optimizer) -> dict[str, str]:
     """SHA-256 of every tensor of model and optimizer, gathered in full, by name. Collective."""
     tensors: dict[str, Tensor] = {f"model/{name}": tensor for name, tensor in model.state_dict().items()}
     for name, parameter in model.named_parameters():
-        slots: Mapping[str, Tensor] = optimizer.state[parameter]
+        slots: Mapping[str, Tensor] = optimizer.state.get(parameter, {})
         tensors |= {f"optimizer/{name}/{slot}": tensor for slot, tensor in slots.items()}
     return {name: _digest(tensor) for name, tensor in tensors.items()}
 

@@ -263,16 +263,18 @@ def test_an_object_that_fails_on_one_rank_fails_the_call_on_all(tmp_path: Path) 
 def diverged(run: str, what: str) -> tuple[Told, str]:
     start_new_job()
     own = float(dist.get_rank() == 2)
-    changes: dict[str, Any] = {
+    changes: dict[str, dict[str, Any]] = {
         "tensor": {"weight": torch.arange(6.0) + own},
         "bits": {"weight": torch.tensor([-0.0 if own else 0.0])},
         "value": {"progress": {"epoch": 1, "loss": own}},
+        "zero": {"progress": {"epoch": 1, "loss": -0.0 if own else 0.0}},
+        "type": {"progress": {"epoch": 1, "loss": True if own else 1}},
         "keys": {"progress": {"epoch": 1} | ({"extra": 1} if own else {})},
         "shape": {"weight": torch.zeros(6 + int(own))},
         "dtype": {"weight": torch.zeros(6, dtype=torch.float64 if own else torch.float32)},
         "kind": {"progress": torch.zeros(1) if own else 3},
-    }[what]
-    return told(lambda: save_small(run, 1, **changes)), save_small(run, 1)
+    }
+    return told(lambda: save_small(run, 1, **changes[what])), save_small(run, 1)
 
 
 @pytest.mark.parametrize(
@@ -281,6 +283,8 @@ def diverged(run: str, what: str) -> tuple[Told, str]:
         ("tensor", "weight", r"ranks [0, 1] and [2]"),
         ("bits", "weight", r"ranks [0, 1] and [2]"),
         ("value", "progress/loss", "differs between rank 0 and rank 2"),
+        ("zero", "progress/loss", "differs between rank 0 and rank 2"),
+        ("type", "progress/loss", "differs between rank 0 and rank 2"),
         ("keys", "progress", "differs between rank 0 and rank 2"),
         ("shape", "weight", r"ranks [0, 1] and [2]"),
         ("dtype", "weight", r"ranks [0, 1] and [2]"),

@@ -1,4 +1,4 @@
-"""Manifests: they come back as they were, every flipped bit is noticed, and no claim is believed before it is checked."""
+"""Manifests: they come back as they were, every flipped bit is noticed, and no claim is believed unchecked."""
 
 from __future__ import annotations
 

@@ -21,6 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import AdamW
 
 import holdfast
 from tests.models import (
@@ -33,7 +34,6 @@ from tests.models import (
     filled,
     full,
     holds,
-    part_of,
     start_new_job,
     tensors,
     write,
@@ -150,9 +150,11 @@ def train(kind: Kind, run: str) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize(
-    ("source", "target"), [(Cell("fsdp", 2), 3), (Cell("fsdp", 3), 2), (Cell("ddp", 2), 3)], ids=cell_id
+    ("source", "target"),
+    [(Cell("fsdp", 2), Cell("fsdp", 3)), (Cell("fsdp", 3), Cell("fsdp", 2)), (Cell("ddp", 2), Cell("fsdp", 3))],
+    ids=cell_id,
 )
-def test_what_real_steps_left_is_what_is_stored(tmp_path: Path, source: Cell, target: int) -> None:
+def test_what_real_steps_left_is_what_is_stored(tmp_path: Path, source: Cell, target: Cell) -> None:
     run = str(tmp_path / "run")
     gathered = run_ranks(source.world_size, train, source.kind, run)
     view = holdfast.open(run)
@@ -161,7 +163,7 @@ def test_what_real_steps_left_is_what_is_stored(tmp_path: Path, source: Cell, ta
         assert view[name].numpy().tobytes() == gathered[0][name], name
     if source.kind == "ddp":  # the job was one where ranks differ, and rank 0 was followed
         assert gathered[0]["model/pool.running_mean"] != gathered[1]["model/pool.running_mean"]
-    for resumed in run_ranks(target, load_and_gather, run):
+    for resumed in run_ranks(target.world_size, load_and_gather, run):
         assert resumed == gathered[0]
 
 
@@ -177,9 +179,13 @@ def load_and_gather(run: str) -> dict[str, bytes]:
 
 
 def gather(job: Job) -> dict[str, bytes]:
-    """The bytes of all full tensors, put together by torch."""
-    whole = {name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for name, tensor, _ in tensors(job)}
-    return {name: bits(tensor).tobytes() for name, tensor in whole.items()}
+    """The bytes of all full tensors."""
+    return {name: bits(whole_of(tensor)).tobytes() for name, tensor, _ in tensors(job)}
+
+
+def whole_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The full tensor, put together by torch."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def test_optimizer_state_that_is_built_on_loading_is_sharded_like_its_parameter(tmp_path: Path) -> None:
@@ -206,46 +212,89 @@ def placements_of_built_state(run: str) -> bool:
     )
 
 
-LAYERS = ("0.weight", "0.bias", "1.weight", "1.bias")
-
-
-def save_after_forward(run: str, reshard: bool) -> list[str]:
-    """Save when parameters may be gathered, and return those that the save left changed."""
+def save_between_forward_and_backward(run: str, reshard: bool, saving: bool) -> tuple[dict[str, bytes], list[bytes]]:
+    """Save when parameters may be gathered, then finish the step: the full parameters, and the gradients."""
     start_new_job()
+    torch.manual_seed(5)
     model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 3))
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for layer in (*model, model):
         fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
-    for name, parameter in model.named_parameters():
-        write(parameter, part_of(full(1, name, parameter), parameter))
-    model(torch.ones(2, 3))
-    holdfast.save(run, {"model": model}, 1, timeout_s=40)
-    return [name for name, parameter in model.named_parameters() if not holds(parameter, full(1, name, parameter))]
+    whole = {f"model/{name}": bits(whole_of(parameter)).tobytes() for name, parameter in model.named_parameters()}
+    loss = model(torch.ones(2, 3)).square().sum()
+    if saving:
+        holdfast.save(run, {"model": model}, 1, timeout_s=40)
+    loss.backward()
+    return whole, [bits(cast("torch.Tensor", parameter.grad)).tobytes() for parameter in model.parameters()]
 
 
-@pytest.mark.parametrize("reshard", [True, False])
-def test_a_save_right_after_forward_finds_the_sharded_parameters(tmp_path: Path, reshard: bool) -> None:
+@pytest.mark.parametrize("reshard", [True, False], ids=["resharded-after-forward", "gathered-after-forward"])
+def test_a_save_between_forward_and_backward_disturbs_neither(tmp_path: Path, reshard: bool) -> None:
     run = str(tmp_path / "run")
-    assert run_ranks(2, save_after_forward, run, reshard) == [[], []]
+    saving = run_ranks(2, save_between_forward_and_backward, run, reshard, True)
+    assert saving == run_ranks(2, save_between_forward_and_backward, run, reshard, False)
     view = holdfast.open(run)
-    for name in LAYERS:
-        found = view[f"model/{name}"][...]
-        assert bits(found).tobytes() == full(1, name, found).tobytes()
+    assert {name: view[name].numpy().tobytes() for name in view.names()} == saving[0][0]
+
+
+def stages(indexes: list[int], seed: int | None) -> tuple[dict[str, Any], list[tuple[str, torch.Tensor]]]:
+    """The stages of a pipeline that one rank holds, and their tensors by name, with the content of `seed`."""
+    model = nn.ModuleDict({f"stage{index}": nn.Linear(3, 2 + index) for index in indexes})
+    optimizer = AdamW(model.parameters(), lr=0.5)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    held: list[tuple[str, torch.Tensor]] = []
+    for name, parameter in model.named_parameters():
+        held.append((f"model/{name}", parameter))
+        held += [(f"optimizer/state/model/{name}/{slot}", item) for slot, item in optimizer.state[parameter].items()]
+    for name, tensor in held:
+        if seed is not None:
+            write(tensor, full(seed, name, tensor))
+    return {"model": model, "optimizer": optimizer, "step": 3}, held
+
+
+def save_stages(run: str, division: list[list[int]]) -> None:
+    start_new_job()
+    state, _ = stages(division[dist.get_rank()], 4)
+    holdfast.save(run, state, 1, timeout_s=40)
+
+
+def load_stages(run: str, division: list[list[int]]) -> list[str]:
+    state, held = stages(division[dist.get_rank()], None)
+    report = holdfast.load(run, into=state, timeout_s=40)
+    assert report.missing == report.unexpected == ()
+    return [name for name, tensor in held if not holds(tensor, full(4, name, tensor))]
+
+
+def test_ranks_that_hold_different_modules_make_one_checkpoint(tmp_path: Path) -> None:
+    run = str(tmp_path / "run")
+    run_ranks(3, save_stages, run, [[0], [1, 2], [3]])
+    for division in ([[0, 1], [2, 3]], [[3], [2], [1], [0]], [[0, 1, 2, 3]]):
+        assert run_ranks(len(division), load_stages, run, division) == [[]] * len(division)
 
 
 Spec = tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]
 
 
+SHAPES: list[tuple[int, ...]] = [(7, 5), (2, 3, 4), (1,), (9,), (3, 1, 6), (0, 4), (16, 2)]
+
+
+MESHES: dict[int, list[tuple[int, ...]]] = {
+    1: [(1,)],
+    2: [(2,), (1, 2)],
+    3: [(3,), (3, 1)],
+    4: [(4,), (2, 2)],
+    6: [(2, 3), (3, 2), (6,)],
+}
+
+
 def spec(world_size: int, seed: int) -> Spec:
     """A mesh shape, and for each tensor the axes that the mesh's axes shard (-1: replicated)."""
     generator = np.random.default_rng(seed)
-    meshes = {1: [(1,)], 2: [(2,), (1, 2)], 3: [(3,), (3, 1)], 4: [(4,), (2, 2)], 6: [(2, 3), (3, 2), (6,)]}
-    mesh = meshes[world_size][generator.integers(len(meshes[world_size]))]
+    mesh = MESHES[world_size][generator.integers(len(MESHES[world_size]))]
     axes = tuple(tuple(int(a) for a in generator.integers(-1, len(shape), len(mesh))) for shape in SHAPES)
     return mesh, axes
-
-
-SHAPES = [(7, 5), (2, 3, 4), (1,), (9,), (3, 1, 6), (0, 4), (16, 2)]
 
 
 def state_of(mesh_shape: tuple[int, ...], axes: tuple[tuple[int, ...], ...], seed: int | None) -> dict[str, Any]:

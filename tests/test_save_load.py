@@ -257,8 +257,8 @@ def partly_frozen(seed: int) -> dict[str, Any]:
     """One parameter frozen and unknown to the optimizer, one frozen in a group: it never gets state."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 3), nn.Linear(3, 1))
-    model[0].requires_grad_(requires_grad=False)
-    model[1].weight.requires_grad_(requires_grad=False)
+    model[0].requires_grad_(False)
+    model[1].weight.requires_grad_(False)
     optimizer = AdamW([*model[1].parameters(), *model[2].parameters()], lr=0.1)
     step_once(optimizer, seed)
     return {"model": model, "optimizer": optimizer}
@@ -321,7 +321,8 @@ def test_groups_may_be_cut_differently_when_their_hyper_parameters_agree(tmp_pat
     saved = AdamW(model.parameters(), lr=0.5)
     step_once(saved, 1)
     holdfast.save(tmp_path / "run", {"model": model, "optimizer": saved}, 1)
-    into = AdamW([{"params": [other.bias]}, {"params": [other.weight]}], lr=0.1)
+    groups: list[dict[str, Any]] = [{"params": [other.bias]}, {"params": [other.weight]}]
+    into = AdamW(groups, lr=0.1)
     holdfast.load(tmp_path / "run", into={"model": other, "optimizer": into})
     assert [group["lr"] for group in into.param_groups] == [0.5, 0.5]
     for name in ("weight", "bias"):
@@ -339,7 +340,7 @@ def test_values_of_all_types_come_back_as_what_they_were(tmp_path: Path) -> None
         "text": "a/b%@ \u00e9",
         "bytes": b"\0\xff",
         "tuple": (1, (2, [3, ()])),
-        "keys": {1: "int", "1": "str", None: 0, 1.5: "float", False: "bool", b"x": "bytes", "": "empty", "a/b": "slash"},
+        "keys": {1: "int", "1": "str", None: 0, 1.5: "float", False: "bool", b"x": "bytes", "": "empty", "a/b": 1},
         "ordered": OrderedDict(z=1, a=2),
         "counter": Counter("banana"),
         "point": Point(0.5, (3, "y")),

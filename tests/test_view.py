@@ -72,7 +72,7 @@ def test_names_are_those_of_the_tensors_sorted(job_run: Path) -> None:
     assert view.names() == expected
     assert all(name in view for name in expected)
     assert "model/nothing" not in view
-    assert 3 not in view  # type: ignore[comparison-overlap]
+    assert 3 not in view
 
 
 def test_tensors_know_their_shape_dtype_and_size_before_anything_is_read(job_run: Path) -> None:
@@ -331,4 +331,4 @@ def test_the_command_line_does_not_import_torch() -> None:
 
 def test_an_unknown_name_of_the_library_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="has no attribute 'sav'"):
-        _ = holdfast.sav  # type: ignore[attr-defined]
+        _ = holdfast.sav

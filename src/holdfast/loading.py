@@ -9,11 +9,10 @@ import msgspec
 
 from holdfast.control.channel import Channel, Deadline
 from holdfast.control.torch_store import default_channel
-from holdfast.format.container import Files
 from holdfast.format.records import Place
 from holdfast.geometry import Box
 from holdfast.phases import Stopwatch, attempt
-from holdfast.plan.load import Want
+from holdfast.plan.load import Want, resharded
 from holdfast.reports import LoadReport
 from holdfast.run.checkpoint import Checkpoint
 from holdfast.run.history import Located, resolve
@@ -157,38 +156,33 @@ class _Filling:
 
     def __init__(self, checkpoint: Checkpoint, binding: Binding, rank: int, *, verify: bool) -> None:
         self._checkpoint = checkpoint
-        self._verify = verify
+        self._binding = binding
         self._rank = rank
-        self._wants: list[Want] = []
+        self._verify = verify
         self._targets: list[MemoryTarget] = []
+        self.resharded: tuple[str, ...] = ()
         self.read_nbytes = 0
         self.needed_nbytes = 0
-        resharded = set()
-        for target in binding.targets:
-            number = checkpoint.numbers[target.source]
-            for box, view in local_pieces(target.local.layout, target.local.memory, rank):
-                self._wants.append(Want(number, box))
-                self._targets.append(MemoryTarget(box, view))
-                if not _is_one_piece(checkpoint.files, number, box):
-                    resharded.add(target.source)
-        self.resharded = tuple(sorted(resharded))
 
     def run(self) -> bytes:
         """Fill all targets."""
-        num_files = max(self._checkpoint.manifest.body.num_files, 1)
-        stats = self._checkpoint.read(self._wants, self._put, verify=self._verify, first_file=self._rank % num_files)
+        checkpoint, wants = self._checkpoint, self._wants()
+        num_files = max(checkpoint.manifest.body.num_files, 1)
+        stats = checkpoint.read(wants, self._put, verify=self._verify, first_file=self._rank % num_files)
+        names = checkpoint.manifest.body.names
+        self.resharded = tuple(sorted({names[want.tensor] for want in resharded(checkpoint.files, wants)}))
         self.read_nbytes = stats.bytes_read
-        itemsizes = self._checkpoint.files.itemsizes
-        self.needed_nbytes = sum(box.numel * int(itemsizes[tensor]) for tensor, box in self._wants)
+        self.needed_nbytes = sum(target.view.nbytes for target in self._targets)
         return b""
+
+    def _wants(self) -> list[Want]:
+        wants = []
+        for target in self._binding.targets:
+            number = self._checkpoint.numbers[target.source]
+            for box, view in local_pieces(target.local.layout, target.local.memory, self._rank):
+                wants.append(Want(number, box))
+                self._targets.append(MemoryTarget(box, view))
+        return wants
 
     def _put(self, want: int, at: Box, elements: Array) -> None:
         self._targets[want].put(at, elements)
-
-
-def _is_one_piece(files: Files, number: int, box: Box) -> bool:
-    if not box.numel:
-        return True
-    cells = files.cells(number)
-    met = cells.meeting(files.manifest.shape(number), box)
-    return len(met) == 1 and cells.part(int(met[0])) == box

@@ -129,6 +129,21 @@ def plan_load(files: Files, wants: Sequence[Want], *, first_file: int = 0) -> It
             )
 
 
+def resharded(files: Files, wants: Sequence[Want]) -> Iterator[Want]:
+    """Those of `wants` that are not just one stored cell."""
+    exact: dict[tuple[int, Box], bool] = {}
+    for want in wants:
+        if not want.box.numel:
+            continue
+        key = (files.manifest.body.partitions[want.tensor], want.box)
+        if key not in exact:
+            cells = files.cells(want.tensor)
+            met = cells.meeting(files.manifest.shape(want.tensor), want.box)
+            exact[key] = len(met) == 1 and cells.part(int(met[0])) == want.box
+        if not exact[key]:
+            yield want
+
+
 def _plan(files: Files, wants: Sequence[Want]) -> _Plan:
     meetings: list[_Meeting] = []
     known: dict[tuple[int, Shape, Box], int] = {}
