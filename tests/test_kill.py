@@ -58,7 +58,7 @@ POINTS = [
     Point(0, "after", PosixStorage, "create", "history/", committed=True),
 ]
 #: Points that differ little from another one.
-RARE = [POINTS[1], POINTS[5], POINTS[7]]
+RARE = [POINTS[1], POINTS[2], POINTS[4], POINTS[5], POINTS[7]]
 SUCCESSORS = [Cell("fsdp", 3), Cell("plain", 1), Cell("ddp", 2)]
 
 
@@ -254,7 +254,7 @@ def sweep(saved_run: Path, folder: Path, deaths: Callable[[int], range]) -> None
 
 
 def test_a_process_killed_at_some_calls_of_a_save_leaves_a_sound_run(tmp_path: Path, saved_run: Path) -> None:
-    sweep(saved_run, tmp_path, lambda total: range(total - 1, 0, -(total // 6))[::-1])
+    sweep(saved_run, tmp_path, lambda total: range(total - 1, 0, -(total // 4))[::-1])
 
 
 @pytest.mark.slow

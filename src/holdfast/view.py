@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import operator
 import os
 from collections.abc import Mapping
 from types import EllipsisType
@@ -81,7 +82,9 @@ class LazyTensor:
             out[at.slices()] = elements
 
         self._checkpoint.read([Want(self._number, box)], put, verify=self._verify)
-        return np.ascontiguousarray(out[rest])
+        if all(isinstance(item, slice) and item.step in (None, 1) for item in rest):
+            return out
+        return np.array(out[rest])  # contiguous; an array also where every axis is gone
 
 
 class View:
@@ -182,7 +185,7 @@ def _normalize(index: Index | tuple[Index, ...], shape: Shape) -> tuple[Box, tup
             size.append(max(picked[0], picked[-1]) + 1 - low if picked else 0)
             rest.append(slice(None, None, item.step) if picked else slice(0, 0))
         else:
-            number = item.__index__()  # type: ignore[union-attr]  # not an Ellipsis: those were filled in
+            number = operator.index(item)  # type: ignore[arg-type]  # not an Ellipsis: those were filled in
             if not -extent <= number < extent:
                 raise IndexError(f"index {number} is out of range for an axis of {extent}")
             start.append(number % extent)

@@ -54,5 +54,5 @@ DTYPES: dict[str, DType] = {
     )
 }
 
-#: Numpy types that carry elements of each size: values are only ever moved, never looked at.
-CARRIERS: dict[int, npt.DTypeLike] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
+#: Types that carry elements of each size: values are only ever moved, never looked at. Torch has the same ones.
+CARRIERS: dict[int, npt.DTypeLike] = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64, 16: np.complex128}

@@ -81,7 +81,7 @@ class MemoryTarget:
         if view.device.type == "cpu":
             view.numpy()[at.slices()] = elements
         else:
-            view[at.slices()].copy_(torch.from_numpy(elements))
+            view[at.slices()].copy_(torch.from_numpy(np.asarray(elements)))
 
 
 def elements(data: Bytes, itemsize: int) -> Array:
