@@ -103,7 +103,7 @@ def build(kind: Kind, *, num_steps: int = 1, seed: int = 0) -> Job:
     decay = [p for p in model.parameters() if p.ndim > 1]
     others = [p for p in model.parameters() if p.ndim <= 1]
     groups: list[dict[str, Any]] = [{"params": decay, "weight_decay": 0.1 + seed}, {"params": others, "lr": 0.5 + seed}]
-    optimizer = AdamW(groups, lr=0.25 + seed, betas=(0.5, 1 - 2.0 ** -(3 + seed)))
+    optimizer = AdamW(groups, lr=0.25 + seed, betas=(0.5, 1 - 2.0 ** -(3 + seed % 8)))
     scheduler = StepLR(optimizer, step_size=2 + seed, gamma=0.5)
     for _ in range(num_steps):
         for parameter in model.parameters():

@@ -27,7 +27,7 @@ from holdfast.storage.posix import PosixStorage, PosixWriter
 from tests.models import Cell, Kind, build, differing, filled, start_new_job, tensors
 from tests.ranks import RankDiedError, RanksFailedError, run_processes, run_ranks
 
-TIMEOUT_S = 2.0
+TIMEOUT_S = 3.0
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,8 @@ BLOCK_NBYTES = 1 << 20
 #: Where the digest table begins in every data file: ``8 + len('{"__metadata__":{"blocks":"')``.
 TABLE_OFFSET = 8 + len('{"__metadata__":{"blocks":"')
 VALUES_NAME = "@values"
+#: What safetensors files may not call a tensor.
+_RESERVED_NAME = "__metadata__"
 #: Of an entry's header text, what is neither name, dtype code nor the tensor's own numbers (an upper bound).
 _ENTRY_NBYTES = 96
 
@@ -180,7 +182,7 @@ def header(manifest: DecodedManifest, layout: FileLayout, table: bytes) -> bytes
     assert len(table) == 16 * num_blocks(layout.data_nbytes)
     parts = [_metadata(manifest, layout.index, table.hex())]
     for entry in layout.entries:
-        name = manifest.body.names[entry.tensor] + _suffix(manifest.shape(entry.tensor), entry.part)
+        name = _entry_name(manifest.body.names[entry.tensor], manifest.shape(entry.tensor), entry.part)
         dtype = DTYPES[manifest.dtype(entry.tensor)]
         shape = _stored_shape(entry) if dtype.native else (entry.nbytes,)
         parts.append(_entry_text(name, dtype.code, shape, entry.offset, entry.nbytes))
@@ -198,13 +200,13 @@ def _metadata(manifest: DecodedManifest, index: int, table: str) -> str:
     return f'{{"__metadata__":{{"blocks":"{table}","checkpoint":"{checkpoint_id}","file":"{index}","holdfast":"1"}}'
 
 
-def _suffix(shape: Shape, part: Box | FlatRange) -> str:
-    """What tells pieces of one tensor apart; nothing for a whole tensor."""
-    if isinstance(part, FlatRange):
-        return "" if part == (0, prod(shape)) and len(shape) == 1 else f"@{part.start}:{part.stop}"
-    if part == whole(shape):
-        return ""
-    return "@" + ",".join(f"{a}:{b}" for a, b in zip(part.start, part.stop, strict=True))
+def _entry_name(name: str, shape: Shape, part: Box | FlatRange) -> str:
+    """The tensor's name, and which part of it the piece is; only a whole tensor keeps its bare name."""
+    is_whole = part == whole(shape) or (len(shape) == 1 and part == FlatRange(0, *shape))
+    if is_whole and name != _RESERVED_NAME:
+        return name
+    axes = [part] if isinstance(part, FlatRange) else zip(part.start, part.stop, strict=True)
+    return f"{name}@" + ",".join(f"{a}:{b}" for a, b in axes)
 
 
 def _stored_shape(entry: Entry) -> Shape:

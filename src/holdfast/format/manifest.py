@@ -9,6 +9,7 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Iterable
+from math import prod
 
 import msgspec
 import xxhash
@@ -24,6 +25,8 @@ MAGIC = b"HFMANI01"
 _HEAD = struct.Struct("<8sQQQ16s")
 #: A manifest that claims more is refused before memory is taken (random cuts of 8,960 ranks need 32 MiB).
 MAX_NBYTES = 1 << 30
+#: No tensor of a sound manifest has more elements, so sums of sizes stay within 64 bits.
+_MAX_NUMEL = 1 << 56
 KNOWN_FEATURES: frozenset[str] = frozenset()
 
 
@@ -180,7 +183,7 @@ def _decode(data: bytes) -> DecodedManifest:
     if len(data) < _HEAD.size or data[:8] != MAGIC:
         raise _corrupt("it does not begin as a manifest does")
     _, compressed_nbytes, packed_nbytes, blob_nbytes, digest = _HEAD.unpack_from(data)
-    if max(packed_nbytes, compressed_nbytes, blob_nbytes) > MAX_NBYTES:
+    if not packed_nbytes or max(packed_nbytes, compressed_nbytes, blob_nbytes) > MAX_NBYTES:
         raise _corrupt(f"it claims to hold {packed_nbytes} + {blob_nbytes} bytes")
     if len(data) != _HEAD.size + compressed_nbytes + blob_nbytes:
         raise _corrupt(f"it has {len(data)} bytes instead of {_HEAD.size + compressed_nbytes + blob_nbytes}")
@@ -192,7 +195,7 @@ def _decode(data: bytes) -> DecodedManifest:
         packed = inflate.decompress(rest[:compressed_nbytes], packed_nbytes)
     except zlib.error as error:
         raise _corrupt(f"it cannot be decompressed ({error})") from error
-    if len(packed) != packed_nbytes or not inflate.eof:
+    if len(packed) != packed_nbytes or not inflate.eof or inflate.unused_data:
         raise _corrupt("its body is longer or shorter than it claims")
     try:
         body = msgspec.msgpack.decode(packed, type=Manifest)
@@ -248,17 +251,26 @@ def _check(body: Manifest) -> None:
         raise _corrupt(f"it names unknown dtypes: {', '.join(unknown)}")
     if any(extent < 0 for shape in body.shape_table for extent in shape):
         raise _corrupt("a shape has a negative extent")
+    if any(prod(shape) > _MAX_NUMEL for shape in body.shape_table):
+        raise _corrupt("a shape has more elements than any file can hold")
     names = set(body.names)
     if not names.issuperset(body.aliases.values()) or not names.isdisjoint(body.aliases):
         raise _corrupt("an alias points to no tensor, or shadows one")
-    if body.num_files < 0 or any(not 0 <= block.file < body.num_files or block.capacity < 0 for block in body.values):
-        raise _corrupt("values are in a file that does not exist")
+    _check_values(body)
     if body.place[0] < 1 or body.place[1] < 1 or body.step < 0:
         raise _corrupt("its place or step is impossible")
     num_sequences = len(body.sequences)
     used = [body.writers, *(index for part in body.partition_table for index in _sequences_of(part))]
     if min(used) < 0 or max(used) >= num_sequences:
         raise _corrupt("a partition names a sequence that does not exist")
+
+
+def _check_values(body: Manifest) -> None:
+    files = [block.file for block in body.values]
+    if body.num_files < 0 or any(not 0 <= file < body.num_files for file in files) or len(set(files)) != len(files):
+        raise _corrupt("values are in a file that does not exist, or twice in one")
+    if any(not 8 <= block.capacity <= 2 * MAX_NBYTES for block in body.values):
+        raise _corrupt("values have an impossible size")
 
 
 def _sequences_of(partition: Partition) -> tuple[int, ...]:

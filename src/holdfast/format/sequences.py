@@ -9,6 +9,8 @@ random cuts cost about the entropy of the cuts.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from math import prod
+from typing import Annotated
 
 import msgspec
 import numpy as np
@@ -21,13 +23,15 @@ _MAX_BLOCKS = 64
 #: No sequence of a sound manifest is longer; a larger count is refused before memory is taken.
 MAX_LENGTH = 1 << 27
 
+_Int64 = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+
 
 class Block(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """``start + sum(index[k] * steps[k])`` for all index tuples below ``counts``, last axis fastest."""
 
-    start: int
-    counts: tuple[int, ...]
-    steps: tuple[int, ...]
+    start: _Int64
+    counts: tuple[_Int64, ...]
+    steps: tuple[_Int64, ...]
 
 
 class Affine(msgspec.Struct, frozen=True, tag="a", array_like=True, forbid_unknown_fields=True):
@@ -43,10 +47,10 @@ class Planes(msgspec.Struct, frozen=True, tag="p", array_like=True, forbid_unkno
     sequences take their planes from the blob one after another, in table order.
     """
 
-    length: int
-    first: int
-    base: int
-    width: int
+    length: _Int64
+    first: _Int64
+    base: _Int64
+    width: _Int64
 
     @property
     def nbytes(self) -> int:
@@ -117,6 +121,8 @@ def _runs(values: Int64s) -> Iterable[Block]:
 def decode(sequence: Sequence, blob: memoryview) -> Int64s:
     """The integers of `sequence`; `blob` is exactly what it takes from the manifest's blob."""
     if isinstance(sequence, Affine):
+        if sum(map(_length, sequence.blocks)) > MAX_LENGTH:
+            raise _corrupt(f"a sequence of more than {MAX_LENGTH} numbers")
         blocks = [_expand(block) for block in sequence.blocks]
         return np.concatenate(blocks) if blocks else np.zeros(0, np.int64)
     if not (1 <= sequence.length <= MAX_LENGTH and 1 <= sequence.width <= 8):
@@ -133,14 +139,16 @@ def decode(sequence: Sequence, blob: memoryview) -> Int64s:
     return values
 
 
-def _expand(block: Block) -> Int64s:
-    total = 1
-    for count in block.counts:
-        total *= count
-        if not 0 <= total <= MAX_LENGTH:
-            raise _corrupt(f"a sequence of more than {MAX_LENGTH} numbers")
+def _length(block: Block) -> int:
+    """Numbers in a block, checked before memory is taken for them."""
     if len(block.counts) != len(block.steps):
         raise _corrupt("a block with unequal numbers of counts and steps")
+    if min(block.counts, default=1) < 1 and block.counts != (0,):
+        raise _corrupt("a block with an impossible count")
+    return prod(block.counts)
+
+
+def _expand(block: Block) -> Int64s:
     values = np.full(1, block.start, np.int64)
     for count, step in zip(block.counts, block.steps, strict=True):
         values = (values[:, None] + np.arange(count, dtype=np.int64) * step).reshape(-1)

@@ -12,6 +12,7 @@ import xxhash
 
 from holdfast.errors import CorruptError
 from holdfast.format import manifest as fmt
+from holdfast.format import records
 from holdfast.format import values as value_codec
 from holdfast.format.container import BLOCK_NBYTES, TABLE_OFFSET, Files, num_blocks
 from holdfast.format.dtypes import CARRIERS
@@ -46,10 +47,18 @@ class Checkpoint:
             raise self._corrupt(sealed.name, "it is not the manifest that was sealed")
         self.manifest: DecodedManifest = fmt.decode(data, path=self.path(sealed.name))
         self.files = Files(self.manifest)
-        if len(self.seal.files) != self.manifest.body.num_files:
-            raise self._corrupt(
-                "seal.json", f"it lists {len(self.seal.files)} data files of {self.manifest.body.num_files}"
-            )
+        self._check_seal()
+
+    def _check_seal(self) -> None:
+        """Manifest, seal and run are of one checkpoint."""
+        body, seal, run = self.manifest.body, self.seal, self.located.run
+        if (seal.checkpoint_id, seal.place, seal.step) != (body.checkpoint_id, self.manifest.place, body.step):
+            raise self._corrupt(records.SEAL_NAME, "it seals another checkpoint than its manifest describes")
+        if run is not None and run.run_id != body.run_id:
+            raise self._corrupt(seal.manifest.name, f"it belongs to another run ({body.run_id})")
+        names = [fmt.file_name(index) for index in range(len(seal.files))]
+        if len(names) != body.num_files or [file.name for file in seal.files] != names:
+            raise self._corrupt(records.SEAL_NAME, f"it does not list the {body.num_files} data files of its manifest")
 
     def path(self, name: str) -> str:
         """Full path of a file of the checkpoint."""
