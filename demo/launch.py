@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 
 import msgspec
@@ -116,12 +117,10 @@ class Running:
 
     def finish(self) -> None:
         """Wait for the end; `DemoError` with the log when any node failed."""
-        statuses = self.wait()
-        for node, status in enumerate(statuses):
+        for node, status in enumerate(self.wait()):
             if status:
                 log = self._training.log(node)
-                end = "\n".join(log.read_text().splitlines()[-30:])
-                raise DemoError(f"A training failed with status {status}. The end of {log}:\n{end}")
+                raise DemoError(f"A training failed with status {status}, see {log}:\n{_last_words(log.read_text())}")
 
     def kill_in_save(self, *, rank: int, step: int) -> Killed:
         """SIGKILL `rank` while it writes its data file of the first save from `step` on.
@@ -160,6 +159,13 @@ class Running:
         step = max(self._training.losses(), default=0)
         self._on_step(step)
         return step
+
+
+def _last_words(log: str) -> str:
+    """The end of what the ranks printed, before torchrun's account of it."""
+    lines = log.splitlines()
+    ranks = list(takewhile(lambda line: "torch/distributed/elastic" not in line, lines))
+    return "\n".join((ranks or lines)[-15:])
 
 
 @contextmanager

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -42,15 +44,17 @@ class Options:
     timeout_s: float
 
 
-def main() -> None:
+def main() -> int:
     options = _parse()
     torch.use_deterministic_algorithms(True)
     dist.init_process_group("gloo")
     try:
         _train(options)
     except holdfast.HoldfastError as error:
-        sys.exit(f"rank {dist.get_rank()}: {type(error).__name__}: {error}")
+        print(f"rank {dist.get_rank()}: {type(error).__name__}: {error}", file=sys.stderr)
+        return 1
     dist.destroy_process_group()
+    return 0
 
 
 def _train(options: Options) -> None:
@@ -137,5 +141,16 @@ def _parse() -> Options:
     return Options(**vars(parser.parse_args()))
 
 
+def _leave(status: int) -> NoReturn:
+    """End at once, as processes of `multiprocessing` do.
+
+    DTensor's caches keep the process group, and with it the threads of gloo. One of them that lets go of a tensor while
+    the interpreter is being taken down aborts the process, seldom, when all work is done.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
 if __name__ == "__main__":
-    main()
+    _leave(main())

@@ -9,72 +9,36 @@ from __future__ import annotations
 
 import json
 import re
-import struct
 import sys
 import zlib
-from dataclasses import dataclass
-from itertools import pairwise
-from math import prod
+from dataclasses import dataclass, field
+from io import BytesIO
+from itertools import pairwise, product
+from math import isfinite, prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
-import xxhash
+from xxhash import xxh3_128_hexdigest as digest
 
-Bytes = npt.NDArray[np.uint8]
-Place = tuple[int, int]
+Members = dict[str, Any]
+Box = tuple[slice, ...]
 
 BLOCK = 1 << 20
-COUNTDOWN = 9_999_999_999
 TABLE_START = 35
-#: Bytes per element and safetensors code of each logical dtype; no code where it is stored as bytes.
-DTYPES = {
-    name: (int(itemsize), code)
-    for name, itemsize, code in re.findall(
-        r"(\w+) (\d+) (\w*)",
-        """bool 1 BOOL, uint8 1 U8, int8 1 I8, uint16 2 U16, int16 2 I16, uint32 4 U32, int32 4 I32, uint64 8 U64,
-        int64 8 I64, float16 2 F16, bfloat16 2 BF16, float32 4 F32, float64 8 F64, float8_e4m3fn 1 F8_E4M3,
-        float8_e5m2 1 F8_E5M2, float8_e4m3fnuz 1 , float8_e5m2fnuz 1 , float8_e8m0fnu 1 , float4_e2m1fn_x2 1 ,
-        complex32 4 , complex64 8 , complex128 16 """,
-    )
-}
+DTYPES = """
+bool 1 BOOL, uint8 1 U8, int8 1 I8, uint16 2 U16, int16 2 I16, uint32 4 U32, int32 4 I32, uint64 8 U64, int64 8 I64,
+float16 2 F16, bfloat16 2 BF16, float32 4 F32, float64 8 F64, float8_e4m3fn 1 F8_E4M3, float8_e5m2 1 F8_E5M2,
+float8_e4m3fnuz 1 -, float8_e5m2fnuz 1 -, float8_e8m0fnu 1 -, float4_e2m1fn_x2 1 -, complex32 4 -, complex64 8 -,
+complex128 16 -"""
+ITEMSIZES = {name: int(itemsize) for name, itemsize, _ in map(str.split, DTYPES.split(","))}
+CODES = {name: code for name, _, code in map(str.split, DTYPES.split(",")) if code != "-"}  # others: as bytes
 
 
-class DamagedError(Exception):
+class DamagedError(ValueError):
     """What is stored is not a sound checkpoint."""
-
-
-class Tensor(NamedTuple):
-    """A full tensor: its logical dtype, global shape, and bytes in row-major order."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    data: Bytes
-
-
-class Loaded(NamedTuple):
-    """A whole checkpoint. `values` is the flat table of nodes, as MessagePack gives them."""
-
-    place: Place
-    step: int
-    tensors: dict[str, Tensor]
-    aliases: dict[str, str]
-    values: dict[str, list[Any]]
-
-
-class Cell(NamedTuple):
-    """One cell: the file that owns it, and per axis (or once, `flat`) where it starts and stops."""
-
-    file: int
-    flat: bool
-    starts: tuple[int, ...]
-    stops: tuple[int, ...]
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        return tuple(b - a for a, b in zip(self.starts, self.stops, strict=True))
 
 
 def check(condition: object, problem: str) -> None:
@@ -82,330 +46,284 @@ def check(condition: object, problem: str) -> None:
         raise DamagedError(problem)
 
 
-def hex_digest(data: bytes | memoryview) -> str:
-    return xxhash.xxh3_128_hexdigest(data)
+def pick(table: list[Any], index: int) -> Any:
+    check(0 <= index < len(table), f"there is no index {index} in a table of {len(table)}")
+    return table[index]
+
+
+def rises(items: list[Any]) -> bool:
+    return all(a < b for a, b in pairwise(items))
 
 
 # Records and history (sections 4 and 5).
 
 
-def record(path: Path, kind: str) -> dict[str, Any]:
-    check(path.is_file(), f"{path} is missing")
+def record(path: Path, kind: str) -> Members:
     check(46 <= path.stat().st_size <= 1 << 26, f"{path} has an impossible size")
     data = path.read_bytes()
-    check(data[-46:] == f',"digest":"{hex_digest(data[:-46])}"}}\n'.encode(), f"{path} does not match its digest")
-    members: dict[str, Any] = json.loads(data[:-46] + b"}")
+    check(data[-46:] == f',"digest":"{digest(data[:-46])}"}}\n'.encode(), f"{path} does not match its digest")
+    members: Members = msgspec.json.decode(data[:-46] + b"}")
     check(members["holdfast"] == kind, f"{path} is a record of another kind")
-    check_features(members, str(path))
+    check(not members["reader_features"], f"{path} needs unknown features: {members['reader_features']}")
     return members
 
 
-def check_features(members: dict[str, Any], where: str) -> None:
-    unknown = members["reader_features"]
-    check(not unknown, f"{where} needs unknown reader features: {', '.join(unknown)}")
+def countdown(*numbers: int) -> str:
+    return "-".join(f"{9_999_999_999 - number:010d}" for number in numbers)
 
 
-def place_of(members: dict[str, Any] | None) -> Place | None:
-    return None if members is None else (members["epoch"], members["seq"])
+def head(run: Path) -> Members:
+    """The commit of the first place of the lineage. Names count down, so the first is the newest."""
+    number = "(?!9{10})[0-9]{10}"
+    epochs = sorted(path.stem for path in run.glob("epochs/*.json") if re.fullmatch(number, path.stem))
+    commits = sorted(path.stem for path in run.glob("history/*.json") if re.fullmatch(f"{number}-{number}", path.stem))
+    check(epochs, f"{run} has no committed checkpoint")
+    epoch = record(run / "epochs" / f"{epochs[0]}.json", "epoch")
+    check(countdown(epoch["epoch"]) == epochs[0], "an epoch record was renamed")
+    name = next((name for name in commits if name[:10] == epochs[0]), None)
+    if name is None:
+        check(epoch["opened_from"], f"{run} has no committed checkpoint")
+        name = countdown(epoch["opened_from"]["epoch"], epoch["opened_from"]["seq"])
+    commit = record(run / "history" / f"{name}.json", "commit")
+    check(countdown(commit["place"]["epoch"], commit["place"]["seq"]) == name, "a commit was renamed")
+    check(re.fullmatch("step-[0-9]{10,18}-[0-9a-f]{16}", commit["checkpoint"]), "the commit names no checkpoint")
+    return commit
 
 
-def head(run: Path) -> Place | None:
-    epochs = [COUNTDOWN - int(p.name[:10]) for p in run.glob("epochs/*") if re.fullmatch(r"[0-9]{10}\.json", p.name)]
-    texts = [p.name for p in run.glob("history/*") if re.fullmatch(r"[0-9]{10}-[0-9]{10}\.json", p.name)]
-    committed = [(COUNTDOWN - int(text[:10]), COUNTDOWN - int(text[11:21])) for text in texts]
-    epoch = max(epochs, default=0)
-    if not epoch:
-        return None
-    opened = record(run / "epochs" / f"{COUNTDOWN - epoch:010d}.json", "epoch")
-    check(opened["epoch"] == epoch, "an epoch record was renamed")
-    return max((p for p in committed if p[0] == epoch and p[1]), default=place_of(opened["opened_from"]))
-
-
-def read(path: Path) -> Loaded:
-    """Read a run's head, or a checkpoint folder."""
-    if (path / "seal.json").exists():
-        return read_checkpoint(path, record(path / "seal.json", "seal"), None)
-    marker = record(path / "holdfast.json", "marker")
-    check(marker["format"] == "1", "the run has an unknown format")
-    place = head(path)
-    if place is None:
-        raise DamagedError(f"{path} has no committed checkpoint")
-    epoch, seq = place
-    commit = record(path / "history" / f"{COUNTDOWN - epoch:010d}-{COUNTDOWN - seq:010d}.json", "commit")
-    check(place_of(commit["place"]) == place, "a commit was renamed")
-    folder_name = f"step-{commit['step']:010d}-{commit['checkpoint_id']}"
-    check(commit["checkpoint"] == folder_name and re.fullmatch("step-[0-9]+-[0-9a-f]{16}", folder_name), "bad folder")
-    folder = path / "checkpoints" / folder_name
-    seal = record(folder / "seal.json", "seal")
-    sealed = (folder / "seal.json").read_bytes()
-    check({"nbytes": len(sealed), "digest": hex_digest(sealed)} == commit["seal"], "the seal is not the committed one")
-    check(all(seal[key] == commit[key] for key in ("place", "step", "checkpoint_id")), "seal and commit disagree")
-    check(sum(file["nbytes"] for file in seal["files"]) == commit["nbytes"], "the commit has another size")
-    return read_checkpoint(folder, seal, (marker["run_id"], commit))
+def check_commit(commit: Members, seal: Members, sealed: bytes, body: Members) -> None:
+    """A commit is a function of seal and manifest (section 11)."""
+    expected = {key: seal[key] for key in ("place", "step", "checkpoint_id")} | {
+        "checkpoint": f"step-{seal['step']:010d}-{seal['checkpoint_id']}",
+        "seal": {"nbytes": len(sealed), "digest": digest(sealed)},
+        "nbytes": sum(file["nbytes"] for file in seal["files"]),
+        "created": body["created"],
+    }
+    check(commit | expected == commit, "the commit is not that of the seal and the manifest")
+    metrics = {name: value if isfinite(value) else repr(value) for name, value in body["metrics"].items()}
+    check(repr(commit["metrics"]) == repr(metrics), "the commit has other metrics than the manifest")
 
 
 # The manifest (section 6).
 
 
-@dataclass
-class Manifest:
-    body: dict[str, Any]
-    blobs: list[memoryview]
-
-    def sequence(self, index: int) -> list[int]:
-        check(0 <= index < len(self.blobs), "a sequence does not exist")
-        form, *rest = self.body["sequences"][index]
-        if form == "p":
-            return planes(self.blobs[index], *rest)
-        check(form == "a", f"unknown form of a sequence: {form}")
-        check(sum(prod(counts) for _, counts, _ in rest[0]) <= 1 << 27, "a sequence is too long")
-        return [value for block in rest[0] for value in affine(*block)]
-
-    def shape(self, tensor: int) -> tuple[int, ...]:
-        return tuple(self.body["shape_table"][self.body["shapes"][tensor]])
-
-    def dtype(self, tensor: int) -> str:
-        return str(self.body["dtype_table"][self.body["dtypes"][tensor]])
-
-    def itemsize(self, tensor: int) -> int:
-        return DTYPES[self.dtype(tensor)][0]
-
-
-def affine(start: int, counts: list[int], steps: list[int]) -> list[int]:
-    check(len(counts) == len(steps) and all(count >= 0 for count in counts), "a malformed affine block")
-    values = [start] if all(counts) else []
-    for count, step in zip(counts, steps, strict=True):
-        values = [wrapped(value + index * step) for value in values for index in range(count)]
-    return values
-
-
-def planes(blob: memoryview, length: int, first: int, base: int, width: int) -> list[int]:
-    check(1 <= length <= 1 << 27 and 1 <= width <= 8, "an impossible sequence")
-    rows = np.frombuffer(blob, np.uint8).reshape(width, length - 1)
-    values = [first]
-    for column in rows.T:
-        values.append(wrapped(values[-1] + base + int.from_bytes(column.tobytes(), "little")))
-    return values
-
-
-def wrapped(value: int) -> int:
-    return (value + (1 << 63)) % (1 << 64) - (1 << 63)
-
-
-def parse_manifest(data: bytes) -> Manifest:
+def parse_manifest(data: bytes) -> tuple[Members, list[list[int]]]:
+    """The body and its sequences."""
     check(data[:8] == b"HFMANI01" and len(data) >= 48, "the manifest does not begin as one")
-    compressed, packed, blob = struct.unpack_from("<QQQ", data, 8)
+    compressed, packed, blob = (int.from_bytes(data[at : at + 8], "little") for at in (8, 16, 24))
     check(1 <= packed <= 1 << 30 and max(compressed, blob) <= 1 << 30, "the manifest claims too much")
     check(len(data) == 48 + compressed + blob, "the manifest has another length")
-    check(xxhash.xxh3_128_digest(data[48:]) == data[32:48], "the manifest does not match its digest")
+    check(digest(data[48:]) == data[32:48].hex(), "the manifest does not match its digest")
     inflate = zlib.decompressobj()
-    body = inflate.decompress(data[48 : 48 + compressed], packed)
-    check(len(body) == packed and inflate.eof and not inflate.unused_data, "the manifest's body has another length")
-    manifest = Manifest(msgspec.msgpack.decode(body), [])
-    check_features(manifest.body, "the manifest")
-    at = 48 + compressed
-    for form, *rest in manifest.body["sequences"]:
-        taken = (rest[0] - 1) * rest[3] if form == "p" else 0
-        check(taken >= 0, "a negative sequence")
-        manifest.blobs.append(memoryview(data)[at : at + taken])
-        at += taken
-    check(at == len(data), "the sequences do not fill the blob")
-    names = manifest.body["names"]
-    check(all(a < b for a, b in pairwise(names)), "the names are not sorted")
-    columns = [len(manifest.body[column]) for column in ("dtypes", "shapes", "partitions")]
-    check(columns == [len(names)] * 3, "the tensor columns have different lengths")
-    check(all(index >= 0 for c in ("dtypes", "shapes", "partitions") for index in manifest.body[c]), "a negative index")
-    check(all(name in names for name in manifest.body["aliases"].values()), "an alias of nothing")
-    return manifest
+    unpacked = inflate.decompress(data[48 : 48 + compressed], packed)
+    check(len(unpacked) == packed and inflate.eof and not inflate.unused_data, "the body has another length")
+    body: Members = msgspec.msgpack.decode(unpacked)
+    check(not body["reader_features"], f"the manifest needs unknown features: {body['reader_features']}")
+    planes = BytesIO(data[48 + compressed :])
+    sequences = [sequence(planes, *encoded) for encoded in body["sequences"]]
+    check(not planes.read(), "the sequences do not fill the blob")
+    check(rises(body["names"]), "the names are not sorted")
+    check(all(name in body["names"] for name in body["aliases"].values()), "an alias of nothing")
+    writers = pick(sequences, body["writers"])
+    check(len(writers) == body["num_files"] and rises([-1, *writers]), "impossible writers")
+    return body, sequences
 
 
-def cells_of(manifest: Manifest, tensor: int) -> list[Cell]:
-    """The cells of a tensor in canonical order. That they cover it exactly once is checked when it is filled."""
-    form, *rest, owners_index = manifest.body["partition_table"][manifest.body["partitions"][tensor]]
-    owners, shape = manifest.sequence(owners_index), manifest.shape(tensor)
-    check(all(0 <= owner < manifest.body["num_files"] for owner in owners), "a cell without a file")
-    bounds: list[tuple[tuple[int, ...], tuple[int, ...]]]
-    if form == "boxes":
-        starts, sizes = ([manifest.sequence(index) for index in columns] for columns in rest)
-        check(len(starts) == len(sizes) == len(shape), "boxes of another number of axes")
-        boxes = zip(zip(*starts, strict=True), zip(*sizes, strict=True), strict=True)
-        bounds = [(low, tuple(a + n for a, n in zip(low, size, strict=True))) for low, size in boxes]
-    else:
-        check(form in ("grid", "flat"), f"unknown form of a partition: {form}")
-        extents, cuts = (shape, rest[0]) if form == "grid" else ((prod(shape),), rest)
-        bounds = [((), ())]
-        for extent, index in zip(extents, cuts, strict=True):
-            numbers = manifest.sequence(index)
-            check(numbers[0] == 0 and numbers[-1] == extent and all(a < b for a, b in pairwise(numbers)), "bad cuts")
-            bounds = [((*low, a), (*high, b)) for low, high in bounds for a, b in pairwise(numbers)]
-    cells = [Cell(owner, form == "flat", *bound) for owner, bound in zip(owners, bounds, strict=True)]
-    limits = (prod(shape),) if form == "flat" else shape
-    for cell in cells:
-        check(all(0 <= a < b <= n for a, b, n in zip(cell.starts, cell.stops, limits, strict=True)), "a bad cell")
-    return cells
+def sequence(planes: BytesIO, form: str, *rest: Any) -> list[int]:
+    """The elements of a sequence. Arrays of int64 wrap around, as they must; what is no int64 raises."""
+    if form == "p":
+        length, first, base, width = rest
+        check(1 <= length <= 1 << 27 and 1 <= width <= 8, "an impossible sequence")
+        rows = np.frombuffer(planes.read((length - 1) * width), np.uint8).reshape(width, length - 1)
+        steps = np.pad(rows, ((0, 8 - width), (0, 0))).T.copy().view("<i8")[:, 0] + np.int64(base)
+        return [int(element) for element in np.concatenate([[np.int64(first)], steps]).cumsum()]
+    check(form == "a", f"unknown form of a sequence: {form}")
+    elements: list[int] = []
+    for start, counts, steps in rest[0]:
+        check(counts == [0] or all(count > 0 for count in counts), "an impossible sequence")
+        check(len(elements) + prod(counts) <= 1 << 27, "a sequence is too long")
+        block = np.full(1, start, np.int64)
+        for count, step in zip(counts, steps, strict=True):
+            block = np.add.outer(block, np.arange(count) * np.int64(step)).reshape(-1)
+        elements += block.tolist()
+    return elements
 
 
 # Data files (section 7).
 
 
-class Entry(NamedTuple):
-    """One cell in a data file."""
+@dataclass
+class File:
+    """What one data file must be: the members of its header, the size of its data, a bound of its header's length."""
 
-    tensor: int
-    cell: Cell
-    nbytes: int
+    index: int
+    members: Members = field(default_factory=dict)
+    nbytes: int = 0
+    bound: int = 0
+
+    def add(self, name: str, code: str, shape: list[int], nbytes: int, bound: int) -> slice:
+        """Add an entry; where in the data section it is."""
+        check(name not in self.members, f"two entries of a file are called {name}")
+        start, stop = self.nbytes, self.nbytes + nbytes
+        self.members[name] = {"dtype": code, "shape": shape, "data_offsets": [start, stop]}
+        self.nbytes, self.bound = stop, self.bound + bound
+        return slice(start, stop)
+
+    def verified(self, folder: Path, checkpoint_id: str, sealed: Members) -> bytes:
+        """The data section, after every byte of the file was checked."""
+        path = folder / f"data-{self.index:05d}.safetensors"
+        num_blocks = -(-self.nbytes // BLOCK)
+        data_start = -(-(9 + 86 + len(str(self.index)) + 32 * num_blocks + self.bound) // 4096) * 4096
+        nbytes = data_start + self.nbytes
+        check(path.stat().st_size == sealed["nbytes"] == nbytes, f"{path} has another size")
+        check(sealed["name"] == path.name, f"{path} is sealed under another name")
+        data = path.read_bytes()
+        header, section = data[:data_start], data[data_start:]
+        table = header[TABLE_START : TABLE_START + 32 * num_blocks].decode("ascii")
+        check(digest(bytes.fromhex(table)) == sealed["digest"], f"{path}: the digest table is not the sealed one")
+        for block in range(num_blocks):
+            found = digest(section[block * BLOCK : (block + 1) * BLOCK])
+            check(found == table[32 * block : 32 * block + 32], f"{path}: the block at {block * BLOCK} is damaged")
+        metadata = {"blocks": table, "checkpoint": checkpoint_id, "file": str(self.index), "holdfast": "1"}
+        text = json.dumps({"__metadata__": metadata} | self.members, separators=(",", ":"))
+        expected = (data_start - 8).to_bytes(8, "little") + text.encode("ascii").ljust(data_start - 8)
+        check(header == expected, f"{path}: the header is not the one that belongs there")
+        return section
+
+
+# Tensors and values (sections 6.4 and 9).
 
 
 @dataclass
-class DataFile:
-    """What one data file must look like."""
+class Tensor:
+    """Where a tensor is. Cells divide `axes`, the shape or (flat) the number of elements; each is file, bytes, box."""
 
-    index: int
-    entries: list[Entry]
-    capacity: int | None = None
+    dtype: str
+    shape: list[int]
+    axes: list[int]
+    cells: list[tuple[int, slice, Box]]
 
-    @property
-    def data_nbytes(self) -> int:
-        return sum(entry.nbytes for entry in self.entries) + (self.capacity or 0)
-
-    def data_start(self, manifest: Manifest) -> int:
-        total = 9 + 86 + len(str(self.index)) + 32 * -(-self.data_nbytes // BLOCK)
-        for tensor, _, _ in self.entries:
-            shape, name = manifest.shape(tensor), manifest.body["names"][tensor]
-            code = DTYPES[manifest.dtype(tensor)][1] or "U8"
-            total += len(json.dumps(name)) + len(code) + max(len(shape), 1) * (3 * len(str(prod(shape))) + 3) + 96
-        if self.capacity is not None:
-            total += 107 + len(str(self.capacity))
-        return -(-total // 4096) * 4096
-
-    def header(self, manifest: Manifest, table: str) -> bytes:
-        checkpoint_id = manifest.body["checkpoint_id"]
-        metadata = {"blocks": table, "checkpoint": checkpoint_id, "file": str(self.index), "holdfast": "1"}
-        members: dict[str, Any] = {"__metadata__": metadata}
-        at = 0
-        for tensor, cell, nbytes in self.entries:
-            name = entry_name(manifest.body["names"][tensor], manifest.shape(tensor), cell)
-            code = DTYPES[manifest.dtype(tensor)][1]
-            shape = list(cell.sizes) if code else [nbytes]
-            members[name] = {"dtype": code or "U8", "shape": shape, "data_offsets": [at, at + nbytes]}
-            at += nbytes
-        if self.capacity is not None:
-            members["@values"] = {"dtype": "U8", "shape": [self.capacity], "data_offsets": [at, at + self.capacity]}
-        check(len(members) == 1 + len(self.entries) + (self.capacity is not None), "two entries have one name")
-        room = self.data_start(manifest) - 8
-        return struct.pack("<Q", room) + json.dumps(members, separators=(",", ":")).encode("ascii").ljust(room)
+    def assembled(self, sections: list[bytes]) -> npt.NDArray[np.void]:
+        data, found = np.zeros(self.axes, f"V{ITEMSIZES[self.dtype]}"), np.zeros(self.axes, np.bool_)
+        for file, where, box in self.cells:
+            check(not found[box].any(), "an element is stored twice")
+            data[box] = np.frombuffer(sections[file][where], data.dtype).reshape(data[box].shape)
+            found[box] = True
+        check(found.all(), "an element is not stored")
+        return data.reshape(self.shape)
 
 
-def entry_name(name: str, shape: tuple[int, ...], cell: Cell) -> str:
-    is_whole = cell.sizes == shape  # a flat range of a tensor with one axis is also the whole tensor
-    if is_whole and name != "__metadata__":
-        return name
-    return name + "@" + ",".join(f"{a}:{b}" for a, b in zip(cell.starts, cell.stops, strict=True))
+def boxes_of(form: str, rest: list[Any], axes: list[int], sequences: list[list[int]]) -> list[Box]:
+    """The cells of a partition in canonical order. `Tensor.assembled` checks that they cover everything once."""
+    if form == "boxes":
+        pairs = [(pick(sequences, low), pick(sequences, size)) for low, size in zip(*rest, strict=True)]
+        check(len(pairs) == len(axes) > 0, "boxes of another number of axes")
+        return list(zip(*([slice(a, a + n) for a, n in zip(*pair, strict=True)] for pair in pairs), strict=True))
+    check(form in ("grid", "flat"), f"unknown form of a partition: {form}")
+    cuts = [pick(sequences, index) for index in (rest if form == "flat" else rest[0])]
+    for numbers, extent in zip(cuts, axes, strict=True):
+        check(numbers[0] == 0 and numbers[-1] == extent and rises(numbers), "impossible cuts")
+    return list(product(*([slice(a, b) for a, b in pairwise(numbers)] for numbers in cuts)))
 
 
-def files_of(manifest: Manifest) -> list[DataFile]:
-    files = [DataFile(index, []) for index in range(manifest.body["num_files"])]
-    order = sorted(range(len(manifest.body["names"])), key=lambda t: (-manifest.itemsize(t), t))
-    for tensor in order:
-        for cell in cells_of(manifest, tensor):
-            files[cell.file].entries.append(Entry(tensor, cell, prod(cell.sizes) * manifest.itemsize(tensor)))
-    for file, capacity, _ in manifest.body["values"]:
-        check(0 <= file < len(files) and files[file].capacity is None, "values in no file, or twice in one")
-        files[file].capacity = capacity
-    return files
+def locate(body: Members, sequences: list[list[int]]) -> tuple[dict[str, Tensor], list[File]]:
+    """All tensors, and all files with what their tensors and values take there."""
+    files = [File(index) for index in range(body["num_files"])]
+    tensors: dict[str, Tensor] = {}
+    rows = zip(body["names"], body["dtypes"], body["shapes"], body["partitions"], strict=True)
+    for name, *indexes in sorted(rows, key=lambda row: -ITEMSIZES[pick(body["dtype_table"], row[1])]):
+        tables = (body["dtype_table"], body["shape_table"], body["partition_table"])
+        dtype, shape, (form, *rest, owners) = map(pick, tables, indexes)
+        tensor = tensors[name] = Tensor(dtype, shape, [prod(shape)] if form == "flat" else shape, [])
+        boxes = boxes_of(form, rest, tensor.axes, sequences)
+        for file, box in zip(pick(sequences, owners), boxes, strict=True):
+            check(all(0 <= x.start < x.stop <= n for x, n in zip(box, tensor.axes, strict=True)), f"{name}: a bad cell")
+            tensor.cells.append((file, pick(files, file).add(*entry(name, tensor, box)), box))
+    for file, capacity, _ in body["values"]:
+        check(8 <= capacity <= 1 << 31, "a value block has an impossible capacity")
+        pick(files, file).add("@values", "U8", [capacity], capacity, 107 + len(str(capacity)))
+    return tensors, files
 
 
-def read_checkpoint(folder: Path, seal: dict[str, Any], found: tuple[str, dict[str, Any]] | None) -> Loaded:
-    check(seal["manifest"]["name"] == "manifest.hfm", "the seal names no manifest")
-    data = (folder / "manifest.hfm").read_bytes()
-    check(len(data) == seal["manifest"]["nbytes"] and hex_digest(data) == seal["manifest"]["digest"], "bad manifest")
-    manifest = parse_manifest(data)
-    body = manifest.body
-    check((body["checkpoint_id"], body["step"]) == (seal["checkpoint_id"], seal["step"]), "another checkpoint")
-    check(tuple(body["place"]) == place_of(seal["place"]), "another place")
-    if found is not None:
-        run_id, commit = found
-        metrics = {name: repr(value).strip("'") for name, value in commit["metrics"].items()}
-        check(body["run_id"] == run_id, "the checkpoint belongs to another run")
-        check({name: repr(value) for name, value in body["metrics"].items()} == metrics, "the commit's metrics differ")
-        check(body["created"] == commit["created"], "the commit's time differs")
-    writers = manifest.sequence(body["writers"])
-    check(len(writers) == body["num_files"] and all(a < b for a, b in pairwise([-1, *writers])), "impossible writers")
-    files = files_of(manifest)
-    names = [f"data-{file.index:05d}.safetensors" for file in files]
-    check([file["name"] for file in seal["files"]] == names, "the seal lists other data files")
-    for file, sealed in zip(files, seal["files"], strict=True):  # before memory is taken for tensors
-        nbytes = file.data_start(manifest) + file.data_nbytes
-        check((folder / sealed["name"]).is_file(), f"{sealed['name']} is missing")
-        actual = (folder / sealed["name"]).stat().st_size
-        check(nbytes == sealed["nbytes"] == actual, f"{sealed['name']} has another size")
-    shapes = [(*manifest.shape(t), manifest.itemsize(t)) for t in range(len(body["names"]))]
-    full, times = [np.zeros(shape, np.uint8) for shape in shapes], [np.zeros(shape[:-1], np.uint8) for shape in shapes]
-    values: dict[str, list[Any]] = {}
-    paths = {file: paths for file, _, paths in body["values"]}
-    for file, sealed in zip(files, seal["files"], strict=True):
-        section = verified_section(folder / sealed["name"], file, manifest, sealed["digest"])
-        at = 0
-        for tensor, cell, nbytes in file.entries:
-            fill(full[tensor], times[tensor], cell, np.frombuffer(section[at : at + nbytes], np.uint8))
-            at += nbytes
-        if file.capacity is not None:
-            values |= parse_values(section[at:], paths[file.index], values)
-    check(all((count == 1).all() for count in times), "an element is not stored exactly once")
-    tensors = {
-        name: Tensor(manifest.dtype(t), manifest.shape(t), full[t].reshape(-1)) for t, name in enumerate(body["names"])
-    }
-    return Loaded(tuple(body["place"]), body["step"], tensors, body["aliases"], values)
+def entry(name: str, tensor: Tensor, box: Box) -> tuple[str, str, list[int], int, int]:
+    """What `File.add` takes for a cell."""
+    sizes = [x.stop - x.start for x in box]
+    is_whole = sizes == tensor.shape and name != "__metadata__"  # also a flat range of all of a tensor with one axis
+    part = "" if is_whole else "@" + ",".join(f"{x.start}:{x.stop}" for x in box)
+    nbytes = prod(sizes) * ITEMSIZES[tensor.dtype]
+    code = CODES.get(tensor.dtype, "U8")
+    digits = len(str(prod(tensor.shape)))
+    bound = len(json.dumps(name)) + len(code) + max(len(tensor.shape), 1) * (3 * digits + 3) + 96
+    return name + part, code, sizes if tensor.dtype in CODES else [nbytes], nbytes, bound
 
 
-def verified_section(path: Path, file: DataFile, manifest: Manifest, digest: str) -> bytes:
-    data, data_start = path.read_bytes(), file.data_start(manifest)
-    section = data[data_start:]
-    starts = range(0, len(section), BLOCK)
-    table = data[TABLE_START : TABLE_START + 32 * len(starts)].decode("ascii")
-    check(hex_digest(bytes.fromhex(table)) == digest, f"{path}: the digest table is not the sealed one")
-    for start in starts:
-        expected = table[start // BLOCK * 32 : start // BLOCK * 32 + 32]
-        check(hex_digest(section[start : start + BLOCK]) == expected, f"{path}: the block at {start} is damaged")
-    check(data[:data_start] == file.header(manifest, table), f"{path}: the header is not the one that belongs there")
-    return section
-
-
-def fill(full: Bytes, times: Bytes, cell: Cell, data: Bytes) -> None:
-    itemsize = full.shape[-1]
-    if cell.flat:
-        full.reshape(-1, itemsize)[cell.starts[0] : cell.stops[0]] = data.reshape(-1, itemsize)
-        times.reshape(-1)[cell.starts[0] : cell.stops[0]] += 1
-    else:
-        index = tuple(slice(a, b) for a, b in zip(cell.starts, cell.stops, strict=True))
-        full[index] = data.reshape(*cell.sizes, itemsize)
-        times[index] += 1
-
-
-def parse_values(data: bytes, paths: list[str], others: dict[str, list[Any]]) -> dict[str, list[Any]]:
-    """The table of one value block (section 9)."""
-    (length,) = struct.unpack_from("<Q", data)
+def parse_values(data: bytes, paths: list[str]) -> dict[str, list[Any]]:
+    """The table of one value block."""
+    length = int.from_bytes(data[:8], "little")
     check(length <= min(len(data) - 8, 1 << 30) and not any(data[8 + length :]), "the values have another length")
     rows = msgspec.msgpack.decode(data[8 : 8 + length])
-    check([path for path, _ in rows] == list(paths) and all(a < b for a, b in pairwise(paths)), "other values")
-    table = dict(rows)
-    check(not table.keys() & others.keys(), "a value is stored twice")
+    check([path for path, _ in rows] == paths and rises(paths), "the values have other paths")
     for path, node in rows:
         check(path.count("/") < 128, "values are nested too deep")
         kind, *rest = node[1] if node[0] == "stateful" else node
-        below = {"dict": rest[-1:], "record": rest[-1:]}.get(kind, [])
-        listed = below[0] if below else map(str, range(rest[1])) if kind == "list" else ()
-        check(all((f"{path}/{name}" if path else name) in table for name in listed), f"{path!r} misses entries")
-    return table
+        names = rest[-1] if kind in ("dict", "record") else map(str, range(rest[1])) if kind == "list" else ()
+        check({f"{path}/{name}" if path else name for name in names} <= set(paths), f"{path!r} misses entries")
+    return dict(rows)
+
+
+# A checkpoint, and the program.
+
+
+class Loaded(NamedTuple):
+    """A whole checkpoint: per tensor its dtype and elements, and the flat table of nodes, as MessagePack gives them."""
+
+    place: list[int]
+    step: int
+    dtypes: dict[str, str]
+    tensors: dict[str, npt.NDArray[np.void]]
+    values: dict[str, list[Any]]
+
+
+def read(path: Path) -> Loaded:
+    """Read a run's head, or a checkpoint folder."""
+    if (path / "seal.json").exists():
+        return read_checkpoint(path)
+    marker = record(path / "holdfast.json", "marker")
+    check(marker["format"] == "1", "the run has an unknown format")
+    commit = head(path)
+    return read_checkpoint(path / "checkpoints" / commit["checkpoint"], marker, commit)
+
+
+def read_checkpoint(folder: Path, marker: Members | None = None, commit: Members | None = None) -> Loaded:
+    seal = record(folder / "seal.json", "seal")
+    data = (folder / "manifest.hfm").read_bytes()
+    sealed = {"name": "manifest.hfm", "nbytes": len(data), "digest": digest(data)}
+    check(seal["manifest"] == sealed, "the manifest is not the sealed one")
+    body, sequences = parse_manifest(data)
+    place = {"epoch": body["place"][0], "seq": body["place"][1]}
+    identity = {"checkpoint_id": body["checkpoint_id"], "place": place, "step": body["step"]}
+    check(seal | identity == seal, "the manifest is another checkpoint's")
+    check(marker is None or body["run_id"] == marker["run_id"], "the checkpoint belongs to another run")
+    if commit is not None:
+        check_commit(commit, seal, (folder / "seal.json").read_bytes(), body)
+    located, files = locate(body, sequences)
+    # Every file is verified before memory is taken for tensors: their sizes are true then.
+    sealed_files = zip(files, seal["files"], strict=True)
+    sections = [file.verified(folder, body["checkpoint_id"], entry) for file, entry in sealed_files]
+    tensors = {name: tensor.assembled(sections) for name, tensor in located.items()}
+    tables = [parse_values(sections[file][-capacity:], paths) for file, capacity, paths in body["values"]]
+    values = {path: node for table in tables for path, node in table.items()}
+    check(len(values) == sum(map(len, tables)), "a value is stored twice")
+    dtypes = {name: tensor.dtype for name, tensor in located.items()}
+    return Loaded(body["place"], body["step"], dtypes, tensors, values)
 
 
 def main(arguments: list[str]) -> int:
     try:
         loaded = read(Path(arguments[0]))
-    except (DamagedError, OSError, zlib.error, msgspec.MsgspecError, ValueError, LookupError, TypeError) as error:
+    except (OSError, zlib.error, msgspec.MsgspecError, ValueError, LookupError, TypeError, OverflowError) as error:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
         return 1
-    tensors = {name: (hex_digest(t.data.data), t.dtype, t.shape) for name, t in loaded.tensors.items()}
+    tensors = {name: (digest(t.tobytes()), loaded.dtypes[name], t.shape) for name, t in loaded.tensors.items()}
     values = {path: repr(node) for path, node in loaded.values.items()}
     report = {"place": loaded.place, "step": loaded.step, "tensors": tensors, "values": values}
     sys.stdout.write(json.dumps(report) + "\n")

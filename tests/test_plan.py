@@ -140,7 +140,7 @@ def test_ranks_that_disagree_about_shape_or_dtype_are_refused() -> None:
     world = World(
         [[TensorLayout("w", "float32", (4,), Whole("split"))], [TensorLayout("w", "float16", (4,), Whole("split"))]], {}
     )
-    with pytest.raises(StateError, match="float32.*rank 0.*float16.*rank 1"):
+    with pytest.raises(StateError, match=r"float32.*rank 0.*float16.*rank 1"):
         world.plan()
 
 

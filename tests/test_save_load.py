@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from collections import Counter, OrderedDict
@@ -521,6 +522,20 @@ def test_the_report_tells_sizes_phases_and_the_place(tmp_path: Path) -> None:
     )
     assert list(report.seconds) == ["describe", "plan", "write", "commit"]
     assert all(seconds >= 0 for seconds in report.seconds.values())
+
+
+@pytest.mark.parametrize("value", [torch.tensor(0.5), np.float32(0.5), 0.5, 3], ids=repr)
+def test_metrics_are_any_numbers(tmp_path: Path, value: Any) -> None:
+    assert holdfast.save(tmp_path / "run", {}, 1, metrics={"loss": value}).step == 1
+    (commit,) = (tmp_path / "run/history").iterdir()
+    assert json.loads(commit.read_text())["metrics"] == {"loss": float(value)}
+
+
+@pytest.mark.parametrize("value", ["0.5", None, [1.0], 1j], ids=repr)
+def test_a_metric_that_is_no_number_is_refused_before_anything_is_written(tmp_path: Path, value: Any) -> None:
+    with pytest.raises(TypeError, match="loss"):
+        holdfast.save(tmp_path / "run", {}, 1, metrics={"loss": value})
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("step", [-1, True, 1.0, "3", None])

@@ -200,6 +200,23 @@ def test_value_names_are_those_of_all_values(job_run: Path) -> None:
     assert not set(names) & set(holdfast.open(job_run).names())
 
 
+class Counting:
+    """Its whole state is one number."""
+
+    def state_dict(self) -> int:
+        return 5
+
+    def load_state_dict(self, state: int) -> None:
+        raise AssertionError("nothing is loaded here")
+
+
+def test_an_object_whose_state_is_one_value_is_a_value(tmp_path: Path) -> None:
+    holdfast.save(tmp_path / "run", {"sampler": Counting()}, 1)
+    view = holdfast.open(tmp_path / "run")
+    assert view.value_names() == ["sampler"]
+    assert view.value("sampler") == 5
+
+
 def test_a_value_that_is_not_there_is_said(job_run: Path) -> None:
     with pytest.raises(NotFoundError, match="progress/epok") as raised:
         holdfast.open(job_run).value("progress/epok")

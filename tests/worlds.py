@@ -28,7 +28,7 @@ from holdfast.plan.layout import (
     TensorLayout,
     Whole,
 )
-from holdfast.plan.save import Identity, RankMessage, plan_save
+from holdfast.plan.save import Identity, RankMessage, encode_plan, plan_save
 
 IDENTITY = Identity("00112233445566aa", "0" * 32, Place(1, 1), 7, 123.5, {})
 
@@ -48,7 +48,8 @@ class World:
     def plan(self, *, values_nbytes: int = 100) -> DecodedManifest:
         """The manifest of this world, encoded and decoded again."""
         messages, bodies = self.sent()
-        data = plan_save(messages, bodies, identity=IDENTITY, values_nbytes=values_nbytes, value_paths=("a",))
+        plan = plan_save(messages, bodies)
+        data = encode_plan(plan, identity=IDENTITY, values_nbytes=values_nbytes, value_paths=("a",))
         return fmt.decode(data, path="manifest")
 
 
@@ -96,9 +97,7 @@ def specs(draw: st.DrawFn, world_size: int, shape: Shape) -> list[Spec]:
     if kind == "rows" and shape:
         cuts = draw(cut_points(shape[0], world_size))
         rest = shape[1:]
-        return [
-            Pieces.boxes(Box((a, *(0 for _ in rest)), (b - a, *rest))) for a, b in itertools.pairwise(cuts)
-        ]
+        return [Pieces.boxes(Box((a, *(0 for _ in rest)), (b - a, *rest))) for a, b in itertools.pairwise(cuts)]
     return [Whole("split" if kind in ("split", "rows") else kind)] * world_size  # type: ignore[arg-type]
 
 

@@ -9,6 +9,7 @@ import msgspec
 
 from holdfast.control.channel import Channel, Deadline
 from holdfast.control.torch_store import default_channel
+from holdfast.errors import StorageError
 from holdfast.format.records import Place
 from holdfast.geometry import Box
 from holdfast.phases import Stopwatch, attempt
@@ -52,9 +53,10 @@ def load(
 
 
 class _Resolved(msgspec.Struct, frozen=True, array_like=True):
-    """Which checkpoint all ranks load: a place of the run, or None for a folder outside any history."""
+    """Which checkpoint all ranks load: its place in the run (None for a folder outside any history) and its id."""
 
     place: Place | None
+    checkpoint_id: str
 
 
 class _Names(msgspec.Struct, frozen=True, array_like=True):
@@ -75,12 +77,13 @@ class _Loading:
         self._watch = Stopwatch()
 
     def run(self, target: Target, into: Mapping[str, object]) -> LoadReport:
+        found: list[Located] = []
         with self._watch.phase("resolve"):
-            located = self._resolve(target)
+            resolved = self._resolve(target, found)
         bound: list[tuple[Checkpoint, Binding, dict[str, Stored]]] = []
 
         def match() -> bytes:
-            checkpoint = Checkpoint(located)
+            checkpoint = Checkpoint(found[0] if found else self._follow(target, resolved))
             stored = _stored(checkpoint)
             aliases = checkpoint.manifest.body.aliases
             binding = bind(into, stored, aliases, checkpoint.nodes, strict=False)
@@ -99,6 +102,7 @@ class _Loading:
         with self._watch.phase("finish"):
             state: list[object] = []
             self._channel.collect("finish", attempt(lambda: _finish(binding, state)), self._deadline)
+        located = checkpoint.located
         if located.run is not None and located.commit is not None:
             JOB.note_loaded(located.storage.uri, located.run.run_id, located.commit.place)
         difference_ = msgspec.msgpack.decode(names, type=_Names)
@@ -116,20 +120,28 @@ class _Loading:
             seconds=self._watch.seconds,
         )
 
-    def _resolve(self, target: Target) -> Located:
-        """The checkpoint, found by rank 0: a run's head may move while ranks look."""
-        found: list[Located] = []
+    def _resolve(self, target: Target, found: list[Located]) -> _Resolved:
+        """Which checkpoint rank 0 found (added to `found` there): a run's head may move while ranks look."""
 
         def find(_: list[bytes]) -> bytes:
             found.append(resolve(target))
-            commit = found[0].commit
-            return msgspec.msgpack.encode(_Resolved(None if commit is None else commit.place))
+            commit, seal = found[0].commit, found[0].seal
+            return msgspec.msgpack.encode(_Resolved(None if commit is None else commit.place, seal.checkpoint_id))
 
-        answer = self._channel.exchange("resolve", b"", find, self._deadline)
-        if found:
-            return found[0]
-        place = msgspec.msgpack.decode(answer, type=_Resolved).place
-        return resolve(Target(target.root, place=place))
+        return msgspec.msgpack.decode(self._channel.exchange("resolve", b"", find, self._deadline), type=_Resolved)
+
+    def _follow(self, target: Target, resolved: _Resolved) -> Located:
+        """The checkpoint that rank 0 found, as this rank sees it."""
+        located = resolve(Target(target.root, place=resolved.place))
+        if located.seal.checkpoint_id != resolved.checkpoint_id:
+            raise StorageError(
+                f"rank {self._channel.rank} finds another checkpoint at '{target}' than rank 0.",
+                code="storage.not_shared",
+                action="Give all ranks one path on a file system that all nodes share.",
+                path=target.root,
+                rank=self._channel.rank,
+            )
+        return located
 
     def _compare(self, payloads: Sequence[bytes], mine: tuple[Checkpoint, Binding, dict[str, Stored]]) -> bytes:
         """Names that some rank misses, and names that no rank expects. Raises `IncompatibleError` when strict."""

@@ -13,6 +13,7 @@ import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import SupportsFloat
 
 import msgspec
 import numpy as np
@@ -31,7 +32,7 @@ from holdfast.format.values import Node
 from holdfast.phases import Stopwatch, attempt
 from holdfast.plan.body import RankLayout
 from holdfast.plan.layout import Whole
-from holdfast.plan.save import Identity, RankMessage, plan_save
+from holdfast.plan.save import Identity, RankMessage, encode_plan, plan_save
 from holdfast.reports import SaveReport
 from holdfast.run.checkpoint import pack_values
 from holdfast.run.history import Run
@@ -49,7 +50,7 @@ def save(
     state: Mapping[str, object],
     step: int,
     *,
-    metrics: Mapping[str, float] | None = None,
+    metrics: Mapping[str, SupportsFloat] | None = None,
     takeover: bool = False,
     timeout_s: float = 600.0,
 ) -> SaveReport:
@@ -59,7 +60,8 @@ def save(
     too. `run` is created where nothing is. A run that has a history must have been loaded from by this job, unless
     ``takeover=True``. `metrics` are recorded with the commit. Extra memory is two buffers of 8 MiB.
 
-    On any error every rank raises, nothing becomes visible, and the previous checkpoint stays the head.
+    On any error every rank raises, no part of the checkpoint becomes visible, and the head stays what it was; after a
+    load of an older checkpoint the head is the one that was loaded as soon as a save begins to write.
 
     Raises:
         StateError: something in `state` cannot be saved truthfully, or ranks disagree about it.
@@ -70,10 +72,18 @@ def save(
     """
     if type(step) is not int or step < 0:
         raise ValueError(f"step is a whole number from 0 on, not {step!r}")
+    numbers = _numbers(metrics or {})
     storage = storage_at(_run_root(run))
     channel = default_channel(f"save of step {step}")
-    request = _Request(storage, step, dict(metrics or {}), takeover, time.time())
+    request = _Request(storage, step, numbers, takeover, time.time())
     return _Saving(channel, Deadline(timeout_s), request).run(state)
+
+
+def _numbers(metrics: Mapping[str, SupportsFloat]) -> dict[str, float]:
+    for name, value in metrics.items():
+        if type(name) is not str or not isinstance(value, SupportsFloat):
+            raise TypeError(f"a metric is a number under a string, not {name!r}: {value!r}")
+    return {name: float(value) for name, value in metrics.items()}
 
 
 def _run_root(run: str | os.PathLike[str]) -> str:
@@ -243,6 +253,8 @@ class _Coordinator:
             _check_compared([answer.compared for answer in answers])
             self.values = _unite([value_codec.decode(answer.values) for answer in answers])
         bodies = {messages[rank].layout: answers[rank].body for rank in questions.bodies}
+        plan = plan_save([RankMessage(message.layout, message.columns) for message in messages], bodies)
+        # Only a state that can be saved opens an epoch: after a rollback that moves the head.
         self._run = Run.create(self._storage)
         place = JOB.begin(self._run, takeover=self._request.takeover, world_size=len(messages))
         identity = Identity(
@@ -253,9 +265,8 @@ class _Coordinator:
             created=self._request.created,
             metrics=self._request.metrics,
         )
-        self._manifest = plan_save(
-            [RankMessage(message.layout, message.columns) for message in messages],
-            bodies,
+        self._manifest = encode_plan(
+            plan,
             identity=identity,
             values_nbytes=len(pack_values(self.values)),
             value_paths=tuple(sorted(self.values)),
@@ -326,7 +337,7 @@ def _unite(tables: Sequence[Mapping[str, Node]]) -> dict[str, Node]:
         for path, node in table.items():
             if path not in united:
                 united[path], origin[path] = node, rank
-            elif united[path] != node and value_codec.encode({path: united[path]}) != value_codec.encode({path: node}):
+            elif value_codec.encode({path: united[path]}) != value_codec.encode({path: node}):  # 1 == True == 1.0
                 raise StateError(
                     f"Value {path!r} differs between rank {origin[path]} and rank {rank}.",
                     code="state.diverged",

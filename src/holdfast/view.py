@@ -125,7 +125,11 @@ class View:
 
     def value_names(self) -> list[str]:
         """Names of all values, sorted."""
-        return sorted(path for path, node in self._checkpoint.nodes.items() if isinstance(node, value_codec.Leaf))
+        return sorted(
+            path
+            for path, node in self._checkpoint.nodes.items()
+            if isinstance(value_codec.bare(node), value_codec.Leaf)
+        )
 
     def value(self, name: str) -> object:
         """One value, or the values and lazy tensors below a name, in the containers they were saved in."""
@@ -202,6 +206,6 @@ def _numpy_dtype(name: str) -> npt.DTypeLike:
         if kind is not None:
             dtype: npt.DTypeLike = np.dtype(kind)
             return dtype
-    elif hasattr(np, name):
+    elif name != "complex32":
         return np.dtype(name)
     raise TypeError(f"numpy has no dtype {name}: index the tensor instead, which gives a torch tensor")

@@ -53,31 +53,41 @@ class _Tensor:
     claims: tuple[Claim, ...]
 
 
-def plan_save(
-    messages: Sequence[RankMessage],
-    bodies: Mapping[bytes, bytes],
-    *,
-    identity: Identity,
-    values_nbytes: int,
-    value_paths: tuple[str, ...],
-) -> bytes:
-    """The manifest file of a checkpoint of the state that all ranks described.
+@dataclass(frozen=True)
+class SavePlan:
+    """Who writes which part of which tensor; not yet a certain checkpoint."""
 
-    `messages` has one entry per rank, `bodies` the body of each digest in it. Values are written by rank 0.
+    world_size: int
+    tensors: Mapping[str, _Tensor]
+    aliases: Mapping[str, str]
+    divisions: Sequence[Division]
+    writers: Sequence[Writers]
+
+
+def plan_save(messages: Sequence[RankMessage], bodies: Mapping[bytes, bytes]) -> SavePlan:
+    """Plan a save of the state that all ranks described.
+
+    `messages` has one entry per rank, `bodies` the body of each digest in it.
 
     Raises:
         StateError: ranks disagree about a tensor, or their pieces do not cover it exactly once.
     """
     groups = _groups(messages, bodies)
-    tensors = _collect(groups)
+    tensors = dict(sorted(_collect(groups).items()))
     divider = Divider(groups)
-    names = sorted(tensors)
-    divisions = [divider.division(name, tensors[name].shape, tensors[name].claims) for name in names]
-    itemsizes = [DTYPES[tensors[name].dtype].itemsize for name in names]
+    divisions = [divider.division(name, tensor.shape, tensor.claims) for name, tensor in tensors.items()]
+    itemsizes = [DTYPES[tensor.dtype].itemsize for tensor in tensors.values()]
     writers = assign(divisions, itemsizes, len(messages))
-    ranks = _writing_ranks(writers, len(messages))
-    table = _PartitionTable(ranks, len(messages))
-    partitions = tuple(table.add(tensors[n].shape, d, w) for n, d, w in zip(names, divisions, writers, strict=True))
+    return SavePlan(len(messages), tensors, _aliases(groups, tensors), divisions, writers)
+
+
+def encode_plan(plan: SavePlan, *, identity: Identity, values_nbytes: int, value_paths: tuple[str, ...]) -> bytes:
+    """The manifest file of the checkpoint `identity` that is written by `plan`. Values are written by rank 0."""
+    tensors = plan.tensors.values()
+    ranks = _writing_ranks(plan.writers, plan.world_size)
+    table = _PartitionTable(ranks, plan.world_size)
+    rows = zip(tensors, plan.divisions, plan.writers, strict=True)
+    partitions = tuple(table.add(tensor.shape, division, writer) for tensor, division, writer in rows)
     dtypes: dict[str, int] = {}
     shapes: dict[Shape, int] = {}
     body = fmt.Manifest(
@@ -86,17 +96,17 @@ def plan_save(
         place=(identity.place.epoch, identity.place.seq),
         step=identity.step,
         created=identity.created,
-        world_size=len(messages),
+        world_size=plan.world_size,
         metrics=dict(identity.metrics),
         reader_features=(),
-        names=tuple(names),
-        dtypes=tuple(dtypes.setdefault(tensors[name].dtype, len(dtypes)) for name in names),
+        names=tuple(plan.tensors),
+        dtypes=tuple(dtypes.setdefault(tensor.dtype, len(dtypes)) for tensor in tensors),
         dtype_table=tuple(dtypes),
-        shapes=tuple(shapes.setdefault(tensors[name].shape, len(shapes)) for name in names),
+        shapes=tuple(shapes.setdefault(tensor.shape, len(shapes)) for tensor in tensors),
         shape_table=tuple(shapes),
         partition_table=tuple(table.partitions),
         partitions=partitions,
-        aliases=_aliases(groups, tensors),
+        aliases=dict(plan.aliases),
         num_files=len(ranks),
         writers=table.sequences.add(ranks),
         values=(fmt.ValueBlock(0, -(-values_nbytes // VALUES_GRANULE) * VALUES_GRANULE, value_paths),),
