@@ -90,10 +90,8 @@ def _draw_losses(axes: Axes, curves: Curves) -> None:
     axes.set_ylabel("loss of the whole batch (nats per byte)")
     axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(0.09, 0.86))
     top = axes.get_ylim()[1]
-    killed, head = (
-        f" SIGKILL in the save\n of step {curves.killed}",
-        f"resumed from here, \nthe head: step {curves.head} ",
-    )
+    killed = f" SIGKILL in the save\n of step {curves.killed}"
+    head = f"resumed from here, \nthe head: step {curves.head} "
     axes.text(curves.killed, top, killed, color=_RED, va="top", fontsize=9)
     axes.text(curves.head, top, head, color="#606060", va="top", ha="right", fontsize=9)
 

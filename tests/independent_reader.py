@@ -24,17 +24,15 @@ import numpy.typing as npt
 from xxhash import xxh3_128_hexdigest as digest
 
 Members = dict[str, Any]
-Box = tuple[slice, ...]
 
 BLOCK = 1 << 20
-TABLE_START = 35
-DTYPES = """
-bool 1 BOOL, uint8 1 U8, int8 1 I8, uint16 2 U16, int16 2 I16, uint32 4 U32, int32 4 I32, uint64 8 U64, int64 8 I64,
-float16 2 F16, bfloat16 2 BF16, float32 4 F32, float64 8 F64, float8_e4m3fn 1 F8_E4M3, float8_e5m2 1 F8_E5M2,
-float8_e4m3fnuz 1 -, float8_e5m2fnuz 1 -, float8_e8m0fnu 1 -, float4_e2m1fn_x2 1 -, complex32 4 -, complex64 8 -,
-complex128 16 -"""
+COUNTDOWN = 9_999_999_999
+DTYPES = """bool 1 BOOL, uint8 1 U8, int8 1 I8, uint16 2 U16, int16 2 I16, uint32 4 U32, int32 4 I32, uint64 8 U64,
+int64 8 I64, float16 2 F16, bfloat16 2 BF16, float32 4 F32, float64 8 F64, float8_e4m3fn 1 F8_E4M3,
+float8_e5m2 1 F8_E5M2, float8_e4m3fnuz 1 -, float8_e5m2fnuz 1 -, float8_e8m0fnu 1 -, float4_e2m1fn_x2 1 -,
+complex32 4 -, complex64 8 -, complex128 16 -"""
 ITEMSIZES = {name: int(itemsize) for name, itemsize, _ in map(str.split, DTYPES.split(","))}
-CODES = {name: code for name, _, code in map(str.split, DTYPES.split(",")) if code != "-"}  # others: as bytes
+CODES = {name: code for name, _, code in map(str.split, DTYPES.split(",")) if code != "-"}  # others: stored as bytes
 
 
 class DamagedError(ValueError):
@@ -51,10 +49,6 @@ def pick(table: list[Any], index: int) -> Any:
     return table[index]
 
 
-def rises(items: list[Any]) -> bool:
-    return all(a < b for a, b in pairwise(items))
-
-
 # Records and history (sections 4 and 5).
 
 
@@ -68,35 +62,35 @@ def record(path: Path, kind: str) -> Members:
     return members
 
 
-def countdown(*numbers: int) -> str:
-    return "-".join(f"{9_999_999_999 - number:010d}" for number in numbers)
-
-
 def head(run: Path) -> Members:
-    """The commit of the first place of the lineage. Names count down, so the first is the newest."""
+    """The commit of the first place of the lineage, and the run's id."""
+    marker = record(run / "holdfast.json", "marker")
+    check(marker["format"] == "1", "the run has an unknown format")
     number = "(?!9{10})[0-9]{10}"
-    epochs = sorted(path.stem for path in run.glob("epochs/*.json") if re.fullmatch(number, path.stem))
-    commits = sorted(path.stem for path in run.glob("history/*.json") if re.fullmatch(f"{number}-{number}", path.stem))
-    check(epochs, f"{run} has no committed checkpoint")
-    epoch = record(run / "epochs" / f"{epochs[0]}.json", "epoch")
-    check(countdown(epoch["epoch"]) == epochs[0], "an epoch record was renamed")
-    name = next((name for name in commits if name[:10] == epochs[0]), None)
-    if name is None:
-        check(epoch["opened_from"], f"{run} has no committed checkpoint")
-        name = countdown(epoch["opened_from"]["epoch"], epoch["opened_from"]["seq"])
-    commit = record(run / "history" / f"{name}.json", "commit")
-    check(countdown(commit["place"]["epoch"], commit["place"]["seq"]) == name, "a commit was renamed")
+    epochs = [path.stem for path in run.glob("epochs/*.json") if re.fullmatch(number, path.stem)]
+    check(epochs, f"{run} has no epoch, so no committed checkpoint")
+    newest = min(epochs)
+    epoch = record(run / "epochs" / f"{newest}.json", "epoch")
+    check(epoch["epoch"] == COUNTDOWN - int(newest), "an epoch record was renamed")
+    names = [path.stem[11:] for path in run.glob(f"history/{newest}-*.json")]
+    seqs = [COUNTDOWN - int(name) for name in names if re.fullmatch(number, name)]
+    place = {"epoch": epoch["epoch"], "seq": max(seqs)} if seqs else epoch["opened_from"]
+    check(place, f"{run} has no committed checkpoint")
+    name = f"{COUNTDOWN - place['epoch']:010d}-{COUNTDOWN - place['seq']:010d}.json"
+    commit = record(run / "history" / name, "commit")
+    check(commit["place"] == place, "a commit was renamed")
     check(re.fullmatch("step-[0-9]{10,18}-[0-9a-f]{16}", commit["checkpoint"]), "the commit names no checkpoint")
-    return commit
+    return commit | {"run_id": marker["run_id"]}
 
 
 def check_commit(commit: Members, seal: Members, sealed: bytes, body: Members) -> None:
-    """A commit is a function of seal and manifest (section 11)."""
+    """A commit is a function of seal and manifest (section 11), and they are of its run."""
     expected = {key: seal[key] for key in ("place", "step", "checkpoint_id")} | {
         "checkpoint": f"step-{seal['step']:010d}-{seal['checkpoint_id']}",
         "seal": {"nbytes": len(sealed), "digest": digest(sealed)},
         "nbytes": sum(file["nbytes"] for file in seal["files"]),
         "created": body["created"],
+        "run_id": body["run_id"],
     }
     check(commit | expected == commit, "the commit is not that of the seal and the manifest")
     metrics = {name: value if isfinite(value) else repr(value) for name, value in body["metrics"].items()}
@@ -121,10 +115,10 @@ def parse_manifest(data: bytes) -> tuple[Members, list[list[int]]]:
     planes = BytesIO(data[48 + compressed :])
     sequences = [sequence(planes, *encoded) for encoded in body["sequences"]]
     check(not planes.read(), "the sequences do not fill the blob")
-    check(rises(body["names"]), "the names are not sorted")
+    check(body["names"] == sorted(set(body["names"])), "the names are not sorted")
     check(all(name in body["names"] for name in body["aliases"].values()), "an alias of nothing")
     writers = pick(sequences, body["writers"])
-    check(len(writers) == body["num_files"] and rises([-1, *writers]), "impossible writers")
+    check(len(writers) == body["num_files"] and [-1, *writers] == sorted({-1, *writers}), "impossible writers")
     return body, sequences
 
 
@@ -135,11 +129,11 @@ def sequence(planes: BytesIO, form: str, *rest: Any) -> list[int]:
         check(1 <= length <= 1 << 27 and 1 <= width <= 8, "an impossible sequence")
         rows = np.frombuffer(planes.read((length - 1) * width), np.uint8).reshape(width, length - 1)
         steps = np.pad(rows, ((0, 8 - width), (0, 0))).T.copy().view("<i8")[:, 0] + np.int64(base)
-        return [int(element) for element in np.concatenate([[np.int64(first)], steps]).cumsum()]
+        return [int(element) for element in np.concatenate([np.full(1, first, np.int64), steps]).cumsum()]
     check(form == "a", f"unknown form of a sequence: {form}")
     elements: list[int] = []
     for start, counts, steps in rest[0]:
-        check(counts == [0] or all(count > 0 for count in counts), "an impossible sequence")
+        check(counts == [0] or min(counts, default=1) > 0, "an impossible sequence")
         check(len(elements) + prod(counts) <= 1 << 27, "a sequence is too long")
         block = np.full(1, start, np.int64)
         for count, step in zip(counts, steps, strict=True):
@@ -148,7 +142,7 @@ def sequence(planes: BytesIO, form: str, *rest: Any) -> list[int]:
     return elements
 
 
-# Data files (section 7).
+# Data files, tensors and values (sections 6.4, 7 and 9).
 
 
 @dataclass
@@ -173,46 +167,45 @@ class File:
         path = folder / f"data-{self.index:05d}.safetensors"
         num_blocks = -(-self.nbytes // BLOCK)
         data_start = -(-(9 + 86 + len(str(self.index)) + 32 * num_blocks + self.bound) // 4096) * 4096
-        nbytes = data_start + self.nbytes
-        check(path.stat().st_size == sealed["nbytes"] == nbytes, f"{path} has another size")
-        check(sealed["name"] == path.name, f"{path} is sealed under another name")
         data = path.read_bytes()
+        check(len(data) == data_start + self.nbytes, f"{path} has another size")
         header, section = data[:data_start], data[data_start:]
-        table = header[TABLE_START : TABLE_START + 32 * num_blocks].decode("ascii")
-        check(digest(bytes.fromhex(table)) == sealed["digest"], f"{path}: the digest table is not the sealed one")
+        table = header[35 : 35 + 32 * num_blocks].decode("ascii")
+        found = {"name": path.name, "nbytes": len(data), "digest": digest(bytes.fromhex(table))}
+        check(sealed | found == sealed, f"{path}: size or digest table are not the sealed ones")
         for block in range(num_blocks):
-            found = digest(section[block * BLOCK : (block + 1) * BLOCK])
-            check(found == table[32 * block : 32 * block + 32], f"{path}: the block at {block * BLOCK} is damaged")
+            actual = digest(section[block * BLOCK : (block + 1) * BLOCK])
+            check(actual == table[32 * block : 32 * block + 32], f"{path}: the block at {block * BLOCK} is damaged")
         metadata = {"blocks": table, "checkpoint": checkpoint_id, "file": str(self.index), "holdfast": "1"}
         text = json.dumps({"__metadata__": metadata} | self.members, separators=(",", ":"))
-        expected = (data_start - 8).to_bytes(8, "little") + text.encode("ascii").ljust(data_start - 8)
-        check(header == expected, f"{path}: the header is not the one that belongs there")
+        written = (data_start - 8).to_bytes(8, "little") + text.encode("ascii").ljust(data_start - 8)
+        check(header == written, f"{path}: the header is not the one that belongs there")
         return section
-
-
-# Tensors and values (sections 6.4 and 9).
 
 
 @dataclass
 class Tensor:
-    """Where a tensor is. Cells divide `axes`, the shape or (flat) the number of elements; each is file, bytes, box."""
+    """Where a tensor is. Cells (file, bytes, box) divide `axes`: its shape, or (flat) its number of elements."""
 
     dtype: str
     shape: list[int]
     axes: list[int]
-    cells: list[tuple[int, slice, Box]]
+    cells: list[tuple[int, slice, tuple[slice, ...]]]
 
     def assembled(self, sections: list[bytes]) -> npt.NDArray[np.void]:
-        data, found = np.zeros(self.axes, f"V{ITEMSIZES[self.dtype]}"), np.zeros(self.axes, np.bool_)
+        """All elements. With nothing stored twice and as much stored as there is, each is stored once."""
+        itemsize = ITEMSIZES[self.dtype]
+        nbytes = sum(where.stop - where.start for _, where, _ in self.cells)
+        check(nbytes == prod(self.axes) * itemsize, "not every element is stored once")
+        data, found = np.zeros(self.axes, f"V{itemsize}"), np.zeros(self.axes, np.bool_)
         for file, where, box in self.cells:
             check(not found[box].any(), "an element is stored twice")
             data[box] = np.frombuffer(sections[file][where], data.dtype).reshape(data[box].shape)
             found[box] = True
-        check(found.all(), "an element is not stored")
         return data.reshape(self.shape)
 
 
-def boxes_of(form: str, rest: list[Any], axes: list[int], sequences: list[list[int]]) -> list[Box]:
+def boxes_of(form: str, rest: list[Any], axes: list[int], sequences: list[list[int]]) -> list[tuple[slice, ...]]:
     """The cells of a partition in canonical order. `Tensor.assembled` checks that they cover everything once."""
     if form == "boxes":
         pairs = [(pick(sequences, low), pick(sequences, size)) for low, size in zip(*rest, strict=True)]
@@ -221,7 +214,7 @@ def boxes_of(form: str, rest: list[Any], axes: list[int], sequences: list[list[i
     check(form in ("grid", "flat"), f"unknown form of a partition: {form}")
     cuts = [pick(sequences, index) for index in (rest if form == "flat" else rest[0])]
     for numbers, extent in zip(cuts, axes, strict=True):
-        check(numbers[0] == 0 and numbers[-1] == extent and rises(numbers), "impossible cuts")
+        check(numbers[0] == 0 and numbers[-1] == extent and numbers == sorted(set(numbers)), "impossible cuts")
     return list(product(*([slice(a, b) for a, b in pairwise(numbers)] for numbers in cuts)))
 
 
@@ -229,45 +222,39 @@ def locate(body: Members, sequences: list[list[int]]) -> tuple[dict[str, Tensor]
     """All tensors, and all files with what their tensors and values take there."""
     files = [File(index) for index in range(body["num_files"])]
     tensors: dict[str, Tensor] = {}
+    tables = (body["dtype_table"], body["shape_table"], body["partition_table"])
     rows = zip(body["names"], body["dtypes"], body["shapes"], body["partitions"], strict=True)
     for name, *indexes in sorted(rows, key=lambda row: -ITEMSIZES[pick(body["dtype_table"], row[1])]):
-        tables = (body["dtype_table"], body["shape_table"], body["partition_table"])
         dtype, shape, (form, *rest, owners) = map(pick, tables, indexes)
         tensor = tensors[name] = Tensor(dtype, shape, [prod(shape)] if form == "flat" else shape, [])
-        boxes = boxes_of(form, rest, tensor.axes, sequences)
-        for file, box in zip(pick(sequences, owners), boxes, strict=True):
+        code, digits = CODES.get(dtype, "U8"), len(str(prod(shape)))
+        bound = len(json.dumps(name)) + len(code) + max(len(shape), 1) * (3 * digits + 3) + 96
+        for file, box in zip(pick(sequences, owners), boxes_of(form, rest, tensor.axes, sequences), strict=True):
             check(all(0 <= x.start < x.stop <= n for x, n in zip(box, tensor.axes, strict=True)), f"{name}: a bad cell")
-            tensor.cells.append((file, pick(files, file).add(*entry(name, tensor, box)), box))
+            sizes = [x.stop - x.start for x in box]
+            nbytes = prod(sizes) * ITEMSIZES[dtype]
+            is_whole = sizes == shape and name != "__metadata__"  # a flat range can be it only where there is one axis
+            part = "" if is_whole else "@" + ",".join(f"{x.start}:{x.stop}" for x in box)
+            where = pick(files, file).add(name + part, code, sizes if dtype in CODES else [nbytes], nbytes, bound)
+            tensor.cells.append((file, where, box))
     for file, capacity, _ in body["values"]:
         check(8 <= capacity <= 1 << 31, "a value block has an impossible capacity")
         pick(files, file).add("@values", "U8", [capacity], capacity, 107 + len(str(capacity)))
     return tensors, files
 
 
-def entry(name: str, tensor: Tensor, box: Box) -> tuple[str, str, list[int], int, int]:
-    """What `File.add` takes for a cell."""
-    sizes = [x.stop - x.start for x in box]
-    is_whole = sizes == tensor.shape and name != "__metadata__"  # also a flat range of all of a tensor with one axis
-    part = "" if is_whole else "@" + ",".join(f"{x.start}:{x.stop}" for x in box)
-    nbytes = prod(sizes) * ITEMSIZES[tensor.dtype]
-    code = CODES.get(tensor.dtype, "U8")
-    digits = len(str(prod(tensor.shape)))
-    bound = len(json.dumps(name)) + len(code) + max(len(tensor.shape), 1) * (3 * digits + 3) + 96
-    return name + part, code, sizes if tensor.dtype in CODES else [nbytes], nbytes, bound
-
-
-def parse_values(data: bytes, paths: list[str]) -> dict[str, list[Any]]:
-    """The table of one value block."""
+def parse_values(data: bytes, paths: list[str]) -> list[tuple[str, list[Any]]]:
+    """The paths and nodes of one value block."""
     length = int.from_bytes(data[:8], "little")
     check(length <= min(len(data) - 8, 1 << 30) and not any(data[8 + length :]), "the values have another length")
-    rows = msgspec.msgpack.decode(data[8 : 8 + length])
-    check([path for path, _ in rows] == paths and rises(paths), "the values have other paths")
+    rows = msgspec.msgpack.decode(data[8 : 8 + length], type=list[tuple[str, list[Any]]])
+    check([path for path, _ in rows] == paths == sorted(set(paths)), "the values have other paths")
     for path, node in rows:
         check(path.count("/") < 128, "values are nested too deep")
         kind, *rest = node[1] if node[0] == "stateful" else node
         names = rest[-1] if kind in ("dict", "record") else map(str, range(rest[1])) if kind == "list" else ()
         check({f"{path}/{name}" if path else name for name in names} <= set(paths), f"{path!r} misses entries")
-    return dict(rows)
+    return rows
 
 
 # A checkpoint, and the program.
@@ -278,43 +265,33 @@ class Loaded(NamedTuple):
 
     place: list[int]
     step: int
-    dtypes: dict[str, str]
-    tensors: dict[str, npt.NDArray[np.void]]
+    tensors: dict[str, tuple[str, npt.NDArray[np.void]]]
     values: dict[str, list[Any]]
 
 
 def read(path: Path) -> Loaded:
     """Read a run's head, or a checkpoint folder."""
-    if (path / "seal.json").exists():
-        return read_checkpoint(path)
-    marker = record(path / "holdfast.json", "marker")
-    check(marker["format"] == "1", "the run has an unknown format")
-    commit = head(path)
-    return read_checkpoint(path / "checkpoints" / commit["checkpoint"], marker, commit)
-
-
-def read_checkpoint(folder: Path, marker: Members | None = None, commit: Members | None = None) -> Loaded:
+    commit = None if (path / "seal.json").exists() else head(path)
+    folder = path / "checkpoints" / commit["checkpoint"] if commit else path
     seal = record(folder / "seal.json", "seal")
     data = (folder / "manifest.hfm").read_bytes()
-    sealed = {"name": "manifest.hfm", "nbytes": len(data), "digest": digest(data)}
-    check(seal["manifest"] == sealed, "the manifest is not the sealed one")
+    found = {"name": "manifest.hfm", "nbytes": len(data), "digest": digest(data)}
+    check(seal["manifest"] | found == seal["manifest"], "the manifest is not the sealed one")
     body, sequences = parse_manifest(data)
-    place = {"epoch": body["place"][0], "seq": body["place"][1]}
+    place = dict(zip(("epoch", "seq"), body["place"], strict=True))
     identity = {"checkpoint_id": body["checkpoint_id"], "place": place, "step": body["step"]}
     check(seal | identity == seal, "the manifest is another checkpoint's")
-    check(marker is None or body["run_id"] == marker["run_id"], "the checkpoint belongs to another run")
-    if commit is not None:
+    if commit:
         check_commit(commit, seal, (folder / "seal.json").read_bytes(), body)
     located, files = locate(body, sequences)
-    # Every file is verified before memory is taken for tensors: their sizes are true then.
-    sealed_files = zip(files, seal["files"], strict=True)
-    sections = [file.verified(folder, body["checkpoint_id"], entry) for file, entry in sealed_files]
-    tensors = {name: tensor.assembled(sections) for name, tensor in located.items()}
-    tables = [parse_values(sections[file][-capacity:], paths) for file, capacity, paths in body["values"]]
-    values = {path: node for table in tables for path, node in table.items()}
-    check(len(values) == sum(map(len, tables)), "a value is stored twice")
-    dtypes = {name: tensor.dtype for name, tensor in located.items()}
-    return Loaded(body["place"], body["step"], dtypes, tensors, values)
+    # All files are verified before memory is taken for tensors: what the manifest says of sizes is true then.
+    pairs = zip(files, seal["files"], strict=True)
+    sections = [file.verified(folder, body["checkpoint_id"], sealed) for file, sealed in pairs]
+    tensors = {name: (tensor.dtype, tensor.assembled(sections)) for name, tensor in located.items()}
+    blocks = [parse_values(sections[file][-capacity:], paths) for file, capacity, paths in body["values"]]
+    nodes = [row for rows in blocks for row in rows]
+    check(len(dict(nodes)) == len(nodes), "a value is stored twice")
+    return Loaded(body["place"], body["step"], tensors, dict(nodes))
 
 
 def main(arguments: list[str]) -> int:
@@ -323,7 +300,7 @@ def main(arguments: list[str]) -> int:
     except (OSError, zlib.error, msgspec.MsgspecError, ValueError, LookupError, TypeError, OverflowError) as error:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
         return 1
-    tensors = {name: (digest(t.tobytes()), loaded.dtypes[name], t.shape) for name, t in loaded.tensors.items()}
+    tensors = {name: (digest(data.tobytes()), dtype, data.shape) for name, (dtype, data) in loaded.tensors.items()}
     values = {path: repr(node) for path, node in loaded.values.items()}
     report = {"place": loaded.place, "step": loaded.step, "tensors": tensors, "values": values}
     sys.stdout.write(json.dumps(report) + "\n")
