@@ -11,7 +11,7 @@ export PYTHON TORCH_INDEX
 .PHONY: demo test test-slow lint bench clean
 .NOTPARALLEL: # one pip at a time in one .venv
 
-demo: $(VENV)/core.stamp
+demo: $(VENV)/peers.stamp
 	$(VENV)/bin/python -m demo
 
 test: $(VENV)/dev.stamp
@@ -33,7 +33,6 @@ clean:
 	rm -rf $(VENV)
 
 $(VENV)/torch.stamp: constraints/core.txt
-$(VENV)/core.stamp: $(VENV)/torch.stamp pyproject.toml
 $(VENV)/dev.stamp: $(VENV)/torch.stamp pyproject.toml constraints/dev.txt
 $(VENV)/peers.stamp: $(VENV)/torch.stamp pyproject.toml constraints/peers.txt
 

@@ -67,17 +67,18 @@ def head(run: Path) -> Members:
     marker = record(run / "holdfast.json", "marker")
     check(marker["format"] == "1", "the run has an unknown format")
     number = "(?!9{10})[0-9]{10}"
-    epochs = [path.stem for path in run.glob("epochs/*.json") if re.fullmatch(number, path.stem)]
-    check(epochs, f"{run} has no epoch, so no committed checkpoint")
-    newest = min(epochs)
+    newest = min((path.stem for path in run.glob("epochs/*.json") if re.fullmatch(number, path.stem)), default="")
+    check(newest, f"{run} has no epoch, so no committed checkpoint")
     epoch = record(run / "epochs" / f"{newest}.json", "epoch")
     check(epoch["epoch"] == COUNTDOWN - int(newest), "an epoch record was renamed")
+    origin = epoch["opened_from"]
+    is_earlier = origin is None or (0 < origin["epoch"] < epoch["epoch"] and origin["seq"] > 0)
+    check(is_earlier, "an epoch was opened from a place that was not before it")
     names = [path.stem[11:] for path in run.glob(f"history/{newest}-*.json")]
     seqs = [COUNTDOWN - int(name) for name in names if re.fullmatch(number, name)]
-    place = {"epoch": epoch["epoch"], "seq": max(seqs)} if seqs else epoch["opened_from"]
+    place = {"epoch": epoch["epoch"], "seq": max(seqs)} if seqs else origin
     check(place, f"{run} has no committed checkpoint")
-    name = f"{COUNTDOWN - place['epoch']:010d}-{COUNTDOWN - place['seq']:010d}.json"
-    commit = record(run / "history" / name, "commit")
+    commit = record(run / f"history/{COUNTDOWN - place['epoch']:010d}-{COUNTDOWN - place['seq']:010d}.json", "commit")
     check(commit["place"] == place, "a commit was renamed")
     check(re.fullmatch("step-[0-9]{10,18}-[0-9a-f]{16}", commit["checkpoint"]), "the commit names no checkpoint")
     return commit | {"run_id": marker["run_id"]}
@@ -194,8 +195,7 @@ class Tensor:
 
     def assembled(self, sections: list[bytes]) -> npt.NDArray[np.void]:
         """All elements. With nothing stored twice and as much stored as there is, each is stored once."""
-        itemsize = ITEMSIZES[self.dtype]
-        nbytes = sum(where.stop - where.start for _, where, _ in self.cells)
+        nbytes, itemsize = sum(where.stop - where.start for _, where, _ in self.cells), ITEMSIZES[self.dtype]
         check(nbytes == prod(self.axes) * itemsize, "not every element is stored once")
         data, found = np.zeros(self.axes, f"V{itemsize}"), np.zeros(self.axes, np.bool_)
         for file, where, box in self.cells:
@@ -235,8 +235,8 @@ def locate(body: Members, sequences: list[list[int]]) -> tuple[dict[str, Tensor]
             nbytes = prod(sizes) * ITEMSIZES[dtype]
             is_whole = sizes == shape and name != "__metadata__"  # a flat range can be it only where there is one axis
             part = "" if is_whole else "@" + ",".join(f"{x.start}:{x.stop}" for x in box)
-            where = pick(files, file).add(name + part, code, sizes if dtype in CODES else [nbytes], nbytes, bound)
-            tensor.cells.append((file, where, box))
+            listed = sizes if dtype in CODES else [nbytes]
+            tensor.cells.append((file, pick(files, file).add(name + part, code, listed, nbytes, bound), box))
     for file, capacity, _ in body["values"]:
         check(8 <= capacity <= 1 << 31, "a value block has an impossible capacity")
         pick(files, file).add("@values", "U8", [capacity], capacity, 107 + len(str(capacity)))
@@ -288,8 +288,7 @@ def read(path: Path) -> Loaded:
     pairs = zip(files, seal["files"], strict=True)
     sections = [file.verified(folder, body["checkpoint_id"], sealed) for file, sealed in pairs]
     tensors = {name: (tensor.dtype, tensor.assembled(sections)) for name, tensor in located.items()}
-    blocks = [parse_values(sections[file][-capacity:], paths) for file, capacity, paths in body["values"]]
-    nodes = [row for rows in blocks for row in rows]
+    nodes = [row for file, room, paths in body["values"] for row in parse_values(sections[file][-room:], paths)]
     check(len(dict(nodes)) == len(nodes), "a value is stored twice")
     return Loaded(body["place"], body["step"], tensors, dict(nodes))
 
