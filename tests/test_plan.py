@@ -174,3 +174,12 @@ def test_a_rank_without_parts_does_not_say_how_others_hold_the_tensor() -> None:
     parts = [Pieces.boxes(Box((0, 0), (2, 4))), Pieces.boxes(), Pieces.ranges()]
     world = World([[TensorLayout("w", "uint8", (2, 4), part)] for part in parts], {})
     assert world.plan().body.num_files == 1
+
+
+def test_what_nobody_declared_replicated_is_written_whole_by_one_holder() -> None:
+    layouts = [TensorLayout(f"t{i}", "float32", (1 << 22,), Whole("compare")) for i in range(8)]
+    files = Files(World([layouts] * 4, {}).plan())
+    assert all(len(files.cells(tensor).owners) == 1 for tensor in range(8))
+    nbytes = _file_nbytes(files)
+    assert len(nbytes) == 4
+    assert max(nbytes) == min(nbytes)

@@ -7,7 +7,7 @@ one division: cells that cover the tensor exactly once, each with its holders.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import numpy as np
@@ -24,12 +24,14 @@ class Division:
     """Cells of a tensor and their holders (``[cells, holders]``, ascending, padded at the end by repeating the last).
 
     ``kind`` says what ``geometry`` is: one array of cuts per axis (``grid``), one array of flat cuts (``flat``), or
-    one array ``[cells, 2 * axes]`` of starts and sizes (``boxes``).
+    one array ``[cells, 2 * axes]`` of starts and sizes (``boxes``). Where holders are `declared` replicas, a cell may
+    written in parts by several of them; else it is written by one, so that copies that differ are never mixed.
     """
 
     kind: str
     geometry: tuple[Int64s, ...]
     holders: Int64s
+    declared: bool = True
 
     @property
     def numels(self) -> Int64s:
@@ -122,7 +124,12 @@ class Divider:
             return Division("grid", tuple(_whole_cuts(extent) for extent in shape), np.zeros((0, 1), np.int64))
         if all(spec_replicas(self.groups, claim) == "first" for claim in claims):
             parts = parts[:1]  # groups come in order of their lowest rank: the lowest holder's copy counts
-        return _merge(name, shape, parts)
+        merged = _merge(name, shape, parts)
+        return replace(merged, declared=all(self._is_declared(claim) for claim in claims))
+
+    def _is_declared(self, claim: Claim) -> bool:
+        spec = self.groups[claim[0]].body.body.spec_table[claim[1]]
+        return isinstance(spec, PlacedWire) or (isinstance(spec, WholeWire) and spec.replicas != "compare")
 
 
 def spec_replicas(groups: Sequence[Group], claim: Claim) -> str | None:

@@ -2,7 +2,8 @@
 
 All pieces with the same holders form one line of bytes, cut into equal shares among the least loaded holders; a share
 is at least 32 MiB, so that small state is not scattered. A piece on a border is cut there, at a whole row of the piece
-where rows are small against a share (pieces stay boxes, and regular sharding stays regular), else at an element.
+where rows are small against a share (pieces stay boxes, and regular sharding stays regular), else at an element. Pieces
+that nobody declared replicated are never cut: their copies may differ unseen.
 """
 
 from __future__ import annotations
@@ -43,15 +44,17 @@ class _Pieces:
 
     def __init__(self) -> None:
         self.sets: dict[bytes, int] = {}
+        #: Per tensor: its number, cells, holder sets, bytes, and the smallest part that may be cut off (0: never cut).
         self.columns: list[tuple[Int64s, Int64s, Int64s, Int64s, Int64s]] = []
         self._of_division: dict[int, tuple[Int64s, Int64s, Int64s]] = {}
 
     def add(self, tensor: int, division: Division, itemsize: int) -> None:
         known = self._of_division.get(id(division))
         if known is None:
-            rows, inverse = np.unique(division.holders, axis=0, return_inverse=True)
-            sets = np.asarray([self.sets.setdefault(row.tobytes(), len(self.sets)) for row in rows], np.int64)
-            known = (sets[inverse.reshape(-1)], division.numels, division.row_numels)
+            distinct, inverse = np.unique(division.holders, axis=0, return_inverse=True)
+            sets = np.asarray([self.sets.setdefault(row.tobytes(), len(self.sets)) for row in distinct], np.int64)
+            rows = division.row_numels if division.declared else np.zeros(len(inverse), np.int64)
+            known = (sets[inverse.reshape(-1)], division.numels, rows)
             self._of_division[id(division)] = known
         sets, numels, rows = known
         cells = np.arange(len(sets), dtype=np.int64)
@@ -97,8 +100,9 @@ def _share_out(pieces: _Pieces, loads: Int64s, itemsizes: Sequence[int], writers
         after = np.cumsum(nbytes[low:high])
         before = after - nbytes[low:high]
         first, last = before // share, (after - 1) // share
-        owners[low:high] = chosen[first]
-        for at in np.flatnonzero(first != last).tolist():
+        cuttable = rows[low:high] > 0
+        owners[low:high] = chosen[np.where(cuttable, first, (before + after - 1) // 2 // share)]
+        for at in np.flatnonzero((first != last) & cuttable).tolist():
             tensor = int(tensors[low + at])
             row = int(rows[low + at])
             granule = row if row * _ROW_PART <= share else itemsizes[tensor]
@@ -109,6 +113,11 @@ def _share_out(pieces: _Pieces, loads: Int64s, itemsizes: Sequence[int], writers
             elements = tuple(border // itemsizes[tensor] for border in ranges)
             cuts.setdefault(tensor, []).append(Cut(int(cells[low + at]), elements, ranks))
         np.add.at(loads, chosen, np.diff(np.minimum(np.arange(len(chosen) + 1) * share, int(totals[number]))))
+    _keep(owners, order, cuts, pieces, writers)
+
+
+def _keep(owners: Int64s, order: Int64s, cuts: dict[int, list[Cut]], pieces: _Pieces, writers: list[Writers]) -> None:
+    """Put what was decided, in the order of holder sets, back to the tensors."""
     as_added = np.empty_like(owners)
     as_added[order] = owners
     low = 0
