@@ -26,7 +26,7 @@ from holdfast.geometry import coverage_fault
 from holdfast.plan.layout import Placed
 from holdfast.plan.load import Want, plan_load
 from holdfast.plan.placements import local_boxes
-from holdfast.plan.save import Identity, encode_plan, plan_save
+from holdfast.plan.save import Identity, RankValues, encode_plan, plan_save
 
 WORLDS = (64, 256, 1024, 4480, 8960)
 #: A changed layout to load into: FSDP over this many ranks.
@@ -102,7 +102,7 @@ def measure(case: str, world_size: int, rounds: int) -> Figure:
     for _ in range(rounds):
         start = time.perf_counter()
         planned = plan_save(sent.messages, sent.bodies)
-        manifest = encode_plan(planned, identity=IDENTITY, values_nbytes=1000, value_paths=("a",))
+        manifest = encode_plan(planned, identity=IDENTITY, values=[RankValues(0, 1000, ("a",))])
         plan_times.append(time.perf_counter() - start)
     extra = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
     decode_times, load_times = [], []

@@ -28,7 +28,7 @@ from holdfast.plan.layout import (
     TensorLayout,
     Whole,
 )
-from holdfast.plan.save import Identity, RankMessage, encode_plan, plan_save
+from holdfast.plan.save import Identity, RankMessage, RankValues, encode_plan, plan_save
 
 IDENTITY = Identity("00112233445566aa", "0" * 32, Place(1, 1), 7, 123.5, {})
 
@@ -49,7 +49,7 @@ class World:
         """The manifest of this world, encoded and decoded again."""
         messages, bodies = self.sent()
         plan = plan_save(messages, bodies)
-        data = encode_plan(plan, identity=IDENTITY, values_nbytes=values_nbytes, value_paths=("a",))
+        data = encode_plan(plan, identity=IDENTITY, values=[RankValues(0, values_nbytes, ("a",))])
         return fmt.decode(data, path="manifest")
 
 

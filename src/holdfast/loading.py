@@ -6,9 +6,10 @@ import os
 from collections.abc import Mapping, Sequence
 
 import msgspec
+from torch.distributed import ProcessGroup
 
 from holdfast.control.channel import Channel, Deadline
-from holdfast.control.torch_store import default_channel
+from holdfast.control.torch_store import default_channel, group_ranks
 from holdfast.errors import StorageError
 from holdfast.format.records import Place
 from holdfast.geometry import Box
@@ -29,11 +30,12 @@ def load(
     *,
     strict: bool = True,
     verify: bool = True,
+    group: ProcessGroup | None = None,
     timeout_s: float = 600.0,
 ) -> LoadReport:
     """Fill `into` from a checkpoint, whatever layout it was saved from, and return when everything is in place.
 
-    Blocking and collective over the job; one plain process is fine too. `path` is a run (its head),
+    Blocking and collective over `group` (default: the job); one plain process is fine too. `path` is a run (its head),
     ``RUN@step=700``, ``RUN@3.12``, or a checkpoint folder. Tensors are filled in place and keep their identity, entries
     of dicts and lists are replaced in place, tuples are rebuilt (``report.state`` is the whole tree). Optimizer state
     is built from the checkpoint in its saved dtype. With ``strict`` every name must be on both sides; without, what
@@ -48,8 +50,9 @@ def load(
         CorruptError: stored bytes are damaged; names the file and the tensors.
         StorageError, DeadlineError: as in `save`.
     """
-    channel = default_channel("load")
-    return _Loading(channel, Deadline(timeout_s), strict=strict, verify=verify).run(parse(path), into)
+    channel = default_channel("load", group)
+    rank = group_ranks(group)[channel.rank]
+    return _Loading(channel, Deadline(timeout_s), rank, strict=strict, verify=verify).run(parse(path), into)
 
 
 class _Resolved(msgspec.Struct, frozen=True, array_like=True):
@@ -69,8 +72,9 @@ class _Names(msgspec.Struct, frozen=True, array_like=True):
 class _Loading:
     """One load on one rank."""
 
-    def __init__(self, channel: Channel, deadline: Deadline, *, strict: bool, verify: bool) -> None:
+    def __init__(self, channel: Channel, deadline: Deadline, rank: int, *, strict: bool, verify: bool) -> None:
         self._channel = channel
+        self._rank = rank
         self._deadline = deadline
         self._strict = strict
         self._verify = verify
@@ -95,7 +99,7 @@ class _Loading:
                 "match", attempt(match), lambda payloads: self._compare(payloads, bound[0]), self._deadline
             )
         checkpoint, binding, _ = bound[0]
-        filled = _Filling(checkpoint, binding, self._channel.rank, verify=self._verify)
+        filled = _Filling(checkpoint, binding, self._rank, verify=self._verify)
         with self._watch.phase("read"):
             done = attempt(filled.run)
             self._channel.collect("read", done, self._deadline)

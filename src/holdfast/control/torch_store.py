@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import os
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -95,18 +97,25 @@ class _Connection:
     """Our own client of a process group's store (None where the store cannot be cloned), and the operations so far."""
 
     client: dist.Store | None
-    numbers: Iterator[int] = field(default_factory=itertools.count)
+    numbers: dict[str, Iterator[int]] = field(default_factory=lambda: defaultdict(itertools.count))
 
 
 # Bound to the store object, so that a new process group starts to count anew on all of its ranks.
 _connections: WeakKeyDictionary[dist.Store, _Connection] = WeakKeyDictionary()
 
 
-def default_channel(label: str) -> Channel:
-    """A channel between all ranks of the default process group; of this process alone where there is none.
+def group_ranks(group: dist.ProcessGroup | None) -> tuple[int, ...]:
+    """Global ranks of `group` (default: of the job), in its order; ``(0,)`` in one plain process."""
+    if not dist.is_available() or not dist.is_initialized():
+        return (0,)
+    return tuple(range(dist.get_world_size()) if group is None else dist.get_process_group_ranks(group))
 
-    Every rank makes its channels in the same order: the count is what gives an operation its keys. All channels of a
-    process share one connection, so only one of them may be in use at a time. Never calls a collective of the group.
+
+def default_channel(label: str, group: dist.ProcessGroup | None = None) -> Channel:
+    """A channel between the ranks of `group` (default: all ranks of the job); of this process alone where it is alone.
+
+    Every rank of a group makes its channels in the same order: the count is what gives an operation its keys. All
+    channels of a process share one connection, so only one may be in use at a time. Never calls a collective.
     `ConfigurationError`, code ``config.no_process_group``, for a rank of several that has no process group.
     """
     if not dist.is_available() or not dist.is_initialized():
@@ -116,12 +125,21 @@ def default_channel(label: str) -> Channel:
     connection = _connections.get(store)
     if connection is None:
         connection = _connections[store] = _Connection(_clone(store))
+    ranks = group_ranks(group)
+    if dist.get_rank() not in ranks:
+        raise ConfigurationError(
+            f"rank {dist.get_rank()} is not in the group it called with.",
+            code="config.not_in_group",
+            action="Call save and load with a group on the ranks of that group only.",
+            rank=dist.get_rank(),
+        )
+    members = "" if group is None else "-" + hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
     # A wait holds a client for as long as it lasts. On a clone that is nobody else's matter; torch's own is polled.
-    shared = dist.PrefixStore(f"{_PREFIX}/{next(connection.numbers)}", connection.client or store)
+    prefix = f"{_PREFIX}{members}/{next(connection.numbers[members])}"
     return Channel(
-        TorchStore(shared, blocking=connection.client is not None),
-        rank=dist.get_rank(),
-        world_size=dist.get_world_size(),
+        TorchStore(dist.PrefixStore(prefix, connection.client or store), blocking=connection.client is not None),
+        rank=ranks.index(dist.get_rank()),
+        world_size=len(ranks),
         label=label,
     )
 

@@ -132,6 +132,12 @@ class DecodedManifest:
         if self._starts[-1] != len(self._blob):
             raise _corrupt(f"its sequences take {self._starts[-1]} bytes, but {len(self._blob)} are there")
 
+    def with_body(self, body: Manifest) -> DecodedManifest:
+        """Another body over the same sequences, which stay decoded."""
+        other = DecodedManifest(body, self._blob)
+        other._decoded = self._decoded
+        return other
+
     @property
     def place(self) -> Place:
         """The checkpoint's place."""
@@ -269,6 +275,9 @@ def _check_values(body: Manifest) -> None:
     files = [block.file for block in body.values]
     if body.num_files < 0 or any(not 0 <= file < body.num_files for file in files) or len(set(files)) != len(files):
         raise _corrupt("values are in a file that does not exist, or twice in one")
+    paths = [path for block in body.values for path in block.paths]
+    if len(set(paths)) != len(paths):
+        raise _corrupt("a value is in two places")
     if any(not 8 <= block.capacity <= 2 * MAX_NBYTES for block in body.values):
         raise _corrupt("values have an impossible size")
 

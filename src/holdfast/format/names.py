@@ -3,6 +3,9 @@
 A string key stands as it is, with ``%``, ``/`` and ``@`` written ``%25``, ``%2F`` and ``%40``. Every other key is
 tagged, ``%int=3``, which no string key can look like, because a literal ``%`` is always ``%25``. List and tuple
 indexes are plain decimals: whether ``0`` is an index or the key ``"0"`` is recorded in the structure, not in the name.
+
+Two components are reserved, so no key gives them: ``%rank=3`` holds what belongs to rank 3 alone, and ``%plane=data``
+is one plain tensor of several that make up a tensor.
 """
 
 from __future__ import annotations
@@ -19,6 +22,8 @@ _ESCAPES = {"%25": "%", "%2F": "/", "%40": "@"}
 _SPECIAL = re.compile(r"[%/@\ud800-\udfff]")
 _SURROGATE = re.compile(r"[\ud800-\udfff]")
 _ESCAPE = re.compile(r"%(?:25|2F|40)")
+_RANK = re.compile(r"%rank=(?:0|[1-9]\d{0,8})")
+_OWN_PART = re.compile(r".*?/%rank=\d+(?=/|$)")
 _PARSERS: dict[str, Callable[[str], Key]] = {
     "int": int,
     "float": float.fromhex,
@@ -68,6 +73,27 @@ def parse_component(text: str) -> Key:
     if not canonical:
         raise _malformed(text)
     return key
+
+
+def rank_component(rank: int) -> str:
+    """The component below which that lies which belongs to `rank` alone."""
+    return f"%rank={rank}"
+
+
+def plane_component(plane: str) -> str:
+    """The component of one of the planes of a tensor. Raises `StateError` for names that are no strings in UTF-8."""
+    return f"%plane={component(plane)}"
+
+
+def is_rank_component(text: str) -> bool:
+    """Whether `rank_component` gave `text`."""
+    return _RANK.fullmatch(text) is not None
+
+
+def own_part(name: str) -> str | None:
+    """The path, up to ``%rank=``, of the part of one rank that `name` is in; None for what belongs to all ranks."""
+    found = _OWN_PART.match(name) if "/%rank=" in name else None
+    return found.group() if found else None
 
 
 def join(path: str, *components: str) -> str:

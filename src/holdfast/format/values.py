@@ -15,17 +15,26 @@ from collections import Counter, OrderedDict, namedtuple
 from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from itertools import pairwise
-from typing import Literal, Protocol, TypeGuard
+from typing import Literal, NamedTuple, Protocol, TypeGuard
 
 import msgspec
 import numpy as np
 
 from holdfast.errors import CorruptError, NotFoundError, StateError
-from holdfast.format.names import component, join, parse_component, split
+from holdfast.format.names import (
+    component,
+    is_rank_component,
+    join,
+    parse_component,
+    plane_component,
+    rank_component,
+    split,
+)
 
-#: Bounds on what is encoded and decoded: components of a path, bytes of an encoded table.
+#: Bounds on what is encoded and decoded: components of a path, bytes of an encoded table, ranks.
 MAX_DEPTH = 128
 MAX_NBYTES = 1 << 30
+MAX_WORLD_SIZE = 1 << 20
 
 # Numpy scalars that their dtype string describes in full: numbers and times. Records and objects are not among them.
 _NUMPY_KINDS = "biufcmM"
@@ -109,17 +118,47 @@ class Open(msgspec.Struct, frozen=True, array_like=True, tag="open"):
     kind: Literal["dict", "module", "optimizer"]
 
 
+class Planes(msgspec.Struct, frozen=True, array_like=True, tag="planes"):
+    """A tensor of a kind that the user registered as `name`, stored as `planes`: plain tensors named below its path."""
+
+    name: str
+    planes: tuple[str, ...]
+
+
+class PerRank(msgspec.Struct, frozen=True, array_like=True, tag="per_rank"):
+    """What each of `world_size` ranks holds for itself alone; rank 0's part lies below ``%rank=0``, and so on."""
+
+    world_size: int
+
+
 Leaf = Plain | BigInt | Complex | Text | Blob | NumpyScalar | TorchValue
 Container = Table | Items | Record
+
+
+class Encoded(msgspec.Struct, frozen=True, array_like=True, tag="encoded"):
+    """A value of a type that the user registered as `name`; `state` is the node of what it was encoded to."""
+
+    name: str
+    state: Leaf | TensorRef | Container
 
 
 class Stateful(msgspec.Struct, frozen=True, array_like=True, tag="stateful"):
     """What an object's ``state_dict()`` gave; `state` is the node of that value."""
 
-    state: Leaf | TensorRef | Container
+    state: Leaf | TensorRef | Planes | Container | Encoded
 
 
-Node = Leaf | TensorRef | Container | Open | Stateful
+Bare = Leaf | TensorRef | Planes | PerRank | Container | Open
+Node = Bare | Encoded | Stateful
+
+
+class Undecoded(NamedTuple):
+    """A value or tensor of a registered type as it is stored, where nobody decodes it: the name of the registration,
+    and the plain value, or the planes by name.
+    """
+
+    name: str
+    value: object
 
 
 def leaf(value: object) -> Leaf | None:
@@ -218,13 +257,20 @@ def decode(data: bytes) -> dict[str, Node]:
     return nodes
 
 
-def bare(node: Node) -> Leaf | TensorRef | Container | Open:
-    """The node itself, or that of the value inside a `Stateful`."""
-    return node.state if isinstance(node, Stateful) else node
+def bare(node: Node) -> Bare:
+    """The node itself, or that of the value inside a `Stateful` or an `Encoded`."""
+    state = node.state if isinstance(node, Stateful) else node
+    return state.state if isinstance(state, Encoded) else state
+
+
+def registration(node: Node) -> str | None:
+    """The name of the registration that is needed to decode this very node; None for most."""
+    state = node.state if isinstance(node, Stateful) else node
+    return state.name if isinstance(state, (Encoded, Planes)) else None
 
 
 def children(node: Node) -> Iterator[str]:
-    """The components that lie below a node; none for leaves and for `Open`, which lists nothing."""
+    """The components that lie below a node; none for leaves, tensors, and for `Open`, which lists nothing."""
     state = bare(node)
     if isinstance(state, Table):
         yield from state.keys
@@ -232,16 +278,16 @@ def children(node: Node) -> Iterator[str]:
         yield from state.fields
     elif isinstance(state, Items):
         yield from map(str, range(state.size))
+    elif isinstance(state, PerRank):
+        yield from map(rank_component, range(state.world_size))
 
 
-def leaves(nodes: Mapping[str, Node], path: str) -> Iterator[tuple[str, Leaf | TensorRef]]:
-    """The leaves and tensor references at and below `path`, not descending into `Open` containers."""
-    state = bare(lookup(nodes, path))
-    if isinstance(state, Container):
-        for child in children(state):
-            yield from leaves(nodes, join(path, child))
-    elif not isinstance(state, Open):
-        yield path, state
+def walk(nodes: Mapping[str, Node], path: str) -> Iterator[tuple[str, Node]]:
+    """The nodes at and below `path`, not descending into `Open` containers."""
+    node = lookup(nodes, path)
+    yield path, node
+    for child in children(node):
+        yield from walk(nodes, join(path, child))
 
 
 def lookup(nodes: Mapping[str, Node], path: str) -> Node:
@@ -264,22 +310,43 @@ def rebuild(
     *,
     revive: Callable[[TorchValue], object] = lambda value: value,
     record: Callable[[str, tuple[str, ...]], Callable[..., object]] = record_type,
+    decode: Callable[[str, object], object] = Undecoded,
 ) -> object:
-    """The Python object at `path`.
+    """The Python object at `path`; what belongs to each rank alone is a list of all ranks' parts.
 
     `tensors` gives the tensor of a name, `revive` the object of a torch value (default: the record itself), `record`
-    the constructor of a NamedTuple. Raises `NotFoundError` where there is no value: also for modules and optimizers,
-    which are tensors under names of their own.
+    the constructor of a NamedTuple, `decode` the object of a registration's name and what was stored for it. Raises
+    `NotFoundError` where there is no value: also for modules and optimizers, which are tensors under names of their
+    own.
     """
-    state = bare(lookup(nodes, path))
-    if isinstance(state, TensorRef):
-        return tensors(path)
-    if isinstance(state, TorchValue):
-        return revive(state)
-    if isinstance(state, Leaf):
-        return _python(state)
-    names = _below(nodes, path, state) if isinstance(state, Open) else list(children(state))
-    items = [rebuild(nodes, join(path, name), tensors, revive=revive, record=record) for name in names]
+
+    def build(path: str) -> object:
+        node = lookup(nodes, path)
+        state, name = bare(node), registration(node)
+        if isinstance(state, Planes):
+            value: object = {plane: tensors(join(path, plane_component(plane))) for plane in state.planes}
+        elif isinstance(state, TensorRef):
+            value = tensors(path)
+        elif isinstance(state, TorchValue):
+            value = revive(state)
+        elif isinstance(state, Leaf):
+            value = _python(state)
+        else:
+            names = _below(nodes, path, state) if isinstance(state, Open) else list(children(state))
+            value = _assemble(state, names, [build(join(path, name)) for name in names], record)
+        return value if name is None else decode(name, value)
+
+    return build(path)
+
+
+def _assemble(
+    state: Container | Open | PerRank,
+    names: list[str],
+    items: list[object],
+    record: Callable[[str, tuple[str, ...]], Callable[..., object]],
+) -> object:
+    if isinstance(state, PerRank):
+        return items
     if isinstance(state, Items):
         return items if state.kind == "list" else tuple(items)
     if isinstance(state, Record):
@@ -336,8 +403,15 @@ def _check(path: str, node: Node, nodes: Mapping[str, Node]) -> None:
     if len(parts) > MAX_DEPTH:
         raise _malformed(path, f"are nested deeper than {MAX_DEPTH}")
     for part in parts:
-        parse_component(part)
+        if not is_rank_component(part):
+            parse_component(part)
     below = bare(node)
+    if isinstance(below, PerRank):
+        if not 0 < below.world_size <= MAX_WORLD_SIZE:
+            raise _malformed(path, "belong to an impossible number of ranks")
+        return  # the parts are in the tables of their ranks
+    if isinstance(below, Planes) and (not below.planes or len(set(below.planes)) != len(below.planes)):
+        raise _malformed(path, "miss or repeat the planes of a tensor")
     if isinstance(below, Items) and not 0 <= below.size <= len(nodes):
         raise _malformed(path, "miss entries of a list")
     if isinstance(below, Record) and not all(_is_field(name) for name in (below.name, *below.fields)):

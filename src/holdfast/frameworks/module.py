@@ -8,7 +8,7 @@ user's that happens to be called ``module`` keeps its name.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from functools import lru_cache
 from itertools import chain
 from typing import NamedTuple
 
@@ -92,33 +92,36 @@ def _read(path: str, module: nn.Module) -> _State:
     return state
 
 
-def _walk(
-    module: nn.Module,
-    prefix: str,
-    path: str,
-    unsynced: frozenset[int] | None,
-    state: _State,
-) -> None:
-    """Add `module` and what is below. `unsynced`: inside DDP, the tensors that DDP leaves alone; else None."""
-    _refuse_hidden_state(module, path, prefix)
-    wrapped = _wrapped(type(module))
+def _walk(module: nn.Module, prefix: str, path: str, unsynced: frozenset[int] | None, state: _State) -> None:
+    """Add `module` and what is below. `unsynced`: inside DDP, the tensors that DDP leaves alone; else None.
+
+    `prefix` is escaped already: a component is escaped letter by letter, so its parts may be escaped one by one.
+    """
+    kind = type(module)
+    _refuse_hidden_state(module, kind, path, prefix)
     if isinstance(module, nn.parallel.DistributedDataParallel):
         unsynced = _ignored(module)
-    parameters: Iterable[tuple[str, torch.Tensor | None]] = module._parameters.items()  # noqa: SLF001
+    base = join(path, prefix)
+    for name, tensor in module._parameters.items():  # noqa: SLF001
+        if tensor is not None:
+            state.tensors.append(_entry(base + component(name, path=path), tensor, "split", unsynced))
     transient = module._non_persistent_buffers_set  # noqa: SLF001
-    buffers = ((name, item) for name, item in module._buffers.items() if name not in transient)  # noqa: SLF001
-    declared: tuple[Replicas, Replicas] = ("split", "first")
-    for items, replicas in zip((parameters, buffers), declared, strict=True):
-        for name, tensor in items:
-            if tensor is not None:
-                synced = unsynced is not None and id(tensor) not in unsynced
-                full_name = join(path, component(prefix + name, path=path))
-                state.tensors.append(NamedTensor(full_name, tensor, replicas if synced else "compare"))
-    if type(module).get_extra_state is not nn.Module.get_extra_state:
-        state.extras.append((join(path, component(f"{prefix}_extra_state", path=path)), module))
+    for name, tensor in module._buffers.items():  # noqa: SLF001
+        if tensor is not None and name not in transient:
+            state.tensors.append(_entry(base + component(name, path=path), tensor, "first", unsynced))
+    if kind.get_extra_state is not nn.Module.get_extra_state:
+        state.extras.append((f"{base}_extra_state", module))
+    wrapped = _wrapped(kind)
     for name, child in module._modules.items():  # noqa: SLF001
         if child is not None:
-            _walk(child, prefix if name == wrapped else f"{prefix}{name}.", path, unsynced, state)
+            inside = prefix if name == wrapped else f"{prefix}{component(name, path=path)}."
+            _walk(child, inside, path, unsynced, state)
+
+
+def _entry(name: str, tensor: torch.Tensor, declared: Replicas, unsynced: frozenset[int] | None) -> NamedTensor:
+    """A tensor whose copies are as `declared` where DDP keeps them so."""
+    synced = unsynced is not None and id(tensor) not in unsynced
+    return NamedTensor(name, tensor, declared if synced else "compare")
 
 
 def _ignored(module: nn.parallel.DistributedDataParallel) -> frozenset[int]:
@@ -130,9 +133,8 @@ def _ignored(module: nn.parallel.DistributedDataParallel) -> frozenset[int]:
     return frozenset(id(tensor) for name, tensor in inside if name in names)
 
 
-def _refuse_hidden_state(module: nn.Module, path: str, prefix: str) -> None:
+def _refuse_hidden_state(module: nn.Module, kind: type[nn.Module], path: str, prefix: str) -> None:
     """Refuse a module that gives another state dict than its parameters, buffers and extra state."""
-    kind = type(module)
     hooks = (*module._state_dict_hooks.values(), *module._state_dict_pre_hooks.values())  # noqa: SLF001
     if kind._save_to_state_dict is not nn.Module._save_to_state_dict:  # noqa: SLF001
         what = "overrides _save_to_state_dict"
@@ -160,6 +162,7 @@ def _reshard(module: nn.Module) -> None:
                 child.reshard()
 
 
+@lru_cache(maxsize=1024)
 def _wrapped(kind: type) -> str | None:
     """The attribute that holds what a module of type `kind` wraps; None when it is no wrapper."""
     names = ((base.__module__, base.__qualname__) for base in kind.__mro__)

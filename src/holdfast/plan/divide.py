@@ -25,7 +25,7 @@ class Division:
 
     ``kind`` says what ``geometry`` is: one array of cuts per axis (``grid``), one array of flat cuts (``flat``), or
     one array ``[cells, 2 * axes]`` of starts and sizes (``boxes``). Where holders are `declared` replicas, a cell may
-    written in parts by several of them; else it is written by one, so that copies that differ are never mixed.
+    be written in parts by several of them; else it is written by one, so that copies that differ are never mixed.
     """
 
     kind: str

@@ -23,7 +23,21 @@ from holdfast.plan.divide import Claim, Divider, Division, Group, as_grid, grid_
 from holdfast.plan.replicas import Cut, Writers, assign
 
 #: Reserved bytes of values are multiples of this, so that a counter that grows a digit does not change the plan.
-VALUES_GRANULE = 4096
+_VALUES_GRANULE = 4096
+
+
+@dataclass(frozen=True)
+class RankValues:
+    """Values in the file of `rank`: the bytes they need, and their paths, sorted."""
+
+    rank: int
+    nbytes: int
+    paths: tuple[str, ...]
+
+    @property
+    def capacity(self) -> int:
+        """The bytes that are reserved for them."""
+        return -(-self.nbytes // _VALUES_GRANULE) * _VALUES_GRANULE
 
 
 @dataclass(frozen=True)
@@ -57,35 +71,39 @@ class _Tensor:
 class SavePlan:
     """Who writes which part of which tensor; not yet a certain checkpoint."""
 
-    world_size: int
+    ranks: tuple[int, ...]
     tensors: Mapping[str, _Tensor]
     aliases: Mapping[str, str]
     divisions: Sequence[Division]
     writers: Sequence[Writers]
 
 
-def plan_save(messages: Sequence[RankMessage], bodies: Mapping[bytes, bytes]) -> SavePlan:
+def plan_save(
+    messages: Sequence[RankMessage], bodies: Mapping[bytes, bytes], *, ranks: Sequence[int] | None = None
+) -> SavePlan:
     """Plan a save of the state that all ranks described.
 
-    `messages` has one entry per rank, `bodies` the body of each digest in it.
+    `messages` has one entry per rank of the job (of `ranks`, where only some of them save), `bodies` the body of each
+    digest in it.
 
     Raises:
         StateError: ranks disagree about a tensor, or their pieces do not cover it exactly once.
     """
-    groups = _groups(messages, bodies)
+    numbers = tuple(range(len(messages)) if ranks is None else ranks)
+    groups = _groups(messages, bodies, numbers)
     tensors = dict(sorted(_collect(groups).items()))
     divider = Divider(groups)
     divisions = [divider.division(name, tensor.shape, tensor.claims) for name, tensor in tensors.items()]
     itemsizes = [DTYPES[tensor.dtype].itemsize for tensor in tensors.values()]
-    writers = assign(divisions, itemsizes, len(messages))
-    return SavePlan(len(messages), tensors, _aliases(groups, tensors), divisions, writers)
+    writers = assign(divisions, itemsizes, max(numbers) + 1)
+    return SavePlan(numbers, tensors, _aliases(groups, tensors), divisions, writers)
 
 
-def encode_plan(plan: SavePlan, *, identity: Identity, values_nbytes: int, value_paths: tuple[str, ...]) -> bytes:
-    """The manifest file of the checkpoint `identity` that is written by `plan`. Values are written by rank 0."""
+def encode_plan(plan: SavePlan, *, identity: Identity, values: Sequence[RankValues]) -> bytes:
+    """The manifest file of the checkpoint `identity` that is written by `plan`, with room for `values`."""
     tensors = plan.tensors.values()
-    ranks = _writing_ranks(plan.writers, plan.world_size)
-    table = _PartitionTable(ranks, plan.world_size)
+    ranks = _writing_ranks(plan.writers, [block.rank for block in values], max(plan.ranks) + 1)
+    table = _PartitionTable(ranks, max(plan.ranks) + 1)
     rows = zip(tensors, plan.divisions, plan.writers, strict=True)
     partitions = tuple(table.add(tensor.shape, division, writer) for tensor, division, writer in rows)
     dtypes: dict[str, int] = {}
@@ -96,7 +114,7 @@ def encode_plan(plan: SavePlan, *, identity: Identity, values_nbytes: int, value
         place=(identity.place.epoch, identity.place.seq),
         step=identity.step,
         created=identity.created,
-        world_size=plan.world_size,
+        world_size=len(plan.ranks),
         metrics=dict(identity.metrics),
         reader_features=(),
         names=tuple(plan.tensors),
@@ -109,20 +127,22 @@ def encode_plan(plan: SavePlan, *, identity: Identity, values_nbytes: int, value
         aliases=dict(plan.aliases),
         num_files=len(ranks),
         writers=table.sequences.add(ranks),
-        values=(fmt.ValueBlock(0, -(-values_nbytes // VALUES_GRANULE) * VALUES_GRANULE, value_paths),),
+        values=tuple(
+            fmt.ValueBlock(int(np.searchsorted(ranks, block.rank)), block.capacity, block.paths) for block in values
+        ),
         sequences=tuple(table.sequences.sequences),
     )
     return fmt.encode(body, table.sequences.blobs)
 
 
-def _groups(messages: Sequence[RankMessage], bodies: Mapping[bytes, bytes]) -> list[Group]:
-    """Ranks by body, in order of their lowest rank."""
-    ranks: dict[bytes, list[int]] = {}
-    for rank, message in enumerate(messages):
-        ranks.setdefault(message.digest, []).append(rank)
+def _groups(messages: Sequence[RankMessage], bodies: Mapping[bytes, bytes], ranks: Sequence[int]) -> list[Group]:
+    """Ranks by body, in order of their first rank."""
+    members: dict[bytes, list[tuple[int, bytes]]] = {}
+    for rank, message in zip(ranks, messages, strict=True):
+        members.setdefault(message.digest, []).append((rank, message.columns))
     return [
-        Group.of(bodies[digest], np.asarray(members, np.int64), [messages[rank].columns for rank in members])
-        for digest, members in ranks.items()
+        Group.of(bodies[digest], np.asarray([rank for rank, _ in group], np.int64), [columns for _, columns in group])
+        for digest, group in members.items()
     ]
 
 
@@ -164,10 +184,10 @@ def _aliases(groups: Sequence[Group], tensors: Mapping[str, _Tensor]) -> dict[st
     return dict(sorted(aliases.items()))
 
 
-def _writing_ranks(writers: Sequence[Writers], world_size: int) -> Int64s:
-    """Ranks with a data file: those that write tensors, and rank 0 for the values."""
-    writes = np.zeros(world_size, bool)
-    writes[0] = True
+def _writing_ranks(writers: Sequence[Writers], value_ranks: Sequence[int], num_ranks: int) -> Int64s:
+    """Ranks with a data file: those that write tensors or values."""
+    writes = np.zeros(num_ranks, bool)
+    writes[list(value_ranks)] = True
     for owners in {id(w.owners): w.owners for w in writers}.values():
         writes[owners] = True
     for writer in writers:

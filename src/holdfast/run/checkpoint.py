@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -75,12 +76,10 @@ class Checkpoint:
         return {name: number for number, name in enumerate(self.manifest.body.names)}
 
     @cached_property
-    def nodes(self) -> dict[str, Node]:
-        """The table of values. Raises `CorruptError` when its bytes are damaged."""
-        nodes: dict[str, Node] = {}
-        for block in self.manifest.body.values:
-            nodes.update(self._values(block))
-        return nodes
+    def nodes(self) -> Mapping[str, Node]:
+        """The table of values. Paths are known; each file's values are read when the first of them is looked up, which
+        raises `CorruptError` when the bytes are damaged."""
+        return _Nodes(self.manifest.body.values, self._values)
 
     def read(self, wants: Sequence[Want], put: Put, *, verify: bool = True, first_file: int = 0) -> ReadStats:
         """Deliver all elements of `wants` to `put`; returns when every one was delivered, once.
@@ -183,6 +182,29 @@ class Checkpoint:
 
     def _key(self, name: str) -> str:
         return self.located.key(name)
+
+
+class _Nodes(Mapping[str, Node]):
+    """Values of all files, read file by file on demand: a rank needs its own and rank 0's, of thousands."""
+
+    def __init__(self, blocks: Sequence[ValueBlock], read: Callable[[ValueBlock], dict[str, Node]]) -> None:
+        self._home = {path: block for block in blocks for path in block.paths}
+        self._read = read
+        self._tables: dict[int, dict[str, Node]] = {}
+        self._lock = Lock()
+
+    def __getitem__(self, path: str) -> Node:
+        block = self._home[path]
+        with self._lock:
+            if block.file not in self._tables:
+                self._tables[block.file] = self._read(block)
+            return self._tables[block.file][path]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._home)
+
+    def __len__(self) -> int:
+        return len(self._home)
 
 
 def _deliver(read: Read, want: Want, itemsize: int, offset: int, data: Bytes, put: Put) -> None:

@@ -38,7 +38,7 @@ def verify_checkpoint(checkpoint: Checkpoint, *, progress: Callable[[int], None]
             finding = _finding(lambda layout=layout: _verify_file(checkpoint, layout, pool, progress))  # type: ignore[misc]
             if finding is not None:
                 findings.append(finding)
-    finding = _finding(lambda: len(checkpoint.nodes))
+    finding = _finding(lambda: dict(checkpoint.nodes))
     if finding is not None and finding not in findings:
         findings.append(finding)
     return findings

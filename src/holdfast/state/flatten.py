@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple, cast
 
@@ -44,6 +44,7 @@ class FlatState:
     tensors: dict[str, LocalTensor]
     aliases: dict[str, str]
     nodes: dict[str, Node]
+    own_nodes: dict[str, Node] = field(default_factory=dict)
 
 
 class Tied(NamedTuple):
@@ -53,7 +54,7 @@ class Tied(NamedTuple):
     entries: list[NamedTensor]
 
 
-def flatten(state: Mapping[str, object]) -> FlatState:
+def flatten(state: Mapping[str, object], *, rank: int = 0, world_size: int = 1) -> FlatState:
     """Name everything in `state`. Nothing is copied: tensors share the live memory, values are read now.
 
     Leaves may be modules, optimizers, objects with ``state_dict`` and ``load_state_dict``, tensors, and values (see

@@ -1,0 +1,157 @@
+"""`save`: describe, plan, write, commit. Small messages only coordinate; storage alone decides.
+
+1. *describe*: every rank sends digests of its layout, its values and its undeclared replicas.
+2. *plan*, where the last plan does not fit: one rank per distinct layout sends it, and rank 0 plans anew. Either way
+   rank 0 takes the next place of the run and publishes the manifest.
+3. *commit*: every rank derives its share from the manifest (once per plan) and writes its data file; rank 0 seals and
+   commits.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from typing import Literal, SupportsFloat
+
+import msgspec
+from torch.distributed import ProcessGroup
+
+from holdfast.control.channel import Channel, Deadline
+from holdfast.control.torch_store import default_channel, group_ranks
+from holdfast.format.records import Commit
+from holdfast.phases import Stopwatch, attempt
+from holdfast.reports import SaveReport
+from holdfast.run.paths import canonical, parse, storage_at
+from holdfast.saving.coordinator import Coordinator, PlanMemory, Request
+from holdfast.saving.local import NUM_TURNS, Local
+from holdfast.saving.messages import Answer, Planned
+from holdfast.saving.share import Share
+
+#: The last plan per run and group: rank 0's knowledge of all ranks, and each rank's share.
+_plans: dict[tuple[str, tuple[int, ...]], PlanMemory] = {}
+_shares: dict[tuple[str, tuple[int, ...]], Share] = {}
+
+
+def save(
+    run: str | os.PathLike[str],
+    state: Mapping[str, object],
+    step: int,
+    *,
+    metrics: Mapping[str, SupportsFloat] | None = None,
+    group: ProcessGroup | None = None,
+    takeover: bool = False,
+    on_divergence: Literal["warn", "error"] = "warn",
+    timeout_s: float = 600.0,
+) -> SaveReport:
+    """Save `state` into `run` and return when the checkpoint is committed and durable.
+
+    Blocking and collective over `group` (default: all ranks of the job): every rank calls it with the same `run` and
+    `step`; one plain process is fine too. `run` is created where nothing is. A run that has a history must have been
+    loaded from by this job, unless ``takeover=True``. `metrics` are recorded with the commit. Extra memory is two
+    buffers of 8 MiB. While layouts stay as they are, later saves exchange a few hundred bytes per rank and no plan.
+
+    Plain tensors that several ranks hold under one name without declaring it (by DTensor, by DDP) are compared: all of
+    them at the first save and whenever a plan is made, a rotating share later. Copies that differ are an error at the
+    first save; later ``on_divergence="warn"`` logs a warning and one holder's copy is saved whole.
+
+    On any error every rank raises, no part of the checkpoint becomes visible, and the head stays what it was; after a
+    load of an older checkpoint the head is the one that was loaded as soon as a save begins to write.
+
+    Raises:
+        StateError: something in `state` cannot be saved truthfully, or ranks disagree about it.
+        ConfigurationError: `run` is not a run, or holds a history that was not loaded.
+        StorageError: the store failed; names the path.
+        DeadlineError: ranks named in the message did not answer within `timeout_s`.
+        FencedError: another job opened a newer epoch of the run.
+    """
+    if type(step) is not int or step < 0:
+        raise ValueError(f"step is a whole number from 0 on, not {step!r}")
+    if on_divergence not in ("warn", "error"):
+        raise ValueError(f"on_divergence is 'warn' or 'error', not {on_divergence!r}")
+    numbers = _numbers(metrics or {})
+    storage = storage_at(_run_root(run))
+    channel = default_channel(f"save of step {step}", group)
+    request = Request(storage, step, numbers, takeover, time.time(), on_divergence == "error")
+    return _Saving(channel, Deadline(timeout_s), request, group_ranks(group)).run(state)
+
+
+def _numbers(metrics: Mapping[str, SupportsFloat]) -> dict[str, float]:
+    for name, value in metrics.items():
+        if type(name) is not str or not isinstance(value, SupportsFloat):
+            raise TypeError(f"a metric is a number under a string, not {name!r}: {value!r}")
+    return {name: float(value) for name, value in metrics.items()}
+
+
+def _run_root(run: str | os.PathLike[str]) -> str:
+    target = parse(run)
+    if target.step is not None or target.place is not None:
+        raise ValueError(f"save takes a run, not one checkpoint of it: {os.fspath(run)!r}")
+    return target.root
+
+
+class _Saving:
+    """One save on one rank. `ranks` are the global ranks of the group, in its order."""
+
+    def __init__(self, channel: Channel, deadline: Deadline, request: Request, ranks: Sequence[int]) -> None:
+        self._channel = channel
+        self._deadline = deadline
+        self._request = request
+        self._storage = request.storage
+        self._rank = ranks[channel.rank]
+        self._key = (canonical(request.storage.uri), tuple(ranks))
+        self._coordinator = Coordinator(request, ranks, _plans.get(self._key))
+        self._watch = Stopwatch()
+
+    def run(self, state: Mapping[str, object]) -> SaveReport:
+        """Save and report."""
+        known = _shares.get(self._key)
+        local: list[Local] = []
+        with self._watch.phase("describe"):
+            described = attempt(lambda: self._describe(state, known, local))
+            answer = self._channel.exchange("describe", described, self._coordinator.ask, self._deadline)
+        mine = local[0]
+        with self._watch.phase("plan"):
+            planned = self._planned(answer, mine)
+        written_nbytes: list[int] = []
+        with self._watch.phase("write"):
+            written = attempt(lambda: self._write(planned, mine, known, written_nbytes))
+        with self._watch.phase("commit"):
+            committed = self._channel.exchange("commit", written, self._coordinator.commit, self._deadline)
+        commit = msgspec.msgpack.decode(committed, type=Commit)
+        return SaveReport(
+            step=commit.step,
+            place=str(commit.place),
+            path=self._storage.path(f"checkpoints/{commit.checkpoint}"),
+            nbytes=commit.nbytes,
+            written_nbytes=written_nbytes[0],
+            num_tensors=len(_shares[self._key].manifest.body.names),
+            seconds=self._watch.seconds,
+        )
+
+    def _describe(self, state: Mapping[str, object], known: Share | None, local: list[Local]) -> bytes:
+        local.append(Local.of(state, rank=self._channel.rank, world_size=self._channel.world_size))
+        turn = None if known is None else known.turn % NUM_TURNS
+        return local[0].describe(turn, alone=self._channel.world_size == 1)
+
+    def _planned(self, answer: bytes, mine: Local) -> Planned:
+        asked = msgspec.msgpack.decode(answer, type=Answer)
+        if isinstance(asked, Planned):
+            return asked
+        details = attempt(lambda: mine.answer(asked, self._channel.rank))
+        made = self._channel.exchange(
+            "plan", details, lambda payloads: self._coordinator.plan(asked, mine, payloads), self._deadline
+        )
+        return msgspec.msgpack.decode(made, type=Planned)
+
+    def _write(self, planned: Planned, mine: Local, known: Share | None, written_nbytes: list[int]) -> bytes:
+        share = Share.of(self._storage, planned, self._rank, known)
+        _shares[self._key] = share
+        if self._coordinator.memory is not None:
+            _plans[self._key] = self._coordinator.memory
+        values = dict(mine.flat.own_nodes)
+        if self._channel.rank == 0:
+            values.update(self._coordinator.values or mine.flat.nodes)
+        written = share.write(self._storage, planned.folder, mine.flat, values, self._rank)
+        written_nbytes.append(written.nbytes)
+        return msgspec.msgpack.encode(written)

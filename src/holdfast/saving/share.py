@@ -1,0 +1,115 @@
+"""What one rank writes, derived from the manifest as any reader would."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+import xxhash
+
+from holdfast.errors import StorageError
+from holdfast.format import container, records
+from holdfast.format import manifest as fmt
+from holdfast.format.container import FileLayout, Files
+from holdfast.format.manifest import DecodedManifest
+from holdfast.format.values import Node
+from holdfast.run.checkpoint import pack_values
+from holdfast.saving.messages import Planned, Written
+from holdfast.state.flatten import FlatState
+from holdfast.state.memory import source_of
+from holdfast.storage.base import Bytes, Storage
+from holdfast.transfer.buffers import pipeline_pool
+from holdfast.transfer.writer import Source, write_file
+
+
+@dataclass(frozen=True)
+class Share:
+    """A rank's part in a plan: its data file, if it has one. Holds for every save that uses the plan.
+
+    `turn` counts the saves that used it.
+    """
+
+    plan_id: str
+    manifest: DecodedManifest
+    layout: FileLayout | None
+    turn: int
+
+    @staticmethod
+    def of(storage: Storage, planned: Planned, rank: int, remembered: Share | None) -> Share:
+        """The share of `rank`: as remembered where the plan is the same, else from the manifest in `storage`.
+
+        Raises:
+            StorageError: this rank does not see what rank 0 wrote.
+        """
+        if remembered is not None and remembered.plan_id == planned.plan_id:
+            body = msgspec.structs.replace(remembered.manifest.body, checkpoint_id=planned.checkpoint_id)
+            return Share(planned.plan_id, remembered.manifest.with_body(body), remembered.layout, remembered.turn + 1)
+        manifest = _read_manifest(storage, planned, rank)
+        writers = manifest.sequence(manifest.body.writers)
+        index = int(np.searchsorted(writers, rank))
+        has_file = index < len(writers) and writers[index] == rank
+        return Share(planned.plan_id, manifest, Files(manifest).layout(index) if has_file else None, 0)
+
+    def write(self, storage: Storage, folder: str, flat: FlatState, values: Mapping[str, Node], rank: int) -> Written:
+        """Write this rank's data file; durable when it returns. `values` are what its file holds."""
+        layout = self.layout
+        if layout is None:
+            return Written(-1, 0, "")
+        names = self.manifest.body.names
+        sources: list[Source] = []
+        for entry in layout.entries:
+            tensor = flat.tensors[names[entry.tensor]]
+            sources.append(source_of(tensor.layout, tensor.memory, rank, entry.part))
+        if layout.values is not None:
+            packed = pack_values(dict(values), capacity=layout.values.capacity)
+            sources.append(_BytesSource(np.frombuffer(packed, np.uint8)))
+        nbytes = layout.data_start + layout.data_nbytes
+        key = records.checkpoint_key(folder, fmt.file_name(layout.index))
+        with pipeline_pool() as pool:
+            table = write_file(
+                storage.writer(key, nbytes=nbytes),
+                sources,
+                data_start=layout.data_start,
+                header=lambda table: container.header(self.manifest, layout, table),
+                pool=pool,
+            )
+        return Written(layout.index, nbytes, xxhash.xxh3_128_hexdigest(table))
+
+
+@dataclass(frozen=True)
+class _BytesSource:
+    """Bytes as a source."""
+
+    data: Bytes
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.data)
+
+    def read_into(self, start: int, out: Bytes) -> None:
+        out[:] = self.data[start : start + len(out)]
+
+
+def _read_manifest(storage: Storage, planned: Planned, rank: int) -> DecodedManifest:
+    key = records.checkpoint_key(planned.folder, fmt.NAME)
+    path = storage.path(key)
+    if storage.nbytes(key) is None:
+        raise StorageError(
+            f"rank {rank} does not see '{path}', which rank 0 has just written.",
+            code="storage.not_shared",
+            action="Give all ranks one path on a file system that all nodes share.",
+            path=path,
+            rank=rank,
+        )
+    data = storage.read(key)
+    if xxhash.xxh3_128_hexdigest(data) != planned.digest:
+        raise StorageError(
+            f"rank {rank} reads other bytes from '{path}' than rank 0 wrote.",
+            code="storage.inconsistent",
+            action="Check that the file system shows all nodes the same files.",
+            path=path,
+            rank=rank,
+        )
+    return fmt.decode(data, path=path)

@@ -1,0 +1,147 @@
+"""Types that users registered: how to turn them into plain values or tensors, and back.
+
+A checkpoint holds the name of a registration, never code. The functions that decode are those that this process
+registered under that name.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar, cast
+
+from holdfast.errors import ConfigurationError, IncompatibleError, StateError
+from holdfast.format.values import Undecoded
+
+if TYPE_CHECKING:  # a view decodes values without torch
+    import torch
+
+T = TypeVar("T")
+TensorT = TypeVar("TensorT", bound="torch.Tensor")
+
+_BUILT_IN = (type(None), bool, int, float, complex, str, bytes, dict, list, tuple, OrderedDict, Counter)
+
+
+@dataclass(frozen=True)
+class Registration:
+    """A registered type. `encode` gives plain values, or the planes of a tensor; `decode` is its inverse."""
+
+    name: str
+    kind: type
+    is_tensor: bool
+    encode: Callable[[object], object]
+    decode: Callable[[object], object]
+
+
+_BY_TYPE: dict[type, Registration] = {}
+_BY_NAME: dict[str, Registration] = {}
+
+
+def register_value(kind: type[T], encode: Callable[[T], object], decode: Callable[[object], T], *, name: str) -> None:
+    """Have objects of exactly the type `kind` saved as what `encode` gives, and loaded by `decode`.
+
+    `encode` gives values, tensors, and nested containers of them; `decode` gets equal ones, tensors on the CPU. `name`
+    is what checkpoints call the type: keep it when the class moves. Register in every process, before saving and
+    loading. The object is replaced on loading, not changed. Raises `ConfigurationError` when the type or the name is
+    registered with something else, and for types that need no registration.
+    """
+    if kind in _BUILT_IN or _is_tensor(kind):
+        raise ConfigurationError(
+            f"{kind.__qualname__} cannot be registered as a value.",
+            code="configuration.registration",
+            action="Register a type of your own; for tensors, use holdfast.register_tensor.",
+        )
+    _register(Registration(name, kind, False, cast("Callable[[object], object]", encode), decode))
+
+
+def register_tensor(
+    kind: type[TensorT],
+    planes: Callable[[TensorT], Mapping[str, torch.Tensor]],
+    rebuild: Callable[[Mapping[str, torch.Tensor]], TensorT],
+    *,
+    name: str,
+) -> None:
+    """Have tensors of exactly the type `kind` saved as their planes: the plain tensors that they consist of.
+
+    `planes` gives the live memory itself, not copies, under the same names every time: loading fills it in place, so
+    the tensor keeps its identity. `rebuild` makes a tensor from loaded planes where there is none to fill: state of a
+    fresh optimizer, what an object's ``state_dict()`` held. What a tensor needs besides (a scheme, a block size) goes
+    into planes too. `name` is what checkpoints call the type. Raises `ConfigurationError` as `register_value` does.
+    """
+    if not _is_tensor(kind) or kind.__module__.partition(".")[0] == "torch" and kind.__name__ in _SAVED_AS_THEY_ARE:
+        raise ConfigurationError(
+            f"{kind.__qualname__} is no subclass of torch.Tensor that needs planes.",
+            code="configuration.registration",
+            action="Register a tensor subclass; for other types, use holdfast.register_value.",
+        )
+    _register(
+        Registration(
+            name,
+            kind,
+            True,
+            cast("Callable[[object], object]", planes),
+            cast("Callable[[object], object]", rebuild),
+        )
+    )
+
+
+_SAVED_AS_THEY_ARE = ("Tensor", "Parameter", "Buffer", "DTensor")
+
+
+def registered(item: object) -> Registration | None:
+    """The registration of exactly the type of `item`."""
+    return _BY_TYPE.get(type(item))
+
+
+def planes_of(name: str, tensor: torch.Tensor, registration: Registration) -> dict[str, torch.Tensor]:
+    """The planes of a tensor, by their names. Raises `StateError` when they are not live memory."""
+    planes, again = (cast("Mapping[str, torch.Tensor]", registration.encode(tensor)) for _ in range(2))
+    problem = None
+    if not planes:
+        problem = "gave no planes"
+    elif planes.keys() != again.keys():
+        problem = "gave other planes on the second call"
+    elif any(plane.data_ptr() != again[key].data_ptr() for key, plane in planes.items()):
+        problem = "gave copies: what is loaded into them would be lost"
+    if problem is not None:
+        raise StateError(
+            f"The planes function that is registered as {registration.name!r} {problem}, for tensor {name!r}.",
+            code="state.planes",
+            action="Return the tensors that the subclass holds, under fixed names.",
+            tensor=name,
+        )
+    return dict(planes)
+
+
+def check_registered(name: str, path: str) -> None:
+    """Raise `IncompatibleError`, code ``incompatible.unregistered_value``, when nothing is registered as `name`."""
+    if name not in _BY_NAME:
+        raise IncompatibleError(
+            f"{path!r} was saved by a registration with the name {name!r}, which this process does not have.",
+            code="incompatible.unregistered_value",
+            action=f"Call holdfast.register_value or holdfast.register_tensor with name={name!r} before loading.",
+            path=path,
+        )
+
+
+def decode(name: str, value: object) -> object:
+    """The object that `value` was encoded from; `Undecoded` when nothing is registered as `name`."""
+    registration = _BY_NAME.get(name)
+    return Undecoded(name, value) if registration is None else registration.decode(value)
+
+
+def _register(new: Registration) -> None:
+    for old in (_BY_TYPE.get(new.kind), _BY_NAME.get(new.name)):
+        if old is not None and old != new:
+            raise ConfigurationError(
+                f"{new.kind.__qualname__} cannot be registered as {new.name!r}: {old.kind.__qualname__} is registered "
+                f"as {old.name!r}, with other functions.",
+                code="configuration.registration",
+                action="Give each type one name and one pair of functions.",
+            )
+    _BY_TYPE[new.kind] = _BY_NAME[new.name] = new
+
+
+def _is_tensor(kind: type) -> bool:
+    return any((base.__module__, base.__qualname__) == ("torch", "Tensor") for base in kind.__mro__)
