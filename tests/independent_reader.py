@@ -24,7 +24,6 @@ import numpy.typing as npt
 from xxhash import xxh3_128_hexdigest as digest
 
 Members = dict[str, Any]
-
 BLOCK = 1 << 20
 COUNTDOWN = 9_999_999_999
 DTYPES = """bool 1 BOOL, uint8 1 U8, int8 1 I8, uint16 2 U16, int16 2 I16, uint32 4 U32, int32 4 I32, uint64 8 U64,
@@ -33,6 +32,7 @@ float8_e5m2 1 F8_E5M2, float8_e4m3fnuz 1 -, float8_e5m2fnuz 1 -, float8_e8m0fnu 
 complex32 4 -, complex64 8 -, complex128 16 -"""
 ITEMSIZES = {name: int(itemsize) for name, itemsize, _ in map(str.split, DTYPES.split(","))}
 CODES = {name: code for name, _, code in map(str.split, DTYPES.split(",")) if code != "-"}  # others: stored as bytes
+KINDS = "plain int complex str bytes numpy torch tensor planes dict list record".split()  # of nodes that may be wrapped
 
 
 class DamagedError(ValueError):
@@ -243,21 +243,25 @@ def locate(body: Members, sequences: list[list[int]]) -> tuple[dict[str, Tensor]
     return tensors, files
 
 
-def parse_values(data: bytes, paths: list[str]) -> list[tuple[str, list[Any]]]:
-    """The paths and nodes of one value block."""
+def parse_values(data: bytes, paths: list[str], tensors: set[str]) -> list[tuple[str, list[Any]]]:
+    """The paths and nodes of one value block. `tensors` are the names of all tensors."""
     length = int.from_bytes(data[:8], "little")
     check(length <= min(len(data) - 8, 1 << 30) and not any(data[8 + length :]), "the values have another length")
     rows = msgspec.msgpack.decode(data[8 : 8 + length], type=list[tuple[str, list[Any]]])
-    check([path for path, _ in rows] == paths == sorted(set(paths)), "the values have other paths")
+    check([path for path, _ in rows] == paths == sorted(known := set(paths)), "the values have other paths")
     for path, node in rows:
+        state = node[1] if node[0] == "stateful" else node
+        bare = kind, *rest = state[2] if state[0] == "encoded" else state
         check(path.count("/") < 128, "values are nested too deep")
-        kind, *rest = node[1] if node[0] == "stateful" else node
+        check(kind in KINDS or (bare == node and kind in ("open", "per_rank")), f"{path!r} is of an unknown kind")
         names = rest[-1] if kind in ("dict", "record") else map(str, range(rest[1])) if kind == "list" else ()
-        check({f"{path}/{name}" if path else name for name in names} <= set(paths), f"{path!r} misses entries")
+        check({f"{path}/{name}" if path else name for name in names} <= known, f"{path!r} misses entries")
+        check(kind != "per_rank" or 0 < rest[0] <= 1 << 20, f"{path!r} is of an impossible number of ranks")
+        for name in rest[1] if kind == "planes" else ():
+            plane = name.replace("%", "%25").replace("/", "%2F").replace("@", "%40") or "%empty"
+            check(f"{path}/%plane={plane}" in tensors, f"{path!r} misses planes")
+        check(kind != "tensor" or path in tensors, f"there is no tensor {path!r}")
     return rows
-
-
-# A checkpoint, and the program.
 
 
 class Loaded(NamedTuple):
@@ -288,7 +292,8 @@ def read(path: Path) -> Loaded:
     pairs = zip(files, seal["files"], strict=True)
     sections = [file.verified(folder, body["checkpoint_id"], sealed) for file, sealed in pairs]
     tensors = {name: (tensor.dtype, tensor.assembled(sections)) for name, tensor in located.items()}
-    nodes = [row for file, room, paths in body["values"] for row in parse_values(sections[file][-room:], paths)]
+    named, blocks = {*tensors, *body["aliases"]}, body["values"]
+    nodes = [row for file, room, paths in blocks for row in parse_values(sections[file][-room:], paths, named)]
     check(len(dict(nodes)) == len(nodes), "a value is stored twice")
     return Loaded(body["place"], body["step"], tensors, dict(nodes))
 

@@ -115,22 +115,21 @@ class Job(NamedTuple):
         return self._asdict()
 
 
-def build(cell: Cell, seed: int, *, num_steps: int = 1) -> Job:
-    """The job of this rank; `seed` decides hyper-parameters and values. Tensors hold what the steps left."""
+def build(cell: Cell, seed: int, *, stepped: bool = True) -> Job:
+    """The job of this rank; `seed` decides hyper-parameters and values. The optimizer has state if it has `stepped`."""
     model = spread(cell)
     parameters = list(model.parameters())
     groups: list[dict[str, Any]] = [
         {"params": [p for p in parameters if p.ndim > 1], "weight_decay": 0.1 + seed},
         {"params": [p for p in parameters if p.ndim <= 1], "lr": 0.5 + seed},
     ]
-    # One kernel over all parameters cannot mix meshes.
-    optimizer = AdamW(groups, lr=0.25 + seed, betas=(0.5, 1 - 2.0 ** -(3 + seed % 8)), foreach=False)
-    scheduler = StepLR(optimizer, step_size=2 + seed, gamma=0.5)
-    for _ in range(num_steps):
+    optimizer = AdamW(groups, lr=0.25 + seed, betas=(0.5, 1 - 2.0 ** -(3 + seed % 8)))
+    if stepped:
+        # What AdamW makes at its first step. Real steps on DTensors of many meshes and shapes take torch seconds.
         for parameter in parameters:
-            parameter.grad = torch.zeros_like(parameter)
-        optimizer.step()
-        scheduler.step()
+            zeros = (torch.zeros_like(parameter), torch.zeros_like(parameter))
+            optimizer.state[parameter] = {"step": torch.tensor(1.0), "exp_avg": zeros[0], "exp_avg_sq": zeros[1]}
+    scheduler = StepLR(optimizer, step_size=2 + seed, gamma=0.5)
     return Job(model, optimizer, scheduler, {"epoch": seed, "best": float("inf"), "seen": [2**70 + seed, ("a", None)]})
 
 
@@ -138,7 +137,7 @@ def spread(cell: Cell) -> nn.Module:
     """The model as this rank of `cell` holds it. Torch itself cuts and sends the initial weights."""
     if cell.kind == "plain":
         return model_of(UNITS)
-    debug._clear_sharding_prop_cache()  # it would find the process groups of this warm process's last job
+    debug._clear_sharding_prop_cache()  # type: ignore[no-untyped-call]  # it would find the process groups of this warm process's last job
     mesh = init_device_mesh("cpu", cell.shape, mesh_dim_names=AXES[cell.kind])
     if cell.kind.startswith("pp"):
         stages = np.array_split(np.asarray(UNITS), mesh["pp"].size())
@@ -245,9 +244,7 @@ def differing(job: Job, seed: int) -> list[str]:
 def holds(tensor: torch.Tensor, whole: Bits) -> bool:
     """Whether this rank's memory is, bit for bit, its part of the whole tensor."""
     expected, found = cut(whole, tensor), bits(tensor)
-    return found.size == expected.size == 0 or (
-        found.shape == expected.shape and found.tobytes() == expected.tobytes()
-    )
+    return found.size == expected.size == 0 or (found.shape == expected.shape and found.tobytes() == expected.tobytes())
 
 
 def cut(whole: Bits, tensor: torch.Tensor) -> Bits:
@@ -263,7 +260,7 @@ def cut(whole: Bits, tensor: torch.Tensor) -> Bits:
         parts, at = mesh.size(mesh_axis), mesh.get_local_rank(mesh_axis)
         chunks = [index[placement.dim]]
         if isinstance(placement, _StridedShard):
-            chunks = chunked(chunks[0], placement.split_factor)
+            chunks = chunked(chunks[0], int(placement.split_factor))
         index[placement.dim] = np.concatenate([chunked(chunk, parts)[at] for chunk in chunks])
     return whole[np.ix_(*index)] if index else whole
 

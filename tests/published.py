@@ -13,10 +13,11 @@ import xxhash
 from holdfast.format import container, records
 from holdfast.format import manifest as fmt
 from holdfast.format.container import Files
+from holdfast.format.names import own_part
 from holdfast.format.records import Commit, Epoch, FileSeal, Marker, Place, Seal, SealDigest
 from holdfast.format.values import Node
 from holdfast.plan.layout import TensorLayout
-from holdfast.plan.save import Identity, encode_plan, plan_save
+from holdfast.plan.save import Identity, RankValues, encode_plan, plan_save
 from holdfast.run.checkpoint import pack_values
 from holdfast.storage.base import Bytes
 from holdfast.transfer.buffers import BufferPool
@@ -63,14 +64,13 @@ class BytesSource:
 
 
 def plan(layouts: Sequence[Sequence[TensorLayout]], nodes: Mapping[str, Node], identity: Identity) -> bytes:
-    """The manifest of simulated ranks."""
+    """The manifest of simulated ranks. Each writes the nodes of its own part, and rank 0 all that are of no part."""
     messages, bodies = World([list(tensors) for tensors in layouts], {}).sent()
-    return encode_plan(
-        plan_save(messages, bodies),
-        identity=identity,
-        values_nbytes=len(pack_values(dict(nodes))),
-        value_paths=tuple(sorted(nodes)),
-    )
+    tables: dict[int, dict[str, Node]] = {}
+    for path, node in sorted(nodes.items()):
+        tables.setdefault(int((own_part(path) or "=0").rpartition("=")[2]), {})[path] = node
+    values = [RankValues(rank, len(pack_values(table)), tuple(table)) for rank, table in sorted(tables.items())]
+    return encode_plan(plan_save(messages, bodies), identity=identity, values=values)
 
 
 def publish(storage: MemoryStorage, planned: bytes, full: Mapping[str, np.ndarray], nodes: Mapping[str, Node]) -> None:
@@ -83,18 +83,19 @@ def publish(storage: MemoryStorage, planned: bytes, full: Mapping[str, np.ndarra
     for index, section in enumerate(data_sections(World([], dict(full)), files)):
         layout = files.layout(index)
         if layout.values is not None:
-            section[layout.values_offset :] = pack_values(dict(nodes), capacity=layout.values.capacity)
+            table = {path: nodes[path] for path in layout.values.paths}
+            section[layout.values_offset :] = pack_values(table, capacity=layout.values.capacity)
         nbytes = layout.data_start + layout.data_nbytes
         writer = storage.writer(records.checkpoint_key(folder, fmt.file_name(index)), nbytes=nbytes)
         with BufferPool(2 * BLOCK_NBYTES, buffer_nbytes=BLOCK_NBYTES) as pool:
-            table = write_file(
+            digests = write_file(
                 writer,
                 [BytesSource(section)],
                 data_start=layout.data_start,
                 header=lambda table, layout=layout: container.header(manifest, layout, table),  # type: ignore[misc]
                 pool=pool,
             )
-        sealed.append(FileSeal(fmt.file_name(index), nbytes, xxhash.xxh3_128_hexdigest(table)))
+        sealed.append(FileSeal(fmt.file_name(index), nbytes, xxhash.xxh3_128_hexdigest(digests)))
     seal = Seal(
         checkpoint_id=body.checkpoint_id,
         place=manifest.place,

@@ -18,7 +18,8 @@ from torch.optim.lr_scheduler import LambdaLR, LinearLR, MultiStepLR, ReduceLROn
 from holdfast.errors import CorruptError, IncompatibleError, StateError
 from holdfast.format import values
 from holdfast.format.values import TorchValue
-from holdfast.state.bind import Binding, Stored, bind, difference
+from holdfast.state.bind import Binding, bind
+from holdfast.state.differences import Stored, difference
 from holdfast.state.flatten import flatten
 from holdfast.state.placements import revive
 

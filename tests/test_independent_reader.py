@@ -23,7 +23,7 @@ from holdfast.format import manifest as fmt
 from holdfast.format.dtypes import DTYPES
 from holdfast.format.manifest import DecodedManifest
 from holdfast.format.records import Place
-from holdfast.format.values import Node, Open, Plain
+from holdfast.format.values import Node, Open, PerRank, Plain
 from holdfast.geometry import FlatRange
 from holdfast.plan import replicas
 from holdfast.plan.layout import Mesh, Pieces, Placed, Shard, TensorLayout, Whole
@@ -34,6 +34,9 @@ from holdfast.run.paths import parse
 from holdfast.transfer.digest import BLOCK_NBYTES
 from tests import independent_reader
 from tests.published import EPOCHS, RUN_ID, begin, plan, publish, put, run_alone
+from tests.ranks import run_ranks
+from tests.test_bind import Loader
+from tests.test_registry import Phase, quantised
 from tests.worlds import IDENTITY, World, worlds
 
 # Real checkpoints.
@@ -168,13 +171,73 @@ def test_a_tensor_may_have_the_name_that_safetensors_reserves(tmp_path: Path) ->
         assert set(file.keys()) == {"__metadata__@0:3", "model/__metadata__", "@values"}
 
 
+def save_every_kind_of_node(run: Path) -> dict[str, bytes]:
+    """Save on this rank; return the library's nodes, read back."""
+    rank = torch.distributed.get_rank()
+    own = {"seen": (rank, Phase.DECAY), "noise": torch.full((2,), float(rank)), "quantised": quantised(rank)}
+    state: dict[str, object] = {
+        "own": holdfast.PerRank(own),
+        "loader": holdfast.PerRank(Loader({"cursor": 10 * rank})),
+        "phase": Phase.WARMUP,
+        "quantised": quantised(7),
+        "stateful": [Loader(Phase.WARMUP), Loader(quantised(8))],
+        "keys": {"both": 1, f"only on {rank}": rank},
+    }
+    holdfast.save(run, state, 3)
+    nodes = Checkpoint(resolve(parse(run))).nodes
+    return {path: msgspec.msgpack.encode(node) for path, node in nodes.items()}
+
+
+def test_what_belongs_to_single_ranks_or_to_registered_types_is_read_from_all_files(tmp_path: Path) -> None:
+    nodes, same = run_ranks(2, save_every_kind_of_node, tmp_path / "run")
+    assert nodes == same
+    _, _, tensors, values = independent_reader.read(tmp_path / "run")
+    assert {path: msgspec.msgpack.encode(node) for path, node in values.items()} == nodes
+    assert values["own"] == values["loader"] == ["per_rank", 2]
+    assert values["keys"] == ["dict", "dict", ["both", "only on 0", "only on 1"]]
+    assert values["phase"] == ["encoded", "tests.phase", ["str", b"warmup"]]
+    assert values["stateful/0"] == ["stateful", values["phase"]]
+    assert values["stateful/1"] == ["stateful", values["quantised"]]
+    assert values["quantised"] == ["planes", "tests.int8", ["data", "scale"]]
+    assert tensors["quantised/%plane=data"][1].tobytes() == tensor_bytes(quantised(7).data8)
+    for rank in range(2):
+        part = f"own/%rank={rank}"
+        assert values[f"loader/%rank={rank}"] == ["stateful", ["dict", "dict", ["cursor"]]]
+        assert values[f"{part}/seen/0"] == ["plain", rank]
+        assert values[f"{part}/seen/1"] == ["encoded", "tests.phase", ["str", b"decay"]]
+        assert tensors[f"{part}/noise"][1].tobytes() == tensor_bytes(torch.full((2,), float(rank)))
+        assert tensors[f"{part}/quantised/%plane=scale"][1].tobytes() == tensor_bytes(quantised(rank).scale)
+    assert json.loads(run_alone(tmp_path / "run").stdout)["values"]["own"] == "['per_rank', 2]"
+
+
+@pytest.mark.parametrize(
+    "node",
+    [
+        ["unknown", 1],
+        ["tensor"],
+        ["planes", "x", ["data", "b/c"]],
+        ["per_rank", 0],
+        ["per_rank", 1 << 21],
+        ["stateful", ["per_rank", 1]],
+        ["encoded", "x", ["open", "dict"]],
+        ["encoded", "x", ["encoded", "y", ["plain", 1]]],
+        ["stateful", ["encoded", "x", ["list", "list", 1]]],
+    ],
+    ids=repr,
+)
+def test_impossible_nodes_are_refused(node: list[object]) -> None:
+    table = msgspec.msgpack.encode([("a", node)])
+    with pytest.raises(independent_reader.DamagedError, match="'a'"):
+        independent_reader.parse_values(len(table).to_bytes(8, "little") + table, ["a"], {"a/%plane=data"})
+
+
 def small_run() -> dict[str, bytes]:
     """A run of two ranks with little in it, so that every part of every file is likely to be hit."""
     halves = Placed(Mesh((2,), (1, 0)), (Shard(1),))
     layouts = [TensorLayout("w", "float32", (30, 40), halves), TensorLayout("z", "complex64", (), Whole("split"))]
     rng = np.random.default_rng(5)
     full = {"w": rng.integers(0, 256, (30, 40, 4), np.uint8), "z": rng.integers(0, 256, (8,), np.uint8)}
-    nodes: dict[str, Node] = {"": Open("dict"), "n": Plain(2**40)}
+    nodes: dict[str, Node] = {"": Open("dict"), "n": PerRank(2), "n/%rank=0": Plain(2**40), "n/%rank=1": Plain(1)}
     storage = begin(RUN_ID, *EPOCHS[:1])
     identity = Identity("0123456789abcdef", RUN_ID, Place(1, 1), 7, 1.5, {"loss": 0.25})
     publish(storage, plan([layouts, layouts], nodes, identity), full, nodes)
@@ -231,7 +294,9 @@ def test_damage_ends_the_program_with_status_1_and_a_message(tmp_path: Path) -> 
 
 def check_world(world: World, root: Path) -> DecodedManifest:
     """Write a world's checkpoint, read it with the other reader, and compare every bit."""
-    nodes: dict[str, Node] = {"": Open("dict"), "a": Plain(None)}
+    world_size = len(world.layouts)
+    nodes: dict[str, Node] = {"": Open("dict"), "a": Plain(None), "own": PerRank(world_size)}
+    nodes |= {f"own/%rank={rank}": Plain(rank) for rank in range(world_size)}
     planned = plan(world.layouts, nodes, IDENTITY)
     storage = begin(IDENTITY.run_id, EPOCHS[0])
     publish(storage, planned, world.full, nodes)
@@ -239,7 +304,8 @@ def check_world(world: World, root: Path) -> DecodedManifest:
     assert {name: data.tobytes() for name, (_, data) in loaded.tensors.items()} == {
         name: full.tobytes() for name, full in world.full.items()
     }
-    assert loaded.values == {"": ["open", "dict"], "a": ["plain", None]}
+    own = {f"own/%rank={rank}": ["plain", rank] for rank in range(world_size)}
+    assert loaded.values == {"": ["open", "dict"], "a": ["plain", None], "own": ["per_rank", world_size], **own}
     return fmt.decode(planned, path="manifest")
 
 

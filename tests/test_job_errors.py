@@ -269,7 +269,6 @@ def diverged(run: str, what: str) -> tuple[Told, str]:
         "value": {"progress": {"epoch": 1, "loss": own}},
         "zero": {"progress": {"epoch": 1, "loss": -0.0 if own else 0.0}},
         "type": {"progress": {"epoch": 1, "loss": True if own else 1}},
-        "keys": {"progress": {"epoch": 1} | ({"extra": 1} if own else {})},
         "shape": {"weight": torch.zeros(6 + int(own))},
         "dtype": {"weight": torch.zeros(6, dtype=torch.float64 if own else torch.float32)},
         "kind": {"progress": torch.zeros(1) if own else 3},
@@ -285,7 +284,6 @@ def diverged(run: str, what: str) -> tuple[Told, str]:
         ("value", "progress/loss", "differs between rank 0 and rank 2"),
         ("zero", "progress/loss", "differs between rank 0 and rank 2"),
         ("type", "progress/loss", "differs between rank 0 and rank 2"),
-        ("keys", "progress", "differs between rank 0 and rank 2"),
         ("shape", "weight", r"ranks [0, 1] and [2]"),
         ("dtype", "weight", r"ranks [0, 1] and [2]"),
         ("kind", "progress", "rank 2"),
@@ -392,7 +390,7 @@ def test_groups_with_different_rates_cannot_become_one(tmp_path: Path) -> None:
     saved, live = nn.Linear(2, 2), nn.Linear(2, 2)
     groups = [{"params": [saved.weight], "lr": 0.1}, {"params": [saved.bias], "lr": 0.2}]
     holdfast.save(tmp_path / "run", {"model": saved, "optimizer": AdamW(groups)}, 1)
-    with pytest.raises(IncompatibleError, match=r"hyper-parameters differ \(lr\)") as raised:
+    with pytest.raises(IncompatibleError, match=r"hyper-parameters differ.*\(lr\)") as raised:
         holdfast.load(tmp_path / "run", into={"model": live, "optimizer": AdamW(live.parameters())})
     assert raised.value.code == "incompatible.groups"
 

@@ -9,7 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.errors import CorruptError, StateError
-from holdfast.format.names import Key, component, join, parse_component, split
+from holdfast.format.names import (
+    Key,
+    component,
+    is_rank_component,
+    join,
+    own_part,
+    parse_component,
+    plane_component,
+    rank_component,
+    split,
+)
 
 text = st.text(st.characters(exclude_categories=["Cs"])) | st.text("%/@=2F450inte", max_size=12)
 keys: st.SearchStrategy[Key] = st.one_of(
@@ -96,3 +106,28 @@ def test_other_keys_are_refused_with_the_place_where_they_stand(key: object) -> 
 def test_text_that_no_key_gives_is_corrupt(text: str) -> None:
     with pytest.raises(CorruptError, match=r"corrupt\.name"):
         parse_component(text)
+
+
+@given(keys)
+def test_reserved_components_are_given_by_no_key(key: Key) -> None:
+    assert not is_rank_component(component(key))
+    assert not component(key).startswith("%plane=")
+    assert own_part(join("a", component(key), "b")) is None
+
+
+@given(st.integers(0, 10**6), st.lists(keys, min_size=1, max_size=3), st.lists(keys, max_size=3))
+def test_the_part_of_a_rank_is_found_in_every_name_below_it(rank: int, above: list[Key], below: list[Key]) -> None:
+    part = join("", *map(component, above), rank_component(rank))
+    assert is_rank_component(rank_component(rank))
+    assert own_part(join(part, *map(component, below))) == part
+
+
+@given(text, text)
+def test_different_planes_have_different_components(a: str, b: str) -> None:
+    assert (plane_component(a) == plane_component(b)) == (a == b)
+
+
+@pytest.mark.parametrize("reserved", ["%rank=0", "%plane=data"])
+def test_reserved_components_are_no_keys(reserved: str) -> None:
+    with pytest.raises(CorruptError, match=r"corrupt\.name"):
+        parse_component(reserved)

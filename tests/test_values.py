@@ -131,7 +131,7 @@ def test_a_namedtuple_without_its_type_comes_back_as_one_with_its_name_and_field
 def test_a_tensor_is_asked_for_by_its_name() -> None:
     nodes: dict[str, Node] = {"a": Items("list", 2), "a/0": TensorRef(), "a/1": Plain(1)}
     assert values.rebuild(nodes, "a", lambda name: f"<{name}>") == ["<a/0>", 1]
-    assert [name for name, _ in values.leaves(nodes, "a")] == ["a/0", "a/1"]
+    assert [name for name, _ in values.walk(nodes, "a")] == ["a", "a/0", "a/1"]
 
 
 def test_torch_values_stay_records_until_revived() -> None:
@@ -199,6 +199,14 @@ def encoded(nodes: object) -> bytes:
         [("a", Stateful(Items("tuple", 1)))],
         [("a", ["unknown", 1])],
         [("a", ["stateful", ["open", "dict"]])],
+        [("a", ["encoded", "x", ["encoded", "y", ["plain", 1]]])],
+        [("a", ["encoded", "x", ["list", "list", 1]])],
+        [("a", ["planes", "x", []])],
+        [("a", ["planes", "x", ["data", "data"]])],
+        [("a", ["per_rank", 0])],
+        [("a/%rank=01", Plain(1))],
+        [("a/%plane=x", Plain(1))],
+        [("a", Table("dict", ("%rank=0",))), ("a/%rank=0", Plain(1))],
         [("a", ["plain", "text"])],
         [("a", ["torch", "callable", "os.system", b""])],
         {"a": 1},

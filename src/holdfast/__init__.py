@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from holdfast.loading import load
     from holdfast.reports import LoadReport, SaveReport
     from holdfast.saving import save
+    from holdfast.state.per_rank import PerRank
+    from holdfast.state.registry import register_tensor, register_value
     from holdfast.view import LazyTensor, View, open
 
 _HOMES = {
@@ -40,6 +42,9 @@ _HOMES = {
     "LazyTensor": "holdfast.view",
     "SaveReport": "holdfast.reports",
     "LoadReport": "holdfast.reports",
+    "PerRank": "holdfast.state.per_rank",
+    "register_tensor": "holdfast.state.registry",
+    "register_value": "holdfast.state.registry",
 }
 
 __all__ = [
@@ -52,12 +57,15 @@ __all__ = [
     "LazyTensor",
     "LoadReport",
     "NotFoundError",
+    "PerRank",
     "SaveReport",
     "StateError",
     "StorageError",
     "View",
     "load",
     "open",
+    "register_tensor",
+    "register_value",
     "save",
 ]
 

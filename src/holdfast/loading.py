@@ -11,6 +11,7 @@ from torch.distributed import ProcessGroup
 from holdfast.control.channel import Channel, Deadline
 from holdfast.control.torch_store import default_channel, group_ranks
 from holdfast.errors import StorageError
+from holdfast.format.names import own_part
 from holdfast.format.records import Place
 from holdfast.geometry import Box
 from holdfast.phases import Stopwatch, attempt
@@ -20,7 +21,8 @@ from holdfast.run.checkpoint import Checkpoint
 from holdfast.run.history import Located, resolve
 from holdfast.run.paths import Target, parse
 from holdfast.run.session import JOB
-from holdfast.state.bind import Binding, Stored, bind, difference
+from holdfast.state.bind import Binding, bind
+from holdfast.state.differences import Stored, difference
 from holdfast.state.memory import Array, MemoryTarget, local_pieces
 
 
@@ -90,7 +92,8 @@ class _Loading:
             checkpoint = Checkpoint(found[0] if found else self._follow(target, resolved))
             stored = _stored(checkpoint)
             aliases = checkpoint.manifest.body.aliases
-            binding = bind(into, stored, aliases, checkpoint.nodes, strict=False)
+            rank, world_size = self._channel.rank, self._channel.world_size
+            binding = bind(into, stored, aliases, checkpoint.nodes, strict=False, rank=rank, world_size=world_size)
             bound.append((checkpoint, binding, stored))
             return msgspec.msgpack.encode(_Names(tuple(binding.missing), tuple(binding.unexpected)))
 
@@ -151,7 +154,10 @@ class _Loading:
         """Names that some rank misses, and names that no rank expects. Raises `IncompatibleError` when strict."""
         ranks = [msgspec.msgpack.decode(payload, type=_Names) for payload in payloads]
         missing = sorted(set().union(*(rank.missing for rank in ranks)))
-        unexpected = sorted(set(ranks[0].unexpected).intersection(*(rank.unexpected for rank in ranks[1:])))
+        shared = set(ranks[0].unexpected).intersection(*(rank.unexpected for rank in ranks[1:]))
+        # Of what belongs to one rank alone, only that rank can say that it expects it.
+        own = {name for rank in ranks for name in rank.unexpected if own_part(name) is not None}
+        unexpected = sorted(shared | own)
         if self._strict and (missing or unexpected):
             raise difference(missing, unexpected, mine[2], mine[0].nodes)
         return msgspec.msgpack.encode(_Names(tuple(missing), tuple(unexpected)))

@@ -20,6 +20,7 @@ from holdfast.plan.load import Want
 from holdfast.run.checkpoint import Checkpoint
 from holdfast.run.history import resolve
 from holdfast.run.paths import parse, some
+from holdfast.state import registry
 
 if TYPE_CHECKING:
     import torch
@@ -132,8 +133,12 @@ class View:
         )
 
     def value(self, name: str) -> object:
-        """One value, or the values and lazy tensors below a name, in the containers they were saved in."""
-        return value_codec.rebuild(self._checkpoint.nodes, name, tensors=self.__getitem__)
+        """One value, or the values and lazy tensors below a name, in the containers they were saved in.
+
+        What a registered type encoded is decoded where the type is registered, else given as it was encoded, with the
+        name. A `PerRank` is the list of all ranks' parts.
+        """
+        return value_codec.rebuild(self._checkpoint.nodes, name, tensors=self.__getitem__, decode=registry.decode)
 
     def __getitem__(self, name: str) -> LazyTensor:
         """The tensor of that name or alias. Raises `NotFoundError`, which names close matches."""

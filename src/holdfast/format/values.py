@@ -417,6 +417,8 @@ def _check(path: str, node: Node, nodes: Mapping[str, Node]) -> None:
     if isinstance(below, Record) and not all(_is_field(name) for name in (below.name, *below.fields)):
         raise _malformed(path, "hold a NamedTuple whose names are no identifiers")
     listed = list(children(below))
+    if any(map(is_rank_component, listed)):
+        raise _malformed(path, "hold entries under reserved names")
     if len(set(listed)) != len(listed) or not all(join(path, name) in nodes for name in listed):
         raise _malformed(path, "miss or repeat entries of a container")
     if isinstance(below, Text | NumpyScalar) and not _is_sound(below):

@@ -97,8 +97,7 @@ def _walk(module: nn.Module, prefix: str, path: str, unsynced: frozenset[int] | 
 
     `prefix` is escaped already: a component is escaped letter by letter, so its parts may be escaped one by one.
     """
-    kind = type(module)
-    _refuse_hidden_state(module, kind, path, prefix)
+    _refuse_hidden_state(module, path, prefix)
     if isinstance(module, nn.parallel.DistributedDataParallel):
         unsynced = _ignored(module)
     base = join(path, prefix)
@@ -106,11 +105,12 @@ def _walk(module: nn.Module, prefix: str, path: str, unsynced: frozenset[int] | 
         if tensor is not None:
             state.tensors.append(_entry(base + component(name, path=path), tensor, "split", unsynced))
     transient = module._non_persistent_buffers_set  # noqa: SLF001
-    for name, tensor in module._buffers.items():  # noqa: SLF001
-        if tensor is not None and name not in transient:
-            state.tensors.append(_entry(base + component(name, path=path), tensor, "first", unsynced))
-    if kind.get_extra_state is not nn.Module.get_extra_state:
+    for name, buffer in module._buffers.items():  # noqa: SLF001
+        if buffer is not None and name not in transient:
+            state.tensors.append(_entry(base + component(name, path=path), buffer, "first", unsynced))
+    if type(module).get_extra_state is not nn.Module.get_extra_state:
         state.extras.append((f"{base}_extra_state", module))
+    kind: type = type(module)
     wrapped = _wrapped(kind)
     for name, child in module._modules.items():  # noqa: SLF001
         if child is not None:
@@ -133,8 +133,9 @@ def _ignored(module: nn.parallel.DistributedDataParallel) -> frozenset[int]:
     return frozenset(id(tensor) for name, tensor in inside if name in names)
 
 
-def _refuse_hidden_state(module: nn.Module, kind: type[nn.Module], path: str, prefix: str) -> None:
+def _refuse_hidden_state(module: nn.Module, path: str, prefix: str) -> None:
     """Refuse a module that gives another state dict than its parameters, buffers and extra state."""
+    kind = type(module)
     hooks = (*module._state_dict_hooks.values(), *module._state_dict_pre_hooks.values())  # noqa: SLF001
     if kind._save_to_state_dict is not nn.Module._save_to_state_dict:  # noqa: SLF001
         what = "overrides _save_to_state_dict"

@@ -4,22 +4,32 @@ Below an optimizer's path: ``state/<parameter name>/<slot>``, ``param_groups/<i>
 as one component>`` (the group's index), and ``shared/<key>`` for state that belongs to no parameter. Parameters are
 matched by name, so groups may be cut differently when loading.
 
+Ranks that hold different parameters (pipeline stages, experts) add up to one optimizer: ``state``, ``group_of`` and
+``param_groups`` list nothing, so they unite. One group lists its keys, so that ranks with the same group must agree on
+all of its hyper-parameters.
+
 State is built from what is stored, in its stored dtype. ``Optimizer.load_state_dict`` is not used: it casts fp32 state
 of a bf16 parameter to bf16, and a fresh optimizer has no state to load into.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
-from typing import NamedTuple, cast
+from itertools import combinations
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 from torch.optim import Optimizer
 
 from holdfast.errors import CorruptError, IncompatibleError, StateError
 from holdfast.format.names import component, join, parse_component, split
-from holdfast.format.values import Node, Open, Plain, TensorRef
+from holdfast.format.values import Node, Open, Plain, Table, TensorRef
 from holdfast.frameworks import Finish, NamedTensor, Sink, Source
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.placement_types import Placement
 
 # What a group holds to identify its parameters, not to drive them.
 _IDENTITY = ("params", "param_names")
@@ -33,16 +43,17 @@ def flatten_optimizer(path: str, optimizer: Optimizer, sink: Sink) -> None:
     """
     _refuse_hidden_state(path, optimizer)
     sink.node(path, Open("optimizer"))
-    sink.node(join(path, "group_of"), Open("dict"))
-    sink.node(join(path, "param_groups"), Open("dict"))
+    groups, group_of, state = (join(path, name) for name in ("param_groups", "group_of", "state"))
+    sink.node(group_of, Open("dict"))
+    sink.node(groups, Open("dict"))
     for index, group in enumerate(optimizer.param_groups):
-        group_path = join(path, "param_groups", str(index))
-        sink.node(group_path, Open("dict"))
-        for key, value in _hyper(group):
-            sink.tree(join(group_path, component(key, path=group_path)), value)
+        _flatten_hyper(join(groups, str(index)), group, sink)
+        of_index = Plain(index)
         for entry in _named_parameters(path, index, group, sink):
-            sink.node(join(path, "group_of", component(entry.name)), Plain(index))
-            _flatten_slots(join(path, "state", entry.name), optimizer.state.get(entry.tensor, {}), entry, sink)
+            sink.node(f"{group_of}/{component(entry.name)}", of_index)
+            slots = optimizer.state.get(entry.tensor)
+            if slots is not None:
+                _flatten_slots(f"{state}/{entry.name}", slots, entry, sink)
     for other, value in _shared(path, optimizer):
         sink.tree(join(path, "shared", component(other, path=path)), value)
 
@@ -60,7 +71,7 @@ def bind_optimizer(path: str, optimizer: Optimizer, source: Source) -> Finish:
     states: list[tuple[torch.Tensor, dict[object, Finish]]] = []
     for index, group in enumerate(optimizer.param_groups):
         found = list(_match(path, index, group, saved, source))
-        origin = _origin(path, index, group, [saved.group_of[entry.name] for entry in found], source)
+        origin = _origin(path, index, group, [saved.group_of[entry.name] for entry in found], saved, source)
         if origin is None:
             continue
         origin_path = join(path, "param_groups", str(origin))
@@ -135,28 +146,50 @@ def _match(path: str, index: int, group: Mapping[str, object], saved: _Saved, so
             source.missing(name)
 
 
-def _origin(path: str, index: int, group: Mapping[str, object], origins: list[int], source: Source) -> int | None:
-    """The stored group whose hyper-parameters a live group takes: its parameters' one, or by index."""
+def _origin(
+    path: str, index: int, group: Mapping[str, object], origins: list[int], saved: _Saved, source: Source
+) -> int | None:
+    """The stored group whose hyper-parameters a live group takes: its parameters' one; without parameters, by index."""
     if not origins:
-        stored = join(path, "param_groups", str(index)) in source.nodes
-        return index if stored and not group["params"] else None
+        return None if group["params"] else _origin_of_empty(path, index, group, saved, source)
     first, *others = sorted(set(origins))
-    expected = _hyper_nodes(join(path, "param_groups", str(first)), source) if others else {}
     for other in others:
-        other_path = join(path, "param_groups", str(other))
-        nodes = _hyper_nodes(other_path, source)
-        if nodes != expected or any(isinstance(node, TensorRef) for node in nodes.values()):
-            keys = sorted(key for key in expected.keys() | nodes.keys() if nodes.get(key) != expected.get(key))
+        differing = _differing(path, first, other, source)
+        if differing:
             raise IncompatibleError(
                 f"Group {index} of optimizer {path!r} holds parameters of the stored groups {first} and {other}, whose "
-                f"hyper-parameters differ ({', '.join(keys) or 'tensors'}).",
+                f"hyper-parameters differ, or are tensors ({', '.join(differing)}).",
                 code="incompatible.groups",
                 action="Group the parameters as they were when the checkpoint was written.",
                 path=path,
             )
-        for key in nodes:
+        other_path = join(path, "param_groups", str(other))
+        for key in _hyper_nodes(other_path, source):
             source.mark(join(other_path, key))
     return first
+
+
+def _origin_of_empty(path: str, index: int, group: Mapping[str, object], saved: _Saved, source: Source) -> int | None:
+    """The stored group of that index; where there is none, any one if all agree; else its keys are missing."""
+    group_path = join(path, "param_groups", str(index))
+    if group_path in source.nodes:
+        return index
+    candidates = sorted(set(saved.group_of.values()))
+    if candidates and not any(_differing(path, candidates[0], other, source) for other in candidates[1:]):
+        return candidates[0]
+    for key, _ in _hyper(group):
+        source.missing(join(group_path, component(key, path=group_path)))
+    return None
+
+
+def _differing(path: str, first: int, other: int, source: Source) -> list[str]:
+    """The hyper-parameters in which two stored groups differ, or which are tensors and so are not compared."""
+    mine, theirs = (_hyper_nodes(join(path, "param_groups", str(index)), source) for index in (first, other))
+    return sorted(
+        key
+        for key in mine.keys() | theirs.keys()
+        if mine.get(key) != theirs.get(key) or isinstance(mine.get(key), TensorRef)
+    )
 
 
 def _hyper_nodes(path: str, source: Source) -> dict[str, Node]:
@@ -211,13 +244,62 @@ def _bind_slot(
             device = parameter.tensor.device if steps_on_device else torch.device("cpu")
             return source.memory(stored, live=mine, like=None, device=device)
         device = parameter.tensor.device if mine is None else mine.device
-        return source.memory(stored, live=mine, like=parameter.tensor, device=device)
+        found = source.memory(stored, live=mine, like=parameter.tensor, device=device)
+        like = None if found is mine else _factor_like(parameter.tensor, found.shape)
+        return found if like is None else source.memory(stored, live=None, like=like, device=device)
 
     if name in source.nodes:
         return source.opaque(name, memory, parameter.replicas)
     tensor = memory(name)
     source.fill(NamedTensor(name, tensor, parameter.replicas))
     return lambda: tensor
+
+
+def _factor_like(parameter: torch.Tensor, shape: torch.Size) -> torch.Tensor | None:
+    """How a slot of another shape than its parameter's is placed: a DTensor without memory; None for plain memory.
+
+    An optimizer that computes on DTensors keeps DTensors, and the two kinds do not mix. A factor follows its parameter
+    along the axes that it has; along all others, and where that is not clear, it is replicated.
+    """
+    module = sys.modules.get("torch.distributed.tensor")
+    if module is None or not isinstance(parameter, module.DTensor) or not shape or shape == parameter.shape:
+        return None
+    sharded = cast("DTensor", parameter)
+    axes = _shared_axes(sharded.shape, shape)
+    local = list(shape)
+    for mine, theirs in axes.items():
+        local[theirs] = sharded._local_tensor.shape[mine]  # noqa: SLF001
+    return cast("DTensor", module.DTensor).from_local(
+        torch.empty(local, device="meta"),
+        sharded.device_mesh,
+        [_moved(placement, axes) for placement in sharded.placements],
+        run_check=False,
+        shape=shape,
+        stride=torch.empty(shape, device="meta").stride(),
+    )
+
+
+def _shared_axes(whole: torch.Size, factor: torch.Size) -> dict[int, int]:
+    """The axes of a parameter that a factor has, and where: others were dropped or have one element."""
+    if len(factor) == len(whole):
+        reduced = all(extent in (1, full) for extent, full in zip(factor, whole, strict=True))
+        return {axis: axis for axis, extent in enumerate(factor) if extent == whole[axis]} if reduced else {}
+    candidates = combinations(range(len(whole)), len(factor))
+    kept = [axes for axes in candidates if tuple(whole[axis] for axis in axes) == tuple(factor)]
+    return {axis: position for position, axis in enumerate(kept[0])} if len(kept) == 1 else {}
+
+
+def _moved(placement: Placement, axes: Mapping[int, int]) -> Placement:
+    """A parameter's placement as one of a factor that has its `axes`."""
+    types = sys.modules["torch.distributed.tensor.placement_types"]
+    axis = axes.get(getattr(placement, "dim", -1))
+    if axis is None:
+        moved = types.Replicate()
+    elif isinstance(placement, types._StridedShard):  # noqa: SLF001
+        moved = types._StridedShard(axis, split_factor=placement.split_factor)  # noqa: SLF001
+    else:
+        moved = types.Shard(axis)
+    return cast("Placement", moved)
 
 
 def _replace(state: MutableMapping[torch.Tensor, object], parameter: torch.Tensor, slots: dict[object, object]) -> None:
@@ -250,6 +332,14 @@ def _shared(path: str, optimizer: Optimizer) -> Iterator[tuple[object, object]]:
             )
 
 
+def _flatten_hyper(path: str, group: Mapping[str, object], sink: Sink) -> None:
+    values = {component(key, path=path): value for key, value in _hyper(group)}
+    # An ordered table is never united with one of other keys, as dicts are.
+    sink.node(path, Table("ordered", tuple(sorted(values))))
+    for key, value in values.items():
+        sink.tree(join(path, key), value)
+
+
 def _flatten_slots(path: str, slots: object, parameter: NamedTensor, sink: Sink) -> None:
     if not isinstance(slots, dict):
         raise StateError(
@@ -259,7 +349,7 @@ def _flatten_slots(path: str, slots: object, parameter: NamedTensor, sink: Sink)
             path=path,
         )
     for key, value in slots.items():
-        name = join(path, component(key, path=path))
+        name = f"{path}/{component(key, path=path)}"
         if isinstance(value, torch.Tensor):
             sink.tensor(NamedTensor(name, value, parameter.replicas))
         else:

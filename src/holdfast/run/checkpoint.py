@@ -200,6 +200,9 @@ class _Nodes(Mapping[str, Node]):
                 self._tables[block.file] = self._read(block)
             return self._tables[block.file][path]
 
+    def __contains__(self, path: object) -> bool:
+        return path in self._home
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._home)
 

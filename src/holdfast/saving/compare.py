@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import msgspec
+
 from holdfast.errors import StateError
-from holdfast.format import values as value_codec
-from holdfast.format.values import Node
+from holdfast.format.values import Node, Table
 
 
 def diverged(digests: Sequence[Mapping[str, bytes]]) -> dict[str, list[list[int]]]:
@@ -26,15 +27,20 @@ def divergence(found: Mapping[str, Sequence[Sequence[int]]]) -> str:
     return f"Tensor {name!r} is a plain tensor on several ranks, and its copies differ between ranks {sides}{more}."
 
 
-def unite(tables: Sequence[Mapping[str, Node]]) -> dict[str, Node]:
-    """The values of all ranks in one table; a path that several ranks hold must have one value."""
+def unite(tables: Mapping[int, Mapping[str, Node]]) -> dict[str, Node]:
+    """The tables of ranks in one. A path that several ranks hold must have one value; dicts may have other keys on
+    other ranks, and are united."""
     united: dict[str, Node] = {}
     origin: dict[str, int] = {}
-    for rank, table in enumerate(tables):
+    for rank, table in tables.items():
         for path, node in table.items():
             if path not in united:
                 united[path], origin[path] = node, rank
-            elif value_codec.encode({path: united[path]}) != value_codec.encode({path: node}):  # 1 == True == 1.0
+                continue
+            known = united[path]
+            if isinstance(known, Table) and isinstance(node, Table) and known.kind == node.kind == "dict":
+                united[path] = Table("dict", tuple(dict.fromkeys((*known.keys, *node.keys))))
+            elif not _same(known, node):
                 raise StateError(
                     f"Value {path!r} differs between rank {origin[path]} and rank {rank}.",
                     code="state.diverged",
@@ -42,6 +48,11 @@ def unite(tables: Sequence[Mapping[str, Node]]) -> dict[str, Node]:
                     path=path,
                 )
     return united
+
+
+def _same(a: Node, b: Node) -> bool:
+    """Equality of type and bits: 1, True and 1.0 differ, and so do 0.0 and -0.0."""
+    return type(a) is type(b) and msgspec.msgpack.encode(a) == msgspec.msgpack.encode(b)
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 import xxhash
@@ -21,7 +21,7 @@ from holdfast.run.checkpoint import pack_values
 from holdfast.run.history import Run
 from holdfast.run.session import JOB
 from holdfast.saving.compare import diverged, divergence, unite
-from holdfast.saving.local import Local
+from holdfast.saving.local import NUM_TURNS, Local
 from holdfast.saving.messages import Answer, Described, Details, Planned, Questions, Written
 from holdfast.storage.base import Storage
 
@@ -52,6 +52,7 @@ class PlanMemory:
     plan: SavePlan
     value_paths: tuple[tuple[bytes, bytes], ...]
     values: tuple[RankValues, ...]
+    num_saves: int = 0
 
     def has_room(self, messages: Sequence[Described], ranks: Sequence[int]) -> bool:
         """Whether all ranks' values have the same paths as then, and fit into what was reserved for them."""
@@ -82,31 +83,44 @@ class Coordinator:
     def ask(self, payloads: Sequence[bytes]) -> bytes:
         """The answer to what all ranks described: the plan of the last save where it fits, else `Questions`."""
         self._messages = [msgspec.msgpack.decode(payload, type=Described) for payload in payloads]
-        layouts = self._layouts()
-        alike = len({(message.compared, message.values) for message in self._messages}) == 1
-        answer: Answer
-        if self.memory is None or self.memory.layouts != layouts:
-            first: dict[bytes, int] = {}
-            for number, message in enumerate(self._messages):
-                first.setdefault(message.layout, number)
-            # Where only a share was compared so far, all must be now: the plan is new.
-            details = len(first) > 1 or not alike or self.memory is not None
-            answer = Questions(tuple(first.values()), details)
-        elif alike and self.memory.has_room(self._messages, self._ranks):
-            answer = self._publish(self.memory)
-        else:
-            answer = Questions((), details=True)
+        memory = self.memory
+        by_layout: dict[bytes, list[int]] = {}
+        by_values: dict[bytes, int] = {}
+        for number, message in enumerate(self._messages):
+            by_layout.setdefault(message.layout, []).append(number)
+            by_values.setdefault(message.values, number)
+        planned = memory is not None and memory.layouts == self._layouts()
+        questions = Questions(
+            bodies=() if planned else tuple(members[0] for members in by_layout.values()),
+            values=tuple(by_values.values()) if len(by_values) > 1 else (),
+            compare=self._must_compare(list(by_layout.values()), planned=planned),
+        )
+        asks = questions.bodies or questions.values or questions.compare
+        answer: Answer = questions
+        if memory is not None and not asks and memory.has_room(self._messages, self._ranks):
+            answer = self._publish(memory)
         return msgspec.msgpack.encode(answer)
+
+    def _must_compare(self, groups: Sequence[Sequence[int]], *, planned: bool) -> bool:
+        """Whether the digests of single tensors are needed. Ranks of one layout compare one digest of all; ranks of
+        different layouts, which may share some tensors, compare when a plan is made and once per turn."""
+        if any(len({self._messages[number].compared for number in group}) > 1 for group in groups):
+            return True
+        if planned:
+            assert self.memory is not None
+            return len(groups) > 1 and self.memory.num_saves % NUM_TURNS == 0
+        # Where only a share was compared so far, all must be now.
+        return len(groups) > 1 or self.memory is not None
 
     def plan(self, questions: Questions, mine: Local, payloads: Sequence[bytes]) -> bytes:
         """Plan with the ranks' details (anew where layouts changed), and publish the manifest."""
         answers = [msgspec.msgpack.decode(payload, type=Details) for payload in payloads]
         self.values = mine.flat.nodes
-        if questions.details:
-            found = diverged([answer.compared for answer in answers])
-            if found:
-                self._complain(found)
-            self.values = unite([value_codec.decode(answer.values) for answer in answers])
+        found = diverged([answer.compared for answer in answers])
+        if found:
+            self._complain(found)
+        if questions.values:
+            self.values = unite({n: value_codec.decode(answers[n].values) for n in questions.values})
         memory = self.memory
         if memory is None or questions.bodies:
             bodies = {self._messages[number].layout: answers[number].body for number in questions.bodies}
@@ -159,7 +173,7 @@ class Coordinator:
             created=self._request.created,
             metrics=self._request.metrics,
         )
-        self.memory = memory
+        self.memory = replace(memory, num_saves=memory.num_saves + 1)
         self._manifest = encode_plan(memory.plan, identity=identity, values=memory.values)
         folder = records.folder_name(identity.step, identity.checkpoint_id)
         self._storage.create(records.checkpoint_key(folder, fmt.NAME), self._manifest)

@@ -55,7 +55,8 @@ class Local:
     def answer(self, questions: Questions, rank: int) -> bytes:
         """`Details`, encoded."""
         body = self.layout.body if rank in questions.bodies else b""
-        compared, values = (self.compared(None), self.values) if questions.details else ({}, b"")
+        compared = self.compared(None) if questions.compare else {}
+        values = self.values if rank in questions.values else b""
         columns = self.layout.columns if questions.bodies else b""
         details = Details(body, columns, tuple(sorted(self.flat.own_nodes)), compared, values)
         return msgspec.msgpack.encode(details)

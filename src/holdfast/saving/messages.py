@@ -27,10 +27,12 @@ class Described(msgspec.Struct, frozen=True, array_like=True):
 
 class Questions(msgspec.Struct, frozen=True, tag="questions"):
     """What rank 0 must know before it can plan: the body from each rank in `bodies` (and then columns from all; no body
-    where the last plan still fits), and with `details` what was compared, tensor by tensor and value by value."""
+    where the last plan still fits), the values of each rank in `values`, and with `compare` the digest of each tensor
+    that is to be compared."""
 
     bodies: tuple[int, ...]
-    details: bool
+    values: tuple[int, ...]
+    compare: bool
 
 
 class Details(msgspec.Struct, frozen=True, array_like=True):

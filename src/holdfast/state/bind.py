@@ -6,9 +6,8 @@ changes nothing. When all memory has been filled, `Binding.finish` puts the valu
 
 from __future__ import annotations
 
-import difflib
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple, cast
@@ -20,26 +19,26 @@ from torch.optim import Optimizer
 
 from holdfast.errors import IncompatibleError, NotFoundError
 from holdfast.format import values
-from holdfast.format.names import component, join
-from holdfast.format.values import Node, Open, Stateful, TensorRef, TorchValue
+from holdfast.format.names import component, join, own_part, plane_component, rank_component
+from holdfast.format.values import Encoded, Node, Open, Planes, Stateful, TensorRef, TorchValue
 from holdfast.frameworks import Finish, NamedTensor
 from holdfast.frameworks.module import bind_module
 from holdfast.frameworks.optimizer import bind_optimizer
 from holdfast.frameworks.stateful import SelfDescribing, is_stateful
-from holdfast.geometry import Shape
 from holdfast.plan.layout import Replicas
-from holdfast.state.flatten import Gatherer, LocalTensor, Tied, check_depth, check_root
+from holdfast.state.differences import Stored, difference, is_leaf, listing, word
+from holdfast.state.flatten import (
+    Gatherer,
+    LocalTensor,
+    Tied,
+    check_depth,
+    check_root,
+    name_of_planes,
+    planes_as_tensors,
+)
+from holdfast.state.per_rank import PerRank
 from holdfast.state.placements import empty, generator_state, revive, same_placement
-
-_SHOWN = 10
-_HINT_CANDIDATES = 500
-
-
-class Stored(NamedTuple):
-    """A tensor of the checkpoint, or what it becomes on the way in."""
-
-    dtype: str
-    shape: Shape
+from holdfast.state.registry import check_registered, decode, registered
 
 
 class Target(NamedTuple):
@@ -58,7 +57,8 @@ class Binding:
     """What `bind` found. Name lists are sorted and hold tensors and values alike.
 
     `loaded` and `unexpected` are stored names, `missing` are live ones; a live object that the checkpoint lacks wholly
-    is missing under its path.
+    is missing under its path. What belongs to other ranks alone is not unexpected; names of this rank's own part
+    (``own_part`` says which) are unexpected for the whole job, whatever other ranks expect.
     """
 
     targets: list[Target]
@@ -79,8 +79,13 @@ def bind(
     nodes: Mapping[str, Node],
     *,
     strict: bool,
+    rank: int = 0,
+    world_size: int = 1,
 ) -> Binding:
     """Match a live state with a checkpoint's tensors, other names of tensors, and values.
+
+    `rank` of `world_size` says which part of what belongs to each rank alone this one gets. `nodes` may read its values
+    on demand: looked up are those that the live state needs, and those that belong to all ranks and are not needed.
 
     Raises `IncompatibleError` when a dtype, a shape or a kind differs, and with `strict` also when a name is on one
     side only (code ``incompatible.names``). Ranks that hold different parts of a model see names of other ranks as
@@ -88,35 +93,11 @@ def bind(
     state that could not be saved.
     """
     check_root(into)
-    binder = _Binder(stored, aliases, nodes)
+    binder = _Binder(stored, aliases, nodes, rank, world_size)
     binding = binder.run(cast("MutableMapping[str, object]", into))
     if strict and (binding.missing or binding.unexpected):
         raise difference(binding.missing, binding.unexpected, stored, nodes)
     return binding
-
-
-def difference(
-    missing: Collection[str], unexpected: Collection[str], stored: Mapping[str, Stored], nodes: Mapping[str, Node]
-) -> IncompatibleError:
-    """The error that says which names are on one side only; a whole unexpected object is one entry."""
-    collapsed = _collapse(unexpected, [*stored, *_value_names(nodes)], nodes)
-    lines = []
-    if missing:
-        lines.append(f"{len(missing)} missing from the checkpoint: {_listing(sorted(missing))}.")
-    if unexpected:
-        lines.append(f"{len(unexpected)} in the checkpoint but not in the live state: {_listing(collapsed)}.")
-    candidates = sorted(unexpected)[:_HINT_CANDIDATES]
-    hints = []
-    for name in sorted(missing)[:_SHOWN]:
-        hints += [f"{close} -> {name}" for close in difflib.get_close_matches(name, candidates, n=1, cutoff=0.75)]
-    if hints:
-        lines.append(f"Perhaps renamed (stored -> live): {', '.join(hints)}.")
-    return IncompatibleError(
-        "Names differ. " + " ".join(lines),
-        code="incompatible.names",
-        action="Give both the same names, or load what both have with strict=False.",
-        tensor=next(iter(sorted(missing) or sorted(unexpected)), None),
-    )
 
 
 class _Mismatch(NamedTuple):
@@ -128,8 +109,19 @@ class _Mismatch(NamedTuple):
 class _Binder:
     """One walk of a live state; the `Source` of the frameworks."""
 
-    def __init__(self, stored: Mapping[str, Stored], aliases: Mapping[str, str], nodes: Mapping[str, Node]) -> None:
+    def __init__(
+        self,
+        stored: Mapping[str, Stored],
+        aliases: Mapping[str, str],
+        nodes: Mapping[str, Node],
+        rank: int,
+        world_size: int,
+    ) -> None:
         self.nodes = nodes
+        self._rank = rank
+        self._world_size = world_size
+        self._own_parts: set[str | None] = {None}
+        self._planed: list[tuple[NamedTensor, str]] = []
         self._stored = stored
         self._aliases = aliases
         self._pending: list[NamedTensor] = []
@@ -145,9 +137,13 @@ class _Binder:
 
     def run(self, into: MutableMapping[str, object]) -> Binding:
         finish_containers = self._dict("", into)
+        canonical = {}
         for name, tied in self._resolve():
             for entry in tied.entries:
                 self._names[id(entry.tensor)] = NamedTensor(name, entry.tensor, tied.entries[0].replicas)
+                canonical[entry.name] = name
+        for entry, plane in self._planed:
+            self._names[id(entry.tensor)] = entry._replace(name=name_of_planes(canonical[plane]))
         finish_optimizers = [self._optimizer(path, optimizer) for path, optimizer in self._optimizers]
         self._resolve()
         if self._mismatches:
@@ -158,14 +154,21 @@ class _Binder:
                 step()
             return into
 
-        known = [*self._stored, *_value_names(self.nodes)]
         return Binding(
             self._targets,
-            sorted(name for name in known if name in self._used),
+            sorted(name for name in self._used if name in self._stored or is_leaf(name, self.nodes)),
             sorted(self._missing),
-            sorted(name for name in known if name not in self._used),
+            sorted(set(self._unexpected())),
             finish,
         )
+
+    def _unexpected(self) -> Iterator[str]:
+        """Unused names of tensors, of values, and of what belongs to each rank as a whole."""
+        for name in chain(self._stored, self.nodes):
+            if name in self._used or own_part(name) not in self._own_parts:
+                continue
+            if name in self._stored or isinstance(values.bare(self.nodes[name]), values.Leaf | values.PerRank):
+                yield name
 
     def named(self, tensor: torch.Tensor) -> NamedTensor | None:
         return self._names.get(id(tensor))
@@ -185,7 +188,8 @@ class _Binder:
                 action="Select that tensor too, or leave the object that it belongs to out.",
                 tensor=name,
             )
-        like = like if like is not None and tuple(like.shape) == stored.shape else None
+        alike = like is not None and tuple(like.shape) == stored.shape and registered(like) is None
+        like = like if alike else None
         fits = (
             live is not None
             and live.dtype is getattr(torch, stored.dtype)
@@ -198,7 +202,19 @@ class _Binder:
         return empty(stored.dtype, stored.shape, like=like, device=device)
 
     def fill(self, entry: NamedTensor) -> None:
-        self._pending.append(entry)
+        registration = registered(entry.tensor)
+        if registration is None:
+            self._pending.append(entry)
+            return
+        planes = planes_as_tensors(entry, registration)
+        node = self.nodes.get(entry.name)
+        expected = Planes(registration.name, tuple(planes))
+        if self._canonical(entry.name) in self._stored or (node is not None and node != expected):
+            here = f"a {registration.name!r} of planes {', '.join(planes)}"
+            self._differs("kind", entry.name, f"{here} here, {word(node)} in the checkpoint")
+            return
+        self._pending += planes.values()
+        self._planed.append((entry, next(iter(planes.values())).name))
 
     def missing(self, name: str) -> None:
         self._missing.add(name)
@@ -210,17 +226,26 @@ class _Binder:
         self, path: str, memory: Callable[[str], torch.Tensor] | None = None, replicas: Replicas = "compare"
     ) -> Finish:
         tensors: dict[str, torch.Tensor] = {}
-        for name, node in values.leaves(self.nodes, path):
+        for name, node in values.walk(self.nodes, path):
+            registration = values.registration(node)
+            if registration is not None:
+                check_registered(registration, name)
             self.mark(name)
-            if isinstance(node, TensorRef):
+            for tensor in _tensor_names(name, node):
                 host = torch.device("cpu")
-                tensors[name] = memory(name) if memory else self.memory(name, live=None, like=None, device=host)
-                self.fill(NamedTensor(name, tensors[name], replicas))
-        return lambda: values.rebuild(self.nodes, path, tensors.__getitem__, revive=revive, record=self._record_type)
+                tensors[tensor] = memory(tensor) if memory else self.memory(tensor, live=None, like=None, device=host)
+                self.fill(NamedTensor(tensor, tensors[tensor], replicas))
+        return lambda: values.rebuild(
+            self.nodes, path, tensors.__getitem__, revive=revive, record=self._record_type, decode=decode
+        )
 
     def live(self, path: str, item: object) -> Finish:
         if isinstance(item, torch.Tensor):
             self.fill(NamedTensor(path, item, "compare"))
+        elif registered(item) is not None:
+            return self._value(path, item)
+        elif isinstance(item, PerRank):
+            return self._per_rank(path, item)
         elif isinstance(item, nn.Module):
             return bind_module(path, item, self)
         elif isinstance(item, Optimizer):
@@ -235,6 +260,51 @@ class _Binder:
         else:
             return self._value(path, item)
         return lambda: item
+
+    def _per_rank(self, path: str, item: PerRank[object]) -> Finish:
+        node = self.nodes.get(path)
+        self.mark(path)
+        if node is None:
+            self.missing(path)
+        elif not isinstance(node, values.PerRank):
+            self._differs("kind", path, f"a PerRank here, {word(node)} in the checkpoint")
+        elif node.world_size == self._world_size:
+            return self._own(join(path, rank_component(self._rank)), item)
+        elif item.on_resize == "first":
+            return self._own(join(path, rank_component(0)), item)
+        elif item.on_resize == "error":
+            sizes = f"belongs to each of {self._world_size} ranks here, of {node.world_size} in the checkpoint"
+            self._differs("per_rank", path, sizes)
+        else:
+            return self._merged(path, item, item.on_resize)
+        return lambda: item
+
+    def _own(self, part: str, item: PerRank[object]) -> Finish:
+        self._own_parts.add(part)
+        value = self.live(part, item.value)
+
+        def finish() -> object:
+            item.value = value()
+            return item
+
+        return finish
+
+    def _merged(self, path: str, item: PerRank[object], merge: Callable[[list[object], int, int], object]) -> Finish:
+        parts = self.opaque(path)
+        live = item.value
+
+        def merged() -> object:
+            return merge(cast("list[object]", parts()), self._rank, self._world_size)
+
+        if registered(live) is None and is_stateful(live):
+            self._finish_statefuls.append(lambda: live.load_state_dict(merged()))
+            return lambda: item
+
+        def finish() -> object:
+            item.value = merged()
+            return item
+
+        return finish
 
     def _container(self, path: str, item: dict[object, object] | list[object] | tuple[object, ...]) -> Finish:
         if isinstance(item, dict):
@@ -264,7 +334,9 @@ class _Binder:
 
     def _holds_only_values(self, item: object) -> bool:
         """Whether no part of `item` has to keep its identity. Notes the types of NamedTuples on the way."""
-        if isinstance(item, (torch.Tensor, nn.Module, Optimizer, torch.Generator)):
+        if registered(item) is not None:
+            return not isinstance(item, torch.Tensor)
+        if isinstance(item, (torch.Tensor, nn.Module, Optimizer, torch.Generator, PerRank)):
             return False
         if isinstance(item, dict):
             return all(self._holds_only_values(part) for part in item.values())
@@ -278,7 +350,7 @@ class _Binder:
         """Bind a container of values: replaced as a whole, a list or Counter in place."""
         node = self.nodes.get(path)
         if node is not None and not (isinstance(node, (values.Items, values.Table)) and node.kind == kind):
-            self._differs("kind", path, f"a {kind} here, {_word(node)} in the checkpoint")
+            self._differs("kind", path, f"a {kind} here, {word(node)} in the checkpoint")
             return lambda: item
         value = self._value(path, item)
         return lambda: _refill(item, value()) if isinstance(item, (list, Counter)) else value()
@@ -288,14 +360,22 @@ class _Binder:
         if node is None and self._canonical(path) not in self._stored:
             self.missing(path)
         elif node is None or not self._is_value(path, node):
-            self._differs("kind", path, f"a {type(item).__name__} here, {_word(node)} in the checkpoint")
+            self._differs("kind", path, f"a {type(item).__name__} here, {word(node)} in the checkpoint")
         else:
             return self.opaque(path)
         return lambda: item
 
     def _is_value(self, path: str, node: Node) -> bool:
-        whole = not isinstance(node, (Open, Stateful))
-        return whole and not any(isinstance(part, TensorRef) for _, part in values.leaves(self.nodes, path))
+        """Whether a stored node can take the place of a live value; tensors belong into live tensors."""
+        return not isinstance(node, (Open, Stateful)) and not self._holds_tensors(path, node)
+
+    def _holds_tensors(self, path: str, node: Node) -> bool:
+        if isinstance(node, Encoded):
+            return False
+        below = (join(path, name) for name in values.children(node))
+        return isinstance(values.bare(node), TensorRef | Planes | values.PerRank) or any(
+            self._holds_tensors(name, values.lookup(self.nodes, name)) for name in below
+        )
 
     def _generator(self, path: str, item: torch.Generator) -> None:
         node = self.nodes.get(path)
@@ -309,14 +389,14 @@ class _Binder:
             state = generator_state(node)
             self._finish_generators.append(lambda: item.set_state(state))
         else:
-            self._differs("kind", path, f"a {item.device.type} Generator here, {_word(node)} in the checkpoint")
+            self._differs("kind", path, f"a {item.device.type} Generator here, {word(node)} in the checkpoint")
 
     def _stateful(self, path: str, item: SelfDescribing) -> None:
         node = self.nodes.get(path)
         if node is None:
             self.missing(path)
-        elif isinstance(node, Open):
-            self._differs("kind", path, f"a {type(item).__name__} here, {_word(node)} in the checkpoint")
+        elif isinstance(node, (Open, values.PerRank)):
+            self._differs("kind", path, f"a {type(item).__name__} here, {word(node)} in the checkpoint")
         else:
             state = self.opaque(path)
             self._finish_statefuls.append(lambda: item.load_state_dict(state()))
@@ -328,7 +408,7 @@ class _Binder:
         if node is None:
             self.missing(path)
         else:
-            self._differs("kind", path, f"an optimizer here, {_word(node)} in the checkpoint")
+            self._differs("kind", path, f"an optimizer here, {word(node)} in the checkpoint")
         return lambda: optimizer
 
     def _record_type(self, name: str, fields: tuple[str, ...]) -> Callable[..., object]:
@@ -348,14 +428,14 @@ class _Binder:
         if not sources:
             for name in names:
                 if name in self.nodes:
-                    self._differs("kind", name, f"a tensor here, {_word(self.nodes[name])} in the checkpoint")
+                    self._differs("kind", name, f"a tensor here, {word(self.nodes[name])} in the checkpoint")
                 else:
                     self.missing(name)
             return self._canonical(names[0])
         source, name = min(sources.items(), key=lambda item: item[1])
         stored = self._stored[source]
         if len(sources) > 1:
-            self._differs("tied", name, f"one tensor here, stored separately as {_listing(sorted(sources))}")
+            self._differs("tied", name, f"one tensor here, stored separately as {listing(sorted(sources))}")
         if stored.dtype != layout.dtype:
             self._differs("dtype", name, f"{layout.dtype} here, {stored.dtype} in the checkpoint")
         if stored.shape != layout.shape:
@@ -367,17 +447,18 @@ class _Binder:
 
     def _expect(self, path: str, item: object, *kinds: type[Node]) -> None:
         node = self.nodes.get(path)
-        if (node is not None and not isinstance(values.bare(node), kinds)) or self._canonical(path) in self._stored:
-            self._differs("kind", path, f"a {type(item).__name__} here, {_word(node)} in the checkpoint")
+        fits = node is None or (isinstance(values.bare(node), kinds) and values.registration(node) is None)
+        if not fits or self._canonical(path) in self._stored:
+            self._differs("kind", path, f"a {type(item).__name__} here, {word(node)} in the checkpoint")
 
     def _differs(self, what: str, name: str, text: str) -> None:
         self._mismatches.append(_Mismatch(what, name, text))
 
     def _incompatible(self) -> IncompatibleError:
         first = self._mismatches[0]
-        listing = _listing([f"{name!r}: {text}" for _, name, text in self._mismatches], separator="; ")
+        differing = listing([f"{name!r}: {text}" for _, name, text in self._mismatches], separator="; ")
         return IncompatibleError(
-            f"{len(self._mismatches)} differ between the live state and the checkpoint: {listing}.",
+            f"{len(self._mismatches)} differ between the live state and the checkpoint: {differing}.",
             code=f"incompatible.{first.what}",
             action=_ACTIONS[first.what],
             tensor=first.name,
@@ -388,45 +469,20 @@ _ACTIONS = {
     "dtype": "Create the live tensor in the stored dtype.",
     "shape": "Create the live tensor in the stored shape, or leave it out of the state.",
     "kind": "Put the same kind of object into the live state, or leave it out of the state.",
+    "per_rank": (
+        "Load with as many ranks, or say with PerRank(value, on_resize=...) what a rank gets instead: "
+        '"first" (what rank 0 had), or a function of all parts.'
+    ),
     "tied": "Tie them as they were tied when the checkpoint was written.",
 }
 
 
-def _value_names(nodes: Mapping[str, Node]) -> list[str]:
-    return [path for path, node in nodes.items() if isinstance(values.bare(node), values.Leaf)]
-
-
-def _collapse(names: Collection[str], known: Collection[str], nodes: Mapping[str, Node]) -> list[str]:
-    """`names`, sorted, where all names of one stored object are written as one line."""
-    objects = {
-        path: node.kind if isinstance(node, Open) else "object with a state_dict"
-        for path, node in nodes.items()
-        if isinstance(node, Stateful) or (isinstance(node, Open) and node.kind != "dict")
-    }
-
-    def owner(name: str) -> str | None:
-        return next((path for path in objects if name == path or name.startswith(path + "/")), None)
-
-    totals = Counter(map(owner, known))
-    counts = Counter(map(owner, names))
-    whole = {path for path, count in counts.items() if path is not None and count == totals[path]}
-    lines = {f"{path} (the whole {objects[path]}: {counts[path]} names)" for path in whole}
-    return sorted(lines.union(name for name in names if owner(name) not in whole))
-
-
-def _listing(names: list[str], separator: str = ", ") -> str:
-    more = [f"and {len(names) - _SHOWN} more"] if len(names) > _SHOWN else []
-    return separator.join([*names[:_SHOWN], *more])
-
-
-def _word(node: Node | None) -> str:
-    """What a node is, for messages; None stands for a tensor without a node."""
-    if isinstance(node, (values.Table, values.Items, Open)):
-        return f"a stored {node.kind}"
-    if isinstance(node, TorchValue):
-        return f"a {node.kind}"
-    words = {TensorRef: "a tensor", values.Record: "a NamedTuple", Stateful: "an object's state"}
-    return words.get(type(node), "a plain value") if node is not None else "a tensor"
+def _tensor_names(name: str, node: Node) -> list[str]:
+    """The tensors that a node itself stands for."""
+    state = values.bare(node)
+    if isinstance(state, Planes):
+        return [join(name, plane_component(plane)) for plane in state.planes]
+    return [name] if isinstance(state, TensorRef) else []
 
 
 def _maker(kind: type) -> Callable[..., object]:

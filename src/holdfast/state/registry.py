@@ -18,9 +18,17 @@ if TYPE_CHECKING:  # a view decodes values without torch
     import torch
 
 T = TypeVar("T")
+EncodedT = TypeVar("EncodedT")
 TensorT = TypeVar("TensorT", bound="torch.Tensor")
 
 _BUILT_IN = (type(None), bool, int, float, complex, str, bytes, dict, list, tuple, OrderedDict, Counter)
+_TENSOR = ("torch", "Tensor")
+_NEED_NO_PLANES = (
+    _TENSOR,
+    ("torch.nn.parameter", "Parameter"),
+    ("torch.nn.parameter", "Buffer"),
+    ("torch.distributed.tensor", "DTensor"),
+)
 
 
 @dataclass(frozen=True)
@@ -29,7 +37,6 @@ class Registration:
 
     name: str
     kind: type
-    is_tensor: bool
     encode: Callable[[object], object]
     decode: Callable[[object], object]
 
@@ -38,7 +45,9 @@ _BY_TYPE: dict[type, Registration] = {}
 _BY_NAME: dict[str, Registration] = {}
 
 
-def register_value(kind: type[T], encode: Callable[[T], object], decode: Callable[[object], T], *, name: str) -> None:
+def register_value(
+    kind: type[T], encode: Callable[[T], EncodedT], decode: Callable[[EncodedT], T], *, name: str
+) -> None:
     """Have objects of exactly the type `kind` saved as what `encode` gives, and loaded by `decode`.
 
     `encode` gives values, tensors, and nested containers of them; `decode` gets equal ones, tensors on the CPU. `name`
@@ -49,10 +58,11 @@ def register_value(kind: type[T], encode: Callable[[T], object], decode: Callabl
     if kind in _BUILT_IN or _is_tensor(kind):
         raise ConfigurationError(
             f"{kind.__qualname__} cannot be registered as a value.",
-            code="configuration.registration",
+            code="config.registration",
             action="Register a type of your own; for tensors, use holdfast.register_tensor.",
         )
-    _register(Registration(name, kind, False, cast("Callable[[object], object]", encode), decode))
+    there, back = cast("Callable[[object], object]", encode), cast("Callable[[object], object]", decode)
+    _register(Registration(name, kind, there, back))
 
 
 def register_tensor(
@@ -69,24 +79,14 @@ def register_tensor(
     fresh optimizer, what an object's ``state_dict()`` held. What a tensor needs besides (a scheme, a block size) goes
     into planes too. `name` is what checkpoints call the type. Raises `ConfigurationError` as `register_value` does.
     """
-    if not _is_tensor(kind) or kind.__module__.partition(".")[0] == "torch" and kind.__name__ in _SAVED_AS_THEY_ARE:
+    if not _is_tensor(kind) or _full_name(kind) in _NEED_NO_PLANES:
         raise ConfigurationError(
             f"{kind.__qualname__} is no subclass of torch.Tensor that needs planes.",
-            code="configuration.registration",
+            code="config.registration",
             action="Register a tensor subclass; for other types, use holdfast.register_value.",
         )
-    _register(
-        Registration(
-            name,
-            kind,
-            True,
-            cast("Callable[[object], object]", planes),
-            cast("Callable[[object], object]", rebuild),
-        )
-    )
-
-
-_SAVED_AS_THEY_ARE = ("Tensor", "Parameter", "Buffer", "DTensor")
+    there, back = cast("Callable[[object], object]", planes), cast("Callable[[object], object]", rebuild)
+    _register(Registration(name, kind, there, back))
 
 
 def registered(item: object) -> Registration | None:
@@ -137,11 +137,15 @@ def _register(new: Registration) -> None:
             raise ConfigurationError(
                 f"{new.kind.__qualname__} cannot be registered as {new.name!r}: {old.kind.__qualname__} is registered "
                 f"as {old.name!r}, with other functions.",
-                code="configuration.registration",
+                code="config.registration",
                 action="Give each type one name and one pair of functions.",
             )
     _BY_TYPE[new.kind] = _BY_NAME[new.name] = new
 
 
 def _is_tensor(kind: type) -> bool:
-    return any((base.__module__, base.__qualname__) == ("torch", "Tensor") for base in kind.__mro__)
+    return _TENSOR in map(_full_name, kind.__mro__)
+
+
+def _full_name(kind: type) -> tuple[str, str]:
+    return kind.__module__, kind.__qualname__

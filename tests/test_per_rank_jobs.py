@@ -1,0 +1,93 @@
+"""`PerRank` and registered types through real jobs, on the same world and on others."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import holdfast
+from holdfast.errors import IncompatibleError
+from tests.ranks import run_ranks
+
+
+def _own(rank: int) -> dict[str, object]:
+    return {"position": 100 + rank, "noise": torch.full((rank + 1,), float(rank)), "name": f"rank {rank}"}
+
+
+def _save(folder: str) -> list[int]:
+    """Two saves, so that the second one reuses the plan; the files that hold values."""
+    for step in range(2):
+        own = _own(dist.get_rank()) | {"step": step}
+        holdfast.save(f"{folder}/run", {"w": torch.arange(6.0), "loader": holdfast.PerRank(own)}, step)
+    folders = sorted((Path(folder) / "run" / "checkpoints").iterdir())
+    return [len(list(path.glob("data-*"))) for path in folders]
+
+
+def _load(folder: str, policy: str) -> object:
+    policies = {
+        "error": "error",
+        "first": "first",
+        "sum": lambda parts, rank, world_size: {
+            "position": sum(part["position"] for part in parts),
+            "at": (rank, world_size),
+        },
+    }
+    loader: holdfast.PerRank[object] = holdfast.PerRank({}, on_resize=policies[policy])  # type: ignore[arg-type]
+    state = {"w": torch.zeros(6), "loader": loader}
+    holdfast.load(f"{folder}/run", state)
+    return loader.value
+
+
+def _load_on_the_same_world(folder: str) -> tuple[dict[str, object], list[float]]:
+    blank: dict[str, object] = {"position": 0, "noise": torch.zeros(dist.get_rank() + 1), "name": "", "step": -1}
+    state = {"w": torch.zeros(6), "loader": holdfast.PerRank(blank)}
+    holdfast.load(f"{folder}/run", state)
+    noise = blank.pop("noise")
+    assert isinstance(noise, torch.Tensor)
+    return blank, noise.tolist()
+
+
+def test_each_rank_gets_its_own_part_back_on_the_same_world(tmp_path: Path) -> None:
+    assert run_ranks(3, _save, str(tmp_path)) == [[3, 3]] * 3
+    for rank, (values, noise) in enumerate(run_ranks(3, _load_on_the_same_world, str(tmp_path))):
+        assert values == {"position": 100 + rank, "name": f"rank {rank}", "step": 1}
+        assert noise == [float(rank)] * (rank + 1)
+
+
+def test_on_another_world_the_policy_decides(tmp_path: Path) -> None:
+    run_ranks(3, _save, str(tmp_path))
+    merged = run_ranks(2, _load, str(tmp_path), "sum")
+    assert merged == [{"position": 303, "at": (rank, 2)} for rank in range(2)]
+
+
+def _load_expecting_refusal(folder: str) -> str:
+    with pytest.raises(IncompatibleError, match="'loader'") as caught:
+        _load(folder, "error")
+    return caught.value.code
+
+
+def test_on_another_world_it_is_an_error_by_default(tmp_path: Path) -> None:
+    run_ranks(3, _save, str(tmp_path))
+    assert run_ranks(2, _load_expecting_refusal, str(tmp_path)) == ["incompatible.per_rank"] * 2
+
+
+def _encode(value: Fraction) -> object:
+    return [value.numerator, value.denominator]
+
+
+def _decode(value: object) -> Fraction:
+    assert isinstance(value, list)
+    return Fraction(*value)
+
+
+def test_registered_types_come_back_and_others_are_refused(tmp_path: Path) -> None:
+    holdfast.register_value(Fraction, _encode, _decode, name="fraction")
+    holdfast.save(tmp_path / "run", {"rate": Fraction(1, 3), "rates": [Fraction(2, 7)]}, 1)
+    state: dict[str, object] = {"rate": Fraction(0), "rates": []}
+    holdfast.load(tmp_path / "run", state)
+    assert state == {"rate": Fraction(1, 3), "rates": [Fraction(2, 7)]}
+    assert holdfast.open(tmp_path / "run").value("rate") == Fraction(1, 3)
