@@ -32,7 +32,7 @@ float8_e5m2 1 F8_E5M2, float8_e4m3fnuz 1 -, float8_e5m2fnuz 1 -, float8_e8m0fnu 
 complex32 4 -, complex64 8 -, complex128 16 -"""
 ITEMSIZES = {name: int(itemsize) for name, itemsize, _ in map(str.split, DTYPES.split(","))}
 CODES = {name: code for name, _, code in map(str.split, DTYPES.split(",")) if code != "-"}  # others: stored as bytes
-KINDS = "plain int complex str bytes numpy torch tensor planes dict list record".split()  # of nodes that may be wrapped
+WRAPPABLE = ["plain", "int", "complex", "str", "bytes", "numpy", "torch", "tensor", "planes", "dict", "list", "record"]
 
 
 class DamagedError(ValueError):
@@ -72,11 +72,9 @@ def head(run: Path) -> Members:
     epoch = record(run / "epochs" / f"{newest}.json", "epoch")
     check(epoch["epoch"] == COUNTDOWN - int(newest), "an epoch record was renamed")
     origin = epoch["opened_from"]
-    is_earlier = origin is None or (0 < origin["epoch"] < epoch["epoch"] and origin["seq"] > 0)
-    check(is_earlier, "an epoch was opened from a place that was not before it")
-    names = [path.stem[11:] for path in run.glob(f"history/{newest}-*.json")]
-    seqs = [COUNTDOWN - int(name) for name in names if re.fullmatch(number, name)]
-    place = {"epoch": epoch["epoch"], "seq": max(seqs)} if seqs else origin
+    check(origin is None or (0 < origin["epoch"] < epoch["epoch"] and origin["seq"] > 0), "an epoch of no earlier one")
+    seq = max((COUNTDOWN - int(path.stem[11:]) for path in run.glob(f"history/{newest}-{'[0-9]' * 10}.json")), default=0)
+    place = {"epoch": epoch["epoch"], "seq": seq} if seq else origin
     check(place, f"{run} has no committed checkpoint")
     commit = record(run / f"history/{COUNTDOWN - place['epoch']:010d}-{COUNTDOWN - place['seq']:010d}.json", "commit")
     check(commit["place"] == place, "a commit was renamed")
@@ -86,12 +84,11 @@ def head(run: Path) -> Members:
 
 def check_commit(commit: Members, seal: Members, sealed: bytes, body: Members) -> None:
     """A commit is a function of seal and manifest (section 11), and they are of its run."""
-    expected = {key: seal[key] for key in ("place", "step", "checkpoint_id")} | {
+    expected = {"place": seal["place"], **{key: body[key] for key in ("step", "checkpoint_id", "created", "run_id")}}
+    expected |= {
         "checkpoint": f"step-{seal['step']:010d}-{seal['checkpoint_id']}",
         "seal": {"nbytes": len(sealed), "digest": digest(sealed)},
         "nbytes": sum(file["nbytes"] for file in seal["files"]),
-        "created": body["created"],
-        "run_id": body["run_id"],
     }
     check(commit | expected == commit, "the commit is not that of the seal and the manifest")
     metrics = {name: value if isfinite(value) else repr(value) for name, value in body["metrics"].items()}
@@ -253,13 +250,13 @@ def parse_values(data: bytes, paths: list[str], tensors: set[str]) -> list[tuple
         state = node[1] if node[0] == "stateful" else node
         bare = kind, *rest = state[2] if state[0] == "encoded" else state
         check(path.count("/") < 128, "values are nested too deep")
-        check(kind in KINDS or (bare == node and kind in ("open", "per_rank")), f"{path!r} is of an unknown kind")
+        check(kind in WRAPPABLE or (bare == node and kind in ("open", "per_rank")), f"{path!r} is of an unknown kind")
         names = rest[-1] if kind in ("dict", "record") else map(str, range(rest[1])) if kind == "list" else ()
         check({f"{path}/{name}" if path else name for name in names} <= known, f"{path!r} misses entries")
         check(kind != "per_rank" or 0 < rest[0] <= 1 << 20, f"{path!r} is of an impossible number of ranks")
-        for name in rest[1] if kind == "planes" else ():
-            plane = name.replace("%", "%25").replace("/", "%2F").replace("@", "%40") or "%empty"
-            check(f"{path}/%plane={plane}" in tensors, f"{path!r} misses planes")
+        for plane in rest[1] if kind == "planes" else ():
+            name = plane.replace("%", "%25").replace("/", "%2F").replace("@", "%40") or "%empty"
+            check(f"{path}/%plane={name}" in tensors, f"{path!r} misses planes")
         check(kind != "tensor" or path in tensors, f"there is no tensor {path!r}")
     return rows
 
@@ -283,8 +280,7 @@ def read(path: Path) -> Loaded:
     check(seal["manifest"] | found == seal["manifest"], "the manifest is not the sealed one")
     body, sequences = parse_manifest(data)
     place = dict(zip(("epoch", "seq"), body["place"], strict=True))
-    identity = {"checkpoint_id": body["checkpoint_id"], "place": place, "step": body["step"]}
-    check(seal | identity == seal, "the manifest is another checkpoint's")
+    check(seal | {key: body[key] for key in ("checkpoint_id", "step")} | {"place": place} == seal, "another's manifest")
     if commit:
         check_commit(commit, seal, (folder / "seal.json").read_bytes(), body)
     located, files = locate(body, sequences)
@@ -305,8 +301,7 @@ def main(arguments: list[str]) -> int:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
         return 1
     tensors = {name: (digest(data.tobytes()), dtype, data.shape) for name, (dtype, data) in loaded.tensors.items()}
-    values = {path: repr(node) for path, node in loaded.values.items()}
-    report = {"place": loaded.place, "step": loaded.step, "tensors": tensors, "values": values}
+    report = loaded._asdict() | {"tensors": tensors, "values": {path: repr(row) for path, row in loaded.values.items()}}
     sys.stdout.write(json.dumps(report) + "\n")
     return 0
 

@@ -37,7 +37,7 @@ def main() -> None:
             process.join(90)
         if any(process.exitcode != 0 for process in ranks):
             sys.exit(f"a rank failed: {[process.exitcode for process in ranks]}")
-        print(json.dumps(results.get()))
+        sys.stdout.write(json.dumps(results.get()))
 
 
 def rank_main(rank: int, folder: str, results: multiprocessing.SimpleQueue[list[int]]) -> None:

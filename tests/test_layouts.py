@@ -236,7 +236,6 @@ def test_equal_copies_on_two_meshes_are_stored_once(tmp_path: Path) -> None:
     assert torch.equal(holdfast.open(tmp_path / "run")["weight"][...], torch.arange(8.0))
 
 
-@pytest.mark.xfail(reason="DTensors of several meshes are not compared yet", strict=True)
 def test_tensors_of_two_meshes_that_differ_under_one_name_are_refused(tmp_path: Path) -> None:
     with pytest.raises(RanksFailedError) as failed:
         run_ranks(4, save_one_name_on_two_meshes, str(tmp_path / "run"), True)

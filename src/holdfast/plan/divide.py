@@ -125,7 +125,9 @@ class Divider:
         if all(spec_replicas(self.groups, claim) == "first" for claim in claims):
             parts = parts[:1]  # groups come in order of their lowest rank: the lowest holder's copy counts
         merged = _merge(name, shape, parts)
-        return replace(merged, declared=all(self._is_declared(claim) for claim in claims))
+        # A mesh declares what its own ranks hold alike, not that another mesh holds the same.
+        one_mesh = len({mesh for mesh, _ in senders}) <= 1
+        return replace(merged, declared=one_mesh and all(self._is_declared(claim) for claim in claims))
 
     def _is_declared(self, claim: Claim) -> bool:
         spec = self.groups[claim[0]].body.body.spec_table[claim[1]]

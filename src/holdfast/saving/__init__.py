@@ -138,7 +138,7 @@ class _Saving:
         asked = msgspec.msgpack.decode(answer, type=Answer)
         if isinstance(asked, Planned):
             return asked
-        details = attempt(lambda: mine.answer(asked, self._channel.rank))
+        details = attempt(lambda: mine.answer(asked, self._channel.rank, self._rank))
         made = self._channel.exchange(
             "plan", details, lambda payloads: self._coordinator.plan(asked, mine, payloads), self._deadline
         )

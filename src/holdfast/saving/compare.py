@@ -24,7 +24,7 @@ def divergence(found: Mapping[str, Sequence[Sequence[int]]]) -> str:
     name, groups = next(iter(found.items()))
     more = f" (and {len(found) - 1} more tensors)" if len(found) > 1 else ""
     sides = " and ".join(_ranks(group) for group in groups[:2])
-    return f"Tensor {name!r} is a plain tensor on several ranks, and its copies differ between ranks {sides}{more}."
+    return f"Tensor {name!r} is held by several ranks undeclared, and its copies differ between ranks {sides}{more}."
 
 
 def unite(tables: Mapping[int, Mapping[str, Node]]) -> dict[str, Node]:

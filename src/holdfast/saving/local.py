@@ -9,12 +9,13 @@ import msgspec
 import xxhash
 
 from holdfast.format import values as value_codec
+from holdfast.geometry import Box
 from holdfast.plan.body import RankLayout
-from holdfast.plan.layout import Whole
+from holdfast.plan.layout import Placed, Whole
 from holdfast.run.checkpoint import pack_values
 from holdfast.saving.messages import Described, Details, Questions
 from holdfast.state.flatten import FlatState, flatten
-from holdfast.state.memory import digest_of
+from holdfast.state.memory import digest_of, local_pieces
 
 #: Later saves compare one of so many parts of the undeclared replicas.
 NUM_TURNS = 16
@@ -27,13 +28,14 @@ class Local:
     flat: FlatState
     layout: RankLayout
     values: bytes
+    world_size: int
 
     @staticmethod
     def of(state: Mapping[str, object], *, rank: int, world_size: int) -> Local:
         """Flatten `state`. Raises `StateError` for what cannot be saved."""
         flat = flatten(state, rank=rank, world_size=world_size)
         layout = RankLayout.of([tensor.layout for tensor in flat.tensors.values()], flat.aliases)
-        return Local(flat, layout, value_codec.encode(flat.nodes))
+        return Local(flat, layout, value_codec.encode(flat.nodes), world_size)
 
     def describe(self, turn: int | None, *, alone: bool) -> bytes:
         """`Described`, encoded. `turn` selects the share of tensors to compare (None: all); `alone`: there is nobody to
@@ -52,11 +54,13 @@ class Local:
         )
         return msgspec.msgpack.encode(described)
 
-    def answer(self, questions: Questions, rank: int) -> bytes:
-        """`Details`, encoded."""
-        body = self.layout.body if rank in questions.bodies else b""
+    def answer(self, questions: Questions, number: int, rank: int) -> bytes:
+        """`Details`, encoded, of rank `number` of the group, which is `rank` of the job."""
+        body = self.layout.body if number in questions.bodies else b""
         compared = self.compared(None) if questions.compare else {}
-        values = self.values if rank in questions.values else b""
+        if questions.compare or questions.bodies:
+            compared |= self._compared_parts(rank)
+        values = self.values if number in questions.values else b""
         columns = self.layout.columns if questions.bodies else b""
         details = Details(body, columns, tuple(sorted(self.flat.own_nodes)), compared, values)
         return msgspec.msgpack.encode(details)
@@ -70,6 +74,21 @@ class Local:
             if mine and turn in (None, number % NUM_TURNS):
                 digests[name] = digest_of(tensor.memory[0])
         return digests
+
+    def _compared_parts(self, rank: int) -> dict[str, bytes]:
+        """Digests of the local parts of DTensors whose mesh is not the whole job: another mesh may hold other elements
+        under the same name, as pipeline stages do that name their layers alike."""
+        digests = {}
+        for name, tensor in self.flat.tensors.items():
+            spec = tensor.layout.spec
+            if isinstance(spec, Placed) and len(spec.mesh.ranks) < self.world_size:
+                for box, view in local_pieces(tensor.layout, tensor.memory, rank):
+                    digests[f"{name}[{_extents(box)}]"] = digest_of(view)
+        return digests
+
+
+def _extents(box: Box) -> str:
+    return ",".join(f"{start}:{stop}" for start, stop in zip(box.start, box.stop, strict=True))
 
 
 def _digest(names: Mapping[str, object]) -> bytes:
