@@ -66,14 +66,14 @@ def head(run: Path) -> Members:
     """The commit of the first place of the lineage, and the run's id."""
     marker = record(run / "holdfast.json", "marker")
     check(marker["format"] == "1", "the run has an unknown format")
-    number = "(?!9{10})[0-9]{10}"
-    newest = min((path.stem for path in run.glob("epochs/*.json") if re.fullmatch(number, path.stem)), default="")
-    check(newest, f"{run} has no epoch, so no committed checkpoint")
+    number = "[0-9]" * 10
+    newest = min((path.stem for path in run.glob(f"epochs/{number}.json")), default="9" * 10)
+    check(newest < "9" * 10, f"{run} has no epoch, so no committed checkpoint")
     epoch = record(run / "epochs" / f"{newest}.json", "epoch")
     check(epoch["epoch"] == COUNTDOWN - int(newest), "an epoch record was renamed")
     origin = epoch["opened_from"]
     check(origin is None or (0 < origin["epoch"] < epoch["epoch"] and origin["seq"] > 0), "an epoch of no earlier one")
-    seq = max((COUNTDOWN - int(path.stem[11:]) for path in run.glob(f"history/{newest}-{'[0-9]' * 10}.json")), default=0)
+    seq = max((COUNTDOWN - int(path.stem[11:]) for path in run.glob(f"history/{newest}-{number}.json")), default=0)
     place = {"epoch": epoch["epoch"], "seq": seq} if seq else origin
     check(place, f"{run} has no committed checkpoint")
     commit = record(run / f"history/{COUNTDOWN - place['epoch']:010d}-{COUNTDOWN - place['seq']:010d}.json", "commit")
