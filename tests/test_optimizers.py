@@ -421,3 +421,20 @@ def test_a_scheduler_over_stages_goes_on_with_other_stages(tmp_path: Path) -> No
     assert run_ranks(2, save_scheduled, run, 2) == [[0.5, 1.0]] * 2
     assert run_ranks(3, load_scheduled, run, 2) == [[0.5, 1.0]] * 3
     assert load_scheduled(run, 2) == [0.5, 1.0]
+
+
+def test_lbfgs_state_of_another_first_parameter_is_refused(tmp_path: Path) -> None:
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.LBFGS(model.parameters())
+    cast("Any", optimizer).step(lambda: _loss_of(model, optimizer))
+    holdfast.save(tmp_path / "run", {"model": model, "optimizer": optimizer}, 1)
+    other = torch.optim.LBFGS([model.bias, model.weight])
+    with pytest.raises(holdfast.IncompatibleError, match=r"incompatible\.optimizer.*'model/weight'.*'model/bias'"):
+        holdfast.load(tmp_path / "run", {"model": model, "optimizer": other})
+
+
+def _loss_of(model: torch.nn.Linear, optimizer: torch.optim.Optimizer) -> float:
+    optimizer.zero_grad()
+    loss = model(torch.ones(1, 3)).square().sum()
+    loss.backward()
+    return float(loss.item())

@@ -15,7 +15,7 @@ of a bf16 parameter to bf16, and a fresh optimizer has no state to load into.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from itertools import combinations
 from typing import TYPE_CHECKING, NamedTuple, cast
 
@@ -64,13 +64,16 @@ def bind_optimizer(path: str, optimizer: Optimizer, source: Source) -> Finish:
     The result replaces the state of every parameter that the checkpoint has by the stored slots (slots that are not
     stored are dropped) and sets the hyper-parameters. ``optimizer.state``, the groups and every slot tensor that fits
     keep their identity. Raises `IncompatibleError`, code ``incompatible.groups``, when parameters of one live group
-    come from groups with different hyper-parameters.
+    come from groups with different hyper-parameters, and ``incompatible.optimizer`` for LBFGS state that belongs to
+    another first parameter.
     """
     saved = _read_saved(path, source)
     groups: list[Finish] = []
     states: list[tuple[torch.Tensor, dict[object, Finish]]] = []
     for index, group in enumerate(optimizer.param_groups):
         found = list(_match(path, index, group, saved, source))
+        if isinstance(optimizer, torch.optim.LBFGS):
+            _check_holder(path, saved, found)
         origin = _origin(path, index, group, [saved.group_of[entry.name] for entry in found], saved, source)
         if origin is None:
             continue
@@ -144,6 +147,19 @@ def _match(path: str, index: int, group: Mapping[str, object], saved: _Saved, so
             yield entry
         else:
             source.missing(name)
+
+
+def _check_holder(path: str, saved: _Saved, found: Sequence[NamedTensor]) -> None:
+    """LBFGS keeps all its state under its first parameter, and would ignore what is stored under another one."""
+    holders = [name for name, slots in saved.slots.items() if slots]
+    if found and holders and found[0].name not in holders:
+        raise IncompatibleError(
+            f"The state of LBFGS optimizer {path!r} is stored under parameter {holders[0]!r}, which was its first one, "
+            f"but the live optimizer's first parameter is {found[0].name!r}.",
+            code="incompatible.optimizer",
+            action="Give the optimizer its parameters in the order they had when the checkpoint was written.",
+            path=path,
+        )
 
 
 def _origin(
