@@ -12,7 +12,7 @@ import xxhash
 
 from holdfast.format import container, records
 from holdfast.format import manifest as fmt
-from holdfast.format.container import Files
+from holdfast.format.container import BLOCK_NBYTES, Files
 from holdfast.format.names import own_part
 from holdfast.format.records import Commit, Epoch, FileSeal, Marker, Place, Seal, SealDigest
 from holdfast.format.values import Node
@@ -21,7 +21,6 @@ from holdfast.plan.save import Identity, RankValues, encode_plan, plan_save
 from holdfast.run.checkpoint import pack_values
 from holdfast.storage.base import Bytes
 from holdfast.transfer.buffers import BufferPool
-from holdfast.transfer.digest import BLOCK_NBYTES
 from holdfast.transfer.writer import write_file
 from tests.memory_storage import MemoryStorage
 from tests.worlds import World, data_sections

@@ -20,6 +20,7 @@ from safetensors import safe_open
 
 import holdfast
 from holdfast.format import manifest as fmt
+from holdfast.format.container import BLOCK_NBYTES
 from holdfast.format.dtypes import DTYPES
 from holdfast.format.manifest import DecodedManifest
 from holdfast.format.records import Place
@@ -31,7 +32,6 @@ from holdfast.plan.save import Identity
 from holdfast.run.checkpoint import Checkpoint
 from holdfast.run.history import resolve
 from holdfast.run.paths import parse
-from holdfast.transfer.digest import BLOCK_NBYTES
 from tests import independent_reader
 from tests.published import EPOCHS, RUN_ID, begin, plan, publish, put, run_alone
 from tests.ranks import run_ranks

@@ -15,10 +15,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from holdfast.errors import CorruptError, NotFoundError, StorageError
+from holdfast.format.container import BLOCK_NBYTES
 from holdfast.storage.base import Bytes
 from holdfast.storage.posix import PosixStorage
 from holdfast.transfer.buffers import BufferPool
-from holdfast.transfer.digest import BLOCK_NBYTES, DIGEST_NBYTES, digest_blocks, first_bad_block
+from holdfast.transfer.digest import DIGEST_NBYTES, digest_blocks, first_bad_block
 from holdfast.transfer.reader import DataFile, Extent, ReadJob, ReadStats, read_files
 from holdfast.transfer.writer import write_file
 

@@ -127,10 +127,10 @@ class DecodedManifest:
         for sequence in body.sequences:
             taken = sequence.nbytes if isinstance(sequence, sequences.Planes) else 0
             if taken < 0:
-                raise _corrupt("a sequence has a negative length")
+                raise corrupt("a sequence has a negative length")
             self._starts.append(self._starts[-1] + taken)
         if self._starts[-1] != len(self._blob):
-            raise _corrupt(f"its sequences take {self._starts[-1]} bytes, but {len(self._blob)} are there")
+            raise corrupt(f"its sequences take {self._starts[-1]} bytes, but {len(self._blob)} are there")
 
     def with_body(self, body: Manifest) -> DecodedManifest:
         """Another body over the same sequences, which stay decoded."""
@@ -187,22 +187,22 @@ def decode(data: bytes, *, path: str) -> DecodedManifest:
 
 def _decode(data: bytes) -> DecodedManifest:
     if len(data) < _HEAD.size or data[:8] != MAGIC:
-        raise _corrupt("it does not begin as a manifest does")
+        raise corrupt("it does not begin as a manifest does")
     _, compressed_nbytes, packed_nbytes, blob_nbytes, digest = _HEAD.unpack_from(data)
     if not packed_nbytes or max(packed_nbytes, compressed_nbytes, blob_nbytes) > MAX_NBYTES:
-        raise _corrupt(f"it claims to hold {packed_nbytes} + {blob_nbytes} bytes")
+        raise corrupt(f"it claims to hold {packed_nbytes} + {blob_nbytes} bytes")
     if len(data) != _HEAD.size + compressed_nbytes + blob_nbytes:
-        raise _corrupt(f"it has {len(data)} bytes instead of {_HEAD.size + compressed_nbytes + blob_nbytes}")
+        raise corrupt(f"it has {len(data)} bytes instead of {_HEAD.size + compressed_nbytes + blob_nbytes}")
     rest = memoryview(data)[_HEAD.size :]
     if xxhash.xxh3_128_digest(rest) != digest:
-        raise _corrupt("its digest does not match its bytes")
+        raise corrupt("its digest does not match its bytes")
     inflate = zlib.decompressobj()
     try:
         packed = inflate.decompress(rest[:compressed_nbytes], packed_nbytes)
     except zlib.error as error:
-        raise _corrupt(f"it cannot be decompressed ({error})") from error
+        raise corrupt(f"it cannot be decompressed ({error})") from error
     if len(packed) != packed_nbytes or not inflate.eof or inflate.unused_data:
-        raise _corrupt("its body is longer or shorter than it claims")
+        raise corrupt("its body is longer or shorter than it claims")
     try:
         body = msgspec.msgpack.decode(packed, type=Manifest)
     except msgspec.MsgspecError as error:
@@ -225,7 +225,7 @@ def _unreadable(packed: bytes, error: msgspec.MsgspecError) -> HoldfastError:
         return unknown
     except msgspec.MsgspecError:
         pass  # not even the features can be read: report the first error
-    return _corrupt(f"its body is malformed ({error})")
+    return corrupt(f"its body is malformed ({error})")
 
 
 def _check_features(features: tuple[str, ...]) -> None:
@@ -242,44 +242,44 @@ def _check(body: Manifest) -> None:
     """Every index points somewhere, names are sorted and unique, shapes and dtypes are possible."""
     num_tensors = len(body.names)
     if not num_tensors == len(body.dtypes) == len(body.shapes) == len(body.partitions):
-        raise _corrupt("its tensor columns have different lengths")
+        raise corrupt("its tensor columns have different lengths")
     for column, table in (
         (body.dtypes, len(body.dtype_table)),
         (body.shapes, len(body.shape_table)),
         (body.partitions, len(body.partition_table)),
     ):
         if num_tensors and not (min(column) >= 0 and max(column) < table):
-            raise _corrupt("a tensor column points outside its table")
+            raise corrupt("a tensor column points outside its table")
     if any(a >= b for a, b in zip(body.names, body.names[1:], strict=False)):
-        raise _corrupt("its tensor names are not sorted and unique")
+        raise corrupt("its tensor names are not sorted and unique")
     unknown = sorted(set(body.dtype_table) - DTYPES.keys())
     if unknown:
-        raise _corrupt(f"it names unknown dtypes: {', '.join(unknown)}")
+        raise corrupt(f"it names unknown dtypes: {', '.join(unknown)}")
     if any(extent < 0 for shape in body.shape_table for extent in shape):
-        raise _corrupt("a shape has a negative extent")
+        raise corrupt("a shape has a negative extent")
     if any(prod(shape) > _MAX_NUMEL for shape in body.shape_table):
-        raise _corrupt("a shape has more elements than any file can hold")
+        raise corrupt("a shape has more elements than any file can hold")
     names = set(body.names)
     if not names.issuperset(body.aliases.values()) or not names.isdisjoint(body.aliases):
-        raise _corrupt("an alias points to no tensor, or shadows one")
+        raise corrupt("an alias points to no tensor, or shadows one")
     _check_values(body)
     if body.place[0] < 1 or body.place[1] < 1 or body.step < 0:
-        raise _corrupt("its place or step is impossible")
+        raise corrupt("its place or step is impossible")
     num_sequences = len(body.sequences)
     used = [body.writers, *(index for part in body.partition_table for index in _sequences_of(part))]
     if min(used) < 0 or max(used) >= num_sequences:
-        raise _corrupt("a partition names a sequence that does not exist")
+        raise corrupt("a partition names a sequence that does not exist")
 
 
 def _check_values(body: Manifest) -> None:
     files = [block.file for block in body.values]
     if body.num_files < 0 or any(not 0 <= file < body.num_files for file in files) or len(set(files)) != len(files):
-        raise _corrupt("values are in a file that does not exist, or twice in one")
+        raise corrupt("values are in a file that does not exist, or twice in one")
     paths = [path for block in body.values for path in block.paths]
     if len(set(paths)) != len(paths):
-        raise _corrupt("a value is in two places")
+        raise corrupt("a value is in two places")
     if any(not 8 <= block.capacity <= 2 * MAX_NBYTES for block in body.values):
-        raise _corrupt("values have an impossible size")
+        raise corrupt("values have an impossible size")
 
 
 def _sequences_of(partition: Partition) -> tuple[int, ...]:
@@ -290,7 +290,8 @@ def _sequences_of(partition: Partition) -> tuple[int, ...]:
     return (*partition.starts, *partition.sizes, partition.owners)
 
 
-def _corrupt(what: str) -> CorruptError:
+def corrupt(what: str) -> CorruptError:
+    """The error for a manifest of which `what` is wrong."""
     return CorruptError(
         f"The manifest is damaged: {what}.",
         code="corrupt.manifest",

@@ -7,8 +7,7 @@ from math import prod
 
 import numpy as np
 
-from holdfast.errors import CorruptError
-from holdfast.format.manifest import Boxes, DecodedManifest, FlatCuts, Grid, Partition
+from holdfast.format.manifest import Boxes, DecodedManifest, FlatCuts, Grid, Partition, corrupt
 from holdfast.geometry import Box, FlatRange, Int64s, Shape, coverage_fault
 
 
@@ -99,7 +98,7 @@ def cells_of(manifest: DecodedManifest, partition: Partition) -> Cells:
     """
     owners = manifest.sequence(partition.owners)
     if len(owners) and not (owners.min() >= 0 and owners.max() < manifest.body.num_files):
-        raise _corrupt("a cell belongs to a file that does not exist")
+        raise corrupt("a cell belongs to a file that does not exist")
     if isinstance(partition, Grid):
         return _grid(tuple(manifest.sequence(index) for index in partition.cuts), owners)
     if isinstance(partition, FlatCuts):
@@ -111,7 +110,7 @@ def _grid(cuts: tuple[Int64s, ...], owners: Int64s) -> GridCells:
     for axis in cuts:
         _check_cuts(axis)
     if len(owners) != prod(len(axis) - 1 for axis in cuts):
-        raise _corrupt(f"a grid has {len(owners)} owners for another number of cells")
+        raise corrupt(f"a grid has {len(owners)} owners for another number of cells")
     numels = np.ones(1, np.int64)
     for axis in cuts:
         numels = (numels[:, None] * np.diff(axis)).reshape(-1)
@@ -121,7 +120,7 @@ def _grid(cuts: tuple[Int64s, ...], owners: Int64s) -> GridCells:
 def _flat(cuts: Int64s, owners: Int64s) -> FlatCells:
     _check_cuts(cuts)
     if len(owners) != len(cuts) - 1:
-        raise _corrupt(f"flat cuts have {len(owners)} owners for {len(cuts) - 1} ranges")
+        raise corrupt(f"flat cuts have {len(owners)} owners for {len(cuts) - 1} ranges")
     numels = np.diff(cuts)
     return FlatCells(owners, numels, _within(owners, numels), (int(cuts[-1]),), cuts)
 
@@ -130,22 +129,22 @@ def _boxes(manifest: DecodedManifest, partition: Boxes, owners: Int64s) -> BoxCe
     columns = [manifest.sequence(index) for index in (*partition.starts, *partition.sizes)]
     num_axes = len(partition.starts)
     if len(partition.sizes) != num_axes or not num_axes or any(len(column) != len(owners) for column in columns):
-        raise _corrupt("the columns of a box list have different lengths")
+        raise corrupt("the columns of a box list have different lengths")
     starts = np.stack(columns[:num_axes], axis=1)
     sizes = np.stack(columns[num_axes:], axis=1)
     if len(starts) and ((starts < 0).any() or (sizes <= 0).any() or (starts > 2**62 - sizes).any()):
-        raise _corrupt("a box is empty or begins below 0")
+        raise corrupt("a box is empty or begins below 0")
     extents = tuple((starts + sizes).max(axis=0).tolist()) if len(starts) else (0,) * num_axes
     fault = coverage_fault([extents], np.zeros(len(starts), np.int64), starts, sizes)
     if fault is not None:
-        raise _corrupt(f"element {list(fault.index)} of a tensor is stored {fault.times} times")
+        raise corrupt(f"element {list(fault.index)} of a tensor is stored {fault.times} times")
     numels = sizes.prod(axis=1)
     return BoxCells(owners, numels, _within(owners, numels), extents, starts, sizes)
 
 
 def _check_cuts(cuts: Int64s) -> None:
     if not len(cuts) or cuts[0] != 0 or (np.diff(cuts) <= 0).any():
-        raise _corrupt("cut points do not rise strictly from 0")
+        raise corrupt("cut points do not rise strictly from 0")
 
 
 def _within(owners: Int64s, numels: Int64s) -> Int64s:
@@ -160,11 +159,3 @@ def _within(owners: Int64s, numels: Int64s) -> Int64s:
     within = np.empty_like(before)
     within[order] = before
     return within
-
-
-def _corrupt(what: str) -> CorruptError:
-    return CorruptError(
-        f"The manifest is damaged: {what}.",
-        code="corrupt.manifest",
-        action="Load another checkpoint of the run, or another copy of this one.",
-    )

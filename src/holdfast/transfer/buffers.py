@@ -12,8 +12,8 @@ from typing import Self
 
 import numpy as np
 
+from holdfast.format.container import BLOCK_NBYTES
 from holdfast.storage.base import Bytes
-from holdfast.transfer.digest import BLOCK_NBYTES
 
 BUFFER_NBYTES = 8 * BLOCK_NBYTES
 #: Threads of a pipeline: while one copies and hashes, another waits for the device.

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import xxhash
 
+from holdfast.format.container import BLOCK_NBYTES, num_blocks
 from holdfast.storage.base import Bytes
 
-BLOCK_NBYTES = 1 << 20
 DIGEST_NBYTES = 16
 
 
 def table_nbytes(data_nbytes: int) -> int:
     """Size of the digest table of a data section of `data_nbytes`."""
-    return -(-data_nbytes // BLOCK_NBYTES) * DIGEST_NBYTES
+    return num_blocks(data_nbytes) * DIGEST_NBYTES
 
 
 def digest_blocks(data: Bytes) -> bytes:

@@ -11,9 +11,10 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from holdfast.errors import CorruptError
+from holdfast.format.container import BLOCK_NBYTES
 from holdfast.storage.base import Bytes, FileReader
 from holdfast.transfer.buffers import NUM_THREADS, BufferPool, run_threads
-from holdfast.transfer.digest import BLOCK_NBYTES, first_bad_block, table_nbytes
+from holdfast.transfer.digest import first_bad_block, table_nbytes
 
 _PAGE_NBYTES = 4096
 #: Gaps up to this size are read through: a request of its own would cost more.

@@ -10,11 +10,10 @@ from typing import Protocol
 
 import numpy as np
 
+from holdfast.format.container import ALIGNMENT
 from holdfast.storage.base import Bytes, FileWriter
 from holdfast.transfer.buffers import NUM_THREADS, BufferPool, run_threads
 from holdfast.transfer.digest import digest_blocks
-
-DATA_ALIGNMENT = 4096
 
 
 class Source(Protocol):
@@ -44,8 +43,8 @@ def write_file(
     On any error the writer is aborted and the first error raised. Takes one buffer per thread from `pool`.
     """
     try:
-        if data_start % DATA_ALIGNMENT:
-            raise ValueError(f"data_start is {data_start}: it must be a multiple of {DATA_ALIGNMENT}")
+        if data_start % ALIGNMENT:
+            raise ValueError(f"data_start is {data_start}: it must be a multiple of {ALIGNMENT}")
         data = _DataSection(writer, sources, data_start, pool)
         run_threads(num_threads, data.write_chunks, stop=data.stop)
         table = b"".join(data.digests)
