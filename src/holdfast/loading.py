@@ -23,7 +23,8 @@ from holdfast.run.paths import Target, parse
 from holdfast.run.session import JOB
 from holdfast.state.bind import Binding, bind
 from holdfast.state.differences import Stored, difference
-from holdfast.state.memory import Array, MemoryTarget, local_pieces
+from holdfast.state.memory import LocalPieces
+from holdfast.state.targets import Array, MemoryTarget
 
 
 def load(
@@ -199,9 +200,10 @@ class _Filling:
 
     def _wants(self) -> list[Want]:
         wants = []
+        pieces = LocalPieces(self._rank)
         for target in self._binding.targets:
             number = self._checkpoint.numbers[target.source]
-            for box, view in local_pieces(target.local.layout, target.local.memory, self._rank):
+            for box, view in pieces.of(target.local.layout, target.local.memory):
                 wants.append(Want(number, box))
                 self._targets.append(MemoryTarget(box, view))
         return wants

@@ -15,7 +15,7 @@ from holdfast.plan.layout import Placed, Whole
 from holdfast.run.checkpoint import pack_values
 from holdfast.saving.messages import Described, Details, Questions
 from holdfast.state.flatten import FlatState, flatten
-from holdfast.state.memory import digest_of, local_pieces
+from holdfast.state.memory import LocalPieces, digest_of
 
 #: Later saves compare one of so many parts of the undeclared replicas.
 NUM_TURNS = 16
@@ -79,10 +79,11 @@ class Local:
         """Digests of the local parts of DTensors whose mesh is not the whole job: another mesh may hold other elements
         under the same name, as pipeline stages do that name their layers alike."""
         digests = {}
+        pieces = LocalPieces(rank)
         for name, tensor in self.flat.tensors.items():
             spec = tensor.layout.spec
             if isinstance(spec, Placed) and len(spec.mesh.ranks) < self.world_size:
-                for box, view in local_pieces(tensor.layout, tensor.memory, rank):
+                for box, view in pieces.of(tensor.layout, tensor.memory):
                     digests[f"{name}[{_extents(box)}]"] = digest_of(view)
         return digests
 

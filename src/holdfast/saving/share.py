@@ -18,7 +18,7 @@ from holdfast.format.values import Node
 from holdfast.run.checkpoint import pack_values
 from holdfast.saving.messages import Planned, Written
 from holdfast.state.flatten import FlatState
-from holdfast.state.memory import source_of
+from holdfast.state.memory import LocalPieces
 from holdfast.storage.base import Bytes, Storage
 from holdfast.transfer.buffers import pipeline_pool
 from holdfast.transfer.writer import Source, write_file
@@ -58,10 +58,11 @@ class Share:
         if layout is None:
             return Written(-1, 0, "")
         names = self.manifest.body.names
+        pieces = LocalPieces(rank)
         sources: list[Source] = []
         for entry in layout.entries:
             tensor = flat.tensors[names[entry.tensor]]
-            sources.append(source_of(tensor.layout, tensor.memory, rank, entry.part))
+            sources.append(pieces.source(tensor.layout, tensor.memory, entry.part))
         if layout.values is not None:
             packed = pack_values(dict(values), capacity=layout.values.capacity)
             sources.append(_BytesSource(np.frombuffer(packed, np.uint8)))

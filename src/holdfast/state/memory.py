@@ -1,4 +1,4 @@
-"""Local tensor memory as bytes: what a writer reads from and what a reader fills. No copies are made beforehand."""
+"""Local tensor memory: the pieces that a rank holds, and their bytes for a writer. No copies are made beforehand."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 import xxhash
 
 from holdfast.format.dtypes import CARRIERS
-from holdfast.geometry import Box, FlatRange, flat_boxes
+from holdfast.geometry import Box, FlatRange, Shape, flat_boxes, whole
 from holdfast.plan.layout import Pieces, Placed, TensorLayout
 from holdfast.plan.placements import local_boxes
 from holdfast.storage.base import Bytes
@@ -68,57 +68,62 @@ def digest_of(tensor: torch.Tensor) -> bytes:
     return digest.digest()
 
 
-@dataclass(frozen=True)
-class MemoryTarget:
-    """The local memory of one box of a tensor, as a place to put elements."""
+class LocalPieces:
+    """The boxes of tensors that one rank holds. What is placed alike is worked out once; lives as long as one walk."""
 
-    box: Box
-    view: torch.Tensor
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        #: By spec and shape; with each, the spec itself, so that its id stays its own.
+        self._boxes: dict[tuple[int, Shape], tuple[Placed, list[tuple[Box, tuple[slice, ...] | None]]]] = {}
 
-    def put(self, at: Box, elements: Array) -> None:
-        """Copy `elements` (an array of the carrier type) to `at`, relative to the box. Safe for disjoint boxes."""
-        view = carried(self.view)
-        if view.device.type == "cpu":
-            view.numpy()[at.slices()] = elements
+    def of(self, layout: TensorLayout, memory: tuple[torch.Tensor, ...]) -> list[tuple[Box, torch.Tensor]]:
+        """The boxes of a tensor that the rank holds, each with the memory that holds it."""
+        spec = layout.spec
+        if isinstance(spec, Placed):
+            return [
+                (box, memory[0] if slices is None else memory[0][slices])
+                for box, slices in self._placed(spec, layout.shape)
+            ]
+        if isinstance(spec, Pieces):
+            return _parts(layout.shape, spec, memory)
+        return [(whole(layout.shape), memory[0])]
+
+    def _placed(self, spec: Placed, shape: Shape) -> list[tuple[Box, tuple[slice, ...] | None]]:
+        """Boxes, and where each is in the local tensor; None where it is all of it."""
+        known = self._boxes.get((id(spec), shape))
+        if known is None:
+            boxes = local_boxes(spec, shape, self._rank)
+            alone = len(boxes) == 1
+            known = spec, [(box, None if alone else local.slices()) for box, local in boxes]
+            self._boxes[id(spec), shape] = known
+        return known[1]
+
+    def source(self, layout: TensorLayout, memory: tuple[torch.Tensor, ...], part: Box | FlatRange) -> MemorySource:
+        """The bytes of `part`, which lies within one of the pieces that the rank holds."""
+        if isinstance(part, Box):
+            for box, view in self.of(layout, memory):
+                if part == box:
+                    return MemorySource(view, 0, part.numel)
+                inner = part.relative_to(box.start)
+                if all(a >= 0 and a + n <= e for a, n, e in zip(inner.start, inner.size, box.size, strict=True)):
+                    return MemorySource(view[inner.slices()], 0, part.numel)
+        elif isinstance(layout.spec, Pieces):
+            for held, flat in zip(layout.spec.parts, memory, strict=True):
+                if isinstance(held, FlatRange) and held.start <= part.start and part.stop <= held.stop:
+                    return MemorySource(flat.reshape(-1), part.start - held.start, part.numel)
         else:
-            view[at.slices()].copy_(torch.from_numpy(np.asarray(elements)))
+            return MemorySource(memory[0], part.start, part.numel)
+        raise AssertionError(f"rank {self._rank} was asked to write {part} of {layout.name!r}, which it does not hold")
 
 
-def elements(data: Bytes, itemsize: int) -> Array:
-    """Bytes as elements of the carrier type of that size."""
-    return data.view(CARRIERS[itemsize])
-
-
-def local_pieces(layout: TensorLayout, memory: tuple[torch.Tensor, ...], rank: int) -> list[tuple[Box, torch.Tensor]]:
-    """The boxes of a tensor that `rank` holds, each with the memory that holds it."""
-    spec = layout.spec
-    if isinstance(spec, Placed):
-        return [(box, memory[0][local.slices()]) for box, local in local_boxes(spec, layout.shape, rank)]
-    if isinstance(spec, Pieces):
-        found = []
-        for part, held in zip(spec.parts, memory, strict=True):
-            if isinstance(part, Box):
-                found.append((part, held))
-                continue
-            assert isinstance(part, FlatRange)
-            flat = held.reshape(-1)
-            for offset, box in flat_boxes(layout.shape, part.start, part.stop):
-                found.append((box, flat[offset : offset + box.numel].view(box.size)))
-        return found
-    return [(Box((0,) * len(layout.shape), layout.shape), memory[0])]
-
-
-def source_of(layout: TensorLayout, memory: tuple[torch.Tensor, ...], rank: int, part: Box | FlatRange) -> MemorySource:
-    """The bytes of `part`, which lies within one of the pieces that `rank` holds."""
-    if isinstance(part, Box):
-        for box, view in local_pieces(layout, memory, rank):
-            inner = part.relative_to(box.start)
-            if all(a >= 0 and a + n <= e for a, n, e in zip(inner.start, inner.size, box.size, strict=True)):
-                return MemorySource(view[inner.slices()], 0, part.numel)
-    elif isinstance(layout.spec, Pieces):
-        for held, flat in zip(layout.spec.parts, memory, strict=True):
-            if isinstance(held, FlatRange) and held.start <= part.start and part.stop <= held.stop:
-                return MemorySource(flat.reshape(-1), part.start - held.start, part.numel)
-    else:
-        return MemorySource(memory[0], part.start, part.numel)
-    raise AssertionError(f"rank {rank} was asked to write {part} of {layout.name!r}, which it does not hold")
+def _parts(shape: Shape, spec: Pieces, memory: tuple[torch.Tensor, ...]) -> list[tuple[Box, torch.Tensor]]:
+    found = []
+    for part, held in zip(spec.parts, memory, strict=True):
+        if isinstance(part, Box):
+            found.append((part, held))
+            continue
+        assert isinstance(part, FlatRange)
+        flat = held.reshape(-1)
+        for offset, box in flat_boxes(shape, part.start, part.stop):
+            found.append((box, flat[offset : offset + box.numel].view(box.size)))
+    return found
