@@ -93,6 +93,8 @@ def check_commit(commit: Members, seal: Members, sealed: bytes, body: Members) -
     check(commit | expected == commit, "the commit is not that of the seal and the manifest")
     metrics = {name: value if isfinite(value) else repr(value) for name, value in body["metrics"].items()}
     check(repr(commit["metrics"]) == repr(metrics), "the commit has other metrics than the manifest")
+    mark = {"num_tensors": len(body["diverged"]), "names": body["diverged"][:16]}
+    check(commit["diverged"] == mark, "the commit has another mark of divergence than the manifest")
 
 
 # The manifest (section 6).
@@ -115,6 +117,7 @@ def parse_manifest(data: bytes) -> tuple[Members, list[list[int]]]:
     check(not planes.read(), "the sequences do not fill the blob")
     check(body["names"] == sorted(set(body["names"])), "the names are not sorted")
     check(all(name in body["names"] for name in body["aliases"].values()), "an alias of nothing")
+    check(body["diverged"] == sorted(set(body["diverged"]) & set(body["names"])), "a mark of divergence on nothing")
     writers = pick(sequences, body["writers"])
     check(len(writers) == body["num_files"] and [-1, *writers] == sorted({-1, *writers}), "impossible writers")
     return body, sequences
@@ -291,6 +294,8 @@ def read(path: Path) -> Loaded:
     named, blocks = {*tensors, *body["aliases"]}, body["values"]
     nodes = [row for file, room, paths in blocks for row in parse_values(sections[file][-room:], paths, named)]
     check(len(dict(nodes)) == len(nodes), "a value is stored twice")
+    parts = {f"{path}/%rank={rank}" for path, node in nodes if node[0] == "per_rank" for rank in range(node[1])}
+    check(parts <= dict(nodes).keys(), "the part of a rank is missing")
     return Loaded(body["place"], body["step"], tensors, dict(nodes))
 
 

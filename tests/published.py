@@ -14,7 +14,7 @@ from holdfast.format import container, records
 from holdfast.format import manifest as fmt
 from holdfast.format.container import BLOCK_NBYTES, Files
 from holdfast.format.names import own_part
-from holdfast.format.records import Commit, Epoch, FileSeal, Marker, Place, Seal, SealDigest
+from holdfast.format.records import Commit, Diverged, Epoch, FileSeal, Marker, Place, Seal, SealDigest
 from holdfast.format.values import Node
 from holdfast.plan.layout import TensorLayout
 from holdfast.plan.save import Identity, RankValues, encode_plan, plan_save
@@ -62,14 +62,19 @@ class BytesSource:
         out[:] = self._data[start : start + len(out)]
 
 
-def plan(layouts: Sequence[Sequence[TensorLayout]], nodes: Mapping[str, Node], identity: Identity) -> bytes:
+def plan(
+    layouts: Sequence[Sequence[TensorLayout]],
+    nodes: Mapping[str, Node],
+    identity: Identity,
+    diverged: Sequence[str] = (),
+) -> bytes:
     """The manifest of simulated ranks. Each writes the nodes of its own part, and rank 0 all that are of no part."""
     messages, bodies = World([list(tensors) for tensors in layouts], {}).sent()
     tables: dict[int, dict[str, Node]] = {}
     for path, node in sorted(nodes.items()):
         tables.setdefault(int((own_part(path) or "=0").rpartition("=")[2]), {})[path] = node
     values = [RankValues(rank, len(pack_values(table)), tuple(table)) for rank, table in sorted(tables.items())]
-    return encode_plan(plan_save(messages, bodies), identity=identity, values=values)
+    return encode_plan(plan_save(messages, bodies), identity=identity, values=values, diverged=diverged)
 
 
 def publish(storage: MemoryStorage, planned: bytes, full: Mapping[str, np.ndarray], nodes: Mapping[str, Node]) -> None:
@@ -113,6 +118,7 @@ def publish(storage: MemoryStorage, planned: bytes, full: Mapping[str, np.ndarra
         nbytes=sum(file.nbytes for file in sealed),
         created=body.created,
         metrics={name: records.to_metric(value) for name, value in body.metrics.items()},
+        diverged=Diverged.of(body.diverged),
     )
     storage.create(records.commit_key(commit.place), records.encode(commit))
 

@@ -7,10 +7,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 import holdfast
+from holdfast.format.records import Place
+from holdfast.format.values import Node, Open
+from holdfast.plan.layout import TensorLayout, Whole
+from holdfast.plan.save import Identity
+from tests.published import EPOCHS, RUN_ID, begin, plan, publish, put
 
 ENVIRONMENT = {"COLUMNS": "100", "PATH": "/usr/bin:/bin"}
 
@@ -58,6 +64,30 @@ def test_ls_as_json_is_one_document(run: Path) -> None:
         ("1.3", 3, True),
         ("1.2", 2, False),
         ("1.1", 1, False),
+    ]
+
+
+def test_ls_shows_which_tensors_diverged(tmp_path: Path) -> None:
+    storage = begin(RUN_ID, *EPOCHS[:1])
+    names = ["model/[bias]", "model/scale", "model/weight"]
+    layouts = [TensorLayout(name, "uint8", (2,), Whole("compare")) for name in names]
+    nodes: dict[str, Node] = {"": Open("dict"), "model": Open("dict")}
+    for seq, diverged in enumerate(([], names[:1], names), start=1):
+        identity = Identity(f"{seq:016x}", RUN_ID, Place(1, seq), seq, 1.5, {})
+        publish(
+            storage, plan([layouts], nodes, identity, diverged), dict.fromkeys(names, np.zeros((2, 1), np.uint8)), nodes
+        )
+    run = str(put(storage.objects, tmp_path / "run"))
+    lines = command("ls", run).stdout.splitlines()
+    assert lines[1].split()[-1] == "diverged"
+    assert lines[2].rstrip().endswith("model/[bias] and 2 more")
+    assert lines[3].rstrip().endswith("model/[bias]")
+    assert "model" not in lines[4]
+    rows = json.loads(command("ls", "--json", run).stdout)
+    assert [row["diverged"] for row in rows] == [
+        {"num_tensors": 3, "names": names},
+        {"num_tensors": 1, "names": names[:1]},
+        {"num_tensors": 0, "names": []},
     ]
 
 

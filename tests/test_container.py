@@ -77,6 +77,7 @@ def files_of(
         partition_table=(partition,),
         partitions=(0,),
         aliases={},
+        diverged=(),
         num_files=num_files,
         writers=table.add(np.arange(num_files)),
         values=values,

@@ -33,9 +33,9 @@ from holdfast.run.checkpoint import Checkpoint
 from holdfast.run.history import resolve
 from holdfast.run.paths import parse
 from tests import independent_reader
+from tests.bound import Loader
 from tests.published import EPOCHS, RUN_ID, begin, plan, publish, put, run_alone
 from tests.ranks import run_ranks
-from tests.test_bind import Loader
 from tests.test_registry import Phase, quantised
 from tests.worlds import IDENTITY, World, worlds
 
@@ -240,7 +240,7 @@ def small_run() -> dict[str, bytes]:
     nodes: dict[str, Node] = {"": Open("dict"), "n": PerRank(2), "n/%rank=0": Plain(2**40), "n/%rank=1": Plain(1)}
     storage = begin(RUN_ID, *EPOCHS[:1])
     identity = Identity("0123456789abcdef", RUN_ID, Place(1, 1), 7, 1.5, {"loss": 0.25})
-    publish(storage, plan([layouts, layouts], nodes, identity), full, nodes)
+    publish(storage, plan([layouts, layouts], nodes, identity, ["z"]), full, nodes)
     return storage.objects
 
 

@@ -284,8 +284,8 @@ def diverged(run: str, what: str) -> tuple[Told, str]:
         ("value", "progress/loss", "differs between rank 0 and rank 2"),
         ("zero", "progress/loss", "differs between rank 0 and rank 2"),
         ("type", "progress/loss", "differs between rank 0 and rank 2"),
-        ("shape", "weight", r"ranks [0, 1] and [2]"),
-        ("dtype", "weight", r"ranks [0, 1] and [2]"),
+        ("shape", "weight", "float32 [6] on rank 0, but float32 [7] on rank 2"),
+        ("dtype", "weight", "float32 [6] on rank 0, but float64 [6] on rank 2"),
         ("kind", "progress", "rank 2"),
     ],
 )

@@ -58,6 +58,7 @@ def small_manifest() -> tuple[Manifest, list[bytes]]:
         partition_table=(grid, flat, boxes),
         partitions=(0, 1, 2),
         aliases={"tied": "a"},
+        diverged=("a", "c"),
         num_files=2,
         writers=table.add(ints(0, 5)),
         values=(ValueBlock(1, 4096, ("", "x")),),
@@ -112,7 +113,7 @@ def test_planned_manifests_come_back(world: World) -> None:
 @given(st.lists(st.binary(min_size=1, max_size=3000).map(bytes.hex), unique=True).map(sorted))
 def test_bodies_of_any_size_are_decompressed_to_their_end(names: list[str]) -> None:
     columns = (0,) * len(names)
-    packed = altered(names=tuple(names), dtypes=columns, shapes=columns, partitions=columns, aliases={})
+    packed = altered(names=tuple(names), dtypes=columns, shapes=columns, partitions=columns, aliases={}, diverged=())
     assert fmt.decode(packed, path=PATH).body.names == tuple(names)
 
 
@@ -201,6 +202,10 @@ def test_bytes_after_the_compressed_body_are_refused() -> None:
         {"shape_table": ((2**40, 2**40), (5, 10, 100))},
         {"aliases": {"tied": "z"}},
         {"aliases": {"a": "b"}},
+        {"diverged": ("c", "a")},
+        {"diverged": ("a", "a")},
+        {"diverged": ("a", "z")},
+        {"diverged": ("tied",)},
         {"num_files": -1},
         {"values": (ValueBlock(2, 4096, ()),)},
         {"values": (ValueBlock(-1, 4096, ()),)},
@@ -239,6 +244,7 @@ def files_of(shape: Shape, partition: Partition, *sequences: Int64s) -> Files:
         partition_table=(partition,),
         partitions=(0,),
         aliases={},
+        diverged=(),
         writers=0,
         sequences=tuple(table.sequences),
     )

@@ -5,12 +5,13 @@ import math
 import sys
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from holdfast.errors import CorruptError, StateError
 from holdfast.format.names import (
     Key,
+    check_components,
     component,
     is_rank_component,
     join,
@@ -116,6 +117,7 @@ def test_reserved_components_are_given_by_no_key(key: Key) -> None:
 
 
 @given(st.integers(0, 10**6), st.lists(keys, min_size=1, max_size=3), st.lists(keys, max_size=3))
+@example(0, ["\n"], ["\n"])
 def test_the_part_of_a_rank_is_found_in_every_name_below_it(rank: int, above: list[Key], below: list[Key]) -> None:
     part = join("", *map(component, above), rank_component(rank))
     assert is_rank_component(rank_component(rank))
@@ -131,3 +133,26 @@ def test_different_planes_have_different_components(a: str, b: str) -> None:
 def test_reserved_components_are_no_keys(reserved: str) -> None:
     with pytest.raises(CorruptError, match=r"corrupt\.name"):
         parse_component(reserved)
+
+
+def is_sound(text: str) -> bool:
+    try:
+        parse_component(text)
+    except CorruptError:
+        return is_rank_component(text)
+    return True
+
+
+@given(st.lists(keys.map(component) | st.integers(0, 10**6).map(rank_component), min_size=1, max_size=4))
+def test_names_of_keys_and_ranks_are_sound(components: list[str]) -> None:
+    assert all(map(is_sound, components))
+    check_components(join("", *components))
+
+
+@given(st.text("a%/@25F0=", max_size=12) | st.lists(st.text("a%25=rnk0", max_size=9), max_size=3).map("/".join))
+def test_a_name_is_sound_when_all_its_components_are(name: str) -> None:
+    if all(map(is_sound, split(name))):
+        check_components(name)
+    else:
+        with pytest.raises(CorruptError, match=r"corrupt\.name"):
+            check_components(name)

@@ -19,7 +19,7 @@ from holdfast.state.bind import Binding, bind
 from holdfast.state.differences import Stored
 from holdfast.state.flatten import flatten
 from holdfast.state.per_rank import PerRank
-from tests.test_bind import Loader, State, bits, mlp
+from tests.bound import Loader, State, bits, mlp
 
 
 class Nodes(Mapping[str, Node]):

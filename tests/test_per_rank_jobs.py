@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import holdfast
-from holdfast.errors import IncompatibleError
+from holdfast.errors import IncompatibleError, StateError
 from tests.ranks import run_ranks
 
 
@@ -73,6 +73,25 @@ def _load_expecting_refusal(folder: str) -> str:
 def test_on_another_world_it_is_an_error_by_default(tmp_path: Path) -> None:
     run_ranks(3, _save, str(tmp_path))
     assert run_ranks(2, _load_expecting_refusal, str(tmp_path)) == ["incompatible.per_rank"] * 2
+
+
+def _save_on_some_ranks(folder: str) -> tuple[str, str, str | None, str]:
+    """Ranks 1 and 3 have something of their own in a dictionary that all have."""
+    rank = dist.get_rank()
+    own = {"loader": holdfast.PerRank(rank)} if rank % 2 else {}
+    with pytest.raises(StateError) as caught:
+        holdfast.save(f"{folder}/run", {"w": torch.ones(2), "data": {"epoch": 1, **own}}, 1)
+    state = {"w": torch.ones(2), "data": {"epoch": 1, "loader": holdfast.PerRank(rank if rank % 2 else None)}}
+    place = holdfast.save(f"{folder}/run", state, 1).place
+    return caught.value.code, str(caught.value), caught.value.path, place
+
+
+def test_what_only_some_ranks_have_of_their_own_is_refused_with_the_ranks_that_lack_it(tmp_path: Path) -> None:
+    for code, text, path, place in run_ranks(4, _save_on_some_ranks, str(tmp_path)):
+        assert (code, path, place) == ("state.per_rank", "data/loader", "1.1")
+        assert "nothing on ranks [0, 2]" in text
+        assert "PerRank(None)" in text
+    assert holdfast.open(tmp_path / "run").value("data/loader") == [None, 1, None, 3]
 
 
 def _encode(value: Fraction) -> object:

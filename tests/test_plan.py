@@ -14,9 +14,10 @@ from holdfast.format import container
 from holdfast.format.container import Files
 from holdfast.geometry import Box, FlatRange, Shape
 from holdfast.plan import replicas
-from holdfast.plan.layout import Mesh, Pieces, Placed, Replicate, Shard, TensorLayout, Whole
-from holdfast.plan.load import Want, pieces, plan_load
-from tests.worlds import World, data_sections, worlds
+from holdfast.plan.body import RankLayout
+from holdfast.plan.layout import Mesh, PieceReplicas, Pieces, Placed, Replicate, Shard, TensorLayout, Whole
+from holdfast.plan.load import Want
+from tests.worlds import World, data_sections, fill, worlds
 
 
 @st.composite
@@ -26,28 +27,13 @@ def boxes_in(draw: st.DrawFn, shape: Shape) -> Box:
     return Box(tuple(a for a, _ in bounds), tuple(b - a for a, b in bounds))
 
 
-def fill(world: World, files: Files, wants: list[Want], first_file: int) -> list[np.ndarray]:
-    """Execute a load plan on simulated data sections."""
-    sections = data_sections(world, files)
-    itemsizes = files.itemsizes
-    filled = [np.full((*want.box.size, itemsizes[want.tensor]), 0xDD, np.uint8) for want in wants]
-    for reads in plan_load(files, wants, first_file=first_file):
-        for read in map(reads.read, range(len(reads))):
-            want, itemsize = wants[read.want], int(itemsizes[wants[read.want].tensor])
-            rows = np.frombuffer(bytes(sections[reads.file][read.start : read.stop]), np.uint8).reshape(-1, itemsize)
-            for at, stored, source, target in pieces(read, want.box, 0, len(rows)):
-                held = rows[at : at + stored.numel].reshape(*stored.size, itemsize)
-                filled[read.want][target.slices()] = held[source.slices()]
-    return filled
-
-
 @given(worlds(), st.data())
 def test_any_box_of_any_layout_comes_back_bit_for_bit(world: World, data: st.DataObject) -> None:
     files = Files(world.plan())
     names = list(files.manifest.body.names)
     assert names == sorted(world.full)
     wants = [Want(number, data.draw(boxes_in(files.manifest.shape(number)))) for number in range(len(names))]
-    filled = fill(world, files, wants, first_file=data.draw(st.integers(0, 8)))
+    filled = fill(files, data_sections(world, files), wants, first_file=data.draw(st.integers(0, 8)))
     for want, got in zip(wants, filled, strict=True):
         assert np.array_equal(got, world.full[names[want.tensor]][want.box.slices()])
 
@@ -81,7 +67,8 @@ def test_replicas_are_split_without_losing_an_element_whatever_the_share(world: 
         Want(number, Box((0,) * len(s), s))
         for number, s in enumerate(map(files.manifest.shape, range(len(world.full))))
     ]
-    for want, got in zip(wants, fill(world, files, wants, first_file=0), strict=True):
+    filled = fill(files, data_sections(world, files), wants, first_file=0)
+    for want, got in zip(wants, filled, strict=True):
         assert np.array_equal(got, world.full[files.manifest.body.names[want.tensor]])
 
 
@@ -166,7 +153,7 @@ def test_identical_pieces_of_several_ranks_are_replicas() -> None:
     layouts = [[TensorLayout("w", "uint8", (2, 4), Pieces.ranges(part))] for part in parts]
     world = World(layouts, {"w": np.arange(8, dtype=np.uint8).reshape(2, 4, 1)})
     files = Files(world.plan())
-    (got,) = fill(world, files, [Want(0, Box((0, 0), (2, 4)))], 0)
+    (got,) = fill(files, data_sections(world, files), [Want(0, Box((0, 0), (2, 4)))], 0)
     assert np.array_equal(got, world.full["w"])
 
 
@@ -183,3 +170,58 @@ def test_what_nobody_declared_replicated_is_written_whole_by_one_holder() -> Non
     nbytes = _file_nbytes(files)
     assert len(nbytes) == 4
     assert max(nbytes) == min(nbytes)
+
+
+def _of(name: str, spec: Pieces, shape: Shape = (2, 4)) -> TensorLayout:
+    return TensorLayout(name, "float32", shape, spec)
+
+
+def test_ranks_send_one_body_whatever_pieces_they_hold() -> None:
+    flat, boxes, nothing = Pieces.ranges(FlatRange(0, 8)), Pieces.boxes(Box((0, 0), (2, 4))), Pieces.ranges()
+    layouts = [[_of("a", flat), _of("b", boxes)], [_of("a", nothing), _of("b", nothing)]]
+    messages, bodies = World(layouts, {}).sent()
+    assert len(bodies) == 1
+    assert len({message.columns for message in messages}) == 2
+
+
+def test_an_empty_piece_of_a_tensor_without_axes_is_no_copy_of_it() -> None:
+    parts: list[Box | FlatRange] = [FlatRange(0, 0), Box((), ()), FlatRange(1, 1)]
+    files = Files(World([[_of("scale", _one_piece(part), ())] for part in parts], {}).plan())
+    assert files.manifest.sequence(files.manifest.body.writers).tolist() == [0, 1]  # rank 0 for the values
+    assert files.cells(0).owners.tolist() == [1]
+
+
+def test_tensors_with_equal_pieces_cost_one_slot() -> None:
+    layouts = [_of(f"t{i:04d}", Pieces.ranges(FlatRange(1, 3))) for i in range(5000)]
+    assert len(RankLayout.of(layouts, {}).columns) < 256
+
+
+def test_tensors_cut_alike_on_one_rank_only_are_told_apart() -> None:
+    cuts = {"a": (4, 8), "b": (4, 6, 8)}
+    layouts = [
+        [_of(name, Pieces.ranges(FlatRange(0, 4))) for name in cuts],
+        [_of("a", Pieces.ranges(FlatRange(4, 8))), _of("b", Pieces.ranges(FlatRange(4, 6)))],
+        [_of("a", Pieces.ranges()), _of("b", Pieces.ranges(FlatRange(6, 8)))],
+    ]
+    files = Files(World(layouts, {}).plan())
+    assert [files.cells(tensor).numels.tolist() for tensor in range(2)] == [[4, 4], [4, 2, 2]]
+    assert [files.cells(tensor).owners.tolist() for tensor in range(2)] == [[0, 1], [0, 1, 2]]
+
+
+@pytest.mark.parametrize(("policy", "num_writers"), [("split", 2), ("compare", 1)])
+def test_equal_pieces_are_shared_out_where_they_are_declared_equal(policy: PieceReplicas, num_writers: int) -> None:
+    shape = (8192, 4096)
+    halves = [FlatRange(0, 1 << 24), FlatRange(1 << 24, 1 << 25)]
+    for parts in (halves, [Box((0, 0), (4096, 4096)), Box((4096, 0), (4096, 4096))]):
+        layouts = [[_of("w", Pieces((parts[rank % 2],), policy), shape)] for rank in range(4)]
+        files = Files(World(layouts, {}).plan())
+        cells = files.cells(0)
+        assert cells.numels.tolist() == [(1 << 24) // num_writers] * 2 * num_writers
+        assert len(set(cells.owners.tolist())) == 2 * num_writers
+
+
+def test_pieces_are_shared_out_only_where_all_holders_declare_them_equal() -> None:
+    whole = FlatRange(0, 1 << 24)
+    policies: tuple[PieceReplicas, ...] = ("split", "compare")
+    layouts = [[_of("w", Pieces.ranges(whole, replicas=policy), (4096, 4096))] for policy in policies]
+    assert len(Files(World(layouts, {}).plan()).cells(0).owners) == 1

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from holdfast.errors import CorruptError, IncompatibleError
 from holdfast.format import records
-from holdfast.format.records import Commit, Epoch, FileSeal, Marker, Place, Record, Seal, SealDigest
+from holdfast.format.records import Commit, Diverged, Epoch, FileSeal, Marker, Place, Record, Seal, SealDigest
 
 HEX = "0123456789abcdef"
 PATH = "somewhere/record.json"
@@ -49,6 +49,8 @@ seals = st.builds(
     files=st.lists(files, max_size=4, unique_by=lambda file: file.name).map(tuple),
 )
 
+marks = st.lists(st.text(), max_size=20, unique=True).map(sorted).map(Diverged.of)
+
 
 @st.composite
 def commits(draw: st.DrawFn) -> Commit:
@@ -62,6 +64,7 @@ def commits(draw: st.DrawFn) -> Commit:
         nbytes=draw(counts),
         created=draw(seconds),
         metrics=draw(metrics),
+        diverged=draw(marks),
     )
 
 
@@ -79,6 +82,7 @@ COMMIT = Commit(
     nbytes=2**40,
     created=1_700_000_000.25,
     metrics={"loss": 0.1, "norm": "inf"},
+    diverged=Diverged(2, ("model/a", "model/b")),
 )
 
 
@@ -172,6 +176,11 @@ def test_a_member_that_a_newer_writer_added_is_ignored() -> None:
         ('"loss":0.1', '"loss":null'),
         ('"loss":0.1', '"loss":"big"'),
         ('"created":1700000000.25,', ""),
+        ('"num_tensors":2', '"num_tensors":1'),
+        ('"num_tensors":2', '"num_tensors":17'),
+        ('"model/a"', '"model/b"'),
+        ('"model/a"', '"model/c"'),
+        (',"diverged":{"num_tensors":2,"names":["model/a","model/b"]}', ""),
     ],
 )
 def test_impossible_content_with_a_right_digest_is_corruption(old: str, new: str) -> None:
@@ -244,6 +253,13 @@ def test_a_metric_survives_its_record(value: float) -> None:
 def test_a_metric_that_json_cannot_hold_is_refused() -> None:
     with pytest.raises(ValueError, match="no valid Commit"):
         records.encode(msgspec.structs.replace(COMMIT, metrics={"m": math.nan}))
+
+
+def test_a_commit_names_16_diverged_tensors_and_counts_all() -> None:
+    names = [f"layers/{number:03}" for number in range(40)]
+    assert Diverged.of(names) == Diverged(40, tuple(names[:16]))
+    assert Diverged.of(names[:16]) == Diverged(16, tuple(names[:16]))
+    assert Diverged.of([]) == Diverged(0, ())
 
 
 def test_a_place_reads_as_people_write_it() -> None:

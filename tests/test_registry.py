@@ -21,7 +21,7 @@ from holdfast.format.values import Encoded, Items, Plain, Planes, Undecoded
 from holdfast.state import registry
 from holdfast.state.flatten import flatten
 from holdfast.state.registry import register_tensor, register_value
-from tests.test_bind import Loader, State, assert_same, bits, bound, load, refused, save
+from tests.bound import Loader, State, assert_same, bits, bound, load, refused, save
 
 # --- values ----------------------------------------------------------------------------------------------------------
 

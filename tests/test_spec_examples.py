@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 import holdfast
 from holdfast.format import manifest as fmt
 from holdfast.format import records
-from holdfast.format.records import Commit, Place, SealDigest
+from holdfast.format.records import Commit, Diverged, Place, SealDigest
 from holdfast.format.values import Node, Open, Plain
 from holdfast.plan.layout import Mesh, Placed, Shard, TensorLayout, Whole
 from holdfast.plan.save import Identity
@@ -219,6 +219,7 @@ def test_floats_in_records_are_written_as_specified(value: float) -> None:
         nbytes=0,
         created=1.0,
         metrics={"m": value},
+        diverged=Diverged.of(()),
     )
     assert f'"metrics":{{"m":{ryu_text(value)}}}'.encode() in records.encode(commit)
 

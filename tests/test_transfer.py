@@ -93,8 +93,11 @@ def job(
     counts = [np.zeros(stop - start, np.uint8) for start, stop in extents]
 
     def deliver(index: int, offset: int, data: Bytes) -> None:
-        targets[index][offset : offset + len(data)] = data
-        counts[index][offset : offset + len(data)] += 1
+        while len(data):
+            part = data[: len(targets[index]) - offset]
+            targets[index][offset : offset + len(part)] = part
+            counts[index][offset : offset + len(part)] += 1
+            index, offset, data = index + 1, 0, data[len(part) :]
 
     def open_file() -> DataFile:
         return DataFile(storage.reader(key), storage.path(key), PAGE, nbytes, table)
@@ -217,6 +220,21 @@ def test_the_first_block_that_differs_is_named(nbytes: int, data: st.DataObject)
     flipped = data.draw(st.integers(0, nbytes - 1))
     content[flipped] ^= 1
     assert first_bad_block(content, table, first=2) == 2 + flipped // BLOCK_NBYTES
+
+
+def test_extents_without_gaps_are_delivered_together(storage: PosixStorage, pool: BufferPool) -> None:
+    content = random_bytes(3 * MIB)
+    table = write(storage, "file", content, pool)
+    extents = [Extent(0, 8), Extent(8, 8), Extent(8, 20), Extent(30, 2 * MIB), Extent(40, 50), Extent(2 * MIB, 3 * MIB)]
+    calls: list[tuple[int, int, int]] = []
+
+    def deliver(index: int, offset: int, data: Bytes) -> None:
+        calls.append((index, offset, len(data)))
+
+    wanted, _, _ = job(storage, "file", len(content), table, extents)
+    read_files([wanted._replace(deliver=deliver)], pool=pool, on_corrupt=corrupt)
+    whole_runs = [(0, 0, 20), (3, 0, MIB - 30), (4, 0, 10)]
+    assert sorted(calls) == [*whole_runs[:2], (3, MIB - 30, MIB), whole_runs[2], (5, 0, MIB)]
 
 
 def test_ten_thousand_tiny_sources_and_extents_are_cheap(storage: PosixStorage, pool: BufferPool) -> None:

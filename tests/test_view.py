@@ -23,7 +23,12 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import holdfast
 from holdfast import CorruptError, NotFoundError, View
+from holdfast.format.records import Place
+from holdfast.format.values import Node, Open, Plain, Planes, Stateful, TensorRef
+from holdfast.plan.layout import TensorLayout, Whole
+from holdfast.plan.save import Identity
 from tests.models import build, filled, full, tensors
+from tests.published import EPOCHS, RUN_ID, begin, plan, publish, put
 from tests.ranks import run_ranks
 
 SHAPE = (7, 4, 5)
@@ -305,6 +310,20 @@ def test_a_damaged_byte_is_found_when_it_is_read_and_not_before(tmp_path: Path) 
         view["b"][:10]
     unverified = holdfast.open(tmp_path / "run", verify=False)
     assert unverified["b"][1000].item() != 0
+
+
+@pytest.mark.parametrize("node", [TensorRef(), Stateful(TensorRef()), Planes("scaled", ("data", "scale"))], ids=repr)
+def test_values_that_refer_to_a_tensor_that_is_not_there_are_corrupt(tmp_path: Path, node: Node) -> None:
+    nodes = {"": Open("dict"), "lost": node, "step": Plain(3)}
+    storage = begin(RUN_ID, EPOCHS[0])
+    layouts = [TensorLayout(name, "uint8", (1,), Whole("compare")) for name in ("kept", "lost/%plane=data")]
+    content = {layout.name: np.zeros((1, 1), np.uint8) for layout in layouts}
+    identity = Identity("0123456789abcdef", RUN_ID, Place(1, 1), 7, 1.5, {})
+    publish(storage, plan([layouts], nodes, identity), content, nodes)
+    view = holdfast.open(put(storage.objects, tmp_path))
+    assert view["kept"].numpy().tolist() == [0]
+    with pytest.raises(CorruptError, match=r"data-00000.*refer to tensor 'lost(/%plane=scale)?'"):
+        view.value("step")
 
 
 def test_data_files_are_read_by_stock_safetensors(job_run: Path) -> None:

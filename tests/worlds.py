@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import TypeVar
 
 import numpy as np
 from hypothesis import strategies as st
@@ -18,6 +20,7 @@ from holdfast.geometry import Box, FlatRange, Shape
 from holdfast.plan.body import RankLayout
 from holdfast.plan.layout import (
     Mesh,
+    PieceReplicas,
     Pieces,
     Placed,
     Placement,
@@ -28,7 +31,10 @@ from holdfast.plan.layout import (
     TensorLayout,
     Whole,
 )
+from holdfast.plan.load import Want, pieces, plan_load
 from holdfast.plan.save import Identity, RankMessage, RankValues, encode_plan, plan_save
+
+T = TypeVar("T")
 
 IDENTITY = Identity("00112233445566aa", "0" * 32, Place(1, 1), 7, 123.5, {})
 
@@ -85,19 +91,30 @@ def cut_points(draw: st.DrawFn, extent: int, parts: int) -> list[int]:
 
 
 @st.composite
+def dealt(draw: st.DrawFn, world_size: int, parts: Iterable[T]) -> list[list[T]]:
+    """Each of `parts` in the hands of one rank or several; some ranks may hold none."""
+    hands: list[list[T]] = [[] for _ in range(world_size)]
+    for part in parts:
+        for rank in draw(st.sets(st.integers(0, world_size - 1), min_size=1)):
+            hands[rank].append(part)
+    return hands
+
+
+@st.composite
 def specs(draw: st.DrawFn, world_size: int, shape: Shape) -> list[Spec]:
     """One spec per rank, which together cover a tensor of `shape`."""
     kind = draw(st.sampled_from(["placed", "split", "first", "compare", "flat", "rows"]))
     if kind == "placed":
         mesh = draw(meshes(world_size))
         return [Placed(mesh, draw(placements(mesh, shape)))] * world_size
+    policy: PieceReplicas = draw(st.sampled_from(["split", "compare"]))
     if kind == "flat":
-        cuts = draw(cut_points(prod(shape), world_size))
-        return [Pieces.ranges(FlatRange(a, b)) for a, b in itertools.pairwise(cuts)]
+        ranges = itertools.starmap(FlatRange, itertools.pairwise(draw(cut_points(prod(shape), world_size + 1))))
+        return [Pieces.ranges(*held, replicas=policy) for held in draw(dealt(world_size, ranges))]
     if kind == "rows" and shape:
-        cuts = draw(cut_points(shape[0], world_size))
-        rest = shape[1:]
-        return [Pieces.boxes(Box((a, *(0 for _ in rest)), (b - a, *rest))) for a, b in itertools.pairwise(cuts)]
+        cuts, rest = draw(cut_points(shape[0], world_size)), shape[1:]
+        rows = (Box((a, *(0 for _ in rest)), (b - a, *rest)) for a, b in itertools.pairwise(cuts))
+        return [Pieces.boxes(*held, replicas=policy) for held in draw(dealt(world_size, rows))]
     return [Whole("split" if kind in ("split", "rows") else kind)] * world_size  # type: ignore[arg-type]
 
 
@@ -120,7 +137,7 @@ def cut(full: np.ndarray, shape: Shape, part: Box | FlatRange) -> bytes:
     """The bytes of `part` of a full tensor."""
     if isinstance(part, Box):
         return full[part.slices()].tobytes()
-    return full.reshape(prod(shape), -1)[part.start : part.stop].tobytes()
+    return full.reshape(prod(shape), full.shape[-1])[part.start : part.stop].tobytes()
 
 
 def data_sections(world: World, files: Files) -> list[bytearray]:
@@ -136,3 +153,18 @@ def data_sections(world: World, files: Files) -> list[bytearray]:
             section[entry.offset : entry.offset + entry.nbytes] = data
         sections.append(section)
     return sections
+
+
+def fill(files: Files, sections: Sequence[bytes | bytearray], wants: list[Want], first_file: int) -> list[np.ndarray]:
+    """Execute a load plan on data sections: the raw bytes of each want, in the shape of its box."""
+    itemsizes = files.itemsizes
+    filled = [np.full((*want.box.size, itemsizes[want.tensor]), 0xDD, np.uint8) for want in wants]
+    for reads in plan_load(files, wants, first_file=first_file):
+        for number, read in enumerate(map(reads.read, range(len(reads)))):
+            want, itemsize = wants[read.want], int(itemsizes[wants[read.want].tensor])
+            rows = np.frombuffer(bytes(sections[reads.file][read.start : read.stop]), np.uint8).reshape(-1, itemsize)
+            for at, stored, source, target in pieces(read, want.box, 0, len(rows)):
+                held = rows[at : at + stored.numel].reshape(*stored.size, itemsize)
+                filled[read.want][target.slices()] = held[source.slices()]
+            assert not reads.straight[number] or np.array_equal(filled[read.want].reshape(rows.shape), rows)
+    return filled

@@ -27,10 +27,12 @@ from holdfast.errors import (
 )
 
 if TYPE_CHECKING:
+    from holdfast.geometry import Box, FlatRange
     from holdfast.loading import load
     from holdfast.reports import LoadReport, SaveReport
     from holdfast.saving import save
     from holdfast.state.per_rank import PerRank
+    from holdfast.state.piecewise import Piecewise
     from holdfast.state.registry import register_tensor, register_value
     from holdfast.view import LazyTensor, View, open
 
@@ -43,21 +45,27 @@ _HOMES = {
     "SaveReport": "holdfast.reports",
     "LoadReport": "holdfast.reports",
     "PerRank": "holdfast.state.per_rank",
+    "Piecewise": "holdfast.state.piecewise",
+    "FlatRange": "holdfast.geometry",
+    "Box": "holdfast.geometry",
     "register_tensor": "holdfast.state.registry",
     "register_value": "holdfast.state.registry",
 }
 
 __all__ = [
+    "Box",
     "ConfigurationError",
     "CorruptError",
     "DeadlineError",
     "FencedError",
+    "FlatRange",
     "HoldfastError",
     "IncompatibleError",
     "LazyTensor",
     "LoadReport",
     "NotFoundError",
     "PerRank",
+    "Piecewise",
     "SaveReport",
     "StateError",
     "StorageError",

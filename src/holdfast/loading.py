@@ -13,8 +13,7 @@ from holdfast.control.torch_store import default_channel, group_ranks
 from holdfast.errors import StorageError
 from holdfast.format.names import own_part
 from holdfast.format.records import Place
-from holdfast.geometry import Box
-from holdfast.phases import Stopwatch, attempt
+from holdfast.phases import Stopwatch, attempt, collector_paused
 from holdfast.plan.load import Want, resharded
 from holdfast.reports import LoadReport
 from holdfast.run.checkpoint import Checkpoint
@@ -24,7 +23,7 @@ from holdfast.run.session import JOB
 from holdfast.state.bind import Binding, bind
 from holdfast.state.differences import Stored, difference
 from holdfast.state.memory import LocalPieces
-from holdfast.state.targets import Array, MemoryTarget
+from holdfast.state.targets import MemoryTargets
 
 
 def load(
@@ -89,6 +88,7 @@ class _Loading:
             resolved = self._resolve(target, found)
         bound: list[tuple[Checkpoint, Binding, dict[str, Stored]]] = []
 
+        @collector_paused()
         def match() -> bytes:
             checkpoint = Checkpoint(found[0] if found else self._follow(target, resolved))
             stored = _stored(checkpoint)
@@ -165,8 +165,12 @@ class _Loading:
 
 
 def _stored(checkpoint: Checkpoint) -> dict[str, Stored]:
-    manifest = checkpoint.manifest
-    return {name: Stored(manifest.dtype(i), manifest.shape(i)) for i, name in enumerate(manifest.body.names)}
+    body = checkpoint.manifest.body
+    known = {
+        kind: Stored(body.dtype_table[kind[0]], body.shape_table[kind[1]])
+        for kind in set(zip(body.dtypes, body.shapes, strict=True))
+    }
+    return dict(zip(body.names, map(known.__getitem__, zip(body.dtypes, body.shapes, strict=True)), strict=True))
 
 
 def _finish(binding: Binding, state: list[object]) -> bytes:
@@ -182,31 +186,29 @@ class _Filling:
         self._binding = binding
         self._rank = rank
         self._verify = verify
-        self._targets: list[MemoryTarget] = []
         self.resharded: tuple[str, ...] = ()
         self.read_nbytes = 0
         self.needed_nbytes = 0
 
     def run(self) -> bytes:
         """Fill all targets."""
-        checkpoint, wants = self._checkpoint, self._wants()
+        checkpoint, targets = self._checkpoint, MemoryTargets()
+        wants = self._wants(targets)
         num_files = max(checkpoint.manifest.body.num_files, 1)
-        stats = checkpoint.read(wants, self._put, verify=self._verify, first_file=self._rank % num_files)
+        stats = checkpoint.read(wants, targets, verify=self._verify, first_file=self._rank % num_files)
         names = checkpoint.manifest.body.names
         self.resharded = tuple(sorted({names[want.tensor] for want in resharded(checkpoint.files, wants)}))
         self.read_nbytes = stats.bytes_read
-        self.needed_nbytes = sum(target.view.nbytes for target in self._targets)
+        self.needed_nbytes = targets.nbytes
         return b""
 
-    def _wants(self) -> list[Want]:
+    def _wants(self, targets: MemoryTargets) -> list[Want]:
+        """What is to be read; the memory of each goes to `targets`."""
         wants = []
-        pieces = LocalPieces(self._rank)
+        pieces, numbers = LocalPieces(self._rank), self._checkpoint.numbers
         for target in self._binding.targets:
-            number = self._checkpoint.numbers[target.source]
+            number = numbers[target.source]
             for box, view in pieces.of(target.local.layout, target.local.memory):
                 wants.append(Want(number, box))
-                self._targets.append(MemoryTarget(box, view))
+                targets.add(view)
         return wants
-
-    def _put(self, want: int, at: Box, elements: Array) -> None:
-        self._targets[want].put(at, elements)

@@ -10,7 +10,8 @@ class SaveReport:
     """A committed, durable checkpoint.
 
     `place` is its place in the run's history, `path` its folder. ``nbytes`` counts the tensors and values of the whole
-    checkpoint, ``written_nbytes`` what this rank wrote. ``seconds`` says how long each phase took on this rank.
+    checkpoint, ``written_nbytes`` what this rank wrote. `diverged` are tensors whose undeclared copies were found to
+    differ at this save; one holder's copy of each was saved. ``seconds`` says how long each phase took on this rank.
     """
 
     step: int
@@ -19,6 +20,7 @@ class SaveReport:
     nbytes: int
     written_nbytes: int
     num_tensors: int
+    diverged: tuple[str, ...]
     seconds: dict[str, float]
 
 

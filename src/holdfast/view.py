@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import operator
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import EllipsisType
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ from holdfast.run.checkpoint import Checkpoint
 from holdfast.run.history import resolve
 from holdfast.run.paths import parse, some
 from holdfast.state import registry
+from holdfast.storage.base import Bytes
 
 if TYPE_CHECKING:
     import torch
@@ -78,14 +79,23 @@ class LazyTensor:
     def _read(self, index: Index | tuple[Index, ...]) -> npt.NDArray[Any]:
         box, rest = _normalize(index, self.shape)
         out = np.empty(box.size, CARRIERS[DTYPES[self.dtype].itemsize])
-
-        def put(_: int, at: Box, elements: npt.NDArray[Any]) -> None:
-            out[at.slices()] = elements
-
-        self._checkpoint.read([Want(self._number, box)], put, verify=self._verify)
+        self._checkpoint.read([Want(self._number, box)], _Whole(out), verify=self._verify)
         if all(isinstance(item, slice) and item.step in (None, 1) for item in rest):
             return out
         return np.array(out[rest])  # contiguous; an array also where every axis is gone
+
+
+class _Whole:
+    """One array as the target of the only want."""
+
+    def __init__(self, out: npt.NDArray[Any]) -> None:
+        self._out = out
+
+    def put(self, want: int, at: Box, elements: npt.NDArray[Any]) -> None:
+        self._out[at.slices()] = elements
+
+    def fill(self, wants: Sequence[int], data: Bytes) -> None:
+        self._out[...] = data.view(self._out.dtype).reshape(self._out.shape)
 
 
 class View:

@@ -7,11 +7,14 @@ text to compute (SPEC, "Data files"): finding every offset in thousands of files
 
 from __future__ import annotations
 
-import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from json.encoder import encode_basestring_ascii as quoted
 from math import prod
+from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
 from holdfast.errors import CorruptError
@@ -32,8 +35,7 @@ _RESERVED_NAME = "__metadata__"
 _ENTRY_NBYTES = 96
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(msgspec.Struct, frozen=True, gc=False):
     """One piece in a data file: ``nbytes`` bytes at ``offset`` of the data section."""
 
     tensor: int
@@ -42,12 +44,23 @@ class Entry:
     nbytes: int
 
 
+class _Cell(NamedTuple):
+    """A cell that a file holds of all tensors with one partition, shape and dtype: where it begins after the tensor's
+    first byte in the file, and the header's text after the tensor's quoted name and before the cell's offsets."""
+
+    part: Box | FlatRange
+    offset: int
+    nbytes: int
+    text: str
+
+
 @dataclass(frozen=True)
 class FileLayout:
-    """All that a data file holds and where; ``data_start`` is the header's length."""
+    """All that a data file holds and where; ``data_start`` is the header's length, ``text`` what it says of entries."""
 
     index: int
-    entries: tuple[Entry, ...]
+    entries: Sequence[Entry]
+    text: str
     values: ValueBlock | None
     values_offset: int
     data_start: int
@@ -71,10 +84,17 @@ class Files:
     def __init__(self, manifest: DecodedManifest) -> None:
         self.manifest = manifest
         self._cells: dict[int, Cells] = {}
+        self._checked: dict[tuple[int, int], Cells] = {}
 
     def cells(self, tensor: int) -> Cells:
         """The cells of tensor number `tensor`, checked against its shape."""
-        index = self.manifest.body.partitions[tensor]
+        key = self.manifest.body.partitions[tensor], self.manifest.body.shapes[tensor]
+        cells = self._checked.get(key)
+        if cells is None:
+            cells = self._checked[key] = self._check(tensor, key[0])
+        return cells
+
+    def _check(self, tensor: int, index: int) -> Cells:
         cells = self._cells.get(index)
         if cells is None:
             cells = self._cells[index] = cells_of(self.manifest, self.manifest.body.partition_table[index])
@@ -108,15 +128,11 @@ class Files:
     def _entry_bounds(self) -> Int64s:
         """Upper bound of the header text of one piece, per tensor."""
         body = self.manifest.body
-        codes = [len(DTYPES[name].code) for name in body.dtype_table]
+        codes = np.asarray([len(DTYPES[name].code) for name in body.dtype_table], np.int64)
         numbers = [max(len(shape), 1) * (3 * len(str(prod(shape))) + 3) for shape in body.shape_table]
-        return np.asarray(
-            [
-                len(json.dumps(name)) + codes[dtype] + numbers[shape] + _ENTRY_NBYTES
-                for name, dtype, shape in zip(body.names, body.dtypes, body.shapes, strict=True)
-            ],
-            np.int64,
-        )
+        names = np.asarray([len(quoted(name)) for name in body.names], np.int64)
+        dtypes, shapes = np.asarray(body.dtypes, np.int64), np.asarray(body.shapes, np.int64)
+        return names + codes[dtypes] + np.asarray(numbers, np.int64)[shapes] + _ENTRY_NBYTES
 
     @cached_property
     def _totals(self) -> tuple[Int64s, Int64s]:
@@ -147,7 +163,7 @@ class Files:
         for block in self.manifest.body.values:
             here = files == block.file
             data_nbytes[here] += block.capacity
-            header[here] += len(json.dumps(VALUES_NAME)) + 2 + len(str(block.capacity)) + _ENTRY_NBYTES
+            header[here] += len(quoted(VALUES_NAME)) + 2 + len(str(block.capacity)) + _ENTRY_NBYTES
         header += 8 + 1 + np.asarray([len(_metadata(self.manifest, int(file), "")) for file in files], np.int64)
         header += 32 * -(-data_nbytes // BLOCK_NBYTES)
         return FileColumns(files, offsets, -(-header // ALIGNMENT) * ALIGNMENT, data_nbytes)
@@ -155,21 +171,43 @@ class Files:
     def layout(self, index: int) -> FileLayout:
         """Everything about data file number `index`."""
         columns = self.columns(np.asarray([index], np.int64))
+        body = self.manifest.body
         entries: list[Entry] = []
-        owned: dict[int, list[int]] = {}
-        for position, tensor in enumerate(self.order.tolist()):
-            cells = self.cells(tensor)
-            mine = owned.get(id(cells))
-            if mine is None:
-                mine = owned[id(cells)] = np.flatnonzero(cells.owners == index).tolist()
-            base, itemsize = int(columns.offsets[0, position]), int(self.itemsizes[tensor])
-            for cell in mine:
-                offset = base + int(cells.within[cell]) * itemsize
-                entries.append(Entry(tensor, cells.part(cell), offset, int(cells.numels[cell]) * itemsize))
-        values = next((block for block in self.manifest.body.values if block.file == index), None)
+        texts: list[str] = []
+        known: dict[tuple[int, int, int, bool], list[_Cell]] = {}
+        for tensor, base in zip(self.order.tolist(), columns.offsets[0].tolist(), strict=False):
+            name = body.names[tensor]
+            key = body.partitions[tensor], body.shapes[tensor], body.dtypes[tensor], name == _RESERVED_NAME
+            cells = known.get(key)
+            if cells is None:
+                cells = known[key] = self._cells_in(index, tensor)
+            name = quoted(name)[:-1] if cells else ""
+            for part, offset, nbytes, text in cells:
+                start = base + offset
+                entries.append(Entry(tensor, part, start, nbytes))
+                texts.append(f"{name}{text}{start},{start + nbytes}]}}")
+        values = next((block for block in body.values if block.file == index), None)
         data_nbytes = int(columns.data_nbytes[0])
         values_offset = data_nbytes - (values.capacity if values else 0)
-        return FileLayout(index, tuple(entries), values, values_offset, int(columns.data_starts[0]), data_nbytes)
+        if values is not None:
+            texts.append(
+                f"{quoted(VALUES_NAME)[:-1]}{_text('U8', '', (values.capacity,))}{values_offset},{data_nbytes}]}}"
+            )
+        start = int(columns.data_starts[0])
+        return FileLayout(index, entries, ",".join(texts), values, values_offset, start, data_nbytes)
+
+    def _cells_in(self, index: int, tensor: int) -> list[_Cell]:
+        """The cells of a tensor that data file number `index` holds."""
+        cells, shape, itemsize = self.cells(tensor), self.manifest.shape(tensor), int(self.itemsizes[tensor])
+        dtype = DTYPES[self.manifest.dtype(tensor)]
+        found = []
+        for cell in np.flatnonzero(cells.owners == index).tolist():
+            part, nbytes = cells.part(cell), int(cells.numels[cell]) * itemsize
+            size = part.size if isinstance(part, Box) else (part.numel,)
+            suffix = _suffix(self.manifest.body.names[tensor], shape, part)
+            text = _text(dtype.code, suffix, size if dtype.native else (nbytes,))
+            found.append(_Cell(part, int(cells.within[cell]) * itemsize, nbytes, text))
+        return found
 
 
 def num_blocks(data_nbytes: int) -> int:
@@ -180,16 +218,8 @@ def num_blocks(data_nbytes: int) -> int:
 def header(manifest: DecodedManifest, layout: FileLayout, table: bytes) -> bytes:
     """The first ``layout.data_start`` bytes of a data file whose block digests are `table`."""
     assert len(table) == 16 * num_blocks(layout.data_nbytes)
-    parts = [_metadata(manifest, layout.index, table.hex())]
-    for entry in layout.entries:
-        name = _entry_name(manifest.body.names[entry.tensor], manifest.shape(entry.tensor), entry.part)
-        dtype = DTYPES[manifest.dtype(entry.tensor)]
-        shape = _stored_shape(entry) if dtype.native else (entry.nbytes,)
-        parts.append(_entry_text(name, dtype.code, shape, entry.offset, entry.nbytes))
-    if layout.values is not None:
-        capacity = layout.values.capacity
-        parts.append(_entry_text(VALUES_NAME, "U8", (capacity,), layout.values_offset, capacity))
-    text = (",".join(parts) + "}").encode("ascii")
+    metadata = _metadata(manifest, layout.index, table.hex())
+    text = (f"{metadata},{layout.text}}}" if layout.text else f"{metadata}}}").encode("ascii")
     room = layout.data_start - 8
     assert len(text) <= room, f"header bound too small: {len(text)} > {room}"
     return room.to_bytes(8, "little") + text.ljust(room)
@@ -200,19 +230,16 @@ def _metadata(manifest: DecodedManifest, index: int, table: str) -> str:
     return f'{{"__metadata__":{{"blocks":"{table}","checkpoint":"{checkpoint_id}","file":"{index}","holdfast":"1"}}'
 
 
-def _entry_name(name: str, shape: Shape, part: Box | FlatRange) -> str:
-    """The tensor's name, and which part of it the piece is; only a whole tensor keeps its bare name."""
+def _suffix(name: str, shape: Shape, part: Box | FlatRange) -> str:
+    """What a piece's name says after the tensor's: which part it is; only a whole tensor keeps its bare name."""
     is_whole = part == whole(shape) or (len(shape) == 1 and part == FlatRange(0, *shape))
     if is_whole and name != _RESERVED_NAME:
-        return name
+        return ""
     axes = [part] if isinstance(part, FlatRange) else zip(part.start, part.stop, strict=True)
-    return f"{name}@" + ",".join(f"{a}:{b}" for a, b in axes)
+    return "@" + ",".join(f"{a}:{b}" for a, b in axes)
 
 
-def _stored_shape(entry: Entry) -> Shape:
-    return entry.part.size if isinstance(entry.part, Box) else (entry.part.numel,)
-
-
-def _entry_text(name: str, code: str, shape: Shape, offset: int, nbytes: int) -> str:
+def _text(code: str, suffix: str, shape: Shape) -> str:
+    """A header's text of an entry, from the end of the tensor's name up to the offsets."""
     dims = ",".join(map(str, shape))
-    return f'{json.dumps(name)}:{{"dtype":"{code}","shape":[{dims}],"data_offsets":[{offset},{offset + nbytes}]}}'
+    return f'{suffix}":{{"dtype":"{code}","shape":[{dims}],"data_offsets":['

@@ -9,6 +9,7 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Iterable
+from itertools import pairwise
 from math import prod
 
 import msgspec
@@ -71,7 +72,8 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Tensor ``i`` is ``names[i]`` (sorted), of ``dtype_table[dtypes[i]]`` and ``shape_table[shapes[i]]``, divided by
     ``partition_table[partitions[i]]``. Owners in partitions are data files; file ``f`` was written by rank
-    ``writers[f]`` and is called `file_name(f)`.
+    ``writers[f]`` and is called `file_name(f)`. `diverged` names (sorted) tensors whose copies on several ranks
+    were found to differ when this checkpoint was saved; one holder's copy was stored.
     """
 
     checkpoint_id: str
@@ -90,6 +92,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     partition_table: tuple[Partition, ...]
     partitions: tuple[int, ...]
     aliases: dict[str, str]
+    diverged: tuple[str, ...]
     num_files: int
     writers: int
     values: tuple[ValueBlock, ...]
@@ -250,7 +253,7 @@ def _check(body: Manifest) -> None:
     ):
         if num_tensors and not (min(column) >= 0 and max(column) < table):
             raise corrupt("a tensor column points outside its table")
-    if any(a >= b for a, b in zip(body.names, body.names[1:], strict=False)):
+    if not _ascends(body.names):
         raise corrupt("its tensor names are not sorted and unique")
     unknown = sorted(set(body.dtype_table) - DTYPES.keys())
     if unknown:
@@ -262,6 +265,8 @@ def _check(body: Manifest) -> None:
     names = set(body.names)
     if not names.issuperset(body.aliases.values()) or not names.isdisjoint(body.aliases):
         raise corrupt("an alias points to no tensor, or shadows one")
+    if not _ascends(body.diverged) or not names.issuperset(body.diverged):
+        raise corrupt("the tensors that diverged are no tensors, or not sorted and unique")
     _check_values(body)
     if body.place[0] < 1 or body.place[1] < 1 or body.step < 0:
         raise corrupt("its place or step is impossible")
@@ -269,6 +274,10 @@ def _check(body: Manifest) -> None:
     used = [body.writers, *(index for part in body.partition_table for index in _sequences_of(part))]
     if min(used) < 0 or max(used) >= num_sequences:
         raise corrupt("a partition names a sequence that does not exist")
+
+
+def _ascends(names: tuple[str, ...]) -> bool:
+    return all(a < b for a, b in pairwise(names))
 
 
 def _check_values(body: Manifest) -> None:

@@ -22,8 +22,10 @@ _ESCAPES = {"%25": "%", "%2F": "/", "%40": "@"}
 _SPECIAL = re.compile(r"[%/@\ud800-\udfff]")
 _SURROGATE = re.compile(r"[\ud800-\udfff]")
 _ESCAPE = re.compile(r"%(?:25|2F|40)")
-_RANK = re.compile(r"%rank=(?:0|[1-9]\d{0,8})")
-_OWN_PART = re.compile(r".*?/%rank=\d+(?=/|$)")
+_RANK = re.compile(r"%rank=(?:0|[1-9][0-9]{0,8})")
+_STRING = r"(?:[^%/@\ud800-\udfff]++|%25|%2F|%40)+"
+_STRINGS = re.compile(rf"{_STRING}(?:/{_STRING})*")
+_OWN_PART = re.compile(r".*?/%rank=[0-9]+(?=/|\Z)", re.DOTALL)
 _PARSERS: dict[str, Callable[[str], Key]] = {
     "int": int,
     "float": float.fromhex,
@@ -73,6 +75,15 @@ def parse_component(text: str) -> Key:
     if not canonical:
         raise _malformed(text)
     return key
+
+
+def check_components(name: str) -> None:
+    """Raise `CorruptError` when a component of `name` is neither that of a key nor of a rank."""
+    if _STRINGS.fullmatch(name):  # string keys and indexes alone, as in nearly all names
+        return
+    for text in split(name):
+        if not is_rank_component(text):
+            parse_component(text)
 
 
 def rank_component(rank: int) -> str:

@@ -14,6 +14,8 @@ import importlib.metadata
 import json
 import math
 import re
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Annotated, Final, Literal, TypeVar
 
 import msgspec
@@ -24,6 +26,8 @@ from holdfast.errors import CorruptError, IncompatibleError
 FORMAT: Final = "1"
 READER_FEATURES: Final[frozenset[str]] = frozenset()
 MAX_RECORD_NBYTES: Final = 64 * 2**20
+#: A commit names no more tensors than so many; the manifest names all.
+MAX_DIVERGED_NAMES: Final = 16
 
 MARKER_KEY: Final = "holdfast.json"
 EPOCHS: Final = "epochs"
@@ -124,11 +128,29 @@ class SealDigest(msgspec.Struct, frozen=True):
     digest: _Hex32
 
 
+class Diverged(msgspec.Struct, frozen=True):
+    """Tensors whose copies on several ranks were found to differ at a save: how many, and the first of their names."""
+
+    num_tensors: _Count
+    names: tuple[str, ...]
+
+    @staticmethod
+    def of(names: Sequence[str]) -> Diverged:
+        """The mark for all `names`, which are sorted."""
+        return Diverged(len(names), tuple(names[:MAX_DIVERGED_NAMES]))
+
+    def __post_init__(self) -> None:
+        if len(self.names) != min(self.num_tensors, MAX_DIVERGED_NAMES):
+            raise ValueError(f"{len(self.names)} of {self.num_tensors} diverged tensors are named")
+        if any(a >= b for a, b in pairwise(self.names)):
+            raise ValueError("the names of diverged tensors are not sorted and unique")
+
+
 class Commit(Record, frozen=True, kw_only=True, tag="commit"):
     """Publishes a seal at its place; created once, never changed.
 
     `checkpoint` is the folder's name, `nbytes` the size of all data. Everything is a function of manifest and seal
-    (`created` and `metrics` too), so whoever finishes a checkpoint writes the same record.
+    (`created`, `metrics` and `diverged` too), so whoever finishes a checkpoint writes the same record.
     """
 
     place: Place
@@ -139,6 +161,7 @@ class Commit(Record, frozen=True, kw_only=True, tag="commit"):
     nbytes: _Count
     created: _Seconds
     metrics: dict[str, Metric]
+    diverged: Diverged
 
     def __post_init__(self) -> None:
         if parse_folder(self.checkpoint) != (self.step, self.checkpoint_id):

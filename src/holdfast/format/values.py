@@ -22,13 +22,13 @@ import numpy as np
 
 from holdfast.errors import CorruptError, NotFoundError, StateError
 from holdfast.format.names import (
+    check_components,
     component,
     is_rank_component,
     join,
     parse_component,
     plane_component,
     rank_component,
-    split,
 )
 
 #: Bounds on what is encoded and decoded: components of a path, bytes of an encoded table, ranks.
@@ -41,45 +41,45 @@ _NUMPY_KINDS = "biufcmM"
 _NUMPY_DTYPE = re.compile(rf"[<>|][{_NUMPY_KINDS}]\d{{1,2}}(\[\w+\])?")
 
 
-class Plain(msgspec.Struct, frozen=True, array_like=True, tag="plain"):
+class Plain(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="plain"):
     """None, a bool, an int of at most 64 bits, or a float, bit for bit."""
 
     value: bool | int | float | None
 
 
-class BigInt(msgspec.Struct, frozen=True, array_like=True, tag="int"):
+class BigInt(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="int"):
     """An int beyond 64 bits, as little-endian two's complement."""
 
     data: bytes
 
 
-class Complex(msgspec.Struct, frozen=True, array_like=True, tag="complex"):
+class Complex(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="complex"):
     """A complex number."""
 
     real: float
     imag: float
 
 
-class Text(msgspec.Struct, frozen=True, array_like=True, tag="str"):
+class Text(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="str"):
     """A string in UTF-8; lone surrogates (undecodable file names) are kept, as Python's ``surrogatepass`` does."""
 
     data: bytes
 
 
-class Blob(msgspec.Struct, frozen=True, array_like=True, tag="bytes"):
+class Blob(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="bytes"):
     """Bytes."""
 
     data: bytes
 
 
-class NumpyScalar(msgspec.Struct, frozen=True, array_like=True, tag="numpy"):
+class NumpyScalar(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="numpy"):
     """A numpy scalar: its dtype string and its memory. Strings: ``U`` and UTF-8, byte strings: ``S``."""
 
     dtype: str
     data: bytes
 
 
-class TorchValue(msgspec.Struct, frozen=True, array_like=True, tag="torch"):
+class TorchValue(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="torch"):
     """A dtype, device or Size by its text, or a Generator by its device and its state's bytes."""
 
     kind: Literal["dtype", "device", "size", "generator"]
@@ -87,45 +87,45 @@ class TorchValue(msgspec.Struct, frozen=True, array_like=True, tag="torch"):
     data: bytes = b""
 
 
-class TensorRef(msgspec.Struct, frozen=True, array_like=True, tag="tensor"):
+class TensorRef(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="tensor"):
     """The tensor that has this path as its name."""
 
 
-class Table(msgspec.Struct, frozen=True, array_like=True, tag="dict"):
+class Table(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="dict"):
     """A dictionary; `keys` are components, in the dictionary's order."""
 
     kind: Literal["dict", "ordered", "counter"]
     keys: tuple[str, ...]
 
 
-class Items(msgspec.Struct, frozen=True, array_like=True, tag="list"):
+class Items(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="list"):
     """A list or tuple; what is below is named ``0`` to ``size - 1``."""
 
     kind: Literal["list", "tuple"]
     size: int
 
 
-class Record(msgspec.Struct, frozen=True, array_like=True, tag="record"):
+class Record(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="record"):
     """A NamedTuple of type `name`; what is below is named by `fields`."""
 
     name: str
     fields: tuple[str, ...]
 
 
-class Open(msgspec.Struct, frozen=True, array_like=True, tag="open"):
+class Open(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="open"):
     """A dictionary, module or optimizer that holds whatever the table and the tensors' names hold below it."""
 
     kind: Literal["dict", "module", "optimizer"]
 
 
-class Planes(msgspec.Struct, frozen=True, array_like=True, tag="planes"):
+class Planes(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="planes"):
     """A tensor of a kind that the user registered as `name`, stored as `planes`: plain tensors named below its path."""
 
     name: str
     planes: tuple[str, ...]
 
 
-class PerRank(msgspec.Struct, frozen=True, array_like=True, tag="per_rank"):
+class PerRank(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="per_rank"):
     """What each of `world_size` ranks holds for itself alone; rank 0's part lies below ``%rank=0``, and so on."""
 
     world_size: int
@@ -135,14 +135,14 @@ Leaf = Plain | BigInt | Complex | Text | Blob | NumpyScalar | TorchValue
 Container = Table | Items | Record
 
 
-class Encoded(msgspec.Struct, frozen=True, array_like=True, tag="encoded"):
+class Encoded(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="encoded"):
     """A value of a type that the user registered as `name`; `state` is the node of what it was encoded to."""
 
     name: str
     state: Leaf | TensorRef | Container
 
 
-class Stateful(msgspec.Struct, frozen=True, array_like=True, tag="stateful"):
+class Stateful(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="stateful"):
     """What an object's ``state_dict()`` gave; `state` is the node of that value."""
 
     state: Leaf | TensorRef | Planes | Container | Encoded
@@ -249,12 +249,21 @@ def decode(data: bytes) -> dict[str, Node]:
         rows = _DECODER.decode(data)
     except (msgspec.DecodeError, ValueError) as error:
         raise _malformed("", f"cannot be decoded ({error})") from error
-    nodes = dict(rows)
-    if any(path >= following for (path, _), (following, _) in pairwise(rows)):
+    nodes = {row.path: row.node for row in rows}
+    if any(path >= following for path, following in pairwise(row.path for row in rows)):
         raise _malformed("", "are not sorted by path")
-    for path, node in rows:
-        _check(path, node, nodes)
+    for path, node in nodes.items():
+        if path.count("/") >= MAX_DEPTH:
+            raise _malformed(path, f"are nested deeper than {MAX_DEPTH}")
+        check_components(path)
+        if type(node) not in _ALWAYS_SOUND:
+            _check(path, node, nodes)
     return nodes
+
+
+def same(a: Node, b: Node | None) -> bool:
+    """Whether two nodes are equal, bit for bit."""
+    return msgspec.msgpack.encode(a) == msgspec.msgpack.encode(b)
 
 
 def bare(node: Node) -> Bare:
@@ -267,6 +276,23 @@ def registration(node: Node) -> str | None:
     """The name of the registration that is needed to decode this very node; None for most."""
     state = node.state if isinstance(node, Stateful) else node
     return state.name if isinstance(state, (Encoded, Planes)) else None
+
+
+def tensors(nodes: Mapping[str, Node]) -> Iterator[str]:
+    """The names of all tensors that the nodes of a table stand for."""
+    for path, node in nodes.items():
+        if type(node) is TensorRef:
+            yield path
+        elif isinstance(node, Planes | Encoded | Stateful):
+            yield from tensors_at(path, node)
+
+
+def tensors_at(path: str, node: Node) -> list[str]:
+    """The names of the tensors that the very node at `path` stands for; none for most."""
+    state = bare(node)
+    if isinstance(state, Planes):
+        return [join(path, plane_component(plane)) for plane in state.planes]
+    return [path] if isinstance(state, TensorRef) else []
 
 
 def children(node: Node) -> Iterator[str]:
@@ -394,17 +420,20 @@ def _int_bytes(value: int) -> bytes:
     return value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
 
 
-_DECODER = msgspec.msgpack.Decoder(list[tuple[str, Node]])
+class _Row(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
+    """An entry of an encoded table."""
+
+    path: str
+    node: Node
+
+
+_DECODER = msgspec.msgpack.Decoder(list[_Row])
+#: Nodes of which the schema lets nothing through that `encode` never gives.
+_ALWAYS_SOUND = frozenset((Plain, BigInt, Complex, Blob, TorchValue, TensorRef, Open))
 
 
 def _check(path: str, node: Node, nodes: Mapping[str, Node]) -> None:
     """Refuse what the schema lets through and `encode` never gives."""
-    parts = split(path)
-    if len(parts) > MAX_DEPTH:
-        raise _malformed(path, f"are nested deeper than {MAX_DEPTH}")
-    for part in parts:
-        if not is_rank_component(part):
-            parse_component(part)
     below = bare(node)
     if isinstance(below, PerRank):
         if not 0 < below.world_size <= MAX_WORLD_SIZE:

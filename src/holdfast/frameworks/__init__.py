@@ -6,9 +6,10 @@ and talks to the two seams below; ``holdfast.state`` implements them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Protocol
 
+import msgspec
 import torch
 
 from holdfast.format.values import Node
@@ -18,7 +19,7 @@ from holdfast.plan.layout import Replicas
 Finish = Callable[[], object]
 
 
-class NamedTensor(NamedTuple):
+class NamedTensor(msgspec.Struct, frozen=True, gc=False):
     """A live tensor, its name, and what is known of its copies on other ranks."""
 
     name: str
@@ -32,8 +33,8 @@ class Sink(Protocol):
     def named(self, tensor: torch.Tensor) -> NamedTensor | None:
         """The entry of the state that is this very tensor object, by its canonical name."""
 
-    def tensor(self, entry: NamedTensor) -> None:
-        """Add a tensor that needs no node, because its owner finds it by name."""
+    def tensors(self, entries: Iterable[NamedTensor]) -> None:
+        """Add tensors that need no nodes, because their owner finds them by name."""
 
     def tree(self, path: str, value: object, replicas: Replicas = "compare") -> None:
         """Add a value, a tensor, or nested containers of them, with their nodes."""
@@ -49,6 +50,12 @@ class Source(Protocol):
 
     def named(self, tensor: torch.Tensor) -> NamedTensor | None:
         """The entry of the live state that is this very tensor object, by its canonical name in the checkpoint."""
+
+    def copies(self, name: str) -> Sequence[str]:
+        """Other names under which the live tensor of that name is stored, too: not tied then, but tied now."""
+
+    def require_equal(self, name: str, copy: str) -> None:
+        """Refuse the load when what is stored as `copy`, tensors or values, differs from what is stored as `name`."""
 
     def stored_below(self, path: str) -> Iterator[str]:
         """Names below `path`: of tensors, of their aliases, of leaves that are values."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from functools import lru_cache
 from itertools import chain
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import nn
@@ -48,6 +48,16 @@ class _State(NamedTuple):
     extras: list[tuple[str, nn.Module]]
 
 
+class _Traits(NamedTuple):
+    """Of a type of modules: the attribute that holds what it wraps, the method that makes its state dict another one,
+    whether it has extra state, and whether it is DDP."""
+
+    wrapped: str | None
+    overrides: str | None
+    has_extra_state: bool
+    synchronizes: bool
+
+
 def flatten_module(path: str, module: nn.Module, sink: Sink) -> None:
     """Add a module's parameters, persistent buffers and extra states to `sink`.
 
@@ -56,8 +66,7 @@ def flatten_module(path: str, module: nn.Module, sink: Sink) -> None:
     """
     state = _read(path, module)
     sink.node(path, Open("module"))
-    for entry in state.tensors:
-        sink.tensor(entry)
+    sink.tensors(state.tensors)
     for name, owner in state.extras:
         sink.tree(name, owner.get_extra_state())
 
@@ -97,24 +106,25 @@ def _walk(module: nn.Module, prefix: str, path: str, unsynced: frozenset[int] | 
 
     `prefix` is escaped already: a component is escaped letter by letter, so its parts may be escaped one by one.
     """
-    _refuse_hidden_state(module, path, prefix)
-    if isinstance(module, nn.parallel.DistributedDataParallel):
-        unsynced = _ignored(module)
+    kind: type = type(module)  # of any metaclass: mypy doubts that those can be hashed
+    traits = _traits(kind)
+    _refuse_hidden_state(module, traits, path, prefix)
+    if traits.synchronizes:
+        unsynced = _ignored(cast("nn.parallel.DistributedDataParallel", module))
     base = join(path, prefix)
     for name, tensor in module._parameters.items():  # noqa: SLF001
         if tensor is not None:
             state.tensors.append(_entry(base + component(name, path=path), tensor, "split", unsynced))
-    transient = module._non_persistent_buffers_set  # noqa: SLF001
-    for name, buffer in module._buffers.items():  # noqa: SLF001
-        if buffer is not None and name not in transient:
-            state.tensors.append(_entry(base + component(name, path=path), buffer, "first", unsynced))
-    if type(module).get_extra_state is not nn.Module.get_extra_state:
+    if module._buffers:  # noqa: SLF001
+        transient = module._non_persistent_buffers_set  # noqa: SLF001
+        for name, buffer in module._buffers.items():  # noqa: SLF001
+            if buffer is not None and name not in transient:
+                state.tensors.append(_entry(base + component(name, path=path), buffer, "first", unsynced))
+    if traits.has_extra_state:
         state.extras.append((f"{base}_extra_state", module))
-    kind: type = type(module)
-    wrapped = _wrapped(kind)
     for name, child in module._modules.items():  # noqa: SLF001
         if child is not None:
-            inside = prefix if name == wrapped else f"{prefix}{component(name, path=path)}."
+            inside = prefix if name == traits.wrapped else f"{prefix}{component(name, path=path)}."
             _walk(child, inside, path, unsynced, state)
 
 
@@ -133,15 +143,15 @@ def _ignored(module: nn.parallel.DistributedDataParallel) -> frozenset[int]:
     return frozenset(id(tensor) for name, tensor in inside if name in names)
 
 
-def _refuse_hidden_state(module: nn.Module, path: str, prefix: str) -> None:
+def _refuse_hidden_state(module: nn.Module, traits: _Traits, path: str, prefix: str) -> None:
     """Refuse a module that gives another state dict than its parameters, buffers and extra state."""
     kind = type(module)
     hooks = (*module._state_dict_hooks.values(), *module._state_dict_pre_hooks.values())  # noqa: SLF001
-    if kind._save_to_state_dict is not nn.Module._save_to_state_dict:  # noqa: SLF001
-        what = "overrides _save_to_state_dict"
-    elif kind.state_dict is not nn.Module.state_dict or "state_dict" in vars(module):
+    if traits.overrides is not None:
+        what = f"overrides {traits.overrides}"
+    elif "state_dict" in module.__dict__:
         what = "overrides state_dict"
-    elif any(getattr(hook, "__module__", None) not in _HARMLESS_HOOKS for hook in hooks):
+    elif hooks and any(getattr(hook, "__module__", None) not in _HARMLESS_HOOKS for hook in hooks):
         what = "has state-dict hooks"
     else:
         return
@@ -164,7 +174,13 @@ def _reshard(module: nn.Module) -> None:
 
 
 @lru_cache(maxsize=1024)
-def _wrapped(kind: type) -> str | None:
-    """The attribute that holds what a module of type `kind` wraps; None when it is no wrapper."""
+def _traits(kind: type) -> _Traits:
+    """What a walk must know about modules of type `kind`."""
+    plain = ("_save_to_state_dict", "state_dict")
     names = ((base.__module__, base.__qualname__) for base in kind.__mro__)
-    return next((_WRAPPERS[name] for name in names if name in _WRAPPERS), None)
+    return _Traits(
+        wrapped=next((_WRAPPERS[name] for name in names if name in _WRAPPERS), None),
+        overrides=next((name for name in plain if getattr(kind, name) is not getattr(nn.Module, name)), None),
+        has_extra_state=getattr(kind, "get_extra_state", None) is not nn.Module.get_extra_state,
+        synchronizes=issubclass(kind, nn.parallel.DistributedDataParallel),
+    )

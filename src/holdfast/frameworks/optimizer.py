@@ -46,6 +46,7 @@ def flatten_optimizer(path: str, optimizer: Optimizer, sink: Sink) -> None:
     groups, group_of, state = (join(path, name) for name in ("param_groups", "group_of", "state"))
     sink.node(group_of, Open("dict"))
     sink.node(groups, Open("dict"))
+    tensors: list[NamedTensor] = []
     for index, group in enumerate(optimizer.param_groups):
         _flatten_hyper(join(groups, str(index)), group, sink)
         of_index = Plain(index)
@@ -53,7 +54,8 @@ def flatten_optimizer(path: str, optimizer: Optimizer, sink: Sink) -> None:
             sink.node(f"{group_of}/{component(entry.name)}", of_index)
             slots = optimizer.state.get(entry.tensor)
             if slots is not None:
-                _flatten_slots(f"{state}/{entry.name}", slots, entry, sink)
+                _flatten_slots(f"{state}/{entry.name}", slots, entry, sink, tensors)
+    sink.tensors(tensors)
     for other, value in _shared(path, optimizer):
         sink.tree(join(path, "shared", component(other, path=path)), value)
 
@@ -74,7 +76,9 @@ def bind_optimizer(path: str, optimizer: Optimizer, source: Source) -> Finish:
         found = list(_match(path, index, group, saved, source))
         if isinstance(optimizer, torch.optim.LBFGS):
             _check_holder(path, saved, found)
-        origin = _origin(path, index, group, [saved.group_of[entry.name] for entry in found], saved, source)
+        names = [name for entry in found for name in (entry.name, *source.copies(entry.name))]
+        origins = [saved.group_of[name] for name in names if name in saved.group_of]
+        origin = _origin(path, index, group, origins, saved, source)
         if origin is None:
             continue
         origin_path = join(path, "param_groups", str(origin))
@@ -86,6 +90,7 @@ def bind_optimizer(path: str, optimizer: Optimizer, source: Source) -> Finish:
                 join(path, "state", entry.name), saved.slots[entry.name], live, entry, on_device, source
             )
             states.append((entry.tensor, slots))
+            _require_equal_copies(path, entry.name, saved, source)
     shared = {parse_component(text): source.opaque(join(path, "shared", text)) for text in sorted(saved.shared)}
 
     def finish() -> Optimizer:
@@ -147,6 +152,16 @@ def _match(path: str, index: int, group: Mapping[str, object], saved: _Saved, so
             yield entry
         else:
             source.missing(name)
+
+
+def _require_equal_copies(path: str, parameter: str, saved: _Saved, source: Source) -> None:
+    """What is stored for a parameter under its other names, too, must be what it gets."""
+    state = join(path, "state")
+    for copy in source.copies(parameter):
+        if copy in saved.group_of:
+            source.mark(join(path, "group_of", component(copy)))
+            for slot in sorted(saved.slots[copy] & saved.slots[parameter]):
+                source.require_equal(join(state, parameter, slot), join(state, copy, slot))
 
 
 def _check_holder(path: str, saved: _Saved, found: Sequence[NamedTensor]) -> None:
@@ -356,7 +371,8 @@ def _flatten_hyper(path: str, group: Mapping[str, object], sink: Sink) -> None:
         sink.tree(join(path, key), value)
 
 
-def _flatten_slots(path: str, slots: object, parameter: NamedTensor, sink: Sink) -> None:
+def _flatten_slots(path: str, slots: object, parameter: NamedTensor, sink: Sink, tensors: list[NamedTensor]) -> None:
+    """Add the slots that are tensors to `tensors`, all others to `sink`."""
     if not isinstance(slots, dict):
         raise StateError(
             f"The optimizer state {path!r} is a {type(slots).__name__}, not a dict of slots.",
@@ -367,7 +383,7 @@ def _flatten_slots(path: str, slots: object, parameter: NamedTensor, sink: Sink)
     for key, value in slots.items():
         name = f"{path}/{component(key, path=path)}"
         if isinstance(value, torch.Tensor):
-            sink.tensor(NamedTensor(name, value, parameter.replicas))
+            tensors.append(NamedTensor(name, value, parameter.replicas))
         else:
             sink.tree(name, value, parameter.replicas)
 

@@ -1,12 +1,14 @@
 """What ranks tell each other about their layouts.
 
-The *body* is rank-free: equal for all ranks that shard alike. `Pieces` are the exception: the body only says how many
-kinds of division there are, and each rank adds *columns* with its own parts. Tensors that share one `Pieces` object
-share one slot of the columns, so thousands of tensors that are cut alike cost one entry.
+The *body* is rank-free: equal for all ranks that shard alike. Of `Pieces` it only says which tensors are held so, and
+each rank adds *columns* with its own parts. Tensors with equal parts share one slot of the columns, so thousands of
+tensors that are cut alike cost one entry; which tensor has which slot is the rank's own, too, since ranks that hold
+nothing of many tensors share other slots than the rest.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,7 +19,19 @@ import xxhash
 
 from holdfast.format import sequences
 from holdfast.geometry import Box, FlatRange, Int64s, Shape
-from holdfast.plan.layout import Mesh, Pieces, Placed, Placement, Replicas, TensorLayout, Whole
+from holdfast.plan.layout import (
+    Mesh,
+    PieceReplicas,
+    Pieces,
+    Placed,
+    Placement,
+    Replicas,
+    TensorLayout,
+    Whole,
+)
+
+#: A slot's number of axes stands above this bit of its head, its number of parts below.
+_AXES_BIT = 32
 
 
 class MeshWire(msgspec.Struct, frozen=True, array_like=True):
@@ -42,10 +56,10 @@ class WholeWire(msgspec.Struct, frozen=True, array_like=True, tag="whole"):
 
 
 class PiecesWire(msgspec.Struct, frozen=True, array_like=True, tag="pieces"):
-    """`Pieces` in slot `slot` of the rank's columns; `num_axes` is 0 for flat ranges."""
+    """`Pieces`: those of number `number` in the rank's columns."""
 
-    slot: int
-    num_axes: int
+    number: int
+    replicas: PieceReplicas
 
 
 SpecWire = PlacedWire | WholeWire | PiecesWire
@@ -69,7 +83,9 @@ class Body(msgspec.Struct, frozen=True, array_like=True):
 class RankLayout:
     """One rank's layout as it is sent: `digest` of the encoded body, the body itself, and the rank's columns.
 
-    Columns are little-endian int64: for each slot the number of parts, then all parts one after another, each
+    Columns are little-endian int64; there are none without `Pieces`. Two numbers of what follows: slots, and words of
+    the map. The map: per number of a `PiecesWire` its slot, as differences in int32, deflated and padded. Per slot a
+    head: its number of parts and, from bit 32 on, of axes (0: flat ranges). Then all parts one after another, each
     ``start, stop`` (flat) or ``start..., size...`` (box).
     """
 
@@ -107,8 +123,8 @@ class _Interner:
         self.shapes: dict[Shape, int] = {}
         self.meshes: dict[Mesh, int] = {}
         self.specs: dict[SpecWire, int] = {}
-        self._slots: dict[int, PiecesWire] = {}
-        self._parts: list[Pieces] = []
+        self._slots: dict[tuple[Box | FlatRange, ...], int] = {}
+        self._slot_of: list[int] = []
         self._mesh_ids: dict[int, int] = {}
 
     def spec(self, tensor: TensorLayout) -> int:
@@ -124,23 +140,31 @@ class _Interner:
             return PlacedWire(mesh, spec.placements)
         if isinstance(spec, Whole):
             return WholeWire(spec.replicas)
-        slot = self._slots.get(id(spec))
-        if slot is None:
-            if not tensor.shape:  # one element, no axes: as a flat range
-                spec = Pieces.ranges(*(FlatRange(0, 1) for _ in spec.parts))
-            num_axes = 0 if spec.flat else len(tensor.shape)
-            slot = self._slots[id(tensor.spec)] = PiecesWire(len(self._parts), num_axes)
-            self._parts.append(spec)
-        return slot
+        self._slot_of.append(self._slots.setdefault(_described(spec, tensor.shape), len(self._slots)))
+        return PiecesWire(len(self._slot_of) - 1, spec.replicas)
 
     def columns(self) -> bytes:
-        if not self._parts:
+        if not self._slot_of:
             return b""
-        numbers = [len(spec.parts) for spec in self._parts]
-        for spec in self._parts:
-            for part in spec.parts:
+        packed = zlib.compress(np.diff(np.asarray(self._slot_of, "<i4"), prepend=np.int32(0)).tobytes(), 1)
+        packed += bytes(-len(packed) % 8)
+        heads = [len(parts) + (_num_axes(parts) << _AXES_BIT) for parts in self._slots]
+        numbers: list[int] = []
+        for parts in self._slots:
+            for part in parts:
                 numbers.extend((*part.start, *part.size) if isinstance(part, Box) else part)
-        return np.asarray(numbers, "<i8").tobytes()
+        first = np.asarray([len(heads), len(packed) // 8], "<i8")
+        return first.tobytes() + packed + np.asarray([*heads, *numbers], "<i8").tobytes()
+
+
+def _described(spec: Pieces, shape: Shape) -> tuple[Box | FlatRange, ...]:
+    """The parts as the columns have them: those of a tensor without axes as flat ranges."""
+    return spec.parts if shape else tuple(FlatRange(0, part.numel) for part in spec.parts)
+
+
+def _num_axes(parts: Sequence[Box | FlatRange]) -> int:
+    """The number of axes of boxes; 0 for flat ranges, and for no part at all."""
+    return len(parts[0].size) if parts and isinstance(parts[0], Box) else 0
 
 
 class DecodedBody:
@@ -161,40 +185,73 @@ class DecodedBody:
         """The spec that `wire` stands for."""
         return Placed(self.meshes[wire.mesh], wire.placements)
 
-    @cached_property
-    def slot_axes(self) -> list[int]:
-        """Per slot of the columns, the number of axes of its boxes; 0 for flat ranges."""
-        slots = {spec.slot: spec.num_axes for spec in self.body.spec_table if isinstance(spec, PiecesWire)}
-        return [slots[slot] for slot in range(len(slots))]
-
 
 @dataclass(frozen=True)
-class SlotParts:
-    """All parts of one slot, from all ranks of a body: ``numbers`` is ``[parts, 2]`` or ``[parts, 2 * axes]``."""
+class HeldParts:
+    """Parts of one tensor that several ranks hold in one way: flat ranges ``[parts, 2]`` where `num_axes` is 0, else
+    boxes ``[parts, 2 * num_axes]``; `holders` has a rank for each."""
 
+    num_axes: int
     holders: Int64s
     numbers: Int64s
 
 
-def gather_slots(slot_axes: Sequence[int], ranks: Int64s, columns: Sequence[bytes]) -> list[SlotParts]:
-    """The columns of many ranks, slot by slot. Vectorised: 10 million parts take seconds, not minutes."""
-    num_slots = len(slot_axes)
-    if not num_slots:
-        return []
-    flat = np.frombuffer(b"".join(columns), "<i8").astype(np.int64, copy=False)
-    lengths = np.asarray([len(column) // 8 for column in columns], np.int64)
-    heads = np.cumsum(lengths) - lengths
-    counts = flat[heads[:, None] + np.arange(num_slots)]
-    widths = np.asarray([2 * axes or 2 for axes in slot_axes], np.int64)
-    taken = counts * widths
-    starts = heads[:, None] + num_slots + np.cumsum(taken, axis=1) - taken
-    slots = []
-    for slot in range(num_slots):
-        count, width = counts[:, slot], int(widths[slot])
-        first = np.repeat(starts[:, slot] - np.cumsum(count * width) + count * width, count)
-        rows = first + np.arange(len(first)) * width
-        slots.append(SlotParts(np.repeat(ranks, count), flat[rows[:, None] + np.arange(width)]))
-    return slots
+class Columns:
+    """The columns of all ranks that share a body. Vectorised: 10 million parts take seconds, not minutes."""
+
+    def __init__(self, ranks: Int64s, columns: Sequence[bytes]) -> None:
+        self._ranks = ranks
+        self._flat = np.frombuffer(b"".join(columns), "<i8").astype(np.int64, copy=False)
+        lengths = np.asarray([len(column) // 8 for column in columns], np.int64)
+        first = np.cumsum(lengths) - lengths
+        num_slots, num_words = self._flat[first], self._flat[first + 1]
+        heads = first + 2 + num_words
+        #: The row of each rank's first slot among all slots.
+        self._rows = np.cumsum(num_slots) - num_slots
+        at = np.repeat(heads - self._rows, num_slots) + np.arange(int(num_slots.sum()))
+        self._heads = self._flat[at]
+        taken = _widths(self._heads >> _AXES_BIT) * (self._heads & (1 << _AXES_BIT) - 1)
+        before = np.cumsum(taken) - taken
+        #: Where each slot's parts begin.
+        self._starts = np.repeat(heads + num_slots - before[self._rows], num_slots) + before
+        packed: dict[bytes, int] = {}
+        self._map_of = np.asarray(
+            [
+                packed.setdefault(column[16 : 16 + 8 * words], len(packed))
+                for column, words in zip(columns, num_words.tolist(), strict=True)
+            ]
+        )
+        self._maps = np.stack([_unpacked(data) for data in packed])
+
+    def alike(self) -> list[int]:
+        """For each number, the lowest one with equal parts on all ranks."""
+        first: dict[bytes, int] = {}
+        return [first.setdefault(column.tobytes(), number) for number, column in enumerate(self._maps.T)]
+
+    def parts(self, number: int) -> list[HeldParts]:
+        """What the ranks hold of the tensors of `number`, by kind; ranks that hold nothing do not appear."""
+        slots = self._rows + self._maps[self._map_of, number]
+        heads = self._heads[slots]
+        counts, axes = heads & (1 << _AXES_BIT) - 1, heads >> _AXES_BIT
+        found = []
+        for num_axes in np.unique(axes[counts > 0]).tolist():
+            mine = np.flatnonzero((axes == num_axes) & (counts > 0))
+            count, width = counts[mine], 2 * num_axes or 2
+            first = np.repeat(self._starts[slots[mine]] - (np.cumsum(count) - count) * width, count)
+            rows = first + np.arange(len(first)) * width
+            numbers = self._flat[rows[:, None] + np.arange(width)]
+            found.append(HeldParts(num_axes, np.repeat(self._ranks[mine], count), numbers))
+        return found
+
+
+def _widths(axes: Int64s) -> Int64s:
+    """Numbers per part."""
+    return np.where(axes > 0, 2 * axes, 2)
+
+
+def _unpacked(data: bytes) -> Int64s:
+    inflated = zlib.decompressobj().decompress(data)  # ignores the padding
+    return np.cumsum(np.frombuffer(inflated, "<i4"), dtype=np.int64)
 
 
 def _mesh_wire(mesh: Mesh) -> MeshWire:

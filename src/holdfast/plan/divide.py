@@ -6,7 +6,7 @@ one division: cells that cover the tensor exactly once, each with its holders.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -14,7 +14,7 @@ import numpy as np
 
 from holdfast.errors import StateError
 from holdfast.geometry import Int64s, Shape, coverage_fault
-from holdfast.plan.body import DecodedBody, PiecesWire, PlacedWire, SlotParts, WholeWire, gather_slots
+from holdfast.plan.body import Columns, DecodedBody, HeldParts, PiecesWire, PlacedWire, WholeWire
 from holdfast.plan.layout import Mesh, Placement
 from holdfast.plan.placements import placed_cells
 
@@ -67,13 +67,30 @@ class Group:
 
     body: DecodedBody
     ranks: Int64s
-    slots: Sequence[SlotParts]
+    #: None where the body has no pieces.
+    columns: Columns | None
+    #: For specs that are pieces: the first one with the same parts on all ranks.
+    alike: Mapping[int, int]
 
     @staticmethod
     def of(encoded: bytes, ranks: Int64s, columns: Sequence[bytes]) -> Group:
         """Decode a body and the columns of the ranks that share it."""
         body = DecodedBody(encoded)
-        return Group(body, ranks, gather_slots(body.slot_axes, ranks, columns))
+        pieces = [(index, spec) for index, spec in enumerate(body.body.spec_table) if isinstance(spec, PiecesWire)]
+        if not pieces:
+            return Group(body, ranks, None, {})
+        decoded = Columns(ranks, columns)
+        first = decoded.alike()
+        known: dict[PiecesWire, int] = {}
+        alike = {
+            index: known.setdefault(PiecesWire(first[spec.number], spec.replicas), index) for index, spec in pieces
+        }
+        return Group(body, ranks, decoded, alike)
+
+    def held(self, spec: PiecesWire) -> list[HeldParts]:
+        """What the ranks hold of the tensors with that spec."""
+        assert self.columns is not None
+        return self.columns.parts(spec.number)
 
 
 #: A claim: number of the group, and of the spec in the group's body.
@@ -94,6 +111,7 @@ class Divider:
         Raises:
             StateError: parts are missing, overlap without being equal, or a rank of a mesh lacks the tensor.
         """
+        claims = tuple((number, self.groups[number].alike.get(spec, spec)) for number, spec in claims)
         key = (claims, shape)
         division = self._divisions.get(key)
         if division is None:
@@ -117,7 +135,8 @@ class Divider:
                 holders = group.ranks[:1] if spec.replicas == "first" else group.ranks
                 parts.append(Division("grid", tuple(_whole_cuts(extent) for extent in shape), holders[None, :]))
             else:
-                parts.extend(_pieces(shape, spec, group.slots[spec.slot]))
+                for held in group.held(spec):
+                    parts.extend(_pieces(shape, held))
         for (mesh, _), ranks in senders.items():
             _check_senders(name, mesh, ranks)
         if not prod(shape):
@@ -131,7 +150,7 @@ class Divider:
 
     def _is_declared(self, claim: Claim) -> bool:
         spec = self.groups[claim[0]].body.body.spec_table[claim[1]]
-        return isinstance(spec, PlacedWire) or (isinstance(spec, WholeWire) and spec.replicas != "compare")
+        return isinstance(spec, PlacedWire) or spec.replicas != "compare"
 
 
 def spec_replicas(groups: Sequence[Group], claim: Claim) -> str | None:
@@ -144,12 +163,12 @@ def _whole_cuts(extent: int) -> Int64s:
     return np.asarray([0, extent] if extent else [0], np.int64)
 
 
-def _pieces(shape: Shape, spec: PiecesWire, parts: SlotParts) -> Iterable[Division]:
-    numbers, holders = parts.numbers, parts.holders[:, None]
-    if len(shape) == 1 and spec.num_axes:  # boxes of a vector are ranges: one kind less to merge
+def _pieces(shape: Shape, held: HeldParts) -> Iterable[Division]:
+    numbers, holders = held.numbers, held.holders[:, None]
+    if len(shape) == 1 and held.num_axes:  # boxes of a vector are ranges: one kind less to merge
         numbers = np.stack([numbers[:, 0], numbers.sum(axis=1)], axis=1)
-    if spec.num_axes > 1:
-        filled = (numbers[:, spec.num_axes :] > 0).all(axis=1)
+    if held.num_axes > 1:
+        filled = (numbers[:, held.num_axes :] > 0).all(axis=1)
         kind = "boxes"
     else:
         filled = numbers[:, 1] > numbers[:, 0]

@@ -52,6 +52,8 @@ class Placed(msgspec.Struct, frozen=True):
 #: ``split``: declared replicated, so holders share the writing; ``first``: the lowest holder's copy counts (DDP's
 #: buffers differ legitimately); ``compare``: nobody declared it, so the copies are compared before one is dropped.
 Replicas = Literal["split", "first", "compare"]
+#: The same of equal pieces that several ranks hold.
+PieceReplicas = Literal["split", "compare"]
 
 
 class Whole(msgspec.Struct, frozen=True):
@@ -63,28 +65,29 @@ class Whole(msgspec.Struct, frozen=True):
 class Pieces(msgspec.Struct, frozen=True):
     """Held in parts that only this rank knows, each with its own local memory: flat ranges, or boxes.
 
-    `flat` says which, also for a rank that holds no part. Identity counts: tensors that share one `Pieces` object (a
-    parameter's optimizer slots, tensors cut alike) are described to the planner once.
+    A rank that holds no part says nothing about the kind of the others' parts. Tensors with equal parts on all ranks
+    (a parameter's optimizer slots, tensors cut alike) are described to the planner once. What several ranks hold in
+    equal parts is ``split`` between them where that is declared, else ``compare``d and written by one of them.
     """
 
-    parts: tuple[Box, ...] | tuple[FlatRange, ...]
-    flat: bool
+    parts: tuple[Box | FlatRange, ...]
+    replicas: PieceReplicas = "compare"
 
     @staticmethod
-    def ranges(*parts: FlatRange) -> Pieces:
+    def ranges(*parts: FlatRange, replicas: PieceReplicas = "compare") -> Pieces:
         """Parts that are flat ranges."""
-        return Pieces(parts, flat=True)
+        return Pieces(parts, replicas)
 
     @staticmethod
-    def boxes(*parts: Box) -> Pieces:
+    def boxes(*parts: Box, replicas: PieceReplicas = "compare") -> Pieces:
         """Parts that are boxes."""
-        return Pieces(parts, flat=False)
+        return Pieces(parts, replicas)
 
 
 Spec = Placed | Whole | Pieces
 
 
-class TensorLayout(msgspec.Struct, frozen=True):
+class TensorLayout(msgspec.Struct, frozen=True, gc=False):
     """One logical tensor and how this rank's job holds it. `dtype` is a key of ``format.dtypes.DTYPES``."""
 
     name: str

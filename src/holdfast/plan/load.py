@@ -10,7 +10,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from holdfast.format.container import Files
 from holdfast.format.partition import Cells, FlatCells, GridCells
@@ -20,7 +22,7 @@ from holdfast.geometry import Box, FlatRange, Int64s, Shape, flat_boxes, interse
 _FILES_AT_ONCE = 256
 
 
-class Want(NamedTuple):
+class Want(msgspec.Struct, frozen=True, gc=False):
     """A box of a tensor that somebody wants."""
 
     tensor: int
@@ -52,6 +54,10 @@ class _Meeting:
     numbers: Int64s
     firsts: Int64s
     lasts: Int64s
+    #: Whether it is one cell, and the wanted elements follow each other in it, in the wanted order.
+    straight: bool
+    #: Whether the wanted box is just one cell.
+    alike: bool
 
     def frame(self, cell: int) -> tuple[int, Shape, Shape]:
         """What a cell's elements are elements of: how many come before, and shape and origin of the box."""
@@ -63,13 +69,19 @@ class _Meeting:
 
 @dataclass(frozen=True)
 class FileReads:
-    """All reads from one data file, ascending; ``data_start`` and ``data_nbytes`` are the file's."""
+    """All reads from one data file, ascending; ``data_start`` and ``data_nbytes`` are the file's.
+
+    Read ``i`` is bytes ``[starts[i], stops[i])`` of the data section, for want number ``wants[i]``. Where
+    ``straight[i]``, they are just the elements of that want, all of them, in row-major order.
+    """
 
     file: int
     data_start: int
     data_nbytes: int
     starts: Int64s
     stops: Int64s
+    wants: Int64s
+    straight: npt.NDArray[np.bool_]
     _plan: _Plan
     _rows: Int64s
 
@@ -82,14 +94,15 @@ class FileReads:
         meeting = self._plan.meetings[int(self._plan.meeting_of[row])]
         before, shape, origin = meeting.frame(int(self._plan.cells[row]))
         first = before + int(self._plan.firsts[row])
-        return Read(int(self._plan.wants[row]), int(self.starts[index]), int(self.stops[index]), first, shape, origin)
+        return Read(int(self.wants[index]), int(self.starts[index]), int(self.stops[index]), first, shape, origin)
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """One row per read, in order of wants; `firsts` and `lasts` are elements of the cell."""
+    """One row per read, in order of wants; `firsts` and `lasts` are elements of the cell. `straight` is per meeting."""
 
     meetings: Sequence[_Meeting]
+    straight: npt.NDArray[np.bool_]
     meeting_of: Int64s
     wants: Int64s
     tensors: Int64s
@@ -118,73 +131,93 @@ def plan_load(files: Files, wants: Sequence[Want], *, first_file: int = 0) -> It
             bases = columns.offsets[column, files.position[tensors]] + plan.withins[rows] * itemsizes
             starts, stops = bases + plan.firsts[rows] * itemsizes, bases + plan.lasts[rows] * itemsizes
             ascending = np.argsort(starts, kind="stable")
+            rows = rows[ascending]
             yield FileReads(
                 int(needed[number]),
                 int(columns.data_starts[column]),
                 int(columns.data_nbytes[column]),
                 starts[ascending],
                 stops[ascending],
+                plan.wants[rows],
+                plan.straight[plan.meeting_of[rows]],
                 plan,
-                rows[ascending],
+                rows,
             )
 
 
 def resharded(files: Files, wants: Sequence[Want]) -> Iterator[Want]:
     """Those of `wants` that are not just one stored cell."""
-    exact: dict[tuple[int, Box], bool] = {}
-    for want in wants:
-        if not want.box.numel:
-            continue
-        key = (files.manifest.body.partitions[want.tensor], want.box)
-        if key not in exact:
-            cells = files.cells(want.tensor)
-            met = cells.meeting(files.manifest.shape(want.tensor), want.box)
-            exact[key] = len(met) == 1 and cells.part(int(met[0])) == want.box
-        if not exact[key]:
+    meetings, meeting_of = _meetings(files, wants)
+    for want, meeting in zip(wants, meeting_of, strict=True):
+        if not meetings[meeting].alike:
             yield want
 
 
 def _plan(files: Files, wants: Sequence[Want]) -> _Plan:
+    meetings, meeting_of = _meetings(files, wants)
+    # The cells of all meetings in one line; each want takes those of its meeting.
+    counts = np.asarray([len(meeting.numbers) for meeting in meetings], np.int64)
+    heads = np.cumsum(counts) - counts
+    of_want = np.asarray(meeting_of, np.int64)
+    per_want = counts[of_want]
+    want_of = np.repeat(np.arange(len(wants)), per_want)
+    within_want = np.arange(len(want_of)) - np.repeat(np.cumsum(per_want) - per_want, per_want)
+    taken = heads[of_want][want_of] + within_want
+    columns = (
+        [meeting.numbers for meeting in meetings],
+        [meeting.cells.owners[meeting.numbers] for meeting in meetings],
+        [meeting.cells.within[meeting.numbers] for meeting in meetings],
+        [meeting.firsts for meeting in meetings],
+        [meeting.lasts for meeting in meetings],
+    )
+    nothing = np.zeros(0, np.int64)
+    cells, owners, withins, firsts, lasts = (np.concatenate([nothing, *column])[taken] for column in columns)
+    straight = np.asarray([meeting.straight for meeting in meetings], np.bool_)
+    tensors = np.asarray([want.tensor for want in wants], np.int64)[want_of]
+    return _Plan(meetings, straight, of_want[want_of], want_of, tensors, cells, owners, withins, firsts, lasts)
+
+
+def _meetings(files: Files, wants: Sequence[Want]) -> tuple[list[_Meeting], list[int]]:
+    """How wanted boxes meet stored cells, each way once; and for each want, which of the meetings is its own."""
+    partitions, shapes = files.manifest.body.partitions, files.manifest.body.shapes
+    known: dict[tuple[int, int, Box], int] = {}
     meetings: list[_Meeting] = []
-    known: dict[tuple[int, Shape, Box], int] = {}
-    pairs: list[tuple[int, int]] = []
-    for number, (tensor, box) in enumerate(wants):
-        if not box.numel:
-            continue
-        shape = files.manifest.shape(tensor)
-        key = (files.manifest.body.partitions[tensor], shape, box)
+    meeting_of: list[int] = []
+    for want in wants:
+        tensor, box = want.tensor, want.box
+        key = (partitions[tensor], shapes[tensor], box)
         index = known.get(key)
         if index is None:
             index = known[key] = len(meetings)
-            meetings.append(_meet(files.cells(tensor), shape, box))
-        pairs.append((number, index))
-    counts = np.asarray([len(meeting.numbers) for meeting in meetings], np.int64)
-    numbers, indexes = np.asarray(pairs, np.int64).reshape(-1, 2).T
-    per_want = counts[indexes] if meetings else numbers
-    tensors = np.asarray([want.tensor for want in wants], np.int64)
-    columns = [(m.numbers, m.cells.owners[m.numbers], m.cells.within[m.numbers], m.firsts, m.lasts) for m in meetings]
-    cells, owners, withins, firsts, lasts = (
-        np.concatenate([columns[index][k] for index in indexes.tolist()] or [np.zeros(0, np.int64)]) for k in range(5)
-    )
-    want_of = np.repeat(numbers, per_want)
-    return _Plan(
-        meetings, np.repeat(indexes, per_want), want_of, tensors[want_of], cells, owners, withins, firsts, lasts
-    )
+            meetings.append(_meet(files.cells(tensor), files.manifest.shape(tensor), box))
+        meeting_of.append(index)
+    return meetings, meeting_of
 
 
 def _meet(cells: Cells, shape: Shape, box: Box) -> _Meeting:
+    if not box.numel:
+        nothing = np.zeros(0, np.int64)
+        return _Meeting(cells, shape, nothing, nothing, nothing, straight=False, alike=True)
+    numbers, firsts, lasts = _spans(cells, shape, box)
+    alone = len(numbers) == 1
+    straight = alone and int(lasts[0] - firsts[0]) == box.numel
+    alike = alone and cells.part(int(numbers[0])) == box
+    return _Meeting(cells, shape, numbers, firsts, lasts, straight=straight, alike=alike)
+
+
+def _spans(cells: Cells, shape: Shape, box: Box) -> tuple[Int64s, Int64s, Int64s]:
+    """The cells that share elements with `box`, which is not empty; of each, the first element and the last."""
     numbers = cells.meeting(shape, box)
     if isinstance(cells, GridCells):
-        firsts, lasts = _grid_spans(cells, box)
-        return _Meeting(cells, shape, numbers, firsts, lasts)
+        return numbers, *_grid_spans(cells, box)
     low, high = _span(shape, box)
     if isinstance(cells, FlatCells) and high - low == box.numel:  # one run of the flat order: every range meets it
         begins, ends = cells.cuts[numbers], cells.cuts[numbers + 1]
-        return _Meeting(cells, shape, numbers, np.maximum(low - begins, 0), np.minimum(high, ends) - begins)
+        return numbers, np.maximum(low - begins, 0), np.minimum(high, ends) - begins
     spans = [_span_in(cells.part(number), shape, box) for number in numbers.tolist()]
     kept = [index for index, span in enumerate(spans) if span is not None]
     rows = np.asarray([spans[index] for index in kept], np.int64).reshape(-1, 2)
-    return _Meeting(cells, shape, numbers[kept], rows[:, 0], rows[:, 1])
+    return numbers[kept], rows[:, 0], rows[:, 1]
 
 
 def _grid_spans(cells: GridCells, box: Box) -> tuple[Int64s, Int64s]:

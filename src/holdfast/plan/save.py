@@ -77,6 +77,17 @@ class SavePlan:
     divisions: Sequence[Division]
     writers: Sequence[Writers]
 
+    def undeclared(self, alike: Int64s) -> tuple[str, ...]:
+        """Names of tensors of which several ranks hold one part, though nobody declared it replicated.
+
+        Ranks with one number in `alike` (by rank) count as one: what they hold in common has been compared already.
+        """
+        several: dict[int, bool] = {}
+        for division in self.divisions:
+            if id(division) not in several:  # shared by all tensors divided alike
+                several[id(division)] = not division.declared and _differ(alike[division.holders])
+        return tuple(name for name, division in zip(self.tensors, self.divisions, strict=True) if several[id(division)])
+
 
 def plan_save(
     messages: Sequence[RankMessage], bodies: Mapping[bytes, bytes], *, ranks: Sequence[int] | None = None
@@ -99,8 +110,11 @@ def plan_save(
     return SavePlan(numbers, tensors, _aliases(groups, tensors), divisions, writers)
 
 
-def encode_plan(plan: SavePlan, *, identity: Identity, values: Sequence[RankValues]) -> bytes:
-    """The manifest file of the checkpoint `identity` that is written by `plan`, with room for `values`."""
+def encode_plan(
+    plan: SavePlan, *, identity: Identity, values: Sequence[RankValues], diverged: Sequence[str] = ()
+) -> bytes:
+    """The manifest file of the checkpoint `identity` that is written by `plan`, with room for `values`; `diverged` are
+    names of tensors whose copies were found to differ, sorted."""
     tensors = plan.tensors.values()
     ranks = _writing_ranks(plan.writers, [block.rank for block in values], max(plan.ranks) + 1)
     table = _PartitionTable(ranks, max(plan.ranks) + 1)
@@ -125,6 +139,7 @@ def encode_plan(plan: SavePlan, *, identity: Identity, values: Sequence[RankValu
         partition_table=tuple(table.partitions),
         partitions=partitions,
         aliases=dict(plan.aliases),
+        diverged=tuple(diverged),
         num_files=len(ranks),
         writers=table.sequences.add(ranks),
         values=tuple(
@@ -133,6 +148,11 @@ def encode_plan(plan: SavePlan, *, identity: Identity, values: Sequence[RankValu
         sequences=tuple(table.sequences.sequences),
     )
     return fmt.encode(body, table.sequences.blobs)
+
+
+def _differ(rows: Int64s) -> bool:
+    """Whether some row holds several numbers."""
+    return bool((rows != rows[:, :1]).any())
 
 
 def _groups(messages: Sequence[RankMessage], bodies: Mapping[bytes, bytes], ranks: Sequence[int]) -> list[Group]:

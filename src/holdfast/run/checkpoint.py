@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
+from itertools import pairwise
 from threading import Lock
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -20,14 +21,24 @@ from holdfast.format.dtypes import CARRIERS
 from holdfast.format.manifest import DecodedManifest, ValueBlock
 from holdfast.format.values import Node
 from holdfast.geometry import Box
-from holdfast.plan.load import FileReads, Read, Want, pieces, plan_load
+from holdfast.plan.load import FileReads, Want, pieces, plan_load
 from holdfast.run.history import Located
 from holdfast.storage.base import Bytes, FileReader
 from holdfast.transfer.buffers import pipeline_pool
 from holdfast.transfer.reader import DataFile, Extent, ReadJob, ReadStats, read_files
 
-#: Takes elements (of the carrier type) for a box relative to the box of want number ... Called from several threads.
-Put = Callable[[int, Box, npt.NDArray[Any]], None]
+#: Wants up to this size are filled many at a time.
+_SMALL_NBYTES = 32 << 10
+
+
+class Targets(Protocol):
+    """Where wanted elements go, by the numbers of the wants. Called from several threads, for disjoint elements."""
+
+    def put(self, want: int, at: Box, elements: npt.NDArray[Any]) -> None:
+        """Take elements (of the carrier type) for box `at`, relative to the wanted one."""
+
+    def fill(self, wants: Sequence[int], data: Bytes) -> None:
+        """Take all elements of several wants: `data` has those of one after the other, each in row-major order."""
 
 
 class Checkpoint:
@@ -81,8 +92,8 @@ class Checkpoint:
         raises `CorruptError` when the bytes are damaged."""
         return _Nodes(self.manifest.body.values, self._values)
 
-    def read(self, wants: Sequence[Want], put: Put, *, verify: bool = True, first_file: int = 0) -> ReadStats:
-        """Deliver all elements of `wants` to `put`; returns when every one was delivered, once.
+    def read(self, wants: Sequence[Want], targets: Targets, *, verify: bool = True, first_file: int = 0) -> ReadStats:
+        """Deliver all elements of `wants` to `targets`; returns when every one was delivered, once.
 
         Memory is bounded: two buffers of 8 MiB. With `verify` every block that is touched is checked against the
         seal before its elements are delivered.
@@ -92,7 +103,8 @@ class Checkpoint:
             StorageError: the store failed.
         """
         jobs = (
-            self._job(reads, wants, put, verify=verify) for reads in plan_load(self.files, wants, first_file=first_file)
+            self._job(reads, wants, targets, verify=verify)
+            for reads in plan_load(self.files, wants, first_file=first_file)
         )
         with pipeline_pool() as pool:
             return read_files(jobs, pool=pool, on_corrupt=self.corrupt_block)
@@ -121,34 +133,34 @@ class Checkpoint:
             raise self._corrupt(fmt.file_name(index), "its digest table is not the one that was sealed")
         return table
 
-    def _job(self, reads: FileReads, wants: Sequence[Want], put: Put, *, verify: bool) -> ReadJob:
-        itemsizes = self.files.itemsizes
-
+    def _job(self, reads: FileReads, wants: Sequence[Want], targets: Targets, *, verify: bool) -> ReadJob:
         def open_() -> DataFile:
             return self.open_file(reads.file, data_start=reads.data_start, data_nbytes=reads.data_nbytes, verify=verify)
 
-        def deliver(index: int, offset: int, data: Bytes) -> None:
-            read = reads.read(index)
-            _deliver(read, wants[read.want], int(itemsizes[wants[read.want].tensor]), offset, data, put)
-
-        return ReadJob(open_, list(map(Extent, reads.starts.tolist(), reads.stops.tolist())), deliver)
+        extents = np.stack([reads.starts, reads.stops], axis=1)
+        return ReadJob(open_, extents, _Delivery(self.files, reads, wants, targets).take)
 
     def _values(self, block: ValueBlock) -> dict[str, Node]:
-        layout = self.files.layout(block.file)
+        columns = self.files.columns(np.asarray([block.file], np.int64))
+        data_start, data_nbytes = int(columns.data_starts[0]), int(columns.data_nbytes[0])
         out = np.empty(block.capacity, np.uint8)
 
         def deliver(_: int, offset: int, data: Bytes) -> None:
             out[offset : offset + len(data)] = data
 
         def open_() -> DataFile:
-            return self.open_file(block.file, data_start=layout.data_start, data_nbytes=layout.data_nbytes)
+            return self.open_file(block.file, data_start=data_start, data_nbytes=data_nbytes)
 
-        extent = Extent(layout.values_offset, layout.values_offset + block.capacity)
+        extent = Extent(data_nbytes - block.capacity, data_nbytes)
         with pipeline_pool() as pool:
             read_files([ReadJob(open_, [extent], deliver)], pool=pool, on_corrupt=self.corrupt_block)
-        nodes = unpack_values(out.tobytes(), path=self.path(fmt.file_name(block.file)))
-        if tuple(sorted(nodes)) != tuple(sorted(block.paths)):
-            raise self._corrupt(fmt.file_name(block.file), "its values are not those that the manifest lists")
+        name = fmt.file_name(block.file)
+        nodes = unpack_values(out.tobytes(), path=self.path(name))
+        if sorted(nodes) != sorted(block.paths):
+            raise self._corrupt(name, "its values are not those that the manifest lists")
+        lost = set(value_codec.tensors(nodes)).difference(self.numbers, self.manifest.body.aliases)
+        if lost:
+            raise self._corrupt(name, f"its values refer to tensor {min(lost)!r}, which the manifest does not list")
         return nodes
 
     def corrupt_block(self, file: DataFile, block: int) -> CorruptError:
@@ -195,10 +207,14 @@ class _Nodes(Mapping[str, Node]):
 
     def __getitem__(self, path: str) -> Node:
         block = self._home[path]
+        table = self._tables.get(block.file)
+        return (self._table(block) if table is None else table)[path]
+
+    def _table(self, block: ValueBlock) -> dict[str, Node]:
         with self._lock:
             if block.file not in self._tables:
                 self._tables[block.file] = self._read(block)
-            return self._tables[block.file][path]
+            return self._tables[block.file]
 
     def __contains__(self, path: object) -> bool:
         return path in self._home
@@ -210,11 +226,51 @@ class _Nodes(Mapping[str, Node]):
         return len(self._home)
 
 
-def _deliver(read: Read, want: Want, itemsize: int, offset: int, data: Bytes, put: Put) -> None:
-    elements = data.view(CARRIERS[itemsize])
-    for at, stored, source, target in pieces(read, want.box, offset // itemsize, len(elements)):
-        held = elements[at : at + stored.numel].reshape(stored.size)
-        put(read.want, target, held[source.slices()])
+class _Delivery:
+    """The way of one file's bytes to the wants that they are for."""
+
+    def __init__(self, files: Files, reads: FileReads, wants: Sequence[Want], targets: Targets) -> None:
+        self._files = files
+        self._reads = reads
+        self._wants = wants
+        self._targets = targets
+        sizes = reads.stops - reads.starts
+        #: Where each read begins when all are laid end to end, and where the last one ends.
+        self._line = np.r_[0, np.cumsum(sizes)]
+        self._small = reads.straight & (sizes <= _SMALL_NBYTES)
+
+    def take(self, first: int, offset: int, data: Bytes) -> None:
+        """Deliver bytes of read `first`, from `offset` on, and of the reads that follow it without a gap."""
+        line, begin = self._line, int(self._line[first]) + offset
+        end = begin + len(data)
+        # Reads [low, high) are there in full.
+        low, high = first + (offset > 0), int(np.searchsorted(line, end, side="right")) - 1
+        if offset:
+            self._part(first, offset, data[: line[low] - begin])
+        for start, stop in self._groups(low, high):
+            held = data[line[start] - begin : line[stop] - begin]
+            if self._small[start]:
+                self._targets.fill(self._reads.wants[start:stop].tolist(), held)
+            else:
+                self._part(start, 0, held)
+        if low <= high and line[high] < end:
+            self._part(high, 0, data[line[high] - begin :])
+
+    def _groups(self, low: int, high: int) -> Iterator[tuple[int, int]]:
+        """Ranges of reads that make up ``[low, high)``: small ones together, each other one by itself."""
+        small = self._small[low:high]
+        cuts = low + 1 + np.flatnonzero(~(small[1:] & small[:-1]))
+        return pairwise((low, *cuts.tolist(), high)) if low < high else iter(())
+
+    def _part(self, index: int, offset: int, data: Bytes) -> None:
+        """Deliver bytes of one read, from `offset` on."""
+        read = self._reads.read(index)
+        want = self._wants[read.want]
+        itemsize = int(self._files.itemsizes[want.tensor])
+        elements = data.view(CARRIERS[itemsize])
+        for at, stored, source, target in pieces(read, want.box, offset // itemsize, len(elements)):
+            held = elements[at : at + stored.numel].reshape(stored.size)
+            self._targets.put(read.want, target, held[source.slices()])
 
 
 def pack_values(nodes: dict[str, Node], *, capacity: int | None = None) -> bytes:

@@ -1,9 +1,11 @@
 """`save`: describe, plan, write, commit. Small messages only coordinate; storage alone decides.
 
 1. *describe*: every rank sends digests of its layout, its values and its undeclared replicas.
-2. *plan*, where the last plan does not fit: one rank per distinct layout sends it, and rank 0 plans anew. Either way
-   rank 0 takes the next place of the run and publishes the manifest.
-3. *commit*: every rank derives its share from the manifest (once per plan) and writes its data file; rank 0 seals and
+2. *plan*, where the last plan does not fit: one rank per distinct layout sends it, and rank 0 plans anew.
+3. *compare*, where the plan shows that ranks of different layouts hold one part undeclared, or where replicas are
+   known to differ: the ranks send digests of those tensors. In any case rank 0 then takes the next place of the run and
+   publishes the manifest.
+4. *commit*: every rank derives its share from the manifest (once per plan) and writes its data file; rank 0 seals and
    commits.
 """
 
@@ -25,12 +27,14 @@ from holdfast.reports import SaveReport
 from holdfast.run.paths import canonical, parse, storage_at
 from holdfast.saving.coordinator import Coordinator, PlanMemory, Request
 from holdfast.saving.local import NUM_TURNS, Local
-from holdfast.saving.messages import Answer, Planned
+from holdfast.saving.messages import Answer, Compare, Planned, Questions
 from holdfast.saving.share import Share
+from holdfast.state.gather import Remembered
 
-#: The last plan per run and group: rank 0's knowledge of all ranks, and each rank's share.
+#: Of the last save, per run and group: rank 0's knowledge of all ranks, each rank's share, and what its walk found.
 _plans: dict[tuple[str, tuple[int, ...]], PlanMemory] = {}
 _shares: dict[tuple[str, tuple[int, ...]], Share] = {}
+_walks: dict[tuple[str, tuple[int, ...]], Sequence[Remembered]] = {}
 
 
 def save(
@@ -53,7 +57,8 @@ def save(
 
     Plain tensors that several ranks hold under one name without declaring it (by DTensor, by DDP) are compared: all of
     them at the first save and whenever a plan is made, a rotating share later. Copies that differ are an error at the
-    first save; later ``on_divergence="warn"`` logs a warning and one holder's copy is saved whole.
+    first save; later ``on_divergence="warn"`` logs a warning, one holder's copy is saved whole, and the checkpoint and
+    the report say which tensors these are.
 
     On any error every rank raises, no part of the checkpoint becomes visible, and the head stays what it was; after a
     load of an older checkpoint the head is the one that was loaded as soon as a save begins to write.
@@ -126,23 +131,33 @@ class _Saving:
             nbytes=commit.nbytes,
             written_nbytes=written_nbytes[0],
             num_tensors=len(_shares[self._key].manifest.body.names),
+            diverged=planned.diverged,
             seconds=self._watch.seconds,
         )
 
     def _describe(self, state: Mapping[str, object], known: Share | None, local: list[Local]) -> bytes:
-        local.append(Local.of(state, rank=self._channel.rank, world_size=self._channel.world_size))
+        number, world_size = self._channel.rank, self._channel.world_size
+        last = _walks.get(self._key, ())
+        mine = Local.of(state, number=number, rank=self._rank, world_size=world_size, last=last)
+        local.append(mine)
+        _walks[self._key] = mine.flat.remembered
         turn = None if known is None else known.turn % NUM_TURNS
-        return local[0].describe(turn, alone=self._channel.world_size == 1)
+        return mine.describe(turn, alone=world_size == 1)
 
     def _planned(self, answer: bytes, mine: Local) -> Planned:
-        asked = msgspec.msgpack.decode(answer, type=Answer)
-        if isinstance(asked, Planned):
-            return asked
-        details = attempt(lambda: mine.answer(asked, self._channel.rank, self._rank))
-        made = self._channel.exchange(
+        """Answer what rank 0 asks until it has published the plan. All ranks follow the same answers."""
+        while not isinstance(asked := msgspec.msgpack.decode(answer, type=Answer), Planned):
+            answer = self._replied(asked, mine)
+        return asked
+
+    def _replied(self, asked: Questions | Compare, mine: Local) -> bytes:
+        if isinstance(asked, Compare):
+            digests = attempt(lambda: mine.compare(asked))
+            return self._channel.exchange("compare", digests, self._coordinator.compare, self._deadline)
+        details = attempt(lambda: mine.answer(asked))
+        return self._channel.exchange(
             "plan", details, lambda payloads: self._coordinator.plan(asked, mine, payloads), self._deadline
         )
-        return msgspec.msgpack.decode(made, type=Planned)
 
     def _write(self, planned: Planned, mine: Local, known: Share | None, written_nbytes: list[int]) -> bytes:
         share = Share.of(self._storage, planned, self._rank, known)

@@ -2,52 +2,100 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import msgspec
 
 from holdfast.errors import StateError
-from holdfast.format.values import Node, Table
+from holdfast.format.values import Node, PerRank, Table
+from holdfast.saving.messages import Digests
+
+#: Ranks that have one and the same table of values, and the table.
+Shared = tuple[Sequence[int], Mapping[str, Node]]
 
 
-def diverged(digests: Sequence[Mapping[str, bytes]]) -> dict[str, list[list[int]]]:
-    """Tensors whose copies differ, each with the groups of ranks that hold the same, the lowest rank's group first."""
+@dataclass(frozen=True)
+class Divergence:
+    """A tensor whose copies differ: the first part that does ("" where all is one part), and the groups of ranks that
+    hold the same there, the lowest rank's group first."""
+
+    name: str
+    part: str
+    groups: Sequence[Sequence[int]]
+
+
+def diverged(names: Sequence[str], digests: Mapping[int, Digests]) -> tuple[Divergence, ...]:
+    """Those of the tensors `names` of which ranks hold different copies, in that order; `digests` are by rank."""
+    return tuple(
+        found
+        for index, name in enumerate(names)
+        if (found := _divergence(name, {rank: parts[index] for rank, parts in digests.items()})) is not None
+    )
+
+
+def _divergence(name: str, held: Mapping[int, Mapping[str, bytes]]) -> Divergence | None:
     holders: dict[str, dict[bytes, list[int]]] = {}
-    for rank, named in enumerate(digests):
-        for name, digest in named.items():
-            holders.setdefault(name, {}).setdefault(digest, []).append(rank)
-    return {name: sorted(groups.values()) for name, groups in sorted(holders.items()) if len(groups) > 1}
+    for rank, parts in held.items():
+        for part, digest in parts.items():
+            holders.setdefault(part, {}).setdefault(digest, []).append(rank)
+    for part, groups in sorted(holders.items()):
+        if len(groups) > 1:
+            return Divergence(name, part if len(holders) > 1 else "", sorted(groups.values()))
+    return None
 
 
-def divergence(found: Mapping[str, Sequence[Sequence[int]]]) -> str:
-    """What to say about diverged tensors."""
-    name, groups = next(iter(found.items()))
+def describe(found: Sequence[Divergence]) -> str:
+    """What to say about diverged tensors, of which there are some."""
+    first = found[0]
     more = f" (and {len(found) - 1} more tensors)" if len(found) > 1 else ""
-    sides = " and ".join(_ranks(group) for group in groups[:2])
-    return f"Tensor {name!r} is held by several ranks undeclared, and its copies differ between ranks {sides}{more}."
+    sides = " and ".join(_listed(group) for group in first.groups[:2])
+    part = f", at [{first.part}]" if first.part else ""
+    return (
+        f"Tensor {first.name!r} is held by several ranks undeclared, "
+        f"and its copies differ between ranks {sides}{part}{more}."
+    )
 
 
-def unite(tables: Mapping[int, Mapping[str, Node]]) -> dict[str, Node]:
-    """The tables of ranks in one. A path that several ranks hold must have one value; dicts may have other keys on
-    other ranks, and are united."""
+def unite(tables: Sequence[Shared]) -> dict[str, Node]:
+    """The tables of all ranks in one. A path that several ranks hold must have one value; dicts may have other keys on
+    other ranks, and are united. What is `PerRank` anywhere must be there on all ranks.
+
+    Raises:
+        StateError: ranks disagree; names the path and the ranks.
+    """
     united: dict[str, Node] = {}
     origin: dict[str, int] = {}
-    for rank, table in tables.items():
+    for ranks, table in tables:
         for path, node in table.items():
             if path not in united:
-                united[path], origin[path] = node, rank
+                united[path], origin[path] = node, ranks[0]
                 continue
             known = united[path]
             if isinstance(known, Table) and isinstance(node, Table) and known.kind == node.kind == "dict":
                 united[path] = Table("dict", tuple(dict.fromkeys((*known.keys, *node.keys))))
             elif not _same(known, node):
                 raise StateError(
-                    f"Value {path!r} differs between rank {origin[path]} and rank {rank}.",
+                    f"Value {path!r} differs between rank {origin[path]} and rank {ranks[0]}.",
                     code="state.diverged",
                     action="Make it equal on all ranks, or save it as holdfast.PerRank(value).",
                     path=path,
                 )
+    for path in (path for path, node in united.items() if isinstance(node, PerRank)):
+        _check_on_all(path, tables)
     return united
+
+
+def _check_on_all(path: str, tables: Iterable[Shared]) -> None:
+    absent = sorted(rank for ranks, table in tables if path not in table for rank in ranks)
+    if absent:
+        raise StateError(
+            f"{path!r} is a PerRank on some ranks, but there is nothing on ranks {_listed(absent)}.",
+            code="state.per_rank",
+            action="Put a PerRank there on every rank of the save, PerRank(None) where there is nothing to keep.",
+            path=path,
+            rank=absent[0],
+        )
 
 
 def _same(a: Node, b: Node) -> bool:
@@ -55,6 +103,6 @@ def _same(a: Node, b: Node) -> bool:
     return type(a) is type(b) and msgspec.msgpack.encode(a) == msgspec.msgpack.encode(b)
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def _listed(ranks: Sequence[int]) -> str:
     shown = ", ".join(map(str, ranks[:8]))
     return f"[{shown}{', ...' if len(ranks) > 8 else ''}]"

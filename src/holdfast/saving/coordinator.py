@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
+import numpy as np
 import xxhash
 
 from holdfast.errors import StateError
 from holdfast.format import manifest as fmt
 from holdfast.format import records
 from holdfast.format import values as value_codec
-from holdfast.format.records import Commit, FileSeal, Seal, SealDigest
+from holdfast.format.records import Commit, Diverged, FileSeal, Seal, SealDigest
 from holdfast.format.values import Node
+from holdfast.phases import collector_paused
 from holdfast.plan.save import Identity, RankMessage, RankValues, SavePlan, encode_plan, plan_save
 from holdfast.run.checkpoint import pack_values
 from holdfast.run.history import Run
 from holdfast.run.session import JOB
-from holdfast.saving.compare import diverged, divergence, unite
+from holdfast.saving.compare import describe, diverged, unite
 from holdfast.saving.local import NUM_TURNS, Local
-from holdfast.saving.messages import Answer, Described, Details, Planned, Questions, Written
+from holdfast.saving.messages import Compare, Described, Details, Digests, Planned, Questions, Written
 from holdfast.storage.base import Storage
 
 _log = logging.getLogger(__name__)
@@ -72,6 +74,11 @@ class Coordinator:
         self._ranks = ranks
         self._storage = request.storage
         self._messages: list[Described] = []
+        #: Numbers of the ranks of each distinct table of values.
+        self._by_values: list[list[int]] = []
+        self._compare = Compare(())
+        #: What the manifest is to be made of once that is compared.
+        self._next: PlanMemory | None = None
         self._run: Run | None = None
         self._manifest = b""
         self._planned: Planned | None = None
@@ -81,46 +88,34 @@ class Coordinator:
         self.values: dict[str, Node] | None = None
 
     def ask(self, payloads: Sequence[bytes]) -> bytes:
-        """The answer to what all ranks described: the plan of the last save where it fits, else `Questions`."""
+        """The answer to what all ranks described: `Questions` where a plan is to be made, else what `_go_on` says."""
         self._messages = [msgspec.msgpack.decode(payload, type=Described) for payload in payloads]
-        memory = self.memory
-        by_layout: dict[bytes, list[int]] = {}
-        by_values: dict[bytes, int] = {}
+        by_layout: dict[bytes, int] = {}
+        by_values: dict[bytes, list[int]] = {}
         for number, message in enumerate(self._messages):
-            by_layout.setdefault(message.layout, []).append(number)
-            by_values.setdefault(message.values, number)
+            by_layout.setdefault(message.layout, number)
+            by_values.setdefault(message.values, []).append(number)
+        self._by_values = list(by_values.values())
+        memory = self.memory
         planned = memory is not None and memory.layouts == self._layouts()
         questions = Questions(
-            bodies=() if planned else tuple(members[0] for members in by_layout.values()),
-            values=tuple(by_values.values()) if len(by_values) > 1 else (),
-            compare=self._must_compare(list(by_layout.values()), planned=planned),
+            bodies=() if planned else tuple(by_layout.values()),
+            values=tuple(numbers[0] for numbers in self._by_values) if len(by_values) > 1 else (),
         )
-        asks = questions.bodies or questions.values or questions.compare
-        answer: Answer = questions
-        if memory is not None and not asks and memory.has_room(self._messages, self._ranks):
-            answer = self._publish(memory)
-        return msgspec.msgpack.encode(answer)
+        asks = questions.bodies or questions.values
+        if memory is None or asks or not memory.has_room(self._messages, self._ranks):
+            return msgspec.msgpack.encode(questions)
+        return self._go_on(memory)
 
-    def _must_compare(self, groups: Sequence[Sequence[int]], *, planned: bool) -> bool:
-        """Whether the digests of single tensors are needed. Ranks of one layout compare one digest of all; ranks of
-        different layouts, which may share some tensors, compare when a plan is made and once per turn."""
-        if any(len({self._messages[number].compared for number in group}) > 1 for group in groups):
-            return True
-        if planned:
-            assert self.memory is not None
-            return len(groups) > 1 and self.memory.num_saves % NUM_TURNS == 0
-        # Where only a share was compared so far, all must be now.
-        return len(groups) > 1 or self.memory is not None
-
+    @collector_paused()
     def plan(self, questions: Questions, mine: Local, payloads: Sequence[bytes]) -> bytes:
-        """Plan with the ranks' details (anew where layouts changed), and publish the manifest."""
+        """Plan with the ranks' `Details` (anew where layouts changed), and go on."""
         answers = [msgspec.msgpack.decode(payload, type=Details) for payload in payloads]
         self.values = mine.flat.nodes
-        found = diverged([answer.compared for answer in answers])
-        if found:
-            self._complain(found)
         if questions.values:
-            self.values = unite({n: value_codec.decode(answers[n].values) for n in questions.values})
+            ranks = [[self._ranks[number] for number in numbers] for numbers in self._by_values]
+            tables = [value_codec.decode(answers[number].values) for number in questions.values]
+            self.values = unite(list(zip(ranks, tables, strict=True)))
         memory = self.memory
         if memory is None or questions.bodies:
             bodies = {self._messages[number].layout: answers[number].body for number in questions.bodies}
@@ -135,17 +130,50 @@ class Coordinator:
         if memory is None or memory.plan is not plan or not _covers(memory.values, values):
             paths = tuple((message.value_paths, message.own_paths) for message in self._messages)
             memory = PlanMemory(secrets.token_hex(8), self._layouts(), plan, paths, values)
-        return msgspec.msgpack.encode(self._publish(memory))
+        return self._go_on(memory)
+
+    def compare(self, payloads: Sequence[bytes]) -> bytes:
+        """Judge the ranks' `Digests`, and publish the manifest."""
+        assert self._next is not None
+        answers = [msgspec.msgpack.decode(payload, type=Digests) for payload in payloads]
+        found = diverged(self._compare.names, dict(zip(self._ranks, answers, strict=True)))
+        if found:
+            text = describe(found)
+            action = "Make the copies equal, shard it as a DTensor, or save it as holdfast.PerRank(tensor)."
+            if self.memory is None or self._request.strict:
+                raise StateError(text, code="state.diverged", action=action, tensor=found[0].name)
+            _log.warning("step %d: %s One holder's copy is saved. %s", self._request.step, text, action)
+        return self._publish(self._next, tuple(one.name for one in found))
+
+    def _go_on(self, memory: PlanMemory) -> bytes:
+        """Save by the plan in `memory`: ask for what must be compared first, else publish the manifest."""
+        self._compare = Compare(self._suspects(memory))
+        if not self._compare.names:
+            return self._publish(memory, ())
+        self._next = memory
+        return msgspec.msgpack.encode(self._compare)
+
+    def _suspects(self, memory: PlanMemory) -> tuple[str, ...]:
+        """Tensors whose copies have to be compared one by one.
+
+        Ranks of one layout without pieces have compared one digest of all, or of a share, already. What they hold in
+        common with others, and everything where that digest covers less than it should, is compared when a plan is
+        made, and once per turn later; where digests differ, everything is, to find out what does.
+        """
+        alike = np.zeros(max(self._ranks) + 1, np.int64)
+        first: dict[bytes, int] = {}
+        differs = False
+        for number, (rank, message) in enumerate(zip(self._ranks, self._messages, strict=True)):
+            peer = first.setdefault(message.layout, number)
+            alike[rank] = number if message.columns else peer
+            differs |= message.compared != self._messages[peer].compared
+        fresh = self.memory is None or self.memory.plan is not memory.plan
+        if differs or (fresh and any(message.turn is not None for message in self._messages)):
+            return memory.plan.undeclared(np.arange(len(alike)))
+        return memory.plan.undeclared(alike) if fresh or memory.num_saves % NUM_TURNS == 0 else ()
 
     def _layouts(self) -> Layouts:
         return tuple((message.layout, message.columns) for message in self._messages)
-
-    def _complain(self, found: Mapping[str, Sequence[Sequence[int]]]) -> None:
-        text = divergence(found)
-        action = "Make the copies equal, shard it as a DTensor, or save it as holdfast.PerRank(tensor)."
-        if self.memory is None or self._request.strict:
-            raise StateError(text, code="state.diverged", action=action, tensor=next(iter(found)))
-        _log.warning("step %d: %s One holder's copy is saved. %s", self._request.step, text, action)
 
     def _values(self, answers: Sequence[Details]) -> tuple[RankValues, ...]:
         """What each rank's file must have room for."""
@@ -160,8 +188,8 @@ class Coordinator:
                 blocks.append(RankValues(rank, nbytes, tuple(sorted(paths))))
         return tuple(blocks)
 
-    def _publish(self, memory: PlanMemory) -> Planned:
-        """Take the next place of the run and publish the manifest of the checkpoint there."""
+    def _publish(self, memory: PlanMemory, diverged: tuple[str, ...]) -> bytes:
+        """Take the next place of the run and publish the manifest of the checkpoint there: `Planned`, encoded."""
         # Only a state that can be saved gets here: opening an epoch after a rollback moves the head.
         self._run = Run.create(self._storage)
         place = JOB.begin(self._run, takeover=self._request.takeover, world_size=len(self._messages))
@@ -174,12 +202,14 @@ class Coordinator:
             metrics=self._request.metrics,
         )
         self.memory = replace(memory, num_saves=memory.num_saves + 1)
-        self._manifest = encode_plan(memory.plan, identity=identity, values=memory.values)
+        self._manifest = encode_plan(memory.plan, identity=identity, values=memory.values, diverged=diverged)
         folder = records.folder_name(identity.step, identity.checkpoint_id)
         self._storage.create(records.checkpoint_key(folder, fmt.NAME), self._manifest)
         digest = xxhash.xxh3_128_hexdigest(self._manifest)
-        self._planned = Planned(folder, identity.checkpoint_id, place, len(self._manifest), digest, memory.plan_id)
-        return self._planned
+        self._planned = Planned(
+            folder, identity.checkpoint_id, place, len(self._manifest), digest, memory.plan_id, diverged
+        )
+        return msgspec.msgpack.encode(self._planned)
 
     def commit(self, payloads: Sequence[bytes]) -> bytes:
         """Seal and commit: all data files are durable."""
@@ -210,6 +240,7 @@ class Coordinator:
             nbytes=sum(file.nbytes for file in files),
             created=body.created,
             metrics={name: records.to_metric(value) for name, value in body.metrics.items()},
+            diverged=Diverged.of(body.diverged),
         )
         self._run.publish(commit)
         return msgspec.msgpack.encode(commit)

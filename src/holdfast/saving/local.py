@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import msgspec
 import xxhash
 
 from holdfast.format import values as value_codec
 from holdfast.geometry import Box
+from holdfast.phases import collector_paused
 from holdfast.plan.body import RankLayout
-from holdfast.plan.layout import Placed, Whole
+from holdfast.plan.layout import Whole
 from holdfast.run.checkpoint import pack_values
-from holdfast.saving.messages import Described, Details, Questions
+from holdfast.saving.messages import Compare, Described, Details, Digests, Questions
 from holdfast.state.flatten import FlatState, flatten
+from holdfast.state.gather import Remembered
 from holdfast.state.memory import LocalPieces, digest_of
 
 #: Later saves compare one of so many parts of the undeclared replicas.
@@ -23,29 +25,37 @@ NUM_TURNS = 16
 
 @dataclass(frozen=True)
 class Local:
-    """This rank's state and layout."""
+    """State and layout of one rank, which is number `number` of those that save."""
 
+    number: int
     flat: FlatState
     layout: RankLayout
     values: bytes
-    world_size: int
+    _pieces: LocalPieces
+    #: What was digested already, by name: the state stays as it is during a save.
+    _digests: dict[str, dict[str, bytes]] = field(default_factory=dict)
 
     @staticmethod
-    def of(state: Mapping[str, object], *, rank: int, world_size: int) -> Local:
-        """Flatten `state`. Raises `StateError` for what cannot be saved."""
-        flat = flatten(state, rank=rank, world_size=world_size)
+    @collector_paused()
+    def of(
+        state: Mapping[str, object], *, number: int, rank: int, world_size: int, last: Sequence[Remembered] = ()
+    ) -> Local:
+        """Flatten `state`; `rank` is that of the job, `last` what the last walk remembered. Raises `StateError` for
+        what cannot be saved."""
+        flat = flatten(state, rank=number, world_size=world_size, last=last)
         layout = RankLayout.of([tensor.layout for tensor in flat.tensors.values()], flat.aliases)
-        return Local(flat, layout, value_codec.encode(flat.nodes), world_size)
+        return Local(number, flat, layout, value_codec.encode(flat.nodes), LocalPieces(rank))
 
     def describe(self, turn: int | None, *, alone: bool) -> bytes:
         """`Described`, encoded. `turn` selects the share of tensors to compare (None: all); `alone`: there is nobody to
         compare with."""
         own = self.flat.own_nodes
-        compared = b"" if alone else xxhash.xxh3_128_digest(b"".join(self.compared(turn).values()))
+        compared = [] if alone else [part for name in self._replicas(turn) for part in self._digested(name).values()]
         described = Described(
             layout=self.layout.digest,
-            columns=xxhash.xxh3_128_digest(self.layout.columns),
-            compared=compared,
+            columns=xxhash.xxh3_128_digest(self.layout.columns) if self.layout.columns else b"",
+            turn=turn,
+            compared=xxhash.xxh3_128_digest(b"".join(compared)),
             values=xxhash.xxh3_128_digest(self.values),
             value_paths=_digest(self.flat.nodes),
             values_nbytes=8 + len(self.values),
@@ -54,38 +64,36 @@ class Local:
         )
         return msgspec.msgpack.encode(described)
 
-    def answer(self, questions: Questions, number: int, rank: int) -> bytes:
-        """`Details`, encoded, of rank `number` of the group, which is `rank` of the job."""
-        body = self.layout.body if number in questions.bodies else b""
-        compared = self.compared(None) if questions.compare else {}
-        if questions.compare or questions.bodies:
-            compared |= self._compared_parts(rank)
-        values = self.values if number in questions.values else b""
+    def answer(self, questions: Questions) -> bytes:
+        """`Details`, encoded."""
+        body = self.layout.body if self.number in questions.bodies else b""
+        values = self.values if self.number in questions.values else b""
         columns = self.layout.columns if questions.bodies else b""
-        details = Details(body, columns, tuple(sorted(self.flat.own_nodes)), compared, values)
-        return msgspec.msgpack.encode(details)
+        return msgspec.msgpack.encode(Details(body, columns, tuple(sorted(self.flat.own_nodes)), values))
 
-    def compared(self, turn: int | None) -> dict[str, bytes]:
-        """Digests of tensors that other ranks may hold too, though nobody declared them replicated."""
-        digests = {}
+    def compare(self, asked: Compare) -> bytes:
+        """`Digests` of the tensors that are asked for, encoded."""
+        digests: Digests = tuple(self._digested(name) for name in asked.names)
+        return msgspec.msgpack.encode(digests)
+
+    def _replicas(self, turn: int | None) -> Iterator[str]:
+        """Names of tensors that other ranks are likely to hold whole too, though nobody declared it."""
+        compared = Whole("compare")
         for number, (name, tensor) in enumerate(self.flat.tensors.items()):
-            spec = tensor.layout.spec
-            mine = isinstance(spec, Whole) and spec.replicas == "compare"
-            if mine and turn in (None, number % NUM_TURNS):
-                digests[name] = digest_of(tensor.memory[0])
-        return digests
+            if turn in (None, number % NUM_TURNS) and tensor.layout.spec == compared:
+                yield name
 
-    def _compared_parts(self, rank: int) -> dict[str, bytes]:
-        """Digests of the local parts of DTensors whose mesh is not the whole job: another mesh may hold other elements
-        under the same name, as pipeline stages do that name their layers alike."""
-        digests = {}
-        pieces = LocalPieces(rank)
-        for name, tensor in self.flat.tensors.items():
-            spec = tensor.layout.spec
-            if isinstance(spec, Placed) and len(spec.mesh.ranks) < self.world_size:
-                for box, view in pieces.of(tensor.layout, tensor.memory):
-                    digests[f"{name}[{_extents(box)}]"] = digest_of(view)
-        return digests
+    def _digested(self, name: str) -> dict[str, bytes]:
+        """The digest of each part of a tensor that this rank holds and that others must hold alike: none where the
+        lowest holder's copy counts."""
+        known = self._digests.get(name)
+        if known is None:
+            tensor = self.flat.tensors.get(name)
+            known = self._digests[name] = {}
+            if tensor is not None and tensor.layout.spec != Whole("first"):
+                held = self._pieces.of(tensor.layout, tensor.memory)
+                known |= {_extents(box): digest_of(view) for box, view in held}
+        return known
 
 
 def _extents(box: Box) -> str:

@@ -10,13 +10,15 @@ from holdfast.format.records import Place
 class Described(msgspec.Struct, frozen=True, array_like=True):
     """A rank's state in brief.
 
-    `layout` digests the layout's body, `columns` its columns. `compared` digests tensors that several ranks may hold
-    without having declared it: all of them where the plan is new, a rotating share later. `values` digests the shared
-    table of values, `value_paths` its paths; ``own_nbytes`` and `own_paths` are for the values of this rank alone.
+    `layout` digests the layout's body, `columns` its columns (empty: there are none, so no pieces). `compared` digests
+    tensors that are held whole and that other ranks may hold too without having declared it: the share `turn` of them,
+    or (None) all. `values` digests the shared table of values, `value_paths` its paths; ``own_nbytes`` and `own_paths`
+    are for the values of this rank alone.
     """
 
     layout: bytes
     columns: bytes
+    turn: int | None
     compared: bytes
     values: bytes
     value_paths: bytes
@@ -27,12 +29,10 @@ class Described(msgspec.Struct, frozen=True, array_like=True):
 
 class Questions(msgspec.Struct, frozen=True, tag="questions"):
     """What rank 0 must know before it can plan: the body from each rank in `bodies` (and then columns from all; no body
-    where the last plan still fits), the values of each rank in `values`, and with `compare` the digest of each tensor
-    that is to be compared."""
+    where the last plan still fits), and the values of each rank in `values`. The answers are `Details`."""
 
     bodies: tuple[int, ...]
     values: tuple[int, ...]
-    compare: bool
 
 
 class Details(msgspec.Struct, frozen=True, array_like=True):
@@ -41,14 +41,24 @@ class Details(msgspec.Struct, frozen=True, array_like=True):
     body: bytes
     columns: bytes
     own_paths: tuple[str, ...]
-    compared: dict[str, bytes]
     values: bytes
+
+
+class Compare(msgspec.Struct, frozen=True, tag="compare"):
+    """Asks for the digests of tensors that several ranks hold undeclared. The answers are `Digests`."""
+
+    names: tuple[str, ...]
+
+
+#: A rank's answer to `Compare`: for each name, in that order, the digest of each part that the rank holds.
+Digests = tuple[dict[str, bytes], ...]
 
 
 class Planned(msgspec.Struct, frozen=True, tag="planned"):
     """Which checkpoint is being written: where its manifest is, and its digest.
 
-    `plan_id` names the plan; a rank that has taken part in it before knows its share already.
+    `plan_id` names the plan; a rank that has taken part in it before knows its share already. `diverged` are the names
+    of tensors whose copies were found to differ.
     """
 
     folder: str
@@ -57,9 +67,10 @@ class Planned(msgspec.Struct, frozen=True, tag="planned"):
     nbytes: int
     digest: str
     plan_id: str
+    diverged: tuple[str, ...]
 
 
-Answer = Questions | Planned
+Answer = Questions | Compare | Planned
 
 
 class Written(msgspec.Struct, frozen=True, array_like=True):

@@ -15,10 +15,11 @@ from holdfast.format import manifest as fmt
 from holdfast.format.container import FileLayout, Files
 from holdfast.format.manifest import DecodedManifest
 from holdfast.format.values import Node
+from holdfast.phases import collector_paused
 from holdfast.run.checkpoint import pack_values
 from holdfast.saving.messages import Planned, Written
 from holdfast.state.flatten import FlatState
-from holdfast.state.memory import LocalPieces
+from holdfast.state.memory import LocalPieces, packed
 from holdfast.storage.base import Bytes, Storage
 from holdfast.transfer.buffers import pipeline_pool
 from holdfast.transfer.writer import Source, write_file
@@ -57,15 +58,10 @@ class Share:
         layout = self.layout
         if layout is None:
             return Written(-1, 0, "")
-        names = self.manifest.body.names
-        pieces = LocalPieces(rank)
-        sources: list[Source] = []
-        for entry in layout.entries:
-            tensor = flat.tensors[names[entry.tensor]]
-            sources.append(pieces.source(tensor.layout, tensor.memory, entry.part))
+        sources = self._sources(layout, flat, rank)
         if layout.values is not None:
-            packed = pack_values(dict(values), capacity=layout.values.capacity)
-            sources.append(_BytesSource(np.frombuffer(packed, np.uint8)))
+            block = pack_values(dict(values), capacity=layout.values.capacity)
+            sources.append(_BytesSource(np.frombuffer(block, np.uint8)))
         nbytes = layout.data_start + layout.data_nbytes
         key = records.checkpoint_key(folder, fmt.file_name(layout.index))
         with pipeline_pool() as pool:
@@ -77,6 +73,12 @@ class Share:
                 pool=pool,
             )
         return Written(layout.index, nbytes, xxhash.xxh3_128_hexdigest(table))
+
+    @collector_paused()
+    def _sources(self, layout: FileLayout, flat: FlatState, rank: int) -> list[Source]:
+        names, pieces = self.manifest.body.names, LocalPieces(rank)
+        parts = ((flat.tensors[names[entry.tensor]], entry.part) for entry in layout.entries)
+        return list(packed(pieces.source(held.layout, held.memory, part) for held, part in parts))
 
 
 @dataclass(frozen=True)

@@ -6,50 +6,35 @@ changes nothing. When all memory has been filled, `Binding.finish` puts the valu
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
-from typing import NamedTuple, cast
+from typing import cast
 
-import msgspec
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from holdfast.errors import IncompatibleError, NotFoundError
+from holdfast.errors import NotFoundError
 from holdfast.format import values
-from holdfast.format.names import component, join, own_part, plane_component, rank_component
+from holdfast.format.names import component, join, own_part, rank_component
 from holdfast.format.values import Encoded, Node, Open, Planes, Stateful, TensorRef, TorchValue
 from holdfast.frameworks import Finish, NamedTensor
 from holdfast.frameworks.module import bind_module
 from holdfast.frameworks.optimizer import bind_optimizer
 from holdfast.frameworks.stateful import SelfDescribing, is_stateful
 from holdfast.plan.layout import Replicas
-from holdfast.state.differences import Stored, difference, is_leaf, listing, word
-from holdfast.state.flatten import (
-    Gatherer,
-    LocalTensor,
-    Tied,
-    check_depth,
-    check_root,
-    name_of_planes,
-    planes_as_tensors,
-)
+from holdfast.state.differences import Mismatches, Stored, difference, is_leaf
+from holdfast.state.flatten import check_depth, check_root, name_of_planes, planes_as_tensors
+from holdfast.state.gather import Gatherer
+from holdfast.state.match import Matcher, Target
 from holdfast.state.per_rank import PerRank
+from holdfast.state.piecewise import Piecewise, describe
 from holdfast.state.placements import empty, generator_state, revive, same_placement
 from holdfast.state.registry import check_registered, decode, registered
-
-
-class Target(NamedTuple):
-    """Memory to fill: the live name, the canonical stored name, and the local memory (its layout has the stored name).
-
-    One stored tensor may have several targets.
-    """
-
-    name: str
-    source: str
-    local: LocalTensor
 
 
 @dataclass(frozen=True)
@@ -68,7 +53,8 @@ class Binding:
     finish: Finish
     """Puts the values in place and returns the whole tree; to be called once, after all targets were filled.
 
-    Order: containers and extra states, optimizers, objects with ``load_state_dict``, and random generators last.
+    Order: containers and extra states, optimizers, objects with ``load_state_dict``, and random generators last. Before
+    any of it, raises `IncompatibleError`, code ``incompatible.tied``, when tensors that are one live tensor differ.
     """
 
 
@@ -100,12 +86,6 @@ def bind(
     return binding
 
 
-class _Mismatch(NamedTuple):
-    what: str
-    name: str
-    text: str
-
-
 class _Binder:
     """One walk of a live state; the `Source` of the frameworks."""
 
@@ -124,48 +104,64 @@ class _Binder:
         self._planed: list[tuple[NamedTensor, str]] = []
         self._stored = stored
         self._aliases = aliases
+        self._mismatches = Mismatches()
+        self._matcher = Matcher(stored, aliases, nodes, self._mismatches)
         self._pending: list[NamedTensor] = []
         self._names: dict[int, NamedTensor] = {}
         self._records: dict[tuple[str, tuple[str, ...]], Callable[..., object]] = {}
         self._optimizers: list[tuple[str, Optimizer]] = []
+        self._piecewise: dict[str, Piecewise] = {}
         self._finish_statefuls: list[Finish] = []
         self._finish_generators: list[Finish] = []
-        self._targets: list[Target] = []
-        self._used: set[str] = set()
-        self._missing: set[str] = set()
-        self._mismatches: list[_Mismatch] = []
 
     def run(self, into: MutableMapping[str, object]) -> Binding:
         finish_containers = self._dict("", into)
-        canonical = {}
-        for name, tied in self._resolve():
-            for entry in tied.entries:
-                self._names[id(entry.tensor)] = NamedTensor(name, entry.tensor, tied.entries[0].replicas)
-                canonical[entry.name] = name
-        for entry, plane in self._planed:
-            self._names[id(entry.tensor)] = entry._replace(name=name_of_planes(canonical[plane]))
+        self._match(named=bool(self._optimizers))
         finish_optimizers = [self._optimizer(path, optimizer) for path, optimizer in self._optimizers]
-        self._resolve()
+        self._match(named=False)
+        for names, local in describe(self._piecewise):
+            self._matcher.match(names, local)
         if self._mismatches:
-            raise self._incompatible()
+            raise self._mismatches.error()
 
         def finish() -> object:
+            self._matcher.check_copies()
             for step in (finish_containers, *finish_optimizers, *self._finish_statefuls, *self._finish_generators):
                 step()
             return into
 
+        used = self._matcher.used
+        values_used = (name for name in used.difference(self._stored) if is_leaf(name, self.nodes))
         return Binding(
-            self._targets,
-            sorted(name for name in self._used if name in self._stored or is_leaf(name, self.nodes)),
-            sorted(self._missing),
+            self._matcher.targets,
+            sorted(chain(used.intersection(self._stored), values_used)),
+            sorted(self._matcher.missing),
             sorted(set(self._unexpected())),
             finish,
         )
 
+    def _match(self, *, named: bool) -> None:
+        """Find the source of every tensor that was added since the last call; with `named`, note what it is called."""
+        pending, self._pending = self._pending, []
+        planed, self._planed = self._planed, []
+        canonical = {}
+        for tied in Gatherer().add(pending):
+            names = [entry.name for entry in tied.entries]
+            source = self._matcher.match(names, tied.local)
+            if named:
+                canonical.update(dict.fromkeys(names, source))
+                replicas = tied.entries[0].replicas
+                self._names.update((id(e.tensor), NamedTensor(source, e.tensor, replicas)) for e in tied.entries)
+        if named:
+            for entry, plane in planed:
+                name = name_of_planes(canonical[plane])
+                self._names[id(entry.tensor)] = NamedTensor(name, entry.tensor, entry.replicas)
+
     def _unexpected(self) -> Iterator[str]:
         """Unused names of tensors, of values, and of what belongs to each rank as a whole."""
+        used = self._matcher.used
         for name in chain(self._stored, self.nodes):
-            if name in self._used or own_part(name) not in self._own_parts:
+            if name in used or own_part(name) not in self._own_parts:
                 continue
             if name in self._stored or isinstance(values.bare(self.nodes[name]), values.Leaf | values.PerRank):
                 yield name
@@ -174,13 +170,24 @@ class _Binder:
         return self._names.get(id(tensor))
 
     def stored_below(self, path: str) -> Iterator[str]:
-        prefix = path + "/"
-        return (name for name in chain(self._stored, self._aliases, self.nodes) if name.startswith(prefix))
+        # "0" is what follows "/".
+        first, behind = (bisect_left(self._all_names, path + end) for end in ("/", "0"))
+        return iter(self._all_names[first:behind])
+
+    @cached_property
+    def _all_names(self) -> list[str]:
+        return sorted({*self._stored, *self._aliases, *self.nodes})
+
+    def copies(self, name: str) -> Sequence[str]:
+        return self._matcher.copies(name)
+
+    def require_equal(self, name: str, copy: str) -> None:
+        self._matcher.require_equal(name, copy)
 
     def memory(
         self, name: str, *, live: torch.Tensor | None, like: torch.Tensor | None, device: torch.device
     ) -> torch.Tensor:
-        stored = self._stored.get(self._canonical(name))
+        stored = self._stored.get(self._matcher.canonical(name))
         if stored is None:
             raise NotFoundError(
                 f"The values refer to tensor {name!r}, which is not among the tensors to load.",
@@ -209,18 +216,18 @@ class _Binder:
         planes = planes_as_tensors(entry, registration)
         node = self.nodes.get(entry.name)
         expected = Planes(registration.name, tuple(planes))
-        if self._canonical(entry.name) in self._stored or (node is not None and node != expected):
+        if self._matcher.canonical(entry.name) in self._stored or (node is not None and node != expected):
             here = f"a {registration.name!r} of planes {', '.join(planes)}"
-            self._differs("kind", entry.name, f"{here} here, {word(node)} in the checkpoint")
+            self._mismatches.add_kind(entry.name, here, node)
             return
         self._pending += planes.values()
         self._planed.append((entry, next(iter(planes.values())).name))
 
     def missing(self, name: str) -> None:
-        self._missing.add(name)
+        self._matcher.missing.add(name)
 
     def mark(self, name: str) -> None:
-        self._used.add(name)
+        self._matcher.used.add(name)
 
     def opaque(
         self, path: str, memory: Callable[[str], torch.Tensor] | None = None, replicas: Replicas = "compare"
@@ -231,7 +238,7 @@ class _Binder:
             if registration is not None:
                 check_registered(registration, name)
             self.mark(name)
-            for tensor in _tensor_names(name, node):
+            for tensor in values.tensors_at(name, node):
                 host = torch.device("cpu")
                 tensors[tensor] = memory(tensor) if memory else self.memory(tensor, live=None, like=None, device=host)
                 self.fill(NamedTensor(tensor, tensors[tensor], replicas))
@@ -240,12 +247,18 @@ class _Binder:
         )
 
     def live(self, path: str, item: object) -> Finish:
+        return self._part(path, item) or (lambda: item)
+
+    def _part(self, path: str, item: object) -> Finish | None:
+        """Bind a live item; None when it stays as it is, as tensors do: most states are tensors by the thousand."""
         if isinstance(item, torch.Tensor):
             self.fill(NamedTensor(path, item, "compare"))
         elif registered(item) is not None:
             return self._value(path, item)
         elif isinstance(item, PerRank):
             return self._per_rank(path, item)
+        elif isinstance(item, Piecewise):
+            self._piecewise[path] = item
         elif isinstance(item, nn.Module):
             return bind_module(path, item, self)
         elif isinstance(item, Optimizer):
@@ -259,7 +272,7 @@ class _Binder:
             self._stateful(path, item)
         else:
             return self._value(path, item)
-        return lambda: item
+        return None
 
     def _per_rank(self, path: str, item: PerRank[object]) -> Finish:
         node = self.nodes.get(path)
@@ -267,14 +280,14 @@ class _Binder:
         if node is None:
             self.missing(path)
         elif not isinstance(node, values.PerRank):
-            self._differs("kind", path, f"a PerRank here, {word(node)} in the checkpoint")
+            self._mismatches.add_kind(path, "a PerRank", node)
         elif node.world_size == self._world_size:
             return self._own(join(path, rank_component(self._rank)), item)
         elif item.on_resize == "first":
             return self._own(join(path, rank_component(0)), item)
         elif item.on_resize == "error":
             sizes = f"belongs to each of {self._world_size} ranks here, of {node.world_size} in the checkpoint"
-            self._differs("per_rank", path, sizes)
+            self._mismatches.add("incompatible.per_rank", path, sizes)
         else:
             return self._merged(path, item, item.on_resize)
         return lambda: item
@@ -323,7 +336,9 @@ class _Binder:
     def _dict(self, path: str, item: MutableMapping[str, object] | dict[object, object]) -> Finish:
         self._expect(path, item, values.Table, Open)
         entries = cast("MutableMapping[object, object]", item)
-        parts = {key: self.live(join(path, component(key, path=path)), entry) for key, entry in entries.items()}
+        prefix = path + "/" if path else ""
+        bound = ((key, self._part(prefix + component(key, path=path), entry)) for key, entry in entries.items())
+        parts = {key: part for key, part in bound if part is not None}
 
         def finish() -> object:
             for key, part in parts.items():
@@ -336,7 +351,7 @@ class _Binder:
         """Whether no part of `item` has to keep its identity. Notes the types of NamedTuples on the way."""
         if registered(item) is not None:
             return not isinstance(item, torch.Tensor)
-        if isinstance(item, (torch.Tensor, nn.Module, Optimizer, torch.Generator, PerRank)):
+        if isinstance(item, (torch.Tensor, Piecewise, nn.Module, Optimizer, torch.Generator, PerRank)):
             return False
         if isinstance(item, dict):
             return all(self._holds_only_values(part) for part in item.values())
@@ -350,17 +365,17 @@ class _Binder:
         """Bind a container of values: replaced as a whole, a list or Counter in place."""
         node = self.nodes.get(path)
         if node is not None and not (isinstance(node, (values.Items, values.Table)) and node.kind == kind):
-            self._differs("kind", path, f"a {kind} here, {word(node)} in the checkpoint")
+            self._mismatches.add_kind(path, f"a {kind}", node)
             return lambda: item
         value = self._value(path, item)
         return lambda: _refill(item, value()) if isinstance(item, (list, Counter)) else value()
 
     def _value(self, path: str, item: object) -> Finish:
         node = self.nodes.get(path)
-        if node is None and self._canonical(path) not in self._stored:
+        if node is None and self._matcher.canonical(path) not in self._stored:
             self.missing(path)
         elif node is None or not self._is_value(path, node):
-            self._differs("kind", path, f"a {type(item).__name__} here, {word(node)} in the checkpoint")
+            self._mismatches.add_kind(path, f"a {type(item).__name__}", node)
         else:
             return self.opaque(path)
         return lambda: item
@@ -389,14 +404,14 @@ class _Binder:
             state = generator_state(node)
             self._finish_generators.append(lambda: item.set_state(state))
         else:
-            self._differs("kind", path, f"a {item.device.type} Generator here, {word(node)} in the checkpoint")
+            self._mismatches.add_kind(path, f"a {item.device.type} Generator", node)
 
     def _stateful(self, path: str, item: SelfDescribing) -> None:
         node = self.nodes.get(path)
         if node is None:
             self.missing(path)
         elif isinstance(node, (Open, values.PerRank)):
-            self._differs("kind", path, f"a {type(item).__name__} here, {word(node)} in the checkpoint")
+            self._mismatches.add_kind(path, f"a {type(item).__name__}", node)
         else:
             state = self.opaque(path)
             self._finish_statefuls.append(lambda: item.load_state_dict(state()))
@@ -408,81 +423,17 @@ class _Binder:
         if node is None:
             self.missing(path)
         else:
-            self._differs("kind", path, f"an optimizer here, {word(node)} in the checkpoint")
+            self._mismatches.add_kind(path, "an optimizer", node)
         return lambda: optimizer
 
     def _record_type(self, name: str, fields: tuple[str, ...]) -> Callable[..., object]:
         return self._records.get((name, fields)) or values.record_type(name, fields)
 
-    def _canonical(self, name: str) -> str:
-        return self._aliases.get(name, name)
-
-    def _resolve(self) -> list[tuple[str, Tied]]:
-        """Find the source of every tensor that was added since the last call; gives each with its stored name."""
-        pending, self._pending = self._pending, []
-        return [(self._resolve_one(tied), tied) for tied in Gatherer().add(pending)]
-
-    def _resolve_one(self, tied: Tied) -> str:
-        layout, names = tied.local.layout, [entry.name for entry in tied.entries]
-        sources = {source: name for name in reversed(names) if (source := self._canonical(name)) in self._stored}
-        if not sources:
-            for name in names:
-                if name in self.nodes:
-                    self._differs("kind", name, f"a tensor here, {word(self.nodes[name])} in the checkpoint")
-                else:
-                    self.missing(name)
-            return self._canonical(names[0])
-        source, name = min(sources.items(), key=lambda item: item[1])
-        stored = self._stored[source]
-        if len(sources) > 1:
-            self._differs("tied", name, f"one tensor here, stored separately as {listing(sorted(sources))}")
-        if stored.dtype != layout.dtype:
-            self._differs("dtype", name, f"{layout.dtype} here, {stored.dtype} in the checkpoint")
-        if stored.shape != layout.shape:
-            self._differs("shape", name, f"{layout.shape} here, {stored.shape} in the checkpoint")
-        self.mark(source)
-        local = LocalTensor(msgspec.structs.replace(layout, name=source), tied.local.memory)
-        self._targets.append(Target(name, source, local))
-        return source
-
     def _expect(self, path: str, item: object, *kinds: type[Node]) -> None:
         node = self.nodes.get(path)
         fits = node is None or (isinstance(values.bare(node), kinds) and values.registration(node) is None)
-        if not fits or self._canonical(path) in self._stored:
-            self._differs("kind", path, f"a {type(item).__name__} here, {word(node)} in the checkpoint")
-
-    def _differs(self, what: str, name: str, text: str) -> None:
-        self._mismatches.append(_Mismatch(what, name, text))
-
-    def _incompatible(self) -> IncompatibleError:
-        first = self._mismatches[0]
-        differing = listing([f"{name!r}: {text}" for _, name, text in self._mismatches], separator="; ")
-        return IncompatibleError(
-            f"{len(self._mismatches)} differ between the live state and the checkpoint: {differing}.",
-            code=f"incompatible.{first.what}",
-            action=_ACTIONS[first.what],
-            tensor=first.name,
-        )
-
-
-_ACTIONS = {
-    "dtype": "Create the live tensor in the stored dtype.",
-    "shape": "Create the live tensor in the stored shape, or leave it out of the state.",
-    "kind": "Put the same kind of object into the live state, or leave it out of the state.",
-    "per_rank": (
-        "Load with as many ranks, or say with PerRank(value, on_resize=...) what a rank gets instead: "
-        '"first" (what rank 0 had), or a function of all parts.'
-    ),
-    "tied": "Tie them as they were tied when the checkpoint was written.",
-}
-
-
-def _tensor_names(name: str, node: Node) -> list[str]:
-    """The tensors that a node itself stands for."""
-    state = values.bare(node)
-    if isinstance(state, Planes):
-        return [join(name, plane_component(plane)) for plane in state.planes]
-    return [name] if isinstance(state, TensorRef) else []
+        if not fits or self._matcher.canonical(path) in self._stored:
+            self._mismatches.add_kind(path, f"a {type(item).__name__}", node)
 
 
 def _maker(kind: type) -> Callable[..., object]:

@@ -49,6 +49,53 @@ def difference(
     )
 
 
+class _Mismatch(NamedTuple):
+    code: str
+    name: str
+    text: str
+
+
+class Mismatches:
+    """Tensors and values that have one name on both sides, but do not fit each other."""
+
+    def __init__(self) -> None:
+        self._found: list[_Mismatch] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._found)
+
+    def add(self, code: str, name: str, text: str) -> None:
+        """Note that `name` differs, which is an error with `code`; `text` says how."""
+        self._found.append(_Mismatch(code, name, text))
+
+    def add_kind(self, name: str, here: str, node: Node | None) -> None:
+        """Note that what `here` says has the name of another kind of thing in the checkpoint (see `word`)."""
+        self.add("incompatible.kind", name, f"{here} here, {word(node)} in the checkpoint")
+
+    def error(self) -> IncompatibleError:
+        """The error that says all of it, with the code of the first."""
+        first = self._found[0]
+        differing = listing([f"{name!r}: {text}" for _, name, text in self._found], separator="; ")
+        return IncompatibleError(
+            f"{len(self._found)} differ between the live state and the checkpoint: {differing}.",
+            code=first.code,
+            action=_ACTIONS[first.code],
+            tensor=first.name,
+        )
+
+
+_ACTIONS = {
+    "incompatible.dtype": "Create the live tensor in the stored dtype.",
+    "incompatible.shape": "Create the live tensor in the stored shape, or leave it out of the state.",
+    "incompatible.kind": "Put the same kind of object into the live state, or leave it out of the state.",
+    "incompatible.per_rank": (
+        "Load with as many ranks, or say with PerRank(value, on_resize=...) what a rank gets instead: "
+        '"first" (what rank 0 had), or a function of all parts.'
+    ),
+    "incompatible.tied": "Load into a state that ties only what was tied, or equal, when the checkpoint was written.",
+}
+
+
 def _collapse(names: Collection[str], known: Collection[str], nodes: Mapping[str, Node]) -> list[str]:
     """`names`, sorted, where all names of one stored object are written as one line."""
     objects = {

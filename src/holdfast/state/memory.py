@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -19,6 +22,10 @@ from holdfast.transfer.buffers import BUFFER_NBYTES
 
 _TORCH_CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
+#: Sources up to this size are packed, up to that many bytes together.
+_SMALL_NBYTES = 16 << 10
+_PACKED_NBYTES = 1 << 20
+
 Array = npt.NDArray[Any]
 
 
@@ -28,8 +35,7 @@ def carried(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.dtype == carrier else tensor.view(carrier)
 
 
-@dataclass(frozen=True)
-class MemorySource:
+class MemorySource(msgspec.Struct, frozen=True, gc=False):
     """Elements ``[first, first + numel)`` of the row-major order of `view`, as a source of bytes."""
 
     view: torch.Tensor
@@ -40,6 +46,11 @@ class MemorySource:
     def nbytes(self) -> int:
         """Bytes of the source."""
         return self.numel * self.view.element_size()
+
+    def elements(self) -> torch.Tensor:
+        """All elements in row-major order, of the carrier type; a copy where they are not contiguous."""
+        flat = carried(self.view).reshape(-1)
+        return flat if flat.numel() == self.numel else flat[self.first : self.first + self.numel]
 
     def read_into(self, start: int, out: Bytes) -> None:
         """Copy bytes from `start` on into `out`; both are multiples of the element size."""
@@ -54,6 +65,54 @@ class MemorySource:
         source = carried(self.view)
         for offset, box in flat_boxes(tuple(self.view.shape), first, first + count):
             elements[offset : offset + box.numel].view(box.size).copy_(source[box.slices()])
+
+
+class PackedSource:
+    """Small sources of one element size on one device, one after another: copied together, by few calls."""
+
+    def __init__(self, sources: Sequence[MemorySource]) -> None:
+        self._sources = sources
+        self._offsets = list(accumulate((source.nbytes for source in sources), initial=0))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of them."""
+        return self._offsets[-1]
+
+    def read_into(self, start: int, out: Bytes) -> None:
+        """Copy bytes from `start` on into `out`; both are multiples of the element size."""
+        if len(out) == self.nbytes:
+            elements = [source.elements() for source in self._sources]
+            torch.from_numpy(out.view(CARRIERS[elements[0].element_size()])).copy_(torch.cat(elements))
+            return
+        stop = start + len(out)
+        for index in range(bisect_right(self._offsets, start) - 1, len(self._sources)):
+            begin, end = self._offsets[index], self._offsets[index + 1]
+            if begin >= stop:
+                break
+            first, last = max(begin, start), min(end, stop)
+            self._sources[index].read_into(first - begin, out[first - start : last - start])
+
+
+def packed(sources: Iterable[MemorySource]) -> Iterator[MemorySource | PackedSource]:
+    """The same bytes in the same order, with runs of small sources packed."""
+    run: list[MemorySource] = []
+    run_kind: tuple[int, torch.device] | None = None
+    run_nbytes = 0
+    for source in sources:
+        nbytes = source.nbytes
+        kind = (source.view.element_size(), source.view.device) if nbytes <= _SMALL_NBYTES else None
+        if run and (kind != run_kind or run_nbytes + nbytes > _PACKED_NBYTES):
+            yield PackedSource(run)
+            run, run_nbytes = [], 0
+        if kind is None:
+            yield source
+        else:
+            run.append(source)
+            run_kind = kind
+            run_nbytes += nbytes
+    if run:
+        yield PackedSource(run)
 
 
 def digest_of(tensor: torch.Tensor) -> bytes:
@@ -111,6 +170,8 @@ class LocalPieces:
             for held, flat in zip(layout.spec.parts, memory, strict=True):
                 if isinstance(held, FlatRange) and held.start <= part.start and part.stop <= held.stop:
                     return MemorySource(flat.reshape(-1), part.start - held.start, part.numel)
+                if held == whole(layout.shape):  # a box that several ranks hold may be shared out in ranges
+                    return MemorySource(flat, part.start, part.numel)
         else:
             return MemorySource(memory[0], part.start, part.numel)
         raise AssertionError(f"rank {self._rank} was asked to write {part} of {layout.name!r}, which it does not hold")

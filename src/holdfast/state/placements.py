@@ -26,10 +26,15 @@ DTYPE_NAMES: dict[torch.dtype, str] = {
 }
 
 
-def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
-    """Whether `tensor` is a DTensor. Does not import ``torch.distributed.tensor`` (half a second) to find out."""
+def dtensor_type() -> type[DTensor] | None:
+    """The type of DTensors. Does not import ``torch.distributed.tensor`` (half a second): without it there are none."""
     module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and type(tensor) is module.DTensor
+    return None if module is None else module.DTensor
+
+
+def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
+    """Whether `tensor` is a DTensor."""
+    return type(tensor) is dtensor_type()
 
 
 class PlacementReader:
@@ -41,10 +46,11 @@ class PlacementReader:
 
     def spec(self, tensor: DTensor, name: str) -> Placed:
         """How `tensor` is placed. Raises `StateError`, code ``state.placement``, for placements without a layout."""
-        mesh, placements = tensor.device_mesh, tensor.placements
-        order = getattr(tensor._spec, "shard_order", None)  # noqa: SLF001
-        if order and any(len(axes) > 1 and list(axes) != sorted(axes) for _, axes in order):
-            raise _refused(f"the shard order {order}", name)
+        described = tensor._spec  # noqa: SLF001
+        mesh, placements = described.mesh, described.placements
+        for _, axes in getattr(described, "shard_order", None) or ():
+            if len(axes) > 1 and list(axes) != sorted(axes):
+                raise _refused(f"the shard order {described.shard_order}", name)
         # The mesh is kept alive by `_meshes`, so its id stays its own.
         key = (id(mesh), placements)
         spec = self._specs.get(key)

@@ -2,30 +2,83 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from itertools import groupby
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch._C._nn import unflatten_dense_tensors
 
-from holdfast.geometry import Box
+from holdfast.format.dtypes import CARRIERS
+from holdfast.geometry import Box, whole
 from holdfast.state.memory import carried
+from holdfast.storage.base import Bytes
 
 Array = npt.NDArray[Any]
 
+#: Dtypes whose elements torch copies bit for bit, whatever they are; others are copied as their carriers. Nearly all
+#: tensors have one of these, and a view of each as its carrier would cost as much as the copy.
+_COPIED_AS_THEY_ARE = {torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32}
 
-@dataclass(frozen=True)
-class MemoryTarget:
-    """The local memory of one box of a tensor, as a place to put elements."""
+_nbytes = attrgetter("nbytes")
 
-    box: Box
-    view: torch.Tensor
 
-    def put(self, at: Box, elements: Array) -> None:
-        """Copy `elements` (an array of the carrier type) to `at`, relative to the box. Safe for disjoint boxes."""
-        view = carried(self.view)
-        if view.device.type == "cpu":
+class MemoryTargets:
+    """Local memory of wanted boxes, numbered in the order in which it was added, as a place to put elements.
+
+    Safe for several threads that fill disjoint memory.
+    """
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self._views: list[torch.Tensor] = []
+
+    def add(self, view: torch.Tensor) -> None:
+        """Add the memory of one box."""
+        self.nbytes += view.nbytes
+        self._views.append(view)
+
+    def put(self, want: int, at: Box, elements: Array) -> None:
+        """Copy `elements` (an array of the carrier type) to `at`, relative to the box."""
+        view = carried(self._views[want])
+        if view.is_cpu:
             view.numpy()[at.slices()] = elements
         else:
             view[at.slices()].copy_(torch.from_numpy(np.asarray(elements)))
+
+    def fill(self, wants: Sequence[int], data: Bytes) -> None:
+        """Copy all elements of several boxes: `data` has those of one after the other, each in row-major order.
+
+        Contiguous host memory is filled in one call for all neighbours of one dtype: calls for each from Python cost
+        more than the copies, and hold up all other threads.
+        """
+        targets = [self._views[want] for want in wants]
+        kinds = [view.dtype if view.is_cpu and view.is_contiguous() else None for view in targets]
+        first = 0
+        for dtype, run in groupby(kinds):
+            last = first + sum(1 for _ in run)
+            views = targets[first:last]
+            nbytes = sum(map(_nbytes, views))
+            if dtype is None:
+                self._put_each(wants[first:last], data[:nbytes])
+            else:
+                _copy(views if dtype in _COPIED_AS_THEY_ARE else list(map(carried, views)), data[:nbytes])
+            first, data = last, data[nbytes:]
+
+    def _put_each(self, wants: Sequence[int], data: Bytes) -> None:
+        for want in wants:
+            view = self._views[want]
+            shape = tuple(view.shape)
+            self.put(want, whole(shape), data[: view.nbytes].view(CARRIERS[view.element_size()]).reshape(shape))
+            data = data[view.nbytes :]
+
+
+def _copy(views: list[torch.Tensor], data: Bytes) -> None:
+    """Fill tensors of one dtype, one after the other."""
+    # Inference mode: nothing is recorded, and memory that was made in it can be written, too.
+    with torch.inference_mode():
+        elements = torch.from_numpy(data).view(views[0].dtype)
+        torch._foreach_copy_(views, unflatten_dense_tensors(elements, views))

@@ -10,8 +10,11 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
+import numpy as np
+
 from holdfast.errors import CorruptError
 from holdfast.format.container import BLOCK_NBYTES
+from holdfast.geometry import Int64s
 from holdfast.storage.base import Bytes, FileReader
 from holdfast.transfer.buffers import NUM_THREADS, BufferPool, run_threads
 from holdfast.transfer.digest import first_bad_block, table_nbytes
@@ -43,19 +46,21 @@ class Extent(NamedTuple):
     stop: int
 
 
-#: Takes a piece of an extent: the extent's index, the piece's offset in it, the bytes, valid during the call only.
+#: Takes bytes of extents that follow each other without a gap: the first one's index, the offset in it, the bytes,
+#: valid during the call only. They may begin and end in the middle of an extent.
 Deliver = Callable[[int, int, Bytes], None]
 
 
 class ReadJob(NamedTuple):
-    """What is wanted of one file: `extents` sorted by start (they may overlap).
+    """What is wanted of one file: `extents` sorted by start (they may overlap), or an array of such pairs.
 
     `open` is called when the file's turn comes; its reader is closed after the file's last request. `deliver` gets
-    every byte of every extent exactly once, in pieces, from several threads at once. Both are called from threads.
+    every byte of every extent exactly once, in runs of extents, from several threads at once. Both are called from
+    threads.
     """
 
     open: Callable[[], DataFile]
-    extents: Sequence[Extent]
+    extents: Sequence[Extent] | Int64s
     deliver: Deliver
 
 
@@ -95,28 +100,46 @@ def read_files(
     return ReadStats(requests.bytes_read, requests.bytes_needed)
 
 
+class _Run(NamedTuple):
+    """Bytes [start, stop) of a data section: extents `first` and following, without a gap."""
+
+    first: int
+    start: int
+    stop: int
+
+
 class _Target:
     """One open file with its extents, prepared for finding those that a request overlaps."""
 
-    def __init__(self, file: DataFile, job: ReadJob) -> None:
+    def __init__(self, file: DataFile, starts: Int64s, stops: Int64s, deliver: Deliver) -> None:
         self.file = file
         self.num_open_requests = 0
-        self._starts = [start for start, _ in job.extents]
-        self._stops = [stop for _, stop in job.extents]
-        #: Where the first extents up to each index end; rises even where extents overlap.
-        self._reach = list(accumulate(self._stops, max))
-        self._deliver = job.deliver
+        self._starts = starts
+        self._stops = stops
+        firsts = np.flatnonzero(np.r_[True, starts[1:] != stops[:-1]]) if len(starts) else np.zeros(0, np.int64)
+        ends = stops[np.append(firsts[1:], len(stops)) - 1] if len(starts) else stops
+        self._runs = list(map(_Run, firsts.tolist(), starts[firsts].tolist(), ends.tolist()))
+        #: Where the first runs up to each one end; rises even where runs overlap.
+        self._reach = list(accumulate((run.stop for run in self._runs), max))
+        self._deliver = deliver
 
     def deliver(self, start: int, data: Bytes) -> None:
         """Deliver what the extents want of `data`, which begins at `start` of the data section."""
         stop = start + len(data)
-        for index in range(bisect_right(self._reach, start), len(self._starts)):
-            extent_start = self._starts[index]
-            if extent_start >= stop:
+        for number in range(bisect_right(self._reach, start), len(self._runs)):
+            run = self._runs[number]
+            if run.start >= stop:
                 break
-            first, last = max(extent_start, start), min(self._stops[index], stop)
-            if first < last:
-                self._deliver(index, first - extent_start, data[first - start : last - start])
+            low, high = max(run.start, start), min(run.stop, stop)
+            if low < high:
+                first = run.first if low == run.start else self._extent_at(number, low)
+                self._deliver(first, low - int(self._starts[first]), data[low - start : high - start])
+
+    def _extent_at(self, number: int, byte: int) -> int:
+        """The extent of a run that holds `byte`."""
+        first = self._runs[number].first
+        behind = self._runs[number + 1].first if number + 1 < len(self._runs) else len(self._stops)
+        return first + int(np.searchsorted(self._stops[first:behind], byte, side="right"))
 
 
 class _Request(NamedTuple):
@@ -181,17 +204,18 @@ class _Requests:
         return None
 
     def _add(self, job: ReadJob, file: DataFile) -> None:
-        target = _Target(file, job)
+        starts, stops = np.asarray(job.extents, np.int64).reshape(-1, 2).T
+        target = _Target(file, starts, stops, job.deliver)
         with self._changed:
             self._open.add(target)
         requests = [
             _Request(target, at, min(at + self._request_nbytes, stop))
-            for start, stop in _ranges_to_read(file, job.extents)
+            for start, stop in _ranges_to_read(file, starts, stops)
             for at in range(start, stop, self._request_nbytes)
         ]
         with self._changed:
             self._num_opening -= 1
-            self.bytes_needed += sum(stop - start for start, stop in job.extents)
+            self.bytes_needed += int((stops - starts).sum())
             target.num_open_requests = len(requests)
             self._pending.extend(requests)
             self._changed.notify_all()
@@ -225,20 +249,18 @@ class _Requests:
             self._open.pop().file.reader.close()
 
 
-def _ranges_to_read(file: DataFile, extents: Sequence[Extent]) -> list[tuple[int, int]]:
-    """What to read for `extents`: whole blocks of the data section, neighbours merged."""
+def _ranges_to_read(file: DataFile, starts: Int64s, stops: Int64s) -> list[tuple[int, int]]:
+    """What to read for extents: whole blocks of the data section, neighbours merged."""
+    wrong = (starts > stops) | (stops > file.data_nbytes) | (starts < np.r_[0, starts[:-1]])
+    if wrong.any():
+        at = int(np.argmax(wrong))
+        what = f"[{starts[at]}, {stops[at]}) is out of order or not in {file.data_nbytes} bytes"
+        raise ValueError(f"{file.path}: {what}")
     grain = _PAGE_NBYTES if file.table is None else BLOCK_NBYTES
-    ranges: list[tuple[int, int]] = []
-    previous = 0
-    for start, stop in extents:
-        if not previous <= start <= stop <= file.data_nbytes:
-            raise ValueError(f"{file.path}: [{start}, {stop}) is out of order or not in {file.data_nbytes} bytes")
-        previous = start
-        if start == stop:
-            continue
-        first, last = start - start % grain, min(stop + -stop % grain, file.data_nbytes)
-        if ranges and first <= ranges[-1][1] + _BRIDGE_NBYTES:
-            ranges[-1] = ranges[-1][0], max(ranges[-1][1], last)
-        else:
-            ranges.append((first, last))
-    return ranges
+    filled = starts < stops
+    lows = starts[filled] // grain * grain
+    highs = np.maximum.accumulate(np.minimum(-(-stops[filled] // grain) * grain, file.data_nbytes))
+    if not len(lows):
+        return []
+    fresh = np.flatnonzero(np.r_[True, lows[1:] > highs[:-1] + _BRIDGE_NBYTES])
+    return list(zip(lows[fresh].tolist(), highs[np.append(fresh[1:], len(highs)) - 1].tolist(), strict=True))

@@ -1,0 +1,254 @@
+"""Named live tensors as layouts and local memory, each memory once."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from operator import attrgetter
+from typing import NamedTuple
+
+import msgspec
+import torch
+from torch import nn
+
+from holdfast.errors import StateError
+from holdfast.format.names import own_part
+from holdfast.frameworks import NamedTensor
+from holdfast.plan.layout import Placed, Replicas, TensorLayout, Whole
+from holdfast.state.placements import DTYPE_NAMES, PlacementReader, dtensor_type, is_dtensor
+
+_WHOLE: dict[Replicas, Whole] = {"split": Whole("split"), "first": Whole("first"), "compare": Whole("compare")}
+#: Types of tensors that are nothing but their memory.
+_PLAIN = {torch.Tensor, nn.Parameter}
+
+_by_name = attrgetter("name")
+_look = attrgetter("dtype", "layout", "shape")
+
+
+class LocalTensor(msgspec.Struct, frozen=True, gc=False):
+    """A logical tensor and the memory of this rank's part.
+
+    `memory` holds detached tensors that share the live memory: one for `Placed` and `Whole`, one per part for
+    `Pieces`. They need not be contiguous.
+    """
+
+    layout: TensorLayout
+    memory: tuple[torch.Tensor, ...]
+
+
+class Tied(msgspec.Struct, frozen=True, gc=False):
+    """One memory and every name it has; the first is the canonical one."""
+
+    local: LocalTensor
+    entries: list[NamedTensor]
+
+
+class Facts(NamedTuple):
+    """What a description of tensors depends on, tensor by tensor: equal facts, equal description.
+
+    `looks` are the dtype, layout and shape of the local part. `specs` are the ids of DTensors' specs. The address of an
+    empty tensor stands for the tensor itself.
+    """
+
+    names: list[str]
+    replicas: list[Replicas]
+    specs: list[int]
+    looks: list[tuple[torch.dtype, torch.layout, torch.Size]]
+    strides: list[tuple[int, ...]]
+    addresses: list[int]
+
+
+class Remembered(NamedTuple):
+    """One call of `Gatherer.add`: the layouts of tensors with new memory, with the tensors' numbers, and the numbers of
+    all others, each with the place in `found` that it is tied to. Specs are kept so that their ids stay their own."""
+
+    facts: Facts
+    specs: Sequence[object]
+    new: list[tuple[int, TensorLayout]]
+    tied: list[tuple[int, int]]
+
+
+class _Read(NamedTuple):
+    """Tensors as they are found: their facts, DTensors' specs, and local memory."""
+
+    facts: Facts
+    specs: Sequence[object]
+    parts: list[torch.Tensor]
+
+
+class _Home(msgspec.Struct, frozen=True, gc=False):
+    """Memory that was found, and its place in `found`."""
+
+    layout: TensorLayout
+    part: torch.Tensor
+    place: int
+
+
+class Gatherer:
+    """Describes tensors, each memory once.
+
+    Tensors are tied when they are one object, or the same memory seen with one shape, stride and dtype. Overlapping
+    memory alone is no tie.
+
+    `last` is what the gatherer of the last walk of the state has `remembered`: tensors that are as they were then are
+    not described anew. It keeps no memory alive.
+    """
+
+    def __init__(self, last: Sequence[Remembered] = ()) -> None:
+        self.found: list[Tied] = []
+        self.remembered: list[Remembered] = []
+        self._last = deque(last)
+        self._placements = PlacementReader()
+
+    def add(self, added: Iterable[NamedTensor]) -> list[Tied]:
+        """Add tensors to `found`; returns what is new. Raises `StateError` for tensors that cannot be stored."""
+        before = len(self.found)
+        ordered = sorted(added, key=_by_name)
+        with torch.no_grad():  # DTensors give their local tensor itself, and nothing is recorded
+            read = _read(ordered)
+            known = self._last.popleft() if self._last else None
+            if known is None or known.facts != read.facts:
+                self._last.clear()  # what comes later may be tied to what has changed
+                known = self._describe(ordered, read)
+            for number, layout in known.new:
+                part = read.parts[number]
+                local = LocalTensor(layout, (part.detach() if part.requires_grad else part,))
+                self.found.append(Tied(local, [ordered[number]]))
+        for number, place in known.tied:
+            entries = self.found[place].entries
+            entries.append(ordered[number])
+            if len({own_part(entry.name) is None for entry in entries}) > 1:
+                raise _shared_and_own(entries)
+        self.remembered.append(known)
+        return self.found[before:]
+
+    def names(self) -> dict[int, NamedTensor]:
+        """All tensors, by id, each with its canonical name and what was said first about its copies."""
+        return {
+            id(entry.tensor): NamedTensor(tied.local.layout.name, entry.tensor, tied.entries[0].replicas)
+            for tied in self.found
+            for entry in tied.entries
+        }
+
+    def aliases(self) -> dict[str, str]:
+        """The canonical name of every other name."""
+        tied = (tied for tied in self.found if len(tied.entries) > 1)
+        return {entry.name: each.local.layout.name for each in tied for entry in each.entries[1:]}
+
+    def _describe(self, ordered: Sequence[NamedTensor], read: _Read) -> Remembered:
+        known = Remembered(read.facts, read.specs, [], [])
+        homes = self._homes()
+        rows = zip(ordered, read.parts, read.facts.addresses, strict=True)
+        for number, (entry, part, address) in enumerate(rows):
+            tensor = entry.tensor
+            spec = self._placements.spec(tensor, entry.name) if is_dtensor(tensor) else _WHOLE[entry.replicas]
+            layout = TensorLayout(entry.name, DTYPE_NAMES[part.dtype], tuple(tensor.shape), spec)
+            at_address = homes.setdefault(address, [])
+            for home in at_address:
+                if _memory_key(home.layout, home.part) == _memory_key(layout, part):
+                    known.tied.append((number, home.place))
+                    break
+            else:
+                at_address.append(_Home(layout, part, len(self.found) + len(known.new)))
+                known.new.append((number, layout))
+        return known
+
+    def _homes(self) -> dict[int, list[_Home]]:
+        """What was found so far, by address."""
+        homes: dict[int, list[_Home]] = {}
+        for place, tied in enumerate(self.found):
+            layout, part = tied.local.layout, tied.local.memory[0]
+            homes.setdefault(_address(tied.entries[0].tensor, part), []).append(_Home(layout, part, place))
+        return homes
+
+
+def _read(ordered: Sequence[NamedTensor]) -> _Read:
+    """What is to be known about tensors. Raises `StateError` for a tensor that cannot be stored."""
+    # By columns, with hardly a line of Python per tensor: every save comes through here.
+    tensors = [entry.tensor for entry in ordered]
+    dtensor = dtensor_type()
+    specs = [tensor._spec if type(tensor) is dtensor else None for tensor in tensors]  # noqa: SLF001
+    parts = [tensor._local_tensor if type(tensor) is dtensor else tensor for tensor in tensors]  # noqa: SLF001
+    looks = list(map(_look, parts))
+    dtypes = {look[0] for look in looks}
+    if (
+        not _PLAIN.issuperset(map(type, parts))
+        or not DTYPE_NAMES.keys() >= dtypes
+        or any(layout is not torch.strided for _, layout, _ in looks)
+        or any(map(torch.Tensor.is_neg, parts))
+        or (any(dtype.is_complex for dtype in dtypes) and any(map(torch.Tensor.is_conj, parts)))
+    ):
+        raise _unsupported(ordered, parts)
+    addresses = list(map(torch.Tensor.data_ptr, parts))
+    if not all(addresses):
+        addresses = list(map(_address, tensors, parts))
+    if not all(addresses):
+        raise _unsupported(ordered, parts)
+    facts = Facts(
+        names=list(map(_by_name, ordered)),
+        replicas=[entry.replicas for entry in ordered],
+        specs=list(map(id, specs)),
+        looks=looks,
+        strides=list(map(torch.Tensor.stride, parts)),
+        addresses=addresses,
+    )
+    return _Read(facts, specs, parts)
+
+
+def _address(tensor: torch.Tensor, part: torch.Tensor) -> int:
+    """Where the local memory of `tensor` is; what is empty is nowhere, but one object."""
+    return part.data_ptr() if part.nbytes else -id(tensor)
+
+
+def _memory_key(layout: TensorLayout, part: torch.Tensor) -> tuple[object, ...]:
+    """Equal for tensors at one address that are one memory: also globally, where the local part is one of many."""
+    spec = layout.spec if isinstance(layout.spec, Placed) else None
+    return (part.device, part.dtype, part.shape, part.stride(), layout.shape, spec)
+
+
+def unsupported_tensor(name: str, tensor: torch.Tensor, problem: str) -> StateError:
+    """The error for a tensor that cannot be stored because it has `problem`."""
+    kind = type(tensor)
+    if tensor.is_meta:
+        action = "Give the tensor memory with model.to_empty(device=...)."
+    elif kind in _PLAIN or is_dtensor(tensor):
+        action = "Keep a plain, dense torch.Tensor or DTensor of a storable dtype in the state."
+    else:
+        action = f"Say with holdfast.register_tensor({kind.__qualname__}, ...) which plain tensors it consists of."
+    return StateError(
+        f"Tensor {name!r} of shape {tuple(tensor.shape)} cannot be stored: it has {problem}.",
+        code="state.unsupported_tensor",
+        action=action,
+        tensor=name,
+    )
+
+
+def _unsupported(ordered: Sequence[NamedTensor], parts: Sequence[torch.Tensor]) -> StateError:
+    """The error for the first tensor that has a problem."""
+    problems = zip(ordered, map(_problem, parts), strict=True)
+    return next(unsupported_tensor(entry.name, entry.tensor, problem) for entry, problem in problems if problem)
+
+
+def _problem(part: torch.Tensor) -> str | None:
+    """Why the memory of a tensor cannot be read as it stands."""
+    if type(part) not in _PLAIN:
+        return f"type {type(part).__module__}.{type(part).__qualname__}"
+    if part.dtype not in DTYPE_NAMES:
+        return f"dtype {part.dtype}"
+    if part.layout is not torch.strided:
+        return f"layout {part.layout}"
+    if part.is_neg() or part.is_conj():
+        return "a lazy negation or conjugation"
+    if part.nbytes and not part.data_ptr():
+        return f"no memory ({'it is on the meta device' if part.is_meta else 'it was released'})"
+    return None
+
+
+def _shared_and_own(entries: Sequence[NamedTensor]) -> StateError:
+    names = [entry.name for entry in entries]
+    return StateError(
+        f"One tensor belongs to a rank alone and to all ranks: {', '.join(map(repr, names))}.",
+        code="state.per_rank",
+        action="Take it out of the PerRank, or put a copy there.",
+        tensor=names[0],
+    )

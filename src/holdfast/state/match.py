@@ -1,0 +1,146 @@
+"""Live tensors matched with stored ones: which memory is filled from which source."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+import torch
+
+from holdfast.format import values
+from holdfast.format.values import Node
+from holdfast.state.differences import Mismatches, Stored
+from holdfast.state.gather import LocalTensor
+from holdfast.state.memory import digest_of
+
+
+class Target(msgspec.Struct, frozen=True, gc=False):
+    """Memory to fill: the live name, the name of the stored tensor, and the local memory.
+
+    One stored tensor may have several targets.
+    """
+
+    name: str
+    source: str
+    local: LocalTensor
+
+
+class Matcher:
+    """The tensors of a checkpoint, found by the names that live tensors have.
+
+    A live tensor that has several names may find several stored ones, where ranks that did not share its memory saved
+    it under one name each. They must be equal: the first one fills it, the others fill memory of their own on the host,
+    and `check_copies` compares.
+    """
+
+    def __init__(
+        self,
+        stored: Mapping[str, Stored],
+        aliases: Mapping[str, str],
+        nodes: Mapping[str, Node],
+        mismatches: Mismatches,
+    ) -> None:
+        self.targets: list[Target] = []
+        self.used: set[str] = set()
+        self.missing: set[str] = set()
+        self._stored = stored
+        self._aliases = aliases
+        self._nodes = nodes
+        self._mismatches = mismatches
+        #: Live memory, and the memory of what must turn out to be equal.
+        self._copies: list[tuple[Target, Target]] = []
+        self._copies_of: dict[str, list[str]] = {}
+        self._required: dict[str, list[str]] = {}
+
+    def canonical(self, name: str) -> str:
+        """The name under which a tensor of that name is stored."""
+        return self._aliases.get(name, name)
+
+    def match(self, names: Sequence[str], local: LocalTensor) -> str:
+        """Find the source of a live tensor with these names (sorted); returns the name under which it is stored.
+
+        What does not fit is noted as missing or as a mismatch.
+        """
+        sources: dict[str, str] = {}
+        for name in names:
+            source = self._aliases.get(name, name)
+            if source in self._stored:
+                sources.setdefault(source, name)
+        if not sources:
+            self._note_missing(names)
+            return self.canonical(names[0])
+        source, name = next(iter(sources.items()))
+        stored, layout = self._stored[source], local.layout
+        if stored.dtype != layout.dtype:
+            self._mismatches.add("incompatible.dtype", name, f"{layout.dtype} here, {stored.dtype} in the checkpoint")
+        if stored.shape != layout.shape:
+            self._mismatches.add("incompatible.shape", name, f"{layout.shape} here, {stored.shape} in the checkpoint")
+        target = Target(name, source, local)
+        self._fill(target)
+        if len(sources) > 1 or name in self._required:
+            self._match_copies(target, [*sources, *self._required.get(name, ())][1:])
+        return source
+
+    def copies(self, name: str) -> Sequence[str]:
+        """Other stored names of the live tensor that is filled from the stored `name`."""
+        return self._copies_of.get(name, ())
+
+    def require_equal(self, name: str, copy: str) -> None:
+        """Have what is stored as `copy`, a tensor or a value, compared with what is stored as `name`.
+
+        Tensors are to be matched under `name` later.
+        """
+        if copy not in self._nodes:
+            self._required.setdefault(name, []).append(self.canonical(copy))
+            return
+        for path, node in values.walk(self._nodes, copy):
+            original = name + path[len(copy) :]
+            self.used.add(path)
+            if not values.same(node, self._nodes.get(original)):
+                self._mismatches.add(
+                    "incompatible.tied", original, f"one value here, stored separately as {path!r}, which differs"
+                )
+            for tensor, other in zip(values.tensors_at(original, node), values.tensors_at(path, node), strict=True):
+                self._required.setdefault(tensor, []).append(self.canonical(other))
+
+    def check_copies(self) -> None:
+        """Compare all copies, when everything was read. Raises `IncompatibleError` where one differs."""
+        for target, copy in self._copies:
+            pairs = zip(target.local.memory, copy.local.memory, strict=True)
+            if any(digest_of(mine) != digest_of(other) for mine, other in pairs):
+                self._mismatches.add(
+                    "incompatible.tied", target.name, _separately([target.source, copy.source], "which differ")
+                )
+        if self._mismatches:
+            raise self._mismatches.error()
+
+    def _fill(self, target: Target) -> None:
+        self.used.add(target.source)
+        self.targets.append(target)
+
+    def _match_copies(self, target: Target, others: Sequence[str]) -> None:
+        others = [other for other in dict.fromkeys(others) if other != target.source]
+        self._copies_of[target.source] = others
+        for other in others:
+            if self._stored.get(other) != self._stored[target.source]:
+                text = _separately([target.source, other], "which differ in dtype or shape")
+                self._mismatches.add("incompatible.tied", target.name, text)
+                continue
+            memory = tuple(
+                torch.empty_like(part, device="cpu", memory_format=torch.contiguous_format)
+                for part in target.local.memory
+            )
+            copy = Target(target.name, other, LocalTensor(target.local.layout, memory))
+            self._fill(copy)
+            self._copies.append((target, copy))
+
+    def _note_missing(self, names: Sequence[str]) -> None:
+        for name in names:
+            if name in self._nodes:
+                self._mismatches.add_kind(name, "a tensor", self._nodes[name])
+            else:
+                self.missing.add(name)
+
+
+def _separately(names: Sequence[str], how: str) -> str:
+    return f"one tensor here, stored separately as {' and '.join(map(repr, names))}, {how}"

@@ -1,0 +1,178 @@
+"""Tensors of which this rank holds parts that no DTensor describes: flat ranges, or boxes, in memory of any owner."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from math import prod
+from operator import index
+from typing import Literal, NamedTuple
+
+import torch
+from torch import nn
+
+from holdfast.errors import StateError
+from holdfast.format.names import own_part
+from holdfast.geometry import Box, FlatRange, Shape, intersect
+from holdfast.plan.layout import Pieces, TensorLayout
+from holdfast.state.gather import LocalTensor
+from holdfast.state.placements import DTYPE_NAMES
+
+
+class Piecewise:
+    """Stands in a state for one logical tensor of global `shape`, of which this rank holds `pieces`.
+
+    Each piece is a part of the tensor with the memory that holds it: ``(FlatRange(a, b), memory)`` for elements
+    ``[a, b)`` of the row-major order, where `memory` has ``b - a`` elements and is contiguous or 1-d; or
+    ``(Box(start, size), memory)`` with `memory` of shape `size` and any strides. One tensor is held in one of the two
+    ways on all ranks; the pieces of one rank are disjoint. A rank that holds nothing gives no pieces and says the
+    `dtype`.
+
+    It is saved and loaded as any tensor of that name, dtype and shape, and nothing is gathered. Together the ranks must
+    hold every element (else `StateError`, code ``state.coverage``). What was saved in pieces loads into plain tensors,
+    DTensors and other pieces on any number of ranks, and they load into pieces, whose memory is filled in place.
+
+    Ranks may hold equal pieces, which are stored once; pieces that overlap otherwise are refused. With
+    ``replicas="compare"`` the copies are compared, and copies that differ are refused (``state.diverged``);
+    ``replicas="split"`` declares them equal, so that they are not compared and their holders share the writing.
+
+    As under ZeRO-1, each rank holds elements ``[a, b)`` of the fp32 master weight of a parameter::
+
+        master = torch.zeros(b - a)
+        state = {"master": {"0.weight": holdfast.Piecewise((16, 8), [(holdfast.FlatRange(a, b), master)])}}
+
+    Raises `ValueError` for parts outside the shape, overlapping, or of another size than their memory, and for dtypes
+    that differ or cannot be stored; `TypeError` for parts of both kinds, and for memory that is no plain tensor.
+    """
+
+    def __init__(
+        self,
+        shape: Sequence[int],
+        pieces: Sequence[tuple[FlatRange | Box, torch.Tensor]],
+        *,
+        dtype: torch.dtype | None = None,
+        replicas: Literal["compare", "split"] = "compare",
+    ) -> None:
+        if replicas not in ("compare", "split"):
+            raise ValueError(f'replicas is {replicas!r}; it is "compare" or "split"')
+        self.shape: Shape = tuple(map(index, shape))
+        if any(extent < 0 for extent in self.shape):
+            raise ValueError(f"shape {self.shape} has a negative extent")
+        self.pieces = tuple((_part(part), memory) for part, memory in pieces)
+        self.dtype = _dtype(self.pieces, dtype)
+        self.replicas: Literal["compare", "split"] = replicas
+        for part, memory in self.pieces:
+            _check(part, memory, self.shape)
+        _check_disjoint([part for part, _ in self.pieces])
+
+    def __repr__(self) -> str:
+        parts = ", ".join(str(part) for part, _ in self.pieces)
+        return f"Piecewise({self.shape}, {self.dtype}, [{parts}])"
+
+
+class Described(NamedTuple):
+    """One tensor given in pieces, and the names it has; the first is the canonical one."""
+
+    names: list[str]
+    local: LocalTensor
+
+
+def describe(items: Mapping[str, Piecewise]) -> Iterator[Described]:
+    """Layout and memory of all `items`, in order of names.
+
+    One object under several names is one tensor; the same memory in several objects is not, since each says for itself
+    what it is a part of. Raises `StateError` where one stands in a `PerRank`, or its memory was released.
+    """
+    names: dict[int, list[str]] = {}
+    for name in sorted(items):
+        if own_part(name):
+            raise _in_per_rank(name)
+        names.setdefault(id(items[name]), []).append(name)
+    for aliases in names.values():
+        item = items[aliases[0]]
+        held = [(part, memory.detach()) for part, memory in item.pieces if part.numel]
+        for part, memory in held:
+            if not memory.data_ptr():
+                raise _released(aliases[0], part)
+        spec = Pieces(tuple(part for part, _ in held), item.replicas)
+        layout = TensorLayout(aliases[0], DTYPE_NAMES[item.dtype], item.shape, spec)
+        yield Described(aliases, LocalTensor(layout, tuple(memory for _, memory in held)))
+
+
+def _part(part: FlatRange | Box) -> FlatRange | Box:
+    """The same part in plain integers."""
+    if type(part) is FlatRange:
+        return FlatRange(index(part.start), index(part.stop))
+    if type(part) is Box:
+        return Box(tuple(map(index, part.start)), tuple(map(index, part.size)))
+    raise TypeError(f"a part is a holdfast.FlatRange or a holdfast.Box, not a {type(part).__qualname__}")
+
+
+def _dtype(pieces: Sequence[tuple[FlatRange | Box, torch.Tensor]], declared: torch.dtype | None) -> torch.dtype:
+    """The dtype of all pieces. Refuses pieces of two kinds, and memory that is no plain tensor."""
+    if len({type(part) for part, _ in pieces}) > 1:
+        raise TypeError("the pieces of a tensor are all flat ranges, or all boxes")
+    for part, memory in pieces:
+        if type(memory) is not torch.Tensor and type(memory) is not nn.Parameter:
+            raise TypeError(f"the memory of {part} is a {type(memory).__qualname__}, not a plain torch.Tensor")
+    dtypes = {memory.dtype for _, memory in pieces} | ({declared} if declared is not None else set())
+    if not dtypes:
+        raise ValueError("without pieces, say the dtype of the tensor: Piecewise(shape, [], dtype=...)")
+    if len(dtypes) > 1:
+        found = ", ".join(sorted(map(str, dtypes)))
+        raise ValueError(f"all pieces of a tensor have its dtype, not {found}")
+    (dtype,) = dtypes
+    if dtype not in DTYPE_NAMES:
+        raise ValueError(f"tensors of dtype {dtype} cannot be stored")
+    return dtype
+
+
+def _check(part: FlatRange | Box, memory: torch.Tensor, shape: Shape) -> None:
+    """Refuse a part outside the tensor, and memory that does not hold it."""
+    if isinstance(part, FlatRange):
+        inside = 0 <= part.start <= part.stop <= prod(shape)
+        fits, wanted = memory.numel() == part.numel, f"{part.numel} elements"
+    else:
+        inside = len(part.start) == len(part.size) == len(shape) and all(
+            start >= 0 and size >= 0 and start + size <= extent
+            for start, size, extent in zip(part.start, part.size, shape, strict=True)
+        )
+        fits, wanted = tuple(memory.shape) == tuple(part.size), f"shape {part.size}"
+    if not inside:
+        raise ValueError(f"{part} lies outside a tensor of shape {shape}")
+    if not fits:
+        raise ValueError(f"the memory of {part} has shape {tuple(memory.shape)}; it must have {wanted}")
+    if memory.layout is not torch.strided or memory.is_meta or memory.is_neg() or memory.is_conj():
+        raise ValueError(f"the memory of {part} is sparse, on the meta device, or a lazy view; give it dense memory")
+    if isinstance(part, FlatRange) and memory.ndim > 1 and not memory.is_contiguous():
+        raise ValueError(f"the memory of {part} is neither contiguous nor 1-d; a flat range is in row-major order")
+
+
+def _check_disjoint(parts: Sequence[FlatRange | Box]) -> None:
+    boxes = sorted(
+        (part if isinstance(part, Box) else Box((part.start,), (part.numel,)), part) for part in parts if part.numel
+    )
+    for at, (box, part) in enumerate(boxes):
+        for other, other_part in islice(boxes, at + 1, None):
+            if box.start and other.start[0] >= box.stop[0]:
+                break  # and so do all that follow
+            if intersect(box, other) is not None:
+                raise ValueError(f"{part} and {other_part} overlap; the pieces of one rank are disjoint")
+
+
+def _in_per_rank(name: str) -> StateError:
+    return StateError(
+        f"Tensor {name!r} has parts on several ranks, but stands in a PerRank.",
+        code="state.per_rank",
+        action="Take it out of the PerRank, or put the plain tensors there.",
+        tensor=name,
+    )
+
+
+def _released(name: str, part: FlatRange | Box) -> StateError:
+    return StateError(
+        f"Tensor {name!r} cannot be stored: the memory of {part} was released.",
+        code="state.unsupported_tensor",
+        action="Save while it has its memory, or make the Piecewise anew from where the elements are now.",
+        tensor=name,
+    )
