@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import lru_cache
 
 from holdfast.errors import CorruptError, StateError
 
@@ -41,12 +42,9 @@ def component(key: object, *, path: str = "") -> str:
     at most 1024 bits), float, bool, bytes or None. Subclasses of these are refused: their type would be lost.
     """
     if type(key) is str:
-        if not key:
-            return "%empty"
-        if not _SPECIAL.search(key):
-            return key
-        if not _SURROGATE.search(key):
-            return key.replace("%", "%25").replace("/", "%2F").replace("@", "%40")
+        text = _escaped(key)
+        if text is not None:
+            return text
     elif key is None:
         return "%none"
     elif type(key) is bool:
@@ -63,6 +61,18 @@ def component(key: object, *, path: str = "") -> str:
         action="Use a string, int, float, bool, bytes or None as the key.",
         path=path or None,
     )
+
+
+@lru_cache(maxsize=1 << 16)
+def _escaped(key: str) -> str | None:
+    """The component of a string; None where UTF-8 cannot encode it. Every save asks for the same ones."""
+    if not key:
+        return "%empty"
+    if not _SPECIAL.search(key):
+        return key
+    if _SURROGATE.search(key):
+        return None
+    return key.replace("%", "%25").replace("/", "%2F").replace("@", "%40")
 
 
 def parse_component(text: str) -> Key:

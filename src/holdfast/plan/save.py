@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
+import msgspec
 import numpy as np
 
 from holdfast.errors import StateError
@@ -60,8 +61,7 @@ class Identity:
     metrics: Mapping[str, float]
 
 
-@dataclass(frozen=True)
-class _Tensor:
+class _Tensor(msgspec.Struct, frozen=True, gc=False):
     dtype: str
     shape: Shape
     claims: tuple[Claim, ...]

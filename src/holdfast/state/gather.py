@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 from operator import attrgetter
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import msgspec
 import torch
@@ -17,12 +17,16 @@ from holdfast.frameworks import NamedTensor
 from holdfast.plan.layout import Placed, Replicas, TensorLayout, Whole
 from holdfast.state.placements import DTYPE_NAMES, PlacementReader, dtensor_type, is_dtensor
 
+T = TypeVar("T")
+
 _WHOLE: dict[Replicas, Whole] = {"split": Whole("split"), "first": Whole("first"), "compare": Whole("compare")}
 #: Types of tensors that are nothing but their memory.
 _PLAIN = {torch.Tensor, nn.Parameter}
 
 _by_name = attrgetter("name")
-_look = attrgetter("dtype", "layout", "shape")
+_dtype_of = attrgetter("dtype")
+_layout_of = attrgetter("layout")
+_shape_of = attrgetter("shape")
 
 
 class LocalTensor(msgspec.Struct, frozen=True, gc=False):
@@ -46,25 +50,27 @@ class Tied(msgspec.Struct, frozen=True, gc=False):
 class Facts(NamedTuple):
     """What a description of tensors depends on, tensor by tensor: equal facts, equal description.
 
-    `looks` are the dtype, layout and shape of the local part. `specs` are the ids of DTensors' specs. The address of an
-    empty tensor stands for the tensor itself.
+    Dtypes, shapes and strides are those of local parts. `specs` are the ids of DTensors' specs. The address of an empty
+    tensor stands for the tensor itself.
     """
 
     names: list[str]
     replicas: list[Replicas]
     specs: list[int]
-    looks: list[tuple[torch.dtype, torch.layout, torch.Size]]
+    dtypes: list[torch.dtype]
+    shapes: list[torch.Size]
     strides: list[tuple[int, ...]]
     addresses: list[int]
 
 
 class Remembered(NamedTuple):
-    """One call of `Gatherer.add`: the layouts of tensors with new memory, with the tensors' numbers, and the numbers of
-    all others, each with the place in `found` that it is tied to. Specs are kept so that their ids stay their own."""
+    """One call of `Gatherer.add`: numbers and layouts of the tensors whose memory is new; of all others the number and
+    the place in `found` that they are tied to. Specs are kept so that their ids stay their own."""
 
     facts: Facts
     specs: Sequence[object]
-    new: list[tuple[int, TensorLayout]]
+    new: list[int]
+    layouts: list[TensorLayout]
     tied: list[tuple[int, int]]
 
 
@@ -110,7 +116,7 @@ class Gatherer:
             if known is None or known.facts != read.facts:
                 self._last.clear()  # what comes later may be tied to what has changed
                 known = self._describe(ordered, read)
-            for number, layout in known.new:
+            for number, layout in zip(known.new, known.layouts, strict=True):
                 part = read.parts[number]
                 local = LocalTensor(layout, (part.detach() if part.requires_grad else part,))
                 self.found.append(Tied(local, [ordered[number]]))
@@ -124,11 +130,13 @@ class Gatherer:
 
     def names(self) -> dict[int, NamedTensor]:
         """All tensors, by id, each with its canonical name and what was said first about its copies."""
-        return {
-            id(entry.tensor): NamedTensor(tied.local.layout.name, entry.tensor, tied.entries[0].replicas)
-            for tied in self.found
-            for entry in tied.entries
-        }
+        first = [tied.entries[0] for tied in self.found]
+        names = {id(entry.tensor): entry for entry in first}
+        for tied in self.found:
+            if len(tied.entries) > 1:
+                name, replicas = tied.entries[0].name, tied.entries[0].replicas
+                names |= {id(entry.tensor): NamedTensor(name, entry.tensor, replicas) for entry in tied.entries}
+        return names
 
     def aliases(self) -> dict[str, str]:
         """The canonical name of every other name."""
@@ -136,7 +144,7 @@ class Gatherer:
         return {entry.name: each.local.layout.name for each in tied for entry in each.entries[1:]}
 
     def _describe(self, ordered: Sequence[NamedTensor], read: _Read) -> Remembered:
-        known = Remembered(read.facts, read.specs, [], [])
+        known = Remembered(read.facts, read.specs, [], [], [])
         homes = self._homes()
         rows = zip(ordered, read.parts, read.facts.addresses, strict=True)
         for number, (entry, part, address) in enumerate(rows):
@@ -150,7 +158,8 @@ class Gatherer:
                     break
             else:
                 at_address.append(_Home(layout, part, len(self.found) + len(known.new)))
-                known.new.append((number, layout))
+                known.new.append(number)
+                known.layouts.append(layout)
         return known
 
     def _homes(self) -> dict[int, list[_Home]]:
@@ -169,14 +178,14 @@ def _read(ordered: Sequence[NamedTensor]) -> _Read:
     dtensor = dtensor_type()
     specs = [tensor._spec if type(tensor) is dtensor else None for tensor in tensors]  # noqa: SLF001
     parts = [tensor._local_tensor if type(tensor) is dtensor else tensor for tensor in tensors]  # noqa: SLF001
-    looks = list(map(_look, parts))
-    dtypes = {look[0] for look in looks}
+    dtypes = list(map(_dtype_of, parts))
+    kinds = set(dtypes)
     if (
         not _PLAIN.issuperset(map(type, parts))
-        or not DTYPE_NAMES.keys() >= dtypes
-        or any(layout is not torch.strided for _, layout, _ in looks)
+        or not DTYPE_NAMES.keys() >= kinds
+        or not {torch.strided}.issuperset(map(_layout_of, parts))
         or any(map(torch.Tensor.is_neg, parts))
-        or (any(dtype.is_complex for dtype in dtypes) and any(map(torch.Tensor.is_conj, parts)))
+        or (any(dtype.is_complex for dtype in kinds) and any(map(torch.Tensor.is_conj, parts)))
     ):
         raise _unsupported(ordered, parts)
     addresses = list(map(torch.Tensor.data_ptr, parts))
@@ -188,11 +197,18 @@ def _read(ordered: Sequence[NamedTensor]) -> _Read:
         names=list(map(_by_name, ordered)),
         replicas=[entry.replicas for entry in ordered],
         specs=list(map(id, specs)),
-        looks=looks,
-        strides=list(map(torch.Tensor.stride, parts)),
+        dtypes=dtypes,
+        shapes=_shared(map(_shape_of, parts)),
+        strides=_shared(map(torch.Tensor.stride, parts)),
         addresses=addresses,
     )
     return _Read(facts, specs, parts)
+
+
+def _shared(items: Iterable[T]) -> list[T]:
+    """The same items, equal ones as one object: thousands of them are kept from save to save."""
+    known: dict[T, T] = {}
+    return [known.setdefault(item, item) for item in items]
 
 
 def _address(tensor: torch.Tensor, part: torch.Tensor) -> int:
