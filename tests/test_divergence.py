@@ -259,7 +259,11 @@ def test_drift_is_a_warning_and_a_mark_and_one_holders_copy_is_saved_whole(tmp_p
     (text,) = warned
     assert text.startswith(f"step {found}: Tensor 'scale'")
     assert "[0] and [1]" in text
-    assert len(set(holdfast.open(f"{tmp_path}/run@step={found}")["scale"][...].tolist())) == 1
+    view = holdfast.open(f"{tmp_path}/run@step={found}")
+    assert view.diverged == ("scale",)
+    assert len(set(view["scale"][...].tolist())) == 1
+    loaded = holdfast.load(f"{tmp_path}/run@step={found}", {"scale": torch.zeros(1000)}, strict=False)
+    assert loaded.diverged == ("scale",)
 
 
 def test_the_mark_stands_in_the_manifest_and_in_the_commit_of_the_save_that_found_it(tmp_path: Path) -> None:

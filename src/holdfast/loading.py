@@ -123,6 +123,7 @@ class _Loading:
             missing=difference_.missing,
             unexpected=difference_.unexpected,
             resharded=filled.resharded,
+            diverged=checkpoint.manifest.body.diverged,
             read_nbytes=filled.read_nbytes,
             needed_nbytes=filled.needed_nbytes,
             seconds=self._watch.seconds,

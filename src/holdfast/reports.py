@@ -31,6 +31,7 @@ class LoadReport:
     `loaded`, `missing` and `unexpected` are names of tensors and values; with ``strict`` the last two are empty.
     `resharded` are tensors whose local part is not one stored piece. ``read_nbytes`` came from storage,
     ``needed_nbytes`` is what this rank holds of it; more is read where pieces and digest blocks overlap the need.
+    `diverged` is what the checkpoint says of its tensors, as in `SaveReport`.
     """
 
     step: int
@@ -40,6 +41,7 @@ class LoadReport:
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
     resharded: tuple[str, ...]
+    diverged: tuple[str, ...]
     read_nbytes: int
     needed_nbytes: int
     seconds: dict[str, float]

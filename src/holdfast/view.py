@@ -130,6 +130,11 @@ class View:
         """Other names of tied tensors, and the names they are stored under."""
         return self._checkpoint.manifest.body.aliases
 
+    @property
+    def diverged(self) -> tuple[str, ...]:
+        """Names of tensors of which several ranks held copies that differed when it was saved; one copy was stored."""
+        return self._checkpoint.manifest.body.diverged
+
     def names(self) -> list[str]:
         """Names of all stored tensors, sorted."""
         return list(self._checkpoint.manifest.body.names)

@@ -124,10 +124,10 @@ class _Flattener:
         if self._optimizers:
             gatherer.add(islice(self._tensors.values(), named, None))
         found = {tied.local.layout.name: tied.local for tied in gatherer.found}
-        aliases = gatherer.aliases()
-        for names, local in describe(self._piecewise):
-            found[names[0]] = local
-            aliases.update(dict.fromkeys(names[1:], names[0]))
+        aliases = gatherer.aliases
+        for (name, *others), local in describe(self._piecewise):
+            found[name] = local
+            aliases.update(dict.fromkeys(others, name))
         own = {path: node for path, node in self._nodes.items() if own_part(path)} if self._per_rank else {}
         return FlatState(
             {name: found[name] for name in sorted(found)},

@@ -102,6 +102,8 @@ class Gatherer:
 
     def __init__(self, last: Sequence[Remembered] = ()) -> None:
         self.found: list[Tied] = []
+        #: The canonical name of every other name.
+        self.aliases: dict[str, str] = {}
         self.remembered: list[Remembered] = []
         self._last = deque(last)
         self._placements = PlacementReader()
@@ -116,13 +118,20 @@ class Gatherer:
             if known is None or known.facts != read.facts:
                 self._last.clear()  # what comes later may be tied to what has changed
                 known = self._describe(ordered, read)
-            for number, layout in zip(known.new, known.layouts, strict=True):
-                part = read.parts[number]
-                local = LocalTensor(layout, (part.detach() if part.requires_grad else part,))
-                self.found.append(Tied(local, [ordered[number]]))
+            new = zip(
+                known.layouts,
+                map(read.parts.__getitem__, known.new),
+                map(ordered.__getitem__, known.new),
+                strict=True,
+            )
+            self.found += [
+                Tied(LocalTensor(layout, (part.detach() if part.requires_grad else part,)), [entry])
+                for layout, part, entry in new
+            ]
         for number, place in known.tied:
             entries = self.found[place].entries
             entries.append(ordered[number])
+            self.aliases[ordered[number].name] = entries[0].name
             if len({own_part(entry.name) is None for entry in entries}) > 1:
                 raise _shared_and_own(entries)
         self.remembered.append(known)
@@ -137,11 +146,6 @@ class Gatherer:
                 name, replicas = tied.entries[0].name, tied.entries[0].replicas
                 names |= {id(entry.tensor): NamedTensor(name, entry.tensor, replicas) for entry in tied.entries}
         return names
-
-    def aliases(self) -> dict[str, str]:
-        """The canonical name of every other name."""
-        tied = (tied for tied in self.found if len(tied.entries) > 1)
-        return {entry.name: each.local.layout.name for each in tied for entry in each.entries[1:]}
 
     def _describe(self, ordered: Sequence[NamedTensor], read: _Read) -> Remembered:
         known = Remembered(read.facts, read.specs, [], [], [])
