@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from operator import attrgetter
-from typing import NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import msgspec
 import torch
@@ -14,8 +15,11 @@ from torch import nn
 from holdfast.errors import StateError
 from holdfast.format.names import own_part
 from holdfast.frameworks import NamedTensor
-from holdfast.plan.layout import Placed, Replicas, TensorLayout, Whole
+from holdfast.plan.layout import Placed, Replicas, Spec, TensorLayout, Whole
 from holdfast.state.placements import DTYPE_NAMES, PlacementReader, dtensor_type, is_dtensor
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 T = TypeVar("T")
 
@@ -78,7 +82,7 @@ class _Read(NamedTuple):
     """Tensors as they are found: their facts, DTensors' specs, and local memory."""
 
     facts: Facts
-    specs: Sequence[object]
+    specs: Sequence[DTensorSpec | None]
     parts: list[torch.Tensor]
 
 
@@ -88,6 +92,13 @@ class _Home(msgspec.Struct, frozen=True, gc=False):
     layout: TensorLayout
     part: torch.Tensor
     place: int
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Equal for tensors at one address that are one memory: also globally, where the local part is one of many."""
+        part, layout = self.part, self.layout
+        spec = layout.spec if isinstance(layout.spec, Placed) else None
+        return (part.device, part.dtype, part.shape, part.stride(), layout.shape, spec)
 
 
 class Gatherer:
@@ -148,30 +159,37 @@ class Gatherer:
         return names
 
     def _describe(self, ordered: Sequence[NamedTensor], read: _Read) -> Remembered:
-        known = Remembered(read.facts, read.specs, [], [], [])
-        homes = self._homes()
-        rows = zip(ordered, read.parts, read.facts.addresses, strict=True)
-        for number, (entry, part, address) in enumerate(rows):
-            tensor = entry.tensor
-            spec = self._placements.spec(tensor, entry.name) if is_dtensor(tensor) else _WHOLE[entry.replicas]
-            layout = TensorLayout(entry.name, DTYPE_NAMES[part.dtype], tuple(tensor.shape), spec)
-            at_address = homes.setdefault(address, [])
-            for home in at_address:
-                if _memory_key(home.layout, home.part) == _memory_key(layout, part):
-                    known.tied.append((number, home.place))
-                    break
-            else:
-                at_address.append(_Home(layout, part, len(self.found) + len(known.new)))
-                known.new.append(number)
-                known.layouts.append(layout)
+        facts = read.facts
+        known = Remembered(facts, read.specs, [], [], [])
+        homes = self._homes(facts.addresses)
+        rows = zip(ordered, read.parts, read.specs, facts.addresses, strict=True)
+        for number, (entry, part, placed, address) in enumerate(rows):
+            spec: Spec = _WHOLE[entry.replicas] if placed is None else self._placements.spec(placed, entry.name)
+            shape = part.shape if placed is None else placed.shape
+            layout = TensorLayout(entry.name, DTYPE_NAMES[part.dtype], tuple(shape), spec)
+            home = _Home(layout, part, len(self.found) + len(known.new))
+            others = homes.get(address)
+            if others is not None:
+                same = next((other for other in others if other.key == home.key), None)
+                if same is not None:
+                    known.tied.append((number, same.place))
+                    continue
+                others.append(home)
+            known.new.append(number)
+            known.layouts.append(layout)
         return known
 
-    def _homes(self) -> dict[int, list[_Home]]:
-        """What was found so far, by address."""
-        homes: dict[int, list[_Home]] = {}
-        for place, tied in enumerate(self.found):
-            layout, part = tied.local.layout, tied.local.memory[0]
-            homes.setdefault(_address(tied.entries[0].tensor, part), []).append(_Home(layout, part, place))
+    def _homes(self, addresses: Sequence[int]) -> dict[int, list[_Home]]:
+        """What was found so far at those of the addresses that several tensors have: few, and mostly none."""
+        counts = Counter(addresses)
+        before = counts.keys() & set(chain.from_iterable(known.facts.addresses for known in self.remembered))
+        homes: dict[int, list[_Home]] = {address: [] for address in counts if counts[address] > 1 or address in before}
+        if before:
+            for place, tied in enumerate(self.found):
+                layout, part = tied.local.layout, tied.local.memory[0]
+                others = homes.get(_address(tied.entries[0].tensor, part))
+                if others is not None:
+                    others.append(_Home(layout, part, place))
         return homes
 
 
@@ -218,12 +236,6 @@ def _shared(items: Iterable[T]) -> list[T]:
 def _address(tensor: torch.Tensor, part: torch.Tensor) -> int:
     """Where the local memory of `tensor` is; what is empty is nowhere, but one object."""
     return part.data_ptr() if part.nbytes else -id(tensor)
-
-
-def _memory_key(layout: TensorLayout, part: torch.Tensor) -> tuple[object, ...]:
-    """Equal for tensors at one address that are one memory: also globally, where the local part is one of many."""
-    spec = layout.spec if isinstance(layout.spec, Placed) else None
-    return (part.device, part.dtype, part.shape, part.stride(), layout.shape, spec)
 
 
 def unsupported_tensor(name: str, tensor: torch.Tensor, problem: str) -> StateError:

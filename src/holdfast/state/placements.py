@@ -16,6 +16,7 @@ from holdfast.plan.layout import Mesh, Placed, Placement, Replicate, Shard, Stri
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec
     from torch.distributed.tensor.placement_types import Placement as TorchPlacement
     from torch.distributed.tensor.placement_types import Shard as TorchShard
     from torch.distributed.tensor.placement_types import _StridedShard as TorchStridedShard
@@ -44,9 +45,9 @@ class PlacementReader:
         self._meshes: dict[int, tuple[DeviceMesh, Mesh]] = {}
         self._specs: dict[tuple[int, tuple[TorchPlacement, ...]], Placed] = {}
 
-    def spec(self, tensor: DTensor, name: str) -> Placed:
-        """How `tensor` is placed. Raises `StateError`, code ``state.placement``, for placements without a layout."""
-        described = tensor._spec  # noqa: SLF001
+    def spec(self, described: DTensorSpec, name: str) -> Placed:
+        """How the DTensor `name` is placed. Raises `StateError`, code ``state.placement``, for placements without a
+        layout."""
         mesh, placements = described.mesh, described.placements
         for _, axes in getattr(described, "shard_order", None) or ():
             if len(axes) > 1 and list(axes) != sorted(axes):
