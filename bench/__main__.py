@@ -1,4 +1,4 @@
-"""The command line: ``python -m bench [COMMAND]``. Without a command, everything runs and the table is rewritten."""
+"""The command line: ``python -m bench [COMMAND]``. Without a command, everything runs and the tables are rewritten."""
 
 from __future__ import annotations
 
@@ -10,24 +10,27 @@ from bench.errors import BenchError
 from bench.io import io
 from bench.marked import README, read_marked
 from bench.plan import plan
+from bench.small import small
 from bench.table import table
 
 app = typer.Typer(no_args_is_help=False, add_completion=False)
 app.command()(io)
 app.command()(plan)
+app.command()(small)
 app.command()(table)
 
 
 @app.callback(invoke_without_command=True)
 def everything(context: typer.Context) -> None:
-    """Holdfast's benchmarks. Without a command: run all of them and rewrite the table in README.md."""
+    """Holdfast's benchmarks. Without a command: run all of them and rewrite the tables in README.md."""
     if context.invoked_subcommand is not None:
         return
     # Seen before the long run rather than after it.
-    for part in ("bench", "plan"):
+    for part in ("bench", "small", "plan"):
         read_marked(README, part)
     io()
     plan()
+    small()
     table()
 
 

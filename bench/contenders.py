@@ -5,11 +5,13 @@ All are collective over the world; `save` returns when this rank's part is durab
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
@@ -23,15 +25,17 @@ from bench.state import Memory, State, as_bytes, local, walk
 
 #: Threads per rank with which the raw limit runs in every round.
 RAW_THREADS = (1, 2, 4)
+#: Holdfast again, with all its saves in one run: after the warm-up each of them is a later save.
+LATER = "holdfast-later"
 
 
 class Contender(Protocol):
-    """Something that saves `memory` to an empty folder and loads it back in place."""
+    """Something that saves `memory` to a folder and loads it back in place."""
 
     memory: Memory
 
     def save(self, folder: Path) -> None:
-        """Save durably into the empty `folder`."""
+        """Save durably into `folder`: an empty one, or the one of all its saves (see `folder_of`)."""
 
     def load(self, folder: Path) -> None:
         """Load what `save` left in `folder`."""
@@ -99,45 +103,71 @@ class Holdfast:
     def __init__(self, state: State) -> None:
         self.memory: Memory = state
         self._state = state
+        self._steps = itertools.count()
 
     def save(self, folder: Path) -> None:
-        """Save the state as step 0 of a new run."""
-        holdfast.save(str(folder), self._state.tree, 0)
+        """Save the state as the next step of the run in `folder`: a new one in an empty folder."""
+        holdfast.save(str(folder), self._state.tree, next(self._steps))
 
     def load(self, folder: Path) -> None:
         """Load the run's head into the state."""
         holdfast.load(str(folder), into=self._state.tree)
 
 
-_BUILDERS: dict[str, Callable[[State], Contender]] = {"torch.save": TorchSave, "dcp": Dcp, "holdfast": Holdfast}
+_BUILDERS: dict[str, Callable[[State], Contender]] = {
+    "torch.save": TorchSave,
+    "dcp": Dcp,
+    "holdfast": Holdfast,
+    LATER: Holdfast,
+}
 
-#: Every contender, in the order of the table.
+#: Every contender, in the order of the tables.
 NAMES = (RAW, *_BUILDERS)
+#: Those of `bench io` unless it is asked for others, and those of `bench small`.
+IO_NAMES = (RAW, "torch.save", "dcp", "holdfast")
+SMALL_NAMES = ("dcp", "holdfast", LATER)
 
 
 def entrants(names: tuple[str, ...]) -> tuple[str, ...]:
-    """What takes a turn in each round: the raw limit once per number of threads, then the others of `names`.
+    """What takes turns: the raw limit of `names` once per number of threads, then the others.
 
     SetupError for a name that is not known.
     """
     unknown = [name for name in names if name not in NAMES]
     if unknown:
         raise SetupError(f"There is no contender {', '.join(unknown)}. Choose from {', '.join(NAMES)}.")
-    others = tuple(name for name in _BUILDERS if name in names)
-    return (*(raw_name(threads) for threads in RAW_THREADS), *others)
+    raws = tuple(raw_name(threads) for threads in RAW_THREADS if RAW in names)
+    return (*raws, *(name for name in _BUILDERS if name in names))
+
+
+def folder_of(name: str, number: int, root: Path) -> Path:
+    """Where `name` saves in round `number`: a new folder below `round_folder`, or one and the same run below `root`."""
+    return root / name if name == LATER else round_folder(number, root) / name
+
+
+def round_folder(number: int, root: Path) -> Path:
+    """The folder below `root` of what round `number` leaves behind."""
+    return root / f"round-{number}"
 
 
 def build(names: tuple[str, ...], state: State, *, direct: bool) -> dict[str, Contender]:
     """The entrants for `names`, all on the same state."""
-    image = RawImage([as_bytes(tensor) for tensor in state.tensors().values()])
-    raws: dict[str, Contender] = {
-        raw_name(threads): Raw(image, threads=threads, direct=direct) for threads in RAW_THREADS
-    }
-    return {name: raws[name] if name in raws else _BUILDERS[name](state) for name in entrants(names)}
+    built: dict[str, Contender] = {}
+    if RAW in names:
+        image = RawImage([as_bytes(tensor) for tensor in state.tensors().values()])
+        built |= {raw_name(threads): Raw(image, threads=threads, direct=direct) for threads in RAW_THREADS}
+    return {name: built[name] if name in built else _BUILDERS[name](state) for name in entrants(names)}
 
 
 def traits(name: str, *, direct: bool) -> Traits:
     """What the figures of contender `name` include."""
+    new_run = Traits(
+        name="holdfast",
+        description="holdfast.save/load, defaults, each save into a new run",
+        durable="fsync of files and folders, sealed and committed",
+        verified="digest of every block read",
+        io="direct where the filesystem takes it",
+    )
     return {
         RAW: Traits(
             name=RAW,
@@ -160,12 +190,9 @@ def traits(name: str, *, direct: bool) -> Traits:
             verified="no",
             io="buffered",
         ),
-        "holdfast": Traits(
-            name="holdfast",
-            description="holdfast.save/load, defaults",
-            durable="fsync of files and folders, sealed and committed",
-            verified="digest of every block read",
-            io="direct where the filesystem takes it",
+        "holdfast": new_run,
+        LATER: msgspec.structs.replace(
+            new_run, name=LATER, description="holdfast.save/load, defaults, all saves into one run"
         ),
     }[name]
 

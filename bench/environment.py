@@ -40,6 +40,15 @@ def environment(folder: Path) -> Environment:
     )
 
 
+def in_words(machine: Environment) -> str:
+    """Versions and machine in one line."""
+    return (
+        f"{machine.cpu}, {machine.num_cpus} CPUs, {machine.filesystem}, Linux {machine.kernel}, "
+        f"Python {machine.python}, torch {machine.torch}, holdfast {machine.holdfast} "
+        f"(revision {machine.revision[:12]})"
+    )
+
+
 def filesystem(folder: Path) -> str:
     """Type of the filesystem that holds `folder`."""
     resolved = folder.resolve()

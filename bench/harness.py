@@ -14,27 +14,15 @@ from pathlib import Path
 import msgspec
 import torch.distributed as dist
 
-from bench.contenders import entrants
+from bench.contenders import LATER, entrants
 from bench.errors import RankFailedError, SetupError
-from bench.rank import HOST, WARM_UP, Failure, Job, run_rank
+from bench.order import WARM_UP, Order
+from bench.rank import HOST, Failure, Job, run_rank
 from bench.raw import takes_direct
-from bench.results import MEASURES, Sample, StateSize
+from bench.results import Sample, StateSize
 
 _EXIT_TIMEOUT_S = 10.0
 _DISK_HEADROOM = 1.1
-
-
-class Order(msgspec.Struct, frozen=True):
-    """What to run: the raw limit and `contenders`, on a state of `nbytes` over `world` ranks."""
-
-    world: int
-    rounds: int
-    nbytes: int
-    contenders: tuple[str, ...]
-
-    def num_turns(self) -> int:
-        """Timed operations, with those of the warm-up."""
-        return (self.rounds + 1) * len(MEASURES) * len(entrants(self.contenders))
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -57,27 +45,21 @@ def run(order: Order, folder: Path, *, on_turn: Callable[[Sample], None]) -> Out
         direct = takes_direct(Path(scratch))
         # Kept here, where the kernel can choose the port before any rank starts.
         store = dist.TCPStore(HOST, 0, order.world, is_master=True, wait_for_workers=False)
-        job = Job(
-            world=order.world,
-            rounds=order.rounds,
-            nbytes=order.nbytes,
-            contenders=order.contenders,
-            folder=Path(scratch),
-            direct=direct,
-            store_port=store.port,
-        )
+        job = Job(order=order, folder=Path(scratch), direct=direct, store_port=store.port)
         with _ranks(job) as ranks:
             return collect(ranks, direct=direct, on_turn=on_turn)
 
 
 def require_space(order: Order, folder: Path) -> None:
-    """Refuse a run whose largest round does not fit: every entrant's files exist at once before the loads."""
-    needed = int(_DISK_HEADROOM * order.nbytes * len(entrants(order.contenders)))
+    """Refuse a run whose last round does not fit: before its loads, every entrant's files exist at once, and those of
+    all rounds where they go into one run."""
+    num_copies = len(entrants(order.contenders)) + (order.rounds if LATER in order.contenders else 0)
+    needed = int(_DISK_HEADROOM * order.recipe.nbytes(order.world) * num_copies)
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise SetupError(
             f"A round needs {needed / 1e9:.1f} GB in {folder}, {free / 1e9:.1f} GB are free. "
-            "Pass --gib for a smaller state or --dir for another disk."
+            "Ask for a smaller state or pass --dir for another disk."
         )
 
 
@@ -87,7 +69,7 @@ def _ranks(job: Job) -> Iterator[dict[Connection, SpawnProcess]]:
     context = multiprocessing.get_context("spawn")
     ranks: dict[Connection, SpawnProcess] = {}
     try:
-        for rank in range(job.world):
+        for rank in range(job.order.world):
             receiver, sender = context.Pipe(duplex=False)
             process = context.Process(target=run_rank, args=(rank, job, sender), name=f"bench-rank-{rank}")
             process.start()

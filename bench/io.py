@@ -11,10 +11,12 @@ import typer
 from bench import contenders, harness
 from bench.caches import how_dropped
 from bench.environment import environment
-from bench.progress import progress
+from bench.order import Order
+from bench.progress import describe, progress
 from bench.rank import TORCH_THREADS
 from bench.raw import REQUEST_NBYTES
 from bench.results import RAW, RESULTS, Result, Setup, write_result
+from bench.state import LlamaLike
 from bench.summary import require_raw_limit, summarize
 
 
@@ -31,10 +33,10 @@ def io(
     results: Annotated[Path, typer.Option(help="Folder of the result file.")] = RESULTS,
 ) -> None:
     """Measure save and load of every contender against the raw limit, in one run of paired rounds."""
-    chosen = contenders.NAMES if contender is None else (RAW, *contender)
-    order = harness.Order(world=world, rounds=rounds, nbytes=int(gib * 2**30), contenders=chosen)
-    with progress(order.num_turns()) as on_turn:
-        outcome = harness.run(order, folder, on_turn=on_turn)
+    chosen = contenders.IO_NAMES if contender is None else (RAW, *contender)
+    order = Order(world=world, rounds=rounds, recipe=LlamaLike(int(gib * 2**30)), contenders=chosen)
+    with progress(order.num_turns()) as advance:
+        outcome = harness.run(order, folder, on_turn=lambda sample: advance(describe(sample)))
     names = tuple(name for name in contenders.NAMES if name in chosen)
     result = Result(
         name=name,

@@ -20,24 +20,19 @@ from bench.caches import settle
 from bench.contenders import Contender
 from bench.errors import WrongBytesError
 from bench.meter import Meter
+from bench.order import WARM_UP, Order
 from bench.results import MEASURES, Measure, Sample, StateSize
-from bench.state import State
 from bench.statistics import rotated
 
-#: Rounds are counted from 1; this one pays for imports and first calls and is not reported.
-WARM_UP = 0
 #: What torchrun gives each of several ranks of a node.
 TORCH_THREADS = 1
 HOST = "127.0.0.1"
 
 
 class Job(msgspec.Struct, frozen=True):
-    """What the ranks do together."""
+    """What the ranks do together, and where."""
 
-    world: int
-    rounds: int
-    nbytes: int
-    contenders: tuple[str, ...]
+    order: Order
     folder: Path
     direct: bool
     store_port: int
@@ -78,43 +73,47 @@ def _join(rank: int, job: Job) -> None:
     for name in ("RANK", "LOCAL_RANK"):
         os.environ[name] = str(rank)
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        os.environ[name] = str(job.world)
+        os.environ[name] = str(job.order.world)
     torch.set_num_threads(TORCH_THREADS)
-    store = dist.TCPStore(HOST, job.store_port, job.world, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=job.world)
+    store = dist.TCPStore(HOST, job.store_port, job.order.world, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=job.order.world)
 
 
 class _Rank:
     def __init__(self, job: Job, channel: Connection) -> None:
-        state = State(init_device_mesh("cpu", (job.world,)), nbytes=job.nbytes)
-        self._job = job
+        state = job.order.recipe.build(init_device_mesh("cpu", (job.order.world,)))
+        self._order = job.order
+        self._folder = job.folder
         self._channel = channel
         self._leads = dist.get_rank() == 0
-        self._contenders = contenders.build(job.contenders, state, direct=job.direct)
+        self._contenders = contenders.build(job.order.contenders, state, direct=job.direct)
         self._digests = {name: contender.memory.digests() for name, contender in self._contenders.items()}
         self._send(state.size())
 
     def run(self) -> None:
-        """Every contender once per measure and round, beginning with another one each round."""
-        for number in range(WARM_UP, self._job.rounds + 1):
-            folder = self._job.folder / f"round-{number}"
-            order = rotated(tuple(self._contenders), number)
+        """Every entrant of a round once per measure, beginning with another one each round."""
+        for number in range(WARM_UP, self._order.rounds + 1):
+            folder = contenders.round_folder(number, self._folder)
+            if self._leads:
+                folder.mkdir()
+            names = rotated(self._order.entrants(number), number)
             for measure in MEASURES:
-                for turn, name in enumerate(order):
-                    self._take_turn(measure, number, turn, name, folder / name)
+                for turn, name in enumerate(names):
+                    self._take_turn(measure, number, turn, name)
             if self._leads:
                 shutil.rmtree(folder)
 
-    def _take_turn(self, measure: Measure, number: int, turn: int, name: str, folder: Path) -> None:
+    def _take_turn(self, measure: Measure, number: int, turn: int, name: str) -> None:
         contender = self._contenders[name]
+        folder = contenders.folder_of(name, number, self._folder)
         if measure == "load":
             contender.memory.clear()
         elif self._leads:
-            folder.mkdir(parents=True)
+            folder.mkdir(exist_ok=True)
         timing = self._timed(contender, measure, folder)
         if measure == "load":
             require_same(self._digests[name], contender.memory.digests(), name=name)
-        timings: list[_Timing] | None = [timing] * self._job.world if self._leads else None
+        timings: list[_Timing] | None = [timing] * self._order.world if self._leads else None
         dist.gather_object(timing, timings)
         if timings is not None:
             self._send(_sample(measure, number, turn, name, timings))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 import msgspec
 
@@ -14,10 +14,15 @@ from bench.statistics import Spread
 Measure = Literal["save", "load"]
 MEASURES: tuple[Measure, ...] = ("save", "load")
 
+ModelKind = Literal["plain", "fsdp2"]
+MODEL_KINDS: tuple[ModelKind, ...] = ("plain", "fsdp2")
+
 #: The contender that every other one is compared with.
 RAW = "raw"
 
 RESULTS = Path("bench/results")
+
+R = TypeVar("R")
 
 
 def raw_name(threads: int) -> str:
@@ -100,7 +105,76 @@ class Result(msgspec.Struct, frozen=True):
         raise KeyError(f"{contender} has no {measure} summary")
 
 
-def write_result(result: Result, folder: Path) -> Path:
+class SmallSummary(msgspec.Struct, frozen=True):
+    """One contender in one measure of `bench small`; CPU is that of all ranks."""
+
+    measure: Measure
+    contender: str
+    num_rounds: int
+    seconds: Spread
+    cpu_s: Spread
+
+
+class WalkFigure(msgspec.Struct, frozen=True):
+    """One way to find the tensors of one kind of model and its optimizer."""
+
+    model: ModelKind
+    contender: str
+    seconds: Spread
+    samples: tuple[float, ...]
+
+
+class Bar(msgspec.Struct, frozen=True):
+    """A median, and what it may be at most."""
+
+    what: str
+    seconds: float
+    most_s: float
+
+    @property
+    def met(self) -> bool:
+        """Whether it is no more."""
+        return self.seconds <= self.most_s
+
+
+class SmallSetup(msgspec.Struct, frozen=True):
+    """How a run of `bench small` was done; `local_shape` is what a rank holds of each tensor."""
+
+    world: int
+    rounds: int
+    state: StateSize
+    local_shape: tuple[int, int]
+    torch_threads: int
+    caches: str
+    walk_rounds: int
+    walk_num_tensors: int
+
+
+class SmallResult(msgspec.Struct, frozen=True):
+    """One run of ``python -m bench small``. `bars` are those that hold for its size."""
+
+    name: str
+    date: str
+    setup: SmallSetup
+    environment: Environment
+    contenders: tuple[Traits, ...]
+    summaries: tuple[SmallSummary, ...]
+    walks: tuple[WalkFigure, ...]
+    bars: tuple[Bar, ...]
+    samples: tuple[Sample, ...]
+
+    def summary(self, measure: Measure, contender: str) -> SmallSummary:
+        """The summary of `contender` in `measure`."""
+        (found,) = (each for each in self.summaries if (each.measure, each.contender) == (measure, contender))
+        return found
+
+    def walk(self, model: ModelKind, contender: str) -> WalkFigure:
+        """The walk of a `model` by `contender`."""
+        (found,) = (each for each in self.walks if (each.model, each.contender) == (model, contender))
+        return found
+
+
+def write_result(result: Result | SmallResult, folder: Path) -> Path:
     """Write `result` as ``<folder>/<name>.json``, replacing an older one."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{result.name}.json"
@@ -109,12 +183,19 @@ def write_result(result: Result, folder: Path) -> Path:
 
 
 def read_result(path: Path) -> Result:
-    """The result in `path`; SetupError when there is none or it is not one."""
+    """The result of `bench io` in `path`; SetupError when there is none or it is not one."""
+    return _read(path, Result, command="python -m bench io")
+
+
+def read_small(path: Path) -> SmallResult:
+    """The result of `bench small` in `path`; SetupError when there is none or it is not one."""
+    return _read(path, SmallResult, command="python -m bench small")
+
+
+def _read(path: Path, kind: type[R], *, command: str) -> R:
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Result)
+        return msgspec.json.decode(path.read_bytes(), type=kind)
     except FileNotFoundError as error:
-        raise SetupError(f"There is no result at {path}. Run `python -m bench io` first.") from error
+        raise SetupError(f"There is no result at {path}. Run `{command}` first.") from error
     except msgspec.DecodeError as error:
-        raise SetupError(
-            f"{path} is not a result of this version ({error}). Run `python -m bench io` again."
-        ) from error
+        raise SetupError(f"{path} is not a result of this version ({error}). Run `{command}` again.") from error

@@ -1,4 +1,4 @@
-"""The state that every contender saves: a Llama-like model with two Adam moments, sharded by rows."""
+"""The states that contenders save, sharded by rows: a Llama-like model with two Adam moments, or many small tensors."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import Protocol, TypeAlias, Union
 
+import msgspec
 import torch
 import xxhash
 from torch.distributed.device_mesh import DeviceMesh
@@ -21,6 +22,8 @@ NUM_LAYERS = 8
 VOCABULARY = 8192
 WIDTH_STEP = 64
 MOMENTS = ("exp_avg", "exp_avg_sq")
+#: What each rank holds of a small tensor.
+SMALL_LOCAL_SHAPE = (2, 16)
 
 
 class Memory(Protocol):
@@ -34,23 +37,10 @@ class Memory(Protocol):
 
 
 class State:
-    """One rank's part of the state. ``tree`` is what a training loop would hand to a checkpoint library."""
+    """One rank's part of a state. ``tree`` is what a training loop would hand to a checkpoint library."""
 
-    def __init__(self, mesh: DeviceMesh, *, nbytes: int) -> None:
-        """At least `nbytes` over all ranks of `mesh`, random."""
-        generator = torch.Generator().manual_seed(torch.initial_seed() + mesh.get_rank())
-        shapes = parameter_shapes(width_for(nbytes))
-
-        def sharded() -> Tree:
-            return {name: _random(shape, mesh, generator) for name, shape in shapes.items()}
-
-        optimizer: Tree = {moment: sharded() for moment in MOMENTS}
-        optimizer["step"] = {name: torch.tensor(1000.0) for name in shapes}
-        self.tree: Tree = {
-            "model": sharded(),
-            "optimizer": optimizer,
-            "progress": {"step": 1000, "tokens": 4_194_304_000, "lr": 3e-4},
-        }
+    def __init__(self, tree: Tree) -> None:
+        self.tree = tree
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The local memory of each tensor by its path."""
@@ -82,6 +72,51 @@ class State:
         """The digest of each local tensor and the text of each value."""
         tensors = {path: digest(as_bytes(tensor)) for path, tensor in self.tensors().items()}
         return tensors | {path: repr(value) for path, value in self.values().items()}
+
+
+class LlamaLike(msgspec.Struct, frozen=True):
+    """How to make a Llama-like training state of at least `min_nbytes` over all ranks."""
+
+    min_nbytes: int
+
+    def nbytes(self, world: int) -> int:
+        """Bytes over `world` ranks, at least."""
+        return self.min_nbytes
+
+    def build(self, mesh: DeviceMesh) -> State:
+        """The state of this rank of `mesh`, random."""
+        generator = _generator(mesh)
+        shapes = parameter_shapes(width_for(self.min_nbytes))
+
+        def sharded() -> Tree:
+            return {name: _random(shape, mesh, generator) for name, shape in shapes.items()}
+
+        optimizer: Tree = {moment: sharded() for moment in MOMENTS}
+        optimizer["step"] = {name: torch.tensor(1000.0) for name in shapes}
+        values: Tree = {"step": 1000, "tokens": 4_194_304_000, "lr": 3e-4}
+        return State({"model": sharded(), "optimizer": optimizer, "progress": values})
+
+
+class ManySmall(msgspec.Struct, frozen=True):
+    """How to make `num_tensors` tensors of float32, of which each rank holds `SMALL_LOCAL_SHAPE`."""
+
+    num_tensors: int
+
+    def nbytes(self, world: int) -> int:
+        """Bytes over `world` ranks."""
+        return 4 * self.num_tensors * world * math.prod(SMALL_LOCAL_SHAPE)
+
+    def build(self, mesh: DeviceMesh) -> State:
+        """The state of this rank of `mesh`, random. SetupError when there is no tensor in it."""
+        if self.num_tensors < 1:
+            raise SetupError(f"A state of {self.num_tensors} tensors cannot be built. Ask for at least one.")
+        generator = _generator(mesh)
+        rows, width = SMALL_LOCAL_SHAPE
+        shape = (rows * mesh.size(), width)
+        return State({f"tensor-{index:06d}": _random(shape, mesh, generator) for index in range(self.num_tensors)})
+
+
+Recipe: TypeAlias = LlamaLike | ManySmall
 
 
 def walk(tree: Tree, prefix: str = "") -> Iterator[tuple[Tree, str, str, Leaf]]:
@@ -138,6 +173,10 @@ def width_for(nbytes: int) -> int:
 
 def _state_nbytes(width: int) -> int:
     return 4 * (1 + len(MOMENTS)) * sum(math.prod(shape) for shape in parameter_shapes(width).values())
+
+
+def _generator(mesh: DeviceMesh) -> torch.Generator:
+    return torch.Generator().manual_seed(torch.initial_seed() + mesh.get_rank())
 
 
 def _random(shape: tuple[int, ...], mesh: DeviceMesh, generator: torch.Generator) -> DTensor:

@@ -18,6 +18,11 @@ class Spread(msgspec.Struct, frozen=True):
     low: float
     high: float
 
+    def text(self, digits: int = 2, *, scale: float = 1.0) -> str:
+        """The median and the extremes, times `scale`."""
+        median, low, high = (f"{scale * value:.{digits}f}" for value in (self.median, self.low, self.high))
+        return f"{median} ({low} to {high})"
+
 
 def spread(series: Sequence[float]) -> Spread:
     """Median, minimum and maximum of `series`; ValueError when it is empty."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from bench.errors import RawLimitError
-from bench.results import MEASURES, RAW, Measure, Result, Sample, Summary, raw_name
+from bench.results import MEASURES, RAW, Measure, Result, Sample, SmallSummary, Summary, raw_name
 from bench.statistics import fastest, paired_ratios, spread
 
 #: A contender cannot be faster than the device; above this share the raw loop was not at the limit.
@@ -29,6 +29,23 @@ def summarize(
             series = of_raw[best] if name == RAW else _series(samples, measure, name)
             summary = _summary(series, name=name, raw=of_raw[best], nbytes=nbytes)
             summaries.append(msgspec.structs.replace(summary, raw_threads=best) if name == RAW else summary)
+    return tuple(summaries)
+
+
+def summarize_small(samples: Sequence[Sample], contenders: Sequence[str]) -> tuple[SmallSummary, ...]:
+    """One summary per measure and contender."""
+    summaries: list[SmallSummary] = []
+    for measure in MEASURES:
+        for name in contenders:
+            series = _series(samples, measure, name)
+            summary = SmallSummary(
+                measure=measure,
+                contender=name,
+                num_rounds=len(series),
+                seconds=spread([sample.seconds for sample in series]),
+                cpu_s=spread([sum(sample.cpu_s) for sample in series]),
+            )
+            summaries.append(summary)
     return tuple(summaries)
 
 

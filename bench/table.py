@@ -1,4 +1,4 @@
-"""``python -m bench table``: the README's table, from a result file."""
+"""``python -m bench table``: the README's tables of `bench io` and `bench small`, from their result files."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from typing import Annotated
 
 import typer
 
-from bench.marked import README, rewrite
+from bench.environment import in_words
+from bench.marked import README, read_marked, rewrite
 from bench.plot import plot_shares
-from bench.results import MEASURES, RAW, RESULTS, Result, Summary, Traits, read_result
-from bench.statistics import Spread
+from bench.results import MEASURES, RAW, RESULTS, Result, Summary, Traits, read_result, read_small
+from bench.small_table import render_small
 from bench.summary import require_valid
 
 HEAD = (
@@ -21,21 +22,24 @@ HEAD = (
 
 def table(
     *,
-    result: Annotated[Path, typer.Option(help="The result file.")] = RESULTS / "io.json",
-    readme: Annotated[Path, typer.Option(help="The file whose table is rewritten.")] = README,
+    result: Annotated[Path, typer.Option(help="The result file of `bench io`.")] = RESULTS / "io.json",
+    small: Annotated[Path, typer.Option(help="The result file of `bench small`.")] = RESULTS / "small.json",
+    readme: Annotated[Path, typer.Option(help="The file whose tables are rewritten.")] = README,
     plot: Annotated[Path | None, typer.Option(help="Also draw the shares of the raw limit as this PNG.")] = None,
 ) -> None:
-    """Rewrite the table between the markers of a file."""
-    figures = read_result(result)
+    """Rewrite the tables between the markers of a file: both, or where something is wrong none."""
+    figures, small_figures = read_result(result), read_small(small)
     require_valid(figures)
+    read_marked(readme, "small")
     rewrite(readme, "bench", render(figures))
+    rewrite(readme, "small", render_small(small_figures))
     if plot is not None:
         plot_shares(figures, plot)
 
 
 def render(result: Result) -> str:
     """The figures of `result` as Markdown."""
-    setup, machine = result.setup, result.environment
+    setup = result.setup
     rows = [_row(result, traits) for traits in result.contenders]
     (raw,) = (traits for traits in result.contenders if traits.name == RAW)
     saving, loading = (result.summary(measure, RAW).raw_threads for measure in MEASURES)
@@ -46,11 +50,7 @@ def render(result: Result) -> str:
         f"{raw.io}, {raw.durable}, best of {_listed(setup.raw_threads_tried)} threads per rank "
         f"(save {saving}, load {loading})."
     )
-    where = (
-        f"{machine.cpu}, {machine.num_cpus} CPUs, {machine.filesystem}, Linux {machine.kernel}, "
-        f"Python {machine.python}, torch {machine.torch}, holdfast {machine.holdfast} "
-        f"(revision {machine.revision[:12]}), {result.date[:10]}. [Samples]({RESULTS / result.name}.json)."
-    )
+    where = f"{in_words(result.environment)}, {result.date[:10]}. [Samples]({RESULTS / result.name}.json)."
     return "\n".join((*HEAD, *rows, "", how, "", where))
 
 
@@ -69,12 +69,8 @@ def _label(traits: Traits) -> str:
 
 
 def _times(summary: Summary) -> tuple[str, str]:
-    share = "1" if summary.contender == RAW else _spread(summary.share_of_raw)
-    return _spread(summary.seconds), share
-
-
-def _spread(series: Spread) -> str:
-    return f"{series.median:.2f} ({series.low:.2f} to {series.high:.2f})"
+    share = "1" if summary.contender == RAW else summary.share_of_raw.text()
+    return summary.seconds.text(), share
 
 
 def _listed(numbers: tuple[int, ...]) -> str:

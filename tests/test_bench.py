@@ -1,4 +1,4 @@
-"""The benchmarks judge themselves by these rules. Nothing here is timed."""
+"""The benchmarks judge themselves by these rules. No test depends on a time."""
 
 from __future__ import annotations
 
@@ -12,22 +12,55 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bench.contenders import LATER, SMALL_NAMES, folder_of, traits
 from bench.environment import Environment, filesystem
 from bench.errors import MarkersError, RankFailedError, RawLimitError, SetupError, WrongBytesError
-from bench.harness import Order, collect, require_space
+from bench.harness import collect, require_space
 from bench.marked import markers, read_marked, replace_part
-from bench.rank import WARM_UP, Failure, require_same
+from bench.order import WARM_UP, Order
+from bench.rank import Failure, require_same
 from bench.raw import REQUEST_NBYTES, RawFile, RawImage, takes_direct
-from bench.results import MEASURES, Measure, Result, Sample, Setup, StateSize, Traits, read_result, write_result
-from bench.state import parameter_shapes, width_for
+from bench.results import (
+    MEASURES,
+    MODEL_KINDS,
+    Measure,
+    Result,
+    Sample,
+    Setup,
+    SmallResult,
+    SmallSetup,
+    StateSize,
+    Traits,
+    WalkFigure,
+    read_result,
+    read_small,
+    write_result,
+)
+from bench.small import bars, small
+from bench.small_table import render_small
+from bench.state import LlamaLike, ManySmall, parameter_shapes, width_for
 from bench.statistics import Spread, fastest, paired_ratios, rotated, spread
-from bench.summary import require_raw_limit, require_valid, summarize
+from bench.summary import require_raw_limit, require_valid, summarize, summarize_small
 from bench.table import render, table
+from bench.walks import FIRST, GET_STATE_DICT, STATE_DICTS
+from bench.walks import LATER as LATER_WALK
 
 START, END = markers("bench")
+SMALL_PLACE = "\n".join(markers("small"))
 
 NBYTES = 2_000_000_000
 RAW_THREADS = (1, 2, 4)
+MACHINE = Environment(
+    holdfast="0.1",
+    torch="2.13",
+    python="3.11",
+    kernel="6.1",
+    filesystem="ext4",
+    num_cpus=2,
+    cpu="a CPU",
+    memory_nbytes=1 << 34,
+    revision="0123456789abcdef",
+)
 SECONDS = {"raw-1": (2.0, 2.0, 2.0), "raw-2": (1.0, 1.2, 1.1), "raw-4": (0.5, 1.5, 1.5), "dcp": (4.0, 2.4, 2.2)}
 
 
@@ -68,21 +101,42 @@ def result(seconds: Mapping[str, tuple[float, ...]]) -> Result:
             torch_threads=1,
             caches="dropped",
         ),
-        environment=Environment(
-            holdfast="0.1",
-            torch="2.13",
-            python="3.11",
-            kernel="6.1",
-            filesystem="ext4",
-            num_cpus=2,
-            cpu="a CPU",
-            memory_nbytes=1 << 34,
-            revision="0123456789abcdef",
-        ),
+        environment=MACHINE,
         contenders=tuple(
             Traits(name=name, description="loops", durable="fsync", verified="no", io="") for name in names
         ),
         summaries=summarize(taken, names, raw_threads=RAW_THREADS, nbytes=NBYTES),
+        samples=taken,
+    )
+
+
+def small_result(*, num_tensors: int = 10_000, save_s: float = 0.9, later_walk_s: float = 0.004) -> SmallResult:
+    """A run over 8 ranks: dcp in one of three rounds, holdfast in all."""
+    taken = samples({"dcp": (40.0,), "holdfast": (save_s, 0.8, 1.2), LATER: (0.7, 0.6, 0.5)})
+    seconds = {FIRST: 0.006, LATER_WALK: later_walk_s, STATE_DICTS: 0.003, GET_STATE_DICT: 0.09}
+    setup = SmallSetup(
+        world=8,
+        rounds=3,
+        state=StateSize(nbytes=1, num_tensors=num_tensors, num_values=0),
+        local_shape=(2, 16),
+        torch_threads=1,
+        caches="dropped",
+        walk_rounds=30,
+        walk_num_tensors=3_000,
+    )
+    summaries = summarize_small(taken, SMALL_NAMES)
+    walks = tuple(
+        WalkFigure(kind, name, spread([second]), (second,)) for kind in MODEL_KINDS for name, second in seconds.items()
+    )
+    return SmallResult(
+        name="small",
+        date="2030-01-02T03:04:05+00:00",
+        setup=setup,
+        environment=MACHINE,
+        contenders=tuple(traits(name, direct=True) for name in SMALL_NAMES),
+        summaries=summaries,
+        walks=walks,
+        bars=tuple(bars(setup, summaries, walks)),
         samples=taken,
     )
 
@@ -165,12 +219,20 @@ def test_a_tensor_that_vanished_in_a_load_is_an_error() -> None:
 
 def test_an_unknown_contender_is_refused_with_the_known_ones() -> None:
     with pytest.raises(SetupError, match=r"no contender zip.*raw, torch.save, dcp, holdfast"):
-        Order(world=2, rounds=7, nbytes=1, contenders=("zip",)).num_turns()
+        Order(world=2, rounds=7, recipe=LlamaLike(1), contenders=("zip",)).num_turns()
 
 
 def test_a_run_that_does_not_fit_on_the_disk_is_refused_before_it_starts(tmp_path: Path) -> None:
     with pytest.raises(SetupError, match="smaller state"):
-        require_space(Order(world=2, rounds=7, nbytes=1 << 60, contenders=("raw",)), tmp_path)
+        require_space(Order(world=2, rounds=7, recipe=LlamaLike(1 << 60), contenders=("raw",)), tmp_path)
+
+
+@pytest.mark.parametrize(("peer_rounds", "walk_rounds", "layers"), [(0, 1, 1), (6, 1, 1), (1, 0, 1), (1, 1, 0)])
+def test_a_run_of_small_tensors_without_all_of_its_parts_is_refused(
+    peer_rounds: int, walk_rounds: int, layers: int
+) -> None:
+    with pytest.raises(SetupError, match="at least one"):
+        small(rounds=5, peer_rounds=peer_rounds, walk_rounds=walk_rounds, layers=layers)
 
 
 def test_a_rank_that_dies_without_a_word_is_an_error_with_its_status() -> None:
@@ -218,7 +280,7 @@ def test_the_raw_loop_reads_back_exactly_the_bytes_it_wrote(
 ) -> None:
     if direct and not takes_direct(tmp_path):
         pytest.skip("this filesystem refuses O_DIRECT")
-    data = os.urandom(nbytes)
+    data = b"\1" + os.urandom(nbytes - 1)  # differs from a cleared image even where it is one byte
     image = RawImage([memoryview(data[: nbytes // 3]), memoryview(data[nbytes // 3 :])])
     file = RawFile(image, threads=threads, direct=direct)
     file.write(tmp_path / "file")
@@ -255,11 +317,68 @@ def test_the_filesystem_of_a_folder_is_that_of_the_innermost_mount() -> None:
     assert filesystem(Path("/proc/self")) == "proc"
 
 
+# Many small tensors
+
+
+def test_a_contender_that_is_limited_takes_part_in_the_first_rounds_and_has_no_warm_up() -> None:
+    order = Order(world=8, rounds=3, recipe=ManySmall(20), contenders=SMALL_NAMES, at_most={"dcp": 2})
+    others = ("holdfast", LATER)
+    assert [order.entrants(number) for number in range(4)] == [others, SMALL_NAMES, SMALL_NAMES, others]
+    assert order.num_turns() == 2 * (2 + 3 + 3 + 2)
+
+
+def test_later_saves_go_into_one_run_and_all_others_into_new_folders(tmp_path: Path) -> None:
+    folders = {name: {folder_of(name, number, tmp_path) for number in range(3)} for name in SMALL_NAMES}
+    assert {name: len(of_name) for name, of_name in folders.items()} == {"dcp": 3, "holdfast": 3, LATER: 1}
+
+
+def test_a_bar_is_met_or_missed_by_the_median() -> None:
+    found = {bar.what: bar.met for bar in small_result(save_s=1.1, later_walk_s=0.011).bars}
+    assert found == {
+        "save holdfast": False,
+        f"save {LATER}": True,
+        "load holdfast": False,
+        f"load {LATER}": True,
+        "later walk, plain": False,
+        "later walk, fsdp2": False,
+    }
+
+
+def test_the_bars_hold_only_for_a_run_of_full_size() -> None:
+    assert [bar.what for bar in small_result(num_tensors=20).bars] == ["later walk, plain", "later walk, fsdp2"]
+
+
+def test_the_small_tables_have_medians_extremes_and_how_often_the_peer_ran() -> None:
+    text = render_small(small_result())
+    later = "0.60 (0.50 to 0.70)"
+    for line in (
+        "| dcp | 40.00 | 40.00 | 2.0, 2.0 |",
+        f"| holdfast, later saves into one run (loads verified) | {later} | {later} | 2.0, 2.0 |",
+        "| dcp `get_state_dict` | 90.0 (90.0 to 90.0) | 90.0 (90.0 to 90.0) |",
+    ):
+        assert line in text.splitlines()
+    for fact in ("16 x 16", "8 ranks", "takes part in 1 of", "save holdfast-later 0.60 s: met", "3,000 tensors"):
+        assert fact in text
+
+
+@pytest.mark.slow
+def test_a_run_of_small_tensors_leaves_a_result_that_its_table_can_be_made_from(tmp_path: Path) -> None:
+    small(tensors=20, world=2, rounds=1, layers=1, walk_rounds=1, folder=tmp_path, results=tmp_path)
+    found = read_small(tmp_path / "small.json")
+    assert [(each.measure, each.contender, each.num_rounds) for each in found.summaries] == [
+        (measure, name, 1) for measure in MEASURES for name in SMALL_NAMES
+    ]
+    assert (found.setup.state.num_tensors, found.setup.state.nbytes) == (20, 20 * 4 * 16 * 4)
+    assert {each.model for each in found.walks} == set(MODEL_KINDS)
+    assert "| 20 tensors |" in render_small(found)
+
+
 # Result file and table
 
 
 def test_a_result_file_reads_back_equal(tmp_path: Path) -> None:
     assert read_result(write_result(result(SECONDS), tmp_path / "new")) == result(SECONDS)
+    assert read_small(write_result(small_result(), tmp_path / "new")) == small_result()
 
 
 def test_a_missing_or_foreign_result_file_says_how_to_make_one(tmp_path: Path) -> None:
@@ -267,6 +386,8 @@ def test_a_missing_or_foreign_result_file_says_how_to_make_one(tmp_path: Path) -
     for name in ("missing.json", "foreign.json"):
         with pytest.raises(SetupError, match="python -m bench io"):
             read_result(tmp_path / name)
+        with pytest.raises(SetupError, match="python -m bench small"):
+            read_small(tmp_path / name)
 
 
 def test_the_table_has_a_row_per_contender_with_medians_and_extremes() -> None:
@@ -301,7 +422,7 @@ def test_a_file_without_its_place_for_the_table_is_an_error_and_is_left_alone(tm
     readme = tmp_path / "README.md"
     readme.write_text(text)
     with pytest.raises(MarkersError, match=r"README\.md needs one line"):
-        table(result=write_result(result(SECONDS), tmp_path), readme=readme)
+        run_table(result(SECONDS), readme)
     assert readme.read_text() == text
 
 
@@ -312,15 +433,33 @@ def test_a_missing_file_is_an_error_that_names_it(tmp_path: Path) -> None:
 
 def test_the_table_command_rewrites_the_table_and_draws_the_plot(tmp_path: Path) -> None:
     readme, plot = tmp_path / "README.md", tmp_path / "figures" / "shares.png"
-    readme.write_text(f"# Title\n{START}\nold\n{END}\nEnd\n")
-    table(result=write_result(result(SECONDS), tmp_path), readme=readme, plot=plot)
-    assert readme.read_text() == f"# Title\n{START}\n{render(result(SECONDS))}\n{END}\nEnd\n"
+    readme.write_text(f"# Title\n{START}\nold\n{END}\nMiddle\n{SMALL_PLACE}\nEnd\n")
+    run_table(result(SECONDS), readme, plot=plot)
+    small_start, small_end = markers("small")
+    assert readme.read_text() == (
+        f"# Title\n{START}\n{render(result(SECONDS))}\n{END}\nMiddle\n"
+        f"{small_start}\n{render_small(small_result())}\n{small_end}\nEnd\n"
+    )
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
 def test_no_table_is_written_from_a_run_that_did_not_reach_the_raw_limit(tmp_path: Path) -> None:
     readme = tmp_path / "README.md"
-    readme.write_text(f"{START}\nold\n{END}\n")
+    readme.write_text(f"{START}\nold\n{END}\n{SMALL_PLACE}\n")
     with pytest.raises(RawLimitError):
-        table(result=write_result(result(SECONDS | {"dcp": (0.9, 1.1, 1.0)}), tmp_path), readme=readme)
+        run_table(result(SECONDS | {"dcp": (0.9, 1.1, 1.0)}), readme)
     assert "old" in readme.read_text()
+
+
+def test_where_one_table_has_no_place_no_table_is_written(tmp_path: Path) -> None:
+    readme = tmp_path / "README.md"
+    readme.write_text(f"{START}\nold\n{END}\n")
+    with pytest.raises(MarkersError, match="small:start"):
+        run_table(result(SECONDS), readme)
+    assert "old" in readme.read_text()
+
+
+def run_table(figures: Result, readme: Path, *, plot: Path | None = None) -> None:
+    """`bench table` of `figures` and of a run of small tensors."""
+    folder = readme.parent / "results"
+    table(result=write_result(figures, folder), small=write_result(small_result(), folder), readme=readme, plot=plot)
