@@ -26,6 +26,7 @@ from holdfast.plan.layout import (
     Placed,
     Placement,
     Replicas,
+    Spec,
     TensorLayout,
     Whole,
 )
@@ -125,22 +126,25 @@ class _Interner:
         self.specs: dict[SpecWire, int] = {}
         self._slots: dict[tuple[Box | FlatRange, ...], int] = {}
         self._slot_of: list[int] = []
-        self._mesh_ids: dict[int, int] = {}
+        #: Numbers of specs by id: hashing a mesh of thousands of ranks for each tensor would dominate.
+        self._known: dict[int, int] = {}
 
     def spec(self, tensor: TensorLayout) -> int:
-        wire = self._wire(tensor)
-        return self.specs.setdefault(wire, len(self.specs))
-
-    def _wire(self, tensor: TensorLayout) -> SpecWire:
         spec = tensor.spec
+        number = self._known.get(id(spec))
+        if number is None:
+            wire = self._wire(spec, tensor.shape)
+            number = self.specs.setdefault(wire, len(self.specs))
+            if not isinstance(spec, Pieces):  # whose parts are numbered tensor by tensor
+                self._known[id(spec)] = number
+        return number
+
+    def _wire(self, spec: Spec, shape: Shape) -> SpecWire:
         if isinstance(spec, Placed):
-            mesh = self._mesh_ids.get(id(spec.mesh))  # hashing thousands of ranks per tensor would dominate
-            if mesh is None:
-                mesh = self._mesh_ids[id(spec.mesh)] = self.meshes.setdefault(spec.mesh, len(self.meshes))
-            return PlacedWire(mesh, spec.placements)
+            return PlacedWire(self.meshes.setdefault(spec.mesh, len(self.meshes)), spec.placements)
         if isinstance(spec, Whole):
             return WholeWire(spec.replicas)
-        self._slot_of.append(self._slots.setdefault(_described(spec, tensor.shape), len(self._slots)))
+        self._slot_of.append(self._slots.setdefault(_described(spec, shape), len(self._slots)))
         return PiecesWire(len(self._slot_of) - 1, spec.replicas)
 
     def columns(self) -> bytes:
