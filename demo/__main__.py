@@ -141,9 +141,9 @@ def _judge(reference: Training, job: Training, resumed: list[Training], *, kille
 def _inspect(run: Path) -> Promise:
     """Let the command line speak for itself."""
     statuses = []
-    for command in ("ls", "verify"):
-        say(f"\n$ holdfast {command} {run.relative_to(Path.cwd())}")
-        arguments = [sys.executable, "-m", "holdfast.cli", command, str(run)]
+    for command in (["ls"], ["verify", "--deep"]):
+        say(f"\n$ holdfast {' '.join(command)} {run.relative_to(Path.cwd())}")
+        arguments = [sys.executable, "-m", "holdfast.cli", *command, str(run)]
         statuses.append(subprocess.run(arguments, check=False).returncode)
     seen = f"holdfast ls and verify end with status {statuses[0]} and {statuses[1]}"
     return Promise(f"{run.name}: listed and sound, byte by byte", not any(statuses), seen)

@@ -21,8 +21,10 @@ class MemoryStorage:
     def path(self, key: str) -> str:
         return f"{self.uri}/{key}"
 
-    def read(self, key: str, *, start: int = 0, nbytes: int | None = None) -> bytes:
+    def read(self, key: str, *, start: int = 0, nbytes: int | None = None, limit: int | None = None) -> bytes:
         data = self._get(key)
+        if limit is not None and len(data) > limit:
+            raise CorruptError("long object.", code="corrupt.size", action="Use another copy.", path=self.path(key))
         stop = len(data) if nbytes is None else start + nbytes
         if stop > len(data):
             raise CorruptError("short object.", code="corrupt.short", action="Use another copy.", path=self.path(key))
@@ -53,6 +55,14 @@ class MemoryStorage:
 
     def reader(self, key: str) -> MemoryReader:
         return MemoryReader(self._get(key))
+
+    def delete(self, key: str) -> bool:
+        self.num_requests += 1
+        with self._lock:
+            return self.objects.pop(key, None) is not None
+
+    def leftovers(self, folder: str, *, older_than_s: float = 0.0) -> builtins.list[str]:
+        return []  # an object store does not show what is under construction
 
     def _get(self, key: str) -> bytes:
         self.num_requests += 1

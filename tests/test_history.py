@@ -284,6 +284,15 @@ def test_an_epoch_decided_on_an_old_view_of_the_run_is_not_opened() -> None:
     assert run.epochs() == [1]
 
 
+def test_an_epoch_is_not_opened_from_a_place_of_an_epoch_that_was_not_known() -> None:
+    run = new_run()
+    open_epoch(run)
+    save(run, Place(1, 1), step=10)
+    with pytest.raises(FencedError, match=r"fenced\.lost_race.*opened epoch 1 first"):
+        run.open_epoch(after=0, opened_from=Place(1, 1), why="takeover", world_size=1)
+    assert run.epochs() == [1]
+
+
 def test_of_many_that_open_an_epoch_at_once_one_wins_and_the_others_are_fenced() -> None:
     run = new_run()
     barrier = Barrier(8)

@@ -1,4 +1,5 @@
-"""SIGKILL in the middle of a save: the head stays loadable, the new checkpoint is committed or invisible.
+"""SIGKILL in the middle of a save: the head stays loadable, the new checkpoint is committed or invisible, and committed
+whenever all its data is durable.
 
 The victim kills itself, for real, at a point inside the library; the others run untouched.
 """
@@ -49,12 +50,12 @@ POINTS = [
     Point(1, "before", MemorySource, "read_into"),
     Point(1, "before", PosixWriter, "write_at"),
     Point(1, "before", PosixWriter, "publish"),
-    Point(1, "after", PosixWriter, "publish"),
+    Point(1, "after", PosixWriter, "publish", committed=True),
     Point(0, "after", PosixStorage, "create", "epochs/"),
     Point(0, "before", PosixStorage, "create", "manifest"),
     Point(0, "after", PosixStorage, "create", "manifest"),
-    Point(0, "before", PosixStorage, "create", "seal.json"),
-    Point(0, "after", PosixStorage, "create", "seal.json"),
+    Point(0, "before", PosixStorage, "create", "seal.json", committed=True),
+    Point(0, "after", PosixStorage, "create", "seal.json", committed=True),
     Point(0, "after", PosixStorage, "create", "history/", committed=True),
 ]
 #: Points that differ little from another one.
@@ -141,6 +142,8 @@ def test_a_rank_killed_in_a_save_leaves_a_head_that_a_new_job_goes_on_from(
     assert isinstance(alive, DeadlineError)
     assert alive.absent == (point.rank,)
     assert f"rank {point.rank}" in alive.message
+    # What is durable in full is committed by whoever is left; nothing else becomes visible.
+    assert ("Step 2 was committed nevertheless" in alive.message) == point.committed
     seed = 2 if point.committed else 1
     check_head(run, seed)
     for differing_names, step, epoch in run_ranks(

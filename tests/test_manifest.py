@@ -200,6 +200,10 @@ def test_bytes_after_the_compressed_body_are_refused() -> None:
         {"dtype_table": ("float32", "float17")},
         {"shape_table": ((4, -3), (5, 10, 100))},
         {"shape_table": ((2**40, 2**40), (5, 10, 100))},
+        {"shape_table": ((0, 2**62), (5, 10, 100))},
+        {"shape_table": ((1,) * 65, (5, 10, 100))},
+        {"shape_table": ((2**56,), (2**56,)), "dtype_table": ("complex128", "complex128"), "shapes": (0, 1, 0)}
+        | {"names": tuple("abcdef"), "dtypes": (0,) * 6, "shapes": (0,) * 6, "partitions": (0,) * 6},
         {"aliases": {"tied": "z"}},
         {"aliases": {"a": "b"}},
         {"diverged": ("c", "a")},
@@ -207,6 +211,13 @@ def test_bytes_after_the_compressed_body_are_refused() -> None:
         {"diverged": ("a", "z")},
         {"diverged": ("tied",)},
         {"num_files": -1},
+        {"num_files": 2**17 + 1},
+        {"checkpoint_id": "../../etc"},
+        {"run_id": "0" * 31},
+        {"created": -1.0},
+        {"created": float("nan")},
+        {"created": 1e300},
+        {"world_size": 0},
         {"values": (ValueBlock(2, 4096, ()),)},
         {"values": (ValueBlock(-1, 4096, ()),)},
         {"values": (ValueBlock(1, -1, ()),)},
@@ -223,11 +234,41 @@ def test_bytes_after_the_compressed_body_are_refused() -> None:
         {"sequences": (Planes(2**40, 0, 0, 8),)},
         {"sequences": (Planes(0, 0, 0, 8),)},
         {"sequences": ()},
+        {"sequences": (Affine((Block(0, (2**27,), (1,)),)),) * 12},
+        {"sequences": (Affine((Block(0, (2**18 + 10_000,), (1,)),)),) * 12},
     ],
-    ids=str,
+    ids=lambda changes: str(changes)[:80],
 )
 def test_impossible_content_with_a_right_digest_is_corruption(changes: dict[str, object]) -> None:
     refusal(altered(**changes))
+
+
+def test_a_key_that_stands_twice_is_corruption() -> None:
+    """Decoders keep the first or the last: readers would differ."""
+    packed = msgspec.msgpack.encode(small_manifest()[0])
+    blob = b"".join(small_manifest()[1])
+    assert fmt.decode(framed(packed, blob), path=PATH).body.step == 700
+    twice = [
+        b"\xde" + (int.from_bytes(packed[1:3], "big") + 1).to_bytes(2, "big") + b"\xa4step\x07" + packed[3:],
+        packed.replace(b"\xa7aliases\x81\xa4tied\xa1a", b"\xa7aliases\x82\xa4tied\xa1b\xa4tied\xa1a"),
+        packed.replace(b"\xa7metrics\x81", b"\xa7metrics\x82\xa4loss\x01"),
+    ]
+    for data in twice:
+        assert data != packed
+        assert "twice" in str(refusal(framed(data, blob)))
+
+
+def test_text_that_is_no_utf_8_and_endless_nesting_are_corruption() -> None:
+    packed = msgspec.msgpack.encode(small_manifest()[0])
+    refusal(framed(packed.replace(b"\xa1a\xa1b\xa1c", b"\xa1\xff\xa1b\xa1c")))
+    refusal(framed(b"\x82\xafreader_features\x90\xa1x" + b"\x91" * 100_000 + b"\x90"))
+
+
+def test_names_that_repeat_themselves_as_a_bomb_does_are_stored_so_that_readers_take_them() -> None:
+    names = tuple(f"{number:06}{'x' * 300}" for number in range(20_000))
+    columns = (0,) * len(names)
+    data = altered(names=names, dtypes=columns, shapes=columns, partitions=columns, aliases={}, diverged=())
+    assert fmt.decode(data, path=PATH).body.names == names
 
 
 def files_of(shape: Shape, partition: Partition, *sequences: Int64s) -> Files:
@@ -272,6 +313,8 @@ GRID, FLAT, BOXES = Grid((0, 1), 2), FlatCuts(0, 1), Boxes((0, 1), (2, 3), 4)
         ((4, 3), FLAT, [(0, 12), (0, 0)]),
         ((4, 3), FLAT, [(0, 0, 12), (0, 0)]),
         ((4, 3), FLAT, [(0, 12), (7,)]),
+        ((4, 3), FLAT, [(0, 2**62, -(2**63), -(2**62), 12), (0, 0, 0, 0)]),
+        ((4, 3), GRID, [(0, 2**62, -(2**63), -(2**62), 4), (0, 3), (0, 0, 0, 0)]),
         ((4, 3), BOXES, [(0, 2), (0, 0), (2, 2), (3, 2), (0, 1)]),
         ((4, 3), BOXES, [(0, 1), (0, 0), (2, 3), (3, 3), (0, 1)]),
         ((4, 3), BOXES, [(0, 2), (0, 0), (2, 3), (3, 3), (0, 1)]),
@@ -302,6 +345,13 @@ def renumbered(partition: Partition, numbers: Sequence[int]) -> Partition:
         return FlatCuts(numbers[partition.cuts], numbers[partition.owners])
     starts, sizes = (tuple(numbers[i] for i in columns) for columns in (partition.starts, partition.sizes))
     return Boxes(starts, sizes, numbers[partition.owners])
+
+
+def test_boxes_with_more_corners_than_can_be_checked_are_refused() -> None:
+    columns = [ints(0, 1), ints(1, 1), ints(0, 0)]
+    files = files_of((2,) * 22, Boxes((0,) * 22, (1,) * 22, 2), *columns)
+    with pytest.raises(CorruptError, match="22 axes"):
+        files.layout(0)
 
 
 def test_partitions_that_do_divide_the_tensor_are_accepted() -> None:

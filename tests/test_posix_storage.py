@@ -275,7 +275,7 @@ def test_a_full_disk_is_reported_when_writing_begins(tmp_path: Path) -> None:
         assert caught.value.code == "storage.full"
         assert not caught.value.retryable
         assert storage.path("object") in str(caught.value)
-        assert "1,048,576 bytes free" in str(caught.value)
+        assert "2,097,152 bytes needed, 1,048,576 bytes free: 1,048,576 bytes are missing" in str(caught.value)
         with pytest.raises(StorageError, match=r"storage\.full"):
             storage.create("object", bytes(2 << 20))
         assert files_below(folder) == set()
@@ -337,6 +337,7 @@ def test_a_file_system_that_cannot_keep_writers_apart_is_refused(tmp_path: Path)
         (errno.ESTALE, "storage.unavailable", True),
         (errno.ETIMEDOUT, "storage.unavailable", True),
         (errno.EMFILE, "storage.failed", False),
+        (errno.EFBIG, "storage.failed", False),
     ],
 )
 def test_system_errors_say_operation_path_reason_and_whether_to_retry(number: int, code: str, retryable: bool) -> None:
@@ -346,3 +347,22 @@ def test_system_errors_say_operation_path_reason_and_whether_to_retry(number: in
     assert (error.code, error.retryable, error.path) == (code, retryable, "/mnt/run/object")
     assert f"cannot write /mnt/run/object: {os.strerror(number)}" in str(error)
     assert str(error).endswith(error.action)
+
+
+@pytest.mark.parametrize("number", [errno.ENOENT, errno.ENOTDIR])
+def test_what_vanished_while_it_was_in_use_is_told_as_such(number: int) -> None:
+    with pytest.raises(StorageError, match="was removed meanwhile") as caught, reported("publish", "/mnt/run/object"):
+        raise OSError(number, os.strerror(number))
+    assert (caught.value.code, caught.value.path) == ("storage.vanished", "/mnt/run/object")
+
+
+def test_a_folder_removed_under_a_writer_fails_its_publication(storage: PosixStorage) -> None:
+    writer = storage.writer("folder/object", nbytes=10)
+    writer.write_at(0, random_bytes(10))
+    for name in os.listdir(storage.path("folder")):
+        os.unlink(storage.path("folder") + "/" + name)
+    os.rmdir(storage.path("folder"))
+    with pytest.raises(StorageError, match=r"storage\.vanished"):
+        writer.publish(10)
+    writer.abort()
+    assert storage.list("") == []

@@ -25,7 +25,7 @@ counts = st.integers(0, 2**63 - 1)
 steps = st.integers(0, 10**18 - 1)
 ordinals = st.integers(1, 9_999_999_999)
 places = st.builds(Place, ordinals, ordinals)
-seconds = st.floats(0, 1e12)
+seconds = st.floats(0, 253_402_300_799)
 names = st.text(string.ascii_letters + string.digits + "._-", min_size=1, max_size=40).map(lambda tail: "f" + tail)
 files = st.builds(FileSeal, name=names, nbytes=counts, digest=hex32)
 metrics = st.dictionaries(st.text(), st.floats().map(records.to_metric))
@@ -154,6 +154,44 @@ def test_an_unknown_format_of_a_run_is_refused() -> None:
         records.decode(records.encode(marker), Marker, path=PATH)
 
 
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('"step":700', '"step":7,"step":700'),
+        ('"seq":12', '"seq":11,"seq":12'),
+        ('"loss":0.1', '"loss":0.2,"loss":0.1'),
+        ('"step":700', '"step":700,"new":{"a":[{"b":1,"b":2}]}'),
+        ('{"holdfast":"commit"', '{"holdfast":"commit","holdfast":"commit"'),
+    ],
+)
+def test_a_member_that_stands_twice_is_corruption(old: str, new: str) -> None:
+    with pytest.raises(CorruptError, match="twice"):
+        records.decode(altered(COMMIT, old, new), Commit, path=PATH)
+
+
+def test_a_time_that_no_calendar_has_is_corruption() -> None:
+    with pytest.raises(CorruptError, match=r"corrupt\.record"):
+        records.decode(altered(EPOCH, '"created":1.5', '"created":1e300'), Epoch, path=PATH)
+
+
+def test_what_an_attacker_wrote_is_not_repeated_at_length() -> None:
+    feature = altered(EPOCH, '"reader_features":[]', f'"reader_features":["{"x" * 100_000}"]')
+    with pytest.raises(IncompatibleError) as unknown:
+        records.decode(feature, Epoch, path=PATH)
+    with pytest.raises(CorruptError) as other:
+        records.decode(altered(EPOCH, '"holdfast":"epoch"', f'"holdfast":"{"x" * 100_000}"'), Epoch, path=PATH)
+    assert max(len(str(unknown.value)), len(str(other.value))) < 1000
+
+
+def test_a_seal_may_be_larger_than_other_records() -> None:
+    files = tuple(FileSeal(f"data-{number:05}.safetensors", 2**40, "0" * 32) for number in range(20_000))
+    manifest = FileSeal("manifest.hfm", 1, "0" * 32)
+    seal = Seal(checkpoint_id="0" * 16, place=Place(1, 1), step=1, manifest=manifest, files=files)
+    data = records.encode(seal)
+    assert records.MAX_RECORD_NBYTES < len(data) < records.max_nbytes(Seal)
+    assert records.decode(data, Seal, path=PATH) == seal
+
+
 def test_a_member_that_a_newer_writer_added_is_ignored() -> None:
     newer = altered(EPOCH, '"why"', '"host":"a","why"')
     assert records.decode(newer, Epoch, path=PATH) == EPOCH
@@ -226,7 +264,7 @@ def test_an_epoch_cannot_be_opened_from_itself_or_the_future() -> None:
 
 def test_a_file_over_the_size_limit_is_not_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(records, "MAX_RECORD_NBYTES", 100)
-    with pytest.raises(CorruptError, match="more than any record"):
+    with pytest.raises(CorruptError, match=r"more than any .epoch. record"):
         records.decode(signed(b'{"holdfast":"epoch"' + b" " * 100), Epoch, path=PATH)
     with pytest.raises(ValueError, match="limit"):
         records.encode(EPOCH)

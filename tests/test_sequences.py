@@ -114,13 +114,15 @@ def test_sequences_mean_what_the_specification_says(sequence: Sequence, blob: st
         Affine((Block(0, (2**62, 0), (1, 1)),)),
         Affine((Block(0, (0, 2**62), (1, 1)),)),
         Affine((Block(0, (2**26,), (1,)),) * 3),
+        Affine((Block(0, (1,) * 33, (1,) * 33),)),
+        Affine((Block(0, (), ()),) * 4097),
         Planes(0, 0, 0, 1),
         Planes(-1, 0, 0, 1),
         Planes(2**27 + 1, 0, 0, 1),
         Planes(3, 0, 0, 0),
         Planes(3, 0, 0, 9),
     ],
-    ids=str,
+    ids=lambda sequence: str(sequence)[:80],
 )
 def test_malformed_sequences_are_refused_before_memory_is_taken(sequence: Sequence) -> None:
     with pytest.raises(CorruptError, match=r"corrupt\.manifest"):

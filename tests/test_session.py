@@ -10,6 +10,7 @@ from holdfast.errors import ConfigurationError, FencedError, HoldfastError
 from holdfast.format.records import Place, Why
 from holdfast.run.history import Run
 from holdfast.run.paths import storage_at
+from holdfast.run.removal import remove_checkpoint
 from holdfast.run.session import Session
 from holdfast.storage.base import Storage
 from tests.memory_storage import MemoryStorage
@@ -35,7 +36,7 @@ class Job:
         run = Run.open(self.storage)
         place = place or head_place(run)
         assert place is not None
-        self.session.note_loaded(self.storage.uri, run.run_id, place)
+        self.session.note_loaded(self.storage.uri, run.run_id, place, seen=run.newest_epoch() or 0)
 
     def why(self) -> tuple[Why, Place | None]:
         run = Run.open(self.storage)
@@ -160,6 +161,33 @@ def test_a_load_from_before_the_takeover_does_not_give_a_zombie_the_run_back() -
     assert steps(Run.open(storage)) == [4, 3, 2, 1]
 
 
+def test_a_job_that_loaded_before_another_opened_an_epoch_is_fenced_at_its_first_save() -> None:
+    storage = MemoryStorage()
+    Job(storage).save(1)
+    slow, fast = Job(storage), Job(storage)
+    slow.load()
+    fast.load()
+    fast.save(2)
+    with pytest.raises(FencedError, match="epoch 2 exists"):
+        slow.begin()
+    assert slow.save(3, takeover=True) == Place(3, 1)
+    assert slow.why() == ("rollback", Place(1, 1))
+
+
+def test_a_job_goes_on_from_a_state_whose_checkpoint_was_removed_meanwhile() -> None:
+    storage = MemoryStorage()
+    first = Job(storage)
+    places = [first.save(step) for step in (1, 2, 3)]
+    job = Job(storage)
+    job.load(places[1])
+    run = Run.open(storage)
+    remove_checkpoint(run, run.find(place=places[1]))
+    assert job.begin() == Place(2, 1)
+    assert (job.why(), steps(run)) == (("rollback", places[1]), [1])
+    assert job.save(4) == Place(2, 2)
+    assert steps(run) == [4, 1]
+
+
 def test_a_fenced_job_may_take_the_run_back() -> None:
     storage = MemoryStorage()
     zombie, heir = Job(storage), Job(storage)
@@ -197,7 +225,7 @@ def test_a_session_knows_a_run_by_any_of_its_paths(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "run")
     run = Run.open(storage_at(str(tmp_path / "link")))
     session = Session()
-    session.note_loaded(f"{tmp_path}/run", run.run_id, older.place)
+    session.note_loaded(f"{tmp_path}/run", run.run_id, older.place, seen=1)
     assert session.begin(run, takeover=False, world_size=1) == Place(2, 1)
 
 
@@ -207,6 +235,6 @@ def test_a_load_from_another_run_gives_no_right_to_this_one() -> None:
     Job(here).save(1)
     job = Job(here)
     run = Run.open(there)
-    job.session.note_loaded(there.uri, run.run_id, Place(1, 1))
+    job.session.note_loaded(there.uri, run.run_id, Place(1, 1), seen=1)
     with pytest.raises(HoldfastError, match=r"config\.unloaded_history"):
         job.begin()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +23,9 @@ from holdfast.storage.posix import PosixStorage
 from holdfast.transfer.buffers import BufferPool
 from holdfast.transfer.digest import DIGEST_NBYTES, digest_blocks, first_bad_block
 from holdfast.transfer.reader import DataFile, Extent, ReadJob, ReadStats, read_files
+from holdfast.transfer.timed import TimedStorage
 from holdfast.transfer.writer import write_file
+from tests.faulty_storage import Count, FaultyStorage, HangAt
 
 PAGE = 4096
 MIB = 1 << 20
@@ -418,3 +422,154 @@ def test_a_closed_pool_has_given_its_memory_back() -> None:
 def test_a_pool_without_room_for_a_whole_block_is_refused(nbytes: int, buffer_nbytes: int) -> None:
     with pytest.raises(ValueError, match="bytes"):
         BufferPool(nbytes, buffer_nbytes=buffer_nbytes)
+
+
+# A store with a time limit.
+
+LIMIT_S = 0.3
+
+
+def hanging(storage: PosixStorage, name: str, *, when: str = "before") -> tuple[FaultyStorage, HangAt]:
+    """The storage, silent at the first request of that name until it is released."""
+    hang = HangAt(lambda _, when_, name_, path: (when_, name_) == (when, name))
+    return FaultyStorage(storage, hang), hang
+
+
+def address(buffer: Bytes) -> int:
+    return buffer.ctypes.data
+
+
+def eventually(condition: Callable[[], bool]) -> bool:
+    """Whether it comes true within seconds: what was abandoned ends in its own time."""
+    end_s = time.monotonic() + 30
+    while not condition() and time.monotonic() < end_s:
+        time.sleep(0.01)
+    return condition()
+
+
+def helpers() -> int:
+    return sum(thread.name == "holdfast-storage" for thread in threading.enumerate())
+
+
+def test_a_timed_store_answers_as_the_store_does(storage: PosixStorage, pool: BufferPool) -> None:
+    content = random_bytes(3 * MIB)
+    with TimedStorage(storage, timeout_s=60) as timed:
+        assert timed.uri == storage.uri
+        assert timed.path("folder/file") == storage.path("folder/file")
+        assert timed.create("folder/record", b"0123")
+        assert not timed.create("folder/record", b"4567")
+        writer = timed.writer("folder/file", nbytes=PAGE + len(content))
+        assert writer.alignment in (1, PAGE)
+        table = write_file(writer, [Array(content)], data_start=PAGE, header=lambda _: bytes(PAGE), pool=pool)
+        assert timed.list("folder") == ["file", "record"]
+        assert timed.leftovers("folder") == []
+        assert (timed.nbytes("folder/record"), timed.nbytes("folder/none")) == (4, None)
+        assert timed.read("folder/record", start=1, nbytes=2) == b"12"
+        target = np.zeros(len(content), np.uint8)
+        wanted = job(storage, "folder/file", len(content), table, [Extent(0, len(content))])[0]._replace(
+            open=lambda: DataFile(timed.reader("folder/file"), "file", PAGE, len(content), table),
+            deliver=lambda _, offset, data: target.__setitem__(slice(offset, offset + len(data)), data),
+        )
+        read_files([wanted], pool=pool, on_corrupt=corrupt)
+        assert np.array_equal(target, content)
+        assert timed.delete("folder/record")
+        with pytest.raises(NotFoundError, match="folder/record"):
+            timed.read("folder/record")
+    assert eventually(lambda: helpers() == 0)
+
+
+@pytest.mark.parametrize("name", ["writer", "write_at", "publish"])
+def test_a_write_that_hangs_is_given_up_and_cleared_away_when_it_ends(
+    storage: PosixStorage, pool: BufferPool, tmp_path: Path, name: str
+) -> None:
+    faulty, hang = hanging(storage, name, when="after" if name == "writer" else "before")
+    descriptors = len(os.listdir("/proc/self/fd"))
+
+    def write_timed() -> None:
+        with TimedStorage(faulty, timeout_s=LIMIT_S) as timed:
+            writer = timed.writer("file", nbytes=PAGE + MIB)
+            source = [Array(random_bytes(MIB))]
+            write_file(writer, source, data_start=PAGE, header=lambda _: bytes(PAGE), pool=pool)
+
+    start = time.monotonic()
+    with pytest.raises(StorageError, match=r"did not answer within 0\.3 s") as raised:
+        write_timed()
+    assert LIMIT_S <= time.monotonic() - start < 10
+    assert (raised.value.code, raised.value.retryable) == ("storage.timeout", True)
+    assert raised.value.path == storage.path("file")
+    assert storage.list("") == []
+    hang.release()
+    assert eventually(lambda: helpers() == 0)
+    assert eventually(lambda: len(os.listdir("/proc/self/fd")) == descriptors)
+    # A publication that was given up was of a whole file; it may come to be.
+    assert os.listdir(tmp_path) == (["file"] if name == "publish" else [])
+
+
+def test_a_buffer_that_a_hanging_read_may_still_fill_is_never_used_again(
+    storage: PosixStorage, pool: BufferPool
+) -> None:
+    content = random_bytes(MIB)
+    table = write(storage, "file", content, pool)
+    faulty, hang = hanging(storage, "read_at")
+    delivered: list[int] = []
+    with TimedStorage(faulty, timeout_s=LIMIT_S) as timed:
+        wanted = ReadJob(
+            lambda: DataFile(timed.reader("file"), "file", PAGE, len(content), table),
+            [Extent(0, len(content))],
+            lambda index, offset, data: delivered.append(len(data)),
+        )
+        with pytest.raises(StorageError, match=r"storage\.timeout"):
+            read_files([wanted], pool=pool, on_corrupt=corrupt)
+    with pool.buffer() as first, pool.buffer() as second:
+        assert first.ctypes.data % PAGE == second.ctypes.data % PAGE == 0
+        first[:] = second[:] = 7
+        hang.release()
+        assert eventually(lambda: helpers() == 0)
+        assert np.all(first == 7)
+        assert np.all(second == 7)
+    assert delivered == []
+
+
+def test_a_buffer_that_saw_an_error_is_replaced(pool: BufferPool) -> None:
+    seen: list[Bytes] = []
+
+    def use() -> None:
+        with pool.buffer() as buffer:
+            seen.append(buffer)
+            raise RuntimeError("broken")
+
+    for _ in range(5):
+        with pytest.raises(RuntimeError, match="broken"):
+            use()
+    assert len({address(buffer) for buffer in seen}) == 5
+    assert {len(buffer) for buffer in seen} == {pool.buffer_nbytes}
+
+
+def test_when_the_time_is_up_a_store_is_not_asked_any_more(storage: PosixStorage) -> None:
+    count = Count()
+    with TimedStorage(FaultyStorage(storage, count), timeout_s=0.05) as timed:
+        writer = timed.writer("file", nbytes=PAGE)
+        time.sleep(0.1)
+        for ask in (lambda: timed.create("other", b""), lambda: writer.write_at(0, random_bytes(10))):
+            with pytest.raises(StorageError, match=r"storage\.timeout"):
+                ask()
+        writer.abort()
+    assert [name for name, _ in count.seen] == ["writer"]
+    assert eventually(lambda: helpers() == 0)
+    assert os.listdir(storage.uri) == []
+
+
+def test_a_store_that_hangs_keeps_no_process_alive(tmp_path: Path) -> None:
+    program = f"""
+from holdfast.storage.posix import PosixStorage
+from holdfast.transfer.timed import TimedStorage
+from tests.faulty_storage import FaultyStorage, HangAt
+store = FaultyStorage(PosixStorage({str(tmp_path)!r}), HangAt(lambda *_: True))
+with TimedStorage(store, timeout_s=0.1) as timed:
+    timed.list("")
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment, timeout=50)
+    assert done.returncode == 1
+    assert "storage.timeout" in done.stderr

@@ -169,6 +169,11 @@ def test_other_types_are_neither_leaves_nor_containers(value: object) -> None:
     assert values.container(value, "") is None
 
 
+#: Python takes it for the letters "fi" where it stands in an identifier.
+LIGATURE = "\N{LATIN SMALL LIGATURE FI}"
+MANY_FIELDS = tuple(f"f{number:04}" for number in range(4097))
+
+
 def encoded(nodes: object) -> bytes:
     return msgspec.msgpack.encode(nodes)
 
@@ -208,11 +213,14 @@ def encoded(nodes: object) -> bytes:
         [("a/%plane=x", Plain(1))],
         [("a", Table("dict", ("%rank=0",))), ("a/%rank=0", Plain(1))],
         [("a", ["plain", "text"])],
+        [("a", ["plain", 1, 2])],
+        [("a", Record("P", ("fi", LIGATURE))), ("a/fi", Plain(1)), (f"a/{LIGATURE}", Plain(1))],
+        [("a", Record("P", MANY_FIELDS)), *((f"a/{field}", Plain(1)) for field in MANY_FIELDS)],
         [("a", ["torch", "callable", "os.system", b""])],
         {"a": 1},
         [[[[[[]]]]]],
     ],
-    ids=str,
+    ids=lambda rows: str(rows)[:80],
 )
 def test_tables_that_encode_never_gives_are_corrupt(rows: object) -> None:
     with pytest.raises(CorruptError):
@@ -243,6 +251,8 @@ def test_a_damaged_table_is_corrupt_or_another_sound_table(value: object, data: 
 def test_deeply_nested_bytes_do_not_exhaust_the_stack() -> None:
     with pytest.raises(CorruptError):
         values.decode(b"\x91" * 1_000_000)
+    with pytest.raises(CorruptError):
+        values.decode(b"\x91\x92\xa1a\x93\xa5plain\x01" + b"\x91" * 1_000_000)
 
 
 def test_tables_over_the_limit_are_refused_on_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:

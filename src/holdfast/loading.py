@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping, Sequence
 
@@ -10,20 +11,25 @@ from torch.distributed import ProcessGroup
 
 from holdfast.control.channel import Channel, Deadline
 from holdfast.control.torch_store import default_channel, group_ranks
-from holdfast.errors import StorageError
+from holdfast.errors import CorruptError, HoldfastError, StorageError
 from holdfast.format.names import own_part
 from holdfast.format.records import Place
 from holdfast.phases import Stopwatch, attempt, collector_paused
 from holdfast.plan.load import Want, resharded
 from holdfast.reports import LoadReport
 from holdfast.run.checkpoint import Checkpoint
-from holdfast.run.history import Located, resolve
-from holdfast.run.paths import Target, parse
+from holdfast.run.fallback import Skipped, is_damage, resolve_sound
+from holdfast.run.history import Located, is_folder, resolve
+from holdfast.run.paths import Target, parse, storage_at
 from holdfast.run.session import JOB
 from holdfast.state.bind import Binding, bind
 from holdfast.state.differences import Stored, difference
 from holdfast.state.memory import LocalPieces
 from holdfast.state.targets import MemoryTargets
+from holdfast.storage.base import Storage
+from holdfast.transfer.timed import TimedStorage
+
+_log = logging.getLogger(__name__)
 
 
 def load(
@@ -31,6 +37,7 @@ def load(
     into: Mapping[str, object],
     *,
     strict: bool = True,
+    fallback: bool = False,
     verify: bool = True,
     group: ProcessGroup | None = None,
     timeout_s: float = 600.0,
@@ -43,25 +50,36 @@ def load(
     is built from the checkpoint in its saved dtype. With ``strict`` every name must be on both sides; without, what
     both have is loaded and the report lists the rest. ``verify=False`` skips the digests of tensor data.
 
+    With ``fallback`` a checkpoint that turns out to be damaged or incomplete is passed over, on all ranks together, and
+    the next older one on its lineage is loaded instead; each is logged as a warning, and ``report.skipped`` says why.
+    The next save continues from what was loaded, as after a rollback. Without, the error says which older one to load.
+
     Names, dtypes and shapes are compared before anything is changed. An error after that leaves `into` partly filled,
     on every rank: load again, from this or another checkpoint, before using it.
 
     Raises:
         NotFoundError: nothing is there; says what is near.
         IncompatibleError: names, dtypes or shapes differ; lists them.
-        CorruptError: stored bytes are damaged; names the file and the tensors.
+        CorruptError: stored bytes are damaged; names the file and the tensors. With ``fallback``: of all checkpoints.
         StorageError, DeadlineError: as in `save`.
     """
+    target = parse(path)
     channel = default_channel("load", group)
     rank = group_ranks(group)[channel.rank]
-    return _Loading(channel, Deadline(timeout_s), rank, strict=strict, verify=verify).run(parse(path), into)
+    deadline = Deadline(timeout_s)
+    with TimedStorage(storage_at(target.root), timeout_s=deadline.for_storage_s) as storage:
+        loading = _Loading(channel, deadline, storage, rank, strict=strict, fallback=fallback, verify=verify)
+        return loading.run(target, into)
 
 
 class _Resolved(msgspec.Struct, frozen=True, array_like=True):
-    """Which checkpoint all ranks load: its place in the run (None for a folder outside any history) and its id."""
+    """Which checkpoint all ranks load: its place in the run (None for a folder outside any history) and its id, the
+    newest epoch of the run before it was looked up, and what was passed over."""
 
     place: Place | None
     checkpoint_id: str
+    epoch: int | None
+    skipped: tuple[Skipped, ...]
 
 
 class _Names(msgspec.Struct, frozen=True, array_like=True):
@@ -74,18 +92,50 @@ class _Names(msgspec.Struct, frozen=True, array_like=True):
 class _Loading:
     """One load on one rank."""
 
-    def __init__(self, channel: Channel, deadline: Deadline, rank: int, *, strict: bool, verify: bool) -> None:
+    def __init__(
+        self,
+        channel: Channel,
+        deadline: Deadline,
+        storage: Storage,
+        rank: int,
+        *,
+        strict: bool,
+        fallback: bool,
+        verify: bool,
+    ) -> None:
         self._channel = channel
+        self._storage = storage
         self._rank = rank
         self._deadline = deadline
         self._strict = strict
+        self._fallback = fallback
         self._verify = verify
         self._watch = Stopwatch()
 
     def run(self, target: Target, into: Mapping[str, object]) -> LoadReport:
-        found: list[Located] = []
-        with self._watch.phase("resolve"):
-            resolved = self._resolve(target, found)
+        """Load and report. With `fallback`, go on with the next older checkpoint as long as one proves damaged.
+
+        All ranks raise the same error for the same phase, so all of them go on together or none does.
+        """
+        skipped: tuple[Skipped, ...] = ()
+        while True:
+            found: list[Located] = []
+            with self._watch.phase("resolve"):
+                resolved = self._resolve(target, skipped, found)
+            try:
+                return self._load(target, resolved, found, into)
+            except HoldfastError as error:
+                if resolved.place is None or not is_damage(error):
+                    raise
+                skipped = (*resolved.skipped, Skipped(resolved.place, error.message))
+                if not self._fallback:
+                    error.action = self._advice(target, skipped, error.action)
+                    raise
+                self._warn(skipped[-1:])
+
+    def _load(
+        self, target: Target, resolved: _Resolved, found: list[Located], into: Mapping[str, object]
+    ) -> LoadReport:
         bound: list[tuple[Checkpoint, Binding, dict[str, Stored]]] = []
 
         @collector_paused()
@@ -112,7 +162,8 @@ class _Loading:
             self._channel.collect("finish", attempt(lambda: _finish(binding, state)), self._deadline)
         located = checkpoint.located
         if located.run is not None and located.commit is not None:
-            JOB.note_loaded(located.storage.uri, located.run.run_id, located.commit.place)
+            assert resolved.epoch is not None, "a run with a commit has an epoch"
+            JOB.note_loaded(located.storage.uri, located.run.run_id, located.commit.place, seen=resolved.epoch)
         difference_ = msgspec.msgpack.decode(names, type=_Names)
         return LoadReport(
             step=located.seal.step,
@@ -127,21 +178,54 @@ class _Loading:
             read_nbytes=filled.read_nbytes,
             needed_nbytes=filled.needed_nbytes,
             seconds=self._watch.seconds,
+            skipped=tuple((str(one.place), one.reason) for one in resolved.skipped),
         )
 
-    def _resolve(self, target: Target, found: list[Located]) -> _Resolved:
+    def _resolve(self, target: Target, skipped: tuple[Skipped, ...], found: list[Located]) -> _Resolved:
         """Which checkpoint rank 0 found (added to `found` there): a run's head may move while ranks look."""
 
         def find(_: list[bytes]) -> bytes:
-            found.append(resolve(target))
-            commit, seal = found[0].commit, found[0].seal
-            return msgspec.msgpack.encode(_Resolved(None if commit is None else commit.place, seal.checkpoint_id))
+            located, passed = self._find(target, skipped)
+            found.append(located)
+            place = None if located.commit is None else located.commit.place
+            self._warn(passed[len(skipped) :])
+            return msgspec.msgpack.encode(_Resolved(place, located.seal.checkpoint_id, located.epoch, passed))
 
-        return msgspec.msgpack.decode(self._channel.exchange("resolve", b"", find, self._deadline), type=_Resolved)
+        try:
+            answer = self._channel.exchange("resolve", b"", find, self._deadline)
+        except CorruptError as error:
+            if not self._fallback:
+                error.action = self._advice(target, (), error.action)
+            raise
+        return msgspec.msgpack.decode(answer, type=_Resolved)
+
+    def _find(self, target: Target, skipped: tuple[Skipped, ...]) -> tuple[Located, tuple[Skipped, ...]]:
+        if self._fallback and not is_folder(self._storage):
+            return resolve_sound(target, self._storage, skipped)
+        return resolve(target, self._storage), ()
+
+    def _advice(self, target: Target, skipped: tuple[Skipped, ...], action: str) -> str:
+        """What to do about a damaged checkpoint: which older one loads, as rank 0 finds."""
+
+        def look(_: list[bytes]) -> bytes:
+            seal = resolve_sound(target, self._storage, skipped)[0].seal
+            name = Target(target.root, place=seal.place)
+            return f"Load '{name}' (step {seal.step}), or with fallback=True, or restore what is damaged.".encode()
+
+        try:
+            return self._channel.exchange("advice", b"", look, self._deadline).decode()
+        except HoldfastError:
+            # There is none, or it cannot be found out; what went wrong before matters more.
+            return action
+
+    def _warn(self, skipped: Sequence[Skipped]) -> None:
+        if self._channel.rank == 0:
+            for one in skipped:
+                _log.warning("checkpoint %s is damaged, going back to an older one: %s", one.place, one.reason)
 
     def _follow(self, target: Target, resolved: _Resolved) -> Located:
         """The checkpoint that rank 0 found, as this rank sees it."""
-        located = resolve(Target(target.root, place=resolved.place))
+        located = resolve(Target(target.root, place=resolved.place), self._storage)
         if located.seal.checkpoint_id != resolved.checkpoint_id:
             raise StorageError(
                 f"rank {self._channel.rank} finds another checkpoint at '{target}' than rank 0.",

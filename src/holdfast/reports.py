@@ -31,7 +31,8 @@ class LoadReport:
     `loaded`, `missing` and `unexpected` are names of tensors and values; with ``strict`` the last two are empty.
     `resharded` are tensors whose local part is not one stored piece. ``read_nbytes`` came from storage,
     ``needed_nbytes`` is what this rank holds of it; more is read where pieces and digest blocks overlap the need.
-    `diverged` is what the checkpoint says of its tensors, as in `SaveReport`.
+    `diverged` is what the checkpoint says of its tensors, as in `SaveReport`. `skipped` are newer checkpoints that were
+    passed over with ``fallback=True``, newest first: the place of each, and what is wrong with it.
     """
 
     step: int
@@ -45,4 +46,5 @@ class LoadReport:
     read_nbytes: int
     needed_nbytes: int
     seconds: dict[str, float]
+    skipped: tuple[tuple[str, str], ...]
     state: object = field(repr=False)

@@ -1,23 +1,27 @@
-"""``holdfast ls``: the checkpoints of a run."""
+"""``holdfast ls``: the checkpoints of a run, those of its lineage and the others."""
 
 from __future__ import annotations
 
-from typing import Annotated
+import time
+from collections.abc import Iterator
+from itertools import groupby
 
 import msgspec
-import typer
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from holdfast.cli.screen import print_json, size, when
-from holdfast.format.records import Commit, Diverged
+from holdfast.cli.runs import open_run
+from holdfast.cli.screen import age, console, count, metrics_text, print_json, printable, size, table, when
+from holdfast.errors import CorruptError, NotFoundError
+from holdfast.format.records import Commit, Diverged, Place
 from holdfast.run.history import Run
-from holdfast.run.paths import parse, storage_at
+from holdfast.run.verify import Fault
+
+_UNKNOWN = "no knowing whether the head descends from these"
 
 
 class Row(msgspec.Struct, frozen=True):
-    """One checkpoint in the list."""
+    """One checkpoint in the list. `abandoned` says what left it behind; it is empty on the lineage."""
 
     place: str
     step: int
@@ -27,42 +31,84 @@ class Row(msgspec.Struct, frozen=True):
     folder: str
     metrics: dict[str, str | float]
     diverged: Diverged
+    abandoned: str = ""
 
 
-def ls(
-    run: Annotated[str, typer.Argument(help="A run.", metavar="RUN")],
-    *,
-    as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
-) -> None:
-    """List the checkpoints of a run that lead to its head, newest first."""
-    storage = storage_at(parse(run).root)
-    rows = [_row(commit, head=number == 0) for number, commit in enumerate(Run.open(storage).lineage())]
+class Document(msgspec.Struct, frozen=True):
+    """What ``--json`` prints: the head first, then what it descends from; what is not on that line; and records that
+    cannot be read."""
+
+    run: str
+    run_id: str
+    lineage: list[Row]
+    abandoned: list[Row]
+    findings: list[Fault]
+
+
+def ls(run: str, *, as_json: bool) -> bool:
+    """List all committed checkpoints of the run at the path `run`; True where all records are sound."""
+    found = open_run(run)
+    listing = _Listing(found)
+    document = Document(
+        found.storage.uri, found.run_id, listing.lineage(), listing.others(), list(dict.fromkeys(listing.faults))
+    )
     if as_json:
-        print_json(rows)
-        return
-    console = Console()
-    if not rows:
-        console.print(f"{storage.uri}: no checkpoint has been committed yet.")
-        return
-    table = Table(title=storage.uri, title_justify="left", box=None, header_style="bold")
-    marked = ("diverged",) if any(row.diverged.num_tensors for row in rows) else ()
-    for name in ("", "place", "step", "saved", "size", "metrics", *marked):
-        table.add_column(name, justify="right" if name in ("step", "size") else "left", overflow="fold")
-    for row in rows:
-        metrics = " ".join(f"{name}={float(value):.4g}" for name, value in row.metrics.items())
-        head = "head" if row.head else ""
-        diverged = [Text(_names(row.diverged))] if marked else []
-        table.add_row(head, row.place, str(row.step), when(row.created), size(row.nbytes), metrics, *diverged)
-    console.print(table)
+        print_json(document)
+    else:
+        _show(document)
+    return not document.findings
 
 
-def _names(diverged: Diverged) -> str:
-    """The tensors of which a save stored one of several different copies, in few words."""
-    rest = diverged.num_tensors - 1
-    return "".join(diverged.names[:1]) + (f" and {rest} more" if rest > 0 else "")
+class _Listing:
+    """Reads what can be read of a run's records; the rest becomes faults."""
+
+    def __init__(self, run: Run) -> None:
+        self.faults: list[Fault] = []
+        self._run = run
+        self._places: list[Place] = []
+        self._broken = False
+
+    def lineage(self) -> list[Row]:
+        """The head and what it descends from, as far as epochs can be read."""
+        try:
+            self._places.extend(self._run.lineage_places())
+        except (CorruptError, NotFoundError) as error:
+            self.faults.append(Fault.of(error))
+            self._broken = True
+        return [row for number, place in enumerate(self._places) for row in self._rows(place, head=number == 0)]
+
+    def others(self) -> list[Row]:
+        """Everything else that was committed, newest first."""
+        known = set(self._places)
+        return [
+            row
+            for place in self._run.places()
+            if place not in known
+            for row in self._rows(place, abandoned=_UNKNOWN if self._broken else _left_by(self._run, place.epoch))
+        ]
+
+    def _rows(self, place: Place, *, head: bool = False, abandoned: str = "") -> Iterator[Row]:
+        """The row of a place; none where its record is damaged, or was removed just now."""
+        try:
+            yield _row(self._run.commit(place), head=head, abandoned=abandoned)
+        except (CorruptError, NotFoundError) as error:
+            if not self._run.is_removed(place):
+                self.faults.append(Fault.of(error))
 
 
-def _row(commit: Commit, *, head: bool) -> Row:
+def _left_by(run: Run, epoch: int) -> str:
+    """Which of the epochs that lead to the head went on from elsewhere than from the end of `epoch`."""
+    number = run.epochs()[0]
+    while True:
+        record = run.epoch(number)
+        origin = record.opened_from
+        if origin is None or origin.epoch <= epoch:
+            start = f"went on from {origin}" if origin is not None else "began anew"
+            return f"epoch {number} {start} ({record.why})"
+        number = origin.epoch
+
+
+def _row(commit: Commit, *, head: bool, abandoned: str = "") -> Row:
     return Row(
         place=str(commit.place),
         step=commit.step,
@@ -72,4 +118,52 @@ def _row(commit: Commit, *, head: bool) -> Row:
         folder=commit.checkpoint,
         metrics=dict(commit.metrics),
         diverged=commit.diverged,
+        abandoned=abandoned,
     )
+
+
+def _show(document: Document) -> None:
+    screen = console()
+    name = printable(document.run)
+    if document.lineage:
+        screen.print(f"{name}: {_total(document.lineage)}", soft_wrap=True)
+        screen.print(_table(document.lineage))
+    elif not document.findings:
+        screen.print(f"{name}: no checkpoint has been committed yet.", soft_wrap=True)
+    for reason, group in groupby(document.abandoned, key=lambda row: row.abandoned):
+        rows = list(group)
+        title = _UNKNOWN if reason == _UNKNOWN else f"abandoned when {reason}"
+        screen.print(f"\n{title}: {_total(rows)}", soft_wrap=True)
+        screen.print(_table(rows))
+    if document.findings:
+        screen.print()
+    for fault in document.findings:
+        words = ("damaged ", "bold red"), printable(fault.message), (f" [{fault.code}]", "dim")
+        screen.print(Text.assemble(*words), soft_wrap=True)
+    if document.findings:
+        screen.print(f"holdfast doctor {name} says what that means and what can be done.", soft_wrap=True)
+
+
+def _total(rows: list[Row]) -> str:
+    return f"{count(len(rows), 'checkpoint')}, {size(sum(row.nbytes for row in rows))}"
+
+
+def _table(rows: list[Row]) -> Table:
+    now = time.time()
+    optional = {
+        "metrics": [metrics_text(row.metrics) for row in rows],
+        "diverged": [_names(row.diverged) for row in rows],
+    }
+    shown = {name: cells for name, cells in optional.items() if any(cells)}
+    made = table("", "place", "step", "saved", "age", "size", *shown, right=("step", "age", "size"))
+    for row, *cells in zip(rows, *shown.values(), strict=True):
+        head = "head" if row.head else ""
+        facts = (row.place, str(row.step), when(row.created), age(now - row.created), size(row.nbytes))
+        made.add_row(head, *facts, *cells)
+    return made
+
+
+def _names(diverged: Diverged) -> str:
+    """The tensors of which a save stored one of several different copies, in few words."""
+    rest = diverged.num_tensors - 1
+    return "".join(map(printable, diverged.names[:1])) + (f" and {rest} more" if rest > 0 else "")

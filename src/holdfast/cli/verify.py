@@ -1,78 +1,133 @@
-"""``holdfast verify``: is every byte what was written?"""
+"""``holdfast verify``: is a checkpoint what was sealed?"""
 
 from __future__ import annotations
 
 import time
-from typing import Annotated
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import msgspec
-import typer
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.text import Text
 
-from holdfast.cli.screen import print_json, size
-from holdfast.errors import CorruptError
+from holdfast.cli.runs import open_run
+from holdfast.cli.screen import console, count, print_json, printable, progress, size
+from holdfast.errors import CorruptError, HoldfastError, NotFoundError
 from holdfast.run.checkpoint import Checkpoint
-from holdfast.run.history import resolve
+from holdfast.run.history import Located, resolve
 from holdfast.run.paths import parse
-from holdfast.run.verify import Finding, verify_checkpoint
+from holdfast.run.verify import Fault, verify_checkpoint
+
+#: Tensors of a fault that are named on screen.
+_NAMED = 5
 
 
-class Report(msgspec.Struct, frozen=True):
-    """What was verified and what was found."""
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """One checkpoint: what was verified, and what is wrong. Nothing is known of one whose records cannot be read."""
 
     path: str
-    place: str
-    step: int
-    nbytes: int
-    num_tensors: int
-    num_files: int
-    seconds: float
-    findings: list[Finding]
+    place: str | None
+    step: int | None
+    num_tensors: int = 0
+    num_files: int = 0
+    nbytes: int = 0
+    deep: bool = False
+    seconds: float = 0.0
+    findings: list[Fault]
 
 
-def verify(
-    path: Annotated[str, typer.Argument(help="A run (its head), RUN@step=700, RUN@3.12, or a checkpoint folder.")],
-    *,
-    as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
-) -> None:
-    """Read a whole checkpoint and check every byte against the digests that were sealed."""
+class Document(msgspec.Struct, frozen=True):
+    """What ``--json`` prints."""
+
+    sound: bool
+    checkpoints: list[Report]
+
+
+class _Subject(NamedTuple):
+    """A checkpoint to verify: its name as long as nothing else of it is known, and how to find it."""
+
+    name: str
+    find: Callable[[], Located]
+
+
+def verify(path: str, *, deep: bool, every: bool, as_json: bool) -> bool:
+    """Verify one checkpoint, or all of a run, and say what was found; True where all is sound."""
+    subjects = _committed(path) if every else iter([_Subject(path, lambda: resolve(parse(path)))])
+    reports: list[Report] = []
+    for subject in subjects:
+        reports.append(_verify(subject, deep=deep))
+        if not as_json:
+            _show(reports[-1])
+    num_bad = sum(bool(report.findings) for report in reports)
+    if as_json:
+        print_json(Document(not num_bad, reports))
+    elif every:
+        verdict = f"{num_bad} with findings" if num_bad else "all sound" if reports else "nothing to verify"
+        console().print(f"{count(len(reports), 'checkpoint')}, {verdict}", soft_wrap=True)
+    return not num_bad
+
+
+def _committed(path: str) -> Iterator[_Subject]:
+    """All committed checkpoints of a run, on its lineage or not, newest first."""
+    run = open_run(path)
+    for place in run.places():
+        yield _Subject(f"{run.storage.uri}@{place}", lambda place=place: run.locate(run.commit(place)))  # type: ignore[misc]
+
+
+def _verify(subject: _Subject, *, deep: bool) -> Report:
     start = time.monotonic()
     try:
-        checkpoint = Checkpoint(resolve(parse(path)))
+        located = subject.find()
     except CorruptError as error:
-        _tell(None, [Finding(error.code, error.path or path, error.message)], as_json=as_json)
-        raise typer.Exit(1) from None
-    nbytes = sum(file.nbytes for file in checkpoint.seal.files)
-    columns = (TextColumn("verifying"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True, disable=as_json) as progress:
-        task = progress.add_task("verify", total=nbytes)
-        findings = verify_checkpoint(checkpoint, progress=lambda count: progress.advance(task, count))
-    report = Report(
+        return _unreadable(subject.name, error)
+    try:
+        checkpoint = Checkpoint(located)
+    except (CorruptError, NotFoundError) as error:
+        return _unreadable(subject.name, error, place=str(located.seal.place), step=located.seal.step)
+    seal = checkpoint.seal
+    nbytes = sum(file.nbytes for file in seal.files)
+    with progress(f"verifying {seal.place}", nbytes if deep else None) as advance:
+        faults = verify_checkpoint(checkpoint, deep=deep, progress=advance)
+    return Report(
         path=checkpoint.folder,
-        place=str(checkpoint.seal.place),
-        step=checkpoint.seal.step,
-        nbytes=nbytes,
+        place=str(seal.place),
+        step=seal.step,
         num_tensors=len(checkpoint.manifest.body.names),
-        num_files=len(checkpoint.seal.files),
+        num_files=len(seal.files),
+        nbytes=nbytes,
+        deep=deep,
         seconds=time.monotonic() - start,
-        findings=findings,
+        findings=faults,
     )
-    _tell(report, findings, as_json=as_json)
-    if findings:
-        raise typer.Exit(1)
 
 
-def _tell(report: Report | None, findings: list[Finding], *, as_json: bool) -> None:
-    if as_json:
-        print_json(report if report is not None else {"findings": findings})
-        return
-    console = Console()
-    for finding in findings:
-        console.print(f"[bold red]damaged[/] [dim]{finding.code}[/] {finding.message}", soft_wrap=True)
-    if report is not None and not findings:
-        console.print(
-            f"[bold green]sound[/] step {report.step}, place {report.place}: {report.num_tensors} tensors, "
-            f"{size(report.nbytes)} in {report.num_files} files, every block verified in {report.seconds:.1f} s",
-            soft_wrap=True,
+def _unreadable(path: str, error: HoldfastError, *, place: str | None = None, step: int | None = None) -> Report:
+    return Report(path=path, place=place, step=step, findings=[Fault.of(error)])
+
+
+def _show(report: Report) -> None:
+    screen = console()
+    name = f"step {report.step} at {report.place}" if report.place else printable(report.path)
+    contents = ""
+    if report.num_files:
+        contents = (
+            f": {count(report.num_tensors, 'tensor')}, {size(report.nbytes)} in {count(report.num_files, 'file')}"
         )
+    num_faults = len(report.findings)
+    verdict = (count(num_faults, "finding"), "bold red") if num_faults else ("sound", "bold green")
+    screen.print(Text.assemble(verdict, f": {name}{contents}; {_checked(report)}"), soft_wrap=True)
+    for fault in report.findings:
+        screen.print(Text.assemble("  ", printable(fault.message), (f" [{fault.code}]", "dim")), soft_wrap=True)
+        if fault.tensors:
+            rest = fault.num_tensors - len(fault.tensors[:_NAMED])
+            named = ", ".join(map(printable, fault.tensors[:_NAMED])) + (f" and {rest:,} more" if rest else "")
+            screen.print(f"    holds {named}", soft_wrap=True)
+
+
+def _checked(report: Report) -> str:
+    """What the verdict rests on."""
+    if not report.num_files:
+        return "its records cannot be read, so nothing else was checked"
+    if not report.deep:
+        return "files, sizes, headers and values checked; --deep reads every byte"
+    speed = f", {size(int(report.nbytes / report.seconds))}/s" if report.seconds > 0 else ""
+    return f"every byte checked in {report.seconds:.1f} s{speed}"

@@ -71,6 +71,11 @@ class Deadline:
         self._clock = clock
         self._end_s = clock() + timeout_s
 
+    @property
+    def for_storage_s(self) -> float:
+        """Seconds that a store may take: nine tenths of all, so that the rank on which it hangs can tell the others."""
+        return 0.9 * self.timeout_s
+
     def remaining_s(self, *, graces: int = 0) -> float:
         """Seconds that are left, at least 1 ms (stores take 0 for "for ever").
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 import zlib
+from collections import Counter
 from collections.abc import Iterable
 from itertools import pairwise
 from math import prod
@@ -18,7 +19,7 @@ import xxhash
 from holdfast.errors import CorruptError, HoldfastError, IncompatibleError
 from holdfast.format import sequences
 from holdfast.format.dtypes import DTYPES
-from holdfast.format.records import Place
+from holdfast.format.records import Count, Hex16, Hex32, Ordinal, Place, Seconds
 from holdfast.geometry import Int64s, Shape
 
 NAME = "manifest.hfm"
@@ -26,8 +27,19 @@ MAGIC = b"HFMANI01"
 _HEAD = struct.Struct("<8sQQQ16s")
 #: A manifest that claims more is refused before memory is taken (random cuts of 8,960 ranks need 32 MiB).
 MAX_NBYTES = 1 << 30
-#: No tensor of a sound manifest has more elements, so sums of sizes stay within 64 bits.
+MAX_FILE_NBYTES = _HEAD.size + 2 * MAX_NBYTES
+#: Nor is a body believed that unfolds to more than this many times its compressed size, beyond a first MiB.
+_MAX_RATIO = 64
+_FREE_PACKED_NBYTES = 1 << 20
+#: No tensor of a sound manifest has more elements, and all together no more bytes, so sums stay within 64 bits.
 _MAX_NUMEL = 1 << 56
+_MAX_DATA_NBYTES = 1 << 62
+#: As many axes as an array can have.
+_MAX_AXES = 64
+MAX_FILES = 1 << 17
+#: Numbers that affine sequences may stand for, which cost no bytes: so many, and so many per partition and file.
+_FREE_NUMBERS = 1 << 18
+_NUMBERS_PER_CELL = 64
 KNOWN_FEATURES: frozenset[str] = frozenset()
 
 
@@ -76,12 +88,12 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     were found to differ when this checkpoint was saved; one holder's copy was stored.
     """
 
-    checkpoint_id: str
-    run_id: str
-    place: tuple[int, int]
-    step: int
-    created: float
-    world_size: int
+    checkpoint_id: Hex16
+    run_id: Hex32
+    place: tuple[Ordinal, Ordinal]
+    step: Count
+    created: Seconds
+    world_size: Ordinal
     metrics: dict[str, float]
     reader_features: tuple[str, ...]
     names: tuple[str, ...]
@@ -134,6 +146,9 @@ class DecodedManifest:
             self._starts.append(self._starts[-1] + taken)
         if self._starts[-1] != len(self._blob):
             raise corrupt(f"its sequences take {self._starts[-1]} bytes, but {len(self._blob)} are there")
+        claimed = sum(sequences.affine_length(sequence) for sequence in body.sequences)
+        if claimed > _FREE_NUMBERS + _NUMBERS_PER_CELL * body.num_files * (1 + len(body.partition_table)):
+            raise corrupt(f"its sequences claim {claimed} numbers for {body.num_files} files")
 
     def with_body(self, body: Manifest) -> DecodedManifest:
         """Another body over the same sequences, which stay decoded."""
@@ -172,6 +187,10 @@ def encode(body: Manifest, blobs: Iterable[bytes]) -> bytes:
     """The manifest file's bytes."""
     packed = msgspec.msgpack.encode(body)
     compressed = zlib.compress(packed, 6)
+    if len(packed) > _unfolded_limit(len(compressed)):
+        # Names that repeat themselves so much are squeezed less: a reader could not tell them from a bomb.
+        plain = zlib.compressobj(6, strategy=zlib.Z_HUFFMAN_ONLY)
+        compressed = plain.compress(packed) + plain.flush()
     blob = b"".join(blobs)
     digest = xxhash.xxh3_128(compressed)
     digest.update(blob)
@@ -192,7 +211,8 @@ def _decode(data: bytes) -> DecodedManifest:
     if len(data) < _HEAD.size or data[:8] != MAGIC:
         raise corrupt("it does not begin as a manifest does")
     _, compressed_nbytes, packed_nbytes, blob_nbytes, digest = _HEAD.unpack_from(data)
-    if not packed_nbytes or max(packed_nbytes, compressed_nbytes, blob_nbytes) > MAX_NBYTES:
+    largest = max(packed_nbytes, compressed_nbytes, blob_nbytes)
+    if not packed_nbytes or largest > MAX_NBYTES or packed_nbytes > _unfolded_limit(compressed_nbytes):
         raise corrupt(f"it claims to hold {packed_nbytes} + {blob_nbytes} bytes")
     if len(data) != _HEAD.size + compressed_nbytes + blob_nbytes:
         raise corrupt(f"it has {len(data)} bytes instead of {_HEAD.size + compressed_nbytes + blob_nbytes}")
@@ -208,25 +228,58 @@ def _decode(data: bytes) -> DecodedManifest:
         raise corrupt("its body is longer or shorter than it claims")
     try:
         body = msgspec.msgpack.decode(packed, type=Manifest)
-    except msgspec.MsgspecError as error:
+        _check_keys(packed, body)
+    except _UNDECODABLE as error:
         raise _unreadable(packed, error) from error
     _check_features(body.reader_features)
-    manifest = DecodedManifest(body, rest[compressed_nbytes:])
-    _check(body)
-    return manifest
+    _check_tensors(body)
+    _check_values(body)
+    _check_sequences(body)
+    return DecodedManifest(body, rest[compressed_nbytes:])
+
+
+def _unfolded_limit(compressed_nbytes: int) -> int:
+    return max(_FREE_PACKED_NBYTES, _MAX_RATIO * compressed_nbytes)
+
+
+#: What msgspec raises for bytes that are not of a type: strings that are no UTF-8 and nesting have errors of their own.
+_UNDECODABLE = (msgspec.MsgspecError, ValueError, RecursionError)
 
 
 class _Features(msgspec.Struct):
     reader_features: tuple[str, ...] = ()
 
 
-def _unreadable(packed: bytes, error: msgspec.MsgspecError) -> HoldfastError:
+class _Maps(msgspec.Struct):
+    metrics: msgspec.Raw
+    aliases: msgspec.Raw
+
+
+def _check_keys(packed: bytes, body: Manifest) -> None:
+    """Raise `ValueError` where a key stands twice, of which decoding kept the last: readers must not differ."""
+    maps = msgspec.msgpack.decode(packed, type=_Maps)
+    sizes = [
+        (packed, len(body.__struct_fields__)),
+        (maps.metrics, len(body.metrics)),
+        (maps.aliases, len(body.aliases)),
+    ]
+    if any(_map_size(bytes(raw)[:5]) != size for raw, size in sizes):
+        raise ValueError("a key stands twice")
+
+
+def _map_size(head: bytes) -> int:
+    """Entries of a MessagePack map, by its first bytes."""
+    width = {0xDE: 2, 0xDF: 4}.get(head[0])
+    return head[0] & 0x0F if width is None else int.from_bytes(head[1 : 1 + width], "big")
+
+
+def _unreadable(packed: bytes, error: Exception) -> HoldfastError:
     """A body that this version cannot type: an unknown feature says why, anything else is damage."""
     try:
         _check_features(msgspec.msgpack.decode(packed, type=_Features).reader_features)
     except IncompatibleError as unknown:
         return unknown
-    except msgspec.MsgspecError:
+    except _UNDECODABLE:
         pass  # not even the features can be read: report the first error
     return corrupt(f"its body is malformed ({error})")
 
@@ -235,14 +288,14 @@ def _check_features(features: tuple[str, ...]) -> None:
     unknown = sorted(set(features) - KNOWN_FEATURES)
     if unknown:
         raise IncompatibleError(
-            f"The checkpoint needs reader features that this version does not have: {', '.join(unknown)}.",
+            f"The checkpoint needs reader features that this version does not have: {', '.join(unknown):.200}.",
             code="incompatible.feature",
             action="Read it with a newer holdfast.",
         )
 
 
-def _check(body: Manifest) -> None:
-    """Every index points somewhere, names are sorted and unique, shapes and dtypes are possible."""
+def _check_tensors(body: Manifest) -> None:
+    """Every index points into its table, names are sorted and unique, shapes and dtypes are possible."""
     num_tensors = len(body.names)
     if not num_tensors == len(body.dtypes) == len(body.shapes) == len(body.partitions):
         raise corrupt("its tensor columns have different lengths")
@@ -257,23 +310,32 @@ def _check(body: Manifest) -> None:
         raise corrupt("its tensor names are not sorted and unique")
     unknown = sorted(set(body.dtype_table) - DTYPES.keys())
     if unknown:
-        raise corrupt(f"it names unknown dtypes: {', '.join(unknown)}")
-    if any(extent < 0 for shape in body.shape_table for extent in shape):
-        raise corrupt("a shape has a negative extent")
-    if any(prod(shape) > _MAX_NUMEL for shape in body.shape_table):
-        raise corrupt("a shape has more elements than any file can hold")
+        raise corrupt(f"it names unknown dtypes: {', '.join(unknown):.200}")
+    _check_sizes(body)
     names = set(body.names)
     if not names.issuperset(body.aliases.values()) or not names.isdisjoint(body.aliases):
         raise corrupt("an alias points to no tensor, or shadows one")
     if not _ascends(body.diverged) or not names.issuperset(body.diverged):
         raise corrupt("the tensors that diverged are no tensors, or not sorted and unique")
-    _check_values(body)
-    if body.place[0] < 1 or body.place[1] < 1 or body.step < 0:
-        raise corrupt("its place or step is impossible")
-    num_sequences = len(body.sequences)
-    used = [body.writers, *(index for part in body.partition_table for index in _sequences_of(part))]
-    if min(used) < 0 or max(used) >= num_sequences:
-        raise corrupt("a partition names a sequence that does not exist")
+
+
+def _check_sizes(body: Manifest) -> None:
+    if any(len(shape) > _MAX_AXES or min(shape, default=0) < 0 for shape in body.shape_table):
+        raise corrupt("a shape has a negative extent or too many axes")
+    # Extents of 0 hide nothing: no array can have the others either.
+    if any(prod(extent or 1 for extent in shape) > _MAX_NUMEL for shape in body.shape_table):
+        raise corrupt("a shape has more elements than any file can hold")
+    total = data_nbytes(body)
+    if total > _MAX_DATA_NBYTES:
+        raise corrupt(f"its tensors have {total} bytes, more than any storage can hold")
+
+
+def data_nbytes(body: Manifest) -> int:
+    """Bytes of all tensors and of what is reserved for values: all that the data sections hold."""
+    kinds = Counter(zip(body.dtypes, body.shapes, strict=True))
+    itemsizes = [DTYPES[name].itemsize for name in body.dtype_table]
+    tensors = sum(n * itemsizes[dtype] * prod(body.shape_table[shape]) for (dtype, shape), n in kinds.items())
+    return tensors + sum(block.capacity for block in body.values)
 
 
 def _ascends(names: tuple[str, ...]) -> bool:
@@ -282,13 +344,21 @@ def _ascends(names: tuple[str, ...]) -> bool:
 
 def _check_values(body: Manifest) -> None:
     files = [block.file for block in body.values]
-    if body.num_files < 0 or any(not 0 <= file < body.num_files for file in files) or len(set(files)) != len(files):
+    if not 0 <= body.num_files <= MAX_FILES:
+        raise corrupt(f"it claims to have {body.num_files} files")
+    if any(not 0 <= file < body.num_files for file in files) or len(set(files)) != len(files):
         raise corrupt("values are in a file that does not exist, or twice in one")
     paths = [path for block in body.values for path in block.paths]
     if len(set(paths)) != len(paths):
         raise corrupt("a value is in two places")
     if any(not 8 <= block.capacity <= 2 * MAX_NBYTES for block in body.values):
         raise corrupt("values have an impossible size")
+
+
+def _check_sequences(body: Manifest) -> None:
+    used = [body.writers, *(index for part in body.partition_table for index in _sequences_of(part))]
+    if min(used) < 0 or max(used) >= len(body.sequences):
+        raise corrupt("a partition names a sequence that does not exist")
 
 
 def _sequences_of(partition: Partition) -> tuple[int, ...]:

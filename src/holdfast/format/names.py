@@ -111,6 +111,11 @@ def is_rank_component(text: str) -> bool:
     return _RANK.fullmatch(text) is not None
 
 
+def shown(name: str) -> str:
+    """`name` for a message: what would act on a terminal, or turn its text around, is escaped."""
+    return name if name.isprintable() else ascii(name)[1:-1]
+
+
 def own_part(name: str) -> str | None:
     """The path, up to ``%rank=``, of the part of one rank that `name` is in; None for what belongs to all ranks."""
     found = _OWN_PART.match(name) if "/%rank=" in name else None

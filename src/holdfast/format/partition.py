@@ -10,6 +10,9 @@ import numpy as np
 from holdfast.format.manifest import Boxes, DecodedManifest, FlatCuts, Grid, Partition, corrupt
 from holdfast.geometry import Box, FlatRange, Int64s, Shape, coverage_fault
 
+#: Checking boxes takes this many numbers: the coordinates of all their corners.
+_MAX_CORNER_NUMBERS = 1 << 23
+
 
 @dataclass(frozen=True)
 class _Columns:
@@ -134,6 +137,8 @@ def _boxes(manifest: DecodedManifest, partition: Boxes, owners: Int64s) -> BoxCe
     sizes = np.stack(columns[num_axes:], axis=1)
     if len(starts) and ((starts < 0).any() or (sizes <= 0).any() or (starts > 2**62 - sizes).any()):
         raise corrupt("a box is empty or begins below 0")
+    if len(starts) * (num_axes + 1) << num_axes > _MAX_CORNER_NUMBERS:
+        raise corrupt(f"a list of {len(starts)} boxes with {num_axes} axes is too long to be checked")
     extents = tuple((starts + sizes).max(axis=0).tolist()) if len(starts) else (0,) * num_axes
     fault = coverage_fault([extents], np.zeros(len(starts), np.int64), starts, sizes)
     if fault is not None:
@@ -143,7 +148,7 @@ def _boxes(manifest: DecodedManifest, partition: Boxes, owners: Int64s) -> BoxCe
 
 
 def _check_cuts(cuts: Int64s) -> None:
-    if not len(cuts) or cuts[0] != 0 or (np.diff(cuts) <= 0).any():
+    if not len(cuts) or cuts[0] != 0 or (cuts[1:] <= cuts[:-1]).any():  # differences could overflow
         raise corrupt("cut points do not rise strictly from 0")
 
 

@@ -25,7 +25,9 @@ from holdfast.errors import CorruptError, IncompatibleError
 
 FORMAT: Final = "1"
 READER_FEATURES: Final[frozenset[str]] = frozenset()
-MAX_RECORD_NBYTES: Final = 64 * 2**20
+#: Limits on what is believed to be a record: seals grow with the number of files, the others with the metrics.
+MAX_SEAL_NBYTES: Final = 16 * 2**20
+MAX_RECORD_NBYTES: Final = 2**20
 #: A commit names no more tensors than so many; the manifest names all.
 MAX_DIVERGED_NAMES: Final = 16
 
@@ -39,12 +41,13 @@ _COUNTDOWN: Final = 9_999_999_999
 _DIGEST_OPENER: Final = b',"digest":"'
 _TAIL_NBYTES: Final = len(_DIGEST_OPENER) + 32 + len(b'"}\n')
 
-_Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
-_Ordinal = Annotated[int, msgspec.Meta(ge=1, le=_COUNTDOWN)]
-_Hex16 = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{16}\Z")]
-_Hex32 = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{32}\Z")]
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+Ordinal = Annotated[int, msgspec.Meta(ge=1, le=_COUNTDOWN)]
+Hex16 = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{16}\Z")]
+Hex32 = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{32}\Z")]
 _FileName = Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,254}\Z")]
-_Seconds = Annotated[float, msgspec.Meta(ge=0)]
+#: Unix time up to the year 9999, which is the last that calendars know.
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=253_402_300_799)]
 
 #: JSON has no name for these numbers, so records carry them as text.
 Metric = float | Literal["nan", "inf", "-inf"]
@@ -54,8 +57,8 @@ Why = Literal["start", "resume", "rollback", "takeover"]
 class Place(msgspec.Struct, frozen=True, order=True):
     """Where a checkpoint stands in its run: epoch, then number within the epoch, both counted from 1."""
 
-    epoch: _Ordinal
-    seq: _Ordinal
+    epoch: Ordinal
+    seq: Ordinal
 
     def __str__(self) -> str:
         return f"{self.epoch}.{self.seq}"
@@ -70,21 +73,21 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, tag_field="holdfast", ta
 class Marker(Record, frozen=True, kw_only=True, tag="marker"):
     """Makes a folder a run; never changes. `created` is in unix seconds."""
 
-    run_id: _Hex32
+    run_id: Hex32
     format: str
     writer: str
-    created: _Seconds
+    created: Seconds
 
 
 class Epoch(Record, frozen=True, kw_only=True, tag="epoch"):
     """One incarnation of the job on a run. `incarnation` is random: it tells who won a race for the number."""
 
-    epoch: _Ordinal
+    epoch: Ordinal
     opened_from: Place | None
     why: Why
-    created: _Seconds
-    world_size: _Ordinal
-    incarnation: _Hex32
+    created: Seconds
+    world_size: Ordinal
+    incarnation: Hex32
 
     def __post_init__(self) -> None:
         if self.opened_from is not None and self.opened_from.epoch >= self.epoch:
@@ -102,16 +105,16 @@ class FileSeal(msgspec.Struct, frozen=True):
     """
 
     name: _FileName
-    nbytes: _Count
-    digest: _Hex32
+    nbytes: Count
+    digest: Hex32
 
 
 class Seal(Record, frozen=True, kw_only=True, tag="seal"):
     """What a complete checkpoint consists of; written after its data."""
 
-    checkpoint_id: _Hex16
+    checkpoint_id: Hex16
     place: Place
-    step: _Count
+    step: Count
     manifest: FileSeal
     files: tuple[FileSeal, ...]
 
@@ -124,14 +127,14 @@ class Seal(Record, frozen=True, kw_only=True, tag="seal"):
 class SealDigest(msgspec.Struct, frozen=True):
     """Size and xxh3-128 of the bytes of a seal."""
 
-    nbytes: _Count
-    digest: _Hex32
+    nbytes: Count
+    digest: Hex32
 
 
 class Diverged(msgspec.Struct, frozen=True):
     """Tensors whose copies on several ranks were found to differ at a save: how many, and the first of their names."""
 
-    num_tensors: _Count
+    num_tensors: Count
     names: tuple[str, ...]
 
     @staticmethod
@@ -154,12 +157,12 @@ class Commit(Record, frozen=True, kw_only=True, tag="commit"):
     """
 
     place: Place
-    step: _Count
+    step: Count
     checkpoint: str
-    checkpoint_id: _Hex16
+    checkpoint_id: Hex16
     seal: SealDigest
-    nbytes: _Count
-    created: _Seconds
+    nbytes: Count
+    created: Seconds
     metrics: dict[str, Metric]
     diverged: Diverged
 
@@ -206,11 +209,15 @@ def encode(record: Record) -> bytes:
         raise ValueError(f"no valid {type(record).__name__} record: {error}") from error
     body = re.sub(r"[^\x00-\x7f]", lambda match: json.dumps(match[0])[1:-1], text).encode("ascii").removesuffix(b"}")
     data = body + _DIGEST_OPENER + digest(body).encode("ascii") + b'"}\n'
-    if len(data) > MAX_RECORD_NBYTES:
-        raise ValueError(
-            f"a {type(record).__name__} record of {len(data)} bytes is over the limit of {MAX_RECORD_NBYTES}"
-        )
+    limit = max_nbytes(type(record))
+    if len(data) > limit:
+        raise ValueError(f"a {type(record).__name__} record of {len(data)} bytes is over the limit of {limit}")
     return data
+
+
+def max_nbytes(kind: type[Record]) -> int:
+    """The most bytes that a record of `kind` has: read no more of a file."""
+    return MAX_SEAL_NBYTES if issubclass(kind, Seal) else MAX_RECORD_NBYTES
 
 
 class _Head(msgspec.Struct):
@@ -227,26 +234,34 @@ def decode(data: bytes, kind: type[R], *, path: str) -> R:
     a reader feature or a format that this version does not know is an `IncompatibleError`.
     """
     name = str(kind.__struct_config__.tag)
+    if len(data) > max_nbytes(kind):
+        raise _corrupt(f"has {len(data)} bytes, more than any {name!r} record", path=path)
     body = _verified_body(data, path=path)
     try:
         head = msgspec.json.decode(body, type=_Head)
         if head.holdfast != name:
-            raise _corrupt(f"holds a {head.holdfast!r} record where a {name!r} record belongs", path=path)
+            raise _corrupt(f"holds a {head.holdfast!r:.80} record where a {name!r} record belongs", path=path)
         for feature in head.reader_features:
             if feature not in READER_FEATURES:
-                raise _unknown(f"needs the reader feature {feature!r}", path=path)
+                raise _unknown(f"needs the reader feature {feature!r:.80}", path=path)
         record = msgspec.json.decode(body, type=kind)
+        if encode(record) != data:  # another writer's text, or a member that stands twice
+            json.loads(body, object_pairs_hook=_unique, parse_int=str, parse_float=str)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise _corrupt(f"is no valid {name!r} record ({error})", path=path) from error
     if isinstance(record, Marker) and record.format != FORMAT:
-        raise _unknown(f"has format {record.format!r}, and this version reads format {FORMAT!r}", path=path)
+        raise _unknown(f"has format {record.format!r:.80}, and this version reads format {FORMAT!r}", path=path)
     return record
+
+
+def _unique(members: list[tuple[str, object]]) -> None:
+    """Raise `ValueError` where a key stands twice, of which decoding kept the last: readers must not differ."""
+    if len(dict(members)) != len(members):
+        raise ValueError("a key stands twice")
 
 
 def _verified_body(data: bytes, *, path: str) -> bytes:
     """The JSON text that the digest of a record vouches for."""
-    if len(data) > MAX_RECORD_NBYTES:
-        raise _corrupt(f"has {len(data)} bytes, more than any record", path=path)
     body, tail = data[:-_TAIL_NBYTES], data[-_TAIL_NBYTES:]
     if tail != _DIGEST_OPENER + digest(body).encode("ascii") + b'"}\n':
         raise _corrupt("does not match its own digest: it was cut or altered", path=path)

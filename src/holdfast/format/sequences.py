@@ -22,6 +22,9 @@ from holdfast.geometry import Int64s
 _MAX_BLOCKS = 64
 #: No sequence of a sound manifest is longer; a larger count is refused before memory is taken.
 MAX_LENGTH = 1 << 27
+#: No sequence has more blocks, and no block more axes: each costs time, and next to no bytes.
+_MAX_READ_BLOCKS = 4096
+_MAX_AXES = 32
 
 _Int64 = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 
@@ -121,8 +124,7 @@ def _runs(values: Int64s) -> Iterable[Block]:
 def decode(sequence: Sequence, blob: memoryview) -> Int64s:
     """The integers of `sequence`; `blob` is exactly what it takes from the manifest's blob."""
     if isinstance(sequence, Affine):
-        if sum(map(_length, sequence.blocks)) > MAX_LENGTH:
-            raise _corrupt(f"a sequence of more than {MAX_LENGTH} numbers")
+        affine_length(sequence)
         blocks = [_expand(block) for block in sequence.blocks]
         return np.concatenate(blocks) if blocks else np.zeros(0, np.int64)
     if not (1 <= sequence.length <= MAX_LENGTH and 1 <= sequence.width <= 8):
@@ -139,10 +141,21 @@ def decode(sequence: Sequence, blob: memoryview) -> Int64s:
     return values
 
 
+def affine_length(sequence: Sequence) -> int:
+    """Numbers that affine blocks stand for, checked before memory is taken for them; 0 for planes, which are bytes."""
+    if isinstance(sequence, Planes):
+        return 0
+    if len(sequence.blocks) > _MAX_READ_BLOCKS:
+        raise _corrupt(f"a sequence of {len(sequence.blocks)} blocks")
+    length = sum(map(_length, sequence.blocks))
+    if length > MAX_LENGTH:
+        raise _corrupt(f"a sequence of more than {MAX_LENGTH} numbers")
+    return length
+
+
 def _length(block: Block) -> int:
-    """Numbers in a block, checked before memory is taken for them."""
-    if len(block.counts) != len(block.steps):
-        raise _corrupt("a block with unequal numbers of counts and steps")
+    if len(block.counts) != len(block.steps) or len(block.counts) > _MAX_AXES:
+        raise _corrupt("a block with too many counts, or other numbers of counts and steps")
     if min(block.counts, default=1) < 1 and block.counts != (0,):
         raise _corrupt("a block with an impossible count")
     return prod(block.counts)

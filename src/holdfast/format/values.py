@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import keyword
 import re
+import unicodedata
 from collections import Counter, OrderedDict, namedtuple
 from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
@@ -35,51 +36,53 @@ from holdfast.format.names import (
 MAX_DEPTH = 128
 MAX_NBYTES = 1 << 30
 MAX_WORLD_SIZE = 1 << 20
+#: Fields of a NamedTuple; making the type takes time for each.
+_MAX_FIELDS = 4096
 
 # Numpy scalars that their dtype string describes in full: numbers and times. Records and objects are not among them.
 _NUMPY_KINDS = "biufcmM"
 _NUMPY_DTYPE = re.compile(rf"[<>|][{_NUMPY_KINDS}]\d{{1,2}}(\[\w+\])?")
 
 
-class Plain(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="plain"):
+class Plain(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False, tag="plain"):
     """None, a bool, an int of at most 64 bits, or a float, bit for bit."""
 
     value: bool | int | float | None
 
 
-class BigInt(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="int"):
+class BigInt(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False, tag="int"):
     """An int beyond 64 bits, as little-endian two's complement."""
 
     data: bytes
 
 
-class Complex(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="complex"):
+class Complex(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False, tag="complex"):
     """A complex number."""
 
     real: float
     imag: float
 
 
-class Text(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="str"):
+class Text(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False, tag="str"):
     """A string in UTF-8; lone surrogates (undecodable file names) are kept, as Python's ``surrogatepass`` does."""
 
     data: bytes
 
 
-class Blob(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="bytes"):
+class Blob(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False, tag="bytes"):
     """Bytes."""
 
     data: bytes
 
 
-class NumpyScalar(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="numpy"):
+class NumpyScalar(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False, tag="numpy"):
     """A numpy scalar: its dtype string and its memory. Strings: ``U`` and UTF-8, byte strings: ``S``."""
 
     dtype: str
     data: bytes
 
 
-class TorchValue(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="torch"):
+class TorchValue(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False, tag="torch"):
     """A dtype, device or Size by its text, or a Generator by its device and its state's bytes."""
 
     kind: Literal["dtype", "device", "size", "generator"]
@@ -87,45 +90,45 @@ class TorchValue(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="to
     data: bytes = b""
 
 
-class TensorRef(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="tensor"):
+class TensorRef(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False, tag="tensor"):
     """The tensor that has this path as its name."""
 
 
-class Table(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="dict"):
+class Table(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False, tag="dict"):
     """A dictionary; `keys` are components, in the dictionary's order."""
 
     kind: Literal["dict", "ordered", "counter"]
     keys: tuple[str, ...]
 
 
-class Items(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="list"):
+class Items(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False, tag="list"):
     """A list or tuple; what is below is named ``0`` to ``size - 1``."""
 
     kind: Literal["list", "tuple"]
     size: int
 
 
-class Record(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="record"):
+class Record(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False, tag="record"):
     """A NamedTuple of type `name`; what is below is named by `fields`."""
 
     name: str
     fields: tuple[str, ...]
 
 
-class Open(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="open"):
+class Open(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False, tag="open"):
     """A dictionary, module or optimizer that holds whatever the table and the tensors' names hold below it."""
 
     kind: Literal["dict", "module", "optimizer"]
 
 
-class Planes(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="planes"):
+class Planes(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False, tag="planes"):
     """A tensor of a kind that the user registered as `name`, stored as `planes`: plain tensors named below its path."""
 
     name: str
     planes: tuple[str, ...]
 
 
-class PerRank(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="per_rank"):
+class PerRank(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False, tag="per_rank"):
     """What each of `world_size` ranks holds for itself alone; rank 0's part lies below ``%rank=0``, and so on."""
 
     world_size: int
@@ -135,14 +138,14 @@ Leaf = Plain | BigInt | Complex | Text | Blob | NumpyScalar | TorchValue
 Container = Table | Items | Record
 
 
-class Encoded(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="encoded"):
+class Encoded(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False, tag="encoded"):
     """A value of a type that the user registered as `name`; `state` is the node of what it was encoded to."""
 
     name: str
     state: Leaf | TensorRef | Container
 
 
-class Stateful(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="stateful"):
+class Stateful(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False, tag="stateful"):
     """What an object's ``state_dict()`` gave; `state` is the node of that value."""
 
     state: Leaf | TensorRef | Planes | Container | Encoded
@@ -247,7 +250,7 @@ def decode(data: bytes) -> dict[str, Node]:
         raise _malformed("", f"are {len(data)} bytes, over the limit of {MAX_NBYTES}")
     try:
         rows = _DECODER.decode(data)
-    except (msgspec.DecodeError, ValueError) as error:
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise _malformed("", f"cannot be decoded ({error})") from error
     nodes = {row.path: row.node for row in rows}
     if any(path >= following for path, following in pairwise(row.path for row in rows)):
@@ -443,8 +446,8 @@ def _check(path: str, node: Node, nodes: Mapping[str, Node]) -> None:
         raise _malformed(path, "miss or repeat the planes of a tensor")
     if isinstance(below, Items) and not 0 <= below.size <= len(nodes):
         raise _malformed(path, "miss entries of a list")
-    if isinstance(below, Record) and not all(_is_field(name) for name in (below.name, *below.fields)):
-        raise _malformed(path, "hold a NamedTuple whose names are no identifiers")
+    if isinstance(below, Record) and not _is_record_type(below.name, below.fields):
+        raise _malformed(path, "hold a NamedTuple whose names are no identifiers, or alike")
     listed = list(children(below))
     if any(map(is_rank_component, listed)):
         raise _malformed(path, "hold entries under reserved names")
@@ -463,8 +466,12 @@ def _is_sound(node: Text | NumpyScalar) -> bool:
         return False
 
 
-def _is_field(name: str) -> bool:
-    return name.isidentifier() and not keyword.iskeyword(name)
+def _is_record_type(name: str, fields: tuple[str, ...]) -> bool:
+    if len(fields) > _MAX_FIELDS or not all(map(str.isidentifier, (name, *fields))):
+        return False
+    # Python takes identifiers that are written differently for the same one.
+    alike = {unicodedata.normalize("NFKC", field) for field in fields}
+    return len(alike) == len(fields) and not any(map(keyword.iskeyword, (name, *fields)))
 
 
 def _malformed(path: str, what: str) -> CorruptError:

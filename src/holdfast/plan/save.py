@@ -110,44 +110,71 @@ def plan_save(
     return SavePlan(numbers, tensors, _aliases(groups, tensors), divisions, writers)
 
 
+@dataclass(frozen=True)
+class Draft:
+    """The manifest of all checkpoints that are written by one plan; `body` misses what tells them apart."""
+
+    body: fmt.Manifest
+    blobs: Sequence[bytes]
+
+    @staticmethod
+    def of(plan: SavePlan, values: Sequence[RankValues]) -> Draft:
+        """The manifest of `plan`, with room for `values`."""
+        tensors = plan.tensors.values()
+        ranks = _writing_ranks(plan.writers, [block.rank for block in values], max(plan.ranks) + 1)
+        table = _PartitionTable(ranks, max(plan.ranks) + 1)
+        rows = zip(tensors, plan.divisions, plan.writers, strict=True)
+        partitions = tuple(table.add(tensor.shape, division, writer) for tensor, division, writer in rows)
+        dtypes: dict[str, int] = {}
+        shapes: dict[Shape, int] = {}
+        body = fmt.Manifest(
+            checkpoint_id="",
+            run_id="",
+            place=(0, 0),
+            step=0,
+            created=0.0,
+            world_size=len(plan.ranks),
+            metrics={},
+            reader_features=(),
+            names=tuple(plan.tensors),
+            dtypes=tuple(dtypes.setdefault(tensor.dtype, len(dtypes)) for tensor in tensors),
+            dtype_table=tuple(dtypes),
+            shapes=tuple(shapes.setdefault(tensor.shape, len(shapes)) for tensor in tensors),
+            shape_table=tuple(shapes),
+            partition_table=tuple(table.partitions),
+            partitions=partitions,
+            aliases=dict(plan.aliases),
+            diverged=(),
+            num_files=len(ranks),
+            writers=table.sequences.add(ranks),
+            values=tuple(
+                fmt.ValueBlock(int(np.searchsorted(ranks, block.rank)), block.capacity, block.paths) for block in values
+            ),
+            sequences=tuple(table.sequences.sequences),
+        )
+        return Draft(body, table.sequences.blobs)
+
+    def encode(self, identity: Identity, diverged: Sequence[str] = ()) -> bytes:
+        """The manifest file of the checkpoint `identity`; `diverged` are names of tensors whose copies were found to
+        differ, sorted."""
+        body = msgspec.structs.replace(
+            self.body,
+            checkpoint_id=identity.checkpoint_id,
+            run_id=identity.run_id,
+            place=(identity.place.epoch, identity.place.seq),
+            step=identity.step,
+            created=identity.created,
+            metrics=dict(identity.metrics),
+            diverged=tuple(diverged),
+        )
+        return fmt.encode(body, self.blobs)
+
+
 def encode_plan(
     plan: SavePlan, *, identity: Identity, values: Sequence[RankValues], diverged: Sequence[str] = ()
 ) -> bytes:
-    """The manifest file of the checkpoint `identity` that is written by `plan`, with room for `values`; `diverged` are
-    names of tensors whose copies were found to differ, sorted."""
-    tensors = plan.tensors.values()
-    ranks = _writing_ranks(plan.writers, [block.rank for block in values], max(plan.ranks) + 1)
-    table = _PartitionTable(ranks, max(plan.ranks) + 1)
-    rows = zip(tensors, plan.divisions, plan.writers, strict=True)
-    partitions = tuple(table.add(tensor.shape, division, writer) for tensor, division, writer in rows)
-    dtypes: dict[str, int] = {}
-    shapes: dict[Shape, int] = {}
-    body = fmt.Manifest(
-        checkpoint_id=identity.checkpoint_id,
-        run_id=identity.run_id,
-        place=(identity.place.epoch, identity.place.seq),
-        step=identity.step,
-        created=identity.created,
-        world_size=len(plan.ranks),
-        metrics=dict(identity.metrics),
-        reader_features=(),
-        names=tuple(plan.tensors),
-        dtypes=tuple(dtypes.setdefault(tensor.dtype, len(dtypes)) for tensor in tensors),
-        dtype_table=tuple(dtypes),
-        shapes=tuple(shapes.setdefault(tensor.shape, len(shapes)) for tensor in tensors),
-        shape_table=tuple(shapes),
-        partition_table=tuple(table.partitions),
-        partitions=partitions,
-        aliases=dict(plan.aliases),
-        diverged=tuple(diverged),
-        num_files=len(ranks),
-        writers=table.sequences.add(ranks),
-        values=tuple(
-            fmt.ValueBlock(int(np.searchsorted(ranks, block.rank)), block.capacity, block.paths) for block in values
-        ),
-        sequences=tuple(table.sequences.sequences),
-    )
-    return fmt.encode(body, table.sequences.blobs)
+    """The manifest file of the one checkpoint `identity` that is written by `plan`."""
+    return Draft.of(plan, values).encode(identity, diverged)
 
 
 def _differ(rows: Int64s) -> bool:

@@ -19,6 +19,7 @@ from holdfast.format import values as value_codec
 from holdfast.format.container import BLOCK_NBYTES, TABLE_OFFSET, Files, num_blocks
 from holdfast.format.dtypes import CARRIERS
 from holdfast.format.manifest import DecodedManifest, ValueBlock
+from holdfast.format.names import shown
 from holdfast.format.values import Node
 from holdfast.geometry import Box
 from holdfast.plan.load import FileReads, Want, pieces, plan_load
@@ -54,7 +55,7 @@ class Checkpoint:
         self.located = located
         self.storage, self.seal = located.storage, located.seal
         sealed = self.seal.manifest
-        data = self.storage.read(self._key(sealed.name))
+        data = self.storage.read(self._key(sealed.name), limit=min(sealed.nbytes, fmt.MAX_FILE_NBYTES))
         if len(data) != sealed.nbytes or xxhash.xxh3_128_hexdigest(data) != sealed.digest:
             raise self._corrupt(sealed.name, "it is not the manifest that was sealed")
         self.manifest: DecodedManifest = fmt.decode(data, path=self.path(sealed.name))
@@ -71,6 +72,9 @@ class Checkpoint:
         names = [fmt.file_name(index) for index in range(len(seal.files))]
         if len(names) != body.num_files or [file.name for file in seal.files] != names:
             raise self._corrupt(records.SEAL_NAME, f"it does not list the {body.num_files} data files of its manifest")
+        # Before anybody takes memory for what the manifest claims.
+        if fmt.data_nbytes(body) > sum(file.nbytes for file in seal.files):
+            raise self._corrupt(records.SEAL_NAME, "its files are smaller than the tensors of its manifest")
 
     def path(self, name: str) -> str:
         """Full path of a file of the checkpoint."""
@@ -143,13 +147,16 @@ class Checkpoint:
     def _values(self, block: ValueBlock) -> dict[str, Node]:
         columns = self.files.columns(np.asarray([block.file], np.int64))
         data_start, data_nbytes = int(columns.data_starts[0]), int(columns.data_nbytes[0])
-        out = np.empty(block.capacity, np.uint8)
+        out = np.empty(0, np.uint8)
 
         def deliver(_: int, offset: int, data: Bytes) -> None:
             out[offset : offset + len(data)] = data
 
         def open_() -> DataFile:
-            return self.open_file(block.file, data_start=data_start, data_nbytes=data_nbytes)
+            nonlocal out
+            file = self.open_file(block.file, data_start=data_start, data_nbytes=data_nbytes)
+            out = np.empty(block.capacity, np.uint8)  # the file has as many bytes
+            return file
 
         extent = Extent(data_nbytes - block.capacity, data_nbytes)
         with pipeline_pool() as pool:
@@ -169,10 +176,9 @@ class Checkpoint:
         index = next(i for i in range(len(self.seal.files)) if fmt.file_name(i) == name)
         low, high = block * BLOCK_NBYTES, (block + 1) * BLOCK_NBYTES
         hit = list(self._names_between(index, low, high))
-        more = f" and {len(hit) - 5} more" if len(hit) > 5 else ""
-        return self._corrupt(
-            name, f"block {block} of its data does not match its digest; it holds {', '.join(hit[:5])}{more}", *hit[:1]
-        )
+        held = ", ".join(map(shown, hit[:5])) + (f" and {len(hit) - 5} more" if len(hit) > 5 else "")
+        what = f"block {block} of its data does not match its digest; it holds {held}"
+        return self._corrupt(name, what, *hit[:1])
 
     def _names_between(self, index: int, low: int, high: int) -> Iterator[str]:
         layout = self.files.layout(index)
@@ -290,4 +296,8 @@ def unpack_values(data: bytes, *, path: str) -> dict[str, Node]:
             action="Load another checkpoint of the run, or another copy of this one.",
             path=path,
         )
-    return value_codec.decode(data[8 : 8 + nbytes])
+    try:
+        return value_codec.decode(data[8 : 8 + nbytes])
+    except CorruptError as error:
+        error.message, error.path = f"{path} is damaged: {error.message}", path
+        raise

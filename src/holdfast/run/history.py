@@ -3,6 +3,9 @@
 Every record is created once and never changed, so a reader takes no lock and a writer's only weapon is a
 create-only name: who creates epoch ``n`` owns the run until somebody creates ``n + 1``.
 
+A checkpoint that is deleted leaves a tombstone beside its commit (`holdfast.format.tombstones`): the place counts as
+not committed from then on, whoever writes there.
+
 Names in ``epochs/`` and ``history/`` that no writer ever produces (other than 10 digits, or 10-10 digits, and
 ``.json``; a number below 1) cannot be records and are ignored. Everything else must be a sound record: a bad one
 raises `CorruptError`, because a skipped record would silently change what the head is.
@@ -13,12 +16,13 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import TypeVar
+from dataclasses import dataclass, replace
+from typing import NoReturn, TypeVar
 
 from holdfast.errors import ConfigurationError, CorruptError, FencedError, NotFoundError
 from holdfast.format import records
 from holdfast.format.records import Commit, Epoch, Marker, Place, Record, Seal, Why
+from holdfast.format.tombstones import parse_removed_name, removed_key
 from holdfast.run.paths import Target, no_run, some, storage_at
 from holdfast.storage.base import Storage
 
@@ -86,7 +90,7 @@ class Run:
         return record
 
     def commit(self, place: Place) -> Commit:
-        """The commit at `place`, on the head's lineage or not."""
+        """The record of the commit at `place`, on the head's lineage or not, removed or not."""
         key = records.commit_key(place)
         record = _read(self.storage, key, Commit)
         if record.place != place:
@@ -95,7 +99,15 @@ class Run:
 
     def commits(self, epoch: int) -> list[Place]:
         """The committed places of `epoch`, newest first. One request."""
-        return [place for place in self._committed() if place.epoch == epoch]
+        return [place for place in self.places() if place.epoch == epoch]
+
+    def places(self) -> list[Place]:
+        """All committed places that were not removed, newest first. One request."""
+        return self._places()[0]
+
+    def is_removed(self, place: Place) -> bool:
+        """Whether the checkpoint at `place` was deleted, or is being deleted. One request."""
+        return self.storage.nbytes(removed_key(place)) is not None
 
     def head(self) -> Commit | None:
         """The newest good state: the greatest committed place of the newest epoch, else what that was opened from.
@@ -110,16 +122,27 @@ class Run:
         Commits of abandoned futures, and commits that arrived in an epoch after a later one was opened from an
         earlier place, are not on it.
         """
-        for place in self._lineage_places():
-            try:
-                yield self.commit(place)
-            except NotFoundError as error:
-                raise CorruptError(
-                    f"the history of '{self.storage.uri}' needs the commit at {place}, and its record is missing.",
-                    code="corrupt.history",
-                    action="Restore the history folder from another copy of the run.",
-                    path=error.path,
-                ) from error
+        return filter(None, map(self._needed_commit, self.lineage_places()))
+
+    def lineage_places(self, start: Place | None = None) -> Iterator[Place]:
+        """The places of the head's lineage, newest first; of the lineage of `start`, beginning there, where it is
+        given. One request per epoch, and two."""
+        # Epochs are listed before commits: whatever an epoch was opened from was committed before the epoch began,
+        # so it is in the later listing. The other order could miss it.
+        epoch = self.newest_epoch() if start is None else start.epoch
+        if epoch is None:
+            return
+        committed, removed = self._places()
+        below = Place(epoch + 1, 1) if start is None else Place(epoch, start.seq + 1)
+        while True:
+            yield from (place for place in committed if place.epoch == epoch and place < below)
+            origin = self.epoch(epoch).opened_from
+            if origin is None:
+                return
+            # A place may be removed at the moment an epoch is opened from it. What came before it stays.
+            if origin not in removed:
+                yield origin
+            epoch, below = origin.epoch, origin
 
     def find(self, *, step: int | None = None, place: Place | None = None) -> Commit:
         """The commit at `place`, or the newest one of `step` on the head's lineage.
@@ -137,29 +160,34 @@ class Run:
             steps.append(str(commit.step))
         raise self._no_commit(f"of step {step} on the lineage of its head", "steps", list(dict.fromkeys(steps)))
 
-    def open_epoch(self, *, after: int, opened_from: Place | None, why: Why, world_size: int) -> Epoch:
+    def open_epoch(
+        self, *, after: int, opened_from: Place | None, why: Why, world_size: int, incarnation: str | None = None
+    ) -> Epoch:
         """Make the caller the owner of the run, durably, by creating epoch ``after + 1``.
 
         `after` is the newest epoch that the caller knows (0 for none): whoever decided on an older view of the run
-        loses, with `FencedError`, code ``fenced.lost_race``. `opened_from` must be committed.
+        loses, with `FencedError`, code ``fenced.lost_race``. `opened_from` must be committed. It may have been removed
+        since: whoever has its state goes on from that, and until the first commit what came before it is the head.
+        By `incarnation` (default: a new one) a process knows its own record again.
         """
-        if opened_from is not None:
+        if opened_from is not None and not self.is_removed(opened_from):
             self.find(place=opened_from)
+        if opened_from is not None and opened_from.epoch > after:
+            # The head that the caller goes on from is of an epoch that it did not know of.
+            raise self._lost_race(after + 1)
         mine = Epoch(
             epoch=after + 1,
             opened_from=opened_from,
             why=why,
             created=time.time(),
             world_size=world_size,
-            incarnation=secrets.token_hex(16),
+            incarnation=incarnation or secrets.token_hex(16),
         )
         if not self.storage.create(records.epoch_key(mine.epoch), records.encode(mine)):
             # A store that retried a request it had served says "exists" of our own record: ask whose it is.
             theirs = self.epoch(mine.epoch)
             if theirs.incarnation != mine.incarnation:
-                raise self._fenced(
-                    "fenced.lost_race", f"another job opened epoch {mine.epoch} first ({_about(theirs)})"
-                )
+                raise self._lost_race(mine.epoch)
         return mine
 
     def check_fence(self, epoch: int) -> None:
@@ -174,7 +202,7 @@ class Run:
         if newest > epoch:
             about = _about(self.epoch(newest))
             raise self._fenced(
-                "fenced.newer_epoch", f"this job owns epoch {epoch}, but epoch {newest} exists ({about})"
+                "fenced.newer_epoch", f"this job knows of epoch {epoch}, but epoch {newest} exists ({about})"
             )
 
     def publish(self, commit: Commit) -> None:
@@ -197,7 +225,7 @@ class Run:
         prefix = records.checkpoint_key(commit.checkpoint, "")
         key = prefix + records.SEAL_NAME
         try:
-            data = self.storage.read(key)
+            data = self.storage.read(key, limit=records.MAX_SEAL_NBYTES)
         except NotFoundError as error:
             raise _bad_seal(self.storage.path(key), commit, "is missing") from error
         if (len(data), records.digest(data)) != (commit.seal.nbytes, commit.seal.digest):
@@ -207,32 +235,36 @@ class Run:
             raise _bad_seal(self.storage.path(key), commit, f"seals place {seal.place}, step {seal.step}")
         return Located(self.storage, self, commit, prefix, seal)
 
-    def _committed(self) -> list[Place]:
-        """All committed places, newest first. One request."""
+    def _places(self) -> tuple[list[Place], frozenset[Place]]:
+        """All committed places that were not removed, newest first, and the removed ones. One request."""
         names = self.storage.list(records.HISTORY)
-        return sorted((p for p in map(records.parse_commit_name, names) if p is not None), reverse=True)
+        removed = frozenset(place for place in map(parse_removed_name, names) if place is not None)
+        committed = {place for place in map(records.parse_commit_name, names) if place is not None}
+        return sorted(committed - removed, reverse=True), removed
 
-    def _lineage_places(self) -> Iterator[Place]:
-        # Epochs are listed before commits: whatever an epoch was opened from was committed before the epoch began,
-        # so it is in the later listing. The other order could miss it.
-        epoch = self.newest_epoch()
-        if epoch is None:
-            return
-        committed = self._committed()
-        below = Place(epoch + 1, 1)
-        while True:
-            yield from (place for place in committed if place.epoch == epoch and place < below)
-            origin = self.epoch(epoch).opened_from
-            if origin is None:
-                return
-            yield origin
-            epoch, below = origin.epoch, origin
-
-    def _find_place(self, place: Place) -> Commit:
+    def _needed_commit(self, place: Place) -> Commit | None:
+        """The commit at `place` of a lineage, or None where it has been removed since the lineage was listed."""
         try:
             return self.commit(place)
         except NotFoundError as error:
-            raise self._no_commit(f"at {place}", "places", [str(p) for p in self._committed()]) from error
+            if self.is_removed(place):
+                return None
+            raise CorruptError(
+                f"the history of '{self.storage.uri}' needs the commit at {place}, and its record is missing.",
+                code="corrupt.history",
+                action="Restore the history folder from another copy of the run.",
+                path=error.path,
+            ) from error
+
+    def _find_place(self, place: Place) -> Commit:
+        removed = self.is_removed(place)
+        try:
+            if not removed:
+                return self.commit(place)
+        except NotFoundError:
+            pass
+        which = f"at {place} any more: it was removed" if removed else f"at {place}"
+        raise self._no_commit(which, "places", [str(p) for p in self.places()])
 
     def _no_commit(self, which: str, kind: str, available: list[str]) -> NotFoundError:
         return NotFoundError(
@@ -241,6 +273,10 @@ class Run:
             action=f"Choose one of its {kind}: {some(available)}." if available else "Nothing is committed yet.",
             path=self.storage.uri,
         )
+
+    def _lost_race(self, epoch: int) -> FencedError:
+        what = f"another job opened epoch {epoch} first ({_about(self.epoch(epoch))})"
+        return self._fenced("fenced.lost_race", what)
 
     def _fenced(self, code: str, what: str) -> FencedError:
         return FencedError(
@@ -255,7 +291,8 @@ class Run:
 class Located:
     """A checkpoint found. Its files have keys that begin with `prefix`.
 
-    `run` and `commit` are None for a folder that is outside any history.
+    `run` and `commit` are None for a folder that is outside any history. `epoch` is the newest one that the run had
+    before it was looked up (None: not asked).
     """
 
     storage: Storage
@@ -263,33 +300,45 @@ class Located:
     commit: Commit | None
     prefix: str
     seal: Seal
+    epoch: int | None = None
 
     def key(self, name: str) -> str:
         """The key of file `name` of the checkpoint."""
         return self.prefix + name
 
 
-def resolve(target: Target) -> Located:
-    """Find the checkpoint that `target` names and verify its seal.
+def resolve(target: Target, storage: Storage | None = None) -> Located:
+    """Find the checkpoint that `target` names and verify its seal. `storage` is the one at its root.
 
     A run gives its head, or the commit that was selected; a checkpoint folder stands for itself, outside any
     history. `NotFoundError` says what is near; a seal that is not the committed one is a `CorruptError`.
     """
-    storage = storage_at(target.root)
-    if storage.nbytes(records.SEAL_NAME) is not None:
+    storage = storage or storage_at(target.root)
+    if is_folder(storage):
         return _lone_folder(storage, target)
     run = Run.open(storage)
+    # Asked before the head: a job may save on what it loads only where nobody opened an epoch since it looked.
+    epoch = run.newest_epoch()
     if target.step is not None or target.place is not None:
-        return run.locate(run.find(step=target.step, place=target.place))
-    head = run.head()
-    if head is None:
-        raise NotFoundError(
-            f"run '{storage.uri}' has no committed checkpoint.",
-            code="not_found.head",
-            action="Save into it first, or name another run.",
-            path=storage.uri,
-        )
-    return run.locate(head)
+        commit = run.find(step=target.step, place=target.place)
+    else:
+        commit = run.head() or no_head(run)
+    return replace(run.locate(commit), epoch=epoch)
+
+
+def is_folder(storage: Storage) -> bool:
+    """Whether the root of `storage` is one checkpoint, and no run."""
+    return storage.nbytes(records.SEAL_NAME) is not None
+
+
+def no_head(run: Run) -> NoReturn:
+    """Raise the error for a run that has no committed checkpoint."""
+    raise NotFoundError(
+        f"run '{run.storage.uri}' has no committed checkpoint.",
+        code="not_found.head",
+        action="Save into it first, or name another run.",
+        path=run.storage.uri,
+    )
 
 
 def _lone_folder(storage: Storage, target: Target) -> Located:
@@ -304,7 +353,7 @@ def _lone_folder(storage: Storage, target: Target) -> Located:
 
 
 def _read(storage: Storage, key: str, kind: type[R]) -> R:
-    return records.decode(storage.read(key), kind, path=storage.path(key))
+    return records.decode(storage.read(key, limit=records.max_nbytes(kind)), kind, path=storage.path(key))
 
 
 def _misplaced(path: str, what: str) -> CorruptError:

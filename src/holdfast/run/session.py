@@ -6,7 +6,8 @@ up when a save begins. So an aborted save leaves a gap, and a late commit of it 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import secrets
+from dataclasses import dataclass, field
 from threading import Lock
 from typing import Final
 
@@ -18,11 +19,14 @@ from holdfast.run.paths import canonical
 
 @dataclass(slots=True)
 class _Memory:
-    """One run: the last place given out in the epoch that this process owns, and what it loaded since."""
+    """One run: the last place given out in the epoch that this process owns, and what it loaded since, which was when
+    epoch `seen` was the newest."""
 
     run_id: str
     last: Place | None = None
     loaded: Place | None = None
+    seen: int | None = None
+    incarnation: str = field(default_factory=lambda: secrets.token_hex(16))
 
 
 class Session:
@@ -32,10 +36,12 @@ class Session:
         self._memories: dict[str, _Memory] = {}
         self._lock = Lock()
 
-    def note_loaded(self, root: str, run_id: str, place: Place) -> None:
-        """Remember that the state of this process is now that of `place` in the run at `root`."""
+    def note_loaded(self, root: str, run_id: str, place: Place, *, seen: int) -> None:
+        """Remember that the state of this process is now that of `place` in the run at `root`, which was looked up when
+        epoch `seen` was the newest."""
         with self._lock:
-            self._memory(root, run_id).loaded = place
+            memory = self._memory(root, run_id)
+            memory.loaded, memory.seen = place, seen
 
     def begin(self, run: Run, *, takeover: bool, world_size: int) -> Place:
         """The place of the next save into `run`; opens an epoch, durably, where this process owns none that fits.
@@ -45,7 +51,8 @@ class Session:
         began. `takeover` lets a process that loaded nothing go on from the head of a run it does not own.
 
         `ConfigurationError`, code ``config.unloaded_history``: the run has commits and nothing was loaded from it.
-        `FencedError`: another job opened a newer epoch.
+        `FencedError`: another job opened a newer epoch than this one owns, or than there was when it loaded; a
+        rollback of the run is one too.
         """
         with self._lock:
             memory = self._memory(run.storage.uri, run.run_id)
@@ -68,19 +75,24 @@ class Session:
 def _next_in_own_epoch(run: Run, memory: _Memory, newest: int | None, *, takeover: bool) -> Place | None:
     """The next place of the epoch this process owns, or None where another epoch is to be opened."""
     last, loaded = memory.last, memory.loaded
-    if last is None:
-        return None
-    if newest != last.epoch:
-        # Another job opened an epoch. Only a load from that epoch proves that this process loaded after it lost the
-        # run; an earlier load must not let a zombie take the run back.
-        if not takeover and (loaded is None or loaded.epoch <= last.epoch):
-            run.check_fence(last.epoch)
+    if not takeover:
+        # Only a load after a newer epoch was opened gives a right to go on from there: neither an earlier load nor an
+        # epoch of its own must let a zombie take the run back, or a job undo a rollback that it does not know of.
+        known = memory.seen if loaded is not None or last is None else last.epoch
+        if known is not None and newest != known and not _is_own(run, memory, newest):
+            run.check_fence(known)
+    if last is None or newest != last.epoch:
         return None
     if loaded not in (None, last):
         # Also a load of the newest commit, when a later place was begun here: that one is still under way or was
         # aborted, may yet be committed, and would then stand between the loaded state and its successor.
         return None
     return Place(last.epoch, last.seq + 1)
+
+
+def _is_own(run: Run, memory: _Memory, newest: int | None) -> bool:
+    """Whether this process opened epoch `newest`, though the store told it that it failed."""
+    return newest is not None and run.epoch(newest).incarnation == memory.incarnation
 
 
 def _open_epoch(run: Run, memory: _Memory, newest: int, *, takeover: bool, world_size: int) -> Epoch:
@@ -104,7 +116,9 @@ def _open_epoch(run: Run, memory: _Memory, newest: int, *, takeover: bool, world
             action="Load the run first to go on from it, save into another folder, or pass takeover=True.",
             path=run.storage.uri,
         )
-    return run.open_epoch(after=newest, opened_from=origin, why=why, world_size=world_size)
+    return run.open_epoch(
+        after=newest, opened_from=origin, why=why, world_size=world_size, incarnation=memory.incarnation
+    )
 
 
 #: What this process remembers; `save` and `load` share it.

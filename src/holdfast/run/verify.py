@@ -1,79 +1,152 @@
-"""Deep verification: every byte of a checkpoint against its digests, every file against what the manifest demands."""
+"""Is a checkpoint what was sealed? Its structure, or every byte of it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
+import msgspec
 import numpy as np
 
-from holdfast.errors import CorruptError, NotFoundError
-from holdfast.format import container
-from holdfast.format.container import FileLayout
+from holdfast.errors import CorruptError, HoldfastError, NotFoundError, StorageError
+from holdfast.format import container, records
+from holdfast.format.container import BLOCK_NBYTES, FileLayout
 from holdfast.run.checkpoint import Checkpoint
 from holdfast.storage.base import Bytes
 from holdfast.transfer.buffers import BufferPool, pipeline_pool
+from holdfast.transfer.digest import DIGEST_NBYTES, digest_blocks
 from holdfast.transfer.reader import DataFile, Extent, ReadJob, read_files
 
+#: How many tensors, and how many blocks, a fault names at most.
+MAX_NAMED = 16
 
-@dataclass(frozen=True)
-class Finding:
-    """One thing that is wrong: a stable code, the file, and what to know about it."""
+
+class Fault(msgspec.Struct, frozen=True):
+    """One thing that is wrong: a stable code, the file, what to know, and the first of the tensors that it hits."""
 
     code: str
     path: str
     message: str
+    tensors: tuple[str, ...] = ()
+    num_tensors: int = 0
+
+    @staticmethod
+    def of(error: HoldfastError, tensors: Iterable[str] = ()) -> Fault:
+        """What an error of reading says, as a fault."""
+        hit = tuple(dict.fromkeys(tensors))
+        return Fault(error.code, error.path or "", error.message, hit[:MAX_NAMED], len(hit))
 
 
-def verify_checkpoint(checkpoint: Checkpoint, *, progress: Callable[[int], None]) -> list[Finding]:
-    """Read and check all data of `checkpoint`, in bounded memory; `progress` gets the bytes done since its last call.
+def verify_checkpoint(
+    checkpoint: Checkpoint, *, deep: bool, progress: Callable[[int], None] = lambda _: None
+) -> list[Fault]:
+    """All that is wrong with the files of `checkpoint`. Blocking, in bounded memory; a bad file does not stop others.
 
-    Checked are the size of each data file, its header byte for byte (it is a function of the manifest), its digest
-    table against the seal, every block, and that the values can be decoded. A bad file does not stop the others.
+    Each data file must be there with the sealed size and the sealed digest table, its header must be the one that the
+    manifest demands, byte for byte, and its values must be sound. With `deep`, all data is read as well and compared
+    with the digests, and `progress` gets the bytes done since its last call. Files that the seal does not list are
+    faults too (code ``extra.file``), although nothing reads them.
     """
-    findings = []
+    faults: list[Fault] = []
     with pipeline_pool() as pool:
         for index in range(checkpoint.manifest.body.num_files):
-            layout = checkpoint.files.layout(index)
-            finding = _finding(lambda layout=layout: _verify_file(checkpoint, layout, pool, progress))  # type: ignore[misc]
-            if finding is not None:
-                findings.append(finding)
-    finding = _finding(lambda: dict(checkpoint.nodes))
-    if finding is not None and finding not in findings:
-        findings.append(finding)
-    return findings
+            faults += _verify_file(checkpoint, index, pool if deep else None, progress)
+    return faults + _extra_files(checkpoint)
 
 
-def _finding(check: Callable[[], object]) -> Finding | None:
+def _verify_file(
+    checkpoint: Checkpoint, index: int, pool: BufferPool | None, progress: Callable[[int], None]
+) -> list[Fault]:
+    """The faults of one data file; its blocks are read with `pool`, or not at all."""
+    layout = checkpoint.files.layout(index)
     try:
-        check()
-    except (CorruptError, NotFoundError) as error:
-        return Finding(error.code, error.path or "", error.message)
-    return None
+        file = checkpoint.open_file(index, data_start=layout.data_start, data_nbytes=layout.data_nbytes)
+        try:
+            faults = _header_faults(checkpoint, layout, file)
+        finally:
+            file.reader.close()
+        bad = [] if pool is None else _bad_blocks(checkpoint, layout, pool, progress)
+        if bad:
+            faults.append(_block_fault(checkpoint, layout, file.path, bad))
+        elif layout.values is not None and layout.values.paths:
+            checkpoint.nodes[layout.values.paths[0]]  # one value brings, and checks, all of its file
+    except (CorruptError, NotFoundError, StorageError) as error:
+        return [Fault.of(error, _tensors_in(checkpoint, layout, range(container.num_blocks(layout.data_nbytes))))]
+    return faults
 
 
-def _verify_file(checkpoint: Checkpoint, layout: FileLayout, pool: BufferPool, progress: Callable[[int], None]) -> None:
-    def open_() -> DataFile:
-        file = checkpoint.open_file(layout.index, data_start=layout.data_start, data_nbytes=layout.data_nbytes)
-        _check_header(checkpoint, layout, file)
-        return file
-
-    def deliver(_: int, __: int, data: Bytes) -> None:
-        progress(len(data))
-
-    job = ReadJob(open_, [Extent(0, layout.data_nbytes)], deliver)
-    read_files([job], pool=pool, on_corrupt=checkpoint.corrupt_block)
-
-
-def _check_header(checkpoint: Checkpoint, layout: FileLayout, file: DataFile) -> None:
+def _header_faults(checkpoint: Checkpoint, layout: FileLayout, file: DataFile) -> list[Fault]:
     assert file.table is not None
     found = np.empty(layout.data_start, np.uint8)
     file.reader.read_at(0, found)
-    if found.tobytes() != container.header(checkpoint.manifest, layout, file.table):
-        file.reader.close()
-        raise CorruptError(
-            f"{file.path} is damaged: its header is not the one that the manifest demands.",
-            code="corrupt.header",
-            action="Holdfast does not need the header to load; restore this file from another copy for other readers.",
-            path=file.path,
+    if found.tobytes() == container.header(checkpoint.manifest, layout, file.table):
+        return []
+    message = (
+        f"{file.path} is damaged: its header is not the one that the manifest demands. Holdfast does not need it to "
+        "load; other readers of safetensors files do."
+    )
+    return [Fault("corrupt.header", file.path, message)]
+
+
+def _bad_blocks(
+    checkpoint: Checkpoint, layout: FileLayout, pool: BufferPool, progress: Callable[[int], None]
+) -> list[int]:
+    """The blocks of a file that are not what their digests say, ascending."""
+    bad: list[int] = []
+    file = checkpoint.open_file(layout.index, data_start=layout.data_start, data_nbytes=layout.data_nbytes)
+    table = file.table
+    assert table is not None
+
+    def take(_: int, offset: int, data: Bytes) -> None:
+        # Requests for one extent begin at multiples of the buffer's size, so they hold whole blocks.
+        assert offset % BLOCK_NBYTES == 0
+        digests, first = digest_blocks(data), offset // BLOCK_NBYTES
+        expected = table[first * DIGEST_NBYTES :][: len(digests)]
+        bad.extend(
+            first + at // DIGEST_NBYTES
+            for at in range(0, len(digests), DIGEST_NBYTES)
+            if digests[at : at + DIGEST_NBYTES] != expected[at : at + DIGEST_NBYTES]
         )
+        progress(len(data))
+
+    # Handed on without its table: the reader would stop at the first bad block, and all of them are wanted here.
+    unchecked = DataFile(file.reader, file.path, file.data_start, file.data_nbytes, None)
+    job = ReadJob(lambda: unchecked, [Extent(0, layout.data_nbytes)], take)
+    read_files([job], pool=pool, on_corrupt=checkpoint.corrupt_block)
+    return sorted(bad)
+
+
+def _block_fault(checkpoint: Checkpoint, layout: FileLayout, path: str, bad: list[int]) -> Fault:
+    listed = ", ".join(map(str, bad[:MAX_NAMED])) + (", ..." if len(bad) > MAX_NAMED else "")
+    total = container.num_blocks(layout.data_nbytes)
+    what = f"{len(bad)} of {total} blocks of 1 MiB do not match their digests (number {listed})"
+    error = CorruptError(f"{path} is damaged: {what}.", code="corrupt.file", action="", path=path)
+    return Fault.of(error, _tensors_in(checkpoint, layout, bad))
+
+
+def _tensors_in(checkpoint: Checkpoint, layout: FileLayout, blocks: Sequence[int]) -> Iterator[str]:
+    """What lies in some blocks (ascending) of a file; the values count as a tensor here."""
+
+    def hit(start: int, stop: int) -> bool:
+        at = bisect_left(blocks, start // BLOCK_NBYTES)
+        return start < stop and at < len(blocks) and blocks[at] * BLOCK_NBYTES < stop
+
+    for entry in layout.entries:
+        if hit(entry.offset, entry.offset + entry.nbytes):
+            yield checkpoint.manifest.body.names[entry.tensor]
+    if layout.values is not None and hit(layout.values_offset, layout.data_nbytes):
+        yield container.VALUES_NAME
+
+
+def _extra_files(checkpoint: Checkpoint) -> list[Fault]:
+    sealed = {checkpoint.seal.manifest.name, records.SEAL_NAME, *(file.name for file in checkpoint.seal.files)}
+    found = checkpoint.storage.list(checkpoint.located.prefix.rstrip("/"))
+    return [
+        Fault(
+            "extra.file",
+            checkpoint.path(name),
+            f"{checkpoint.path(name)} is no part of the checkpoint: its seal does not list it, and nothing reads it.",
+        )
+        for name in found
+        if name not in sealed
+    ]

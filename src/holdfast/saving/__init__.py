@@ -19,8 +19,9 @@ from typing import Literal, SupportsFloat
 import msgspec
 from torch.distributed import ProcessGroup
 
-from holdfast.control.channel import Channel, Deadline
+from holdfast.control.channel import Channel, Deadline, Outcome
 from holdfast.control.torch_store import default_channel, group_ranks
+from holdfast.errors import HoldfastError
 from holdfast.format.records import Commit
 from holdfast.phases import Stopwatch, attempt
 from holdfast.reports import SaveReport
@@ -29,7 +30,12 @@ from holdfast.saving.coordinator import Coordinator, PlanMemory, Request
 from holdfast.saving.local import NUM_TURNS, Local
 from holdfast.saving.messages import Answer, Compare, Planned, Questions
 from holdfast.saving.share import Share
+from holdfast.saving.survivor import finish_alone, is_desertion
 from holdfast.state.gather import Remembered
+from holdfast.transfer.timed import TimedStorage
+
+#: How long a save may go on at most to commit alone when ranks are gone.
+_FINISH_LIMIT_S = 60.0
 
 #: Of the last save, per run and group: rank 0's knowledge of all ranks, each rank's share, and what its walk found.
 _plans: dict[tuple[str, tuple[int, ...]], PlanMemory] = {}
@@ -61,12 +67,13 @@ def save(
     the report say which tensors these are.
 
     On any error every rank raises, no part of the checkpoint becomes visible, and the head stays what it was; after a
-    load of an older checkpoint the head is the one that was loaded as soon as a save begins to write.
+    load of an older checkpoint the head is the one that was loaded as soon as a save begins to write. One exception: if
+    a rank dies when all data files are durable, the others commit them, and the error says so.
 
     Raises:
         StateError: something in `state` cannot be saved truthfully, or ranks disagree about it.
         ConfigurationError: `run` is not a run, or holds a history that was not loaded.
-        StorageError: the store failed; names the path.
+        StorageError: the store failed, or did not answer within nine tenths of `timeout_s`; names the path.
         DeadlineError: ranks named in the message did not answer within `timeout_s`.
         FencedError: another job opened a newer epoch of the run.
     """
@@ -75,10 +82,12 @@ def save(
     if on_divergence not in ("warn", "error"):
         raise ValueError(f"on_divergence is 'warn' or 'error', not {on_divergence!r}")
     numbers = _numbers(metrics or {})
-    storage = storage_at(_run_root(run))
+    root = _run_root(run)
     channel = default_channel(f"save of step {step}", group)
-    request = Request(storage, step, numbers, takeover, time.time(), on_divergence == "error")
-    return _Saving(channel, Deadline(timeout_s), request, group_ranks(group)).run(state)
+    deadline = Deadline(timeout_s)
+    with TimedStorage(storage_at(root), timeout_s=deadline.for_storage_s) as storage:
+        request = Request(storage, step, numbers, takeover, time.time(), on_divergence == "error")
+        return _Saving(channel, deadline, request, group_ranks(group)).run(state)
 
 
 def _numbers(metrics: Mapping[str, SupportsFloat]) -> dict[str, float]:
@@ -122,7 +131,7 @@ class _Saving:
         with self._watch.phase("write"):
             written = attempt(lambda: self._write(planned, mine, known, written_nbytes))
         with self._watch.phase("commit"):
-            committed = self._channel.exchange("commit", written, self._coordinator.commit, self._deadline)
+            committed = self._commit(planned, written)
         commit = msgspec.msgpack.decode(committed, type=Commit)
         return SaveReport(
             step=commit.step,
@@ -134,6 +143,21 @@ class _Saving:
             diverged=planned.diverged,
             seconds=self._watch.seconds,
         )
+
+    def _commit(self, planned: Planned, written: Outcome) -> bytes:
+        """Have rank 0 commit. When ranks are gone, this one tries by itself; the error then says what came of it."""
+        try:
+            return self._channel.exchange("commit", written, self._coordinator.commit, self._deadline)
+        except HoldfastError as error:
+            if isinstance(written, bytes) and is_desertion(error):
+                # Without word from the store of the group, rank 0 counts as gone: it usually serves it.
+                absent = error.absent or (0,)
+                number, step = self._channel.rank, self._request.step
+                # The time of the save is over: this has some of its own.
+                limit_s = min(self._deadline.timeout_s, _FINISH_LIMIT_S)
+                with TimedStorage(storage_at(self._storage.uri), timeout_s=limit_s) as storage:
+                    error.message += " " + finish_alone(storage, planned, step, number=number, absent=absent)
+            raise
 
     def _describe(self, state: Mapping[str, object], known: Share | None, local: list[Local]) -> bytes:
         number, world_size = self._channel.rank, self._channel.world_size

@@ -15,11 +15,12 @@ from holdfast.errors import StateError
 from holdfast.format import manifest as fmt
 from holdfast.format import records
 from holdfast.format import values as value_codec
-from holdfast.format.records import Commit, Diverged, FileSeal, Seal, SealDigest
+from holdfast.format.records import FileSeal
 from holdfast.format.values import Node
 from holdfast.phases import collector_paused
-from holdfast.plan.save import Identity, RankMessage, RankValues, SavePlan, encode_plan, plan_save
+from holdfast.plan.save import Draft, Identity, RankMessage, RankValues, SavePlan, plan_save
 from holdfast.run.checkpoint import pack_values
+from holdfast.run.complete import Stored, seal_and_commit
 from holdfast.run.history import Run
 from holdfast.run.session import JOB
 from holdfast.saving.compare import describe, diverged, unite
@@ -52,6 +53,7 @@ class PlanMemory:
     plan_id: str
     layouts: Layouts
     plan: SavePlan
+    draft: Draft
     value_paths: tuple[tuple[bytes, bytes], ...]
     values: tuple[RankValues, ...]
     num_saves: int = 0
@@ -129,7 +131,8 @@ class Coordinator:
         values = self._values(answers)
         if memory is None or memory.plan is not plan or not _covers(memory.values, values):
             paths = tuple((message.value_paths, message.own_paths) for message in self._messages)
-            memory = PlanMemory(secrets.token_hex(8), self._layouts(), plan, paths, values)
+            draft = Draft.of(plan, values)
+            memory = PlanMemory(secrets.token_hex(8), self._layouts(), plan, draft, paths, values)
         return self._go_on(memory)
 
     def compare(self, payloads: Sequence[bytes]) -> bytes:
@@ -202,7 +205,7 @@ class Coordinator:
             metrics=self._request.metrics,
         )
         self.memory = replace(memory, num_saves=memory.num_saves + 1)
-        self._manifest = encode_plan(memory.plan, identity=identity, values=memory.values, diverged=diverged)
+        self._manifest = memory.draft.encode(identity, diverged)
         folder = records.folder_name(identity.step, identity.checkpoint_id)
         self._storage.create(records.checkpoint_key(folder, fmt.NAME), self._manifest)
         digest = xxhash.xxh3_128_hexdigest(self._manifest)
@@ -215,35 +218,15 @@ class Coordinator:
         """Seal and commit: all data files are durable."""
         assert self._planned is not None
         assert self._run is not None
-        body = fmt.decode(self._manifest, path=self._planned.folder).body
+        manifest = fmt.decode(self._manifest, path=self._planned.folder)
         written = {w.index: w for w in (msgspec.msgpack.decode(payload, type=Written) for payload in payloads)}
         files = tuple(
             FileSeal(fmt.file_name(index), written[index].nbytes, written[index].digest)
-            for index in range(body.num_files)
+            for index in range(manifest.body.num_files)
         )
-        seal = Seal(
-            checkpoint_id=body.checkpoint_id,
-            place=self._planned.place,
-            step=body.step,
-            manifest=FileSeal(fmt.NAME, self._planned.nbytes, self._planned.digest),
-            files=files,
-        )
-        sealed = records.encode(seal)
         self._run.check_fence(self._planned.place.epoch)
-        self._storage.create(records.checkpoint_key(self._planned.folder, records.SEAL_NAME), sealed)
-        commit = Commit(
-            place=self._planned.place,
-            step=body.step,
-            checkpoint=self._planned.folder,
-            checkpoint_id=body.checkpoint_id,
-            seal=SealDigest(len(sealed), records.digest(sealed)),
-            nbytes=sum(file.nbytes for file in files),
-            created=body.created,
-            metrics={name: records.to_metric(value) for name, value in body.metrics.items()},
-            diverged=Diverged.of(body.diverged),
-        )
-        self._run.publish(commit)
-        return msgspec.msgpack.encode(commit)
+        stored = Stored(self._planned.folder, self._manifest, manifest)
+        return msgspec.msgpack.encode(seal_and_commit(self._run, stored, files))
 
 
 def _covers(reserved: Sequence[RankValues], needed: Sequence[RankValues]) -> bool:

@@ -1,12 +1,14 @@
 """What holdfast needs from a place where bytes live.
 
 Keys are relative, ``/``-separated names below the storage's root. Nothing is ever overwritten: every object is
-created once, whole and durable, or not at all. Errors are `NotFoundError` for a missing key and `StorageError`
-(``retryable`` where a retry can help) for everything else; both name the full path.
+created once, whole and durable, or not at all; the only change there is, is that a whole checkpoint is deleted. Errors
+are `NotFoundError` for a missing key and `StorageError` (``retryable`` where a retry can help) for everything else;
+both name the full path.
 """
 
 from __future__ import annotations
 
+import builtins
 from typing import Protocol
 
 import numpy as np
@@ -55,8 +57,9 @@ class Storage(Protocol):
     def path(self, key: str) -> str:
         """The full path of `key`, for messages and for people."""
 
-    def read(self, key: str, *, start: int = 0, nbytes: int | None = None) -> bytes:
-        """The bytes of an object, or `nbytes` of them from `start`."""
+    def read(self, key: str, *, start: int = 0, nbytes: int | None = None, limit: int | None = None) -> bytes:
+        """The bytes of an object, or `nbytes` of them from `start`. An object of more than `limit` bytes is a
+        `CorruptError`, code ``corrupt.size``, before memory is taken for it."""
 
     def nbytes(self, key: str) -> int | None:
         """Size of an object, or None where there is none."""
@@ -73,3 +76,11 @@ class Storage(Protocol):
 
     def reader(self, key: str) -> FileReader:
         """Open an object for positional reads."""
+
+    def delete(self, key: str) -> bool:
+        """Remove an object; that is durable on return. False where there was none. A temporary name from `leftovers`,
+        below its folder, is a key here too."""
+
+    def leftovers(self, folder: str, *, older_than_s: float = 0.0) -> builtins.list[str]:
+        """Temporary names directly below `folder`, sorted: objects that somebody is writing, or died while writing.
+        Only those to which nothing was written for `older_than_s`. Empty where the store shows none."""

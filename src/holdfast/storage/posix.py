@@ -15,12 +15,13 @@ import mmap
 import os
 import secrets
 import stat
+import time
 from contextlib import suppress
 
 from holdfast.errors import StorageError
 from holdfast.storage.base import Bytes
 from holdfast.storage.linux import ALIGNMENT, open_direct, rename_without_replace, reserve
-from holdfast.storage.posix_errors import not_found, reported, short, unfenced
+from holdfast.storage.posix_errors import long, not_found, reported, short, unfenced
 
 _log = logging.getLogger(__name__)
 
@@ -51,10 +52,17 @@ class PosixStorage:
                 raise ValueError(f"{key!r} is no key: use relative names without empty, '.', '..' or temporary parts")
         return os.path.join(self._root, key)
 
-    def read(self, key: str, *, start: int = 0, nbytes: int | None = None) -> bytes:
-        """The bytes of an object, or `nbytes` of them from `start`. Fewer than `nbytes` are a `CorruptError`."""
+    def _folder(self, folder: str) -> str:
+        return self.path(folder) if folder else self._root
+
+    def read(self, key: str, *, start: int = 0, nbytes: int | None = None, limit: int | None = None) -> bytes:
+        """The bytes of an object, or `nbytes` of them from `start`. Fewer than `nbytes`, and an object of more than
+        `limit`, are a `CorruptError`."""
         path = self.path(key)
         with reported("read", path), open(_open_existing(path), "rb") as file:
+            found = os.fstat(file.fileno()).st_size
+            if limit is not None and found > limit:
+                raise long(path, limit=limit, found=found)
             file.seek(start)
             data = file.read(-1 if nbytes is None else nbytes)
         if nbytes is not None and len(data) < nbytes:
@@ -73,20 +81,14 @@ class PosixStorage:
 
     def list(self, folder: str) -> builtins.list[str]:
         """Names directly below `folder`, sorted; ``""`` is the root; empty where there is no such folder."""
-        path = self.path(folder) if folder else self._root
-        with reported("list", path):
-            try:
-                names = os.listdir(path)
-            except _MISSING:
-                return []
-        return sorted(name for name in names if not name.startswith(TEMPORARY_PREFIX))
+        return sorted(name for name in _names(self._folder(folder)) if not name.startswith(TEMPORARY_PREFIX))
 
     def create(self, key: str, data: bytes) -> bool:
         """Publish `data` under `key`, atomically and durably. False (and no change) when the key exists; it is
         durable then as well, whoever created it."""
         path = self._path_to_create(key)
         temporary = _temporary_beside(path)
-        with reported("create", path):
+        with reported("create", path, nbytes=len(data)):
             try:
                 with open(temporary, "xb") as file:
                     file.write(data)
@@ -105,6 +107,29 @@ class PosixStorage:
     def reader(self, key: str) -> PosixReader:
         """Open an object for positional reads."""
         return PosixReader(self.path(key))
+
+    def delete(self, key: str) -> bool:
+        """Remove an object, durably; False where there was none. A checkpoint's folder goes with its last object."""
+        folder, _, name = key.rpartition("/")
+        path = os.path.join(self._folder(folder), name) if name.startswith(TEMPORARY_PREFIX) else self.path(key)
+        parent = os.path.dirname(path)
+        with reported("delete", path):
+            try:
+                os.unlink(path)
+            except _MISSING:
+                return False
+            _fsync_folder(parent)
+        # Only below the top: somebody may create in `epochs` and `history` at any time, and relies on the folder.
+        if "/" in folder:
+            with suppress(OSError):
+                os.rmdir(parent)
+        return True
+
+    def leftovers(self, folder: str, *, older_than_s: float = 0.0) -> builtins.list[str]:
+        """Temporary names directly below `folder`, sorted, of files to which nothing was written for `older_than_s`."""
+        path = self._folder(folder)
+        temporary = (name for name in _names(path) if name.startswith(TEMPORARY_PREFIX))
+        return sorted(name for name in temporary if _is_older(os.path.join(path, name), older_than_s))
 
     def _path_to_create(self, key: str) -> str:
         path = self.path(key)
@@ -185,7 +210,7 @@ class PosixWriter(_OpenFile):
 
     def __init__(self, path: str, *, nbytes: int) -> None:
         self._temporary = _temporary_beside(path)
-        with reported("create", path):
+        with reported("create", path, nbytes=nbytes):
             descriptor = os.open(self._temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
             try:
                 # A last block that is padded to the alignment must not grow the file: that would serialise writes.
@@ -201,6 +226,8 @@ class PosixWriter(_OpenFile):
         with reported("write", self._path):
             while len(data):
                 num_written = self._write_some(offset, data)
+                if num_written == 0:
+                    raise OSError(errno.EIO, "the file system took no byte and gave no reason")
                 offset += num_written
                 data = data[num_written:]
 
@@ -293,13 +320,32 @@ def _read_direct(direct: int, offset: int, out: Bytes) -> int:
 def _open_existing(path: str) -> int:
     """`path` opened for reading; a folder or nothing is a `NotFoundError`."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        # Without waiting: a pipe under the name of a file would wait for a writer. Files do not care.
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except _MISSING as error:
         raise not_found(path) from error
     if stat.S_ISREG(os.fstat(descriptor).st_mode):
         return descriptor
     os.close(descriptor)
     raise not_found(path)
+
+
+def _names(folder: str) -> list[str]:
+    """Names in `folder`; none where there is no such folder."""
+    with reported("list", folder):
+        try:
+            return os.listdir(folder)
+        except _MISSING:
+            return []
+
+
+def _is_older(path: str, seconds: float) -> bool:
+    """Whether the file `path` is there and was not written to for so long."""
+    with reported("look at", path):
+        try:
+            return seconds <= 0 or os.stat(path).st_mtime <= time.time() - seconds
+        except _MISSING:
+            return False
 
 
 def _temporary_beside(path: str) -> str:

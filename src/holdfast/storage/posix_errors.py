@@ -5,12 +5,13 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 from holdfast.errors import CorruptError, HoldfastError, NotFoundError, StorageError
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _DENIED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
+_VANISHED = frozenset({errno.ENOENT, errno.ENOTDIR})
 _TRANSIENT = frozenset(
     {
         errno.EAGAIN,
@@ -26,25 +27,31 @@ _TRANSIENT = frozenset(
 )
 
 
+#: What creating one object takes at most: its file, and on some file systems its second name.
+_NUM_INODES = 2
+
+
 @contextmanager
-def reported(operation: str, path: str) -> Iterator[None]:
-    """Turn what the operating system reports into `StorageError`."""
+def reported(operation: str, path: str, *, nbytes: int | None = None) -> Iterator[None]:
+    """Turn what the operating system reports into `StorageError`. `nbytes` is the space that the operation needs."""
     try:
         yield
     except OSError as error:
-        raise _storage_error(operation, path, error) from error
+        raise _storage_error(operation, path, error, nbytes) from error
 
 
-def _storage_error(operation: str, path: str, error: OSError) -> HoldfastError:
+def _storage_error(operation: str, path: str, error: OSError, nbytes: int | None) -> HoldfastError:
     code, action = "storage.failed", "Repair what the system reports, then try again."
     reason = error.strerror or str(error)
     if error.errno in _FULL:
         code, action = "storage.full", "Free space or raise the quota, or save to another place."
-        with suppress(OSError):
-            space = os.statvfs(os.path.dirname(path))
-            reason += f" ({space.f_bavail * space.f_frsize:,} bytes free)"
+        reason += _space(os.path.dirname(path), nbytes)
     elif error.errno in _DENIED:
         code, action = "storage.denied", "Give this user write access, or use another place."
+    elif error.errno in _VANISHED:
+        code = "storage.vanished"
+        reason = "its folder, or the file under construction in it, was removed meanwhile"
+        action = "Find out who removed it, or whether its file system was unmounted; then try again."
     elif error.errno == errno.EIO:
         code, action = "storage.io", "Look for device errors in the kernel log, then use another copy or place."
     elif error.errno in _TRANSIENT:
@@ -56,6 +63,21 @@ def _storage_error(operation: str, path: str, error: OSError) -> HoldfastError:
         path=path,
         retryable=error.errno in _TRANSIENT,
     )
+
+
+def _space(folder: str, nbytes: int | None) -> str:
+    """What is known about the space on a full disk: for a message."""
+    try:
+        space = os.statvfs(folder)
+    except OSError:
+        return ""
+    free = space.f_bavail * space.f_frsize
+    if space.f_files and space.f_favail < _NUM_INODES:
+        return f" (no more files can be created; {free:,} bytes free)"
+    if nbytes is None or nbytes <= free:
+        # A quota, or space that others took and gave back: what the file system has is not what is missing.
+        return f" ({free:,} bytes free)"
+    return f" ({nbytes:,} bytes needed, {free:,} bytes free: {nbytes - free:,} bytes are missing)"
 
 
 def not_found(path: str) -> NotFoundError:
@@ -73,6 +95,16 @@ def short(path: str, *, start: int, wanted: int, found: int) -> CorruptError:
     return CorruptError(
         f"{path} is too short: {wanted:,} bytes are wanted from {start:,}, {found:,} are there.",
         code="corrupt.short",
+        action="Use another copy or an older checkpoint.",
+        path=path,
+    )
+
+
+def long(path: str, *, limit: int, found: int) -> CorruptError:
+    """The error for a file that is larger than what it should hold can be."""
+    return CorruptError(
+        f"{path} is too long: it has {found:,} bytes, and at most {limit:,} are possible.",
+        code="corrupt.size",
         action="Use another copy or an older checkpoint.",
         path=path,
     )

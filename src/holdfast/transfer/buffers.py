@@ -33,7 +33,7 @@ class BufferPool:
             raise ValueError(f"a pool of {nbytes} bytes has no room for one buffer of {buffer_nbytes}")
         self.buffer_nbytes = buffer_nbytes
         self.num_buffers = nbytes // buffer_nbytes
-        self._memory = mmap.mmap(-1, self.num_buffers * buffer_nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._memory = _anonymous(self.num_buffers * buffer_nbytes)
         # Last in, first out: few threads touch few buffers, and those stay in the cache.
         self._free: queue.LifoQueue[Bytes] = queue.LifoQueue()
         for start in reversed(range(0, len(self._memory), buffer_nbytes)):
@@ -41,10 +41,17 @@ class BufferPool:
 
     @contextmanager
     def buffer(self) -> Iterator[Bytes]:
-        """A buffer for the time of a ``with`` block, with arbitrary content. Blocks while all are taken."""
+        """A buffer for the time of a ``with`` block, with arbitrary content. Blocks while all are taken.
+
+        A block that ends with an error gives its buffer up, and the pool takes other memory instead: a store that did
+        not answer in time may still read from the buffer, or write to it.
+        """
         buffer = self._free.get()
         try:
             yield buffer
+        except BaseException:
+            buffer = np.frombuffer(_anonymous(self.buffer_nbytes), np.uint8)
+            raise
         finally:
             self._free.put(buffer)
 
@@ -63,6 +70,10 @@ class BufferPool:
         self.close()
 
 
+def _anonymous(nbytes: int) -> mmap.mmap:
+    return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+
 def pipeline_pool() -> BufferPool:
     """Buffers for one pipeline: one per thread, as much as `write_file` and `read_files` use by default."""
     return BufferPool(NUM_THREADS * BUFFER_NBYTES)
@@ -71,7 +82,8 @@ def pipeline_pool() -> BufferPool:
 def run_threads(num_threads: int, work: Callable[[], None], *, stop: Callable[[], None]) -> None:
     """Run `work` in each of `num_threads` threads; returns, or raises the first error, when all have ended.
 
-    `stop` is called once on the first error (or an interrupt of the caller) and must make `work` return soon.
+    `stop` is called once on the first error (or an interrupt of the caller) and must make `work` return soon. There is
+    no deadline here: what waits for a store that may hang does so through a `TimedStorage`.
     """
     with ThreadPoolExecutor(num_threads, thread_name_prefix="holdfast-transfer") as executor:
         try:

@@ -1,0 +1,100 @@
+"""``holdfast rollback`` and ``holdfast rm``: what changes a run on purpose. Both say what the head was and is."""
+
+from __future__ import annotations
+
+from itertools import takewhile
+
+import msgspec
+
+from holdfast.cli.runs import Head, open_run
+from holdfast.cli.screen import confirmed, console, print_json, printable, size, when
+from holdfast.errors import ConfigurationError
+from holdfast.format.records import Commit
+from holdfast.run.history import Run
+from holdfast.run.paths import Target, parse, some, storage_at
+from holdfast.run.removal import check_unneeded, remove_checkpoint
+from holdfast.run.rollback import rollback as roll_back
+
+
+class Change(msgspec.Struct, frozen=True):
+    """What ``--json`` prints: the checkpoint that was meant, and the head before and after."""
+
+    run: str
+    place: str
+    step: int
+    head_before: Head
+    head: Head
+
+
+def rollback(run: str, to: str, *, yes: bool, as_json: bool) -> bool:
+    """Make the checkpoint `to` the head of the run; False where the person at the terminal did not want to."""
+    found = open_run(run)
+    target = _selected(found, to)
+    commit = found.find(step=target.step, place=target.place)
+    before = Head.of(found)
+    if not as_json:
+        screen = console()
+        screen.print(f"{printable(run)}: the head is {before}", soft_wrap=True)
+        screen.print(f"  goes back to  {_described(commit)}", soft_wrap=True)
+        abandoned = [str(place) for place in takewhile(lambda place: place != commit.place, found.lineage_places())]
+        if abandoned:
+            screen.print(f"  abandons      {some(abandoned)} (kept; a rollback can go there too)", soft_wrap=True)
+        screen.print("  A job that is running on this run stops at its next save.", soft_wrap=True)
+    if not confirmed("Go back?", yes=yes):
+        return False
+    roll_back(found, commit.place)
+    change = _change(found, commit, before)
+    if as_json:
+        print_json(change)
+    else:
+        console().print(f"the head was {before} and is {change.head}", soft_wrap=True)
+    return True
+
+
+def rm(path: str, *, yes: bool, as_json: bool) -> bool:
+    """Delete one checkpoint for good; False where the person at the terminal did not want to."""
+    target = parse(path)
+    if target.step is None and target.place is None:
+        raise ConfigurationError(
+            f"'{path}' names no checkpoint of a run.",
+            code="config.path",
+            action=f"Write {target.root}@PLACE or {target.root}@step=N; holdfast ls {target.root} lists them.",
+            path=path,
+        )
+    found = Run.open(storage_at(target.root))
+    commit = found.find(step=target.step, place=target.place)
+    check_unneeded(found, commit.place)
+    before = Head.of(found)
+    if not as_json:
+        console().print(f"{printable(target.root)}: deletes {_described(commit)}", soft_wrap=True)
+    if not confirmed("Delete it? This cannot be undone.", yes=yes):
+        return False
+    remove_checkpoint(found, commit)
+    change = _change(found, commit, before)
+    if as_json:
+        print_json(change)
+    else:
+        head = f"is still {before}" if change.head == before else f"was {before} and is {change.head}"
+        console().print(f"deleted step {commit.step} at {commit.place}; the head {head}", soft_wrap=True)
+    return True
+
+
+def _selected(run: Run, to: str) -> Target:
+    """The checkpoint `to` of `run`."""
+    root = run.storage.uri
+    target = parse(f"{root}@{to}")
+    if target.root != root:
+        raise ConfigurationError(
+            f"'--to {to}' names no checkpoint.",
+            code="config.path",
+            action=f"Write --to 3.12 (epoch 3, number 12) or --to step=700; holdfast ls {root} lists them.",
+        )
+    return target
+
+
+def _described(commit: Commit) -> str:
+    return f"step {commit.step} at {commit.place}, saved {when(commit.created)}, {size(commit.nbytes)}"
+
+
+def _change(run: Run, commit: Commit, before: Head) -> Change:
+    return Change(run.storage.uri, str(commit.place), commit.step, before, Head.of(run))

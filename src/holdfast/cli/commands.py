@@ -1,0 +1,127 @@
+"""The commands and their options, as people see them. What they do is in the module of each, imported when it runs."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+#: Exit codes: a finding (damage, a difference, something to repair), and a failure or refusal.
+FINDING = 1
+FAILURE = 3
+
+_PATH_HELP = "A run (its head), RUN@step=700, RUN@3.12 (epoch 3, number 12), or a checkpoint folder."
+
+RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="The folder of a run.")]
+PathArgument = Annotated[str, typer.Argument(metavar="PATH", help=_PATH_HELP)]
+JsonOption = Annotated[bool, typer.Option("--json", help="One JSON document, for programs.")]
+YesOption = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")]
+NamesOption = Annotated[str, typer.Option("--names", metavar="GLOB", help="Only names that match, such as 'model/*'.")]
+
+app = typer.Typer(
+    help="Look at, check and repair checkpoints. Exit codes: 0 fine, 1 a finding, 2 wrong usage, 3 failure.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["--help", "-h"]},
+)
+
+
+@app.command()
+def ls(run: RunArgument, *, as_json: JsonOption = False) -> None:
+    """List the checkpoints of a run: those that lead to its head, and those that were abandoned."""
+    from holdfast.cli.ls import ls
+
+    if not ls(run, as_json=as_json):
+        raise typer.Exit(FINDING)
+
+
+@app.command()
+def show(
+    path: PathArgument,
+    *,
+    values: Annotated[bool, typer.Option("--values", help="Values too, and not only tensors.")] = False,
+    names: NamesOption = "",
+    as_json: JsonOption = False,
+) -> None:
+    """Show what a checkpoint holds: a tree of its tensors, or every tensor of the names asked for."""
+    from holdfast.cli.show import show
+
+    show(path, values=values, names=names, as_json=as_json)
+
+
+@app.command()
+def verify(
+    path: PathArgument,
+    *,
+    deep: Annotated[bool, typer.Option("--deep", help="Read all data and check every block's digest.")] = False,
+    every: Annotated[bool, typer.Option("--all", help="All committed checkpoints of the run.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Check that a checkpoint is what was sealed: its files, sizes, headers and values; with --deep every byte."""
+    from holdfast.cli.verify import verify
+
+    if not verify(path, deep=deep, every=every, as_json=as_json):
+        raise typer.Exit(FINDING)
+
+
+@app.command()
+def diff(
+    a: Annotated[str, typer.Argument(metavar="A", help=_PATH_HELP)],
+    b: Annotated[str, typer.Argument(metavar="B", help="What to compare it with.")],
+    *,
+    stat: Annotated[bool, typer.Option("--stat", help="Only how much differs, not what.")] = False,
+    names: NamesOption = "",
+    as_json: JsonOption = False,
+) -> None:
+    """Compare two checkpoints, of one run or two, however divided: names, shapes, dtypes, values, every element."""
+    from holdfast.cli.diff import diff
+
+    if not diff(a, b, stat=stat, names=names, as_json=as_json):
+        raise typer.Exit(FINDING)
+
+
+@app.command()
+def doctor(
+    run: RunArgument,
+    *,
+    deep: Annotated[bool, typer.Option("--deep", help="Read all data too.")] = False,
+    finish: Annotated[bool, typer.Option("--finish", help="Commit what is complete and was never committed.")] = False,
+    remove: Annotated[bool, typer.Option("--remove", help="Delete what nobody can finish; asks first.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="With --remove: also what may be in progress.")] = False,
+    yes: YesOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Find what crashes left behind in a run, say what it means, and repair it on request."""
+    from holdfast.cli.doctor import doctor
+
+    if not doctor(run, deep=deep, finish=finish, remove=remove, force=force, yes=yes, as_json=as_json):
+        raise typer.Exit(FINDING)
+
+
+@app.command()
+def rollback(
+    run: RunArgument,
+    *,
+    to: Annotated[str, typer.Option("--to", metavar="PLACE|step=N", help="Where to go back to: 3.12, or step=700.")],
+    yes: YesOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Make an earlier checkpoint the head. Nothing is deleted; what came after it is abandoned."""
+    from holdfast.cli.change import rollback
+
+    if not rollback(run, to, yes=yes, as_json=as_json):
+        raise typer.Exit(FAILURE)
+
+
+@app.command()
+def rm(
+    path: Annotated[str, typer.Argument(metavar="RUN@PLACE", help="One checkpoint: RUN@3.12, or RUN@step=700.")],
+    *,
+    yes: YesOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Delete one checkpoint of a run for good. The head, and what other checkpoints need, are refused."""
+    from holdfast.cli.change import rm
+
+    if not rm(path, yes=yes, as_json=as_json):
+        raise typer.Exit(FAILURE)

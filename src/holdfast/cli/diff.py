@@ -1,0 +1,244 @@
+"""``holdfast diff``: what two checkpoints have in common and what not."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from typing import NamedTuple
+
+import msgspec
+from rich.console import Console
+from rich.text import Text
+
+from holdfast.cli.screen import console, count, print_json, printable, progress, table, when
+from holdfast.cli.values import kind_of, natural, shortened, text_of
+from holdfast.errors import NotFoundError
+from holdfast.format.values import Node
+from holdfast.run.checkpoint import Checkpoint
+from holdfast.run.compare import Comparison, Described, TensorDifference, compare, pairs
+from holdfast.run.history import resolve
+from holdfast.run.paths import parse
+
+#: Rows of one kind on screen; JSON has all of them.
+_MAX_ROWS = 40
+#: A part of a name that numbers a layer, an expert, a group.
+_NUMBER = re.compile(r"(?<![^/.])[0-9]+(?![^/.])")
+
+
+class Side(msgspec.Struct, frozen=True):
+    """One of the two checkpoints."""
+
+    path: str
+    place: str
+    step: int
+    created: float
+    world_size: int
+    num_files: int
+
+
+class Value(msgspec.Struct, frozen=True):
+    """A value that differs, as text; null where a side does not have it."""
+
+    name: str
+    a: str | None
+    b: str | None
+
+
+class Document(msgspec.Struct, frozen=True):
+    """What ``--json`` prints. With ``--stat`` the lists are empty and only the numbers say what differs."""
+
+    equal: bool
+    a: Side
+    b: Side
+    num_common: int
+    num_only_a: int
+    num_only_b: int
+    num_differing: int
+    num_values: int
+    max_abs: float | int | None
+    only_a: list[str]
+    only_b: list[str]
+    tensors: list[TensorDifference]
+    values: list[Value]
+
+
+def diff(a: str, b: str, *, stat: bool, names: str, as_json: bool) -> bool:
+    """Compare the checkpoints at two paths, as far as names match `names`; True where they are equal."""
+    sides = [Checkpoint(resolve(parse(path))) for path in (a, b)]
+
+    def wanted(name: str) -> bool:
+        return not names or fnmatchcase(name, names)
+
+    total = sum(pair.nbytes for pair in pairs(*sides, wanted=wanted))
+    with progress("comparing", total) as advance:
+        found = compare(*sides, wanted=wanted, progress=advance)
+    if names and not (found.num_common or found.only_a or found.only_b or found.values):
+        raise NotFoundError(
+            f"nothing in '{a}' and '{b}' has a name that matches {names!r}, or all such values are equal.",
+            code="not_found.tensor",
+            action="List names with holdfast show PATH --names '*'.",
+        )
+    document = _document(sides, found, stat=stat)
+    if as_json:
+        print_json(document)
+    else:
+        _show(document, found, stat=stat)
+    return found.equal
+
+
+def _document(sides: Sequence[Checkpoint], found: Comparison, *, stat: bool) -> Document:
+    largest = [difference.max_abs for difference in found.tensors if difference.max_abs is not None]
+    one, other = (_side(checkpoint) for checkpoint in sides)
+    return Document(
+        equal=found.equal,
+        a=one,
+        b=other,
+        num_common=found.num_common,
+        num_only_a=len(found.only_a),
+        num_only_b=len(found.only_b),
+        num_differing=len(found.tensors),
+        num_values=len(found.values),
+        max_abs=max(largest, default=None),
+        only_a=[] if stat else found.only_a,
+        only_b=[] if stat else found.only_b,
+        tensors=[] if stat else found.tensors,
+        values=[] if stat else [Value(value.name, _text(value.a), _text(value.b)) for value in found.values],
+    )
+
+
+def _side(checkpoint: Checkpoint) -> Side:
+    body = checkpoint.manifest.body
+    place = str(checkpoint.manifest.place)
+    return Side(checkpoint.folder, place, body.step, body.created, body.world_size, body.num_files)
+
+
+def _text(node: Node | None) -> str | None:
+    return None if node is None else text_of(node)
+
+
+def _show(document: Document, found: Comparison, *, stat: bool) -> None:
+    screen = console()
+    for name, side in (("A", document.a), ("B", document.b)):
+        by = f"{count(side.num_files, 'file')} by {count(side.world_size, 'rank')}"
+        text = f"step {side.step} at {side.place}, saved {when(side.created)}, {by}"
+        screen.print(Text.assemble((f"{name} ", "bold"), f"{printable(side.path)}\n  {text}"), soft_wrap=True)
+    if not stat:
+        _print_names(screen, "only in A", document.only_a)
+        _print_names(screen, "only in B", document.only_b)
+        _print_tensors(screen, found.tensors)
+        _print_values(screen, found)
+    screen.print()
+    screen.print(_verdict(document), soft_wrap=True)
+
+
+def _verdict(document: Document) -> Text:
+    if document.equal:
+        what = f" {count(document.num_common, 'tensor')} bit for bit, and all values"
+        return Text.assemble(("equal:", "bold green"), what)
+    parts = []
+    if document.num_differing:
+        largest = "" if document.max_abs is None else f" (by at most {_number(document.max_abs)})"
+        parts.append(f"{document.num_differing:,} of {count(document.num_common, 'tensor')} in both{largest}")
+    if document.num_values:
+        parts.append(count(document.num_values, "value"))
+    for number, side in ((document.num_only_a, "A"), (document.num_only_b, "B")):
+        if number:
+            parts.append(f"{count(number, 'tensor')} only in {side}")
+    if not document.num_differing:
+        parts.append(f"the {count(document.num_common, 'tensor')} in both are equal")
+    return Text.assemble(("different: ", "bold red"), "; ".join(parts))
+
+
+def _print_names(screen: Console, title: str, names: list[str]) -> None:
+    if not names:
+        return
+    screen.print(f"\n{title}: {count(len(names), 'tensor')}", style="bold")
+    for name in names[:_MAX_ROWS]:
+        screen.print(f"  {printable(name)}", soft_wrap=True)
+    _print_rest(screen, len(names))
+
+
+class _Group(NamedTuple):
+    """Tensors whose names differ in numbers only, or one tensor: what differs in all of them together."""
+
+    name: str
+    kinds: str
+    members: list[TensorDifference]
+
+    @property
+    def differing(self) -> str:
+        """How many elements differ."""
+        if any(one.num_differing is None for one in self.members):
+            return "not compared"
+        number = sum(one.num_differing or 0 for one in self.members)
+        numel = sum(one.a.numel for one in self.members)
+        return f"all {number:,}" if 0 < number == numel else f"{number:,} of {numel:,}"
+
+    @property
+    def largest(self) -> str:
+        """By how much elements differ at most, and how many are no finite numbers on a side."""
+        finite = max((one.max_abs for one in self.members if one.max_abs is not None), default=None)
+        strange = sum(one.num_not_finite for one in self.members)
+        parts = [] if finite is None else [_number(finite)]
+        return " + ".join([*parts, f"{strange:,} nan/inf"] if strange else parts)
+
+
+def _print_tensors(screen: Console, tensors: list[TensorDifference]) -> None:
+    """Tensors of both sides that differ; alike ones of many layers are one row where all would be too many."""
+    if not tensors:
+        return
+    groups = _groups(tensors, merge=len(tensors) > _MAX_ROWS)
+    shown = groups[:_MAX_ROWS]
+    optional = {
+        "num": [f"{len(group.members):,}" if len(group.members) > 1 else "" for group in shown],
+        "A -> B": [group.kinds for group in shown],
+    }
+    optional = {name: cells for name, cells in optional.items() if any(cells)}
+    made = table("tensor", *optional, "differing", "max |A-B|", right=("num", "differing", "max |A-B|"))
+    for group, *cells in zip(shown, *optional.values(), strict=True):
+        made.add_row(printable(group.name), *cells, group.differing, group.largest)
+    screen.print()
+    screen.print(made)
+    _print_rest(screen, len(groups))
+
+
+def _groups(tensors: list[TensorDifference], *, merge: bool) -> list[_Group]:
+    found: dict[tuple[str, str], _Group] = {}
+    for one in sorted(tensors, key=lambda one: natural(one.name)):
+        name = _NUMBER.sub("*", one.name) if merge else one.name
+        kinds = "" if one.a == one.b else f"{_kind(one.a)} -> {_kind(one.b)}"
+        found.setdefault((name, kinds), _Group(name, kinds, [])).members.append(one)
+    return [group if len(group.members) > 1 else group._replace(name=group.members[0].name) for group in found.values()]
+
+
+def _kind(side: Described) -> str:
+    return f"{side.dtype} {list(side.shape)}"
+
+
+def _number(value: float) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
+
+
+def _print_values(screen: Console, found: Comparison) -> None:
+    if not found.values:
+        return
+    screen.print()
+    made = table("value", "A", "B")
+    for value in found.values[:_MAX_ROWS]:
+        made.add_row(printable(value.name), _cell(value.a, value.b), _cell(value.b, value.a))
+    screen.print(made)
+    _print_rest(screen, len(found.values))
+
+
+def _cell(node: Node | None, other: Node | None) -> str:
+    """A value; with its type where the other side's is another."""
+    if node is None:
+        return "-"
+    text = shortened(text_of(node))
+    return text if other is None or kind_of(node) == kind_of(other) else f"{kind_of(node)} {text}"
+
+
+def _print_rest(screen: Console, number: int) -> None:
+    if number > _MAX_ROWS:
+        screen.print(f"  and {number - _MAX_ROWS:,} more: --names GLOB narrows, --json lists all", soft_wrap=True)

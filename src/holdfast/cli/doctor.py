@@ -1,0 +1,109 @@
+"""``holdfast doctor``: what is not as it should be in a run, what it means, and the repair of what can be repaired."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable
+
+import msgspec
+from rich.padding import Padding
+from rich.text import Text
+
+from holdfast.cli.runs import Head, open_run
+from holdfast.cli.screen import confirmed, console, count, explain, print_json, printable
+from holdfast.errors import ConfigurationError, HoldfastError
+from holdfast.run import doctor as core
+from holdfast.run.doctor import Finding
+
+_STYLES = {"finish": "bold green", "remove": "bold yellow", "none": "bold red"}
+
+
+class Document(msgspec.Struct, frozen=True):
+    """What ``--json`` prints: all findings, the paths of those that were repaired, and those that are left."""
+
+    run: str
+    head_before: Head
+    head: Head
+    findings: list[Finding]
+    finished: list[str]
+    removed: list[str]
+    left: list[Finding]
+
+
+def doctor(run: str, *, deep: bool, finish: bool, remove: bool, force: bool, yes: bool, as_json: bool) -> bool:
+    """Say what is wrong with a run and repair what was asked for; True where nothing is left."""
+    if force and not remove:
+        raise ConfigurationError(
+            "--force says what --remove may delete.", code="config.option", action="Give --remove too, or leave it out."
+        )
+    found = open_run(run)
+    head_before = Head.of(found)
+    findings = core.examine(found, deep=deep)
+    if not as_json:
+        _show(run, head_before, findings)
+    finished: list[Finding] = []
+    if finish:
+        complete = [finding for finding in findings if finding.remedy == "finish"]
+        finished = _each(complete, lambda finding: core.finish(found, finding), "finished", as_json=as_json)
+    removed: list[Finding] = []
+    if remove:
+        doomed = [finding for finding in findings if _is_removable(finding, force=force)]
+        if doomed and confirmed(f"Delete {count(len(doomed), 'thing')}? This cannot be undone.", yes=yes):
+            removed = _each(
+                doomed, lambda finding: core.remove(found, finding, force=force), "removed", as_json=as_json
+            )
+    left = [finding for finding in findings if finding not in finished and finding not in removed]
+    head = Head.of(found)
+    if as_json:
+        print_json(Document(found.storage.uri, head_before, head, findings, _paths(finished), _paths(removed), left))
+    else:
+        _conclude(run, head_before, head, left)
+    return not left
+
+
+def _paths(findings: list[Finding]) -> list[str]:
+    return [finding.path for finding in findings]
+
+
+def _is_removable(finding: Finding, *, force: bool) -> bool:
+    return finding.remedy == "remove" or (force and finding.code.endswith(".in_progress"))
+
+
+def _each(findings: list[Finding], repair: Callable[[Finding], object], done: str, *, as_json: bool) -> list[Finding]:
+    """Those of `findings` that could be repaired; what keeps the others from it is said."""
+    repaired = []
+    for finding in findings:
+        try:
+            repair(finding)
+        except HoldfastError as error:
+            explain(error)
+            continue
+        repaired.append(finding)
+        if not as_json:
+            console().print(Text.assemble((f"{done} ", "bold green"), printable(finding.path)), soft_wrap=True)
+    return repaired
+
+
+def _show(run: str, head: Head, findings: list[Finding]) -> None:
+    screen = console()
+    verdict = count(len(findings), "finding") if findings else "nothing is wrong"
+    screen.print(f"{printable(run)}: {verdict}; the head is {head}", soft_wrap=True)
+    for finding in findings:
+        label = "by hand" if finding.remedy == "none" else finding.remedy
+        screen.print(Text.assemble("\n", (label, _STYLES[finding.remedy]), (f"  {finding.code}", "dim")))
+        screen.print(Padding(printable(finding.text), (0, 0, 0, 2), expand=False))
+
+
+def _conclude(run: str, head_before: Head, head: Head, left: list[Finding]) -> None:
+    """What became of the head, and what can be done next."""
+    screen = console()
+    if head != head_before:
+        screen.print(f"\nthe head was {head_before} and is {head}", soft_wrap=True)
+    name = shlex.quote(run)
+    options = (
+        ("finish", f"holdfast doctor {name} --finish", "commits what is complete"),
+        ("remove", f"holdfast doctor {name} --remove", "deletes what nobody can finish, after asking"),
+    )
+    hints = [f"  {command}  {what}" for remedy, command, what in options if any(f.remedy == remedy for f in left)]
+    if hints:
+        screen.print("\n" + "\n".join(hints), soft_wrap=True)

@@ -1,0 +1,45 @@
+"""Runs as commands name and describe them."""
+
+from __future__ import annotations
+
+import msgspec
+
+from holdfast.errors import ConfigurationError, CorruptError
+from holdfast.run.history import Run
+from holdfast.run.paths import parse, storage_at
+
+
+def open_run(path: str) -> Run:
+    """The run at `path`, all of it: a path that selects one checkpoint is a `ConfigurationError`."""
+    target = parse(path)
+    if target.step is not None or target.place is not None:
+        raise ConfigurationError(
+            f"'{path}' selects one checkpoint, and this is about the whole run.",
+            code="config.path",
+            action=f"Name the run alone: {target.root}.",
+            path=path,
+        )
+    return Run.open(storage_at(target.root))
+
+
+class Head(msgspec.Struct, frozen=True):
+    """The head of a run. `place` and `step` are null where nothing is committed, or where `damage` says what is wrong
+    with its record."""
+
+    place: str | None = None
+    step: int | None = None
+    damage: str | None = None
+
+    @staticmethod
+    def of(run: Run) -> Head:
+        """What it is now."""
+        try:
+            head = run.head()
+        except CorruptError as error:
+            return Head(damage=error.code)
+        return Head() if head is None else Head(str(head.place), head.step)
+
+    def __str__(self) -> str:
+        if self.damage is not None:
+            return f"unreadable ({self.damage})"
+        return "nothing yet" if self.place is None else f"step {self.step} at {self.place}"

@@ -1,0 +1,168 @@
+"""``holdfast show``: what a checkpoint holds."""
+
+from __future__ import annotations
+
+import difflib
+import time
+from fnmatch import fnmatchcase
+from itertools import groupby
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from holdfast.cli import values as value_text
+from holdfast.cli.screen import age, console, count, metrics_text, print_json, printable, size, table, when
+from holdfast.cli.tree import Tensor, lines, tensors_of
+from holdfast.errors import NotFoundError
+from holdfast.run.checkpoint import Checkpoint
+from holdfast.run.history import resolve
+from holdfast.run.paths import parse, some
+
+#: So many equal values beside each other are listed.
+_MAX_ALIKE = 4
+
+
+class Value(msgspec.Struct, frozen=True):
+    """A value: its type and its text."""
+
+    name: str
+    type: str
+    text: str
+
+
+class Document(msgspec.Struct, frozen=True, kw_only=True):
+    """What ``--json`` prints. `values` is null unless asked for; a tensor's `divided` is as on screen."""
+
+    path: str
+    place: str
+    step: int
+    created: float
+    in_history: bool
+    run_id: str
+    world_size: int
+    metrics: dict[str, str | float]
+    num_files: int
+    nbytes: int
+    tensors: list[Tensor]
+    aliases: dict[str, str]
+    diverged: tuple[str, ...]
+    values: list[Value] | None
+
+
+def show(path: str, *, values: bool, names: str, as_json: bool) -> None:
+    """Show the tensors of the checkpoint at `path` whose names match the pattern `names` (all: as a tree)."""
+    checkpoint = Checkpoint(resolve(parse(path)))
+    document = _document(checkpoint, values=values, names=names)
+    if names and not (document.tensors or document.values):
+        raise _no_match(checkpoint, names)
+    if as_json:
+        print_json(document)
+        return
+    screen = console()
+    _print_head(screen, document, checkpoint)
+    if document.tensors:
+        (_print_tensors if names else _print_tree)(screen, document.tensors)
+    _print_rest(screen, document, checkpoint)
+
+
+def _document(checkpoint: Checkpoint, *, values: bool, names: str) -> Document:
+    body = checkpoint.manifest.body
+    tensors = [tensor for tensor in tensors_of(checkpoint) if _wanted(tensor.name, names)]
+    listed = None
+    if values:
+        rows = value_text.rows(checkpoint.nodes)
+        listed = [Value(name, value_text.kind_of(node), text) for name, node, text in rows if _wanted(name, names)]
+    return Document(
+        path=checkpoint.folder,
+        place=str(checkpoint.manifest.place),
+        step=body.step,
+        created=body.created,
+        in_history=checkpoint.located.commit is not None,
+        run_id=body.run_id,
+        world_size=body.world_size,
+        metrics=dict(body.metrics),
+        num_files=body.num_files,
+        nbytes=sum(file.nbytes for file in checkpoint.seal.files),
+        tensors=tensors,
+        aliases={alias: name for alias, name in body.aliases.items() if _wanted(alias, names)},
+        diverged=tuple(name for name in body.diverged if _wanted(name, names)),
+        values=listed,
+    )
+
+
+def _wanted(name: str, pattern: str) -> bool:
+    return not pattern or fnmatchcase(name, pattern)
+
+
+def _print_head(screen: Console, document: Document, checkpoint: Checkpoint) -> None:
+    where = "" if document.in_history else ", a folder outside any history"
+    facts = f"step {document.step} at {document.place}, saved {when(document.created)}"
+    words = (printable(document.path), "bold"), f"\n{facts} ({age(time.time() - document.created)} ago){where}"
+    screen.print(Text.assemble(*words), soft_wrap=True)
+    total = count(len(checkpoint.manifest.body.names), "tensor")
+    files, ranks = count(document.num_files, "file"), count(document.world_size, "rank")
+    metrics = f"; {metrics_text(document.metrics)}" if document.metrics else ""
+    screen.print(f"{total}, {size(document.nbytes)} in {files} by {ranks}{metrics}\n", soft_wrap=True)
+
+
+def _print_tree(screen: Console, tensors: list[Tensor]) -> None:
+    made = table("name", "num", "size", "dtype", "shape", "divided", right=("num", "size"))
+    for line in lines(tensors):
+        label = Text("  " * line.depth + printable(line.label), style="" if line.tensor else "bold")
+        facts = _facts(line.tensor) if line.tensor else ()
+        made.add_row(label, f"{line.num_tensors:,}", size(line.nbytes), *facts)
+    screen.print(made)
+
+
+def _print_tensors(screen: Console, tensors: list[Tensor]) -> None:
+    made = table("name", "size", "dtype", "shape", "divided", right=("size",))
+    for tensor in tensors:
+        made.add_row(printable(tensor.name), size(tensor.nbytes), *_facts(tensor))
+    screen.print(made)
+
+
+def _facts(tensor: Tensor) -> tuple[str, str, str]:
+    files = "" if tensor.num_files == tensor.num_parts else f" in {count(tensor.num_files, 'file')}"
+    return tensor.dtype, str(list(tensor.shape)), tensor.divided + files
+
+
+def _print_rest(screen: Console, document: Document, checkpoint: Checkpoint) -> None:
+    """Other names, marks and values."""
+    for alias, name in document.aliases.items():
+        screen.print(f"{printable(alias)} is tied to {printable(name)}", soft_wrap=True)
+    if document.diverged:
+        names = printable(some(list(document.diverged)))
+        screen.print(f"copies differed between ranks when it was saved, one was stored: {names}", soft_wrap=True)
+    if document.values:
+        screen.print()
+        screen.print(_value_table(document.values))
+    elif document.values is None and checkpoint.manifest.body.values:
+        screen.print("\n--values lists what is no tensor; --names GLOB lists tensors one by one", soft_wrap=True)
+
+
+def _value_table(values: list[Value]) -> Table:
+    """Values; many equal ones in one container, such as a map of all parameters to one group, are one row."""
+    made = table("value", "type", "")
+    for (parent, kind, text), group in groupby(values, key=lambda value: (_parent(value.name), value.type, value.text)):
+        names = [value.name for value in group]
+        if len(names) > _MAX_ALIKE:
+            names = [f"{parent}* ({len(names):,} alike)"]
+        for name in names:
+            made.add_row(printable(name), kind, value_text.shortened(text))
+    return made
+
+
+def _parent(name: str) -> str:
+    return name[: name.rfind("/") + 1]
+
+
+def _no_match(checkpoint: Checkpoint, names: str) -> NotFoundError:
+    close = difflib.get_close_matches(names.strip("*"), checkpoint.manifest.body.names, n=3)
+    return NotFoundError(
+        f"{checkpoint.folder} holds nothing whose name matches {names!r}.",
+        code="not_found.tensor",
+        action=f"Did you mean {some(close)}?" if close else "A pattern matches whole names: try '*part of a name*'.",
+        path=checkpoint.folder,
+    )

@@ -1,0 +1,174 @@
+"""Tensors as a tree of their names, in which runs of alike parts (layers, experts, slots) are one line."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import groupby
+from operator import itemgetter
+from typing import NamedTuple
+
+from holdfast.format.dtypes import DTYPES
+from holdfast.format.partition import BoxCells, Cells, FlatCells
+from holdfast.geometry import Shape
+from holdfast.run.checkpoint import Checkpoint
+
+_SEPARATORS = re.compile(r"([/.])")
+#: Ranges, and names, of alike siblings that are listed.
+_MAX_LISTED = 4
+#: Characters of a line's label that is made of several parts.
+_MAX_LABEL = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A stored tensor, as it is shown. `divided` says how: ``8x1`` parts along the axes, flat ``ranges``, ``boxes``."""
+
+    name: str
+    dtype: str
+    shape: Shape
+    divided: str
+    num_parts: int
+    num_files: int
+    nbytes: int
+
+
+class Line(NamedTuple):
+    """One line of the tree. It stands for `num_tensors`; `tensor` is one of them where all of them are alike."""
+
+    depth: int
+    label: str
+    num_tensors: int
+    nbytes: int
+    tensor: Tensor | None
+
+
+def tensors_of(checkpoint: Checkpoint) -> list[Tensor]:
+    """All tensors, sorted by name."""
+    body, manifest = checkpoint.manifest.body, checkpoint.manifest
+    divisions: dict[tuple[int, int], tuple[str, int, int, int]] = {}
+    found = []
+    for number, (name, key) in enumerate(zip(body.names, zip(body.partitions, body.shapes, strict=True), strict=True)):
+        if key not in divisions:
+            cells = checkpoint.files.cells(number)
+            num_files = len(set(cells.owners.tolist()))
+            divisions[key] = _divided(cells), len(cells.owners), num_files, int(cells.numels.sum())
+        divided, num_parts, num_files, numel = divisions[key]
+        dtype = manifest.dtype(number)
+        nbytes = numel * DTYPES[dtype].itemsize
+        found.append(Tensor(name, dtype, manifest.shape(number), divided, num_parts, num_files, nbytes))
+    return found
+
+
+def _divided(cells: Cells) -> str:
+    if len(cells.owners) < 2:
+        return "whole" if len(cells.owners) else "empty"
+    if isinstance(cells, FlatCells):
+        return f"{len(cells.owners)} ranges"
+    if isinstance(cells, BoxCells):
+        return f"{len(cells.owners)} boxes"
+    return "x".join(str(len(cuts) - 1) for cuts in cells.cuts)
+
+
+def lines(tensors: Iterable[Tensor]) -> Iterator[Line]:
+    """The tree, line by line, from the top."""
+    root = _Node()
+    for tensor in tensors:
+        node, separator = root, ""
+        parts = _SEPARATORS.split(tensor.name)
+        for part, following in zip(parts[::2], [*parts[1::2], ""], strict=True):
+            node = node.children.setdefault((separator, part), _Node())
+            separator = following
+        node.tensor = tensor
+    _measure(root, {})
+    yield from _below(root, 0)
+
+
+@dataclass(slots=True)
+class _Node:
+    """A part of a name. Children go by the separator before them and their own part."""
+
+    tensor: Tensor | None = None
+    children: dict[tuple[str, str], _Node] = field(default_factory=dict)
+    num_tensors: int = 0
+    nbytes: int = 0
+    #: Equal for nodes that look alike: equal tensors under equal names.
+    likeness: int = 0
+
+
+def _measure(node: _Node, known: dict[object, int]) -> None:
+    """Fill in what follows from the nodes below."""
+    for child in node.children.values():
+        _measure(child, known)
+    own = node.tensor
+    node.num_tensors = (own is not None) + sum(child.num_tensors for child in node.children.values())
+    node.nbytes = (own.nbytes if own else 0) + sum(child.nbytes for child in node.children.values())
+    look = (own.dtype, own.shape, own.divided, own.num_files) if own else None
+    key = look, tuple((name, child.likeness) for name, child in node.children.items())
+    node.likeness = known.setdefault(key, len(known))
+
+
+class _Group(NamedTuple):
+    """Siblings that look alike, under one label."""
+
+    label: str
+    nodes: list[_Node]
+
+    @property
+    def first(self) -> _Node:
+        return self.nodes[0]
+
+
+def _below(node: _Node, depth: int, times: int = 1) -> Iterator[Line]:
+    """The lines below a node that stands for `times` alike ones."""
+    for group in _groups(node):
+        label, count, at = group.label, times * len(group.nodes), group.first
+        # A name that leads to one thing only shares its line.
+        while at.tensor is None and len(inner := _groups(at)) == 1 and len(label + inner[0].label) <= _MAX_LABEL:
+            label, count, at = label + inner[0].label, count * len(inner[0].nodes), inner[0].first
+        yield Line(depth, label if depth else label.lstrip("/"), count * at.num_tensors, count * at.nbytes, at.tensor)
+        yield from _below(at, depth + 1, count)
+
+
+def _groups(node: _Node) -> list[_Group]:
+    """The children of a node: alike numbered ones together, then the named ones, alike neighbours together."""
+    numbered: dict[tuple[str, int], list[tuple[int, _Node]]] = {}
+    named: list[tuple[str, str, _Node]] = []
+    for (separator, part), child in node.children.items():
+        if part.isascii() and part.isdecimal():
+            numbered.setdefault((separator, child.likeness), []).append((int(part), child))
+        else:
+            named.append((separator, part, child))
+    ordered = sorted(((key[0], sorted(alike, key=itemgetter(0))) for key, alike in numbered.items()), key=_first_number)
+    groups = []
+    for separator, alike in ordered:
+        numbers, children = zip(*alike, strict=True)
+        groups.append(_Group(separator + _ranges(list(numbers)), list(children)))
+    for (separator, _), run in groupby(named, key=lambda entry: (entry[0], entry[2].likeness)):
+        parts, children = zip(*((part, child) for _, part, child in run), strict=True)
+        groups.append(_Group(separator + _listed(list(parts)), list(children)))
+    return groups
+
+
+def _first_number(entry: tuple[str, list[tuple[int, _Node]]]) -> int:
+    return entry[1][0][0]
+
+
+def _ranges(numbers: list[int]) -> str:
+    """``0-3, 7`` for ``[0, 1, 2, 3, 7]``."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return _listed([str(a) if a == b else f"{a}-{b}" for a, b in runs])
+
+
+def _listed(names: list[str]) -> str:
+    if len(names) == 1:
+        return names[0]
+    if len(names) > _MAX_LISTED:
+        names = [*names[: _MAX_LISTED - 1], "...", names[-1]]
+    return f"{{{','.join(names)}}}"

@@ -1,0 +1,100 @@
+"""Values of a checkpoint as one line of text each."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+
+from holdfast.cli.screen import printable
+from holdfast.format import values as value_codec
+from holdfast.format.names import join
+from holdfast.format.values import (
+    BigInt,
+    Blob,
+    Items,
+    Leaf,
+    Node,
+    NumpyScalar,
+    Open,
+    PerRank,
+    Plain,
+    Record,
+    Table,
+    Text,
+    TorchValue,
+)
+
+_DIGITS = re.compile(r"(\d+)")
+#: Characters of a value on screen.
+_LINE = 100
+
+
+def natural(name: str) -> list[str | int]:
+    """A key that sorts ``9`` before ``10``."""
+    return [int(part) if at % 2 else part for at, part in enumerate(_DIGITS.split(name))]
+
+
+def kind_of(node: Node) -> str:
+    """The Python type of a value, in one word or two."""
+    registration = value_codec.registration(node)
+    if registration is not None:
+        return f"registered {registration!r}"
+    match value_codec.bare(node):
+        case Plain(value):
+            kind = type(value).__name__
+        case NumpyScalar(dtype):
+            kind = f"numpy {dtype}"
+        case TorchValue(kind):
+            kind = f"torch.{kind}"
+        case Table(kind) | Items(kind) | Open(kind) | Record(kind):
+            pass
+        case PerRank():
+            kind = "per rank"
+        case Text():
+            kind = "str"
+        case BigInt():
+            kind = "int"
+        case Blob():
+            kind = "bytes"
+        case other:
+            kind = type(other).__name__.lower()
+    return kind
+
+
+def text_of(node: Node) -> str:
+    """A value, or what a container holds, as printable text."""
+    bare = value_codec.bare(node)
+    if isinstance(bare, Blob | TorchValue) and bare.data:
+        text = f"{len(bare.data)} bytes, {bare.data[:16].hex(' ')}{' ...' if len(bare.data) > 16 else ''}"
+    elif isinstance(bare, TorchValue):
+        text = bare.text
+    elif isinstance(bare, Leaf):
+        text = repr(value_codec.rebuild({"": bare}, "", tensors=str))
+    else:
+        below = list(value_codec.children(node))
+        text = f"{len(below)} entries" + (f": {', '.join(below)}" if below and not isinstance(bare, Items) else "")
+    return printable(text)
+
+
+def shortened(text: str) -> str:
+    """`text` as far as it fits a line of a table."""
+    return text if len(text) <= _LINE else f"{text[: _LINE - 4]} ..."
+
+
+def rows(nodes: Mapping[str, Node]) -> Iterator[tuple[str, Node, str]]:
+    """Name, node and text of each value, in natural order; a list of plain values is one row.
+
+    Containers are told by the names of what is in them, except empty ones.
+    """
+    inlined: set[str] = set()
+    for path in sorted(nodes, key=natural):
+        node = nodes[path]
+        bare, below = value_codec.bare(node), [join(path, child) for child in value_codec.children(node)]
+        if path in inlined:
+            continue
+        if isinstance(bare, Items) and below and all(isinstance(nodes[child], Leaf) for child in below):
+            inlined.update(below)
+            texts = ", ".join(text_of(nodes[child]) for child in below)
+            yield path, node, f"({texts})" if bare.kind == "tuple" else f"[{texts}]"
+        elif isinstance(bare, Leaf) or (not below and isinstance(bare, Table | Items | Record)):
+            yield path, node, text_of(node)

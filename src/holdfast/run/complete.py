@@ -1,0 +1,280 @@
+"""From data files to a commit: what may be sealed, and the one way to seal and commit it.
+
+Seal and commit are functions of the manifest and of the data files. So whoever finds all files of a manifest present
+and sound may finish the checkpoint: the coordinator of the save, a rank that survives it, ``holdfast doctor`` days
+later. They all end in `seal_and_commit`, and write the same bytes however many of them there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import xxhash
+
+from holdfast.errors import CorruptError, FencedError, NotFoundError, StorageError
+from holdfast.format import container, records
+from holdfast.format import manifest as fmt
+from holdfast.format.container import TABLE_OFFSET, FileLayout, Files
+from holdfast.format.manifest import DecodedManifest
+from holdfast.format.records import Commit, Diverged, FileSeal, Seal, SealDigest
+from holdfast.format.tombstones import Abandoned
+from holdfast.run.checkpoint import Checkpoint
+from holdfast.run.history import Located, Run
+from holdfast.run.paths import some
+from holdfast.run.verify import verify_checkpoint
+from holdfast.storage.base import Storage
+from holdfast.transfer.digest import table_nbytes
+
+
+@dataclass(frozen=True)
+class Stored:
+    """The manifest of a checkpoint that may not be sealed: its folder's name, its bytes, and what they say."""
+
+    folder: str
+    data: bytes
+    manifest: DecodedManifest
+
+    def key(self, name: str) -> str:
+        """The key of file `name` of the checkpoint."""
+        return records.checkpoint_key(self.folder, name)
+
+
+def read_manifest(run: Run, folder: str) -> Stored:
+    """The manifest in ``checkpoints/<folder>`` of `run`.
+
+    Raises:
+        NotFoundError: there is none; code ``not_found.file``.
+        CorruptError: it is damaged, or does not belong into this folder (``corrupt.folder``) or run (``corrupt.run``).
+    """
+    key = records.checkpoint_key(folder, fmt.NAME)
+    path = run.storage.path(key)
+    try:
+        data = run.storage.read(key)
+    except NotFoundError as error:
+        raise _missing(run.storage.path(records.checkpoint_key(folder, "x"))[:-2], [fmt.NAME]) from error
+    manifest = fmt.decode(data, path=path)
+    body = manifest.body
+    if body.run_id != run.run_id:
+        raise CorruptError(
+            f"'{path}' belongs to another run ({body.run_id}).",
+            code="corrupt.run",
+            action="Move the folder back to that run, or open it by its own path.",
+            path=path,
+            step=body.step,
+        )
+    if records.parse_folder(folder) != (body.step, body.checkpoint_id):
+        raise CorruptError(
+            f"'{path}' is the manifest of checkpoint {body.checkpoint_id} at step {body.step}: its folder was renamed.",
+            code="corrupt.folder",
+            action="Give the folder its name back.",
+            path=path,
+            step=body.step,
+        )
+    return Stored(folder, data, manifest)
+
+
+def missing_files(storage: Storage, stored: Stored) -> list[str]:
+    """Names of the data files that are not there (yet). One request."""
+    found = set(storage.list(f"{records.CHECKPOINTS}/{stored.folder}"))
+    names = map(fmt.file_name, range(stored.manifest.body.num_files))
+    return [name for name in names if name not in found]
+
+
+def check_files(run: Run, stored: Stored, *, deep: bool) -> tuple[FileSeal, ...]:
+    """What a seal has to say about the data files, all of which are there and sound.
+
+    Compared are sizes and headers, byte for byte; with `deep` also all data with the digests. Blocking; reads each
+    header, and with `deep` everything, in bounded memory.
+
+    Raises:
+        NotFoundError: files are missing; names them; code ``not_found.file``.
+        CorruptError: a file is not what the manifest demands.
+    """
+    absent = missing_files(run.storage, stored)
+    if absent:
+        raise _missing(run.storage.path(stored.key(fmt.NAME)).rpartition("/")[0], absent)
+    files = Files(stored.manifest)
+    seals = tuple(_check_file(run.storage, stored, files.layout(i)) for i in range(stored.manifest.body.num_files))
+    if deep:
+        prefix = records.checkpoint_key(stored.folder, "")
+        checkpoint = Checkpoint(Located(run.storage, run, None, prefix, _seal(stored, seals)))
+        faults = [fault for fault in verify_checkpoint(checkpoint, deep=True) if fault.code != "extra.file"]
+        if faults:
+            action = "Restore the file from another copy of the run; else remove the checkpoint."
+            raise CorruptError(faults[0].message, code=faults[0].code, action=action, path=faults[0].path)
+    return seals
+
+
+def check_present(checkpoint: Checkpoint) -> None:
+    """Return only when all files of a sealed checkpoint are there and have the sealed sizes. One request per file.
+
+    Raises:
+        CorruptError: some are missing or cut; code ``corrupt.incomplete``.
+    """
+    storage, located = checkpoint.storage, checkpoint.located
+    bad = [file.name for file in checkpoint.seal.files if storage.nbytes(located.key(file.name)) != file.nbytes]
+    if bad:
+        raise CorruptError(
+            f"the checkpoint in '{checkpoint.folder}' is incomplete: {some(bad)} are missing or cut.",
+            code="corrupt.incomplete",
+            action="Restore the files from another copy of the run, or load an older checkpoint.",
+            path=checkpoint.path(bad[0]),
+            step=checkpoint.seal.step,
+        )
+
+
+def complete(run: Run, folder: str, *, deep: bool = True) -> Commit:
+    """Commit the checkpoint in ``checkpoints/<folder>``, sealing it first where that was not done; durable on return.
+
+    Blocking; reads all data files, without `deep` only their headers (enough for a rank that took part in the save:
+    files appear whole). It lands at its own place: it is the head only where no newer one is. Finishing again, or by
+    several at once, gives the same commit.
+
+    Raises:
+        NotFoundError: files are missing; names them; code ``not_found.file``.
+        CorruptError: a file is damaged, or is not of this checkpoint or run.
+        FencedError: the checkpoint was given up or removed, or its place has another one.
+    """
+    stored = read_manifest(run, folder)
+    if run.is_removed(stored.manifest.place):
+        raise _given_up(run.storage.path(stored.key(fmt.NAME)), "removed", stored)
+    return seal_and_commit(run, stored, check_files(run, stored, deep=deep))
+
+
+def seal_and_commit(run: Run, stored: Stored, files: Sequence[FileSeal]) -> Commit:
+    """Seal and commit a checkpoint whose data files are durable and as `files` says; durable on return."""
+    seal, body = encode_seal(stored, files), stored.manifest.body
+    key = stored.key(records.SEAL_NAME)
+    # The name of the seal is where finishing and giving up meet: one of them gets it, and the other stops here.
+    if not run.storage.create(key, seal) and (found := run.storage.read(key)) != seal:
+        raise _other_seal(run.storage.path(key), stored, found)
+    # Sealed before looked at: the seal's own folder is made anew where the checkpoint's was removed meanwhile.
+    _check_visible(run.storage, stored)
+    commit = Commit(
+        place=stored.manifest.place,
+        step=body.step,
+        checkpoint=stored.folder,
+        checkpoint_id=body.checkpoint_id,
+        seal=SealDigest(len(seal), records.digest(seal)),
+        nbytes=sum(file.nbytes for file in files),
+        created=body.created,
+        metrics={name: records.to_metric(value) for name, value in body.metrics.items()},
+        diverged=Diverged.of(body.diverged),
+    )
+    run.publish(commit)
+    return commit
+
+
+def encode_seal(stored: Stored, files: Iterable[FileSeal]) -> bytes:
+    """The seal of a checkpoint whose data files are as `files` says."""
+    return records.encode(_seal(stored, files))
+
+
+def _check_visible(storage: Storage, stored: Stored) -> None:
+    """Return only when this process sees all files; each was written by a process that said so."""
+    # On a network file system a listing may lag behind; a look at the name itself does not.
+    manifest = stored.manifest
+    absent = [name for name in missing_files(storage, stored) if storage.nbytes(stored.key(name)) is None]
+    if storage.nbytes(stored.key(fmt.NAME)) is None:
+        absent.insert(0, fmt.NAME)
+    if absent:
+        path = storage.path(stored.key(absent[0]))
+        writers = manifest.sequence(manifest.body.writers)
+        rank = 0 if absent[0] == fmt.NAME else int(writers[[*map(fmt.file_name, range(len(writers)))].index(absent[0])])
+        raise StorageError(
+            f"'{path}', which rank {rank} has just written, is not there for the rank that commits.",
+            code="storage.not_shared",
+            action="Find out whether the file was removed, or whether a node lost its mount of this path.",
+            path=path,
+            rank=rank,
+        )
+
+
+def is_abandoned(seal: bytes) -> bool:
+    """Whether what stands in the place of a seal says that the checkpoint was given up."""
+    try:
+        records.decode(seal, Abandoned, path="")
+    except CorruptError:
+        return False
+    return True
+
+
+def _seal(stored: Stored, files: Iterable[FileSeal]) -> Seal:
+    body = stored.manifest.body
+    return Seal(
+        checkpoint_id=body.checkpoint_id,
+        place=stored.manifest.place,
+        step=body.step,
+        manifest=FileSeal(fmt.NAME, len(stored.data), records.digest(stored.data)),
+        files=tuple(files),
+    )
+
+
+def _check_file(storage: Storage, stored: Stored, layout: FileLayout) -> FileSeal:
+    name = fmt.file_name(layout.index)
+    path = storage.path(stored.key(name))
+    reader = storage.reader(stored.key(name))
+    try:
+        nbytes = layout.data_start + layout.data_nbytes
+        if reader.nbytes != nbytes:
+            raise _unsound(path, f"it has {reader.nbytes} bytes instead of {nbytes}", stored)
+        header = np.empty(layout.data_start, np.uint8)
+        reader.read_at(0, header)
+    finally:
+        reader.close()
+    found = header.tobytes()
+    # Whatever the table says, the header must be the one that the manifest gives for it: that binds it to this file.
+    table = _table(found[TABLE_OFFSET : TABLE_OFFSET + 2 * table_nbytes(layout.data_nbytes)])
+    if len(table) != table_nbytes(layout.data_nbytes) or found != container.header(stored.manifest, layout, table):
+        raise _unsound(path, "its header is not the one that the manifest demands", stored)
+    return FileSeal(name, nbytes, xxhash.xxh3_128_hexdigest(table))
+
+
+def _table(text: bytes) -> bytes:
+    try:
+        return bytes.fromhex(text.decode("ascii"))
+    except ValueError:
+        return b""
+
+
+def _missing(folder: str, names: list[str]) -> NotFoundError:
+    return NotFoundError(
+        f"the checkpoint in '{folder}' cannot be finished: {some(names)} {'is' if len(names) == 1 else 'are'} missing.",
+        code="not_found.file",
+        action="Wait for its writers if they are still at work; else restore the files, or remove the folder.",
+        path=folder,
+    )
+
+
+def _unsound(path: str, what: str, stored: Stored) -> CorruptError:
+    return CorruptError(
+        f"{path} is damaged: {what}.",
+        code="corrupt.file",
+        action="Restore the file from another copy of the run; else remove the checkpoint.",
+        path=path,
+        step=stored.manifest.body.step,
+    )
+
+
+def _other_seal(path: str, stored: Stored, found: bytes) -> FencedError | CorruptError:
+    if is_abandoned(found):
+        return _given_up(path, "given up as unfinished", stored)
+    return CorruptError(
+        f"'{path}' is not the seal of the files beside it.",
+        code="corrupt.seal",
+        action="Restore the seal or the data files from another copy of the run.",
+        path=path,
+        step=stored.manifest.body.step,
+    )
+
+
+def _given_up(path: str, how: str, stored: Stored) -> FencedError:
+    return FencedError(
+        f"checkpoint {stored.manifest.place} (step {stored.manifest.body.step}) was {how}, and stays so ('{path}').",
+        code="fenced.given_up",
+        action="Go on from the head of the run, and save again.",
+        path=path,
+        step=stored.manifest.body.step,
+    )

@@ -1,0 +1,211 @@
+"""What is not as it should be in a run, what that means, and what can be done about it.
+
+Nothing is ever repaired by guessing: a checkpoint is finished when all of it is there, what nobody can finish may be
+removed, and of what was lost it is said where to get it from. Examining changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+
+from holdfast.errors import ConfigurationError
+from holdfast.format import manifest as fmt
+from holdfast.format import records
+from holdfast.format.records import CHECKPOINTS, EPOCHS, HISTORY, MARKER_KEY, SEAL_NAME, Commit
+from holdfast.format.tombstones import parse_removed_name
+from holdfast.run.checkpoint import Checkpoint
+from holdfast.run.complete import check_present, complete
+from holdfast.run.history import Run
+from holdfast.run.removal import abandon, check_unneeded, is_data_file, remove_place
+from holdfast.run.uncommitted import IN_PROGRESS_S, UNREADABLE, Known, Remedy, Uncommitted
+from holdfast.run.verify import verify_checkpoint
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """One thing that is not as it should be.
+
+    `code` is stable, `path` says where, `text` what it means and what to do. `remedy` is what `finish` or `remove` can
+    do about it; `folder` names the checkpoint's folder in ``checkpoints/``, where it is about one.
+    """
+
+    code: str
+    path: str
+    text: str
+    remedy: Remedy
+    folder: str | None = None
+
+
+def examine(run: Run, *, deep: bool = False) -> list[Finding]:
+    """All findings of `run`; empty where everything is as it should be. Blocking; changes nothing.
+
+    Reads all records and manifests, looks at the names and sizes of all files, and reads the headers of what was not
+    committed; with `deep` also every byte of every checkpoint. A run that is being written to may give findings that
+    are gone a moment later.
+    """
+    known = Known.of(run)
+    return [
+        *_names(run),
+        *_epochs(run, known),
+        *_commits(run, known, deep=deep),
+        *_folders(run, known, deep=deep),
+        *_leftovers(run),
+    ]
+
+
+def finish(run: Run, finding: Finding) -> Commit:
+    """Complete the checkpoint of a finding whose remedy is ``finish``, after reading all of it; see `complete`."""
+    if finding.remedy != "finish" or finding.folder is None:
+        raise _no_remedy(finding, "finish")
+    return complete(run, finding.folder)
+
+
+def remove(run: Run, finding: Finding, *, force: bool = False) -> None:
+    """Delete what a finding with the remedy ``remove`` is about; durable on return.
+
+    Looks again first: what is gone already is fine, and what the head or a commit needs is never deleted. What may be
+    in progress is deleted with `force` only: its writers then fail, and the head stays what it is.
+
+    Raises:
+        ConfigurationError: there is another remedy, or none (``config.remedy``); or it is needed (``config.needed``).
+    """
+    if not _is_removable(finding, force=force):
+        raise _no_remedy(finding, "remove")
+    if finding.folder is not None and not finding.code.startswith("leftover"):
+        _remove_folder(run, finding, finding.folder, force=force)
+    elif any(now.path == finding.path and _is_removable(now, force=force) for now in _leftovers(run)):
+        # `Storage.path` takes no temporary names, so the key is cut from what it made of another one.
+        run.storage.delete(finding.path.removeprefix(run.storage.path("x").removesuffix("x")))
+
+
+def _remove_folder(run: Run, finding: Finding, folder: str, *, force: bool) -> None:
+    known = Known.of(run)
+    there = Uncommitted(run, known, folder)
+    # Damaged data is found again only by reading it again.
+    state = there.state(deep=finding.code == "folder.damaged")
+    if state is None:
+        return
+    now = _finding(run, folder, state.code, state.text, state.remedy)
+    if not _is_removable(now, force=force):
+        raise _no_remedy(now, "remove")
+    place = there.place_to_hide()
+    if place is None:
+        abandon(run, folder)
+        return
+    if place not in known.removed:
+        check_unneeded(run, place)
+    remove_place(run, place, folder)
+
+
+def _is_removable(finding: Finding, *, force: bool) -> bool:
+    return finding.remedy == "remove" or (force and finding.code.endswith(".in_progress"))
+
+
+def _names(run: Run) -> Iterator[Finding]:
+    """Names that nothing of a run has."""
+    for folder in ("", CHECKPOINTS, EPOCHS, HISTORY):
+        for name in run.storage.list(folder):
+            if not _is_ours(folder, name):
+                path = run.storage.path(f"{folder}/{name}" if folder else name)
+                yield Finding("unknown.name", path, f"'{path}' is no part of a run. Nothing reads it.", "none")
+
+
+def _is_ours(folder: str, name: str) -> bool:
+    if folder == EPOCHS:
+        return records.parse_epoch_name(name) is not None
+    if folder == HISTORY:
+        return (records.parse_commit_name(name) or parse_removed_name(name)) is not None
+    if folder == CHECKPOINTS:
+        return records.parse_folder(name) is not None
+    return name in (MARKER_KEY, CHECKPOINTS, EPOCHS, HISTORY)
+
+
+def _epochs(run: Run, known: Known) -> Iterator[Finding]:
+    """Epoch records that are missing or bad, and commits that they refer to and that are missing."""
+    present = set(run.epochs())
+    for number in range(1, known.newest + 1):
+        path = run.storage.path(records.epoch_key(number))
+        if number not in present:
+            what = f"The record of epoch {number} is missing, so this copy of the run is incomplete."
+            yield Finding("epoch.missing", path, f"{what} Restore '{path}' from another copy.", "none")
+            continue
+        try:
+            origin = run.epoch(number).opened_from
+        except UNREADABLE as error:
+            yield Finding("record.damaged", path, f"{error.message} {error.action}", "none")
+            continue
+        if origin is not None and origin not in known.commits and origin not in known.removed:
+            path = run.storage.path(records.commit_key(origin))
+            what = f"Epoch {number} was opened from {origin}, and the commit there is missing."
+            yield Finding("commit.missing", path, f"{what} Restore '{path}' from another copy of the run.", "none")
+
+
+def _commits(run: Run, known: Known, *, deep: bool) -> Iterator[Finding]:
+    """Commits whose record or checkpoint is not what it should be, and what else is in their folders."""
+    for place, commit in sorted(known.commits.items(), reverse=True):
+        if not isinstance(commit, Commit):
+            path = run.storage.path(records.commit_key(place))
+            yield Finding("record.damaged", path, f"{commit.message} {commit.action}", "none")
+            continue
+        try:
+            checkpoint = Checkpoint(run.locate(commit))
+            check_present(checkpoint)
+        except UNREADABLE as error:
+            yield _lost(commit, error.path or run.storage.uri, error.message)
+            continue
+        if deep:
+            faults = [fault for fault in verify_checkpoint(checkpoint, deep=True) if fault.code != "extra.file"]
+            yield from (_lost(commit, fault.path, fault.message) for fault in faults)
+
+
+def _lost(commit: Commit, path: str, what: str) -> Finding:
+    text = (
+        f"{what} Checkpoint {commit.place} (step {commit.step}) was committed, and has lost this since, or this copy "
+        "of the run is incomplete. Restore it from another copy; until then load an older checkpoint, or load with "
+        "fallback=True."
+    )
+    return Finding("commit.damaged", path, text, "none", commit.checkpoint)
+
+
+def _folders(run: Run, known: Known, *, deep: bool) -> Iterator[Finding]:
+    """Checkpoints that are not committed, and files in any checkpoint's folder that do not belong there."""
+    for folder in run.storage.list(CHECKPOINTS):
+        if records.parse_folder(folder) is None:
+            continue
+        if not known.is_committed(folder):
+            state = Uncommitted(run, known, folder).state(deep=deep)
+            if state is not None:
+                yield _finding(run, folder, state.code, state.text, state.remedy)
+        for name in run.storage.list(f"{CHECKPOINTS}/{folder}"):
+            if name not in (fmt.NAME, SEAL_NAME) and not is_data_file(name):
+                path = run.storage.path(records.checkpoint_key(folder, name))
+                yield Finding("unknown.name", path, f"'{path}' is no part of a run. Nothing reads it.", "none")
+
+
+def _leftovers(run: Run) -> Iterator[Finding]:
+    """What was being written when its writer died, or is being written."""
+    storage, root = run.storage, run.storage.path("x").removesuffix("/x")
+    for folder in ("", CHECKPOINTS, EPOCHS, HISTORY, *(f"{CHECKPOINTS}/{name}" for name in storage.list(CHECKPOINTS))):
+        old = set(storage.leftovers(folder, older_than_s=IN_PROGRESS_S))
+        for name in storage.leftovers(folder):
+            path = "/".join(filter(None, (root, folder, name)))
+            if name in old:
+                text = f"'{path}' was never published: its writer died. Remove it to get its space back."
+                yield Finding("leftover", path, text, "remove")
+            else:
+                text = f"'{path}' is being written, or its writer died just now: look again in {IN_PROGRESS_S:.0f} s."
+                yield Finding("leftover.in_progress", path, text, "none")
+
+
+def _finding(run: Run, folder: str, code: str, text: str, remedy: Remedy) -> Finding:
+    return Finding(code, run.storage.path(f"{CHECKPOINTS}/{folder}"), text, remedy, folder)
+
+
+def _no_remedy(finding: Finding, remedy: Remedy) -> ConfigurationError:
+    return ConfigurationError(
+        f"'{finding.path}' is not one to {remedy}: {finding.text}",
+        code="config.remedy",
+        action="Examine the run again, and do what the finding says.",
+        path=finding.path,
+    )

@@ -1,0 +1,77 @@
+"""Which older checkpoint to load when one is damaged: the next one on its lineage all of whose files are there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import dropwhile
+
+import msgspec
+
+from holdfast.errors import CorruptError, HoldfastError, NotFoundError
+from holdfast.format.records import Place
+from holdfast.run.checkpoint import Checkpoint
+from holdfast.run.complete import check_present
+from holdfast.run.history import Located, Run, no_head
+from holdfast.run.paths import Target
+from holdfast.storage.base import Storage
+
+
+class Skipped(msgspec.Struct, frozen=True, array_like=True):
+    """A checkpoint that was passed over, and why."""
+
+    place: Place
+    reason: str
+
+
+def is_damage(error: HoldfastError) -> bool:
+    """Whether `error` says that stored bytes are lost or altered, so that another checkpoint may be sound."""
+    return isinstance(error, CorruptError) or (isinstance(error, NotFoundError) and error.code == "not_found.object")
+
+
+def resolve_sound(
+    target: Target, storage: Storage, skipped: Sequence[Skipped] = ()
+) -> tuple[Located, tuple[Skipped, ...]]:
+    """The newest checkpoint on the lineage of `target` (of the head, for a run) that was not skipped yet and whose
+    seal, manifest and files are all there; and what was skipped on the way to it, with what had been before. `storage`
+    is the one at the root of `target`.
+
+    Data is not read, so it may still turn out to be damaged.
+
+    Raises:
+        CorruptError: none is left (``corrupt.lineage``), or records that say what the lineage is are damaged.
+        NotFoundError: there is no such run or commit.
+    """
+    run = Run.open(storage)
+    epoch = run.newest_epoch()
+    passed = list(skipped)
+    for place in _candidates(run, target, passed):
+        try:
+            located = run.locate(run.commit(place))
+            check_present(Checkpoint(located))
+        except (CorruptError, NotFoundError) as error:
+            passed.append(Skipped(place, error.message))
+            continue
+        return replace(located, epoch=epoch), tuple(passed)
+    if not passed:
+        no_head(run)
+    reasons = " ".join(f"{one.place}: {one.reason}" for one in passed)
+    raise CorruptError(
+        f"no checkpoint on the lineage of '{target}' can be loaded. {reasons}",
+        code="corrupt.lineage",
+        action="Restore one of them from another copy of the run.",
+        path=target.root,
+    )
+
+
+def _candidates(run: Run, target: Target, skipped: Sequence[Skipped]) -> Iterator[Place]:
+    """Places of the lineage, from the newest that was not looked at yet."""
+    if skipped:
+        last = skipped[-1].place
+        return dropwhile(lambda place: place >= last, run.lineage_places(skipped[0].place))
+    start = target.place
+    if target.step is not None:
+        start = run.find(step=target.step).place
+    elif start is not None and start not in run.places():
+        run.find(place=start)
+    return run.lineage_places(start)

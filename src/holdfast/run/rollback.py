@@ -1,0 +1,36 @@
+"""Going back: an older checkpoint becomes the head, and what came after it an abandoned future."""
+
+from __future__ import annotations
+
+from holdfast.errors import NotFoundError
+from holdfast.format.records import Commit, Place
+from holdfast.run.checkpoint import Checkpoint
+from holdfast.run.complete import check_present
+from holdfast.run.history import Run
+
+
+def rollback(run: Run, to: Place | int) -> Commit:
+    """Make the commit at a place, or the newest one of a step on the head's lineage, the head; durable on return.
+
+    A new epoch is opened from it. So the next job that loads the run goes on from there, a job that is running, or
+    that loaded before, is stopped (`FencedError`) at its next save, and whatever it still commits lands in the
+    abandoned future. That stays in the history, and another rollback can go back to it. Nothing is deleted.
+
+    Raises:
+        NotFoundError: there is no such commit, or it was removed meanwhile.
+        CorruptError: its seal, its manifest or a data file is missing or not what was committed.
+        FencedError: another job opened an epoch at the same time; look again whether to roll back.
+    """
+    newest = run.newest_epoch() or 0
+    commit = run.find(place=to) if isinstance(to, Place) else run.find(step=to)
+    check_present(Checkpoint(run.locate(commit)))
+    run.open_epoch(after=newest, opened_from=commit.place, why="rollback", world_size=1)
+    if run.is_removed(commit.place):
+        raise NotFoundError(
+            f"checkpoint {commit.place} of '{run.storage.uri}' was removed during the rollback to it.",
+            code="not_found.removed",
+            action="The head is the next older checkpoint now; roll back to another one if that is not wanted.",
+            path=run.storage.uri,
+            step=commit.step,
+        )
+    return commit

@@ -1,0 +1,165 @@
+"""A checkpoint folder without a commit: in which state it is, and who may do what about it."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Final, Literal, NamedTuple
+
+from holdfast.errors import CorruptError, HoldfastError, IncompatibleError, NotFoundError
+from holdfast.format import manifest as fmt
+from holdfast.format import records
+from holdfast.format.records import CHECKPOINTS, HISTORY, SEAL_NAME, Commit, Place, Seal
+from holdfast.format.tombstones import parse_removed_name
+from holdfast.run.complete import Stored, check_files, encode_seal, is_abandoned, missing_files, read_manifest
+from holdfast.run.history import Run
+from holdfast.run.paths import some
+from holdfast.run.removal import is_data_file
+
+Remedy = Literal["finish", "remove", "none"]
+
+#: Who began or wrote something less than so many seconds ago may still be at work.
+IN_PROGRESS_S: Final = 900.0
+
+UNREADABLE: Final = (CorruptError, NotFoundError, IncompatibleError)
+
+
+@dataclass(frozen=True)
+class Known:
+    """The records of a run: the newest epoch, commits by place (an error: why it cannot be read), removed places."""
+
+    newest: int
+    commits: dict[Place, Commit | HoldfastError]
+    removed: frozenset[Place]
+
+    @staticmethod
+    def of(run: Run) -> Known:
+        """What is on storage now."""
+        newest = run.newest_epoch() or 0
+        commits: dict[Place, Commit | HoldfastError] = {}
+        for place in run.places():
+            try:
+                commits[place] = run.commit(place)
+            except UNREADABLE as error:
+                commits[place] = error
+        removed = map(parse_removed_name, run.storage.list(HISTORY))
+        return Known(newest, commits, frozenset(place for place in removed if place is not None))
+
+    def is_committed(self, folder: str) -> bool:
+        """Whether a commit names the checkpoint folder `folder`."""
+        return any(isinstance(commit, Commit) and commit.checkpoint == folder for commit in self.commits.values())
+
+
+class State(NamedTuple):
+    """What is the matter with a folder: a stable code, what it means and what to do, and what can be done for it."""
+
+    code: str
+    text: str
+    remedy: Remedy
+
+
+class Uncommitted:
+    """One folder in ``checkpoints/``, as it is when this is made."""
+
+    def __init__(self, run: Run, known: Known, folder: str) -> None:
+        self._run = run
+        self._known = known
+        self._folder = folder
+        self._path = run.storage.path(f"{CHECKPOINTS}/{folder}")
+        names = run.storage.list(f"{CHECKPOINTS}/{folder}")
+        self._names = {name for name in names if name in (fmt.NAME, SEAL_NAME) or is_data_file(name)}
+        seal_key = records.checkpoint_key(folder, SEAL_NAME)
+        self._seal = run.storage.read(seal_key) if SEAL_NAME in self._names else None
+        self._given_up = self._seal is not None and is_abandoned(self._seal)
+        self._sealed_at = self._sealed_place()
+
+    def state(self, *, deep: bool) -> State | None:
+        """Its state; None where nothing is left that could be removed. With `deep`, all its data is read."""
+        if self._known.is_committed(self._folder):
+            return State("folder.committed", f"'{self._path}' is a committed checkpoint.", "none")
+        if not self._names or (self._given_up and len(self._names) == 1):
+            return None
+        if self._given_up or self._sealed_at in self._known.removed:
+            return self._removal_unfinished()
+        try:
+            stored = read_manifest(self._run, self._folder)
+        except NotFoundError as error:
+            return self._unfinished(error.message, young=self._has_young_leftovers())
+        except IncompatibleError as error:
+            return State("folder.incompatible", f"{error.message} {error.action}", "none")
+        except CorruptError as error:
+            if error.code in ("corrupt.run", "corrupt.folder"):
+                return State("folder.foreign", f"{error.message} {error.action}", "none")
+            return self._damaged(error)
+        return self._planned(stored, deep=deep)
+
+    def place_to_hide(self) -> Place | None:
+        """The place that has to be hidden before files go: that of a seal, by which somebody may yet commit it, or one
+        that is hidden already. None where it is enough to take the name of the seal."""
+        if self._sealed_at is not None:
+            return self._sealed_at
+        try:
+            place = read_manifest(self._run, self._folder).manifest.place
+        except UNREADABLE:
+            return None
+        return place if place in self._known.removed else None
+
+    def _planned(self, stored: Stored, *, deep: bool) -> State:
+        """The state of a folder with a sound manifest."""
+        place = stored.manifest.place
+        if place in self._known.removed:
+            return self._removal_unfinished()
+        if place in self._known.commits:
+            text = f"'{self._path}' is of place {place}, which another checkpoint has. Its own path opens it."
+            return State("folder.superseded", text, "none")
+        absent = missing_files(self._run.storage, stored)
+        if absent:
+            began_s = time.time() - stored.manifest.body.created
+            young = (place.epoch == self._known.newest and began_s < IN_PROGRESS_S) or self._has_young_leftovers()
+            return self._unfinished(f"'{self._path}' lacks {some(absent)}.", young=young)
+        try:
+            seal = encode_seal(stored, check_files(self._run, stored, deep=deep))
+        except CorruptError as error:
+            return self._damaged(error)
+        if self._seal not in (None, seal):
+            return State("folder.damaged", f"The seal in '{self._path}' is not that of its files.", self._remedy())
+        return self._complete(stored)
+
+    def _complete(self, stored: Stored) -> State:
+        place, step = stored.manifest.place, stored.manifest.body.step
+        newer = max(self._known.commits, default=None)
+        where = "the head" if place.epoch == self._known.newest and (newer is None or place > newer) else "in its place"
+        lacks = "a commit" if self._seal is not None else "a seal and a commit"
+        text = f"'{self._path}' (place {place}, step {step}) has all its files and lacks {lacks}. Finish it: it is then"
+        return State("folder.complete", f"{text} {where}. Nothing else changes.", "finish")
+
+    def _unfinished(self, what: str, *, young: bool) -> State:
+        if young:
+            text = f"{what} Its save may be in progress: look again when it has ended, or remove it by force."
+            return State("folder.in_progress", text, "none")
+        text = f"{what} Its save did not end, so it was never visible, and nobody can finish it. Remove it."
+        return State("folder.unfinished", text, self._remedy())
+
+    def _damaged(self, error: CorruptError) -> State:
+        text = f"{error.message} The checkpoint was not committed. Restore the file to finish it, or remove it."
+        return State("folder.damaged", text, self._remedy())
+
+    def _removal_unfinished(self) -> State:
+        text = f"'{self._path}' is what is left of a checkpoint that was being removed. Remove it to go on with that."
+        return State("folder.removal_unfinished", text, "remove")
+
+    def _remedy(self) -> Remedy:
+        # A seal that cannot be read does not say which place it may yet be committed at: that is for people to judge.
+        return "none" if self._seal is not None and self._sealed_at is None else "remove"
+
+    def _sealed_place(self) -> Place | None:
+        if self._seal is None or self._given_up:
+            return None
+        try:
+            return records.decode(self._seal, Seal, path=self._path).place
+        except (CorruptError, IncompatibleError):
+            return None
+
+    def _has_young_leftovers(self) -> bool:
+        folder, storage = f"{CHECKPOINTS}/{self._folder}", self._run.storage
+        return storage.leftovers(folder) != storage.leftovers(folder, older_than_s=IN_PROGRESS_S)

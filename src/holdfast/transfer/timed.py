@@ -1,0 +1,251 @@
+"""A store that is not waited for longer than agreed: a hanging file server must not hang a training job.
+
+No system call on a file can be given a deadline, so every request is made by a helper thread, and who asked stops
+waiting when the time is up. A helper whose request hangs is abandoned with all that the request may still touch: the
+file is dropped by a helper once the request has ended and not before, because its descriptors could be another file's
+by then; the buffer is not used again (see `BufferPool.buffer`).
+"""
+
+from __future__ import annotations
+
+import builtins
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from functools import partial
+from queue import SimpleQueue
+from threading import Thread
+from types import TracebackType
+from typing import Self, TypeVar
+
+from holdfast.errors import StorageError
+from holdfast.storage.base import Bytes, FileReader, FileWriter, Storage
+
+#: How long dropping a file is waited for when the time is up.
+_GRACE_S = 0.1
+
+T = TypeVar("T")
+
+
+class TimedStorage:
+    """`storage`, whose requests must end within `timeout_s` from now, all of them.
+
+    A request that does not answer by then raises `StorageError`, code ``storage.timeout``, which names the path. The
+    request itself may end later and take effect, which does no harm: an object appears whole or not at all, and never
+    in place of another. To be used in a ``with`` block, whose end waits for nothing.
+    """
+
+    def __init__(self, storage: Storage, *, timeout_s: float) -> None:
+        self.uri = storage.uri
+        self._storage = storage
+        self._helpers = _Helpers(timeout_s)
+
+    def path(self, key: str) -> str:
+        """The full path of `key`."""
+        return self._storage.path(key)
+
+    def read(self, key: str, *, start: int = 0, nbytes: int | None = None, limit: int | None = None) -> bytes:
+        """As `Storage.read`."""
+        work = partial(self._storage.read, key, start=start, nbytes=nbytes, limit=limit)
+        return self._ask("read", self.path(key), work)
+
+    def nbytes(self, key: str) -> int | None:
+        """As `Storage.nbytes`."""
+        return self._ask("look at", self.path(key), partial(self._storage.nbytes, key))
+
+    def list(self, folder: str) -> builtins.list[str]:
+        """As `Storage.list`."""
+        return self._ask("list", self._folder(folder), partial(self._storage.list, folder))
+
+    def create(self, key: str, data: bytes) -> bool:
+        """As `Storage.create`."""
+        return self._ask("create", self.path(key), partial(self._storage.create, key, data))
+
+    def writer(self, key: str, *, nbytes: int) -> FileWriter:
+        """As `Storage.writer`."""
+        begin = partial(self._storage.writer, key, nbytes=nbytes)
+        writer = self._ask("create", self.path(key), begin, too_late=lambda late: late.abort())
+        return _TimedWriter(writer, _OpenFile(self._helpers, self.path(key)))
+
+    def reader(self, key: str) -> FileReader:
+        """As `Storage.reader`."""
+        begin = partial(self._storage.reader, key)
+        reader = self._ask("open", self.path(key), begin, too_late=lambda late: late.close())
+        return _TimedReader(reader, _OpenFile(self._helpers, self.path(key)))
+
+    def delete(self, key: str) -> bool:
+        """As `Storage.delete`."""
+        # A temporary name is a key here, and `path` knows none of those.
+        return self._ask("delete", f"{self.uri}/{key}", partial(self._storage.delete, key))
+
+    def leftovers(self, folder: str, *, older_than_s: float = 0.0) -> builtins.list[str]:
+        """As `Storage.leftovers`."""
+        call = partial(self._storage.leftovers, folder, older_than_s=older_than_s)
+        return self._ask("list", self._folder(folder), call)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._helpers.close()
+
+    def _folder(self, folder: str) -> str:
+        return self.path(folder) if folder else self.uri
+
+    def _ask(
+        self, operation: str, path: str, call: Callable[[], T], *, too_late: Callable[[T], None] = lambda _: None
+    ) -> T:
+        request = self._helpers.begin(call, operation, path)
+        try:
+            return self._helpers.answer(request, operation, path)
+        except BaseException:
+            request.add_done_callback(lambda late: None if late.exception() else too_late(late.result()))
+            raise
+
+
+class _TimedWriter:
+    """A `FileWriter` with a time limit."""
+
+    def __init__(self, writer: FileWriter, file: _OpenFile) -> None:
+        self.alignment = writer.alignment
+        self._writer = writer
+        self._file = file
+
+    def write_at(self, offset: int, data: Bytes) -> None:
+        self._file.ask("write", partial(self._writer.write_at, offset, data))
+        self.alignment = self._writer.alignment
+
+    def publish(self, nbytes: int) -> None:
+        self._file.ask("publish", partial(self._writer.publish, nbytes))
+
+    def abort(self) -> None:
+        self._file.drop(self._writer.abort)
+
+
+class _TimedReader:
+    """A `FileReader` with a time limit."""
+
+    def __init__(self, reader: FileReader, file: _OpenFile) -> None:
+        self.alignment = reader.alignment
+        self.nbytes = reader.nbytes
+        self._reader = reader
+        self._file = file
+
+    def read_at(self, offset: int, out: Bytes) -> None:
+        self._file.ask("read", partial(self._reader.read_at, offset, out))
+        self.alignment = self._reader.alignment
+
+    def close(self) -> None:
+        self._file.drop(self._reader.close)
+
+
+class _OpenFile:
+    """The requests that were made of one open file."""
+
+    def __init__(self, helpers: _Helpers, path: str) -> None:
+        self._helpers = helpers
+        self._path = path
+        self._abandoned: list[Future[None]] = []
+
+    def ask(self, operation: str, call: Callable[[], None]) -> None:
+        request = self._helpers.begin(call, operation, self._path)
+        try:
+            self._helpers.answer(request, operation, self._path)
+        except BaseException:
+            self._abandoned.append(request)
+            raise
+
+    def drop(self, call: Callable[[], None]) -> None:
+        """Make the file's last call, once those that were abandoned have ended; never raises for the time."""
+
+        def last() -> None:
+            wait(self._abandoned)
+            call()
+
+        request = self._helpers.start(last)
+        wait([request], timeout=0 if any(not each.done() for each in self._abandoned) else self._helpers.patience_s())
+
+
+class _Helpers:
+    """Threads that make calls for others, who may leave. As daemons they keep no process alive when a call hangs."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._end_s = time.monotonic() + timeout_s
+        #: Where each idle helper waits for work. The last one is taken first: callers in turn keep to one helper.
+        self._idle: deque[SimpleQueue[Callable[[], Callable[[], None]] | None]] = deque()
+        self._closed = False
+
+    def begin(self, call: Callable[[], T], operation: str, path: str) -> Future[T]:
+        """Have `call` made, unless the time is up already."""
+        if time.monotonic() > self._end_s:
+            raise self._late(operation, path)
+        return self.start(call)
+
+    def start(self, call: Callable[[], T]) -> Future[T]:
+        """Have `call` made."""
+        request: Future[T] = Future()
+        try:
+            inbox = self._idle.pop()
+        except IndexError:
+            inbox = SimpleQueue()
+            Thread(target=self._help, args=(inbox,), name="holdfast-storage", daemon=True).start()
+        inbox.put(partial(_made, call, request))
+        return request
+
+    def answer(self, request: Future[T], operation: str, path: str) -> T:
+        """What the call of `request` returns or raises, as soon as it does."""
+        try:
+            return request.result(max(self._end_s - time.monotonic(), 0))
+        except TimeoutError as error:
+            if request.done():  # meanwhile, or with an error of this kind
+                return request.result()
+            raise self._late(operation, path) from error
+
+    def patience_s(self) -> float:
+        """How long what cannot fail for the time may be waited for."""
+        return max(self._end_s - time.monotonic(), _GRACE_S)
+
+    def close(self) -> None:
+        """End the helpers, each when it has no work any more."""
+        self._closed = True
+        self._dismiss()
+
+    def _help(self, inbox: SimpleQueue[Callable[[], Callable[[], None]] | None]) -> None:
+        while (work := inbox.get()) is not None:
+            tell = work()
+            # Idle before the caller goes on, so that its next call finds this helper. Looking for the end comes last:
+            # of a helper that becomes idle and a `close` at the same time, one sees the other.
+            self._idle.append(inbox)
+            tell()
+            del work, tell  # an idle helper must not hold buffers
+            if self._closed:
+                self._dismiss()
+
+    def _dismiss(self) -> None:
+        while True:
+            try:
+                self._idle.pop().put(None)
+            except IndexError:
+                return
+
+    def _late(self, operation: str, path: str) -> StorageError:
+        return StorageError(
+            f"cannot {operation} {path}: the store did not answer within {self._timeout_s:g} s.",
+            code="storage.timeout",
+            action="Check the file server, the mount and the disk; where they are only slow, raise timeout_s.",
+            path=path,
+            retryable=True,
+        )
+
+
+def _made(call: Callable[[], T], request: Future[T]) -> Callable[[], None]:
+    """Make `call`; returns what tells the outcome."""
+    try:
+        result = call()
+    except BaseException as error:  # noqa: BLE001 - it is raised to whoever asked
+        return partial(request.set_exception, error)
+    return partial(request.set_result, result)

@@ -1,0 +1,158 @@
+"""The `holdfast` command for tests: in this process, in a process of its own, at a terminal; and runs to look at."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pty
+import select
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import redirect_stderr, redirect_stdout, suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import numpy as np
+import numpy.typing as npt
+
+from holdfast.cli import run
+from holdfast.format.dtypes import DTYPES
+from holdfast.format.records import Place
+from holdfast.format.values import Node, Open
+from holdfast.plan.layout import Mesh, Placed, Placement, Replicate, Shard, TensorLayout
+from holdfast.plan.save import Identity
+from tests.memory_storage import MemoryStorage
+from tests.published import EPOCHS, RUN_ID, begin, plan, publish, put
+
+#: What Ctrl-C sends.
+INTERRUPT = "\x03"
+ENVIRONMENT = {"COLUMNS": "100", "PATH": "/usr/bin:/bin"}
+NODES: dict[str, Node] = {"": Open("dict")}
+
+
+class Done(NamedTuple):
+    """How a command ended and what it printed."""
+
+    status: int | str | None
+    out: str
+    err: str
+
+    @property
+    def lines(self) -> list[str]:
+        return [line.rstrip() for line in self.out.splitlines()]
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+
+def holdfast_command(*arguments: str | Path, columns: int = 100) -> Done:
+    """Run the command in this process; standard input is not a terminal."""
+    out, err, status = io.StringIO(), io.StringIO(), None
+    surroundings = patch.dict(os.environ, COLUMNS=str(columns)), patch("sys.stdin", io.StringIO())
+    with surroundings[0], surroundings[1], redirect_stdout(out), redirect_stderr(err):
+        try:
+            run([str(argument) for argument in arguments])
+        except SystemExit as end:
+            status = end.code
+    return Done(status, out.getvalue(), err.getvalue())
+
+
+def start(*arguments: str, **environment: str) -> Done:
+    """Run the command in a process of its own."""
+    command = [sys.executable, "-m", "holdfast.cli", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT | environment, check=False)
+    return Done(done.returncode, done.stdout, done.stderr)
+
+
+def at_terminal(*arguments: str, answer: str = "") -> Done:
+    """Run the command at a terminal, where somebody types `answer` when asked. All that it prints is in `out`."""
+    keyboard, terminal = pty.openpty()
+    # A session of its own, with this terminal: only so do keys send signals.
+    command = ["setsid", "--ctty", sys.executable, "-m", "holdfast.cli", *arguments]
+    environment = ENVIRONMENT | {"TERM": "xterm"}
+    process = subprocess.Popen(command, stdin=terminal, stdout=terminal, stderr=terminal, env=environment)
+    os.close(terminal)
+    printed = b""
+    try:
+        with suppress(OSError):  # a terminal that nobody holds any more says EIO
+            while True:
+                if select.select([keyboard], [], [], 0.5)[0]:
+                    printed += os.read(keyboard, 4096)
+                if answer and b"[y/N]" in printed:
+                    os.write(keyboard, answer.encode())
+                    # What comes while a program sets up its terminal may be dropped: people press Ctrl-C again.
+                    answer = INTERRUPT if answer == INTERRUPT else ""
+        return Done(process.wait(), printed.decode(), "")
+    finally:
+        process.kill()
+        process.wait()
+        os.close(keyboard)
+
+
+def damage(path: Path, at: float = 0.5) -> None:
+    """Flip one bit of a file, at a part of its length."""
+    data = bytearray(path.read_bytes())
+    data[int(len(data) * at)] ^= 1
+    path.write_bytes(data)
+
+
+def copy_of(run: Path, tmp_path: Path) -> Path:
+    """A copy of a run, as people make one."""
+    copy = tmp_path / "copy"
+    subprocess.run(["cp", "-r", str(run), str(copy)], check=True)
+    return copy
+
+
+def folder_of(run: Path, step: int) -> Path:
+    """The folder of the only checkpoint of a step."""
+    (folder,) = (run / "checkpoints").glob(f"step-{step:010d}-*")
+    return folder
+
+
+class Stored(NamedTuple):
+    """A tensor to store: its dtype, what it holds, and how it is divided over ranks (default: not at all)."""
+
+    dtype: str
+    elements: npt.NDArray[Any]
+    placements: tuple[Placement, ...] = (Replicate(),)
+    mesh: Mesh = Mesh((1,), (0,))
+
+
+def rows(ranks: int) -> tuple[tuple[Placement, ...], Mesh]:
+    """Divided along the first axis."""
+    return (Shard(0),), Mesh((ranks,), tuple(range(ranks)))
+
+
+def publish_step(
+    storage: MemoryStorage,
+    place: Place,
+    tensors: Mapping[str, Stored],
+    nodes: Mapping[str, Node] | None = None,
+    diverged: Sequence[str] = (),
+) -> None:
+    """Store a checkpoint; its step is ``100 * epoch + number``."""
+    ranks = max((len(tensor.mesh.ranks) for tensor in tensors.values()), default=1)
+    layouts: list[list[TensorLayout]] = [[] for _ in range(ranks)]
+    full = {}
+    for name, (dtype, elements, placements, mesh) in tensors.items():
+        itemsize = DTYPES[dtype].itemsize
+        shape = elements.shape
+        full[name] = np.ascontiguousarray(elements).view(np.uint8).reshape(*shape, itemsize)
+        layout = TensorLayout(name, dtype, shape, Placed(mesh, placements))
+        for rank in mesh.ranks:
+            layouts[rank].append(layout)
+    step = 100 * place.epoch + place.seq
+    identity = Identity(f"{step:016x}", RUN_ID, place, step, 1.7e9, {})
+    table = dict(NODES if nodes is None else nodes)
+    publish(storage, plan(layouts, table, identity, diverged), full, table)
+
+
+def stored_run(path: Path, tensors: Mapping[str, Stored], nodes: Mapping[str, Node] | None = None) -> Path:
+    """A run with one checkpoint, step 101."""
+    storage = begin(RUN_ID, *EPOCHS[:1])
+    publish_step(storage, Place(1, 1), tensors, nodes)
+    return put(storage.objects, path)

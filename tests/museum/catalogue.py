@@ -1,0 +1,57 @@
+"""What the museum shows, read from the exhibits themselves. Run as a module to write the table of README.md anew."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).parent
+README = HERE / "README.md"
+_SEEN_IN = "Seen in: "
+_HEADER = "| symptom | system and source | test |\n|---|---|---|\n"
+
+
+@dataclass(frozen=True)
+class Exhibit:
+    """A published defect and the test that has it."""
+
+    file: str
+    test: str
+    symptom: str
+    source: str
+
+    @staticmethod
+    def of(file: str, function: ast.FunctionDef) -> Exhibit:
+        """Read the docstring: the symptom, then after a blank line where it was seen."""
+        symptom, _, source = (ast.get_docstring(function) or "").partition("\n\n")
+        if not symptom or not source.startswith(_SEEN_IN):
+            raise ValueError(f"{file}: {function.name} does not say what was seen and where")
+        text = source.removeprefix(_SEEN_IN)
+        return Exhibit(file, function.name, " ".join(symptom.split()), " ".join(text.split()).removesuffix("."))
+
+
+def exhibits() -> list[Exhibit]:
+    """All of them, in the order of files and lines."""
+    return [
+        Exhibit.of(path.name, node)
+        for path in sorted(HERE.glob("test_*.py"))
+        if path.stem not in ("test_catalogue", "test_mutations")
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+    ]
+
+
+def table() -> str:
+    """The table of README.md."""
+    rows = [(e.symptom, e.source, f"`{e.file.removesuffix('.py')}::{e.test}`") for e in exhibits()]
+    return _HEADER + "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |\n" for row in rows)
+
+
+def main() -> None:
+    """Replace the table of README.md."""
+    README.write_text(README.read_text().partition(_HEADER)[0] + table())
+
+
+if __name__ == "__main__":
+    main()

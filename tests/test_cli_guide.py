@@ -1,0 +1,71 @@
+"""The guide to the command line shows what the commands print."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import socket
+import subprocess
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from tests.command_line import holdfast_command
+from tests.rank_worker import HOST
+from tests.ranks import run_processes
+from tests.test_guides import example, run_script
+
+GUIDE = Path(__file__).parent.parent / "docs" / "guides" / "command_line.md"
+
+#: What is another in every run, and what stands for it.
+VARIABLE = (
+    (r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d", "2026-11-21 20:00:00"),
+    (r"\b(now|\d+ (s|min))( ago)?(?=\s|\)|$)", "1 min"),
+    (r"step-(\d{10})-[0-9a-f]{16}", r"step-\1-00000000"),
+    (r"in \d+\.\d s, [\d.]+ [KMG]iB/s", "in 0.1 s, 1.0 GiB/s"),
+    (r"(?<![\w.])/\S*/(?=runs/|copy/)", "/shared/"),
+    (r" +", " "),
+)
+
+
+class Call(NamedTuple):
+    """A command of the guide, and the lines that the guide says it prints."""
+
+    command: str
+    output: list[str]
+
+
+def calls() -> list[Call]:
+    blocks = re.findall(r"```text\n(.*?)```", GUIDE.read_text(), re.DOTALL)
+    found = [call.splitlines() for block in blocks for call in block.split("$ ")[1:]]
+    return [Call(command, output) for command, *output in found]
+
+
+def normalized(lines: list[str]) -> list[str]:
+    text = "\n".join(lines)
+    for pattern, stands_for in VARIABLE:
+        text = re.sub(pattern, stands_for, text)
+    return [line.strip() for line in text.splitlines()]
+
+
+def test_the_screens_of_the_guide_are_what_the_commands_print(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script, trainings = example(GUIDE)
+    (tmp_path / "train.py").write_text(script)
+    for training in trainings:
+        with socket.socket() as free:
+            free.bind((HOST, 0))
+            port = free.getsockname()[1]
+        run_processes(training.num_ranks, run_script, str(tmp_path), training, port)
+    monkeypatch.chdir(tmp_path)
+    for call in calls():
+        name, *arguments = shlex.split(call.command)
+        if name == "holdfast":
+            assert normalized(holdfast_command(*arguments, columns=120).lines) == normalized(call.output), call.command
+        else:
+            subprocess.run(["sh", "-c", call.command], check=True)
+
+
+def test_the_guide_shows_every_command() -> None:
+    shown = {shlex.split(call.command)[1] for call in calls() if call.command.startswith("holdfast")}
+    assert shown == {"ls", "show", "verify", "diff", "rollback", "rm", "doctor"}
