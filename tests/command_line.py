@@ -76,16 +76,17 @@ def at_terminal(*arguments: str, answer: str = "") -> Done:
     environment = ENVIRONMENT | {"TERM": "xterm"}
     process = subprocess.Popen(command, stdin=terminal, stdout=terminal, stderr=terminal, env=environment)
     os.close(terminal)
-    printed = b""
+    printed, answered = b"", not answer
     try:
         with suppress(OSError):  # a terminal that nobody holds any more says EIO
             while True:
-                if select.select([keyboard], [], [], 0.5)[0]:
+                # What comes while a program sets up its terminal may be dropped: people press Ctrl-C again.
+                silent = not select.select([keyboard], [], [], 5)[0]
+                if not silent:
                     printed += os.read(keyboard, 4096)
-                if answer and b"[y/N]" in printed:
+                if b"[y/N]" in printed and (not answered or (silent and answer == INTERRUPT)):
                     os.write(keyboard, answer.encode())
-                    # What comes while a program sets up its terminal may be dropped: people press Ctrl-C again.
-                    answer = INTERRUPT if answer == INTERRUPT else ""
+                    answered = True
         return Done(process.wait(), printed.decode(), "")
     finally:
         process.kill()
