@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from functools import lru_cache
 from itertools import chain
-from typing import NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -20,6 +20,9 @@ from holdfast.format.names import component, join
 from holdfast.format.values import Open
 from holdfast.frameworks import Finish, NamedTensor, Sink, Source
 from holdfast.plan.layout import Replicas
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
 
 # Wrapper types, by name: importing some of these modules takes seconds. The values are the attributes that hold what
 # is wrapped.
@@ -50,12 +53,13 @@ class _State(NamedTuple):
 
 class _Traits(NamedTuple):
     """Of a type of modules: the attribute that holds what it wraps, the method that makes its state dict another one,
-    whether it has extra state, and whether it is DDP."""
+    whether it has extra state, whether it is DDP, and whether it is FSDP2."""
 
     wrapped: str | None
     overrides: str | None
     has_extra_state: bool
     synchronizes: bool
+    shards: bool
 
 
 def flatten_module(path: str, module: nn.Module, sink: Sink) -> None:
@@ -95,7 +99,6 @@ def bind_module(path: str, module: nn.Module, source: Source) -> Finish:
 
 
 def _read(path: str, module: nn.Module) -> _State:
-    _reshard(module)
     state = _State([], [])
     _walk(module, "", path, None, state)
     return state
@@ -109,6 +112,9 @@ def _walk(module: nn.Module, prefix: str, path: str, unsynced: frozenset[int] | 
     kind: type = type(module)  # of any metaclass: mypy doubts that those can be hashed
     traits = _traits(kind)
     _refuse_hidden_state(module, traits, path, prefix)
+    if traits.shards:
+        # Between forward and backward there may be unsharded parameters in place, also in modules below.
+        cast("FSDPModule", module).reshard()
     if traits.synchronizes:
         unsynced = _ignored(cast("nn.parallel.DistributedDataParallel", module))
     base = join(path, prefix)
@@ -164,23 +170,16 @@ def _refuse_hidden_state(module: nn.Module, traits: _Traits, path: str, prefix: 
     )
 
 
-def _reshard(module: nn.Module) -> None:
-    """Have FSDP2 put its sharded parameters in place; between forward and backward it may hold unsharded ones."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is not None:
-        for child in module.modules():
-            if isinstance(child, fsdp.FSDPModule):
-                child.reshard()
-
-
 @lru_cache(maxsize=1024)
 def _traits(kind: type) -> _Traits:
     """What a walk must know about modules of type `kind`."""
     plain = ("_save_to_state_dict", "state_dict")
+    fsdp = sys.modules.get("torch.distributed.fsdp")
     names = ((base.__module__, base.__qualname__) for base in kind.__mro__)
     return _Traits(
         wrapped=next((_WRAPPERS[name] for name in names if name in _WRAPPERS), None),
         overrides=next((name for name in plain if getattr(kind, name) is not getattr(nn.Module, name)), None),
         has_extra_state=getattr(kind, "get_extra_state", None) is not nn.Module.get_extra_state,
         synchronizes=issubclass(kind, nn.parallel.DistributedDataParallel),
+        shards=fsdp is not None and issubclass(kind, fsdp.FSDPModule),
     )

@@ -159,7 +159,8 @@ class Gatherer:
         return names
 
     def _describe(self, ordered: Sequence[NamedTensor], read: _Read) -> Remembered:
-        facts = read.facts
+        # Equal shapes and strides as one object: they are kept from save to save.
+        facts = read.facts._replace(shapes=_shared(read.facts.shapes), strides=_shared(read.facts.strides))
         known = Remembered(facts, read.specs, [], [], [])
         homes = self._homes(facts.addresses)
         rows = zip(ordered, read.parts, read.specs, facts.addresses, strict=True)
@@ -220,15 +221,15 @@ def _read(ordered: Sequence[NamedTensor]) -> _Read:
         replicas=[entry.replicas for entry in ordered],
         specs=list(map(id, specs)),
         dtypes=dtypes,
-        shapes=_shared(map(_shape_of, parts)),
-        strides=_shared(map(torch.Tensor.stride, parts)),
+        shapes=list(map(_shape_of, parts)),
+        strides=list(map(torch.Tensor.stride, parts)),
         addresses=addresses,
     )
     return _Read(facts, specs, parts)
 
 
 def _shared(items: Iterable[T]) -> list[T]:
-    """The same items, equal ones as one object: thousands of them are kept from save to save."""
+    """The same items, equal ones as one object."""
     known: dict[T, T] = {}
     return [known.setdefault(item, item) for item in items]
 
