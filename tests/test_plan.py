@@ -17,6 +17,7 @@ from holdfast.plan import replicas
 from holdfast.plan.body import RankLayout
 from holdfast.plan.layout import Mesh, PieceReplicas, Pieces, Placed, Replicate, Shard, TensorLayout, Whole
 from holdfast.plan.load import Want
+from holdfast.plan.save import Draft, RankMessage, plan_save
 from tests.worlds import World, data_sections, fill, worlds
 
 
@@ -225,3 +226,19 @@ def test_pieces_are_shared_out_only_where_all_holders_declare_them_equal() -> No
     policies: tuple[PieceReplicas, ...] = ("split", "compare")
     layouts = [[_of("w", Pieces.ranges(whole, replicas=policy), (4096, 4096))] for policy in policies]
     assert len(Files(World(layouts, {}).plan()).cells(0).owners) == 1
+
+
+def test_more_boxes_than_a_reader_could_check_are_refused_when_they_are_planned() -> None:
+    # Every other row is cut in two, so it is no grid; and of 8 axes, so each box has 256 corners.
+    middle, rows = (0,) * 6, range(3700)
+    boxes = [
+        Box((row, *middle, at), (1, *(1,) * 6, 1 if row % 2 else 2))
+        for row in rows
+        for at in ((0, 1) if row % 2 else (0,))
+    ]
+    layout = TensorLayout("w", "uint8", (len(rows), *(1,) * 6, 2), Pieces.boxes(*boxes))
+    sent = RankLayout.of([layout], {})
+    plan = plan_save([RankMessage(sent.digest, sent.columns)], {sent.digest: sent.body})
+    with pytest.raises(StateError) as refused:
+        Draft.of(plan, [])
+    assert refused.value.code == "state.too_many_boxes"

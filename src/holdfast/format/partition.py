@@ -137,7 +137,7 @@ def _boxes(manifest: DecodedManifest, partition: Boxes, owners: Int64s) -> BoxCe
     sizes = np.stack(columns[num_axes:], axis=1)
     if len(starts) and ((starts < 0).any() or (sizes <= 0).any() or (starts > 2**62 - sizes).any()):
         raise corrupt("a box is empty or begins below 0")
-    if len(starts) * (num_axes + 1) << num_axes > _MAX_CORNER_NUMBERS:
+    if is_too_long(len(starts), num_axes):
         raise corrupt(f"a list of {len(starts)} boxes with {num_axes} axes is too long to be checked")
     extents = tuple((starts + sizes).max(axis=0).tolist()) if len(starts) else (0,) * num_axes
     fault = coverage_fault([extents], np.zeros(len(starts), np.int64), starts, sizes)
@@ -145,6 +145,11 @@ def _boxes(manifest: DecodedManifest, partition: Boxes, owners: Int64s) -> BoxCe
         raise corrupt(f"element {list(fault.index)} of a tensor is stored {fault.times} times")
     numels = sizes.prod(axis=1)
     return BoxCells(owners, numels, _within(owners, numels), extents, starts, sizes)
+
+
+def is_too_long(num_boxes: int, num_axes: int) -> bool:
+    """Whether a list of so many boxes takes too much to be checked, so that readers refuse it."""
+    return num_boxes * (num_axes + 1) << num_axes > _MAX_CORNER_NUMBERS
 
 
 def _check_cuts(cuts: Int64s) -> None:

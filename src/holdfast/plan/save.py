@@ -18,6 +18,7 @@ import numpy as np
 from holdfast.errors import StateError
 from holdfast.format import manifest as fmt
 from holdfast.format.dtypes import DTYPES
+from holdfast.format.partition import is_too_long
 from holdfast.format.records import Place
 from holdfast.geometry import Box, Int64s, Shape, flat_boxes
 from holdfast.plan.divide import Claim, Divider, Division, Group, as_grid, grid_boxes
@@ -280,6 +281,12 @@ class _PartitionTable:
         return fmt.Grid(cuts, self.sequences.add(owners))
 
     def _boxes(self, boxes: Int64s, owners: Int64s) -> fmt.Boxes:
+        if is_too_long(len(boxes), boxes.shape[1] // 2):
+            raise StateError(
+                f"A tensor is held in {len(boxes)} boxes that are no grid: more than a reader could check.",
+                code="state.too_many_boxes",
+                action="Hold it in flat ranges, or in fewer and larger boxes.",
+            )
         columns = [self.sequences.add(np.ascontiguousarray(column)) for column in boxes.T]
         num_axes = len(columns) // 2
         return fmt.Boxes(tuple(columns[:num_axes]), tuple(columns[num_axes:]), self.sequences.add(owners))

@@ -22,7 +22,7 @@ from torch.distributed import ProcessGroup
 from holdfast.control.channel import Channel, Deadline, Outcome
 from holdfast.control.torch_store import default_channel, group_ranks
 from holdfast.errors import HoldfastError
-from holdfast.format.records import Commit
+from holdfast.format.records import MAX_RECORD_NBYTES, Commit
 from holdfast.phases import Stopwatch, attempt
 from holdfast.reports import SaveReport
 from holdfast.run.paths import canonical, parse, storage_at
@@ -94,6 +94,8 @@ def _numbers(metrics: Mapping[str, SupportsFloat]) -> dict[str, float]:
     for name, value in metrics.items():
         if type(name) is not str or not isinstance(value, SupportsFloat):
             raise TypeError(f"a metric is a number under a string, not {name!r}: {value!r}")
+    if sum(6 * len(name) + 32 for name in metrics) > MAX_RECORD_NBYTES // 2:  # as JSON, at most
+        raise ValueError(f"{len(metrics)} metrics with such long names do not fit into a commit record")
     return {name: float(value) for name, value in metrics.items()}
 
 
