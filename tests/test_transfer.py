@@ -478,7 +478,7 @@ def test_a_timed_store_answers_as_the_store_does(storage: PosixStorage, pool: Bu
     assert eventually(lambda: helpers() == 0)
 
 
-@pytest.mark.parametrize("name", ["writer", "write_at", "publish"])
+@pytest.mark.parametrize("name", ["writer", "publish"])
 def test_a_write_that_hangs_is_given_up_and_cleared_away_when_it_ends(
     storage: PosixStorage, pool: BufferPool, tmp_path: Path, name: str
 ) -> None:

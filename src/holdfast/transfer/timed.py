@@ -31,9 +31,10 @@ T = TypeVar("T")
 class TimedStorage:
     """`storage`, whose requests must end within `timeout_s` from now, all of them.
 
-    A request that does not answer by then raises `StorageError`, code ``storage.timeout``, which names the path. The
-    request itself may end later and take effect, which does no harm: an object appears whole or not at all, and never
-    in place of another. To be used in a ``with`` block, whose end waits for nothing.
+    A request that does not answer by then raises `StorageError`, code ``storage.timeout``, which names the path; only
+    `FileWriter.write_at`, once it has begun, is waited for as long as it takes. The request itself may end later and
+    take effect, which does no harm: an object appears whole or not at all, and never in place of another. To be used in
+    a ``with`` block, whose end waits for nothing.
     """
 
     def __init__(self, storage: Storage, *, timeout_s: float) -> None:
@@ -115,7 +116,10 @@ class _TimedWriter:
         self._file = file
 
     def write_at(self, offset: int, data: Bytes) -> None:
-        self._file.ask("write", partial(self._writer.write_at, offset, data))
+        # Made by the caller itself, who waits as long as one write takes: a helper in between would wake two sleeping
+        # cores more for every 8 MiB, which took a quarter of the speed of a save where it was measured.
+        self._file.check("write")
+        self._writer.write_at(offset, data)
         self.alignment = self._writer.alignment
 
     def publish(self, nbytes: int) -> None:
@@ -158,6 +162,10 @@ class _OpenFile:
             self._abandoned.append(request)
             raise
 
+    def check(self, operation: str) -> None:
+        """Return only while there is time left."""
+        self._helpers.check(operation, self._path)
+
     def drop(self, call: Callable[[], None]) -> None:
         """Make the file's last call, once those that were abandoned have ended; never raises for the time."""
 
@@ -181,9 +189,13 @@ class _Helpers:
 
     def begin(self, call: Callable[[], T], operation: str, path: str) -> Future[T]:
         """Have `call` made, unless the time is up already."""
+        self.check(operation, path)
+        return self.start(call)
+
+    def check(self, operation: str, path: str) -> None:
+        """Return only while there is time left."""
         if time.monotonic() > self._end_s:
             raise self._late(operation, path)
-        return self.start(call)
 
     def start(self, call: Callable[[], T]) -> Future[T]:
         """Have `call` made."""
