@@ -6,6 +6,7 @@ import io
 import json
 import os
 import pty
+import select
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -70,20 +71,23 @@ def start(*arguments: str, **environment: str) -> Done:
 def at_terminal(*arguments: str, answer: str = "") -> Done:
     """Run the command at a terminal, where somebody types `answer` when asked. All that it prints is in `out`."""
     keyboard, terminal = pty.openpty()
-    # A session of its own, with this terminal: only so do keys send signals. Whoever started these tests in the background
-    # may have had them ignore Ctrl-C, which children inherit.
+    # A session of its own, with this terminal: only so do keys send signals. Who started these tests in the background may
+    # have had them ignore Ctrl-C, which children inherit.
     command = ["env", "--default-signal=INT", "setsid", "--ctty", sys.executable, "-m", "holdfast.cli", *arguments]
     environment = ENVIRONMENT | {"TERM": "xterm"}
     process = subprocess.Popen(command, stdin=terminal, stdout=terminal, stderr=terminal, env=environment)
     os.close(terminal)
-    printed = b""
+    printed, answered = b"", not answer
     try:
         with suppress(OSError):  # a terminal that nobody holds any more says EIO
-            while data := os.read(keyboard, 4096):
-                printed += data
-                if answer and b"[y/N]" in printed:
+            while True:
+                # What comes while a program sets up its terminal may be dropped: people press Ctrl-C again.
+                silent = not select.select([keyboard], [], [], 2)[0]
+                if not silent:
+                    printed += os.read(keyboard, 4096)
+                if b"[y/N]" in printed and (not answered or (silent and answer == INTERRUPT)):
                     os.write(keyboard, answer.encode())
-                    answer = ""
+                    answered = True
         return Done(process.wait(), printed.decode(), "")
     finally:
         process.kill()
