@@ -71,8 +71,8 @@ def start(*arguments: str, **environment: str) -> Done:
 def at_terminal(*arguments: str, answer: str = "") -> Done:
     """Run the command at a terminal, where somebody types `answer` when asked. All that it prints is in `out`."""
     keyboard, terminal = pty.openpty()
-    # A session of its own, with this terminal: only so do keys send signals. Who started these tests in the background may
-    # have had them ignore Ctrl-C, which children inherit.
+    # A session of its own, with this terminal: only so do keys send signals. Who started the tests in the background
+    # may have had them ignore Ctrl-C, which children inherit.
     command = ["env", "--default-signal=INT", "setsid", "--ctty", sys.executable, "-m", "holdfast.cli", *arguments]
     environment = ENVIRONMENT | {"TERM": "xterm"}
     process = subprocess.Popen(command, stdin=terminal, stdout=terminal, stderr=terminal, env=environment)
