@@ -215,6 +215,14 @@ def num_blocks(data_nbytes: int) -> int:
     return -(-data_nbytes // BLOCK_NBYTES)
 
 
+def parse_table(text: bytes) -> bytes:
+    """The digest table that stands as `text` in a header; empty where it is none."""
+    try:
+        return bytes.fromhex(text.decode("ascii"))
+    except ValueError:
+        return b""
+
+
 def header(manifest: DecodedManifest, layout: FileLayout, table: bytes) -> bytes:
     """The first ``layout.data_start`` bytes of a data file whose block digests are `table`."""
     assert len(table) == 16 * num_blocks(layout.data_nbytes)

@@ -6,6 +6,7 @@ their integer sequences are compressed (`holdfast.format.sequences`).
 
 from __future__ import annotations
 
+import re
 import struct
 import zlib
 from collections import Counter
@@ -37,6 +38,7 @@ _MAX_DATA_NBYTES = 1 << 62
 #: As many axes as an array can have.
 _MAX_AXES = 64
 MAX_FILES = 1 << 17
+_FILE_NAME = re.compile(r"data-[0-9]{5,}\.safetensors")
 #: Numbers that affine sequences may stand for, which cost no bytes: so many, and so many per partition and file.
 _FREE_NUMBERS = 1 << 18
 _NUMBERS_PER_CELL = 64
@@ -181,6 +183,11 @@ class DecodedManifest:
 def file_name(index: int) -> str:
     """Name of data file `index` in the checkpoint's folder."""
     return f"data-{index:05d}.safetensors"
+
+
+def is_file_name(name: str) -> bool:
+    """Whether `file_name` gives names such as `name`."""
+    return _FILE_NAME.fullmatch(name) is not None
 
 
 def encode(body: Manifest, blobs: Iterable[bytes]) -> bytes:

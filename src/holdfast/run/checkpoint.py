@@ -16,7 +16,7 @@ from holdfast.errors import CorruptError
 from holdfast.format import manifest as fmt
 from holdfast.format import records
 from holdfast.format import values as value_codec
-from holdfast.format.container import BLOCK_NBYTES, TABLE_OFFSET, Files, num_blocks
+from holdfast.format.container import BLOCK_NBYTES, TABLE_OFFSET, Files, num_blocks, parse_table
 from holdfast.format.dtypes import CARRIERS
 from holdfast.format.manifest import DecodedManifest, ValueBlock
 from holdfast.format.names import shown
@@ -129,10 +129,7 @@ class Checkpoint:
     def _table(self, reader: FileReader, index: int, data_nbytes: int) -> bytes:
         text = np.empty(32 * num_blocks(data_nbytes), np.uint8)
         reader.read_at(TABLE_OFFSET, text)
-        try:
-            table = bytes.fromhex(text.tobytes().decode("ascii"))
-        except ValueError:
-            table = b""
+        table = parse_table(text.tobytes())
         if xxhash.xxh3_128_hexdigest(table) != self.seal.files[index].digest:
             raise self._corrupt(fmt.file_name(index), "its digest table is not the one that was sealed")
         return table

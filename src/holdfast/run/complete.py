@@ -226,17 +226,10 @@ def _check_file(storage: Storage, stored: Stored, layout: FileLayout) -> FileSea
         reader.close()
     found = header.tobytes()
     # Whatever the table says, the header must be the one that the manifest gives for it: that binds it to this file.
-    table = _table(found[TABLE_OFFSET : TABLE_OFFSET + 2 * table_nbytes(layout.data_nbytes)])
+    table = container.parse_table(found[TABLE_OFFSET : TABLE_OFFSET + 2 * table_nbytes(layout.data_nbytes)])
     if len(table) != table_nbytes(layout.data_nbytes) or found != container.header(stored.manifest, layout, table):
         raise _unsound(path, "its header is not the one that the manifest demands", stored)
     return FileSeal(name, nbytes, xxhash.xxh3_128_hexdigest(table))
-
-
-def _table(text: bytes) -> bytes:
-    try:
-        return bytes.fromhex(text.decode("ascii"))
-    except ValueError:
-        return b""
 
 
 def _missing(folder: str, names: list[str]) -> NotFoundError:

@@ -18,7 +18,7 @@ from holdfast.format.tombstones import parse_removed_name
 from holdfast.run.checkpoint import Checkpoint
 from holdfast.run.complete import check_present, complete
 from holdfast.run.history import Run
-from holdfast.run.removal import abandon, check_unneeded, is_data_file, remove_place
+from holdfast.run.removal import abandon, check_unneeded, remove_place
 from holdfast.run.uncommitted import IN_PROGRESS_S, UNREADABLE, Known, Remedy, Uncommitted
 from holdfast.run.verify import verify_checkpoint
 
@@ -50,7 +50,7 @@ def examine(run: Run, *, deep: bool = False) -> list[Finding]:
         *_epochs(run, known),
         *_commits(run, known, deep=deep),
         *_folders(run, known, deep=deep),
-        *_leftovers(run),
+        *(finding for _, finding in _leftovers(run)),
     ]
 
 
@@ -74,9 +74,10 @@ def remove(run: Run, finding: Finding, *, force: bool = False) -> None:
         raise _no_remedy(finding, "remove")
     if finding.folder is not None and not finding.code.startswith("leftover"):
         _remove_folder(run, finding, finding.folder, force=force)
-    elif any(now.path == finding.path and _is_removable(now, force=force) for now in _leftovers(run)):
-        # `Storage.path` takes no temporary names, so the key is cut from what it made of another one.
-        run.storage.delete(finding.path.removeprefix(run.storage.path("x").removesuffix("x")))
+        return
+    for key, now in _leftovers(run):
+        if now.path == finding.path and _is_removable(now, force=force):
+            run.storage.delete(key)
 
 
 def _remove_folder(run: Run, finding: Finding, folder: str, *, force: bool) -> None:
@@ -178,24 +179,25 @@ def _folders(run: Run, known: Known, *, deep: bool) -> Iterator[Finding]:
             if state is not None:
                 yield _finding(run, folder, state.code, state.text, state.remedy)
         for name in run.storage.list(f"{CHECKPOINTS}/{folder}"):
-            if name not in (fmt.NAME, SEAL_NAME) and not is_data_file(name):
+            if name not in (fmt.NAME, SEAL_NAME) and not fmt.is_file_name(name):
                 path = run.storage.path(records.checkpoint_key(folder, name))
                 yield Finding("unknown.name", path, f"'{path}' is no part of a run. Nothing reads it.", "none")
 
 
-def _leftovers(run: Run) -> Iterator[Finding]:
-    """What was being written when its writer died, or is being written."""
+def _leftovers(run: Run) -> Iterator[tuple[str, Finding]]:
+    """What was being written when its writer died, or is being written, each with its key."""
     storage, root = run.storage, run.storage.path("x").removesuffix("/x")
     for folder in ("", CHECKPOINTS, EPOCHS, HISTORY, *(f"{CHECKPOINTS}/{name}" for name in storage.list(CHECKPOINTS))):
         old = set(storage.leftovers(folder, older_than_s=IN_PROGRESS_S))
         for name in storage.leftovers(folder):
-            path = "/".join(filter(None, (root, folder, name)))
+            key = f"{folder}/{name}" if folder else name
+            path = f"{root}/{key}"  # `Storage.path` takes no temporary names
             if name in old:
                 text = f"'{path}' was never published: its writer died. Remove it to get its space back."
-                yield Finding("leftover", path, text, "remove")
+                yield key, Finding("leftover", path, text, "remove")
             else:
                 text = f"'{path}' is being written, or its writer died just now: look again in {IN_PROGRESS_S:.0f} s."
-                yield Finding("leftover.in_progress", path, text, "none")
+                yield key, Finding("leftover.in_progress", path, text, "none")
 
 
 def _finding(run: Run, folder: str, code: str, text: str, remedy: Remedy) -> Finding:

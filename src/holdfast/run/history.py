@@ -257,14 +257,15 @@ class Run:
             ) from error
 
     def _find_place(self, place: Place) -> Commit:
-        removed = self.is_removed(place)
+        if self.is_removed(place):
+            raise self._no_commit_at(f"{place} any more: it was removed")
         try:
-            if not removed:
-                return self.commit(place)
-        except NotFoundError:
-            pass
-        which = f"at {place} any more: it was removed" if removed else f"at {place}"
-        raise self._no_commit(which, "places", [str(p) for p in self.places()])
+            return self.commit(place)
+        except NotFoundError as error:
+            raise self._no_commit_at(str(place)) from error
+
+    def _no_commit_at(self, where: str) -> NotFoundError:
+        return self._no_commit(f"at {where}", "places", [str(place) for place in self.places()])
 
     def _no_commit(self, which: str, kind: str, available: list[str]) -> NotFoundError:
         return NotFoundError(

@@ -14,8 +14,6 @@ record stays for ever too; the other files go, the manifest last.
 
 from __future__ import annotations
 
-import re
-
 from holdfast.errors import ConfigurationError
 from holdfast.format import manifest as fmt
 from holdfast.format import records
@@ -78,15 +76,10 @@ def abandon(run: Run, folder: str) -> None:
 
 def _delete_files(run: Run, folder: str) -> None:
     """Delete the data files, what died while it was written, and last the manifest; files of others stay."""
-    data = [name for name in run.storage.list(f"{CHECKPOINTS}/{folder}") if is_data_file(name)]
+    data = [name for name in run.storage.list(f"{CHECKPOINTS}/{folder}") if fmt.is_file_name(name)]
     leftovers = run.storage.leftovers(f"{CHECKPOINTS}/{folder}")
     for name in (*data, *leftovers, fmt.NAME):
         run.storage.delete(records.checkpoint_key(folder, name))
-
-
-def is_data_file(name: str) -> bool:
-    """Whether data files have names such as `name`."""
-    return re.fullmatch(r"data-[0-9]{5,}\.safetensors", name) is not None
 
 
 def _needed(run: Run, place: Place, why: str) -> ConfigurationError:

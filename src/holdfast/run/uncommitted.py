@@ -14,7 +14,6 @@ from holdfast.format.tombstones import parse_removed_name
 from holdfast.run.complete import Stored, check_files, encode_seal, is_abandoned, missing_files, read_manifest
 from holdfast.run.history import Run
 from holdfast.run.paths import some
-from holdfast.run.removal import is_data_file
 
 Remedy = Literal["finish", "remove", "none"]
 
@@ -67,7 +66,7 @@ class Uncommitted:
         self._folder = folder
         self._path = run.storage.path(f"{CHECKPOINTS}/{folder}")
         names = run.storage.list(f"{CHECKPOINTS}/{folder}")
-        self._names = {name for name in names if name in (fmt.NAME, SEAL_NAME) or is_data_file(name)}
+        self._names = {name for name in names if name in (fmt.NAME, SEAL_NAME) or fmt.is_file_name(name)}
         seal_key = records.checkpoint_key(folder, SEAL_NAME)
         self._seal = run.storage.read(seal_key) if SEAL_NAME in self._names else None
         self._given_up = self._seal is not None and is_abandoned(self._seal)
