@@ -249,6 +249,7 @@ def manifest_with(**changes: object) -> bytes:
 #: Small inputs that unfold to as much as readers let them. Each byte counts here, so nothing is random.
 BOMBS: dict[str, tuple[str, Callable[[], bytes]]] = {
     "equal names": ("manifest", lambda: manifest_with(names=["a"] * 500_000)),
+    "shapes that all differ": ("manifest", lambda: manifest_with(shape_table=[[n] for n in range(250_000)])),
     "empty shapes": ("manifest", lambda: manifest_with(shape_table=[[]] * 900_000)),
     "many value blocks": ("manifest", lambda: manifest_with(values=[[0, 8, []]] * 200_000)),
     "many sequences": ("manifest", lambda: manifest_with(sequences=[["a", []]] * 200_000)),
@@ -286,6 +287,11 @@ BOMBS: dict[str, tuple[str, Callable[[], bytes]]] = {
             )
         ),
     ),
+    "long names of many parts": (
+        "values",
+        lambda: msgspec.msgpack.encode([["a/" * 126 + f"{n:04}/%none", ["int", b"1"]] for n in range(3700)]),
+    ),
+    "a folder with a long name": ("commit", lambda: bytes_of("commit", SEEDS["commit"][0] | {"checkpoint": "9" * 9000})),
     "digits": ("commit", lambda: signed(b'{"holdfast":"commit","reader_features":[],"x":' + b"9" * 900_000)),
 }
 

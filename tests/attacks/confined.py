@@ -144,7 +144,7 @@ def _record(kind: type[records.Record]) -> Callable[[bytes], None]:
 def _name(data: bytes) -> None:
     name = data.decode("utf-8", "surrogateescape")
     names.check_components(name)
-    for text in names.split(name):
+    for text in names.split(name)[:10_000]:  # the check itself takes time too
         if not names.is_rank_component(text):
             assert names.component(names.parse_component(text)) == text, "a key with two names"
 

@@ -101,7 +101,7 @@ class Files:
         shape = self.manifest.shape(tensor)
         if cells.extents != ((prod(shape),) if isinstance(cells, FlatCells) else shape):
             raise CorruptError(
-                f"The manifest is damaged: the parts of {self.manifest.body.names[tensor]!r} do not make up {shape}.",
+                f"The manifest is damaged: the parts of {self.manifest.body.names[tensor]!r:.200} do not make up {shape!s:.100}.",
                 code="corrupt.manifest",
                 action="Load another checkpoint of the run, or another copy of this one.",
                 tensor=self.manifest.body.names[tensor],

@@ -26,6 +26,7 @@ _ESCAPE = re.compile(r"%(?:25|2F|40)")
 _RANK = re.compile(r"%rank=(?:0|[1-9][0-9]{0,8})")
 _STRING = r"(?:[^%/@\ud800-\udfff]++|%25|%2F|%40)+"
 _STRINGS = re.compile(rf"{_STRING}(?:/{_STRING})*")
+_ONE_STRING = re.compile(_STRING)
 _OWN_PART = re.compile(r".*?/%rank=[0-9]+(?=/|\Z)", re.DOTALL)
 _PARSERS: dict[str, Callable[[str], Key]] = {
     "int": int,
@@ -92,7 +93,7 @@ def check_components(name: str) -> None:
     if _STRINGS.fullmatch(name):  # string keys and indexes alone, as in nearly all names
         return
     for text in split(name):
-        if not is_rank_component(text):
+        if not (_ONE_STRING.fullmatch(text) or is_rank_component(text)):
             parse_component(text)
 
 

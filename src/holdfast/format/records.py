@@ -169,7 +169,7 @@ class Commit(Record, frozen=True, kw_only=True, tag="commit"):
     def __post_init__(self) -> None:
         if parse_folder(self.checkpoint) != (self.step, self.checkpoint_id):
             raise ValueError(
-                f"folder {self.checkpoint!r} is not that of checkpoint {self.checkpoint_id} at step {self.step}"
+                f"folder {self.checkpoint!r:.80} is not that of checkpoint {self.checkpoint_id} at step {self.step}"
             )
 
 
@@ -270,7 +270,7 @@ def _verified_body(data: bytes, *, path: str) -> bytes:
 
 def _corrupt(what: str, *, path: str) -> CorruptError:
     return CorruptError(
-        f"'{path}' {what}.",
+        f"'{path}' {what:.400}.",
         code="corrupt.record",
         action="Restore the file from another copy of the run.",
         path=path,

@@ -164,6 +164,8 @@ def _length(block: Block) -> int:
 def _expand(block: Block) -> Int64s:
     values = np.full(1, block.start, np.int64)
     for count, step in zip(block.counts, block.steps, strict=True):
+        if count == 1:
+            continue
         values = (values[:, None] + np.arange(count, dtype=np.int64) * step).reshape(-1)
     return values
 

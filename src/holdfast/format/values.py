@@ -476,7 +476,7 @@ def _is_record_type(name: str, fields: tuple[str, ...]) -> bool:
 
 def _malformed(path: str, what: str) -> CorruptError:
     return CorruptError(
-        f"The values{f' at {path!r:.200}' if path else ''} {what}.",
+        f"The values{f' at {path!r:.200}' if path else ''} {what:.400}.",
         code="corrupt.values",
         action="Use another copy or an older checkpoint.",
         path=path or None,
