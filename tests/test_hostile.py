@@ -291,7 +291,10 @@ BOMBS: dict[str, tuple[str, Callable[[], bytes]]] = {
         "values",
         lambda: msgspec.msgpack.encode([["a/" * 126 + f"{n:04}/%none", ["int", b"1"]] for n in range(3700)]),
     ),
-    "a folder with a long name": ("commit", lambda: bytes_of("commit", SEEDS["commit"][0] | {"checkpoint": "9" * 9000})),
+    "a folder with a long name": (
+        "commit",
+        lambda: bytes_of("commit", SEEDS["commit"][0] | {"checkpoint": "9" * 9000}),
+    ),
     "digits": ("commit", lambda: signed(b'{"holdfast":"commit","reader_features":[],"x":' + b"9" * 900_000)),
 }
 

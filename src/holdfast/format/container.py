@@ -100,11 +100,12 @@ class Files:
             cells = self._cells[index] = cells_of(self.manifest, self.manifest.body.partition_table[index])
         shape = self.manifest.shape(tensor)
         if cells.extents != ((prod(shape),) if isinstance(cells, FlatCells) else shape):
+            name = self.manifest.body.names[tensor]
             raise CorruptError(
-                f"The manifest is damaged: the parts of {self.manifest.body.names[tensor]!r:.200} do not make up {shape!s:.100}.",
+                f"The manifest is damaged: the parts of {name!r:.200} do not make up {shape!s:.100}.",
                 code="corrupt.manifest",
                 action="Load another checkpoint of the run, or another copy of this one.",
-                tensor=self.manifest.body.names[tensor],
+                tensor=name,
             )
         return cells
 
