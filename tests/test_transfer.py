@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 
 from holdfast.errors import CorruptError, NotFoundError, StorageError
 from holdfast.format.container import BLOCK_NBYTES
-from holdfast.storage.base import Bytes
+from holdfast.storage.base import Bytes, Storage
 from holdfast.storage.posix import PosixStorage
 from holdfast.transfer.buffers import BufferPool
 from holdfast.transfer.digest import DIGEST_NBYTES, digest_blocks, first_bad_block
@@ -448,7 +449,7 @@ def eventually(condition: Callable[[], bool]) -> bool:
 
 
 def helpers() -> int:
-    return sum(thread.name == "holdfast-storage" for thread in threading.enumerate())
+    return sum(thread.name.startswith("holdfast-") for thread in threading.enumerate())
 
 
 def test_a_timed_store_answers_as_the_store_does(storage: PosixStorage, pool: BufferPool) -> None:
@@ -478,22 +479,28 @@ def test_a_timed_store_answers_as_the_store_does(storage: PosixStorage, pool: Bu
     assert eventually(lambda: helpers() == 0)
 
 
-@pytest.mark.parametrize("name", ["writer", "publish"])
+def write_in_time(storage: Storage, *, timeout_s: float) -> None:
+    """Write a file of three buffers from two threads, as a save does."""
+
+    def write_all() -> bytes:
+        with BufferPool(2 * MIB, buffer_nbytes=MIB) as pool:
+            writer = timed.writer("file", nbytes=PAGE + 3 * MIB)
+            source = [Array(random_bytes(3 * MIB))]
+            return write_file(writer, source, data_start=PAGE, header=lambda _: bytes(PAGE), pool=pool)
+
+    with TimedStorage(storage, timeout_s=timeout_s) as timed:
+        timed.run("write", "file", write_all)
+
+
+@pytest.mark.parametrize("name", ["writer", "write_at", "publish"])
 def test_a_write_that_hangs_is_given_up_and_cleared_away_when_it_ends(
-    storage: PosixStorage, pool: BufferPool, tmp_path: Path, name: str
+    storage: PosixStorage, tmp_path: Path, name: str
 ) -> None:
     faulty, hang = hanging(storage, name, when="after" if name == "writer" else "before")
     descriptors = len(os.listdir("/proc/self/fd"))
-
-    def write_timed() -> None:
-        with TimedStorage(faulty, timeout_s=LIMIT_S) as timed:
-            writer = timed.writer("file", nbytes=PAGE + MIB)
-            source = [Array(random_bytes(MIB))]
-            write_file(writer, source, data_start=PAGE, header=lambda _: bytes(PAGE), pool=pool)
-
     start = time.monotonic()
     with pytest.raises(StorageError, match=r"did not answer within 0\.3 s") as raised:
-        write_timed()
+        write_in_time(faulty, timeout_s=LIMIT_S)
     assert LIMIT_S <= time.monotonic() - start < 10
     assert (raised.value.code, raised.value.retryable) == ("storage.timeout", True)
     assert raised.value.path == storage.path("file")
@@ -503,6 +510,22 @@ def test_a_write_that_hangs_is_given_up_and_cleared_away_when_it_ends(
     assert eventually(lambda: len(os.listdir("/proc/self/fd")) == descriptors)
     # A publication that was given up was of a whole file; it may come to be.
     assert os.listdir(tmp_path) == (["file"] if name == "publish" else [])
+
+
+def test_an_interrupt_gives_up_a_write_that_hangs(storage: PosixStorage, tmp_path: Path) -> None:
+    faulty, hang = hanging(storage, "write_at")
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+        start = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            write_in_time(faulty, timeout_s=60)
+        assert time.monotonic() - start < 10
+    finally:
+        signal.signal(signal.SIGINT, before)
+    hang.release()
+    assert eventually(lambda: helpers() == 0)
+    assert os.listdir(tmp_path) == []
 
 
 def test_a_buffer_that_a_hanging_read_may_still_fill_is_never_used_again(

@@ -11,7 +11,6 @@ Names are imported on first use, so that tools which never touch torch start wit
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 from typing import TYPE_CHECKING
 
 from holdfast.errors import (
@@ -80,7 +79,10 @@ __all__ = [
 
 def __getattr__(name: str) -> object:
     if name == "__version__":
-        return importlib.metadata.version("holdfast")
+        # It takes 20 ms to import, and few ask.
+        from importlib.metadata import version
+
+        return version("holdfast")
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'holdfast' has no attribute {name!r}")

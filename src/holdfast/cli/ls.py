@@ -14,8 +14,8 @@ from holdfast.cli.runs import open_run
 from holdfast.cli.screen import age, console, count, metrics_text, print_json, printable, size, table, when
 from holdfast.errors import CorruptError, NotFoundError
 from holdfast.format.records import Commit, Diverged, Place
+from holdfast.run.fault import Fault
 from holdfast.run.history import Run
-from holdfast.run.verify import Fault
 
 _UNKNOWN = "no knowing whether the head descends from these"
 

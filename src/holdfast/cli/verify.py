@@ -13,9 +13,10 @@ from holdfast.cli.runs import open_run
 from holdfast.cli.screen import console, count, print_json, printable, progress, size
 from holdfast.errors import CorruptError, HoldfastError, NotFoundError
 from holdfast.run.checkpoint import Checkpoint
+from holdfast.run.fault import Fault
 from holdfast.run.history import Located, resolve
 from holdfast.run.paths import parse
-from holdfast.run.verify import Fault, verify_checkpoint
+from holdfast.run.verify import verify_checkpoint
 
 #: Tensors of a fault that are named on screen.
 _NAMED = 5

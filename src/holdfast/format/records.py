@@ -10,7 +10,6 @@ Names count down at a fixed width, so a listing in name order begins with the ne
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import math
 import re
@@ -178,9 +177,12 @@ R = TypeVar("R", bound=Record)
 
 def writer() -> str:
     """What wrote a record: the name and version of this package."""
+    # Readers have no use for it, and it takes 20 ms to import.
+    from importlib.metadata import PackageNotFoundError, version
+
     try:
-        return f"holdfast {importlib.metadata.version('holdfast')}"
-    except importlib.metadata.PackageNotFoundError:
+        return f"holdfast {version('holdfast')}"
+    except PackageNotFoundError:
         return "holdfast, not installed"
 
 

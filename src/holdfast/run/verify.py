@@ -3,38 +3,19 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
-import msgspec
 import numpy as np
 
-from holdfast.errors import CorruptError, HoldfastError, NotFoundError, StorageError
+from holdfast.errors import CorruptError, NotFoundError, StorageError
 from holdfast.format import container, records
 from holdfast.format.container import BLOCK_NBYTES, FileLayout
 from holdfast.run.checkpoint import Checkpoint
+from holdfast.run.fault import MAX_NAMED, Fault
 from holdfast.storage.base import Bytes
 from holdfast.transfer.buffers import BufferPool, pipeline_pool
 from holdfast.transfer.digest import DIGEST_NBYTES, digest_blocks
 from holdfast.transfer.reader import DataFile, Extent, ReadJob, read_files
-
-#: How many tensors, and how many blocks, a fault names at most.
-MAX_NAMED = 16
-
-
-class Fault(msgspec.Struct, frozen=True):
-    """One thing that is wrong: a stable code, the file, what to know, and the first of the tensors that it hits."""
-
-    code: str
-    path: str
-    message: str
-    tensors: tuple[str, ...] = ()
-    num_tensors: int = 0
-
-    @staticmethod
-    def of(error: HoldfastError, tensors: Iterable[str] = ()) -> Fault:
-        """What an error of reading says, as a fault."""
-        hit = tuple(dict.fromkeys(tensors))
-        return Fault(error.code, error.path or "", error.message, hit[:MAX_NAMED], len(hit))
 
 
 def verify_checkpoint(

@@ -26,7 +26,7 @@ from holdfast.run.session import JOB
 from holdfast.saving.compare import describe, diverged, unite
 from holdfast.saving.local import NUM_TURNS, Local
 from holdfast.saving.messages import Compare, Described, Details, Digests, Planned, Questions, Written
-from holdfast.storage.base import Storage
+from holdfast.transfer.timed import TimedStorage
 
 _log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 class Request:
     """One call of `save`."""
 
-    storage: Storage
+    storage: TimedStorage
     step: int
     metrics: dict[str, float]
     takeover: bool

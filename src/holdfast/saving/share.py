@@ -22,6 +22,7 @@ from holdfast.state.flatten import FlatState
 from holdfast.state.memory import LocalPieces, packed
 from holdfast.storage.base import Bytes, Storage
 from holdfast.transfer.buffers import pipeline_pool
+from holdfast.transfer.timed import TimedStorage
 from holdfast.transfer.writer import Source, write_file
 
 
@@ -53,7 +54,9 @@ class Share:
         has_file = index < len(writers) and writers[index] == rank
         return Share(planned.plan_id, manifest, Files(manifest).layout(index) if has_file else None, 0)
 
-    def write(self, storage: Storage, folder: str, flat: FlatState, values: Mapping[str, Node], rank: int) -> Written:
+    def write(
+        self, storage: TimedStorage, folder: str, flat: FlatState, values: Mapping[str, Node], rank: int
+    ) -> Written:
         """Write this rank's data file; durable when it returns. `values` are what its file holds."""
         layout = self.layout
         if layout is None:
@@ -64,14 +67,18 @@ class Share:
             sources.append(_BytesSource(np.frombuffer(block, np.uint8)))
         nbytes = layout.data_start + layout.data_nbytes
         key = records.checkpoint_key(folder, fmt.file_name(layout.index))
-        with pipeline_pool() as pool:
-            table = write_file(
-                storage.writer(key, nbytes=nbytes),
-                sources,
-                data_start=layout.data_start,
-                header=lambda table: container.header(self.manifest, layout, table),
-                pool=pool,
-            )
+
+        def write() -> bytes:
+            with pipeline_pool() as pool:
+                return write_file(
+                    storage.writer(key, nbytes=nbytes),
+                    sources,
+                    data_start=layout.data_start,
+                    header=lambda table: container.header(self.manifest, layout, table),
+                    pool=pool,
+                )
+
+        table = storage.run("write", key, write)
         return Written(layout.index, nbytes, xxhash.xxh3_128_hexdigest(table))
 
     @collector_paused()

@@ -9,12 +9,14 @@ both name the full path.
 from __future__ import annotations
 
 import builtins
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
-import numpy as np
-import numpy.typing as npt
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
-Bytes = npt.NDArray[np.uint8]
+#: A string, because the records of a run are read without numpy: a command line starts in half the time.
+Bytes: TypeAlias = "npt.NDArray[np.uint8]"
 
 
 class FileWriter(Protocol):

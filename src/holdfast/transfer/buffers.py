@@ -5,8 +5,8 @@ from __future__ import annotations
 import mmap
 import queue
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
+from threading import Thread
 from types import TracebackType
 from typing import Self
 
@@ -83,12 +83,31 @@ def run_threads(num_threads: int, work: Callable[[], None], *, stop: Callable[[]
     """Run `work` in each of `num_threads` threads; returns, or raises the first error, when all have ended.
 
     `stop` is called once on the first error (or an interrupt of the caller) and must make `work` return soon. There is
-    no deadline here: what waits for a store that may hang does so through a `TimedStorage`.
+    no deadline here: what waits for a store that may hang does so through a `TimedStorage`, and as daemons the threads
+    keep no process alive.
     """
-    with ThreadPoolExecutor(num_threads, thread_name_prefix="holdfast-transfer") as executor:
+    outcomes: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+
+    def run() -> None:
         try:
-            for future in as_completed([executor.submit(work) for _ in range(num_threads)]):
-                future.result()
-        except BaseException:
-            stop()
-            raise
+            work()
+        except BaseException as error:  # noqa: BLE001 - it is raised to the caller
+            outcomes.put(error)
+        else:
+            outcomes.put(None)
+
+    threads: list[Thread] = []
+    try:
+        for _ in range(num_threads):
+            thread = Thread(target=run, name="holdfast-transfer", daemon=True)
+            thread.start()
+            threads.append(thread)
+        for _ in threads:
+            if (error := outcomes.get()) is not None:
+                raise error
+    except BaseException:
+        stop()
+        raise
+    finally:
+        for thread in threads:
+            thread.join()

@@ -22,8 +22,9 @@ from typing import Self, TypeVar
 from holdfast.errors import StorageError
 from holdfast.storage.base import Bytes, FileReader, FileWriter, Storage
 
-#: How long dropping a file is waited for when the time is up.
+#: How long dropping a file is waited for when the time is up, and how long what was given up before that.
 _GRACE_S = 0.1
+_LAST_S = 1.0
 
 T = TypeVar("T")
 
@@ -31,10 +32,11 @@ T = TypeVar("T")
 class TimedStorage:
     """`storage`, whose requests must end within `timeout_s` from now, all of them.
 
-    A request that does not answer by then raises `StorageError`, code ``storage.timeout``, which names the path; only
-    `FileWriter.write_at`, once it has begun, is waited for as long as it takes. The request itself may end later and
-    take effect, which does no harm: an object appears whole or not at all, and never in place of another. To be used in
-    a ``with`` block, whose end waits for nothing.
+    A request that does not answer by then raises `StorageError`, code ``storage.timeout``, which names the path. The
+    request itself may end later and take effect, which does no harm: an object appears whole or not at all, and never
+    in place of another. To be used in a ``with`` block, whose end waits for nothing.
+
+    `FileWriter.write_at` alone is waited for as long as it takes: whoever writes does so in a `run`.
     """
 
     def __init__(self, storage: Storage, *, timeout_s: float) -> None:
@@ -85,6 +87,22 @@ class TimedStorage:
         call = partial(self._storage.leftovers, folder, older_than_s=older_than_s)
         return self._ask("list", self._folder(folder), call)
 
+    def run(self, operation: str, key: str, call: Callable[[], T]) -> T:
+        """Have `call`, which does all of `operation` on the object at `key`, made and waited for as one request.
+
+        When the time is up, or the caller is interrupted, no request begins any more, so `call` ends, and clears away,
+        as soon as the one that hangs has ended. Until then it may read whatever it was given, so it must not write to
+        anything that the caller goes on to use.
+        """
+        path = self.path(key)
+        request = self._helpers.begin(call, operation, path)
+        try:
+            return self._helpers.answer(request, operation, path)
+        except BaseException:
+            self._helpers.give_up()
+            wait([request], timeout=self._helpers.patience_s())
+            raise
+
     def __enter__(self) -> Self:
         return self
 
@@ -116,8 +134,8 @@ class _TimedWriter:
         self._file = file
 
     def write_at(self, offset: int, data: Bytes) -> None:
-        # Made by the caller itself, who waits as long as one write takes: a helper in between would wake two sleeping
-        # cores more for every 8 MiB, which took a quarter of the speed of a save where it was measured.
+        # Made by the caller itself: a helper in between would wake two sleeping cores more for every 8 MiB, which took
+        # a quarter of the speed of a save where it was measured.
         self._file.check("write")
         self._writer.write_at(offset, data)
         self.alignment = self._writer.alignment
@@ -185,6 +203,7 @@ class _Helpers:
         self._end_s = time.monotonic() + timeout_s
         #: Where each idle helper waits for work. The last one is taken first: callers in turn keep to one helper.
         self._idle: deque[SimpleQueue[Callable[[], Callable[[], None]] | None]] = deque()
+        self._given_up = False
         self._closed = False
 
     def begin(self, call: Callable[[], T], operation: str, path: str) -> Future[T]:
@@ -194,7 +213,7 @@ class _Helpers:
 
     def check(self, operation: str, path: str) -> None:
         """Return only while there is time left."""
-        if time.monotonic() > self._end_s:
+        if self._given_up or time.monotonic() > self._end_s:
             raise self._late(operation, path)
 
     def start(self, call: Callable[[], T]) -> Future[T]:
@@ -216,6 +235,11 @@ class _Helpers:
             if request.done():  # meanwhile, or with an error of this kind
                 return request.result()
             raise self._late(operation, path) from error
+
+    def give_up(self) -> None:
+        """Begin no request any more."""
+        self._given_up = True
+        self._end_s = min(self._end_s, time.monotonic() + _LAST_S)
 
     def patience_s(self) -> float:
         """How long what cannot fail for the time may be waited for."""
