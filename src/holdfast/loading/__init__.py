@@ -14,8 +14,8 @@ from holdfast.control.torch_store import default_channel, group_ranks
 from holdfast.errors import CorruptError, HoldfastError, StorageError
 from holdfast.format.names import own_part
 from holdfast.format.records import Place
+from holdfast.loading.filling import Filling
 from holdfast.phases import Stopwatch, attempt, collector_paused
-from holdfast.plan.load import Want, resharded
 from holdfast.reports import LoadReport
 from holdfast.run.checkpoint import Checkpoint
 from holdfast.run.fallback import Skipped, is_damage, resolve_sound
@@ -24,8 +24,6 @@ from holdfast.run.paths import Target, parse, storage_at
 from holdfast.run.session import JOB
 from holdfast.state.bind import Binding, bind
 from holdfast.state.differences import Stored, difference
-from holdfast.state.memory import LocalPieces
-from holdfast.state.targets import MemoryTargets
 from holdfast.storage.base import Storage
 from holdfast.transfer.timed import TimedStorage
 
@@ -153,7 +151,7 @@ class _Loading:
                 "match", attempt(match), lambda payloads: self._compare(payloads, bound[0]), self._deadline
             )
         checkpoint, binding, _ = bound[0]
-        filled = _Filling(checkpoint, binding, self._rank, verify=self._verify)
+        filled = Filling(checkpoint, binding, self._rank, verify=self._verify)
         with self._watch.phase("read"):
             done = attempt(filled.run)
             self._channel.collect("read", done, self._deadline)
@@ -261,39 +259,3 @@ def _stored(checkpoint: Checkpoint) -> dict[str, Stored]:
 def _finish(binding: Binding, state: list[object]) -> bytes:
     state.append(binding.finish())
     return b""
-
-
-class _Filling:
-    """Reads all that one rank's targets need."""
-
-    def __init__(self, checkpoint: Checkpoint, binding: Binding, rank: int, *, verify: bool) -> None:
-        self._checkpoint = checkpoint
-        self._binding = binding
-        self._rank = rank
-        self._verify = verify
-        self.resharded: tuple[str, ...] = ()
-        self.read_nbytes = 0
-        self.needed_nbytes = 0
-
-    def run(self) -> bytes:
-        """Fill all targets."""
-        checkpoint, targets = self._checkpoint, MemoryTargets()
-        wants = self._wants(targets)
-        num_files = max(checkpoint.manifest.body.num_files, 1)
-        stats = checkpoint.read(wants, targets, verify=self._verify, first_file=self._rank % num_files)
-        names = checkpoint.manifest.body.names
-        self.resharded = tuple(sorted({names[want.tensor] for want in resharded(checkpoint.files, wants)}))
-        self.read_nbytes = stats.bytes_read
-        self.needed_nbytes = targets.nbytes
-        return b""
-
-    def _wants(self, targets: MemoryTargets) -> list[Want]:
-        """What is to be read; the memory of each goes to `targets`."""
-        wants = []
-        pieces, numbers = LocalPieces(self._rank), self._checkpoint.numbers
-        for target in self._binding.targets:
-            number = numbers[target.source]
-            for box, view in pieces.of(target.local.layout, target.local.memory):
-                wants.append(Want(number, box))
-                targets.add(view)
-        return wants
