@@ -72,7 +72,7 @@ class FaultyStorage:
     @contextmanager
     def watched(self, name: str, key: str) -> Iterator[None]:
         number = next(self._numbers)
-        path = self.path(key) if key else self.uri
+        path = f"{self.uri}/{key}" if key else self.uri  # of temporary names too, which `path` refuses
         self._watch(number, "before", name, path)
         yield
         self._watch(number, "after", name, path)

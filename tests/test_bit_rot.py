@@ -24,9 +24,10 @@ from holdfast.format import records
 from holdfast.format.container import BLOCK_NBYTES, TABLE_OFFSET, VALUES_NAME, num_blocks
 from holdfast.format.records import Place
 from holdfast.run.checkpoint import Checkpoint
+from holdfast.run.fault import Fault
 from holdfast.run.history import resolve
 from holdfast.run.paths import parse
-from holdfast.run.verify import Fault, verify_checkpoint
+from holdfast.run.verify import verify_checkpoint
 from tests.models import bits, start_new_job
 from tests.ranks import run_ranks
 

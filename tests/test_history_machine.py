@@ -7,7 +7,6 @@ is compared with a small model of it.
 
 from __future__ import annotations
 
-import builtins
 import itertools
 import shutil
 import tempfile
@@ -15,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from threading import Semaphore, Thread
+from typing import ClassVar
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -39,8 +39,9 @@ from holdfast.run.paths import storage_at
 from holdfast.run.removal import remove_checkpoint
 from holdfast.run.rollback import rollback
 from holdfast.run.session import Session
-from holdfast.storage.base import FileReader, FileWriter, Storage
+from holdfast.storage.base import Storage
 from tests.checkpoints import check, names, publish_manifest, write_data
+from tests.faulty_storage import FaultyStorage
 from tests.memory_storage import MemoryStorage
 
 #: How far an activity goes before it is left alone: some operations, or (None) to its end.
@@ -52,70 +53,43 @@ class Died(BaseException):
 
 
 class Gate:
-    """A storage for one process, which stops before each operation until it is told to go on."""
+    """Stops a process before each of its operations until it is told to go on. What it reads of open files is left
+    alone: that happens in threads of its own, which are not ours to stop."""
 
-    def __init__(self, inner: Storage) -> None:
-        self.uri = inner.uri
+    STOPS = frozenset({"read", "nbytes", "list", "create", "delete"})
+
+    def __init__(self) -> None:
         self.killed = False
         self.arrived = Semaphore(0)
         self.go_on = Semaphore(0)
-        self._inner = inner
 
-    def _stop(self) -> None:
-        self.arrived.release()
-        self.go_on.acquire()
-        if self.killed:
-            raise Died
-
-    def path(self, key: str) -> str:
-        return self._inner.path(key)
-
-    def read(self, key: str, *, start: int = 0, nbytes: int | None = None, limit: int | None = None) -> bytes:
-        self._stop()
-        return self._inner.read(key, start=start, nbytes=nbytes, limit=limit)
-
-    def nbytes(self, key: str) -> int | None:
-        self._stop()
-        return self._inner.nbytes(key)
-
-    def list(self, folder: str) -> builtins.list[str]:
-        self._stop()
-        return self._inner.list(folder)
-
-    def create(self, key: str, data: bytes) -> bool:
-        self._stop()
-        return self._inner.create(key, data)
-
-    def delete(self, key: str) -> bool:
-        self._stop()
-        return self._inner.delete(key)
-
-    def leftovers(self, folder: str, *, older_than_s: float = 0.0) -> builtins.list[str]:
-        return self._inner.leftovers(folder, older_than_s=older_than_s)
-
-    def reader(self, key: str) -> FileReader:
-        return self._inner.reader(key)  # opened in threads of its own, which are not ours to stop
-
-    def writer(self, key: str, *, nbytes: int) -> FileWriter:
-        raise NotImplementedError(f"data files of these tests are created whole ({key}, {nbytes})")
+    def __call__(self, number: int, when: str, name: str, path: str) -> None:
+        assert name != "writer", "data files of these tests are created whole"
+        if when == "before" and name in self.STOPS:
+            self.arrived.release()
+            self.go_on.acquire()
+            if self.killed:
+                raise Died
 
 
 class Activity:
-    """Something that a process does to the run, step by step. `error` is how it failed, `done` that it ended."""
+    """Something that a process does to the run, step by step. `done` says that it ended, `error` how it failed, `death`
+    that it was killed."""
 
     def __init__(self, storage: Storage, work: Callable[[Storage], object]) -> None:
         self.done = False
         self.error: Exception | None = None
-        self._gate = Gate(storage)
-        self._thread = Thread(target=self._run, args=(work,), daemon=True)
+        self.death: Died | None = None
+        self._gate = Gate()
+        self._thread = Thread(target=self._run, args=(work, FaultyStorage(storage, self._gate)), daemon=True)
         self._thread.start()
         self._gate.arrived.acquire()
 
-    def _run(self, work: Callable[[Storage], object]) -> None:
+    def _run(self, work: Callable[[Storage], object], storage: Storage) -> None:
         try:
-            work(self._gate)
-        except Died:
-            pass
+            work(storage)
+        except Died as death:
+            self.death = death
         except Exception as error:  # noqa: BLE001 - judged by the machine
             self.error = error
         self.done = True
@@ -129,10 +103,12 @@ class Activity:
             num_ops = None if num_ops is None else num_ops - 1
 
     def kill(self) -> None:
-        """End it before its next operation."""
+        """End it before its next operation, if there is one."""
+        was_done = self.done
         self._gate.killed = True
         self.advance(None)
         self._thread.join()
+        assert was_done or self.death is not None, "it lived on"
 
 
 class Job:
@@ -152,6 +128,9 @@ class Job:
 
 class HistoryMachine(RuleBasedStateMachine):
     """The run on `storage`, and what is known of it without asking the code under test."""
+
+    #: How many checkpoints all machines together have loaded and compared with what was saved.
+    num_compared: ClassVar[int] = 0
 
     def __init__(self) -> None:
         super().__init__()
@@ -313,6 +292,7 @@ class HistoryMachine(RuleBasedStateMachine):
         check_present(Checkpoint(self.run.locate(commit)))
         if commit.place not in self.checked:
             check(self.run, commit)
+            HistoryMachine.num_compared += 1
         self.checked.add(commit.place)
 
     def model_head(self) -> Place | None:
@@ -531,7 +511,9 @@ def every_sleep(sleeper: str, other: str, num_ops: int | None) -> Iterator[int]:
         yield slept_at
 
 
-def explore(machine: type[HistoryMachine], *, num_examples: int, num_steps: int) -> None:
+def explore(machine: type[HistoryMachine], *, num_examples: int, num_steps: int) -> int:
+    """Run the machine as often; how many checkpoints were compared."""
+    before = HistoryMachine.num_compared
     run_state_machine_as_test(
         machine,
         settings=settings(
@@ -541,18 +523,20 @@ def explore(machine: type[HistoryMachine], *, num_examples: int, num_steps: int)
             suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
         ),
     )
+    return HistoryMachine.num_compared - before
 
 
 def test_the_history_is_that_of_the_model_whatever_happens_in_an_object_store() -> None:
-    explore(HistoryMachine, num_examples=40, num_steps=25)
+    assert explore(HistoryMachine, num_examples=40, num_steps=25) >= 40
 
 
 def test_the_history_is_that_of_the_model_whatever_happens_in_a_file_system() -> None:
-    explore(PosixHistoryMachine, num_examples=8, num_steps=15)
+    assert explore(PosixHistoryMachine, num_examples=8, num_steps=15) > 0
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("machine", [HistoryMachine, PosixHistoryMachine])
 def test_the_history_is_that_of_the_model_in_long_runs(machine: type[HistoryMachine]) -> None:
-    explore(machine, num_examples=1500 if machine is HistoryMachine else 200, num_steps=60)
+    num_examples = 1500 if machine is HistoryMachine else 200
+    assert explore(machine, num_examples=num_examples, num_steps=60) >= num_examples

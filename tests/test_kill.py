@@ -247,23 +247,26 @@ def kill_at_call(saved_run: Path, run: Path, deadly: int) -> int:
     return step
 
 
-def sweep(saved_run: Path, folder: Path, deaths: Callable[[int], range]) -> None:
+def sweep(saved_run: Path, folder: Path, deaths: Callable[[int], range]) -> list[int]:
+    """The steps of the heads after deaths at those of all the calls of a save."""
     shutil.copytree(saved_run, folder / "whole")
     (total,) = run_processes(1, save_counting_calls, str(folder / "whole"), None)
     assert total > 30
-    steps = [kill_at_call(saved_run, folder / f"run-{deadly}", deadly) for deadly in deaths(total)]
-    assert steps == sorted(steps)  # invisible up to the commit, and committed from there on
-    assert set(steps) == {1, 2}
+    return [kill_at_call(saved_run, folder / f"run-{deadly}", deadly) for deadly in deaths(total)]
 
 
 def test_a_process_killed_at_some_calls_of_a_save_leaves_a_sound_run(tmp_path: Path, saved_run: Path) -> None:
-    sweep(saved_run, tmp_path, lambda total: range(total - 1, 0, -(total // 4))[::-1])
+    steps = sweep(saved_run, tmp_path, lambda total: range(total - 1, 0, -(total // 4))[::-1])
+    assert steps == sorted(steps)  # invisible up to the commit, and committed from there on
+    assert set(steps) == {1, 2}
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_process_killed_at_any_call_of_a_save_leaves_a_sound_run(tmp_path: Path, saved_run: Path) -> None:
-    sweep(saved_run, tmp_path, range)
+    steps = sweep(saved_run, tmp_path, range)
+    assert steps == sorted(steps)
+    assert set(steps) == {1, 2}
 
 
 def test_what_a_killed_save_left_behind_is_neither_named_nor_in_the_way(tmp_path: Path, saved_run: Path) -> None:

@@ -23,7 +23,7 @@ from holdfast.run.paths import storage_at
 from holdfast.storage.posix import TEMPORARY_PREFIX
 from tests.models import start_new_job
 from tests.power_loss import Recorder, Remains, Tree, build, expected
-from tests.test_storage_faults import head, resumed, save, state
+from tests.small_job import head, resumed, save, state
 
 #: Shares of what is uncertain that happened: nothing and everything are the likeliest on real disks.
 SHARES = (0.0, 0.1, 0.5, 0.9, 1.0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,8 +15,8 @@ from holdfast.run.history import Run
 from holdfast.run.paths import storage_at
 from holdfast.run.removal import abandon, remove_checkpoint
 from holdfast.run.rollback import rollback
-from holdfast.storage.base import FileReader, FileWriter, Storage
 from tests.checkpoints import begin, check, names, publish_manifest, save, write_data
+from tests.faulty_storage import FaultyStorage
 from tests.memory_storage import MemoryStorage
 
 
@@ -25,47 +24,17 @@ class PowerCutError(Exception):
     """The process ends here."""
 
 
-class Stops:
-    """A storage on which a process dies instead of making change number `num_changes`."""
+class DieAt:
+    """The process dies instead of making change number `num_changes`."""
 
-    def __init__(self, inner: Storage, num_changes: int) -> None:
-        self.uri = inner.uri
-        self.num_changes = num_changes
-        self._inner = inner
+    def __init__(self, num_changes: int) -> None:
+        self._num_left = num_changes
 
-    def _change(self) -> None:
-        if self.num_changes == 0:
-            raise PowerCutError
-        self.num_changes -= 1
-
-    def create(self, key: str, data: bytes) -> bool:
-        self._change()
-        return self._inner.create(key, data)
-
-    def delete(self, key: str) -> bool:
-        self._change()
-        return self._inner.delete(key)
-
-    def path(self, key: str) -> str:
-        return self._inner.path(key)
-
-    def read(self, key: str, *, start: int = 0, nbytes: int | None = None, limit: int | None = None) -> bytes:
-        return self._inner.read(key, start=start, nbytes=nbytes, limit=limit)
-
-    def nbytes(self, key: str) -> int | None:
-        return self._inner.nbytes(key)
-
-    def list(self, folder: str) -> builtins.list[str]:
-        return self._inner.list(folder)
-
-    def leftovers(self, folder: str, *, older_than_s: float = 0.0) -> builtins.list[str]:
-        return self._inner.leftovers(folder, older_than_s=older_than_s)
-
-    def reader(self, key: str) -> FileReader:
-        return self._inner.reader(key)
-
-    def writer(self, key: str, *, nbytes: int) -> FileWriter:
-        return self._inner.writer(key, nbytes=nbytes)
+    def __call__(self, number: int, when: str, name: str, path: str) -> None:
+        if when == "before" and name in ("create", "delete"):
+            if self._num_left == 0:
+                raise PowerCutError
+            self._num_left -= 1
 
 
 @pytest.fixture(params=["memory", "posix"])
@@ -123,7 +92,7 @@ def test_the_head_and_what_an_epoch_was_opened_from_are_kept(new_run: Callable[[
 def stopped(run: Run, work: Callable[[Run], None], num_changes: int) -> bool:
     """Whether the process died before it came to its end."""
     try:
-        work(Run.open(Stops(run.storage, num_changes)))
+        work(Run.open(FaultyStorage(run.storage, DieAt(num_changes))))
     except PowerCutError:
         return True
     return False

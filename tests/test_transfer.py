@@ -107,7 +107,7 @@ def job(
     def open_file() -> DataFile:
         return DataFile(storage.reader(key), storage.path(key), PAGE, nbytes, table)
 
-    return ReadJob(open_file, extents, deliver), targets, counts
+    return ReadJob(nbytes, open_file, extents, deliver, table is not None), targets, counts
 
 
 def read(
@@ -321,7 +321,7 @@ def test_one_large_file_is_served_by_all_threads(storage: PosixStorage, pool: Bu
     def deliver(index: int, offset: int, data: Bytes) -> None:
         both.wait()
 
-    wanted = ReadJob(open_file, [Extent(0, len(content))], deliver)
+    wanted = ReadJob(len(content), open_file, [Extent(0, len(content))], deliver)
     assert read_files([wanted], pool=pool, on_corrupt=corrupt).bytes_read == len(content)
 
 
@@ -369,7 +369,11 @@ def test_extents_out_of_order_or_range_are_refused(
 ) -> None:
     write(storage, "file", random_bytes(100), pool)
     wanted = ReadJob(
-        lambda: DataFile(storage.reader("file"), "file", PAGE, 100, None), extents, lambda index, offset, data: None
+        100,
+        lambda: DataFile(storage.reader("file"), "file", PAGE, 100, None),
+        extents,
+        lambda index, offset, data: None,
+        verify=False,
     )
     with pytest.raises(ValueError, match="out of order"):
         read_files([wanted], pool=pool, on_corrupt=corrupt)
@@ -537,6 +541,7 @@ def test_a_buffer_that_a_hanging_read_may_still_fill_is_never_used_again(
     delivered: list[int] = []
     with TimedStorage(faulty, timeout_s=LIMIT_S) as timed:
         wanted = ReadJob(
+            len(content),
             lambda: DataFile(timed.reader("file"), "file", PAGE, len(content), table),
             [Extent(0, len(content))],
             lambda index, offset, data: delivered.append(len(data)),

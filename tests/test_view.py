@@ -335,34 +335,35 @@ def test_data_files_are_read_by_stock_safetensors(job_run: Path) -> None:
             assert file.get_tensor(key).numpy().tobytes() == view[key].numpy().tobytes()
 
 
-def run_without_torch(script: str, *arguments: str) -> None:
-    code = textwrap.dedent(script) + "\nassert not [m for m in sys.modules if m.partition('.')[0] == 'torch']\n"
+def torch_modules_after(script: str, *arguments: str) -> list[str]:
+    """What of torch a new interpreter has imported once it has run `script`, which imports `sys`."""
+    code = textwrap.dedent(script) + "\nprint(*(m for m in sys.modules if m.partition('.')[0] == 'torch'))\n"
     result = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
+    return result.stdout.split()
 
 
 def test_importing_the_library_does_not_import_torch() -> None:
-    run_without_torch("import sys, holdfast; dir(holdfast); holdfast.HoldfastError")
+    assert torch_modules_after("import sys, holdfast; dir(holdfast); holdfast.HoldfastError") == []
 
 
 def test_reading_to_numpy_does_not_import_torch(job_run: Path) -> None:
-    run_without_torch(
-        """
+    script = """
         import sys, holdfast
         view = holdfast.open(sys.argv[1])
         tensors = [view[name] for name in view.names()]
         assert [tensor.numpy().nbytes for tensor in tensors] == [tensor.nbytes for tensor in tensors]
         assert view.value("progress/epoch") == 2
-        """,
-        str(job_run),
-    )
+    """
+    assert torch_modules_after(script, str(job_run)) == []
 
 
 def test_the_command_line_does_not_import_torch() -> None:
-    cli = pytest.importorskip("holdfast.cli")
-    if not hasattr(cli, "main"):
-        pytest.skip("there is no command line yet")
-    run_without_torch("import sys, holdfast.cli; assert callable(holdfast.cli.main)")
+    assert torch_modules_after("import sys, holdfast.cli; assert callable(holdfast.cli.main)") == []
+
+
+def test_the_use_of_torch_would_be_seen() -> None:
+    assert "torch" in torch_modules_after("import sys, holdfast; holdfast.save")
 
 
 def test_an_unknown_name_of_the_library_is_an_attribute_error() -> None:
