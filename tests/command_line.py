@@ -68,8 +68,9 @@ def start(*arguments: str, **environment: str) -> Done:
     return Done(done.returncode, done.stdout, done.stderr)
 
 
-def at_terminal(*arguments: str, answer: str = "") -> Done:
-    """Run the command at a terminal, where somebody types `answer` when asked. All that it prints is in `out`."""
+def at_terminal(*arguments: str, answer: str = "", when: str = "[y/N]") -> Done:
+    """Run the command at a terminal, where somebody types `answer` as soon as it shows `when`: the question, unless
+    that is something else. All that it prints is in `out`."""
     keyboard, terminal = pty.openpty()
     # A session of its own, with this terminal: only so do keys send signals. Who started the tests in the background
     # may have had them ignore Ctrl-C, which children inherit.
@@ -85,7 +86,7 @@ def at_terminal(*arguments: str, answer: str = "") -> Done:
                 silent = not select.select([keyboard], [], [], 2)[0]
                 if not silent:
                     printed += os.read(keyboard, 4096)
-                if b"[y/N]" in printed and (not answered or (silent and answer == INTERRUPT)):
+                if when.encode() in printed and (not answered or (silent and answer == INTERRUPT)):
                     os.write(keyboard, answer.encode())
                     answered = True
         return Done(process.wait(), printed.decode(), "")

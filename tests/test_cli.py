@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -23,6 +24,8 @@ ONE = Stored("uint8", np.zeros(2, np.uint8))
 ROLLED_BACK = Epoch(
     epoch=2, opened_from=Place(1, 1), why="rollback", created=1.7e9, world_size=2, incarnation="22" * 16
 )
+#: A job went on from there after that, before anything was saved.
+RESUMED = msgspec.structs.replace(ROLLED_BACK, epoch=3, why="resume")
 HEAVY = ("torch", "matplotlib", "safetensors", "ml_dtypes", "asyncio", "unittest")
 
 
@@ -70,6 +73,18 @@ def test_ls_shows_what_was_abandoned_apart_and_why(abandoned: Path) -> None:
     document = holdfast_command("ls", "--json", abandoned).json
     assert [row["place"] for row in document["lineage"]] == ["2.1", "1.1"]
     assert [row["place"] for row in document["abandoned"]] == ["1.3", "1.2"]
+
+
+def test_ls_names_the_rollback_and_not_the_job_that_resumed_from_there(tmp_path: Path) -> None:
+    storage = begin(RUN_ID, EPOCHS[0], ROLLED_BACK, RESUMED)
+    for place in (Place(1, 1), Place(1, 2), Place(3, 1)):
+        publish_step(storage, place, {"w": ONE})
+    run = put(storage.objects, tmp_path / "resumed")
+    (row,) = holdfast_command("ls", "--json", run).json["abandoned"]
+    assert (row["place"], row["abandoned"]) == ("1.2", "epoch 2 went on from 1.1 (rollback)")
+    damage(run / "epochs" / "9999999997.json")
+    (row,) = holdfast_command("ls", "--json", run).json["abandoned"]
+    assert row["abandoned"] == "epoch 3 went on from 1.1 (resume)", "all that can be read"
 
 
 def test_ls_shows_what_it_can_of_a_damaged_history(abandoned: Path) -> None:
@@ -128,6 +143,7 @@ def test_a_line_is_not_broken_where_no_terminal_has_a_width(run: Path) -> None:
         (["ls", "{run}x"], 3, "Did you mean gpt, in the same folder?"),
         (["ls", "no-such-run"], 3, "no such folder"),
         (["ls", "{run}@1.1"], 2, "Name the run alone"),
+        (["ls", "{folder}"], 2, "Name {run}."),
         (["verify", "{run}@step=99"], 3, "Choose one of its steps: 3, 2, 1."),
         (["verify", "{run}@step=x"], 2, "RUN@step=700"),
         (["verify", "--all", "{run}@1.1"], 2, "Name the run alone"),
@@ -142,9 +158,10 @@ def test_a_line_is_not_broken_where_no_terminal_has_a_width(run: Path) -> None:
     ],
 )
 def test_mistakes_say_what_to_do(run: Path, arguments: list[str], status: int, said: str) -> None:
-    done = holdfast_command(*(argument.format(run=run) for argument in arguments), columns=200)
+    (folder,) = run.glob("checkpoints/step-0000000001-*")
+    done = holdfast_command(*(argument.format(run=run, folder=folder) for argument in arguments), columns=200)
     assert (done.status, done.out) == (status, "")
-    assert said in done.err
+    assert said.format(run=run) in done.err
 
 
 def test_a_defect_of_ours_is_a_failure_and_not_a_finding(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,6 +172,18 @@ def test_a_defect_of_ours_is_a_failure_and_not_a_finding(run: Path, monkeypatch:
     done = holdfast_command("ls", run)
     assert done.status == 3
     assert "ZeroDivisionError" in done.err
+
+
+def test_what_breaks_after_an_interrupt_is_no_failure(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def break_off(path: str, *, as_json: bool) -> bool:
+        try:
+            raise KeyboardInterrupt
+        finally:
+            raise ZeroDivisionError(path)
+
+    monkeypatch.setattr("holdfast.cli.ls.ls", break_off)
+    done = holdfast_command("ls", run)
+    assert (done.status, done.err) == (130, "")
 
 
 def test_nothing_that_a_terminal_would_obey_is_printed(tmp_path: Path) -> None:
@@ -194,7 +223,7 @@ def test_no_command_imports_torch_or_anything_else_that_is_heavy(run: Path, argu
         "try: run(sys.argv[2:])\n"
         "finally: print([name for name in sys.argv[1].split(',') if name in sys.modules], file=sys.stderr)"
     )
-    heavy = (*HEAVY, "numpy") if arguments == ["--help"] else HEAVY
+    heavy = (*HEAVY, "numpy") if arguments[0] in ("ls", "--help") else HEAVY
     command = [sys.executable, "-c", code, ",".join(heavy), *(a.format(run=run) for a in arguments), str(run)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode in (0, 1), done.stderr
@@ -220,6 +249,13 @@ def test_completion_prints_a_script_and_completes_commands() -> None:
     assert (script.status, script.lines[-1]) == (0, "complete -o default -F _holdfast_completion holdfast")
     completed = start(_HOLDFAST_COMPLETE="complete_bash", COMP_WORDS="holdfast ro", COMP_CWORD="1")
     assert completed.lines == ["rollback"]
+
+
+def test_completion_is_installed_for_a_shell(tmp_path: Path) -> None:
+    done = start("--install-completion", "bash", HOME=str(tmp_path), _TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION="1")
+    assert (done.status, "completion installed" in done.out) == (0, True)
+    (script,) = tmp_path.rglob("holdfast.sh")
+    assert str(script) in (tmp_path / ".bashrc").read_text()
 
 
 def test_a_reader_that_has_enough_ends_the_command_quietly(run: Path) -> None:

@@ -33,6 +33,11 @@ def test_a_rollback_makes_an_older_checkpoint_the_head(run: Path, to: str) -> No
     assert done.lines[-1] == "the head was step 3 at 1.3 and is step 1 at 1.1"
 
 
+def test_a_rollback_to_the_head_says_that_it_stays(run: Path) -> None:
+    done = holdfast_command("rollback", run, "--to", "1.3", "--yes")
+    assert (done.status, done.lines[-1]) == (0, "the head is still step 3 at 1.3")
+
+
 def test_a_rollback_can_be_taken_back(run: Path) -> None:
     holdfast_command("rollback", run, "--to", "1.1", "--yes")
     assert holdfast_command("rollback", run, "--to", "1.3", "--yes").status == 0

@@ -55,6 +55,13 @@ def test_names_shapes_and_dtypes_that_differ_are_told(tmp_path: Path) -> None:
     assert [(t["name"], t["num_differing"]) for t in document["tensors"]] == [("cast", 1), ("cut", None)]
 
 
+def test_tensors_of_one_side_only_leave_none_or_one_to_compare(tmp_path: Path) -> None:
+    paths = two(tmp_path, {"a": floats(1), "b": floats(1)}, {"b": floats(1), "c": floats(1)})
+    said = {holdfast_command("diff", *paths, "--names", names).lines[-1] for names in ("[ac]", "*")}
+    only = "different: 1 tensor only in A; 1 tensor only in B; "
+    assert said == {f"{only}no tensor is in both", f"{only}the 1 tensor in both is equal"}
+
+
 def test_stat_says_how_much_and_not_what(tmp_path: Path) -> None:
     paths = two(tmp_path, {"w": floats(1, 2), "gone": floats(1)}, {"w": floats(1, 4)})
     done = holdfast_command("diff", "--stat", *paths)
@@ -147,4 +154,5 @@ def test_a_tie_that_was_saved_as_one_tensor_or_as_two_is_no_difference(tmp_path:
 def test_only_a_terminal_gets_a_progress_bar(tmp_path: Path) -> None:
     paths = two(tmp_path, {"w": floats(1)}, {"w": floats(1)})
     assert "comparing" in at_terminal("diff", *map(str, paths)).out
+    assert "comparing" not in at_terminal("diff", "--json", *map(str, paths)).out
     assert holdfast_command("diff", *paths).err == ""

@@ -51,7 +51,17 @@ def test_findings_are_explained_with_what_to_do(run: Path) -> None:
     assert done.lines[0].endswith("the head is step 1 at 1.1")
     assert "finish  folder.complete" in done.out
     assert "Finish it: it is then the head." in done.out
-    assert f"holdfast doctor {run} --finish" in done.lines[-2] + done.lines[-1]
+    assert "wait  leftover.in_progress" not in done.out
+    assert [line.split("  ")[1] for line in done.lines[-3:]] == [
+        f"holdfast doctor {run} {options}" for options in ("--finish", "--remove", "--remove --force")
+    ]
+
+
+def test_only_deep_examination_at_a_terminal_shows_that_it_goes_on(sound: Path) -> None:
+    assert "verifying 1.3" in at_terminal("doctor", "--deep", str(sound)).out
+    assert "examining" not in at_terminal("doctor", str(sound)).out
+    assert "examining" not in at_terminal("doctor", "--deep", "--json", str(sound)).out
+    assert holdfast_command("doctor", "--deep", sound).err == ""
 
 
 def test_examining_changes_nothing(run: Path) -> None:

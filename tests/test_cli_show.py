@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import holdfast
 from holdfast.cli import tree
+from holdfast.cli.screen import ago
 from holdfast.cli.values import natural
 from holdfast.format.names import join
 from holdfast.format.records import Place
@@ -115,6 +116,26 @@ def test_grids_say_into_how_many_parts_each_axis_is_cut(
     stored = Stored("float32", np.ones(shape, np.float32), placements, Mesh((2, 2), (0, 1, 2, 3)))
     (one,) = holdfast_command("show", "--json", stored_run(tmp_path / "run", {"w": stored})).json["tensors"]
     assert (one["divided"], one["num_files"]) == (divided, num_files)
+
+
+def test_a_long_value_leaves_room_for_its_name(tmp_path: Path) -> None:
+    nodes: dict[str, Node] = {"": Table("dict", ("prompt",)), "prompt": Text(b"x" * 300)}
+    run = stored_run(tmp_path / "run", {"w": weight(2)}, nodes)
+    lines = holdfast_command("show", "--values", run, columns=80).lines
+    assert [line.split()[:2] for line in lines if "name" in line or "prompt" in line][1:] == [
+        ["name", "type"],
+        ["prompt", "str"],
+    ]
+
+
+def test_a_checkpoint_that_was_saved_just_now_is_not_said_to_be_of_now_ago() -> None:
+    assert [ago(s) for s in (0.5, 5, 7200)] == ["now", "5 s ago", "2 h ago"]
+
+
+def test_what_was_asked_for_is_not_offered_again(tmp_path: Path) -> None:
+    run = stored_run(tmp_path / "run", {"w": weight(2)})
+    assert "--names GLOB" in holdfast_command("show", run).lines[-1]
+    assert holdfast_command("show", run, "--names", "w").lines[-1] == "--values lists what is no tensor"
 
 
 def test_names_lists_matching_tensors_one_by_one(tmp_path: Path) -> None:

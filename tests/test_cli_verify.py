@@ -14,6 +14,7 @@ import torch
 import holdfast
 from holdfast.format.records import Place
 from tests.command_line import (
+    INTERRUPT,
     Stored,
     at_terminal,
     copy_of,
@@ -26,6 +27,8 @@ from tests.command_line import (
 )
 from tests.published import EPOCHS, RUN_ID, begin, put
 
+LARGE_NBYTES = 512 << 20
+
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -34,6 +37,14 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for step in (1, 2, 3):
         state = {f"w{n}": torch.full((300_000,), float(step + n)) for n in range(4)}
         holdfast.save(path, {**state, "epoch": step}, step)
+    return path
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with one checkpoint that takes a while to read."""
+    path = tmp_path_factory.mktemp("runs") / "large"
+    holdfast.save(path, {"w": torch.zeros(LARGE_NBYTES // 4)}, 1)
     return path
 
 
@@ -134,11 +145,15 @@ def test_a_lone_folder_is_verified_by_its_seal(run: Path) -> None:
 
 def test_all_verifies_every_commit_also_abandoned_ones(run: Path, tmp_path: Path) -> None:
     copy = copy_of(run, tmp_path)
-    assert holdfast_command("verify", "--all", copy).lines[-1] == "3 checkpoints, all sound"
+    done = holdfast_command("verify", "--all", copy)
+    assert done.lines[-1].startswith("3 checkpoints, all sound; files, sizes,")
+    assert done.out.count("--deep") == 1
+    assert holdfast_command("verify", "--all", "--deep", copy).lines[-1] == "3 checkpoints, all sound"
     (folder_of(copy, 1) / "data-00000.safetensors").unlink()
     damage(folder_of(copy, 2) / "seal.json")
     done = holdfast_command("verify", "--all", copy)
-    assert (done.status, done.lines[-1]) == (1, "3 checkpoints, 2 with findings")
+    assert done.status == 1
+    assert done.lines[-1].startswith("3 checkpoints, 2 with findings;")
     reports = holdfast_command("verify", "--all", "--json", copy).json["checkpoints"]
     assert [bool(report["findings"]) for report in reports] == [False, True, True]
 
@@ -160,20 +175,28 @@ def test_a_run_without_commits_has_nothing_to_verify(tmp_path: Path) -> None:
 
 
 def test_only_a_terminal_gets_a_progress_bar(run: Path) -> None:
-    assert "verifying 1.3" in at_terminal("verify", "--deep", str(run)).out
+    shown = at_terminal("verify", "--deep", str(run)).out
+    assert "verifying 1.3" in shown
+    assert "of 4.6 MiB" in shown
+    assert "verifying" not in at_terminal("verify", "--deep", "--json", str(run)).out
     done = holdfast_command("verify", "--deep", run)
     assert (done.err, len(done.lines)) == ("", 1)
 
 
-def test_verifying_everything_takes_little_memory(tmp_path: Path) -> None:
-    nbytes = 256 << 20
-    holdfast.save(tmp_path / "run", {"w": torch.zeros(nbytes // 4)}, 1)
+def test_an_interrupt_ends_long_reading_quietly(large: Path) -> None:
+    done = at_terminal("verify", "--deep", str(large), answer=INTERRUPT, when="verifying")
+    assert done.status == 130
+    assert "Error" not in done.out
+    assert "sound" not in done.out
+
+
+def test_verifying_everything_takes_little_memory(large: Path) -> None:
     code = (
         "import re, sys\n"
         "from holdfast.cli import run\n"
         "try: run(['verify', '--deep', sys.argv[1]])\n"
         "finally: print(re.search('VmHWM:\\s*(.*) kB', open('/proc/self/status').read())[1])"
     )
-    command = [sys.executable, "-c", code, str(tmp_path / "run")]
+    command = [sys.executable, "-c", code, str(large)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ | {"COLUMNS": "100"})
-    assert int(done.stdout.splitlines()[-1]) << 10 < nbytes * 3 / 4
+    assert int(done.stdout.splitlines()[-1]) << 10 < LARGE_NBYTES / 2

@@ -47,7 +47,7 @@ def rollback(run: str, to: str, *, yes: bool, as_json: bool) -> bool:
     if as_json:
         print_json(change)
     else:
-        console().print(f"the head was {before} and is {change.head}", soft_wrap=True)
+        console().print(f"the head {_became(before, change.head)}", soft_wrap=True)
     return True
 
 
@@ -74,8 +74,8 @@ def rm(path: str, *, yes: bool, as_json: bool) -> bool:
     if as_json:
         print_json(change)
     else:
-        head = f"is still {before}" if change.head == before else f"was {before} and is {change.head}"
-        console().print(f"deleted step {commit.step} at {commit.place}; the head {head}", soft_wrap=True)
+        what = f"deleted step {commit.step} at {commit.place}"
+        console().print(f"{what}; the head {_became(before, change.head)}", soft_wrap=True)
     return True
 
 
@@ -94,6 +94,10 @@ def _selected(run: Run, to: str) -> Target:
 
 def _described(commit: Commit) -> str:
     return f"step {commit.step} at {commit.place}, saved {when(commit.created)}, {size(commit.nbytes)}"
+
+
+def _became(before: Head, head: Head) -> str:
+    return f"is still {before}" if head == before else f"was {before} and is {head}"
 
 
 def _change(run: Run, commit: Commit, before: Head) -> Change:

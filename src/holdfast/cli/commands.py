@@ -6,9 +6,11 @@ from typing import Annotated
 
 import typer
 
-#: Exit codes: a finding (damage, a difference, something to repair), and a failure or refusal.
+#: Exit codes: a finding (damage, a difference, something to repair), wrong usage, a failure or refusal, a Ctrl-C.
 FINDING = 1
+USAGE = 2
 FAILURE = 3
+INTERRUPTED = 130
 
 _PATH_HELP = "A run (its head), RUN@step=700, RUN@3.12 (epoch 3, number 12), or a checkpoint folder."
 
@@ -22,13 +24,14 @@ app = typer.Typer(
     help="Look at, check and repair checkpoints. Exit codes: 0 fine, 1 a finding, 2 wrong usage, 3 failure.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # help without frames, which starts sooner
     context_settings={"help_option_names": ["--help", "-h"]},
 )
 
 
 @app.command()
 def ls(run: RunArgument, *, as_json: JsonOption = False) -> None:
-    """List the checkpoints of a run: those that lead to its head, and those that were abandoned."""
+    """List the checkpoints of a run. First what leads to its head, then what was abandoned."""
     from holdfast.cli.ls import ls
 
     if not ls(run, as_json=as_json):
@@ -43,7 +46,7 @@ def show(
     names: NamesOption = "",
     as_json: JsonOption = False,
 ) -> None:
-    """Show what a checkpoint holds: a tree of its tensors, or every tensor of the names asked for."""
+    """Show what a checkpoint holds. A tree of its tensors, or every tensor of the names asked for."""
     from holdfast.cli.show import show
 
     show(path, values=values, names=names, as_json=as_json)
@@ -57,7 +60,7 @@ def verify(
     every: Annotated[bool, typer.Option("--all", help="All committed checkpoints of the run.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Check that a checkpoint is what was sealed: its files, sizes, headers and values; with --deep every byte."""
+    """Check that a checkpoint is what was sealed. Its files, sizes, headers and values; with --deep every byte."""
     from holdfast.cli.verify import verify
 
     if not verify(path, deep=deep, every=every, as_json=as_json):
@@ -73,7 +76,7 @@ def diff(
     names: NamesOption = "",
     as_json: JsonOption = False,
 ) -> None:
-    """Compare two checkpoints, of one run or two, however divided: names, shapes, dtypes, values, every element."""
+    """Compare two checkpoints, however they are divided. Names, shapes, dtypes, values, and every element."""
     from holdfast.cli.diff import diff
 
     if not diff(a, b, stat=stat, names=names, as_json=as_json):
@@ -91,7 +94,7 @@ def doctor(
     yes: YesOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Find what crashes left behind in a run, say what it means, and repair it on request."""
+    """Find what crashes left behind in a run. Says what it means, and repairs it on request."""
     from holdfast.cli.doctor import doctor
 
     if not doctor(run, deep=deep, finish=finish, remove=remove, force=force, yes=yes, as_json=as_json):

@@ -71,7 +71,7 @@ def diff(a: str, b: str, *, stat: bool, names: str, as_json: bool) -> bool:
         return not names or fnmatchcase(name, names)
 
     total = sum(pair.nbytes for pair in pairs(*sides, wanted=wanted))
-    with progress("comparing", total) as advance:
+    with progress("comparing", total, quiet=as_json) as advance:
         found = compare(*sides, wanted=wanted, progress=advance)
     if names and not (found.num_common or found.only_a or found.only_b or found.values):
         raise NotFoundError(
@@ -145,8 +145,11 @@ def _verdict(document: Document) -> Text:
     for number, side in ((document.num_only_a, "A"), (document.num_only_b, "B")):
         if number:
             parts.append(f"{count(number, 'tensor')} only in {side}")
-    if not document.num_differing:
-        parts.append(f"the {count(document.num_common, 'tensor')} in both are equal")
+    common = document.num_common
+    if not common:
+        parts.append("no tensor is in both")
+    elif not document.num_differing:
+        parts.append(f"the {count(common, 'tensor')} in both {'is' if common == 1 else 'are'} equal")
     return Text.assemble(("different: ", "bold red"), "; ".join(parts))
 
 

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import msgspec
 from rich.padding import Padding
 from rich.text import Text
 
 from holdfast.cli.runs import Head, open_run
-from holdfast.cli.screen import confirmed, console, count, explain, print_json, printable
+from holdfast.cli.screen import confirmed, console, count, explain, print_json, printable, progress
 from holdfast.errors import ConfigurationError, HoldfastError
 from holdfast.run import doctor as core
 from holdfast.run.doctor import Finding
 
-_STYLES = {"finish": "bold green", "remove": "bold yellow", "none": "bold red"}
+_STYLES = {"finish": "bold green", "remove": "bold yellow", "wait": "bold yellow", "by hand": "bold red"}
 
 
 class Document(msgspec.Struct, frozen=True):
@@ -38,7 +38,7 @@ def doctor(run: str, *, deep: bool, finish: bool, remove: bool, force: bool, yes
         )
     found = open_run(run)
     head_before = Head.of(found)
-    findings = core.examine(found, deep=deep)
+    findings = core.examine(found, deep=deep, watch=lambda place, n: progress(f"verifying {place}", n, quiet=as_json))
     if not as_json:
         _show(run, head_before, findings)
     finished: list[Finding] = []
@@ -47,7 +47,8 @@ def doctor(run: str, *, deep: bool, finish: bool, remove: bool, force: bool, yes
         finished = _each(complete, lambda finding: core.finish(found, finding), "finished", as_json=as_json)
     removed: list[Finding] = []
     if remove:
-        doomed = [finding for finding in findings if _is_removable(finding, force=force)]
+        removable = ("remove", "wait") if force else ("remove",)
+        doomed = [finding for finding in findings if _label(finding) in removable]
         if doomed and confirmed(f"Delete {count(len(doomed), 'thing')}? This cannot be undone.", yes=yes):
             removed = _each(
                 doomed, lambda finding: core.remove(found, finding, force=force), "removed", as_json=as_json
@@ -65,22 +66,20 @@ def _paths(findings: list[Finding]) -> list[str]:
     return [finding.path for finding in findings]
 
 
-def _is_removable(finding: Finding, *, force: bool) -> bool:
-    return finding.remedy == "remove" or (force and finding.code.endswith(".in_progress"))
-
-
 def _each(findings: list[Finding], repair: Callable[[Finding], object], done: str, *, as_json: bool) -> list[Finding]:
     """Those of `findings` that could be repaired; what keeps the others from it is said."""
-    repaired = []
+    repaired: list[Finding] = []
     for finding in findings:
         try:
-            repair(finding)
+            with progress("repairing", None, quiet=as_json):
+                repair(finding)
         except HoldfastError as error:
             explain(error)
             continue
-        repaired.append(finding)
         if not as_json:
-            console().print(Text.assemble((f"{done} ", "bold green"), printable(finding.path)), soft_wrap=True)
+            words = "" if repaired else "\n", (f"{done} ", "bold green"), printable(finding.path)
+            console().print(Text.assemble(*words), soft_wrap=True)
+        repaired.append(finding)
     return repaired
 
 
@@ -89,9 +88,16 @@ def _show(run: str, head: Head, findings: list[Finding]) -> None:
     verdict = count(len(findings), "finding") if findings else "nothing is wrong"
     screen.print(f"{printable(run)}: {verdict}; the head is {head}", soft_wrap=True)
     for finding in findings:
-        label = "by hand" if finding.remedy == "none" else finding.remedy
-        screen.print(Text.assemble("\n", (label, _STYLES[finding.remedy]), (f"  {finding.code}", "dim")))
+        label = _label(finding)
+        screen.print(Text.assemble("\n", (label, _STYLES[label]), (f"  {finding.code}", "dim")))
         screen.print(Padding(printable(finding.text), (0, 0, 0, 2), expand=False))
+
+
+def _label(finding: Finding) -> str:
+    """What can be done about a finding, in a word or two."""
+    if finding.remedy != "none":
+        return finding.remedy
+    return "wait" if finding.code.endswith(".in_progress") else "by hand"
 
 
 def _conclude(run: str, head_before: Head, head: Head, left: list[Finding]) -> None:
@@ -99,11 +105,18 @@ def _conclude(run: str, head_before: Head, head: Head, left: list[Finding]) -> N
     screen = console()
     if head != head_before:
         screen.print(f"\nthe head was {head_before} and is {head}", soft_wrap=True)
-    name = shlex.quote(run)
-    options = (
-        ("finish", f"holdfast doctor {name} --finish", "commits what is complete"),
-        ("remove", f"holdfast doctor {name} --remove", "deletes what nobody can finish, after asking"),
-    )
-    hints = [f"  {command}  {what}" for remedy, command, what in options if any(f.remedy == remedy for f in left)]
-    if hints:
-        screen.print("\n" + "\n".join(hints), soft_wrap=True)
+    hints = [*_hints(run, {_label(finding) for finding in left})]
+    width = max((len(command) for command, _ in hints), default=0)
+    for number, (command, what) in enumerate(hints):
+        screen.print(("" if number else "\n") + f"  {command:{width}}  {what}", soft_wrap=True)
+
+
+def _hints(run: str, labels: set[str]) -> Iterator[tuple[str, str]]:
+    """Commands for what is left, and what they do."""
+    command = f"holdfast doctor {printable(shlex.quote(run))}"
+    if "finish" in labels:
+        yield f"{command} --finish", "commits what is complete"
+    if "remove" in labels:
+        yield f"{command} --remove", "deletes what nobody can finish, after asking"
+    if "wait" in labels:
+        yield f"{command} --remove --force", "deletes what may be in progress too"

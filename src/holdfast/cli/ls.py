@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import groupby
 
 import msgspec
@@ -13,7 +15,7 @@ from rich.text import Text
 from holdfast.cli.runs import open_run
 from holdfast.cli.screen import age, console, count, metrics_text, print_json, printable, size, table, when
 from holdfast.errors import CorruptError, NotFoundError
-from holdfast.format.records import Commit, Diverged, Place
+from holdfast.format.records import Commit, Diverged, Epoch, Place
 from holdfast.run.fault import Fault
 from holdfast.run.history import Run
 
@@ -67,6 +69,8 @@ class _Listing:
         self._run = run
         self._places: list[Place] = []
         self._broken = False
+        #: By epoch, what left behind the checkpoints of it that are not on the lineage.
+        self._reasons: dict[int, str] = {}
 
     def lineage(self) -> list[Row]:
         """The head and what it descends from, as far as epochs can be read."""
@@ -84,8 +88,13 @@ class _Listing:
             row
             for place in self._run.places()
             if place not in known
-            for row in self._rows(place, abandoned=_UNKNOWN if self._broken else _left_by(self._run, place.epoch))
+            for row in self._rows(place, abandoned=_UNKNOWN if self._broken else self._reason(place.epoch))
         ]
+
+    def _reason(self, epoch: int) -> str:
+        if epoch not in self._reasons:
+            self._reasons[epoch] = _left_by(self._run, epoch)
+        return self._reasons[epoch]
 
     def _rows(self, place: Place, *, head: bool = False, abandoned: str = "") -> Iterator[Row]:
         """The row of a place; none where its record is damaged, or was removed just now."""
@@ -103,9 +112,20 @@ def _left_by(run: Run, epoch: int) -> str:
         record = run.epoch(number)
         origin = record.opened_from
         if origin is None or origin.epoch <= epoch:
+            first = _first_from(run, record, after=epoch)
             start = f"went on from {origin}" if origin is not None else "began anew"
-            return f"epoch {number} {start} ({record.why})"
+            return f"epoch {first.epoch} {start} ({first.why})"
         number = origin.epoch
+
+
+def _first_from(run: Run, record: Epoch, *, after: int) -> Epoch:
+    """The first of the epochs in a row, up to `record`, that went on from where that did: a rollback is an epoch of
+    its own, and the job that resumes there opens the next one."""
+    # An epoch that led nowhere may be damaged without harm to the lineage: then a later one is named.
+    with suppress(CorruptError, NotFoundError):
+        while record.epoch - 1 > after and (earlier := run.epoch(record.epoch - 1)).opened_from == record.opened_from:
+            record = earlier
+    return record
 
 
 def _row(commit: Commit, *, head: bool, abandoned: str = "") -> Row:
@@ -141,7 +161,8 @@ def _show(document: Document) -> None:
         words = ("damaged ", "bold red"), printable(fault.message), (f" [{fault.code}]", "dim")
         screen.print(Text.assemble(*words), soft_wrap=True)
     if document.findings:
-        screen.print(f"holdfast doctor {name} says what that means and what can be done.", soft_wrap=True)
+        command = f"holdfast doctor {shlex.quote(name)}"
+        screen.print(f"{command} says what that means and what can be done.", soft_wrap=True)
 
 
 def _total(rows: list[Row]) -> str:

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import msgspec
 
 from holdfast.errors import ConfigurationError, CorruptError
-from holdfast.run.history import Run
+from holdfast.format.records import CHECKPOINTS
+from holdfast.run.history import Run, is_folder
 from holdfast.run.paths import parse, storage_at
 
 
 def open_run(path: str) -> Run:
-    """The run at `path`, all of it: a path that selects one checkpoint is a `ConfigurationError`."""
+    """The run at `path`, all of it: a path that selects one checkpoint, or is one, is a `ConfigurationError`."""
     target = parse(path)
     if target.step is not None or target.place is not None:
-        raise ConfigurationError(
-            f"'{path}' selects one checkpoint, and this is about the whole run.",
-            code="config.path",
-            action=f"Name the run alone: {target.root}.",
-            path=path,
-        )
-    return Run.open(storage_at(target.root))
+        raise _one_checkpoint(path, "selects", f"Name the run alone: {target.root}.")
+    storage = storage_at(target.root)
+    if is_folder(storage):
+        folder = Path(target.root).absolute().parent
+        raise _one_checkpoint(path, "is", f"Name {folder.parent if folder.name == CHECKPOINTS else 'its run'}.")
+    return Run.open(storage)
+
+
+def _one_checkpoint(path: str, how: str, action: str) -> ConfigurationError:
+    what = f"'{path}' {how} one checkpoint, and this is about the whole run."
+    return ConfigurationError(what, code="config.path", action=action, path=path)
 
 
 class Head(msgspec.Struct, frozen=True):

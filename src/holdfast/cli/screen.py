@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import datetime
-from typing import TYPE_CHECKING
 
 import msgspec
 from rich.console import Console
@@ -16,15 +15,10 @@ from rich.text import Text
 
 from holdfast.errors import ConfigurationError, HoldfastError
 
-if TYPE_CHECKING:
-    from rich.progress import ProgressColumn
-
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _AGES = ((86400 * 365, "y"), (86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 #: What is not written to a terminal goes to programs and files, whose lines nobody shall break.
 _UNBROKEN = 10_000
-
-
 #: Columns of words that make no sense in two lines.
 _NEVER_WRAPPED = ("", "place", "saved", "dtype")
 
@@ -80,6 +74,11 @@ def age(seconds: float) -> str:
     return "now"
 
 
+def ago(seconds: float) -> str:
+    """How long ago something was."""
+    return f"{age(seconds)} ago" if seconds >= 1 else "now"
+
+
 def metrics_text(metrics: dict[str, str | float]) -> str:
     """Metrics of a checkpoint on one line."""
     return " ".join(f"{printable(name)}={float(value):.4g}" for name, value in metrics.items())
@@ -91,17 +90,19 @@ def print_json(value: object) -> None:
 
 
 @contextmanager
-def progress(description: str, total: int | None) -> Iterator[Callable[[int], None]]:
-    """A bar on standard error while the block runs, where that is a terminal; gives what advances it. A total that is
-    not known is one of work that is counted in something else than bytes."""
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+def progress(description: str, total: int | None, *, quiet: bool) -> Iterator[Callable[[int], None]]:
+    """A bar on standard error while the block runs, where that is a terminal; gives what advances it, by bytes.
 
-    columns: tuple[ProgressColumn, ...]
-    columns = (TextColumn(description), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    screen = console(stderr=True)
-    with Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as bar:
-        task = bar.add_task(description, total=total)
-        yield lambda nbytes: bar.advance(task, nbytes)
+    A `total` that is not known is one of work that is counted in something else. No bar where `quiet`.
+    """
+    if quiet or not sys.stderr.isatty():
+        yield lambda _: None
+        return
+    from holdfast.cli.bar import bar
+
+    with bar(console(stderr=True), counted=total is not None) as shown:
+        task = shown.add_task(description, total=total)
+        yield lambda nbytes: shown.advance(task, nbytes)
 
 
 def confirmed(question: str, *, yes: bool) -> bool:

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from holdfast.cli import values as value_text
-from holdfast.cli.screen import age, console, count, metrics_text, print_json, printable, size, table, when
+from holdfast.cli.screen import ago, console, count, metrics_text, print_json, printable, size, table, when
 from holdfast.cli.tree import Tensor, lines, tensors_of
 from holdfast.errors import NotFoundError
 from holdfast.run.checkpoint import Checkpoint
@@ -64,7 +64,7 @@ def show(path: str, *, values: bool, names: str, as_json: bool) -> None:
     _print_head(screen, document, checkpoint)
     if document.tensors:
         (_print_tensors if names else _print_tree)(screen, document.tensors)
-    _print_rest(screen, document, checkpoint)
+    _print_rest(screen, document, checkpoint, by_name=bool(names))
 
 
 def _document(checkpoint: Checkpoint, *, values: bool, names: str) -> Document:
@@ -99,7 +99,7 @@ def _wanted(name: str, pattern: str) -> bool:
 def _print_head(screen: Console, document: Document, checkpoint: Checkpoint) -> None:
     where = "" if document.in_history else ", a folder outside any history"
     facts = f"step {document.step} at {document.place}, saved {when(document.created)}"
-    words = (printable(document.path), "bold"), f"\n{facts} ({age(time.time() - document.created)} ago){where}"
+    words = (printable(document.path), "bold"), f"\n{facts} ({ago(time.time() - document.created)}){where}"
     screen.print(Text.assemble(*words), soft_wrap=True)
     total = count(len(checkpoint.manifest.body.names), "tensor")
     files, ranks = count(document.num_files, "file"), count(document.world_size, "rank")
@@ -128,8 +128,8 @@ def _facts(tensor: Tensor) -> tuple[str, str, str]:
     return tensor.dtype, str(list(tensor.shape)), tensor.divided + files
 
 
-def _print_rest(screen: Console, document: Document, checkpoint: Checkpoint) -> None:
-    """Other names, marks and values."""
+def _print_rest(screen: Console, document: Document, checkpoint: Checkpoint, *, by_name: bool) -> None:
+    """Other names, marks and values, and how to see more."""
     for alias, name in document.aliases.items():
         screen.print(f"{printable(alias)} is tied to {printable(name)}", soft_wrap=True)
     if document.diverged:
@@ -139,12 +139,13 @@ def _print_rest(screen: Console, document: Document, checkpoint: Checkpoint) -> 
         screen.print()
         screen.print(_value_table(document.values))
     elif document.values is None and checkpoint.manifest.body.values:
-        screen.print("\n--values lists what is no tensor; --names GLOB lists tensors one by one", soft_wrap=True)
+        more = "" if by_name else "; --names GLOB lists tensors one by one"
+        screen.print(f"\n--values lists what is no tensor{more}", soft_wrap=True)
 
 
 def _value_table(values: list[Value]) -> Table:
     """Values; many equal ones in one container, such as a map of all parameters to one group, are one row."""
-    made = table("value", "type", "")
+    made = table("name", "type", "value")
     for (parent, kind, text), group in groupby(values, key=lambda value: (_parent(value.name), value.type, value.text)):
         names = [value.name for value in group]
         if len(names) > _MAX_ALIKE:

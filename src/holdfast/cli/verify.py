@@ -20,6 +20,7 @@ from holdfast.run.verify import verify_checkpoint
 
 #: Tensors of a fault that are named on screen.
 _NAMED = 5
+_STRUCTURE = "files, sizes, headers and values checked; --deep reads every byte"
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,15 +56,16 @@ def verify(path: str, *, deep: bool, every: bool, as_json: bool) -> bool:
     subjects = _committed(path) if every else iter([_Subject(path, lambda: resolve(parse(path)))])
     reports: list[Report] = []
     for subject in subjects:
-        reports.append(_verify(subject, deep=deep))
+        reports.append(_verify(subject, deep=deep, quiet=as_json))
         if not as_json:
-            _show(reports[-1])
+            _show(reports[-1], brief=every and not deep)
     num_bad = sum(bool(report.findings) for report in reports)
     if as_json:
         print_json(Document(not num_bad, reports))
     elif every:
         verdict = f"{num_bad} with findings" if num_bad else "all sound" if reports else "nothing to verify"
-        console().print(f"{count(len(reports), 'checkpoint')}, {verdict}", soft_wrap=True)
+        basis = "" if deep or not reports else f"; {_STRUCTURE}"
+        console().print(f"{count(len(reports), 'checkpoint')}, {verdict}{basis}", soft_wrap=True)
     return not num_bad
 
 
@@ -74,7 +76,7 @@ def _committed(path: str) -> Iterator[_Subject]:
         yield _Subject(f"{run.storage.uri}@{place}", lambda place=place: run.locate(run.commit(place)))  # type: ignore[misc]
 
 
-def _verify(subject: _Subject, *, deep: bool) -> Report:
+def _verify(subject: _Subject, *, deep: bool, quiet: bool) -> Report:
     start = time.monotonic()
     try:
         located = subject.find()
@@ -86,7 +88,7 @@ def _verify(subject: _Subject, *, deep: bool) -> Report:
         return _unreadable(subject.name, error, place=str(located.seal.place), step=located.seal.step)
     seal = checkpoint.seal
     nbytes = sum(file.nbytes for file in seal.files)
-    with progress(f"verifying {seal.place}", nbytes if deep else None) as advance:
+    with progress(f"verifying {seal.place}", nbytes if deep else None, quiet=quiet) as advance:
         faults = verify_checkpoint(checkpoint, deep=deep, progress=advance)
     return Report(
         path=checkpoint.folder,
@@ -105,7 +107,8 @@ def _unreadable(path: str, error: HoldfastError, *, place: str | None = None, st
     return Report(path=path, place=place, step=step, findings=[Fault.of(error)])
 
 
-def _show(report: Report) -> None:
+def _show(report: Report, *, brief: bool) -> None:
+    """What was found; where `brief`, without what was looked at, as far as that is the same for all checkpoints."""
     screen = console()
     name = f"step {report.step} at {report.place}" if report.place else printable(report.path)
     contents = ""
@@ -115,7 +118,8 @@ def _show(report: Report) -> None:
         )
     num_faults = len(report.findings)
     verdict = (count(num_faults, "finding"), "bold red") if num_faults else ("sound", "bold green")
-    screen.print(Text.assemble(verdict, f": {name}{contents}; {_checked(report)}"), soft_wrap=True)
+    checked = "" if brief and report.num_files else f"; {_checked(report)}"
+    screen.print(Text.assemble(verdict, f": {name}{contents}{checked}"), soft_wrap=True)
     for fault in report.findings:
         screen.print(Text.assemble("  ", printable(fault.message), (f" [{fault.code}]", "dim")), soft_wrap=True)
         if fault.tensors:
@@ -129,6 +133,6 @@ def _checked(report: Report) -> str:
     if not report.num_files:
         return "its records cannot be read, so nothing else was checked"
     if not report.deep:
-        return "files, sizes, headers and values checked; --deep reads every byte"
+        return _STRUCTURE
     speed = f", {size(int(report.nbytes / report.seconds))}/s" if report.seconds > 0 else ""
     return f"every byte checked in {report.seconds:.1f} s{speed}"

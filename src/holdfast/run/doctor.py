@@ -6,14 +6,16 @@ removed, and of what was lost it is said where to get it from. Examining changes
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
 
 import msgspec
 
 from holdfast.errors import ConfigurationError
 from holdfast.format import manifest as fmt
 from holdfast.format import records
-from holdfast.format.records import CHECKPOINTS, EPOCHS, HISTORY, MARKER_KEY, SEAL_NAME, Commit
+from holdfast.format.records import CHECKPOINTS, EPOCHS, HISTORY, MARKER_KEY, SEAL_NAME, Commit, Place
 from holdfast.format.tombstones import parse_removed_name
 from holdfast.run.checkpoint import Checkpoint
 from holdfast.run.complete import check_present, complete
@@ -21,6 +23,18 @@ from holdfast.run.history import Run
 from holdfast.run.removal import abandon, check_unneeded, remove_place
 from holdfast.run.uncommitted import IN_PROGRESS_S, UNREADABLE, Known, Remedy, Uncommitted
 from holdfast.run.verify import verify_checkpoint
+
+
+class Watch(Protocol):
+    """Follows the reading of a checkpoint."""
+
+    def __call__(self, place: Place, nbytes: int, /) -> AbstractContextManager[Callable[[int], None]]:
+        """For the time in which `nbytes` are read: gives what is told the bytes done since its last call."""
+
+
+def unwatched(_: Place, __: int, /) -> AbstractContextManager[Callable[[int], None]]:
+    """Nobody follows."""
+    return nullcontext(lambda _: None)
 
 
 class Finding(msgspec.Struct, frozen=True):
@@ -37,18 +51,18 @@ class Finding(msgspec.Struct, frozen=True):
     folder: str | None = None
 
 
-def examine(run: Run, *, deep: bool = False) -> list[Finding]:
+def examine(run: Run, *, deep: bool = False, watch: Watch = unwatched) -> list[Finding]:
     """All findings of `run`; empty where everything is as it should be. Blocking; changes nothing.
 
     Reads all records and manifests, looks at the names and sizes of all files, and reads the headers of what was not
-    committed; with `deep` also every byte of every checkpoint. A run that is being written to may give findings that
-    are gone a moment later.
+    committed; with `deep` also every byte of every checkpoint, which `watch` follows for committed ones. A run that is
+    being written to may give findings that are gone a moment later.
     """
     known = Known.of(run)
     return [
         *_names(run),
         *_epochs(run, known),
-        *_commits(run, known, deep=deep),
+        *_commits(run, known, deep=deep, watch=watch),
         *_folders(run, known, deep=deep),
         *(finding for _, finding in _leftovers(run)),
     ]
@@ -142,7 +156,7 @@ def _epochs(run: Run, known: Known) -> Iterator[Finding]:
             yield Finding("commit.missing", path, f"{what} Restore '{path}' from another copy of the run.", "none")
 
 
-def _commits(run: Run, known: Known, *, deep: bool) -> Iterator[Finding]:
+def _commits(run: Run, known: Known, *, deep: bool, watch: Watch) -> Iterator[Finding]:
     """Commits whose record or checkpoint is not what it should be, and what else is in their folders."""
     for place, commit in sorted(known.commits.items(), reverse=True):
         if not isinstance(commit, Commit):
@@ -156,8 +170,10 @@ def _commits(run: Run, known: Known, *, deep: bool) -> Iterator[Finding]:
             yield _lost(commit, error.path or run.storage.uri, error.message)
             continue
         if deep:
-            faults = [fault for fault in verify_checkpoint(checkpoint, deep=True) if fault.code != "extra.file"]
-            yield from (_lost(commit, fault.path, fault.message) for fault in faults)
+            with watch(place, commit.nbytes) as progress:
+                faults = verify_checkpoint(checkpoint, deep=True, progress=progress)
+            found = (fault for fault in faults if fault.code != "extra.file")
+            yield from (_lost(commit, fault.path, fault.message) for fault in found)
 
 
 def _lost(commit: Commit, path: str, what: str) -> Finding:
