@@ -488,12 +488,12 @@ def write_in_time(storage: Storage, *, timeout_s: float) -> None:
 
     def write_all() -> bytes:
         with BufferPool(2 * MIB, buffer_nbytes=MIB) as pool:
-            writer = timed.writer("file", nbytes=PAGE + 3 * MIB)
+            writer = timed.direct_writer("file", nbytes=PAGE + 3 * MIB)
             source = [Array(random_bytes(3 * MIB))]
             return write_file(writer, source, data_start=PAGE, header=lambda _: bytes(PAGE), pool=pool)
 
     with TimedStorage(storage, timeout_s=timeout_s) as timed:
-        timed.run("write", "file", write_all)
+        timed.run("write", timed.path("file"), write_all)
 
 
 @pytest.mark.parametrize("name", ["writer", "write_at", "publish"])

@@ -15,6 +15,7 @@ from holdfast.errors import CorruptError, HoldfastError, StorageError
 from holdfast.format.names import own_part
 from holdfast.format.records import Place
 from holdfast.loading.filling import Filling
+from holdfast.loading.together import Together
 from holdfast.phases import Stopwatch, attempt, collector_paused
 from holdfast.reports import LoadReport
 from holdfast.run.checkpoint import Checkpoint
@@ -24,7 +25,6 @@ from holdfast.run.paths import Target, parse, storage_at
 from holdfast.run.session import JOB
 from holdfast.state.bind import Binding, bind
 from holdfast.state.differences import Stored, difference
-from holdfast.storage.base import Storage
 from holdfast.transfer.timed import TimedStorage
 
 _log = logging.getLogger(__name__)
@@ -94,7 +94,7 @@ class _Loading:
         self,
         channel: Channel,
         deadline: Deadline,
-        storage: Storage,
+        storage: TimedStorage,
         rank: int,
         *,
         strict: bool,
@@ -151,10 +151,10 @@ class _Loading:
                 "match", attempt(match), lambda payloads: self._compare(payloads, bound[0]), self._deadline
             )
         checkpoint, binding, _ = bound[0]
-        filled = Filling(checkpoint, binding, self._rank, verify=self._verify)
+        together = Together(checkpoint, self._storage, self._channel, self._deadline)
+        filling = Filling(checkpoint, binding, self._rank)
         with self._watch.phase("read"):
-            done = attempt(filled.run)
-            self._channel.collect("read", done, self._deadline)
+            read_nbytes = together.read(filling.plan, verify=self._verify)
         with self._watch.phase("finish"):
             state: list[object] = []
             self._channel.collect("finish", attempt(lambda: _finish(binding, state)), self._deadline)
@@ -171,10 +171,10 @@ class _Loading:
             loaded=tuple(binding.loaded),
             missing=difference_.missing,
             unexpected=difference_.unexpected,
-            resharded=filled.resharded,
+            resharded=filling.resharded,
             diverged=checkpoint.manifest.body.diverged,
-            read_nbytes=filled.read_nbytes,
-            needed_nbytes=filled.needed_nbytes,
+            read_nbytes=read_nbytes,
+            needed_nbytes=filling.needed_nbytes,
             seconds=self._watch.seconds,
             skipped=tuple((str(one.place), one.reason) for one in resolved.skipped),
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 from threading import Lock
 from typing import Any, Protocol
@@ -27,6 +27,8 @@ from holdfast.run.history import Located
 from holdfast.storage.base import Bytes, FileReader
 from holdfast.transfer.buffers import pipeline_pool
 from holdfast.transfer.reader import DataFile, Extent, ReadJob, ReadStats, read_files
+
+OpenReader = Callable[[str], FileReader]
 
 #: Wants up to this size are filled many at a time.
 _SMALL_NBYTES = 32 << 10
@@ -106,17 +108,35 @@ class Checkpoint:
             CorruptError: bytes are missing or altered; names the file and the tensors.
             StorageError: the store failed.
         """
-        jobs = (
-            self._job(reads, wants, targets, verify=verify)
-            for reads in plan_load(self.files, wants, first_file=first_file)
-        )
+        jobs = (job for _, job in self.jobs(wants, targets, verify=verify, first_file=first_file))
         with pipeline_pool() as pool:
             return read_files(jobs, pool=pool, on_corrupt=self.corrupt_block)
 
-    def open_file(self, index: int, *, data_start: int, data_nbytes: int, verify: bool = True) -> DataFile:
+    def jobs(
+        self,
+        wants: Sequence[Want],
+        targets: Targets,
+        *,
+        verify: bool = True,
+        first_file: int = 0,
+        open_reader: OpenReader | None = None,
+    ) -> Iterator[tuple[int, ReadJob]]:
+        """What `read` does, file by file, with the index of each; files are opened with `open_reader`, by key."""
+        for reads in plan_load(self.files, wants, first_file=first_file):
+            yield reads.file, self._job(reads, wants, targets, verify, open_reader)
+
+    def open_file(
+        self,
+        index: int,
+        *,
+        data_start: int,
+        data_nbytes: int,
+        verify: bool = True,
+        open_reader: OpenReader | None = None,
+    ) -> DataFile:
         """Open a data file; its size, and with `verify` its digest table, are checked against the seal."""
         name, sealed = fmt.file_name(index), self.seal.files[index]
-        reader = self.storage.reader(self._key(name))
+        reader = (open_reader or self.storage.reader)(self._key(name))
         try:
             if not reader.nbytes == sealed.nbytes == data_start + data_nbytes:
                 raise self._corrupt(name, f"it has {reader.nbytes} bytes instead of {data_start + data_nbytes}")
@@ -134,12 +154,19 @@ class Checkpoint:
             raise self._corrupt(fmt.file_name(index), "its digest table is not the one that was sealed")
         return table
 
-    def _job(self, reads: FileReads, wants: Sequence[Want], targets: Targets, *, verify: bool) -> ReadJob:
-        def open_() -> DataFile:
-            return self.open_file(reads.file, data_start=reads.data_start, data_nbytes=reads.data_nbytes, verify=verify)
-
+    def _job(
+        self, reads: FileReads, wants: Sequence[Want], targets: Targets, verify: bool, open_reader: OpenReader | None
+    ) -> ReadJob:
+        open_ = partial(
+            self.open_file,
+            reads.file,
+            data_start=reads.data_start,
+            data_nbytes=reads.data_nbytes,
+            verify=verify,
+            open_reader=open_reader,
+        )
         extents = np.stack([reads.starts, reads.stops], axis=1)
-        return ReadJob(open_, extents, _Delivery(self.files, reads, wants, targets).take)
+        return ReadJob(reads.data_nbytes, open_, extents, _Delivery(self.files, reads, wants, targets).take, verify)
 
     def _values(self, block: ValueBlock) -> dict[str, Node]:
         columns = self.files.columns(np.asarray([block.file], np.int64))
@@ -157,7 +184,7 @@ class Checkpoint:
 
         extent = Extent(data_nbytes - block.capacity, data_nbytes)
         with pipeline_pool() as pool:
-            read_files([ReadJob(open_, [extent], deliver)], pool=pool, on_corrupt=self.corrupt_block)
+            read_files([ReadJob(data_nbytes, open_, [extent], deliver)], pool=pool, on_corrupt=self.corrupt_block)
         name = fmt.file_name(block.file)
         nodes = unpack_values(out.tobytes(), path=self.path(name))
         if sorted(nodes) != sorted(block.paths):

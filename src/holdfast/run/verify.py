@@ -92,7 +92,7 @@ def _bad_blocks(
 
     # Handed on without its table: the reader would stop at the first bad block, and all of them are wanted here.
     unchecked = DataFile(file.reader, file.path, file.data_start, file.data_nbytes, None)
-    job = ReadJob(lambda: unchecked, [Extent(0, layout.data_nbytes)], take)
+    job = ReadJob(layout.data_nbytes, lambda: unchecked, [Extent(0, layout.data_nbytes)], take)
     read_files([job], pool=pool, on_corrupt=checkpoint.corrupt_block)
     return sorted(bad)
 

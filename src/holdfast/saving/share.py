@@ -71,14 +71,14 @@ class Share:
         def write() -> bytes:
             with pipeline_pool() as pool:
                 return write_file(
-                    storage.writer(key, nbytes=nbytes),
+                    storage.direct_writer(key, nbytes=nbytes),
                     sources,
                     data_start=layout.data_start,
                     header=lambda table: container.header(self.manifest, layout, table),
                     pool=pool,
                 )
 
-        table = storage.run("write", key, write)
+        table = storage.run("write", storage.path(key), write)
         return Written(layout.index, nbytes, xxhash.xxh3_128_hexdigest(table))
 
     @collector_paused()

@@ -22,9 +22,10 @@ Bytes: TypeAlias = "npt.NDArray[np.uint8]"
 class FileWriter(Protocol):
     """One object under construction; invisible under its key until `publish`. Safe for concurrent `write_at`."""
 
-    #: Offsets, lengths and buffer addresses that are multiples of this go to the device without a detour;
-    #: others work too (buffered). 1 where alignment means nothing.
-    alignment: int
+    @property
+    def alignment(self) -> int:
+        """Offsets, lengths and buffer addresses that are multiples of this go to the device without a detour; others
+        work too (buffered). 1 where alignment means nothing."""
 
     def write_at(self, offset: int, data: Bytes) -> None:
         """Write all of `data` at `offset`; returns when the store took it (not yet durable)."""
@@ -40,8 +41,13 @@ class FileWriter(Protocol):
 class FileReader(Protocol):
     """An open object. Safe for concurrent `read_at`."""
 
-    alignment: int
-    nbytes: int
+    @property
+    def alignment(self) -> int:
+        """As `FileWriter.alignment`."""
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the object."""
 
     def read_at(self, offset: int, out: Bytes) -> None:
         """Fill `out` from `offset`; a short object is a `CorruptError`, code ``corrupt.short``."""

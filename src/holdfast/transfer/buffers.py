@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 import queue
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from threading import Thread
 from types import TracebackType
 from typing import Self
@@ -55,6 +55,12 @@ class BufferPool:
         finally:
             self._free.put(buffer)
 
+    @contextmanager
+    def all_buffers(self) -> Iterator[list[Bytes]]:
+        """All buffers, in the way of `buffer`."""
+        with ExitStack() as stack:
+            yield [stack.enter_context(self.buffer()) for _ in range(self.num_buffers)]
+
     def close(self) -> None:
         """Return the memory to the operating system. No buffer may be taken."""
         assert self._free.qsize() == self.num_buffers, "a buffer is still in use"
@@ -96,12 +102,10 @@ def run_threads(num_threads: int, work: Callable[[], None], *, stop: Callable[[]
         else:
             outcomes.put(None)
 
-    threads: list[Thread] = []
+    threads = [Thread(target=run, name="holdfast-transfer", daemon=True) for _ in range(num_threads)]
     try:
-        for _ in range(num_threads):
-            thread = Thread(target=run, name="holdfast-transfer", daemon=True)
+        for thread in threads:
             thread.start()
-            threads.append(thread)
         for _ in threads:
             if (error := outcomes.get()) is not None:
                 raise error
@@ -110,4 +114,5 @@ def run_threads(num_threads: int, work: Callable[[], None], *, stop: Callable[[]
         raise
     finally:
         for thread in threads:
-            thread.join()
+            if thread.ident is not None:  # it was started
+                thread.join()

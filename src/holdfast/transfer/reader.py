@@ -1,4 +1,9 @@
-"""From files to targets: read, verify and deliver in bounded memory, different requests at the same time."""
+"""From files to targets: read, verify and deliver in bounded memory, different chunks at the same time.
+
+A `Reading` is what one process does of that. It reads the chunks that are its own, and delivers what its targets want
+of them. Neighbours may want some of a chunk too: then it is offered to them, and its buffer is used again when all of
+them have given it back. What neighbours offer is delivered from their buffers in the same way.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -49,19 +54,41 @@ class Extent(NamedTuple):
 #: Takes bytes of extents that follow each other without a gap: the first one's index, the offset in it, the bytes,
 #: valid during the call only. They may begin and end in the middle of an extent.
 Deliver = Callable[[int, int, Bytes], None]
+#: Makes the error for a block that does not match its digest.
+OnCorrupt = Callable[[DataFile, int], CorruptError]
 
 
 class ReadJob(NamedTuple):
-    """What is wanted of one file: `extents` sorted by start (they may overlap), or an array of such pairs.
+    """What is wanted of one file with `data_nbytes` of data: `extents` sorted by start (they may overlap), or an array
+    of such pairs.
 
-    `open` is called when the file's turn comes; its reader is closed after the file's last request. `deliver` gets
-    every byte of every extent exactly once, in runs of extents, from several threads at once. Both are called from
-    threads.
+    `open` is called when the file's turn comes, and gives a table where `verify` says so; its reader is closed after
+    the file's last request. `deliver` gets every byte of every extent exactly once, in runs of extents, from several
+    threads at once. Both are called from threads.
     """
 
+    data_nbytes: int
     open: Callable[[], DataFile]
     extents: Sequence[Extent] | Int64s
     deliver: Deliver
+    verify: bool = True
+
+    def ranges(self) -> Int64s:
+        """What to read, as rows ``start, stop``: whole blocks of the data section (pages where nothing is verified),
+        neighbours merged."""
+        starts, stops = np.asarray(self.extents, np.int64).reshape(-1, 2).T
+        wrong = (starts > stops) | (stops > self.data_nbytes) | (starts < np.r_[0, starts[:-1]])
+        if wrong.any():
+            at = int(np.argmax(wrong))
+            raise ValueError(f"[{starts[at]}, {stops[at]}) is out of order or not in {self.data_nbytes} bytes")
+        grain = BLOCK_NBYTES if self.verify else _PAGE_NBYTES
+        filled = starts < stops
+        lows = starts[filled] // grain * grain
+        highs = np.maximum.accumulate(np.minimum(-(-stops[filled] // grain) * grain, self.data_nbytes))
+        if not len(lows):
+            return np.zeros((0, 2), np.int64)
+        fresh = np.flatnonzero(np.r_[True, lows[1:] > highs[:-1] + _BRIDGE_NBYTES])
+        return np.stack([lows[fresh], highs[np.append(fresh[1:], len(highs)) - 1]], axis=1)
 
 
 class ReadStats(NamedTuple):
@@ -71,33 +98,66 @@ class ReadStats(NamedTuple):
     bytes_needed: int
 
 
+class Chunk(NamedTuple):
+    """Bytes [start, stop) of the data section of one file, at most one buffer, which number `number` names among
+    neighbours. `wanted_by` are those that want some of it."""
+
+    number: int
+    file: Target
+    start: int
+    stop: int
+    wanted_by: Sequence[int] = ()
+
+
+class Offer(NamedTuple):
+    """A chunk that neighbour `rank` holds in its buffer number `buffer`, which is `data`, until it is given back."""
+
+    rank: int
+    buffer: int
+    chunk: Chunk
+    data: Bytes
+
+
+class Partners(Protocol):
+    """Neighbours, as a `Reading` sees them. Called from several threads."""
+
+    def offer(self, chunk: Chunk, buffer: int) -> None:
+        """Tell those that want `chunk` that it is in buffer number `buffer`."""
+
+    def give_back(self, offer: Offer) -> None:
+        """Tell the neighbour that nothing is wanted any more of what it offered."""
+
+
 def read_files(
-    jobs: Iterable[ReadJob],
-    *,
-    pool: BufferPool,
-    on_corrupt: Callable[[DataFile, int], CorruptError],
-    num_threads: int = NUM_THREADS,
+    jobs: Iterable[ReadJob], *, pool: BufferPool, on_corrupt: OnCorrupt, num_threads: int = NUM_THREADS
 ) -> ReadStats:
     """Read and deliver what `jobs` want, in their order; returns when all is delivered.
 
-    Extents are widened to whole 1 MiB blocks, which are verified before they are delivered (to 4096 bytes where a
-    file has no table), merged, and read in requests of at most one buffer. A block that fails raises what
+    Extents are widened to whole 1 MiB blocks, which are verified before they are delivered (to 4096 bytes where
+    nothing is verified), merged, and read in requests of at most one buffer. A block that fails raises what
     `on_corrupt` makes of it. The first error ends everything promptly, with part of the bytes delivered. `jobs` is
-    consumed as reading proceeds and few files are open at a time. Takes one buffer per thread from `pool`.
+    consumed as reading proceeds and few files are open at a time. Takes all buffers of `pool`.
     """
-    requests = _Requests(jobs, pool.buffer_nbytes)
+    needed: list[int] = []
 
-    def work() -> None:
-        for request in requests:
-            with pool.buffer() as buffer:
-                _serve(request, buffer, on_corrupt)
-            requests.done(request)
+    def chunks() -> Iterator[Chunk]:
+        for job in jobs:
+            spans = list(_divided(job.ranges(), pool.buffer_nbytes))
+            target = Target(job, num_chunks=len(spans))
+            needed.append(target.bytes_needed)
+            for start, stop in spans:
+                yield Chunk(0, target, start, stop)
 
-    try:
-        run_threads(num_threads, work, stop=requests.stop)
-    finally:
-        requests.close_files()
-    return ReadStats(requests.bytes_read, requests.bytes_needed)
+    with pool.all_buffers() as buffers:
+        reading = Reading(chunks(), buffers, on_corrupt)
+        reading.run(num_threads)
+    return ReadStats(reading.bytes_read, sum(needed))
+
+
+def _divided(ranges: Int64s, chunk_nbytes: int) -> Iterator[tuple[int, int]]:
+    for start, stop in ranges.tolist():
+        for at in range(start, stop, chunk_nbytes):
+            yield at, min(at + chunk_nbytes, stop)
 
 
 class _Run(NamedTuple):
@@ -108,12 +168,19 @@ class _Run(NamedTuple):
     stop: int
 
 
-class _Target:
-    """One open file with its extents, prepared for finding those that a request overlaps."""
+class Target:
+    """One file with its extents, prepared for finding those that a chunk overlaps. Open while its chunks are read.
 
-    def __init__(self, file: DataFile, starts: Int64s, stops: Int64s, deliver: Deliver) -> None:
-        self.file = file
-        self.num_open_requests = 0
+    `num_chunks` of them are to be read here. Safe for several threads.
+    """
+
+    def __init__(self, job: ReadJob, *, num_chunks: int) -> None:
+        starts, stops = np.asarray(job.extents, np.int64).reshape(-1, 2).T
+        self.bytes_needed = int((stops - starts).sum())
+        self._job = job
+        self._num_left = num_chunks
+        self._file: DataFile | None = None
+        self._lock = threading.Lock()
         self._starts = starts
         self._stops = stops
         firsts = np.flatnonzero(np.r_[True, starts[1:] != stops[:-1]]) if len(starts) else np.zeros(0, np.int64)
@@ -121,7 +188,29 @@ class _Target:
         self._runs = list(map(_Run, firsts.tolist(), starts[firsts].tolist(), ends.tolist()))
         #: Where the first runs up to each one end; rises even where runs overlap.
         self._reach = list(accumulate((run.stop for run in self._runs), max))
-        self._deliver = deliver
+
+    def open(self) -> DataFile:
+        """The file, opened by whoever comes first."""
+        with self._lock:
+            if self._file is None:
+                self._file = self._job.open()
+            return self._file
+
+    def was_read(self) -> bool:
+        """Count a chunk as read; True for the last one, which closes the file."""
+        with self._lock:
+            self._num_left -= 1
+            last = self._num_left == 0
+        if last:
+            self.close()
+        return last
+
+    def close(self) -> None:
+        """Close the file, if it is open."""
+        with self._lock:
+            file, self._file = self._file, None
+        if file is not None:
+            file.reader.close()
 
     def deliver(self, start: int, data: Bytes) -> None:
         """Deliver what the extents want of `data`, which begins at `start` of the data section."""
@@ -133,7 +222,7 @@ class _Target:
             low, high = max(run.start, start), min(run.stop, stop)
             if low < high:
                 first = run.first if low == run.start else self._extent_at(number, low)
-                self._deliver(first, low - int(self._starts[first]), data[low - start : high - start])
+                self._job.deliver(first, low - int(self._starts[first]), data[low - start : high - start])
 
     def _extent_at(self, number: int, byte: int) -> int:
         """The extent of a run that holds `byte`."""
@@ -142,125 +231,150 @@ class _Target:
         return first + int(np.searchsorted(self._stops[first:behind], byte, side="right"))
 
 
-class _Request(NamedTuple):
-    """One read of bytes [start, stop) of a file's data section."""
+class Reading:
+    """Reads `chunks` in turn through `buffers`, and delivers them and `num_offers` that come from neighbours.
 
-    target: _Target
-    start: int
-    stop: int
-
-
-def _serve(request: _Request, buffer: Bytes, on_corrupt: Callable[[DataFile, int], CorruptError]) -> None:
-    file = request.target.file
-    data = buffer[: request.stop - request.start]
-    file.reader.read_at(file.data_start + request.start, data)
-    if file.table is not None:
-        bad_block = first_bad_block(data, file.table, first=request.start // BLOCK_NBYTES)
-        if bad_block is not None:
-            raise on_corrupt(file, bad_block)
-    request.target.deliver(request.start, data)
-
-
-class _Requests:
-    """Turns jobs into requests, for several threads.
-
-    A thread that finds no request opens the next file, outside the lock, so that files are opened in parallel. A
-    thread that finds no file either waits while others are opening theirs: it shall serve their requests too.
+    Offers are delivered before more is read: a neighbour may have no free buffer until then. A chunk is only begun
+    when a buffer is free, so no thread ever holds what another one waits for.
     """
 
-    def __init__(self, jobs: Iterable[ReadJob], request_nbytes: int) -> None:
-        self.bytes_read = 0
-        self.bytes_needed = 0
-        self._request_nbytes = request_nbytes
-        self._jobs = iter(jobs)
+    def __init__(
+        self,
+        chunks: Iterable[Chunk],
+        buffers: Sequence[Bytes],
+        on_corrupt: OnCorrupt,
+        *,
+        partners: Partners | None = None,
+        num_offers: int = 0,
+    ) -> None:
+        self._chunks = iter(chunks)
+        self._buffers = buffers
+        self._on_corrupt = on_corrupt
+        self._partners = partners
+        self._num_offers = num_offers
+        self._free = list(range(len(buffers)))
+        #: How many still want something of what a buffer holds.
+        self._lent: dict[int, int] = {}
+        self._offers: deque[Offer] = deque()
+        self._open: set[Target] = set()
         self._changed = threading.Condition()
-        self._pending: deque[_Request] = deque()
-        self._open: set[_Target] = set()
-        self._num_opening = 0
         self._exhausted = False
         self._stopped = False
+        self._error: BaseException | None = None
+        self._num_delivering = 0
+        self._num_reading = 0
+        self.bytes_read = 0
 
-    def __iter__(self) -> Iterator[_Request]:
+    @property
+    def is_reading(self) -> bool:
+        """Whether an answer from storage is waited for."""
+        return self._num_reading > 0
+
+    def run(self, num_threads: int) -> None:
+        """Do all of it; returns when nothing is left to do, for this process and for its neighbours."""
+        try:
+            run_threads(num_threads, self._work, stop=self.stop)
+        finally:
+            for target in self._open:
+                target.close()
+        if self._error is not None:
+            raise self._error
+
+    def stop(self) -> None:
+        """Begin nothing more, and deliver nothing after the return. What is being read may go on."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: not self._num_delivering)
+
+    def fail(self, error: BaseException) -> None:
+        """Have `run` end with `error`."""
+        with self._changed:
+            self._error = self._error or error
+            self._stopped = True
+            self._changed.notify_all()
+
+    def offered(self, offer: Offer) -> None:
+        """Take what a neighbour offers."""
+        with self._changed:
+            self._offers.append(offer)
+            self._changed.notify()
+
+    def given_back(self, buffer: int) -> None:
+        """Note that one of those who wanted some of what buffer number `buffer` holds has it."""
+        with self._changed:
+            self._lent[buffer] -= 1
+            if not self._lent[buffer]:
+                del self._lent[buffer]
+                self._free.append(buffer)
+                self._changed.notify_all()
+
+    def _work(self) -> None:
         while (item := self._take()) is not None:
-            if isinstance(item, _Request):
-                yield item
+            if isinstance(item, Offer):
+                self._deliver(item.chunk, item.data)
+                assert self._partners is not None
+                self._partners.give_back(item)
             else:
-                self._add(item, item.open())
+                self._serve(*item)
 
-    def _take(self) -> _Request | ReadJob | None:
+    def _take(self) -> Offer | tuple[Chunk, int] | None:
+        """The next thing to do; None when there is none, and none can come."""
         with self._changed:
             while not self._stopped:
-                if self._pending:
-                    return self._pending.popleft()
-                if not self._exhausted:
-                    job = next(self._jobs, None)
-                    if job is not None:
-                        self._num_opening += 1
-                        return job
+                if self._offers:
+                    self._num_offers -= 1
+                    return self._offers.popleft()
+                if self._free and not self._exhausted:
+                    chunk = next(self._chunks, None)
+                    if chunk is not None:
+                        return chunk, self._lend(chunk)
                     self._exhausted = True
-                if not self._num_opening:
+                if self._exhausted and not self._num_offers and not self._lent:
+                    self._changed.notify_all()
                     break
                 self._changed.wait()
         return None
 
-    def _add(self, job: ReadJob, file: DataFile) -> None:
-        starts, stops = np.asarray(job.extents, np.int64).reshape(-1, 2).T
-        target = _Target(file, starts, stops, job.deliver)
+    def _lend(self, chunk: Chunk) -> int:
+        """A free buffer for a chunk."""
+        self._open.add(chunk.file)
+        self._num_reading += 1
+        buffer = self._free.pop()
+        self._lent[buffer] = len(chunk.wanted_by) + 1
+        return buffer
+
+    def _serve(self, chunk: Chunk, buffer: int) -> None:
+        data = self._buffers[buffer][: chunk.stop - chunk.start]
+        file = chunk.file.open()
+        file.reader.read_at(file.data_start + chunk.start, data)
+        if file.table is not None:
+            bad_block = first_bad_block(data, file.table, first=chunk.start // BLOCK_NBYTES)
+            if bad_block is not None:
+                raise self._on_corrupt(file, bad_block)
+        self._was_read(chunk)
+        if chunk.wanted_by:
+            assert self._partners is not None
+            self._partners.offer(chunk, buffer)
+        self._deliver(chunk, data)
+        self.given_back(buffer)
+
+    def _was_read(self, chunk: Chunk) -> None:
+        last = chunk.file.was_read()
         with self._changed:
-            self._open.add(target)
-        requests = [
-            _Request(target, at, min(at + self._request_nbytes, stop))
-            for start, stop in _ranges_to_read(file, starts, stops)
-            for at in range(start, stop, self._request_nbytes)
-        ]
+            self._num_reading -= 1
+            self.bytes_read += chunk.stop - chunk.start
+            if last:
+                self._open.discard(chunk.file)
+
+    def _deliver(self, chunk: Chunk, data: Bytes) -> None:
         with self._changed:
-            self._num_opening -= 1
-            self.bytes_needed += int((stops - starts).sum())
-            target.num_open_requests = len(requests)
-            self._pending.extend(requests)
-            self._changed.notify_all()
-        if not requests:
-            self._close(target)
-
-    def done(self, request: _Request) -> None:
-        """Count `request` as served; its file's last one closes the file."""
-        target = request.target
-        with self._changed:
-            self.bytes_read += request.stop - request.start
-            target.num_open_requests -= 1
-            last = target.num_open_requests == 0
-        if last:
-            self._close(target)
-
-    def _close(self, target: _Target) -> None:
-        with self._changed:
-            self._open.remove(target)
-        target.file.reader.close()
-
-    def stop(self) -> None:
-        """Hand out nothing more."""
-        with self._changed:
-            self._stopped = True
-            self._changed.notify_all()
-
-    def close_files(self) -> None:
-        """Close the files that an error left open."""
-        while self._open:
-            self._open.pop().file.reader.close()
-
-
-def _ranges_to_read(file: DataFile, starts: Int64s, stops: Int64s) -> list[tuple[int, int]]:
-    """What to read for extents: whole blocks of the data section, neighbours merged."""
-    wrong = (starts > stops) | (stops > file.data_nbytes) | (starts < np.r_[0, starts[:-1]])
-    if wrong.any():
-        at = int(np.argmax(wrong))
-        what = f"[{starts[at]}, {stops[at]}) is out of order or not in {file.data_nbytes} bytes"
-        raise ValueError(f"{file.path}: {what}")
-    grain = _PAGE_NBYTES if file.table is None else BLOCK_NBYTES
-    filled = starts < stops
-    lows = starts[filled] // grain * grain
-    highs = np.maximum.accumulate(np.minimum(-(-stops[filled] // grain) * grain, file.data_nbytes))
-    if not len(lows):
-        return []
-    fresh = np.flatnonzero(np.r_[True, lows[1:] > highs[:-1] + _BRIDGE_NBYTES])
-    return list(zip(lows[fresh].tolist(), highs[np.append(fresh[1:], len(highs)) - 1].tolist(), strict=True))
+            if self._stopped:
+                return
+            self._num_delivering += 1
+        try:
+            chunk.file.deliver(chunk.start, data)
+        finally:
+            with self._changed:
+                self._num_delivering -= 1
+                self._changed.notify_all()

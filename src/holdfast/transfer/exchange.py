@@ -1,0 +1,124 @@
+"""What neighbours tell each other while they read for each other: which buffer holds which chunk, and that it is done.
+
+Two kinds of messages go through the sockets: an offer says that a chunk is in a buffer of the sender, and the same
+message comes back when the receiver wants nothing more of it. A connection that ends while either is still due means
+that the neighbour failed or died.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import struct
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from threading import Lock, Thread
+from typing import NamedTuple
+
+from holdfast.transfer.neighbours import Neighbour, NeighbourGone
+from holdfast.transfer.reader import Chunk, Offer, Reading
+
+#: What it is, the number of the chunk, and the number of the sender's, or the receiver's own, buffer.
+_MESSAGE = struct.Struct("<BQI")
+_OFFER, _BACK = 0, 1
+
+
+class Expected(NamedTuple):
+    """A chunk that a neighbour reads, and this rank wants some of."""
+
+    rank: int
+    chunk: Chunk
+
+
+class Exchange:
+    """The messages of one reading: its `Partners`."""
+
+    def __init__(self, others: Mapping[int, Neighbour], expected: Iterable[Expected], buffer_nbytes: int) -> None:
+        self._others = others
+        self._expected = {each.chunk.number: each for each in expected}
+        self._buffer_nbytes = buffer_nbytes
+        #: Messages that each neighbour still has to send.
+        self._due = Counter(each.rank for each in self._expected.values())
+        self._lock = Lock()
+
+    @property
+    def num_offers(self) -> int:
+        """How many chunks are expected from neighbours."""
+        return len(self._expected)
+
+    def awaited(self) -> list[int]:
+        """The neighbours that still have something to send."""
+        with self._lock:
+            return sorted(rank for rank, due in self._due.items() if due)
+
+    def offer(self, chunk: Chunk, buffer: int) -> None:
+        """Tell those that want `chunk` that it is in buffer number `buffer`."""
+        with self._lock:
+            self._due.update(chunk.wanted_by)
+        for rank in chunk.wanted_by:
+            self._send(rank, _OFFER, chunk.number, buffer)
+
+    def give_back(self, offer: Offer) -> None:
+        """Tell the neighbour that nothing is wanted any more of what it offered."""
+        self._send(offer.rank, _BACK, offer.chunk.number, offer.buffer)
+
+    @contextmanager
+    def serving(self, reading: Reading) -> Iterator[None]:
+        """Pass on to `reading` what neighbours send, for the time of a ``with`` block."""
+        end = os.eventfd(0, os.EFD_CLOEXEC)
+        listener = Thread(target=self._listen, args=(reading, end), name="holdfast-exchange", daemon=True)
+        listener.start()
+        try:
+            yield
+        finally:
+            os.eventfd_write(end, 1)
+            listener.join()
+            os.close(end)
+
+    def _send(self, rank: int, kind: int, number: int, buffer: int) -> None:
+        # Never blocks for long: no more messages can be under way than there are buffers.
+        try:
+            self._others[rank].connection.send(_MESSAGE.pack(kind, number, buffer))
+        except OSError as error:
+            raise NeighbourGone([rank]) from error
+
+    def _listen(self, reading: Reading, end: int) -> None:
+        try:
+            with selectors.DefaultSelector() as selector:
+                selector.register(end, selectors.EVENT_READ)
+                for rank, neighbour in self._others.items():
+                    selector.register(neighbour.connection, selectors.EVENT_READ, rank)
+                self._pass_on(reading, selector, end)
+        except BaseException as error:  # noqa: BLE001 - whatever it is, the reading must not wait in vain
+            reading.fail(error)
+
+    def _pass_on(self, reading: Reading, selector: selectors.BaseSelector, end: int) -> None:
+        while True:
+            for key, _ in selector.select():
+                if key.fd == end:
+                    return
+                if not self._receive(key.data, reading):
+                    selector.unregister(key.fileobj)
+
+    def _receive(self, rank: int, reading: Reading) -> bool:
+        """Take one message of a neighbour; False when there are no more."""
+        try:
+            message = self._others[rank].connection.recv(_MESSAGE.size)
+        except OSError:
+            message = b""
+        if len(message) != _MESSAGE.size:
+            if rank in self.awaited():
+                reading.fail(NeighbourGone([rank]))
+            return False
+        kind, number, buffer = _MESSAGE.unpack(message)
+        with self._lock:
+            self._due[rank] -= 1
+        if kind == _BACK:
+            reading.given_back(buffer)
+            return True
+        chunk = self._expected[number].chunk
+        start = buffer * self._buffer_nbytes
+        data = self._others[rank].data[start : start + chunk.stop - chunk.start]
+        reading.offered(Offer(rank, buffer, chunk, data))
+        return True

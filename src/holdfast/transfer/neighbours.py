@@ -1,0 +1,198 @@
+"""Ranks of one node that pass each other what they read: memory that they share, and sockets to say what is in it.
+
+Each rank fills memory that the others see; a message says which part of it holds what, and another one
+that it may be used again. The memory is a ``memfd``, which is passed through the sockets and has no name, and the
+sockets have abstract addresses: nothing of it is in any file system, limited by the size of one, or left behind by a
+rank that is killed. The death of a rank closes its sockets, which the others notice at once.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import secrets
+import socket
+import struct
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import NamedTuple, Self
+
+import numpy as np
+
+from holdfast.storage.base import Bytes
+
+_CREDENTIALS = struct.Struct("iII")
+#: Who greets, and how much memory it shares: for data, and behind that for its note.
+_HELLO = struct.Struct("<IQQ")
+#: How long a rank waits before it tries again to reach one that does not listen yet.
+_RETRY_S = 0.002
+
+
+def node_id() -> bytes:
+    """16 bytes that are the same for processes that can reach each other as neighbours, and for no others.
+
+    Random, so that there are no neighbours, where the system does not offer what they need.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").replace("-", "")
+        network = Path("/proc/self/ns/net").stat().st_ino
+        os.close(os.memfd_create("holdfast"))
+    except (OSError, AttributeError):
+        return secrets.token_bytes(16)
+    mixed = int(boot, 16) ^ (network << 32) ^ os.geteuid()
+    return mixed.to_bytes(16, "little")
+
+
+class NeighbourGone(Exception):  # noqa: N818 - no error of this rank: what happened, the other one knows
+    """Ranks that others wait for did not go on. Stays inside: raised is what they report, or that they are absent."""
+
+    def __init__(self, ranks: Iterable[int]) -> None:
+        self.ranks = tuple(sorted(ranks))
+        super().__init__(f"waited for ranks {', '.join(map(str, self.ranks))}")
+
+
+class SharedMemory:
+    """`data_nbytes` that this process fills again and again, and a `note`, for its neighbours to read."""
+
+    def __init__(self, data_nbytes: int, note: bytes) -> None:
+        self.data_nbytes = data_nbytes
+        self.note_nbytes = len(note)
+        self._fd = os.memfd_create("holdfast", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(self._fd, data_nbytes + len(note))
+            # Memory that shrank would kill whoever reads it.
+            fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+            os.pwrite(self._fd, note, data_nbytes)
+            self.data = np.frombuffer(mmap.mmap(self._fd, data_nbytes), np.uint8)
+        except BaseException:
+            os.close(self._fd)
+            raise
+
+    def fileno(self) -> int:
+        """Descriptor of the memory."""
+        return self._fd
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close the descriptor. The memory goes when nothing refers to `data` any more, here and at the neighbours."""
+        os.close(self._fd)
+
+
+class Neighbour(NamedTuple):
+    """Another rank: the connection to it, the data memory that it fills, and its note."""
+
+    connection: socket.socket
+    data: Bytes
+    note: bytes
+
+
+class Neighbours:
+    """The neighbours of `rank`. Use as a context manager, whose end closes all connections.
+
+    The constructor listens, `connect` finds the others. `token` is known to the ranks of one operation alone.
+    """
+
+    def __init__(self, token: bytes, rank: int) -> None:
+        self.rank = rank
+        self.others: dict[int, Neighbour] = {}
+        self._token = token
+        self._connections: list[socket.socket] = []
+        self._listener = self._socket()
+        self._listener.bind(self._address(rank))
+        self._listener.listen(1024)
+
+    def connect(self, ranks: Iterable[int], shared: SharedMemory, *, end_s: float) -> None:
+        """Meet all other `ranks`, and exchange memory with each, until `end_s` of the monotonic clock.
+
+        Raises `NeighbourGone` for ranks that were not met.
+        """
+        lower = sorted(rank for rank in ranks if rank < self.rank)
+        waiting = {rank for rank in ranks if rank > self.rank}
+        reached = {rank: self._reach(rank, shared, end_s) for rank in lower}
+        while waiting:
+            rank, neighbour = self._admit(waiting, end_s)
+            _greet(neighbour.connection, self.rank, shared)
+            self.others[rank] = neighbour
+            waiting.remove(rank)
+        for rank, connection in reached.items():
+            self.others[rank] = self._greeting(connection, {rank}, end_s)[1]
+        for neighbour in self.others.values():
+            neighbour.connection.settimeout(None)
+
+    def close(self) -> None:
+        """Close all connections, which tells the neighbours that this rank does nothing more. Never raises."""
+        for connection in (self._listener, *self._connections):
+            connection.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _reach(self, rank: int, shared: SharedMemory, end_s: float) -> socket.socket:
+        connection = self._socket()
+        self._connections.append(connection)
+        while True:
+            connection.settimeout(_remaining_s(end_s))
+            try:
+                connection.connect(self._address(rank))
+                _greet(connection, self.rank, shared)
+                return connection
+            except (ConnectionError, TimeoutError) as error:
+                if time.monotonic() > end_s:
+                    raise NeighbourGone([rank]) from error
+            time.sleep(_RETRY_S)
+
+    def _admit(self, waiting: set[int], end_s: float) -> tuple[int, Neighbour]:
+        while True:
+            self._listener.settimeout(_remaining_s(end_s))
+            try:
+                connection, _ = self._listener.accept()
+            except TimeoutError as error:
+                raise NeighbourGone(waiting) from error
+            self._connections.append(connection)
+            credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+            if _CREDENTIALS.unpack(credentials)[1] == os.geteuid():
+                return self._greeting(connection, waiting, end_s)
+
+    def _greeting(self, connection: socket.socket, expected: set[int], end_s: float) -> tuple[int, Neighbour]:
+        connection.settimeout(_remaining_s(end_s))
+        try:
+            hello, fds, _, _ = socket.recv_fds(connection, _HELLO.size, 1)
+        except (ConnectionError, TimeoutError) as error:
+            raise NeighbourGone(expected) from error
+        if len(hello) != _HELLO.size or len(fds) != 1:
+            raise NeighbourGone(expected)
+        with os.fdopen(fds[0], "rb") as file:
+            rank, data_nbytes, note_nbytes = _HELLO.unpack(hello)
+            # Not read-only, though nothing is written: torch warns of memory that is.
+            memory = mmap.mmap(file.fileno(), data_nbytes + note_nbytes)
+        assert rank in expected, f"rank {rank} took the address of another"
+        data = np.frombuffer(memory, np.uint8, data_nbytes)
+        return rank, Neighbour(connection, data, memory[data_nbytes:])
+
+    def _address(self, rank: int) -> bytes:
+        return b"\0holdfast-" + self._token.hex().encode("ascii") + b"-%d" % rank
+
+    @staticmethod
+    def _socket() -> socket.socket:
+        return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+
+
+def _greet(connection: socket.socket, rank: int, shared: SharedMemory) -> None:
+    hello = _HELLO.pack(rank, shared.data_nbytes, shared.note_nbytes)
+    socket.send_fds(connection, [hello], [shared.fileno()])
+
+
+def _remaining_s(end_s: float) -> float:
+    return max(end_s - time.monotonic(), 0.001)
