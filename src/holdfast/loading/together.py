@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 
@@ -18,11 +17,11 @@ from holdfast.phases import attempt
 from holdfast.plan.exchange import Chunks, divide_reads
 from holdfast.plan.load import Want
 from holdfast.run.checkpoint import Checkpoint, Targets
+from holdfast.run.sharing import SharedReading
 from holdfast.storage.base import Bytes
 from holdfast.transfer.buffers import BUFFER_NBYTES, NUM_THREADS, pipeline_pool
-from holdfast.transfer.exchange import Exchange, Expected
 from holdfast.transfer.neighbours import Neighbour, NeighbourGone, Neighbours, SharedMemory, node_id
-from holdfast.transfer.reader import Chunk, Reading, ReadJob, Target
+from holdfast.transfer.reader import ReadJob
 from holdfast.transfer.timed import TimedStorage
 
 #: Default size of the memory through which a rank reads for others of its node.
@@ -73,8 +72,7 @@ class Together:
         self._num_buffers = max(memory_nbytes // BUFFER_NBYTES, NUM_THREADS)
         self._jobs: dict[int, ReadJob] = {}
         self._needs = np.zeros((0, 3), np.int64)
-        self._reading: Reading | None = None
-        self._exchange: Exchange | None = None
+        self._shared: SharedReading | None = None
 
     def read(self, plan: Callable[[], tuple[Sequence[Want], Targets]], *, verify: bool) -> int:
         """Deliver what `plan` wants to its targets, and help the others of the node; returns the bytes that this rank
@@ -91,7 +89,8 @@ class Together:
         nodes = self._channel.exchange("share", prepared, _Nodes.answer, self._deadline)
         done = attempt(lambda: self._read(msgspec.msgpack.decode(nodes, type=_Nodes)))
         self._channel.exchange("read", done, self._check, self._deadline)
-        return 0 if self._reading is None else self._reading.bytes_read
+        assert self._shared is not None
+        return self._shared.bytes_read
 
     def _prepare(self, wants: Sequence[Want], targets: Targets, verify: bool) -> bytes:
         open_reader = self._storage.direct_reader
@@ -106,21 +105,15 @@ class Together:
         except NeighbourGone as gone:
             return msgspec.msgpack.encode(_Read(gone.ranks))
         except StorageError as error:
-            absent = self._absent()
+            absent = () if self._shared is None else self._shared.awaited()
             if error.code != "storage.timeout" or not absent:
                 raise
             return msgspec.msgpack.encode(_Read(absent))
         return msgspec.msgpack.encode(_Read(()))
 
-    def _absent(self) -> tuple[int, ...]:
-        """The ranks that are waited for; none while this rank waits for storage itself."""
-        if self._reading is None or self._exchange is None or self._reading.is_reading:
-            return ()
-        return tuple(self._exchange.awaited())
-
     def _stop(self) -> None:
-        if self._reading is not None:
-            self._reading.stop()
+        if self._shared is not None:
+            self._shared.stop()
 
     def _meet(self, nodes: _Nodes) -> None:
         """Find the neighbours, learn what they need, and do what falls to this rank."""
@@ -142,29 +135,10 @@ class Together:
             buffers = [shared.data[at : at + BUFFER_NBYTES] for at in range(0, shared.data_nbytes, BUFFER_NBYTES)]
             self._serve(chunks, neighbours.others, buffers)
 
-    def _serve(self, chunks: Chunks, neighbours: Mapping[int, Neighbour], buffers: Sequence[Bytes]) -> None:
-        me = chunks.ranks.index(self._channel.rank)
-        own = np.flatnonzero(chunks.readers == me)
-        counts = Counter(chunks.files[own].tolist())
-        targets = {file: Target(job, num_chunks=counts[file]) for file, job in self._jobs.items()}
-
-        def chunk(number: int) -> Chunk:
-            file, start, stop = (int(column[number]) for column in (chunks.files, chunks.starts, chunks.stops))
-            return Chunk(number, targets[file], start, stop, chunks.consumers(number) if number in mine else ())
-
-        mine = set(own.tolist())
-        others = np.flatnonzero(chunks.wanted[:, me] & (chunks.readers != me)).tolist()
-        expected = [Expected(chunks.ranks[chunks.readers[number]], chunk(number)) for number in others]
-        exchange = self._exchange = Exchange(neighbours, expected, BUFFER_NBYTES)
-        reading = self._reading = Reading(
-            map(chunk, own.tolist()),
-            buffers,
-            self._checkpoint.corrupt_block,
-            partners=exchange,
-            num_offers=exchange.num_offers,
-        )
-        with exchange.serving(reading):
-            reading.run(NUM_THREADS)
+    def _serve(self, chunks: Chunks, others: Mapping[int, Neighbour], buffers: Sequence[Bytes]) -> None:
+        corrupt_block = self._checkpoint.corrupt_block
+        self._shared = SharedReading(self._jobs, chunks, self._channel.rank, others, buffers, corrupt_block)
+        self._shared.run()
 
     def _check(self, payloads: Sequence[bytes]) -> bytes:
         """That no rank was left waiting. Who left it is usually heard of before, as absent or by its own error."""

@@ -42,11 +42,6 @@ class Exchange:
         self._due = Counter(each.rank for each in self._expected.values())
         self._lock = Lock()
 
-    @property
-    def num_offers(self) -> int:
-        """How many chunks are expected from neighbours."""
-        return len(self._expected)
-
     def awaited(self) -> list[int]:
         """The neighbours that still have something to send."""
         with self._lock:

@@ -1,0 +1,291 @@
+"""Ranks of one node that read for each other: who reads what, and how it gets to those who want it."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from holdfast.errors import CorruptError
+from holdfast.geometry import Int64s
+from holdfast.plan.exchange import Chunks, divide_reads
+from holdfast.run.sharing import SharedReading
+from holdfast.storage.base import Bytes
+from holdfast.storage.posix import PosixStorage
+from holdfast.transfer.neighbours import NeighbourGone, Neighbours, SharedMemory, node_id
+from holdfast.transfer.reader import DataFile, Extent, ReadJob
+
+CHUNK = 16
+MIB = 1 << 20
+
+Runs = list[tuple[int, int, int]]
+
+
+@st.composite
+def needs(draw: st.DrawFn, max_ranks: int = 4) -> dict[int, Int64s]:
+    """What ranks with any numbers need of a few files: sorted runs, none of which touch each other."""
+    found = {}
+    for rank in draw(st.sets(st.integers(0, 9), min_size=1, max_size=max_ranks)):
+        rows: Runs = []
+        for file in sorted(draw(st.sets(st.integers(0, 3), max_size=3))):
+            cuts = sorted(draw(st.sets(st.integers(0, 100), max_size=8)))
+            rows += [(file, a, b) for a, b in zip(cuts[::2], cuts[1::2], strict=False)]
+        found[rank] = np.asarray(rows, np.int64).reshape(-1, 3)
+    return found
+
+
+def bytes_of(runs: Int64s) -> set[tuple[int, int]]:
+    return {(file, byte) for file, start, stop in runs.tolist() for byte in range(start, stop)}
+
+
+def rows(chunks: Chunks) -> Int64s:
+    return np.stack([chunks.files, chunks.starts, chunks.stops], axis=1)
+
+
+@given(needs(), st.integers(0, 4))
+def test_each_needed_byte_is_read_once_by_a_rank_that_wants_some_of_the_chunk(
+    needs: dict[int, Int64s], first_file: int
+) -> None:
+    chunks = divide_reads(needs, chunk_nbytes=CHUNK, first_file=first_file)
+    read = [(file, byte) for file, start, stop in rows(chunks).tolist() for byte in range(start, stop)]
+    assert len(read) == len(set(read))
+    assert set(read) == set().union(*map(bytes_of, needs.values()))
+    for number, row in enumerate(rows(chunks)):
+        held = bytes_of(row[None])
+        assert 0 < len(held) <= CHUNK
+        wanting = [rank for rank in chunks.ranks if held & bytes_of(needs[rank])]
+        reader = chunks.ranks[chunks.readers[number]]
+        assert reader in wanting
+        assert chunks.consumers(number) == [rank for rank in wanting if rank != reader]
+
+
+@given(needs(), st.integers(0, 4))
+def test_all_ranks_read_in_one_order_that_begins_with_the_first_file(needs: dict[int, Int64s], first_file: int) -> None:
+    chunks = divide_reads(needs, chunk_nbytes=CHUNK, first_file=first_file)
+    order = [((file < first_file), file, start) for file, start, _ in rows(chunks).tolist()]
+    assert order == sorted(order)
+    swapped = dict(reversed(needs.items()))
+    assert np.array_equal(rows(divide_reads(swapped, chunk_nbytes=CHUNK, first_file=first_file)), rows(chunks))
+
+
+def test_what_all_want_is_divided_evenly() -> None:
+    everything = np.asarray([(0, 0, 40 * CHUNK), (1, 0, 24 * CHUNK)], np.int64)
+    chunks = divide_reads(dict.fromkeys(range(4), everything), chunk_nbytes=CHUNK)
+    assert np.bincount(chunks.readers).tolist() == [16, 16, 16, 16]
+    assert chunks.consumers(5) == [rank for rank in range(4) if rank != chunks.readers[5]]
+
+
+def test_what_one_wants_alone_counts_in_who_reads_the_rest() -> None:
+    needs = {0: np.asarray([(0, 0, 64)], np.int64), 1: np.asarray([(0, 0, 32)], np.int64)}
+    chunks = divide_reads(needs, chunk_nbytes=CHUNK)
+    # Seen in order: the shared half is divided before it is known what follows.
+    assert chunks.readers.tolist() == [0, 1, 0, 0]
+
+
+def test_the_node_of_a_process_is_the_same_for_its_children() -> None:
+    assert node_id() == node_id()
+    assert len(node_id()) == 16
+
+
+# Ranks as threads of this process: sockets and shared memory do not mind.
+
+
+@contextmanager
+def meeting(num_ranks: int, *, num_buffers: int = 3, notes: list[bytes] | None = None) -> Iterator[list[Met]]:
+    """Neighbours that have met."""
+    token = secrets.token_bytes(16)
+    made = [
+        (SharedMemory(num_buffers * MIB, notes[rank] if notes else b""), Neighbours(token, rank))
+        for rank in range(num_ranks)
+    ]
+    try:
+        end_s = time.monotonic() + 20
+        with ThreadPoolExecutor(num_ranks) as pool:
+            calls = [pool.submit(each.connect, range(num_ranks), shared, end_s=end_s) for shared, each in made]
+            for call in calls:
+                call.result()
+        yield made
+    finally:
+        for shared, neighbours in made:
+            neighbours.close()
+            shared.__exit__(None, None, None)
+
+
+Met = tuple[SharedMemory, Neighbours]
+
+
+def test_neighbours_see_what_each_other_writes_and_notes() -> None:
+    notes = [b"", b"one", b"two" * 10_000]
+    with meeting(3, notes=notes) as met:
+        for rank, (shared, _) in enumerate(met):
+            shared.data[:4] = rank + 7
+        for rank, (_, neighbours) in enumerate(met):
+            assert sorted(neighbours.others) == [other for other in range(3) if other != rank]
+            for other, neighbour in neighbours.others.items():
+                assert neighbour.note == notes[other]
+                assert neighbour.data[:4].tolist() == [other + 7] * 4
+
+
+def test_a_neighbour_that_does_not_come_is_named_when_the_time_is_up() -> None:
+    token = secrets.token_bytes(16)
+    for present, absent in ((0, 1), (1, 0)):
+        with SharedMemory(MIB, b"") as shared, Neighbours(token, present) as neighbours:
+            with pytest.raises(NeighbourGone) as raised:
+                neighbours.connect([0, 1], shared, end_s=time.monotonic() + 0.2)
+            assert raised.value.ranks == (absent,)
+
+
+def test_nothing_of_a_meeting_is_left() -> None:
+    before = set(os.listdir("/proc/self/fd"))
+    for _ in range(5):
+        with meeting(3):
+            pass
+    assert len(os.listdir("/proc/self/fd")) <= len(before) + 1
+
+
+class Job:
+    """Some ranks that want some extents of some files, each with memory of its own to fill."""
+
+    def __init__(self, folder: Path, contents: list[Bytes], wanted: dict[int, dict[int, list[Extent]]]) -> None:
+        self.storage = PosixStorage(str(folder))
+        self.contents = contents
+        self.wanted = wanted
+        self.filled = {
+            rank: {file: [np.zeros(e.stop - e.start, np.uint8) for e in extents] for file, extents in files.items()}
+            for rank, files in wanted.items()
+        }
+        self.bytes_read = dict.fromkeys(wanted, 0)
+        self.on_deliver: Callable[[int], None] = lambda rank: None
+        for number, content in enumerate(contents):
+            self.storage.create(f"file-{number}", content.tobytes())
+
+    def jobs(self, rank: int) -> dict[int, ReadJob]:
+        return {file: self._job(rank, file, extents) for file, extents in self.wanted[rank].items()}
+
+    def _job(self, rank: int, file: int, extents: list[Extent]) -> ReadJob:
+        def deliver(index: int, offset: int, data: Bytes) -> None:
+            self.on_deliver(rank)
+            arrays = self.filled[rank][file]
+            while len(data):
+                part = data[: len(arrays[index]) - offset]
+                arrays[index][offset : offset + len(part)] += part
+                index, offset, data = index + 1, 0, data[len(part) :]
+
+        def open_file() -> DataFile:
+            reader = self.storage.reader(f"file-{file}")
+            return DataFile(reader, f"file-{file}", 0, len(self.contents[file]), None)
+
+        return ReadJob(len(self.contents[file]), open_file, extents, deliver, verify=False)
+
+    def read(self, rank: int, met: Met, needs: dict[int, Int64s]) -> None:
+        """What one rank does."""
+        shared, neighbours = met
+        chunks = divide_reads(needs, chunk_nbytes=MIB)
+        buffers = [shared.data[at : at + MIB] for at in range(0, shared.data_nbytes, MIB)]
+        reading = SharedReading(self.jobs(rank), chunks, rank, neighbours.others, buffers, corrupt)
+        try:
+            reading.run()
+        finally:
+            neighbours.close()
+        self.bytes_read[rank] = reading.bytes_read
+
+    def run(self, num_buffers: int = 3) -> dict[int, BaseException | None]:
+        """Do it on all ranks; what each raised."""
+        needs = {
+            rank: np.asarray(
+                [(file, *span) for file, job in sorted(self.jobs(rank).items()) for span in job.ranges().tolist()],
+                np.int64,
+            ).reshape(-1, 3)
+            for rank in self.wanted
+        }
+        with meeting(len(self.wanted), num_buffers=num_buffers) as met, ThreadPoolExecutor(len(self.wanted)) as pool:
+            calls = {rank: pool.submit(self.read, rank, met[rank], needs) for rank in self.wanted}
+            return {rank: call.exception(timeout=60) for rank, call in calls.items()}
+
+
+def corrupt(file: DataFile, block: int) -> CorruptError:
+    return CorruptError(file.path, code="corrupt.file", action="None.")
+
+
+def random_bytes(nbytes: int, seed: int) -> Bytes:
+    return np.random.default_rng(seed).integers(0, 256, nbytes, np.uint8)
+
+
+@settings(max_examples=25)
+@given(data=st.data())
+def test_every_rank_gets_every_byte_that_it_wants_once(
+    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    num_ranks = data.draw(st.integers(1, 4))
+    sizes = data.draw(st.lists(st.integers(1, 5 * MIB), min_size=1, max_size=3))
+    contents = [random_bytes(size, seed) for seed, size in enumerate(sizes)]
+    wanted: dict[int, dict[int, list[Extent]]] = {}
+    for rank in range(num_ranks):
+        files = data.draw(st.sets(st.integers(0, len(sizes) - 1)))
+        wanted[rank] = {}
+        for file in files:
+            bounds = st.tuples(st.integers(0, sizes[file]), st.integers(0, sizes[file])).map(sorted)
+            wanted[rank][file] = sorted(Extent(*pair) for pair in data.draw(st.lists(bounds, max_size=5)))
+    job = Job(tmp_path_factory.mktemp("files"), contents, wanted)
+    assert set(job.run(num_buffers=data.draw(st.integers(1, 4))).values()) == {None}
+    for rank, filled in job.filled.items():
+        for file, arrays in filled.items():
+            for extent, array in zip(wanted[rank][file], arrays, strict=True):
+                assert np.array_equal(array, contents[file][extent.start : extent.stop])
+    needed = set()
+    for rank in wanted:
+        for file, one in job.jobs(rank).items():
+            needed |= {(file, page) for a, b in one.ranges().tolist() for page in range(a, b)}
+    assert sum(job.bytes_read.values()) == len(needed)
+
+
+def test_one_buffer_each_is_enough(tmp_path: Path) -> None:
+    content = random_bytes(9 * MIB, 1)
+    job = Job(tmp_path, [content], {rank: {0: [Extent(0, len(content))]} for rank in range(3)})
+    assert set(job.run(num_buffers=1).values()) == {None}
+    assert all(np.array_equal(job.filled[rank][0][0], content) for rank in range(3))
+    assert sum(job.bytes_read.values()) == len(content)
+
+
+@pytest.mark.parametrize("failing", [0, 2])
+def test_a_rank_that_fails_ends_those_that_wait_for_it(tmp_path: Path, failing: int) -> None:
+    content = random_bytes(12 * MIB, 1)
+    job = Job(tmp_path, [content], {rank: {0: [Extent(0, len(content))]} for rank in range(3)})
+    seen = threading.Event()
+
+    def fail(rank: int) -> None:
+        if rank == failing and not seen.is_set():
+            seen.set()
+            raise RuntimeError("the target is gone")
+
+    job.on_deliver = fail
+    outcomes = job.run()
+    assert isinstance(outcomes[failing], RuntimeError)
+    for rank in set(outcomes) - {failing}:
+        assert isinstance(outcomes[rank], NeighbourGone)
+
+
+def test_ranks_that_need_nothing_of_one_that_fails_are_done(tmp_path: Path) -> None:
+    contents = [random_bytes(3 * MIB, 1), random_bytes(3 * MIB, 2)]
+    whole = [Extent(0, 3 * MIB)]
+    job = Job(tmp_path, contents, {0: {0: whole}, 1: {1: whole}, 2: {1: whole}})
+
+    def fail(rank: int) -> None:
+        if rank == 0:
+            raise RuntimeError("the target is gone")
+
+    job.on_deliver = fail
+    outcomes = job.run()
+    assert isinstance(outcomes[0], RuntimeError)
+    assert outcomes[1] is outcomes[2] is None
+    assert np.array_equal(job.filled[2][1][0], contents[1])
