@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, init_
 import holdfast
 from holdfast import HoldfastError
 from holdfast.loading import together
+from holdfast.plan.exchange import Bandwidths
 from holdfast.transfer.neighbours import node_id
 from tests.faulty_storage import watched_store
 from tests.models import start_new_job
@@ -70,12 +71,14 @@ def bytes_asked_for() -> int:
     return int(next(line for line in lines if line.startswith("rchar")).split()[1])
 
 
-def load_and_count(run: str, placement: Placement | None, nodes: tuple[int, ...] | None) -> tuple[list[str], int, int]:
+def load_and_count(
+    run: str, placement: Placement | None, nodes: tuple[int, ...] | None, bandwidths: Bandwidths | None = None
+) -> tuple[list[str], int, int]:
     """What differs after a load, the bytes that the report says were read, and those that the kernel read."""
     state = local_state(placement, empty=True)
     with on_node(None if nodes is None else nodes[dist.get_rank()]):
         before = bytes_asked_for()
-        report = holdfast.load(run, into=state)
+        report = holdfast.load(run, into=state, bandwidths=bandwidths)
         read = bytes_asked_for() - before
     return differing(state, placement), report.read_nbytes, read
 
@@ -130,7 +133,31 @@ def test_ranks_without_neighbours_read_by_themselves(run_of_one: str) -> None:
     assert all(NBYTES <= reported <= 1.02 * NBYTES for _, reported, _ in outcomes)
 
 
+#: All nodes together read less than each of them could alone, and networks are fast.
+SLOW_STORE = Bandwidths(node_storage=2e9, all_storage=2e9, node_network=20e9)
+
+
+@pytest.mark.parametrize("nodes", [(0, 0, 1, 1), (0, 1, 2), (0, 1, 1, 0, 1)], ids=str)
+@pytest.mark.parametrize("placement", [None, Shard(1)], ids=str)
+def test_nodes_send_each_other_what_they_read_where_storage_is_the_slower_way(
+    run_of_rows: str, nodes: tuple[int, ...], placement: Placement | None
+) -> None:
+    outcomes = run_ranks(len(nodes), load_and_count, run_of_rows, placement, nodes, SLOW_STORE)
+    assert [differing for differing, _, _ in outcomes] == [[]] * len(nodes)
+    assert sum(reported for _, reported, _ in outcomes) <= 1.02 * NBYTES
+
+
+def test_nodes_read_for_themselves_where_the_network_is_the_slower_way(run_of_one: str) -> None:
+    slow_network = Bandwidths(node_storage=2e9, all_storage=20e9, node_network=1e8)
+    outcomes = run_ranks(2, load_and_count, run_of_one, None, (0, 1), slow_network)
+    assert [differing for differing, _, _ in outcomes] == [[]] * 2
+    assert all(NBYTES <= reported <= 1.02 * NBYTES for _, reported, _ in outcomes)
+
+
 # One rank suffers.
+
+
+Load = Callable[[str, int, Callable[[], None] | None], "Told | int"]
 
 
 class Told:
@@ -141,8 +168,9 @@ class Told:
         self.path, self.absent, self.took_s = error.path, error.absent, took_s
 
 
-def load_badly(run: str, at: int, act: Callable[[], None] | None) -> Told | int:
-    """Load replicas, with something happening to rank 1 at its read number `at` of data; then load again."""
+def load_badly(run: str, at: int, act: Callable[[], None] | None, *, apart: bool = False) -> Told | int:
+    """Load replicas, with something happening to rank 1 at its read number `at` of data; the step where nothing is
+    wrong. With `apart` every rank is a node, and nodes send each other what they read."""
     count = 0
 
     def watch(_: int, when: str, name: str, path: str) -> None:
@@ -154,11 +182,11 @@ def load_badly(run: str, at: int, act: Callable[[], None] | None) -> Told | int:
 
     start = time.monotonic()
     try:
-        with watched_store(watch):
-            holdfast.load(run, into=local_state(None, empty=True), timeout_s=TIMEOUT_S)
+        with watched_store(watch), on_node(dist.get_rank() if apart else None):
+            into, bandwidths = local_state(None, empty=True), SLOW_STORE if apart else None
+            return holdfast.load(run, into=into, bandwidths=bandwidths, timeout_s=TIMEOUT_S).step
     except HoldfastError as error:
         return Told(error, time.monotonic() - start)
-    return 0
 
 
 def break_disk() -> None:
@@ -173,9 +201,18 @@ def stop() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def test_a_rank_killed_while_it_reads_for_others_is_named_in_time(run_of_one: str) -> None:
+def load_apart_badly(run: str, at: int, act: Callable[[], None] | None) -> Told | int:
+    """`load_badly` of ranks on different nodes."""
+    return load_badly(run, at, act, apart=True)
+
+
+LOADS = pytest.mark.parametrize("load", [load_badly, load_apart_badly], ids=["one node", "several nodes"])
+
+
+@LOADS
+def test_a_rank_killed_while_it_reads_for_others_is_named_in_time(run_of_one: str, load: Load) -> None:
     with pytest.raises(RanksFailedError) as failed:
-        run_ranks(3, load_badly, run_of_one, 3, die)
+        run_ranks(3, load, run_of_one, 3, die)
     assert isinstance(failed.value.by_rank[1], RankDiedError)
     for rank in (0, 2):
         told = failed.value.results[rank]
@@ -184,9 +221,10 @@ def test_a_rank_killed_while_it_reads_for_others_is_named_in_time(run_of_one: st
         assert told.took_s < TIMEOUT_S + SLACK_S
 
 
-def test_a_rank_stopped_while_it_reads_for_others_is_named_in_time(run_of_one: str) -> None:
+@LOADS
+def test_a_rank_stopped_while_it_reads_for_others_is_named_in_time(run_of_one: str, load: Load) -> None:
     with pytest.raises(RanksFailedError) as failed:
-        run_ranks(3, load_badly, run_of_one, 3, stop, timeout_s=TIMEOUT_S + SLACK_S)
+        run_ranks(3, load, run_of_one, 3, stop, timeout_s=TIMEOUT_S + SLACK_S)
     for rank in (0, 2):
         told = failed.value.results[rank]
         assert isinstance(told, Told)
@@ -194,8 +232,9 @@ def test_a_rank_stopped_while_it_reads_for_others_is_named_in_time(run_of_one: s
         assert told.took_s < TIMEOUT_S + SLACK_S
 
 
-def test_a_read_that_fails_on_one_rank_is_raised_on_all_at_once(run_of_one: str) -> None:
-    outcomes = run_ranks(3, load_badly, run_of_one, 3, break_disk)
+@LOADS
+def test_a_read_that_fails_on_one_rank_is_raised_on_all_at_once(run_of_one: str, load: Load) -> None:
+    outcomes = run_ranks(3, load, run_of_one, 3, break_disk)
     for told in outcomes:
         assert isinstance(told, Told)
         assert "rank 1 failed in 'read'" in told.text
@@ -218,10 +257,13 @@ def damaged_copy(run: str, to: Path, offset: int) -> tuple[str, str]:
     return str(to), str(data)
 
 
+@LOADS
 @pytest.mark.parametrize("offset", [9 * MIB, 20 * MIB])
-def test_a_bad_block_that_one_rank_reads_is_told_to_all(run_of_one: str, tmp_path: Path, offset: int) -> None:
+def test_a_bad_block_that_one_rank_reads_is_told_to_all(
+    run_of_one: str, tmp_path: Path, offset: int, load: Load
+) -> None:
     run, data = damaged_copy(run_of_one, tmp_path / "run", offset)
-    outcomes = run_ranks(3, load_badly, run, 0, None)
+    outcomes = run_ranks(3, load, run, 0, None)
     for told in outcomes:
         assert isinstance(told, Told)
         assert (told.kind, told.code, told.path) == ("CorruptError", "corrupt.file", data)

@@ -26,8 +26,10 @@ from holdfast.errors import (
 )
 
 if TYPE_CHECKING:
+    from holdfast import mapping
     from holdfast.geometry import Box, FlatRange
     from holdfast.loading import load
+    from holdfast.plan.exchange import Bandwidths
     from holdfast.reports import LoadReport, SaveReport
     from holdfast.saving import save
     from holdfast.state.per_rank import PerRank
@@ -47,11 +49,13 @@ _HOMES = {
     "Piecewise": "holdfast.state.piecewise",
     "FlatRange": "holdfast.geometry",
     "Box": "holdfast.geometry",
+    "Bandwidths": "holdfast.plan.exchange",
     "register_tensor": "holdfast.state.registry",
     "register_value": "holdfast.state.registry",
 }
 
 __all__ = [
+    "Bandwidths",
     "Box",
     "ConfigurationError",
     "CorruptError",
@@ -70,6 +74,7 @@ __all__ = [
     "StorageError",
     "View",
     "load",
+    "mapping",
     "open",
     "register_tensor",
     "register_value",
@@ -83,6 +88,8 @@ def __getattr__(name: str) -> object:
         from importlib.metadata import version
 
         return version("holdfast")
+    if name == "mapping":
+        return importlib.import_module("holdfast.mapping")
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'holdfast' has no attribute {name!r}")

@@ -29,8 +29,10 @@ class LoadReport:
     """A loaded state. `state` is the whole tree that was loaded into (tuples in it are new).
 
     `loaded`, `missing` and `unexpected` are names of tensors and values; with ``strict`` the last two are empty.
-    `resharded` are tensors whose local part is not one stored piece. ``read_nbytes`` came from storage,
-    ``needed_nbytes`` is what this rank holds of it; more is read where pieces and digest blocks overlap the need.
+    `resharded` are tensors whose local part is not one stored piece, `cast` those that this rank holds in another dtype
+    than they are stored in. With a mapping, all names are those after its rules. ``read_nbytes`` came from storage,
+    ``needed_nbytes`` is what this rank holds of it. Ranks read for each other, and whole digest blocks, so of both
+    only the sums over all ranks compare. ``verify_s`` are seconds that this rank's threads spent on digests.
     `diverged` is what the checkpoint says of its tensors, as in `SaveReport`. `skipped` are newer checkpoints that were
     passed over with ``fallback=True``, newest first: the place of each, and what is wrong with it.
     """
@@ -42,9 +44,11 @@ class LoadReport:
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
     resharded: tuple[str, ...]
+    cast: tuple[str, ...]
     diverged: tuple[str, ...]
     read_nbytes: int
     needed_nbytes: int
+    verify_s: float
     seconds: dict[str, float]
     skipped: tuple[tuple[str, str], ...]
     state: object = field(repr=False)

@@ -24,14 +24,11 @@ from holdfast.format import manifest as fmt
 from holdfast.format import names, records, sequences
 from holdfast.format import values as value_codec
 from holdfast.format.container import Files
-from holdfast.format.dtypes import CARRIERS, DTYPES
-from holdfast.geometry import whole
-from holdfast.plan.load import Want
 from holdfast.run.checkpoint import Checkpoint, unpack_values
 from holdfast.run.history import resolve
 from holdfast.run.paths import parse
 from holdfast.run.verify import verify_checkpoint
-from holdfast.view import _Whole
+from holdfast.view.source import Source
 
 CPU_S = 1.0
 NBYTES = 256 << 20
@@ -154,9 +151,7 @@ def _checkpoint(data: bytes) -> None:
     checkpoint = Checkpoint(resolve(parse(data.decode())))
     _rebuild(dict(checkpoint.nodes))
     for tensor in range(len(checkpoint.manifest.body.names)):
-        box = whole(checkpoint.manifest.shape(tensor))
-        out = np.empty(box.size, CARRIERS[DTYPES[checkpoint.manifest.dtype(tensor)].itemsize])
-        checkpoint.read([Want(tensor, box)], _Whole(out))
+        Source(checkpoint, verify=True).whole([tensor], private=False)
     for fault in verify_checkpoint(checkpoint, deep=True):
         raise CorruptError(fault.message, code=fault.code, action="None.", path=fault.path)
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from operator import itemgetter
 from typing import NamedTuple
+
+import numpy as np
 
 from holdfast.format.dtypes import DTYPES
 from holdfast.format.partition import BoxCells, Cells, FlatCells
@@ -17,6 +19,8 @@ from holdfast.run.checkpoint import Checkpoint
 _SEPARATORS = re.compile(r"([/.])")
 #: Ranges, and names, of alike siblings that are listed.
 _MAX_LISTED = 4
+#: Parts along one axis that are too many to be counted by anybody who compares layers.
+_MANY_PARTS = 1000
 #: Characters of a line's label that is made of several parts.
 _MAX_LABEL = 32
 
@@ -33,9 +37,20 @@ class Tensor:
     num_files: int
     nbytes: int
 
+    @property
+    def kind(self) -> str:
+        """What tensors that look alike have in common: how they are divided, however many irregular parts that gives.
+
+        Cuts at random, as flat optimizers make them, leave out an empty part here and there.
+        """
+        number, _, unit = self.divided.partition(" ")
+        irregular = number.isdecimal() and (unit or self.num_parts >= _MANY_PARTS)
+        return unit if irregular else f"{self.divided} in {self.num_files}"
+
 
 class Line(NamedTuple):
-    """One line of the tree. It stands for `num_tensors`; `tensor` is one of them where all of them are alike."""
+    """One line of the tree. It stands for `num_tensors`; `tensor` is one of them where all of them are alike, with the
+    least and the largest number of irregular parts that alike tensors of the checkpoint have."""
 
     depth: int
     label: str
@@ -52,7 +67,7 @@ def tensors_of(checkpoint: Checkpoint) -> list[Tensor]:
     for number, (name, key) in enumerate(zip(body.names, zip(body.partitions, body.shapes, strict=True), strict=True)):
         if key not in divisions:
             cells = checkpoint.files.cells(number)
-            num_files = len(set(cells.owners.tolist()))
+            num_files = int(np.count_nonzero(np.bincount(cells.owners)))
             divisions[key] = _divided(cells), len(cells.owners), num_files, int(cells.numels.sum())
         divided, num_parts, num_files, numel = divisions[key]
         dtype = manifest.dtype(number)
@@ -81,7 +96,7 @@ def lines(tensors: Iterable[Tensor]) -> Iterator[Line]:
             node = node.children.setdefault((separator, part), _Node())
             separator = following
         node.tensor = tensor
-    _measure(root, {})
+    _measure(root, {}, {})
     yield from _below(root, 0)
 
 
@@ -95,18 +110,23 @@ class _Node:
     nbytes: int = 0
     #: Equal for nodes that look alike: equal tensors under equal names.
     likeness: int = 0
+    #: The numbers of parts of the tensors of all nodes that look alike.
+    num_parts: set[int] = field(default_factory=set)
 
 
-def _measure(node: _Node, known: dict[object, int]) -> None:
+def _measure(node: _Node, known: dict[object, int], num_parts: dict[int, set[int]]) -> None:
     """Fill in what follows from the nodes below."""
     for child in node.children.values():
-        _measure(child, known)
+        _measure(child, known, num_parts)
     own = node.tensor
     node.num_tensors = (own is not None) + sum(child.num_tensors for child in node.children.values())
     node.nbytes = (own.nbytes if own else 0) + sum(child.nbytes for child in node.children.values())
-    look = (own.dtype, own.shape, own.divided, own.num_files) if own else None
+    look = (own.dtype, own.shape, own.kind) if own else None
     key = look, tuple((name, child.likeness) for name, child in node.children.items())
     node.likeness = known.setdefault(key, len(known))
+    node.num_parts = num_parts.setdefault(node.likeness, node.num_parts)
+    if own:
+        node.num_parts.add(own.num_parts)
 
 
 class _Group(NamedTuple):
@@ -127,8 +147,19 @@ def _below(node: _Node, depth: int, times: int = 1) -> Iterator[Line]:
         # A name that leads to one thing only shares its line.
         while at.tensor is None and len(inner := _groups(at)) == 1 and len(label + inner[0].label) <= _MAX_LABEL:
             label, count, at = label + inner[0].label, count * len(inner[0].nodes), inner[0].first
-        yield Line(depth, label if depth else label.lstrip("/"), count * at.num_tensors, count * at.nbytes, at.tensor)
+        label = label if depth else label.lstrip("/")
+        yield Line(depth, label, count * at.num_tensors, count * at.nbytes, _shown(at, count))
         yield from _below(at, depth + 1, count)
+
+
+def _shown(node: _Node, times: int) -> Tensor | None:
+    """The tensor of a node that stands for `times` alike ones."""
+    tensor = node.tensor
+    if tensor is None or times == 1 or len(node.num_parts) == 1:
+        return tensor
+    return replace(
+        tensor, divided=f"{min(node.num_parts)}-{max(node.num_parts)} {tensor.kind}", num_files=tensor.num_parts
+    )
 
 
 def _groups(node: _Node) -> list[_Group]:

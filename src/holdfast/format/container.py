@@ -69,8 +69,8 @@ class FileLayout:
 
 @dataclass(frozen=True)
 class FileColumns:
-    """Layouts of several files as arrays: ``offsets[k, p]`` is where the tensor at position `p` of the order of entries
-    begins in file ``files[k]``."""
+    """Layouts of several files as arrays: ``offsets[k, i]`` is where the tensor at the `i`-th of the asked positions of
+    the order of entries (all: and, at last, where all of them end) begins in file ``files[k]``."""
 
     files: Int64s
     offsets: Int64s
@@ -126,14 +126,38 @@ class Files:
         return np.argsort(self.order, kind="stable")
 
     @cached_property
-    def _entry_bounds(self) -> Int64s:
-        """Upper bound of the header text of one piece, per tensor."""
+    def _partitions(self) -> Int64s:
+        """The partition of each tensor."""
+        return np.asarray(self.manifest.body.partitions, np.int64)
+
+    @cached_property
+    def _in_order(self) -> tuple[Int64s, Int64s]:
+        """Partitions and element sizes of the tensors in `order`."""
+        return self._partitions[self.order], self.itemsizes[self.order]
+
+    @cached_property
+    def _per_partition(self) -> tuple[Int64s, Int64s]:
+        """Per partition: bytes of one element of each of its tensors together, and upper bounds of the header text of
+        one piece of each of them together."""
         body = self.manifest.body
         codes = np.asarray([len(DTYPES[name].code) for name in body.dtype_table], np.int64)
         numbers = [max(len(shape), 1) * (3 * len(str(prod(shape))) + 3) for shape in body.shape_table]
-        names = np.asarray([len(quoted(name)) for name in body.names], np.int64)
+        names = np.fromiter(map(len, map(quoted, body.names)), np.int64, len(body.names))
         dtypes, shapes = np.asarray(body.dtypes, np.int64), np.asarray(body.shapes, np.int64)
-        return names + codes[dtypes] + np.asarray(numbers, np.int64)[shapes] + _ENTRY_NBYTES
+        texts = names + codes[dtypes] + np.asarray(numbers, np.int64)[shapes] + _ENTRY_NBYTES
+        nbytes, bounds = np.zeros((2, len(body.partition_table)), np.int64)
+        np.add.at(nbytes, self._partitions, self.itemsizes)
+        np.add.at(bounds, self._partitions, texts)
+        return nbytes, bounds
+
+    @cached_property
+    def _of_values(self) -> tuple[Int64s, Int64s]:
+        """Per file: bytes reserved for values, and an upper bound of the header text about them."""
+        capacities, bounds = np.zeros((2, self.manifest.body.num_files), np.int64)
+        for block in self.manifest.body.values:
+            capacities[block.file] = block.capacity
+            bounds[block.file] = len(quoted(VALUES_NAME)) + 2 + len(str(block.capacity)) + _ENTRY_NBYTES
+        return capacities, bounds
 
     @cached_property
     def _totals(self) -> tuple[Int64s, Int64s]:
@@ -141,33 +165,39 @@ class Files:
         num_files = self.manifest.body.num_files
         numels = np.zeros((len(self.manifest.body.partition_table), num_files), np.int64)
         counts = np.zeros_like(numels)
-        seen: set[int] = set()
-        for tensor, index in enumerate(self.manifest.body.partitions):
-            if index not in seen:
-                seen.add(index)
-                cells = self.cells(tensor)
+        for index, tensor in zip(*np.unique(self._partitions, return_index=True), strict=True):
+            cells = self.cells(int(tensor))
+            if (np.diff(cells.owners) > 0).all():  # one cell per file, the usual case: several times as fast
+                numels[index, cells.owners] = cells.numels
+                counts[index, cells.owners] = 1
+            else:
                 np.add.at(numels[index], cells.owners, cells.numels)
                 np.add.at(counts[index], cells.owners, 1)
         return numels, counts
 
-    def columns(self, files: Int64s) -> FileColumns:
-        """Offsets of all tensors in `files`, and the sizes of those files. O(tensors x files) array work."""
-        numels, counts = self._totals
-        partitions = np.asarray(self.manifest.body.partitions, np.int64)
-        sizes = numels[:, files].T[:, partitions[self.order]] * self.itemsizes[self.order]
-        offsets = np.zeros((len(files), len(self.order) + 1), np.int64)
-        np.cumsum(sizes, axis=1, out=offsets[:, 1:])
-        data_nbytes = offsets[:, -1].copy()
-        bounds = np.zeros(len(counts), np.int64)
-        np.add.at(bounds, partitions, self._entry_bounds)
-        header = bounds @ counts[:, files]
-        for block in self.manifest.body.values:
-            here = files == block.file
-            data_nbytes[here] += block.capacity
-            header[here] += len(quoted(VALUES_NAME)) + 2 + len(str(block.capacity)) + _ENTRY_NBYTES
+    def columns(self, files: Int64s, positions: Int64s | None = None) -> FileColumns:
+        """Offsets in `files` of the tensors at some `positions` of the order of entries, ascending (all: of all), and
+        the sizes of those files. O(tensors x files) array work, less for few positions."""
+        (numels, counts), (nbytes, bounds), (capacities, of_values) = self._totals, self._per_partition, self._of_values
+        numels = numels[:, files]
+        data_nbytes = nbytes @ numels + capacities[files]
+        header = bounds @ counts[:, files] + of_values[files]
         header += 8 + 1 + np.asarray([len(_metadata(self.manifest, int(file), "")) for file in files], np.int64)
         header += 32 * -(-data_nbytes // BLOCK_NBYTES)
-        return FileColumns(files, offsets, -(-header // ALIGNMENT) * ALIGNMENT, data_nbytes)
+        return FileColumns(files, self._offsets(numels, positions), -(-header // ALIGNMENT) * ALIGNMENT, data_nbytes)
+
+    def _offsets(self, numels: Int64s, positions: Int64s | None) -> Int64s:
+        """Offsets of tensors in files that hold `numels` elements per partition (rows) and file (columns)."""
+        partitions, itemsizes = self._in_order
+        if positions is not None and len(positions) * len(numels) <= len(partitions):
+            # Of each partition, the bytes of one element of all tensors before a position, times the elements.
+            behind = np.searchsorted(positions, np.arange(len(partitions)), side="right")
+            cells = behind * len(numels) + partitions
+            before = np.bincount(cells, itemsizes, minlength=(len(positions) + 1) * len(numels)).astype(np.int64)
+            return (before.reshape(len(positions) + 1, len(numels))[: len(positions)].cumsum(axis=0) @ numels).T
+        offsets = np.zeros((numels.shape[1], len(partitions) + 1), np.int64)
+        np.cumsum(numels.T[:, partitions] * itemsizes, axis=1, out=offsets[:, 1:])
+        return offsets if positions is None else offsets[:, positions]
 
     def layout(self, index: int) -> FileLayout:
         """Everything about data file number `index`."""

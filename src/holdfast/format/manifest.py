@@ -11,8 +11,9 @@ import struct
 import zlib
 from collections import Counter
 from collections.abc import Iterable
-from itertools import pairwise
+from itertools import islice
 from math import prod
+from operator import lt
 
 import msgspec
 import xxhash
@@ -346,7 +347,7 @@ def data_nbytes(body: Manifest) -> int:
 
 
 def _ascends(names: tuple[str, ...]) -> bool:
-    return all(a < b for a, b in pairwise(names))
+    return all(map(lt, names, islice(names, 1, None)))
 
 
 def _check_values(body: Manifest) -> None:

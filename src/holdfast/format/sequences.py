@@ -130,14 +130,13 @@ def decode(sequence: Sequence, blob: memoryview) -> Int64s:
     if not (1 <= sequence.length <= MAX_LENGTH and 1 <= sequence.width <= 8):
         raise _corrupt(f"a sequence of {sequence.length} numbers of {sequence.width} bytes")
     planes = np.frombuffer(blob, np.uint8).reshape(sequence.width, sequence.length - 1)
-    numbers = np.zeros(sequence.length - 1, np.uint64)
-    for plane in range(sequence.width - 1, -1, -1):
-        numbers <<= np.uint64(8)
-        numbers |= planes[plane]
-    values = np.empty(sequence.length, np.int64)
+    words = np.zeros((sequence.length, 8), np.uint8)
+    for plane in range(sequence.width):
+        words[1:, plane] = planes[plane]
+    values = words.view("<i8").reshape(-1).astype(np.int64, copy=False)
+    values[1:] += sequence.base
     values[0] = sequence.first
-    np.cumsum(numbers.view(np.int64) + sequence.base, out=values[1:])
-    values[1:] += sequence.first
+    np.cumsum(values, out=values)
     return values
 
 

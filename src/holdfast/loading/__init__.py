@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import msgspec
 from torch.distributed import ProcessGroup
@@ -13,10 +14,15 @@ from holdfast.control.channel import Channel, Deadline
 from holdfast.control.torch_store import default_channel, group_ranks
 from holdfast.errors import CorruptError, HoldfastError, StorageError
 from holdfast.format.names import own_part
+from holdfast.format.patterns import Globs
 from holdfast.format.records import Place
 from holdfast.loading.filling import Filling
-from holdfast.loading.together import Together
+from holdfast.loading.together import MEMORY_NBYTES, MIN_MEMORY_NBYTES, Together
+from holdfast.mapping import Rule
 from holdfast.phases import Stopwatch, attempt, collector_paused
+from holdfast.plan.draft import Table
+from holdfast.plan.exchange import Bandwidths
+from holdfast.plan.mapping import mapped
 from holdfast.reports import LoadReport
 from holdfast.run.checkpoint import Checkpoint
 from holdfast.run.fallback import Skipped, is_damage, resolve_sound
@@ -24,7 +30,8 @@ from holdfast.run.history import Located, is_folder, resolve
 from holdfast.run.paths import Target, parse, storage_at
 from holdfast.run.session import JOB
 from holdfast.state.bind import Binding, bind
-from holdfast.state.differences import Stored, difference
+from holdfast.state.differences import Stored, difference, unmatched
+from holdfast.state.match import Terms
 from holdfast.transfer.timed import TimedStorage
 
 _log = logging.getLogger(__name__)
@@ -34,9 +41,14 @@ def load(
     path: str | os.PathLike[str],
     into: Mapping[str, object],
     *,
+    select: str | Sequence[str] | None = None,
+    mapping: Sequence[Rule] | None = None,
+    cast: bool | str | Sequence[str] | None = None,
     strict: bool = True,
     fallback: bool = False,
     verify: bool = True,
+    memory_budget: int = MEMORY_NBYTES,
+    bandwidths: Bandwidths | None = None,
     group: ProcessGroup | None = None,
     timeout_s: float = 600.0,
 ) -> LoadReport:
@@ -48,26 +60,85 @@ def load(
     is built from the checkpoint in its saved dtype. With ``strict`` every name must be on both sides; without, what
     both have is loaded and the report lists the rest. ``verify=False`` skips the digests of tensor data.
 
+    `select` are globs of live names: only what they match is loaded, and all else in `into` stays as it is. ``*``
+    stands for any text without ``/``, ``**`` for any text, and a glob that matches a container matches all that is in
+    it: ``"model"``, ``"model/layers.0.*"``. What matches a glob behind ``!`` is left out. Optimizers, objects with a
+    ``load_state_dict`` and lists of plain values are loaded as a whole, so they are selected by their own name.
+
+    `mapping` says what the stored tensors become on the way, by rules of `holdfast.mapping`, in order; everything else
+    here concerns the names, shapes and dtypes after them. Nothing is copied for it.
+
+    `cast` says which live tensors may have another dtype than the stored ones: all (``True``), or those that globs
+    match. Elements are cast as they arrive, as ``tensor.to`` does: floating ones to floating, complex ones to complex
+    and integers to wider integers; ``report.cast`` lists them. State of torch optimizers keeps its stored dtype.
+
     With ``fallback`` a checkpoint that turns out to be damaged or incomplete is passed over, on all ranks together, and
     the next older one on its lineage is loaded instead; each is logged as a warning, and ``report.skipped`` says why.
     The next save continues from what was loaded, as after a rollback. Without, the error says which older one to load.
+
+    Each byte is read once per node: what several of its ranks need goes through memory that they share, `memory_budget`
+    bytes per rank at most (16 MiB where a rank has no neighbours). With `bandwidths` of storage and network that favour
+    it (`Bandwidths.favour_exchange`), it is read once per job, and sent to the other nodes over TCP.
 
     Names, dtypes and shapes are compared before anything is changed. An error after that leaves `into` partly filled,
     on every rank: load again, from this or another checkpoint, before using it.
 
     Raises:
         NotFoundError: nothing is there; says what is near.
-        IncompatibleError: names, dtypes or shapes differ; lists them.
+        IncompatibleError: names, dtypes or shapes differ; lists them. Globs that match nothing
+            (``incompatible.select``, ``incompatible.cast``), rules that do not fit (``incompatible.mapping``).
         CorruptError: stored bytes are damaged; names the file and the tensors. With ``fallback``: of all checkpoints.
         StorageError, DeadlineError: as in `save`.
     """
     target = parse(path)
+    options = _Options(
+        select, tuple(mapping or ()), cast, strict, fallback, verify, memory_budget=memory_budget, bandwidths=bandwidths
+    )
     channel = default_channel("load", group)
     rank = group_ranks(group)[channel.rank]
     deadline = Deadline(timeout_s)
     with TimedStorage(storage_at(target.root), timeout_s=deadline.for_storage_s) as storage:
-        loading = _Loading(channel, deadline, storage, rank, strict=strict, fallback=fallback, verify=verify)
-        return loading.run(target, into)
+        return _Loading(channel, deadline, storage, rank, options).run(target, into)
+
+
+class _Options:
+    """How to load, checked. Globs remember what they matched, so they are made anew for each checkpoint."""
+
+    def __init__(
+        self,
+        select: str | Sequence[str] | None,
+        mapping: tuple[Rule, ...],
+        cast: bool | str | Sequence[str] | None,
+        strict: bool,
+        fallback: bool,
+        verify: bool,
+        *,
+        memory_budget: int,
+        bandwidths: Bandwidths | None,
+    ) -> None:
+        self._select = select
+        self._cast = False if cast is None else cast
+        self.mapping = mapping
+        self.strict = strict
+        self.fallback = fallback
+        self.verify = verify
+        self.memory_budget = memory_budget
+        self.bandwidths = bandwidths
+        if memory_budget < MIN_MEMORY_NBYTES:
+            raise ValueError(f"memory_budget is {memory_budget}: at least {MIN_MEMORY_NBYTES} bytes are needed")
+        self.select()
+        self.cast()
+        for rule in mapping:
+            if not isinstance(rule, Rule):
+                raise TypeError(f"{rule!r} is no rule of holdfast.mapping")
+
+    def select(self) -> Globs | None:
+        """What is loaded; None for everything."""
+        return None if self._select is None else Globs(self._select)
+
+    def cast(self) -> Globs | bool:
+        """What may be cast."""
+        return self._cast if isinstance(self._cast, bool) else Globs(self._cast)
 
 
 class _Resolved(msgspec.Struct, frozen=True, array_like=True):
@@ -81,10 +152,20 @@ class _Resolved(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _Names(msgspec.Struct, frozen=True, array_like=True):
-    """Names on one side only, as one rank sees them."""
+    """Names on one side only, as one rank sees them; and globs that match no live name there, each by the option that
+    it was given with, with names that are near."""
 
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
+    unmatched: dict[str, dict[str, list[str]]]
+
+
+class _Bound(NamedTuple):
+    """A checkpoint, what its mapping makes of it, and how that meets the live state of one rank."""
+
+    checkpoint: Checkpoint
+    binding: Binding
+    table: Table
 
 
 class _Loading:
@@ -96,18 +177,13 @@ class _Loading:
         deadline: Deadline,
         storage: TimedStorage,
         rank: int,
-        *,
-        strict: bool,
-        fallback: bool,
-        verify: bool,
+        options: _Options,
     ) -> None:
         self._channel = channel
         self._storage = storage
         self._rank = rank
         self._deadline = deadline
-        self._strict = strict
-        self._fallback = fallback
-        self._verify = verify
+        self._options = options
         self._watch = Stopwatch()
 
     def run(self, target: Target, into: Mapping[str, object]) -> LoadReport:
@@ -126,7 +202,7 @@ class _Loading:
                 if resolved.place is None or not is_damage(error):
                     raise
                 skipped = (*resolved.skipped, Skipped(resolved.place, error.message))
-                if not self._fallback:
+                if not self._options.fallback:
                     error.action = self._advice(target, skipped, error.action)
                     raise
                 self._warn(skipped[-1:])
@@ -134,30 +210,35 @@ class _Loading:
     def _load(
         self, target: Target, resolved: _Resolved, found: list[Located], into: Mapping[str, object]
     ) -> LoadReport:
-        bound: list[tuple[Checkpoint, Binding, dict[str, Stored]]] = []
+        bound: list[_Bound] = []
 
         @collector_paused()
         def match() -> bytes:
             checkpoint = Checkpoint(found[0] if found else self._follow(target, resolved))
-            stored = _stored(checkpoint)
-            aliases = checkpoint.manifest.body.aliases
-            rank, world_size = self._channel.rank, self._channel.world_size
-            binding = bind(into, stored, aliases, checkpoint.nodes, strict=False, rank=rank, world_size=world_size)
-            bound.append((checkpoint, binding, stored))
-            return msgspec.msgpack.encode(_Names(tuple(binding.missing), tuple(binding.unexpected)))
+            mine, names = self._bind(checkpoint, into)
+            bound.append(mine)
+            return msgspec.msgpack.encode(names)
 
         with self._watch.phase("match"):
             names = self._channel.exchange(
                 "match", attempt(match), lambda payloads: self._compare(payloads, bound[0]), self._deadline
             )
-        checkpoint, binding, _ = bound[0]
-        together = Together(checkpoint, self._storage, self._channel, self._deadline)
-        filling = Filling(checkpoint, binding, self._rank)
+        checkpoint, binding, table = bound[0]
+        together = Together(
+            checkpoint,
+            self._storage,
+            self._channel,
+            self._deadline,
+            verify=self._options.verify,
+            memory_nbytes=self._options.memory_budget,
+            bandwidths=self._options.bandwidths,
+        )
+        filling = Filling(checkpoint, binding, table.parts, self._rank)
         with self._watch.phase("read"):
-            read_nbytes = together.read(filling.plan, verify=self._verify)
+            cost = together.read(filling.plan)
         with self._watch.phase("finish"):
             state: list[object] = []
-            self._channel.collect("finish", attempt(lambda: _finish(binding, state)), self._deadline)
+            self._channel.collect("finish", attempt(lambda: _finish(filling, state)), self._deadline)
         located = checkpoint.located
         if located.run is not None and located.commit is not None:
             assert resolved.epoch is not None, "a run with a commit has an epoch"
@@ -172,12 +253,34 @@ class _Loading:
             missing=difference_.missing,
             unexpected=difference_.unexpected,
             resharded=filling.resharded,
+            cast=filling.cast,
             diverged=checkpoint.manifest.body.diverged,
-            read_nbytes=read_nbytes,
+            read_nbytes=cost.read_nbytes,
+            verify_s=cost.verify_s,
             needed_nbytes=filling.needed_nbytes,
             seconds=self._watch.seconds,
             skipped=tuple((str(one.place), one.reason) for one in resolved.skipped),
         )
+
+    def _bind(self, checkpoint: Checkpoint, into: Mapping[str, object]) -> tuple[_Bound, _Names]:
+        """Match names on this rank; changes nothing."""
+        options, body = self._options, checkpoint.manifest.body
+        select, cast = options.select(), options.cast()
+        table = mapped(options.mapping, _stored(checkpoint), body.aliases, checkpoint.nodes)
+        binding = bind(
+            into,
+            table.stored,
+            table.aliases,
+            table.nodes,
+            strict=False,
+            rank=self._channel.rank,
+            world_size=self._channel.world_size,
+            terms=Terms(select, cast, table.equal, table.partly_kept()),
+        )
+        globs = {"select": select, "cast": cast}
+        unmatched = {name: given.unmatched() for name, given in globs.items() if isinstance(given, Globs)}
+        names = _Names(tuple(binding.missing), tuple(binding.unexpected), unmatched)
+        return _Bound(checkpoint, binding, table), names
 
     def _resolve(self, target: Target, skipped: tuple[Skipped, ...], found: list[Located]) -> _Resolved:
         """Which checkpoint rank 0 found (added to `found` there): a run's head may move while ranks look."""
@@ -192,13 +295,13 @@ class _Loading:
         try:
             answer = self._channel.exchange("resolve", b"", find, self._deadline)
         except CorruptError as error:
-            if not self._fallback:
+            if not self._options.fallback:
                 error.action = self._advice(target, (), error.action)
             raise
         return msgspec.msgpack.decode(answer, type=_Resolved)
 
     def _find(self, target: Target, skipped: tuple[Skipped, ...]) -> tuple[Located, tuple[Skipped, ...]]:
-        if self._fallback and not is_folder(self._storage):
+        if self._options.fallback and not is_folder(self._storage):
             return resolve_sound(target, self._storage, skipped)
         return resolve(target, self._storage), ()
 
@@ -234,7 +337,7 @@ class _Loading:
             )
         return located
 
-    def _compare(self, payloads: Sequence[bytes], mine: tuple[Checkpoint, Binding, dict[str, Stored]]) -> bytes:
+    def _compare(self, payloads: Sequence[bytes], mine: _Bound) -> bytes:
         """Names that some rank misses, and names that no rank expects. Raises `IncompatibleError` when strict."""
         ranks = [msgspec.msgpack.decode(payload, type=_Names) for payload in payloads]
         missing = sorted(set().union(*(rank.missing for rank in ranks)))
@@ -242,9 +345,15 @@ class _Loading:
         # Of what belongs to one rank alone, only that rank can say that it expects it.
         own = {name for rank in ranks for name in rank.unexpected if own_part(name) is not None}
         unexpected = sorted(shared | own)
-        if self._strict and (missing or unexpected):
-            raise difference(missing, unexpected, mine[2], mine[0].nodes)
-        return msgspec.msgpack.encode(_Names(tuple(missing), tuple(unexpected)))
+        for option in ranks[0].unmatched:
+            each = [rank.unmatched[option] for rank in ranks]
+            nowhere = set(each[0]).intersection(*each[1:])
+            if nowhere:
+                near = {glob: sorted({name for rank in each for name in rank[glob]})[:3] for glob in sorted(nowhere)}
+                raise unmatched(option, near)
+        if self._options.strict and (missing or unexpected):
+            raise difference(missing, unexpected, mine.table.stored, mine.table.nodes)
+        return msgspec.msgpack.encode(_Names(tuple(missing), tuple(unexpected), {}))
 
 
 def _stored(checkpoint: Checkpoint) -> dict[str, Stored]:
@@ -256,6 +365,6 @@ def _stored(checkpoint: Checkpoint) -> dict[str, Stored]:
     return dict(zip(body.names, map(known.__getitem__, zip(body.dtypes, body.shapes, strict=True)), strict=True))
 
 
-def _finish(binding: Binding, state: list[object]) -> bytes:
-    state.append(binding.finish())
+def _finish(filling: Filling, state: list[object]) -> bytes:
+    state.append(filling.finish())
     return b""

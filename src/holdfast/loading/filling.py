@@ -2,41 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from holdfast.plan.load import Want, resharded
+import torch
+
+from holdfast.loading.wanted import Wanted, wanted
+from holdfast.plan.load import Want
+from holdfast.plan.parts import Parts
 from holdfast.run.checkpoint import Checkpoint, Targets
 from holdfast.state.bind import Binding
-from holdfast.state.memory import LocalPieces
-from holdfast.state.targets import MemoryTargets
 
 
 class Filling:
-    """The wants of one rank's targets."""
+    """The wants of one rank's targets. `parts` has what tensors are made of that a mapping changed."""
 
-    def __init__(self, checkpoint: Checkpoint, binding: Binding, rank: int) -> None:
+    def __init__(self, checkpoint: Checkpoint, binding: Binding, parts: Mapping[str, Parts], rank: int) -> None:
         self._checkpoint = checkpoint
         self._binding = binding
+        self._parts = parts
         self._rank = rank
-        self.resharded: tuple[str, ...] = ()
-        self.needed_nbytes = 0
+        self._wanted = Wanted()
 
     def plan(self) -> tuple[Sequence[Want], Targets]:
         """What is to be read, and where it goes."""
-        checkpoint, targets = self._checkpoint, MemoryTargets()
-        wants = self._wants(targets)
-        names = checkpoint.manifest.body.names
-        self.resharded = tuple(sorted({names[want.tensor] for want in resharded(checkpoint.files, wants)}))
-        self.needed_nbytes = targets.nbytes
-        return wants, targets
+        self._wanted = wanted(self._checkpoint, self._binding, self._parts, self._rank)
+        return self._wanted.wants, self._wanted.targets
 
-    def _wants(self, targets: MemoryTargets) -> list[Want]:
-        """What is to be read; the memory of each goes to `targets`."""
-        wants = []
-        pieces, numbers = LocalPieces(self._rank), self._checkpoint.numbers
-        for target in self._binding.targets:
-            number = numbers[target.source]
-            for box, view in pieces.of(target.local.layout, target.local.memory):
-                wants.append(Want(number, box))
-                targets.add(view)
-        return wants
+    def finish(self) -> object:
+        """When all was read: set what is not stored to 0, and put the values in place; returns the whole tree."""
+        with torch.inference_mode():
+            for memory in self._wanted.zeros:
+                memory.zero_()
+        return self._binding.finish()
+
+    @property
+    def resharded(self) -> tuple[str, ...]:
+        """The tensors of which some part is not just one stored piece."""
+        return tuple(sorted(self._wanted.resharded(self._checkpoint)))
+
+    @property
+    def cast(self) -> tuple[str, ...]:
+        """The tensors that are stored in another dtype."""
+        return tuple(sorted(self._wanted.cast))
+
+    @property
+    def needed_nbytes(self) -> int:
+        """Bytes of all that is wanted, as it is stored."""
+        return self._wanted.targets.nbytes

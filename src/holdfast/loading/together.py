@@ -1,11 +1,14 @@
-"""Ranks that read together: what several ranks of one node need is read from storage by one of them."""
+"""Ranks that read together: what several ranks need is read from storage by one of them."""
 
 from __future__ import annotations
 
 import secrets
 import time
+import zlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from itertools import groupby
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -14,37 +17,56 @@ from holdfast.control.channel import Channel, Deadline
 from holdfast.errors import DeadlineError, StorageError
 from holdfast.geometry import Int64s
 from holdfast.phases import attempt
-from holdfast.plan.exchange import Chunks, divide_reads
+from holdfast.plan.exchange import Bandwidths, Chunks, divide_job_reads, divide_reads, united
 from holdfast.plan.load import Want
 from holdfast.run.checkpoint import Checkpoint, Targets
-from holdfast.run.sharing import SharedReading
+from holdfast.run.sharing import SharedReading, sent_and_received
 from holdfast.storage.base import Bytes
 from holdfast.transfer.buffers import BUFFER_NBYTES, NUM_THREADS, pipeline_pool
 from holdfast.transfer.neighbours import Neighbour, NeighbourGone, Neighbours, SharedMemory, node_id
+from holdfast.transfer.network import Peers
 from holdfast.transfer.reader import ReadJob
 from holdfast.transfer.timed import TimedStorage
 
-#: Default size of the memory through which a rank reads for others of its node.
+#: Memory through which a rank reads for others of its node: by default, and at least.
 MEMORY_NBYTES = 64 << 20
+MIN_MEMORY_NBYTES = NUM_THREADS * BUFFER_NBYTES
+
+
+class ReadCost(NamedTuple):
+    """What this rank did: bytes that it read from storage, and seconds that its threads spent on their digests."""
+
+    read_nbytes: int
+    verify_s: float
+
+
+class _Here(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank tells: its node, and, where bytes may be exchanged between nodes, its address and what it needs."""
+
+    node: bytes
+    address: str = ""
+    needs: bytes = b""
 
 
 class _Nodes(msgspec.Struct, frozen=True, array_like=True):
-    """Who is on one node: runs of ranks, as the number of a node and a count, and a secret of this operation."""
+    """Who is on which node: runs of ranks, as the number of a node and a count; and a secret of this operation.
+
+    Where bytes are exchanged between nodes, also the addresses of all ranks and what they need.
+    """
 
     token: bytes
     runs: tuple[tuple[int, int], ...]
+    addresses: tuple[str, ...] = ()
+    needs: tuple[bytes, ...] = ()
 
-    @staticmethod
-    def answer(ids: Sequence[bytes]) -> bytes:
-        """The nodes of all ranks, whose ids are in rank order, as a message."""
-        numbers = {node: number for number, node in enumerate(dict.fromkeys(ids))}
-        runs = tuple((numbers[node], sum(1 for _ in run)) for node, run in groupby(ids))
-        return msgspec.msgpack.encode(_Nodes(secrets.token_bytes(16), runs))
-
-    def beside(self, rank: int) -> tuple[list[int], int, int]:
-        """The ranks on the node of `rank`, the number of that node, and how many nodes there are."""
-        nodes = [node for node, count in self.runs for _ in range(count)]
-        return [other for other, node in enumerate(nodes) if node == nodes[rank]], nodes[rank], max(nodes) + 1
+    def members(self) -> list[list[int]]:
+        """The ranks of each node."""
+        nodes: list[list[int]] = [[] for _ in range(max(node for node, _ in self.runs) + 1)]
+        rank = 0
+        for node, count in self.runs:
+            nodes[node] += range(rank, rank + count)
+            rank += count
+        return nodes
 
 
 class _Read(msgspec.Struct, frozen=True, array_like=True):
@@ -63,41 +85,66 @@ class Together:
         channel: Channel,
         deadline: Deadline,
         *,
+        verify: bool,
         memory_nbytes: int = MEMORY_NBYTES,
+        bandwidths: Bandwidths | None = None,
     ) -> None:
         self._checkpoint = checkpoint
         self._storage = storage
         self._channel = channel
         self._deadline = deadline
-        self._num_buffers = max(memory_nbytes // BUFFER_NBYTES, NUM_THREADS)
+        self._verify = verify
+        self._num_buffers = memory_nbytes // BUFFER_NBYTES
+        self._bandwidths = bandwidths
         self._jobs: dict[int, ReadJob] = {}
         self._needs = np.zeros((0, 3), np.int64)
+        self._peers: Peers | None = None
         self._shared: SharedReading | None = None
 
-    def read(self, plan: Callable[[], tuple[Sequence[Want], Targets]], *, verify: bool) -> int:
-        """Deliver what `plan` wants to its targets, and help the others of the node; returns the bytes that this rank
-        read from storage when all ranks have all they want.
+    def read(self, plan: Callable[[], tuple[Sequence[Want], Targets]]) -> ReadCost:
+        """Deliver what `plan` wants to its targets, and help other ranks; returns when all ranks have all they want.
 
-        What several ranks of a node need is read by one of them, into memory that it shares with the others.
+        What several ranks of a node need is read by one of them, into memory that it shares with the others. With
+        `bandwidths` that favour it, what several nodes need is read by one of them, and sent to the others.
 
         Raises:
             CorruptError: bytes are missing or altered; names the file and the tensors.
             StorageError: the store failed, or did not answer in time.
             DeadlineError: a rank died, or did not go on.
         """
-        prepared = attempt(lambda: self._prepare(*plan(), verify))
-        nodes = self._channel.exchange("share", prepared, _Nodes.answer, self._deadline)
-        done = attempt(lambda: self._read(msgspec.msgpack.decode(nodes, type=_Nodes)))
-        self._channel.exchange("read", done, self._check, self._deadline)
+        try:
+            prepared = attempt(lambda: self._prepare(*plan()))
+            nodes = self._channel.exchange("share", prepared, self._answer, self._deadline)
+            done = attempt(lambda: self._read(msgspec.msgpack.decode(nodes, type=_Nodes)))
+            self._channel.exchange("read", done, self._check, self._deadline)
+        finally:
+            if self._peers is not None:
+                self._peers.close()
         assert self._shared is not None
-        return self._shared.bytes_read
+        return ReadCost(self._shared.bytes_read, self._shared.verify_s)
 
-    def _prepare(self, wants: Sequence[Want], targets: Targets, verify: bool) -> bytes:
+    def _prepare(self, wants: Sequence[Want], targets: Targets) -> bytes:
         open_reader = self._storage.direct_reader
-        self._jobs = dict(self._checkpoint.jobs(wants, targets, verify=verify, open_reader=open_reader))
+        self._jobs = dict(self._checkpoint.jobs(wants, targets, verify=self._verify, open_reader=open_reader))
         ranges = [(file, job.ranges()) for file, job in sorted(self._jobs.items())]
         self._needs = np.concatenate([self._needs, *(np.insert(each, 0, file, axis=1) for file, each in ranges)])
-        return node_id()
+        if self._bandwidths is None or self._channel.world_size == 1:
+            return msgspec.msgpack.encode(_Here(node_id()))
+        self._peers = Peers(self._channel.rank)
+        return msgspec.msgpack.encode(_Here(node_id(), self._peers.address, zlib.compress(self._needs.tobytes(), 1)))
+
+    def _answer(self, payloads: Sequence[bytes]) -> bytes:
+        """Who is where, and whether nodes exchange what they read."""
+        ranks = [msgspec.msgpack.decode(payload, type=_Here) for payload in payloads]
+        numbers = {node: number for number, node in enumerate(dict.fromkeys(rank.node for rank in ranks))}
+        runs = tuple((numbers[node], sum(1 for _ in run)) for node, run in groupby(rank.node for rank in ranks))
+        nodes = _Nodes(secrets.token_bytes(16), runs)
+        if self._bandwidths is not None and len(numbers) > 1 and all(rank.address for rank in ranks):
+            needs = [united([_unpacked(ranks[rank].needs) for rank in members]) for members in nodes.members()]
+            if self._bandwidths.favour_exchange(needs):
+                addresses, packed = tuple(rank.address for rank in ranks), tuple(rank.needs for rank in ranks)
+                nodes = msgspec.structs.replace(nodes, addresses=addresses, needs=packed)
+        return msgspec.msgpack.encode(nodes)
 
     def _read(self, nodes: _Nodes) -> bytes:
         try:
@@ -117,28 +164,53 @@ class Together:
 
     def _meet(self, nodes: _Nodes) -> None:
         """Find the neighbours, learn what they need, and do what falls to this rank."""
-        rank = self._channel.rank
-        ranks, node, num_nodes = nodes.beside(rank)
-        first_file = self._checkpoint.manifest.body.num_files * node // num_nodes
-        if len(ranks) == 1:
-            with pipeline_pool() as pool, pool.all_buffers() as buffers:
-                chunks = divide_reads({rank: self._needs}, chunk_nbytes=BUFFER_NBYTES, first_file=first_file)
-                self._serve(chunks, {}, buffers)
-            return
-        with (
-            SharedMemory(self._num_buffers * BUFFER_NBYTES, self._needs.tobytes()) as shared,
-            Neighbours(nodes.token, rank) as neighbours,
-        ):
-            neighbours.connect(ranks, shared, end_s=time.monotonic() + self._deadline.remaining_s() / 2)
-            needs = {other: _rows(each.note) for other, each in neighbours.others.items()}
-            chunks = divide_reads({rank: self._needs, **needs}, chunk_nbytes=BUFFER_NBYTES, first_file=first_file)
-            buffers = [shared.data[at : at + BUFFER_NBYTES] for at in range(0, shared.data_nbytes, BUFFER_NBYTES)]
-            self._serve(chunks, neighbours.others, buffers)
+        members = nodes.members()
+        node = next(number for number, ranks in enumerate(members) if self._channel.rank in ranks)
+        ranks = members[node]
+        # Sooner than the store is given up: who waits for a rank blames it, and who waits for the store, the store.
+        end_s = time.monotonic() + 0.8 * self._deadline.remaining_s()
+        with ExitStack() as stack:
+            others, buffers = self._neighbours(stack, nodes.token, ranks, end_s)
+            if nodes.addresses:
+                needs = [[_unpacked(nodes.needs[rank]) for rank in each] for each in members]
+                chunks = divide_job_reads(members, needs, node, chunk_nbytes=BUFFER_NBYTES)
+                peers = self._connected(nodes, chunks, end_s)
+            else:
+                first_file = self._checkpoint.manifest.body.num_files * node // len(members)
+                own = {self._channel.rank: self._needs}
+                local = {**{rank: _rows(each.note) for rank, each in others.items()}, **own}
+                needs_here = [local[rank] for rank in ranks]
+                chunks = divide_reads(ranks, needs_here, chunk_nbytes=BUFFER_NBYTES, first_file=first_file)
+                peers = None
+            corrupt = self._checkpoint.corrupt_block
+            self._shared = SharedReading(self._jobs, chunks, self._channel.rank, others, buffers, corrupt, peers=peers)
+            self._shared.run()
 
-    def _serve(self, chunks: Chunks, others: Mapping[int, Neighbour], buffers: Sequence[Bytes]) -> None:
-        corrupt_block = self._checkpoint.corrupt_block
-        self._shared = SharedReading(self._jobs, chunks, self._channel.rank, others, buffers, corrupt_block)
-        self._shared.run()
+    def _neighbours(
+        self, stack: ExitStack, token: bytes, ranks: Sequence[int], end_s: float
+    ) -> tuple[Mapping[int, Neighbour], Sequence[Bytes]]:
+        """The other ranks of the node, and the buffers through which all that this one brings goes."""
+        if len(ranks) == 1:
+            return {}, stack.enter_context(stack.enter_context(pipeline_pool()).all_buffers())
+        shared = stack.enter_context(SharedMemory(self._num_buffers * BUFFER_NBYTES, self._needs.tobytes()))
+        neighbours = stack.enter_context(Neighbours(token, self._channel.rank))
+        neighbours.connect(ranks, shared, end_s=end_s)
+        starts = range(0, shared.data_nbytes, BUFFER_NBYTES)
+        return neighbours.others, [shared.data[start : start + BUFFER_NBYTES] for start in starts]
+
+    def _connected(self, nodes: _Nodes, chunks: Chunks, end_s: float) -> Peers:
+        """The connections to other nodes that the plan asks for."""
+        rank = self._channel.rank
+        assert self._peers is not None
+        to_send, to_receive = sent_and_received(chunks, rank)
+        addresses = dict(enumerate(nodes.addresses))
+        self._peers.connect(nodes.token, addresses, to_send=to_send, to_receive=to_receive, end_s=end_s)
+        led = chunks.files[chunks.leaders == chunks.ranks.index(rank)]
+        for file in set(led.tolist()) - self._jobs.keys():
+            self._jobs[file] = self._checkpoint.idle_job(
+                file, verify=self._verify, open_reader=self._storage.direct_reader
+            )
+        return self._peers
 
     def _check(self, payloads: Sequence[bytes]) -> bytes:
         """That no rank was left waiting. Who left it is usually heard of before, as absent or by its own error."""
@@ -158,3 +230,7 @@ class Together:
 
 def _rows(note: bytes) -> Int64s:
     return np.frombuffer(note, np.int64).reshape(-1, 3)
+
+
+def _unpacked(needs: bytes) -> Int64s:
+    return _rows(zlib.decompress(needs))

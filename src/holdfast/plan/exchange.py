@@ -1,79 +1,185 @@
 """The read plan of several ranks: each byte that any of them needs is read by one of them. Pure.
 
-What a rank needs is runs of bytes of data sections, as columns ``file, start, stop``. The runs of all ranks are united
-and divided into chunks; each chunk is read by one of the ranks that need some of it, and given to the others. All
-ranks compute the same plan from the same needs, so no plan is exchanged.
+What a rank needs is runs of bytes of data sections, as rows ``file, start, stop``. The runs of all ranks are united and
+divided into chunks. One rank of a node, its *leader* for the chunk, brings it there, and gives it to those that want
+some of it. It reads it from storage, or gets it from the leader of another node. All ranks compute the same plan from
+the same needs, so no plan is exchanged.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from holdfast.geometry import Int64s
 
+Bools = npt.NDArray[np.bool_]
+
+
+class Bandwidths(msgspec.Struct, frozen=True, array_like=True):
+    """What a job's storage and network carry, in bytes per second: what one node reads at most, what all nodes together
+    read at most, and what one node receives from others."""
+
+    node_storage: float
+    all_storage: float
+    node_network: float
+
+    def __post_init__(self) -> None:
+        if not min(self.node_storage, self.all_storage, self.node_network) > 0:
+            raise ValueError("bandwidths are positive")
+
+    def favour_exchange(self, nodes: Sequence[Int64s]) -> bool:
+        """Whether the job loads sooner when each byte is read once and sent to the other nodes that need it, than when
+        each node reads what it needs; `nodes` are their needs.
+
+        Both ways take as long as their slowest part: the storage of the busiest node, all storage together, and with an
+        exchange what the busiest node receives.
+        """
+        needs = [_num_bytes(runs) for runs in nodes]
+        once = _num_bytes(united(nodes))
+        apart_s = max(max(needs) / self.node_storage, sum(needs) / self.all_storage)
+        received = max(needs) - max(needs) * once / max(sum(needs), 1)
+        together_s = max(once / len(nodes) / self.node_storage, once / self.all_storage, received / self.node_network)
+        return together_s < apart_s
+
 
 @dataclass(frozen=True)
 class Chunks:
-    """Bytes ``[starts[i], stops[i])`` of the data section of file ``files[i]``, in the order in which they are read.
+    """What one node needs, in the order in which it comes: bytes ``[starts[i], stops[i])`` of the data section of file
+    ``files[i]``, at most a buffer, which all nodes know as number ``numbers[i]``.
 
-    ``readers[i]`` is the index in `ranks` of the rank that reads chunk `i`; ``wanted[i, k]`` says whether the rank with
-    index `k` needs some of it, which the reader always does.
+    ``leaders[i]`` is the index in `ranks` (those of the node) of the leader, and ``wanted[i, k]`` says whether the rank
+    with index `k` needs some of it. The leader gets it from the rank ``senders[i]`` of another node, or, where that is
+    -1, reads it and sends it to ``receivers[i]``, ranks of other nodes.
     """
 
     ranks: tuple[int, ...]
+    numbers: Int64s
     files: Int64s
     starts: Int64s
     stops: Int64s
-    readers: Int64s
-    wanted: npt.NDArray[np.bool_]
+    leaders: Int64s
+    wanted: Bools
+    senders: Int64s
+    receivers: tuple[tuple[int, ...], ...]
 
     def __len__(self) -> int:
         return len(self.files)
 
     def consumers(self, chunk: int) -> list[int]:
-        """The ranks other than the reader that need some of a chunk."""
+        """The ranks of the node, other than the leader, that need some of a chunk."""
         wanted = self.wanted[chunk].copy()
-        wanted[self.readers[chunk]] = False
+        wanted[self.leaders[chunk]] = False
         return [self.ranks[index] for index in np.flatnonzero(wanted)]
 
 
-def divide_reads(needs: Mapping[int, Int64s], *, chunk_nbytes: int, first_file: int = 0) -> Chunks:
-    """Chunks of at most `chunk_nbytes` that hold all bytes that the ranks need, by rank.
+def divide_reads(ranks: Sequence[int], needs: Sequence[Int64s], *, chunk_nbytes: int, first_file: int = 0) -> Chunks:
+    """Chunks of at most `chunk_nbytes` for the `ranks` of a node that reads all it needs by itself.
 
     Reading begins with `first_file` (nodes begin at different ones) and goes round. Of the ranks that need some of a
-    chunk, the one that has least to read so far reads it.
+    chunk, the one that has least to read so far leads.
     """
-    ranks = tuple(sorted(needs))
-    files, starts, stops = _chunks([needs[rank] for rank in ranks], chunk_nbytes, first_file)
-    wanted = np.zeros((len(files), len(ranks)), np.bool_)
-    for index, rank in enumerate(ranks):
-        wanted[:, index] = _touched(files, starts, stops, needs[rank])
-    return Chunks(ranks, files, starts, stops, _readers(wanted, stops - starts), wanted)
+    files, starts, stops = _divided(needs, chunk_nbytes, first_file)
+    wanted = _wanted(files, starts, stops, needs)
+    leaders = _least_loaded(wanted, stops - starts)
+    count = len(files)
+    none = np.full(count, -1, np.int64)
+    return Chunks(tuple(ranks), np.arange(count), files, starts, stops, leaders, wanted, none, ((),) * count)
 
 
-def _chunks(needs: Sequence[Int64s], chunk_nbytes: int, first_file: int) -> tuple[Int64s, Int64s, Int64s]:
+def divide_job_reads(
+    nodes: Sequence[Sequence[int]],
+    needs: Sequence[Sequence[Int64s]],
+    node: int,
+    *,
+    chunk_nbytes: int,
+    owners: Sequence[int] | None = None,
+) -> Chunks:
+    """Chunks for number `node` of the nodes of a job that reads each byte once; `nodes` are their ranks, and `needs`
+    what each of these needs.
+
+    The nodes that need some of a chunk take turns in reading one, and so do the ranks of a node in leading, whether
+    they need it or not: so every rank knows who leads on another node. With `owners` each file is read by one rank, its
+    owner, and by no other.
+    """
+    united_needs = [united(each) for each in needs]
+    files, starts, stops = _divided(united_needs, chunk_nbytes, 0)
+    wanting = _wanted(files, starts, stops, united_needs)
+    numbers = np.arange(len(files))
+    leaders = np.stack([_in_turn(ranks, numbers // len(nodes)) for ranks in nodes], axis=1)
+    if owners is None:
+        turns = numbers % np.maximum(wanting.sum(axis=1), 1)
+        readers = np.argmax(np.cumsum(wanting, axis=1) > turns[:, None], axis=1)
+    else:
+        node_of = {rank: number for number, ranks in enumerate(nodes) for rank in ranks}
+        reading = np.asarray(owners, np.int64)[files]
+        readers = np.asarray([node_of[rank] for rank in reading.tolist()], np.int64)
+        leaders[numbers, readers] = reading
+    wanting[numbers, readers] = True
+    here = np.flatnonzero(wanting[:, node])
+    read_here = readers[here] == node
+    elsewhere = wanting[here] & (np.arange(len(nodes)) != node)
+    receivers = tuple(
+        tuple(leaders[number][np.flatnonzero(row)].tolist()) if mine else ()
+        for number, row, mine in zip(here.tolist(), elsewhere, read_here.tolist(), strict=True)
+    )
+    files, starts, stops = files[here], starts[here], stops[here]
+    return Chunks(
+        tuple(nodes[node]),
+        here,
+        files,
+        starts,
+        stops,
+        np.searchsorted(nodes[node], leaders[here, node]),
+        _wanted(files, starts, stops, needs[node]),
+        np.where(read_here, -1, leaders[here, readers[here]]),
+        receivers,
+    )
+
+
+def _in_turn(ranks: Sequence[int], turns: Int64s) -> Int64s:
+    return np.asarray(ranks, np.int64)[turns % len(ranks)]
+
+
+def united(needs: Sequence[Int64s]) -> Int64s:
+    """Runs that hold just what some of `needs` hold, sorted and apart from each other."""
+    return np.stack(_merged(needs, 0), axis=1)
+
+
+def _merged(needs: Sequence[Int64s], first_file: int) -> tuple[Int64s, Int64s, Int64s]:
     runs = np.concatenate([np.zeros((0, 3), np.int64), *needs])
     runs = runs[np.lexsort((runs[:, 1], runs[:, 0], runs[:, 0] < first_file))]
     files, starts, stops = runs.T
     if not len(runs):
         return files, starts, stops
-    # The furthest stop so far in the same file: sorted by file, each file's stops are lifted above those before it.
+    # The furthest stop so far in the same file: each file's stops are lifted above those of the files before it.
     turn = np.r_[0, np.cumsum(files[1:] != files[:-1])]
     lift = turn * (int(stops.max()) + 1)
     reach = np.maximum.accumulate(stops + lift) - lift
     fresh = np.flatnonzero(np.r_[True, (turn[1:] != turn[:-1]) | (starts[1:] > reach[:-1])])
-    files, starts, stops = files[fresh], starts[fresh], reach[np.append(fresh[1:], len(runs)) - 1]
+    return files[fresh], starts[fresh], reach[np.append(fresh[1:], len(runs)) - 1]
+
+
+def _divided(needs: Sequence[Int64s], chunk_nbytes: int, first_file: int) -> tuple[Int64s, Int64s, Int64s]:
+    files, starts, stops = _merged(needs, first_file)
     counts = -(-(stops - starts) // chunk_nbytes)
-    rows = np.repeat(np.arange(len(fresh)), counts)
-    begins = starts[rows] + (np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)) * chunk_nbytes
+    rows = np.repeat(np.arange(len(files)), counts)
+    within = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
+    begins = starts[rows] + within * chunk_nbytes
     return files[rows], begins, np.minimum(begins + chunk_nbytes, stops[rows])
 
 
-def _touched(files: Int64s, starts: Int64s, stops: Int64s, runs: Int64s) -> npt.NDArray[np.bool_]:
+def _wanted(files: Int64s, starts: Int64s, stops: Int64s, needs: Sequence[Int64s]) -> Bools:
+    """For each chunk and each of `needs`, whether they share a byte."""
+    columns = [_touched(files, starts, stops, runs) for runs in needs]
+    return np.stack(columns, axis=1) if columns else np.zeros((len(files), 0), np.bool_)
+
+
+def _touched(files: Int64s, starts: Int64s, stops: Int64s, runs: Int64s) -> Bools:
     """For each chunk, whether one of `runs` (sorted, apart from each other) shares a byte with it."""
     found = np.zeros(len(files), np.bool_)
     for file in np.unique(runs[:, 0]):
@@ -85,11 +191,15 @@ def _touched(files: Int64s, starts: Int64s, stops: Int64s, runs: Int64s) -> npt.
     return found
 
 
-def _readers(wanted: npt.NDArray[np.bool_], sizes: Int64s) -> Int64s:
-    readers = np.zeros(len(sizes), np.int64)
+def _least_loaded(wanted: Bools, sizes: Int64s) -> Int64s:
+    leaders = np.zeros(len(sizes), np.int64)
     load = [0] * wanted.shape[1]
     for chunk, (row, size) in enumerate(zip(wanted, sizes.tolist(), strict=True)):
-        reader = min(np.flatnonzero(row).tolist(), key=load.__getitem__)
-        readers[chunk] = reader
-        load[reader] += size
-    return readers
+        leader = min(np.flatnonzero(row).tolist(), key=load.__getitem__)
+        leaders[chunk] = leader
+        load[leader] += size
+    return leaders
+
+
+def _num_bytes(runs: Int64s) -> int:
+    return int((runs[:, 2] - runs[:, 1]).sum())

@@ -18,7 +18,7 @@ from holdfast.format.container import Files
 from holdfast.format.partition import Cells, FlatCells, GridCells
 from holdfast.geometry import Box, FlatRange, Int64s, Shape, flat_boxes, intersect
 
-#: Offsets of all tensors are computed for this many files at once (bounds memory).
+#: Offsets are computed for this many files at once (bounds memory).
 _FILES_AT_ONCE = 256
 
 
@@ -121,14 +121,16 @@ def plan_load(files: Files, wants: Sequence[Want], *, first_file: int = 0) -> It
     groups = np.split(order, np.flatnonzero(np.diff(at[order])) + 1)
     turn = int(np.searchsorted(needed, first_file))
     sequence = [*range(turn, len(needed)), *range(turn)]
+    positions = np.unique(files.position[plan.tensors])
     for low in range(0, len(sequence), _FILES_AT_ONCE):
         chunk = sequence[low : low + _FILES_AT_ONCE]
-        columns = files.columns(needed[chunk])
+        columns = files.columns(needed[chunk], positions)
         for column, number in enumerate(chunk):
             rows = groups[number]
             tensors = plan.tensors[rows]
             itemsizes = files.itemsizes[tensors]
-            bases = columns.offsets[column, files.position[tensors]] + plan.withins[rows] * itemsizes
+            begins = columns.offsets[column, np.searchsorted(positions, files.position[tensors])]
+            bases = begins + plan.withins[rows] * itemsizes
             starts, stops = bases + plan.firsts[rows] * itemsizes, bases + plan.lasts[rows] * itemsizes
             ascending = np.argsort(starts, kind="stable")
             rows = rows[ascending]

@@ -30,6 +30,8 @@ from holdfast.transfer.reader import DataFile, Extent, ReadJob, ReadStats, read_
 
 OpenReader = Callable[[str], FileReader]
 
+#: Digest tables of so many bytes are kept: those of 256 GiB of data, which many small reads go to.
+_TABLES_NBYTES = 4 << 20
 #: Wants up to this size are filled many at a time.
 _SMALL_NBYTES = 32 << 10
 
@@ -62,6 +64,9 @@ class Checkpoint:
             raise self._corrupt(sealed.name, "it is not the manifest that was sealed")
         self.manifest: DecodedManifest = fmt.decode(data, path=self.path(sealed.name))
         self.files = Files(self.manifest)
+        #: Digest tables that were verified lately, by file.
+        self._tables: dict[int, bytes] = {}
+        self._lock = Lock()
         self._check_seal()
 
     def _check_seal(self) -> None:
@@ -125,6 +130,20 @@ class Checkpoint:
         for reads in plan_load(self.files, wants, first_file=first_file):
             yield reads.file, self._job(reads, wants, targets, verify, open_reader)
 
+    def idle_job(self, file: int, *, verify: bool, open_reader: OpenReader | None = None) -> ReadJob:
+        """A job that wants nothing of a file, for who reads it for others."""
+        columns = self.files.columns(np.asarray([file], np.int64))
+        data_start, data_nbytes = int(columns.data_starts[0]), int(columns.data_nbytes[0])
+        open_ = partial(
+            self.open_file,
+            file,
+            data_start=data_start,
+            data_nbytes=data_nbytes,
+            verify=verify,
+            open_reader=open_reader,
+        )
+        return ReadJob(data_nbytes, open_, [], _wants_nothing, verify)
+
     def open_file(
         self,
         index: int,
@@ -147,6 +166,16 @@ class Checkpoint:
         return DataFile(reader, self.path(name), data_start, data_nbytes, table)
 
     def _table(self, reader: FileReader, index: int, data_nbytes: int) -> bytes:
+        table = self._tables.get(index)
+        if table is None:
+            table = self._read_table(reader, index, data_nbytes)
+            with self._lock:
+                self._tables[index] = table
+                while sum(map(len, self._tables.values())) > _TABLES_NBYTES:
+                    del self._tables[next(iter(self._tables))]
+        return table
+
+    def _read_table(self, reader: FileReader, index: int, data_nbytes: int) -> bytes:
         text = np.empty(32 * num_blocks(data_nbytes), np.uint8)
         reader.read_at(TABLE_OFFSET, text)
         table = parse_table(text.tobytes())
@@ -224,6 +253,10 @@ class Checkpoint:
 
     def _key(self, name: str) -> str:
         return self.located.key(name)
+
+
+def _wants_nothing(*_: object) -> None:
+    raise AssertionError("nothing is delivered where nothing is wanted")
 
 
 class _Nodes(Mapping[str, Node]):

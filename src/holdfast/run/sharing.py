@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import numpy as np
 
 from holdfast.plan.exchange import Chunks
 from holdfast.storage.base import Bytes
-from holdfast.transfer.buffers import NUM_THREADS
 from holdfast.transfer.exchange import Exchange, Expected
 from holdfast.transfer.neighbours import Neighbour
+from holdfast.transfer.network import Peers
 from holdfast.transfer.reader import Chunk, OnCorrupt, Reading, ReadJob, Target
 
 
 class SharedReading:
-    """Fills what `jobs` (by file) want, from what `rank` and its neighbours `others` read as `chunks` say.
+    """Fills what `jobs` (by file, of all that the rank wants or reads) want, as `chunks` say.
 
-    `buffers` are the memory that the neighbours see, in parts of the size of the largest chunk.
+    `others` are the neighbours of `rank`, `buffers` the memory that they see, in parts of the size of the largest
+    chunk, and `peers` what connects it to other nodes, where chunks come from or go to those.
     """
 
     def __init__(
@@ -29,25 +31,28 @@ class SharedReading:
         others: Mapping[int, Neighbour],
         buffers: Sequence[Bytes],
         on_corrupt: OnCorrupt,
+        *,
+        peers: Peers | None = None,
     ) -> None:
         me = chunks.ranks.index(rank)
-        own = np.flatnonzero(chunks.readers == me)
-        received = np.flatnonzero(chunks.wanted[:, me] & (chunks.readers != me))
-        counts = Counter(chunks.files[own].tolist())
-        targets = {file: Target(job, num_chunks=counts[file]) for file, job in jobs.items()}
-
-        def chunk(number: int, wanted_by: Sequence[int]) -> Chunk:
-            file, start, stop = (int(column[number]) for column in (chunks.files, chunks.starts, chunks.stops))
-            return Chunk(number, targets[file], start, stop, wanted_by)
-
-        expected = [Expected(chunks.ranks[chunks.readers[n]], chunk(n, ())) for n in received.tolist()]
+        led, wanted = chunks.leaders == me, chunks.wanted[:, me]
+        counts = Counter(chunks.files[led & (chunks.senders < 0)].tolist())
+        self._chunks = chunks
+        self._peers = peers
+        self._targets = {file: Target(job, num_chunks=counts[file]) for file, job in jobs.items()}
+        expected = [
+            Expected(chunks.ranks[chunks.leaders[index]], self._chunk(index))
+            for index in np.flatnonzero(wanted & ~led).tolist()
+        ]
         self._exchange = Exchange(others, expected, len(buffers[0]))
         self._reading = Reading(
-            (chunk(number, chunks.consumers(number)) for number in own.tolist()),
+            map(self._led_chunk, np.flatnonzero(led).tolist()),
             buffers,
             on_corrupt,
+            num_deliverers=0 if peers is None else 1,
             partners=self._exchange,
             num_offers=len(expected),
+            interrupt=lambda: None if peers is None else peers.close(),
         )
 
     @property
@@ -55,18 +60,57 @@ class SharedReading:
         """Bytes that this rank read from storage so far."""
         return self._reading.bytes_read
 
+    @property
+    def verify_s(self) -> float:
+        """Seconds of its threads that this rank spent on digests so far."""
+        return self._reading.verify_s
+
     def awaited(self) -> tuple[int, ...]:
         """The neighbours that are waited for; none while this rank waits for storage itself."""
         return () if self._reading.is_reading else tuple(self._exchange.awaited())
 
     def run(self) -> None:
-        """Do it; returns when this rank has all it wants, and the others have all that it read for them.
+        """Do it; returns when this rank has all it wants, and the others have all that it brings them.
 
-        Raises what reading raises, and `NeighbourGone` when a neighbour failed or died that is still waited for.
+        Raises what reading raises, and `NeighbourGone` when a rank failed or died that is still waited for.
         """
         with self._exchange.serving(self._reading):
-            self._reading.run(NUM_THREADS)
+            self._reading.run()
 
     def stop(self) -> None:
         """As `Reading.stop`."""
         self._reading.stop()
+
+    def _chunk(self, index: int) -> Chunk:
+        chunks = self._chunks
+        file, start, stop = int(chunks.files[index]), int(chunks.starts[index]), int(chunks.stops[index])
+        return Chunk(int(chunks.numbers[index]), self._targets[file], start, stop)
+
+    def _led_chunk(self, index: int) -> Chunk:
+        chunk = self._chunk(index)._replace(wanted_by=self._chunks.consumers(index))
+        sender, receivers = int(self._chunks.senders[index]), self._chunks.receivers[index]
+        if self._peers is None:
+            return chunk
+        receive = partial(self._peers.receive, sender, chunk.number) if sender >= 0 else None
+        return chunk._replace(receive=receive, send=_to_all(self._peers, receivers, chunk.number))
+
+
+def _to_all(peers: Peers, receivers: Sequence[int], number: int) -> Callable[[Bytes], None] | None:
+    def send(data: Bytes) -> None:
+        for rank in receivers:
+            peers.send(rank, number, data)
+
+    return send if receivers else None
+
+
+def sent_and_received(chunks: Chunks, rank: int) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
+    """Which chunks `rank` sends to each rank of another node, and which it gets from each, in their order."""
+    to_send: defaultdict[int, list[int]] = defaultdict(list)
+    to_receive: defaultdict[int, list[int]] = defaultdict(list)
+    for index in np.flatnonzero(chunks.leaders == chunks.ranks.index(rank)).tolist():
+        number, sender = int(chunks.numbers[index]), int(chunks.senders[index])
+        if sender >= 0:
+            to_receive[sender].append(number)
+        for receiver in chunks.receivers[index]:
+            to_send[receiver].append(number)
+    return to_send, to_receive

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from holdfast.errors import NotFoundError
 from holdfast.format import values
 from holdfast.format.names import component, join, own_part, rank_component
+from holdfast.format.patterns import Globs
 from holdfast.format.values import Encoded, Node, Open, Planes, Stateful, TensorRef, TorchValue
 from holdfast.frameworks import Finish, NamedTensor
 from holdfast.frameworks.module import bind_module
@@ -30,7 +31,7 @@ from holdfast.plan.layout import Replicas
 from holdfast.state.differences import Mismatches, Stored, difference, is_leaf
 from holdfast.state.flatten import check_depth, check_root, name_of_planes, planes_as_tensors
 from holdfast.state.gather import Gatherer
-from holdfast.state.match import Matcher, Target
+from holdfast.state.match import Matcher, Target, Terms
 from holdfast.state.per_rank import PerRank
 from holdfast.state.piecewise import Piecewise, describe
 from holdfast.state.placements import empty, generator_state, revive, same_placement
@@ -67,11 +68,13 @@ def bind(
     strict: bool,
     rank: int = 0,
     world_size: int = 1,
+    terms: Terms | None = None,
 ) -> Binding:
     """Match a live state with a checkpoint's tensors, other names of tensors, and values.
 
     `rank` of `world_size` says which part of what belongs to each rank alone this one gets. `nodes` may read its values
     on demand: looked up are those that the live state needs, and those that belong to all ranks and are not needed.
+    Without `terms` everything is loaded, and nothing may differ.
 
     Raises `IncompatibleError` when a dtype, a shape or a kind differs, and with `strict` also when a name is on one
     side only (code ``incompatible.names``). Ranks that hold different parts of a model see names of other ranks as
@@ -79,7 +82,7 @@ def bind(
     state that could not be saved.
     """
     check_root(into)
-    binder = _Binder(stored, aliases, nodes, rank, world_size)
+    binder = _Binder(stored, aliases, nodes, terms or Terms(), rank, world_size)
     binding = binder.run(cast("MutableMapping[str, object]", into))
     if strict and (binding.missing or binding.unexpected):
         raise difference(binding.missing, binding.unexpected, stored, nodes)
@@ -94,10 +97,14 @@ class _Binder:
         stored: Mapping[str, Stored],
         aliases: Mapping[str, str],
         nodes: Mapping[str, Node],
+        terms: Terms,
         rank: int,
         world_size: int,
     ) -> None:
-        self.nodes = nodes
+        self._select, self._kept = terms.select, terms.kept
+        #: What frameworks see: of modules, only what is selected. Optimizers are selected as a whole.
+        self.nodes = nodes if self._select is None else _Selected(nodes, self._select)
+        self._all_nodes = nodes
         self._rank = rank
         self._world_size = world_size
         self._own_parts: set[str | None] = {None}
@@ -105,7 +112,7 @@ class _Binder:
         self._stored = stored
         self._aliases = aliases
         self._mismatches = Mismatches()
-        self._matcher = Matcher(stored, aliases, nodes, self._mismatches)
+        self._matcher = Matcher(stored, aliases, nodes, self._mismatches, terms)
         self._pending: list[NamedTensor] = []
         self._names: dict[int, NamedTensor] = {}
         self._records: dict[tuple[str, tuple[str, ...]], Callable[..., object]] = {}
@@ -117,6 +124,7 @@ class _Binder:
     def run(self, into: MutableMapping[str, object]) -> Binding:
         finish_containers = self._dict("", into)
         self._match(named=bool(self._optimizers))
+        self.nodes = self._all_nodes
         finish_optimizers = [self._optimizer(path, optimizer) for path, optimizer in self._optimizers]
         self._match(named=False)
         for names, local in describe(self._piecewise):
@@ -147,7 +155,8 @@ class _Binder:
         canonical = {}
         for tied in Gatherer().add(pending):
             names = [entry.name for entry in tied.entries]
-            source = self._matcher.match(names, tied.local)
+            chosen = names if self._select is None else [name for name in names if name in self._select]
+            source = self._matcher.match(chosen, tied.local) if chosen else self._matcher.source_of(names)
             if named:
                 canonical.update(dict.fromkeys(names, source))
                 replicas = tied.entries[0].replicas
@@ -163,8 +172,23 @@ class _Binder:
         for name in chain(self._stored, self.nodes):
             if name in used or own_part(name) not in self._own_parts:
                 continue
+            if self._select is not None and not self._covers(self._select, name):
+                continue
             if name in self._stored or isinstance(values.bare(self.nodes[name]), values.Leaf | values.PerRank):
                 yield name
+
+    def _covers(self, select: Globs, name: str) -> bool:
+        """Whether a stored name is selected, and so is the object that it is a part of, if that is loaded whole."""
+        if not select.covers(name):
+            return False
+        for end in (index for index, letter in enumerate(name) if letter == "/"):
+            node = self.nodes.get(name[:end])
+            if isinstance(node, Stateful | values.PerRank) or node == Open("optimizer"):
+                return select.covers(name[:end])
+        return True
+
+    def _is_selected(self, name: str) -> bool:
+        return self._select is None or name in self._select
 
     def named(self, tensor: torch.Tensor) -> NamedTensor | None:
         return self._names.get(id(tensor))
@@ -206,7 +230,8 @@ class _Binder:
         )
         if live is not None and fits:
             return live
-        return empty(stored.dtype, stored.shape, like=like, device=device)
+        fresh = empty(stored.dtype, stored.shape, like=like, device=device)
+        return fresh.zero_() if self._matcher.canonical(name) in self._kept else fresh
 
     def fill(self, entry: NamedTensor) -> None:
         registration = registered(entry.tensor)
@@ -216,7 +241,8 @@ class _Binder:
         planes = planes_as_tensors(entry, registration)
         node = self.nodes.get(entry.name)
         expected = Planes(registration.name, tuple(planes))
-        if self._matcher.canonical(entry.name) in self._stored or (node is not None and node != expected):
+        differs = self._matcher.canonical(entry.name) in self._stored or (node is not None and node != expected)
+        if differs and self._is_selected(entry.name):
             here = f"a {registration.name!r} of planes {', '.join(planes)}"
             self._mismatches.add_kind(entry.name, here, node)
             return
@@ -224,7 +250,8 @@ class _Binder:
         self._planed.append((entry, next(iter(planes.values())).name))
 
     def missing(self, name: str) -> None:
-        self._matcher.missing.add(name)
+        if self._is_selected(name):
+            self._matcher.missing.add(name)
 
     def mark(self, name: str) -> None:
         self._matcher.used.add(name)
@@ -233,7 +260,7 @@ class _Binder:
         self, path: str, memory: Callable[[str], torch.Tensor] | None = None, replicas: Replicas = "compare"
     ) -> Finish:
         tensors: dict[str, torch.Tensor] = {}
-        for name, node in values.walk(self.nodes, path):
+        for name, node in values.walk(self._all_nodes, path):
             registration = values.registration(node)
             if registration is not None:
                 check_registered(registration, name)
@@ -243,7 +270,7 @@ class _Binder:
                 tensors[tensor] = memory(tensor) if memory else self.memory(tensor, live=None, like=None, device=host)
                 self.fill(NamedTensor(tensor, tensors[tensor], replicas))
         return lambda: values.rebuild(
-            self.nodes, path, tensors.__getitem__, revive=revive, record=self._record_type, decode=decode
+            self._all_nodes, path, tensors.__getitem__, revive=revive, record=self._record_type, decode=decode
         )
 
     def live(self, path: str, item: object) -> Finish:
@@ -253,6 +280,8 @@ class _Binder:
         """Bind a live item; None when it stays as it is, as tensors do: most states are tensors by the thousand."""
         if isinstance(item, torch.Tensor):
             self.fill(NamedTensor(path, item, "compare"))
+        elif self._is_whole(item) and not self._is_selected(path):
+            return None
         elif registered(item) is not None:
             return self._value(path, item)
         elif isinstance(item, PerRank):
@@ -273,6 +302,16 @@ class _Binder:
         else:
             return self._value(path, item)
         return None
+
+    def _is_whole(self, item: object) -> bool:
+        """Whether an item that is no tensor is loaded as a whole or not at all, so that its own name selects it."""
+        if self._select is None or isinstance(item, nn.Module):
+            return False
+        if registered(item) is not None or isinstance(item, Counter | torch.Size):
+            return True
+        return not isinstance(item, dict | list | tuple) or (
+            not isinstance(item, dict) and not values.is_record(item) and self._holds_only_values(item)
+        )
 
     def _per_rank(self, path: str, item: PerRank[object]) -> Finish:
         node = self.nodes.get(path)
@@ -430,10 +469,32 @@ class _Binder:
         return self._records.get((name, fields)) or values.record_type(name, fields)
 
     def _expect(self, path: str, item: object, *kinds: type[Node]) -> None:
-        node = self.nodes.get(path)
+        node = self.nodes.get(path) if self._is_selected(path) else None
         fits = node is None or (isinstance(values.bare(node), kinds) and values.registration(node) is None)
-        if not fits or self._matcher.canonical(path) in self._stored:
+        if not fits or (self._matcher.canonical(path) in self._stored and self._is_selected(path)):
             self._mismatches.add_kind(path, f"a {type(item).__name__}", node)
+
+
+class _Selected(Mapping[str, Node]):
+    """Those of the nodes that are selected."""
+
+    def __init__(self, nodes: Mapping[str, Node], select: Globs) -> None:
+        self._nodes = nodes
+        self._select = select
+
+    def __getitem__(self, path: str) -> Node:
+        if path not in self._select:
+            raise KeyError(path)
+        return self._nodes[path]
+
+    def __contains__(self, path: object) -> bool:
+        return isinstance(path, str) and path in self._select and path in self._nodes
+
+    def __iter__(self) -> Iterator[str]:
+        return (path for path in self._nodes if path in self._select)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
 
 
 def _maker(kind: type) -> Callable[..., object]:

@@ -11,17 +11,12 @@ from holdfast.errors import IncompatibleError
 from holdfast.format import values
 from holdfast.format.names import own_part
 from holdfast.format.values import Encoded, Node, Open, Planes, Stateful, TensorRef, TorchValue
-from holdfast.geometry import Shape
+from holdfast.plan.parts import Stored
+
+__all__ = ["Mismatches", "Stored", "difference", "is_leaf", "listing", "unmatched", "word"]
 
 _SHOWN = 10
 _HINT_CANDIDATES = 500
-
-
-class Stored(NamedTuple):
-    """A tensor of the checkpoint, or what it becomes on the way in."""
-
-    dtype: str
-    shape: Shape
 
 
 def difference(
@@ -44,8 +39,21 @@ def difference(
     return IncompatibleError(
         "Names differ. " + " ".join(lines),
         code="incompatible.names",
-        action="Give both the same names, or load what both have with strict=False.",
+        action="Give both the same names, map the stored ones with mapping=, or load what both have with strict=False.",
         tensor=next(iter(sorted(missing) or sorted(unexpected)), None),
+    )
+
+
+def unmatched(option: str, globs: Mapping[str, Collection[str]]) -> IncompatibleError:
+    """The error for globs of an option that match no live name; with each, names that are near."""
+    lines = []
+    for glob, close in globs.items():
+        hint = f" (did you mean {', '.join(map(repr, close))}?)" if close else ""
+        lines.append(f"{glob!r}{hint}")
+    return IncompatibleError(
+        f"{option} matches nothing in the live state with {listing(lines)}.",
+        code=f"incompatible.{option}",
+        action="Give globs of live names; optimizers and objects with a state_dict have one name each.",
     )
 
 
@@ -85,14 +93,17 @@ class Mismatches:
 
 
 _ACTIONS = {
-    "incompatible.dtype": "Create the live tensor in the stored dtype.",
-    "incompatible.shape": "Create the live tensor in the stored shape, or leave it out of the state.",
+    "incompatible.dtype": "Create the live tensor in the stored dtype, or have it cast with cast=.",
+    "incompatible.shape": "Create the live tensor in the stored shape, map the stored one (mapping=), or leave it out.",
     "incompatible.kind": "Put the same kind of object into the live state, or leave it out of the state.",
     "incompatible.per_rank": (
         "Load with as many ranks, or say with PerRank(value, on_resize=...) what a rank gets instead: "
         '"first" (what rank 0 had), or a function of all parts.'
     ),
-    "incompatible.tied": "Load into a state that ties only what was tied, or equal, when the checkpoint was written.",
+    "incompatible.tied": (
+        "Load into a state that ties only what was tied, or equal, when the checkpoint was written; fuse with mapping= "
+        "only parameters that are equal in optimizer state of one element."
+    ),
 }
 
 

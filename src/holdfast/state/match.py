@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
+from typing import NamedTuple
 
 import msgspec
 import torch
 
 from holdfast.format import values
+from holdfast.format.patterns import Globs
 from holdfast.format.values import Node
+from holdfast.plan.parts import castable
 from holdfast.state.differences import Mismatches, Stored
 from holdfast.state.gather import LocalTensor
 from holdfast.state.memory import digest_of
@@ -25,6 +29,21 @@ class Target(msgspec.Struct, frozen=True, gc=False):
     local: LocalTensor
 
 
+class Terms(NamedTuple):
+    """What of a checkpoint is loaded, and what may differ.
+
+    Live tensors, values and objects whose names are not in `select` are left as they are, and nothing of them is
+    missing or unexpected. `cast` says which live tensors may have another dtype than the stored ones. Of a
+    mapping: `equal` are stored tensors that must be equal to the one of that name, `kept` those that do not fill the
+    whole of a live one.
+    """
+
+    select: Globs | None = None
+    cast: Globs | bool = False
+    equal: Mapping[str, Sequence[str]] = MappingProxyType({})
+    kept: Collection[str] = ()
+
+
 class Matcher:
     """The tensors of a checkpoint, found by the names that live tensors have.
 
@@ -39,6 +58,7 @@ class Matcher:
         aliases: Mapping[str, str],
         nodes: Mapping[str, Node],
         mismatches: Mismatches,
+        terms: Terms,
     ) -> None:
         self.targets: list[Target] = []
         self.used: set[str] = set()
@@ -51,6 +71,9 @@ class Matcher:
         self._copies: list[tuple[Target, Target]] = []
         self._copies_of: dict[str, list[str]] = {}
         self._required: dict[str, list[str]] = {}
+        self._terms = terms
+        self._cast = terms.cast is True
+        self._globs = terms.cast if isinstance(terms.cast, Globs) else None
 
     def canonical(self, name: str) -> str:
         """The name under which a tensor of that name is stored."""
@@ -71,15 +94,26 @@ class Matcher:
             return self.canonical(names[0])
         source, name = next(iter(sources.items()))
         stored, layout = self._stored[source], local.layout
-        if stored.dtype != layout.dtype:
-            self._mismatches.add("incompatible.dtype", name, f"{layout.dtype} here, {stored.dtype} in the checkpoint")
+        # All names are asked for, so that every glob is tried.
+        may_cast = self._cast if self._globs is None else True in [name in self._globs for name in names]
+        if stored.dtype != layout.dtype and not (may_cast and castable(stored.dtype, layout.dtype)):
+            kind = ", which no cast makes of it" if may_cast else ""
+            text = f"{layout.dtype} here, {stored.dtype} in the checkpoint{kind}"
+            self._mismatches.add("incompatible.dtype", name, text)
         if stored.shape != layout.shape:
             self._mismatches.add("incompatible.shape", name, f"{layout.shape} here, {stored.shape} in the checkpoint")
         target = Target(name, source, local)
         self._fill(target)
-        if len(sources) > 1 or name in self._required:
-            self._match_copies(target, [*sources, *self._required.get(name, ())][1:])
+        if len(sources) > 1 or name in self._required or source in self._terms.equal:
+            self._match_copies(
+                target, [*sources, *self._required.get(name, ()), *self._terms.equal.get(source, ())][1:]
+            )
         return source
+
+    def source_of(self, names: Sequence[str]) -> str:
+        """The name under which a live tensor with these names is stored; nothing is filled, and nothing noted."""
+        sources = map(self.canonical, names)
+        return next((source for source in sources if source in self._stored), self.canonical(names[0]))
 
     def copies(self, name: str) -> Sequence[str]:
         """Other stored names of the live tensor that is filled from the stored `name`."""
@@ -130,6 +164,9 @@ class Matcher:
                 torch.empty_like(part, device="cpu", memory_format=torch.contiguous_format)
                 for part in target.local.memory
             )
+            if target.source in self._terms.kept:
+                for mine, part in zip(memory, target.local.memory, strict=True):
+                    mine.copy_(part)
             copy = Target(target.name, other, LocalTensor(target.local.layout, memory))
             self._fill(copy)
             self._copies.append((target, copy))

@@ -35,14 +35,23 @@ class MemoryTargets:
     def __init__(self) -> None:
         self.nbytes = 0
         self._views: list[torch.Tensor] = []
+        #: The dtype in which elements arrive, where it is not that of the memory.
+        self._casts: dict[int, torch.dtype] = {}
 
-    def add(self, view: torch.Tensor) -> None:
-        """Add the memory of one box."""
-        self.nbytes += view.nbytes
+    def add(self, view: torch.Tensor, dtype: torch.dtype | None = None) -> None:
+        """Add the memory of one box. Elements of another `dtype` than its own are cast on their way into it."""
+        if dtype is None or dtype is view.dtype:
+            self.nbytes += view.nbytes
+        else:
+            self._casts[len(self._views)] = dtype
+            self.nbytes += view.numel() * dtype.itemsize
         self._views.append(view)
 
     def put(self, want: int, at: Box, elements: Array) -> None:
         """Copy `elements` (an array of the carrier type) to `at`, relative to the box."""
+        if want in self._casts:
+            self._cast(want, at, elements)
+            return
         view = carried(self._views[want])
         if view.is_cpu:
             view.numpy()[at.slices()] = elements
@@ -57,23 +66,36 @@ class MemoryTargets:
         """
         targets = [self._views[want] for want in wants]
         kinds = [view.dtype if view.is_cpu and view.is_contiguous() else None for view in targets]
+        if self._casts:
+            kinds = [None if want in self._casts else kind for want, kind in zip(wants, kinds, strict=True)]
         first = 0
         for dtype, run in groupby(kinds):
             last = first + sum(1 for _ in run)
             views = targets[first:last]
-            nbytes = sum(map(_nbytes, views))
             if dtype is None:
-                self._put_each(wants[first:last], data[:nbytes])
+                nbytes = self._put_each(wants[first:last], data)
             else:
+                nbytes = sum(map(_nbytes, views))
                 _copy(views if dtype in _COPIED_AS_THEY_ARE else list(map(carried, views)), data[:nbytes])
             first, data = last, data[nbytes:]
 
-    def _put_each(self, wants: Sequence[int], data: Bytes) -> None:
+    def _put_each(self, wants: Sequence[int], data: Bytes) -> int:
+        """Copy boxes one by one from the beginning of `data`; returns how many bytes they took."""
+        taken = 0
         for want in wants:
             view = self._views[want]
-            shape = tuple(view.shape)
-            self.put(want, whole(shape), data[: view.nbytes].view(CARRIERS[view.element_size()]).reshape(shape))
-            data = data[view.nbytes :]
+            shape, itemsize = tuple(view.shape), self._casts.get(want, view.dtype).itemsize
+            nbytes = view.numel() * itemsize
+            elements = data[taken : taken + nbytes].view(CARRIERS[itemsize]).reshape(shape)
+            self.put(want, whole(shape), elements)
+            taken += nbytes
+        return taken
+
+    def _cast(self, want: int, at: Box, elements: Array) -> None:
+        """Copy elements of another dtype, as ``tensor.to`` casts them: to a device in their own size."""
+        with torch.inference_mode():
+            arrived = torch.from_numpy(np.asarray(elements, order="C")).view(self._casts[want])
+            self._views[want][at.slices()].copy_(arrived)
 
 
 def _copy(views: list[torch.Tensor], data: Bytes) -> None:

@@ -8,6 +8,7 @@ them have given it back. What neighbours offer is delivered from their buffers i
 from __future__ import annotations
 
 import threading
+import time
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -100,13 +101,16 @@ class ReadStats(NamedTuple):
 
 class Chunk(NamedTuple):
     """Bytes [start, stop) of the data section of one file, at most one buffer, which number `number` names among
-    neighbours. `wanted_by` are those that want some of it."""
+    ranks. `wanted_by` are the neighbours that want some of it. It is read from the file, or, where `receive` is given,
+    got by that, verified; `send` passes it on to other nodes."""
 
     number: int
     file: Target
     start: int
     stop: int
     wanted_by: Sequence[int] = ()
+    receive: Callable[[Bytes], None] | None = None
+    send: Callable[[Bytes], None] | None = None
 
 
 class Offer(NamedTuple):
@@ -149,8 +153,8 @@ def read_files(
                 yield Chunk(0, target, start, stop)
 
     with pool.all_buffers() as buffers:
-        reading = Reading(chunks(), buffers, on_corrupt)
-        reading.run(num_threads)
+        reading = Reading(chunks(), buffers, on_corrupt, num_readers=num_threads)
+        reading.run()
     return ReadStats(reading.bytes_read, sum(needed))
 
 
@@ -235,7 +239,9 @@ class Reading:
     """Reads `chunks` in turn through `buffers`, and delivers them and `num_offers` that come from neighbours.
 
     Offers are delivered before more is read: a neighbour may have no free buffer until then. A chunk is only begun
-    when a buffer is free, so no thread ever holds what another one waits for.
+    when a buffer is free, and at most `num_readers` at a time. Where chunks come from other nodes, `num_deliverers` is
+    1: all readers may be waiting for ranks that wait for a neighbour to deliver what is offered. `interrupt` makes all
+    receiving and sending of chunks end soon, with an error.
     """
 
     def __init__(
@@ -244,14 +250,20 @@ class Reading:
         buffers: Sequence[Bytes],
         on_corrupt: OnCorrupt,
         *,
+        num_readers: int = NUM_THREADS,
+        num_deliverers: int = 0,
         partners: Partners | None = None,
         num_offers: int = 0,
+        interrupt: Callable[[], None] = lambda: None,
     ) -> None:
         self._chunks = iter(chunks)
         self._buffers = buffers
         self._on_corrupt = on_corrupt
+        self._num_readers = num_readers
+        self._num_threads = num_readers + num_deliverers
         self._partners = partners
         self._num_offers = num_offers
+        self._interrupt = interrupt
         self._free = list(range(len(buffers)))
         #: How many still want something of what a buffer holds.
         self._lent: dict[int, int] = {}
@@ -263,17 +275,19 @@ class Reading:
         self._error: BaseException | None = None
         self._num_delivering = 0
         self._num_reading = 0
+        self._num_begun = 0
         self.bytes_read = 0
+        self.verify_s = 0.0
 
     @property
     def is_reading(self) -> bool:
         """Whether an answer from storage is waited for."""
         return self._num_reading > 0
 
-    def run(self, num_threads: int) -> None:
+    def run(self) -> None:
         """Do all of it; returns when nothing is left to do, for this process and for its neighbours."""
         try:
-            run_threads(num_threads, self._work, stop=self.stop)
+            run_threads(self._num_threads, self._work, stop=self.stop)
         finally:
             for target in self._open:
                 target.close()
@@ -286,6 +300,7 @@ class Reading:
             self._stopped = True
             self._changed.notify_all()
             self._changed.wait_for(lambda: not self._num_delivering)
+        self._interrupt()
 
     def fail(self, error: BaseException) -> None:
         """Have `run` end with `error`."""
@@ -293,6 +308,7 @@ class Reading:
             self._error = self._error or error
             self._stopped = True
             self._changed.notify_all()
+        self._interrupt()
 
     def offered(self, offer: Offer) -> None:
         """Take what a neighbour offers."""
@@ -325,11 +341,12 @@ class Reading:
                 if self._offers:
                     self._num_offers -= 1
                     return self._offers.popleft()
-                if self._free and not self._exhausted:
+                if self._free and not self._exhausted and self._num_begun < self._num_readers:
                     chunk = next(self._chunks, None)
                     if chunk is not None:
                         return chunk, self._lend(chunk)
                     self._exhausted = True
+                    self._chunks = iter(())  # what made them may lead back here, and would keep the buffers
                 if self._exhausted and not self._num_offers and not self._lent:
                     self._changed.notify_all()
                     break
@@ -338,31 +355,44 @@ class Reading:
 
     def _lend(self, chunk: Chunk) -> int:
         """A free buffer for a chunk."""
-        self._open.add(chunk.file)
-        self._num_reading += 1
+        self._num_begun += 1
+        if chunk.receive is None:
+            self._open.add(chunk.file)
+            self._num_reading += 1
         buffer = self._free.pop()
         self._lent[buffer] = len(chunk.wanted_by) + 1
         return buffer
 
     def _serve(self, chunk: Chunk, buffer: int) -> None:
         data = self._buffers[buffer][: chunk.stop - chunk.start]
-        file = chunk.file.open()
-        file.reader.read_at(file.data_start + chunk.start, data)
-        if file.table is not None:
-            bad_block = first_bad_block(data, file.table, first=chunk.start // BLOCK_NBYTES)
-            if bad_block is not None:
-                raise self._on_corrupt(file, bad_block)
-        self._was_read(chunk)
+        if chunk.receive is None:
+            self._read(chunk, data)
+        else:
+            chunk.receive(data)
         if chunk.wanted_by:
             assert self._partners is not None
             self._partners.offer(chunk, buffer)
         self._deliver(chunk, data)
+        if chunk.send is not None:
+            chunk.send(data)
+        with self._changed:
+            self._num_begun -= 1
         self.given_back(buffer)
 
-    def _was_read(self, chunk: Chunk) -> None:
+    def _read(self, chunk: Chunk, data: Bytes) -> None:
+        """Fill `data` from the file, and verify it."""
+        file = chunk.file.open()
+        file.reader.read_at(file.data_start + chunk.start, data)
+        start_s = time.perf_counter()
+        if file.table is not None:
+            bad_block = first_bad_block(data, file.table, first=chunk.start // BLOCK_NBYTES)
+            if bad_block is not None:
+                raise self._on_corrupt(file, bad_block)
+        verify_s = time.perf_counter() - start_s
         last = chunk.file.was_read()
         with self._changed:
             self._num_reading -= 1
+            self.verify_s += verify_s
             self.bytes_read += chunk.stop - chunk.start
             if last:
                 self._open.discard(chunk.file)

@@ -1,0 +1,152 @@
+"""Patterns of names: globs that select, and patterns whose fields make other names.
+
+``*`` stands for any text without ``/``, so it crosses the dots of a module's names; ``**`` for any text. ``{field}``
+stands for one component between dots and slashes, ``{field:*}`` and ``{field:**}`` for what ``*`` and ``**`` stand
+for; a field that occurs twice has one text. ``{{`` and ``}}`` are braces. A pattern that matches the name of a
+container matches all that lies below it, so ``model`` is everything of the model.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+_TOKEN = re.compile(r"\{\{|\}\}|\{([A-Za-z_][A-Za-z0-9_]*)(?::(\*\*?))?\}|\*\*|\*|[{}]")
+_STANDS_FOR = {"*": "[^/]*", "**": ".*", None: "[^./]+"}
+_HINT_CANDIDATES = 500
+
+
+class Pattern:
+    """One pattern. Raises `ValueError` for a malformed one, `TypeError` for what is no string."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        fields: dict[str, None] = {}
+        pieces, self.has_wildcards = [], False
+        for literal, token, field, kind in _tokens(text):
+            pieces.append(re.escape(literal))
+            if field is not None:
+                pieces.append(f"(?P={field})" if field in fields else f"(?P<{field}>{_STANDS_FOR[kind]})")
+                fields[field] = None
+            elif token.startswith("*"):
+                pieces.append(_STANDS_FOR[token])
+                self.has_wildcards = True
+            elif token:
+                pieces.append(re.escape(token[0]))
+        self.fields = tuple(fields)
+        self._regex = re.compile("".join(pieces), re.DOTALL)
+        self._above = re.compile(f"(?:{self._regex.pattern})(?=/|\\Z)", re.DOTALL)
+
+    def match(self, name: str) -> int | None:
+        """How much of `name` matches: all of it, or what names a container that it lies in; None when nothing does."""
+        found = self._above.match(name)
+        return found.end() if found else None
+
+    def fields_of(self, name: str) -> dict[str, str] | None:
+        """The text of each field where all of `name` matches, else None."""
+        found = self._regex.fullmatch(name)
+        return found.groupdict() if found else None
+
+    def renamed(self, name: str, to: Template) -> str | None:
+        """`name` with what matches written as `to`; None when nothing matches."""
+        found = self._above.match(name)
+        return to.fill(found.groupdict()) + name[found.end() :] if found else None
+
+
+class Template:
+    """A name with fields to be filled. Raises `ValueError` for a malformed one, `TypeError` for what is no string."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self._pieces: list[tuple[str, str | None]] = []
+        for literal, token, field, kind in _tokens(text):
+            if kind is not None or token in ("*", "**"):
+                raise ValueError(f"{text!r} makes a name, so it has fields such as {{i}}, but no wildcards")
+            self._pieces.append((literal + (token[:1] if field is None else ""), field))
+        self.fields = tuple(dict.fromkeys(field for _, field in self._pieces if field is not None))
+
+    def fill(self, fields: Mapping[str, str]) -> str:
+        """The name in which each field is written as `fields` says."""
+        return "".join(literal + ("" if field is None else fields[field]) for literal, field in self._pieces)
+
+
+def _tokens(text: str) -> Iterable[tuple[str, str, str | None, str | None]]:
+    """Literal text, the token behind it, and where that is a field, its name and what it stands for."""
+    if not isinstance(text, str):
+        raise TypeError(f"a pattern of names is a string, not {text!r}")
+    if not text:
+        raise ValueError("a pattern of names is empty")
+    last = 0
+    for token in _TOKEN.finditer(text):
+        if token.group() in ("{", "}"):
+            raise ValueError(f"{text!r} has a brace that is no field such as {{i}}; write {{{{ or }}}} for a brace")
+        yield text[last : token.start()], token.group(), token[1], token[2]
+        last = token.end()
+    yield text[last:], "", None, None
+
+
+class Globs:
+    """A set of names, given by globs: those that a glob matches, without those that a glob behind ``!`` matches.
+
+    Where all globs are negative, all other names are in the set. Remembers what it was asked about, so that it can say
+    which globs matched nothing. Raises `ValueError` and `TypeError` for malformed globs.
+    """
+
+    def __init__(self, globs: str | Sequence[str]) -> None:
+        texts = (globs,) if isinstance(globs, str) else tuple(globs)
+        if not texts:
+            raise ValueError("no globs were given, so they match nothing; leave the option out to have everything")
+        self._globs = [(text, Pattern(text.removeprefix("!")), text.startswith("!")) for text in map(_checked, texts)]
+        self._all_negative = all(negative for _, _, negative in self._globs)
+        self._matched: set[str] = set()
+        self._asked: dict[str, bool] = {}
+
+    def __contains__(self, name: str) -> bool:
+        """Whether the live `name` is in the set."""
+        known = self._asked.get(name)
+        if known is None:
+            hits = [(text, negative) for text, pattern, negative in self._globs if pattern.match(name) is not None]
+            self._matched.update(text for text, _ in hits)
+            known = self._asked[name] = self._decide([negative for _, negative in hits])
+        return known
+
+    def covers(self, name: str) -> bool:
+        """The same of a name that is not live: it does not count as matched."""
+        hits = [negative for _, pattern, negative in self._globs if pattern.match(name) is not None]
+        return self._decide(hits)
+
+    def _decide(self, hits: Sequence[bool]) -> bool:
+        return not any(hits) and (bool(hits) or self._all_negative)
+
+    def unmatched(self) -> dict[str, list[str]]:
+        """The globs that matched none of the names that were asked about, and for each some names that are near."""
+        lost = [text for text, _, _ in self._globs if text not in self._matched]
+        names = {name[:end] for name in self._asked for end in _ends(name)} if lost else set()
+        return {text: near(text.removeprefix("!"), names) for text in lost}
+
+
+def _ends(name: str) -> list[int]:
+    """Where the names of the containers of `name`, and its own, end."""
+    return [index for index, letter in enumerate(name) if letter == "/"] + [len(name)]
+
+
+def _checked(text: object) -> str:
+    if not isinstance(text, str):
+        raise TypeError(f"a glob is a string, not {text!r}")
+    return text
+
+
+def near(text: str, names: Collection[str], count: int = 3) -> list[str]:
+    """Some of `names` that look like `text`, a name or a pattern."""
+    plain = text.replace("*", "")
+    if len(names) > _HINT_CANDIDATES:  # comparing is slow: keep those that begin alike
+        names = sorted(names, key=lambda name: _num_alike(name, plain), reverse=True)[:_HINT_CANDIDATES]
+    return difflib.get_close_matches(plain, names, n=count, cutoff=0.5)
+
+
+def _num_alike(name: str, text: str) -> int:
+    """How many letters both begin with."""
+    return next(
+        (index for index, (a, b) in enumerate(zip(name, text, strict=False)) if a != b), min(len(name), len(text))
+    )

@@ -1,0 +1,269 @@
+"""What a checkpoint's tensors become when they are loaded: rules for ``holdfast.load(..., mapping=rules)``.
+
+    >>> from holdfast.mapping import Drop, Fuse, Rename
+    >>> rules = [
+    ...     Fuse([f"model/layers.{{i}}.{x}_proj.weight" for x in "qkv"], "model/layers.{i}.qkv.weight", groups=8),
+    ...     Rename("model/layers.{i}.{rest:**}", "model/blocks.{i}.{rest}"),
+    ...     Drop("optimizer"),
+    ... ]
+
+Rules apply in order, each to the names as the rules before it left them: first to what is stored, last what is
+compared with the live state. A name that no rule matches stays as it is. Nothing is read and nothing copied for a rule:
+elements go from where they are stored to where they belong.
+
+The first field of a rule, `names`, is a pattern (``holdfast.format.patterns`` says what it matches). What matches a
+parameter applies to its state in all optimizers, too.
+
+A rule that matches nothing, makes a name that is there already, or does not fit the shapes is refused
+(`IncompatibleError`, code ``incompatible.mapping``); one that makes no sense by itself is a `ValueError`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+
+from holdfast.errors import ConfigurationError
+from holdfast.format.dtypes import DTYPES
+from holdfast.format.patterns import Pattern, Template
+
+
+class _Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag=str.lower):
+    """What all rules are: values with a kind."""
+
+
+class _OnNames(_Rule, frozen=True):
+    names: str
+
+    def __post_init__(self) -> None:
+        Pattern(self.names)
+
+
+class _OneToOne(_OnNames, frozen=True):
+    to: str
+
+
+class _OneToMany(_OnNames, frozen=True):
+    to: Sequence[str]
+
+
+class _ManyToOne(_Rule, frozen=True):
+    names: Sequence[str]
+    to: str
+
+
+class Rename(_OneToOne, frozen=True):
+    """Give what matches `names` the name `to`: tensors, values, and whole containers with all that lies below.
+
+    Fields of `names` can be used in `to`: ``Rename("net/{x:**}.gamma", "net/{x}.weight")``.
+    """
+
+    def __post_init__(self) -> None:
+        _check_fields((self.names,), (self.to,))
+
+
+class Drop(_OnNames, frozen=True):
+    """Leave what matches `names` out: tensors, values, and whole containers. It need not be in the live state."""
+
+
+class Cast(_OnNames, frozen=True):
+    """Have tensors that match `names` arrive in `dtype`, as ``tensor.to(dtype)`` would make them.
+
+    As for ``module.to``, a floating dtype concerns floating tensors alone, and of optimizer state only what is matched
+    by its own name, never step counters. Integers become wider integers only.
+    """
+
+    dtype: str
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.dtype not in DTYPES:
+            raise ValueError(f"{self.dtype!r} is no dtype; it is one of {', '.join(DTYPES)}")
+
+
+class Split(_OneToMany, frozen=True, kw_only=True):
+    """Divide tensors along `axis` into those named `to`, which get `shares` of it (default: equal ones).
+
+    With `groups` the axis is as many equal groups, and each one is divided so: grouped-query attention that is stored
+    as q q q q k v per key-value head is ``shares=(4, 1, 1), groups=<key-value heads>``. Only the ratio of the shares
+    counts, so the sizes of the results serve as well.
+    """
+
+    shares: Sequence[int] | None = None
+    axis: int = 0
+    groups: int = 1
+
+    def __post_init__(self) -> None:
+        _keep_as_tuples(self, "to", "shares")
+        _check_fields((self.names,), _several(self.to))
+        _check_groups(self.groups)
+        shares = self.shares
+        if shares is not None and (len(shares) != len(self.to) or any(share < 1 for share in shares)):
+            raise ValueError(f"{shares} are no positive shares of {len(self.to)} tensors")
+
+
+class Fuse(_ManyToOne, frozen=True, kw_only=True):
+    """Lay tensors that match `names`, one each, end to end along `axis` as the tensor named `to`.
+
+    With `groups` each of them is as many equal groups, and the groups alternate: q, k and v with
+    ``groups=<key-value heads>`` give q q q q k v per key-value head.
+    """
+
+    axis: int = 0
+    groups: int = 1
+
+    def __post_init__(self) -> None:
+        _keep_as_tuples(self, "names")
+        _check_fields(_several(self.names), (self.to,), all_used=True)
+        _check_groups(self.groups)
+
+
+class Stack(_OneToOne, frozen=True, kw_only=True):
+    """Make one tensor named `to` of tensors that are alike, along a new `axis`, in order of the field that `to` lacks.
+
+    ``Stack("model/layers.{i}.{w:*}", "model/layers.{w}")`` stacks layer 0, 1 and so on; `first` is the first number.
+    """
+
+    axis: int = 0
+    first: int = 0
+
+    def __post_init__(self) -> None:
+        _check_fields((self.names,), (self.to,))
+        _index_field(self.names, self.to)
+
+
+class Unstack(_OneToOne, frozen=True, kw_only=True):
+    """Make one tensor of each index of `axis`, which goes away; `to` has one field more than `names`, for the index.
+
+    ``Unstack("model/layers.{w:*}", "model/layers.{i}.{w}")`` gives layer 0, 1 and so on; `first` is the first number.
+    """
+
+    axis: int = 0
+    first: int = 0
+
+    def __post_init__(self) -> None:
+        _check_names((self.names,))
+        _index_field(self.to, self.names)
+
+
+class Transpose(_OnNames, frozen=True):
+    """Reorder the axes of tensors: axis ``axes[i]`` of the stored one is axis ``i``."""
+
+    axes: Sequence[int] = (1, 0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _keep_as_tuples(self, "axes")
+        if sorted(self.axes) != list(range(len(self.axes))):
+            raise ValueError(f"{self.axes} is no order of axes")
+
+
+class Pad(_OnNames, frozen=True, kw_only=True):
+    """Make tensors longer: `size` elements along `axis`. What is beyond the stored ones is `fill`.
+
+    ``"zero"`` makes it 0. ``"keep"`` leaves it as it is in the live state, as for rows of a vocabulary that are to be
+    trained; where optimizer state is built anew it is 0.
+    """
+
+    size: int
+    fill: Literal["keep", "zero"]
+    axis: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_size(self.size)
+        if self.fill not in ("keep", "zero"):
+            raise ValueError(f'fill is {self.fill!r}; it is "keep" or "zero"')
+
+
+class Crop(_OnNames, frozen=True, kw_only=True):
+    """Make tensors shorter: the first `size` elements along `axis`, without the rest, such as padding."""
+
+    size: int
+    axis: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_size(self.size)
+
+
+Rule = Rename | Drop | Cast | Split | Fuse | Stack | Unstack | Transpose | Pad | Crop
+
+
+class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    rule: tuple[Rule, ...]
+
+
+def from_toml(text: str) -> tuple[Rule, ...]:
+    """The rules that a TOML text lists: tables ``[[rule]]``, each with its ``kind`` and the fields of that rule.
+
+    Raises `ConfigurationError`, code ``configuration.mapping``, for a text that is no list of rules.
+    """
+    try:
+        return msgspec.toml.decode(text, type=_File).rule
+    except (msgspec.DecodeError, ValueError) as error:
+        raise ConfigurationError(
+            f"The mapping is malformed: {error}.",
+            code="configuration.mapping",
+            action='Write rules as tables: [[rule]], kind = "rename", names = "...", to = "...".',
+        ) from error
+
+
+def index_field(rule: Stack | Unstack) -> str:
+    """The field that counts along the axis that a rule makes or takes away."""
+    return _index_field(rule.names, rule.to) if isinstance(rule, Stack) else _index_field(rule.to, rule.names)
+
+
+def _keep_as_tuples(rule: _Rule, *fields: str) -> None:
+    """Have a rule that was made with lists be the value that it is with tuples."""
+    for field in fields:
+        if not isinstance(getattr(rule, field), tuple | str | None):
+            msgspec.structs.force_setattr(rule, field, tuple(getattr(rule, field)))
+
+
+def _several(texts: Sequence[str]) -> tuple[str, ...]:
+    if isinstance(texts, str) or len(texts) < 2 or len(set(texts)) < len(texts):
+        raise ValueError(f"{texts!r} are not two or more different names")
+    return tuple(texts)
+
+
+def _check_names(names: tuple[str, ...]) -> list[Pattern]:
+    patterns = [Pattern(text) for text in names]
+    for pattern in patterns:
+        if pattern.has_wildcards:
+            raise ValueError(f"{pattern.text!r} makes other names: give its wildcards names, such as {{x:**}}")
+    return patterns
+
+
+def _check_fields(names: tuple[str, ...], to: tuple[str, ...], *, all_used: bool = False) -> None:
+    patterns = _check_names(names)
+    fields = set(patterns[0].fields)
+    if any(set(pattern.fields) != fields for pattern in patterns):
+        raise ValueError(f"{', '.join(names)} do not have the same fields")
+    for text in to:
+        made = set(Template(text).fields)
+        if made - fields:
+            raise ValueError(f"{text!r} has fields that {names[0]!r} lacks: {', '.join(sorted(made - fields))}")
+        if all_used and made != fields:
+            raise ValueError(f"{text!r} lacks fields of {names[0]!r}: {', '.join(sorted(fields - made))}")
+
+
+def _check_groups(groups: int) -> None:
+    if groups < 1:
+        raise ValueError(f"groups is {groups}; there is at least one")
+
+
+def _check_size(size: int) -> None:
+    if size < 0:
+        raise ValueError(f"size is {size}; it is no negative number")
+
+
+def _index_field(single: str, stacked: str) -> str:
+    """The one field of the name of a single tensor that the name of the stacked one lacks."""
+    fields, others = Pattern(single).fields, Pattern(stacked).fields
+    lost = [field for field in fields if field not in others]
+    if len(lost) != 1 or set(others) - set(fields):
+        raise ValueError(f"{single!r} needs just one field that {stacked!r} lacks, for the index, and no other")
+    return lost[0]

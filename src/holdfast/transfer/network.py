@@ -1,0 +1,220 @@
+"""Ranks of other nodes that send each other what they read, over TCP.
+
+Both ends know in which order chunks go from one to the other, so nothing is asked for: the sender writes the next one
+when it has it, and the receiver reads it into memory of its own. Every chunk carries a digest, since the checksums of
+networks miss what storage must not. A connection that breaks means that the other rank failed or died.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from threading import Condition
+from types import TracebackType
+from typing import Self
+
+import xxhash
+
+from holdfast.errors import StorageError
+from holdfast.storage.base import Bytes
+from holdfast.transfer.neighbours import NeighbourGone
+
+_HELLO = struct.Struct("<16sI")
+#: Number, size and digest of what follows.
+_CHUNK = struct.Struct("<QQ8s")
+_RETRY_S = 0.01
+
+
+class Peers:
+    """Connections of `rank` to ranks of other nodes. Use as a context manager, whose end closes them all.
+
+    The constructor listens at `address`, ``host:port``; `connect` finds the others.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._listener = socket.create_server((_own_host(), 0), backlog=1024)
+        self._links: dict[int, _Link] = {}
+        self._connections: list[socket.socket] = []
+        host, port = self._listener.getsockname()[:2]
+        self.address = f"{host}:{port}"
+
+    def connect(
+        self,
+        token: bytes,
+        addresses: Mapping[int, str],
+        *,
+        to_send: Mapping[int, Sequence[int]],
+        to_receive: Mapping[int, Sequence[int]],
+        end_s: float,
+    ) -> None:
+        """Meet all ranks with whom there is something `to_send` or `to_receive`: numbers of chunks, in their order.
+
+        `token` is known to the ranks of one operation alone. `end_s` of the monotonic clock is the end of all waiting
+        for others, in sending and receiving too.
+
+        Raises `NeighbourGone` for ranks that were not met.
+        """
+        ranks = {rank for plan in (to_send, to_receive) for rank, numbers in plan.items() if numbers}
+        waiting = {rank for rank in ranks if rank > self._rank}
+        met = {rank: self._reach(token, rank, addresses[rank], end_s) for rank in sorted(ranks - waiting)}
+        while waiting:
+            rank, connection = self._admit(token, waiting, end_s)
+            met[rank] = connection
+            waiting.remove(rank)
+        for rank, connection in met.items():
+            self._links[rank] = _Link(rank, connection, to_send.get(rank, ()), to_receive.get(rank, ()), end_s)
+
+    def send(self, rank: int, number: int, data: Bytes) -> None:
+        """Send chunk `number` in its turn; returns when the system has taken all of it."""
+        self._links[rank].send(number, data)
+
+    def receive(self, rank: int, number: int, out: Bytes) -> None:
+        """Fill `out` with chunk `number` in its turn."""
+        self._links[rank].receive(number, out)
+
+    def close(self) -> None:
+        """End all sending and receiving. Never raises."""
+        for connection in (self._listener, *self._connections):
+            with suppress(OSError):  # it was never connected, or is gone: there is nothing left to end
+                connection.shutdown(socket.SHUT_RDWR)
+            connection.close()
+        for link in self._links.values():
+            link.end()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _reach(self, token: bytes, rank: int, address: str, end_s: float) -> socket.socket:
+        host, _, port = address.rpartition(":")
+        while True:
+            try:
+                connection = socket.create_connection((host, int(port)), timeout=_remaining_s(end_s))
+            except OSError as error:
+                if time.monotonic() > end_s:
+                    raise NeighbourGone([rank]) from error
+                time.sleep(_RETRY_S)
+                continue
+            self._connections.append(connection)
+            connection.sendall(_HELLO.pack(token, self._rank))
+            return connection
+
+    def _admit(self, token: bytes, waiting: set[int], end_s: float) -> tuple[int, socket.socket]:
+        while True:
+            self._listener.settimeout(_remaining_s(end_s))
+            try:
+                connection, _ = self._listener.accept()
+                self._connections.append(connection)
+                connection.settimeout(_remaining_s(end_s))
+                hello = bytearray(_HELLO.size)
+                _fill(connection, memoryview(hello))
+            except TimeoutError as error:
+                raise NeighbourGone(waiting) from error
+            except OSError:  # somebody knocked and went
+                continue
+            secret, rank = _HELLO.unpack(hello)
+            if secret == token and rank in waiting:
+                return rank, connection
+
+
+class _Link:
+    """The connection to one rank."""
+
+    def __init__(
+        self, rank: int, connection: socket.socket, to_send: Sequence[int], to_receive: Sequence[int], end_s: float
+    ) -> None:
+        self._rank = rank
+        self._connection = connection
+        self._sending, self._receiving = _Turns(to_send), _Turns(to_receive)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.settimeout(_remaining_s(end_s))
+
+    def send(self, number: int, data: Bytes) -> None:
+        header = _CHUNK.pack(number, len(data), xxhash.xxh3_64_digest(data.data))
+        with self._sending.turn(number), self._gone():
+            self._connection.sendall(header)
+            self._connection.sendall(data.data)
+
+    def receive(self, number: int, out: Bytes) -> None:
+        header = bytearray(_CHUNK.size)
+        with self._receiving.turn(number), self._gone():
+            _fill(self._connection, memoryview(header))
+            _fill(self._connection, out.data)
+        if _CHUNK.unpack(header) != (number, len(out), xxhash.xxh3_64_digest(out.data)):
+            raise StorageError(
+                f"what rank {self._rank} sent is not what arrived: the network altered it.",
+                code="storage.network",
+                action="Try again; where it happens again, check the network between the nodes.",
+                rank=self._rank,
+                retryable=True,
+            )
+
+    @contextmanager
+    def _gone(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self.end()
+            raise NeighbourGone([self._rank]) from error
+
+    def end(self) -> None:
+        """Let those go on who wait for their turn."""
+        self._sending.end()
+        self._receiving.end()
+
+
+class _Turns:
+    """Has threads that come in any order do one thing after the other, in the order of `numbers`."""
+
+    def __init__(self, numbers: Sequence[int]) -> None:
+        self._numbers = deque(numbers)
+        self._changed = Condition()
+
+    @contextmanager
+    def turn(self, number: int) -> Iterator[None]:
+        with self._changed:
+            self._changed.wait_for(lambda: not self._numbers or self._numbers[0] == number)
+        yield
+        with self._changed:
+            if self._numbers:
+                self._numbers.popleft()
+            self._changed.notify_all()
+
+    def end(self) -> None:
+        """Let all go on: nothing can be done any more, and each finds that out."""
+        with self._changed:
+            self._numbers.clear()
+            self._changed.notify_all()
+
+
+def _own_host() -> str:
+    """The address of this host in the network in which the job's ranks meet."""
+    master = os.environ.get("MASTER_ADDR", "")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((master or socket.gethostname(), 9))  # sends nothing: asks which way it would go
+            return str(probe.getsockname()[0])
+        except OSError:
+            return "127.0.0.1"
+
+
+def _fill(connection: socket.socket, out: memoryview) -> None:
+    while len(out):
+        count = connection.recv_into(out)
+        if not count:
+            raise ConnectionResetError("the connection was closed")
+        out = out[count:]
+
+
+def _remaining_s(end_s: float) -> float:
+    return max(end_s - time.monotonic(), 0.001)

@@ -1,0 +1,194 @@
+"""A checkpoint looked at lazily: metadata without data, any slice of any tensor by ranged reads."""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_left
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy.typing as npt
+
+from holdfast.errors import NotFoundError
+from holdfast.format import values as value_codec
+from holdfast.format.patterns import Globs, near
+from holdfast.format.values import Undecoded
+from holdfast.run.checkpoint import Checkpoint
+from holdfast.run.history import resolve
+from holdfast.run.paths import parse, some
+from holdfast.state import registry
+from holdfast.view.order import Piece, in_file_order
+from holdfast.view.source import Source
+from holdfast.view.tensor import LazyTensor, as_numpy, as_torch, numpy_dtype
+from holdfast.view.tree import nested, tensors_in
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["LazyTensor", "Piece", "View", "open"]
+
+
+class View:
+    """A checkpoint, opened for reading. Needs no process group, opens no epoch, changes nothing; safe for threads."""
+
+    def __init__(self, checkpoint: Checkpoint, *, verify: bool) -> None:
+        self._checkpoint = checkpoint
+        self._source = Source(checkpoint, verify=verify)
+
+    @property
+    def step(self) -> int:
+        """The step it was saved at."""
+        return self._checkpoint.seal.step
+
+    @property
+    def place(self) -> str:
+        """Its place in the run's history, such as ``3.12``."""
+        return str(self._checkpoint.seal.place)
+
+    @property
+    def path(self) -> str:
+        """The checkpoint's folder."""
+        return self._checkpoint.folder
+
+    @property
+    def in_history(self) -> bool:
+        """Whether it was found through a run, rather than as a folder outside any history."""
+        return self._checkpoint.located.commit is not None
+
+    @property
+    def aliases(self) -> Mapping[str, str]:
+        """Other names of tied tensors, and the names they are stored under."""
+        return self._checkpoint.manifest.body.aliases
+
+    @property
+    def diverged(self) -> tuple[str, ...]:
+        """Names of tensors of which several ranks held copies that differed when it was saved; one copy was stored."""
+        return self._checkpoint.manifest.body.diverged
+
+    def names(self) -> list[str]:
+        """Names of all stored tensors, sorted."""
+        return list(self._names)
+
+    def value_names(self) -> list[str]:
+        """Names of all values, sorted."""
+        return sorted(
+            path
+            for path, node in self._checkpoint.nodes.items()
+            if isinstance(value_codec.bare(node), value_codec.Leaf)
+        )
+
+    def value(self, name: str) -> object:
+        """One value, or the values and lazy tensors below a name, in the containers they were saved in.
+
+        What a registered type encoded is decoded where the type is registered, else given as it was encoded, with the
+        name. A `PerRank` is the list of all ranks' parts.
+        """
+        return value_codec.rebuild(self._checkpoint.nodes, name, tensors=self.__getitem__, decode=registry.decode)
+
+    def __getitem__(self, name: str) -> LazyTensor:
+        """The tensor of that name or alias. Raises `NotFoundError`, which names close matches."""
+        number = self._number(name)
+        if number is None:
+            raise self._nothing(name, f"tensor {name!r}", "List its names with view.names().")
+        return LazyTensor(self._source, number)
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and self._number(name) is not None
+
+    def numpy(self, globs: str | Sequence[str] = "**") -> dict[str, npt.NDArray[Any]]:
+        """All tensors whose names or aliases match, whole, by name; a tied tensor is one array under each of its names.
+
+        In a glob, ``*`` stands for any text without ``/``, ``**`` for any text; one that matches the name of a
+        container, such as ``model``, matches all that lies below it; one after ``!`` leaves out. Reads each file once,
+        in little memory besides the result. Arrays are as `LazyTensor.numpy` gives them.
+
+        Raises `NotFoundError` when a glob matches nothing.
+        """
+        numbers = self._matching(globs)
+        arrays = self._numpy(set(numbers.values()))
+        return {name: arrays[number] for name, number in numbers.items()}
+
+    def torch(self, globs: str | Sequence[str] = "**") -> dict[str, Tensor]:
+        """As `numpy`, but torch tensors on the CPU."""
+        numbers = self._matching(globs)
+        tensors = self._torch(set(numbers.values()))
+        return {name: tensors[number] for name, number in numbers.items()}
+
+    def tree(self, name: str = "", *, numpy: bool = False) -> object:
+        """Everything at and below `name`, all by default: values, and whole tensors (torch, or numpy arrays).
+
+        Containers are those that were saved; modules, optimizers and parameters with slots are dictionaries by the
+        parts of their names. What a registered type encoded is decoded as in `value`, with `numpy` left as it was
+        encoded. Reads each file once, and no values but those below `name`. Raises `NotFoundError` for a name that
+        nothing has.
+        """
+        nodes = nested(self._checkpoint.nodes, [*self._names, *self.aliases], name)
+        if name not in nodes:
+            raise self._nothing(name, f"tensor and no value at or below {name!r}", "Look at view.names().")
+        numbers = {tensor: self[tensor].number for tensor in tensors_in(nodes)}
+        found: Mapping[int, object] = (self._numpy if numpy else self._torch)(set(numbers.values()))
+        decode = Undecoded if numpy else registry.decode
+        return value_codec.rebuild(nodes, name, lambda tensor: found[numbers[tensor]], decode=decode)
+
+    def in_file_order(self, globs: str | Sequence[str] = "**") -> Iterator[Piece]:
+        """The stored pieces of all tensors whose names match, as they lie in the files: for converters.
+
+        Reads each file once, front to back, a little ahead, in 16 MiB besides the piece; pieces over 64 MiB come in
+        several. Arrays are the caller's own, with the dtypes of `LazyTensor.numpy` (where numpy has none,
+        integers of the same size), read-only and mapped where that maps. A tensor without elements has no piece.
+        Raises `NotFoundError` when a glob matches nothing, and `CorruptError` at the first damaged block.
+        """
+        return in_file_order(self._source, set(self._matching(globs, aliases=False).values()))
+
+    @property
+    def _names(self) -> Sequence[str]:
+        return self._checkpoint.manifest.body.names
+
+    def _number(self, name: str) -> int | None:
+        """The number of the tensor of that name or alias. Names are sorted: no table of them is needed."""
+        name = self.aliases.get(name, name)
+        at = bisect_left(self._names, name)
+        return at if at < len(self._names) and self._names[at] == name else None
+
+    def _matching(self, globs: str | Sequence[str], *, aliases: bool = True) -> dict[str, int]:
+        wanted = Globs(globs)
+        numbers = {name: number for number, name in enumerate(self._names) if name in wanted}
+        if aliases:
+            numbers |= {name: self[name].number for name in self.aliases if name in wanted}
+        for glob in wanted.unmatched():
+            raise self._nothing(glob, f"tensor whose name matches {glob!r}", "Look at view.names().")
+        return numbers
+
+    def _numpy(self, numbers: Collection[int]) -> dict[int, npt.NDArray[Any]]:
+        dtypes = {number: numpy_dtype(self._checkpoint.manifest.dtype(number)) for number in sorted(numbers)}
+        held = self._source.whole(list(dtypes), private=False)
+        writeable = self._source.verify
+        return {n: as_numpy(array, dtypes[n], writeable=writeable) for n, array in zip(dtypes, held, strict=True)}
+
+    def _torch(self, numbers: Collection[int]) -> dict[int, Tensor]:
+        dtypes = {number: self._checkpoint.manifest.dtype(number) for number in sorted(numbers)}
+        held = self._source.whole(list(dtypes), private=True)
+        return {n: as_torch(array, dtypes[n]) for n, array in zip(dtypes, held, strict=True)}
+
+    def _nothing(self, name: str, what: str, action: str) -> NotFoundError:
+        close = near(name, [*self._names, *self.aliases])
+        return NotFoundError(
+            f"{self.path} holds no {what}.",
+            code="not_found.tensor",
+            action=f"Did you mean {some(close)}?" if close else action,
+            tensor=name,
+            path=self.path,
+        )
+
+
+def open(path: str | os.PathLike[str], *, verify: bool = True) -> View:  # noqa: A001
+    """Open a checkpoint for lazy reading: a run (its head), ``RUN@step=700``, ``RUN@3.12``, or a checkpoint folder.
+
+    Reads metadata only. ``verify=False`` skips the digests of what is read later, and maps local files where elements
+    lie in one piece.
+
+    Raises:
+        NotFoundError: nothing is there; says what is near.
+        CorruptError: the records or the manifest are damaged.
+    """
+    return View(Checkpoint(resolve(parse(path))), verify=verify)

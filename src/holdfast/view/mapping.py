@@ -1,0 +1,52 @@
+"""Files as memory. Python's own mappings keep a descriptor of the file each; of these there may be thousands."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import sys
+import weakref
+from pathlib import Path
+
+import numpy as np
+
+from holdfast.storage.base import Bytes
+
+CAN_MAP = sys.platform == "linux"
+
+_C_LIBRARY = ctypes.CDLL(None, use_errno=True)
+_FAILED = ctypes.c_void_p(-1).value
+#: Private memory is charged when it is written to, not when it is mapped: files may be larger than memory.
+_MAP_NORESERVE = 0x4000
+
+
+def map_file(path: str, start: int, stop: int, *, private: bool) -> Bytes:
+    """Bytes ``[start, stop)`` of a file as memory, for as long as an array over it lives; the file may go meanwhile.
+
+    Read-only; where `private`, it may be written to, which changes this memory alone. Raises `OSError` where it cannot
+    be had, also for a file that is too short: looking at memory behind its end would kill the process.
+    """
+    skipped = start % mmap.ALLOCATIONGRANULARITY
+    with Path(path).open("rb") as file:
+        if os.fstat(file.fileno()).st_size < stop:
+            raise OSError(errno.EINVAL, "the file is too short", path)
+        memory = _map(file.fileno(), start - skipped, stop - start + skipped, private=private)
+    return np.frombuffer(memory, np.uint8)[skipped:] if skipped else np.frombuffer(memory, np.uint8)
+
+
+def _map(descriptor: int, start: int, nbytes: int, *, private: bool) -> memoryview:
+    protection = mmap.PROT_READ | (mmap.PROT_WRITE if private else 0)
+    flags = mmap.MAP_PRIVATE | _MAP_NORESERVE if private else mmap.MAP_SHARED
+    call = _C_LIBRARY.mmap
+    call.restype = ctypes.c_void_p
+    length, offset = ctypes.c_size_t(nbytes), ctypes.c_long(start)
+    address: int | None = call(None, length, protection, flags, descriptor, offset)
+    if address is None or address == _FAILED:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    memory = (ctypes.c_ubyte * nbytes).from_address(address)
+    # Not at exit: others may still look at the memory then.
+    weakref.finalize(memory, _C_LIBRARY.munmap, ctypes.c_void_p(address), length).atexit = False
+    return memoryview(memory) if private else memoryview(memory).toreadonly()

@@ -1,0 +1,147 @@
+"""A checkpoint piece by piece, as it lies in its files: each file is read once, front to back, in bounded memory."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from holdfast.format.container import BLOCK_NBYTES, Entry, FileLayout
+from holdfast.geometry import Box, FlatRange, flat_boxes
+from holdfast.run.checkpoint import Checkpoint
+from holdfast.storage.base import Bytes
+from holdfast.transfer.buffers import BUFFER_NBYTES, BufferPool
+from holdfast.transfer.digest import first_bad_block
+from holdfast.transfer.reader import DataFile
+from holdfast.view.source import Source
+from holdfast.view.tensor import as_numpy, numpy_dtype
+
+#: Larger pieces are given in several.
+MAX_PIECE_NBYTES = 64 << 20
+
+
+class Piece(NamedTuple):
+    """A stored part of a tensor. `array` holds the elements of `part`: with its size, or flat where it is a range."""
+
+    name: str
+    part: Box | FlatRange
+    array: npt.NDArray[Any]
+
+
+def in_file_order(source: Source, tensors: Collection[int]) -> Iterator[Piece]:
+    """All stored pieces of some tensors, file by file."""
+    for index in range(source.checkpoint.manifest.body.num_files):
+        layout = source.checkpoint.files.layout(index)
+        entries = [entry for entry in layout.entries if entry.tensor in tensors]
+        if not entries:
+            continue
+        section = source.section(index, layout.data_start, layout.data_nbytes)
+        if section is None:
+            yield from _read(source, layout, entries)
+            continue
+        for entry in entries:
+            held = section[entry.offset : entry.offset + entry.nbytes]
+            yield from _pieces(source, entry, 0, held)
+
+
+def _read(source: Source, layout: FileLayout, entries: Sequence[Entry]) -> Iterator[Piece]:
+    checkpoint = source.checkpoint
+    file = checkpoint.open_file(
+        layout.index, data_start=layout.data_start, data_nbytes=layout.data_nbytes, verify=source.verify
+    )
+    with (
+        closing(file.reader),
+        BufferPool(2 * BUFFER_NBYTES) as pool,
+        pool.buffer() as one,
+        pool.buffer() as other,
+        ThreadPoolExecutor(1) as helper,  # the last, so the first to end: it may be reading ahead
+    ):
+        front = _Front(checkpoint, file, _windows(entries), (one, other), helper)
+        for entry in entries:
+            for start in range(0, entry.nbytes, MAX_PIECE_NBYTES):
+                data = np.empty(min(entry.nbytes - start, MAX_PIECE_NBYTES), np.uint8)
+                front.read_into(entry.offset + start, data)
+                yield from _pieces(source, entry, start, data)
+
+
+def _pieces(source: Source, entry: Entry, start: int, data: Bytes) -> Iterator[Piece]:
+    """The bytes of an entry from `start` on as one piece, or as boxes where they are not all of it."""
+    manifest, carrier = source.checkpoint.manifest, source.carrier(entry.tensor)
+    try:
+        dtype = numpy_dtype(manifest.dtype(entry.tensor))
+    except TypeError:
+        dtype = carrier
+    elements = as_numpy(data, dtype, writeable=source.verify)
+    name, part, first = manifest.body.names[entry.tensor], entry.part, start // carrier.itemsize
+    if isinstance(part, FlatRange):
+        yield Piece(name, FlatRange(part.start + first, part.start + first + len(elements)), elements)
+    elif len(data) == entry.nbytes:
+        yield Piece(name, part, elements.reshape(part.size))
+    else:
+        for offset, box in flat_boxes(part.size, first, first + len(elements)):
+            at = tuple(a + o for a, o in zip(part.start, box.start, strict=True))
+            yield Piece(name, Box(at, box.size), elements[offset : offset + box.numel].reshape(box.size))
+
+
+def _windows(entries: Sequence[Entry]) -> list[int]:
+    """Numbers of the windows of a data section that hold bytes of `entries`."""
+    starts = np.asarray([entry.offset for entry in entries], np.int64) // BUFFER_NBYTES
+    stops = -(-np.asarray([entry.offset + entry.nbytes for entry in entries], np.int64) // BUFFER_NBYTES)
+    fresh = np.maximum(starts, np.r_[0, stops[:-1]])  # the others hold bytes of the entry before
+    return [number for low, high in zip(fresh.tolist(), stops.tolist(), strict=True) for number in range(low, high)]
+
+
+class _Front:
+    """The bytes of a data section in windows of one buffer, read once and verified; always one ahead."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        file: DataFile,
+        windows: Sequence[int],
+        buffers: tuple[Bytes, Bytes],
+        helper: ThreadPoolExecutor,
+    ) -> None:
+        self._checkpoint = checkpoint
+        self._file = file
+        self._windows = windows
+        self._buffers = buffers
+        self._helper = helper
+        #: How many windows were taken; the last of them is `_data`.
+        self._num_taken = 0
+        self._data = buffers[0][:0]
+        self._coming = self._begin(0)
+
+    def read_into(self, start: int, out: Bytes) -> None:
+        """Fill `out` from byte `start`, which is nowhere before that of the last call."""
+        while len(out):
+            number, skipped = divmod(start, BUFFER_NBYTES)
+            while not self._num_taken or self._windows[self._num_taken - 1] < number:
+                self._take()
+            held = self._data[skipped : skipped + len(out)]
+            out[: len(held)] = held
+            start, out = start + len(held), out[len(held) :]
+
+    def _take(self) -> None:
+        self._data = self._coming.result()
+        self._num_taken += 1
+        # The buffer of the window before is free now.
+        if self._num_taken < len(self._windows):
+            self._coming = self._begin(self._num_taken)
+
+    def _begin(self, index: int) -> Future[Bytes]:
+        return self._helper.submit(self._window, self._windows[index], self._buffers[index % 2])
+
+    def _window(self, number: int, buffer: Bytes) -> Bytes:
+        file, start = self._file, number * BUFFER_NBYTES
+        data = buffer[: min(file.data_nbytes - start, len(buffer))]
+        file.reader.read_at(file.data_start + start, data)
+        if file.table is not None:
+            bad_block = first_bad_block(data, file.table, first=start // BLOCK_NBYTES)
+            if bad_block is not None:
+                raise self._checkpoint.corrupt_block(file, bad_block)
+        return data

@@ -1,0 +1,150 @@
+"""Where a view takes elements from: ranged reads, or the mapped file itself where nothing shall be verified."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from threading import Lock
+from typing import Any
+from weakref import WeakValueDictionary
+
+import numpy as np
+import numpy.typing as npt
+
+from holdfast.format.dtypes import CARRIERS
+from holdfast.geometry import Box, whole
+from holdfast.plan.load import Want, plan_load
+from holdfast.run.checkpoint import Checkpoint
+from holdfast.storage.base import Bytes
+from holdfast.storage.posix import PosixStorage
+from holdfast.view.index import Lattice
+from holdfast.view.mapping import CAN_MAP, map_file
+
+_log = logging.getLogger(__name__)
+
+#: Elements as their carriers: see `CARRIERS`.
+Array = npt.NDArray[Any]
+
+
+class Source:
+    """The elements of a checkpoint. Safe for several threads."""
+
+    def __init__(self, checkpoint: Checkpoint, *, verify: bool) -> None:
+        self.checkpoint = checkpoint
+        self.verify = verify
+        #: Files that are mapped while an array over them lives.
+        self._mapped: WeakValueDictionary[int, Bytes] = WeakValueDictionary()
+        self._lock = Lock()
+
+    def carrier(self, tensor: int) -> np.dtype[Any]:
+        """What carries the elements of tensor number `tensor`."""
+        return np.dtype(CARRIERS[int(self.checkpoint.files.itemsizes[tensor])])
+
+    def read(self, parts: Sequence[tuple[int, Lattice, Array]]) -> None:
+        """Fill arrays with the elements of lattices of tensors: each file is read once, in bounded memory."""
+        wants = [Want(tensor, lattice.box) for tensor, lattice, _ in parts]
+        if wants:
+            self.checkpoint.read(wants, _Arrays(parts), verify=self.verify)
+
+    def whole(self, tensors: Sequence[int], *, private: bool) -> list[Array]:
+        """All elements of several tensors, mapped or read."""
+        boxes = [whole(self.checkpoint.manifest.shape(tensor)) for tensor in tensors]
+        wants = [Want(tensor, box) for tensor, box in zip(tensors, boxes, strict=True)]
+        found: list[Array] = []
+        parts: list[tuple[int, Lattice, Array]] = []
+        for tensor, box, array in zip(tensors, boxes, self.mapped(wants, private=private), strict=True):
+            if array is None:
+                found.append(np.empty(box.size, self.carrier(tensor)))
+                parts.append((tensor, Lattice(box.start, box.size, (1,) * len(box.size)), found[-1]))
+            else:
+                found.append(array)
+        self.read(parts)
+        return found
+
+    def mapped(self, wants: Sequence[Want], *, private: bool) -> list[Array | None]:
+        """The elements of boxes as they lie in mapped files; None where they are not in one piece, or not mapped.
+
+        They are read-only; or `private`: what is written to them stays in this process's memory, and is in no other
+        array.
+        """
+        arrays: list[Array | None] = [None] * len(wants)
+        if not self._maps:
+            return arrays
+        for reads in plan_load(self.checkpoint.files, wants):
+            straight = np.flatnonzero(reads.straight)
+            if not len(straight):
+                continue
+            low, high = int(reads.starts[straight[0]]), int(reads.stops[straight].max())
+            span = (reads.data_start + low, reads.data_start + high)
+            memory = self._span(reads.file, reads.data_start, reads.data_nbytes, span, private=private)
+            if memory is None:
+                continue
+            for row in straight.tolist():
+                want = wants[int(reads.wants[row])]
+                held = memory[int(reads.starts[row]) - low : int(reads.stops[row]) - low]
+                arrays[int(reads.wants[row])] = held.view(self.carrier(want.tensor)).reshape(want.box.size)
+        return arrays
+
+    def section(self, index: int, data_start: int, data_nbytes: int) -> Bytes | None:
+        """The data section of a file, mapped; None where nothing is mapped. Raises as `Checkpoint.open_file`."""
+        span = data_start, data_start + data_nbytes
+        return self._span(index, data_start, data_nbytes, span, private=False) if self._maps else None
+
+    @property
+    def _maps(self) -> bool:
+        return not self.verify and CAN_MAP and isinstance(self.checkpoint.storage, PosixStorage)
+
+    def _span(
+        self, index: int, data_start: int, data_nbytes: int, span: tuple[int, int], *, private: bool
+    ) -> Bytes | None:
+        """Bytes of a file, mapped: for this caller alone, or out of the file's one mapping for all."""
+        if private:
+            return self._map(index, data_start, data_nbytes, span, private=True)
+        with self._lock:
+            memory = self._mapped.get(index)
+            if memory is None:
+                memory = self._map(index, data_start, data_nbytes, (0, data_start + data_nbytes), private=False)
+                if memory is not None:
+                    self._mapped[index] = memory
+        return None if memory is None else memory[slice(*span)]
+
+    def _map(
+        self, index: int, data_start: int, data_nbytes: int, span: tuple[int, int], *, private: bool
+    ) -> Bytes | None:
+        # Opened for the check of its size alone.
+        file = self.checkpoint.open_file(index, data_start=data_start, data_nbytes=data_nbytes, verify=False)
+        file.reader.close()
+        try:
+            return map_file(file.path, *span, private=private)
+        except OSError as error:  # a file system without mappings, or no room for one more
+            _log.info("%s cannot be mapped (%s): reading it instead", file.path, error)
+            return None
+
+
+class _Arrays:
+    """Arrays as targets of `Checkpoint.read`, each for one want."""
+
+    def __init__(self, parts: Sequence[tuple[int, Lattice, Array]]) -> None:
+        self._parts = parts
+
+    def put(self, want: int, at: Box, elements: Array) -> None:
+        _, lattice, array = self._parts[want]
+        if lattice.is_dense:
+            array[at.slices()] = elements
+            return
+        source, target = [], []
+        for start, size, step in zip(at.start, at.size, lattice.step, strict=True):
+            skipped = -start % step
+            first = (start + skipped) // step
+            source.append(slice(skipped, None, step))
+            target.append(slice(first, first + len(range(skipped, size, step))))
+        array[tuple(target)] = elements[tuple(source)]
+
+    def fill(self, wants: Sequence[int], data: Bytes) -> None:
+        start = 0
+        for want in wants:
+            _, lattice, array = self._parts[want]
+            box = lattice.box
+            stop = start + box.numel * array.itemsize
+            self.put(want, whole(box.size), data[start:stop].view(array.dtype).reshape(box.size))
+            start = stop

@@ -1,0 +1,116 @@
+"""One stored tensor, read as far as it is indexed; and elements as numpy and torch know them."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from holdfast.format.dtypes import DTYPES
+from holdfast.geometry import Shape
+from holdfast.plan.load import Want
+from holdfast.view.index import Index, apart, select
+from holdfast.view.source import Array, Source
+
+if TYPE_CHECKING:
+    import torch
+
+
+class LazyTensor:
+    """A stored tensor. Indexing reads just what it needs, verified; nothing is kept. Safe for several threads."""
+
+    def __init__(self, source: Source, number: int) -> None:
+        self._source = source
+        #: Its number in the manifest.
+        self.number = number
+
+    @property
+    def name(self) -> str:
+        """Canonical name."""
+        return self._source.checkpoint.manifest.body.names[self.number]
+
+    @property
+    def shape(self) -> Shape:
+        """Global shape."""
+        return self._source.checkpoint.manifest.shape(self.number)
+
+    @property
+    def dtype(self) -> str:
+        """Logical dtype, as torch names it."""
+        return self._source.checkpoint.manifest.dtype(self.number)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return prod(self.shape) * DTYPES[self.dtype].itemsize
+
+    def __repr__(self) -> str:
+        return f"LazyTensor({self.name!r}, dtype={self.dtype}, shape={list(self.shape)})"
+
+    def __getitem__(self, index: Index | tuple[Index, ...]) -> torch.Tensor:
+        """Integers, slices (also with steps) and ``...``, as numpy understands them; gives a torch tensor on the CPU.
+
+        Blocking. Reads the blocks of 1 MiB that hold selected elements, in little memory besides the result. Raises
+        `CorruptError` when bytes that were read are damaged.
+        """
+        return as_torch(self._read(index, private=True), self.dtype)
+
+    def numpy(self, index: Index | tuple[Index, ...] = ...) -> npt.NDArray[Any]:
+        """The same as a numpy array, without torch; bf16 and fp8 have the dtypes of ``ml_dtypes``.
+
+        The array is read-only where the view was opened with ``verify=False``. What lies in one piece in a local file
+        is the mapped file itself then: nothing is read before somebody looks at it.
+
+        Raises `TypeError` for dtypes that numpy does not have.
+        """
+        dtype = numpy_dtype(self.dtype)
+        return as_numpy(self._read(index, private=False), dtype, writeable=self._source.verify)
+
+    def _read(self, index: Index | tuple[Index, ...], *, private: bool) -> Array:
+        lattice, flipped, shape = select(index, self.shape)
+        (array,) = self._source.mapped([Want(self.number, lattice.box)], private=private)
+        if array is not None:
+            array = _at(array, tuple(slice(None, None, step) for step in lattice.step))
+        else:
+            array = np.empty(lattice.count, self._source.carrier(self.number))
+            parts = apart(lattice, array.itemsize)
+            self._source.read([(self.number, part, _at(array, to)) for part, to in parts])
+        return np.flip(array.reshape(shape), flipped) if flipped else array.reshape(shape)
+
+
+def _at(array: Array, index: tuple[slice, ...]) -> Array:
+    """A view of a part of `array`; an array also where there are no axes, of which numpy would give the scalar."""
+    part: Array = array[index] if index else array
+    return part
+
+
+def as_torch(elements: Array, dtype: str) -> torch.Tensor:
+    """Carriers as a torch tensor over the same memory; a copy where torch cannot express its order."""
+    import torch
+
+    if any(stride < 0 for stride in elements.strides):
+        elements = elements.copy()
+    return torch.from_numpy(elements).view(getattr(torch, dtype))
+
+
+def as_numpy(elements: Array, dtype: npt.DTypeLike, *, writeable: bool) -> npt.NDArray[Any]:
+    """Carriers as an array of `dtype` over the same memory."""
+    array: npt.NDArray[Any] = elements.view(dtype)
+    array.flags.writeable = writeable
+    return array
+
+
+def numpy_dtype(name: str) -> npt.DTypeLike:
+    """The numpy dtype of a logical one. Raises `TypeError` where there is none."""
+    if name.startswith(("bfloat16", "float8", "float4")):
+        import ml_dtypes
+
+        kind = getattr(ml_dtypes, name, None)
+        if kind is not None:
+            dtype: npt.DTypeLike = np.dtype(kind)
+            return dtype
+    elif name != "complex32":
+        return np.dtype(name)
+    raise TypeError(f"numpy has no dtype {name}: index the tensor instead, which gives a torch tensor")

@@ -1,0 +1,42 @@
+"""Everything at and below a name: values and tensors in nested containers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from holdfast.format import values as value_codec
+from holdfast.format.values import Node, Open, Table, TensorRef
+
+
+def nested(nodes: Mapping[str, Node], names: Iterable[str], root: str) -> dict[str, Node]:
+    """The nodes at and below `root`, of which each lists what is below it, with nodes for the tensors `names`.
+
+    What lists nothing, or is only part of a name, becomes a dictionary: modules, optimizers, parameters with slots.
+    """
+    found = {path: nodes[path] for path in nodes if _is_below(path, root)}
+    for name in names:
+        if _is_below(name, root):
+            found.setdefault(name, TensorRef())
+    children: dict[str, dict[str, None]] = {}
+    for path in sorted(found):
+        at = path
+        while at != root:
+            above, _, last = at.rpartition("/")
+            known = children.setdefault(above, {})
+            if last in known:
+                break
+            known[last] = None
+            at = above
+    for path, below in children.items():
+        if isinstance(found.get(path, Open("dict")), Open):
+            found[path] = Table("dict", tuple(below))
+    return {path: Table("dict", ()) if isinstance(node, Open) else node for path, node in found.items()}
+
+
+def tensors_in(nodes: Mapping[str, Node]) -> list[str]:
+    """The names of all tensors that the nodes stand for."""
+    return list(dict.fromkeys(value_codec.tensors(nodes)))
+
+
+def _is_below(path: str, root: str) -> bool:
+    return not root or path == root or path.startswith(root + "/")

@@ -1,0 +1,161 @@
+"""Rules are values, and a TOML text lists the same ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+
+import holdfast
+from holdfast import ConfigurationError
+from holdfast.mapping import (
+    Cast,
+    Crop,
+    Drop,
+    Fuse,
+    Pad,
+    Rename,
+    Rule,
+    Split,
+    Stack,
+    Transpose,
+    Unstack,
+    from_toml,
+)
+
+TEXT = """
+[[rule]]
+kind = "rename"
+names = "net/{x:**}.gamma"
+to = "net/{x}.weight"
+
+[[rule]]
+kind = "drop"
+names = "optimizer"
+
+[[rule]]
+kind = "cast"
+names = "model"
+dtype = "bfloat16"
+
+[[rule]]
+kind = "split"
+names = "{l}.qkv"
+to = ["{l}.q", "{l}.k", "{l}.v"]
+shares = [4, 1, 1]
+groups = 8
+
+[[rule]]
+kind = "fuse"
+names = ["{l}.gate", "{l}.up"]
+to = "{l}.both"
+axis = 1
+
+[[rule]]
+kind = "stack"
+names = "l.{i}.{w:*}"
+to = "l.{w}"
+first = 2
+
+[[rule]]
+kind = "unstack"
+names = "e.{w}"
+to = "e.{i}.{w}"
+axis = 1
+
+[[rule]]
+kind = "transpose"
+names = "c.*"
+axes = [2, 0, 1]
+
+[[rule]]
+kind = "pad"
+names = "emb"
+size = 128
+fill = "keep"
+
+[[rule]]
+kind = "crop"
+names = "head"
+size = 100
+"""
+
+RULES: list[Rule] = [
+    Rename("net/{x:**}.gamma", "net/{x}.weight"),
+    Drop("optimizer"),
+    Cast("model", "bfloat16"),
+    Split("{l}.qkv", ["{l}.q", "{l}.k", "{l}.v"], shares=[4, 1, 1], groups=8),
+    Fuse(["{l}.gate", "{l}.up"], "{l}.both", axis=1),
+    Stack("l.{i}.{w:*}", "l.{w}", first=2),
+    Unstack("e.{w}", "e.{i}.{w}", axis=1),
+    Transpose("c.*", axes=[2, 0, 1]),
+    Pad("emb", size=128, fill="keep"),
+    Crop("head", size=100),
+]
+
+
+def test_toml_lists_the_same_rules() -> None:
+    assert list(from_toml(TEXT)) == RULES
+    assert from_toml(TEXT) == from_toml(TEXT)
+    assert len(set(from_toml(TEXT))) == len(RULES)
+
+
+def test_rules_are_reached_through_the_package() -> None:
+    assert holdfast.mapping.Rename("a", "b") == Rename("a", "b")
+
+
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [
+        ("rule = 3", "Expected `array`"),
+        ("rule", "Expected '='"),
+        ("", "missing required field `rule`"),
+        ('[[rule]]\nkind = "merge"\nnames = "a"', "Invalid value 'merge'"),
+        ('[[rule]]\nkind = "rename"\nnames = "a"', "missing required field `to`"),
+        ('[[rule]]\nkind = "drop"\nnames = "a"\nto = "b"', "unknown field `to`"),
+        ('[[rule]]\nkind = "drop"\nnames = "{"', "a brace that is no field"),
+        ('[[rule]]\nkind = "pad"\nnames = "a"\nsize = "3"\nfill = "keep"', "Expected `int`"),
+        ('[[rule]]\nkind = "pad"\nnames = "a"\nsize = 3\nfill = "ones"', "Invalid enum value 'ones'"),
+    ],
+)
+def test_a_malformed_text_is_refused_and_says_where(text: str, word: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        from_toml(text)
+    assert caught.value.code == "configuration.mapping"
+    assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("make", "word"),
+    [
+        (lambda: Rename("", "b"), "is empty"),
+        (lambda: Rename("a", ""), "is empty"),
+        (lambda: Rename("a.*", "b"), "give its wildcards names"),
+        (lambda: Rename("a.{i}", "b.*"), "no wildcards"),
+        (lambda: Rename("a.{i}", "b.{i:*}"), "no wildcards"),
+        (lambda: Rename("a.{i}", "b.{j}"), "has fields that 'a.{i}' lacks: j"),
+        (lambda: Drop("a.{1}"), "a brace that is no field"),
+        (lambda: Cast("a", "fp32"), "'fp32' is no dtype"),
+        (lambda: Split("a", ["b"]), "two or more different names"),
+        (lambda: Split("a", "bc"), "two or more different names"),
+        (lambda: Split("a", ["b", "b"]), "two or more different names"),
+        (lambda: Split("a", ["b", "c"], shares=[1, 0]), "no positive shares"),
+        (lambda: Split("a", ["b", "c"], shares=[1, 1, 1]), "no positive shares of 2"),
+        (lambda: Split("a", ["b", "c"], groups=0), "at least one"),
+        (lambda: Fuse(["a.{i}", "b"], "c"), "do not have the same fields"),
+        (lambda: Fuse(["a.{i}", "b.{i}"], "c"), "lacks fields of 'a.{i}': i"),
+        (lambda: Stack("a.{i}.{j}", "a"), "just one field"),
+        (lambda: Stack("a.{i}", "b.{i}"), "just one field"),
+        (lambda: Unstack("a.{w}", "a.{w}"), "just one field"),
+        (lambda: Unstack("a.*", "a.{i}"), "give its wildcards names"),
+        (lambda: Transpose("a", axes=(0, 0)), "no order of axes"),
+        (lambda: Pad("a", size=-1, fill="keep"), "negative"),
+        (lambda: Pad("a", size=1, fill=cast("Any", "ones")), '"keep" or "zero"'),
+        (lambda: Crop("a", size=-1), "negative"),
+    ],
+)
+def test_a_rule_that_makes_no_sense_by_itself_is_a_value_error(make: Callable[[], Rule], word: str) -> None:
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 - the words are compared below, without escapes
+        make()
+    assert word in str(caught.value)
