@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -78,6 +79,7 @@ def pool() -> Iterator[BufferPool]:
 
 @pytest.fixture(autouse=True)
 def leaves_no_thread_and_no_open_file() -> Iterator[None]:
+    gc.collect()  # of what tests before left
     threads, descriptors = threading.active_count(), len(os.listdir("/proc/self/fd"))
     yield
     assert (threading.active_count(), len(os.listdir("/proc/self/fd"))) == (threads, descriptors)
