@@ -298,7 +298,7 @@ def random_bytes(nbytes: int, seed: int) -> Bytes:
     return np.random.default_rng(seed).integers(0, 256, nbytes, np.uint8)
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(data=st.data())
 def test_every_rank_gets_every_byte_that_it_wants_once(
     data: st.DataObject, tmp_path_factory: pytest.TempPathFactory

@@ -25,7 +25,7 @@ from tests.models import start_new_job
 from tests.ranks import RankDiedError, RanksFailedError, run_ranks
 
 MIB = 1 << 20
-TIMEOUT_S = 6.0
+TIMEOUT_S = 4.0
 SLACK_S = 8.0
 #: 4 tensors of 8 MiB, and a few small ones.
 SHAPES = {**{f"large-{number}": (2048, 1024) for number in range(4)}, **{f"small-{n}": (7, 12) for n in range(9)}}
@@ -110,7 +110,7 @@ def run_of_one(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.parametrize("placement", [None, Replicate(), Shard(0), Shard(1)], ids=str)
-@pytest.mark.parametrize("world_size", [3, 4])
+@pytest.mark.parametrize("world_size", [3, pytest.param(4, marks=pytest.mark.slow)])
 def test_each_byte_is_read_once_per_node(run_of_rows: str, placement: Placement | None, world_size: int) -> None:
     outcomes = run_ranks(world_size, load_and_count, run_of_rows, placement, None)
     assert [differing for differing, _, _ in outcomes] == [[]] * world_size
@@ -137,7 +137,9 @@ def test_ranks_without_neighbours_read_by_themselves(run_of_one: str) -> None:
 SLOW_STORE = Bandwidths(node_storage=2e9, all_storage=2e9, node_network=20e9)
 
 
-@pytest.mark.parametrize("nodes", [(0, 0, 1, 1), (0, 1, 2), (0, 1, 1, 0, 1)], ids=str)
+@pytest.mark.parametrize(
+    "nodes", [(0, 0, 1, 1), pytest.param((0, 1, 2), marks=pytest.mark.slow), (0, 1, 1, 0, 1)], ids=str
+)
 @pytest.mark.parametrize("placement", [None, Shard(1)], ids=str)
 def test_nodes_send_each_other_what_they_read_where_storage_is_the_slower_way(
     run_of_rows: str, nodes: tuple[int, ...], placement: Placement | None
@@ -207,6 +209,13 @@ def load_apart_badly(run: str, at: int, act: Callable[[], None] | None) -> Told 
 
 
 LOADS = pytest.mark.parametrize("load", [load_badly, load_apart_badly], ids=["one node", "several nodes"])
+SOME_LOADS = pytest.mark.parametrize(
+    "load",
+    [
+        pytest.param(load_badly, id="one node"),
+        pytest.param(load_apart_badly, id="several nodes", marks=pytest.mark.slow),
+    ],
+)
 
 
 @LOADS
@@ -221,7 +230,7 @@ def test_a_rank_killed_while_it_reads_for_others_is_named_in_time(run_of_one: st
         assert told.took_s < TIMEOUT_S + SLACK_S
 
 
-@LOADS
+@SOME_LOADS
 def test_a_rank_stopped_while_it_reads_for_others_is_named_in_time(run_of_one: str, load: Load) -> None:
     with pytest.raises(RanksFailedError) as failed:
         run_ranks(3, load, run_of_one, 3, stop, timeout_s=TIMEOUT_S + SLACK_S)
@@ -257,7 +266,7 @@ def damaged_copy(run: str, to: Path, offset: int) -> tuple[str, str]:
     return str(to), str(data)
 
 
-@LOADS
+@SOME_LOADS
 @pytest.mark.parametrize("offset", [9 * MIB, 20 * MIB])
 def test_a_bad_block_that_one_rank_reads_is_told_to_all(
     run_of_one: str, tmp_path: Path, offset: int, load: Load
