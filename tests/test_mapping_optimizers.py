@@ -200,6 +200,9 @@ def test_state_of_another_shape_than_its_parameter_is_refused_by_name_until_it_i
     assert torch.equal(slots(renamed, "x")["row_var"], slots(saved, "a")["row_var"])
     load(tmp_path / "dropped", saved, into, Drop("optimizer/state/**/*_var"), fuse)
     assert set(slots(into, "ab")) == {"step"}
+    weights = {"model": parameters({"ab": (8, 6)}, seed=9)}
+    holdfast.load(tmp_path / "run", weights, mapping=[Drop("optimizer"), fuse])
+    assert torch.equal(weights["model"]["ab"], torch.cat([saved["model"]["a"], saved["model"]["b"]]))
 
 
 def test_state_in_lists_follows_a_rename_and_is_refused_by_other_rules(tmp_path: Path) -> None:

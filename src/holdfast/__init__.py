@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from holdfast.geometry import Box, FlatRange
     from holdfast.loading import load
     from holdfast.plan.exchange import Bandwidths
-    from holdfast.reports import LoadReport, SaveReport
+    from holdfast.publishing import transfer
+    from holdfast.reports import LoadReport, SaveReport, TransferReport
     from holdfast.saving import save
     from holdfast.state.per_rank import PerRank
     from holdfast.state.piecewise import Piecewise
@@ -45,6 +46,7 @@ _HOMES = {
     "LazyTensor": "holdfast.view",
     "SaveReport": "holdfast.reports",
     "LoadReport": "holdfast.reports",
+    "TransferReport": "holdfast.reports",
     "PerRank": "holdfast.state.per_rank",
     "Piecewise": "holdfast.state.piecewise",
     "FlatRange": "holdfast.geometry",
@@ -72,6 +74,7 @@ __all__ = [
     "SaveReport",
     "StateError",
     "StorageError",
+    "TransferReport",
     "View",
     "load",
     "mapping",
@@ -79,6 +82,7 @@ __all__ = [
     "register_tensor",
     "register_value",
     "save",
+    "transfer",
 ]
 
 
@@ -88,8 +92,8 @@ def __getattr__(name: str) -> object:
         from importlib.metadata import version
 
         return version("holdfast")
-    if name == "mapping":
-        return importlib.import_module("holdfast.mapping")
+    if name in ("mapping", "transfer"):
+        return importlib.import_module(f"holdfast.{name}")
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'holdfast' has no attribute {name!r}")

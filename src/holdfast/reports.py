@@ -52,3 +52,19 @@ class LoadReport:
     seconds: dict[str, float]
     skipped: tuple[tuple[str, str], ...]
     state: object = field(repr=False)
+
+
+@dataclass(frozen=True)
+class TransferReport:
+    """A target that was filled from a source. `state` is the whole tree of the target (tuples in it are new).
+
+    `loaded` are the names of tensors and values that this rank's target got, ``received_nbytes`` the size of its parts
+    of those tensors. ``moved_nbytes`` is what this rank copied out of its part of the source, for itself and others,
+    once for all of them. ``seconds`` says how long each phase took on this rank.
+    """
+
+    loaded: tuple[str, ...]
+    moved_nbytes: int
+    received_nbytes: int
+    seconds: dict[str, float]
+    state: object = field(repr=False)

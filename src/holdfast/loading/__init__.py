@@ -13,10 +13,10 @@ from torch.distributed import ProcessGroup
 from holdfast.control.channel import Channel, Deadline
 from holdfast.control.torch_store import default_channel, group_ranks
 from holdfast.errors import CorruptError, HoldfastError, StorageError
-from holdfast.format.names import own_part
 from holdfast.format.patterns import Globs
 from holdfast.format.records import Place
 from holdfast.loading.filling import Filling
+from holdfast.loading.names import Names, compared, stored_tensors
 from holdfast.loading.together import MEMORY_NBYTES, MIN_MEMORY_NBYTES, Together
 from holdfast.mapping import Rule
 from holdfast.phases import Stopwatch, attempt, collector_paused
@@ -30,7 +30,6 @@ from holdfast.run.history import Located, is_folder, resolve
 from holdfast.run.paths import Target, parse, storage_at
 from holdfast.run.session import JOB
 from holdfast.state.bind import Binding, bind
-from holdfast.state.differences import Stored, difference, unmatched
 from holdfast.state.match import Terms
 from holdfast.transfer.timed import TimedStorage
 
@@ -151,15 +150,6 @@ class _Resolved(msgspec.Struct, frozen=True, array_like=True):
     skipped: tuple[Skipped, ...]
 
 
-class _Names(msgspec.Struct, frozen=True, array_like=True):
-    """Names on one side only, as one rank sees them; and globs that match no live name there, each by the option that
-    it was given with, with names that are near."""
-
-    missing: tuple[str, ...]
-    unexpected: tuple[str, ...]
-    unmatched: dict[str, dict[str, list[str]]]
-
-
 class _Bound(NamedTuple):
     """A checkpoint, what its mapping makes of it, and how that meets the live state of one rank."""
 
@@ -243,7 +233,7 @@ class _Loading:
         if located.run is not None and located.commit is not None:
             assert resolved.epoch is not None, "a run with a commit has an epoch"
             JOB.note_loaded(located.storage.uri, located.run.run_id, located.commit.place, seen=resolved.epoch)
-        difference_ = msgspec.msgpack.decode(names, type=_Names)
+        difference_ = msgspec.msgpack.decode(names, type=Names)
         return LoadReport(
             step=located.seal.step,
             place=str(located.seal.place),
@@ -262,11 +252,11 @@ class _Loading:
             skipped=tuple((str(one.place), one.reason) for one in resolved.skipped),
         )
 
-    def _bind(self, checkpoint: Checkpoint, into: Mapping[str, object]) -> tuple[_Bound, _Names]:
+    def _bind(self, checkpoint: Checkpoint, into: Mapping[str, object]) -> tuple[_Bound, Names]:
         """Match names on this rank; changes nothing."""
         options, body = self._options, checkpoint.manifest.body
         select, cast = options.select(), options.cast()
-        table = mapped(options.mapping, _stored(checkpoint), body.aliases, checkpoint.nodes)
+        table = mapped(options.mapping, stored_tensors(checkpoint), body.aliases, checkpoint.nodes)
         binding = bind(
             into,
             table.stored,
@@ -277,10 +267,7 @@ class _Loading:
             world_size=self._channel.world_size,
             terms=Terms(select, cast, table.equal, table.partly_kept()),
         )
-        globs = {"select": select, "cast": cast}
-        unmatched = {name: given.unmatched() for name, given in globs.items() if isinstance(given, Globs)}
-        names = _Names(tuple(binding.missing), tuple(binding.unexpected), unmatched)
-        return _Bound(checkpoint, binding, table), names
+        return _Bound(checkpoint, binding, table), Names.of(binding, {"select": select, "cast": cast})
 
     def _resolve(self, target: Target, skipped: tuple[Skipped, ...], found: list[Located]) -> _Resolved:
         """Which checkpoint rank 0 found (added to `found` there): a run's head may move while ranks look."""
@@ -338,31 +325,8 @@ class _Loading:
         return located
 
     def _compare(self, payloads: Sequence[bytes], mine: _Bound) -> bytes:
-        """Names that some rank misses, and names that no rank expects. Raises `IncompatibleError` when strict."""
-        ranks = [msgspec.msgpack.decode(payload, type=_Names) for payload in payloads]
-        missing = sorted(set().union(*(rank.missing for rank in ranks)))
-        shared = set(ranks[0].unexpected).intersection(*(rank.unexpected for rank in ranks[1:]))
-        # Of what belongs to one rank alone, only that rank can say that it expects it.
-        own = {name for rank in ranks for name in rank.unexpected if own_part(name) is not None}
-        unexpected = sorted(shared | own)
-        for option in ranks[0].unmatched:
-            each = [rank.unmatched[option] for rank in ranks]
-            nowhere = set(each[0]).intersection(*each[1:])
-            if nowhere:
-                near = {glob: sorted({name for rank in each for name in rank[glob]})[:3] for glob in sorted(nowhere)}
-                raise unmatched(option, near)
-        if self._options.strict and (missing or unexpected):
-            raise difference(missing, unexpected, mine.table.stored, mine.table.nodes)
-        return msgspec.msgpack.encode(_Names(tuple(missing), tuple(unexpected), {}))
-
-
-def _stored(checkpoint: Checkpoint) -> dict[str, Stored]:
-    body = checkpoint.manifest.body
-    known = {
-        kind: Stored(body.dtype_table[kind[0]], body.shape_table[kind[1]])
-        for kind in set(zip(body.dtypes, body.shapes, strict=True))
-    }
-    return dict(zip(body.names, map(known.__getitem__, zip(body.dtypes, body.shapes, strict=True)), strict=True))
+        ranks = [msgspec.msgpack.decode(payload, type=Names) for payload in payloads]
+        return msgspec.msgpack.encode(compared(ranks, mine.table.stored, mine.table.nodes, strict=self._options.strict))
 
 
 def _finish(filling: Filling, state: list[object]) -> bytes:

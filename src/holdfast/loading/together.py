@@ -88,7 +88,9 @@ class Together:
         verify: bool,
         memory_nbytes: int = MEMORY_NBYTES,
         bandwidths: Bandwidths | None = None,
+        owners: Sequence[int] | None = None,
     ) -> None:
+        """`owners` are the ranks that alone can read each data file; without, all ranks can read all of them."""
         self._checkpoint = checkpoint
         self._storage = storage
         self._channel = channel
@@ -96,6 +98,7 @@ class Together:
         self._verify = verify
         self._num_buffers = memory_nbytes // BUFFER_NBYTES
         self._bandwidths = bandwidths
+        self._owners = owners
         self._jobs: dict[int, ReadJob] = {}
         self._needs = np.zeros((0, 3), np.int64)
         self._peers: Peers | None = None
@@ -105,7 +108,8 @@ class Together:
         """Deliver what `plan` wants to its targets, and help other ranks; returns when all ranks have all they want.
 
         What several ranks of a node need is read by one of them, into memory that it shares with the others. With
-        `bandwidths` that favour it, what several nodes need is read by one of them, and sent to the others.
+        `bandwidths` that favour it, what several nodes need is read by one of them, and sent to the others. With
+        `owners` each of them reads what others need, and sends it to their nodes.
 
         Raises:
             CorruptError: bytes are missing or altered; names the file and the tensors.
@@ -128,7 +132,7 @@ class Together:
         self._jobs = dict(self._checkpoint.jobs(wants, targets, verify=self._verify, open_reader=open_reader))
         ranges = [(file, job.ranges()) for file, job in sorted(self._jobs.items())]
         self._needs = np.concatenate([self._needs, *(np.insert(each, 0, file, axis=1) for file, each in ranges)])
-        if self._bandwidths is None or self._channel.world_size == 1:
+        if (self._bandwidths is None and self._owners is None) or self._channel.world_size == 1:
             return msgspec.msgpack.encode(_Here(node_id()))
         self._peers = Peers(self._channel.rank)
         return msgspec.msgpack.encode(_Here(node_id(), self._peers.address, zlib.compress(self._needs.tobytes(), 1)))
@@ -139,9 +143,9 @@ class Together:
         numbers = {node: number for number, node in enumerate(dict.fromkeys(rank.node for rank in ranks))}
         runs = tuple((numbers[node], sum(1 for _ in run)) for node, run in groupby(rank.node for rank in ranks))
         nodes = _Nodes(secrets.token_bytes(16), runs)
-        if self._bandwidths is not None and len(numbers) > 1 and all(rank.address for rank in ranks):
+        if len(numbers) > 1 and all(rank.address for rank in ranks):
             needs = [united([_unpacked(ranks[rank].needs) for rank in members]) for members in nodes.members()]
-            if self._bandwidths.favour_exchange(needs):
+            if self._owners is not None or (self._bandwidths and self._bandwidths.favour_exchange(needs)):
                 addresses, packed = tuple(rank.address for rank in ranks), tuple(rank.needs for rank in ranks)
                 nodes = msgspec.structs.replace(nodes, addresses=addresses, needs=packed)
         return msgspec.msgpack.encode(nodes)
@@ -173,18 +177,33 @@ class Together:
             others, buffers = self._neighbours(stack, nodes.token, ranks, end_s)
             if nodes.addresses:
                 needs = [[_unpacked(nodes.needs[rank]) for rank in each] for each in members]
-                chunks = divide_job_reads(members, needs, node, chunk_nbytes=BUFFER_NBYTES)
+                chunks = divide_job_reads(members, needs, node, chunk_nbytes=BUFFER_NBYTES, owners=self._owners)
                 peers = self._connected(nodes, chunks, end_s)
             else:
-                first_file = self._checkpoint.manifest.body.num_files * node // len(members)
-                own = {self._channel.rank: self._needs}
-                local = {**{rank: _rows(each.note) for rank, each in others.items()}, **own}
-                needs_here = [local[rank] for rank in ranks]
-                chunks = divide_reads(ranks, needs_here, chunk_nbytes=BUFFER_NBYTES, first_file=first_file)
+                chunks = self._divided(members, node, others)
                 peers = None
+            self._jobs.update(self._idle_jobs(chunks))
             corrupt = self._checkpoint.corrupt_block
             self._shared = SharedReading(self._jobs, chunks, self._channel.rank, others, buffers, corrupt, peers=peers)
             self._shared.run()
+
+    def _divided(self, members: Sequence[Sequence[int]], node: int, others: Mapping[int, Neighbour]) -> Chunks:
+        """What the ranks of this node read, which gets nothing from other nodes."""
+        ranks = members[node]
+        needs = [self._needs if rank == self._channel.rank else _rows(others[rank].note) for rank in ranks]
+        if self._owners is not None:
+            return divide_job_reads([ranks], [needs], 0, chunk_nbytes=BUFFER_NBYTES, owners=self._owners)
+        first_file = self._checkpoint.manifest.body.num_files * node // len(members)
+        return divide_reads(ranks, needs, chunk_nbytes=BUFFER_NBYTES, first_file=first_file)
+
+    def _idle_jobs(self, chunks: Chunks) -> dict[int, ReadJob]:
+        """Jobs for the files that this rank brings to others, and wants nothing of."""
+        led = chunks.files[chunks.leaders == chunks.ranks.index(self._channel.rank)]
+        open_reader = self._storage.direct_reader
+        return {
+            file: self._checkpoint.idle_job(file, verify=self._verify, open_reader=open_reader)
+            for file in set(led.tolist()) - self._jobs.keys()
+        }
 
     def _neighbours(
         self, stack: ExitStack, token: bytes, ranks: Sequence[int], end_s: float
@@ -205,11 +224,6 @@ class Together:
         to_send, to_receive = sent_and_received(chunks, rank)
         addresses = dict(enumerate(nodes.addresses))
         self._peers.connect(nodes.token, addresses, to_send=to_send, to_receive=to_receive, end_s=end_s)
-        led = chunks.files[chunks.leaders == chunks.ranks.index(rank)]
-        for file in set(led.tolist()) - self._jobs.keys():
-            self._jobs[file] = self._checkpoint.idle_job(
-                file, verify=self._verify, open_reader=self._storage.direct_reader
-            )
         return self._peers
 
     def _check(self, payloads: Sequence[bytes]) -> bytes:

@@ -25,7 +25,7 @@ class Wanted:
     """Boxes of stored tensors, and the memory of each in `targets`, under the number of the want.
 
     `zeros` is memory that is to be 0, because nothing is stored for it. `cast` are the tensors that are stored in
-    another dtype than they are held in. `owners` names the tensors that a mapping changed, by the wants (as ids).
+    another dtype than they are held in. `owners` names the tensors that a mapping changed, by the wants' numbers.
     """
 
     wants: list[Want] = field(default_factory=list)
@@ -36,8 +36,8 @@ class Wanted:
 
     def resharded(self, checkpoint: Checkpoint) -> set[str]:
         """The tensors of which some part is not just one stored piece."""
-        names, owners = checkpoint.manifest.body.names, self.owners
-        return {owners.get(id(want)) or names[want.tensor] for want in resharded(checkpoint.files, self.wants)}
+        names, wants = checkpoint.manifest.body.names, self.wants
+        return {self.owners.get(number) or names[wants[number].tensor] for number in resharded(checkpoint.files, wants)}
 
 
 def wanted(checkpoint: Checkpoint, binding: Binding, parts: Mapping[str, Parts], rank: int) -> Wanted:
@@ -71,9 +71,8 @@ def _add_parts(
         held = view[common.relative_to(box.start).slices()]
         if part.source is not None:
             number = checkpoint.numbers[part.source]
-            want = Want(number, of_stored)
-            found.wants.append(want)
-            found.owners[id(want)] = target.source
+            found.owners[len(found.wants)] = target.source
+            found.wants.append(Want(number, of_stored))
             dtype = _cast_from(checkpoint.manifest.dtype(number), target, found)
             found.targets.add(_as_stored(held, part.axes), dtype)
         elif part.zero:

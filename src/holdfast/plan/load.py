@@ -147,12 +147,10 @@ def plan_load(files: Files, wants: Sequence[Want], *, first_file: int = 0) -> It
             )
 
 
-def resharded(files: Files, wants: Sequence[Want]) -> Iterator[Want]:
-    """Those of `wants` that are not just one stored cell."""
+def resharded(files: Files, wants: Sequence[Want]) -> Iterator[int]:
+    """Indexes of those of `wants` that are not just one stored cell."""
     meetings, meeting_of = _meetings(files, wants)
-    for want, meeting in zip(wants, meeting_of, strict=True):
-        if not meetings[meeting].alike:
-            yield want
+    return (index for index, meeting in enumerate(meeting_of) if not meetings[meeting].alike)
 
 
 def _plan(files: Files, wants: Sequence[Want]) -> _Plan:

@@ -146,13 +146,13 @@ class Coordinator:
             if self.memory is None or self._request.strict:
                 raise StateError(text, code="state.diverged", action=action, tensor=found[0].name)
             _log.warning("step %d: %s One holder's copy is saved. %s", self._request.step, text, action)
-        return self._publish(self._next, tuple(one.name for one in found))
+        return self.publish(self._next, tuple(one.name for one in found))
 
     def _go_on(self, memory: PlanMemory) -> bytes:
         """Save by the plan in `memory`: ask for what must be compared first, else publish the manifest."""
         self._compare = Compare(self._suspects(memory))
         if not self._compare.names:
-            return self._publish(memory, ())
+            return self.publish(memory, ())
         self._next = memory
         return msgspec.msgpack.encode(self._compare)
 
@@ -191,7 +191,7 @@ class Coordinator:
                 blocks.append(RankValues(rank, nbytes, tuple(sorted(paths))))
         return tuple(blocks)
 
-    def _publish(self, memory: PlanMemory, diverged: tuple[str, ...]) -> bytes:
+    def publish(self, memory: PlanMemory, diverged: tuple[str, ...]) -> bytes:
         """Take the next place of the run and publish the manifest of the checkpoint there: `Planned`, encoded."""
         # Only a state that can be saved gets here: opening an epoch after a rollback moves the head.
         self._run = Run.create(self._storage)

@@ -20,10 +20,11 @@ from holdfast.run.checkpoint import pack_values
 from holdfast.saving.messages import Planned, Written
 from holdfast.state.flatten import FlatState
 from holdfast.state.memory import LocalPieces, packed
-from holdfast.storage.base import Bytes, Storage
+from holdfast.storage.base import Storage
 from holdfast.transfer.buffers import pipeline_pool
+from holdfast.transfer.sources import BytesSource, Source
 from holdfast.transfer.timed import TimedStorage
-from holdfast.transfer.writer import Source, write_file
+from holdfast.transfer.writer import write_file
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class Share:
         sources = self._sources(layout, flat, rank)
         if layout.values is not None:
             block = pack_values(dict(values), capacity=layout.values.capacity)
-            sources.append(_BytesSource(np.frombuffer(block, np.uint8)))
+            sources.append(BytesSource(block))
         nbytes = layout.data_start + layout.data_nbytes
         key = records.checkpoint_key(folder, fmt.file_name(layout.index))
 
@@ -86,20 +87,6 @@ class Share:
         names, pieces = self.manifest.body.names, LocalPieces(rank)
         parts = ((flat.tensors[names[entry.tensor]], entry.part) for entry in layout.entries)
         return list(packed(pieces.source(held.layout, held.memory, part) for held, part in parts))
-
-
-@dataclass(frozen=True)
-class _BytesSource:
-    """Bytes as a source."""
-
-    data: Bytes
-
-    @property
-    def nbytes(self) -> int:
-        return len(self.data)
-
-    def read_into(self, start: int, out: Bytes) -> None:
-        out[:] = self.data[start : start + len(out)]
 
 
 def _read_manifest(storage: Storage, planned: Planned, rank: int) -> DecodedManifest:

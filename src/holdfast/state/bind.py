@@ -230,8 +230,9 @@ class _Binder:
         )
         if live is not None and fits:
             return live
-        fresh = empty(stored.dtype, stored.shape, like=like, device=device)
-        return fresh.zero_() if self._matcher.canonical(name) in self._kept else fresh
+        if self._matcher.canonical(name) in self._kept:
+            return empty(stored.dtype, stored.shape, like=like, device=device).zero_()
+        return empty(stored.dtype, stored.shape, like=like, device=device)
 
     def fill(self, entry: NamedTensor) -> None:
         registration = registered(entry.tensor)

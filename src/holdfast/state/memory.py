@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import accumulate
 from typing import Any
 
 import msgspec
@@ -19,6 +17,7 @@ from holdfast.plan.layout import Pieces, Placed, TensorLayout
 from holdfast.plan.placements import local_boxes
 from holdfast.storage.base import Bytes
 from holdfast.transfer.buffers import BUFFER_NBYTES
+from holdfast.transfer.sources import JoinedSources
 
 _TORCH_CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
@@ -67,31 +66,20 @@ class MemorySource(msgspec.Struct, frozen=True, gc=False):
             elements[offset : offset + box.numel].view(box.size).copy_(source[box.slices()])
 
 
-class PackedSource:
+class PackedSource(JoinedSources):
     """Small sources of one element size on one device, one after another: copied together, by few calls."""
 
     def __init__(self, sources: Sequence[MemorySource]) -> None:
-        self._sources = sources
-        self._offsets = list(accumulate((source.nbytes for source in sources), initial=0))
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all of them."""
-        return self._offsets[-1]
+        super().__init__(sources)
+        self._memory = sources
 
     def read_into(self, start: int, out: Bytes) -> None:
         """Copy bytes from `start` on into `out`; both are multiples of the element size."""
         if len(out) == self.nbytes:
-            elements = [source.elements() for source in self._sources]
+            elements = [source.elements() for source in self._memory]
             torch.from_numpy(out.view(CARRIERS[elements[0].element_size()])).copy_(torch.cat(elements))
-            return
-        stop = start + len(out)
-        for index in range(bisect_right(self._offsets, start) - 1, len(self._sources)):
-            begin, end = self._offsets[index], self._offsets[index + 1]
-            if begin >= stop:
-                break
-            first, last = max(begin, start), min(end, stop)
-            self._sources[index].read_into(first - begin, out[first - start : last - start])
+        else:
+            super().read_into(start, out)
 
 
 def packed(sources: Iterable[MemorySource]) -> Iterator[MemorySource | PackedSource]:

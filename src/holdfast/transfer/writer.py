@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
-from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import numpy as np
 
@@ -14,17 +11,7 @@ from holdfast.format.container import ALIGNMENT
 from holdfast.storage.base import Bytes, FileWriter
 from holdfast.transfer.buffers import NUM_THREADS, BufferPool, run_threads
 from holdfast.transfer.digest import digest_blocks
-
-
-class Source(Protocol):
-    """Bytes to be written. `read_into` is called from several threads, for disjoint ranges."""
-
-    @property
-    def nbytes(self) -> int:
-        """Size; does not change."""
-
-    def read_into(self, start: int, out: Bytes) -> None:
-        """Copy bytes [start, start + len(out)) to `out`."""
+from holdfast.transfer.sources import JoinedSources, Source
 
 
 def write_file(
@@ -61,11 +48,10 @@ class _DataSection:
 
     def __init__(self, writer: FileWriter, sources: Sequence[Source], data_start: int, pool: BufferPool) -> None:
         self._writer = writer
-        self._sources = sources
+        self._sources = JoinedSources(sources)
         self._data_start = data_start
         self._pool = pool
-        self._offsets = list(itertools.accumulate((source.nbytes for source in sources), initial=0))
-        self.nbytes = self._offsets[-1]
+        self.nbytes = self._sources.nbytes
         num_chunks = -(-self.nbytes // pool.buffer_nbytes)
         self.digests = [b""] * num_chunks
         self._chunks = iter(range(num_chunks))
@@ -87,24 +73,12 @@ class _DataSection:
     def _write_chunk(self, chunk: int, buffer: Bytes) -> None:
         start = chunk * len(buffer)
         nbytes = min(len(buffer), self.nbytes - start)
-        self._fill(start, buffer[:nbytes])
+        self._sources.read_into(start, buffer[:nbytes])
         self.digests[chunk] = digest_blocks(buffer[:nbytes])
         # The last chunk is padded to whole blocks, so that it too goes to the device directly; publish cuts it.
         padded = nbytes + -nbytes % self._writer.alignment
         buffer[nbytes:padded] = 0
         self._writer.write_at(self._data_start + start, buffer[:padded])
-
-    def _fill(self, start: int, out: Bytes) -> None:
-        """Copy bytes [start, start + len(out)) of the packed sources to `out`."""
-        stop = start + len(out)
-        index = bisect_right(self._offsets, start) - 1
-        while start < stop:
-            begin, end = self._offsets[index], min(self._offsets[index + 1], stop)
-            if start < end:
-                self._sources[index].read_into(start - begin, out[: end - start])
-                out = out[end - start :]
-                start = end
-            index += 1
 
 
 def _write_header(writer: FileWriter, header: bytes, data_start: int, pool: BufferPool) -> None:

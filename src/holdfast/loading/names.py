@@ -1,0 +1,61 @@
+"""The names of a checkpoint and those of a live state, as all ranks together see them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from holdfast.format.names import own_part
+from holdfast.format.patterns import Globs
+from holdfast.format.values import Node
+from holdfast.run.checkpoint import Checkpoint
+from holdfast.state.bind import Binding
+from holdfast.state.differences import Stored, difference, unmatched
+
+
+class Names(msgspec.Struct, frozen=True, array_like=True):
+    """Names on one side only, as one rank sees them; and globs that match no live name there, each by the option that
+    it was given with, with names that are near."""
+
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    unmatched: dict[str, dict[str, list[str]]]
+
+    @staticmethod
+    def of(binding: Binding, globs: Mapping[str, Globs | bool | None]) -> Names:
+        """What one rank found; `globs` are those of each option, which have been asked for all live names."""
+        unmatched = {option: given.unmatched() for option, given in globs.items() if isinstance(given, Globs)}
+        return Names(tuple(binding.missing), tuple(binding.unexpected), unmatched)
+
+
+def compared(ranks: Sequence[Names], stored: Mapping[str, Stored], nodes: Mapping[str, Node], *, strict: bool) -> Names:
+    """Names that some rank misses, and names that no rank expects. `stored` and `nodes` are what is loaded.
+
+    Raises:
+        IncompatibleError: with `strict`, there are such names; a glob matches no live name of any rank.
+    """
+    missing = sorted(set().union(*(rank.missing for rank in ranks)))
+    shared = set(ranks[0].unexpected).intersection(*(rank.unexpected for rank in ranks[1:]))
+    # Of what belongs to one rank alone, only that rank can say that it expects it.
+    own = {name for rank in ranks for name in rank.unexpected if own_part(name) is not None}
+    unexpected = sorted(shared | own)
+    for option in ranks[0].unmatched:
+        each = [rank.unmatched[option] for rank in ranks]
+        nowhere = set(each[0]).intersection(*each[1:])
+        if nowhere:
+            near = {glob: sorted({name for rank in each for name in rank[glob]})[:3] for glob in sorted(nowhere)}
+            raise unmatched(option, near)
+    if strict and (missing or unexpected):
+        raise difference(missing, unexpected, stored, nodes)
+    return Names(tuple(missing), tuple(unexpected), {})
+
+
+def stored_tensors(checkpoint: Checkpoint) -> dict[str, Stored]:
+    """Dtype and shape of each tensor."""
+    body = checkpoint.manifest.body
+    known = {
+        kind: Stored(body.dtype_table[kind[0]], body.shape_table[kind[1]])
+        for kind in set(zip(body.dtypes, body.shapes, strict=True))
+    }
+    return dict(zip(body.names, map(known.__getitem__, zip(body.dtypes, body.shapes, strict=True)), strict=True))

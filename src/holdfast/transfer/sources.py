@@ -1,0 +1,64 @@
+"""Where bytes that are written come from."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Protocol
+
+import numpy as np
+
+from holdfast.storage.base import Bytes
+
+
+class Source(Protocol):
+    """Bytes to be written. `read_into` is called from several threads, for disjoint ranges."""
+
+    @property
+    def nbytes(self) -> int:
+        """Size; does not change."""
+
+    def read_into(self, start: int, out: Bytes) -> None:
+        """Copy bytes [start, start + len(out)) to `out`."""
+
+
+class BytesSource:
+    """Bytes that are there."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = np.frombuffer(data, np.uint8)
+
+    @property
+    def nbytes(self) -> int:
+        """Size."""
+        return len(self._data)
+
+    def read_into(self, start: int, out: Bytes) -> None:
+        """Copy bytes [start, start + len(out)) to `out`."""
+        out[:] = self._data[start : start + len(out)]
+
+
+class JoinedSources:
+    """Sources one after another."""
+
+    def __init__(self, sources: Sequence[Source]) -> None:
+        self._sources = sources
+        self._offsets = list(accumulate((source.nbytes for source in sources), initial=0))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of them."""
+        return self._offsets[-1]
+
+    def read_into(self, start: int, out: Bytes) -> None:
+        """Copy bytes [start, start + len(out)) to `out`."""
+        stop = start + len(out)
+        index = bisect_right(self._offsets, start) - 1
+        while start < stop:
+            begin, end = self._offsets[index], min(self._offsets[index + 1], stop)
+            if start < end:
+                self._sources[index].read_into(start - begin, out[: end - start])
+                out = out[end - start :]
+                start = end
+            index += 1
