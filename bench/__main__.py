@@ -8,6 +8,7 @@ import typer
 
 from bench.errors import BenchError
 from bench.io import io
+from bench.load import load
 from bench.marked import README, read_marked
 from bench.plan import plan
 from bench.small import small
@@ -15,6 +16,7 @@ from bench.table import table
 
 app = typer.Typer(no_args_is_help=False, add_completion=False)
 app.command()(io)
+app.command()(load)
 app.command()(plan)
 app.command()(small)
 app.command()(table)
@@ -26,9 +28,10 @@ def everything(context: typer.Context) -> None:
     if context.invoked_subcommand is not None:
         return
     # Seen before the long run rather than after it.
-    for part in ("bench", "small", "plan"):
+    for part in ("bench", "load", "small", "plan"):
         read_marked(README, part)
     io()
+    load()
     plan()
     small()
     table()

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-import msgspec
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
@@ -19,9 +18,10 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 import holdfast
 from bench.errors import SetupError
+from bench.peers import Safetensors, TorchCheckpointing, TorchSnapshot
 from bench.raw import RawFile, RawImage
-from bench.results import RAW, Traits, raw_name
-from bench.state import Memory, State, as_bytes, local, walk
+from bench.results import RAW, raw_name
+from bench.state import Memory, State, local, walk
 
 #: Threads per rank with which the raw limit runs in every round.
 RAW_THREADS = (1, 2, 4)
@@ -50,30 +50,33 @@ class Raw:
 
     def save(self, folder: Path) -> None:
         """Write this rank's file."""
-        self._file.write(_rank_file(folder))
+        self._file.write(_rank_file(folder, dist.get_rank()))
 
     def load(self, folder: Path) -> None:
         """Read this rank's file."""
-        self._file.read(_rank_file(folder))
+        self._file.read(_rank_file(folder, dist.get_rank()))
 
 
 class TorchSave:
-    """`torch.save` and `torch.load` of one file per rank."""
+    """`torch.save` and `torch.load` of one file per rank; of one file for all where all hold the same."""
 
     def __init__(self, state: State) -> None:
         self.memory: Memory = state
         self._state = state
+        self._rank = dist.get_rank() if state.is_sharded() else 0
 
     def save(self, folder: Path) -> None:
         """Write this rank's tensors and values, then fsync the file."""
-        with _rank_file(folder).open("wb") as file:
+        if self._rank != dist.get_rank():
+            return
+        with _rank_file(folder, self._rank).open("wb") as file:
             torch.save(self._state.tensors() | self._state.values(), file)
             file.flush()
             os.fsync(file.fileno())
 
     def load(self, folder: Path) -> None:
-        """Read this rank's file and copy it into the state."""
-        loaded = torch.load(_rank_file(folder), map_location="cpu", weights_only=True)
+        """Read the file and copy it into the state."""
+        loaded = torch.load(_rank_file(folder, self._rank), map_location="cpu", weights_only=True)
         for parent, key, path, leaf in list(walk(self._state.tree)):
             if isinstance(leaf, torch.Tensor):
                 local(leaf).copy_(loaded[path])
@@ -117,14 +120,18 @@ class Holdfast:
 _BUILDERS: dict[str, Callable[[State], Contender]] = {
     "torch.save": TorchSave,
     "dcp": Dcp,
+    "torch_checkpointing": TorchCheckpointing,
+    "torchsnapshot": TorchSnapshot,
+    "safetensors": Safetensors,
     "holdfast": Holdfast,
     LATER: Holdfast,
 }
 
 #: Every contender, in the order of the tables.
 NAMES = (RAW, *_BUILDERS)
-#: Those of `bench io` unless it is asked for others, and those of `bench small`.
+#: Those of `bench io` and of `bench load` unless they are asked for others, and those of `bench small`.
 IO_NAMES = (RAW, "torch.save", "dcp", "holdfast")
+LOAD_NAMES = tuple(name for name in NAMES if name != LATER)
 SMALL_NAMES = ("dcp", "holdfast", LATER)
 
 
@@ -145,6 +152,11 @@ def folder_of(name: str, number: int, root: Path) -> Path:
     return root / name if name == LATER else round_folder(number, root) / name
 
 
+def kept_folder(name: str, root: Path) -> Path:
+    """Where `name` saves what outlives the rounds, below `root`."""
+    return root / name
+
+
 def round_folder(number: int, root: Path) -> Path:
     """The folder below `root` of what round `number` leaves behind."""
     return root / f"round-{number}"
@@ -154,48 +166,10 @@ def build(names: tuple[str, ...], state: State, *, direct: bool) -> dict[str, Co
     """The entrants for `names`, all on the same state."""
     built: dict[str, Contender] = {}
     if RAW in names:
-        image = RawImage([as_bytes(tensor) for tensor in state.tensors().values()])
+        image = RawImage(state.share(dist.get_rank(), dist.get_world_size()))
         built |= {raw_name(threads): Raw(image, threads=threads, direct=direct) for threads in RAW_THREADS}
     return {name: built[name] if name in built else _BUILDERS[name](state) for name in entrants(names)}
 
 
-def traits(name: str, *, direct: bool) -> Traits:
-    """What the figures of contender `name` include."""
-    new_run = Traits(
-        name="holdfast",
-        description="holdfast.save/load, defaults, each save into a new run",
-        durable="fsync of files and folders, sealed and committed",
-        verified="digest of every block read",
-        io="direct where the filesystem takes it",
-    )
-    return {
-        RAW: Traits(
-            name=RAW,
-            description="pwritev/preadv loops, one file per rank",
-            durable="fdatasync",
-            verified="no",
-            io="direct" if direct else "buffered: the filesystem refused O_DIRECT",
-        ),
-        "torch.save": Traits(
-            name="torch.save",
-            description="torch.save/torch.load, one file per rank",
-            durable="fsync of each file",
-            verified="no",
-            io="buffered",
-        ),
-        "dcp": Traits(
-            name="dcp",
-            description="torch.distributed.checkpoint.save/load, defaults",
-            durable="fsync of each file",
-            verified="no",
-            io="buffered",
-        ),
-        "holdfast": new_run,
-        LATER: msgspec.structs.replace(
-            new_run, name=LATER, description="holdfast.save/load, defaults, all saves into one run"
-        ),
-    }[name]
-
-
-def _rank_file(folder: Path) -> Path:
-    return folder / f"rank-{dist.get_rank()}"
+def _rank_file(folder: Path, rank: int) -> Path:
+    return folder / f"rank-{rank}"

@@ -42,18 +42,23 @@ def run(order: Order, folder: Path, *, on_turn: Callable[[Sample], None]) -> Out
         raise SetupError("A run needs at least one round and one rank.")
     require_space(order, folder)
     with tempfile.TemporaryDirectory(prefix="bench-", dir=folder) as scratch:
-        direct = takes_direct(Path(scratch))
-        # Kept here, where the kernel can choose the port before any rank starts.
-        store = dist.TCPStore(HOST, 0, order.world, is_master=True, wait_for_workers=False)
-        job = Job(order=order, folder=Path(scratch), direct=direct, store_port=store.port)
-        with _ranks(job) as ranks:
-            return collect(ranks, direct=direct, on_turn=on_turn)
+        return run_in(order, Path(scratch), on_turn=on_turn)
 
 
-def require_space(order: Order, folder: Path) -> None:
+def run_in(order: Order, scratch: Path, *, on_turn: Callable[[Sample], None]) -> Outcome:
+    """`run` right in the folder `scratch`, where what is kept stays."""
+    direct = takes_direct(scratch)
+    # Kept here, where the kernel can choose the port before any rank starts.
+    store = dist.TCPStore(HOST, 0, order.world, is_master=True, wait_for_workers=False)
+    job = Job(order=order, folder=scratch, direct=direct, store_port=store.port)
+    with _ranks(job) as ranks:
+        return collect(ranks, direct=direct, on_turn=on_turn)
+
+
+def require_space(order: Order, folder: Path, *, num_more: int = 0) -> None:
     """Refuse a run whose last round does not fit: before its loads, every entrant's files exist at once, and those of
-    all rounds where they go into one run."""
-    num_copies = len(entrants(order.contenders)) + (order.rounds if LATER in order.contenders else 0)
+    all rounds where they go into one run. `num_more` copies of the state are to fit as well."""
+    num_copies = len(entrants(order.contenders)) + (order.rounds if LATER in order.contenders else 0) + num_more
     needed = int(_DISK_HEADROOM * order.recipe.nbytes(order.world) * num_copies)
     free = shutil.disk_usage(folder).free
     if free < needed:

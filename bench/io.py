@@ -18,6 +18,7 @@ from bench.raw import REQUEST_NBYTES
 from bench.results import RAW, RESULTS, Result, Setup, write_result
 from bench.state import LlamaLike
 from bench.summary import require_raw_limit, summarize
+from bench.traits import traits
 
 
 def io(
@@ -51,7 +52,7 @@ def io(
             caches=how_dropped(),
         ),
         environment=environment(folder),
-        contenders=tuple(contenders.traits(name, direct=outcome.direct) for name in names),
+        contenders=tuple(traits(name, direct=outcome.direct) for name in names),
         summaries=summarize(outcome.samples, names, raw_threads=contenders.RAW_THREADS, nbytes=outcome.state.nbytes),
         samples=outcome.samples,
     )

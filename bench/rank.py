@@ -19,9 +19,9 @@ from bench import contenders
 from bench.caches import settle
 from bench.contenders import Contender
 from bench.errors import WrongBytesError
-from bench.meter import Meter
+from bench.meter import Meter, Usage
 from bench.order import WARM_UP, Order
-from bench.results import MEASURES, Measure, Sample, StateSize
+from bench.results import Measure, Sample, StateSize
 from bench.statistics import rotated
 
 #: What torchrun gives each of several ranks of a node.
@@ -52,8 +52,7 @@ class _Timing(msgspec.Struct, frozen=True):
 
     start_s: float
     end_s: float
-    cpu_s: float
-    peak_extra_nbytes: int
+    usage: Usage
 
 
 def run_rank(rank: int, job: Job, channel: Connection) -> None:
@@ -81,38 +80,53 @@ def _join(rank: int, job: Job) -> None:
 
 class _Rank:
     def __init__(self, job: Job, channel: Connection) -> None:
-        state = job.order.recipe.build(init_device_mesh("cpu", (job.order.world,)))
-        self._order = job.order
+        order = job.order
+        state = order.recipe.build(init_device_mesh("cpu", order.recipe.mesh_shape(order.world)))
+        self._order = order
         self._folder = job.folder
         self._channel = channel
         self._leads = dist.get_rank() == 0
-        self._contenders = contenders.build(job.order.contenders, state, direct=job.direct)
-        self._digests = {name: contender.memory.digests() for name, contender in self._contenders.items()}
+        self._contenders = contenders.build(order.contenders, state, direct=job.direct)
+        memories = {id(contender.memory): contender.memory for contender in self._contenders.values()}
+        self._digests = {key: memory.digests() for key, memory in memories.items()}
         self._send(state.size())
 
     def run(self) -> None:
-        """Every entrant of a round once per measure, beginning with another one each round."""
+        """What is kept, then every entrant of a round once per measure, beginning with another one each round."""
+        for name in self._order.kept:
+            self._save_kept(name)
         for number in range(WARM_UP, self._order.rounds + 1):
             folder = contenders.round_folder(number, self._folder)
             if self._leads:
                 folder.mkdir()
             names = rotated(self._order.entrants(number), number)
-            for measure in MEASURES:
+            for measure in self._order.measures:
                 for turn, name in enumerate(names):
                     self._take_turn(measure, number, turn, name)
             if self._leads:
                 shutil.rmtree(folder)
 
+    def _save_kept(self, name: str) -> None:
+        folder = contenders.kept_folder(name, self._folder)
+        if self._leads:
+            folder.mkdir()
+        dist.barrier()
+        self._contenders[name].save(folder)
+        # Not all contenders wait for each other.
+        dist.barrier()
+
     def _take_turn(self, measure: Measure, number: int, turn: int, name: str) -> None:
         contender = self._contenders[name]
-        folder = contenders.folder_of(name, number, self._folder)
+        folder = self._order.folder_of(name, number, self._folder)
         if measure == "load":
             contender.memory.clear()
         elif self._leads:
             folder.mkdir(exist_ok=True)
         timing = self._timed(contender, measure, folder)
+        # No rank's digests take time from a rank that still loads.
+        dist.barrier()
         if measure == "load":
-            require_same(self._digests[name], contender.memory.digests(), name=name)
+            require_same(self._digests[id(contender.memory)], contender.memory.digests(), name=name)
         timings: list[_Timing] | None = [timing] * self._order.world if self._leads else None
         dist.gather_object(timing, timings)
         if timings is not None:
@@ -127,8 +141,7 @@ class _Rank:
         start_s = time.monotonic()
         operation(folder)
         end_s = time.monotonic()
-        usage = meter.stop()
-        return _Timing(start_s=start_s, end_s=end_s, cpu_s=usage.cpu_s, peak_extra_nbytes=usage.peak_extra_nbytes)
+        return _Timing(start_s=start_s, end_s=end_s, usage=meter.stop())
 
     def _send(self, message: Message) -> None:
         if self._leads:
@@ -152,6 +165,8 @@ def _sample(measure: Measure, number: int, turn: int, name: str, timings: list[_
         turn=turn,
         contender=name,
         seconds=max(timing.end_s for timing in timings) - min(timing.start_s for timing in timings),
-        cpu_s=tuple(timing.cpu_s for timing in timings),
-        peak_extra_nbytes=tuple(timing.peak_extra_nbytes for timing in timings),
+        cpu_s=tuple(timing.usage.cpu_s for timing in timings),
+        peak_extra_nbytes=tuple(timing.usage.peak_extra_nbytes for timing in timings),
+        device_nbytes=tuple(timing.usage.device_nbytes for timing in timings),
+        asked_nbytes=tuple(timing.usage.asked_nbytes for timing in timings),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -13,6 +14,7 @@ from bench.statistics import Spread
 
 Measure = Literal["save", "load"]
 MEASURES: tuple[Measure, ...] = ("save", "load")
+LOAD_ONLY: tuple[Measure, ...] = ("load",)
 
 ModelKind = Literal["plain", "fsdp2"]
 MODEL_KINDS: tuple[ModelKind, ...] = ("plain", "fsdp2")
@@ -58,10 +60,16 @@ class Sample(msgspec.Struct, frozen=True):
     seconds: float
     cpu_s: tuple[float, ...]
     peak_extra_nbytes: tuple[int, ...]
+    device_nbytes: tuple[int, ...] = ()
+    asked_nbytes: tuple[int, ...] = ()
 
 
 class Summary(msgspec.Struct, frozen=True):
-    """One contender in one measure. ``share_of_raw`` is raw seconds / contender seconds, paired by round."""
+    """One contender in one measure. ``share_of_raw`` is raw seconds / contender seconds, paired by round.
+
+    ``device_of_needed`` and ``asked_of_needed`` are the bytes of all ranks, as in `bench.meter.Usage`, per byte of the
+    state: what every rank holds counts once.
+    """
 
     measure: Measure
     contender: str
@@ -72,6 +80,8 @@ class Summary(msgspec.Struct, frozen=True):
     cpu_s_per_gb: Spread
     peak_extra_nbytes_per_rank: int
     raw_threads: int | None = None
+    device_of_needed: Spread | None = None
+    asked_of_needed: Spread | None = None
 
 
 class Setup(msgspec.Struct, frozen=True):
@@ -174,7 +184,54 @@ class SmallResult(msgspec.Struct, frozen=True):
         return found
 
 
-def write_result(result: Result | SmallResult, folder: Path) -> Path:
+class NotPossible(msgspec.Struct, frozen=True):
+    """A contender that cannot take part in a scenario."""
+
+    contender: str
+    reason: str
+
+
+class ScenarioResult(msgspec.Struct, frozen=True):
+    """One scenario of `bench load`; `saved` and `loaded` are the layouts in words."""
+
+    name: str
+    title: str
+    saved: str
+    loaded: str
+    state: StateSize
+    not_possible: tuple[NotPossible, ...]
+    summaries: tuple[Summary, ...]
+    samples: tuple[Sample, ...]
+
+    def summary(self, contender: str) -> Summary:
+        """The summary of `contender`."""
+        (found,) = (each for each in self.summaries if each.contender == contender)
+        return found
+
+
+class LoadSetup(msgspec.Struct, frozen=True):
+    """How a run of `bench load` was done; `packages` are the versions of contenders that are packages of their own."""
+
+    rounds: int
+    request_nbytes: int
+    raw_threads_tried: tuple[int, ...]
+    torch_threads: int
+    caches: str
+    packages: Mapping[str, str]
+
+
+class LoadResult(msgspec.Struct, frozen=True):
+    """One run of ``python -m bench load``."""
+
+    name: str
+    date: str
+    setup: LoadSetup
+    environment: Environment
+    contenders: tuple[Traits, ...]
+    scenarios: tuple[ScenarioResult, ...]
+
+
+def write_result(result: Result | SmallResult | LoadResult, folder: Path) -> Path:
     """Write `result` as ``<folder>/<name>.json``, replacing an older one."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{result.name}.json"
@@ -190,6 +247,11 @@ def read_result(path: Path) -> Result:
 def read_small(path: Path) -> SmallResult:
     """The result of `bench small` in `path`; SetupError when there is none or it is not one."""
     return _read(path, SmallResult, command="python -m bench small")
+
+
+def read_load(path: Path) -> LoadResult:
+    """The result of `bench load` in `path`; SetupError when there is none or it is not one."""
+    return _read(path, LoadResult, command="python -m bench load")
 
 
 def _read(path: Path, kind: type[R], *, command: str) -> R:

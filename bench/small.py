@@ -19,6 +19,7 @@ from bench.rank import TORCH_THREADS
 from bench.results import MODEL_KINDS, RESULTS, Bar, SmallResult, SmallSetup, SmallSummary, WalkFigure, write_result
 from bench.state import SMALL_LOCAL_SHAPE, ManySmall
 from bench.summary import summarize_small
+from bench.traits import traits
 from bench.walks import WalkOrder, run_walks
 
 #: What the bars hold for, and the bars.
@@ -64,7 +65,7 @@ def small(
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         setup=setup,
         environment=environment(folder),
-        contenders=tuple(contenders.traits(name, direct=outcome.direct) for name in contenders.SMALL_NAMES),
+        contenders=tuple(traits(name, direct=outcome.direct) for name in contenders.SMALL_NAMES),
         summaries=summaries,
         walks=figures,
         bars=tuple(bars(setup, summaries, figures)),

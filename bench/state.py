@@ -1,4 +1,7 @@
-"""The states that contenders save, sharded by rows: a Llama-like model with two Adam moments, or many small tensors."""
+"""The states that contenders save and load: a Llama-like model with two Adam moments, or many small tensors.
+
+What a tensor holds follows from its path alone, so any layout of a state can be compared with any other.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,10 @@ import msgspec
 import torch
 import xxhash
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard, empty
+from torch.distributed.tensor import DTensor
 
 from bench.errors import SetupError
+from bench.placing import Layout, mesh_shape, place
 from bench.results import StateSize
 
 Leaf: TypeAlias = torch.Tensor | int | float
@@ -50,6 +54,18 @@ class State:
         """Each value that is not a tensor, by its path."""
         return {path: leaf for _, _, path, leaf in walk(self.tree) if not isinstance(leaf, torch.Tensor)}
 
+    def is_sharded(self) -> bool:
+        """Whether ranks hold different parts."""
+        return any(isinstance(leaf, DTensor) for *_, leaf in walk(self.tree))
+
+    def share(self, rank: int, world: int) -> list[memoryview]:
+        """The bytes of the state that are this rank's: of a tensor that every rank holds whole, an even part."""
+        leaves = ((as_bytes(local(leaf)), leaf) for *_, leaf in walk(self.tree) if isinstance(leaf, torch.Tensor))
+        return [
+            data if isinstance(leaf, DTensor) else data[len(data) * rank // world : len(data) * (rank + 1) // world]
+            for data, leaf in leaves
+        ]
+
     def size(self) -> StateSize:
         """Size over all ranks; replicated tensors count once."""
         leaves = [leaf for *_, leaf in walk(self.tree)]
@@ -75,26 +91,34 @@ class State:
 
 
 class LlamaLike(msgspec.Struct, frozen=True):
-    """How to make a Llama-like training state of at least `min_nbytes` over all ranks."""
+    """How to make a Llama-like training state of at least `min_nbytes` over all ranks, in `layout`."""
 
     min_nbytes: int
+    layout: Layout = "rows"
+    num_layers: int = NUM_LAYERS
 
     def nbytes(self, world: int) -> int:
         """Bytes over `world` ranks, at least."""
         return self.min_nbytes
 
+    def mesh_shape(self, world: int) -> tuple[int, ...]:
+        """The device mesh over `world` ranks that `build` wants."""
+        return mesh_shape(self.layout, world)
+
     def build(self, mesh: DeviceMesh) -> State:
-        """The state of this rank of `mesh`, random."""
-        generator = _generator(mesh)
-        shapes = parameter_shapes(width_for(self.min_nbytes))
+        """The state of this rank of `mesh`."""
+        shapes = parameter_shapes(width_for(self.min_nbytes, self.num_layers), self.num_layers)
 
-        def sharded() -> Tree:
-            return {name: _random(shape, mesh, generator) for name, shape in shapes.items()}
+        def placed(prefix: str) -> Tree:
+            return {
+                name: place(content(f"{prefix}/{name}", shape), name, self.layout, mesh)
+                for name, shape in shapes.items()
+            }
 
-        optimizer: Tree = {moment: sharded() for moment in MOMENTS}
+        optimizer: Tree = {moment: placed(moment) for moment in MOMENTS}
         optimizer["step"] = {name: torch.tensor(1000.0) for name in shapes}
         values: Tree = {"step": 1000, "tokens": 4_194_304_000, "lr": 3e-4}
-        return State({"model": sharded(), "optimizer": optimizer, "progress": values})
+        return State({"model": placed("model"), "optimizer": optimizer, "progress": values})
 
 
 class ManySmall(msgspec.Struct, frozen=True):
@@ -106,14 +130,18 @@ class ManySmall(msgspec.Struct, frozen=True):
         """Bytes over `world` ranks."""
         return 4 * self.num_tensors * world * math.prod(SMALL_LOCAL_SHAPE)
 
+    def mesh_shape(self, world: int) -> tuple[int, ...]:
+        """The device mesh over `world` ranks that `build` wants."""
+        return (world,)
+
     def build(self, mesh: DeviceMesh) -> State:
-        """The state of this rank of `mesh`, random. SetupError when there is no tensor in it."""
+        """The state of this rank of `mesh`. SetupError when there is no tensor in it."""
         if self.num_tensors < 1:
             raise SetupError(f"A state of {self.num_tensors} tensors cannot be built. Ask for at least one.")
-        generator = _generator(mesh)
         rows, width = SMALL_LOCAL_SHAPE
         shape = (rows * mesh.size(), width)
-        return State({f"tensor-{index:06d}": _random(shape, mesh, generator) for index in range(self.num_tensors)})
+        names = [f"tensor-{index:06d}" for index in range(self.num_tensors)]
+        return State({name: place(content(name, shape), name, "rows", mesh) for name in names})
 
 
 Recipe: TypeAlias = LlamaLike | ManySmall
@@ -145,7 +173,13 @@ def digest(data: memoryview) -> str:
     return xxhash.xxh3_128_hexdigest(data)
 
 
-def parameter_shapes(width: int) -> dict[str, tuple[int, ...]]:
+def content(path: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """What the whole tensor at `path` holds: random, and the same on every rank of every run."""
+    generator = torch.Generator().manual_seed(xxhash.xxh32_intdigest(path.encode()))
+    return torch.empty(shape).uniform_(-1, 1, generator=generator)
+
+
+def parameter_shapes(width: int, num_layers: int = NUM_LAYERS) -> dict[str, tuple[int, ...]]:
     """Names and shapes of the model's parameters."""
     layer: dict[str, tuple[int, ...]] = {
         **{f"attention.w{part}": (width, width) for part in "qkvo"},
@@ -156,30 +190,20 @@ def parameter_shapes(width: int) -> dict[str, tuple[int, ...]]:
         "mlp_norm": (width,),
     }
     shapes: dict[str, tuple[int, ...]] = {"embedding": (VOCABULARY, width)}
-    for index in range(NUM_LAYERS):
+    for index in range(num_layers):
         shapes |= {f"layers.{index}.{name}": shape for name, shape in layer.items()}
     return shapes | {"norm": (width,), "output": (VOCABULARY, width)}
 
 
-def width_for(nbytes: int) -> int:
-    """The smallest width whose sharded fp32 state (weights and moments) has at least `nbytes`."""
+def width_for(nbytes: int, num_layers: int = NUM_LAYERS) -> int:
+    """The smallest width whose fp32 state (weights and moments) has at least `nbytes`."""
     if nbytes <= 0:
         raise SetupError(f"A state of {nbytes} bytes cannot be built. Ask for more than 0 GiB.")
     width = WIDTH_STEP
-    while _state_nbytes(width) < nbytes:
+    while _state_nbytes(width, num_layers) < nbytes:
         width += WIDTH_STEP
     return width
 
 
-def _state_nbytes(width: int) -> int:
-    return 4 * (1 + len(MOMENTS)) * sum(math.prod(shape) for shape in parameter_shapes(width).values())
-
-
-def _generator(mesh: DeviceMesh) -> torch.Generator:
-    return torch.Generator().manual_seed(torch.initial_seed() + mesh.get_rank())
-
-
-def _random(shape: tuple[int, ...], mesh: DeviceMesh, generator: torch.Generator) -> DTensor:
-    tensor = empty(*shape, dtype=torch.float32, device_mesh=mesh, placements=[Shard(0)])
-    tensor.to_local().uniform_(-1, 1, generator=generator)
-    return tensor
+def _state_nbytes(width: int, num_layers: int) -> int:
+    return 4 * (1 + len(MOMENTS)) * sum(math.prod(shape) for shape in parameter_shapes(width, num_layers).values())

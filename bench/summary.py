@@ -7,7 +7,18 @@ from collections.abc import Sequence
 import msgspec
 
 from bench.errors import RawLimitError
-from bench.results import MEASURES, RAW, Measure, Result, Sample, SmallSummary, Summary, raw_name
+from bench.results import (
+    LOAD_ONLY,
+    MEASURES,
+    RAW,
+    LoadResult,
+    Measure,
+    Result,
+    Sample,
+    SmallSummary,
+    Summary,
+    raw_name,
+)
 from bench.statistics import fastest, paired_ratios, spread
 
 #: A contender cannot be faster than the device; above this share the raw loop was not at the limit.
@@ -15,14 +26,19 @@ MAX_SHARE_OF_RAW = 1.05
 
 
 def summarize(
-    samples: Sequence[Sample], contenders: Sequence[str], *, raw_threads: Sequence[int], nbytes: int
+    samples: Sequence[Sample],
+    contenders: Sequence[str],
+    *,
+    raw_threads: Sequence[int],
+    nbytes: int,
+    measures: Sequence[Measure] = MEASURES,
 ) -> tuple[Summary, ...]:
     """One summary per measure and contender, on a state of `nbytes`.
 
     The raw limit of a measure is the fastest of `raw_threads` by the median over all rounds.
     """
     summaries: list[Summary] = []
-    for measure in MEASURES:
+    for measure in measures:
         of_raw = {threads: _series(samples, measure, raw_name(threads)) for threads in raw_threads}
         best = fastest({threads: [sample.seconds for sample in series] for threads, series in of_raw.items()})
         for name in contenders:
@@ -67,6 +83,14 @@ def require_valid(result: Result) -> None:
     require_raw_limit(summarize(result.samples, names, raw_threads=setup.raw_threads_tried, nbytes=setup.state.nbytes))
 
 
+def require_valid_load(result: LoadResult) -> None:
+    """`require_valid` for every scenario of `result`."""
+    for scenario in result.scenarios:
+        names = [summary.contender for summary in scenario.summaries]
+        threads, nbytes = result.setup.raw_threads_tried, scenario.state.nbytes
+        require_raw_limit(summarize(scenario.samples, names, raw_threads=threads, nbytes=nbytes, measures=LOAD_ONLY))
+
+
 def _series(samples: Sequence[Sample], measure: Measure, entrant: str) -> list[Sample]:
     """The samples of `entrant` in order of rounds."""
     found = [sample for sample in samples if (sample.measure, sample.contender) == (measure, entrant)]
@@ -85,4 +109,6 @@ def _summary(series: Sequence[Sample], *, name: str, raw: Sequence[Sample], nbyt
         shares_of_raw=shares,
         cpu_s_per_gb=spread([sum(sample.cpu_s) / (nbytes / 1e9) for sample in series]),
         peak_extra_nbytes_per_rank=max(max(sample.peak_extra_nbytes) for sample in series),
+        device_of_needed=spread([sum(sample.device_nbytes) / nbytes for sample in series]),
+        asked_of_needed=spread([sum(sample.asked_nbytes) / nbytes for sample in series]),
     )

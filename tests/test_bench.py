@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -12,10 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.contenders import LATER, SMALL_NAMES, folder_of, traits
-from bench.environment import Environment, filesystem
+from bench.contenders import LATER, SMALL_NAMES, folder_of
+from bench.environment import filesystem
 from bench.errors import MarkersError, RankFailedError, RawLimitError, SetupError, WrongBytesError
 from bench.harness import collect, require_space
+from bench.load_table import render_load
 from bench.marked import markers, read_marked, replace_part
 from bench.order import WARM_UP, Order
 from bench.rank import Failure, require_same
@@ -23,122 +23,26 @@ from bench.raw import REQUEST_NBYTES, RawFile, RawImage, takes_direct
 from bench.results import (
     MEASURES,
     MODEL_KINDS,
-    Measure,
+    LoadResult,
     Result,
     Sample,
-    Setup,
-    SmallResult,
-    SmallSetup,
     StateSize,
-    Traits,
-    WalkFigure,
+    read_load,
     read_result,
     read_small,
     write_result,
 )
-from bench.small import bars, small
+from bench.small import small
 from bench.small_table import render_small
 from bench.state import LlamaLike, ManySmall, parameter_shapes, width_for
 from bench.statistics import Spread, fastest, paired_ratios, rotated, spread
-from bench.summary import require_raw_limit, require_valid, summarize, summarize_small
+from bench.summary import require_raw_limit, require_valid
 from bench.table import render, table
-from bench.walks import FIRST, GET_STATE_DICT, STATE_DICTS
-from bench.walks import LATER as LATER_WALK
+from tests.bench_results import RAW_THREADS, SECONDS, load_result, result, sample, small_result
 
 START, END = markers("bench")
-SMALL_PLACE = "\n".join(markers("small"))
-
-NBYTES = 2_000_000_000
-RAW_THREADS = (1, 2, 4)
-MACHINE = Environment(
-    holdfast="0.1",
-    torch="2.13",
-    python="3.11",
-    kernel="6.1",
-    filesystem="ext4",
-    num_cpus=2,
-    cpu="a CPU",
-    memory_nbytes=1 << 34,
-    revision="0123456789abcdef",
-)
-SECONDS = {"raw-1": (2.0, 2.0, 2.0), "raw-2": (1.0, 1.2, 1.1), "raw-4": (0.5, 1.5, 1.5), "dcp": (4.0, 2.4, 2.2)}
-
-
-def samples(seconds: Mapping[str, tuple[float, ...]]) -> tuple[Sample, ...]:
-    """One sample per measure, contender and round; each of two ranks used 1 s of CPU and 3 MB."""
-    return tuple(
-        sample(measure, name, number, second)
-        for measure in MEASURES
-        for name, series in seconds.items()
-        for number, second in enumerate(series, start=1)
-    )
-
-
-def sample(measure: Measure, name: str, number: int, seconds: float) -> Sample:
-    return Sample(
-        measure=measure,
-        round=number,
-        turn=0,
-        contender=name,
-        seconds=seconds,
-        cpu_s=(1.0, 1.0),
-        peak_extra_nbytes=(1_000_000, 3_000_000),
-    )
-
-
-def result(seconds: Mapping[str, tuple[float, ...]]) -> Result:
-    taken = samples(seconds)
-    names = ("raw", "dcp")
-    return Result(
-        name="io",
-        date="2030-01-02T03:04:05+00:00",
-        setup=Setup(
-            world=2,
-            rounds=3,
-            state=StateSize(nbytes=NBYTES, num_tensors=300, num_values=3),
-            request_nbytes=REQUEST_NBYTES,
-            raw_threads_tried=RAW_THREADS,
-            torch_threads=1,
-            caches="dropped",
-        ),
-        environment=MACHINE,
-        contenders=tuple(
-            Traits(name=name, description="loops", durable="fsync", verified="no", io="") for name in names
-        ),
-        summaries=summarize(taken, names, raw_threads=RAW_THREADS, nbytes=NBYTES),
-        samples=taken,
-    )
-
-
-def small_result(*, num_tensors: int = 10_000, save_s: float = 0.9, later_walk_s: float = 0.004) -> SmallResult:
-    """A run over 8 ranks: dcp in one of three rounds, holdfast in all."""
-    taken = samples({"dcp": (40.0,), "holdfast": (save_s, 0.8, 1.2), LATER: (0.7, 0.6, 0.5)})
-    seconds = {FIRST: 0.006, LATER_WALK: later_walk_s, STATE_DICTS: 0.003, GET_STATE_DICT: 0.09}
-    setup = SmallSetup(
-        world=8,
-        rounds=3,
-        state=StateSize(nbytes=1, num_tensors=num_tensors, num_values=0),
-        local_shape=(2, 16),
-        torch_threads=1,
-        caches="dropped",
-        walk_rounds=30,
-        walk_num_tensors=3_000,
-    )
-    summaries = summarize_small(taken, SMALL_NAMES)
-    walks = tuple(
-        WalkFigure(kind, name, spread([second]), (second,)) for kind in MODEL_KINDS for name, second in seconds.items()
-    )
-    return SmallResult(
-        name="small",
-        date="2030-01-02T03:04:05+00:00",
-        setup=setup,
-        environment=MACHINE,
-        contenders=tuple(traits(name, direct=True) for name in SMALL_NAMES),
-        summaries=summaries,
-        walks=walks,
-        bars=tuple(bars(setup, summaries, walks)),
-        samples=taken,
-    )
+LOADS = load_result(SECONDS)
+SMALL_PLACE, LOAD_PLACE = ("\n".join(markers(part)) for part in ("small", "load"))
 
 
 # Statistics
@@ -220,7 +124,7 @@ def test_a_tensor_that_vanished_in_a_load_is_an_error() -> None:
 
 
 def test_an_unknown_contender_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(SetupError, match=r"no contender zip.*raw, torch.save, dcp, holdfast"):
+    with pytest.raises(SetupError, match=r"no contender zip.*raw, torch.save, dcp, .*holdfast"):
         Order(world=2, rounds=7, recipe=LlamaLike(1), contenders=("zip",)).num_turns()
 
 
@@ -381,6 +285,7 @@ def test_a_run_of_small_tensors_leaves_a_result_that_its_table_can_be_made_from(
 def test_a_result_file_reads_back_equal(tmp_path: Path) -> None:
     assert read_result(write_result(result(SECONDS), tmp_path / "new")) == result(SECONDS)
     assert read_small(write_result(small_result(), tmp_path / "new")) == small_result()
+    assert read_load(write_result(load_result(SECONDS), tmp_path / "new")) == load_result(SECONDS)
 
 
 def test_a_missing_or_foreign_result_file_says_how_to_make_one(tmp_path: Path) -> None:
@@ -390,6 +295,8 @@ def test_a_missing_or_foreign_result_file_says_how_to_make_one(tmp_path: Path) -
             read_result(tmp_path / name)
         with pytest.raises(SetupError, match="python -m bench small"):
             read_small(tmp_path / name)
+        with pytest.raises(SetupError, match="python -m bench load"):
+            read_load(tmp_path / name)
 
 
 def test_the_table_has_a_row_per_contender_with_medians_and_extremes() -> None:
@@ -435,33 +342,44 @@ def test_a_missing_file_is_an_error_that_names_it(tmp_path: Path) -> None:
 
 def test_the_table_command_rewrites_the_table_and_draws_the_plot(tmp_path: Path) -> None:
     readme, plot = tmp_path / "README.md", tmp_path / "figures" / "shares.png"
-    readme.write_text(f"# Title\n{START}\nold\n{END}\nMiddle\n{SMALL_PLACE}\nEnd\n")
+    readme.write_text(f"# Title\n{START}\nold\n{END}\nMiddle\n{SMALL_PLACE}\n{LOAD_PLACE}\nEnd\n")
     run_table(result(SECONDS), readme, plot=plot)
-    small_start, small_end = markers("small")
+    (small_start, small_end), (load_start, load_end) = markers("small"), markers("load")
     assert readme.read_text() == (
         f"# Title\n{START}\n{render(result(SECONDS))}\n{END}\nMiddle\n"
-        f"{small_start}\n{render_small(small_result())}\n{small_end}\nEnd\n"
+        f"{small_start}\n{render_small(small_result())}\n{small_end}\n"
+        f"{load_start}\n{render_load(load_result(SECONDS))}\n{load_end}\nEnd\n"
     )
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
 def test_no_table_is_written_from_a_run_that_did_not_reach_the_raw_limit(tmp_path: Path) -> None:
     readme = tmp_path / "README.md"
-    readme.write_text(f"{START}\nold\n{END}\n{SMALL_PLACE}\n")
+    readme.write_text(f"{START}\nold\n{END}\n{SMALL_PLACE}\n{LOAD_PLACE}\n")
+    beaten = SECONDS | {"dcp": (0.9, 1.1, 1.0)}
     with pytest.raises(RawLimitError):
-        run_table(result(SECONDS | {"dcp": (0.9, 1.1, 1.0)}), readme)
+        run_table(result(beaten), readme)
+    with pytest.raises(RawLimitError):
+        run_table(result(SECONDS), readme, loads=load_result(beaten))
     assert "old" in readme.read_text()
 
 
-def test_where_one_table_has_no_place_no_table_is_written(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("places", "missing"), [(LOAD_PLACE, "small:start"), (SMALL_PLACE, "load:start")])
+def test_where_one_table_has_no_place_no_table_is_written(tmp_path: Path, places: str, missing: str) -> None:
     readme = tmp_path / "README.md"
-    readme.write_text(f"{START}\nold\n{END}\n")
-    with pytest.raises(MarkersError, match="small:start"):
+    readme.write_text(f"{START}\nold\n{END}\n{places}\n")
+    with pytest.raises(MarkersError, match=missing):
         run_table(result(SECONDS), readme)
     assert "old" in readme.read_text()
 
 
-def run_table(figures: Result, readme: Path, *, plot: Path | None = None) -> None:
-    """`bench table` of `figures` and of a run of small tensors."""
+def run_table(figures: Result, readme: Path, *, plot: Path | None = None, loads: LoadResult = LOADS) -> None:
+    """`bench table` of `figures`, of a run of small tensors, and of `loads`."""
     folder = readme.parent / "results"
-    table(result=write_result(figures, folder), small=write_result(small_result(), folder), readme=readme, plot=plot)
+    table(
+        result=write_result(figures, folder),
+        small=write_result(small_result(), folder),
+        loads=write_result(loads, folder),
+        readme=readme,
+        plot=plot,
+    )

@@ -1,0 +1,74 @@
+"""The README's tables of ``bench load``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from bench.environment import in_words
+from bench.results import RAW, RESULTS, LoadResult, ScenarioResult, Summary, Traits
+
+_LABELS = {RAW: "raw limit, GB/s", "torch.save": "torch.load"}
+
+
+def render_load(result: LoadResult) -> str:
+    """The figures of `result` as Markdown."""
+    head = (
+        f"| | {' | '.join(scenario.title for scenario in result.scenarios)} |",
+        f"|---|{'---|' * len(result.scenarios)}",
+    )
+    shares = [_row(result, traits, _share) for traits in result.contenders]
+    costs = [_row(result, traits, _cost) for traits in result.contenders if traits.name != RAW]
+    packages = "".join(f", {name} {version}" for name, version in result.setup.packages.items())
+    where = f"{in_words(result.environment)}{packages}, {result.date[:10]}. [Samples]({RESULTS / result.name}.json)."
+    return "\n".join(
+        (*head, *shares, "", _about_shares(result), "", *head, *costs, "", _about_costs(result), "", where)
+    )
+
+
+def _about_shares(result: LoadResult) -> str:
+    setup = result.setup
+    (raw,) = (traits for traits in result.contenders if traits.name == RAW)
+    sizes = sorted(f"{scenario.state.nbytes / 1e9:.2f}" for scenario in result.scenarios)
+    return (
+        f"Share of the raw limit (raw seconds / seconds, paired by round), medians of {setup.rounds} interleaved "
+        f"rounds (lowest to highest). {sizes[0]} to {sizes[-1]} GB; caches are cold before every load "
+        f"({setup.caches}), and every load is compared with what was saved. Raw limit: as many processes as ranks that "
+        f"load read the state's bytes once, evenly, {raw.io}, best of "
+        f"{', '.join(str(number) for number in setup.raw_threads_tried)} threads each."
+    )
+
+
+def _about_costs(result: LoadResult) -> str:
+    reasons = dict.fromkeys(
+        f"{_LABELS.get(each.contender, each.contender)}: {each.reason}"
+        for scenario in result.scenarios
+        for each in scenario.not_possible
+    )
+    what = (
+        "CPU seconds of all ranks per GB; extra memory of a rank, MB; bytes that all ranks read from the device per "
+        "byte of the state (in brackets: that their read calls returned, from the page cache too; mapped files are "
+        "none)."
+    )
+    return " ".join((what, *(f"Not possible for {reason}." for reason in reasons)))
+
+
+def _row(result: LoadResult, traits: Traits, cell: Callable[[Summary], str]) -> str:
+    label = _LABELS.get(traits.name, traits.name) + (" (verified)" if traits.verified != "no" else "")
+    return f"| {label} | {' | '.join(_cell(scenario, traits.name, cell) for scenario in result.scenarios)} |"
+
+
+def _cell(scenario: ScenarioResult, name: str, cell: Callable[[Summary], str]) -> str:
+    if any(each.contender == name for each in scenario.not_possible):
+        return "not possible"
+    return cell(scenario.summary(name))
+
+
+def _share(summary: Summary) -> str:
+    return (summary.gb_per_s if summary.contender == RAW else summary.share_of_raw).text()
+
+
+def _cost(summary: Summary) -> str:
+    assert summary.device_of_needed is not None
+    assert summary.asked_of_needed is not None
+    read = f"{summary.device_of_needed.median:.2f} ({summary.asked_of_needed.median:.2f})"
+    return f"{summary.cpu_s_per_gb.median:.2f}; {summary.peak_extra_nbytes_per_rank / 1e6:.0f}; {read}"
