@@ -7,15 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.errors import ConfigurationError, NotFoundError
+from holdfast.errors import ConfigurationError, FencedError, NotFoundError
 from holdfast.format import records
 from holdfast.format.records import Place
+from holdfast.run.complete import check_files, complete, read_manifest, seal_and_commit
 from holdfast.run.doctor import examine, remove
 from holdfast.run.history import Run
 from holdfast.run.paths import storage_at
 from holdfast.run.removal import abandon, remove_checkpoint
 from holdfast.run.rollback import rollback
-from tests.checkpoints import begin, check, names, publish_manifest, save, write_data
+from tests.checkpoints import begin, check, names, publish_manifest, save, write, write_data
 from tests.faulty_storage import FaultyStorage
 from tests.memory_storage import MemoryStorage
 
@@ -87,6 +88,22 @@ def test_the_head_and_what_an_epoch_was_opened_from_are_kept(new_run: Callable[[
             remove_checkpoint(run, run.find(place=place))
     remove_checkpoint(run, run.find(place=Place(1, 3)))
     assert [str(place) for place in run.places()] == ["1.2", "1.1"]
+
+
+def test_a_save_that_slept_while_others_finished_and_removed_its_checkpoint_is_told_so(
+    new_run: Callable[[], Run],
+) -> None:
+    run = new_run()
+    folder = write(run, Place(1, 5), 50)
+    stored = read_manifest(run, folder)
+    files = check_files(run, stored, deep=False)
+    commit = complete(run, folder)
+    save(run, Place(1, 6), 60)
+    remove_checkpoint(run, commit)
+    with pytest.raises(FencedError, match="was removed") as caught:
+        seal_and_commit(run, stored, files)
+    assert caught.value.code == "fenced.given_up"
+    assert steps(run) == [60, 30, 20, 10]
 
 
 def stopped(run: Run, work: Callable[[Run], None], num_changes: int) -> bool:

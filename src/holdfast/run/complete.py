@@ -151,7 +151,7 @@ def seal_and_commit(run: Run, stored: Stored, files: Sequence[FileSeal]) -> Comm
     if not run.storage.create(key, seal) and (found := run.storage.read(key)) != seal:
         raise _other_seal(run.storage.path(key), stored, found)
     # Sealed before looked at: the seal's own folder is made anew where the checkpoint's was removed meanwhile.
-    _check_visible(run.storage, stored)
+    _check_visible(run, stored)
     commit = Commit(
         place=stored.manifest.place,
         step=body.step,
@@ -172,8 +172,9 @@ def encode_seal(stored: Stored, files: Iterable[FileSeal]) -> bytes:
     return records.encode(_seal(stored, files))
 
 
-def _check_visible(storage: Storage, stored: Stored) -> None:
+def _check_visible(run: Run, stored: Stored) -> None:
     """Return only when this process sees all files; each was written by a process that said so."""
+    storage = run.storage
     # On a network file system a listing may lag behind; a look at the name itself does not.
     manifest = stored.manifest
     absent = [name for name in missing_files(storage, stored) if storage.nbytes(stored.key(name)) is None]
@@ -181,6 +182,8 @@ def _check_visible(storage: Storage, stored: Stored) -> None:
         absent.insert(0, fmt.NAME)
     if absent:
         path = storage.path(stored.key(absent[0]))
+        if run.is_removed(stored.manifest.place):  # somebody else finished it, and then it was removed
+            raise _given_up(path, "removed", stored)
         writers = manifest.sequence(manifest.body.writers)
         rank = 0 if absent[0] == fmt.NAME else int(writers[[*map(fmt.file_name, range(len(writers)))].index(absent[0])])
         raise StorageError(
