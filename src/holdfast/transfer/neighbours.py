@@ -39,7 +39,8 @@ def node_id() -> bytes:
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").replace("-", "")
         network = Path("/proc/self/ns/net").stat().st_ino
-        os.close(os.memfd_create("holdfast"))
+        with Neighbours(secrets.token_bytes(16), 0), SharedMemory(1, b""):
+            pass
     except (OSError, AttributeError):
         return secrets.token_bytes(16)
     mixed = int(boot, 16) ^ (network << 32) ^ os.geteuid()
