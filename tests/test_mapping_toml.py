@@ -122,7 +122,7 @@ def test_rules_are_reached_through_the_package() -> None:
 def test_a_malformed_text_is_refused_and_says_where(text: str, word: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
         from_toml(text)
-    assert caught.value.code == "configuration.mapping"
+    assert caught.value.code == "config.mapping"
     assert word in str(caught.value)
 
 

@@ -199,14 +199,14 @@ class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def from_toml(text: str) -> tuple[Rule, ...]:
     """The rules that a TOML text lists: tables ``[[rule]]``, each with its ``kind`` and the fields of that rule.
 
-    Raises `ConfigurationError`, code ``configuration.mapping``, for a text that is no list of rules.
+    Raises `ConfigurationError`, code ``config.mapping``, for a text that is no list of rules.
     """
     try:
         return msgspec.toml.decode(text, type=_File).rule
     except (msgspec.DecodeError, ValueError) as error:
         raise ConfigurationError(
             f"The mapping is malformed: {error}.",
-            code="configuration.mapping",
+            code="config.mapping",
             action='Write rules as tables: [[rule]], kind = "rename", names = "...", to = "...".',
         ) from error
 
