@@ -57,6 +57,8 @@ def test_the_screens_of_the_guide_are_what_the_commands_print(tmp_path: Path, mo
             free.bind((HOST, 0))
             port = free.getsockname()[1]
         run_processes(training.num_ranks, run_script, str(tmp_path), training, port)
+    (layout,) = re.findall(r"```toml\n(.*?)```", GUIDE.read_text(), re.DOTALL)
+    (tmp_path / "layout.toml").write_text(layout)
     monkeypatch.chdir(tmp_path)
     for call in calls():
         name, *arguments = shlex.split(call.command)
@@ -68,4 +70,4 @@ def test_the_screens_of_the_guide_are_what_the_commands_print(tmp_path: Path, mo
 
 def test_the_guide_shows_every_command() -> None:
     shown = {shlex.split(call.command)[1] for call in calls() if call.command.startswith("holdfast")}
-    assert shown == {"ls", "show", "verify", "diff", "rollback", "rm", "doctor"}
+    assert shown == {"ls", "show", "verify", "diff", "plan", "rollback", "rm", "doctor"}

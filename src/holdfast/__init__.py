@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from holdfast import mapping
     from holdfast.geometry import Box, FlatRange
     from holdfast.loading import load
+    from holdfast.loading.dry_run import LoadPlan, plan_load
     from holdfast.plan.exchange import Bandwidths
     from holdfast.publishing import transfer
     from holdfast.reports import LoadReport, SaveReport, TransferReport
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
 _HOMES = {
     "save": "holdfast.saving",
     "load": "holdfast.loading",
+    "plan_load": "holdfast.loading.dry_run",
+    "LoadPlan": "holdfast.loading.dry_run",
     "open": "holdfast.view",
     "View": "holdfast.view",
     "LazyTensor": "holdfast.view",
@@ -67,6 +70,7 @@ __all__ = [
     "HoldfastError",
     "IncompatibleError",
     "LazyTensor",
+    "LoadPlan",
     "LoadReport",
     "NotFoundError",
     "PerRank",
@@ -79,6 +83,7 @@ __all__ = [
     "load",
     "mapping",
     "open",
+    "plan_load",
     "register_tensor",
     "register_value",
     "save",

@@ -84,6 +84,52 @@ def diff(
 
 
 @app.command()
+def plan(
+    path: PathArgument,
+    *,
+    on: Annotated[int, typer.Option("--on", metavar="N", min=1, help="How many ranks load.")],
+    layout: Annotated[
+        str, typer.Option("--layout", metavar="FILE", help="Layout rules (TOML); without, FSDP: axis 0 over all ranks.")
+    ] = "",
+    mapping: Annotated[str, typer.Option("--mapping", metavar="FILE", help="Rules of a mapping (TOML).")] = "",
+    select: Annotated[
+        list[str] | None, typer.Option("--select", metavar="GLOB", help="Only what matches; may be repeated.")
+    ] = None,
+    cast: Annotated[
+        list[str] | None, typer.Option("--cast", metavar="GLOB", help="What may be cast; may be repeated.")
+    ] = None,
+    nodes: Annotated[
+        int, typer.Option("--nodes", metavar="N", min=0, help="How many nodes they are on; 0: one per 8 ranks.")
+    ] = 0,
+    storage: Annotated[
+        str, typer.Option("--storage", metavar="RATE", help="What a node reads at most, such as 10GB/s.")
+    ] = "",
+    all_storage: Annotated[
+        str, typer.Option("--all-storage", metavar="RATE", help="What all nodes together read at most.")
+    ] = "",
+    network: Annotated[
+        str, typer.Option("--network", metavar="RATE", help="What a node receives from others, such as 400Gbit/s.")
+    ] = "",
+    as_json: JsonOption = False,
+) -> None:
+    """Say what a load on other ranks would do. Names, bytes per rank, reads per file, seconds; reads no tensor."""
+    from holdfast.cli.plan import plan
+
+    if not plan(
+        path,
+        on=on,
+        layout=layout,
+        mapping=mapping,
+        select=select or (),
+        cast=cast or (),
+        nodes=nodes,
+        bandwidths=(storage, all_storage, network),
+        as_json=as_json,
+    ):
+        raise typer.Exit(FINDING)
+
+
+@app.command()
 def doctor(
     run: RunArgument,
     *,

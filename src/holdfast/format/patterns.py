@@ -12,6 +12,8 @@ import difflib
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
+from holdfast.errors import IncompatibleError
+
 _TOKEN = re.compile(r"\{\{|\}\}|\{([A-Za-z_][A-Za-z0-9_]*)(?::(\*\*?))?\}|\*\*|\*|[{}]")
 _STANDS_FOR = {"*": "[^/]*", "**": ".*", None: "[^./]+"}
 _HINT_CANDIDATES = 500
@@ -149,4 +151,17 @@ def _num_alike(name: str, text: str) -> int:
     """How many letters both begin with."""
     return next(
         (index for index, (a, b) in enumerate(zip(name, text, strict=False)) if a != b), min(len(name), len(text))
+    )
+
+
+def unmatched(option: str, globs: Mapping[str, Collection[str]], *, where: str, action: str) -> IncompatibleError:
+    """The error for globs of an option that match no name there; with each, names that are near."""
+    lines = []
+    for glob, close in globs.items():
+        hint = f" (did you mean {', '.join(map(repr, close))}?)" if close else ""
+        lines.append(f"{glob!r}{hint}")
+    return IncompatibleError(
+        f"{option} matches nothing in {where} with {', '.join(lines)}.",
+        code={"select": "incompatible.select", "cast": "incompatible.cast"}[option],
+        action=action,
     )

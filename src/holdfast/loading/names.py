@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from holdfast.format.names import own_part
-from holdfast.format.patterns import Globs
+from holdfast.format.patterns import Globs, unmatched
 from holdfast.format.values import Node
 from holdfast.run.checkpoint import Checkpoint
 from holdfast.state.bind import Binding
-from holdfast.state.differences import Stored, difference, unmatched
+from holdfast.state.differences import Stored, difference
 
 
 class Names(msgspec.Struct, frozen=True, array_like=True):
@@ -45,7 +45,8 @@ def compared(ranks: Sequence[Names], stored: Mapping[str, Stored], nodes: Mappin
         nowhere = set(each[0]).intersection(*each[1:])
         if nowhere:
             near = {glob: sorted({name for rank in each for name in rank[glob]})[:3] for glob in sorted(nowhere)}
-            raise unmatched(option, near)
+            action = "Give globs of live names; optimizers and objects with a state_dict have one name each."
+            raise unmatched(option, near, where="the live state", action=action)
     if strict and (missing or unexpected):
         raise difference(missing, unexpected, stored, nodes)
     return Names(tuple(missing), tuple(unexpected), {})

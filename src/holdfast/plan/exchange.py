@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -18,6 +19,18 @@ import numpy.typing as npt
 from holdfast.geometry import Int64s
 
 Bools = npt.NDArray[np.bool_]
+
+
+class Seconds(NamedTuple):
+    """How long reading takes at least: where nodes read for themselves, where each byte is read once and sent on."""
+
+    apart: float
+    once: float
+
+    @property
+    def favour_exchange(self) -> bool:
+        """Whether the second way is the shorter one."""
+        return self.once < self.apart
 
 
 class Bandwidths(msgspec.Struct, frozen=True, array_like=True):
@@ -32,19 +45,23 @@ class Bandwidths(msgspec.Struct, frozen=True, array_like=True):
         if not min(self.node_storage, self.all_storage, self.node_network) > 0:
             raise ValueError("bandwidths are positive")
 
-    def favour_exchange(self, nodes: Sequence[Int64s]) -> bool:
-        """Whether the job loads sooner when each byte is read once and sent to the other nodes that need it, than when
-        each node reads what it needs; `nodes` are their needs.
+    def seconds(self, nodes: Sequence[int], once: int) -> Seconds:
+        """How long a load takes at least whose `nodes` need so many bytes each, and `once` different ones together.
 
         Both ways take as long as their slowest part: the storage of the busiest node, all storage together, and with an
         exchange what the busiest node receives.
         """
-        needs = [_num_bytes(runs) for runs in nodes]
-        once = _num_bytes(united(nodes))
-        apart_s = max(max(needs) / self.node_storage, sum(needs) / self.all_storage)
-        received = max(needs) - max(needs) * once / max(sum(needs), 1)
-        together_s = max(once / len(nodes) / self.node_storage, once / self.all_storage, received / self.node_network)
-        return together_s < apart_s
+        most, total = max(nodes), sum(nodes)
+        received = most - most * once / max(total, 1)
+        return Seconds(
+            max(most / self.node_storage, total / self.all_storage),
+            max(once / len(nodes) / self.node_storage, once / self.all_storage, received / self.node_network),
+        )
+
+    def favour_exchange(self, nodes: Sequence[Int64s]) -> bool:
+        """Whether a load is over sooner when each byte is read once and sent to the other nodes that need it; `nodes`
+        are their needs."""
+        return self.seconds([_num_bytes(runs) for runs in nodes], _num_bytes(united(nodes))).favour_exchange
 
 
 @dataclass(frozen=True)
@@ -181,13 +198,17 @@ def _wanted(files: Int64s, starts: Int64s, stops: Int64s, needs: Sequence[Int64s
 
 def _touched(files: Int64s, starts: Int64s, stops: Int64s, runs: Int64s) -> Bools:
     """For each chunk, whether one of `runs` (sorted, apart from each other) shares a byte with it."""
-    found = np.zeros(len(files), np.bool_)
-    for file in np.unique(runs[:, 0]):
-        mine, here = runs[runs[:, 0] == file], files == file
-        # The first run that ends behind the chunk's start, if there is one, begins before its end.
-        behind = np.searchsorted(mine[:, 2], starts[here], side="right")
-        begins = np.append(mine[:, 1], np.iinfo(np.int64).max)
-        found[here] = begins[behind] < stops[here]
+    # All files in one line, each behind the longest reach into the one before.
+    known = np.unique(np.concatenate([files, runs[:, 0]]))
+    reach = np.zeros(len(known) + 1, np.int64)
+    here, there = np.searchsorted(known, files), np.searchsorted(known, runs[:, 0])
+    np.maximum.at(reach, here + 1, stops)
+    np.maximum.at(reach, there + 1, runs[:, 2])
+    base = np.cumsum(reach)
+    # The first run that ends behind the chunk's start, if there is one, begins before its end.
+    behind = np.searchsorted(base[there] + runs[:, 2], base[here] + starts, side="right")
+    begins = np.append(base[there] + runs[:, 1], np.iinfo(np.int64).max)
+    found: Bools = begins[behind] < base[here] + stops
     return found
 
 

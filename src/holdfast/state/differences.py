@@ -13,7 +13,7 @@ from holdfast.format.names import own_part
 from holdfast.format.values import Encoded, Node, Open, Planes, Stateful, TensorRef, TorchValue
 from holdfast.plan.parts import Stored
 
-__all__ = ["Mismatches", "Stored", "difference", "is_leaf", "listing", "unmatched", "word"]
+__all__ = ["Mismatches", "Stored", "difference", "is_leaf", "listing", "word"]
 
 _SHOWN = 10
 _HINT_CANDIDATES = 500
@@ -41,19 +41,6 @@ def difference(
         code="incompatible.names",
         action="Give both the same names, map the stored ones with mapping=, or load what both have with strict=False.",
         tensor=next(iter(sorted(missing) or sorted(unexpected)), None),
-    )
-
-
-def unmatched(option: str, globs: Mapping[str, Collection[str]]) -> IncompatibleError:
-    """The error for globs of an option that match no live name; with each, names that are near."""
-    lines = []
-    for glob, close in globs.items():
-        hint = f" (did you mean {', '.join(map(repr, close))}?)" if close else ""
-        lines.append(f"{glob!r}{hint}")
-    return IncompatibleError(
-        f"{option} matches nothing in the live state with {listing(lines)}.",
-        code=f"incompatible.{option}",
-        action="Give globs of live names; optimizers and objects with a state_dict have one name each.",
     )
 
 

@@ -1,0 +1,298 @@
+"""``holdfast plan``: what a load on another world would do."""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from rich.console import Console
+from rich.table import Table as Screen
+from rich.text import Text
+
+from holdfast import mapping as rules
+from holdfast.cli.screen import console, count, print_json, printable, size, table
+from holdfast.errors import ConfigurationError
+from holdfast.format.manifest import file_name
+from holdfast.format.patterns import Globs
+from holdfast.plan import dry_run, layout_rules
+from holdfast.plan.draft import Table
+from holdfast.plan.dry_run import Cast, Matching, Traffic
+from holdfast.plan.exchange import Bandwidths, Seconds
+from holdfast.plan.layout_rules import Layout
+from holdfast.plan.mapping import mapped
+from holdfast.run.checkpoint import Checkpoint
+from holdfast.run.history import resolve
+from holdfast.run.paths import parse, some
+
+#: How many ranks a node has unless somebody says.
+_RANKS_PER_NODE = 8
+#: The bandwidth of what is not there.
+_NO_NETWORK = sys.float_info.min
+_BANDWIDTH = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([kMGT]i?)?(B|bit)/s")
+_REFUSED = "--cast allows what keeps the kind of number"
+_BAD = "bold red"
+_PREFIXES = ("", "k", "M", "G", "T")
+
+
+class File(msgspec.Struct, frozen=True):
+    """What is read of a data file, by all nodes together: bytes, and requests."""
+
+    name: str
+    nbytes: int
+    num_requests: int
+
+
+class Expected(msgspec.Struct, frozen=True):
+    """Seconds that reading takes at least: where nodes read for themselves, and where each byte is read once and sent
+    on, which is null where no network is given; and whether the second way is chosen."""
+
+    apart_s: float
+    once_s: float | None
+    once: bool
+
+    @staticmethod
+    def of(seconds: Seconds) -> Expected:
+        """The same as a document has it, where nothing is infinite."""
+        return Expected(seconds.apart, seconds.once if math.isfinite(seconds.once) else None, seconds.favour_exchange)
+
+
+class Document(msgspec.Struct, frozen=True, kw_only=True):
+    """What ``--json`` prints. Bytes are those that are stored; lists of them are by rank and by node.
+
+    `unexpected` and `refused` are what a load would refuse. `read_once_nbytes` is what the job reads where each byte is
+    read once; `files` are as the way that is chosen has them.
+    """
+
+    path: str
+    place: str
+    step: int
+    mesh: dict[str, int]
+    world_size: int
+    num_nodes: int
+    num_tensors: int
+    unexpected: tuple[str, ...]
+    cast: tuple[Cast, ...]
+    refused: tuple[Cast, ...]
+    partly_kept: tuple[str, ...]
+    needed_nbytes: list[int]
+    read_nbytes: list[int]
+    read_once_nbytes: int
+    files: list[File]
+    expected: Expected | None
+
+
+def plan(
+    path: str,
+    *,
+    on: int,
+    layout: str,
+    mapping: str,
+    select: Sequence[str],
+    cast: Sequence[str],
+    nodes: int,
+    bandwidths: tuple[str, str, str],
+    as_json: bool,
+) -> bool:
+    """Say what a load of the checkpoint at `path` on `on` ranks would do; True where it would find nothing wrong.
+
+    `layout` and `mapping` are files, `bandwidths` those of a node's storage, all storage, and a node's network.
+    """
+    speeds = _bandwidths(*bandwidths)
+    num_nodes = _num_nodes(on, nodes)
+    laid_out = _layout(layout, on)
+    globs = Globs(select) if select else None, Globs(cast) if cast else False
+    checkpoint = Checkpoint(resolve(parse(path)))
+    made = _table(checkpoint, mapping)
+    matching = dry_run.match(laid_out, made, select=globs[0], cast=globs[1])
+    node_of = dry_run.even_nodes(on, num_nodes)
+    moved = dry_run.traffic(checkpoint.files, made, matching.held, laid_out.mesh_shape, node_of)
+    expected = None if speeds is None else Expected.of(dry_run.seconds(moved.reading, speeds))
+    document = _document(checkpoint, laid_out, matching, moved, expected)
+    if as_json:
+        print_json(document)
+    else:
+        _show(console(), checkpoint, document, stated=bool(layout))
+    return matching.loads
+
+
+def _layout(path: str, on: int) -> Layout:
+    if not path:
+        return layout_rules.fsdp(on)
+    layout = layout_rules.from_toml(_text(path, "layout"), path=path)
+    if layout.world_size != on:
+        axes = " x ".join(f"{name} {extent}" for name, extent in layout.mesh.items())
+        raise ConfigurationError(
+            f"the mesh of {path}, {axes}, has {count(layout.world_size, 'rank')}, and the load is on {on}.",
+            code="config.layout",
+            action=f"Correct the mesh, or say --on {layout.world_size}.",
+            path=path,
+        )
+    return layout
+
+
+def _table(checkpoint: Checkpoint, mapping: str) -> Table:
+    """What the checkpoint is after the mapping."""
+    found = rules.from_toml(_text(mapping, "mapping")) if mapping else ()
+    stored = dry_run.stored_tensors(checkpoint.manifest)
+    return mapped(found, stored, checkpoint.manifest.body.aliases, checkpoint.nodes)
+
+
+def _text(path: str, option: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(
+            f"{path} cannot be read: {error}.",
+            code=f"config.{option}",
+            action=f"Name a TOML file with --{option}.",
+            path=path,
+        ) from error
+
+
+def _num_nodes(on: int, nodes: int) -> int:
+    if nodes > on:
+        raise ConfigurationError(
+            f"{count(on, 'rank')} cannot be on {nodes} nodes.",
+            code="config.nodes",
+            action="Give --nodes at most as many as --on.",
+        )
+    return nodes or math.ceil(on / _RANKS_PER_NODE)
+
+
+def _bandwidths(storage: str, all_storage: str, network: str) -> Bandwidths | None:
+    """What was given; no limit where nothing was, and None without the bandwidth of storage."""
+    if not storage:
+        if all_storage or network:
+            raise ConfigurationError(
+                "the time that a load takes depends on what a node reads from storage.",
+                code="config.bandwidth",
+                action="Give --storage too, such as --storage 10GB/s.",
+            )
+        return None
+    all_nodes = _speed(all_storage) if all_storage else math.inf
+    return Bandwidths(_speed(storage), all_nodes, _speed(network) if network else _NO_NETWORK)
+
+
+def _speed(text: str) -> float:
+    """Bytes per second."""
+    found = _BANDWIDTH.fullmatch(text)
+    speed = 0.0
+    if found is not None:
+        prefix = found[2] or ""
+        base = 1024 if prefix.endswith("i") else 1000
+        speed = float(found[1]) * base ** _PREFIXES.index(prefix.removesuffix("i")) / (8 if found[3] == "bit" else 1)
+    if not speed:
+        raise ConfigurationError(
+            f"'{text}' is no bandwidth.",
+            code="config.bandwidth",
+            action="Write it as 10GB/s, 800MiB/s or 400Gbit/s.",
+        )
+    return speed
+
+
+def _document(
+    checkpoint: Checkpoint, layout: Layout, matching: Matching, moved: Traffic, expected: Expected | None
+) -> Document:
+    reading = moved.reading
+    per_file = reading.once if expected is not None and expected.once else reading.apart
+    read = np.flatnonzero(per_file.nbytes).tolist()
+    return Document(
+        path=checkpoint.folder,
+        place=str(checkpoint.manifest.place),
+        step=checkpoint.manifest.body.step,
+        mesh=layout.mesh,
+        world_size=len(moved.needed),
+        num_nodes=len(reading.nodes),
+        num_tensors=len(matching.held),
+        unexpected=matching.unexpected,
+        cast=matching.cast,
+        refused=matching.refused,
+        partly_kept=matching.partly_kept,
+        needed_nbytes=moved.needed.tolist(),
+        read_nbytes=reading.nodes.tolist(),
+        read_once_nbytes=int(reading.once.nbytes.sum()),
+        files=[File(file_name(n), int(per_file.nbytes[n]), int(per_file.num_requests[n])) for n in read],
+        expected=expected,
+    )
+
+
+def _show(screen: Console, checkpoint: Checkpoint, document: Document, *, stated: bool) -> None:
+    body = checkpoint.manifest.body
+    screen.print(Text(printable(document.path), "bold"), soft_wrap=True)
+    stored = (
+        f"{count(len(body.names), 'tensor')} in {count(body.num_files, 'file')} by {count(body.world_size, 'rank')}"
+    )
+    screen.print(f"step {document.step} at {document.place}: {stored}", soft_wrap=True)
+    mesh = " x ".join(f"{printable(name)} {extent}" for name, extent in document.mesh.items())
+    how = mesh if stated else "every tensor divided along axis 0 over all ranks (--layout says otherwise)"
+    where = f"{count(document.world_size, 'rank')} on {count(document.num_nodes, 'node')}"
+    screen.print(f"loaded by {where}: {how}\n", soft_wrap=True)
+    screen.print(_figures(document))
+    screen.print()
+    for line in _reading(document):
+        screen.print(line, soft_wrap=True)
+    for finding in _findings(document):
+        screen.print(finding, soft_wrap=True)
+
+
+def _figures(document: Document) -> Screen:
+    """Least, median and most of what ranks, nodes and files have to do with."""
+    made = table("each", "least", "median", "most", right=("least", "median", "most"))
+    files = [file.name.partition(".")[0] for file in document.files]
+    rows = (
+        ("rank needs", document.needed_nbytes, [f"rank {n}" for n in range(document.world_size)], size),
+        ("node reads", document.read_nbytes, [f"node {n}" for n in range(document.num_nodes)], size),
+        ("file is read", [file.nbytes for file in document.files], files, size),
+        ("file gets requests", [file.num_requests for file in document.files], files, "{:,}".format),
+    )
+    for what, numbers, names, shown in rows:
+        if numbers:
+            ends = (f"{shown(numbers[at])} ({names[at]})" for at in (int(np.argmin(numbers)), int(np.argmax(numbers))))
+            least, most = ends
+            made.add_row(what, least, shown(int(np.median(numbers))), most)
+    return made
+
+
+def _reading(document: Document) -> list[str]:
+    """What the job reads, and how long that takes."""
+    needed, apart, once = map(size, (sum(document.needed_nbytes), sum(document.read_nbytes), document.read_once_nbytes))
+    lines = [
+        f"{count(document.num_tensors, 'tensor')}; all ranks together need {needed}",
+        f"read from storage: {apart} where each node reads for itself, {once} where nodes send on what they read",
+    ]
+    expected = document.expected
+    if expected is not None and expected.once_s is not None:
+        first, second = _duration(expected.apart_s), _duration(expected.once_s)
+        chosen = "nodes send on what they read" if expected.once else "each node reads for itself"
+        lines.append(f"that takes at least {first}, or {second}: {chosen}")
+    elif expected is not None:
+        lines.append(f"that takes at least {_duration(expected.apart_s)}; --network says what sending on takes")
+    return lines
+
+
+def _findings(document: Document) -> list[Text]:
+    """What changes on the way, and what a load would refuse."""
+    kept, nobody = "not all is stored", "no rule matches, and there is no default"
+    groups = (
+        ("cast", "", "", [f"{one.name} ({one.stored} to {one.held})" for one in document.cast]),
+        ("partly kept", kept, "", list(document.partly_kept)),
+        ("of another dtype", _REFUSED, _BAD, [f"{one.name} ({one.stored} to {one.held})" for one in document.refused]),
+        ("held by nobody", nobody, _BAD, list(document.unexpected)),
+    )
+    lines = []
+    for what, why, style, names in groups:
+        if names:
+            head = (f"{count(len(names), 'tensor')} {what}", style), f" ({why}): " if why else ": "
+            lines.append(Text.assemble(*head, printable(some(names))))
+    return lines
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 1:
+        return f"{1000 * seconds:.3g} ms"
+    return f"{seconds:.3g} s" if seconds < 600 else f"{seconds / 60:.0f} min"

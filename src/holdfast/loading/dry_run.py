@@ -1,0 +1,100 @@
+"""`plan_load`: what a load into a live state would do on this rank, without doing it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from holdfast.control.torch_store import group_ranks
+from holdfast.format.manifest import file_name
+from holdfast.format.patterns import Globs
+from holdfast.loading.wanted import wanted
+from holdfast.mapping import Rule
+from holdfast.plan.dry_run import stored_tensors
+from holdfast.plan.mapping import mapped
+from holdfast.run.checkpoint import Checkpoint
+from holdfast.run.history import resolve
+from holdfast.run.paths import parse
+from holdfast.state.bind import bind
+from holdfast.state.match import Terms
+
+
+@dataclass(frozen=True)
+class LoadPlan:
+    """What a load would do on one rank, as far as this rank can tell alone.
+
+    Names are as in `LoadReport`, but of this rank: another one may hold what is `unexpected` here. `unmatched` are
+    globs of ``select`` and ``cast`` that match no live name here. `read_nbytes` has for each data file the bytes of the
+    whole blocks that this rank needs some of; ranks of one node share the reading of what several of them need.
+    """
+
+    step: int
+    place: str
+    path: str
+    loaded: tuple[str, ...]
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    unmatched: tuple[str, ...]
+    resharded: tuple[str, ...]
+    cast: tuple[str, ...]
+    needed_nbytes: int
+    read_nbytes: Mapping[str, int]
+
+
+def plan_load(
+    path: str | os.PathLike[str],
+    into: Mapping[str, object],
+    *,
+    select: str | Sequence[str] | None = None,
+    mapping: Sequence[Rule] | None = None,
+    cast: bool | str | Sequence[str] | None = None,
+    group: ProcessGroup | None = None,
+) -> LoadPlan:
+    """Say what `load` would do with the same arguments on this rank. Nothing is loaded, and `into` stays as it is.
+
+    Blocking, but not collective: any rank may call it, alone. Reads the records, the manifest and values, no tensors.
+    Takes memory for optimizer state that the live optimizers do not have yet, until it returns.
+
+    Raises as `load` does, except for names that are on one side only and globs that match nothing, which it lists.
+    """
+    checkpoint = Checkpoint(resolve(parse(path)))
+    ranks = group_ranks(group)
+    rank = dist.get_rank() if len(ranks) > 1 else ranks[0]
+    globs = [Globs(given) for given in (select, cast) if given is not None and not isinstance(given, bool)]
+    body = checkpoint.manifest.body
+    table = mapped(tuple(mapping or ()), stored_tensors(checkpoint.manifest), body.aliases, checkpoint.nodes)
+    terms = Terms(
+        None if select is None else globs[0],
+        cast if isinstance(cast, bool) else False if cast is None else globs[-1],
+        table.equal,
+        table.partly_kept(),
+    )
+    binding = bind(
+        into,
+        table.stored,
+        table.aliases,
+        table.nodes,
+        strict=False,
+        rank=ranks.index(rank),
+        world_size=len(ranks),
+        terms=terms,
+    )
+    needs = wanted(checkpoint, binding, table.parts, rank)
+    jobs = checkpoint.jobs(needs.wants, needs.targets)
+    return LoadPlan(
+        step=checkpoint.seal.step,
+        place=str(checkpoint.seal.place),
+        path=checkpoint.folder,
+        loaded=tuple(binding.loaded),
+        missing=tuple(binding.missing),
+        unexpected=tuple(binding.unexpected),
+        unmatched=tuple(glob for given in globs for glob in given.unmatched()),
+        resharded=tuple(sorted(needs.resharded(checkpoint))),
+        cast=tuple(sorted(needs.cast)),
+        needed_nbytes=needs.targets.nbytes,
+        read_nbytes={file_name(file): int((job.ranges() @ [-1, 1]).sum()) for file, job in jobs},
+    )

@@ -1,0 +1,153 @@
+"""The blocks of data files that nodes read, counted for all files and nodes. Pure.
+
+A load reads whole blocks, each once per node whatever ranks and tensors want some of it, in requests of neighbouring
+ones. Sets of nodes that want the same are counted once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from holdfast.format.container import BLOCK_NBYTES, Files, num_blocks
+from holdfast.geometry import Int64s
+from holdfast.plan.demands import Want
+from holdfast.plan.exchange import Bools
+
+#: The most that is read with one request.
+REQUEST_NBYTES = 8 << 20
+#: So many offsets of pieces, and blocks, are looked at together (bounds memory).
+_AT_ONCE = 1 << 22
+
+
+@dataclass(frozen=True)
+class PerFile:
+    """What is read of each data file, by all nodes together."""
+
+    nbytes: Int64s
+    num_requests: Int64s
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Bytes that each node reads, and what is read of each file: where nodes read for themselves (`apart`), and where
+    what several of them want is read by one of them (`once`)."""
+
+    nodes: Int64s
+    apart: PerFile
+    once: PerFile
+
+
+class _Classes(NamedTuple):
+    """Nodes that want the same of a file: class ``of[i]`` of node ``nodes[i]``, how many are in each, and in which of
+    the sets those of a class are (rows). The last class, of no node, is in all sets."""
+
+    nodes: Int64s
+    of: Int64s
+    counts: Int64s
+    rows: Bools
+
+
+class _Touched(NamedTuple):
+    """The blocks of a file that each of some sets of nodes wants (rows); a column more than there are blocks."""
+
+    file: int
+    nbytes: int
+    sets: tuple[int, ...]
+    blocks: Bools
+
+
+def count_blocks(files: Files, wants: Sequence[Want], members: Bools) -> Reading:
+    """What is read for `wants`; ``members[s]`` says which nodes are in set number ``s``."""
+    num_files = files.manifest.body.num_files
+    reading = Reading(
+        np.zeros(members.shape[1], np.int64),
+        PerFile(*np.zeros((2, num_files), np.int64)),
+        PerFile(*np.zeros((2, num_files), np.int64)),
+    )
+    known: dict[tuple[int, ...], _Classes] = {}
+    for touched in _touched(files, wants, len(members)):
+        classes = known.get(touched.sets)
+        if classes is None:
+            classes = known[touched.sets] = _classes(members[list(touched.sets)])
+        unions = np.stack([touched.blocks[row].any(axis=0) for row in classes.rows])
+        nbytes, requests = _sizes(unions, touched.nbytes)
+        reading.nodes[classes.nodes] += nbytes[classes.of]
+        for per_file, weights in ((reading.apart, classes.counts), (reading.once, classes.counts == 0)):
+            per_file.nbytes[touched.file] = nbytes @ weights
+            per_file.num_requests[touched.file] = requests @ weights
+    return reading
+
+
+def _classes(members: Bools) -> _Classes:
+    nodes = np.flatnonzero(members.any(axis=0))
+    numbers: dict[bytes, int] = {}
+    of = np.asarray([numbers.setdefault(column.tobytes(), len(numbers)) for column in members.T[nodes]], np.int64)
+    rows = np.frombuffer(b"".join(numbers), np.bool_).reshape(len(numbers), len(members))
+    everything = np.ones((1, len(members)), np.bool_)
+    return _Classes(nodes, of, np.bincount(of, minlength=len(numbers) + 1), np.concatenate([rows, everything]))
+
+
+def _sizes(blocks: Bools, data_nbytes: int) -> tuple[Int64s, Int64s]:
+    """The bytes of the blocks of each row, and the requests that bring them; the last block may be a short one."""
+    width = blocks.shape[1]
+    beyond = (width - 1) * BLOCK_NBYTES - data_nbytes
+    nbytes = blocks.sum(axis=1) * BLOCK_NBYTES - blocks[:, -2] * beyond
+    # No run goes on in the next row: nothing is in the last column.
+    edges = np.flatnonzero(np.diff(blocks.reshape(-1), prepend=False))
+    begins, lengths = edges[::2], edges[1::2] - edges[::2]
+    requests = np.zeros(len(blocks), np.int64)
+    np.add.at(requests, begins // width, -(-lengths * BLOCK_NBYTES // REQUEST_NBYTES))
+    return nbytes, requests
+
+
+def _touched(files: Files, wants: Sequence[Want], num_sets: int) -> Iterator[_Touched]:
+    """What is wanted of each file of which anything is."""
+    wanted = np.zeros((files.manifest.body.num_files, num_sets), np.bool_)
+    for want in wants:
+        wanted[want.owners, want.sets] = True
+    needed = np.flatnonzero(wanted.any(axis=1))
+    if not len(needed):
+        return
+    tensors = np.unique(np.concatenate([want.tensors for want in wants]))
+    positions = np.sort(files.position[tensors])
+    sizes = files.columns(needed, positions[:0]).data_nbytes
+    costs = len(positions) + wanted[needed].sum(axis=1) * (num_blocks(int(sizes.max())) + 1)
+    turns = np.flatnonzero(np.diff(np.cumsum(costs) // _AT_ONCE)) + 1
+    for chunk in np.split(needed, turns):
+        yield from _touched_of(files, chunk, positions, wants, wanted[chunk])
+
+
+def _touched_of(
+    files: Files, chunk: Int64s, positions: Int64s, wants: Sequence[Want], wanted: Bools
+) -> Iterator[_Touched]:
+    """The same of the files `chunk`, of which ``wanted[f, s]`` says whether set ``s`` of nodes wants some."""
+    columns = files.columns(chunk, positions)
+    widths = -(-columns.data_nbytes // BLOCK_NBYTES) + 1
+    # The blocks of each file and set in one line, each with a place behind it.
+    lengths = np.where(wanted, widths[:, None], 0).reshape(-1)
+    ends = np.cumsum(lengths)
+    heads = (ends - lengths).reshape(wanted.shape)
+    lows, highs = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+    for want in wants:
+        first, last = np.searchsorted(want.owners, [chunk[0], chunk[-1] + 1])
+        if first == last:
+            continue
+        rows = np.searchsorted(chunk, want.owners[first:last])
+        offsets = columns.offsets[rows[:, None], np.searchsorted(positions, files.position[want.tensors])]
+        itemsizes, line = files.itemsizes[want.tensors], heads[rows, want.sets[first:last], None]
+        begins, stops = (offsets + each[first:last, None] * itemsizes for each in (want.firsts, want.lasts))
+        lows.append((begins // BLOCK_NBYTES + line).reshape(-1))
+        highs.append((-(-stops // BLOCK_NBYTES) + line).reshape(-1))
+    count = int(ends[-1])
+    edges = np.bincount(np.concatenate(lows), minlength=count) - np.bincount(np.concatenate(highs), minlength=count)
+    blocks = np.cumsum(edges) > 0
+    for row, file in enumerate(chunk.tolist()):
+        sets = tuple(np.flatnonzero(wanted[row]).tolist())
+        width = int(widths[row])
+        head = int(heads[row, sets[0]])
+        held = blocks[head : head + len(sets) * width].reshape(len(sets), width)
+        yield _Touched(file, int(columns.data_nbytes[row]), sets, held)

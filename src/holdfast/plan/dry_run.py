@@ -1,0 +1,123 @@
+"""What a load on another world would do, from the manifest and a layout alone. Pure, and for all ranks at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from holdfast.format.container import Files
+from holdfast.format.manifest import DecodedManifest
+from holdfast.format.patterns import Globs, unmatched
+from holdfast.geometry import Int64s, Shape
+from holdfast.plan.blocks import Reading, count_blocks
+from holdfast.plan.demands import Demands
+from holdfast.plan.draft import Table
+from holdfast.plan.exchange import Bandwidths, Seconds
+from holdfast.plan.layout_rules import Held, Layout, assign, parameter_of
+from holdfast.plan.parts import Stored, as_stored, castable
+
+
+class Cast(msgspec.Struct, frozen=True):
+    """A tensor that is held in another dtype than it is stored in."""
+
+    name: str
+    stored: str
+    held: str
+
+
+@dataclass(frozen=True)
+class Matching:
+    """What is loaded, by name, and how it is held; and what a load would stumble over.
+
+    `unexpected` are tensors that nobody holds, `refused` those whose dtype may not become the one that they are held
+    in. `partly_kept` are tensors of which some elements are not stored and stay what they were.
+    """
+
+    held: Mapping[str, Held]
+    unexpected: tuple[str, ...]
+    cast: tuple[Cast, ...]
+    refused: tuple[Cast, ...]
+    partly_kept: tuple[str, ...]
+
+    @property
+    def loads(self) -> bool:
+        """Whether a load would find nothing wrong."""
+        return not (self.unexpected or self.refused)
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What moves, in bytes as they are stored, without values: what each rank needs, and what is read for that."""
+
+    needed: Int64s
+    reading: Reading
+
+
+def stored_tensors(manifest: DecodedManifest) -> dict[str, Stored]:
+    """Dtype and shape of each tensor of a checkpoint."""
+    return {name: Stored(manifest.dtype(n), manifest.shape(n)) for n, name in enumerate(manifest.body.names)}
+
+
+def match(layout: Layout, table: Table, *, select: Globs | None, cast: Globs | bool) -> Matching:
+    """Which of a checkpoint's tensors a job would load that holds them in `layout`, as far as names and dtypes go.
+
+    `select` and `cast` are as in a load; an optimizer is selected as a whole. Raises `IncompatibleError`: for rules as
+    `assign`, and for globs that match nothing (``incompatible.select``, ``incompatible.cast``).
+    """
+    # What is only compared with another tensor is read by whoever holds that one.
+    compared = {other: name for name, others in table.equal.items() for other in others}
+    tensors = {name: stored for name, stored in table.stored.items() if name not in compared}
+    placed = assign(layout, tensors, table.aliases)
+    tied = {name: [name] for name in tensors}
+    for alias, name in table.aliases.items():
+        tied[name].append(alias)
+    held: dict[str, Held] = {}
+    unexpected: list[str] = []
+    casts: dict[bool, list[Cast]] = {True: [], False: []}
+    for name, stored in tensors.items():
+        owner = parameter_of(name, tensors, table.aliases)
+        if select is not None and not _any_in(select, tied[name] if owner is None else owner[:1]):
+            continue
+        may_cast = cast if isinstance(cast, bool) else _any_in(cast, tied[name])
+        if name not in placed:
+            unexpected.append(name)
+            continue
+        held[name] = placed[name]
+        dtype = placed[name].dtype or stored.dtype
+        if dtype != stored.dtype:
+            casts[may_cast and castable(stored.dtype, dtype)].append(Cast(name, stored.dtype, dtype))
+    for option, globs in (("select", select), ("cast", cast)):
+        if isinstance(globs, Globs) and globs.unmatched():
+            action = "Give globs of names as they are after the mapping; an optimizer has one name."
+            raise unmatched(option, globs.unmatched(), where="the checkpoint", action=action)
+    held |= {other: held[name] for other, name in compared.items() if name in held}
+    kept = tuple(sorted(table.partly_kept() & held.keys()))
+    return Matching(held, tuple(unexpected), tuple(casts[True]), tuple(casts[False]), kept)
+
+
+def traffic(files: Files, table: Table, held: Mapping[str, Held], mesh_shape: Shape, node_of: Int64s) -> Traffic:
+    """What a load moves when tensors are `held` on a mesh of all ranks, where rank ``r`` is on node ``node_of[r]``."""
+    demands = Demands(files, mesh_shape, node_of)
+    for name, how in held.items():
+        stored, parts = table.stored[name], table.parts.get(name)
+        for part in as_stored(name, stored).parts if parts is None else parts:
+            if part.source is not None:
+                demands.add(how, stored.shape, part, part.source)
+    return Traffic(demands.needed(), count_blocks(files, demands.wants(), demands.members()))
+
+
+def seconds(reading: Reading, bandwidths: Bandwidths) -> Seconds:
+    """How long reading takes at least, each of the two ways."""
+    return bandwidths.seconds(reading.nodes.tolist(), int(reading.once.nbytes.sum()))
+
+
+def even_nodes(world_size: int, num_nodes: int) -> Int64s:
+    """The node of each rank where nodes have as many ranks each, or one more, in order."""
+    return np.arange(world_size) * num_nodes // world_size
+
+
+def _any_in(globs: Globs, names: Sequence[str]) -> bool:
+    return True in [name in globs for name in names]  # all are asked for, so that every glob is tried

@@ -1,0 +1,288 @@
+"""Layouts as people write them: a mesh, and rules that place tensors on it by their names. Pure.
+
+    mesh = { dp = 8, tp = 8 }        # ranks 0 to 63 in row-major order: the last axis varies fastest
+    default = { dp = "shard 0" }     # for what no rule says otherwise
+
+    [[rule]]
+    names = ["model/**.wq.weight", "model/**.w1.weight"]
+    place = { tp = "shard 0", dp = "shard 1" }
+
+Along a mesh axis a tensor is divided (``shard N``: along its axis N), held alike (``replicate``), or held by the ranks
+of one coordinate alone (``stage K``). The first rule that matches a tensor and says something about a mesh axis counts
+for that axis, then `default`; what nothing is said about is held alike. Without a `default` nobody holds what no rule
+matches.
+
+State that an optimizer keeps for a parameter has two names: its own, and the parameter's. A tensor that has no such
+axis as `default` divides is held alike, and so is state of another shape than its parameter's.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from math import prod
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from holdfast.errors import ConfigurationError, IncompatibleError
+from holdfast.format.dtypes import DTYPES
+from holdfast.format.patterns import Pattern, near
+from holdfast.geometry import Shape
+from holdfast.plan.layout import Mesh, Placed, Placement, Replicate, Shard
+from holdfast.plan.parts import Stored
+
+_PLACE = re.compile(r"(replicate)|(shard|stage) +([0-9]{1,6})")
+_TABLE = re.compile(r"\s*\[\[\s*rule\s*\]\]")
+_STATE = "/state/"
+_SHOWN = 3
+
+
+class Stage(NamedTuple):
+    """Held by the ranks of one coordinate along a mesh axis, and by no others."""
+
+    coordinate: int
+
+
+Place = Placement | Stage
+
+
+class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where tensors go whose names match: per mesh axis, and the dtype that they have there (default: as stored).
+
+    The dtype does not concern state of optimizers.
+    """
+
+    names: str | tuple[str, ...]
+    place: dict[str, str] = {}
+    dtype: str | None = None
+
+    def __post_init__(self) -> None:
+        if not self.names:
+            raise ValueError("it has no names")
+        for name in self.globs:
+            Pattern(name)
+        for text in self.place.values():
+            _parsed(text)
+        if self.dtype is not None and self.dtype not in DTYPES:
+            raise ValueError(f"{self.dtype!r} is no dtype; it is one of {', '.join(DTYPES)}")
+
+    @property
+    def globs(self) -> tuple[str, ...]:
+        """The names as several."""
+        return (self.names,) if isinstance(self.names, str) else self.names
+
+
+class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A mesh by the names and sizes of its axes, and the rules, in order."""
+
+    mesh: dict[str, int]
+    rule: tuple[Rule, ...] = ()
+    default: dict[str, str] | None = None
+
+    def __post_init__(self) -> None:
+        if not self.mesh or min(self.mesh.values()) < 1:
+            raise ValueError("the mesh has no axis, or an axis without ranks")
+        self._check_place("default", self.default or {})
+        for index, rule in enumerate(self.rule):
+            self._check_place(f"rule[{index}]", rule.place)
+
+    def _check_place(self, where: str, places: Mapping[str, str]) -> None:
+        for axis, text in places.items():
+            if axis not in self.mesh:
+                raise ValueError(f"{where}: the mesh has no axis {axis!r}; it has {', '.join(self.mesh)}")
+            place = _parsed(text)
+            if isinstance(place, Stage) and place.coordinate >= self.mesh[axis]:
+                raise ValueError(f"{where}: {axis!r} has no {text}; its stages are 0 to {self.mesh[axis] - 1}")
+
+    @property
+    def mesh_shape(self) -> Shape:
+        """The sizes of the mesh's axes."""
+        return tuple(self.mesh.values())
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return prod(self.mesh_shape)
+
+
+@dataclass(frozen=True)
+class Held:
+    """How a tensor is held: a place per mesh axis, and its dtype there (None: as stored)."""
+
+    places: tuple[Place, ...]
+    dtype: str | None
+
+    def placed(self, mesh_shape: Shape) -> Placed:
+        """The same as placements on the ranks that hold some of it."""
+        ranks = np.arange(prod(mesh_shape)).reshape(mesh_shape)
+        stages = [(axis, place.coordinate) for axis, place in enumerate(self.places) if isinstance(place, Stage)]
+        for axis, coordinate in stages:
+            ranks = ranks.take([coordinate], axis)
+        placements = tuple(Replicate() if isinstance(place, Stage) else place for place in self.places)
+        return Placed(Mesh(ranks.shape, tuple(ranks.reshape(-1).tolist())), placements)
+
+
+def fsdp(world_size: int) -> Layout:
+    """Every tensor divided along its first axis over all ranks."""
+    return Layout({"fsdp": world_size}, (), {"fsdp": "shard 0"})
+
+
+def from_toml(text: str, *, path: str) -> Layout:
+    """The layout that a TOML text describes. Raises `ConfigurationError`, code ``config.layout``, which says where."""
+    try:
+        return msgspec.toml.decode(text, type=Layout)
+    except (msgspec.DecodeError, ValueError) as error:
+        raise ConfigurationError(
+            f"{path} is no layout: {_located(str(error), text)}.",
+            code="config.layout",
+            action='Write mesh = {dp = 8, tp = 8} and tables [[rule]] with names = "..." and place = {tp = "shard 0"}.',
+            path=path,
+        ) from error
+
+
+def assign(layout: Layout, tensors: Mapping[str, Stored], aliases: Mapping[str, str]) -> dict[str, Held]:
+    """How each tensor is held that somebody holds. A tied tensor also goes by its other names, `aliases`.
+
+    Raises `IncompatibleError`, code ``incompatible.layout``, for a rule that matches nothing, and for one that divides
+    a tensor along an axis that it does not have.
+    """
+    others: dict[str, list[str]] = {}
+    for alias, name in aliases.items():
+        others.setdefault(name, []).append(alias)
+    rules = [_Compiled.of(number, rule) for number, rule in enumerate(layout.rule, 1)]
+    found = {}
+    for name, stored in tensors.items():
+        owner = parameter_of(name, tensors, aliases)
+        parameter = None if owner is None else owner[1]
+        known = [name, *others.get(name, ()), *([] if parameter is None else [parameter])]
+        held = _hold(layout, rules, _Subject(name, known, stored.shape, _shape(parameter, tensors, aliases)))
+        if held is not None:
+            found[name] = held
+    for rule in rules:
+        if not rule.matched:
+            raise _unmatched(rule, [*tensors, *aliases])
+    return found
+
+
+def parameter_of(name: str, tensors: Mapping[str, Stored], aliases: Mapping[str, str]) -> tuple[str, str] | None:
+    """The paths of the optimizer and the parameter that a tensor is state of: ``<path>/state/<parameter>/<slot>``."""
+    at = name.find(_STATE)
+    while at >= 0:
+        parameter = name[at + len(_STATE) :].rpartition("/")[0]
+        while parameter:
+            if parameter in tensors or parameter in aliases:
+                return name[:at], parameter
+            parameter = parameter.rpartition("/")[0]
+        at = name.find(_STATE, at + 1)
+    return None
+
+
+class _Subject(NamedTuple):
+    """A tensor to be placed: what rules may call it, and the shape of the parameter that it is state of."""
+
+    name: str
+    names: list[str]
+    shape: Shape
+    parameter_shape: Shape | None
+
+
+@dataclass
+class _Compiled:
+    """A rule, and whether it has matched anything."""
+
+    number: int
+    rule: Rule
+    patterns: list[Pattern]
+    places: dict[str, Place]
+    matched: bool = field(default=False)
+
+    @staticmethod
+    def of(number: int, rule: Rule) -> _Compiled:
+        places = {axis: _parsed(text) for axis, text in rule.place.items()}
+        return _Compiled(number, rule, [Pattern(text) for text in rule.globs], places)
+
+    def match(self, names: Iterable[str]) -> bool:
+        found = any(pattern.match(name) is not None for name in names for pattern in self.patterns)
+        self.matched = self.matched or found
+        return found
+
+
+def _hold(layout: Layout, rules: list[_Compiled], subject: _Subject) -> Held | None:
+    """How one tensor is held; None where nobody holds it."""
+    matching = [rule for rule in rules if rule.match(subject.names)]
+    if not matching and layout.default is None:
+        return None
+    is_state = subject.parameter_shape is not None
+    is_alone = is_state and subject.shape != subject.parameter_shape
+    num_axes = 0 if is_alone else len(subject.shape)
+    places: dict[str, Place] = {}
+    for rule in matching:
+        for axis, place in rule.places.items():
+            if axis in places:
+                continue
+            if isinstance(place, Shard) and place.axis >= num_axes and not is_alone:
+                raise _beyond(rule, axis, place, subject)
+            places[axis] = place
+    for axis, text in (layout.default or {}).items():
+        places.setdefault(axis, _parsed(text))
+    reached = tuple(_within(places.get(axis, Replicate()), num_axes) for axis in layout.mesh)
+    dtype = None if is_state else next((rule.rule.dtype for rule in matching if rule.rule.dtype is not None), None)
+    return Held(reached, dtype)
+
+
+def _within(place: Place, num_axes: int) -> Place:
+    return Replicate() if isinstance(place, Shard) and place.axis >= num_axes else place
+
+
+def _parsed(text: str) -> Place:
+    found = _PLACE.fullmatch(text)
+    if found is None:
+        raise ValueError(f'{text!r} is no place; it is "replicate", "shard N" or "stage K"')
+    if found[1]:
+        return Replicate()
+    number = int(found[3])
+    return Shard(number) if found[2] == "shard" else Stage(number)
+
+
+def _shape(name: str | None, tensors: Mapping[str, Stored], aliases: Mapping[str, str]) -> Shape | None:
+    return None if name is None else tensors[aliases.get(name, name)].shape
+
+
+def _located(message: str, text: str) -> str:
+    """A message with rules as people count them, and the lines where they begin."""
+    lines = [number for number, line in enumerate(text.splitlines(), 1) if _TABLE.match(line)]
+
+    def told(found: re.Match[str]) -> str:
+        index = int(found[1])
+        return f"rule {index + 1}" + (f" (line {lines[index]})" if index < len(lines) else "")
+
+    return re.sub(r"(?:\$\.)?rule\[([0-9]+)\]", told, message)
+
+
+def _unmatched(rule: _Compiled, names: Iterable[str]) -> IncompatibleError:
+    known = list(names)
+    close = list(dict.fromkeys(name for glob in rule.rule.globs for name in near(glob, known)))[:_SHOWN]
+    hint = f"; did you mean {', '.join(map(repr, close))}?" if close else "."
+    return IncompatibleError(
+        f"Rule {rule.number} of the layout matches no tensor of the checkpoint: {_listed(rule.rule.globs)}{hint}",
+        code="incompatible.layout",
+        action="Correct the rule, or take it out; 'holdfast show' lists the names, and a mapping changes them before.",
+    )
+
+
+def _beyond(rule: _Compiled, mesh_axis: str, place: Shard, subject: _Subject) -> IncompatibleError:
+    what = f"divides axis {place.axis} along {mesh_axis!r}, and {subject.name!r} of shape {subject.shape} has none"
+    return IncompatibleError(
+        f"Rule {rule.number} of the layout, {_listed(rule.rule.globs)}, {what}.",
+        code="incompatible.layout",
+        action='Narrow the rule, or put one before it that has that tensor placed "replicate".',
+        tensor=subject.name,
+    )
+
+
+def _listed(globs: tuple[str, ...]) -> str:
+    more = f" and {len(globs) - _SHOWN} more" if len(globs) > _SHOWN else ""
+    return ", ".join(map(repr, globs[:_SHOWN])) + more
