@@ -145,7 +145,7 @@ def test_a_module_in_a_list_is_a_tree_in_a_list(tmp_path: Path) -> None:
     assert torch.equal(tree[1]["weight"], layers[1].weight)
 
 
-class Phase:
+class Stage:
     """A type of the user's own."""
 
     def __init__(self, weight: torch.Tensor) -> None:
@@ -153,19 +153,19 @@ class Phase:
 
 
 register_value(
-    Phase, lambda phase: {"weight": phase.weight}, lambda stored: Phase(stored["weight"]), name="tests.phase"
+    Stage, lambda stage: {"weight": stage.weight}, lambda stored: Stage(stored["weight"]), name="tests.stage"
 )
 
 
 def test_registered_types_are_decoded_in_torch_and_left_alone_in_numpy(tmp_path: Path) -> None:
-    holdfast.save(tmp_path / "run", {"phase": Phase(torch.ones(3))}, 1)
+    holdfast.save(tmp_path / "run", {"phase": Stage(torch.ones(3))}, 1)
     view = holdfast.open(tmp_path / "run")
     phase = view.tree("phase")
-    assert isinstance(phase, Phase)
+    assert isinstance(phase, Stage)
     assert torch.equal(phase.weight, torch.ones(3))
     left = view.tree("phase", numpy=True)
     assert isinstance(left, Undecoded)
-    assert left.name == "tests.phase"
+    assert left.name == "tests.stage"
     assert isinstance(left.value, dict)
     assert isinstance(left.value["weight"], np.ndarray)
 
