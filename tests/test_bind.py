@@ -291,11 +291,14 @@ def test_ranks_can_report_what_is_unexpected_on_all_of_them() -> None:
     assert "stage1 (the whole module: 9 names)" in str(error)
 
 
-def test_live_tensors_without_memory_are_refused() -> None:
+def test_live_tensors_on_meta_get_memory_when_they_are_to_be_filled() -> None:
     with torch.device("meta"):
         model = nn.Linear(2, 2)
-    with pytest.raises(StateError, match="to_empty"):
-        bound(save({"m": nn.Linear(2, 2)}), {"m": model})
+    binding = bound(save({"m": nn.Linear(2, 2)}), {"m": model})
+    assert [target.local.memory[0].device.type for target in binding.targets] == ["meta", "meta"]
+    binding.allocate()
+    addresses = {target.name: target.local.memory[0].data_ptr() for target in binding.targets}
+    assert addresses == {"m/weight": model.weight.data_ptr(), "m/bias": model.bias.data_ptr()}
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,7 @@ class LoadReport:
     than they are stored in. With a mapping, all names are those after its rules. ``read_nbytes`` came from storage,
     ``needed_nbytes`` is what this rank holds of it. Ranks read for each other, and whole digest blocks, so of both
     only the sums over all ranks compare. ``verify_s`` are seconds that this rank's threads spent on digests.
+    `on_meta` are tensors that still have no memory, on the meta device: with ``strict`` only what was not selected.
     `diverged` is what the checkpoint says of its tensors, as in `SaveReport`. `skipped` are newer checkpoints that were
     passed over with ``fallback=True``, newest first: the place of each, and what is wrong with it.
     """
@@ -45,6 +46,7 @@ class LoadReport:
     unexpected: tuple[str, ...]
     resharded: tuple[str, ...]
     cast: tuple[str, ...]
+    on_meta: tuple[str, ...]
     diverged: tuple[str, ...]
     read_nbytes: int
     needed_nbytes: int

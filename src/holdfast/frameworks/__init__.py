@@ -82,5 +82,8 @@ class Source(Protocol):
     def missing(self, name: str) -> None:
         """Report a live name that the checkpoint lacks."""
 
+    def unfillable(self, name: str) -> None:
+        """Report a live tensor on the meta device that no checkpoint has."""
+
     def mark(self, name: str) -> None:
         """Report a stored value as used."""

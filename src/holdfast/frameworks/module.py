@@ -8,6 +8,7 @@ user's that happens to be called ``module`` keeps its name.
 from __future__ import annotations
 
 import sys
+from collections.abc import Collection, Iterator
 from functools import lru_cache
 from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple, cast
@@ -49,6 +50,8 @@ class _State(NamedTuple):
 
     tensors: list[NamedTensor]
     extras: list[tuple[str, nn.Module]]
+    #: Every module, and what its tensors' names start with.
+    modules: list[tuple[str, nn.Module]]
 
 
 class _Traits(NamedTuple):
@@ -76,10 +79,17 @@ def flatten_module(path: str, module: nn.Module, sink: Sink) -> None:
 
 
 def bind_module(path: str, module: nn.Module, source: Source) -> Finish:
-    """Have a module's tensors filled in place; the result sets extra states and runs post-load hooks."""
+    """Have a module's tensors filled in place; the result sets extra states and runs post-load hooks.
+
+    Where FSDP2 keeps shards padded, such a hook of its own takes over those that got memory.
+    """
     state = _read(path, module)
     for entry in state.tensors:
         source.fill(entry)
+    stored = {id(entry.tensor) for entry in state.tensors}
+    for base, owner in state.modules:
+        for name in _unstored_on_meta(owner, stored):
+            source.unfillable(base + component(name, path=path))
     extras: list[tuple[nn.Module, Finish]] = []
     for name, owner in state.extras:
         if name in source.nodes:
@@ -99,7 +109,7 @@ def bind_module(path: str, module: nn.Module, source: Source) -> Finish:
 
 
 def _read(path: str, module: nn.Module) -> _State:
-    state = _State([], [])
+    state = _State([], [], [])
     _walk(module, "", path, None, state)
     return state
 
@@ -118,6 +128,7 @@ def _walk(module: nn.Module, prefix: str, path: str, unsynced: frozenset[int] | 
     if traits.synchronizes:
         unsynced = _ignored(cast("nn.parallel.DistributedDataParallel", module))
     base = join(path, prefix)
+    state.modules.append((base, module))
     for name, tensor in module._parameters.items():  # noqa: SLF001
         if tensor is not None:
             state.tensors.append(_entry(base + component(name, path=path), tensor, "split", unsynced))
@@ -132,6 +143,17 @@ def _walk(module: nn.Module, prefix: str, path: str, unsynced: frozenset[int] | 
         if child is not None:
             inside = prefix if name == traits.wrapped else f"{prefix}{component(name, path=path)}."
             _walk(child, inside, path, unsynced, state)
+
+
+def _unstored_on_meta(module: nn.Module, stored: Collection[int]) -> Iterator[str]:
+    """The names of a module's own tensors on the meta device that are not part of its state: all but the `stored` ones.
+
+    Not those that a hook computes before each forward, as weight_norm and spectral_norm do.
+    """
+    computed = {getattr(hook, "name", None) for hook in module._forward_pre_hooks.values()}  # noqa: SLF001
+    for name, item in chain(vars(module).items(), module._buffers.items()):  # noqa: SLF001
+        if isinstance(item, torch.Tensor) and item.is_meta and id(item) not in stored and name not in computed:
+            yield name
 
 
 def _entry(name: str, tensor: torch.Tensor, declared: Replicas, unsynced: frozenset[int] | None) -> NamedTensor:

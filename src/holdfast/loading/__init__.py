@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
+import torch
 from torch.distributed import ProcessGroup
 
 from holdfast.control.channel import Channel, Deadline
@@ -46,6 +47,7 @@ def load(
     strict: bool = True,
     fallback: bool = False,
     verify: bool = True,
+    device: str | torch.device | None = None,
     memory_budget: int = MEMORY_NBYTES,
     bandwidths: Bandwidths | None = None,
     group: ProcessGroup | None = None,
@@ -71,6 +73,12 @@ def load(
     match. Elements are cast as they arrive, as ``tensor.to`` does: floating ones to floating, complex ones to complex
     and integers to wider integers; ``report.cast`` lists them. State of torch optimizers keeps its stored dtype.
 
+    Tensors on the meta device get their memory here, in place, when it is known that all of it will be filled: on
+    `device`, or by default where their mesh is (DTensors, and whatever is in a state with DTensors), else where torch
+    makes new tensors. With ``strict`` nothing that is selected stays on meta: buffers that are not persistent, and
+    tensors that are plain attributes of modules, are no part of a checkpoint and have to be made before. All that stays
+    there is in ``report.on_meta``.
+
     With ``fallback`` a checkpoint that turns out to be damaged or incomplete is passed over, on all ranks together, and
     the next older one on its lineage is loaded instead; each is logged as a warning, and ``report.skipped`` says why.
     The next save continues from what was loaded, as after a rollback. Without, the error says which older one to load.
@@ -85,13 +93,22 @@ def load(
     Raises:
         NotFoundError: nothing is there; says what is near.
         IncompatibleError: names, dtypes or shapes differ; lists them. Globs that match nothing
-            (``incompatible.select``, ``incompatible.cast``), rules that do not fit (``incompatible.mapping``).
+            (``incompatible.select``, ``incompatible.cast``), rules that do not fit (``incompatible.mapping``), tensors
+            that would stay on the meta device (``incompatible.meta``).
         CorruptError: stored bytes are damaged; names the file and the tensors. With ``fallback``: of all checkpoints.
         StorageError, DeadlineError: as in `save`.
     """
     target = parse(path)
     options = _Options(
-        select, tuple(mapping or ()), cast, strict, fallback, verify, memory_budget=memory_budget, bandwidths=bandwidths
+        select,
+        tuple(mapping or ()),
+        cast,
+        strict,
+        fallback,
+        verify,
+        device=None if device is None else torch.device(device),
+        memory_budget=memory_budget,
+        bandwidths=bandwidths,
     )
     channel = default_channel("load", group)
     rank = group_ranks(group)[channel.rank]
@@ -112,6 +129,7 @@ class _Options:
         fallback: bool,
         verify: bool,
         *,
+        device: torch.device | None,
         memory_budget: int,
         bandwidths: Bandwidths | None,
     ) -> None:
@@ -121,10 +139,13 @@ class _Options:
         self.strict = strict
         self.fallback = fallback
         self.verify = verify
+        self.device = device
         self.memory_budget = memory_budget
         self.bandwidths = bandwidths
         if memory_budget < MIN_MEMORY_NBYTES:
             raise ValueError(f"memory_budget is {memory_budget}: at least {MIN_MEMORY_NBYTES} bytes are needed")
+        if device is not None and device.type == "meta":
+            raise ValueError("device is 'meta': give the device on which there is to be memory")
         self.select()
         self.cast()
         for rule in mapping:
@@ -225,7 +246,11 @@ class _Loading:
         )
         filling = Filling(checkpoint, binding, table.parts, self._rank)
         with self._watch.phase("read"):
-            cost = together.read(filling.plan)
+            try:
+                cost = together.read(filling.plan)
+            except HoldfastError as error:
+                error.add_note("The live state is partly filled: load it again before using it.")
+                raise
         with self._watch.phase("finish"):
             state: list[object] = []
             self._channel.collect("finish", attempt(lambda: _finish(filling, state)), self._deadline)
@@ -244,6 +269,7 @@ class _Loading:
             unexpected=difference_.unexpected,
             resharded=filling.resharded,
             cast=filling.cast,
+            on_meta=difference_.on_meta,
             diverged=checkpoint.manifest.body.diverged,
             read_nbytes=cost.read_nbytes,
             verify_s=cost.verify_s,
@@ -266,6 +292,7 @@ class _Loading:
             rank=self._channel.rank,
             world_size=self._channel.world_size,
             terms=Terms(select, cast, table.equal, table.partly_kept()),
+            device=options.device,
         )
         return _Bound(checkpoint, binding, table), Names.of(binding, {"select": select, "cast": cast})
 

@@ -24,7 +24,8 @@ class Filling:
         self._wanted = Wanted()
 
     def plan(self) -> tuple[Sequence[Want], Targets]:
-        """What is to be read, and where it goes."""
+        """What is to be read, and where it goes. Tensors on the meta device get memory."""
+        self._binding.allocate()
         self._wanted = wanted(self._checkpoint, self._binding, self._parts, self._rank)
         return self._wanted.wants, self._wanted.targets
 

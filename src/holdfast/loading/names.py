@@ -12,28 +12,36 @@ from holdfast.format.values import Node
 from holdfast.run.checkpoint import Checkpoint
 from holdfast.state.bind import Binding
 from holdfast.state.differences import Stored, difference
+from holdfast.state.meta import check_fillable
 
 
 class Names(msgspec.Struct, frozen=True, array_like=True):
-    """Names on one side only, as one rank sees them; and globs that match no live name there, each by the option that
-    it was given with, with names that are near."""
+    """What one rank sees: names on one side only; tensors that stay on the meta device, and those of them that no
+    checkpoint has; globs that match no live name, each by the option that it was given with, with names that are near.
+    """
 
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
+    on_meta: tuple[str, ...]
+    unfillable: tuple[str, ...]
     unmatched: dict[str, dict[str, list[str]]]
 
     @staticmethod
     def of(binding: Binding, globs: Mapping[str, Globs | bool | None]) -> Names:
         """What one rank found; `globs` are those of each option, which have been asked for all live names."""
         unmatched = {option: given.unmatched() for option, given in globs.items() if isinstance(given, Globs)}
-        return Names(tuple(binding.missing), tuple(binding.unexpected), unmatched)
+        missing, unexpected = tuple(binding.missing), tuple(binding.unexpected)
+        return Names(missing, unexpected, tuple(binding.on_meta), tuple(binding.unfillable), unmatched)
 
 
 def compared(ranks: Sequence[Names], stored: Mapping[str, Stored], nodes: Mapping[str, Node], *, strict: bool) -> Names:
-    """Names that some rank misses, and names that no rank expects. `stored` and `nodes` are what is loaded.
+    """Names that some rank misses, and names that no rank expects; and what stays on the meta device on some rank.
+
+    `stored` and `nodes` are what is loaded.
 
     Raises:
-        IncompatibleError: with `strict`, there are such names; a glob matches no live name of any rank.
+        IncompatibleError: with `strict`, there are such names, or tensors on meta that no checkpoint has; a glob
+            matches no live name of any rank.
     """
     missing = sorted(set().union(*(rank.missing for rank in ranks)))
     shared = set(ranks[0].unexpected).intersection(*(rank.unexpected for rank in ranks[1:]))
@@ -49,7 +57,11 @@ def compared(ranks: Sequence[Names], stored: Mapping[str, Stored], nodes: Mappin
             raise unmatched(option, near, where="the live state", action=action)
     if strict and (missing or unexpected):
         raise difference(missing, unexpected, stored, nodes)
-    return Names(tuple(missing), tuple(unexpected), {})
+    unfillable = sorted({name for rank in ranks for name in rank.unfillable})
+    if strict:
+        check_fillable(unfillable)
+    on_meta = sorted({name for rank in ranks for name in rank.on_meta})
+    return Names(tuple(missing), tuple(unexpected), tuple(on_meta), tuple(unfillable), {})
 
 
 def stored_tensors(checkpoint: Checkpoint) -> dict[str, Stored]:

@@ -1,7 +1,8 @@
 """A checkpoint's names bound to a live state: the loading side.
 
 `bind` says which local memory is to be filled from which stored tensor and where names, dtypes and shapes differ; it
-changes nothing. When all memory has been filled, `Binding.finish` puts the values in place.
+changes nothing. `Binding.allocate` gives memory to what is on the meta device, and when all memory has been filled,
+`Binding.finish` puts the values in place.
 """
 
 from __future__ import annotations
@@ -32,10 +33,11 @@ from holdfast.state.differences import Mismatches, Stored, difference, is_leaf
 from holdfast.state.flatten import check_depth, check_root, name_of_planes, planes_as_tensors
 from holdfast.state.gather import Gatherer
 from holdfast.state.match import Matcher, Target, Terms
+from holdfast.state.meta import MetaTensors, become, check_alone, check_fillable
 from holdfast.state.per_rank import PerRank
 from holdfast.state.piecewise import Piecewise, describe
 from holdfast.state.placements import empty, generator_state, revive, same_placement
-from holdfast.state.registry import check_registered, decode, registered
+from holdfast.state.registry import Registration, check_registered, decode, registered
 
 
 @dataclass(frozen=True)
@@ -44,13 +46,18 @@ class Binding:
 
     `loaded` and `unexpected` are stored names, `missing` are live ones; a live object that the checkpoint lacks wholly
     is missing under its path. What belongs to other ranks alone is not unexpected; names of this rank's own part
-    (``own_part`` says which) are unexpected for the whole job, whatever other ranks expect.
+    (``own_part`` says which) are unexpected for the whole job, whatever other ranks expect. `on_meta` are live tensors
+    that stay on the meta device, and `unfillable` those of them that are selected, but that no checkpoint has.
     """
 
     targets: list[Target]
     loaded: list[str]
     missing: list[str]
     unexpected: list[str]
+    on_meta: list[str]
+    unfillable: list[str]
+    allocate: Callable[[], None]
+    """Gives targets on the meta device memory, uninitialised, in place; to be called once, before any is filled."""
     finish: Finish
     """Puts the values in place and returns the whole tree; to be called once, after all targets were filled.
 
@@ -69,23 +76,27 @@ def bind(
     rank: int = 0,
     world_size: int = 1,
     terms: Terms | None = None,
+    device: torch.device | None = None,
 ) -> Binding:
     """Match a live state with a checkpoint's tensors, other names of tensors, and values.
 
     `rank` of `world_size` says which part of what belongs to each rank alone this one gets. `nodes` may read its values
     on demand: looked up are those that the live state needs, and those that belong to all ranks and are not needed.
-    Without `terms` everything is loaded, and nothing may differ.
+    Without `terms` everything is loaded, and nothing may differ. `device` is where what is on the meta device gets its
+    memory (see `MetaTensors`).
 
     Raises `IncompatibleError` when a dtype, a shape or a kind differs, and with `strict` also when a name is on one
-    side only (code ``incompatible.names``). Ranks that hold different parts of a model see names of other ranks as
-    unexpected: they bind without `strict`, compare, and raise `difference` themselves. Raises `StateError` for a live
-    state that could not be saved.
+    side only (code ``incompatible.names``) or a tensor would stay on meta (``incompatible.meta``). Ranks that hold
+    different parts of a model see names of other ranks as unexpected: they bind without `strict`, compare, and raise
+    `difference` and `check_fillable` themselves. Raises `StateError` for a live state that could not be saved.
     """
     check_root(into)
-    binder = _Binder(stored, aliases, nodes, terms or Terms(), rank, world_size)
+    binder = _Binder(stored, aliases, nodes, terms or Terms(), rank, world_size, device=device)
     binding = binder.run(cast("MutableMapping[str, object]", into))
     if strict and (binding.missing or binding.unexpected):
         raise difference(binding.missing, binding.unexpected, stored, nodes)
+    if strict:
+        check_fillable(binding.unfillable)
     return binding
 
 
@@ -100,6 +111,8 @@ class _Binder:
         terms: Terms,
         rank: int,
         world_size: int,
+        *,
+        device: torch.device | None,
     ) -> None:
         self._select, self._kept = terms.select, terms.kept
         #: What frameworks see: of modules, only what is selected. Optimizers are selected as a whole.
@@ -113,6 +126,11 @@ class _Binder:
         self._aliases = aliases
         self._mismatches = Mismatches()
         self._matcher = Matcher(stored, aliases, nodes, self._mismatches, terms)
+        self._to_allocate = MetaTensors(device)
+        self._on_meta: set[str] = set()
+        self._unfillable: set[str] = set()
+        #: Tensors on meta of registered types that are made anew of their planes.
+        self._to_rebuild: list[tuple[torch.Tensor, Registration, dict[str, torch.Tensor]]] = []
         self._pending: list[NamedTensor] = []
         self._names: dict[int, NamedTensor] = {}
         self._records: dict[tuple[str, tuple[str, ...]], Callable[..., object]] = {}
@@ -134,6 +152,7 @@ class _Binder:
 
         def finish() -> object:
             self._matcher.check_copies()
+            self._rebuild()
             for step in (finish_containers, *finish_optimizers, *self._finish_statefuls, *self._finish_generators):
                 step()
             return into
@@ -145,6 +164,9 @@ class _Binder:
             sorted(chain(used.intersection(self._stored), values_used)),
             sorted(self._matcher.missing),
             sorted(set(self._unexpected())),
+            sorted(self._on_meta),
+            sorted(self._unfillable),
+            self._to_allocate.allocate,
             finish,
         )
 
@@ -153,10 +175,16 @@ class _Binder:
         pending, self._pending = self._pending, []
         planed, self._planed = self._planed, []
         canonical = {}
-        for tied in Gatherer().add(pending):
+        self._to_allocate.look_for_meshes(pending)
+        for tied in Gatherer(meta=True).add(pending):
             names = [entry.name for entry in tied.entries]
             chosen = names if self._select is None else [name for name in names if name in self._select]
             source = self._matcher.match(chosen, tied.local) if chosen else self._matcher.source_of(names)
+            if tied.local.memory[0].is_meta:
+                if chosen and source in self._stored:
+                    self._to_allocate.add(tied)
+                else:
+                    self._on_meta.update(names)
             if named:
                 canonical.update(dict.fromkeys(names, source))
                 replicas = tied.entries[0].replicas
@@ -230,6 +258,8 @@ class _Binder:
         )
         if live is not None and fits:
             return live
+        if device.type == "meta":
+            device = self._to_allocate.device_of(like)
         if self._matcher.canonical(name) in self._kept:
             return empty(stored.dtype, stored.shape, like=like, device=device).zero_()
         return empty(stored.dtype, stored.shape, like=like, device=device)
@@ -249,10 +279,25 @@ class _Binder:
             return
         self._pending += planes.values()
         self._planed.append((entry, next(iter(planes.values())).name))
+        if entry.tensor.is_meta:
+            check_alone(entry)
+            of_tensor = {plane: held.tensor for plane, held in planes.items()}
+            self._to_rebuild.append((entry.tensor, registration, of_tensor))
+
+    def _rebuild(self) -> None:
+        """Have tensors of registered types be on the device of their planes, where those got memory."""
+        for tensor, registration, planes in self._to_rebuild:
+            if tensor.is_meta and not any(plane.is_meta for plane in planes.values()):
+                become(tensor, cast("torch.Tensor", registration.decode(planes)))
 
     def missing(self, name: str) -> None:
         if self._is_selected(name):
             self._matcher.missing.add(name)
+
+    def unfillable(self, name: str) -> None:
+        self._on_meta.add(name)
+        if self._is_selected(name):
+            self._unfillable.add(name)
 
     def mark(self, name: str) -> None:
         self._matcher.used.add(name)

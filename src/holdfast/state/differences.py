@@ -87,6 +87,9 @@ _ACTIONS = {
         "Load with as many ranks, or say with PerRank(value, on_resize=...) what a rank gets instead: "
         '"first" (what rank 0 had), or a function of all parts.'
     ),
+    "incompatible.meta": (
+        'Fill what the checkpoint lacks by the mapping (fill="zero"), or give the tensor memory and values before.'
+    ),
     "incompatible.tied": (
         "Load into a state that ties only what was tied, or equal, when the checkpoint was written; fuse with mapping= "
         "only parameters that are equal in optimizer state of one element."

@@ -55,7 +55,7 @@ class Facts(NamedTuple):
     """What a description of tensors depends on, tensor by tensor: equal facts, equal description.
 
     Dtypes, shapes and strides are those of local parts. `specs` are the ids of DTensors' specs. The address of an empty
-    tensor stands for the tensor itself.
+    tensor stands for the tensor itself, that of one on meta for its storage.
     """
 
     names: list[str]
@@ -98,7 +98,8 @@ class _Home(msgspec.Struct, frozen=True, gc=False):
         """Equal for tensors at one address that are one memory: also globally, where the local part is one of many."""
         part, layout = self.part, self.layout
         spec = layout.spec if isinstance(layout.spec, Placed) else None
-        return (part.device, part.dtype, part.shape, part.stride(), layout.shape, spec)
+        offset = part.storage_offset() if part.is_meta else None
+        return (part.device, part.dtype, part.shape, part.stride(), layout.shape, spec, offset)
 
 
 class Gatherer:
@@ -108,10 +109,11 @@ class Gatherer:
     memory alone is no tie.
 
     `last` is what the gatherer of the last walk of the state has `remembered`: tensors that are as they were then are
-    not described anew. It keeps no memory alive.
+    not described anew. It keeps no memory alive. With `meta`, tensors on the meta device are described, too.
     """
 
-    def __init__(self, last: Sequence[Remembered] = ()) -> None:
+    def __init__(self, last: Sequence[Remembered] = (), *, meta: bool = False) -> None:
+        self._meta = meta
         self.found: list[Tied] = []
         #: The canonical name of every other name.
         self.aliases: dict[str, str] = {}
@@ -124,7 +126,7 @@ class Gatherer:
         before = len(self.found)
         ordered = sorted(added, key=_by_name)
         with torch.no_grad():  # DTensors give their local tensor itself, and nothing is recorded
-            read = _read(ordered)
+            read = _read(ordered, meta=self._meta)
             known = self._last.popleft() if self._last else None
             if known is None or known.facts != read.facts:
                 self._last.clear()  # what comes later may be tied to what has changed
@@ -188,13 +190,13 @@ class Gatherer:
         if before:
             for place, tied in enumerate(self.found):
                 layout, part = tied.local.layout, tied.local.memory[0]
-                others = homes.get(_address(tied.entries[0].tensor, part))
+                others = homes.get(_address(tied.entries[0].tensor, part, meta=self._meta))
                 if others is not None:
                     others.append(_Home(layout, part, place))
         return homes
 
 
-def _read(ordered: Sequence[NamedTensor]) -> _Read:
+def _read(ordered: Sequence[NamedTensor], *, meta: bool) -> _Read:
     """What is to be known about tensors. Raises `StateError` for a tensor that cannot be stored."""
     # By columns, with hardly a line of Python per tensor: every save comes through here.
     tensors = [entry.tensor for entry in ordered]
@@ -210,12 +212,12 @@ def _read(ordered: Sequence[NamedTensor]) -> _Read:
         or any(map(torch.Tensor.is_neg, parts))
         or (any(dtype.is_complex for dtype in kinds) and any(map(torch.Tensor.is_conj, parts)))
     ):
-        raise _unsupported(ordered, parts)
+        raise _unsupported(ordered, parts, meta=meta)
     addresses = list(map(torch.Tensor.data_ptr, parts))
     if not all(addresses):
-        addresses = list(map(_address, tensors, parts))
+        addresses = [_address(tensor, part, meta=meta) for tensor, part in zip(tensors, parts, strict=True)]
     if not all(addresses):
-        raise _unsupported(ordered, parts)
+        raise _unsupported(ordered, parts, meta=meta)
     facts = Facts(
         names=list(map(_by_name, ordered)),
         replicas=[entry.replicas for entry in ordered],
@@ -234,8 +236,10 @@ def _shared(items: Iterable[T]) -> list[T]:
     return [known.setdefault(item, item) for item in items]
 
 
-def _address(tensor: torch.Tensor, part: torch.Tensor) -> int:
-    """Where the local memory of `tensor` is; what is empty is nowhere, but one object."""
+def _address(tensor: torch.Tensor, part: torch.Tensor, *, meta: bool) -> int:
+    """Where the local memory of `tensor` is; what is empty is nowhere, but one object, and so is a storage on meta."""
+    if part.is_meta and part.nbytes:
+        return -part.untyped_storage()._cdata if meta else 0  # noqa: SLF001
     return part.data_ptr() if part.nbytes else -id(tensor)
 
 
@@ -256,13 +260,13 @@ def unsupported_tensor(name: str, tensor: torch.Tensor, problem: str) -> StateEr
     )
 
 
-def _unsupported(ordered: Sequence[NamedTensor], parts: Sequence[torch.Tensor]) -> StateError:
+def _unsupported(ordered: Sequence[NamedTensor], parts: Sequence[torch.Tensor], *, meta: bool) -> StateError:
     """The error for the first tensor that has a problem."""
-    problems = zip(ordered, map(_problem, parts), strict=True)
+    problems = zip(ordered, (_problem(part, meta=meta) for part in parts), strict=True)
     return next(unsupported_tensor(entry.name, entry.tensor, problem) for entry, problem in problems if problem)
 
 
-def _problem(part: torch.Tensor) -> str | None:
+def _problem(part: torch.Tensor, *, meta: bool) -> str | None:
     """Why the memory of a tensor cannot be read as it stands."""
     if type(part) not in _PLAIN:
         return f"type {type(part).__module__}.{type(part).__qualname__}"
@@ -272,7 +276,7 @@ def _problem(part: torch.Tensor) -> str | None:
         return f"layout {part.layout}"
     if part.is_neg() or part.is_conj():
         return "a lazy negation or conjugation"
-    if part.nbytes and not part.data_ptr():
+    if part.nbytes and not part.data_ptr() and not (meta and part.is_meta):
         return f"no memory ({'it is on the meta device' if part.is_meta else 'it was released'})"
     return None
 

@@ -102,6 +102,9 @@ class Matcher:
             self._mismatches.add("incompatible.dtype", name, text)
         if stored.shape != layout.shape:
             self._mismatches.add("incompatible.shape", name, f"{layout.shape} here, {stored.shape} in the checkpoint")
+        if source in self._terms.kept and _on_meta(local):
+            text = "on the meta device, so it has nothing to keep where the checkpoint has nothing"
+            self._mismatches.add("incompatible.meta", name, text)
         target = Target(name, source, local)
         self._fill(target)
         if len(sources) > 1 or name in self._required or source in self._terms.equal:
@@ -164,7 +167,7 @@ class Matcher:
                 torch.empty_like(part, device="cpu", memory_format=torch.contiguous_format)
                 for part in target.local.memory
             )
-            if target.source in self._terms.kept:
+            if target.source in self._terms.kept and not _on_meta(target.local):
                 for mine, part in zip(memory, target.local.memory, strict=True):
                     mine.copy_(part)
             copy = Target(target.name, other, LocalTensor(target.local.layout, memory))
@@ -177,6 +180,10 @@ class Matcher:
                 self._mismatches.add_kind(name, "a tensor", self._nodes[name])
             else:
                 self.missing.add(name)
+
+
+def _on_meta(local: LocalTensor) -> bool:
+    return any(part.is_meta for part in local.memory)
 
 
 def _separately(names: Sequence[str], how: str) -> str:

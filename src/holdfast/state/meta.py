@@ -1,0 +1,168 @@
+"""Memory for tensors on the meta device, made when it is known that all of it will be filled.
+
+A tensor gets its memory in place: it stays the object that modules and optimizers hold, with its hooks and attributes.
+Tensors that share a storage on meta share one afterwards.
+"""
+
+from __future__ import annotations
+
+import copyreg
+from collections.abc import Collection, Iterable
+
+import torch
+
+from holdfast.errors import ConfigurationError, IncompatibleError, StateError
+from holdfast.frameworks import NamedTensor
+from holdfast.state.differences import listing
+from holdfast.state.gather import Tied
+from holdfast.state.placements import dtensor_type, is_dtensor
+
+# Offsets in a storage stay what they are, up to multiples of this: no element is larger.
+_ALIGNMENT = 16
+
+
+class MetaTensors:
+    """The tensors of one live state that are on the meta device, and get memory.
+
+    It is on `device`; by default a DTensor's is where its mesh is, and so is all other memory of a state with DTensors.
+    Without any it is where torch makes new tensors (``torch.set_default_device``).
+    """
+
+    def __init__(self, device: torch.device | None) -> None:
+        self._device = device
+        self._mesh_device: torch.device | None = None
+        self._found: list[Tied] = []
+
+    def look_for_meshes(self, entries: Iterable[NamedTensor]) -> None:
+        """Learn from DTensors where plain tensors beside them belong."""
+        if self._mesh_device is None:
+            meshes = (entry.tensor.device_mesh for entry in entries if is_dtensor(entry.tensor))
+            mesh = next(meshes, None)
+            self._mesh_device = None if mesh is None else torch.device(mesh.device_type)
+
+    def device_of(self, tensor: torch.Tensor | None) -> torch.device:
+        """Where the memory for a tensor is to be; None stands for any that is no DTensor.
+
+        Raises `ConfigurationError`, code ``config.device``, when that is the meta device.
+        """
+        if self._device is not None:
+            return self._device
+        if tensor is not None and is_dtensor(tensor):
+            return torch.device(tensor.device_mesh.device_type)
+        device = self._mesh_device or torch.get_default_device()
+        if device.type == "meta":
+            raise ConfigurationError(
+                "There are tensors on the meta device to be loaded, and torch makes new tensors there, too.",
+                code="config.device",
+                action="Load outside of torch.device('meta'), or say where memory is to be with device=.",
+            )
+        return device
+
+    def add(self, tied: Tied) -> None:
+        """Have tensors get memory with the next call of `allocate`. Raises `StateError` for one that cannot."""
+        for entry in tied.entries:
+            check_alone(entry)
+        self.device_of(tied.entries[0].tensor)
+        self._found.append(tied)
+
+    def allocate(self) -> None:
+        """Give all of them uninitialised memory, each storage once."""
+        with torch.no_grad():
+            entries = [entry for tied in self._found for entry in tied.entries]
+            storages: dict[int, dict[int, torch.Tensor]] = {}
+            devices: dict[int, torch.device] = {}
+            for entry in entries:
+                part = _local(entry.tensor)
+                storage = part.untyped_storage()._cdata  # noqa: SLF001
+                storages.setdefault(storage, {})[id(part)] = part
+                devices[storage] = self.device_of(entry.tensor)
+            for storage, parts in storages.items():
+                for part, memory in zip(parts.values(), _memory([*parts.values()], devices[storage]), strict=True):
+                    become(part, memory)
+            for entry in entries:
+                _become_dtensor(entry.tensor)
+            for tied in self._found:
+                # What is to be filled may be another view of the same memory.
+                if tied.local.memory[0].is_meta:
+                    become(tied.local.memory[0], _local(tied.entries[0].tensor).detach())
+        self._found.clear()
+
+
+def check_alone(entry: NamedTensor) -> None:
+    """Raise `StateError` for a tensor on meta that something else than Python refers to: it cannot get memory."""
+    if entry.tensor._use_count() > 1:  # type: ignore[attr-defined]  # noqa: SLF001
+        raise StateError(
+            f"Tensor {entry.name!r} is on the meta device and cannot get memory in place: a view of it, an autograd "
+            "graph or a wrapper such as DistributedDataParallel refers to it.",
+            code="state.unsupported_tensor",
+            action="Load before the module is wrapped or run, or build it with memory.",
+            tensor=entry.name,
+        )
+
+
+def become(tensor: torch.Tensor, fresh: torch.Tensor) -> None:
+    """Have `tensor` be what `fresh` is: the same object with its own hooks and attributes, and other memory."""
+    # torch.utils.swap_tensors refuses tensors that are weakly referenced, as the weights of RNNs are, and takes hooks
+    # and attributes along.
+    fresh.requires_grad_(tensor.requires_grad)
+    hooks = {name: getattr(tensor, name) for name in ("_backward_hooks", "_post_accumulate_grad_hooks")}
+    torch._C._swap_tensor_impl(tensor, fresh)  # noqa: SLF001
+    tensor.__dict__.update(fresh.__dict__)  # of a subclass
+    for slot in copyreg._slotnames(type(tensor)):  # type: ignore[attr-defined]  # noqa: SLF001
+        if hasattr(fresh, slot):
+            setattr(tensor, slot, getattr(fresh, slot))
+    for name, hook in hooks.items():
+        if hook is not None:
+            setattr(tensor, name, hook)
+
+
+def check_fillable(names: Collection[str]) -> None:
+    """Raise `IncompatibleError`, code ``incompatible.meta``, when tensors on meta are such that no checkpoint has."""
+    if names:
+        raise IncompatibleError(
+            f"{len(names)} on the meta device are not stored in any checkpoint, because they are buffers that are not "
+            f"persistent, or plain attributes: {listing(sorted(names))}.",
+            code="incompatible.meta",
+            action=(
+                "Compute them on a real device before the load; or load with strict=False, compute them after it, and "
+                "look at report.on_meta."
+            ),
+            tensor=min(names),
+        )
+
+
+def _memory(parts: list[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    """Tensors like `parts`, which share one storage, that share one on `device`, no larger than they need."""
+    if len(parts) == 1:
+        (part,) = parts
+        return [torch.empty_strided(part.shape, part.stride(), dtype=part.dtype, device=device)]
+    spans = [_span(part) for part in parts]
+    first = min(start for start, _ in spans) // _ALIGNMENT * _ALIGNMENT
+    nbytes = max(stop for _, stop in spans) - first
+    storage = torch.empty(nbytes, dtype=torch.uint8, device=device).untyped_storage()
+    return [
+        torch.empty(0, dtype=part.dtype, device=device).set_(
+            storage, (start - first) // part.itemsize, part.shape, part.stride()
+        )
+        for part, (start, _) in zip(parts, spans, strict=True)
+    ]
+
+
+def _span(part: torch.Tensor) -> tuple[int, int]:
+    """The bytes of its storage from a tensor's first element to its last."""
+    start = int(part.storage_offset()) * part.itemsize
+    if not part.numel():
+        return start, start
+    last = sum((extent - 1) * stride for extent, stride in zip(part.shape, part.stride(), strict=True))
+    return start, start + (last + 1) * part.itemsize
+
+
+def _become_dtensor(tensor: torch.Tensor) -> None:
+    """Make a DTensor whose local tensor got memory a tensor of that device itself."""
+    kind = dtensor_type()
+    if kind is not None and is_dtensor(tensor) and tensor.is_meta:
+        become(tensor, kind(tensor._local_tensor, tensor._spec, requires_grad=False))  # noqa: SLF001
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor._local_tensor if is_dtensor(tensor) else tensor  # noqa: SLF001
