@@ -18,7 +18,7 @@ from torch.optim import SGD, AdamW
 import holdfast
 from tests.models import start_new_job
 from tests.ranks import run_ranks
-from tests.test_meta import Rotary, State, assert_same, change, on_meta, slots, step, tensors
+from tests.test_meta import Rotary, State, assert_same, change, on_meta, slots, tensors
 
 
 class Wide(nn.Module):
