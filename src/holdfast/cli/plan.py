@@ -25,6 +25,7 @@ from holdfast.plan.dry_run import Cast, Matching, Traffic
 from holdfast.plan.exchange import Bandwidths, Seconds
 from holdfast.plan.layout_rules import Layout
 from holdfast.plan.mapping import mapped
+from holdfast.plan.parts import stored_tensors
 from holdfast.run.checkpoint import Checkpoint
 from holdfast.run.history import resolve
 from holdfast.run.paths import parse, some
@@ -138,7 +139,7 @@ def _layout(path: str, on: int) -> Layout:
 def _table(checkpoint: Checkpoint, mapping: str) -> Table:
     """What the checkpoint is after the mapping."""
     found = rules.from_toml(_text(mapping, "mapping")) if mapping else ()
-    stored = dry_run.stored_tensors(checkpoint.manifest)
+    stored = stored_tensors(checkpoint.manifest)
     return mapped(found, stored, checkpoint.manifest.body.aliases, checkpoint.nodes)
 
 

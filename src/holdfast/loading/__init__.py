@@ -17,13 +17,14 @@ from holdfast.errors import CorruptError, HoldfastError, StorageError
 from holdfast.format.patterns import Globs
 from holdfast.format.records import Place
 from holdfast.loading.filling import Filling
-from holdfast.loading.names import Names, compared, stored_tensors
+from holdfast.loading.names import Names, compared
 from holdfast.loading.together import MEMORY_NBYTES, MIN_MEMORY_NBYTES, Together
 from holdfast.mapping import Rule
 from holdfast.phases import Stopwatch, attempt, collector_paused
 from holdfast.plan.draft import Table
 from holdfast.plan.exchange import Bandwidths
 from holdfast.plan.mapping import mapped
+from holdfast.plan.parts import stored_tensors
 from holdfast.reports import LoadReport
 from holdfast.run.checkpoint import Checkpoint
 from holdfast.run.fallback import Skipped, is_damage, resolve_sound
@@ -100,15 +101,7 @@ def load(
     """
     target = parse(path)
     options = _Options(
-        select,
-        tuple(mapping or ()),
-        cast,
-        strict,
-        fallback,
-        verify,
-        device=None if device is None else torch.device(device),
-        memory_budget=memory_budget,
-        bandwidths=bandwidths,
+        select, mapping, cast, strict, fallback, verify, device=device, memory=memory_budget, bandwidths=bandwidths
     )
     channel = default_channel("load", group)
     rank = group_ranks(group)[channel.rank]
@@ -123,32 +116,32 @@ class _Options:
     def __init__(
         self,
         select: str | Sequence[str] | None,
-        mapping: tuple[Rule, ...],
+        mapping: Sequence[Rule] | None,
         cast: bool | str | Sequence[str] | None,
         strict: bool,
         fallback: bool,
         verify: bool,
         *,
-        device: torch.device | None,
-        memory_budget: int,
+        device: str | torch.device | None,
+        memory: int,
         bandwidths: Bandwidths | None,
     ) -> None:
         self._select = select
         self._cast = False if cast is None else cast
-        self.mapping = mapping
+        self.mapping = tuple(mapping or ())
         self.strict = strict
         self.fallback = fallback
         self.verify = verify
-        self.device = device
-        self.memory_budget = memory_budget
+        self.device = None if device is None else torch.device(device)
+        self.memory_budget = memory
         self.bandwidths = bandwidths
-        if memory_budget < MIN_MEMORY_NBYTES:
-            raise ValueError(f"memory_budget is {memory_budget}: at least {MIN_MEMORY_NBYTES} bytes are needed")
-        if device is not None and device.type == "meta":
+        if memory < MIN_MEMORY_NBYTES:
+            raise ValueError(f"memory_budget is {memory}: at least {MIN_MEMORY_NBYTES} bytes are needed")
+        if self.device is not None and self.device.type == "meta":
             raise ValueError("device is 'meta': give the device on which there is to be memory")
         self.select()
         self.cast()
-        for rule in mapping:
+        for rule in self.mapping:
             if not isinstance(rule, Rule):
                 raise TypeError(f"{rule!r} is no rule of holdfast.mapping")
 
@@ -282,7 +275,7 @@ class _Loading:
         """Match names on this rank; changes nothing."""
         options, body = self._options, checkpoint.manifest.body
         select, cast = options.select(), options.cast()
-        table = mapped(options.mapping, stored_tensors(checkpoint), body.aliases, checkpoint.nodes)
+        table = mapped(options.mapping, stored_tensors(checkpoint.manifest), body.aliases, checkpoint.nodes)
         binding = bind(
             into,
             table.stored,

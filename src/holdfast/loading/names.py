@@ -9,7 +9,6 @@ import msgspec
 from holdfast.format.names import own_part
 from holdfast.format.patterns import Globs, unmatched
 from holdfast.format.values import Node
-from holdfast.run.checkpoint import Checkpoint
 from holdfast.state.bind import Binding
 from holdfast.state.differences import Stored, difference
 from holdfast.state.meta import check_fillable
@@ -62,13 +61,3 @@ def compared(ranks: Sequence[Names], stored: Mapping[str, Stored], nodes: Mappin
         check_fillable(unfillable)
     on_meta = sorted({name for rank in ranks for name in rank.on_meta})
     return Names(tuple(missing), tuple(unexpected), tuple(on_meta), tuple(unfillable), {})
-
-
-def stored_tensors(checkpoint: Checkpoint) -> dict[str, Stored]:
-    """Dtype and shape of each tensor."""
-    body = checkpoint.manifest.body
-    known = {
-        kind: Stored(body.dtype_table[kind[0]], body.shape_table[kind[1]])
-        for kind in set(zip(body.dtypes, body.shapes, strict=True))
-    }
-    return dict(zip(body.names, map(known.__getitem__, zip(body.dtypes, body.shapes, strict=True)), strict=True))

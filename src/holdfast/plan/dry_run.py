@@ -9,7 +9,6 @@ import msgspec
 import numpy as np
 
 from holdfast.format.container import Files
-from holdfast.format.manifest import DecodedManifest
 from holdfast.format.patterns import Globs, unmatched
 from holdfast.geometry import Int64s, Shape
 from holdfast.plan.blocks import Reading, count_blocks
@@ -17,7 +16,7 @@ from holdfast.plan.demands import Demands
 from holdfast.plan.draft import Table
 from holdfast.plan.exchange import Bandwidths, Seconds
 from holdfast.plan.layout_rules import Held, Layout, assign, parameter_of
-from holdfast.plan.parts import Stored, as_stored, castable
+from holdfast.plan.parts import as_stored, castable
 
 
 class Cast(msgspec.Struct, frozen=True):
@@ -54,11 +53,6 @@ class Traffic:
 
     needed: Int64s
     reading: Reading
-
-
-def stored_tensors(manifest: DecodedManifest) -> dict[str, Stored]:
-    """Dtype and shape of each tensor of a checkpoint."""
-    return {name: Stored(manifest.dtype(n), manifest.shape(n)) for n, name in enumerate(manifest.body.names)}
 
 
 def match(layout: Layout, table: Table, *, select: Globs | None, cast: Globs | bool) -> Matching:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import msgspec
 
 from holdfast.format.dtypes import DTYPES
+from holdfast.format.manifest import DecodedManifest
 from holdfast.geometry import Box, Shape, intersect, whole
 
 #: An axis of a stored tensor that the logical one lacks.
@@ -273,3 +274,11 @@ def _inserted(shape: Shape, axis: int, value: int) -> Shape:
 
 def _deleted(shape: Shape, axis: int) -> Shape:
     return (*shape[:axis], *shape[axis + 1 :])
+
+
+def stored_tensors(manifest: DecodedManifest) -> dict[str, Stored]:
+    """Dtype and shape of each tensor of a checkpoint."""
+    body = manifest.body
+    kinds = list(zip(body.dtypes, body.shapes, strict=True))
+    known = {kind: Stored(body.dtype_table[kind[0]], body.shape_table[kind[1]]) for kind in set(kinds)}
+    return dict(zip(body.names, map(known.__getitem__, kinds), strict=True))

@@ -24,9 +24,10 @@ from holdfast.format import values as value_codec
 from holdfast.format.container import FileLayout
 from holdfast.format.patterns import Globs
 from holdfast.loading.filling import Filling
-from holdfast.loading.names import Names, compared, stored_tensors
+from holdfast.loading.names import Names, compared
 from holdfast.loading.together import Together
 from holdfast.phases import Stopwatch, attempt, collector_paused
+from holdfast.plan.parts import stored_tensors
 from holdfast.publishing.live import LiveFile, LiveStorage, live_checkpoint
 from holdfast.publishing.overlap import to_fill
 from holdfast.publishing.planner import Announced, Answer, Planner, Told
@@ -35,11 +36,11 @@ from holdfast.run.checkpoint import Checkpoint
 from holdfast.saving.coordinator import PlanMemory
 from holdfast.saving.local import Local
 from holdfast.saving.messages import Compare, Questions
+from holdfast.saving.share import sources_of
 from holdfast.state.bind import Binding, bind
 from holdfast.state.flatten import FlatState
 from holdfast.state.gather import Remembered
 from holdfast.state.match import Terms
-from holdfast.state.memory import LocalPieces, packed
 from holdfast.transfer.timed import TimedStorage
 
 
@@ -207,7 +208,7 @@ class _Transfer:
         with _in_words_of_transfer():
             binding = bind(
                 target,
-                stored_tensors(plan.checkpoint),
+                stored_tensors(plan.checkpoint.manifest),
                 plan.checkpoint.manifest.body.aliases,
                 {**value_codec.decode(announced.values), **flat.own_nodes},
                 strict=False,
@@ -233,15 +234,13 @@ class _Transfer:
         return plan
 
     def _show(self, checkpoint: Checkpoint, layout: FileLayout, flat: FlatState) -> None:
-        names, pieces = checkpoint.manifest.body.names, LocalPieces(self._rank)
-        parts = ((flat.tensors[names[entry.tensor]], entry.part) for entry in layout.entries)
-        sources = list(packed(pieces.source(held.layout, held.memory, part) for held, part in parts))
+        sources = sources_of(checkpoint.manifest, layout, flat, self._rank)
         nbytes = layout.data_start + layout.data_nbytes
         self._live.add(fmt.file_name(layout.index), LiveFile(sources, data_start=layout.data_start, nbytes=nbytes))
 
     def _compare(self, payloads: Sequence[bytes], announced: Announced) -> bytes:
         ranks = [msgspec.msgpack.decode(payload, type=Names) for payload in payloads]
-        stored, nodes = stored_tensors(_plans[self._ranks].checkpoint), value_codec.decode(announced.values)
+        stored, nodes = stored_tensors(_plans[self._ranks].checkpoint.manifest), value_codec.decode(announced.values)
         with _in_words_of_transfer():
             compared(ranks, stored, nodes, strict=True)
         return b""

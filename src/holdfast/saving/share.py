@@ -62,7 +62,7 @@ class Share:
         layout = self.layout
         if layout is None:
             return Written(-1, 0, "")
-        sources = self._sources(layout, flat, rank)
+        sources = sources_of(self.manifest, layout, flat, rank)
         if layout.values is not None:
             block = pack_values(dict(values), capacity=layout.values.capacity)
             sources.append(BytesSource(block))
@@ -82,11 +82,13 @@ class Share:
         table = storage.run("write", storage.path(key), write)
         return Written(layout.index, nbytes, xxhash.xxh3_128_hexdigest(table))
 
-    @collector_paused()
-    def _sources(self, layout: FileLayout, flat: FlatState, rank: int) -> list[Source]:
-        names, pieces = self.manifest.body.names, LocalPieces(rank)
-        parts = ((flat.tensors[names[entry.tensor]], entry.part) for entry in layout.entries)
-        return list(packed(pieces.source(held.layout, held.memory, part) for held, part in parts))
+
+@collector_paused()
+def sources_of(manifest: DecodedManifest, layout: FileLayout, flat: FlatState, rank: int) -> list[Source]:
+    """The tensors of a data file, in the order of its entries, from what `rank` holds."""
+    names, pieces = manifest.body.names, LocalPieces(rank)
+    parts = ((flat.tensors[names[entry.tensor]], entry.part) for entry in layout.entries)
+    return list(packed(pieces.source(held.layout, held.memory, part) for held, part in parts))
 
 
 def _read_manifest(storage: Storage, planned: Planned, rank: int) -> DecodedManifest:
