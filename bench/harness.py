@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from bench.contenders import LATER, entrants
 from bench.errors import RankFailedError, SetupError
-from bench.order import WARM_UP, Order
+from bench.order import Order
 from bench.rank import HOST, Failure, Job, run_rank
 from bench.raw import takes_direct
 from bench.results import Sample, StateSize
@@ -26,7 +26,7 @@ _DISK_HEADROOM = 1.1
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """What a run measured, without the warm-up."""
+    """What a run measured, the warm-up too."""
 
     state: StateSize
     samples: tuple[Sample, ...]
@@ -111,7 +111,7 @@ def collect(ranks: dict[Connection, SpawnProcess], *, direct: bool, on_turn: Cal
                 samples.append(message)
                 on_turn(message)
     (size,) = sizes
-    return Outcome(state=size, samples=tuple(sample for sample in samples if sample.round != WARM_UP), direct=direct)
+    return Outcome(state=size, samples=tuple(samples), direct=direct)
 
 
 def _require_success(process: SpawnProcess) -> None:

@@ -1,4 +1,4 @@
-"""What one operation costs a process: CPU seconds, memory beyond what it held before, and bytes read."""
+"""What one operation costs a process: CPU seconds, bytes read, and memory beyond what it held before."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import gc
 import re
 import resource
 from pathlib import Path
+from threading import Event, Thread
 
 import msgspec
 
-_STATUS = Path("/proc/self/status")
+_HELD = Path("/proc/self/smaps_rollup")
 _IO = Path("/proc/self/io")
-_CLEAR_REFS = Path("/proc/self/clear_refs")
-_RESET_PEAK = "5"
+_LOOK_S = 0.005
 
 
 class Usage(msgspec.Struct, frozen=True):
@@ -21,11 +21,11 @@ class Usage(msgspec.Struct, frozen=True):
 
     CPU is user and system time of all threads and of children that have ended. By the kernel's count, `device_nbytes`
     came from the device for this process (mapped files too), and `asked_nbytes` is what its read calls returned, from
-    the device, the page cache or a pipe.
+    the device, the page cache or a pipe. `peak_extra_nbytes` is None where memory was not watched.
     """
 
     cpu_s: float
-    peak_extra_nbytes: int
+    peak_extra_nbytes: int | None
     device_nbytes: int
     asked_nbytes: int
 
@@ -33,28 +33,50 @@ class Usage(msgspec.Struct, frozen=True):
 class Meter:
     """Measures from its construction to `stop`.
 
-    Freed memory is returned to the kernel first: otherwise an operation that reuses what an earlier one left
-    in the allocator would look free. The peak is the kernel's own, so nothing runs beside the operation.
+    Memory is watched only where it is asked for: looking takes time from the operation. Freed memory is returned to the
+    kernel first: otherwise an operation that reuses what an earlier one left in the allocator would look free.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, watch_memory: bool = False) -> None:
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
-        _CLEAR_REFS.write_text(_RESET_PEAK)
-        self._nbytes = _status_nbytes("VmRSS")
+        self._memory = _MemoryWatch() if watch_memory else None
         self._read = _read_nbytes()
         self._cpu_s = _cpu_s()
 
     def stop(self) -> Usage:
-        """The cost until now."""
+        """The cost until now. Call once."""
         cpu_s = _cpu_s() - self._cpu_s
         device_nbytes, asked_nbytes = (now - before for now, before in zip(_read_nbytes(), self._read, strict=True))
         return Usage(
             cpu_s=cpu_s,
-            peak_extra_nbytes=max(0, _status_nbytes("VmHWM") - self._nbytes),
+            peak_extra_nbytes=None if self._memory is None else self._memory.stop(),
             device_nbytes=device_nbytes,
             asked_nbytes=asked_nbytes,
         )
+
+
+class _MemoryWatch:
+    """Looks again and again at how much memory the process holds: of memory that it shares, its share.
+
+    (The kernel keeps the peak of another measure, in which shared memory counts whole for every process.)
+    """
+
+    def __init__(self) -> None:
+        self._before = self._peak = _held_nbytes()
+        self._end = Event()
+        self._thread = Thread(target=self._watch, daemon=True)
+        self._thread.start()
+
+    def stop(self) -> int:
+        """The most that was held beyond what was held before."""
+        self._end.set()
+        self._thread.join()
+        return self._peak - self._before
+
+    def _watch(self) -> None:
+        while not self._end.wait(_LOOK_S):
+            self._peak = max(self._peak, _held_nbytes())
 
 
 def _cpu_s() -> float:
@@ -67,7 +89,7 @@ def _read_nbytes() -> tuple[int, int]:
     return int(counts["read_bytes"]), int(counts["rchar"])
 
 
-def _status_nbytes(field: str) -> int:
-    found = re.search(rf"^{field}:\s+(\d+) kB$", _STATUS.read_text(), re.MULTILINE)
-    assert found is not None, f"the kernel reports no {field}"
+def _held_nbytes() -> int:
+    found = re.search(r"^Pss:\s+(\d+) kB$", _HELD.read_text(), re.MULTILINE)
+    assert found is not None, "the kernel reports no proportional set size"
     return 1024 * int(found[1])

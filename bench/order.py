@@ -9,11 +9,8 @@ import msgspec
 
 from bench import contenders
 from bench.contenders import entrants
-from bench.results import MEASURES, Measure
+from bench.results import MEASURES, WARM_UP, Measure
 from bench.state import Recipe
-
-#: Rounds are counted from 1; this one pays for imports and first calls and is not reported.
-WARM_UP = 0
 
 
 class Order(msgspec.Struct, frozen=True):

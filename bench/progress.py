@@ -9,8 +9,7 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from bench.order import WARM_UP
-from bench.results import Sample
+from bench.results import WARM_UP, Sample
 
 
 @contextmanager

@@ -20,8 +20,8 @@ from bench.caches import settle
 from bench.contenders import Contender
 from bench.errors import WrongBytesError
 from bench.meter import Meter, Usage
-from bench.order import WARM_UP, Order
-from bench.results import Measure, Sample, StateSize
+from bench.order import Order
+from bench.results import WARM_UP, Measure, Sample, StateSize
 from bench.statistics import rotated
 
 #: What torchrun gives each of several ranks of a node.
@@ -122,7 +122,7 @@ class _Rank:
             contender.memory.clear()
         elif self._leads:
             folder.mkdir(exist_ok=True)
-        timing = self._timed(contender, measure, folder)
+        timing = self._timed(contender, measure, folder, watch_memory=number == WARM_UP)
         # No rank's digests take time from a rank that still loads.
         dist.barrier()
         if measure == "load":
@@ -132,11 +132,11 @@ class _Rank:
         if timings is not None:
             self._send(_sample(measure, number, turn, name, timings))
 
-    def _timed(self, contender: Contender, measure: Measure, folder: Path) -> _Timing:
+    def _timed(self, contender: Contender, measure: Measure, folder: Path, *, watch_memory: bool) -> _Timing:
         if self._leads:
             settle(folder)
         operation = contender.save if measure == "save" else contender.load
-        meter = Meter()
+        meter = Meter(watch_memory=watch_memory)
         dist.barrier()
         start_s = time.monotonic()
         operation(folder)

@@ -24,6 +24,9 @@ RAW = "raw"
 
 RESULTS = Path("bench/results")
 
+#: Rounds are counted from 1; this one pays for imports and first calls. It is watched for its memory, and not timed.
+WARM_UP = 0
+
 R = TypeVar("R")
 
 
@@ -59,7 +62,7 @@ class Sample(msgspec.Struct, frozen=True):
     contender: str
     seconds: float
     cpu_s: tuple[float, ...]
-    peak_extra_nbytes: tuple[int, ...]
+    peak_extra_nbytes: tuple[int | None, ...]
     device_nbytes: tuple[int, ...] = ()
     asked_nbytes: tuple[int, ...] = ()
 
@@ -68,7 +71,8 @@ class Summary(msgspec.Struct, frozen=True):
     """One contender in one measure. ``share_of_raw`` is raw seconds / contender seconds, paired by round.
 
     ``device_of_needed`` and ``asked_of_needed`` are the bytes of all ranks, as in `bench.meter.Usage`, per byte of the
-    state: what every rank holds counts once.
+    state: what every rank holds counts once. ``peak_extra_nbytes_per_rank`` is of the warm-up, in which alone memory
+    is watched.
     """
 
     measure: Measure

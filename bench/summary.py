@@ -11,6 +11,7 @@ from bench.results import (
     LOAD_ONLY,
     MEASURES,
     RAW,
+    WARM_UP,
     LoadResult,
     Measure,
     Result,
@@ -42,8 +43,9 @@ def summarize(
         of_raw = {threads: _series(samples, measure, raw_name(threads)) for threads in raw_threads}
         best = fastest({threads: [sample.seconds for sample in series] for threads, series in of_raw.items()})
         for name in contenders:
-            series = of_raw[best] if name == RAW else _series(samples, measure, name)
-            summary = _summary(series, name=name, raw=of_raw[best], nbytes=nbytes)
+            entrant = raw_name(best) if name == RAW else name
+            series, watched = _series(samples, measure, entrant), _of(samples, measure, entrant)
+            summary = _summary(series, watched, name=name, raw=of_raw[best], nbytes=nbytes)
             summaries.append(msgspec.structs.replace(summary, raw_threads=best) if name == RAW else summary)
     return tuple(summaries)
 
@@ -92,12 +94,23 @@ def require_valid_load(result: LoadResult) -> None:
 
 
 def _series(samples: Sequence[Sample], measure: Measure, entrant: str) -> list[Sample]:
-    """The samples of `entrant` in order of rounds."""
-    found = [sample for sample in samples if (sample.measure, sample.contender) == (measure, entrant)]
-    return sorted(found, key=lambda sample: sample.round)
+    """The samples of `entrant` in order of rounds, without the warm-up."""
+    found = _of(samples, measure, entrant)
+    return sorted((sample for sample in found if sample.round != WARM_UP), key=lambda sample: sample.round)
 
 
-def _summary(series: Sequence[Sample], *, name: str, raw: Sequence[Sample], nbytes: int) -> Summary:
+def _of(samples: Sequence[Sample], measure: Measure, entrant: str) -> list[Sample]:
+    return [sample for sample in samples if (sample.measure, sample.contender) == (measure, entrant)]
+
+
+def _peak_nbytes(samples: Sequence[Sample]) -> int:
+    """The most memory of any rank in those of `samples` that watched it."""
+    return max((peak for sample in samples for peak in sample.peak_extra_nbytes if peak is not None), default=0)
+
+
+def _summary(
+    series: Sequence[Sample], watched: Sequence[Sample], *, name: str, raw: Sequence[Sample], nbytes: int
+) -> Summary:
     seconds = [sample.seconds for sample in series]
     shares = paired_ratios([sample.seconds for sample in raw], seconds)
     return Summary(
@@ -108,7 +121,7 @@ def _summary(series: Sequence[Sample], *, name: str, raw: Sequence[Sample], nbyt
         share_of_raw=spread(shares),
         shares_of_raw=shares,
         cpu_s_per_gb=spread([sum(sample.cpu_s) / (nbytes / 1e9) for sample in series]),
-        peak_extra_nbytes_per_rank=max(max(sample.peak_extra_nbytes) for sample in series),
+        peak_extra_nbytes_per_rank=_peak_nbytes(watched),
         device_of_needed=spread([sum(sample.device_nbytes) / nbytes for sample in series]),
         asked_of_needed=spread([sum(sample.asked_nbytes) / nbytes for sample in series]),
     )

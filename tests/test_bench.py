@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import time
 from pathlib import Path
 
 import msgspec
@@ -17,16 +18,20 @@ from bench.errors import MarkersError, RankFailedError, RawLimitError, SetupErro
 from bench.harness import collect, require_space
 from bench.load_table import render_load
 from bench.marked import markers, read_marked, replace_part
-from bench.order import WARM_UP, Order
+from bench.meter import Meter
+from bench.order import Order
 from bench.rank import Failure, require_same
 from bench.raw import REQUEST_NBYTES, RawFile, RawImage, takes_direct
 from bench.results import (
+    LOAD_ONLY,
     MEASURES,
     MODEL_KINDS,
+    WARM_UP,
     LoadResult,
     Result,
     Sample,
     StateSize,
+    raw_name,
     read_load,
     read_result,
     read_small,
@@ -36,7 +41,7 @@ from bench.small import small
 from bench.small_table import render_small
 from bench.state import LlamaLike, ManySmall, parameter_shapes, width_for
 from bench.statistics import Spread, fastest, paired_ratios, rotated, spread
-from bench.summary import require_raw_limit, require_valid
+from bench.summary import require_raw_limit, require_valid, summarize
 from bench.table import render, table
 from tests.bench_results import RAW_THREADS, SECONDS, load_result, result, sample, small_result
 
@@ -160,7 +165,29 @@ def test_what_ended_a_rank_is_reported_at_once_though_other_ranks_still_run() ->
         collect(processes, direct=True, on_turn=lambda _: None)
 
 
-def test_the_warm_up_is_seen_but_not_reported() -> None:
+def test_the_warm_up_counts_for_memory_alone() -> None:
+    warm_up = msgspec.structs.replace(sample("load", "dcp", WARM_UP, 100.0), peak_extra_nbytes=(5, 7))
+    timed = [
+        msgspec.structs.replace(sample("load", name, 1, 2.0), peak_extra_nbytes=(None, None))
+        for name in ("dcp", raw_name(1))
+    ]
+    raw = msgspec.structs.replace(sample("load", raw_name(1), WARM_UP, 100.0), peak_extra_nbytes=(0, 0))
+    (dcp,) = summarize([warm_up, raw, *timed], ["dcp"], raw_threads=[1], nbytes=1, measures=LOAD_ONLY)
+    assert (dcp.seconds.high, dcp.peak_extra_nbytes_per_rank) == (2.0, 7)
+
+
+def test_the_meter_watches_memory_where_it_is_asked_to() -> None:
+    meter = Meter(watch_memory=True)
+    own = bytearray(64 << 20)
+    time.sleep(0.5)
+    del own
+    peak = meter.stop().peak_extra_nbytes
+    assert peak is not None
+    assert 63 << 20 < peak < 80 << 20
+    assert Meter().stop().peak_extra_nbytes is None
+
+
+def test_what_ranks_send_is_collected_and_seen() -> None:
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=int)
@@ -172,7 +199,7 @@ def test_the_warm_up_is_seen_but_not_reported() -> None:
     sender.close()
     seen: list[Sample] = []
     outcome = collect({receiver: process}, direct=True, on_turn=seen.append)
-    assert (outcome.state, outcome.samples, seen) == (size, (sent[1],), sent)
+    assert (outcome.state, outcome.samples, seen) == (size, tuple(sent), sent)
 
 
 # The raw loop and the state

@@ -13,6 +13,7 @@ from holdfast.storage.base import Bytes
 from holdfast.transfer.exchange import Exchange, Expected
 from holdfast.transfer.neighbours import Neighbour
 from holdfast.transfer.network import Peers
+from holdfast.transfer.pages import in_huge_pages
 from holdfast.transfer.reader import Chunk, OnCorrupt, Reading, ReadJob, Target
 
 
@@ -44,6 +45,9 @@ class SharedReading:
             Expected(chunks.ranks[chunks.leaders[index]], self._chunk(index))
             for index in np.flatnonzero(wanted & ~led).tolist()
         ]
+        led_nbytes = int((chunks.stops - chunks.starts)[led].sum())
+        # Of little, making huge pages would take longer than reading.
+        is_much = bool(others) and led_nbytes >= sum(map(len, buffers))
         self._exchange = Exchange(others, expected, len(buffers[0]))
         self._reading = Reading(
             map(self._led_chunk, np.flatnonzero(led).tolist()),
@@ -53,6 +57,7 @@ class SharedReading:
             partners=self._exchange,
             num_offers=len(expected),
             interrupt=lambda: None if peers is None else peers.close(),
+            prepare=in_huge_pages() if is_much else None,
         )
 
     @property

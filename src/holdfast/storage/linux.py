@@ -1,9 +1,10 @@
-"""What Linux offers and Python's os module does not: space reservation, a rename that never replaces, direct I/O."""
+"""What Linux offers and Python does not: space reservation, a rename that never replaces, direct I/O, huge pages."""
 
 from __future__ import annotations
 
 import ctypes
 import errno
+import mmap
 import os
 import struct
 from typing import Final
@@ -14,13 +15,17 @@ _C_LIBRARY = ctypes.CDLL(None, use_errno=True)
 _AT_FDCWD = -100
 _AT_EMPTY_PATH = 0x1000
 _RENAME_NOREPLACE = 1
+_MAP_FIXED = 0x10
+_MADV_COLLAPSE = 25
 _STATX_DIOALIGN = 0x2000
 _STATX_NBYTES = 256
 #: Of ``struct statx``: the mask of what was filled in, and the alignment of direct I/O in memory and in the file.
 _STATX_DIRECT = struct.Struct("=I148x2I")
 
+_Argument = int | bytes | ctypes.c_int64 | ctypes.c_size_t | ctypes.c_void_p | ctypes.Array[ctypes.c_char]
 
-def _call(name: str, *arguments: int | bytes | ctypes.c_int64 | ctypes.Array[ctypes.c_char]) -> int:
+
+def _call(name: str, *arguments: _Argument) -> int:
     """Call a function of the C library: 0 or the error number."""
     function = getattr(_C_LIBRARY, name, None)
     if function is None:
@@ -44,6 +49,22 @@ def reserve(descriptor: int, nbytes: int) -> None:
         failed = _call("fallocate", descriptor, 0, ctypes.c_int64(0), ctypes.c_int64(nbytes))
     if failed not in (0, errno.EOPNOTSUPP, errno.ENOSYS):
         raise OSError(failed, os.strerror(failed))
+
+
+def map_shared_at(address: int, nbytes: int, descriptor: int) -> None:
+    """Map the first `nbytes` of a file at `address`, a page, in place of what is mapped there."""
+    protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED
+    call = _C_LIBRARY.mmap
+    call.restype = ctypes.c_void_p
+    where, length = ctypes.c_void_p(address), ctypes.c_size_t(nbytes)
+    if call(where, length, protection, flags, descriptor, ctypes.c_long(0)) != address:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+
+
+def collapse_pages(address: int, nbytes: int) -> bool:
+    """Make huge pages of the memory at `address`, of which some is touched; False where the system has none."""
+    return _call("madvise", ctypes.c_void_p(address), ctypes.c_size_t(nbytes), _MADV_COLLAPSE) == 0
 
 
 def open_direct(path: str, access: int) -> int | None:

@@ -10,10 +10,9 @@ from threading import Thread
 from types import TracebackType
 from typing import Self
 
-import numpy as np
-
 from holdfast.format.container import BLOCK_NBYTES
 from holdfast.storage.base import Bytes
+from holdfast.transfer.pages import anonymous
 
 BUFFER_NBYTES = 8 * BLOCK_NBYTES
 #: Threads of a pipeline: while one copies and hashes, another waits for the device.
@@ -33,11 +32,11 @@ class BufferPool:
             raise ValueError(f"a pool of {nbytes} bytes has no room for one buffer of {buffer_nbytes}")
         self.buffer_nbytes = buffer_nbytes
         self.num_buffers = nbytes // buffer_nbytes
-        self._memory = _anonymous(self.num_buffers * buffer_nbytes)
+        self._memory = anonymous(self.num_buffers * buffer_nbytes)
         # Last in, first out: few threads touch few buffers, and those stay in the cache.
         self._free: queue.LifoQueue[Bytes] = queue.LifoQueue()
-        for start in reversed(range(0, len(self._memory), buffer_nbytes)):
-            self._free.put(np.frombuffer(self._memory, np.uint8, buffer_nbytes, start))
+        for start in reversed(range(0, len(self._memory.data), buffer_nbytes)):
+            self._free.put(self._memory.data[start : start + buffer_nbytes])
 
     @contextmanager
     def buffer(self) -> Iterator[Bytes]:
@@ -50,7 +49,7 @@ class BufferPool:
         try:
             yield buffer
         except BaseException:
-            buffer = np.frombuffer(_anonymous(self.buffer_nbytes), np.uint8)
+            buffer = anonymous(self.buffer_nbytes).data
             raise
         finally:
             self._free.put(buffer)
@@ -65,7 +64,7 @@ class BufferPool:
         """Return the memory to the operating system. No buffer may be taken."""
         assert self._free.qsize() == self.num_buffers, "a buffer is still in use"
         # Tracebacks may hold views of buffers, so the mapping itself cannot be closed here.
-        self._memory.madvise(mmap.MADV_DONTNEED)
+        self._memory.mapping.madvise(mmap.MADV_DONTNEED)
 
     def __enter__(self) -> Self:
         return self
@@ -74,10 +73,6 @@ class BufferPool:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _anonymous(nbytes: int) -> mmap.mmap:
-    return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
 def pipeline_pool() -> BufferPool:

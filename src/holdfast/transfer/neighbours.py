@@ -23,6 +23,7 @@ from typing import NamedTuple, Self
 import numpy as np
 
 from holdfast.storage.base import Bytes
+from holdfast.transfer import pages
 
 _CREDENTIALS = struct.Struct("iII")
 #: Who greets, and how much memory it shares: for data, and behind that for its note.
@@ -67,7 +68,7 @@ class SharedMemory:
             # Memory that shrank would kill whoever reads it.
             fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
             os.pwrite(self._fd, note, data_nbytes)
-            self.data = np.frombuffer(mmap.mmap(self._fd, data_nbytes), np.uint8)
+            self.data = pages.shared(self._fd, data_nbytes)
         except BaseException:
             os.close(self._fd)
             raise

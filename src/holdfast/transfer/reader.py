@@ -26,6 +26,8 @@ from holdfast.transfer.buffers import NUM_THREADS, BufferPool, run_threads
 from holdfast.transfer.digest import first_bad_block, table_nbytes
 
 _PAGE_NBYTES = 4096
+#: What is verified and delivered at a time, while it is in the processor's cache.
+_PART_NBYTES = 2 * BLOCK_NBYTES
 #: Gaps up to this size are read through: a request of its own would cost more.
 _BRIDGE_NBYTES = 64 << 10
 
@@ -241,7 +243,7 @@ class Reading:
     Offers are delivered before more is read: a neighbour may have no free buffer until then. A chunk is only begun
     when a buffer is free, and at most `num_readers` at a time. Where chunks come from other nodes, `num_deliverers` is
     1: all readers may be waiting for ranks that wait for a neighbour to deliver what is offered. `interrupt` makes all
-    receiving and sending of chunks end soon, with an error.
+    receiving and sending of chunks end soon, with an error. `prepare` sees a buffer before it is filled.
     """
 
     def __init__(
@@ -255,6 +257,7 @@ class Reading:
         partners: Partners | None = None,
         num_offers: int = 0,
         interrupt: Callable[[], None] = lambda: None,
+        prepare: Callable[[Bytes], None] | None = None,
     ) -> None:
         self._chunks = iter(chunks)
         self._buffers = buffers
@@ -264,6 +267,8 @@ class Reading:
         self._partners = partners
         self._num_offers = num_offers
         self._interrupt = interrupt
+        self._prepare = prepare
+        # Last in, first out: few threads touch few buffers, and those stay in the cache.
         self._free = list(range(len(buffers)))
         #: How many still want something of what a buffer holds.
         self._lent: dict[int, int] = {}
@@ -364,15 +369,17 @@ class Reading:
         return buffer
 
     def _serve(self, chunk: Chunk, buffer: int) -> None:
+        if self._prepare is not None:
+            self._prepare(self._buffers[buffer])
         data = self._buffers[buffer][: chunk.stop - chunk.start]
         if chunk.receive is None:
             self._read(chunk, data)
         else:
             chunk.receive(data)
+            self._deliver(chunk, data)
         if chunk.wanted_by:
             assert self._partners is not None
             self._partners.offer(chunk, buffer)
-        self._deliver(chunk, data)
         if chunk.send is not None:
             chunk.send(data)
         with self._changed:
@@ -380,31 +387,45 @@ class Reading:
         self.given_back(buffer)
 
     def _read(self, chunk: Chunk, data: Bytes) -> None:
-        """Fill `data` from the file, and verify it."""
+        """Fill `data` from the file, and part by part verify and deliver it."""
         file = chunk.file.open()
         file.reader.read_at(file.data_start + chunk.start, data)
-        start_s = time.perf_counter()
-        if file.table is not None:
-            bad_block = first_bad_block(data, file.table, first=chunk.start // BLOCK_NBYTES)
-            if bad_block is not None:
-                raise self._on_corrupt(file, bad_block)
-        verify_s = time.perf_counter() - start_s
-        last = chunk.file.was_read()
         with self._changed:
             self._num_reading -= 1
+        verify_s = 0.0
+        for start in range(0, len(data), _PART_NBYTES):
+            part = data[start : start + _PART_NBYTES]
+            verify_s += self._verify(file, chunk.start + start, part)
+            self._deliver(chunk, part, start)
+        last = chunk.file.was_read()
+        with self._changed:
             self.verify_s += verify_s
             self.bytes_read += chunk.stop - chunk.start
             if last:
                 self._open.discard(chunk.file)
 
-    def _deliver(self, chunk: Chunk, data: Bytes) -> None:
+    def _verify(self, file: DataFile, start: int, data: Bytes) -> float:
+        """Compare whole blocks from `start` on with their digests; returns the seconds that it took."""
+        if file.table is None:
+            return 0.0
+        start_s = time.perf_counter()
+        bad_block = first_bad_block(data, file.table, first=start // BLOCK_NBYTES)
+        if bad_block is not None:
+            raise self._on_corrupt(file, bad_block)
+        return time.perf_counter() - start_s
+
+    def _deliver(self, chunk: Chunk, data: Bytes, start: int = 0) -> None:
         with self._changed:
             if self._stopped:
                 return
             self._num_delivering += 1
         try:
-            chunk.file.deliver(chunk.start, data)
+            chunk.file.deliver(chunk.start + start, data)
         finally:
-            with self._changed:
-                self._num_delivering -= 1
+            self._delivered()
+
+    def _delivered(self) -> None:
+        with self._changed:
+            self._num_delivering -= 1
+            if self._stopped:
                 self._changed.notify_all()
