@@ -14,7 +14,7 @@ from torch._C._nn import unflatten_dense_tensors
 
 from holdfast.format.dtypes import CARRIERS
 from holdfast.geometry import Box, whole
-from holdfast.state.memory import carried
+from holdfast.state.memory import carried, copy_elements
 from holdfast.storage.base import Bytes
 
 Array = npt.NDArray[Any]
@@ -54,7 +54,7 @@ class MemoryTargets:
             return
         view = carried(self._views[want])
         if view.is_cpu:
-            view.numpy()[at.slices()] = elements
+            copy_elements(view[at.slices()].numpy(), elements)
         else:
             view[at.slices()].copy_(torch.from_numpy(np.asarray(elements)))
 
