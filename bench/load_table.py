@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from bench.environment import in_words
 from bench.results import RAW, RESULTS, LoadResult, ScenarioResult, Summary, Traits
+from bench.statistics import Spread
+
+#: The least share of the raw limit that each scenario is to reach, and what all of them may cost at most.
+SHARE_BARS = {"same": 0.9, "columns": 0.8, "grow": 0.7, "shrink": 0.7, "fsdp-tp": 0.7}
+CPU_BAR_S_PER_GB = 0.35
+READ_BAR = 1.02
+#: The default memory budget, and 64 MiB beside it.
+MEMORY_BAR_NBYTES = 128 << 20
 
 _LABELS = {RAW: "raw limit, GB/s", "torch.save": "torch.load"}
 
@@ -20,9 +28,35 @@ def render_load(result: LoadResult) -> str:
     costs = [_row(result, traits, _cost) for traits in result.contenders if traits.name != RAW]
     packages = "".join(f", {name} {version}" for name, version in result.setup.packages.items())
     where = f"{in_words(result.environment)}{packages}, {result.date[:10]}. [Samples]({RESULTS / result.name}.json)."
+    ours = any(traits.name == "holdfast" for traits in result.contenders)
+    judged = ("", _about_bars(result)) if ours else ()
     return "\n".join(
-        (*head, *shares, "", _about_shares(result), "", *head, *costs, "", _about_costs(result), "", where)
+        (*head, *shares, "", _about_shares(result), "", *head, *costs, "", _about_costs(result), *judged, "", where)
     )
+
+
+def bars(result: LoadResult) -> Iterator[tuple[str, bool]]:
+    """What holdfast is to reach and did or did not, in words."""
+    for scenario in result.scenarios:
+        ours = scenario.summary("holdfast")
+        least, share = SHARE_BARS.get(scenario.name), ours.share_of_raw.median
+        if least is not None:
+            yield f"{scenario.title}, of raw: {share:.2f} (at least {least})", share >= least
+    for scenario in result.scenarios:
+        ours = scenario.summary("holdfast")
+        cpu_s, read = ours.cpu_s_per_gb.median, _median(ours.device_of_needed)
+        if scenario.name == "same":
+            yield f"CPU seconds per GB: {cpu_s:.2f} (at most {CPU_BAR_S_PER_GB})", cpu_s <= CPU_BAR_S_PER_GB
+        if scenario.name == "replicas":
+            yield f"{scenario.title}, read of needed: {read:.3f} (at most {READ_BAR})", read <= READ_BAR
+    most = max(scenario.summary("holdfast").peak_extra_nbytes_per_rank for scenario in result.scenarios)
+    what = f"extra memory of a rank: {most / 1e6:.0f} MB (at most {MEMORY_BAR_NBYTES / 1e6:.0f})"
+    yield what, most <= MEMORY_BAR_NBYTES
+
+
+def _about_bars(result: LoadResult) -> str:
+    each = "; ".join(f"{what}: {'met' if met else 'missed'}" for what, met in bars(result))
+    return f"Bars for holdfast: {each}."
 
 
 def _about_shares(result: LoadResult) -> str:
@@ -68,7 +102,10 @@ def _share(summary: Summary) -> str:
 
 
 def _cost(summary: Summary) -> str:
-    assert summary.device_of_needed is not None
-    assert summary.asked_of_needed is not None
-    read = f"{summary.device_of_needed.median:.2f} ({summary.asked_of_needed.median:.2f})"
+    read = f"{_median(summary.device_of_needed):.2f} ({_median(summary.asked_of_needed):.2f})"
     return f"{summary.cpu_s_per_gb.median:.2f}; {summary.peak_extra_nbytes_per_rank / 1e6:.0f}; {read}"
+
+
+def _median(spread: Spread | None) -> float:
+    assert spread is not None, "a load counts what it reads"
+    return spread.median

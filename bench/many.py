@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -47,11 +49,17 @@ def _save_dcp(folder: Path, num_tensors: int) -> None:
     import torch
     from torch.distributed.checkpoint.state_dict_saver import save
 
-    save(
-        {name_of(index): torch.from_numpy(expected(index)) for index in range(num_tensors)},
-        checkpoint_id=folder,
-        no_dist=True,
-    )
+    state = {name_of(index): torch.from_numpy(expected(index)) for index in range(num_tensors)}
+    with _one_process():
+        save(state, checkpoint_id=folder)
+
+
+@contextmanager
+def _one_process() -> Iterator[None]:
+    """DCP warns of what is meant: that there is one process."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        yield
 
 
 def _save_safetensors(folder: Path, num_tensors: int) -> None:
@@ -74,7 +82,8 @@ def _dcp() -> Read:
 
     def read(folder: Path, name: str) -> Floats:
         state = {name: torch.empty(SHAPE)}
-        load(state, checkpoint_id=folder, no_dist=True)
+        with _one_process():
+            load(state, checkpoint_id=folder)
         return state[name].numpy()
 
     return read

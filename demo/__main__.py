@@ -14,8 +14,8 @@ from pathlib import Path
 
 import holdfast
 from demo.launch import DemoError, Killed, Training, running
-from demo.promises import Promise, close_losses, same_losses, same_state
-from demo.records import read_states
+from demo.promises import Promise, close_losses, read_once, same_losses, same_state
+from demo.records import read_reads, read_states
 from demo.show import CONSOLE, Curves, chapter, draw, say, table_of
 
 _OUT = Path("demo-out")
@@ -132,10 +132,22 @@ def _judge(reference: Training, job: Training, resumed: list[Training], *, kille
         ranks = f"{training.world_size} ranks"
         loaded = read_states(training.folder, "loaded", head, world_size=training.world_size)
         promises.append(same_state(f"The state loaded on {ranks} is the one that was saved on 2", saved, loaded))
+        promises.append(
+            read_once(
+                f"Loaded on {ranks}, every byte is read once",
+                read_reads(training.folder, world_size=training.world_size),
+                _stored_nbytes(training, head),
+            )
+        )
         text = f"On {ranks} the training goes on as if nothing had been"
         judge = same_losses if training.world_size == reference.world_size else close_losses
         promises.append(judge(text, expected, training.losses(), remaining))
     return promises
+
+
+def _stored_nbytes(training: Training, step: int) -> int:
+    files = Path(str(training.save_to)).glob(f"checkpoints/step-{step:010d}-*/*.safetensors")
+    return sum(file.stat().st_size for file in files)
 
 
 def _inspect(run: Path) -> Promise:

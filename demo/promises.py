@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from demo.records import State
@@ -29,6 +29,12 @@ def same_state(text: str, saved: Iterable[State], loaded: Iterable[State]) -> Pr
         return Promise(text, kept=False, seen=f"{len(wrong)} digests differ: {', '.join(wrong[:3])}")
     counts = f"{len(before.tensors)} names of tensors, {len(before.values)} tables of values"
     return Promise(text, kept=bool(after), seen=f"{counts}: equal SHA-256 on each of {len(after)} ranks")
+
+
+def read_once(text: str, read: Sequence[int], stored_nbytes: int) -> Promise:
+    """All ranks together read no more than the files hold."""
+    seen = f"{len(read)} ranks read {sum(read) / 1e6:.2f} MB of files with {stored_nbytes / 1e6:.2f} MB"
+    return Promise(text, 0 < sum(read) <= stored_nbytes, seen)
 
 
 def same_losses(text: str, reference: Mapping[int, float], seen: Mapping[int, float], steps: range) -> Promise:

@@ -37,6 +37,16 @@ class State(msgspec.Struct, frozen=True):
         return self.tensors | self.values
 
 
+class Read(msgspec.Struct, frozen=True):
+    """What a rank read from storage to load its part of a checkpoint."""
+
+    nbytes: int
+
+
+def read_file(rank: int) -> str:
+    return f"read.rank-{rank}.json"
+
+
 def started_file(rank: int) -> str:
     return f"rank-{rank}.json"
 
@@ -54,6 +64,12 @@ def read_losses(folder: Path) -> dict[int, float]:
     # What follows the last newline is still being written.
     lines = text[: text.rfind(b"\n") + 1].splitlines()
     return {loss.step: loss.value for loss in (msgspec.json.decode(line, type=Loss) for line in lines)}
+
+
+def read_reads(folder: Path, *, world_size: int) -> list[int]:
+    """The bytes that each rank of the training in `folder` read from storage."""
+    files = [folder / read_file(rank) for rank in range(world_size)]
+    return [msgspec.json.decode(file.read_bytes(), type=Read).nbytes for file in files]
 
 
 def read_states(folder: Path, moment: str, step: int, *, world_size: int) -> list[State]:

@@ -67,8 +67,10 @@ def _train(options: Options) -> None:
     witness = Witness(options.witness, rank=rank)
 
     state: dict[str, object] = {"model": model, "optimizer": optimizer, "schedule": schedule}
-    done = _resume(options.save_to, state)
-    if done:
+    report = _resume(options.save_to, state)
+    done = 0 if report is None else report.step
+    if report is not None:
+        witness.read(report.read_nbytes)
         witness.state("loaded", done, model, optimizer, schedule)
     for step in range(done + 1, options.steps + 1):
         loss = loss_of(model, batches.local(step, rank=rank, world_size=world_size))
@@ -85,15 +87,15 @@ def _train(options: Options) -> None:
             holdfast.save(options.save_to, state, step, metrics={"loss": mean_loss}, timeout_s=options.timeout_s)
 
 
-def _resume(run: Path | None, state: dict[str, object]) -> int:
-    """Load the head of `run` into `state`; the steps that are done."""
+def _resume(run: Path | None, state: dict[str, object]) -> holdfast.LoadReport | None:
+    """Load the head of `run` into `state`; None where there is none."""
     if run is None:
-        return 0
+        return None
     try:
-        return holdfast.load(run, into=state).step
+        return holdfast.load(run, into=state)
     except holdfast.NotFoundError:
         # No save has been committed yet.
-        return 0
+        return None
 
 
 def _sharded(shape: Shape, world_size: int) -> GPT:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from demo.records import LOSSES, Loss, Started, State, started_file, state_file
+from demo.records import LOSSES, Loss, Read, Started, State, read_file, started_file, state_file
 
 
 class Witness:
@@ -34,6 +34,10 @@ class Witness:
         if self._rank == 0:
             with (self._folder / LOSSES).open("ab") as file:
                 file.write(msgspec.json.encode(Loss(step=step, value=value)) + b"\n")
+
+    def read(self, nbytes: int) -> None:
+        """Note what this rank read from storage."""
+        self._write(read_file(self._rank), Read(nbytes))
 
     def state(self, moment: str, step: int, model: nn.Module, optimizer: Optimizer, schedule: LRScheduler) -> None:
         """Note digests of the state at `moment` ("saved" or "loaded") of `step`. Collective."""

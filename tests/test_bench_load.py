@@ -6,19 +6,21 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
 from bench.contenders import LATER, LOAD_NAMES
 from bench.errors import RawLimitError, SetupError
 from bench.load import load
-from bench.load_table import render_load
+from bench.load_table import bars, render_load
 from bench.meter import Meter
 from bench.order import Order
 from bench.placing import mesh_shape
 from bench.results import LOAD_ONLY, RAW, read_load
 from bench.scenarios import PACKAGES, SCENARIOS, chosen, why_not
 from bench.state import LlamaLike, State, as_bytes, content, parameter_shapes, width_for
+from bench.statistics import spread
 from tests.bench_results import SECONDS, load_result
 
 TORCH_ONLY = ("torch.save", "dcp", "holdfast")
@@ -117,6 +119,21 @@ def test_the_tables_have_shares_and_costs_and_name_what_is_not_possible_with_its
         assert line in text.splitlines()
     for fact in ("torchsnapshot: it is from 2023", "3 interleaved rounds", "2.00 to 2.00 GB", "torchsnapshot 0.1"):
         assert fact in text
+
+
+def test_the_table_says_which_bars_were_met() -> None:
+    found = load_result(SECONDS)
+    (scenario,) = found.scenarios
+    dcp = scenario.summary("dcp")
+    ours = msgspec.structs.replace(dcp, contender="holdfast", share_of_raw=spread([0.85]))
+    scenario = msgspec.structs.replace(scenario, summaries=(*scenario.summaries, ours))
+    found = msgspec.structs.replace(found, scenarios=(scenario, msgspec.structs.replace(scenario, name="same")))
+    assert dict(bars(found)) == {
+        "rows -> columns, of raw: 0.85 (at least 0.8)": True,
+        "rows -> columns, of raw: 0.85 (at least 0.9)": False,
+        "CPU seconds per GB: 1.00 (at most 0.35)": False,
+        "extra memory of a rank: 3 MB (at most 134)": True,
+    }
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from demo.launch import DemoError, Training, file_in_the_making, running, stopped
 from demo.model import GPT, Shape, loss_of
-from demo.promises import LOSS_TOLERANCE, close_losses, same_losses, same_state
+from demo.promises import LOSS_TOLERANCE, close_losses, read_once, same_losses, same_state
 from demo.records import LOSSES, State, read_losses, read_states
 from demo.show import Curves, draw
 from demo.text import Batches, standard_library
@@ -194,6 +194,12 @@ def test_losses_are_close_only_within_the_tolerance_and_when_all_are_there() -> 
     assert not close_losses(PROMISE, reference, {}, range(1, 1)).kept
 
 
+def test_bytes_read_twice_break_the_promise_that_they_are_read_once() -> None:
+    assert read_once(PROMISE, [600, 400, 0], 1000).kept
+    assert not read_once(PROMISE, [600, 401], 1000).kept
+    assert not read_once(PROMISE, [0, 0], 1000).kept
+
+
 @pytest.fixture
 def ticking(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
     """A process that keeps writing, and its file."""
@@ -281,6 +287,6 @@ def test_the_whole_demo_keeps_its_promises(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "demo", "--steps", "12"]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "All 10 promises were kept" in done.stdout
+    assert "All 12 promises were kept" in done.stdout
     assert "BROKEN" not in done.stdout
     assert (tmp_path / "demo-out" / "losses.png").exists()
