@@ -22,17 +22,13 @@ from bench.results import (
     SmallResult,
     SmallSetup,
     StateSize,
-    TimedSeries,
     Traits,
-    ViewResult,
     WalkFigure,
 )
 from bench.small import bars
 from bench.statistics import spread
 from bench.summary import summarize, summarize_small
 from bench.traits import traits
-from bench.view import NOTHING
-from bench.view import bars as view_bars
 from bench.walks import FIRST, GET_STATE_DICT, STATE_DICTS
 from bench.walks import LATER as LATER_WALK
 
@@ -128,25 +124,6 @@ def small_result(*, num_tensors: int = 10_000, save_s: float = 0.9, later_walk_s
         walks=walks,
         bars=tuple(bars(setup, summaries, walks)),
         samples=taken,
-    )
-
-
-def view_result(*, open_s: float = 0.25) -> ViewResult:
-    """A run of `bench view`, in which safetensors is not installed."""
-    opened = tuple(TimedSeries(name, spread([s]), (s,)) for name, s in (("holdfast", open_s), ("dcp", 4.0)))
-    shown = tuple(TimedSeries(name, spread([s]), (s,)) for name, s in ((NOTHING, 0.15), ("fsdp", 1.5)))
-    return ViewResult(
-        name="view",
-        date="2030-01-02T03:04:05+00:00",
-        environment=MACHINE,
-        rounds=1,
-        caches="dropped",
-        num_tensors=100_000,
-        world=8960,
-        opened=opened,
-        not_possible=(NotPossible("safetensors", "it is not installed"),),
-        shown=shown,
-        bars=tuple(view_bars(100_000, 8960, opened, shown)),
     )
 
 

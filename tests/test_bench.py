@@ -35,7 +35,6 @@ from bench.results import (
     read_load,
     read_result,
     read_small,
-    read_view,
     write_result,
 )
 from bench.small import small
@@ -44,13 +43,11 @@ from bench.state import LlamaLike, ManySmall, parameter_shapes, width_for
 from bench.statistics import Spread, fastest, paired_ratios, rotated, spread
 from bench.summary import require_raw_limit, require_valid, summarize
 from bench.table import render, table
-from bench.view import view
-from bench.view_table import render_view
-from tests.bench_results import RAW_THREADS, SECONDS, load_result, result, sample, small_result, view_result
+from tests.bench_results import RAW_THREADS, SECONDS, load_result, result, sample, small_result
 
 START, END = markers("bench")
 LOADS = load_result(SECONDS)
-SMALL_PLACE, LOAD_PLACE, VIEW_PLACE = ("\n".join(markers(part)) for part in ("small", "load", "view"))
+SMALL_PLACE, LOAD_PLACE = ("\n".join(markers(part)) for part in ("small", "load"))
 
 
 # Statistics
@@ -372,22 +369,20 @@ def test_a_missing_file_is_an_error_that_names_it(tmp_path: Path) -> None:
 
 def test_the_table_command_rewrites_the_table_and_draws_the_plot(tmp_path: Path) -> None:
     readme, plot = tmp_path / "README.md", tmp_path / "figures" / "shares.png"
-    readme.write_text(f"# Title\n{START}\nold\n{END}\nMiddle\n{SMALL_PLACE}\n{LOAD_PLACE}\n{VIEW_PLACE}\nEnd\n")
+    readme.write_text(f"# Title\n{START}\nold\n{END}\nMiddle\n{SMALL_PLACE}\n{LOAD_PLACE}\nEnd\n")
     run_table(result(SECONDS), readme, plot=plot)
     (small_start, small_end), (load_start, load_end) = markers("small"), markers("load")
-    view_start, view_end = markers("view")
     assert readme.read_text() == (
         f"# Title\n{START}\n{render(result(SECONDS))}\n{END}\nMiddle\n"
         f"{small_start}\n{render_small(small_result())}\n{small_end}\n"
-        f"{load_start}\n{render_load(load_result(SECONDS))}\n{load_end}\n"
-        f"{view_start}\n{render_view(view_result())}\n{view_end}\nEnd\n"
+        f"{load_start}\n{render_load(load_result(SECONDS))}\n{load_end}\nEnd\n"
     )
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
 def test_no_table_is_written_from_a_run_that_did_not_reach_the_raw_limit(tmp_path: Path) -> None:
     readme = tmp_path / "README.md"
-    readme.write_text(f"{START}\nold\n{END}\n{SMALL_PLACE}\n{LOAD_PLACE}\n{VIEW_PLACE}\n")
+    readme.write_text(f"{START}\nold\n{END}\n{SMALL_PLACE}\n{LOAD_PLACE}\n")
     beaten = SECONDS | {"dcp": (0.9, 1.1, 1.0)}
     with pytest.raises(RawLimitError):
         run_table(result(beaten), readme)
@@ -399,9 +394,8 @@ def test_no_table_is_written_from_a_run_that_did_not_reach_the_raw_limit(tmp_pat
 @pytest.mark.parametrize(
     ("places", "missing"),
     [
-        (f"{LOAD_PLACE}\n{VIEW_PLACE}", "small:start"),
-        (f"{SMALL_PLACE}\n{VIEW_PLACE}", "load:start"),
-        (f"{SMALL_PLACE}\n{LOAD_PLACE}", "view:start"),
+        (LOAD_PLACE, "small:start"),
+        (SMALL_PLACE, "load:start"),
     ],
 )
 def test_where_one_table_has_no_place_no_table_is_written(tmp_path: Path, places: str, missing: str) -> None:
@@ -419,28 +413,6 @@ def run_table(figures: Result, readme: Path, *, plot: Path | None = None, loads:
         result=write_result(figures, folder),
         small=write_result(small_result(), folder),
         loads=write_result(loads, folder),
-        views=write_result(view_result(), folder),
         readme=readme,
         plot=plot,
     )
-
-
-def test_the_tables_of_views_name_what_is_absent_and_judge_the_bars() -> None:
-    text = render_view(view_result(open_s=0.6))
-    for line in (
-        "| holdfast (verified) | 0.60 |",
-        "| dcp | 4.00 |",
-        "| fsdp | 1.50 |",
-        "Bars (1.00 s and 0.50 s): open and read one 0.60 s: missed; show fsdp 1.50 s: missed.",
-    ):
-        assert line in text.splitlines()
-    assert "Not possible for safetensors: it is not installed." in text
-
-
-def test_a_view_of_few_tensors_and_ranks_leaves_a_result_without_bars(tmp_path: Path) -> None:
-    view(tensors=20, world=128, rounds=1, folder=tmp_path, results=tmp_path)
-    found = read_view(tmp_path / "view.json")
-    assert {"holdfast", "dcp"} <= {series.name for series in found.opened}
-    assert [series.name for series in found.shown] == ["--help", "fsdp", "tp8-pp16-dp", "random-flat-cuts"]
-    assert found.bars == ()
-    assert not list(tmp_path.glob("bench-*"))
