@@ -37,19 +37,18 @@ def render_load(result: LoadResult) -> str:
 
 def bars(result: LoadResult) -> Iterator[tuple[str, bool]]:
     """What holdfast is to reach and did or did not, in words."""
-    for scenario in result.scenarios:
-        ours = scenario.summary("holdfast")
+    judged = [(scenario, scenario.summary("holdfast")) for scenario in result.scenarios]
+    for scenario, ours in judged:
         least, share = SHARE_BARS.get(scenario.name), ours.share_of_raw.median
         if least is not None:
             yield f"{scenario.title}, of raw: {share:.2f} (at least {least})", share >= least
-    for scenario in result.scenarios:
-        ours = scenario.summary("holdfast")
+    for scenario, ours in judged:
         cpu_s, read = ours.cpu_s_per_gb.median, _median(ours.device_of_needed)
         if scenario.name == "same":
             yield f"CPU seconds per GB: {cpu_s:.2f} (at most {CPU_BAR_S_PER_GB})", cpu_s <= CPU_BAR_S_PER_GB
         if scenario.name == "replicas":
             yield f"{scenario.title}, read of needed: {read:.3f} (at most {READ_BAR})", read <= READ_BAR
-    most = max(scenario.summary("holdfast").peak_extra_nbytes_per_rank for scenario in result.scenarios)
+    most = max(ours.peak_extra_nbytes_per_rank for _, ours in judged)
     what = f"extra memory of a rank: {most / 1e6:.0f} MB (at most {MEMORY_BAR_NBYTES / 1e6:.0f})"
     yield what, most <= MEMORY_BAR_NBYTES
 

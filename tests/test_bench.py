@@ -391,13 +391,7 @@ def test_no_table_is_written_from_a_run_that_did_not_reach_the_raw_limit(tmp_pat
     assert "old" in readme.read_text()
 
 
-@pytest.mark.parametrize(
-    ("places", "missing"),
-    [
-        (LOAD_PLACE, "small:start"),
-        (SMALL_PLACE, "load:start"),
-    ],
-)
+@pytest.mark.parametrize(("places", "missing"), [(LOAD_PLACE, "small:start"), (SMALL_PLACE, "load:start")])
 def test_where_one_table_has_no_place_no_table_is_written(tmp_path: Path, places: str, missing: str) -> None:
     readme = tmp_path / "README.md"
     readme.write_text(f"{START}\nold\n{END}\n{places}\n")

@@ -25,8 +25,8 @@ _TORCH_CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int6
 _SMALL_NBYTES = 16 << 10
 _PACKED_NBYTES = 1 << 20
 
-#: At most so much is copied at a time: what fits a processor's second-level cache the C library copies by its string
-#: instructions, half as fast again, and easier on the memory that the device is writing to.
+#: At most so much is copied at a time. What fits a processor's second-level cache the C library copies by its string
+#: instructions, and in a loop of copies alone half as fast again.
 _COPY_NBYTES = 512 << 10
 
 Array = npt.NDArray[Any]

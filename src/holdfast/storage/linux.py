@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import mmap
 import os
 import struct
 from typing import Final
@@ -16,6 +15,7 @@ _AT_FDCWD = -100
 _AT_EMPTY_PATH = 0x1000
 _RENAME_NOREPLACE = 1
 _MAP_FIXED = 0x10
+_MAP_FAILED = ctypes.c_void_p(-1).value
 _MADV_COLLAPSE = 25
 _STATX_DIOALIGN = 0x2000
 _STATX_NBYTES = 256
@@ -51,20 +51,33 @@ def reserve(descriptor: int, nbytes: int) -> None:
         raise OSError(failed, os.strerror(failed))
 
 
-def map_shared_at(address: int, nbytes: int, descriptor: int) -> None:
-    """Map the first `nbytes` of a file at `address`, a page, in place of what is mapped there."""
-    protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED
+def map_file(
+    descriptor: int, nbytes: int, *, start: int = 0, protection: int, flags: int, address: int | None = None
+) -> int:
+    """The address of `nbytes` of a file from `start` on, now memory; with `address` there, in place of what is mapped.
+
+    (Python's own mappings keep a descriptor each, and have no say in where they are.)
+    """
     call = _C_LIBRARY.mmap
     call.restype = ctypes.c_void_p
+    if address is not None:
+        flags |= _MAP_FIXED
     where, length = ctypes.c_void_p(address), ctypes.c_size_t(nbytes)
-    if call(where, length, protection, flags, descriptor, ctypes.c_long(0)) != address:
+    found: int | None = call(where, length, protection, flags, descriptor, ctypes.c_long(start))
+    if found is None or found == _MAP_FAILED:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
+    return found
 
 
-def collapse_pages(address: int, nbytes: int) -> bool:
-    """Make huge pages of the memory at `address`, of which some is touched; False where the system has none."""
-    return _call("madvise", ctypes.c_void_p(address), ctypes.c_size_t(nbytes), _MADV_COLLAPSE) == 0
+def unmap(address: int, nbytes: int) -> None:
+    """Give back memory that `map_file` mapped."""
+    _call("munmap", ctypes.c_void_p(address), ctypes.c_size_t(nbytes))
+
+
+def collapse_pages(address: int, nbytes: int) -> None:
+    """Make huge pages of the memory at `address`, of which some is touched, where the system can."""
+    _call("madvise", ctypes.c_void_p(address), ctypes.c_size_t(nbytes), _MADV_COLLAPSE)
 
 
 def open_direct(path: str, access: int) -> int | None:

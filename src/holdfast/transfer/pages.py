@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from holdfast.storage.base import Bytes
-from holdfast.storage.linux import collapse_pages, map_shared_at
+from holdfast.storage.linux import collapse_pages, map_file
 
 HUGE_PAGE_NBYTES = 2 << 20
 
@@ -38,7 +38,8 @@ def shared(fd: int, nbytes: int) -> Bytes:
     """The first bytes of the memory file `fd`, which begin at a huge page. See `in_huge_pages`."""
     data = _room(nbytes).data
     # Over the middle of a mapping of our own, with which it goes.
-    map_shared_at(data.ctypes.data, nbytes, fd)
+    protection = mmap.PROT_READ | mmap.PROT_WRITE
+    map_file(fd, nbytes, protection=protection, flags=mmap.MAP_SHARED, address=data.ctypes.data)
     return data
 
 

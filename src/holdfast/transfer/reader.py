@@ -369,9 +369,10 @@ class Reading:
         return buffer
 
     def _serve(self, chunk: Chunk, buffer: int) -> None:
+        whole = self._buffers[buffer]
         if self._prepare is not None:
-            self._prepare(self._buffers[buffer])
-        data = self._buffers[buffer][: chunk.stop - chunk.start]
+            self._prepare(whole)
+        data = whole[: chunk.stop - chunk.start]
         if chunk.receive is None:
             self._read(chunk, data)
         else:

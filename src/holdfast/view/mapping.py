@@ -12,12 +12,11 @@ from pathlib import Path
 
 import numpy as np
 
+from holdfast.storage import linux
 from holdfast.storage.base import Bytes
 
 CAN_MAP = sys.platform == "linux"
 
-_C_LIBRARY = ctypes.CDLL(None, use_errno=True)
-_FAILED = ctypes.c_void_p(-1).value
 #: Private memory is charged when it is written to, not when it is mapped: files may be larger than memory.
 _MAP_NORESERVE = 0x4000
 
@@ -39,14 +38,8 @@ def map_file(path: str, start: int, stop: int, *, private: bool) -> Bytes:
 def _map(descriptor: int, start: int, nbytes: int, *, private: bool) -> memoryview:
     protection = mmap.PROT_READ | (mmap.PROT_WRITE if private else 0)
     flags = mmap.MAP_PRIVATE | _MAP_NORESERVE if private else mmap.MAP_SHARED
-    call = _C_LIBRARY.mmap
-    call.restype = ctypes.c_void_p
-    length, offset = ctypes.c_size_t(nbytes), ctypes.c_long(start)
-    address: int | None = call(None, length, protection, flags, descriptor, offset)
-    if address is None or address == _FAILED:
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number))
+    address = linux.map_file(descriptor, nbytes, start=start, protection=protection, flags=flags)
     memory = (ctypes.c_ubyte * nbytes).from_address(address)
     # Not at exit: others may still look at the memory then.
-    weakref.finalize(memory, _C_LIBRARY.munmap, ctypes.c_void_p(address), length).atexit = False
+    weakref.finalize(memory, linux.unmap, address, nbytes).atexit = False
     return memoryview(memory) if private else memoryview(memory).toreadonly()
