@@ -89,9 +89,8 @@ class Chunks:
 
     def consumers(self, chunk: int) -> list[int]:
         """The ranks of the node, other than the leader, that need some of a chunk."""
-        wanted = self.wanted[chunk].copy()
-        wanted[self.leaders[chunk]] = False
-        return [self.ranks[index] for index in np.flatnonzero(wanted)]
+        leader = self.leaders[chunk]
+        return [self.ranks[index] for index in np.flatnonzero(self.wanted[chunk]).tolist() if index != leader]
 
 
 def divide_reads(ranks: Sequence[int], needs: Sequence[Int64s], *, chunk_nbytes: int, first_file: int = 0) -> Chunks:
@@ -213,13 +212,14 @@ def _touched(files: Int64s, starts: Int64s, stops: Int64s, runs: Int64s) -> Bool
 
 
 def _least_loaded(wanted: Bools, sizes: Int64s) -> Int64s:
-    leaders = np.zeros(len(sizes), np.int64)
+    alone = np.where(wanted.sum(axis=1) == 1, wanted.argmax(axis=1), -1) if wanted.size else np.zeros(0, np.int64)
+    leaders = alone.tolist()
     load = [0] * wanted.shape[1]
-    for chunk, (row, size) in enumerate(zip(wanted, sizes.tolist(), strict=True)):
-        leader = min(np.flatnonzero(row).tolist(), key=load.__getitem__)
-        leaders[chunk] = leader
-        load[leader] += size
-    return leaders
+    for chunk, size in enumerate(sizes.tolist()):
+        if leaders[chunk] < 0:
+            leaders[chunk] = min(np.flatnonzero(wanted[chunk]).tolist(), key=load.__getitem__)
+        load[leaders[chunk]] += size
+    return np.asarray(leaders, np.int64)
 
 
 def _num_bytes(runs: Int64s) -> int:

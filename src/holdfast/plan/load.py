@@ -47,15 +47,15 @@ class Read(NamedTuple):
 @dataclass(frozen=True)
 class _Meeting:
     """Cells that share elements with a wanted box: for each its number, and the span of the cell's row-major order
-    from the first to the last shared element."""
+    from the first to the last shared element; and, where that span is a span of the box as well, where it begins in the
+    row-major order of the box, else -1."""
 
     cells: Cells
     shape: Shape
     numbers: Int64s
     firsts: Int64s
     lasts: Int64s
-    #: Whether it is one cell, and the wanted elements follow each other in it, in the wanted order.
-    straight: bool
+    places: Int64s
     #: Whether the wanted box is just one cell.
     alike: bool
 
@@ -71,8 +71,9 @@ class _Meeting:
 class FileReads:
     """All reads from one data file, ascending; ``data_start`` and ``data_nbytes`` are the file's.
 
-    Read ``i`` is bytes ``[starts[i], stops[i])`` of the data section, for want number ``wants[i]``. Where
-    ``straight[i]``, they are just the elements of that want, all of them, in row-major order.
+    Read ``i`` is bytes ``[starts[i], stops[i])`` of the data section, for want number ``wants[i]``. Where ``places[i]``
+    is not -1, they are the elements from there on of the row-major order of that want; where ``straight[i]``, all of
+    them.
     """
 
     file: int
@@ -81,6 +82,7 @@ class FileReads:
     starts: Int64s
     stops: Int64s
     wants: Int64s
+    places: Int64s
     straight: npt.NDArray[np.bool_]
     _plan: _Plan
     _rows: Int64s
@@ -99,10 +101,9 @@ class FileReads:
 
 @dataclass(frozen=True)
 class _Plan:
-    """One row per read, in order of wants; `firsts` and `lasts` are elements of the cell. `straight` is per meeting."""
+    """One row per read, in order of wants; `firsts` and `lasts` are elements of the cell."""
 
     meetings: Sequence[_Meeting]
-    straight: npt.NDArray[np.bool_]
     meeting_of: Int64s
     wants: Int64s
     tensors: Int64s
@@ -111,6 +112,8 @@ class _Plan:
     withins: Int64s
     firsts: Int64s
     lasts: Int64s
+    places: Int64s
+    straight: npt.NDArray[np.bool_]
 
 
 def plan_load(files: Files, wants: Sequence[Want], *, first_file: int = 0) -> Iterator[FileReads]:
@@ -141,7 +144,8 @@ def plan_load(files: Files, wants: Sequence[Want], *, first_file: int = 0) -> It
                 starts[ascending],
                 stops[ascending],
                 plan.wants[rows],
-                plan.straight[plan.meeting_of[rows]],
+                plan.places[rows],
+                plan.straight[rows],
                 plan,
                 rows,
             )
@@ -169,12 +173,14 @@ def _plan(files: Files, wants: Sequence[Want]) -> _Plan:
         [meeting.cells.within[meeting.numbers] for meeting in meetings],
         [meeting.firsts for meeting in meetings],
         [meeting.lasts for meeting in meetings],
+        [meeting.places for meeting in meetings],
     )
     nothing = np.zeros(0, np.int64)
-    cells, owners, withins, firsts, lasts = (np.concatenate([nothing, *column])[taken] for column in columns)
-    straight = np.asarray([meeting.straight for meeting in meetings], np.bool_)
-    tensors = np.asarray([want.tensor for want in wants], np.int64)[want_of]
-    return _Plan(meetings, straight, of_want[want_of], want_of, tensors, cells, owners, withins, firsts, lasts)
+    cells, owners, withins, firsts, lasts, places = (np.concatenate([nothing, *column])[taken] for column in columns)
+    tensors, numels = np.asarray([(want.tensor, want.box.numel) for want in wants], np.int64).reshape(-1, 2)[want_of].T
+    straight = (places == 0) & (lasts - firsts == numels)
+    met = of_want[want_of]
+    return _Plan(meetings, met, want_of, tensors, cells, owners, withins, firsts, lasts, places, straight)
 
 
 def _meetings(files: Files, wants: Sequence[Want]) -> tuple[list[_Meeting], list[int]]:
@@ -197,51 +203,65 @@ def _meetings(files: Files, wants: Sequence[Want]) -> tuple[list[_Meeting], list
 def _meet(cells: Cells, shape: Shape, box: Box) -> _Meeting:
     if not box.numel:
         nothing = np.zeros(0, np.int64)
-        return _Meeting(cells, shape, nothing, nothing, nothing, straight=False, alike=True)
-    numbers, firsts, lasts = _spans(cells, shape, box)
-    alone = len(numbers) == 1
-    straight = alone and int(lasts[0] - firsts[0]) == box.numel
-    alike = alone and cells.part(int(numbers[0])) == box
-    return _Meeting(cells, shape, numbers, firsts, lasts, straight=straight, alike=alike)
+        return _Meeting(cells, shape, nothing, nothing, nothing, nothing, alike=True)
+    numbers, firsts, lasts, places = _spans(cells, shape, box)
+    alike = len(numbers) == 1 and cells.part(int(numbers[0])) == box
+    return _Meeting(cells, shape, numbers, firsts, lasts, places, alike=alike)
 
 
-def _spans(cells: Cells, shape: Shape, box: Box) -> tuple[Int64s, Int64s, Int64s]:
-    """The cells that share elements with `box`, which is not empty; of each, the first element and the last."""
+def _spans(cells: Cells, shape: Shape, box: Box) -> tuple[Int64s, Int64s, Int64s, Int64s]:
+    """The cells that share elements with `box`, which is not empty; of each, the first element, the last, and the place
+    in the box."""
     numbers = cells.meeting(shape, box)
     if isinstance(cells, GridCells):
         return numbers, *_grid_spans(cells, box)
     low, high = _span(shape, box)
     if isinstance(cells, FlatCells) and high - low == box.numel:  # one run of the flat order: every range meets it
         begins, ends = cells.cuts[numbers], cells.cuts[numbers + 1]
-        return numbers, np.maximum(low - begins, 0), np.minimum(high, ends) - begins
+        return numbers, np.maximum(low - begins, 0), np.minimum(high, ends) - begins, np.maximum(begins - low, 0)
     spans = [_span_in(cells.part(number), shape, box) for number in numbers.tolist()]
     kept = [index for index, span in enumerate(spans) if span is not None]
-    rows = np.asarray([spans[index] for index in kept], np.int64).reshape(-1, 2)
-    return numbers[kept], rows[:, 0], rows[:, 1]
+    rows = np.asarray([spans[index] for index in kept], np.int64).reshape(-1, 3)
+    return numbers[kept], rows[:, 0], rows[:, 1], rows[:, 2]
 
 
-def _grid_spans(cells: GridCells, box: Box) -> tuple[Int64s, Int64s]:
-    """Spans of all grid cells that meet `box`, in row-major order of the cells."""
-    firsts = np.zeros(1, np.int64)
-    lasts = np.zeros(1, np.int64)
+def _grid_spans(cells: GridCells, box: Box) -> tuple[Int64s, Int64s, Int64s]:
+    """Spans of all grid cells that meet `box`, in row-major order of the cells, and their places in the box."""
+    one = np.ones(1, np.int64)
+    first, last, place, end, numel = one * 0, one * 0, one * 0, one * 0, one
     for cuts, start, stop in zip(cells.cuts, box.start, box.stop, strict=True):
         low, high = int(np.searchsorted(cuts, start, side="right")) - 1, int(np.searchsorted(cuts, stop, side="left"))
         begins, ends = cuts[low:high], cuts[low + 1 : high + 1]
-        firsts = (firsts[:, None] * (ends - begins) + np.maximum(start - begins, 0)).reshape(-1)
-        lasts = (lasts[:, None] * (ends - begins) + np.minimum(stop, ends) - 1 - begins).reshape(-1)
-    return firsts, lasts + 1
+        lows, highs = np.maximum(begins, start), np.minimum(ends, stop)
+        first = _along(first, ends - begins, lows - begins)
+        last = _along(last, ends - begins, highs - 1 - begins)
+        place = _along(place, stop - start, lows - start)
+        end = _along(end, stop - start, highs - 1 - start)
+        numel = (numel[:, None] * (highs - lows)).reshape(-1)
+    adjacent = (last - first + 1 == numel) & (end - place + 1 == numel)
+    return first, last + 1, np.where(adjacent, place, -1)
 
 
-def _span_in(part: Box | FlatRange, shape: Shape, box: Box) -> tuple[int, int] | None:
-    """The span of `part`'s own row-major order from the first to the last element that it shares with `box`."""
+def _along(positions: Int64s, extents: Int64s | int, coordinates: Int64s) -> Int64s:
+    """Row-major positions with one more axis: of each, its combinations with all coordinates along it."""
+    return (positions[:, None] * extents + coordinates).reshape(-1)
+
+
+def _span_in(part: Box | FlatRange, shape: Shape, box: Box) -> tuple[int, int, int] | None:
+    """The span of `part`'s own row-major order from the first to the last element that it shares with `box`, and where
+    that begins in the box, if it is a span of it."""
     if isinstance(part, FlatRange):
         low, high = _span(shape, box)
         first, last = max(part.start, low), min(part.stop, high)
         if not any(intersect(piece, box) for _, piece in flat_boxes(shape, first, last)):
             return None
-        return first - part.start, last - part.start
+        return first - part.start, last - part.start, -1
     common = intersect(part, box)
-    return None if common is None else _span(part.size, common.relative_to(part.start))
+    if common is None:
+        return None
+    first, last = _span(part.size, common.relative_to(part.start))
+    place, end = _span(box.size, common.relative_to(box.start))
+    return first, last, place if last - first == end - place == common.numel else -1
 
 
 def _span(shape: Shape, box: Box) -> tuple[int, int]:

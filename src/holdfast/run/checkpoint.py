@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from itertools import pairwise
@@ -44,6 +45,9 @@ class Targets(Protocol):
 
     def fill(self, wants: Sequence[int], data: Bytes) -> None:
         """Take all elements of several wants: `data` has those of one after the other, each in row-major order."""
+
+    def memory(self, want: int) -> npt.NDArray[Any] | None:
+        """All elements of a want in row-major order, to be written to as carriers; None where `put` is to be called."""
 
 
 class Checkpoint:
@@ -299,15 +303,18 @@ class _Delivery:
         self._targets = targets
         sizes = reads.stops - reads.starts
         #: Where each read begins when all are laid end to end, and where the last one ends.
-        self._line = np.r_[0, np.cumsum(sizes)]
+        self._line = np.r_[0, np.cumsum(sizes)].tolist()
         self._small = reads.straight & (sizes <= _SMALL_NBYTES)
 
     def take(self, first: int, offset: int, data: Bytes) -> None:
         """Deliver bytes of read `first`, from `offset` on, and of the reads that follow it without a gap."""
-        line, begin = self._line, int(self._line[first]) + offset
+        line, begin = self._line, self._line[first] + offset
         end = begin + len(data)
+        if end <= line[first + 1] and not self._small[first]:
+            self._part(first, offset, data)
+            return
         # Reads [low, high) are there in full.
-        low, high = first + (offset > 0), int(np.searchsorted(line, end, side="right")) - 1
+        low, high = first + (offset > 0), bisect_right(line, end) - 1
         if offset:
             self._part(first, offset, data[: line[low] - begin])
         for start, stop in self._groups(low, high):
@@ -331,6 +338,12 @@ class _Delivery:
         want = self._wants[read.want]
         itemsize = int(self._files.itemsizes[want.tensor])
         elements = data.view(CARRIERS[itemsize])
+        place = int(self._reads.places[index])
+        memory = self._targets.memory(read.want) if place >= 0 else None
+        if memory is not None:
+            begin = place + offset // itemsize
+            memory[begin : begin + len(elements)] = elements
+            return
         for at, stored, source, target in pieces(read, want.box, offset // itemsize, len(elements)):
             held = elements[at : at + stored.numel].reshape(stored.size)
             self._targets.put(read.want, target, held[source.slices()])

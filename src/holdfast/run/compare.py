@@ -233,6 +233,10 @@ class _Arrays:
         """Take elements for box `at` of a want."""
         self.arrays[want][at.slices()] = elements
 
+    def memory(self, want: int) -> Array:
+        """The elements of a want, one after the other."""
+        return self.arrays[want].reshape(-1)
+
     def fill(self, wants: Sequence[int], data: Bytes) -> None:
         """Take all elements of several wants."""
         start = 0

@@ -37,6 +37,8 @@ class MemoryTargets:
         self._views: list[torch.Tensor] = []
         #: The dtype in which elements arrive, where it is not that of the memory.
         self._casts: dict[int, torch.dtype] = {}
+        #: What `memory` gave.
+        self._rows: dict[int, Array | None] = {}
 
     def add(self, view: torch.Tensor, dtype: torch.dtype | None = None) -> None:
         """Add the memory of one box. Elements of another `dtype` than its own are cast on their way into it."""
@@ -57,6 +59,15 @@ class MemoryTargets:
             copy_elements(view[at.slices()].numpy(), elements)
         else:
             view[at.slices()].copy_(torch.from_numpy(np.asarray(elements)))
+
+    def memory(self, want: int) -> Array | None:
+        """All elements of one box in row-major order, as carriers; None where they are not contiguous host memory of
+        the dtype in which elements arrive."""
+        if want not in self._rows:
+            view = self._views[want]
+            flat = want not in self._casts and view.is_cpu and view.is_contiguous()
+            self._rows[want] = carried(view).reshape(-1).numpy() if flat else None
+        return self._rows[want]
 
     def fill(self, wants: Sequence[int], data: Bytes) -> None:
         """Copy all elements of several boxes: `data` has those of one after the other, each in row-major order.

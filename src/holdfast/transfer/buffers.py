@@ -14,9 +14,9 @@ from holdfast.format.container import BLOCK_NBYTES
 from holdfast.storage.base import Bytes
 from holdfast.transfer.pages import anonymous
 
-BUFFER_NBYTES = 8 * BLOCK_NBYTES
+BUFFER_NBYTES = 2 * BLOCK_NBYTES
 #: Threads of a pipeline: while one copies and hashes, another waits for the device.
-NUM_THREADS = 2
+NUM_THREADS = 4
 
 
 class BufferPool:

@@ -234,7 +234,7 @@ class Target:
         """The extent of a run that holds `byte`."""
         first = self._runs[number].first
         behind = self._runs[number + 1].first if number + 1 < len(self._runs) else len(self._stops)
-        return first + int(np.searchsorted(self._stops[first:behind], byte, side="right"))
+        return bisect_right(self._stops, byte, first, behind)
 
 
 class Reading:

@@ -140,6 +140,10 @@ class _Arrays:
             target.append(slice(first, first + len(range(skipped, size, step))))
         array[tuple(target)] = elements[tuple(source)]
 
+    def memory(self, want: int) -> Array | None:
+        _, lattice, array = self._parts[want]
+        return array.reshape(-1) if lattice.is_dense and array.flags.c_contiguous else None
+
     def fill(self, wants: Sequence[int], data: Bytes) -> None:
         start = 0
         for want in wants:
