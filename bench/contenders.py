@@ -19,12 +19,10 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 import holdfast
 from bench.errors import SetupError
 from bench.peers import Safetensors, TorchCheckpointing, TorchSnapshot
-from bench.raw import RawFile, RawImage
+from bench.raw import RAW_WAYS, RawFile, RawImage, RawWay
 from bench.results import RAW, raw_name
 from bench.state import Memory, State, local, walk
 
-#: Threads per rank with which the raw limit runs in every round.
-RAW_THREADS = (1, 2, 4)
 #: Holdfast again, with all its saves in one run: after the warm-up each of them is a later save.
 LATER = "holdfast-later"
 
@@ -42,11 +40,11 @@ class Contender(Protocol):
 
 
 class Raw:
-    """The raw limit with a fixed number of threads per rank."""
+    """The raw limit, in one way."""
 
-    def __init__(self, image: RawImage, *, threads: int, direct: bool) -> None:
+    def __init__(self, image: RawImage, way: RawWay, *, direct: bool) -> None:
         self.memory: Memory = image
-        self._file = RawFile(image, threads=threads, direct=direct)
+        self._file = RawFile(image, way, direct=direct)
 
     def save(self, folder: Path) -> None:
         """Write this rank's file."""
@@ -136,14 +134,14 @@ SMALL_NAMES = ("dcp", "holdfast", LATER)
 
 
 def entrants(names: tuple[str, ...]) -> tuple[str, ...]:
-    """What takes turns: the raw limit of `names` once per number of threads, then the others.
+    """What takes turns: the raw limit of `names` once in each way, then the others.
 
     SetupError for a name that is not known.
     """
     unknown = [name for name in names if name not in NAMES]
     if unknown:
         raise SetupError(f"There is no contender {', '.join(unknown)}. Choose from {', '.join(NAMES)}.")
-    raws = tuple(raw_name(threads) for threads in RAW_THREADS if RAW in names)
+    raws = tuple(raw_name(way) for way in RAW_WAYS if RAW in names)
     return (*raws, *(name for name in _BUILDERS if name in names))
 
 
@@ -167,7 +165,7 @@ def build(names: tuple[str, ...], state: State, *, direct: bool) -> dict[str, Co
     built: dict[str, Contender] = {}
     if RAW in names:
         image = RawImage(state.share(dist.get_rank(), dist.get_world_size()))
-        built |= {raw_name(threads): Raw(image, threads=threads, direct=direct) for threads in RAW_THREADS}
+        built |= {raw_name(name): Raw(image, way, direct=direct) for name, way in RAW_WAYS.items()}
     return {name: built[name] if name in built else _BUILDERS[name](state) for name in entrants(names)}
 
 

@@ -14,7 +14,7 @@ from bench.environment import environment
 from bench.order import Order
 from bench.progress import describe, progress
 from bench.rank import TORCH_THREADS
-from bench.raw import REQUEST_NBYTES
+from bench.raw import RAW_WAYS
 from bench.results import RAW, RESULTS, Result, Setup, write_result
 from bench.state import LlamaLike
 from bench.summary import require_raw_limit, summarize
@@ -46,14 +46,13 @@ def io(
             world=world,
             rounds=rounds,
             state=outcome.state,
-            request_nbytes=REQUEST_NBYTES,
-            raw_threads_tried=contenders.RAW_THREADS,
+            raw_ways=tuple(RAW_WAYS),
             torch_threads=TORCH_THREADS,
             caches=how_dropped(),
         ),
         environment=environment(folder),
         contenders=tuple(traits(name, direct=outcome.direct) for name in names),
-        summaries=summarize(outcome.samples, names, raw_threads=contenders.RAW_THREADS, nbytes=outcome.state.nbytes),
+        summaries=summarize(outcome.samples, names, raw_ways=tuple(RAW_WAYS), nbytes=outcome.state.nbytes),
         samples=outcome.samples,
     )
     # Written before it is judged: the samples of a run that broke the rule show why.

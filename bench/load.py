@@ -24,7 +24,7 @@ from bench.harness import Outcome
 from bench.order import Order
 from bench.progress import describe, progress
 from bench.rank import TORCH_THREADS
-from bench.raw import REQUEST_NBYTES
+from bench.raw import RAW_WAYS
 from bench.results import (
     LOAD_ONLY,
     RAW,
@@ -108,7 +108,7 @@ def _scenario_result(scenario: Scenario, names: tuple[str, ...], loading: Order,
         summaries=summarize(
             outcome.samples,
             loading.contenders,
-            raw_threads=contenders.RAW_THREADS,
+            raw_ways=tuple(RAW_WAYS),
             nbytes=outcome.state.nbytes,
             measures=LOAD_ONLY,
         ),
@@ -124,8 +124,7 @@ def _result(
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         setup=LoadSetup(
             rounds=rounds,
-            request_nbytes=REQUEST_NBYTES,
-            raw_threads_tried=contenders.RAW_THREADS,
+            raw_ways=tuple(RAW_WAYS),
             torch_threads=TORCH_THREADS,
             caches=how_dropped(),
             packages=_versions(),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from bench.environment import in_words
 from bench.results import RAW, RESULTS, LoadResult, ScenarioResult, Summary, Traits
@@ -67,8 +67,13 @@ def _about_shares(result: LoadResult) -> str:
         f"rounds (lowest to highest). {sizes[0]} to {sizes[-1]} GB; caches are cold before every load "
         f"({setup.caches}), and every load is compared with what was saved. Raw limit: as many processes as ranks that "
         f"load read the state's bytes once, evenly, {raw.io}, best of "
-        f"{', '.join(str(number) for number in setup.raw_threads_tried)} threads each."
+        f"{ways_in_words(setup.raw_ways)}."
     )
+
+
+def ways_in_words(ways: Sequence[str]) -> str:
+    """The ways in which the raw limit was tried."""
+    return f"{'; '.join(ways)} (threads of a rank x size of a request)"
 
 
 def _about_costs(result: LoadResult) -> str:

@@ -1,7 +1,8 @@
 """The raw limit: the fastest plain loop that moves the same bytes between memory and the same device.
 
 No names, no layout, no digests: each rank writes one file of its bytes with `pwritev` and reads it back with
-`preadv`, in large aligned requests from a few threads, past the page cache where the filesystem takes O_DIRECT.
+`preadv`, in aligned requests from a few threads, past the page cache where the filesystem takes O_DIRECT. It does so
+in several ways, and the fastest is the limit: which one that is depends on the machine.
 """
 
 from __future__ import annotations
@@ -12,11 +13,30 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 from bench.state import digest
 
-REQUEST_NBYTES = 16 << 20
 BLOCK_NBYTES = 4096
+_PART_NBYTES = 16 << 20
+
+
+class RawWay(NamedTuple):
+    """How many threads make requests of how many bytes: straight between memory and the device, or through buffers of
+    that size, with a copy on the way. (Buffers that stay in the processor's cache can be faster than memory.)"""
+
+    threads: int
+    request_nbytes: int
+    copied: bool = False
+
+
+#: What is tried in every round.
+RAW_WAYS = {
+    "1 x 16 MiB": RawWay(1, 16 << 20),
+    "2 x 16 MiB": RawWay(2, 16 << 20),
+    "4 x 16 MiB": RawWay(4, 16 << 20),
+    "4 x 1 MiB copied": RawWay(4, 1 << 20, copied=True),
+}
 
 
 class RawImage:
@@ -25,9 +45,7 @@ class RawImage:
     def __init__(self, parts: Sequence[memoryview]) -> None:
         self.nbytes = sum(part.nbytes for part in parts)
         padded = -(-self.nbytes // BLOCK_NBYTES) * BLOCK_NBYTES
-        mapping = mmap.mmap(-1, padded, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        mapping.madvise(mmap.MADV_HUGEPAGE)
-        self.view = memoryview(mapping)
+        self.view = _memory(padded)
         position = 0
         for part in parts:
             self.view[position : position + part.nbytes] = part
@@ -35,9 +53,9 @@ class RawImage:
 
     def clear(self) -> None:
         """Zero all bytes."""
-        zeros = bytes(REQUEST_NBYTES)
-        for start in range(0, len(self.view), REQUEST_NBYTES):
-            part = self.view[start : start + REQUEST_NBYTES]
+        zeros = bytes(_PART_NBYTES)
+        for start in range(0, len(self.view), _PART_NBYTES):
+            part = self.view[start : start + _PART_NBYTES]
             part[:] = memoryview(zeros)[: len(part)]
 
     def digests(self) -> dict[str, str]:
@@ -46,21 +64,28 @@ class RawImage:
 
 
 class RawFile:
-    """The loop, with a fixed number of threads."""
+    """The loop, in one way."""
 
-    def __init__(self, image: RawImage, *, threads: int, direct: bool) -> None:
+    def __init__(self, image: RawImage, way: RawWay, *, direct: bool) -> None:
         self._image = image
-        self._threads = threads
+        self._way = way
         self._flags = os.O_DIRECT if direct else 0
 
     def write(self, path: Path) -> None:
         """Write the image to the new file `path`, durably."""
         view = self._image.view
+
+        def write(part: memoryview, start: int, buffer: memoryview | None) -> None:
+            if buffer is not None:
+                buffer[: len(part)] = part
+                part = buffer[: len(part)]
+            _write_all(fd, part, start)
+
         fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | self._flags, 0o644)
         try:
             # Reserved space lets several threads write at once: extending writes are serialised by the kernel.
             os.posix_fallocate(fd, 0, len(view))
-            self._each_request(lambda start: _write_all(fd, view[start : start + REQUEST_NBYTES], start))
+            self._each_request(write)
             os.ftruncate(fd, self._image.nbytes)
             os.fdatasync(fd)
         finally:
@@ -68,22 +93,31 @@ class RawFile:
 
     def read(self, path: Path) -> None:
         """Fill the image from `path`."""
-        view, nbytes = self._image.view, self._image.nbytes
+
+        def read(part: memoryview, start: int, buffer: memoryview | None) -> None:
+            out = part if buffer is None else buffer[: len(part)]
+            _read_all(fd, out, start, self._image.nbytes)
+            if buffer is not None:
+                part[:] = out
+
         fd = os.open(path, os.O_RDONLY | self._flags)
         try:
-            self._each_request(lambda start: _read_all(fd, view[start : start + REQUEST_NBYTES], start, nbytes))
+            self._each_request(read)
         finally:
             os.close(fd)
 
-    def _each_request(self, move: Callable[[int], None]) -> None:
-        starts = range(0, len(self._image.view), REQUEST_NBYTES)
+    def _each_request(self, move: Callable[[memoryview, int, memoryview | None], None]) -> None:
+        """Call `move` with each part of the image, where it starts in the file, and a buffer if there is to be one."""
+        view, way = self._image.view, self._way
+        starts = range(0, len(view), way.request_nbytes)
 
         def stripe(thread: int) -> None:
-            for start in starts[thread :: self._threads]:
-                move(start)
+            buffer = _memory(way.request_nbytes) if way.copied else None
+            for start in starts[thread :: way.threads]:
+                move(view[start : start + way.request_nbytes], start, buffer)
 
-        with ThreadPoolExecutor(self._threads) as pool:
-            list(pool.map(stripe, range(self._threads)))
+        with ThreadPoolExecutor(way.threads) as pool:
+            list(pool.map(stripe, range(way.threads)))
 
 
 def takes_direct(folder: Path) -> bool:
@@ -103,6 +137,12 @@ def takes_direct(folder: Path) -> bool:
     finally:
         path.unlink(missing_ok=True)
     return True
+
+
+def _memory(nbytes: int) -> memoryview:
+    mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    mapping.madvise(mmap.MADV_HUGEPAGE)
+    return memoryview(mapping)
 
 
 def _write_all(fd: int, data: memoryview, start: int) -> None:

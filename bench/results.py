@@ -30,9 +30,9 @@ WARM_UP = 0
 R = TypeVar("R")
 
 
-def raw_name(threads: int) -> str:
-    """The name under which the raw limit with `threads` threads per rank takes its turn."""
-    return f"{RAW}-{threads}"
+def raw_name(way: str) -> str:
+    """The name under which the raw limit takes its turn in one of its ways."""
+    return f"{RAW} {way}"
 
 
 class StateSize(msgspec.Struct, frozen=True):
@@ -83,7 +83,7 @@ class Summary(msgspec.Struct, frozen=True):
     shares_of_raw: tuple[float, ...]
     cpu_s_per_gb: Spread
     peak_extra_nbytes_per_rank: int
-    raw_threads: int | None = None
+    raw_way: str | None = None
     device_of_needed: Spread | None = None
     asked_of_needed: Spread | None = None
 
@@ -94,8 +94,7 @@ class Setup(msgspec.Struct, frozen=True):
     world: int
     rounds: int
     state: StateSize
-    request_nbytes: int
-    raw_threads_tried: tuple[int, ...]
+    raw_ways: tuple[str, ...]
     torch_threads: int
     caches: str
 
@@ -217,8 +216,7 @@ class LoadSetup(msgspec.Struct, frozen=True):
     """How a run of `bench load` was done; `packages` are the versions of contenders that are packages of their own."""
 
     rounds: int
-    request_nbytes: int
-    raw_threads_tried: tuple[int, ...]
+    raw_ways: tuple[str, ...]
     torch_threads: int
     caches: str
     packages: Mapping[str, str]

@@ -44,6 +44,6 @@ def rotated(items: Sequence[T], turn: int) -> tuple[T, ...]:
     return (*items[first:], *items[:first])
 
 
-def fastest(series: Mapping[int, Sequence[float]]) -> int:
-    """The key whose series has the lowest median; the smallest key among equals."""
-    return min(sorted(series), key=lambda key: statistics.median(series[key]))
+def fastest(series: Mapping[str, Sequence[float]]) -> str:
+    """The key whose series has the lowest median; the first one among equals."""
+    return min(series, key=lambda key: statistics.median(series[key]))

@@ -30,23 +30,23 @@ def summarize(
     samples: Sequence[Sample],
     contenders: Sequence[str],
     *,
-    raw_threads: Sequence[int],
+    raw_ways: Sequence[str],
     nbytes: int,
     measures: Sequence[Measure] = MEASURES,
 ) -> tuple[Summary, ...]:
     """One summary per measure and contender, on a state of `nbytes`.
 
-    The raw limit of a measure is the fastest of `raw_threads` by the median over all rounds.
+    The raw limit of a measure is the fastest of `raw_ways` by the median over all rounds.
     """
     summaries: list[Summary] = []
     for measure in measures:
-        of_raw = {threads: _series(samples, measure, raw_name(threads)) for threads in raw_threads}
-        best = fastest({threads: [sample.seconds for sample in series] for threads, series in of_raw.items()})
+        of_raw = {way: _series(samples, measure, raw_name(way)) for way in raw_ways}
+        best = fastest({way: [sample.seconds for sample in series] for way, series in of_raw.items()})
         for name in contenders:
             entrant = raw_name(best) if name == RAW else name
             series, watched = _series(samples, measure, entrant), _of(samples, measure, entrant)
             summary = _summary(series, watched, name=name, raw=of_raw[best], nbytes=nbytes)
-            summaries.append(msgspec.structs.replace(summary, raw_threads=best) if name == RAW else summary)
+            summaries.append(msgspec.structs.replace(summary, raw_way=best) if name == RAW else summary)
     return tuple(summaries)
 
 
@@ -74,7 +74,7 @@ def require_raw_limit(summaries: Sequence[Summary]) -> None:
         if share > MAX_SHARE_OF_RAW:
             raise RawLimitError(
                 f"{summary.contender} reached {share:.2f} of the raw limit in {summary.measure}: the raw limit was "
-                f"not reached by the raw loop, so no figure of this run counts. Add threads or rounds."
+                f"not reached by the raw loop, so no figure of this run counts. Add a way to `bench/raw.py`, or rounds."
             )
 
 
@@ -82,15 +82,15 @@ def require_valid(result: Result) -> None:
     """`require_raw_limit` for a whole result, from its samples rather than its summaries."""
     names = [traits.name for traits in result.contenders]
     setup = result.setup
-    require_raw_limit(summarize(result.samples, names, raw_threads=setup.raw_threads_tried, nbytes=setup.state.nbytes))
+    require_raw_limit(summarize(result.samples, names, raw_ways=setup.raw_ways, nbytes=setup.state.nbytes))
 
 
 def require_valid_load(result: LoadResult) -> None:
     """`require_valid` for every scenario of `result`."""
     for scenario in result.scenarios:
         names = [summary.contender for summary in scenario.summaries]
-        threads, nbytes = result.setup.raw_threads_tried, scenario.state.nbytes
-        require_raw_limit(summarize(scenario.samples, names, raw_threads=threads, nbytes=nbytes, measures=LOAD_ONLY))
+        ways, nbytes = result.setup.raw_ways, scenario.state.nbytes
+        require_raw_limit(summarize(scenario.samples, names, raw_ways=ways, nbytes=nbytes, measures=LOAD_ONLY))
 
 
 def _series(samples: Sequence[Sample], measure: Measure, entrant: str) -> list[Sample]:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from bench.environment import in_words
-from bench.load_table import render_load
+from bench.load_table import render_load, ways_in_words
 from bench.marked import README, read_marked, rewrite
 from bench.plot import plot_shares
 from bench.results import MEASURES, RAW, RESULTS, Result, Summary, Traits, read_load, read_result, read_small
@@ -47,12 +47,12 @@ def render(result: Result) -> str:
     setup = result.setup
     rows = [_row(result, traits) for traits in result.contenders]
     (raw,) = (traits for traits in result.contenders if traits.name == RAW)
-    saving, loading = (result.summary(measure, RAW).raw_threads for measure in MEASURES)
+    saving, loading = (result.summary(measure, RAW).raw_way for measure in MEASURES)
     how = (
         f"{setup.state.nbytes / 1e9:.2f} GB ({setup.state.num_tensors} tensors), {setup.world} ranks, "
         f'medians of {setup.rounds} interleaved rounds (lowest to highest); "of raw" is raw seconds / seconds, '
         f"paired by round. Saves are durable, caches are cold ({setup.caches}). Raw limit: {raw.description}, "
-        f"{raw.io}, {raw.durable}, best of {_listed(setup.raw_threads_tried)} threads per rank "
+        f"{raw.io}, {raw.durable}, best of {ways_in_words(setup.raw_ways)} "
         f"(save {saving}, load {loading})."
     )
     where = f"{in_words(result.environment)}, {result.date[:10]}. [Samples]({RESULTS / result.name}.json)."
@@ -76,7 +76,3 @@ def _label(traits: Traits) -> str:
 def _times(summary: Summary) -> tuple[str, str]:
     share = "1" if summary.contender == RAW else summary.share_of_raw.text()
     return summary.seconds.text(), share
-
-
-def _listed(numbers: tuple[int, ...]) -> str:
-    return ", ".join(str(number) for number in numbers)

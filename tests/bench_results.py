@@ -6,7 +6,6 @@ from collections.abc import Mapping
 
 from bench.contenders import LATER, SMALL_NAMES
 from bench.environment import Environment
-from bench.raw import REQUEST_NBYTES
 from bench.results import (
     LOAD_ONLY,
     MEASURES,
@@ -24,6 +23,7 @@ from bench.results import (
     StateSize,
     Traits,
     WalkFigure,
+    raw_name,
 )
 from bench.small import bars
 from bench.statistics import spread
@@ -33,7 +33,7 @@ from bench.walks import FIRST, GET_STATE_DICT, STATE_DICTS
 from bench.walks import LATER as LATER_WALK
 
 NBYTES = 2_000_000_000
-RAW_THREADS = (1, 2, 4)
+RAW_WAYS = ("slow", "fast", "other")
 MACHINE = Environment(
     holdfast="0.1",
     torch="2.13",
@@ -45,7 +45,12 @@ MACHINE = Environment(
     memory_nbytes=1 << 34,
     revision="0123456789abcdef",
 )
-SECONDS = {"raw-1": (2.0, 2.0, 2.0), "raw-2": (1.0, 1.2, 1.1), "raw-4": (0.5, 1.5, 1.5), "dcp": (4.0, 2.4, 2.2)}
+SECONDS = {
+    raw_name("slow"): (2.0, 2.0, 2.0),
+    raw_name("fast"): (1.0, 1.2, 1.1),
+    raw_name("other"): (0.5, 1.5, 1.5),
+    "dcp": (4.0, 2.4, 2.2),
+}
 
 
 def samples(seconds: Mapping[str, tuple[float, ...]]) -> tuple[Sample, ...]:
@@ -82,8 +87,7 @@ def result(seconds: Mapping[str, tuple[float, ...]]) -> Result:
             world=2,
             rounds=3,
             state=StateSize(nbytes=NBYTES, num_tensors=300, num_values=3),
-            request_nbytes=REQUEST_NBYTES,
-            raw_threads_tried=RAW_THREADS,
+            raw_ways=RAW_WAYS,
             torch_threads=1,
             caches="dropped",
         ),
@@ -91,7 +95,7 @@ def result(seconds: Mapping[str, tuple[float, ...]]) -> Result:
         contenders=tuple(
             Traits(name=name, description="loops", durable="fsync", verified="no", io="") for name in names
         ),
-        summaries=summarize(taken, names, raw_threads=RAW_THREADS, nbytes=NBYTES),
+        summaries=summarize(taken, names, raw_ways=RAW_WAYS, nbytes=NBYTES),
         samples=taken,
     )
 
@@ -138,13 +142,12 @@ def load_result(seconds: Mapping[str, tuple[float, ...]]) -> LoadResult:
         loaded="columns, 2 ranks",
         state=StateSize(nbytes=NBYTES, num_tensors=300, num_values=3),
         not_possible=(NotPossible("torchsnapshot", "it is from 2023"),),
-        summaries=summarize(taken, names[:2], raw_threads=RAW_THREADS, nbytes=NBYTES, measures=LOAD_ONLY),
+        summaries=summarize(taken, names[:2], raw_ways=RAW_WAYS, nbytes=NBYTES, measures=LOAD_ONLY),
         samples=taken,
     )
     setup = LoadSetup(
         rounds=3,
-        request_nbytes=REQUEST_NBYTES,
-        raw_threads_tried=RAW_THREADS,
+        raw_ways=RAW_WAYS,
         torch_threads=1,
         caches="dropped",
         packages={"torchsnapshot": "0.1"},

@@ -21,7 +21,7 @@ from bench.marked import markers, read_marked, replace_part
 from bench.meter import Meter
 from bench.order import Order
 from bench.rank import Failure, require_same
-from bench.raw import REQUEST_NBYTES, RawFile, RawImage, takes_direct
+from bench.raw import RAW_WAYS, RawFile, RawImage, RawWay, takes_direct
 from bench.results import (
     LOAD_ONLY,
     MEASURES,
@@ -43,7 +43,7 @@ from bench.state import LlamaLike, ManySmall, parameter_shapes, width_for
 from bench.statistics import Spread, fastest, paired_ratios, rotated, spread
 from bench.summary import require_raw_limit, require_valid, summarize
 from bench.table import render, table
-from tests.bench_results import RAW_THREADS, SECONDS, load_result, result, sample, small_result
+from tests.bench_results import SECONDS, load_result, result, sample, small_result
 
 START, END = markers("bench")
 LOADS = load_result(SECONDS)
@@ -79,15 +79,15 @@ def test_over_as_many_rounds_as_entrants_each_takes_each_turn_once(number: int) 
 
 
 def test_the_fastest_series_is_the_one_with_the_lowest_median_not_the_lowest_sample() -> None:
-    assert fastest({1: (2.0, 2.0, 2.0), 2: (1.0, 1.1, 1.2), 4: (0.1, 1.5, 1.5)}) == 2
+    assert fastest({"a": (2.0, 2.0, 2.0), "b": (1.0, 1.1, 1.2), "c": (0.1, 1.5, 1.5)}) == "b"
 
 
 # Summaries and the rule of the raw limit
 
 
-def test_the_raw_limit_is_its_best_number_of_threads_and_says_which() -> None:
+def test_the_raw_limit_is_the_best_of_its_ways_and_says_which() -> None:
     raw = result(SECONDS).summary("save", "raw")
-    assert (raw.raw_threads, raw.seconds.median, raw.shares_of_raw) == (2, 1.1, (1.0, 1.0, 1.0))
+    assert (raw.raw_way, raw.seconds.median, raw.shares_of_raw) == ("fast", 1.1, (1.0, 1.0, 1.0))
 
 
 def test_a_summary_has_the_paired_share_the_rate_and_the_cost_of_all_ranks() -> None:
@@ -99,7 +99,9 @@ def test_a_summary_has_the_paired_share_the_rate_and_the_cost_of_all_ranks() -> 
 
 
 def test_a_contender_that_beats_the_raw_limit_is_an_error_of_the_harness() -> None:
-    with pytest.raises(RawLimitError, match=r"dcp .* raw limit was not reached by the raw loop.*Add threads or rounds"):
+    with pytest.raises(
+        RawLimitError, match=r"dcp .* raw limit was not reached by the raw loop.*Add a way to .*, or rounds"
+    ):
         require_raw_limit(result(SECONDS | {"dcp": (0.9, 1.1, 1.0)}).summaries)
 
 
@@ -169,10 +171,10 @@ def test_the_warm_up_counts_for_memory_alone() -> None:
     warm_up = msgspec.structs.replace(sample("load", "dcp", WARM_UP, 100.0), peak_extra_nbytes=(5, 7))
     timed = [
         msgspec.structs.replace(sample("load", name, 1, 2.0), peak_extra_nbytes=(None, None))
-        for name in ("dcp", raw_name(1))
+        for name in ("dcp", raw_name("fast"))
     ]
-    raw = msgspec.structs.replace(sample("load", raw_name(1), WARM_UP, 100.0), peak_extra_nbytes=(0, 0))
-    (dcp,) = summarize([warm_up, raw, *timed], ["dcp"], raw_threads=[1], nbytes=1, measures=LOAD_ONLY)
+    raw = msgspec.structs.replace(sample("load", raw_name("fast"), WARM_UP, 100.0), peak_extra_nbytes=(0, 0))
+    (dcp,) = summarize([warm_up, raw, *timed], ["dcp"], raw_ways=["fast"], nbytes=1, measures=LOAD_ONLY)
     assert (dcp.seconds.high, dcp.peak_extra_nbytes_per_rank) == (2.0, 7)
 
 
@@ -205,17 +207,17 @@ def test_what_ranks_send_is_collected_and_seen() -> None:
 # The raw loop and the state
 
 
-@pytest.mark.parametrize("threads", RAW_THREADS)
-@pytest.mark.parametrize("nbytes", [1, 4096, 2 * REQUEST_NBYTES + 4097])
+@pytest.mark.parametrize("way", RAW_WAYS.values(), ids=RAW_WAYS)
+@pytest.mark.parametrize("nbytes", [1, 4096, (32 << 20) + 4097])
 @pytest.mark.parametrize("direct", [False, True])
 def test_the_raw_loop_reads_back_exactly_the_bytes_it_wrote(
-    tmp_path: Path, threads: int, nbytes: int, direct: bool
+    tmp_path: Path, way: RawWay, nbytes: int, direct: bool
 ) -> None:
     if direct and not takes_direct(tmp_path):
         pytest.skip("this filesystem refuses O_DIRECT")
     data = b"\1" + os.urandom(nbytes - 1)  # differs from a cleared image even where it is one byte
     image = RawImage([memoryview(data[: nbytes // 3]), memoryview(data[nbytes // 3 :])])
-    file = RawFile(image, threads=threads, direct=direct)
+    file = RawFile(image, way, direct=direct)
     file.write(tmp_path / "file")
     saved = image.digests()
     image.clear()
@@ -226,7 +228,7 @@ def test_the_raw_loop_reads_back_exactly_the_bytes_it_wrote(
 
 
 def test_a_raw_file_that_was_cut_is_an_error_and_no_short_read(tmp_path: Path) -> None:
-    file = RawFile(RawImage([memoryview(bytes(10_000))]), threads=1, direct=False)
+    file = RawFile(RawImage([memoryview(bytes(10_000))]), RawWay(1, 16 << 20), direct=False)
     file.write(tmp_path / "file")
     os.truncate(tmp_path / "file", 5000)
     with pytest.raises(OSError, match="ended at byte 5000 of 10000"):
@@ -339,7 +341,7 @@ def test_the_table_says_how_it_was_measured() -> None:
         "2.00 GB (300 tensors)",
         "2 ranks",
         "3 interleaved rounds",
-        "(save 2, load 2)",
+        "(save fast, load fast)",
         "0123456789ab",
         "2030-01-02",
     ):

@@ -17,7 +17,8 @@ from bench.load_table import bars, render_load
 from bench.meter import Meter
 from bench.order import Order
 from bench.placing import mesh_shape
-from bench.results import LOAD_ONLY, RAW, read_load
+from bench.raw import RAW_WAYS
+from bench.results import LOAD_ONLY, RAW, raw_name, read_load
 from bench.scenarios import PACKAGES, SCENARIOS, chosen, why_not
 from bench.state import LlamaLike, State, as_bytes, content, parameter_shapes, width_for
 from bench.statistics import spread
@@ -80,9 +81,9 @@ def test_all_contenders_take_part_but_the_one_that_only_saves_otherwise() -> Non
 
 
 def test_a_run_that_only_loads_finds_what_another_kept_in_every_round(tmp_path: Path) -> None:
-    order = Order(2, 3, LlamaLike(1), (RAW, "dcp"), measures=LOAD_ONLY, kept=("raw-1",))
+    order = Order(2, 3, LlamaLike(1), (RAW, "dcp"), measures=LOAD_ONLY, kept=(raw_name("1 x 16 MiB"),))
     assert {order.folder_of("dcp", number, tmp_path) for number in range(3)} == {tmp_path / "dcp"}
-    assert order.num_turns() == 4 * 4
+    assert order.num_turns() == 4 * (len(RAW_WAYS) + 1)
 
 
 def test_a_run_without_a_round_is_refused() -> None:

@@ -52,6 +52,15 @@ class GridCells(_Columns):
             numbers = (numbers[:, None] * (len(cuts) - 1) + np.arange(first, last)).reshape(-1)
         return numbers
 
+    def boxes(self, numbers: Int64s) -> tuple[Int64s, Int64s]:
+        """Starts and sizes of cells, each ``[cells, axes]``."""
+        starts, sizes = (np.empty((len(numbers), len(self.cuts)), np.int64) for _ in range(2))
+        for axis in reversed(range(len(self.cuts))):
+            cuts = self.cuts[axis]
+            numbers, at = np.divmod(numbers, len(cuts) - 1)
+            starts[:, axis], sizes[:, axis] = cuts[at], cuts[at + 1] - cuts[at]
+        return starts, sizes
+
 
 @dataclass(frozen=True)
 class FlatCells(_Columns):
@@ -88,6 +97,10 @@ class BoxCells(_Columns):
         """Boxes that do share elements with `box`."""
         meets = (self.starts < np.asarray(box.stop)) & (self.starts + self.sizes > np.asarray(box.start))
         return np.flatnonzero(meets.all(axis=1))
+
+    def boxes(self, numbers: Int64s) -> tuple[Int64s, Int64s]:
+        """Starts and sizes of cells, each ``[cells, axes]``."""
+        return self.starts[numbers], self.sizes[numbers]
 
 
 Cells = GridCells | FlatCells | BoxCells

@@ -15,8 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from holdfast.format.container import Files
-from holdfast.format.partition import Cells, FlatCells, GridCells
+from holdfast.format.partition import Cells, FlatCells
 from holdfast.geometry import Box, FlatRange, Int64s, Shape, flat_boxes, intersect
+from holdfast.plan.strips import Strip, shared
 
 #: Offsets are computed for this many files at once (bounds memory).
 _FILES_AT_ONCE = 256
@@ -47,15 +48,14 @@ class Read(NamedTuple):
 @dataclass(frozen=True)
 class _Meeting:
     """Cells that share elements with a wanted box: for each its number, and the span of the cell's row-major order
-    from the first to the last shared element; and, where that span is a span of the box as well, where it begins in the
-    row-major order of the box, else -1."""
+    from the first to the last shared element; and how the elements lie in both, as rows of `Strip`."""
 
     cells: Cells
     shape: Shape
     numbers: Int64s
     firsts: Int64s
     lasts: Int64s
-    places: Int64s
+    strips: Int64s
     #: Whether the wanted box is just one cell.
     alike: bool
 
@@ -71,9 +71,8 @@ class _Meeting:
 class FileReads:
     """All reads from one data file, ascending; ``data_start`` and ``data_nbytes`` are the file's.
 
-    Read ``i`` is bytes ``[starts[i], stops[i])`` of the data section, for want number ``wants[i]``. Where ``places[i]``
-    is not -1, they are the elements from there on of the row-major order of that want; where ``straight[i]``, all of
-    them.
+    Read ``i`` is bytes ``[starts[i], stops[i])`` of the data section, for want number ``wants[i]``. Where
+    ``straight[i]``, they are just the elements of that want, all of them, in row-major order.
     """
 
     file: int
@@ -82,7 +81,6 @@ class FileReads:
     starts: Int64s
     stops: Int64s
     wants: Int64s
-    places: Int64s
     straight: npt.NDArray[np.bool_]
     _plan: _Plan
     _rows: Int64s
@@ -98,6 +96,12 @@ class FileReads:
         first = before + int(self._plan.firsts[row])
         return Read(int(self.wants[index]), int(self.starts[index]), int(self.stops[index]), first, shape, origin)
 
+    def strip(self, index: int) -> Strip | None:
+        """How the elements of read number `index`, from its first byte on, lie in it and in its want; None where they
+        are no strips."""
+        place, size, step, pitch = self._plan.strips[self._rows[index]].tolist()
+        return None if place < 0 else Strip(place, size, step, pitch)
+
 
 @dataclass(frozen=True)
 class _Plan:
@@ -112,7 +116,7 @@ class _Plan:
     withins: Int64s
     firsts: Int64s
     lasts: Int64s
-    places: Int64s
+    strips: Int64s
     straight: npt.NDArray[np.bool_]
 
 
@@ -144,7 +148,6 @@ def plan_load(files: Files, wants: Sequence[Want], *, first_file: int = 0) -> It
                 starts[ascending],
                 stops[ascending],
                 plan.wants[rows],
-                plan.places[rows],
                 plan.straight[rows],
                 plan,
                 rows,
@@ -173,14 +176,14 @@ def _plan(files: Files, wants: Sequence[Want]) -> _Plan:
         [meeting.cells.within[meeting.numbers] for meeting in meetings],
         [meeting.firsts for meeting in meetings],
         [meeting.lasts for meeting in meetings],
-        [meeting.places for meeting in meetings],
     )
     nothing = np.zeros(0, np.int64)
-    cells, owners, withins, firsts, lasts, places = (np.concatenate([nothing, *column])[taken] for column in columns)
+    cells, owners, withins, firsts, lasts = (np.concatenate([nothing, *column])[taken] for column in columns)
+    strips = np.concatenate([np.zeros((0, 4), np.int64), *(meeting.strips for meeting in meetings)])[taken]
     tensors, numels = np.asarray([(want.tensor, want.box.numel) for want in wants], np.int64).reshape(-1, 2)[want_of].T
-    straight = (places == 0) & (lasts - firsts == numels)
+    straight = (strips[:, 0] == 0) & (strips[:, 1] == numels)
     met = of_want[want_of]
-    return _Plan(meetings, met, want_of, tensors, cells, owners, withins, firsts, lasts, places, straight)
+    return _Plan(meetings, met, want_of, tensors, cells, owners, withins, firsts, lasts, strips, straight)
 
 
 def _meetings(files: Files, wants: Sequence[Want]) -> tuple[list[_Meeting], list[int]]:
@@ -203,65 +206,32 @@ def _meetings(files: Files, wants: Sequence[Want]) -> tuple[list[_Meeting], list
 def _meet(cells: Cells, shape: Shape, box: Box) -> _Meeting:
     if not box.numel:
         nothing = np.zeros(0, np.int64)
-        return _Meeting(cells, shape, nothing, nothing, nothing, nothing, alike=True)
-    numbers, firsts, lasts, places = _spans(cells, shape, box)
-    alike = len(numbers) == 1 and cells.part(int(numbers[0])) == box
-    return _Meeting(cells, shape, numbers, firsts, lasts, places, alike=alike)
-
-
-def _spans(cells: Cells, shape: Shape, box: Box) -> tuple[Int64s, Int64s, Int64s, Int64s]:
-    """The cells that share elements with `box`, which is not empty; of each, the first element, the last, and the place
-    in the box."""
+        return _Meeting(cells, shape, nothing, nothing, nothing, nothing.reshape(0, 4), alike=True)
     numbers = cells.meeting(shape, box)
-    if isinstance(cells, GridCells):
-        return numbers, *_grid_spans(cells, box)
+    if not isinstance(cells, FlatCells):
+        spans = shared(*cells.boxes(numbers), box)
+        alike = len(numbers) == 1 and cells.part(int(numbers[0])) == box
+        return _Meeting(cells, shape, numbers, *spans, alike=alike)
+    return _Meeting(cells, shape, *_flat_spans(cells, numbers, shape, box), alike=False)
+
+
+def _flat_spans(cells: FlatCells, numbers: Int64s, shape: Shape, box: Box) -> tuple[Int64s, Int64s, Int64s, Int64s]:
+    """The flat ranges that share elements with `box`, and of each what `shared` gives."""
     low, high = _span(shape, box)
-    if isinstance(cells, FlatCells) and high - low == box.numel:  # one run of the flat order: every range meets it
-        begins, ends = cells.cuts[numbers], cells.cuts[numbers + 1]
-        return numbers, np.maximum(low - begins, 0), np.minimum(high, ends) - begins, np.maximum(begins - low, 0)
-    spans = [_span_in(cells.part(number), shape, box) for number in numbers.tolist()]
-    kept = [index for index, span in enumerate(spans) if span is not None]
-    rows = np.asarray([spans[index] for index in kept], np.int64).reshape(-1, 3)
-    return numbers[kept], rows[:, 0], rows[:, 1], rows[:, 2]
+    begins, ends = cells.cuts[numbers], cells.cuts[numbers + 1]
+    firsts, lasts = np.maximum(low - begins, 0), np.minimum(high, ends) - begins
+    is_run = high - low == box.numel  # of the flat order, so every range meets it
+    if not is_run:
+        spans = np.stack([begins + firsts, begins + lasts], axis=1).tolist()
+        kept = np.asarray([_meets(shape, box, *span) for span in spans], np.bool_)
+        numbers, begins, firsts, lasts = numbers[kept], begins[kept], firsts[kept], lasts[kept]
+    places = np.maximum(begins - low, 0) if is_run else np.full(len(numbers), -1)
+    sizes = lasts - firsts
+    return numbers, firsts, lasts, np.stack([places, sizes, sizes, sizes], axis=1)
 
 
-def _grid_spans(cells: GridCells, box: Box) -> tuple[Int64s, Int64s, Int64s]:
-    """Spans of all grid cells that meet `box`, in row-major order of the cells, and their places in the box."""
-    one = np.ones(1, np.int64)
-    first, last, place, end, numel = one * 0, one * 0, one * 0, one * 0, one
-    for cuts, start, stop in zip(cells.cuts, box.start, box.stop, strict=True):
-        low, high = int(np.searchsorted(cuts, start, side="right")) - 1, int(np.searchsorted(cuts, stop, side="left"))
-        begins, ends = cuts[low:high], cuts[low + 1 : high + 1]
-        lows, highs = np.maximum(begins, start), np.minimum(ends, stop)
-        first = _along(first, ends - begins, lows - begins)
-        last = _along(last, ends - begins, highs - 1 - begins)
-        place = _along(place, stop - start, lows - start)
-        end = _along(end, stop - start, highs - 1 - start)
-        numel = (numel[:, None] * (highs - lows)).reshape(-1)
-    adjacent = (last - first + 1 == numel) & (end - place + 1 == numel)
-    return first, last + 1, np.where(adjacent, place, -1)
-
-
-def _along(positions: Int64s, extents: Int64s | int, coordinates: Int64s) -> Int64s:
-    """Row-major positions with one more axis: of each, its combinations with all coordinates along it."""
-    return (positions[:, None] * extents + coordinates).reshape(-1)
-
-
-def _span_in(part: Box | FlatRange, shape: Shape, box: Box) -> tuple[int, int, int] | None:
-    """The span of `part`'s own row-major order from the first to the last element that it shares with `box`, and where
-    that begins in the box, if it is a span of it."""
-    if isinstance(part, FlatRange):
-        low, high = _span(shape, box)
-        first, last = max(part.start, low), min(part.stop, high)
-        if not any(intersect(piece, box) for _, piece in flat_boxes(shape, first, last)):
-            return None
-        return first - part.start, last - part.start, -1
-    common = intersect(part, box)
-    if common is None:
-        return None
-    first, last = _span(part.size, common.relative_to(part.start))
-    place, end = _span(box.size, common.relative_to(box.start))
-    return first, last, place if last - first == end - place == common.numel else -1
+def _meets(shape: Shape, box: Box, start: int, stop: int) -> bool:
+    return any(intersect(piece, box) for _, piece in flat_boxes(shape, start, stop))
 
 
 def _span(shape: Shape, box: Box) -> tuple[int, int]:
