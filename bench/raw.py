@@ -15,6 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+
 from bench.state import digest
 
 BLOCK_NBYTES = 4096
@@ -77,7 +79,7 @@ class RawFile:
 
         def write(part: memoryview, start: int, buffer: memoryview | None) -> None:
             if buffer is not None:
-                buffer[: len(part)] = part
+                _copy(buffer[: len(part)], part)
                 part = buffer[: len(part)]
             _write_all(fd, part, start)
 
@@ -98,7 +100,7 @@ class RawFile:
             out = part if buffer is None else buffer[: len(part)]
             _read_all(fd, out, start, self._image.nbytes)
             if buffer is not None:
-                part[:] = out
+                _copy(part, out)
 
         fd = os.open(path, os.O_RDONLY | self._flags)
         try:
@@ -137,6 +139,11 @@ def takes_direct(folder: Path) -> bool:
     finally:
         path.unlink(missing_ok=True)
     return True
+
+
+def _copy(target: memoryview, source: memoryview) -> None:
+    # Unlike an assignment to the view, this does not keep other threads from running.
+    np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
 
 
 def _memory(nbytes: int) -> memoryview:

@@ -85,7 +85,7 @@ def load(
     The next save continues from what was loaded, as after a rollback. Without, the error says which older one to load.
 
     Each byte is read once per node: what several of its ranks need goes through memory that they share, `memory_budget`
-    bytes per rank at most (16 MiB where a rank has no neighbours). With `bandwidths` of storage and network that favour
+    bytes per rank at most (6 MiB where a rank has no neighbours). With `bandwidths` of storage and network that favour
     it (`Bandwidths.favour_exchange`), it is read once per job, and sent to the other nodes over TCP.
 
     Names, dtypes and shapes are compared before anything is changed. An error after that leaves `into` partly filled,

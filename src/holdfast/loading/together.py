@@ -29,7 +29,7 @@ from holdfast.transfer.reader import ReadJob
 from holdfast.transfer.timed import TimedStorage
 
 #: Memory through which a rank reads for others of its node: by default, and at least.
-MEMORY_NBYTES = 64 << 20
+MEMORY_NBYTES = 16 << 20
 MIN_MEMORY_NBYTES = NUM_THREADS * BUFFER_NBYTES
 
 

@@ -18,7 +18,7 @@ from holdfast.plan.demands import Want
 from holdfast.plan.exchange import Bools
 
 #: The most that is read with one request.
-REQUEST_NBYTES = 8 << 20
+REQUEST_NBYTES = 2 << 20
 #: So many offsets of pieces, and blocks, are looked at together (bounds memory).
 _AT_ONCE = 1 << 22
 

@@ -56,7 +56,7 @@ def transfer(
 
     Blocking and collective over `group` (default: the job). A rank passes its part of both states, or None for a state
     of which it holds nothing: the ranks of source and target may be the same, some the same, or others. When it
-    returns, all targets are filled, and the sources may be changed again. Extra memory is 64 MiB per rank; data between
+    returns, all targets are filled, and the sources may be changed again. Extra memory is 16 MiB per rank; data between
     ranks of one node goes through shared memory, and between nodes over TCP, once to each node that needs it.
 
     Names, dtypes and shapes must be the same on both sides, as in a strict `load`. The target is filled as in a load:

@@ -111,7 +111,7 @@ class Checkpoint:
     def read(self, wants: Sequence[Want], targets: Targets, *, verify: bool = True, first_file: int = 0) -> ReadStats:
         """Deliver all elements of `wants` to `targets`; returns when every one was delivered, once.
 
-        Memory is bounded: two buffers of 8 MiB. With `verify` every block that is touched is checked against the
+        Memory is bounded: three buffers of 2 MiB. With `verify` every block that is touched is checked against the
         seal before its elements are delivered.
 
         Raises:

@@ -45,9 +45,6 @@ class SharedReading:
             Expected(chunks.ranks[chunks.leaders[index]], self._chunk(index))
             for index in np.flatnonzero(wanted & ~led).tolist()
         ]
-        led_nbytes = int((chunks.stops - chunks.starts)[led].sum())
-        # Of little, making huge pages would take longer than reading.
-        is_much = bool(others) and led_nbytes >= sum(map(len, buffers))
         self._exchange = Exchange(others, expected, len(buffers[0]))
         self._reading = Reading(
             map(self._led_chunk, np.flatnonzero(led).tolist()),
@@ -57,7 +54,7 @@ class SharedReading:
             partners=self._exchange,
             num_offers=len(expected),
             interrupt=lambda: None if peers is None else peers.close(),
-            prepare=in_huge_pages() if is_much else None,
+            prepare=in_huge_pages() if others else lambda _: None,
         )
 
     @property

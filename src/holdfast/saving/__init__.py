@@ -58,8 +58,8 @@ def save(
 
     Blocking and collective over `group` (default: all ranks of the job): every rank calls it with the same `run` and
     `step`; one plain process is fine too. `run` is created where nothing is. A run that has a history must have been
-    loaded from by this job, unless ``takeover=True``. `metrics` are recorded with the commit. Extra memory is two
-    buffers of 8 MiB. While layouts stay as they are, later saves exchange a few kilobytes per rank and no plan.
+    loaded from by this job, unless ``takeover=True``. `metrics` are recorded with the commit. Extra memory is three
+    buffers of 2 MiB. While layouts stay as they are, later saves exchange a few kilobytes per rank and no plan.
 
     Plain tensors that several ranks hold under one name without declaring it (by DTensor, by DDP) are compared: all of
     them at the first save and whenever a plan is made, a rotating share later. Copies that differ are an error at the

@@ -44,19 +44,21 @@ def shared(fd: int, nbytes: int) -> Bytes:
 
 
 def in_huge_pages() -> Callable[[Bytes], None]:
-    """A function that makes memory of a `shared` mapping huge pages when it sees a part of it for the first time.
+    """A function that makes huge pages of memory of a `shared` mapping when it sees it for the first time.
 
     The system gives a memory file small pages, each of which costs time. The function may be called from any thread,
-    for parts that do not overlap or are the same; the memory's content is lost the first time.
+    for parts that begin at huge pages, and have none in common at the same time; the memory's content is lost the first
+    time. What is less than a huge page at the end of a part stays as it is.
     """
     done: set[int] = set()
 
     def make(part: Bytes) -> None:
-        address: int = part.ctypes.data
-        if address not in done:
-            done.add(address)
-            part[::HUGE_PAGE_NBYTES] = 0  # one small page each, around which the huge one is made
-            collapse_pages(address, len(part))
+        first: int = part.ctypes.data
+        for start in range(0, len(part) - HUGE_PAGE_NBYTES + 1, HUGE_PAGE_NBYTES):
+            if first + start not in done:
+                done.add(first + start)
+                part[start] = 0  # a small page, around which the huge one is made
+                collapse_pages(first + start, HUGE_PAGE_NBYTES)
 
     return make
 

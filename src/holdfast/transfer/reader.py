@@ -26,8 +26,6 @@ from holdfast.transfer.buffers import NUM_THREADS, BufferPool, run_threads
 from holdfast.transfer.digest import first_bad_block, table_nbytes
 
 _PAGE_NBYTES = 4096
-#: What is verified and delivered at a time, while it is in the processor's cache.
-_PART_NBYTES = 2 * BLOCK_NBYTES
 #: Gaps up to this size are read through: a request of its own would cost more.
 _BRIDGE_NBYTES = 64 << 10
 
@@ -243,7 +241,7 @@ class Reading:
     Offers are delivered before more is read: a neighbour may have no free buffer until then. A chunk is only begun
     when a buffer is free, and at most `num_readers` at a time. Where chunks come from other nodes, `num_deliverers` is
     1: all readers may be waiting for ranks that wait for a neighbour to deliver what is offered. `interrupt` makes all
-    receiving and sending of chunks end soon, with an error. `prepare` sees a buffer before it is filled.
+    receiving and sending of chunks end soon, with an error. `prepare` sees memory before it is filled.
     """
 
     def __init__(
@@ -257,7 +255,7 @@ class Reading:
         partners: Partners | None = None,
         num_offers: int = 0,
         interrupt: Callable[[], None] = lambda: None,
-        prepare: Callable[[Bytes], None] | None = None,
+        prepare: Callable[[Bytes], None] = lambda _: None,
     ) -> None:
         self._chunks = iter(chunks)
         self._buffers = buffers
@@ -369,18 +367,16 @@ class Reading:
         return buffer
 
     def _serve(self, chunk: Chunk, buffer: int) -> None:
-        whole = self._buffers[buffer]
-        if self._prepare is not None:
-            self._prepare(whole)
-        data = whole[: chunk.stop - chunk.start]
+        data = self._buffers[buffer][: chunk.stop - chunk.start]
+        self._prepare(data)
         if chunk.receive is None:
             self._read(chunk, data)
         else:
             chunk.receive(data)
-            self._deliver(chunk, data)
         if chunk.wanted_by:
             assert self._partners is not None
             self._partners.offer(chunk, buffer)
+        self._deliver(chunk, data)
         if chunk.send is not None:
             chunk.send(data)
         with self._changed:
@@ -388,16 +384,12 @@ class Reading:
         self.given_back(buffer)
 
     def _read(self, chunk: Chunk, data: Bytes) -> None:
-        """Fill `data` from the file, and part by part verify and deliver it."""
+        """Fill `data` from the file, and verify it."""
         file = chunk.file.open()
         file.reader.read_at(file.data_start + chunk.start, data)
         with self._changed:
             self._num_reading -= 1
-        verify_s = 0.0
-        for start in range(0, len(data), _PART_NBYTES):
-            part = data[start : start + _PART_NBYTES]
-            verify_s += self._verify(file, chunk.start + start, part)
-            self._deliver(chunk, part, start)
+        verify_s = self._verify(file, chunk.start, data)
         last = chunk.file.was_read()
         with self._changed:
             self.verify_s += verify_s
@@ -415,13 +407,13 @@ class Reading:
             raise self._on_corrupt(file, bad_block)
         return time.perf_counter() - start_s
 
-    def _deliver(self, chunk: Chunk, data: Bytes, start: int = 0) -> None:
+    def _deliver(self, chunk: Chunk, data: Bytes) -> None:
         with self._changed:
             if self._stopped:
                 return
             self._num_delivering += 1
         try:
-            chunk.file.deliver(chunk.start + start, data)
+            chunk.file.deliver(chunk.start, data)
         finally:
             self._delivered()
 

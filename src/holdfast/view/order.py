@@ -14,7 +14,7 @@ from holdfast.format.container import BLOCK_NBYTES, Entry, FileLayout
 from holdfast.geometry import Box, FlatRange, flat_boxes
 from holdfast.run.checkpoint import Checkpoint
 from holdfast.storage.base import Bytes
-from holdfast.transfer.buffers import BUFFER_NBYTES, BufferPool
+from holdfast.transfer.buffers import BufferPool
 from holdfast.transfer.digest import first_bad_block
 from holdfast.transfer.reader import DataFile
 from holdfast.view.source import Source
@@ -22,6 +22,8 @@ from holdfast.view.tensor import as_numpy, numpy_dtype
 
 #: Larger pieces are given in several.
 MAX_PIECE_NBYTES = 64 << 20
+#: What is read ahead at a time.
+_WINDOW_NBYTES = 8 * BLOCK_NBYTES
 
 
 class Piece(NamedTuple):
@@ -55,7 +57,7 @@ def _read(source: Source, layout: FileLayout, entries: Sequence[Entry]) -> Itera
     )
     with (
         closing(file.reader),
-        BufferPool(2 * BUFFER_NBYTES) as pool,
+        BufferPool(2 * _WINDOW_NBYTES, buffer_nbytes=_WINDOW_NBYTES) as pool,
         pool.buffer() as one,
         pool.buffer() as other,
         ThreadPoolExecutor(1) as helper,  # the last, so the first to end: it may be reading ahead
@@ -89,8 +91,8 @@ def _pieces(source: Source, entry: Entry, start: int, data: Bytes) -> Iterator[P
 
 def _windows(entries: Sequence[Entry]) -> list[int]:
     """Numbers of the windows of a data section that hold bytes of `entries`."""
-    starts = np.asarray([entry.offset for entry in entries], np.int64) // BUFFER_NBYTES
-    stops = -(-np.asarray([entry.offset + entry.nbytes for entry in entries], np.int64) // BUFFER_NBYTES)
+    starts = np.asarray([entry.offset for entry in entries], np.int64) // _WINDOW_NBYTES
+    stops = -(-np.asarray([entry.offset + entry.nbytes for entry in entries], np.int64) // _WINDOW_NBYTES)
     fresh = np.maximum(starts, np.r_[0, stops[:-1]])  # the others hold bytes of the entry before
     return [number for low, high in zip(fresh.tolist(), stops.tolist(), strict=True) for number in range(low, high)]
 
@@ -119,7 +121,7 @@ class _Front:
     def read_into(self, start: int, out: Bytes) -> None:
         """Fill `out` from byte `start`, which is nowhere before that of the last call."""
         while len(out):
-            number, skipped = divmod(start, BUFFER_NBYTES)
+            number, skipped = divmod(start, _WINDOW_NBYTES)
             while not self._num_taken or self._windows[self._num_taken - 1] < number:
                 self._take()
             held = self._data[skipped : skipped + len(out)]
@@ -137,7 +139,7 @@ class _Front:
         return self._helper.submit(self._window, self._windows[index], self._buffers[index % 2])
 
     def _window(self, number: int, buffer: Bytes) -> Bytes:
-        file, start = self._file, number * BUFFER_NBYTES
+        file, start = self._file, number * _WINDOW_NBYTES
         data = buffer[: min(file.data_nbytes - start, len(buffer))]
         file.reader.read_at(file.data_start + start, data)
         if file.table is not None:
