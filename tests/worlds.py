@@ -33,6 +33,7 @@ from holdfast.plan.layout import (
 )
 from holdfast.plan.load import Want, pieces, plan_load
 from holdfast.plan.save import Identity, RankMessage, RankValues, encode_plan, plan_save
+from holdfast.plan.strips import Strip, moves
 
 T = TypeVar("T")
 
@@ -166,5 +167,17 @@ def fill(files: Files, sections: Sequence[bytes | bytearray], wants: list[Want],
             for at, stored, source, target in pieces(read, want.box, 0, len(rows)):
                 held = rows[at : at + stored.numel].reshape(*stored.size, itemsize)
                 filled[read.want][target.slices()] = held[source.slices()]
+            _check_strip(reads.strip(number), rows, filled[read.want])
             assert not reads.straight[number] or np.array_equal(filled[read.want].reshape(rows.shape), rows)
     return filled
+
+
+def _check_strip(strip: Strip | None, rows: np.ndarray, filled: np.ndarray) -> None:
+    """What strips say of a read is what its boxes said."""
+    if strip is None:
+        return
+    elements = filled.reshape(-1, rows.shape[-1])
+    for at, place, num_rows, size in moves(strip, 0, len(rows)):
+        for row in range(num_rows):
+            source, target = at + row * strip.step, place + row * strip.pitch
+            assert np.array_equal(rows[source : source + size], elements[target : target + size])
