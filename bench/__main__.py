@@ -13,12 +13,14 @@ from bench.marked import README, read_marked
 from bench.plan import plan
 from bench.small import small
 from bench.table import table
+from bench.view import view
 
 app = typer.Typer(no_args_is_help=False, add_completion=False)
 app.command()(io)
 app.command()(load)
 app.command()(plan)
 app.command()(small)
+app.command()(view)
 app.command()(table)
 
 
@@ -28,12 +30,13 @@ def everything(context: typer.Context) -> None:
     if context.invoked_subcommand is not None:
         return
     # Seen before the long run rather than after it.
-    for part in ("bench", "load", "small", "plan"):
+    for part in ("bench", "load", "small", "view", "plan"):
         read_marked(README, part)
     io()
     load()
     plan()
     small()
+    view()
     table()
 
 

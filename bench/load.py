@@ -49,7 +49,9 @@ def load(
     contender: Annotated[
         list[str] | None, typer.Option(help="Only this contender beside the raw limit; repeatable.")
     ] = None,
-    folder: Annotated[Path, typer.Option("--dir", help="A folder on the device to measure.")] = Path(),
+    folder: Annotated[
+        Path, typer.Option("--dir", exists=True, file_okay=False, help="A folder on the device to measure.")
+    ] = Path(),
     name: Annotated[str, typer.Option(help="Name of the result file.")] = "load",
     results: Annotated[Path, typer.Option(help="Folder of the result file.")] = RESULTS,
 ) -> None:

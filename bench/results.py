@@ -233,7 +233,31 @@ class LoadResult(msgspec.Struct, frozen=True):
     scenarios: tuple[ScenarioResult, ...]
 
 
-def write_result(result: Result | SmallResult | LoadResult, folder: Path) -> Path:
+class TimedSeries(msgspec.Struct, frozen=True):
+    """One thing that was timed again and again."""
+
+    name: str
+    seconds: Spread
+    samples: tuple[float, ...]
+
+
+class ViewResult(msgspec.Struct, frozen=True):
+    """One run of ``python -m bench view``. `bars` are those that hold for its size."""
+
+    name: str
+    date: str
+    environment: Environment
+    rounds: int
+    caches: str
+    num_tensors: int
+    world: int
+    opened: tuple[TimedSeries, ...]
+    not_possible: tuple[NotPossible, ...]
+    shown: tuple[TimedSeries, ...]
+    bars: tuple[Bar, ...]
+
+
+def write_result(result: Result | SmallResult | LoadResult | ViewResult, folder: Path) -> Path:
     """Write `result` as ``<folder>/<name>.json``, replacing an older one."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{result.name}.json"
@@ -254,6 +278,11 @@ def read_small(path: Path) -> SmallResult:
 def read_load(path: Path) -> LoadResult:
     """The result of `bench load` in `path`; SetupError when there is none or it is not one."""
     return _read(path, LoadResult, command="python -m bench load")
+
+
+def read_view(path: Path) -> ViewResult:
+    """The result of `bench view` in `path`; SetupError when there is none or it is not one."""
+    return _read(path, ViewResult, command="python -m bench view")
 
 
 def _read(path: Path, kind: type[R], *, command: str) -> R:

@@ -35,7 +35,9 @@ def small(
     peer_rounds: Annotated[int, typer.Option(help="Rounds that torch.distributed.checkpoint takes part in.")] = 1,
     layers: Annotated[int, typer.Option(help="Layers of the walked model; each has 40 tensors with AdamW.")] = 75,
     walk_rounds: Annotated[int, typer.Option(help="Walks of each kind.")] = 30,
-    folder: Annotated[Path, typer.Option("--dir", help="A folder on the device to save to.")] = Path(),
+    folder: Annotated[
+        Path, typer.Option("--dir", exists=True, file_okay=False, help="A folder on the device to save to.")
+    ] = Path(),
     name: Annotated[str, typer.Option(help="Name of the result file.")] = "small",
     results: Annotated[Path, typer.Option(help="Folder of the result file.")] = RESULTS,
     json: Annotated[bool, typer.Option("--json", help="Also print the result file.")] = False,

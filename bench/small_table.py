@@ -37,7 +37,7 @@ def render_small(result: SmallResult) -> str:
         f"{setup.walk_rounds}, Python's garbage collector paused for all. {in_words(result.environment)}, "
         f"{result.date[:10]}. [Samples]({RESULTS / result.name}.json)."
     )
-    return "\n".join((*_save_rows(result), "", how, "", *_walk_rows(result), "", *_bar_lines(result.bars), walk))
+    return "\n".join((*_save_rows(result), "", how, "", *_walk_rows(result), "", *bar_lines(result.bars), walk))
 
 
 def _save_rows(result: SmallResult) -> tuple[str, ...]:
@@ -67,7 +67,8 @@ def _walk_rows(result: SmallResult) -> tuple[str, ...]:
     return (f"{head} plain | FSDP2 |", "|---|---|---|", *rows)
 
 
-def _bar_lines(bars: tuple[Bar, ...]) -> tuple[str, ...]:
+def bar_lines(bars: tuple[Bar, ...]) -> tuple[str, ...]:
+    """Which of `bars` were met, as a paragraph; nothing where there are none."""
     if not bars:
         return ()
     each = "; ".join(f"{bar.what} {_amount(bar.seconds)}: {'met' if bar.met else 'missed'}" for bar in bars)

@@ -1,4 +1,4 @@
-"""``python -m bench table``: the README's tables of `bench io`, `small` and `load`, from their result files."""
+"""``python -m bench table``: the README's tables of `bench io`, `small`, `load` and `view`, from their result files."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from bench.environment import in_words
 from bench.load_table import render_load, ways_in_words
 from bench.marked import README, read_marked, rewrite
 from bench.plot import plot_shares
-from bench.results import MEASURES, RAW, RESULTS, Result, Summary, Traits, read_load, read_result, read_small
+from bench.results import MEASURES, RAW, RESULTS, Result, Summary, Traits, read_load, read_result, read_small, read_view
 from bench.small_table import render_small
 from bench.summary import require_valid, require_valid_load
+from bench.view_table import render_view
 
 HEAD = (
     "| | save, s | of raw | load, s | of raw | CPU, s/GB save, load | extra memory per rank, MB save, load |",
@@ -26,18 +27,21 @@ def table(
     result: Annotated[Path, typer.Option(help="The result file of `bench io`.")] = RESULTS / "io.json",
     small: Annotated[Path, typer.Option(help="The result file of `bench small`.")] = RESULTS / "small.json",
     loads: Annotated[Path, typer.Option("--load", help="The result file of `bench load`.")] = RESULTS / "load.json",
+    views: Annotated[Path, typer.Option("--view", help="The result file of `bench view`.")] = RESULTS / "view.json",
     readme: Annotated[Path, typer.Option(help="The file whose tables are rewritten.")] = README,
     plot: Annotated[Path | None, typer.Option(help="Also draw the shares of the raw limit as this PNG.")] = None,
 ) -> None:
     """Rewrite the tables between the markers of a file: all, or where something is wrong none."""
-    figures, small_figures, load_figures = read_result(result), read_small(small), read_load(loads)
+    figures, small_figures = read_result(result), read_small(small)
+    load_figures, view_figures = read_load(loads), read_view(views)
     require_valid(figures)
     require_valid_load(load_figures)
-    for part in ("small", "load"):
+    for part in ("small", "load", "view"):
         read_marked(readme, part)
     rewrite(readme, "bench", render(figures))
     rewrite(readme, "small", render_small(small_figures))
     rewrite(readme, "load", render_load(load_figures))
+    rewrite(readme, "view", render_view(view_figures))
     if plot is not None:
         plot_shares(figures, plot)
 

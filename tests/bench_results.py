@@ -21,7 +21,9 @@ from bench.results import (
     SmallResult,
     SmallSetup,
     StateSize,
+    TimedSeries,
     Traits,
+    ViewResult,
     WalkFigure,
     raw_name,
 )
@@ -29,6 +31,8 @@ from bench.small import bars
 from bench.statistics import spread
 from bench.summary import summarize, summarize_small
 from bench.traits import traits
+from bench.view import NOTHING
+from bench.view import bars as view_bars
 from bench.walks import FIRST, GET_STATE_DICT, STATE_DICTS
 from bench.walks import LATER as LATER_WALK
 
@@ -160,3 +164,28 @@ def load_result(seconds: Mapping[str, tuple[float, ...]]) -> LoadResult:
         contenders=tuple(traits(name, direct=True) for name in names),
         scenarios=(scenario,),
     )
+
+
+def view_result(*, num_tensors: int = 100_000, world: int = 8960) -> ViewResult:
+    """A result of `bench view`."""
+    opened = (timed("holdfast", 0.2), timed("dcp", 9.0))
+    shown = (timed(NOTHING, 0.1), timed("fsdp", 0.5), timed("random-flat-cuts", 1.5))
+    return ViewResult(
+        name="view",
+        date="2026-11-22T00:00:00+00:00",
+        environment=MACHINE,
+        rounds=3,
+        caches="dropped",
+        num_tensors=num_tensors,
+        world=world,
+        opened=opened,
+        not_possible=(NotPossible("safetensors", "it is not installed"),),
+        shown=shown,
+        bars=tuple(view_bars(num_tensors, world, opened, shown)),
+    )
+
+
+def timed(name: str, seconds: float) -> TimedSeries:
+    """Three runs around a median."""
+    samples = (seconds, seconds / 2, seconds * 2)
+    return TimedSeries(name, spread(samples), samples)

@@ -43,11 +43,12 @@ from bench.state import LlamaLike, ManySmall, parameter_shapes, width_for
 from bench.statistics import Spread, fastest, paired_ratios, rotated, spread
 from bench.summary import require_raw_limit, require_valid, summarize
 from bench.table import render, table
-from tests.bench_results import SECONDS, load_result, result, sample, small_result
+from bench.view_table import render_view
+from tests.bench_results import SECONDS, load_result, result, sample, small_result, view_result
 
 START, END = markers("bench")
 LOADS = load_result(SECONDS)
-SMALL_PLACE, LOAD_PLACE = ("\n".join(markers(part)) for part in ("small", "load"))
+SMALL_PLACE, LOAD_PLACE, VIEW_PLACE = ("\n".join(markers(part)) for part in ("small", "load", "view"))
 
 
 # Statistics
@@ -371,20 +372,21 @@ def test_a_missing_file_is_an_error_that_names_it(tmp_path: Path) -> None:
 
 def test_the_table_command_rewrites_the_table_and_draws_the_plot(tmp_path: Path) -> None:
     readme, plot = tmp_path / "README.md", tmp_path / "figures" / "shares.png"
-    readme.write_text(f"# Title\n{START}\nold\n{END}\nMiddle\n{SMALL_PLACE}\n{LOAD_PLACE}\nEnd\n")
+    readme.write_text(f"# Title\n{START}\nold\n{END}\nMiddle\n{SMALL_PLACE}\n{LOAD_PLACE}\n{VIEW_PLACE}\nEnd\n")
     run_table(result(SECONDS), readme, plot=plot)
-    (small_start, small_end), (load_start, load_end) = markers("small"), markers("load")
+    (small_start, small_end), (load_start, load_end), (view_start, view_end) = map(markers, ("small", "load", "view"))
     assert readme.read_text() == (
         f"# Title\n{START}\n{render(result(SECONDS))}\n{END}\nMiddle\n"
         f"{small_start}\n{render_small(small_result())}\n{small_end}\n"
-        f"{load_start}\n{render_load(load_result(SECONDS))}\n{load_end}\nEnd\n"
+        f"{load_start}\n{render_load(load_result(SECONDS))}\n{load_end}\n"
+        f"{view_start}\n{render_view(view_result())}\n{view_end}\nEnd\n"
     )
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
 def test_no_table_is_written_from_a_run_that_did_not_reach_the_raw_limit(tmp_path: Path) -> None:
     readme = tmp_path / "README.md"
-    readme.write_text(f"{START}\nold\n{END}\n{SMALL_PLACE}\n{LOAD_PLACE}\n")
+    readme.write_text(f"{START}\nold\n{END}\n{SMALL_PLACE}\n{LOAD_PLACE}\n{VIEW_PLACE}\n")
     beaten = SECONDS | {"dcp": (0.9, 1.1, 1.0)}
     with pytest.raises(RawLimitError):
         run_table(result(beaten), readme)
@@ -393,7 +395,14 @@ def test_no_table_is_written_from_a_run_that_did_not_reach_the_raw_limit(tmp_pat
     assert "old" in readme.read_text()
 
 
-@pytest.mark.parametrize(("places", "missing"), [(LOAD_PLACE, "small:start"), (SMALL_PLACE, "load:start")])
+@pytest.mark.parametrize(
+    ("places", "missing"),
+    [
+        (LOAD_PLACE + VIEW_PLACE, "small:start"),
+        (SMALL_PLACE + VIEW_PLACE, "load:start"),
+        (SMALL_PLACE + LOAD_PLACE, "view:start"),
+    ],
+)
 def test_where_one_table_has_no_place_no_table_is_written(tmp_path: Path, places: str, missing: str) -> None:
     readme = tmp_path / "README.md"
     readme.write_text(f"{START}\nold\n{END}\n{places}\n")
@@ -409,6 +418,7 @@ def run_table(figures: Result, readme: Path, *, plot: Path | None = None, loads:
         result=write_result(figures, folder),
         small=write_result(small_result(), folder),
         loads=write_result(loads, folder),
+        views=write_result(view_result(), folder),
         readme=readme,
         plot=plot,
     )
