@@ -37,7 +37,7 @@ RAW_WAYS = {
     "1 x 16 MiB": RawWay(1, 16 << 20),
     "2 x 16 MiB": RawWay(2, 16 << 20),
     "4 x 16 MiB": RawWay(4, 16 << 20),
-    "4 x 1 MiB copied": RawWay(4, 1 << 20, copied=True),
+    "3 x 2 MiB copied": RawWay(3, 2 << 20, copied=True),
 }
 
 
