@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 import holdfast
-from holdfast import HoldfastError, StorageError, saving
+from holdfast import HoldfastError, StorageError
+from holdfast.saving import planning
 from tests.faulty_storage import HangAt, watched_store
 from tests.models import start_new_job
 from tests.ranks import run_ranks
@@ -50,8 +51,8 @@ def save_hanging(run: str, rank: int, name: str, kind: str, when: str) -> tuple[
 def resumed_here(run: str) -> None:
     """Make this rank a new job that has loaded the head of `run` and remembers no plan."""
     start_new_job()
-    saving._shares.clear()
-    saving._plans.clear()
+    planning._shares.clear()
+    planning._plans.clear()
     holdfast.load(run, into=state(0, rank=dist.get_rank(), world_size=dist.get_world_size()))
 
 

@@ -108,6 +108,13 @@ def bind_module(path: str, module: nn.Module, source: Source) -> Finish:
     return finish
 
 
+def changed_in_forward(module: nn.Module) -> Iterator[torch.Tensor]:
+    """Parameters that a forward of `module` changes: embeddings that keep their rows within a norm."""
+    for owner in module.modules():
+        if isinstance(owner, (nn.Embedding, nn.EmbeddingBag)) and owner.max_norm is not None:
+            yield owner.weight
+
+
 def _read(path: str, module: nn.Module) -> _State:
     state = _State([], [], [])
     _walk(module, "", path, None, state)

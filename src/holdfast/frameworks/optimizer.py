@@ -109,6 +109,20 @@ def bind_optimizer(path: str, optimizer: Optimizer, source: Source) -> Finish:
     return finish
 
 
+def changed_in_step(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    """Tensors that `optimizer` changes when it steps, and that nothing else should: its parameters and their slots.
+
+    None where steps may be part of a CUDA graph, whose replay calls no hooks.
+    """
+    if any(group.get("capturable", False) for group in optimizer.param_groups):
+        return
+    for group in optimizer.param_groups:
+        yield from group["params"]
+    for slots in optimizer.state.values():
+        if isinstance(slots, Mapping):
+            yield from (slot for slot in slots.values() if isinstance(slot, torch.Tensor))
+
+
 class _Saved(NamedTuple):
     """An optimizer in the checkpoint: the group of each parameter, the components of its slots, and shared state's."""
 

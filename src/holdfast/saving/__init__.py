@@ -25,22 +25,17 @@ from holdfast.errors import HoldfastError
 from holdfast.format.records import MAX_RECORD_NBYTES, Commit
 from holdfast.phases import Stopwatch, attempt
 from holdfast.reports import SaveReport
-from holdfast.run.paths import canonical, parse, storage_at
-from holdfast.saving.coordinator import Coordinator, PlanMemory, Request
-from holdfast.saving.local import NUM_TURNS, Local
-from holdfast.saving.messages import Answer, Compare, Planned, Questions
+from holdfast.run.paths import parse, storage_at
+from holdfast.saving.coordinator import Request
+from holdfast.saving.local import Local
+from holdfast.saving.messages import Planned, Written
+from holdfast.saving.planning import Planning
 from holdfast.saving.share import Share
 from holdfast.saving.survivor import finish_alone, is_desertion
-from holdfast.state.gather import Remembered
 from holdfast.transfer.timed import TimedStorage
 
 #: How long a save may go on at most to commit alone when ranks are gone.
 _FINISH_LIMIT_S = 60.0
-
-#: Of the last save, per run and group: rank 0's knowledge of all ranks, each rank's share, and what its walk found.
-_plans: dict[tuple[str, tuple[int, ...]], PlanMemory] = {}
-_shares: dict[tuple[str, tuple[int, ...]], Share] = {}
-_walks: dict[tuple[str, tuple[int, ...]], Sequence[Remembered]] = {}
 
 
 def save(
@@ -115,23 +110,16 @@ class _Saving:
         self._request = request
         self._storage = request.storage
         self._rank = ranks[channel.rank]
-        self._key = (canonical(request.storage.uri), tuple(ranks))
-        self._coordinator = Coordinator(request, ranks, _plans.get(self._key))
         self._watch = Stopwatch()
+        self._planning = Planning(channel, deadline, request, ranks, self._watch)
 
     def run(self, state: Mapping[str, object]) -> SaveReport:
         """Save and report."""
-        known = _shares.get(self._key)
-        local: list[Local] = []
-        with self._watch.phase("describe"):
-            described = attempt(lambda: self._describe(state, known, local))
-            answer = self._channel.exchange("describe", described, self._coordinator.ask, self._deadline)
-        mine = local[0]
-        with self._watch.phase("plan"):
-            planned = self._planned(answer, mine)
-        written_nbytes: list[int] = []
+        planned, mine = self._planning.agree(state)
+        shares: list[Share] = []
+        wrote: list[Written] = []
         with self._watch.phase("write"):
-            written = attempt(lambda: self._write(planned, mine, known, written_nbytes))
+            written = attempt(lambda: self._write(planned, mine, shares, wrote))
         with self._watch.phase("commit"):
             committed = self._commit(planned, written)
         commit = msgspec.msgpack.decode(committed, type=Commit)
@@ -140,16 +128,24 @@ class _Saving:
             place=str(commit.place),
             path=self._storage.path(f"checkpoints/{commit.checkpoint}"),
             nbytes=commit.nbytes,
-            written_nbytes=written_nbytes[0],
-            num_tensors=len(_shares[self._key].manifest.body.names),
+            written_nbytes=wrote[0].nbytes,
+            num_tensors=len(shares[0].manifest.body.names),
             diverged=planned.diverged,
             seconds=self._watch.seconds,
         )
 
+    def _write(self, planned: Planned, mine: Local, shares: list[Share], wrote: list[Written]) -> bytes:
+        share = self._planning.share(self._storage, planned)
+        shares.append(share)
+        written = share.write(self._storage, planned.folder, mine.flat, self._planning.values(mine), self._rank)
+        wrote.append(written)
+        return msgspec.msgpack.encode(written)
+
     def _commit(self, planned: Planned, written: Outcome) -> bytes:
         """Have rank 0 commit. When ranks are gone, this one tries by itself; the error then says what came of it."""
+        commit = self._planning.coordinator.commit
         try:
-            return self._channel.exchange("commit", written, self._coordinator.commit, self._deadline)
+            return self._channel.exchange("commit", written, commit, self._deadline)
         except HoldfastError as error:
             if isinstance(written, bytes) and is_desertion(error):
                 # Without word from the store of the group, rank 0 counts as gone: it usually serves it.
@@ -160,39 +156,3 @@ class _Saving:
                 with TimedStorage(storage_at(self._storage.uri), timeout_s=limit_s) as storage:
                     error.message += " " + finish_alone(storage, planned, step, number=number, absent=absent)
             raise
-
-    def _describe(self, state: Mapping[str, object], known: Share | None, local: list[Local]) -> bytes:
-        number, world_size = self._channel.rank, self._channel.world_size
-        last = _walks.get(self._key, ())
-        mine = Local.of(state, number=number, rank=self._rank, world_size=world_size, last=last)
-        local.append(mine)
-        _walks[self._key] = mine.flat.remembered
-        turn = None if known is None else known.turn % NUM_TURNS
-        return mine.describe(turn, alone=world_size == 1)
-
-    def _planned(self, answer: bytes, mine: Local) -> Planned:
-        """Answer what rank 0 asks until it has published the plan. All ranks follow the same answers."""
-        while not isinstance(asked := msgspec.msgpack.decode(answer, type=Answer), Planned):
-            answer = self._replied(asked, mine)
-        return asked
-
-    def _replied(self, asked: Questions | Compare, mine: Local) -> bytes:
-        if isinstance(asked, Compare):
-            digests = attempt(lambda: mine.compare(asked))
-            return self._channel.exchange("compare", digests, self._coordinator.compare, self._deadline)
-        details = attempt(lambda: mine.answer(asked))
-        return self._channel.exchange(
-            "plan", details, lambda payloads: self._coordinator.plan(asked, mine, payloads), self._deadline
-        )
-
-    def _write(self, planned: Planned, mine: Local, known: Share | None, written_nbytes: list[int]) -> bytes:
-        share = Share.of(self._storage, planned, self._rank, known)
-        _shares[self._key] = share
-        if self._coordinator.memory is not None:
-            _plans[self._key] = self._coordinator.memory
-        values = dict(mine.flat.own_nodes)
-        if self._channel.rank == 0:
-            values.update(self._coordinator.values or mine.flat.nodes)
-        written = share.write(self._storage, planned.folder, mine.flat, values, self._rank)
-        written_nbytes.append(written.nbytes)
-        return msgspec.msgpack.encode(written)

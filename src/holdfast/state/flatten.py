@@ -34,7 +34,7 @@ class FlatState:
     """A state, flat: tensors by canonical name (sorted), other names of the same memory, and the table of values.
 
     `own_nodes` are the values that belong to this rank alone: the contents of its `PerRank` parts. `remembered` makes
-    the next walk cheaper, and keeps no memory alive.
+    the next walk cheaper, and keeps no memory alive. `modules` and `optimizers` are those that were found.
     """
 
     tensors: dict[str, LocalTensor]
@@ -42,6 +42,8 @@ class FlatState:
     nodes: dict[str, Node]
     own_nodes: dict[str, Node]
     remembered: Sequence[Remembered]
+    modules: Sequence[nn.Module]
+    optimizers: Sequence[Optimizer]
 
 
 def flatten(
@@ -103,6 +105,7 @@ class _Flattener:
         self._nodes: dict[str, Node] = {}
         self._tensors: dict[str, NamedTensor] = {}
         self._names: dict[int, NamedTensor] = {}
+        self._modules: list[nn.Module] = []
         self._optimizers: list[tuple[str, Optimizer]] = []
         self._piecewise: dict[str, Piecewise] = {}
 
@@ -135,6 +138,8 @@ class _Flattener:
             {path: node for path, node in self._nodes.items() if path not in own} if own else self._nodes,
             own,
             gatherer.remembered,
+            self._modules,
+            [optimizer for _, optimizer in self._optimizers],
         )
 
     def named(self, tensor: torch.Tensor) -> NamedTensor | None:
@@ -183,6 +188,7 @@ class _Flattener:
             self._piecewise[path] = item
         elif isinstance(item, nn.Module):
             flatten_module(path, item, self)
+            self._modules.append(item)
         elif isinstance(item, Optimizer):
             self._optimizers.append((path, item))
         elif (shell := values.container(item, path)) is not None:

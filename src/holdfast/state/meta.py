@@ -15,7 +15,7 @@ from holdfast.errors import ConfigurationError, IncompatibleError, StateError
 from holdfast.frameworks import NamedTensor
 from holdfast.state.differences import listing
 from holdfast.state.gather import Tied
-from holdfast.state.placements import dtensor_type, is_dtensor
+from holdfast.state.placements import dtensor_type, is_dtensor, local_part
 
 # Offsets in a storage stay what they are, up to multiples of this: no element is larger.
 _ALIGNMENT = 16
@@ -72,7 +72,7 @@ class MetaTensors:
             storages: dict[int, dict[int, torch.Tensor]] = {}
             devices: dict[int, torch.device] = {}
             for entry in entries:
-                part = _local(entry.tensor)
+                part = local_part(entry.tensor)
                 storage = part.untyped_storage()._cdata  # noqa: SLF001
                 storages.setdefault(storage, {})[id(part)] = part
                 devices[storage] = self.device_of(entry.tensor)
@@ -84,7 +84,7 @@ class MetaTensors:
             for tied in self._found:
                 # What is to be filled may be another view of the same memory.
                 if tied.local.memory[0].is_meta:
-                    become(tied.local.memory[0], _local(tied.entries[0].tensor).detach())
+                    become(tied.local.memory[0], local_part(tied.entries[0].tensor).detach())
         self._found.clear()
 
 
@@ -162,7 +162,3 @@ def _become_dtensor(tensor: torch.Tensor) -> None:
     kind = dtensor_type()
     if kind is not None and is_dtensor(tensor) and tensor.is_meta:
         become(tensor, kind(tensor._local_tensor, tensor._spec, requires_grad=False))  # noqa: SLF001
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor._local_tensor if is_dtensor(tensor) else tensor  # noqa: SLF001

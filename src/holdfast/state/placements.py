@@ -38,6 +38,11 @@ def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
     return type(tensor) is dtensor_type()
 
 
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a tensor: of a DTensor its local tensor, else the tensor itself."""
+    return tensor._local_tensor if is_dtensor(tensor) else tensor  # noqa: SLF001
+
+
 class PlacementReader:
     """Translates DTensors' meshes and placements. Equal ones share one object; lives as long as one walk of a state."""
 

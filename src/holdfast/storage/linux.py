@@ -16,6 +16,8 @@ _AT_EMPTY_PATH = 0x1000
 _RENAME_NOREPLACE = 1
 _MAP_FIXED = 0x10
 _MAP_FAILED = ctypes.c_void_p(-1).value
+_MADV_DONTFORK = 10
+_MADV_DONTDUMP = 16
 _MADV_COLLAPSE = 25
 _STATX_DIOALIGN = 0x2000
 _STATX_NBYTES = 256
@@ -78,6 +80,12 @@ def unmap(address: int, nbytes: int) -> None:
 def collapse_pages(address: int, nbytes: int) -> None:
     """Make huge pages of the memory at `address`, of which some is touched, where the system can."""
     _call("madvise", ctypes.c_void_p(address), ctypes.c_size_t(nbytes), _MADV_COLLAPSE)
+
+
+def keep_private(address: int, nbytes: int) -> None:
+    """Keep the memory at `address` out of core dumps, and out of the children of this process."""
+    for advice in (_MADV_DONTDUMP, _MADV_DONTFORK):
+        _call("madvise", ctypes.c_void_p(address), ctypes.c_size_t(nbytes), advice)
 
 
 def open_direct(path: str, access: int) -> int | None:

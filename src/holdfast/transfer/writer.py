@@ -13,6 +13,9 @@ from holdfast.transfer.buffers import NUM_THREADS, BufferPool, run_threads
 from holdfast.transfer.digest import digest_blocks
 from holdfast.transfer.sources import JoinedSources, Source
 
+#: From memory that nothing is copied from, a device takes more at a time.
+_REQUEST_NBYTES = 16 << 20
+
 
 def write_file(
     writer: FileWriter,
@@ -41,6 +44,33 @@ def write_file(
         writer.abort()
         raise
     return table
+
+
+def write_memory(writer: FileWriter, data: Bytes, *, nbytes: int, num_threads: int = 2) -> None:
+    """Write and publish a file that is in memory, whole: the first `nbytes` of `data`; durable and visible on return.
+
+    `data` goes to the device straight from where it is, so it should be aligned as the writer says; of what is behind
+    `nbytes`, up to the next multiple of that, anything may be read. On any error the writer is aborted.
+    """
+    starts = iter(range(0, nbytes, _REQUEST_NBYTES))
+    stopped = threading.Event()
+    lock = threading.Lock()
+
+    def write() -> None:
+        while not stopped.is_set():
+            with lock:
+                start = next(starts, None)
+            if start is None:
+                return
+            stop = min(start + _REQUEST_NBYTES, nbytes + -nbytes % writer.alignment, len(data))
+            writer.write_at(start, data[start:stop])
+
+    try:
+        run_threads(num_threads, write, stop=stopped.set)
+        writer.publish(nbytes)
+    except BaseException:
+        writer.abort()
+        raise
 
 
 class _DataSection:

@@ -1,0 +1,44 @@
+"""``python -m holdfast.keeper RUN``: the process itself. Mostly started by `ensure_keeper`; ends when it is idle.
+
+Exit codes: 0 it owes nothing, 1 it was told to end and could not make everything durable in time, 2 wrong usage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+from threading import Event
+
+from holdfast.errors import HoldfastError
+from holdfast.keeper.daemon import IDLE_S, keep
+from holdfast.keeper.node_folder import DEFAULT_NODE_DIR, NodeFolder
+
+
+def main(arguments: list[str]) -> int:
+    """Keep the run that `arguments` name; the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m holdfast.keeper", description="Keep the snapshots of one run.")
+    parser.add_argument("run", help="the run, as trainers name it")
+    parser.add_argument("--node-dir", type=Path, default=DEFAULT_NODE_DIR, help="a folder in memory")
+    parser.add_argument("--idle-s", type=float, default=IDLE_S, help="end after so long without trainers and work")
+    parser.add_argument("--grace-s", type=float, default=60.0, help="on SIGTERM, persist for so long at most")
+    given = parser.parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    over = Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: over.set())
+    os.nice(19)  # training goes first
+    try:
+        with NodeFolder(given.run, node_dir=given.node_dir) as folder:
+            owes_nothing = keep(folder, is_over=over.is_set, idle_s=given.idle_s, grace_s=given.grace_s)
+    except HoldfastError as error:
+        logging.getLogger(__name__).error("%s", error)  # noqa: TRY400 - its text says it all
+        return 2
+    return 0 if owes_nothing else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,81 @@
+"""What the slots of one place are parts of: the manifest of the checkpoint, and the run that it belongs to.
+
+Beside the slots of a node lies one file per generation, which says what a keeper, or a job that comes later, must know
+to make a checkpoint of them. It is created whole, by whichever rank of the node comes first; all would write the same.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from typing import Final
+
+import msgspec
+import xxhash
+
+from holdfast.errors import CorruptError
+from holdfast.format.records import Place
+from holdfast.keeper.node_folder import NodeFolder
+
+_PREFIX: Final = "generation-"
+_NEW_PREFIX: Final = "new-"
+_MAGIC: Final = b"HFGENER1"
+_DIGEST_NBYTES: Final = 16
+
+
+class Generation(msgspec.Struct, frozen=True, array_like=True):
+    """A checkpoint that is in memory: `manifest`, encoded, which is to become ``checkpoints/<folder>`` of the run at
+    `run`."""
+
+    run: str
+    folder: str
+    checkpoint_id: str
+    place: Place
+    step: int
+    manifest: bytes
+
+
+def write_generation(folder: NodeFolder, generation: Generation) -> None:
+    """Have `folder` hold `generation`; does nothing where it does already."""
+    name = _PREFIX + generation.checkpoint_id
+    payload = msgspec.msgpack.encode(generation)
+    new = f"{_NEW_PREFIX}{secrets.token_hex(8)}"
+    with os.fdopen(folder.create(new), "wb") as file:
+        try:
+            file.write(_MAGIC + xxhash.xxh3_128_digest(payload) + payload)
+            file.flush()
+        except BaseException:
+            folder.remove(new)
+            raise
+    folder.rename(new, name)
+
+
+def read_generation(folder: NodeFolder, checkpoint_id: str) -> Generation:
+    """The generation of a checkpoint.
+
+    Raises `FileNotFoundError` where there is none, and `CorruptError` where its file is damaged.
+    """
+    name = _PREFIX + checkpoint_id
+    with os.fdopen(folder.open(name), "rb") as file:
+        data = file.read()
+    start = len(_MAGIC) + _DIGEST_NBYTES
+    payload = data[start:]
+    if data[:start] != _MAGIC + xxhash.xxh3_128_digest(payload):
+        raise CorruptError(
+            f"'{folder.path / name}' is damaged.",
+            code="corrupt.generation",
+            action="Nothing is to be done: it is passed over, and an older one or storage is used.",
+            path=str(folder.path / name),
+            tier="node memory",
+        )
+    return msgspec.msgpack.decode(payload, type=Generation)
+
+
+def remove_generation(folder: NodeFolder, checkpoint_id: str) -> None:
+    """Forget a generation, if it is there."""
+    folder.remove(_PREFIX + checkpoint_id)
+
+
+def generation_ids(folder: NodeFolder) -> list[str]:
+    """The checkpoint ids of all generations that `folder` knows of."""
+    return [name.removeprefix(_PREFIX) for name in folder.names() if name.startswith(_PREFIX)]

@@ -1,0 +1,142 @@
+"""A private folder in a node's memory, where slots live: ``<node_dir>/holdfast-<user>/<run>``.
+
+Files in memory survive the processes that made them, which is the point; and anybody on the node can make files beside
+them. So nothing here trusts a name: every folder and file is opened without following links, and must belong to this
+user and nobody else.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Self
+
+import xxhash
+
+from holdfast.errors import ConfigurationError
+
+#: Memory that is a file system, on every Linux.
+DEFAULT_NODE_DIR: Final = Path("/dev/shm")  # noqa: S108 - what is made in it is private
+
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_FILE = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+class NodeFolder:
+    """The folder of one run in the memory of this node, made where it is not there. Use as a context manager.
+
+    `run` is what names the run on all nodes. Safe for several threads and processes.
+
+    Raises:
+        ConfigurationError: `node_dir` is no folder, or somebody else has made what should be private.
+    """
+
+    def __init__(self, run: str, *, node_dir: Path = DEFAULT_NODE_DIR) -> None:
+        user, key = f"holdfast-{os.geteuid()}", xxhash.xxh3_64_hexdigest(run.encode())
+        self.path = node_dir / user / key
+        try:
+            root = os.open(node_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError as error:
+            raise ConfigurationError(
+                f"'{node_dir}' cannot be opened as a folder ({error.strerror}).",
+                code="config.node_dir",
+                action="Pass as node_dir= a folder in memory (a tmpfs) that exists on every node.",
+                path=str(node_dir),
+            ) from error
+        try:
+            above = _private(root, user, node_dir / user)
+        finally:
+            os.close(root)
+        try:
+            self._fd = _private(above, key, self.path)
+        finally:
+            os.close(above)
+
+    def fileno(self) -> int:
+        """Descriptor of the folder."""
+        return self._fd
+
+    def names(self) -> list[str]:
+        """Names of the files in the folder, sorted."""
+        return sorted(os.listdir(self._fd))  # noqa: PTH208 - it takes a descriptor
+
+    def create(self, name: str) -> int:
+        """A descriptor of the new file `name`; FileExistsError where there is one."""
+        return os.open(name, _FILE | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=self._fd)
+
+    def open(self, name: str) -> int:
+        """A descriptor of the file `name`; FileNotFoundError where there is none.
+
+        Raises `ConfigurationError` where it is not a file of this user alone.
+        """
+        try:
+            fd = os.open(name, _FILE | os.O_NONBLOCK, dir_fd=self._fd)
+        except FileNotFoundError:
+            raise
+        except OSError as error:  # a link, a folder, a socket, a file of somebody else
+            raise _not_private(self.path / name, error.strerror or "it cannot be opened") from error
+        try:
+            _require_private(os.fstat(fd), self.path / name, stat.S_ISREG)
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
+
+    def rename(self, name: str, new: str) -> None:
+        """Rename a file. What is called `new` already is replaced."""
+        os.rename(name, new, src_dir_fd=self._fd, dst_dir_fd=self._fd)
+
+    def remove(self, name: str) -> None:
+        """Remove a file, if it is there. Its memory goes when nobody has it mapped."""
+        with suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=self._fd)
+
+    def close(self) -> None:
+        """Close the folder; its files stay."""
+        os.close(self._fd)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _private(parent: int, name: str, path: Path) -> int:
+    """A descriptor of the folder `name` in `parent`, made where it is not there."""
+    with suppress(FileExistsError):
+        os.mkdir(name, 0o700, dir_fd=parent)
+    try:
+        fd = os.open(name, _FOLDER, dir_fd=parent)
+    except OSError as error:  # a link, a file, a folder of somebody else
+        raise _not_private(path, error.strerror or "it cannot be opened") from error
+    try:
+        _require_private(os.fstat(fd), path, stat.S_ISDIR)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _require_private(found: os.stat_result, path: Path, is_kind: Callable[[int], bool]) -> None:
+    if not is_kind(found.st_mode):
+        raise _not_private(path, "it is something else")
+    if found.st_uid != os.geteuid():
+        raise _not_private(path, f"it belongs to user {found.st_uid}, and this is user {os.geteuid()}")
+    if found.st_mode & 0o077:
+        raise _not_private(path, f"others may use it (mode {stat.S_IMODE(found.st_mode):04o})")
+
+
+def _not_private(path: Path, why: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"'{path}' is not a private place for the state of a run: {why}.",
+        code="config.node_dir",
+        action="Remove it, or pass another folder in memory as node_dir=.",
+        path=str(path),
+    )

@@ -1,0 +1,87 @@
+"""From staged slots to a durable, committed checkpoint: seal, persist, commit. What a keeper does, step by step.
+
+Each step is safe to begin again after a death in the middle of it: a slot is sealed from what was staged in it, a file
+appears in storage whole or not at all, and who commits writes what everybody else would.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import xxhash
+
+from holdfast.errors import StorageError
+from holdfast.format import container, records
+from holdfast.format import manifest as fmt
+from holdfast.format.container import Files
+from holdfast.format.records import Commit
+from holdfast.keeper.generations import Generation
+from holdfast.keeper.slots import Record, Slot, State
+from holdfast.run.complete import Stored, complete, missing_files
+from holdfast.run.history import Run
+from holdfast.storage.base import Bytes
+from holdfast.transfer.digest import digest_blocks
+from holdfast.transfer.timed import TimedStorage
+from holdfast.transfer.writer import write_memory
+
+
+class Sealing:
+    """What is needed to seal slots of one generation: its manifest, decoded once."""
+
+    def __init__(self, generation: Generation) -> None:
+        self.generation = generation
+        self.stored = Stored(
+            generation.folder, generation.manifest, fmt.decode(generation.manifest, path=generation.folder)
+        )
+        self._files = Files(self.stored.manifest)
+
+    def seal(self, slot: Slot) -> None:
+        """Hash what is staged in `slot`, and write its header: from then on it is a data file like any other."""
+        contents = slot.record.contents
+        assert contents is not None
+        layout = self._files.layout(contents.file)
+        start, stop = layout.data_start, layout.data_start + layout.data_nbytes
+        assert (contents.data_start, contents.nbytes) == (start, stop), "the slot was filled by another manifest"
+        table = digest_blocks(slot.data[start:stop])
+        slot.data[:start] = np.frombuffer(container.header(self.stored.manifest, layout, table), np.uint8)
+        slot.advance(Record(State.SEALED, slot.record.writer, contents, xxhash.xxh3_128_hexdigest(table)))
+
+
+def data_file(slot: Slot) -> Bytes:
+    """The bytes of the data file in a sealed slot."""
+    assert slot.record.contents is not None
+    return slot.data[: slot.record.contents.nbytes]
+
+
+def persist(storage: TimedStorage, sealing: Sealing, slot: Slot) -> None:
+    """Write the data file in a sealed slot to storage, and the manifest before it; durable on return.
+
+    Does nothing for what is there already. Raises `StorageError` when the store fails.
+    """
+    stored, contents = sealing.stored, slot.record.contents
+    assert contents is not None
+    storage.create(stored.key(fmt.NAME), stored.data)
+    key = records.checkpoint_key(stored.folder, fmt.file_name(contents.file))
+    if storage.nbytes(key) is not None:
+        return
+
+    def write() -> None:
+        write_memory(storage.direct_writer(key, nbytes=contents.nbytes), slot.data, nbytes=contents.nbytes)
+
+    try:
+        storage.run("write", storage.path(key), write)
+    except StorageError as error:
+        if error.code != "storage.exists":  # another keeper of the same slot was there first
+            raise
+
+
+def commit(run: Run, sealing: Sealing) -> Commit | None:
+    """Commit the checkpoint, if all its data files are in storage, whichever nodes they come from. Else None.
+
+    Raises:
+        FencedError: another job opened a newer epoch of the run, or the checkpoint was given up.
+        CorruptError: a file is not what the manifest demands.
+    """
+    run.check_fence(sealing.generation.place.epoch)
+    if missing_files(run.storage, sealing.stored):
+        return None
+    return complete(run, sealing.stored.folder, deep=False)

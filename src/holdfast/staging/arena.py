@@ -1,0 +1,149 @@
+"""The arena of a rank: its slots in the memory of its node, prepared while training goes on.
+
+Fresh memory costs ten times as much as the copy into it, so it is taken in the background, once, and used again and
+again: by this process and by those that come after it.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from threading import Event, Thread
+
+from holdfast.errors import ConfigurationError, CorruptError, HoldfastError
+from holdfast.format.records import Place
+from holdfast.keeper.node_folder import NodeFolder
+from holdfast.keeper.room import rooms
+from holdfast.keeper.slots import Record, Slot, State, slot_names
+
+#: What is left for others.
+_SPARE_NBYTES = 256 << 20
+#: States in which a trainer may fill a slot anew, once what is in it is not needed.
+_REUSABLE = (State.FREE, State.COMMITTED, State.SUPERSEDED)
+
+
+class Arena:
+    """`num_slots` slots of `rank` in `folder`. Used by one thread of one process per rank; `close` leaves all there."""
+
+    def __init__(self, folder: NodeFolder, *, rank: int, num_slots: int) -> None:
+        self._folder = folder
+        self._rank = rank
+        self._num_slots = num_slots
+        self._slots: list[Slot] = []
+        self._retired: list[Slot] = []
+        self._stopped = False
+        self._done = Event()
+        #: Whether all slots are ready.
+        self.is_ready = False
+        self._thread: Thread | None = None
+        #: What ended the preparation, and how long it took.
+        self.error: HoldfastError | None = None
+        self.seconds = 0.0
+
+    def prepare(self, nbytes: int) -> None:
+        """Begin to make ready slots for data files of up to `nbytes`: those that are there and have the room, and new
+        ones. Does not block; `wait` does. What earlier slots hold stays as long as it may be needed."""
+        assert self._thread is None or self._done.is_set(), "it is being prepared already"
+        self._done.clear()
+        self.is_ready, self.error = False, None
+        self._thread = Thread(target=self._prepare, args=(nbytes,), name="holdfast-arena", daemon=True)
+        self._thread.start()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until all slots are ready, or the preparation has failed (`error`). False when that takes longer."""
+        return self._done.wait(timeout_s)
+
+    def reusable(self, needed: Place | None) -> Slot | None:
+        """A slot that may be filled: it is free, or holds a committed or superseded checkpoint that comes before
+        `needed`, the newest one that all ranks hold sealed. None where there is none now."""
+        return next((slot for slot in self._slots if _is_reusable(slot, needed)), None)
+
+    def remove_retired(self, needed: Place | None) -> None:
+        """Remove slots that are too small by now, or too many, as far as they could be filled again, as `reusable`."""
+        for slot in [slot for slot in self._retired if _is_reusable(slot, needed)]:
+            self._retired.remove(slot)
+            slot.remove()
+
+    def newest_sealed(self) -> Place | None:
+        """The newest checkpoint of which this rank's data file is in memory, whole."""
+        records = [slot.refresh() for slot in (*self._slots, *self._retired)]
+        sealed = (State.SEALED, State.COMMITTED, State.SUPERSEDED)
+        places = [record.contents.place for record in records if record.contents and record.state in sealed]
+        return max(places, default=None)
+
+    def close(self) -> None:
+        """Stop preparing, and close the slots, which stay where they are."""
+        self._stopped = True
+        if self._thread is not None:
+            self._thread.join()
+        for slot in (*self._slots, *self._retired):
+            slot.close()
+        self._slots, self._retired = [], []
+
+    def _prepare(self, nbytes: int) -> None:
+        start_s = time.perf_counter()
+        try:
+            self._adopt(nbytes)
+            while len(self._slots) < self._num_slots:
+                self._add(nbytes)
+            self.is_ready = True
+        except _Stopped:
+            pass
+        except HoldfastError as error:
+            self.error = error
+        finally:
+            self.seconds = time.perf_counter() - start_s
+            self._done.set()
+
+    def _adopt(self, nbytes: int) -> None:
+        """Take over what slots the rank has: of this process, or of one that had the rank before it."""
+        known = {slot.name for slot in (*self._slots, *self._retired)}
+        for name in slot_names(self._folder, rank=self._rank):
+            if name not in known:
+                with suppress(FileNotFoundError, CorruptError):
+                    self._slots.append(_taken_over(Slot(self._folder, name)))
+        large = [slot for slot in self._slots if slot.nbytes >= nbytes]
+        self._retired += [slot for slot in self._slots if slot.nbytes < nbytes] + large[self._num_slots :]
+        self._slots = large[: self._num_slots]
+        self.remove_retired(None)
+
+    def _add(self, nbytes: int) -> None:
+        slot = Slot.create(self._folder, rank=self._rank, nbytes=nbytes)
+        try:
+            slot.reserve(before=self._look)
+        except BaseException:
+            slot.remove()
+            raise
+        self._slots.append(slot)
+
+    def _look(self, left_nbytes: int) -> None:
+        """Raise where `left_nbytes` more do not fit."""
+        if self._stopped:
+            raise _Stopped
+        tightest = rooms(self._folder.path)[0]
+        if tightest.free_nbytes < left_nbytes + _SPARE_NBYTES:
+            raise ConfigurationError(
+                f"There is no memory for the snapshots of rank {self._rank}: {left_nbytes} bytes more are needed, and "
+                f"{_SPARE_NBYTES} for others, but {tightest.what} leaves {tightest.free_nbytes}.",
+                code="config.memory",
+                action="Raise that limit, or keep fewer generations.",
+                path=str(self._folder.path),
+                rank=self._rank,
+            )
+
+
+class _Stopped(Exception):  # noqa: N818 - nothing is wrong
+    """The arena is being closed."""
+
+
+def _taken_over(slot: Slot) -> Slot:
+    """`slot`, free if whoever was filling it is dead."""
+    writer = slot.record.writer
+    if slot.state == State.WRITING and writer is not None and not writer.is_alive():
+        slot.advance(Record(State.FREE))
+    return slot
+
+
+def _is_reusable(slot: Slot, needed: Place | None) -> bool:
+    contents = slot.refresh().contents
+    return slot.state in _REUSABLE and (contents is None or (needed is not None and contents.place < needed))

@@ -1,0 +1,184 @@
+"""The arena of a rank: prepared in the background, reused, never overwriting what is needed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from holdfast.errors import ConfigurationError
+from holdfast.format.records import Place
+from holdfast.keeper.node_folder import NodeFolder
+from holdfast.keeper.process import Process
+from holdfast.keeper.slots import Record, Slot, State, slot_names
+from holdfast.staging import arena as arena_module
+from holdfast.staging.arena import Arena
+from tests.test_posix_storage import mounted
+from tests.test_slots import filled
+
+MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def _little_is_left_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arena_module, "_SPARE_NBYTES", 8 * MIB)
+
+
+@pytest.fixture
+def memory(tmp_path: Path) -> Iterator[Path]:
+    with mounted(tmp_path / "shm", "tmpfs", "size=256m") as memory:
+        yield memory
+
+
+@pytest.fixture
+def folder(memory: Path) -> Iterator[NodeFolder]:
+    with NodeFolder("run", node_dir=memory) as folder:
+        yield folder
+
+
+def ready(folder: NodeFolder, nbytes: int, *, rank: int = 3, num_slots: int = 2) -> Arena:
+    arena = Arena(folder, rank=rank, num_slots=num_slots)
+    arena.prepare(nbytes)
+    assert arena.wait(60)
+    return arena
+
+
+def some(slot: Slot | None) -> Slot:
+    assert slot is not None
+    return slot
+
+
+def test_slots_are_there_with_their_memory_when_it_is_ready(folder: NodeFolder) -> None:
+    arena = ready(folder, 10 * MIB)
+    assert arena.is_ready
+    assert arena.seconds > 0
+    sizes = [(folder.path / name).stat().st_blocks * 512 for name in slot_names(folder, rank=3)]
+    assert len(sizes) == 2
+    assert all(10 * MIB <= size <= 10 * MIB + 8192 for size in sizes)
+    arena.close()
+
+
+def test_memory_survives_the_process_and_is_used_again(folder: NodeFolder, memory: Path) -> None:
+    script = (
+        "import sys; from pathlib import Path; from holdfast.keeper.node_folder import NodeFolder;"
+        "from holdfast.staging import arena; arena._SPARE_NBYTES = 0;"
+        "arena = arena.Arena(NodeFolder('run', node_dir=Path(sys.argv[1])), rank=3, num_slots=2);"
+        "arena.prepare(10 << 20); arena.wait(); arena.reusable(None).data[:] = 7"
+    )
+    subprocess.run([sys.executable, "-c", script, str(memory)], check=True)
+    names = slot_names(folder)
+    arena = ready(folder, 9 * MIB)
+    assert slot_names(folder) == names
+    assert (some(arena.reusable(None)).data == 7).all()
+    arena.close()
+
+
+def test_of_two_generations_the_older_is_filled_again_when_all_ranks_hold_the_newer(folder: NodeFolder) -> None:
+    arena = ready(folder, MIB)
+    first = filled(some(arena.reusable(None)), State.COMMITTED, seq=1)
+    second = filled(some(arena.reusable(None)), State.SEALED, seq=2)
+    assert arena.newest_sealed() == Place(1, 2)
+    assert arena.reusable(None) is None
+    assert arena.reusable(Place(1, 1)) is None  # another rank holds no more than the first
+    assert arena.reusable(Place(1, 2)) is first
+    filled(first, State.STAGED, seq=3)
+    assert arena.reusable(Place(1, 2)) is None  # nothing is free: the second is the newest that is whole
+    assert arena.newest_sealed() == Place(1, 2)
+    assert second.state == State.SEALED
+    arena.close()
+
+
+def test_what_is_not_committed_yet_is_never_filled_again(folder: NodeFolder) -> None:
+    arena = ready(folder, MIB)
+    filled(some(arena.reusable(None)), State.SEALED, seq=1)
+    filled(some(arena.reusable(None)), State.SEALED, seq=2)
+    assert arena.reusable(Place(1, 2)) is None
+    arena.close()
+
+
+def test_a_slot_that_a_dead_process_was_filling_is_free(folder: NodeFolder) -> None:
+    arena = ready(folder, MIB)
+    me = Process.current()
+    dead = Process(me.pid, me.started - 1, me.boot_id)
+    for _ in range(2):
+        some(arena.reusable(None)).advance(Record(State.WRITING, dead))
+    assert arena.reusable(None) is None
+    arena.close()
+    again = ready(folder, MIB)
+    assert some(again.reusable(None)).record == Record(State.FREE)
+    again.close()
+
+
+def test_a_slot_that_a_living_process_is_filling_is_left_alone(folder: NodeFolder) -> None:
+    arena = ready(folder, MIB)
+    filled(some(arena.reusable(None)), State.WRITING)
+    arena.close()
+    again = ready(folder, MIB)
+    filled(some(again.reusable(None)), State.WRITING)
+    assert again.reusable(None) is None
+    again.close()
+
+
+def test_a_larger_state_gets_larger_slots_and_what_the_old_ones_hold_stays_until_it_is_not_needed(
+    folder: NodeFolder,
+) -> None:
+    arena = ready(folder, MIB)
+    held = filled(some(arena.reusable(None)), State.COMMITTED, seq=1)
+    arena.prepare(5 * MIB)
+    assert arena.wait(60)
+    assert arena.is_ready
+    assert sorted((folder.path / name).stat().st_size for name in slot_names(folder)) == [4 * MIB, 8 * MIB, 8 * MIB]
+    assert arena.newest_sealed() == Place(1, 1)
+    new = filled(some(arena.reusable(Place(1, 1))), State.COMMITTED, seq=2)
+    assert new.nbytes == 6 * MIB
+    arena.remove_retired(Place(1, 1))
+    assert held.name in slot_names(folder)
+    arena.remove_retired(Place(1, 2))
+    assert held.name not in slot_names(folder)
+    arena.close()
+
+
+def test_slots_that_are_too_many_go_when_they_are_free(folder: NodeFolder) -> None:
+    ready(folder, MIB, num_slots=3).close()
+    ready(folder, MIB, num_slots=1).close()
+    assert len(slot_names(folder)) == 1
+
+
+def test_what_does_not_fit_is_an_error_before_memory_runs_out_and_leaves_room_for_others(folder: NodeFolder) -> None:
+    arena = ready(folder, 150 * MIB)
+    assert not arena.is_ready
+    assert isinstance(arena.error, ConfigurationError)
+    assert arena.error.code == "config.memory"
+    assert f"the size of the file system at '{folder.path}'" in str(arena.error)
+    assert len(slot_names(folder)) == 1
+    arena.close()
+
+
+def test_ranks_that_reserve_at_the_same_time_leave_room_for_others(folder: NodeFolder) -> None:
+    arenas = [Arena(folder, rank=rank, num_slots=1) for rank in range(2)]
+    for arena in arenas:
+        arena.prepare(200 * MIB)
+    for arena in arenas:
+        assert arena.wait(60)
+        arena.close()
+    assert any(arena.error for arena in arenas)
+
+
+def test_closing_ends_the_preparation(folder: NodeFolder) -> None:
+    arena = Arena(folder, rank=0, num_slots=2)
+    arena.prepare(200 * MIB)
+    arena.close()
+    assert not arena.is_ready
+    assert arena.error is None
+
+
+def test_a_damaged_slot_is_passed_over(folder: NodeFolder) -> None:
+    ready(folder, MIB).close()
+    (folder.path / slot_names(folder)[0]).write_bytes(bytes(4 * MIB))
+    arena = ready(folder, MIB)
+    assert arena.is_ready
+    assert len(slot_names(folder)) == 3
+    arena.close()

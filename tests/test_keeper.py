@@ -1,0 +1,262 @@
+"""The keeper as a process: it makes durable what trainers staged, whoever dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+import pytest
+
+from holdfast.errors import ConfigurationError
+from holdfast.keeper import daemon
+from holdfast.keeper.client import ensure_keeper
+from holdfast.keeper.daemon import Keeper, is_kept, try_lock
+from holdfast.keeper.generations import generation_ids
+from holdfast.keeper.node_folder import NodeFolder
+from holdfast.keeper.slots import Record, Slot, State
+from holdfast.run.history import Run
+from holdfast.storage.posix import PosixStorage
+from tests.test_persist import Saved, assert_loads
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return Run.create(PosixStorage(str(tmp_path / "run")))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[NodeFolder]:
+    (tmp_path / "node").mkdir()
+    with NodeFolder("run", node_dir=tmp_path / "node") as folder:
+        yield folder
+
+
+@pytest.fixture
+def saved(run: Run, folder: NodeFolder) -> Iterator[Saved]:
+    """A checkpoint of two ranks of this node, staged."""
+    with ExitStack() as stack:
+        yield Saved(run, [folder, folder], stack)
+
+
+@pytest.fixture
+def started(folder: NodeFolder, run: Run) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
+    """Starts keepers of `folder`; those that are left are killed."""
+    with ExitStack() as stack:
+
+        def start(*options: str) -> subprocess.Popen[bytes]:
+            node_dir = str(folder.path.parent.parent)
+            command = [sys.executable, "-m", "holdfast.keeper", "run", "--node-dir", node_dir, *options]
+            process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+            stack.callback(process.wait)
+            stack.callback(process.kill)
+            return process
+
+        yield start
+
+
+def until(condition: Callable[[], bool], *, timeout_s: float = 30.0) -> None:
+    end = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end, "it never came true"
+        time.sleep(0.01)
+
+
+def keepers_in(folder: NodeFolder) -> list[int]:
+    """Processes that keep `folder`."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(FileNotFoundError, ProcessLookupError):
+            words = path.read_bytes().split(b"\0")
+            if b"holdfast.keeper" in words and str(folder.path.parent.parent).encode() in words:
+                found.append(int(path.parent.name))
+    return found
+
+
+def states(saved: Saved) -> set[State]:
+    return {slot.refresh().state for slot in saved.slots}
+
+
+def test_what_is_staged_is_committed_by_itself(
+    run: Run, saved: Saved, started: Callable[..., subprocess.Popen[bytes]]
+) -> None:
+    started()
+    until(lambda: states(saved) == {State.COMMITTED})
+    assert_loads(run, saved)
+
+
+def test_a_keeper_that_is_killed_is_replaced_by_one_that_goes_on(
+    run: Run, saved: Saved, started: Callable[..., subprocess.Popen[bytes]]
+) -> None:
+    for delay_s in (0.1, 0.2, 0.3, 0.4):
+        keeper = started()
+        time.sleep(delay_s)
+        keeper.kill()
+        keeper.wait()
+    started()
+    until(lambda: states(saved) == {State.COMMITTED})
+    assert_loads(run, saved)
+
+
+def test_on_sigterm_it_persists_first(
+    run: Run, saved: Saved, folder: NodeFolder, started: Callable[..., subprocess.Popen[bytes]]
+) -> None:
+    keeper = started()
+    until(lambda: is_kept(folder))
+    keeper.send_signal(signal.SIGTERM)
+    assert keeper.wait(30) == 0
+    assert states(saved) == {State.COMMITTED}
+    assert_loads(run, saved)
+
+
+def test_two_keepers_are_one(folder: NodeFolder, started: Callable[..., subprocess.Popen[bytes]]) -> None:
+    first = started()
+    until(lambda: is_kept(folder))
+    second = started()
+    assert second.wait(30) == 0
+    assert first.poll() is None
+
+
+def test_an_idle_keeper_ends(folder: NodeFolder, started: Callable[..., subprocess.Popen[bytes]]) -> None:
+    keeper = started("--idle-s", "0.2")
+    assert keeper.wait(30) == 0
+    assert not is_kept(folder)
+
+
+def test_it_stays_while_a_trainer_lives(
+    saved: Saved, folder: NodeFolder, started: Callable[..., subprocess.Popen[bytes]]
+) -> None:
+    keeper = started("--idle-s", "0.2")
+    until(lambda: states(saved) == {State.COMMITTED})
+    time.sleep(1.0)
+    assert keeper.poll() is None  # this process wrote the slots
+
+
+def test_asking_for_a_keeper_starts_one_that_outlives_who_asked(folder: NodeFolder, run: Run) -> None:
+    script = (
+        "import sys; from pathlib import Path; from holdfast.keeper.client import ensure_keeper;"
+        "from holdfast.keeper.node_folder import NodeFolder;"
+        "ensure_keeper(NodeFolder('run', node_dir=Path(sys.argv[1])), 'run')"
+    )
+    with open(os.devnull) as inherited:
+        os.set_inheritable(inherited.fileno(), True)
+        subprocess.run([sys.executable, "-c", script, str(folder.path.parent.parent)], check=True, close_fds=False)
+    assert is_kept(folder)
+    (keeper,) = keepers_in(folder)
+    try:
+        assert os.getsid(keeper) == keeper
+        open_files = {Path(f"/proc/{keeper}/fd/{fd}").resolve() for fd in os.listdir(f"/proc/{keeper}/fd")}
+        assert all(
+            path == Path(os.devnull) or path.is_relative_to(folder.path) or not path.exists() for path in open_files
+        )
+        maps = Path(f"/proc/{keeper}/maps").read_text()
+        assert "libtorch" not in maps
+        ensure_keeper(folder, "run")  # there is one
+    finally:
+        os.kill(keeper, signal.SIGTERM)
+        until(lambda: not is_kept(folder))
+
+
+def test_a_keeper_that_cannot_start_says_why(folder: NodeFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(ConfigurationError, match=r"did not start .status 1.") as caught:
+        ensure_keeper(folder, "run", timeout_s=5)
+    assert caught.value.code == "config.keeper"
+
+
+def test_a_keeper_takes_little_memory(
+    saved: Saved, folder: NodeFolder, started: Callable[..., subprocess.Popen[bytes]]
+) -> None:
+    keeper = started()
+    until(lambda: states(saved) == {State.COMMITTED})
+    text = Path(f"/proc/{keeper.pid}/smaps_rollup").read_text()
+    private = [int(line.split()[1]) for line in text.splitlines() if line.startswith("Private_")]
+    assert 0 < sum(private) << 10 < 60 << 20
+
+
+def test_a_store_that_fails_is_told_in_the_slots_and_tried_again(
+    run: Run, saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: NodeFolder
+) -> None:
+    monkeypatch.setattr(daemon, "_RETRY_S", 0.0)
+    (tmp_path / "run").rename(tmp_path / "away")
+    keeper = Keeper(folder)
+    until(lambda: bool(keeper.look() and saved.slots[0].refresh().error))
+    assert str(tmp_path / "run") in saved.slots[0].record.error
+    assert states(saved) == {State.SEALED}
+    (tmp_path / "away").rename(tmp_path / "run")
+    until(lambda: not (keeper.look() or keeper.owes))
+    assert states(saved) == {State.COMMITTED}
+    assert not saved.slots[0].record.error
+    keeper.close()
+
+
+def test_what_is_fenced_is_given_up_with_the_reason(run: Run, saved: Saved, folder: NodeFolder) -> None:
+    run.open_epoch(after=1, opened_from=None, why="start", world_size=2, incarnation="1" * 32)
+    keeper = Keeper(folder)
+    until(lambda: not (keeper.look() or keeper.owes))
+    assert states(saved) == {State.SUPERSEDED}
+    assert "epoch" in saved.slots[0].record.error
+    keeper.close()
+
+
+def test_generations_are_forgotten_when_their_slots_are_filled_anew(run: Run, saved: Saved, folder: NodeFolder) -> None:
+    keeper = Keeper(folder)
+    until(lambda: not (keeper.look() or keeper.owes))
+    assert generation_ids(folder) == [saved.generation.checkpoint_id]
+    for slot in saved.slots:
+        slot.refresh()
+        slot.advance(Record(State.WRITING, slot.record.writer))
+    keeper.look()
+    assert generation_ids(folder) == [saved.generation.checkpoint_id]  # one of them may be of it
+    for slot in saved.slots:
+        slot.advance(Record(State.FREE))
+    keeper.look()
+    assert generation_ids(folder) == []
+    keeper.close()
+
+
+def test_what_is_staged_of_nothing_that_is_known_is_given_up(saved: Saved, folder: NodeFolder) -> None:
+    (folder.path / f"generation-{saved.generation.checkpoint_id}").unlink()
+    keeper = Keeper(folder)
+    keeper.look()
+    assert states(saved) == {State.FREE}
+    keeper.close()
+
+
+def test_a_slow_store_does_not_keep_newer_snapshots_from_being_sealed(
+    run: Run, saved: Saved, folder: NodeFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keeper = Keeper(folder)
+    write = daemon._write
+
+    def slowly(*arguments: object) -> bool:
+        time.sleep(1.0)
+        return write(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(daemon, "_write", slowly)
+    keeper.look()
+    assert states(saved) == {State.SEALED}
+    with Slot.create(folder, rank=7, nbytes=saved.slots[0].nbytes) as slot:
+        contents = saved.slots[0].record.contents
+        slot.data[:] = saved.slots[0].data
+        slot.advance(Record(State.WRITING, saved.slots[0].record.writer))
+        slot.advance(Record(State.STAGED, saved.slots[0].record.writer, contents))
+        keeper.look()
+        assert slot.refresh().state == State.SEALED
+        until(lambda: not (keeper.look() or keeper.owes))
+    keeper.close()
+
+
+def test_one_process_alone_has_the_lock(folder: NodeFolder) -> None:
+    assert not is_kept(folder)
+    lock = try_lock(folder)
+    assert lock is not None
+    assert is_kept(folder)
+    assert try_lock(folder) is None
+    os.close(lock)
+    assert not is_kept(folder)

@@ -1,0 +1,312 @@
+"""Snapshots hold the state of one instant, bit for bit, while training goes on."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, AdamW, Optimizer
+from torch.optim.swa_utils import AveragedModel
+
+from holdfast.errors import StateError
+from holdfast.plan.layout import Whole
+from holdfast.staging import snapshot as snapshot_module
+from holdfast.staging.guard import Guard
+from holdfast.staging.guarded import guarded
+from holdfast.staging.snapshot import Part, Snapshot
+from holdfast.state.flatten import flatten
+from holdfast.state.memory import MemorySource
+from tests.bound import bits
+
+State = dict[str, object]
+
+
+def model(*, max_norm: float | None = None) -> nn.Module:
+    return nn.Sequential(nn.Embedding(40, 16, max_norm=max_norm), nn.BatchNorm1d(16), nn.Linear(16, 8))
+
+
+def averaged(average: torch.Tensor, model: torch.Tensor, _: object) -> torch.Tensor:
+    return average + 0.1 * (model - average)
+
+
+def adamw(module: nn.Module) -> AdamW:
+    return AdamW(module.parameters(), lr=0.05)
+
+
+def trained(module: nn.Module, *optimizers: Optimizer) -> None:
+    """One forward and backward."""
+    module(torch.randint(0, 40, (32,))).square().sum().backward()
+
+
+def stepped(module: nn.Module, *optimizers: Optimizer) -> None:
+    """One whole step."""
+    trained(module)
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+class Taken:
+    """A snapshot of a state, and what the state was at its instant."""
+
+    def __init__(self, state: State, guard: Guard) -> None:
+        flat = flatten(state)
+        parts: list[Part] = []
+        nbytes = 0
+        for name, local in flat.tensors.items():
+            assert isinstance(local.layout.spec, Whole)
+            parts.append(Part(name, MemorySource(local.memory[0], 0, local.memory[0].numel()), nbytes))
+            nbytes += -(-local.memory[0].nbytes // 16) * 16
+        self._data = np.zeros(max(nbytes, 1), np.uint8)
+        self._parts = parts
+        guard.hook(flat.optimizers)
+        self.guarded = guarded(flat)
+        self.snapshot = Snapshot(parts, self._data, guarded=self.guarded)
+        self._then = {part.name: bits(part.source.view) for part in parts}
+
+    def assert_holds_the_instant(self) -> None:
+        for part in self._parts:
+            found = self._data[part.start : part.start + part.source.nbytes].tobytes()
+            assert found == self._then[part.name], part.name
+
+
+@pytest.fixture
+def guard() -> Iterator[Guard]:
+    guard = Guard()
+    yield guard
+    guard.unhook()
+
+
+@contextmanager
+def copying(taken: Taken, guard: Guard, *, after_s: float) -> Iterator[None]:
+    """Copy in the background, beginning late, while the block trains."""
+    begin = threading.Event()
+    guard.hold()
+
+    def copy() -> None:
+        begin.wait(after_s)
+        try:
+            taken.snapshot.copy()
+        finally:
+            guard.let_go()
+
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(copy)
+        try:
+            yield
+        finally:
+            begin.set()
+        done.result()
+
+
+def test_what_only_optimizers_change_is_guarded_and_nothing_else() -> None:
+    module, frozen = model(), nn.Linear(4, 4)
+    average = AveragedModel(module, avg_fn=averaged)
+    optimizer = adamw(module)
+    stepped(module, optimizer)
+    state = {"model": module, "frozen": frozen, "average": average.module, "optimizer": optimizer, "x": torch.ones(3)}
+    names = guarded(flatten(state))
+    weights = {f"model/{name}" for name, _ in module.named_parameters()}
+    slots = {f"optimizer/state/{name}/{slot}" for name in weights for slot in ("exp_avg", "exp_avg_sq", "step")}
+    assert names == weights | slots
+
+
+def test_an_embedding_that_a_forward_changes_is_not_guarded_but_its_slots_are() -> None:
+    module = model(max_norm=0.1)
+    optimizer = adamw(module)
+    stepped(module, optimizer)
+    names = guarded(flatten({"model": module, "optimizer": optimizer}))
+    assert "model/0.weight" not in names
+    assert {"model/2.weight", "optimizer/state/model/0.weight/exp_avg"} <= names
+
+
+def test_an_optimizer_that_may_step_in_a_graph_guards_nothing() -> None:
+    module = model()
+    optimizer = adamw(module)
+    stepped(module, optimizer)
+    optimizer.param_groups[0]["capturable"] = True
+    assert not guarded(flatten({"model": module, "optimizer": optimizer}))
+
+
+def test_what_is_not_guarded_is_copied_when_the_constructor_returns(guard: Guard) -> None:
+    tensor = torch.arange(100.0)
+    taken = Taken({"x": tensor, "y": tensor.reshape(10, 10).T.contiguous().T}, guard)
+    tensor.zero_()
+    taken.snapshot.copy()
+    taken.assert_holds_the_instant()
+
+
+def test_a_step_waits_for_the_copy_and_the_forward_does_not(guard: Guard) -> None:
+    module = model()
+    optimizer = adamw(module)
+    stepped(module, optimizer)
+    taken = Taken({"model": module, "optimizer": optimizer}, guard)
+    with ThreadPoolExecutor(1) as pool:
+        with guard.held():
+            trained(module)
+            step = pool.submit(optimizer.step)
+            with pytest.raises(TimeoutError):
+                step.result(timeout=0.2)
+            taken.snapshot.copy()
+        step.result(timeout=10)
+    taken.assert_holds_the_instant()
+    assert guard.waited_s > 0.1
+
+
+def in_place_buffers(state: State) -> None:
+    stepped(state["model"], state["optimizer"])  # type: ignore[arg-type]
+
+
+def accumulation(state: State) -> None:
+    for _ in range(3):
+        trained(state["model"])  # type: ignore[arg-type]
+    state["optimizer"].step()  # type: ignore[attr-defined]
+
+
+def two_optimizers(state: State) -> None:
+    stepped(state["model"], state["optimizer"], state["other"])  # type: ignore[arg-type]
+
+
+def average(state: State) -> None:
+    stepped(state["model"], state["optimizer"])  # type: ignore[arg-type]
+    state["averaged"].update_parameters(state["model"])  # type: ignore[attr-defined]
+
+
+def plain_state() -> State:
+    module = model()
+    return {"model": module, "optimizer": adamw(module)}
+
+
+def clipped_state() -> State:
+    module = model(max_norm=0.1)
+    return {"model": module, "optimizer": adamw(module)}
+
+
+def state_of_two() -> State:
+    module = model()
+    first, *rest = module.parameters()
+    return {"model": module, "optimizer": AdamW([first]), "other": SGD(rest, lr=0.1, momentum=0.9)}
+
+
+def averaged_state() -> State:
+    state = plain_state()
+    module = state["model"]
+    assert isinstance(module, nn.Module)
+    return state | {"averaged": AveragedModel(module, avg_fn=averaged)}
+
+
+@pytest.mark.parametrize("late_s", [0.0, 0.005, 0.05])
+@pytest.mark.parametrize(
+    ("make", "train"),
+    [
+        (plain_state, in_place_buffers),
+        (clipped_state, in_place_buffers),
+        (plain_state, accumulation),
+        (state_of_two, two_optimizers),
+        (averaged_state, average),
+    ],
+    ids=["buffers", "max_norm", "accumulation", "two optimizers", "average"],
+)
+def test_whatever_a_loop_does_a_snapshot_is_of_one_instant(
+    guard: Guard, make: Callable[[], State], train: Callable[[State], None], late_s: float
+) -> None:
+    state = make()
+    train(state)
+    for _ in range(4):
+        taken = Taken(state, guard)
+        with copying(taken, guard, after_s=late_s):
+            train(state)
+        taken.assert_holds_the_instant()
+
+
+def test_a_change_that_no_step_made_voids_the_snapshot_and_names_the_tensor(guard: Guard) -> None:
+    # As schedule-free optimizers do when they switch between training and evaluation.
+    state = plain_state()
+    in_place_buffers(state)
+    taken = Taken(state, guard)
+    module = state["model"]
+    assert isinstance(module, nn.Module)
+    with torch.no_grad():
+        module.get_parameter("2.weight").lerp_(torch.zeros(8, 16), 0.5)
+    with pytest.raises(StateError, match=r"model/2\.weight.*was changed while it was being copied") as caught:
+        taken.snapshot.copy()
+    assert caught.value.code == "state.changed"
+
+
+def test_memory_that_was_taken_away_voids_the_snapshot() -> None:
+    # As FSDP1 does with the storage of unsharded parameters.
+    tensor = torch.ones(1000)
+    snapshot = Snapshot([Part("x", MemorySource(tensor, 0, 1000), 0)], np.zeros(4000, np.uint8), guarded=["x"])
+    tensor.untyped_storage().resize_(1 << 20)
+    with pytest.raises(StateError, match="was changed"):
+        snapshot.copy()
+
+
+def test_writes_that_torch_does_not_see_wait_under_the_guard(guard: Guard) -> None:
+    state = plain_state()
+    module = state["model"]
+    assert isinstance(module, nn.Module)
+    taken = Taken(state, guard)
+    with copying(taken, guard, after_s=0.05):
+        guard.wait()
+        module.get_parameter("2.weight").data.zero_()
+    taken.assert_holds_the_instant()
+
+
+def test_a_parameter_that_got_other_memory_is_saved_as_it_was(guard: Guard) -> None:
+    state = plain_state()
+    module = state["model"]
+    assert isinstance(module, nn.Module)
+    taken = Taken(state, guard)
+    module.get_parameter("2.weight").data = torch.zeros(8, 16)
+    taken.snapshot.copy()
+    taken.assert_holds_the_instant()
+
+
+@pytest.mark.parametrize(("first", "numel"), [(0, 35), (3, 17), (34, 1), (7, 21)])
+@pytest.mark.parametrize("is_guarded", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.complex128])
+def test_ranges_of_memory_however_it_is_strided(first: int, numel: int, dtype: torch.dtype, is_guarded: bool) -> None:
+    for tensor in (torch.randn(5, 7).to(dtype), torch.randn(7, 5).to(dtype).T, torch.randn(5, 14).to(dtype)[:, ::2]):
+        data = np.zeros(numel * tensor.element_size(), np.uint8)
+        part = Part("x", MemorySource(tensor, first, numel), 0)
+        Snapshot([part], data, guarded=["x"] if is_guarded else []).copy()
+        wanted = tensor.contiguous().reshape(-1)[first : first + numel]
+        assert data.tobytes() == bits(wanted)
+
+
+def test_a_copy_is_stopped_between_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(snapshot_module, "_CALL_NBYTES", 64)
+    tensors = [torch.ones(16) for _ in range(5)]
+    data = np.zeros(5 * 64, np.uint8)
+    parts = [Part("x", MemorySource(tensor, 0, 16), 64 * number) for number, tensor in enumerate(tensors)]
+    snapshot = Snapshot(parts, data, guarded=["x"])
+    assert snapshot.nbytes_left == 320
+    snapshot.stop()
+    snapshot.copy()
+    assert np.count_nonzero(data) <= 64
+
+
+def test_tensors_of_inference_are_copied_at_once() -> None:
+    with torch.inference_mode():
+        tensor = torch.ones(4)
+    data = np.zeros(16, np.uint8)
+    Snapshot([Part("x", MemorySource(tensor, 0, 4), 0)], data, guarded=["x"])
+    assert data.tobytes() == bits(torch.ones(4))
+
+
+def test_hooks_are_set_once_and_taken_away(guard: Guard) -> None:
+    state = plain_state()
+    optimizer = state["optimizer"]
+    assert isinstance(optimizer, Optimizer)
+    for _ in range(3):
+        guard.hook([optimizer])
+    assert len(optimizer._optimizer_step_pre_hooks) == 1
+    guard.unhook()
+    assert not optimizer._optimizer_step_pre_hooks
