@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 
 import holdfast
-from holdfast import HoldfastError, StorageError
-from holdfast.saving import planning
+from holdfast import HoldfastError, StorageError, saving
 from tests.faulty_storage import HangAt, watched_store
 from tests.models import start_new_job
 from tests.ranks import run_ranks
@@ -51,8 +50,7 @@ def save_hanging(run: str, rank: int, name: str, kind: str, when: str) -> tuple[
 def resumed_here(run: str) -> None:
     """Make this rank a new job that has loaded the head of `run` and remembers no plan."""
     start_new_job()
-    planning._shares.clear()
-    planning._plans.clear()
+    saving._known.clear()
     holdfast.load(run, into=state(0, rank=dist.get_rank(), world_size=dist.get_world_size()))
 
 

@@ -206,7 +206,7 @@ from holdfast.keeper.process import Process
 from holdfast.keeper.slots import Record, Slot, Contents, State
 
 slot = Slot.create(NodeFolder("run", node_dir=Path(sys.argv[1])), rank=0, nbytes=1 << 20)
-for seq in range(1 << 30):
+for seq in range(1, 1 << 30):
     held = Contents("00112233445566aa", Place(1, seq), seq, 0, 4096, 1 << 20)
     slot.advance(Record(State.WRITING, Process.current()))
     slot.advance(Record(State.STAGED, Process.current(), held))

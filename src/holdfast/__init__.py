@@ -27,6 +27,9 @@ from holdfast.errors import (
 
 if TYPE_CHECKING:
     from holdfast import mapping
+    from holdfast.checkpointer import Checkpointer, Memory
+    from holdfast.checkpointer.handle import Handle
+    from holdfast.checkpointer.restoring import RestoreReport
     from holdfast.geometry import Box, FlatRange
     from holdfast.loading import load
     from holdfast.loading.dry_run import LoadPlan, plan_load
@@ -40,6 +43,10 @@ if TYPE_CHECKING:
     from holdfast.view import LazyTensor, View, open
 
 _HOMES = {
+    "Checkpointer": "holdfast.checkpointer",
+    "Memory": "holdfast.checkpointer",
+    "Handle": "holdfast.checkpointer.handle",
+    "RestoreReport": "holdfast.checkpointer.restoring",
     "save": "holdfast.saving",
     "load": "holdfast.loading",
     "plan_load": "holdfast.loading.dry_run",
@@ -62,19 +69,23 @@ _HOMES = {
 __all__ = [
     "Bandwidths",
     "Box",
+    "Checkpointer",
     "ConfigurationError",
     "CorruptError",
     "DeadlineError",
     "FencedError",
     "FlatRange",
+    "Handle",
     "HoldfastError",
     "IncompatibleError",
     "LazyTensor",
     "LoadPlan",
     "LoadReport",
+    "Memory",
     "NotFoundError",
     "PerRank",
     "Piecewise",
+    "RestoreReport",
     "SaveReport",
     "StateError",
     "StorageError",

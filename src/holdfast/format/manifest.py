@@ -159,6 +159,10 @@ class DecodedManifest:
         other._decoded = self._decoded
         return other
 
+    def encode(self) -> bytes:
+        """The manifest file that this is."""
+        return encode(self.body, [self._blob])
+
     @property
     def place(self) -> Place:
         """The checkpoint's place."""
@@ -191,7 +195,7 @@ def is_file_name(name: str) -> bool:
     return _FILE_NAME.fullmatch(name) is not None
 
 
-def encode(body: Manifest, blobs: Iterable[bytes]) -> bytes:
+def encode(body: Manifest, blobs: Iterable[bytes | memoryview]) -> bytes:
     """The manifest file's bytes."""
     packed = msgspec.msgpack.encode(body)
     compressed = zlib.compress(packed, 6)

@@ -22,7 +22,7 @@ from typing import Final, NamedTuple
 import msgspec
 
 from holdfast.errors import CorruptError, FencedError, HoldfastError
-from holdfast.keeper.generations import generation_ids, read_generation, remove_generation
+from holdfast.keeper.generations import generation_ids, is_given_up, read_generation, remove_generation
 from holdfast.keeper.node_folder import NodeFolder
 from holdfast.keeper.persist import Sealing, commit, persist
 from holdfast.keeper.slots import Record, Slot, State, slot_names
@@ -45,6 +45,9 @@ _RETRY_S: Final = 1.0
 _STORE_TIMEOUT_S: Final = 600.0
 #: Longer texts of errors would not fit into the record of a slot.
 _MAX_ERROR_LETTERS: Final = 600
+
+#: What a keeper is to make durable.
+_OWED: Final = (State.STAGED, State.SEALED)
 
 _log = logging.getLogger(__name__)
 
@@ -116,6 +119,7 @@ class Keeper:
         # that has just come.
         known = generation_ids(self._folder)
         self._meet()
+        self._give_up()
         self._forget(known)
         sealed = self._seal_all()
         return self._write_next() or sealed
@@ -123,7 +127,7 @@ class Keeper:
     @property
     def owes(self) -> bool:
         """Whether anything is staged or sealed that is not durable."""
-        return any(slot.state in (State.STAGED, State.SEALED) for slot in self._slots.values())
+        return any(slot.state in _OWED for slot in self._slots.values())
 
     def close(self) -> None:
         """Close all slots, which stay where they are; waits for what is being written."""
@@ -152,6 +156,15 @@ class Keeper:
             remove_generation(self._folder, checkpoint_id)
             self._generations.pop(checkpoint_id, None)
             self._retry_at.pop(checkpoint_id, None)
+
+    def _give_up(self) -> None:
+        """Free what can never become whole."""
+        for slot in self._slots.values():
+            contents = slot.record.contents
+            if slot.state in _OWED and contents and is_given_up(self._folder, contents.checkpoint_id):
+                if self._writing is not None and slot in self._writing.slots:
+                    continue  # not while it is being read
+                slot.advance(Record(State.FREE))
 
     def _seal_all(self) -> bool:
         staged = [slot for slot in self._slots.values() if slot.state == State.STAGED]

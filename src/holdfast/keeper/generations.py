@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import secrets
+from contextlib import suppress
 from typing import Final
 
 import msgspec
@@ -18,6 +19,7 @@ from holdfast.format.records import Place
 from holdfast.keeper.node_folder import NodeFolder
 
 _PREFIX: Final = "generation-"
+_GIVEN_UP_PREFIX: Final = "given-up-"
 _NEW_PREFIX: Final = "new-"
 _MAGIC: Final = b"HFGENER1"
 _DIGEST_NBYTES: Final = 16
@@ -38,6 +40,8 @@ class Generation(msgspec.Struct, frozen=True, array_like=True):
 def write_generation(folder: NodeFolder, generation: Generation) -> None:
     """Have `folder` hold `generation`; does nothing where it does already."""
     name = _PREFIX + generation.checkpoint_id
+    if name in folder.names():
+        return
     payload = msgspec.msgpack.encode(generation)
     new = f"{_NEW_PREFIX}{secrets.token_hex(8)}"
     with os.fdopen(folder.create(new), "wb") as file:
@@ -71,9 +75,21 @@ def read_generation(folder: NodeFolder, checkpoint_id: str) -> Generation:
     return msgspec.msgpack.decode(payload, type=Generation)
 
 
+def give_up_generation(folder: NodeFolder, checkpoint_id: str) -> None:
+    """Have the keeper free the slots of a generation: some rank has no part of it, so it can never be whole."""
+    with suppress(FileExistsError):
+        os.close(folder.create(_GIVEN_UP_PREFIX + checkpoint_id))
+
+
+def is_given_up(folder: NodeFolder, checkpoint_id: str) -> bool:
+    """Whether a generation was given up."""
+    return _GIVEN_UP_PREFIX + checkpoint_id in folder.names()
+
+
 def remove_generation(folder: NodeFolder, checkpoint_id: str) -> None:
     """Forget a generation, if it is there."""
     folder.remove(_PREFIX + checkpoint_id)
+    folder.remove(_GIVEN_UP_PREFIX + checkpoint_id)
 
 
 def generation_ids(folder: NodeFolder) -> list[str]:

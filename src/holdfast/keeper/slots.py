@@ -22,6 +22,7 @@ import secrets
 import struct
 from collections.abc import Callable
 from enum import IntEnum
+from threading import Lock
 from typing import Final, Self
 
 import msgspec
@@ -95,7 +96,7 @@ class Record(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Slot:
-    """A slot, mapped into this process. Use as a context manager, or `close` it; the memory stays while it is there.
+    """A slot, mapped into this process; safe for its threads. Use as a context manager, or `close` it.
 
     `data` is the region for the data file, `nbytes` of it.
     """
@@ -111,6 +112,7 @@ class Slot:
         self.name = name
         self.path = folder.path / name
         self._folder = folder
+        self._lock = Lock()
         self._fd = folder.open(name)
         try:
             size = os.fstat(self._fd).st_size
@@ -119,7 +121,7 @@ class Slot:
             self.nbytes = size - DATA_START
             self._memory = shared(self._fd, size)
             keep_private(self._memory.ctypes.data, size)
-            self._sequence, self.record = self._newest()
+            _, self.record = self._newest()
         except BaseException:
             os.close(self._fd)
             raise
@@ -154,19 +156,21 @@ class Slot:
 
     def refresh(self) -> Record:
         """Read what others have made of the slot."""
-        self._sequence, self.record = self._newest()
-        return self.record
+        with self._lock:
+            _, self.record = self._newest()
+            return self.record
 
     def advance(self, record: Record) -> None:
         """Change the state. Only for whom the present state allows it, see the module. Survives this process at once,
         and is seen by all others that map the slot."""
-        assert record.state in _NEXT[self.state], f"{self.state.name} does not become {record.state.name}"
-        sequence = self._sequence + 1
-        cell = _cell(sequence, record)
-        start = sequence % 2 * _CELL_NBYTES
-        # One write of the whole cell: a reader sees it, or by its digest that it is not whole.
-        self._memory[start : start + len(cell)] = memoryview(cell)
-        self._sequence, self.record = sequence, record
+        with self._lock:
+            last, self.record = self._newest()
+            assert record.state in _NEXT[self.state], f"{self.state.name} does not become {record.state.name}"
+            cell = _cell(last + 1, record)
+            start = (last + 1) % 2 * _CELL_NBYTES
+            # One write of the whole cell: a reader sees it, or by its digest that it is not whole.
+            self._memory[start : start + len(cell)] = memoryview(cell)
+            self.record = record
 
     def reserve(self, *, before: Callable[[int], None] = lambda _: None) -> None:
         """Take memory for all of the slot, in huge pages where the system has them; what was not there yet is zero.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -100,31 +100,39 @@ def load(
         StorageError, DeadlineError: as in `save`.
     """
     target = parse(path)
-    options = _Options(
-        select, mapping, cast, strict, fallback, verify, device=device, memory=memory_budget, bandwidths=bandwidths
+    options = Options(
+        select=select,
+        mapping=mapping,
+        cast=cast,
+        strict=strict,
+        fallback=fallback,
+        verify=verify,
+        device=device,
+        memory_budget=memory_budget,
+        bandwidths=bandwidths,
     )
     channel = default_channel("load", group)
     rank = group_ranks(group)[channel.rank]
     deadline = Deadline(timeout_s)
     with TimedStorage(storage_at(target.root), timeout_s=deadline.for_storage_s) as storage:
-        return _Loading(channel, deadline, storage, rank, options).run(target, into)
+        return Loading(channel, deadline, storage, rank, options).run(target, into)
 
 
-class _Options:
+class Options:
     """How to load, checked. Globs remember what they matched, so they are made anew for each checkpoint."""
 
     def __init__(
         self,
-        select: str | Sequence[str] | None,
-        mapping: Sequence[Rule] | None,
-        cast: bool | str | Sequence[str] | None,
-        strict: bool,
-        fallback: bool,
-        verify: bool,
         *,
-        device: str | torch.device | None,
-        memory: int,
-        bandwidths: Bandwidths | None,
+        select: str | Sequence[str] | None = None,
+        mapping: Sequence[Rule] | None = None,
+        cast: bool | str | Sequence[str] | None = None,
+        strict: bool = True,
+        fallback: bool = False,
+        verify: bool = True,
+        device: str | torch.device | None = None,
+        memory_budget: int = MEMORY_NBYTES,
+        bandwidths: Bandwidths | None = None,
     ) -> None:
         self._select = select
         self._cast = False if cast is None else cast
@@ -133,10 +141,10 @@ class _Options:
         self.fallback = fallback
         self.verify = verify
         self.device = None if device is None else torch.device(device)
-        self.memory_budget = memory
+        self.memory_budget = memory_budget
         self.bandwidths = bandwidths
-        if memory < MIN_MEMORY_NBYTES:
-            raise ValueError(f"memory_budget is {memory}: at least {MIN_MEMORY_NBYTES} bytes are needed")
+        if memory_budget < MIN_MEMORY_NBYTES:
+            raise ValueError(f"memory_budget is {memory_budget}: at least {MIN_MEMORY_NBYTES} bytes are needed")
         if self.device is not None and self.device.type == "meta":
             raise ValueError("device is 'meta': give the device on which there is to be memory")
         self.select()
@@ -172,7 +180,7 @@ class _Bound(NamedTuple):
     table: Table
 
 
-class _Loading:
+class Loading:
     """One load on one rank."""
 
     def __init__(
@@ -181,7 +189,7 @@ class _Loading:
         deadline: Deadline,
         storage: TimedStorage,
         rank: int,
-        options: _Options,
+        options: Options,
     ) -> None:
         self._channel = channel
         self._storage = storage
@@ -201,7 +209,12 @@ class _Loading:
             with self._watch.phase("resolve"):
                 resolved = self._resolve(target, skipped, found)
             try:
-                return self._load(target, resolved, found, into)
+                return self.fill(
+                    into,
+                    lambda: found[0] if found else self._follow(target, resolved),  # noqa: B023 - it is called at once
+                    epoch=resolved.epoch,
+                    skipped=resolved.skipped,
+                )
             except HoldfastError as error:
                 if resolved.place is None or not is_damage(error):
                     raise
@@ -211,14 +224,22 @@ class _Loading:
                     raise
                 self._warn(skipped[-1:])
 
-    def _load(
-        self, target: Target, resolved: _Resolved, found: list[Located], into: Mapping[str, object]
+    def fill(
+        self,
+        into: Mapping[str, object],
+        locate: Callable[[], Located],
+        *,
+        epoch: int | None,
+        skipped: Sequence[Skipped] = (),
+        owners: Sequence[int] | None = None,
     ) -> LoadReport:
+        """Fill `into` from the checkpoint that `locate` finds; `epoch` was the newest of its run before that. `owners`
+        are the ranks that alone can read each of its data files."""
         bound: list[_Bound] = []
 
         @collector_paused()
         def match() -> bytes:
-            checkpoint = Checkpoint(found[0] if found else self._follow(target, resolved))
+            checkpoint = Checkpoint(locate())
             mine, names = self._bind(checkpoint, into)
             bound.append(mine)
             return msgspec.msgpack.encode(names)
@@ -236,6 +257,7 @@ class _Loading:
             verify=self._options.verify,
             memory_nbytes=self._options.memory_budget,
             bandwidths=self._options.bandwidths,
+            owners=owners,
         )
         filling = Filling(checkpoint, binding, table.parts, self._rank)
         with self._watch.phase("read"):
@@ -248,9 +270,9 @@ class _Loading:
             state: list[object] = []
             self._channel.collect("finish", attempt(lambda: _finish(filling, state)), self._deadline)
         located = checkpoint.located
-        if located.run is not None and located.commit is not None:
-            assert resolved.epoch is not None, "a run with a commit has an epoch"
-            JOB.note_loaded(located.storage.uri, located.run.run_id, located.commit.place, seen=resolved.epoch)
+        if located.run is not None:
+            assert epoch is not None, "a run with a checkpoint has an epoch"
+            JOB.note_loaded(located.run.storage.uri, located.run.run_id, located.seal.place, seen=epoch)
         difference_ = msgspec.msgpack.decode(names, type=Names)
         return LoadReport(
             step=located.seal.step,
@@ -268,7 +290,7 @@ class _Loading:
             verify_s=cost.verify_s,
             needed_nbytes=filling.needed_nbytes,
             seconds=self._watch.seconds,
-            skipped=tuple((str(one.place), one.reason) for one in resolved.skipped),
+            skipped=tuple((str(one.place), one.reason) for one in skipped),
         )
 
     def _bind(self, checkpoint: Checkpoint, into: Mapping[str, object]) -> tuple[_Bound, Names]:

@@ -28,7 +28,7 @@ from holdfast.loading.names import Names, compared
 from holdfast.loading.together import Together
 from holdfast.phases import Stopwatch, attempt, collector_paused
 from holdfast.plan.parts import stored_tensors
-from holdfast.publishing.live import LiveFile, LiveStorage, live_checkpoint
+from holdfast.publishing.live import NAME, LiveFile, live_checkpoint
 from holdfast.publishing.overlap import to_fill
 from holdfast.publishing.planner import Announced, Answer, Planner, Told
 from holdfast.reports import TransferReport
@@ -41,6 +41,7 @@ from holdfast.state.bind import Binding, bind
 from holdfast.state.flatten import FlatState
 from holdfast.state.gather import Remembered
 from holdfast.state.match import Terms
+from holdfast.storage.memory import MemoryStorage
 from holdfast.transfer.timed import TimedStorage
 
 
@@ -80,7 +81,7 @@ def transfer(
     globs = None if select is None else Globs(select)
     channel = default_channel("transfer", group)
     deadline = Deadline(timeout_s)
-    live = LiveStorage()
+    live = MemoryStorage(NAME)
     with TimedStorage(live, timeout_s=deadline.for_storage_s) as storage:
         operation = _Transfer(channel, deadline, group_ranks(group), live, storage)
         return operation.run(_given(source_state), _given(target_state), globs)
@@ -113,7 +114,7 @@ class _Transfer:
     """One transfer on one rank. `ranks` are the global ranks of the group, in its order; `live` is in `storage`."""
 
     def __init__(
-        self, channel: Channel, deadline: Deadline, ranks: tuple[int, ...], live: LiveStorage, storage: TimedStorage
+        self, channel: Channel, deadline: Deadline, ranks: tuple[int, ...], live: MemoryStorage, storage: TimedStorage
     ) -> None:
         self._channel = channel
         self._deadline = deadline

@@ -6,92 +6,24 @@ read from memory was not stored.
 
 from __future__ import annotations
 
-import builtins
 from collections.abc import Sequence
-from typing import Final, NoReturn
+from typing import Final
 
 import numpy as np
 import xxhash
 
-from holdfast.errors import NotFoundError, StorageError
 from holdfast.format import manifest as fmt
 from holdfast.format.container import Files
 from holdfast.format.records import FileSeal, Seal
 from holdfast.run.checkpoint import Checkpoint
 from holdfast.run.history import Located
-from holdfast.storage.base import Bytes, FileReader
+from holdfast.storage.base import Bytes
+from holdfast.storage.memory import MemoryStorage
 from holdfast.transfer.sources import BytesSource, JoinedSources, Source
 
 #: What messages call it.
 NAME: Final = "the source of the transfer"
 _NO_DIGEST: Final = "0" * 32
-
-
-class LiveStorage:
-    """A `Storage` of what is in the memory of this process. It is read only."""
-
-    def __init__(self) -> None:
-        self.uri = NAME
-        self._objects: dict[str, FileReader] = {}
-
-    def add(self, key: str, data: FileReader) -> None:
-        """Show `data` under `key`."""
-        self._objects[key] = data
-
-    def path(self, key: str) -> str:
-        """What messages call the object."""
-        return f"{self.uri}/{key}"
-
-    def read(self, key: str, *, start: int = 0, nbytes: int | None = None, limit: int | None = None) -> bytes:
-        """As `Storage.read`; nothing here is larger than who put it there knows, so there is no `limit`."""
-        reader = self.reader(key)
-        out = np.empty(reader.nbytes - start if nbytes is None else nbytes, np.uint8)
-        reader.read_at(start, out)
-        return out.tobytes()
-
-    def nbytes(self, key: str) -> int | None:
-        """As `Storage.nbytes`."""
-        data = self._objects.get(key)
-        return None if data is None else data.nbytes
-
-    def list(self, folder: str) -> builtins.list[str]:
-        """As `Storage.list`; there are no folders."""
-        return [] if folder else sorted(self._objects)
-
-    def reader(self, key: str) -> FileReader:
-        """As `Storage.reader`."""
-        if key not in self._objects:
-            raise NotFoundError(
-                f"{self.path(key)} is not in the memory of this rank.",
-                code="not_found.object",
-                action="Read it on the rank that owns it.",
-                path=self.path(key),
-            )
-        return self._objects[key]
-
-    def leftovers(self, folder: str, *, older_than_s: float = 0.0) -> builtins.list[str]:
-        """As `Storage.leftovers`."""
-        return []
-
-    def create(self, key: str, data: bytes) -> NoReturn:
-        """Raises `StorageError`."""
-        raise self._read_only(key)
-
-    def writer(self, key: str, *, nbytes: int) -> NoReturn:
-        """Raises `StorageError`."""
-        raise self._read_only(key)
-
-    def delete(self, key: str) -> NoReturn:
-        """Raises `StorageError`."""
-        raise self._read_only(key)
-
-    def _read_only(self, key: str) -> StorageError:
-        return StorageError(
-            f"{self.path(key)} cannot be changed: it is live memory, seen as a file.",
-            code="storage.read_only",
-            action="Change the tensors themselves.",
-            path=self.path(key),
-        )
 
 
 class LiveFile:
@@ -130,6 +62,6 @@ def live_checkpoint(manifest: bytes) -> Checkpoint:
         manifest=FileSeal(fmt.NAME, len(manifest), xxhash.xxh3_128_hexdigest(manifest)),
         files=tuple(FileSeal(fmt.file_name(index), nbytes, _NO_DIGEST) for index, nbytes in enumerate(sizes)),
     )
-    storage = LiveStorage()
+    storage = MemoryStorage(NAME)
     storage.add(fmt.NAME, LiveFile([BytesSource(manifest)], data_start=0, nbytes=len(manifest)))
     return Checkpoint(Located(storage, None, None, "", seal))

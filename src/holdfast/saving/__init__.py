@@ -25,17 +25,20 @@ from holdfast.errors import HoldfastError
 from holdfast.format.records import MAX_RECORD_NBYTES, Commit
 from holdfast.phases import Stopwatch, attempt
 from holdfast.reports import SaveReport
-from holdfast.run.paths import parse, storage_at
-from holdfast.saving.coordinator import Request
+from holdfast.run.paths import canonical, parse, storage_at
+from holdfast.saving.coordinator import Coordinator, Request
 from holdfast.saving.local import Local
 from holdfast.saving.messages import Planned, Written
-from holdfast.saving.planning import Planning
+from holdfast.saving.planning import Known, Planning
 from holdfast.saving.share import Share
 from holdfast.saving.survivor import finish_alone, is_desertion
 from holdfast.transfer.timed import TimedStorage
 
 #: How long a save may go on at most to commit alone when ranks are gone.
 _FINISH_LIMIT_S = 60.0
+
+#: What is remembered of the last save, per run and group.
+_known: dict[tuple[str, tuple[int, ...]], Known] = {}
 
 
 def save(
@@ -76,8 +79,8 @@ def save(
         raise ValueError(f"step is a whole number from 0 on, not {step!r}")
     if on_divergence not in ("warn", "error"):
         raise ValueError(f"on_divergence is 'warn' or 'error', not {on_divergence!r}")
-    numbers = _numbers(metrics or {})
-    root = _run_root(run)
+    numbers = numbers_of(metrics or {})
+    root = run_root(run)
     channel = default_channel(f"save of step {step}", group)
     deadline = Deadline(timeout_s)
     with TimedStorage(storage_at(root), timeout_s=deadline.for_storage_s) as storage:
@@ -85,7 +88,8 @@ def save(
         return _Saving(channel, deadline, request, group_ranks(group)).run(state)
 
 
-def _numbers(metrics: Mapping[str, SupportsFloat]) -> dict[str, float]:
+def numbers_of(metrics: Mapping[str, SupportsFloat]) -> dict[str, float]:
+    """`metrics` as they are recorded. Raises `TypeError` or `ValueError` for what is no metric."""
     for name, value in metrics.items():
         if type(name) is not str or not isinstance(value, SupportsFloat):
             raise TypeError(f"a metric is a number under a string, not {name!r}: {value!r}")
@@ -94,7 +98,8 @@ def _numbers(metrics: Mapping[str, SupportsFloat]) -> dict[str, float]:
     return {name: float(value) for name, value in metrics.items()}
 
 
-def _run_root(run: str | os.PathLike[str]) -> str:
+def run_root(run: str | os.PathLike[str]) -> str:
+    """The root of what must be a run, not one checkpoint of it."""
     target = parse(run)
     if target.step is not None or target.place is not None:
         raise ValueError(f"save takes a run, not one checkpoint of it: {os.fspath(run)!r}")
@@ -111,7 +116,10 @@ class _Saving:
         self._storage = request.storage
         self._rank = ranks[channel.rank]
         self._watch = Stopwatch()
-        self._planning = Planning(channel, deadline, request, ranks, self._watch)
+        key = (canonical(request.storage.uri), tuple(ranks))
+        self._known = _known.setdefault(key, Known())
+        coordinator = Coordinator(request, ranks, self._known.memory)
+        self._planning = Planning[Planned](channel, deadline, self._rank, coordinator, self._known, self._watch)
 
     def run(self, state: Mapping[str, object]) -> SaveReport:
         """Save and report."""
@@ -135,7 +143,8 @@ class _Saving:
         )
 
     def _write(self, planned: Planned, mine: Local, shares: list[Share], wrote: list[Written]) -> bytes:
-        share = self._planning.share(self._storage, planned)
+        share = Share.of(self._storage, planned, self._rank, self._known.share)
+        self._planning.remember(share)
         shares.append(share)
         written = share.write(self._storage, planned.folder, mine.flat, self._planning.values(mine), self._rank)
         wrote.append(written)

@@ -3,60 +3,77 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar, cast
 
 import msgspec
 
 from holdfast.control.channel import Channel, Deadline
 from holdfast.format.values import Node
 from holdfast.phases import Stopwatch, attempt
-from holdfast.run.paths import canonical
-from holdfast.saving.coordinator import Coordinator, PlanMemory, Request
+from holdfast.saving.coordinator import Coordinator, PlanMemory
 from holdfast.saving.local import NUM_TURNS, Local
-from holdfast.saving.messages import Answer, Compare, Planned, Questions
+from holdfast.saving.messages import Answer, Compare, Questions
 from holdfast.saving.share import Share
 from holdfast.state.gather import Remembered
-from holdfast.storage.base import Storage
 
-_Key = tuple[str, tuple[int, ...]]
-
-#: Of the last save, per run and group: rank 0's knowledge of all ranks, each rank's share, and what its walk found.
-_plans: dict[_Key, PlanMemory] = {}
-_shares: dict[_Key, Share] = {}
-_walks: dict[_Key, Sequence[Remembered]] = {}
+T = TypeVar("T")
 
 
-class Planning:
-    """One save's planning on one rank. `ranks` are the global ranks of the group, in its order."""
+@dataclass
+class Known:
+    """What a rank remembers of the last save of a state: rank 0 what it knows of all ranks, each its share in the plan,
+    and what its walk found."""
+
+    memory: PlanMemory | None = None
+    share: Share | None = None
+    walk: Sequence[Remembered] = ()
+
+
+class Planning(Generic[T]):
+    """One save's planning on one rank, which is number `rank` of the job. The last answer is a `T`, one of `answers`
+    beside questions."""
 
     def __init__(
-        self, channel: Channel, deadline: Deadline, request: Request, ranks: Sequence[int], watch: Stopwatch
+        self,
+        channel: Channel,
+        deadline: Deadline,
+        rank: int,
+        coordinator: Coordinator,
+        known: Known,
+        watch: Stopwatch,
+        *,
+        answers: object = Answer,
     ) -> None:
         self._channel = channel
         self._deadline = deadline
-        self._rank = ranks[channel.rank]
-        self._key = (canonical(request.storage.uri), tuple(ranks))
+        self._rank = rank
+        self._known = known
         self._watch = watch
-        self.coordinator = Coordinator(request, ranks, _plans.get(self._key))
+        self._answers = answers
+        self.coordinator = coordinator
 
-    def agree(self, state: Mapping[str, object]) -> tuple[Planned, Local]:
+    def agree(self, state: Mapping[str, object]) -> tuple[T, Local]:
         """What all ranks have agreed on, and what this one described. Collective."""
-        known = _shares.get(self._key)
         local: list[Local] = []
         with self._watch.phase("describe"):
-            described = attempt(lambda: self._describe(state, known, local))
+            described = attempt(lambda: self.told(self._describe(state, local)))
             answer = self._channel.exchange("describe", described, self.coordinator.ask, self._deadline)
         mine = local[0]
         with self._watch.phase("plan"):
-            while not isinstance(asked := msgspec.msgpack.decode(answer, type=Answer), Planned):
+            while isinstance(asked := self._decoded(answer), Questions | Compare):
                 answer = self._replied(asked, mine)
         return asked, mine
 
-    def share(self, storage: Storage, planned: Planned) -> Share:
-        """This rank's part in the plan, which is remembered for the next save."""
-        share = _shares[self._key] = Share.of(storage, planned, self._rank, _shares.get(self._key))
+    def told(self, described: bytes) -> bytes:
+        """What this rank tells first: its `Described`, encoded."""
+        return described
+
+    def remember(self, share: Share) -> None:
+        """Note this rank's share in what was agreed on, for the next save."""
+        self._known.share = share
         if self.coordinator.memory is not None:
-            _plans[self._key] = self.coordinator.memory
-        return share
+            self._known.memory = self.coordinator.memory
 
     def values(self, mine: Local) -> dict[str, Node]:
         """The values that this rank's data file holds."""
@@ -65,13 +82,15 @@ class Planning:
             values.update(self.coordinator.values or mine.flat.nodes)
         return values
 
-    def _describe(self, state: Mapping[str, object], known: Share | None, local: list[Local]) -> bytes:
-        number, world_size = self._channel.rank, self._channel.world_size
-        last = _walks.get(self._key, ())
-        mine = Local.of(state, number=number, rank=self._rank, world_size=world_size, last=last)
+    def _decoded(self, answer: bytes) -> Questions | Compare | T:
+        return cast("Questions | Compare | T", msgspec.msgpack.decode(answer, type=self._answers))
+
+    def _describe(self, state: Mapping[str, object], local: list[Local]) -> bytes:
+        number, world_size, share = self._channel.rank, self._channel.world_size, self._known.share
+        mine = Local.of(state, number=number, rank=self._rank, world_size=world_size, last=self._known.walk)
         local.append(mine)
-        _walks[self._key] = mine.flat.remembered
-        turn = None if known is None else known.turn % NUM_TURNS
+        self._known.walk = mine.flat.remembered
+        turn = None if share is None else share.turn % NUM_TURNS
         return mine.describe(turn, alone=world_size == 1)
 
     def _replied(self, asked: Questions | Compare, mine: Local) -> bytes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import msgspec
@@ -19,7 +19,7 @@ from holdfast.phases import collector_paused
 from holdfast.run.checkpoint import pack_values
 from holdfast.saving.messages import Planned, Written
 from holdfast.state.flatten import FlatState
-from holdfast.state.memory import LocalPieces, packed
+from holdfast.state.memory import LocalPieces, MemorySource, packed
 from holdfast.storage.base import Storage
 from holdfast.transfer.buffers import pipeline_pool
 from holdfast.transfer.sources import BytesSource, Source
@@ -49,11 +49,15 @@ class Share:
         if remembered is not None and remembered.plan_id == planned.plan_id:
             body = msgspec.structs.replace(remembered.manifest.body, checkpoint_id=planned.checkpoint_id)
             return Share(planned.plan_id, remembered.manifest.with_body(body), remembered.layout, remembered.turn + 1)
-        manifest = _read_manifest(storage, planned, rank)
+        return Share.in_manifest(planned.plan_id, _read_manifest(storage, planned, rank), rank)
+
+    @staticmethod
+    def in_manifest(plan_id: str, manifest: DecodedManifest, rank: int) -> Share:
+        """The share of `rank` in the first checkpoint of a plan."""
         writers = manifest.sequence(manifest.body.writers)
         index = int(np.searchsorted(writers, rank))
         has_file = index < len(writers) and writers[index] == rank
-        return Share(planned.plan_id, manifest, Files(manifest).layout(index) if has_file else None, 0)
+        return Share(plan_id, manifest, Files(manifest).layout(index) if has_file else None, 0)
 
     def write(
         self, storage: TimedStorage, folder: str, flat: FlatState, values: Mapping[str, Node], rank: int
@@ -85,10 +89,16 @@ class Share:
 
 @collector_paused()
 def sources_of(manifest: DecodedManifest, layout: FileLayout, flat: FlatState, rank: int) -> list[Source]:
-    """The tensors of a data file, in the order of its entries, from what `rank` holds."""
+    """The tensors of a data file, in the order of its entries, from what `rank` holds; small ones together."""
+    return list(packed(memory_of(manifest, layout, flat, rank)))
+
+
+def memory_of(manifest: DecodedManifest, layout: FileLayout, flat: FlatState, rank: int) -> Iterator[MemorySource]:
+    """The memory of each entry of a data file, from what `rank` holds."""
     names, pieces = manifest.body.names, LocalPieces(rank)
-    parts = ((flat.tensors[names[entry.tensor]], entry.part) for entry in layout.entries)
-    return list(packed(pieces.source(held.layout, held.memory, part) for held, part in parts))
+    for entry in layout.entries:
+        held = flat.tensors[names[entry.tensor]]
+        yield pieces.source(held.layout, held.memory, entry.part)
 
 
 def _read_manifest(storage: Storage, planned: Planned, rank: int) -> DecodedManifest:

@@ -23,7 +23,8 @@ _REUSABLE = (State.FREE, State.COMMITTED, State.SUPERSEDED)
 
 
 class Arena:
-    """`num_slots` slots of `rank` in `folder`. Used by one thread of one process per rank; `close` leaves all there."""
+    """`num_slots` slots of `rank` in `folder`, beginning with those that are there. Used by one thread of one process per
+    rank; `close` leaves all there."""
 
     def __init__(self, folder: NodeFolder, *, rank: int, num_slots: int) -> None:
         self._folder = folder
@@ -39,6 +40,7 @@ class Arena:
         #: What ended the preparation, and how long it took.
         self.error: HoldfastError | None = None
         self.seconds = 0.0
+        self._take_over()
 
     def prepare(self, nbytes: int) -> None:
         """Begin to make ready slots for data files of up to `nbytes`: those that are there and have the room, and new
@@ -55,11 +57,17 @@ class Arena:
 
     def reusable(self, needed: Place | None) -> Slot | None:
         """A slot that may be filled: it is free, or holds a committed or superseded checkpoint that comes before
-        `needed`, the newest one that all ranks hold sealed. None where there is none now."""
+        `needed`, the newest one that all ranks hold sealed. None where there is none now.
+
+        Where `needed` is None, some rank holds nothing, so no checkpoint is whole in memory; then it must come before
+        the newest one of this rank.
+        """
+        needed = needed or self.newest_sealed()
         return next((slot for slot in self._slots if _is_reusable(slot, needed)), None)
 
     def remove_retired(self, needed: Place | None) -> None:
         """Remove slots that are too small by now, or too many, as far as they could be filled again, as `reusable`."""
+        needed = needed or self.newest_sealed()
         for slot in [slot for slot in self._retired if _is_reusable(slot, needed)]:
             self._retired.remove(slot)
             slot.remove()
@@ -83,7 +91,7 @@ class Arena:
     def _prepare(self, nbytes: int) -> None:
         start_s = time.perf_counter()
         try:
-            self._adopt(nbytes)
+            self._sort(nbytes)
             while len(self._slots) < self._num_slots:
                 self._add(nbytes)
             self.is_ready = True
@@ -95,13 +103,14 @@ class Arena:
             self.seconds = time.perf_counter() - start_s
             self._done.set()
 
-    def _adopt(self, nbytes: int) -> None:
-        """Take over what slots the rank has: of this process, or of one that had the rank before it."""
-        known = {slot.name for slot in (*self._slots, *self._retired)}
+    def _take_over(self) -> None:
+        """Take over what slots the rank has from a process that had it before."""
         for name in slot_names(self._folder, rank=self._rank):
-            if name not in known:
-                with suppress(FileNotFoundError, CorruptError):
-                    self._slots.append(_taken_over(Slot(self._folder, name)))
+            with suppress(FileNotFoundError, CorruptError):
+                self._slots.append(_taken_over(Slot(self._folder, name)))
+
+    def _sort(self, nbytes: int) -> None:
+        """Retire slots that are too small, or too many."""
         large = [slot for slot in self._slots if slot.nbytes >= nbytes]
         self._retired += [slot for slot in self._slots if slot.nbytes < nbytes] + large[self._num_slots :]
         self._slots = large[: self._num_slots]

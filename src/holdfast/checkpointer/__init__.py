@@ -1,0 +1,262 @@
+"""`Checkpointer`: saves that training does not wait for, and that survive the death of the training processes."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, Self, SupportsFloat
+
+from torch.distributed import ProcessGroup
+
+from holdfast.checkpointer.handle import Handle
+from holdfast.checkpointer.messages import Answer, Skipped, Told
+from holdfast.checkpointer.planner import StagePlanner, StagePlanning
+from holdfast.checkpointer.restoring import RestoreReport, await_commit, restore
+from holdfast.checkpointer.staging import Stager, next_share
+from holdfast.control.channel import Channel, Deadline
+from holdfast.control.torch_store import default_channel, group_ranks
+from holdfast.errors import ConfigurationError, HoldfastError
+from holdfast.format.records import Place
+from holdfast.keeper.node_folder import DEFAULT_NODE_DIR, NodeFolder
+from holdfast.phases import Stopwatch, attempt
+from holdfast.run.paths import canonical, storage_at
+from holdfast.saving import numbers_of, run_root, save
+from holdfast.saving.coordinator import Request
+from holdfast.saving.planning import Known
+from holdfast.saving.share import Share
+from holdfast.transfer.timed import TimedStorage
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """How the memory of a node is used: `generations` snapshots per rank, at least 2 (one is whole while the next is
+    copied), in `node_dir`, a file system in memory."""
+
+    generations: int = 2
+    node_dir: Path = DEFAULT_NODE_DIR
+
+    def __post_init__(self) -> None:
+        if self.generations < 2:
+            raise ValueError(f"generations is {self.generations}: one must be whole while the next is copied")
+
+
+class Checkpointer:
+    """The checkpoints of one training loop: `save` returns in milliseconds, `restore` goes on from the newest.
+
+    A save copies the state into memory of the node that outlives this process: what only steps of the optimizers in
+    `state` change is copied while training goes on, and the next step waits for it; everything else at once. A keeper,
+    a process of its own per node and run, makes the copy durable and commits it. Where there is not enough memory, a
+    save writes to storage, and returns when that is done; so it does with ``memory=None``.
+
+    All methods but `guard` are collective over `group` (default: all ranks of the job), and for one thread; one plain
+    process is fine too. `state` is walked anew at every save. A run that has a history must have been restored or
+    loaded from by this job, unless ``takeover=True``. ``when_full`` says what a save does while no slot of memory is
+    free, because storage is slower than saves come: wait, or skip that save, on all ranks together.
+
+    Use as a context manager: its end waits until all that was saved is durable.
+    """
+
+    def __init__(
+        self,
+        run: str | os.PathLike[str],
+        state: Mapping[str, object],
+        *,
+        memory: Memory | None = Memory(),
+        group: ProcessGroup | None = None,
+        takeover: bool = False,
+        when_full: Literal["wait", "skip"] = "wait",
+        timeout_s: float = 600.0,
+    ) -> None:
+        if when_full not in ("wait", "skip"):
+            raise ValueError(f"when_full is 'wait' or 'skip', not {when_full!r}")
+        self._run = run_root(run)
+        self._state = state
+        self._memory = memory
+        self._group = group
+        self._takeover = takeover
+        self._when_full = when_full
+        self._timeout_s = timeout_s
+        self._known = Known()
+        self._stager: Stager | None = None
+        self._streams = memory is None
+        self._needed: Place | None = None
+        #: What was restored from memory before it was committed.
+        self._uncommitted: Place | None = None
+        self._handles: list[Handle] = []
+
+    def save(self, step: int, *, metrics: Mapping[str, SupportsFloat] | None = None) -> Handle:
+        """Save the state as of now, as step `step`; see the class for what is done when.
+
+        Returns when everything is copied that may change before the next step of an optimizer in the state. What
+        becomes of it stands in the handle. That an earlier save failed is logged, once; training goes on.
+
+        Raises:
+            StateError, ConfigurationError, FencedError: as `holdfast.save`.
+            StorageError, DeadlineError: the run could not be asked for a place, or ranks did not answer.
+        """
+        if type(step) is not int or step < 0:
+            raise ValueError(f"step is a whole number from 0 on, not {step!r}")
+        handle = Handle(step)
+        begun_s = time.perf_counter()
+        numbers = numbers_of(metrics or {})
+        self._report()
+        try:
+            self._await_restored()
+            if self._streams or not self._staged(handle, numbers):
+                self._save_through(handle, metrics)
+        except HoldfastError as error:
+            handle.fail(error)
+            raise
+        handle.blocked_s = time.perf_counter() - begun_s
+        self._handles.append(handle)
+        return handle
+
+    def restore(self, *, verify: bool = True) -> RestoreReport:
+        """Fill the state from the newest checkpoint on the run's lineage: from the memory of the nodes, if it is there,
+        else from storage. In a run without any, nothing is changed, and ``report.next_step`` is 0.
+
+        Raises what `holdfast.load` raises.
+        """
+        report, self._uncommitted = restore(
+            self._run,
+            self._state,
+            node_dir=None if self._memory is None else self._memory.node_dir,
+            group=self._group,
+            verify=verify,
+            timeout_s=self._timeout_s,
+        )
+        return report
+
+    @contextmanager
+    def guard(self) -> Iterator[None]:
+        """A ``with`` block that is entered when nothing of the state is being copied: for changes that no step of an
+        optimizer in the state makes. Not collective."""
+        if self._stager is not None:
+            self._stager.guard.wait()
+        yield
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Return when all that was saved is durable. Raises why something is not."""
+        for handle in self._handles:
+            handle.durable.wait(self._timeout_s if timeout_s is None else timeout_s)
+
+    def close(self) -> None:
+        """Wait until all that was saved is durable, and let go of the memory, which stays. Raises why something is not
+        durable. May be called again."""
+        try:
+            self.wait()
+        finally:
+            self._let_go()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+            return
+        # What ended training must not be hidden, nor wait for storage: the keeper goes on.
+        self._report()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        if self._stager is not None:
+            self._stager.close()
+            self._stager = None
+
+    def _report(self) -> None:
+        """Log what failed since the last call, and forget handles of which nothing more is to be known."""
+        for handle in [handle for handle in self._handles if handle.durable.is_over]:
+            self._handles.remove(handle)
+            if handle.durable.error is not None:
+                _log.error("step %d is not durable: %s", handle.step, handle.durable.error)
+
+    def _await_restored(self) -> None:
+        """Wait until what was restored from memory is committed: only then something can follow it."""
+        if self._uncommitted is not None:
+            with TimedStorage(storage_at(self._run), timeout_s=self._timeout_s) as storage:
+                await_commit(storage, self._uncommitted, timeout_s=self._timeout_s)
+            self._uncommitted = None
+
+    def _save_through(self, handle: Handle, metrics: Mapping[str, SupportsFloat] | None) -> None:
+        """Save to storage, and return when that is done."""
+        report = save(
+            self._run,
+            self._state,
+            handle.step,
+            metrics=metrics,
+            group=self._group,
+            takeover=self._takeover,
+            timeout_s=self._timeout_s,
+        )
+        handle.staged.end(nbytes=report.written_nbytes)
+        handle.durable.end(nbytes=report.written_nbytes)
+
+    def _staged(self, handle: Handle, metrics: dict[str, float]) -> bool:
+        """Save into memory. False, and nothing saved, where some node has not enough of it; that is not tried again."""
+        channel = default_channel(f"save of step {handle.step}", self._group)
+        deadline = Deadline(self._timeout_s)
+        ranks = group_ranks(self._group)
+        rank = ranks[channel.rank]
+        stager = self._opened(rank)
+        watch = Stopwatch()
+        with TimedStorage(storage_at(self._run), timeout_s=deadline.for_storage_s) as storage:
+            request = Request(storage, handle.step, metrics, self._takeover, time.time(), strict=False)
+            planner = StagePlanner(request, ranks, self._known.memory, skips=self._when_full == "skip")
+            planning = StagePlanning(channel, deadline, rank, planner, self._known, watch, answers=Answer)
+            planning.tell = self._tell
+            agreed, mine = planning.agree(self._state)
+        stager.give_up(agreed.given_up)
+        if isinstance(agreed, Skipped):
+            handle.skip(agreed.full)
+            return True
+        share = next_share(agreed, self._known.share, rank)
+        if agreed.manifest and not self._prepared(channel, stager, share, deadline):
+            return False
+        planning.remember(share)
+        self._needed = agreed.needed
+        stager.stage(handle, agreed, share, mine.flat, planning.values(mine), deadline.remaining_s())
+        return True
+
+    def _opened(self, rank: int) -> Stager:
+        if self._stager is None:
+            assert self._memory is not None
+            run = canonical(storage_at(self._run).uri)
+            folder = NodeFolder(run, node_dir=self._memory.node_dir)
+            self._stager = Stager(folder, run, rank=rank, num_slots=self._memory.generations)
+        return self._stager
+
+    def _tell(self, described: bytes) -> Told:
+        assert self._stager is not None
+        sealed, full = self._stager.standing(self._needed)
+        plan_id = "" if self._known.share is None else self._known.share.plan_id
+        return Told(described, plan_id, sealed, full, self._stager.take_given_up())
+
+    def _prepared(self, channel: Channel, stager: Stager, share: Share, deadline: Deadline) -> bool:
+        """Have memory for a new plan on all ranks. False where some rank has not enough."""
+
+        def prepare() -> bytes:
+            if not stager.fits(share):
+                stager.prepare(share, timeout_s=deadline.for_storage_s)
+            return b""
+
+        try:
+            channel.collect("memory", attempt(prepare), deadline)
+        except ConfigurationError as error:
+            if error.code != "config.memory":
+                raise
+            _log.warning("saves go to storage, and training waits for them: %s", error)
+            self._streams = True
+            self._let_go()
+            return False
+        return True

@@ -1,0 +1,307 @@
+"""Going on from the newest checkpoint: from the memory of the nodes where it is there, whole, else from storage.
+
+A copy in memory counts only where it is on the lineage of the run's head: it is the head's, or a later one of the
+newest epoch, which its keeper is about to commit. What a rollback left behind is never restored.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import msgspec
+import numpy as np
+from torch.distributed import ProcessGroup
+
+from holdfast.control.channel import Channel, Deadline
+from holdfast.control.torch_store import default_channel, group_ranks
+from holdfast.errors import CorruptError, DeadlineError, HoldfastError, NotFoundError
+from holdfast.format import manifest as fmt
+from holdfast.format import records
+from holdfast.format.records import FileSeal, Place, Seal
+from holdfast.keeper.client import ensure_keeper
+from holdfast.keeper.generations import Generation, read_generation
+from holdfast.keeper.node_folder import NodeFolder
+from holdfast.keeper.persist import data_file
+from holdfast.keeper.process import boot_id
+from holdfast.keeper.slots import Slot, State, slot_names
+from holdfast.loading import Loading, Options, load
+from holdfast.phases import attempt
+from holdfast.reports import LoadReport
+from holdfast.run.fallback import is_damage
+from holdfast.run.history import Located, Run
+from holdfast.run.paths import canonical, storage_at
+from holdfast.storage.base import Storage
+from holdfast.storage.memory import MemoryFile, MemoryStorage
+from holdfast.transfer.timed import TimedStorage
+
+#: States of slots that hold a whole data file.
+_WHOLE: Final = (State.SEALED, State.COMMITTED, State.SUPERSEDED)
+#: How long a keeper may take to seal what a dead trainer staged.
+_SEAL_TIMEOUT_S: Final = 60.0
+_LOOK_S: Final = 0.02
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RestoreReport:
+    """What was restored: `step` (None: there was nothing yet), at `place`, from `tier` ("node memory" or "storage").
+
+    ``next_step`` is where the loop goes on. `load` says the rest.
+    """
+
+    step: int | None
+    place: str | None
+    tier: str | None
+    load: LoadReport | None
+
+    @property
+    def next_step(self) -> int:
+        """The step after the one that was restored; 0 where there was none."""
+        return 0 if self.step is None else self.step + 1
+
+
+class _Held(msgspec.Struct, frozen=True, array_like=True):
+    """A data file that is in the memory of a node, whole."""
+
+    checkpoint_id: str
+    place: Place
+    file: int
+    nbytes: int
+    digest: str
+
+
+class _Inventory(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank finds on its node, and the manifests that it could read."""
+
+    node: str
+    held: tuple[_Held, ...]
+    generations: tuple[str, ...]
+
+
+class _Chosen(msgspec.Struct, frozen=True, array_like=True):
+    """What all ranks restore: the seal of a checkpoint, the newest epoch of its run, the folder's name, the ranks that
+    alone can read each file (empty: all can read all), and whether it is committed. No seal: from storage."""
+
+    seal: bytes = b""
+    epoch: int = 0
+    folder: str = ""
+    owners: tuple[int, ...] = ()
+    committed: bool = True
+
+
+class Candidate(NamedTuple):
+    """A checkpoint of which all data files are in memory: the nodes that have each file, with its seal."""
+
+    generation: Generation
+    files: list[dict[str, FileSeal]]
+
+
+class Restored(NamedTuple):
+    """A report, and the place of what was restored if that was not committed yet."""
+
+    report: RestoreReport
+    uncommitted: Place | None
+
+
+def restore(
+    run: str,
+    state: Mapping[str, object],
+    *,
+    node_dir: Path | None,
+    group: ProcessGroup | None,
+    verify: bool,
+    timeout_s: float,
+) -> Restored:
+    """Fill `state` from the newest checkpoint of `run`. Collective over `group`. See `Checkpointer.restore`."""
+    if node_dir is not None:
+        try:
+            restored = _from_memory(run, state, node_dir, group, verify=verify, timeout_s=timeout_s)
+        except HoldfastError as error:
+            if not is_damage(error):
+                raise
+            _log.warning("what is in memory is damaged, going to storage: %s", error)
+        else:
+            if restored is not None:
+                return restored
+    try:
+        report = load(run, state, group=group, verify=verify, timeout_s=timeout_s)
+    except NotFoundError as error:
+        if error.code not in ("not_found.run", "not_found.head"):
+            raise
+        return Restored(RestoreReport(None, None, None, None), None)
+    return Restored(RestoreReport(report.step, report.place, "storage", report), None)
+
+
+def await_commit(storage: Storage, place: Place, *, timeout_s: float) -> None:
+    """Return when what was restored from memory is committed: until then nothing can follow it in the history."""
+    end = time.monotonic() + timeout_s
+    while storage.nbytes(records.commit_key(place)) is None:
+        if time.monotonic() > end:
+            raise DeadlineError(
+                f"What was restored from memory, {place}, was not committed within {timeout_s:.0f} s.",
+                code="timeout.commit",
+                action="See the log of the keeper for what holds it up.",
+                path=storage.uri,
+            )
+        time.sleep(_LOOK_S)
+
+
+def _from_memory(
+    run: str, state: Mapping[str, object], node_dir: Path, group: ProcessGroup | None, *, verify: bool, timeout_s: float
+) -> Restored | None:
+    channel, deadline = default_channel("restore", group), Deadline(timeout_s)
+    uri = canonical(storage_at(run).uri)
+    with ExitStack() as stack:
+        slots: list[Slot] = []
+        folder = stack.enter_context(NodeFolder(uri, node_dir=node_dir))
+
+        def look() -> bytes:
+            slots.extend(stack.enter_context(_sealed_slots(folder, uri)))
+            return msgspec.msgpack.encode(_inventory(folder, slots))
+
+        answer = channel.exchange("inventory", attempt(look), lambda payloads: _choose(uri, folder, payloads), deadline)
+        chosen = msgspec.msgpack.decode(answer, type=_Chosen)
+        if not chosen.seal:
+            return None
+        seal = records.decode(chosen.seal, Seal, path=str(folder.path))
+        with TimedStorage(storage_at(run), timeout_s=deadline.for_storage_s) as storage:
+            memory = _memory(folder, slots, seal, chosen.folder)
+            located = Located(memory, Run.open(storage), None, f"{records.CHECKPOINTS}/{chosen.folder}/", seal)
+            report = _load(channel, deadline, group, state, located, chosen, verify=verify)
+        uncommitted = None if chosen.committed else seal.place
+        return Restored(RestoreReport(report.step, report.place, "node memory", report), uncommitted)
+
+
+def _load(
+    channel: Channel,
+    deadline: Deadline,
+    group: ProcessGroup | None,
+    state: Mapping[str, object],
+    located: Located,
+    chosen: _Chosen,
+    *,
+    verify: bool,
+) -> LoadReport:
+    with TimedStorage(located.storage, timeout_s=deadline.for_storage_s) as storage:
+        loading = Loading(channel, deadline, storage, group_ranks(group)[channel.rank], Options(verify=verify))
+        return loading.fill(state, lambda: located, epoch=chosen.epoch, owners=chosen.owners or None)
+
+
+@contextmanager
+def _sealed_slots(folder: NodeFolder, run: str) -> Iterator[list[Slot]]:
+    """The slots of the node; what was staged is sealed by its keeper first."""
+    names = slot_names(folder)
+    if names:
+        ensure_keeper(folder, run)
+    with ExitStack() as stack:
+        slots: list[Slot] = []
+        for name in names:
+            with suppress(FileNotFoundError, CorruptError):
+                slots.append(stack.enter_context(Slot(folder, name)))
+        end = time.monotonic() + _SEAL_TIMEOUT_S
+        while any(slot.refresh().state == State.STAGED for slot in slots) and time.monotonic() < end:
+            time.sleep(_LOOK_S)
+        yield slots
+
+
+def _inventory(folder: NodeFolder, slots: Sequence[Slot]) -> _Inventory:
+    held = []
+    for slot in slots:
+        record = slot.record
+        contents = record.contents
+        if contents is not None and record.state in _WHOLE:
+            held.append(_Held(contents.checkpoint_id, contents.place, contents.file, contents.nbytes, record.digest))
+    known = []
+    for checkpoint_id in {each.checkpoint_id for each in held}:
+        with suppress(FileNotFoundError, CorruptError):
+            read_generation(folder, checkpoint_id)
+            known.append(checkpoint_id)
+    status = os.fstat(folder.fileno())
+    node = f"{boot_id()}-{status.st_dev}-{status.st_ino}"
+    return _Inventory(node, tuple(each for each in held if each.checkpoint_id in known), tuple(known))
+
+
+def _choose(run_uri: str, folder: NodeFolder, payloads: Sequence[bytes]) -> bytes:
+    """On rank 0: the newest checkpoint on the head's lineage that all nodes together hold."""
+    inventories = [msgspec.msgpack.decode(payload, type=_Inventory) for payload in payloads]
+    places = {each.checkpoint_id: each.place for inventory in inventories for each in inventory.held}
+    try:
+        run = Run.open(storage_at(run_uri))
+    except NotFoundError:
+        return msgspec.msgpack.encode(_Chosen())
+    epoch, head = run.newest_epoch() or 0, run.head()
+    for checkpoint_id in sorted(places, key=places.__getitem__, reverse=True):
+        place = places[checkpoint_id]
+        is_head = head is not None and head.place == place
+        is_next = place.epoch == epoch and (head is None or head.place < place)
+        if not (is_head or is_next):
+            continue
+        # Every node that has a part knows the manifest; rank 0's own must, to plan.
+        with suppress(FileNotFoundError, CorruptError):
+            generation = read_generation(folder, checkpoint_id)
+            manifest = fmt.decode(generation.manifest, path=generation.folder)
+            if manifest.body.run_id != run.run_id:
+                continue
+            files = _files(inventories, checkpoint_id, manifest.body.num_files)
+            if files is None:
+                continue
+            seal = _seal(generation, [next(iter(holders.values())) for holders in files])
+            owners = _owners(inventories, files)
+            return msgspec.msgpack.encode(_Chosen(records.encode(seal), epoch, generation.folder, owners, is_head))
+    return msgspec.msgpack.encode(_Chosen())
+
+
+def _files(inventories: Sequence[_Inventory], checkpoint_id: str, num_files: int) -> list[dict[str, FileSeal]] | None:
+    """Of each data file, the nodes that hold it, with what its seal says; None where one is nowhere."""
+    files: list[dict[str, FileSeal]] = [{} for _ in range(num_files)]
+    for inventory in inventories:
+        for each in inventory.held:
+            if each.checkpoint_id == checkpoint_id:
+                files[each.file][inventory.node] = FileSeal(fmt.file_name(each.file), each.nbytes, each.digest)
+    return files if all(files) else None
+
+
+def _owners(inventories: Sequence[_Inventory], files: Sequence[Mapping[str, FileSeal]]) -> tuple[int, ...]:
+    """A rank that can read each file, in turn among those of a node; empty where all nodes have all files."""
+    nodes: dict[str, list[int]] = {}
+    for number, inventory in enumerate(inventories):
+        nodes.setdefault(inventory.node, []).append(number)
+    if all(nodes.keys() <= holders.keys() for holders in files):
+        return ()
+    owners = []
+    for index, holders in enumerate(files):
+        ranks = nodes[next(iter(holders))]
+        owners.append(ranks[index % len(ranks)])
+    return tuple(owners)
+
+
+def _seal(generation: Generation, files: Sequence[FileSeal]) -> Seal:
+    return Seal(
+        checkpoint_id=generation.checkpoint_id,
+        place=generation.place,
+        step=generation.step,
+        manifest=FileSeal(fmt.NAME, len(generation.manifest), records.digest(generation.manifest)),
+        files=tuple(files),
+    )
+
+
+def _memory(folder: NodeFolder, slots: Sequence[Slot], seal: Seal, name: str) -> MemoryStorage:
+    """What this node holds of a checkpoint, as a storage."""
+    storage = MemoryStorage(str(folder.path))
+    files = {fmt.NAME: np.frombuffer(read_generation(folder, seal.checkpoint_id).manifest, np.uint8)}
+    for slot in slots:
+        contents = slot.record.contents
+        if contents is not None and contents.checkpoint_id == seal.checkpoint_id and slot.record.state in _WHOLE:
+            files[fmt.file_name(contents.file)] = data_file(slot)
+    for file, data in files.items():
+        key = f"{records.CHECKPOINTS}/{name}/{file}"
+        storage.add(key, MemoryFile(data, path=storage.path(key)))
+    return storage

@@ -1,0 +1,331 @@
+"""One rank's way from an agreed plan to a staged slot, and what becomes of it then."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from threading import Event, Lock, Thread
+from typing import Final, NamedTuple
+
+import msgspec
+import numpy as np
+
+from holdfast.checkpointer.handle import Handle
+from holdfast.checkpointer.messages import Agreed
+from holdfast.errors import DeadlineError, FencedError, HoldfastError, StateError, StorageError
+from holdfast.format import manifest as fmt
+from holdfast.format import records
+from holdfast.format.container import FileLayout
+from holdfast.format.records import Place
+from holdfast.format.values import Node
+from holdfast.keeper.client import ensure_keeper
+from holdfast.keeper.generations import Generation, give_up_generation, write_generation
+from holdfast.keeper.node_folder import NodeFolder
+from holdfast.keeper.process import Process
+from holdfast.keeper.slots import Contents, Record, Slot, State
+from holdfast.run.checkpoint import pack_values
+from holdfast.run.paths import storage_at
+from holdfast.saving.share import Share, memory_of
+from holdfast.staging.arena import Arena
+from holdfast.staging.guard import Guard
+from holdfast.staging.guarded import guarded
+from holdfast.staging.snapshot import Part, Snapshot
+from holdfast.state.flatten import FlatState
+
+#: How often it is looked at what became of a snapshot, and whether a slot is free.
+_LOOK_S: Final = 0.01
+_COMMIT_LOOK_S: Final = 0.2
+
+_log = logging.getLogger(__name__)
+
+
+class _Pending(NamedTuple):
+    """A save whose end is waited for; `slot` is None on a rank that has no data file."""
+
+    handle: Handle
+    checkpoint_id: str
+    slot: Slot | None
+
+
+class Stager:
+    """The memory of one rank: stages snapshots in it, in the background, and watches what becomes of them.
+
+    Used by one thread. `close` leaves all that is staged where it is.
+    """
+
+    def __init__(self, folder: NodeFolder, run: str, *, rank: int, num_slots: int) -> None:
+        self.guard = Guard()
+        self._folder = folder
+        self._run = run
+        self._rank = rank
+        self._arena = Arena(folder, rank=rank, num_slots=num_slots)
+        self._prepared_nbytes = -1
+        self._copier = ThreadPoolExecutor(1, thread_name_prefix="holdfast-copy")
+        self._lock = Lock()
+        self._pending: list[_Pending] = []
+        self._given_up: list[str] = []
+        self._closed = Event()
+        self._watcher = Thread(target=self._watch, name="holdfast-watch", daemon=True)
+        self._watcher.start()
+        #: The last place that was agreed on with this rank.
+        self.last: Place | None = None
+
+    def fits(self, share: Share) -> bool:
+        """Whether there are slots for data files of this size."""
+        return _nbytes(share) <= self._prepared_nbytes
+
+    def prepare(self, share: Share, *, timeout_s: float) -> None:
+        """Have slots for data files of this size; returns when they are ready, which takes a second per GiB or so.
+
+        Raises:
+            ConfigurationError: there is not enough memory; says what bounds it.
+            DeadlineError: it took longer than `timeout_s`.
+        """
+        ensure_keeper(self._folder, self._run)
+        nbytes = _nbytes(share)
+        if nbytes:
+            self._arena.prepare(nbytes)
+            if not self._arena.wait(timeout_s):
+                raise DeadlineError(
+                    f"The memory for snapshots of rank {self._rank} was not ready within {timeout_s:.0f} s.",
+                    code="timeout.memory",
+                    action="Raise timeout_s, or keep fewer generations.",
+                    rank=self._rank,
+                )
+            if self._arena.error is not None:
+                raise self._arena.error
+        self._prepared_nbytes = nbytes
+
+    def standing(self, needed: Place | None) -> tuple[Place | None, bool]:
+        """The newest checkpoint of which this rank's part is in memory, whole; and whether there is no slot for another
+        one, where nothing before `needed` is needed any more."""
+        if self._prepared_nbytes == 0:
+            return self.last, False
+        is_full = self._prepared_nbytes > 0 and self._arena.reusable(needed) is None
+        return self._arena.newest_sealed(), is_full
+
+    def take_given_up(self) -> tuple[str, ...]:
+        """The ids of checkpoints whose copy failed here since the last call."""
+        with self._lock:
+            taken, self._given_up = tuple(self._given_up), []
+        return taken
+
+    def give_up(self, checkpoint_ids: Sequence[str]) -> None:
+        """Have this node free what it holds of checkpoints that can never be whole."""
+        for checkpoint_id in checkpoint_ids:
+            give_up_generation(self._folder, checkpoint_id)
+            for pending in self._pending_now():
+                if pending.checkpoint_id == checkpoint_id:
+                    pending.handle.durable.end(_incomplete(pending.handle.step))
+
+    def stage(
+        self,
+        handle: Handle,
+        agreed: Agreed,
+        share: Share,
+        flat: FlatState,
+        values: Mapping[str, Node],
+        timeout_s: float,
+    ) -> None:
+        """Copy this rank's part of `flat` into a slot: what may change before the next step of an optimizer now, and
+        the rest in the background."""
+        self.last = agreed.place
+        handle.place = agreed.place
+        layout = share.layout
+        if layout is None:
+            handle.staged.end()
+            self._expect(_Pending(handle, agreed.checkpoint_id, None))
+            return
+        slot: Slot | None = None
+        try:
+            slot = self._free_slot(agreed.needed, timeout_s)
+            slot.advance(Record(State.WRITING, Process.current()))
+            self.guard.hook(flat.optimizers)
+            self.guard.hold()
+            try:
+                _write_values(slot, layout, values)
+                parts = [
+                    Part(share.manifest.body.names[entry.tensor], source, layout.data_start + entry.offset)
+                    for entry, source in zip(
+                        layout.entries, memory_of(share.manifest, layout, flat, self._rank), strict=True
+                    )
+                ]
+                snapshot = Snapshot(parts, slot.data, guarded=guarded(flat))
+            except BaseException:
+                self.guard.let_go()
+                raise
+        except BaseException:
+            self._fail(agreed.checkpoint_id, slot)
+            raise
+        pending = _Pending(handle, agreed.checkpoint_id, slot)
+        self._copier.submit(self._copy, pending, snapshot, agreed, share, layout)
+
+    def close(self) -> None:
+        """End when what is being copied is copied. What is staged stays, and is made durable by the keeper."""
+        self._copier.shutdown()
+        self._closed.set()
+        self._watcher.join()
+        self.guard.unhook()
+        self._arena.close()
+        self._folder.close()
+
+    def _free_slot(self, needed: Place | None, timeout_s: float) -> Slot:
+        self._arena.remove_retired(needed)
+        end = time.monotonic() + timeout_s
+        while (slot := self._arena.reusable(needed)) is None:
+            if time.monotonic() > end:
+                raise DeadlineError(
+                    f"No slot of rank {self._rank} became free within {timeout_s:.0f} s: they are not durable.",
+                    code="timeout.slot",
+                    action="Save less often, keep more generations, or see the log of the keeper for what holds it up.",
+                    rank=self._rank,
+                )
+            time.sleep(_LOOK_S)
+        self._settle(slot)
+        return slot
+
+    def _copy(self, pending: _Pending, snapshot: Snapshot, agreed: Agreed, share: Share, layout: FileLayout) -> None:
+        slot, handle = pending.slot, pending.handle
+        assert slot is not None
+        try:
+            try:
+                snapshot.copy()
+            finally:
+                self.guard.let_go()
+            nbytes = layout.data_start + layout.data_nbytes
+            contents = Contents(
+                agreed.checkpoint_id, agreed.place, agreed.step, layout.index, layout.data_start, nbytes
+            )
+            manifest = share.manifest.encode()
+            write_generation(
+                self._folder,
+                Generation(self._run, agreed.folder, agreed.checkpoint_id, agreed.place, agreed.step, manifest),
+            )
+            slot.advance(Record(State.STAGED, slot.record.writer, contents))
+            handle.staged.end(nbytes=nbytes)
+            self._expect(pending)
+        except HoldfastError as error:
+            self._fail(agreed.checkpoint_id, slot)
+            handle.fail(error)
+            _log.error("step %d is not saved: %s", agreed.step, error)
+        except Exception as error:
+            self._fail(agreed.checkpoint_id, slot)
+            handle.fail(_unexpected(error, agreed.step))
+            raise
+
+    def _fail(self, checkpoint_id: str, slot: Slot | None) -> None:
+        if slot is not None and slot.state == State.WRITING:
+            slot.advance(Record(State.FREE))
+        with self._lock:
+            self._given_up.append(checkpoint_id)
+
+    def _expect(self, pending: _Pending) -> None:
+        with self._lock:
+            self._pending.append(pending)
+
+    def _pending_now(self) -> list[_Pending]:
+        with self._lock:
+            return list(self._pending)
+
+    def _settle(self, slot: Slot) -> None:
+        """Note what became of what is in a slot, before something else is."""
+        for pending in self._pending_now():
+            if pending.slot is slot:
+                self._look(pending)
+
+    def _watch(self) -> None:
+        looked_at_storage = 0.0
+        while not self._closed.wait(_LOOK_S):
+            waiting = self._pending_now()
+            if any(pending.slot is None for pending in waiting) and time.monotonic() > looked_at_storage:
+                looked_at_storage = time.monotonic() + _COMMIT_LOOK_S
+                self._look_at_storage([pending.handle for pending in waiting if pending.slot is None])
+            for pending in waiting:
+                self._look(pending)
+
+    def _look(self, pending: _Pending) -> None:
+        handle, slot = pending.handle, pending.slot
+        if slot is not None:
+            record = slot.refresh()
+            contents = record.contents
+            if contents is None or contents.checkpoint_id != pending.checkpoint_id:
+                handle.durable.end(_incomplete(handle.step))
+            elif record.state == State.COMMITTED:
+                handle.durable.end(nbytes=contents.nbytes)
+            elif record.state == State.SUPERSEDED:
+                handle.durable.end(_superseded(handle.step, record.error))
+            elif record.error and record.error != handle.trouble:
+                handle.trouble = record.error
+                _log.warning("step %d is not durable yet, and is tried again: %s", handle.step, record.error)
+        if handle.durable.is_over:
+            with self._lock:
+                if pending in self._pending:
+                    self._pending.remove(pending)
+
+    def _look_at_storage(self, handles: Sequence[Handle]) -> None:
+        """On a rank that has no slot to look at: whether what it took part in is committed."""
+        for handle in handles:
+            assert handle.place is not None
+            try:
+                if storage_at(self._run).nbytes(records.commit_key(handle.place)) is not None:
+                    handle.durable.end()
+            except HoldfastError as error:
+                handle.trouble = str(error)
+
+
+def next_share(agreed: Agreed, known: Share | None, rank: int) -> Share:
+    """The share of `rank` in what was agreed on; `known` is the last one."""
+    if agreed.manifest:
+        return Share.in_manifest(agreed.plan_id, fmt.decode(agreed.manifest, path=agreed.folder), rank)
+    assert known is not None
+    assert known.plan_id == agreed.plan_id
+    body = msgspec.structs.replace(
+        known.manifest.body,
+        checkpoint_id=agreed.checkpoint_id,
+        run_id=agreed.run_id,
+        place=(agreed.place.epoch, agreed.place.seq),
+        step=agreed.step,
+        created=agreed.created,
+        metrics=agreed.metrics,
+        diverged=agreed.diverged,
+    )
+    return Share(known.plan_id, known.manifest.with_body(body), known.layout, known.turn + 1)
+
+
+def _nbytes(share: Share) -> int:
+    return 0 if share.layout is None else share.layout.data_start + share.layout.data_nbytes
+
+
+def _write_values(slot: Slot, layout: FileLayout, values: Mapping[str, Node]) -> None:
+    if layout.values is not None:
+        packed = pack_values(dict(values), capacity=layout.values.capacity)
+        start = layout.data_start + layout.values_offset
+        slot.data[start : start + len(packed)] = np.frombuffer(packed, np.uint8)
+
+
+def _incomplete(step: int) -> StateError:
+    return StateError(
+        f"step {step} was given up: the copy of some rank failed, so it can never be whole.",
+        code="state.incomplete",
+        action="See the log of that rank; the next save is another chance.",
+        step=step,
+    )
+
+
+def _superseded(step: int, why: str) -> HoldfastError:
+    if why:
+        return FencedError(
+            f"step {step} is not committed: {why}", code="fenced.epoch", action="Stop this job.", step=step
+        )
+    return _incomplete(step)
+
+
+def _unexpected(error: Exception, step: int) -> StorageError:
+    return StorageError(
+        f"step {step} could not be staged: {error!r}.",
+        code="storage.memory",
+        action="Look at the traceback above; the next save is another chance.",
+        step=step,
+    )

@@ -1,0 +1,103 @@
+"""Memory as a storage: objects that are there already, to be read like files."""
+
+from __future__ import annotations
+
+import builtins
+from typing import NoReturn
+
+import numpy as np
+
+from holdfast.errors import CorruptError, NotFoundError, StorageError
+from holdfast.storage.base import Bytes, FileReader
+
+
+class MemoryStorage:
+    """A `Storage` of what is in memory that this process sees, called `uri` in messages. It is read only."""
+
+    def __init__(self, uri: str) -> None:
+        self.uri = uri
+        self._objects: dict[str, FileReader] = {}
+
+    def add(self, key: str, data: FileReader) -> None:
+        """Show `data` under `key`."""
+        self._objects[key] = data
+
+    def path(self, key: str) -> str:
+        """What messages call the object."""
+        return f"{self.uri}/{key}"
+
+    def read(self, key: str, *, start: int = 0, nbytes: int | None = None, limit: int | None = None) -> bytes:
+        """As `Storage.read`; nothing here is larger than who put it there knows, so there is no `limit`."""
+        reader = self.reader(key)
+        out = np.empty(reader.nbytes - start if nbytes is None else nbytes, np.uint8)
+        reader.read_at(start, out)
+        return out.tobytes()
+
+    def nbytes(self, key: str) -> int | None:
+        """As `Storage.nbytes`."""
+        data = self._objects.get(key)
+        return None if data is None else data.nbytes
+
+    def list(self, folder: str) -> builtins.list[str]:
+        """As `Storage.list`; there are no folders."""
+        return [] if folder else sorted(self._objects)
+
+    def reader(self, key: str) -> FileReader:
+        """As `Storage.reader`."""
+        if key not in self._objects:
+            raise NotFoundError(
+                f"{self.path(key)} is not in the memory of this rank.",
+                code="not_found.object",
+                action="Read it on the rank that owns it.",
+                path=self.path(key),
+            )
+        return self._objects[key]
+
+    def leftovers(self, folder: str, *, older_than_s: float = 0.0) -> builtins.list[str]:
+        """As `Storage.leftovers`."""
+        return []
+
+    def create(self, key: str, data: bytes) -> NoReturn:
+        """Raises `StorageError`."""
+        raise self._read_only(key)
+
+    def writer(self, key: str, *, nbytes: int) -> NoReturn:
+        """Raises `StorageError`."""
+        raise self._read_only(key)
+
+    def delete(self, key: str) -> NoReturn:
+        """Raises `StorageError`."""
+        raise self._read_only(key)
+
+    def _read_only(self, key: str) -> StorageError:
+        return StorageError(
+            f"{self.path(key)} cannot be changed: it is memory, seen as a file.",
+            code="storage.read_only",
+            action="Save into a run instead.",
+            path=self.path(key),
+        )
+
+
+class MemoryFile:
+    """`data` as a `FileReader`."""
+
+    alignment = 1
+
+    def __init__(self, data: Bytes, *, path: str) -> None:
+        self.nbytes = len(data)
+        self._data = data
+        self._path = path
+
+    def read_at(self, offset: int, out: Bytes) -> None:
+        """As `FileReader.read_at`."""
+        if offset + len(out) > self.nbytes:
+            raise CorruptError(
+                f"{self._path} is damaged: it ends at byte {self.nbytes} instead of {offset + len(out)}.",
+                code="corrupt.short",
+                action="Use another copy, or an older checkpoint.",
+                path=self._path,
+            )
+        np.copyto(out, self._data[offset : offset + len(out)])
+
+    def close(self) -> None:
+        """Does nothing: who has mapped the memory lets go of it."""
