@@ -5,23 +5,24 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, Self, SupportsFloat
+from typing import Final, Literal, Self, SupportsFloat
 
+import msgspec
 from torch.distributed import ProcessGroup
 
 from holdfast.checkpointer.handle import Handle
-from holdfast.checkpointer.messages import Answer, Skipped, Told
-from holdfast.checkpointer.planner import StagePlanner, StagePlanning
+from holdfast.checkpointer.messages import Answer, Room
+from holdfast.checkpointer.planner import StagePlanner, StagePlanning, room
 from holdfast.checkpointer.restoring import RestoreReport, await_commit, restore
 from holdfast.checkpointer.staging import Stager, next_share
 from holdfast.control.channel import Channel, Deadline
 from holdfast.control.torch_store import default_channel, group_ranks
-from holdfast.errors import ConfigurationError, HoldfastError
+from holdfast.errors import ConfigurationError, DeadlineError, HoldfastError
 from holdfast.format.records import Place
 from holdfast.keeper.node_folder import DEFAULT_NODE_DIR, NodeFolder
 from holdfast.phases import Stopwatch, attempt
@@ -31,6 +32,11 @@ from holdfast.saving.coordinator import Request
 from holdfast.saving.planning import Known
 from holdfast.saving.share import Share
 from holdfast.transfer.timed import TimedStorage
+
+#: How often it is looked at whether slots have become free, and when in its time a save gives up, so that all ranks
+#: still hear of it.
+_LOOK_S: Final = 0.01
+_LATE: Final = 0.1
 
 _log = logging.getLogger(__name__)
 
@@ -87,7 +93,6 @@ class Checkpointer:
         self._known = Known()
         self._stager: Stager | None = None
         self._streams = memory is None
-        self._needed: Place | None = None
         #: What was restored from memory before it was committed.
         self._uncommitted: Place | None = None
         self._handles: list[Handle] = []
@@ -209,24 +214,39 @@ class Checkpointer:
         ranks = group_ranks(self._group)
         rank = ranks[channel.rank]
         stager = self._opened(rank)
-        watch = Stopwatch()
+        free = self._room(channel, stager, deadline)
+        if free.full and self._when_full == "skip":
+            handle.skip(free.full)
+            return True
         with TimedStorage(storage_at(self._run), timeout_s=deadline.for_storage_s) as storage:
             request = Request(storage, handle.step, metrics, self._takeover, time.time(), strict=False)
-            planner = StagePlanner(request, ranks, self._known.memory, skips=self._when_full == "skip")
-            planning = StagePlanning(channel, deadline, rank, planner, self._known, watch, answers=Answer)
-            planning.tell = self._tell
+            planner = StagePlanner(request, ranks, self._known.memory)
+            planning = StagePlanning(channel, deadline, rank, planner, self._known, Stopwatch(), answers=Answer)
             agreed, mine = planning.agree(self._state)
-        stager.give_up(agreed.given_up)
-        if isinstance(agreed, Skipped):
-            handle.skip(agreed.full)
-            return True
         share = next_share(agreed, self._known.share, rank)
         if agreed.manifest and not self._prepared(channel, stager, share, deadline):
             return False
         planning.remember(share)
-        self._needed = agreed.needed
-        stager.stage(handle, agreed, share, mine.flat, planning.values(mine), deadline.remaining_s())
+        stager.stage(handle, agreed, share, mine.flat, planning.values(mine), needed=free.needed)
         return True
+
+    def _room(self, channel: Channel, stager: Stager, deadline: Deadline) -> Room:
+        """Room for another snapshot on all ranks; waits for it, unless saves are skipped then."""
+
+        def look(payloads: Sequence[bytes]) -> bytes:
+            found = room(payloads)
+            if found.full and self._when_full == "wait" and deadline.remaining_s() < _LATE * self._timeout_s:
+                raise _too_slow(found.full, self._timeout_s)
+            return msgspec.msgpack.encode(found)
+
+        while True:
+            standing = attempt(lambda: msgspec.msgpack.encode(stager.standing()))
+            answer = channel.exchange("memory", standing, look, deadline)
+            found = msgspec.msgpack.decode(answer, type=Room)
+            stager.give_up(found.given_up)
+            if not found.full or self._when_full == "skip":
+                return found
+            time.sleep(_LOOK_S)
 
     def _opened(self, rank: int) -> Stager:
         if self._stager is None:
@@ -235,12 +255,6 @@ class Checkpointer:
             folder = NodeFolder(run, node_dir=self._memory.node_dir)
             self._stager = Stager(folder, run, rank=rank, num_slots=self._memory.generations)
         return self._stager
-
-    def _tell(self, described: bytes) -> Told:
-        assert self._stager is not None
-        sealed, full = self._stager.standing(self._needed)
-        plan_id = "" if self._known.share is None else self._known.share.plan_id
-        return Told(described, plan_id, sealed, full, self._stager.take_given_up())
 
     def _prepared(self, channel: Channel, stager: Stager, share: Share, deadline: Deadline) -> bool:
         """Have memory for a new plan on all ranks. False where some rank has not enough."""
@@ -260,3 +274,13 @@ class Checkpointer:
             self._let_go()
             return False
         return True
+
+
+def _too_slow(full: Sequence[int], timeout_s: float) -> DeadlineError:
+    names = ", ".join(map(str, full[:8]))
+    return DeadlineError(
+        f"No slot of rank {names} became free within {timeout_s:.0f} s: what is in them is not durable.",
+        code="timeout.slot",
+        action="Save less often, keep more generations, or see the log of the keeper for what holds it up.",
+        rank=full[0],
+    )

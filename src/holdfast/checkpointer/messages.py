@@ -8,26 +8,47 @@ from holdfast.format.records import Place
 from holdfast.saving.messages import Compare, Questions
 
 
-class Told(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank tells first: its state as in a save, and the plan that it knows ("": none).
+class Standing(msgspec.Struct, frozen=True, array_like=True):
+    """How a rank's memory stands before a save.
 
-    `sealed` is the newest checkpoint of which its part is in memory, whole; `full`: it has no slot for another one now.
-    `given_up` are ids of checkpoints whose copy failed here since the last save.
+    `sealed` is the newest checkpoint of which its part is in memory, whole (None: of none). `is_free`: it has a slot
+    that holds nothing; `oldest` is else the oldest checkpoint in a slot that might be filled anew (None: there is no
+    such slot now). `given_up` are ids of checkpoints whose copy failed here since the last save.
     """
+
+    sealed: Place | None
+    is_free: bool
+    oldest: Place | None
+    given_up: tuple[str, ...]
+
+    def has_room(self, needed: Place | None) -> bool:
+        """Whether there is a slot, where what comes before `needed` is not needed any more."""
+        needed = needed or self.sealed
+        return self.is_free or (self.oldest is not None and needed is not None and self.oldest < needed)
+
+
+class Room(msgspec.Struct, frozen=True, array_like=True):
+    """Whether there is room for another snapshot on all ranks: those in `full` have none yet.
+
+    What comes before `needed` is not needed any more: all ranks have that in memory, whole (None: some have nothing).
+    `given_up` are checkpoints that can never be whole.
+    """
+
+    needed: Place | None
+    full: tuple[int, ...]
+    given_up: tuple[str, ...]
+
+
+class Told(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank tells when there is room: its state as in a save, and the plan that it knows ("": none)."""
 
     described: bytes
     plan_id: str
-    sealed: Place | None
-    full: bool
-    given_up: tuple[str, ...]
 
 
 class Agreed(msgspec.Struct, frozen=True, tag="agreed"):
     """Which checkpoint is to be staged, by which plan. `manifest` is one of the plan, for ranks that do not know it;
     empty where all do.
-
-    What comes before `needed` is not needed any more: all ranks have that in memory, whole. `given_up` are checkpoints
-    that can never be whole.
     """
 
     folder: str
@@ -40,15 +61,6 @@ class Agreed(msgspec.Struct, frozen=True, tag="agreed"):
     diverged: tuple[str, ...]
     plan_id: str
     manifest: bytes
-    needed: Place | None
-    given_up: tuple[str, ...]
 
 
-class Skipped(msgspec.Struct, frozen=True, tag="skipped"):
-    """Nothing is saved: the ranks in `full` have no slot yet."""
-
-    full: tuple[int, ...]
-    given_up: tuple[str, ...]
-
-
-Answer = Questions | Compare | Agreed | Skipped
+Answer = Questions | Compare | Agreed

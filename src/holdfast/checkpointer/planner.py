@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import msgspec
 
-from holdfast.checkpointer.messages import Agreed, Skipped, Told
+from holdfast.checkpointer.messages import Agreed, Room, Standing, Told
 from holdfast.format import records
 from holdfast.plan.save import Identity
 from holdfast.run.history import Run
@@ -18,19 +18,15 @@ from holdfast.saving.planning import Planning
 
 
 class StagePlanner(Coordinator):
-    """Rank 0's side. With `skips`, nothing is planned while some rank has no slot."""
+    """Rank 0's side."""
 
-    def __init__(self, request: Request, ranks: Sequence[int], memory: PlanMemory | None, *, skips: bool) -> None:
+    def __init__(self, request: Request, ranks: Sequence[int], memory: PlanMemory | None) -> None:
         super().__init__(request, ranks, memory)
-        self._skips = skips
         self._told: list[Told] = []
 
     def ask(self, payloads: Sequence[bytes]) -> bytes:
-        """As `Coordinator.ask`, or `Skipped`."""
+        """As `Coordinator.ask`; payloads are `Told`."""
         self._told = [msgspec.msgpack.decode(payload, type=Told) for payload in payloads]
-        full = tuple(number for number, told in enumerate(self._told) if told.full)
-        if full and self._skips:
-            return msgspec.msgpack.encode(Skipped(full, self._given_up))
         return super().ask([told.described for told in self._told])
 
     def publish(self, memory: PlanMemory, diverged: tuple[str, ...]) -> bytes:
@@ -47,7 +43,6 @@ class StagePlanner(Coordinator):
         )
         self.memory = replace(memory, num_saves=memory.num_saves + 1)
         known = all(told.plan_id == memory.plan_id for told in self._told)
-        sealed = [told.sealed for told in self._told]
         return msgspec.msgpack.encode(
             Agreed(
                 records.folder_name(identity.step, identity.checkpoint_id),
@@ -60,21 +55,23 @@ class StagePlanner(Coordinator):
                 diverged,
                 memory.plan_id,
                 b"" if known else memory.draft.encode(identity, diverged),
-                None if None in sealed else min(each for each in sealed if each is not None),
-                self._given_up,
             )
         )
 
-    @property
-    def _given_up(self) -> tuple[str, ...]:
-        return tuple(sorted({each for told in self._told for each in told.given_up}))
+
+def room(payloads: Sequence[bytes]) -> Room:
+    """On rank 0: whether all ranks have room for another snapshot, from the `Standing` of each."""
+    standings = [msgspec.msgpack.decode(payload, type=Standing) for payload in payloads]
+    sealed = [each.sealed for each in standings]
+    needed = None if None in sealed else min(each for each in sealed if each is not None)
+    full = tuple(number for number, each in enumerate(standings) if not each.has_room(needed))
+    return Room(needed, full, tuple(sorted({each for standing in standings for each in standing.given_up})))
 
 
-class StagePlanning(Planning[Agreed | Skipped]):
-    """One rank's side; `tell` makes what it tells of what it described."""
-
-    tell: Callable[[bytes], Told]
+class StagePlanning(Planning[Agreed]):
+    """One rank's side."""
 
     def told(self, described: bytes) -> bytes:
         """`Told`, encoded."""
-        return msgspec.msgpack.encode(self.tell(described))
+        share = self._known.share
+        return msgspec.msgpack.encode(Told(described, "" if share is None else share.plan_id))

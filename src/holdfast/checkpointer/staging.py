@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from holdfast.checkpointer.handle import Handle
-from holdfast.checkpointer.messages import Agreed
+from holdfast.checkpointer.messages import Agreed, Standing
 from holdfast.errors import DeadlineError, FencedError, HoldfastError, StateError, StorageError
 from holdfast.format import manifest as fmt
 from holdfast.format import records
@@ -98,19 +98,17 @@ class Stager:
                 raise self._arena.error
         self._prepared_nbytes = nbytes
 
-    def standing(self, needed: Place | None) -> tuple[Place | None, bool]:
-        """The newest checkpoint of which this rank's part is in memory, whole; and whether there is no slot for another
-        one, where nothing before `needed` is needed any more."""
-        if self._prepared_nbytes == 0:
-            return self.last, False
-        is_full = self._prepared_nbytes > 0 and self._arena.reusable(needed) is None
-        return self._arena.newest_sealed(), is_full
-
-    def take_given_up(self) -> tuple[str, ...]:
-        """The ids of checkpoints whose copy failed here since the last call."""
+    def standing(self) -> Standing:
+        """How the memory of this rank stands. (A keeper that is gone is replaced here: nothing else becomes free.)"""
+        if self._prepared_nbytes >= 0:
+            ensure_keeper(self._folder, self._run)
         with self._lock:
-            taken, self._given_up = tuple(self._given_up), []
-        return taken
+            given_up, self._given_up = tuple(self._given_up), []
+        if self._prepared_nbytes <= 0:
+            sealed = self.last if self._prepared_nbytes == 0 else self._arena.newest_sealed()
+            return Standing(sealed, is_free=True, oldest=None, given_up=given_up)
+        is_free, oldest = self._arena.oldest()
+        return Standing(self._arena.newest_sealed(), is_free=is_free, oldest=oldest, given_up=given_up)
 
     def give_up(self, checkpoint_ids: Sequence[str]) -> None:
         """Have this node free what it holds of checkpoints that can never be whole."""
@@ -127,7 +125,8 @@ class Stager:
         share: Share,
         flat: FlatState,
         values: Mapping[str, Node],
-        timeout_s: float,
+        *,
+        needed: Place | None,
     ) -> None:
         """Copy this rank's part of `flat` into a slot: what may change before the next step of an optimizer now, and
         the rest in the background."""
@@ -140,7 +139,7 @@ class Stager:
             return
         slot: Slot | None = None
         try:
-            slot = self._free_slot(agreed.needed, timeout_s)
+            slot = self._free_slot(needed)
             slot.advance(Record(State.WRITING, Process.current()))
             self.guard.hook(flat.optimizers)
             self.guard.hold()
@@ -171,19 +170,14 @@ class Stager:
         self._arena.close()
         self._folder.close()
 
-    def _free_slot(self, needed: Place | None, timeout_s: float) -> Slot:
+    def _free_slot(self, needed: Place | None) -> Slot:
+        """A slot to fill: that there is one was agreed on, but where the plan is new, and so may be the slots."""
         self._arena.remove_retired(needed)
-        end = time.monotonic() + timeout_s
-        while (slot := self._arena.reusable(needed)) is None:
-            if time.monotonic() > end:
-                raise DeadlineError(
-                    f"No slot of rank {self._rank} became free within {timeout_s:.0f} s: they are not durable.",
-                    code="timeout.slot",
-                    action="Save less often, keep more generations, or see the log of the keeper for what holds it up.",
-                    rank=self._rank,
-                )
-            time.sleep(_LOOK_S)
-        self._settle(slot)
+        slot = self._arena.reusable(needed)
+        assert slot is not None, "ranks agreed that there is room"
+        for pending in self._pending_now():
+            if pending.slot is slot:
+                self._look(pending)
         return slot
 
     def _copy(self, pending: _Pending, snapshot: Snapshot, agreed: Agreed, share: Share, layout: FileLayout) -> None:
@@ -228,12 +222,6 @@ class Stager:
     def _pending_now(self) -> list[_Pending]:
         with self._lock:
             return list(self._pending)
-
-    def _settle(self, slot: Slot) -> None:
-        """Note what became of what is in a slot, before something else is."""
-        for pending in self._pending_now():
-            if pending.slot is slot:
-                self._look(pending)
 
     def _watch(self) -> None:
         looked_at_storage = 0.0

@@ -14,8 +14,10 @@ from pathlib import Path
 from threading import Event
 
 from holdfast.errors import HoldfastError
-from holdfast.keeper.daemon import IDLE_S, keep
+from holdfast.keeper.daemon import IDLE_S, keep, try_lock
 from holdfast.keeper.node_folder import DEFAULT_NODE_DIR, NodeFolder
+
+_log = logging.getLogger(__name__)
 
 
 def main(arguments: list[str]) -> int:
@@ -25,6 +27,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--node-dir", type=Path, default=DEFAULT_NODE_DIR, help="a folder in memory")
     parser.add_argument("--idle-s", type=float, default=IDLE_S, help="end after so long without trainers and work")
     parser.add_argument("--grace-s", type=float, default=60.0, help="on SIGTERM, persist for so long at most")
+    parser.add_argument("--detach", action="store_true", help="go on in the background, once it keeps the run")
     given = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     over = Event()
@@ -33,9 +36,16 @@ def main(arguments: list[str]) -> int:
     os.nice(19)  # training goes first
     try:
         with NodeFolder(given.run, node_dir=given.node_dir) as folder:
+            if try_lock(folder) is None:
+                _log.info("another keeper is at work in '%s'", folder.path)
+                return 0
+            # The lock is the child's, too. It is nobody's child from then on: what ends whole trees of processes, or
+            # waits for them, does not find it.
+            if given.detach and os.fork():
+                os._exit(0)
             owes_nothing = keep(folder, is_over=over.is_set, idle_s=given.idle_s, grace_s=given.grace_s)
     except HoldfastError as error:
-        logging.getLogger(__name__).error("%s", error)  # noqa: TRY400 - its text says it all
+        _log.error("%s", error)
         return 2
     return 0 if owes_nothing else 1
 

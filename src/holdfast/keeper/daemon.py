@@ -16,7 +16,7 @@ import struct
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from typing import Final, NamedTuple
 
 import msgspec
@@ -250,14 +250,10 @@ def _write(sealing: Sealing, slots: list[Slot]) -> bool:
 
 
 def keep(folder: NodeFolder, *, is_over: Callable[[], bool], idle_s: float, grace_s: float) -> bool:
-    """Be the keeper of `folder`, until `is_over` or idle. Whether everything is durable then, or another keeps it."""
-    with ExitStack() as stack:
-        lock = try_lock(folder)
-        if lock is None:
-            _log.info("another keeper is at work in '%s'", folder.path)
-            return True
-        stack.callback(os.close, lock)
-        keeper = Keeper(folder)
-        stack.callback(keeper.close)
+    """Keep `folder`, whose lock this process has, until `is_over` or idle. Whether everything is durable then."""
+    keeper = Keeper(folder)
+    try:
         keeper.run(is_over=is_over, idle_s=idle_s)
         return keeper.finish(grace_s=grace_s)
+    finally:
+        keeper.close()

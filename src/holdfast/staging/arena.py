@@ -23,8 +23,8 @@ _REUSABLE = (State.FREE, State.COMMITTED, State.SUPERSEDED)
 
 
 class Arena:
-    """`num_slots` slots of `rank` in `folder`, beginning with those that are there. Used by one thread of one process per
-    rank; `close` leaves all there."""
+    """`num_slots` slots of `rank` in `folder`, beginning with those that are there. Used by one thread of one process
+    per rank; `close` leaves all there."""
 
     def __init__(self, folder: NodeFolder, *, rank: int, num_slots: int) -> None:
         self._folder = folder
@@ -64,6 +64,12 @@ class Arena:
         """
         needed = needed or self.newest_sealed()
         return next((slot for slot in self._slots if _is_reusable(slot, needed)), None)
+
+    def oldest(self) -> tuple[bool, Place | None]:
+        """Whether there is a slot that holds nothing; and else the oldest checkpoint in one that might be filled."""
+        contents = [slot.record.contents for slot in self._slots if slot.refresh().state in _REUSABLE]
+        places = [each.place for each in contents if each is not None]
+        return len(places) < len(contents), min(places, default=None)
 
     def remove_retired(self, needed: Place | None) -> None:
         """Remove slots that are too small by now, or too many, as far as they could be filled again, as `reusable`."""

@@ -1,0 +1,493 @@
+"""`Checkpointer`: saves that a loop does not wait for, and that survive its death."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
+
+import holdfast
+from holdfast import Checkpointer, ConfigurationError, FencedError, Memory, StateError, StorageError
+from holdfast.format.records import Place
+from holdfast.keeper.daemon import is_kept
+from holdfast.keeper.node_folder import NodeFolder
+from holdfast.keeper.slots import Slot, slot_names
+from holdfast.run.history import Run
+from holdfast.run.paths import canonical, storage_at
+from tests.bound import bits
+from tests.models import start_new_job
+from tests.ranks import run_ranks
+from tests.test_keeper import keepers_in, until
+from tests.test_posix_storage import mounted
+
+Rows = dict[str, torch.Tensor]
+
+
+def folder_of(run: str, node_dir: Path) -> NodeFolder:
+    return NodeFolder(canonical(storage_at(run).uri), node_dir=node_dir)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> str:
+    return str(tmp_path / "run")
+
+
+@pytest.fixture
+def memory(tmp_path: Path) -> Iterator[Memory]:
+    """Memory of a node of its own; its keepers end with the test."""
+    (tmp_path / "node").mkdir()
+    yield Memory(node_dir=tmp_path / "node")
+    end_keepers(tmp_path / "node")
+
+
+def end_keepers(node_dir: Path) -> None:
+    for folder in node_dir.glob("holdfast-*/*"):
+        for keeper in keepers_of(folder):
+            os.kill(keeper, signal.SIGKILL)
+
+
+def keepers_of(folder: Path) -> list[int]:
+    class At:
+        path = folder
+
+    return keepers_in(At())  # type: ignore[arg-type]
+
+
+class Loop:
+    """A small model that is trained, one step at a time."""
+
+    def __init__(self, seed: int = 0) -> None:
+        torch.manual_seed(seed)
+        self.model = nn.Sequential(nn.Linear(30, 40), nn.BatchNorm1d(40), nn.Linear(40, 1))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        self.state: dict[str, object] = {
+            "model": self.model,
+            "optimizer": self.optimizer,
+            "progress": {"epoch": 0},
+        }
+
+    def step(self, seed: int = 0) -> None:
+        inputs = torch.randn(8, 30, generator=torch.Generator().manual_seed(seed))
+        self.model(inputs).square().sum().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def bits(self) -> dict[str, bytes]:
+        found = {f"model/{name}": bits(tensor) for name, tensor in self.model.state_dict().items()}
+        for number, slots in self.optimizer.state_dict()["state"].items():
+            found |= {f"optimizer/{number}/{name}": bits(tensor) for name, tensor in slots.items()}
+        return found
+
+
+def test_a_save_is_staged_then_durable_and_loads_like_any_other(run: str, memory: Memory) -> None:
+    loop = Loop()
+    with Checkpointer(run, loop.state, memory=memory) as checkpointer:
+        loop.step()
+        saved = loop.bits()
+        handle = checkpointer.save(1)
+        loop.step()
+        handle.staged.wait(60)
+        handle.durable.wait(60)
+        assert handle.durable.nbytes == handle.staged.nbytes > 0
+        assert 0 < handle.staged.seconds <= handle.durable.seconds  # type: ignore[operator]
+        assert handle.blocked_s > 0
+    other = Loop(seed=1)
+    report = holdfast.load(run, other.state)
+    assert (report.step, report.place) == (1, str(handle.place))
+    assert other.bits() == saved
+
+
+def test_every_save_is_of_its_instant_while_training_goes_on(run: str, memory: Memory) -> None:
+    loop = Loop()
+    saved = {}
+    with Checkpointer(run, loop.state, memory=memory) as checkpointer:
+        for step in range(1, 9):
+            loop.step()
+            saved[step] = loop.bits()
+            checkpointer.save(step)
+    for step, wanted in saved.items():
+        other = Loop(seed=1)
+        holdfast.load(f"{run}@step={step}", other.state)
+        assert other.bits() == wanted
+
+
+def test_a_run_without_checkpoints_begins_at_step_0(run: str, memory: Memory) -> None:
+    loop = Loop()
+    before = loop.bits()
+    with Checkpointer(run, loop.state, memory=memory) as checkpointer:
+        report = checkpointer.restore()
+    assert (report.step, report.next_step, report.tier) == (None, 0, None)
+    assert loop.bits() == before
+
+
+def restored(run: str, memory: Memory | None) -> tuple[str | None, int, dict[str, bytes]]:
+    """What another job would restore."""
+    start_new_job()
+    other = Loop(seed=1)
+    with Checkpointer(run, other.state, memory=memory) as checkpointer:
+        report = checkpointer.restore()
+    return report.tier, report.next_step, other.bits()
+
+
+def test_what_is_in_memory_is_restored_from_there(run: str, memory: Memory) -> None:
+    loop = Loop()
+    with Checkpointer(run, loop.state, memory=memory) as checkpointer:
+        loop.step()
+        checkpointer.save(1)
+    assert restored(run, memory) == ("node memory", 2, loop.bits())
+    assert restored(run, None) == ("storage", 2, loop.bits())
+
+
+def test_what_was_rolled_back_in_memory_is_not_restored(run: str, memory: Memory) -> None:
+    loop = Loop()
+    with Checkpointer(run, loop.state, memory=memory) as checkpointer:
+        loop.step()
+        first = loop.bits()
+        checkpointer.save(1)
+        loop.step()
+        checkpointer.save(2)
+    holdfast_rollback(run, "step=1")
+    tier, next_step, found = restored(run, memory)
+    assert (next_step, found) == (2, first)
+    assert tier == "node memory"  # the first one is there, too
+
+
+def holdfast_rollback(run: str, to: str) -> None:
+    command = [sys.executable, "-m", "holdfast.cli", "rollback", run, "--to", to, "--yes"]
+    subprocess.run(command, check=True, capture_output=True)
+
+
+def test_damaged_memory_is_noticed_and_storage_is_used(
+    run: str, memory: Memory, caplog: pytest.LogCaptureFixture
+) -> None:
+    loop = Loop()
+    with Checkpointer(run, loop.state, memory=memory) as checkpointer:
+        loop.step()
+        checkpointer.save(1)
+    with folder_of(run, memory.node_dir) as folder:
+        for name in slot_names(folder):
+            with Slot(folder, name) as slot:
+                slot.data[5000] ^= 1
+    assert restored(run, memory) == ("storage", 2, loop.bits())
+    assert "what is in memory is damaged" in caplog.text
+
+
+def test_the_next_save_goes_on_from_what_was_restored(run: str, memory: Memory) -> None:
+    loop = Loop()
+    with Checkpointer(run, loop.state, memory=memory) as checkpointer:
+        checkpointer.save(1)
+    start_new_job()
+    other = Loop(seed=1)
+    with Checkpointer(run, other.state, memory=memory) as checkpointer:
+        step = checkpointer.restore().next_step
+        other.step()
+        assert str(checkpointer.save(step).place) == "2.1"
+    assert holdfast.open(run).step == 2
+
+
+def test_a_run_with_history_must_be_restored_first(run: str, memory: Memory) -> None:
+    with Checkpointer(run, Loop().state, memory=memory) as checkpointer:
+        checkpointer.save(1)
+    start_new_job()
+    checkpointer = Checkpointer(run, Loop().state, memory=memory)
+    with pytest.raises(ConfigurationError, match="has a history"):
+        checkpointer.save(2)
+    checkpointer.close()
+
+
+def test_without_memory_a_save_goes_to_storage_and_returns_when_that_is_done(run: str) -> None:
+    loop = Loop()
+    with Checkpointer(run, loop.state, memory=None) as checkpointer:
+        handle = checkpointer.save(1)
+        assert handle.durable.is_done
+        assert holdfast.open(run).step == 1
+
+
+def test_where_memory_does_not_suffice_saves_go_to_storage_and_say_so(
+    run: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    # As the 64 MiB of /dev/shm in a container.
+    with mounted(tmp_path / "shm", "tmpfs", "size=64m") as node_dir:
+        loop = Loop()
+        loop.state["large"] = torch.ones(10 << 20)
+        with Checkpointer(run, loop.state, memory=Memory(node_dir=node_dir)) as checkpointer:
+            for step in (1, 2):
+                assert checkpointer.save(step).durable.is_done
+        assert "saves go to storage, and training waits for them" in caplog.text
+        assert "the size of the file system" in caplog.text
+        end_keepers(node_dir)
+        until(lambda: not any(keepers_of(folder) for folder in node_dir.glob("holdfast-*/*")))
+    assert holdfast.open(run).step == 2
+
+
+def test_a_change_under_the_guard_waits_and_one_without_voids_the_save(
+    run: str, memory: Memory, caplog: pytest.LogCaptureFixture
+) -> None:
+    loop = Loop()
+    weight = loop.model.get_parameter("0.weight")
+    with Checkpointer(run, loop.state, memory=memory) as checkpointer:
+        checkpointer.save(1).durable.wait(60)
+        stager = checkpointer._stager
+        assert stager is not None
+        stager._copier.submit(time.sleep, 0.3)  # the copy comes later
+        saved = loop.bits()
+        handle = checkpointer.save(2)
+        with checkpointer.guard(), torch.no_grad():
+            weight.mul_(2)
+        handle.durable.wait(60)
+        stager._copier.submit(time.sleep, 0.3)
+        voided = checkpointer.save(3)
+        with torch.no_grad():
+            weight.mul_(2)
+        with pytest.raises(StateError, match=r"model/0\.weight.*was changed"):
+            voided.staged.wait(60)
+        assert checkpointer.save(4).place is not None
+        checkpointer._handles.remove(voided) if voided in checkpointer._handles else None
+    assert "step 3 is not saved" in caplog.text
+    with pytest.raises(holdfast.NotFoundError):
+        holdfast.open(f"{run}@step=3")
+    other = Loop(seed=1)
+    holdfast.load(f"{run}@step=2", other.state)
+    assert other.bits() == saved
+
+
+@pytest.mark.parametrize("when_full", ["wait", "skip"])
+def test_while_storage_is_slow_saves_wait_or_are_skipped(run: str, memory: Memory, when_full: str) -> None:
+    loop = Loop()
+    checkpointer = Checkpointer(run, loop.state, memory=memory, when_full=when_full)  # type: ignore[arg-type]
+    checkpointer.save(1).durable.wait(60)
+    with folder_of(run, memory.node_dir) as folder:
+        (keeper,) = keepers_of(folder.path)
+        os.kill(keeper, signal.SIGSTOP)
+        first = [checkpointer.save(step) for step in (2, 3)] if when_full == "skip" else [checkpointer.save(2)]
+        if when_full == "skip":
+            handle = checkpointer.save(4)
+            assert handle.skipped
+            with pytest.raises(StorageError, match="step 4 was skipped: what is in the memory of rank 0"):
+                handle.durable.wait()
+        os.kill(keeper, signal.SIGCONT)
+    for each in first:
+        if not each.skipped:
+            each.durable.wait(60)
+    last = checkpointer.save(5)
+    last.durable.wait(60)
+    checkpointer._handles.clear()
+    checkpointer.close()
+    assert holdfast.open(run).step == 5
+
+
+def test_a_keeper_that_died_is_replaced_at_the_next_save(run: str, memory: Memory) -> None:
+    loop = Loop()
+    with Checkpointer(run, loop.state, memory=memory) as checkpointer, folder_of(run, memory.node_dir) as folder:
+        checkpointer.save(1).durable.wait(60)
+        (keeper,) = keepers_of(folder.path)
+        os.kill(keeper, signal.SIGKILL)
+        until(lambda: not is_kept(folder))
+        for step in (2, 3, 4):
+            loop.step()
+            checkpointer.save(step)
+    assert holdfast.open(run).step == 4
+
+
+def test_a_job_whose_run_was_taken_over_is_told(run: str, memory: Memory) -> None:
+    checkpointer = Checkpointer(run, Loop().state, memory=memory)
+    checkpointer.save(1).durable.wait(60)
+    of = Run.open(storage_at(run))
+    of.open_epoch(after=1, opened_from=Place(1, 1), why="takeover", world_size=1, incarnation="1" * 32)
+    with pytest.raises(FencedError):
+        checkpointer.save(2)
+    checkpointer.close()
+
+
+TRAINER = """
+import os, signal, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[4])
+from holdfast import Checkpointer, Memory
+from tests.test_checkpointer import Loop
+
+loop = Loop()
+with Checkpointer(sys.argv[1], loop.state, memory=Memory(node_dir=Path(sys.argv[2]))) as checkpointer:
+    start = checkpointer.restore().next_step
+    for step in range(start, start + 1000):
+        loop.step(step)
+        handle = checkpointer.save(step)
+        handle.staged.wait(60)
+        print(step, flush=True)
+        if step - start == int(sys.argv[3]):
+            os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_was_staged_before_the_trainer_was_killed_is_restored_from_memory(run: str, memory: Memory) -> None:
+    for _ in range(3):
+        root = str(Path(__file__).parent.parent)
+        command = [sys.executable, "-c", TRAINER, run, str(memory.node_dir), "3", root]
+        done = subprocess.run(command, check=False, capture_output=True, text=True)
+        assert done.returncode == -signal.SIGKILL, done.stderr
+        last = int(done.stdout.split()[-1])
+        tier, next_step, found = restored(run, memory)
+        assert (tier, next_step) == ("node memory", last + 1)
+        assert found == expected(last + 1)
+
+
+def expected(num_steps: int) -> dict[str, bytes]:
+    """A loop that was never interrupted."""
+    loop = Loop()
+    for step in range(num_steps):
+        loop.step(step)
+    return loop.bits()
+
+
+SHAPE = (12, 10)
+
+
+def full(step: int) -> torch.Tensor:
+    return torch.arange(120.0).reshape(SHAPE) * (step + 1)
+
+
+def sharded(step: int, *, dim: int) -> dict[str, object]:
+    """A tensor over all ranks, and one that all hold."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return {"w": distribute_tensor(full(step), mesh, [Shard(dim)]), "progress": {"step": step}}
+
+
+def save_steps(run: str, node_dirs: Sequence[Path], steps: Sequence[int]) -> None:
+    start_new_job()
+    memory = Memory(node_dir=node_dirs[dist.get_rank() % len(node_dirs)])
+    state = sharded(-1, dim=0)
+    with Checkpointer(run, state, memory=memory) as checkpointer:
+        checkpointer.restore()
+        for step in steps:
+            state["w"].copy_(sharded(step, dim=0)["w"])  # type: ignore[attr-defined]
+            state["progress"]["step"] = step  # type: ignore[index]
+            checkpointer.save(step).staged.wait(60)
+
+
+def restore_columns(run: str, node_dirs: Sequence[Path]) -> tuple[str | None, int, bool]:
+    start_new_job()
+    memory = Memory(node_dir=node_dirs[dist.get_rank() % len(node_dirs)])
+    state = sharded(-1, dim=1)
+    with Checkpointer(run, state, memory=memory) as checkpointer:
+        report = checkpointer.restore()
+    assert report.step is not None
+    wanted = sharded(report.step, dim=1)
+    weight, other = state["w"], wanted["w"]
+    assert isinstance(weight, DTensor)
+    assert isinstance(other, DTensor)
+    same = torch.equal(weight.to_local(), other.to_local()) and state["progress"] == wanted["progress"]
+    return report.tier, report.next_step, same
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[list[Path]]:
+    paths = [tmp_path / f"node{number}" for number in range(2)]
+    for path in paths:
+        path.mkdir()
+    yield paths
+    for path in paths:
+        end_keepers(path)
+
+
+@pytest.mark.parametrize("world_size", [1, 3, 4])
+def test_ranks_of_another_layout_restore_from_the_memory_of_several_nodes(
+    run: str, nodes: list[Path], world_size: int
+) -> None:
+    run_ranks(2, save_steps, run, nodes, (1, 2))
+    # One rank is on one node, and cannot see the other's memory.
+    tier = "storage" if world_size == 1 else "node memory"
+    assert run_ranks(world_size, restore_columns, run, nodes) == [(tier, 3, True)] * world_size
+
+
+def test_when_a_node_has_lost_its_memory_all_restore_from_storage(run: str, nodes: list[Path]) -> None:
+    run_ranks(2, save_steps, run, nodes, (1, 2))
+    with folder_of(run, nodes[1]) as folder:
+        for name in slot_names(folder):
+            folder.remove(name)
+    assert run_ranks(4, restore_columns, run, nodes) == [("storage", 3, True)] * 4
+
+
+def test_of_what_is_in_memory_the_newest_that_is_whole_is_restored(run: str, nodes: list[Path]) -> None:
+    run_ranks(2, save_steps, run, nodes, (1, 2))
+    with folder_of(run, nodes[1]) as folder:
+        held = {name: Slot(folder, name) for name in slot_names(folder)}
+        newest = max(held, key=lambda name: held[name].record.contents.place)  # type: ignore[union-attr]
+        held[newest].remove()
+        for slot in held.values():
+            slot.close()
+    holdfast_rollback(run, "step=1")
+    assert run_ranks(4, restore_columns, run, nodes) == [("node memory", 2, True)] * 4
+
+
+def test_later_saves_send_no_manifest_and_all_checkpoints_are_sound(run: str, nodes: list[Path]) -> None:
+    run_ranks(2, save_steps, run, nodes, range(5))
+    run_ranks(2, save_steps, run, nodes, range(5, 8))
+    command = [sys.executable, "-m", "holdfast.cli", "verify", run, "--deep", "--all"]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def save_unlike(run: str, node_dir: Path) -> list[str | None]:
+    start_new_job()
+    rank = dist.get_rank()
+    memory = Memory(node_dir=node_dir)
+    state: dict[str, object] = {"own": holdfast.PerRank(torch.full((100 + rank,), float(rank))), "w": torch.ones(3)}
+    tiers: list[str | None] = []
+    with Checkpointer(run, state, memory=memory) as checkpointer:
+        tiers.append(checkpointer.restore().tier)
+        for step in range(3):
+            if step == 2:
+                state[f"new-{rank}"] = torch.ones(1000 * (rank + 1))  # another layout, and a larger one
+            checkpointer.save(step)
+    return tiers
+
+
+def test_a_layout_that_changes_gets_a_new_plan_and_larger_slots(run: str, memory: Memory) -> None:
+    assert run_ranks(2, save_unlike, run, memory.node_dir) == [[None]] * 2
+    view = holdfast.open(run)
+    assert view.step == 2
+    assert view["new-1"].shape == (2000,)
+
+
+def fail_on_one_rank(run: str, node_dir: Path) -> list[str]:
+    start_new_job()
+    rank = dist.get_rank()
+    weight = nn.Parameter(torch.full((1000,), float(rank)))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    state = {f"part{rank}": {"m": nn.ParameterList([weight]), "o": optimizer}}
+    told = []
+    with Checkpointer(run, state, memory=Memory(node_dir=node_dir)) as checkpointer:
+        checkpointer.save(1).durable.wait(60)
+        stager = checkpointer._stager
+        assert stager is not None
+        stager._copier.submit(time.sleep, 0.3)
+        handle = checkpointer.save(2)
+        if rank == 1:
+            with torch.no_grad():
+                weight.mul_(2)
+        with pytest.raises(StateError) if rank == 1 else nullcontext():
+            handle.staged.wait(60)
+        last = checkpointer.save(3)
+        last.durable.wait(60)
+        with pytest.raises(StateError) as caught:
+            handle.durable.wait(60)
+        told.append(caught.value.code)
+        if handle in checkpointer._handles:
+            checkpointer._handles.remove(handle)
+    return told
+
+
+def test_a_copy_that_fails_on_one_rank_is_given_up_by_all(run: str, memory: Memory) -> None:
+    assert run_ranks(2, fail_on_one_rank, run, memory.node_dir) == [["state.incomplete"], ["state.changed"]]
+    assert holdfast.open(run).step == 3
