@@ -24,7 +24,9 @@ from holdfast.control.torch_store import default_channel, group_ranks
 from holdfast.errors import CorruptError, DeadlineError, HoldfastError, NotFoundError
 from holdfast.format import manifest as fmt
 from holdfast.format import records
+from holdfast.format import values as value_codec
 from holdfast.format.records import FileSeal, Place, Seal
+from holdfast.format.values import Node
 from holdfast.keeper.client import ensure_keeper
 from holdfast.keeper.generations import Generation, read_generation
 from holdfast.keeper.node_folder import NodeFolder
@@ -34,6 +36,7 @@ from holdfast.keeper.slots import Slot, State, slot_names
 from holdfast.loading import Loading, Options, load
 from holdfast.phases import attempt
 from holdfast.reports import LoadReport
+from holdfast.run.checkpoint import Checkpoint
 from holdfast.run.fallback import is_damage
 from holdfast.run.history import Located, Run
 from holdfast.run.paths import canonical, storage_at
@@ -190,9 +193,26 @@ def _load(
     *,
     verify: bool,
 ) -> LoadReport:
+    checkpoint = Checkpoint(located)
+    if chosen.owners:
+        checkpoint.nodes = _all_values(channel, deadline, checkpoint, chosen.owners)
     with TimedStorage(located.storage, timeout_s=deadline.for_storage_s) as storage:
         loading = Loading(channel, deadline, storage, group_ranks(group)[channel.rank], Options(verify=verify))
-        return loading.fill(state, lambda: located, epoch=chosen.epoch, owners=chosen.owners or None)
+        return loading.fill(state, lambda: checkpoint, epoch=chosen.epoch, owners=chosen.owners or None)
+
+
+def _all_values(
+    channel: Channel, deadline: Deadline, checkpoint: Checkpoint, owners: Sequence[int]
+) -> Mapping[str, Node]:
+    """The table of values, of which each rank can read a part."""
+    mine = [file for file, owner in enumerate(owners) if owner == channel.rank]
+
+    def unite(payloads: Sequence[bytes]) -> bytes:
+        tables = map(value_codec.decode, payloads)
+        return value_codec.encode({path: node for table in tables for path, node in table.items()})
+
+    part = attempt(lambda: value_codec.encode(checkpoint.values_in(mine)))
+    return value_codec.decode(channel.exchange("values", part, unite, deadline))
 
 
 @contextmanager

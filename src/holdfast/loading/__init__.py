@@ -211,7 +211,7 @@ class Loading:
             try:
                 return self.fill(
                     into,
-                    lambda: found[0] if found else self._follow(target, resolved),  # noqa: B023 - it is called at once
+                    lambda: Checkpoint(found[0] if found else self._follow(target, resolved)),  # noqa: B023 - at once
                     epoch=resolved.epoch,
                     skipped=resolved.skipped,
                 )
@@ -227,19 +227,19 @@ class Loading:
     def fill(
         self,
         into: Mapping[str, object],
-        locate: Callable[[], Located],
+        find: Callable[[], Checkpoint],
         *,
         epoch: int | None,
         skipped: Sequence[Skipped] = (),
         owners: Sequence[int] | None = None,
     ) -> LoadReport:
-        """Fill `into` from the checkpoint that `locate` finds; `epoch` was the newest of its run before that. `owners`
+        """Fill `into` from the checkpoint that `find` gives; `epoch` was the newest of its run before that. `owners`
         are the ranks that alone can read each of its data files."""
         bound: list[_Bound] = []
 
         @collector_paused()
         def match() -> bytes:
-            checkpoint = Checkpoint(locate())
+            checkpoint = find()
             mine, names = self._bind(checkpoint, into)
             bound.append(mine)
             return msgspec.msgpack.encode(names)

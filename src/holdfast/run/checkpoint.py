@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from itertools import pairwise
 from threading import Lock
@@ -107,6 +107,11 @@ class Checkpoint:
         """The table of values. Paths are known; each file's values are read when the first of them is looked up, which
         raises `CorruptError` when the bytes are damaged."""
         return _Nodes(self.manifest.body.values, self._values)
+
+    def values_in(self, files: Collection[int]) -> dict[str, Node]:
+        """The part of the table of values that lies in some data files; raises as looking up `nodes`."""
+        blocks = (block for block in self.manifest.body.values if block.file in files)
+        return {path: node for block in blocks for path, node in self._values(block).items()}
 
     def read(self, wants: Sequence[Want], targets: Targets, *, verify: bool = True, first_file: int = 0) -> ReadStats:
         """Deliver all elements of `wants` to `targets`; returns when every one was delivered, once.
