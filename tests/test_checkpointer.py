@@ -331,7 +331,7 @@ with Checkpointer(sys.argv[1], loop.state, memory=Memory(node_dir=Path(sys.argv[
 
 
 def test_what_was_staged_before_the_trainer_was_killed_is_restored_from_memory(run: str, memory: Memory) -> None:
-    for _ in range(3):
+    for _ in range(2):
         root = str(Path(__file__).parent.parent)
         command = [sys.executable, "-c", TRAINER, run, str(memory.node_dir), "3", root]
         done = subprocess.run(command, check=False, capture_output=True, text=True)

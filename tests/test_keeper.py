@@ -11,15 +11,18 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from holdfast.errors import ConfigurationError
+from holdfast.format.records import Place
 from holdfast.keeper import daemon
 from holdfast.keeper.client import ensure_keeper
 from holdfast.keeper.daemon import Keeper, is_kept, try_lock
 from holdfast.keeper.generations import generation_ids
 from holdfast.keeper.node_folder import NodeFolder
-from holdfast.keeper.slots import Record, Slot, State
+from holdfast.keeper.process import Process
+from holdfast.keeper.slots import Record, Slot, State, slot_names
 from holdfast.run.history import Run
 from holdfast.storage.posix import PosixStorage
 from tests.test_persist import Saved, assert_loads
@@ -33,7 +36,7 @@ def run(tmp_path: Path) -> Run:
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[NodeFolder]:
     (tmp_path / "node").mkdir()
-    with NodeFolder("run", node_dir=tmp_path / "node") as folder:
+    with NodeFolder(str(tmp_path / "run"), node_dir=tmp_path / "node") as folder:
         yield folder
 
 
@@ -51,7 +54,7 @@ def started(folder: NodeFolder, run: Run) -> Iterator[Callable[..., subprocess.P
 
         def start(*options: str) -> subprocess.Popen[bytes]:
             node_dir = str(folder.path.parent.parent)
-            command = [sys.executable, "-m", "holdfast.keeper", "run", "--node-dir", node_dir, *options]
+            command = [sys.executable, "-m", "holdfast.keeper", run.storage.uri, "--node-dir", node_dir, *options]
             process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
             stack.callback(process.wait)
             stack.callback(process.kill)
@@ -141,11 +144,13 @@ def test_asking_for_a_keeper_starts_one_that_outlives_who_asked(folder: NodeFold
     script = (
         "import sys; from pathlib import Path; from holdfast.keeper.client import ensure_keeper;"
         "from holdfast.keeper.node_folder import NodeFolder;"
-        "ensure_keeper(NodeFolder('run', node_dir=Path(sys.argv[1])), 'run')"
+        "ensure_keeper(NodeFolder(sys.argv[2], node_dir=Path(sys.argv[1])), sys.argv[2])"
     )
     with open(os.devnull) as inherited:
         os.set_inheritable(inherited.fileno(), True)
-        subprocess.run([sys.executable, "-c", script, str(folder.path.parent.parent)], check=True, close_fds=False)
+        subprocess.run(
+            [sys.executable, "-c", script, str(folder.path.parent.parent), run.storage.uri], check=True, close_fds=False
+        )
     assert is_kept(folder)
     (keeper,) = keepers_in(folder)
     try:
@@ -156,7 +161,7 @@ def test_asking_for_a_keeper_starts_one_that_outlives_who_asked(folder: NodeFold
         )
         maps = Path(f"/proc/{keeper}/maps").read_text()
         assert "libtorch" not in maps
-        ensure_keeper(folder, "run")  # there is one
+        ensure_keeper(folder, run.storage.uri)  # there is one
     finally:
         os.kill(keeper, signal.SIGTERM)
         until(lambda: not is_kept(folder))
@@ -260,3 +265,48 @@ def test_one_process_alone_has_the_lock(folder: NodeFolder) -> None:
     assert try_lock(folder) is None
     os.close(lock)
     assert not is_kept(folder)
+
+
+def test_an_idle_keeper_gives_the_memory_back_but_not_what_is_not_durable(
+    run: Run, saved: Saved, folder: NodeFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(daemon, "_is_tended", lambda _: False)
+    keeper = Keeper(folder)
+    keeper.look()
+    keeper.give_back()
+    assert len(slot_names(folder)) == 2  # sealed, and being written
+    until(lambda: not (keeper.look() or keeper.owes))
+    keeper.give_back()
+    assert slot_names(folder) == generation_ids(folder) == []
+    keeper.close()
+
+
+def test_slots_of_ranks_that_are_no_more_go_when_others_have_a_later_checkpoint(
+    run: Run, saved: Saved, folder: NodeFolder
+) -> None:
+    keeper = Keeper(folder)
+    until(lambda: not (keeper.look() or keeper.owes))
+    me = Process.current()
+    dead = Process(me.pid, me.started - 1, me.boot_id)
+    old, new = saved.slots
+    old.advance(msgspec.structs.replace(old.refresh(), writer=dead))
+    keeper.look()
+    assert len(slot_names(folder)) == 2  # of one checkpoint
+    contents = new.refresh().contents
+    assert contents is not None
+    later = msgspec.structs.replace(contents, place=Place(1, 2))
+    for state in (State.WRITING, State.STAGED, State.SEALED, State.COMMITTED):
+        new.advance(Record(state, me, later if state > State.WRITING else None))
+    keeper.look()
+    assert slot_names(folder) == [new.name]
+    keeper.close()
+
+
+def test_the_command_keeps_a_run(run: Run, saved: Saved, folder: NodeFolder) -> None:
+    node_dir = str(folder.path.parent.parent)
+    command = [sys.executable, "-m", "holdfast.cli", "keeper", run.storage.uri, "--node-dir", node_dir]
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
+        until(lambda: states(saved) == {State.COMMITTED})
+        process.terminate()
+        assert process.wait(30) == 0
+    assert_loads(run, saved)

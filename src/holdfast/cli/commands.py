@@ -148,6 +148,21 @@ def doctor(
 
 
 @app.command()
+def keeper(
+    run: RunArgument,
+    *,
+    node_dir: Annotated[str, typer.Option("--node-dir", help="A folder in memory, as trainers name it.")] = "/dev/shm",  # noqa: S108 - made private in it
+    idle_s: Annotated[float, typer.Option("--idle-s", help="End after so long without trainers and work.")] = 1800.0,
+    grace_s: Annotated[float, typer.Option("--grace-s", help="On SIGTERM, persist for so long at most.")] = 60.0,
+) -> None:
+    """Keep the snapshots of a run on this node. For a prolog or a sidecar: trainers start one where there is none."""
+    from holdfast.keeper.__main__ import serve
+
+    if not serve(run, node_dir=node_dir, idle_s=idle_s, grace_s=grace_s):
+        raise typer.Exit(FINDING)
+
+
+@app.command()
 def rollback(
     run: RunArgument,
     *,

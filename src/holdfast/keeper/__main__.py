@@ -14,8 +14,9 @@ from pathlib import Path
 from threading import Event
 
 from holdfast.errors import HoldfastError
-from holdfast.keeper.daemon import IDLE_S, keep, try_lock
+from holdfast.keeper.daemon import GRACE_S, IDLE_S, keep, try_lock
 from holdfast.keeper.node_folder import DEFAULT_NODE_DIR, NodeFolder
+from holdfast.run.paths import canonical, storage_at
 
 _log = logging.getLogger(__name__)
 
@@ -24,30 +25,41 @@ def main(arguments: list[str]) -> int:
     """Keep the run that `arguments` name; the exit code."""
     parser = argparse.ArgumentParser(prog="python -m holdfast.keeper", description="Keep the snapshots of one run.")
     parser.add_argument("run", help="the run, as trainers name it")
-    parser.add_argument("--node-dir", type=Path, default=DEFAULT_NODE_DIR, help="a folder in memory")
+    parser.add_argument("--node-dir", default=str(DEFAULT_NODE_DIR), help="a folder in memory")
     parser.add_argument("--idle-s", type=float, default=IDLE_S, help="end after so long without trainers and work")
-    parser.add_argument("--grace-s", type=float, default=60.0, help="on SIGTERM, persist for so long at most")
+    parser.add_argument("--grace-s", type=float, default=GRACE_S, help="on SIGTERM, persist for so long at most")
     parser.add_argument("--detach", action="store_true", help="go on in the background, once it keeps the run")
     given = parser.parse_args(arguments)
+    try:
+        owes_nothing = serve(
+            given.run, node_dir=given.node_dir, idle_s=given.idle_s, grace_s=given.grace_s, detach=given.detach
+        )
+    except HoldfastError as error:
+        _log.error("%s", error)
+        return 2
+    return 0 if owes_nothing else 1
+
+
+def serve(run: str, *, node_dir: str, idle_s: float, grace_s: float, detach: bool = False) -> bool:
+    """Keep `run` on this node until SIGTERM, or until there is nothing to keep. Whether everything is durable then, or
+    another keeper is at work. With `detach` in the background: this process ends once the run is kept.
+
+    Raises `ConfigurationError` for a `node_dir` that cannot be used.
+    """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     over = Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: over.set())
     os.nice(19)  # training goes first
-    try:
-        with NodeFolder(given.run, node_dir=given.node_dir) as folder:
-            if try_lock(folder) is None:
-                _log.info("another keeper is at work in '%s'", folder.path)
-                return 0
-            # The lock is the child's, too. It is nobody's child from then on: what ends whole trees of processes, or
-            # waits for them, does not find it.
-            if given.detach and os.fork():
-                os._exit(0)
-            owes_nothing = keep(folder, is_over=over.is_set, idle_s=given.idle_s, grace_s=given.grace_s)
-    except HoldfastError as error:
-        _log.error("%s", error)
-        return 2
-    return 0 if owes_nothing else 1
+    with NodeFolder(canonical(storage_at(run).uri), node_dir=Path(node_dir)) as folder:
+        if try_lock(folder) is None:
+            _log.info("another keeper is at work in '%s'", folder.path)
+            return True
+        # The lock is the child's, too. It is nobody's child from then on: what ends whole trees of processes, or
+        # waits for them, does not find it.
+        if detach and os.fork():
+            os._exit(0)
+        return keep(folder, is_over=over.is_set, idle_s=idle_s, grace_s=grace_s)
 
 
 if __name__ == "__main__":

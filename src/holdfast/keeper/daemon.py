@@ -32,6 +32,8 @@ from holdfast.transfer.timed import TimedStorage
 
 #: After so long without trainers and work a keeper ends, and gives back the memory.
 IDLE_S: Final = 1800.0
+#: What is staged when a keeper is told to end, it makes durable for so long.
+GRACE_S: Final = 60.0
 
 _LOCK_NAME: Final = "keeper.lock"
 #: ``struct flock``: type, from where, start, length, process.
@@ -48,6 +50,8 @@ _MAX_ERROR_LETTERS: Final = 600
 
 #: What a keeper is to make durable.
 _OWED: Final = (State.STAGED, State.SEALED)
+#: What it has done with.
+_DONE: Final = (State.FREE, State.COMMITTED, State.SUPERSEDED)
 
 _log = logging.getLogger(__name__)
 
@@ -95,12 +99,14 @@ class Keeper:
         self._writing: _Writing | None = None
 
     def run(self, *, is_over: Callable[[], bool], idle_s: float) -> None:
-        """Work until `is_over`, or until for `idle_s` no trainer lived and nothing was to be done."""
+        """Work until `is_over`, or until for `idle_s` no trainer lived and nothing was to be done; then the memory is
+        given back."""
         busy_at = time.monotonic()
         while not is_over():
             if self.look() or self.owes or self._has_trainers():
                 busy_at = time.monotonic()
             if time.monotonic() - busy_at > idle_s:
+                self.give_back()
                 return
             time.sleep(_LOOK_S)
 
@@ -120,6 +126,7 @@ class Keeper:
         known = generation_ids(self._folder)
         self._meet()
         self._give_up()
+        self._remove_old()
         self._forget(known)
         sealed = self._seal_all()
         return self._write_next() or sealed
@@ -128,6 +135,14 @@ class Keeper:
     def owes(self) -> bool:
         """Whether anything is staged or sealed that is not durable."""
         return any(slot.state in _OWED for slot in self._slots.values())
+
+    def give_back(self) -> None:
+        """Remove all slots that hold nothing that is not durable, and whose trainers are no more."""
+        self._meet()
+        for name, slot in list(self._slots.items()):
+            if slot.state in _DONE and not _is_tended(slot):
+                self._slots.pop(name).remove()
+        self._forget(generation_ids(self._folder))
 
     def close(self) -> None:
         """Close all slots, which stay where they are; waits for what is being written."""
@@ -156,6 +171,15 @@ class Keeper:
             remove_generation(self._folder, checkpoint_id)
             self._generations.pop(checkpoint_id, None)
             self._retry_at.pop(checkpoint_id, None)
+
+    def _remove_old(self) -> None:
+        """Remove slots of ranks that are no more, when a later checkpoint of those that are is whole and committed."""
+        committed = [slot for slot in self._slots.values() if slot.state == State.COMMITTED]
+        kept = [slot.record.contents.place for slot in committed if slot.record.contents and _is_tended(slot)]
+        for name, slot in list(self._slots.items()):
+            contents = slot.record.contents
+            if slot.state in _DONE and contents and kept and contents.place < max(kept) and not _is_tended(slot):
+                self._slots.pop(name).remove()
 
     def _give_up(self) -> None:
         """Free what can never become whole."""
@@ -228,8 +252,12 @@ class Keeper:
                 slot.advance(record)
 
     def _has_trainers(self) -> bool:
-        writers = {slot.record.writer for slot in self._slots.values()}
-        return any(writer is not None and writer.is_alive() for writer in writers)
+        return any(map(_is_tended, self._slots.values()))
+
+
+def _is_tended(slot: Slot) -> bool:
+    """Whether the trainer that filled a slot, or took it over, is alive."""
+    return slot.record.writer is not None and slot.record.writer.is_alive()
 
 
 class _Writing(NamedTuple):

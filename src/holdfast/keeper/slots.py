@@ -67,8 +67,8 @@ _NEXT: Final = {
     State.WRITING: (State.STAGED, State.FREE),
     State.STAGED: (State.SEALED, State.FREE),
     State.SEALED: (State.SEALED, State.COMMITTED, State.SUPERSEDED, State.FREE),
-    State.COMMITTED: (State.WRITING, State.FREE),
-    State.SUPERSEDED: (State.WRITING, State.FREE),
+    State.COMMITTED: (State.COMMITTED, State.WRITING, State.FREE),
+    State.SUPERSEDED: (State.SUPERSEDED, State.WRITING, State.FREE),
 }
 
 
@@ -85,8 +85,9 @@ class Contents(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Record(msgspec.Struct, frozen=True, array_like=True):
-    """The state of a slot. `writer` is the process that fills it, or did; `contents` is what is in it, from STAGED on;
-    `digest` is of its digest table, from SEALED on; `error` says why it did not become durable when that was tried."""
+    """The state of a slot. `writer` is the process that fills it, did, or has taken it over; `contents` is what is in
+    it, from STAGED on; `digest` is of its digest table, from SEALED on; `error` says why it did not become durable when
+    that was tried."""
 
     state: State
     writer: Process | None = None
@@ -153,6 +154,11 @@ class Slot:
     def state(self) -> State:
         """The state that this process knows."""
         return self.record.state
+
+    @property
+    def is_removed(self) -> bool:
+        """Whether somebody has removed it: what is written to it then, nobody finds."""
+        return os.fstat(self._fd).st_nlink == 0
 
     def refresh(self) -> Record:
         """Read what others have made of the slot."""

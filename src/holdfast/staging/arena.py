@@ -10,9 +10,12 @@ import time
 from contextlib import suppress
 from threading import Event, Thread
 
+import msgspec
+
 from holdfast.errors import ConfigurationError, CorruptError, HoldfastError
 from holdfast.format.records import Place
 from holdfast.keeper.node_folder import NodeFolder
+from holdfast.keeper.process import Process
 from holdfast.keeper.room import rooms
 from holdfast.keeper.slots import Record, Slot, State, slot_names
 
@@ -67,7 +70,8 @@ class Arena:
 
     def oldest(self) -> tuple[bool, Place | None]:
         """Whether there is a slot that holds nothing; and else the oldest checkpoint in one that might be filled."""
-        contents = [slot.record.contents for slot in self._slots if slot.refresh().state in _REUSABLE]
+        there = [slot for slot in self._slots if not slot.is_removed]
+        contents = [slot.record.contents for slot in there if slot.refresh().state in _REUSABLE]
         places = [each.place for each in contents if each is not None]
         return len(places) < len(contents), min(places, default=None)
 
@@ -152,13 +156,18 @@ class _Stopped(Exception):  # noqa: N818 - nothing is wrong
 
 
 def _taken_over(slot: Slot) -> Slot:
-    """`slot`, free if whoever was filling it is dead."""
+    """`slot`, free if whoever was filling it is dead; the keeper sees that it has a trainer again."""
     writer = slot.record.writer
-    if slot.state == State.WRITING and writer is not None and not writer.is_alive():
-        slot.advance(Record(State.FREE))
+    if writer is not None and not writer.is_alive():
+        if slot.state == State.WRITING:
+            slot.advance(Record(State.FREE))
+        elif slot.state in _REUSABLE:
+            slot.advance(msgspec.structs.replace(slot.record, writer=Process.current()))
     return slot
 
 
 def _is_reusable(slot: Slot, needed: Place | None) -> bool:
     contents = slot.refresh().contents
+    if slot.is_removed:
+        return False
     return slot.state in _REUSABLE and (contents is None or (needed is not None and contents.place < needed))
