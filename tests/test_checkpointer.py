@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import pytest
@@ -28,7 +28,7 @@ from holdfast.run.paths import canonical, storage_at
 from tests.bound import bits
 from tests.models import start_new_job
 from tests.ranks import run_ranks
-from tests.test_keeper import keepers_in, until
+from tests.test_keeper import keeper_of, until
 from tests.test_posix_storage import mounted
 
 Rows = dict[str, torch.Tensor]
@@ -52,16 +52,12 @@ def memory(tmp_path: Path) -> Iterator[Memory]:
 
 
 def end_keepers(node_dir: Path) -> None:
-    for folder in node_dir.glob("holdfast-*/*"):
-        for keeper in keepers_of(folder):
+    """Kill all keepers of a node, and wait for their ends."""
+    for path in node_dir.glob("holdfast-*/*/keeper.lock"):
+        with suppress(ProcessLookupError, ValueError):
+            keeper = int(path.read_text())
             os.kill(keeper, signal.SIGKILL)
-
-
-def keepers_of(folder: Path) -> list[int]:
-    class At:
-        path = folder
-
-    return keepers_in(At())  # type: ignore[arg-type]
+            until(lambda keeper=keeper: not Path(f"/proc/{keeper}").exists())  # type: ignore[misc]
 
 
 class Loop:
@@ -227,7 +223,6 @@ def test_where_memory_does_not_suffice_saves_go_to_storage_and_say_so(
         assert "saves go to storage, and training waits for them" in caplog.text
         assert "the size of the file system" in caplog.text
         end_keepers(node_dir)
-        until(lambda: not any(keepers_of(folder) for folder in node_dir.glob("holdfast-*/*")))
     assert holdfast.open(run).step == 2
 
 
@@ -268,7 +263,7 @@ def test_while_storage_is_slow_saves_wait_or_are_skipped(run: str, memory: Memor
     checkpointer = Checkpointer(run, loop.state, memory=memory, when_full=when_full)  # type: ignore[arg-type]
     checkpointer.save(1).durable.wait(60)
     with folder_of(run, memory.node_dir) as folder:
-        (keeper,) = keepers_of(folder.path)
+        keeper = keeper_of(folder.path)
         os.kill(keeper, signal.SIGSTOP)
         first = [checkpointer.save(step) for step in (2, 3)] if when_full == "skip" else [checkpointer.save(2)]
         if when_full == "skip":
@@ -291,7 +286,7 @@ def test_a_keeper_that_died_is_replaced_at_the_next_save(run: str, memory: Memor
     loop = Loop()
     with Checkpointer(run, loop.state, memory=memory) as checkpointer, folder_of(run, memory.node_dir) as folder:
         checkpointer.save(1).durable.wait(60)
-        (keeper,) = keepers_of(folder.path)
+        keeper = keeper_of(folder.path)
         os.kill(keeper, signal.SIGKILL)
         until(lambda: not is_kept(folder))
         for step in (2, 3, 4):

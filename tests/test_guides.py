@@ -7,20 +7,36 @@ import os
 import re
 import runpy
 import shlex
+import shutil
+import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
+from holdfast.keeper.node_folder import DEFAULT_NODE_DIR
 from tests.models import start_new_job
 from tests.rank_worker import HOST
 from tests.ranks import run_processes
+from tests.test_keeper import keeper_of
 
 GUIDES = sorted((Path(__file__).parent.parent / "docs" / "guides").glob("*.md"))
+
+
+@pytest.fixture(autouse=True)
+def memory_is_given_back() -> Iterator[None]:
+    """End the keepers that an example has started, and remove what is in memory."""
+    user = DEFAULT_NODE_DIR / f"holdfast-{os.geteuid()}"
+    before = set(user.glob("*"))
+    yield
+    for folder in set(user.glob("*")) - before:
+        os.kill(keeper_of(folder), signal.SIGKILL)
+        shutil.rmtree(folder)
 
 
 class Call(NamedTuple):

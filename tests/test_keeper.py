@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 
 import msgspec
@@ -70,15 +70,10 @@ def until(condition: Callable[[], bool], *, timeout_s: float = 30.0) -> None:
         time.sleep(0.01)
 
 
-def keepers_in(folder: NodeFolder) -> list[int]:
-    """Processes that keep `folder`."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with suppress(FileNotFoundError, ProcessLookupError):
-            words = path.read_bytes().split(b"\0")
-            if b"holdfast.keeper" in words and str(folder.path.parent.parent).encode() in words:
-                found.append(int(path.parent.name))
-    return found
+def keeper_of(folder: Path) -> int:
+    """The process that keeps the run whose memory is in `folder`."""
+    until(lambda: bool((folder / "keeper.lock").read_text()))  # it says so when it has begun
+    return int((folder / "keeper.lock").read_text())
 
 
 def states(saved: Saved) -> set[State]:
@@ -152,7 +147,7 @@ def test_asking_for_a_keeper_starts_one_that_outlives_who_asked(folder: NodeFold
             [sys.executable, "-c", script, str(folder.path.parent.parent), run.storage.uri], check=True, close_fds=False
         )
     assert is_kept(folder)
-    (keeper,) = keepers_in(folder)
+    keeper = keeper_of(folder.path)
     try:
         assert os.getsid(keeper) != os.getsid(0)
         open_files = {Path(f"/proc/{keeper}/fd/{fd}").resolve() for fd in os.listdir(f"/proc/{keeper}/fd")}

@@ -52,14 +52,15 @@ def serve(run: str, *, node_dir: str, idle_s: float, grace_s: float, detach: boo
         signal.signal(number, lambda *_: over.set())
     os.nice(19)  # training goes first
     with NodeFolder(canonical(storage_at(run).uri), node_dir=Path(node_dir)) as folder:
-        if try_lock(folder) is None:
+        lock = try_lock(folder)
+        if lock is None:
             _log.info("another keeper is at work in '%s'", folder.path)
             return True
         # The lock is the child's, too. It is nobody's child from then on: what ends whole trees of processes, or
         # waits for them, does not find it.
         if detach and os.fork():
             os._exit(0)
-        return keep(folder, is_over=over.is_set, idle_s=idle_s, grace_s=grace_s)
+        return keep(folder, lock, is_over=over.is_set, idle_s=idle_s, grace_s=grace_s)
 
 
 if __name__ == "__main__":

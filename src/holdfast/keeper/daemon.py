@@ -277,8 +277,10 @@ def _write(sealing: Sealing, slots: list[Slot]) -> bool:
         return commit(run, sealing) is not None
 
 
-def keep(folder: NodeFolder, *, is_over: Callable[[], bool], idle_s: float, grace_s: float) -> bool:
-    """Keep `folder`, whose lock this process has, until `is_over` or idle. Whether everything is durable then."""
+def keep(folder: NodeFolder, lock: int, *, is_over: Callable[[], bool], idle_s: float, grace_s: float) -> bool:
+    """Keep `folder`, whose `lock` this process has, until `is_over` or idle. Whether everything is durable then."""
+    os.ftruncate(lock, 0)
+    os.pwrite(lock, b"%d\n" % os.getpid(), 0)  # for people who look for it
     keeper = Keeper(folder)
     try:
         keeper.run(is_over=is_over, idle_s=idle_s)
