@@ -121,7 +121,10 @@ class Checkpointer:
             handle.fail(error)
             raise
         handle.blocked_s = time.perf_counter() - begun_s
-        self._handles.append(handle)
+        if handle.skipped:
+            _log.warning("%s", handle.durable.error)
+        else:
+            self._handles.append(handle)
         return handle
 
     def restore(self, *, verify: bool = True) -> RestoreReport:
@@ -130,6 +133,8 @@ class Checkpointer:
 
         Raises what `holdfast.load` raises.
         """
+        if self._stager is not None:
+            self._stager.guard.wait()
         report, self._uncommitted = restore(
             self._run,
             self._state,
@@ -149,7 +154,7 @@ class Checkpointer:
         yield
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Return when all that was saved is durable. Raises why something is not."""
+        """Return when all that was saved is durable; what was skipped was not. Raises why something is not."""
         for handle in self._handles:
             handle.durable.wait(self._timeout_s if timeout_s is None else timeout_s)
 
