@@ -99,6 +99,16 @@ def test_what_is_not_committed_yet_is_never_filled_again(folder: NodeFolder) -> 
     arena.close()
 
 
+def test_before_a_first_save_there_is_room_only_where_a_slot_is_free_or_yet_to_be_made(folder: NodeFolder) -> None:
+    # A restarted job took a slot for granted, and found one committed and one that was not durable yet.
+    arena = ready(folder, MIB)
+    filled(some(arena.reusable(None)), State.COMMITTED, seq=1)
+    filled(some(arena.reusable(None)), State.SEALED, seq=2)
+    arena.close()
+    assert Arena(folder, rank=3, num_slots=2).oldest() == (False, Place(1, 1))
+    assert Arena(folder, rank=3, num_slots=3).oldest() == (True, Place(1, 1))
+
+
 def test_a_slot_that_a_dead_process_was_filling_is_free(folder: NodeFolder) -> None:
     arena = ready(folder, MIB)
     me = Process.current()

@@ -108,8 +108,9 @@ def saved(run: Run, folders: list[NodeFolder]) -> Iterator[Saved]:
         yield Saved(run, folders, stack)
 
 
-def timed(run: Run) -> TimedStorage:
-    return TimedStorage(run.storage, timeout_s=60)
+def persist_in(run: Run, sealing: Sealing, slot: Slot) -> None:
+    with TimedStorage(run.storage, timeout_s=60) as storage:
+        persist(storage, sealing, slot)
 
 
 def assert_loads(run: Run, saved: Saved) -> None:
@@ -134,7 +135,7 @@ def test_what_is_staged_becomes_a_checkpoint(run: Run, saved: Saved) -> None:
     sealing = Sealing(saved.generation)
     for slot in saved.slots:
         sealing.seal(slot)
-        persist(timed(run), sealing, slot)
+        persist_in(run, sealing, slot)
     found = commit(run, sealing)
     assert found is not None
     assert found.place == saved.generation.place
@@ -149,7 +150,7 @@ def test_nodes_that_know_nothing_of_each_other_commit_when_all_files_are_there(
         sealing = Sealing(read_generation(folders[number], *generation_ids(folders[number])))
         with Slot(folders[number], saved.slots[number].name) as slot:
             sealing.seal(slot)
-            persist(timed(run), sealing, slot)
+            persist_in(run, sealing, slot)
         assert (commit(run, sealing) is None) == (number == 1)
     assert_loads(run, saved)
 
@@ -160,7 +161,7 @@ def test_all_of_it_may_be_done_again(run: Run, saved: Saved) -> None:
         for slot in saved.slots:
             if slot.state == State.STAGED:
                 sealing.seal(slot)
-            persist(timed(run), sealing, slot)
+            persist_in(run, sealing, slot)
         first, second = commit(run, sealing), commit(run, sealing)
         assert first == second
         assert first is not None
@@ -172,7 +173,7 @@ def test_a_job_that_is_fenced_commits_nothing(run: Run, saved: Saved) -> None:
     sealing = Sealing(saved.generation)
     for slot in saved.slots:
         sealing.seal(slot)
-        persist(timed(run), sealing, slot)
+        persist_in(run, sealing, slot)
     with pytest.raises(FencedError):
         commit(run, sealing)
     assert run.head() is None

@@ -28,7 +28,7 @@ from holdfast.format import values as value_codec
 from holdfast.format.records import FileSeal, Place, Seal
 from holdfast.format.values import Node
 from holdfast.keeper.client import ensure_keeper
-from holdfast.keeper.generations import Generation, read_generation
+from holdfast.keeper.generations import Generation, give_up_generation, read_generation
 from holdfast.keeper.node_folder import NodeFolder
 from holdfast.keeper.persist import data_file
 from holdfast.keeper.process import boot_id
@@ -79,6 +79,7 @@ class _Held(msgspec.Struct, frozen=True, array_like=True):
     file: int
     nbytes: int
     digest: str
+    is_committed: bool
 
 
 class _Inventory(msgspec.Struct, frozen=True, array_like=True):
@@ -91,20 +92,16 @@ class _Inventory(msgspec.Struct, frozen=True, array_like=True):
 
 class _Chosen(msgspec.Struct, frozen=True, array_like=True):
     """What all ranks restore: the seal of a checkpoint, the newest epoch of its run, the folder's name, the ranks that
-    alone can read each file (empty: all can read all), and whether it is committed. No seal: from storage."""
+    alone can read each file (empty: all can read all), and whether it is committed. No seal: from storage.
+
+    `given_up` are checkpoints that are in memory in part only: those who had the rest are gone."""
 
     seal: bytes = b""
     epoch: int = 0
     folder: str = ""
     owners: tuple[int, ...] = ()
     committed: bool = True
-
-
-class Candidate(NamedTuple):
-    """A checkpoint of which all data files are in memory: the nodes that have each file, with its seal."""
-
-    generation: Generation
-    files: list[dict[str, FileSeal]]
+    given_up: tuple[str, ...] = ()
 
 
 class Restored(NamedTuple):
@@ -172,6 +169,8 @@ def _from_memory(
 
         answer = channel.exchange("inventory", attempt(look), lambda payloads: _choose(uri, folder, payloads), deadline)
         chosen = msgspec.msgpack.decode(answer, type=_Chosen)
+        for checkpoint_id in chosen.given_up:
+            give_up_generation(folder, checkpoint_id)
         if not chosen.seal:
             return None
         seal = records.decode(chosen.seal, Seal, path=str(folder.path))
@@ -238,7 +237,17 @@ def _inventory(folder: NodeFolder, slots: Sequence[Slot]) -> _Inventory:
         record = slot.record
         contents = record.contents
         if contents is not None and record.state in _WHOLE:
-            held.append(_Held(contents.checkpoint_id, contents.place, contents.file, contents.nbytes, record.digest))
+            is_committed = record.state == State.COMMITTED
+            held.append(
+                _Held(
+                    contents.checkpoint_id,
+                    contents.place,
+                    contents.file,
+                    contents.nbytes,
+                    record.digest,
+                    is_committed,
+                )
+            )
     known = []
     for checkpoint_id in {each.checkpoint_id for each in held}:
         with suppress(FileNotFoundError, CorruptError):
@@ -258,25 +267,40 @@ def _choose(run_uri: str, folder: NodeFolder, payloads: Sequence[bytes]) -> byte
     except NotFoundError:
         return msgspec.msgpack.encode(_Chosen())
     epoch, head = run.newest_epoch() or 0, run.head()
+    given_up: list[str] = []
     for checkpoint_id in sorted(places, key=places.__getitem__, reverse=True):
         place = places[checkpoint_id]
-        is_head = head is not None and head.place == place
-        is_next = place.epoch == epoch and (head is None or head.place < place)
-        if not (is_head or is_next):
+        whole = _whole(run, folder, inventories, checkpoint_id)
+        if whole is None:
+            given_up += [checkpoint_id] if not _is_committed(inventories, checkpoint_id) else []
             continue
-        # Every node that has a part knows the manifest; rank 0's own must, to plan.
-        with suppress(FileNotFoundError, CorruptError):
-            generation = read_generation(folder, checkpoint_id)
-            manifest = fmt.decode(generation.manifest, path=generation.folder)
-            if manifest.body.run_id != run.run_id:
-                continue
-            files = _files(inventories, checkpoint_id, manifest.body.num_files)
-            if files is None:
-                continue
+        is_head = head is not None and head.place == place
+        if is_head or (place.epoch == epoch and (head is None or head.place < place)):
+            generation, files = whole
             seal = _seal(generation, [next(iter(holders.values())) for holders in files])
             owners = _owners(inventories, files)
-            return msgspec.msgpack.encode(_Chosen(records.encode(seal), epoch, generation.folder, owners, is_head))
-    return msgspec.msgpack.encode(_Chosen())
+            return msgspec.msgpack.encode(
+                _Chosen(records.encode(seal), epoch, generation.folder, owners, is_head, tuple(given_up))
+            )
+    return msgspec.msgpack.encode(_Chosen(given_up=tuple(given_up)))
+
+
+def _whole(
+    run: Run, folder: NodeFolder, inventories: Sequence[_Inventory], checkpoint_id: str
+) -> tuple[Generation, list[dict[str, FileSeal]]] | None:
+    """A checkpoint that all nodes together hold, whole, and who holds each of its files; None where they do not."""
+    with suppress(FileNotFoundError, CorruptError):
+        generation = read_generation(folder, checkpoint_id)
+        manifest = fmt.decode(generation.manifest, path=generation.folder)
+        files = _files(inventories, checkpoint_id, manifest.body.num_files)
+        if files is not None and manifest.body.run_id == run.run_id:
+            return generation, files
+    return None
+
+
+def _is_committed(inventories: Sequence[_Inventory], checkpoint_id: str) -> bool:
+    held = (each for inventory in inventories for each in inventory.held)
+    return any(each.is_committed for each in held if each.checkpoint_id == checkpoint_id)
 
 
 def _files(inventories: Sequence[_Inventory], checkpoint_id: str, num_files: int) -> list[dict[str, FileSeal]] | None:

@@ -100,13 +100,11 @@ class Stager:
 
     def standing(self) -> Standing:
         """How the memory of this rank stands. (A keeper that is gone is replaced here: nothing else becomes free.)"""
-        if self._prepared_nbytes >= 0:
-            ensure_keeper(self._folder, self._run)
+        ensure_keeper(self._folder, self._run)
         with self._lock:
             given_up, self._given_up = tuple(self._given_up), []
-        if self._prepared_nbytes <= 0:
-            sealed = self.last if self._prepared_nbytes == 0 else self._arena.newest_sealed()
-            return Standing(sealed, is_free=True, oldest=None, given_up=given_up)
+        if self._prepared_nbytes == 0:
+            return Standing(self.last, is_free=True, oldest=None, given_up=given_up)
         is_free, oldest = self._arena.oldest()
         return Standing(self._arena.newest_sealed(), is_free=is_free, oldest=oldest, given_up=given_up)
 

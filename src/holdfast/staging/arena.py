@@ -69,11 +69,13 @@ class Arena:
         return next((slot for slot in self._slots if _is_reusable(slot, needed)), None)
 
     def oldest(self) -> tuple[bool, Place | None]:
-        """Whether there is a slot that holds nothing; and else the oldest checkpoint in one that might be filled."""
+        """Whether there is a slot that holds nothing, or is yet to be made; and else the oldest checkpoint in one that
+        might be filled."""
         there = [slot for slot in self._slots if not slot.is_removed]
         contents = [slot.record.contents for slot in there if slot.refresh().state in _REUSABLE]
         places = [each.place for each in contents if each is not None]
-        return len(places) < len(contents), min(places, default=None)
+        is_free = len(places) < len(contents) or len(there) < self._num_slots
+        return is_free, min(places, default=None)
 
     def remove_retired(self, needed: Place | None) -> None:
         """Remove slots that are too small by now, or too many, as far as they could be filled again, as `reusable`."""
