@@ -257,6 +257,25 @@ def test_a_change_under_the_guard_waits_and_one_without_voids_the_save(
     assert other.bits() == saved
 
 
+def test_a_copy_that_fails_in_the_background_is_told_and_the_next_save_works(
+    run: str, memory: Memory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: object) -> None:
+        raise OSError(5, "no such luck")
+
+    checkpointer = Checkpointer(run, Loop().state, memory=memory)
+    checkpointer.save(1).durable.wait(60)
+    with monkeypatch.context() as patch:
+        patch.setattr("holdfast.checkpointer.staging.write_generation", broken)
+        failed = checkpointer.save(2)
+        with pytest.raises(StorageError, match=r"step 2 could not be staged.*no such luck"):
+            failed.staged.wait(60)
+    checkpointer.save(3).durable.wait(60)
+    assert "step 2 is not durable" in caplog.text
+    checkpointer.close()
+    assert holdfast.open(run).step == 3
+
+
 @pytest.mark.parametrize("when_full", ["wait", "skip"])
 def test_while_storage_is_slow_saves_wait_or_are_skipped(run: str, memory: Memory, when_full: str) -> None:
     loop = Loop()

@@ -202,10 +202,10 @@ class Stager:
             self._fail(agreed.checkpoint_id, slot)
             handle.fail(error)
             _log.error("step %d is not saved: %s", agreed.step, error)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - nobody waits for this thread: it is told in the handle, and logged
             self._fail(agreed.checkpoint_id, slot)
             handle.fail(_unexpected(error, agreed.step))
-            raise
+            _log.exception("step %d could not be staged", agreed.step)
 
     def _fail(self, checkpoint_id: str, slot: Slot | None) -> None:
         if slot is not None and slot.state == State.WRITING:
@@ -312,6 +312,6 @@ def _unexpected(error: Exception, step: int) -> StorageError:
     return StorageError(
         f"step {step} could not be staged: {error!r}.",
         code="storage.memory",
-        action="Look at the traceback above; the next save is another chance.",
+        action="Look at the traceback in the log; the next save is another chance.",
         step=step,
     )
