@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -10,9 +9,6 @@ import msgspec
 
 from holdfast.checkpointer.messages import Agreed, Room, Standing, Told
 from holdfast.format import records
-from holdfast.plan.save import Identity
-from holdfast.run.history import Run
-from holdfast.run.session import JOB
 from holdfast.saving.coordinator import Coordinator, PlanMemory, Request
 from holdfast.saving.planning import Planning
 
@@ -31,24 +27,15 @@ class StagePlanner(Coordinator):
 
     def publish(self, memory: PlanMemory, diverged: tuple[str, ...]) -> bytes:
         """Take the next place of the run, and tell what is to be staged for it: `Agreed`, encoded."""
-        run = Run.create(self._storage)
-        place = JOB.begin(run, takeover=self._request.takeover, world_size=len(self._told))
-        identity = Identity(
-            checkpoint_id=secrets.token_hex(8),
-            run_id=run.run_id,
-            place=place,
-            step=self._request.step,
-            created=self._request.created,
-            metrics=self._request.metrics,
-        )
+        identity = self._begin()
         self.memory = replace(memory, num_saves=memory.num_saves + 1)
         known = all(told.plan_id == memory.plan_id for told in self._told)
         return msgspec.msgpack.encode(
             Agreed(
                 records.folder_name(identity.step, identity.checkpoint_id),
                 identity.checkpoint_id,
-                run.run_id,
-                place,
+                identity.run_id,
+                identity.place,
                 identity.step,
                 identity.created,
                 dict(identity.metrics),

@@ -28,15 +28,16 @@ from holdfast.format import values as value_codec
 from holdfast.format.records import FileSeal, Place, Seal
 from holdfast.format.values import Node
 from holdfast.keeper.client import ensure_keeper
-from holdfast.keeper.generations import Generation, give_up_generation, read_generation
+from holdfast.keeper.generations import give_up_generation, read_generation
 from holdfast.keeper.node_folder import NodeFolder
 from holdfast.keeper.persist import data_file
 from holdfast.keeper.process import boot_id
-from holdfast.keeper.slots import Slot, State, slot_names
+from holdfast.keeper.slots import WHOLE, Slot, State, slot_names
 from holdfast.loading import Loading, Options, load
 from holdfast.phases import attempt
 from holdfast.reports import LoadReport
 from holdfast.run.checkpoint import Checkpoint
+from holdfast.run.complete import Stored, encode_seal
 from holdfast.run.fallback import is_damage
 from holdfast.run.history import Located, Run
 from holdfast.run.paths import canonical, storage_at
@@ -44,8 +45,6 @@ from holdfast.storage.base import Storage
 from holdfast.storage.memory import MemoryFile, MemoryStorage
 from holdfast.transfer.timed import TimedStorage
 
-#: States of slots that hold a whole data file.
-_WHOLE: Final = (State.SEALED, State.COMMITTED, State.SUPERSEDED)
 #: How long a keeper may take to seal what a dead trainer staged.
 _SEAL_TIMEOUT_S: Final = 60.0
 _LOOK_S: Final = 0.02
@@ -83,11 +82,10 @@ class _Held(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _Inventory(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank finds on its node, and the manifests that it could read."""
+    """What a rank finds on its node, as far as it knows the manifests."""
 
     node: str
     held: tuple[_Held, ...]
-    generations: tuple[str, ...]
 
 
 class _Chosen(msgspec.Struct, frozen=True, array_like=True):
@@ -236,7 +234,7 @@ def _inventory(folder: NodeFolder, slots: Sequence[Slot]) -> _Inventory:
     for slot in slots:
         record = slot.record
         contents = record.contents
-        if contents is not None and record.state in _WHOLE:
+        if contents is not None and record.state in WHOLE:
             is_committed = record.state == State.COMMITTED
             held.append(
                 _Held(
@@ -255,7 +253,7 @@ def _inventory(folder: NodeFolder, slots: Sequence[Slot]) -> _Inventory:
             known.append(checkpoint_id)
     status = os.fstat(folder.fileno())
     node = f"{boot_id()}-{status.st_dev}-{status.st_ino}"
-    return _Inventory(node, tuple(each for each in held if each.checkpoint_id in known), tuple(known))
+    return _Inventory(node, tuple(each for each in held if each.checkpoint_id in known))
 
 
 def _choose(run_uri: str, folder: NodeFolder, payloads: Sequence[bytes]) -> bytes:
@@ -272,29 +270,28 @@ def _choose(run_uri: str, folder: NodeFolder, payloads: Sequence[bytes]) -> byte
         place = places[checkpoint_id]
         whole = _whole(run, folder, inventories, checkpoint_id)
         if whole is None:
-            given_up += [checkpoint_id] if not _is_committed(inventories, checkpoint_id) else []
+            if not _is_committed(inventories, checkpoint_id):
+                given_up.append(checkpoint_id)
             continue
         is_head = head is not None and head.place == place
         if is_head or (place.epoch == epoch and (head is None or head.place < place)):
-            generation, files = whole
-            seal = _seal(generation, [next(iter(holders.values())) for holders in files])
+            stored, files = whole
+            seal = encode_seal(stored, [next(iter(holders.values())) for holders in files])
             owners = _owners(inventories, files)
-            return msgspec.msgpack.encode(
-                _Chosen(records.encode(seal), epoch, generation.folder, owners, is_head, tuple(given_up))
-            )
+            return msgspec.msgpack.encode(_Chosen(seal, epoch, stored.folder, owners, is_head, tuple(given_up)))
     return msgspec.msgpack.encode(_Chosen(given_up=tuple(given_up)))
 
 
 def _whole(
     run: Run, folder: NodeFolder, inventories: Sequence[_Inventory], checkpoint_id: str
-) -> tuple[Generation, list[dict[str, FileSeal]]] | None:
+) -> tuple[Stored, list[dict[str, FileSeal]]] | None:
     """A checkpoint that all nodes together hold, whole, and who holds each of its files; None where they do not."""
     with suppress(FileNotFoundError, CorruptError):
         generation = read_generation(folder, checkpoint_id)
         manifest = fmt.decode(generation.manifest, path=generation.folder)
         files = _files(inventories, checkpoint_id, manifest.body.num_files)
         if files is not None and manifest.body.run_id == run.run_id:
-            return generation, files
+            return Stored(generation.folder, generation.manifest, manifest), files
     return None
 
 
@@ -327,23 +324,13 @@ def _owners(inventories: Sequence[_Inventory], files: Sequence[Mapping[str, File
     return tuple(owners)
 
 
-def _seal(generation: Generation, files: Sequence[FileSeal]) -> Seal:
-    return Seal(
-        checkpoint_id=generation.checkpoint_id,
-        place=generation.place,
-        step=generation.step,
-        manifest=FileSeal(fmt.NAME, len(generation.manifest), records.digest(generation.manifest)),
-        files=tuple(files),
-    )
-
-
 def _memory(folder: NodeFolder, slots: Sequence[Slot], seal: Seal, name: str) -> MemoryStorage:
     """What this node holds of a checkpoint, as a storage."""
     storage = MemoryStorage(str(folder.path))
     files = {fmt.NAME: np.frombuffer(read_generation(folder, seal.checkpoint_id).manifest, np.uint8)}
     for slot in slots:
         contents = slot.record.contents
-        if contents is not None and contents.checkpoint_id == seal.checkpoint_id and slot.record.state in _WHOLE:
+        if contents is not None and contents.checkpoint_id == seal.checkpoint_id and slot.record.state in WHOLE:
             files[fmt.file_name(contents.file)] = data_file(slot)
     for file, data in files.items():
         key = f"{records.CHECKPOINTS}/{name}/{file}"

@@ -72,6 +72,10 @@ _NEXT: Final = {
 }
 
 
+#: States of slots that hold a whole data file.
+WHOLE: Final = (State.SEALED, State.COMMITTED, State.SUPERSEDED)
+
+
 class Contents(msgspec.Struct, frozen=True, array_like=True):
     """What a slot is filled with: the data file number `file` of a checkpoint, `nbytes` with its header of
     `data_start`."""

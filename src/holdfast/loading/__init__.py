@@ -101,15 +101,7 @@ def load(
     """
     target = parse(path)
     options = Options(
-        select=select,
-        mapping=mapping,
-        cast=cast,
-        strict=strict,
-        fallback=fallback,
-        verify=verify,
-        device=device,
-        memory_budget=memory_budget,
-        bandwidths=bandwidths,
+        select, mapping, cast, strict, fallback, verify, device=device, memory=memory_budget, bandwidths=bandwidths
     )
     channel = default_channel("load", group)
     rank = group_ranks(group)[channel.rank]
@@ -123,15 +115,15 @@ class Options:
 
     def __init__(
         self,
-        *,
         select: str | Sequence[str] | None = None,
         mapping: Sequence[Rule] | None = None,
         cast: bool | str | Sequence[str] | None = None,
         strict: bool = True,
         fallback: bool = False,
         verify: bool = True,
+        *,
         device: str | torch.device | None = None,
-        memory_budget: int = MEMORY_NBYTES,
+        memory: int = MEMORY_NBYTES,
         bandwidths: Bandwidths | None = None,
     ) -> None:
         self._select = select
@@ -141,10 +133,10 @@ class Options:
         self.fallback = fallback
         self.verify = verify
         self.device = None if device is None else torch.device(device)
-        self.memory_budget = memory_budget
+        self.memory_budget = memory
         self.bandwidths = bandwidths
-        if memory_budget < MIN_MEMORY_NBYTES:
-            raise ValueError(f"memory_budget is {memory_budget}: at least {MIN_MEMORY_NBYTES} bytes are needed")
+        if memory < MIN_MEMORY_NBYTES:
+            raise ValueError(f"memory_budget is {memory}: at least {MIN_MEMORY_NBYTES} bytes are needed")
         if self.device is not None and self.device.type == "meta":
             raise ValueError("device is 'meta': give the device on which there is to be memory")
         self.select()

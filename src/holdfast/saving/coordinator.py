@@ -193,17 +193,8 @@ class Coordinator:
 
     def publish(self, memory: PlanMemory, diverged: tuple[str, ...]) -> bytes:
         """Take the next place of the run and publish the manifest of the checkpoint there: `Planned`, encoded."""
-        # Only a state that can be saved gets here: opening an epoch after a rollback moves the head.
-        self._run = Run.create(self._storage)
-        place = JOB.begin(self._run, takeover=self._request.takeover, world_size=len(self._messages))
-        identity = Identity(
-            checkpoint_id=secrets.token_hex(8),
-            run_id=self._run.run_id,
-            place=place,
-            step=self._request.step,
-            created=self._request.created,
-            metrics=self._request.metrics,
-        )
+        identity = self._begin()
+        place = identity.place
         self.memory = replace(memory, num_saves=memory.num_saves + 1)
         self._manifest = memory.draft.encode(identity, diverged)
         folder = records.folder_name(identity.step, identity.checkpoint_id)
@@ -213,6 +204,19 @@ class Coordinator:
             folder, identity.checkpoint_id, place, len(self._manifest), digest, memory.plan_id, diverged
         )
         return msgspec.msgpack.encode(self._planned)
+
+    def _begin(self) -> Identity:
+        """Take the next place of the run. Only for a state that can be saved: opening an epoch after a rollback moves
+        the head."""
+        self._run = Run.create(self._storage)
+        return Identity(
+            checkpoint_id=secrets.token_hex(8),
+            run_id=self._run.run_id,
+            place=JOB.begin(self._run, takeover=self._request.takeover, world_size=len(self._messages)),
+            step=self._request.step,
+            created=self._request.created,
+            metrics=self._request.metrics,
+        )
 
     def commit(self, payloads: Sequence[bytes]) -> bytes:
         """Seal and commit: all data files are durable."""

@@ -17,7 +17,7 @@ from holdfast.format.records import Place
 from holdfast.keeper.node_folder import NodeFolder
 from holdfast.keeper.process import Process
 from holdfast.keeper.room import rooms
-from holdfast.keeper.slots import Record, Slot, State, slot_names
+from holdfast.keeper.slots import WHOLE, Record, Slot, State, slot_names
 
 #: What is left for others.
 _SPARE_NBYTES = 256 << 20
@@ -87,8 +87,7 @@ class Arena:
     def newest_sealed(self) -> Place | None:
         """The newest checkpoint of which this rank's data file is in memory, whole."""
         records = [slot.refresh() for slot in (*self._slots, *self._retired)]
-        sealed = (State.SEALED, State.COMMITTED, State.SUPERSEDED)
-        places = [record.contents.place for record in records if record.contents and record.state in sealed]
+        places = [record.contents.place for record in records if record.contents and record.state in WHOLE]
         return max(places, default=None)
 
     def close(self) -> None:
@@ -103,12 +102,11 @@ class Arena:
     def _prepare(self, nbytes: int) -> None:
         start_s = time.perf_counter()
         try:
-            self._sort(nbytes)
-            while len(self._slots) < self._num_slots:
-                self._add(nbytes)
-            self.is_ready = True
-        except _Stopped:
-            pass
+            with suppress(_Stopped):
+                self._sort(nbytes)
+                while len(self._slots) < self._num_slots:
+                    self._add(nbytes)
+                self.is_ready = True
         except HoldfastError as error:
             self.error = error
         finally:
