@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 import torch.distributed as dist
@@ -20,6 +21,8 @@ from bench.order import Order
 from bench.rank import HOST, Failure, Job, run_rank
 from bench.raw import takes_direct
 from bench.results import Sample, StateSize
+
+J = TypeVar("J")
 
 _EXIT_TIMEOUT_S = 10.0
 _DISK_HEADROOM = 1.1
@@ -51,7 +54,7 @@ def run_in(order: Order, scratch: Path, *, on_turn: Callable[[Sample], None]) ->
     # Kept here, where the kernel can choose the port before any rank starts.
     store = dist.TCPStore(HOST, 0, order.world, is_master=True, wait_for_workers=False)
     job = Job(order=order, folder=scratch, direct=direct, store_port=store.port)
-    with _ranks(job) as ranks:
+    with started(run_rank, job, world=order.world) as ranks:
         return collect(ranks, direct=direct, on_turn=on_turn)
 
 
@@ -69,14 +72,17 @@ def require_space(order: Order, folder: Path, *, num_more: int = 0) -> None:
 
 
 @contextmanager
-def _ranks(job: Job) -> Iterator[dict[Connection, SpawnProcess]]:
-    """The running ranks by the channel they send on; ends all of them."""
+def started(
+    target: Callable[[int, J, Connection], None], job: J, *, world: int
+) -> Iterator[dict[Connection, SpawnProcess]]:
+    """Processes that run `target` with their rank, `job` and the channel they send on, by that channel; kills all of
+    them at the end."""
     context = multiprocessing.get_context("spawn")
     ranks: dict[Connection, SpawnProcess] = {}
     try:
-        for rank in range(job.order.world):
+        for rank in range(world):
             receiver, sender = context.Pipe(duplex=False)
-            process = context.Process(target=run_rank, args=(rank, job, sender), name=f"bench-rank-{rank}")
+            process = context.Process(target=target, args=(rank, job, sender), name=f"bench-rank-{rank}")
             process.start()
             # With the parent's copy closed, the death of a rank reads as the end of its channel.
             sender.close()
@@ -93,6 +99,18 @@ def collect(ranks: dict[Connection, SpawnProcess], *, direct: bool, on_turn: Cal
     """Receive until every rank has closed its channel."""
     sizes: list[StateSize] = []
     samples: list[Sample] = []
+    for message in messages(ranks):
+        if isinstance(message, StateSize):
+            sizes.append(message)
+        elif isinstance(message, Sample):
+            samples.append(message)
+            on_turn(message)
+    (size,) = sizes
+    return Outcome(state=size, samples=tuple(samples), direct=direct)
+
+
+def messages(ranks: dict[Connection, SpawnProcess]) -> Iterator[object]:
+    """What the ranks send, until every rank has closed its channel. RankFailedError when one fails, or dies."""
     channels = dict(ranks)
     while channels:
         for channel in wait(list(channels)):
@@ -105,13 +123,7 @@ def collect(ranks: dict[Connection, SpawnProcess], *, direct: bool, on_turn: Cal
                 continue
             if isinstance(message, Failure):
                 raise RankFailedError(f"{channels[channel].name} failed: {message.text}")
-            if isinstance(message, StateSize):
-                sizes.append(message)
-            elif isinstance(message, Sample):
-                samples.append(message)
-                on_turn(message)
-    (size,) = sizes
-    return Outcome(state=size, samples=tuple(samples), direct=direct)
+            yield message
 
 
 def _require_success(process: SpawnProcess) -> None:

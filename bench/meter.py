@@ -38,8 +38,7 @@ class Meter:
     """
 
     def __init__(self, *, watch_memory: bool = False) -> None:
-        gc.collect()
-        ctypes.CDLL(None).malloc_trim(0)
+        give_back()
         self._memory = _MemoryWatch() if watch_memory else None
         self._read = _read_nbytes()
         self._cpu_s = _cpu_s()
@@ -54,6 +53,12 @@ class Meter:
             device_nbytes=device_nbytes,
             asked_nbytes=asked_nbytes,
         )
+
+
+def give_back() -> None:
+    """Return freed memory of this process to the kernel."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
 
 
 class _MemoryWatch:

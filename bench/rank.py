@@ -6,7 +6,8 @@ import os
 import shutil
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from bench import contenders
 from bench.caches import settle
 from bench.contenders import Contender
-from bench.errors import WrongBytesError
+from bench.errors import BenchError, WrongBytesError
 from bench.meter import Meter, Usage
 from bench.order import Order
 from bench.results import WARM_UP, Measure, Sample, StateSize
@@ -57,25 +58,33 @@ class _Timing(msgspec.Struct, frozen=True):
 
 def run_rank(rank: int, job: Job, channel: Connection) -> None:
     """Do `job` as `rank`. Rank 0 sends the state's size and every sample; any rank sends what ended it."""
-    try:
-        _join(rank, job)
+    with joined(rank, channel, world=job.order.world, store_port=job.store_port):
         _Rank(job, channel).run()
+
+
+@contextmanager
+def joined(rank: int, channel: Connection, *, world: int, store_port: int) -> Iterator[None]:
+    """Be `rank` for the time of a ``with`` block, as under torchrun on one node, and send what ended it, if it did."""
+    try:
+        _join(rank, world=world, store_port=store_port)
+        yield
         dist.destroy_process_group()
     except BaseException as error:  # DCP's own exception is no Exception
-        text = str(error) if isinstance(error, WrongBytesError) else traceback.format_exc()
+        text = str(error) if isinstance(error, BenchError) else traceback.format_exc()
         channel.send(Failure(text=text))
         raise SystemExit(1) from error
 
 
-def _join(rank: int, job: Job) -> None:
-    """Become `rank` as under torchrun on one node."""
+def _join(rank: int, *, world: int, store_port: int) -> None:
     for name in ("RANK", "LOCAL_RANK"):
         os.environ[name] = str(rank)
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        os.environ[name] = str(job.order.world)
+        os.environ[name] = str(world)
+    # Processes that ranks start make groups of their own.
+    os.environ["MASTER_ADDR"] = HOST
     torch.set_num_threads(TORCH_THREADS)
-    store = dist.TCPStore(HOST, job.store_port, job.order.world, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=job.order.world)
+    store = dist.TCPStore(HOST, store_port, world, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
 
 
 class _Rank:

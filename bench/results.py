@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal, Protocol, TypeVar
 
 import msgspec
 
@@ -257,7 +257,15 @@ class ViewResult(msgspec.Struct, frozen=True):
     bars: tuple[Bar, ...]
 
 
-def write_result(result: Result | SmallResult | LoadResult | ViewResult, folder: Path) -> Path:
+class Named(Protocol):
+    """A result that knows the name of its file."""
+
+    @property
+    def name(self) -> str:
+        """The name, without a suffix."""
+
+
+def write_result(result: Named, folder: Path) -> Path:
     """Write `result` as ``<folder>/<name>.json``, replacing an older one."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{result.name}.json"
@@ -267,25 +275,26 @@ def write_result(result: Result | SmallResult | LoadResult | ViewResult, folder:
 
 def read_result(path: Path) -> Result:
     """The result of `bench io` in `path`; SetupError when there is none or it is not one."""
-    return _read(path, Result, command="python -m bench io")
+    return read_as(path, Result, command="python -m bench io")
 
 
 def read_small(path: Path) -> SmallResult:
     """The result of `bench small` in `path`; SetupError when there is none or it is not one."""
-    return _read(path, SmallResult, command="python -m bench small")
+    return read_as(path, SmallResult, command="python -m bench small")
 
 
 def read_load(path: Path) -> LoadResult:
     """The result of `bench load` in `path`; SetupError when there is none or it is not one."""
-    return _read(path, LoadResult, command="python -m bench load")
+    return read_as(path, LoadResult, command="python -m bench load")
 
 
 def read_view(path: Path) -> ViewResult:
     """The result of `bench view` in `path`; SetupError when there is none or it is not one."""
-    return _read(path, ViewResult, command="python -m bench view")
+    return read_as(path, ViewResult, command="python -m bench view")
 
 
-def _read(path: Path, kind: type[R], *, command: str) -> R:
+def read_as(path: Path, kind: type[R], *, command: str) -> R:
+    """The result of `command` in `path`; SetupError when there is none or it is not one."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=kind)
     except FileNotFoundError as error:
