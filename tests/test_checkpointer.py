@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -190,6 +191,23 @@ def test_the_next_save_goes_on_from_what_was_restored(run: str, memory: Memory) 
         other.step()
         assert str(checkpointer.save(step).place) == "2.1"
     assert holdfast.open(run).step == 2
+
+
+@pytest.mark.parametrize("num_before", [1, 3])
+def test_a_run_that_was_removed_and_begun_anew_has_room_in_memory(run: str, memory: Memory, num_before: int) -> None:
+    loop = Loop()
+    with Checkpointer(run, loop.state, memory=memory) as checkpointer:
+        for step in range(num_before):
+            checkpointer.save(step)
+            checkpointer.wait()
+    shutil.rmtree(run)
+    start_new_job()
+    with Checkpointer(run, loop.state, memory=memory, timeout_s=20) as checkpointer:
+        for step in range(10, 14):
+            loop.step()
+            checkpointer.save(step)
+    assert restored(run, memory) == ("node memory", 14, loop.bits())
+    assert len(slot_names(folder_of(run, memory.node_dir))) == 2
 
 
 def test_a_run_with_history_must_be_restored_first(run: str, memory: Memory) -> None:

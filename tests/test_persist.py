@@ -77,7 +77,7 @@ class Saved:
             nbytes = layout.data_start + layout.data_nbytes
             slot = stack.enter_context(Slot.create(folders[rank], rank=rank, nbytes=nbytes))
             slot.data[:] = 0xAB  # what was in it before
-            contents = Contents(CHECKPOINT, place, 7, rank, layout.data_start, nbytes)
+            contents = Contents(run.run_id, CHECKPOINT, place, 7, rank, layout.data_start, nbytes)
             slot.advance(Record(State.WRITING, Process.current()))
             slot.data[layout.data_start : nbytes] = np.frombuffer(bytes(section), np.uint8)
             slot.advance(Record(State.STAGED, Process.current(), contents))

@@ -39,7 +39,7 @@ def slot(folder: NodeFolder) -> Iterator[Slot]:
 
 
 def contents(seq: int = 1) -> Contents:
-    return Contents("00112233445566aa", Place(1, seq), 10 * seq, 0, 4096, 2 * MIB)
+    return Contents("0123456789abcdef", "00112233445566aa", Place(1, seq), 10 * seq, 0, 4096, 2 * MIB)
 
 
 def record(state: State, seq: int = 1) -> Record:
@@ -207,7 +207,7 @@ from holdfast.keeper.slots import Record, Slot, Contents, State
 
 slot = Slot.create(NodeFolder("run", node_dir=Path(sys.argv[1])), rank=0, nbytes=1 << 20)
 for seq in range(1, 1 << 30):
-    held = Contents("00112233445566aa", Place(1, seq), seq, 0, 4096, 1 << 20)
+    held = Contents("0123456789abcdef", "00112233445566aa", Place(1, seq), seq, 0, 4096, 1 << 20)
     slot.advance(Record(State.WRITING, Process.current()))
     slot.advance(Record(State.STAGED, Process.current(), held))
     slot.advance(Record(State.FREE))

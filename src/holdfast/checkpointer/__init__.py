@@ -22,10 +22,11 @@ from holdfast.checkpointer.restoring import RestoreReport, await_commit, restore
 from holdfast.checkpointer.staging import Stager, next_share
 from holdfast.control.channel import Channel, Deadline
 from holdfast.control.torch_store import default_channel, group_ranks
-from holdfast.errors import ConfigurationError, DeadlineError, HoldfastError
+from holdfast.errors import ConfigurationError, DeadlineError, HoldfastError, NotFoundError
 from holdfast.format.records import Place
 from holdfast.keeper.node_folder import DEFAULT_NODE_DIR, NodeFolder
 from holdfast.phases import Stopwatch, attempt
+from holdfast.run.history import Run
 from holdfast.run.paths import canonical, storage_at
 from holdfast.saving import numbers_of, run_root, save
 from holdfast.saving.coordinator import Request
@@ -239,7 +240,7 @@ class Checkpointer:
         """Room for another snapshot on all ranks; waits for it, unless saves are skipped then."""
 
         def look(payloads: Sequence[bytes]) -> bytes:
-            found = room(payloads)
+            found = room(payloads, stager.run_id or self._run_id())
             if found.full and self._when_full == "wait" and deadline.remaining_s() < _LATE * self._timeout_s:
                 raise _too_slow(found.full, self._timeout_s)
             return msgspec.msgpack.encode(found)
@@ -248,10 +249,21 @@ class Checkpointer:
             standing = attempt(lambda: msgspec.msgpack.encode(stager.standing()))
             answer = channel.exchange("memory", standing, look, deadline)
             found = msgspec.msgpack.decode(answer, type=Room)
+            if stager.run_id != found.run_id:
+                stager.belong_to(found.run_id)
+                continue  # there is more room now
             stager.give_up(found.given_up)
             if not found.full or self._when_full == "skip":
                 return found
             time.sleep(_LOOK_S)
+
+    def _run_id(self) -> str:
+        """The id of the run in storage; "" where there is none."""
+        with TimedStorage(storage_at(self._run), timeout_s=self._timeout_s) as storage:
+            try:
+                return Run.open(storage).run_id
+            except NotFoundError:
+                return ""
 
     def _opened(self, rank: int) -> Stager:
         if self._stager is None:

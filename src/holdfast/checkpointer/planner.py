@@ -46,13 +46,13 @@ class StagePlanner(Coordinator):
         )
 
 
-def room(payloads: Sequence[bytes]) -> Room:
-    """On rank 0: whether all ranks have room for another snapshot, from the `Standing` of each."""
+def room(payloads: Sequence[bytes], run_id: str) -> Room:
+    """On rank 0: whether all ranks have room for another snapshot of the run, from the `Standing` of each."""
     standings = [msgspec.msgpack.decode(payload, type=Standing) for payload in payloads]
     sealed = [each.sealed for each in standings]
     needed = None if None in sealed else min(each for each in sealed if each is not None)
     full = tuple(number for number, each in enumerate(standings) if not each.has_room(needed))
-    return Room(needed, full, tuple(sorted({each for standing in standings for each in standing.given_up})))
+    return Room(run_id, needed, full, tuple(sorted({each for standing in standings for each in standing.given_up})))
 
 
 class StagePlanning(Planning[Agreed]):

@@ -27,11 +27,12 @@ from holdfast.keeper.process import Process
 from holdfast.keeper.slots import Contents, Record, Slot, State
 from holdfast.run.checkpoint import pack_values
 from holdfast.run.paths import storage_at
-from holdfast.saving.share import Share, memory_of
+from holdfast.saving.share import Share
 from holdfast.staging.arena import Arena
 from holdfast.staging.guard import Guard
-from holdfast.staging.guarded import guarded
-from holdfast.staging.snapshot import Part, Snapshot
+from holdfast.staging.guarded import Guarded
+from holdfast.staging.routes import Part, Routes
+from holdfast.staging.snapshot import Snapshot
 from holdfast.state.flatten import FlatState
 
 #: How often it is looked at what became of a snapshot, and whether a slot is free.
@@ -62,6 +63,10 @@ class Stager:
         self._rank = rank
         self._arena = Arena(folder, rank=rank, num_slots=num_slots)
         self._prepared_nbytes = -1
+        self._guarded = Guarded()
+        #: By name of the slot, all of one plan.
+        self._routes: dict[str, Routes] = {}
+        self._routes_plan_id = ""
         self._copier = ThreadPoolExecutor(1, thread_name_prefix="holdfast-copy")
         self._lock = Lock()
         self._pending: list[_Pending] = []
@@ -69,8 +74,10 @@ class Stager:
         self._closed = Event()
         self._watcher = Thread(target=self._watch, name="holdfast-watch", daemon=True)
         self._watcher.start()
-        #: The last place that was agreed on with this rank.
+        #: The last place that was agreed on with this rank, and the run of what its memory holds; None before it is
+        #: known.
         self.last: Place | None = None
+        self.run_id: str | None = None
 
     def fits(self, share: Share) -> bool:
         """Whether there are slots for data files of this size."""
@@ -108,6 +115,11 @@ class Stager:
         is_free, oldest = self._arena.oldest()
         return Standing(self._arena.newest_sealed(), is_free=is_free, oldest=oldest, given_up=given_up)
 
+    def belong_to(self, run_id: str) -> None:
+        """Know the run: what memory holds of an earlier one at the same path, which was removed, is given up."""
+        self.run_id = run_id
+        self.give_up(self._arena.forget_others(run_id))
+
     def give_up(self, checkpoint_ids: Sequence[str]) -> None:
         """Have this node free what it holds of checkpoints that can never be whole."""
         for checkpoint_id in checkpoint_ids:
@@ -128,7 +140,7 @@ class Stager:
     ) -> None:
         """Copy this rank's part of `flat` into a slot: what may change before the next step of an optimizer now, and
         the rest in the background."""
-        self.last = agreed.place
+        self.last, self.run_id = agreed.place, agreed.run_id
         handle.place = agreed.place
         layout = share.layout
         if layout is None:
@@ -143,13 +155,7 @@ class Stager:
             self.guard.hold()
             try:
                 _write_values(slot, layout, values)
-                parts = [
-                    Part(share.manifest.body.names[entry.tensor], source, layout.data_start + entry.offset)
-                    for entry, source in zip(
-                        layout.entries, memory_of(share.manifest, layout, flat, self._rank), strict=True
-                    )
-                ]
-                snapshot = Snapshot(parts, slot.data, guarded=guarded(flat))
+                snapshot = Snapshot(self._routes_of(share, slot), flat.tensors, guarded=self._guarded.names(flat))
             except BaseException:
                 self.guard.let_go()
                 raise
@@ -165,8 +171,23 @@ class Stager:
         self._closed.set()
         self._watcher.join()
         self.guard.unhook()
+        self._routes.clear()
         self._arena.close()
         self._folder.close()
+
+    def _routes_of(self, share: Share, slot: Slot) -> Routes:
+        """The routes into `slot`, which hold as long as the plan does."""
+        if share.plan_id != self._routes_plan_id:
+            self._routes, self._routes_plan_id = {}, share.plan_id
+        if slot.name not in self._routes:
+            layout = share.layout
+            assert layout is not None
+            names = share.manifest.body.names
+            parts = [
+                Part(names[entry.tensor], entry.part, layout.data_start + entry.offset) for entry in layout.entries
+            ]
+            self._routes[slot.name] = Routes(parts, slot.data, rank=self._rank)
+        return self._routes[slot.name]
 
     def _free_slot(self, needed: Place | None) -> Slot:
         """A slot to fill: that there is one was agreed on, but where the plan is new, and so may be the slots."""
@@ -188,7 +209,13 @@ class Stager:
                 self.guard.let_go()
             nbytes = layout.data_start + layout.data_nbytes
             contents = Contents(
-                agreed.checkpoint_id, agreed.place, agreed.step, layout.index, layout.data_start, nbytes
+                agreed.run_id,
+                agreed.checkpoint_id,
+                agreed.place,
+                agreed.step,
+                layout.index,
+                layout.data_start,
+                nbytes,
             )
             manifest = share.manifest.encode()
             write_generation(

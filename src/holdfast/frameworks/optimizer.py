@@ -112,15 +112,20 @@ def bind_optimizer(path: str, optimizer: Optimizer, source: Source) -> Finish:
 def changed_in_step(optimizer: Optimizer) -> Iterator[torch.Tensor]:
     """Tensors that `optimizer` changes when it steps, and that nothing else should: its parameters and their slots.
 
-    None where steps may be part of a CUDA graph, whose replay calls no hooks.
+    None where steps may be part of a CUDA graph.
     """
-    if any(group.get("capturable", False) for group in optimizer.param_groups):
+    if is_replayed(optimizer):
         return
     for group in optimizer.param_groups:
         yield from group["params"]
     for slots in optimizer.state.values():
         if isinstance(slots, Mapping):
             yield from (slot for slot in slots.values() if isinstance(slot, torch.Tensor))
+
+
+def is_replayed(optimizer: Optimizer) -> bool:
+    """Whether steps may be part of a CUDA graph, whose replay calls no hooks."""
+    return any(group.get("capturable", False) for group in optimizer.param_groups)
 
 
 class _Saved(NamedTuple):

@@ -173,12 +173,16 @@ class Keeper:
             self._retry_at.pop(checkpoint_id, None)
 
     def _remove_old(self) -> None:
-        """Remove slots of ranks that are no more, when a later checkpoint of those that are is whole and committed."""
+        """Remove slots of ranks that are no more, when a later checkpoint of those that are is whole and committed, or
+        one of another run: that which was here before is gone."""
         committed = [slot for slot in self._slots.values() if slot.state == State.COMMITTED]
-        kept = [slot.record.contents.place for slot in committed if slot.record.contents and _is_tended(slot)]
+        kept = [slot.record.contents for slot in committed if slot.record.contents and _is_tended(slot)]
+        newest = max(kept, key=lambda contents: contents.place, default=None)
         for name, slot in list(self._slots.items()):
             contents = slot.record.contents
-            if slot.state in _DONE and contents and kept and contents.place < max(kept) and not _is_tended(slot):
+            if newest is None or contents is None or slot.state not in _DONE or _is_tended(slot):
+                continue
+            if contents.run_id != newest.run_id or contents.place < newest.place:
                 self._slots.pop(name).remove()
 
     def _give_up(self) -> None:
@@ -272,9 +276,20 @@ def _write(sealing: Sealing, slots: list[Slot]) -> bool:
     """Make `slots` durable. Whether the checkpoint is committed: it is when all nodes have done so."""
     with TimedStorage(storage_at(sealing.generation.run), timeout_s=_STORE_TIMEOUT_S) as storage:
         run = Run.open(storage)  # first: nothing is written where it is not, or not any more
+        if run.run_id != sealing.stored.manifest.body.run_id:
+            raise _replaced(run)
         for slot in slots:
             persist(storage, sealing, slot)
         return commit(run, sealing) is not None
+
+
+def _replaced(run: Run) -> FencedError:
+    return FencedError(
+        f"'{run.storage.uri}' is not the run that this was saved into, but one that was begun there later.",
+        code="fenced.run",
+        action="Nothing is to be done: that run was removed, and this with it.",
+        path=run.storage.uri,
+    )
 
 
 def keep(folder: NodeFolder, lock: int, *, is_over: Callable[[], bool], idle_s: float, grace_s: float) -> bool:

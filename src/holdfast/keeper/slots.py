@@ -77,9 +77,10 @@ WHOLE: Final = (State.SEALED, State.COMMITTED, State.SUPERSEDED)
 
 
 class Contents(msgspec.Struct, frozen=True, array_like=True):
-    """What a slot is filled with: the data file number `file` of a checkpoint, `nbytes` with its header of
-    `data_start`."""
+    """What a slot is filled with: the data file number `file` of a checkpoint of the run `run_id`, `nbytes` with its
+    header of `data_start`."""
 
+    run_id: str
     checkpoint_id: str
     place: Place
     step: int

@@ -77,6 +77,19 @@ class Arena:
         is_free = len(places) < len(contents) or len(there) < self._num_slots
         return is_free, min(places, default=None)
 
+    def forget_others(self, run_id: str) -> list[str]:
+        """Free slots that hold checkpoints of other runs than `run_id`: there was another one of that name. Returns the
+        ids of those that a keeper still cares for."""
+        cared_for = []
+        for slot in (*self._slots, *self._retired):
+            contents = slot.refresh().contents
+            if contents is not None and contents.run_id != run_id:
+                if slot.state in _REUSABLE:
+                    slot.advance(Record(State.FREE))
+                else:
+                    cared_for.append(contents.checkpoint_id)
+        return cared_for
+
     def remove_retired(self, needed: Place | None) -> None:
         """Remove slots that are too small by now, or too many, as far as they could be filled again, as `reusable`."""
         needed = needed or self.newest_sealed()

@@ -7,84 +7,35 @@ FAST'21, calls it the snapshot phase; DataStates-LLM, HPDC'24, copies lazily for
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Collection, Iterable, Sequence
+from operator import attrgetter
 
 import torch
 
 from holdfast.errors import StateError
 from holdfast.format.names import shown
-from holdfast.geometry import flat_boxes
-from holdfast.state.memory import MemorySource, carried
-from holdfast.storage.base import Bytes
+from holdfast.staging.routes import Pair, Routes, Tensors
 
-#: So much is copied by one call, for whose time other threads of Python run, and after which the copy can be stopped.
+#: So much is copied by one call, for whose time other threads of Python run.
 _CALL_NBYTES = 64 << 20
 
-
-class Part(NamedTuple):
-    """Elements of the tensor `name`, and the byte of the slot where they go."""
-
-    name: str
-    source: MemorySource
-    start: int
-
-
-class _Mark(NamedTuple):
-    """What shows that a tensor was changed, or is other memory now."""
-
-    name: str
-    tensor: torch.Tensor
-    version: int
-    address: int
-
-    @staticmethod
-    def of(name: str, tensor: torch.Tensor) -> _Mark:
-        return _Mark(name, tensor, tensor._version, tensor.data_ptr())  # noqa: SLF001 - torch has no other name for it
-
-    def holds(self) -> bool:
-        return self == _Mark.of(self.name, self.tensor)
-
-
-class _Copies:
-    """Views of live memory and of where it goes, in calls of limited size."""
-
-    def __init__(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        self.calls: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
-        nbytes = _CALL_NBYTES
-        for target, source in pairs:
-            if nbytes >= _CALL_NBYTES:
-                self.calls.append(([], []))
-                nbytes = 0
-            self.calls[-1][0].append(target)
-            self.calls[-1][1].append(source)
-            nbytes += target.nbytes
-
-    def __iter__(self) -> Iterator[None]:
-        for targets, sources in self.calls:
-            # One call for all of them: of single copies, each would wait for the interpreter beside a busy thread.
-            torch._foreach_copy_(targets, sources)
-            yield
+_version_of = attrgetter("_version")
 
 
 class Snapshot:
-    """A copy of `parts` into `data`, the memory of a slot.
+    """A copy of `tensors` along `routes`.
 
     Tensors whose names are in `guarded` are copied by `copy`, all others by the constructor, which returns when that is
     done: the instant that the snapshot holds is its return. From then on nothing may change what is guarded until
-    `copy` has returned, see `Guard`.
+    `copy` has returned, see `Guard`. (None of that may be a tensor of inference: torch does not count their changes.)
     """
 
-    def __init__(self, parts: Sequence[Part], data: Bytes, *, guarded: Collection[str]) -> None:
-        memory = torch.from_numpy(data)
-        later = [part for part in parts if part.name in guarded and not part.source.view.is_inference()]
-        late = {id(part) for part in later}
-        self._marks = [_Mark.of(part.name, part.source.view) for part in later]
-        self._copies = _Copies(pair for part in later for pair in _pairs(part, memory))
-        self.nbytes_left = sum(part.source.nbytes for part in later)
-        self._stopped = False
-        for _ in _Copies(pair for part in parts if id(part) not in late for pair in _pairs(part, memory)):
-            pass
+    def __init__(self, routes: Routes, tensors: Tensors, *, guarded: Collection[str]) -> None:
+        self._routes = routes
+        self._tensors = tensors
+        self._later, now = routes.split(guarded)
+        self._marks = _Marks([name for name in guarded if name in tensors], tensors)
+        _copy(routes.pairs(now, tensors))
 
     def copy(self) -> None:
         """Copy what is guarded; from any one thread.
@@ -93,33 +44,51 @@ class Snapshot:
             StateError: a tensor was changed meanwhile, so that what was copied is of no instant; names it. (What does
                 not show: writes through ``.data``, and kernels that do not tell torch what they write to.)
         """
-        for _ in self._copies:
-            if self._stopped:
-                return
-        for mark in self._marks:
-            if not mark.holds():
-                raise StateError(
-                    f"{shown(mark.name)} was changed while it was being copied, by something else than a step of an "
-                    "optimizer in the state.",
-                    code="state.changed",
-                    action="Change it under the guard: `with checkpointer.guard():` waits until it may be changed.",
-                    tensor=mark.name,
-                )
-
-    def stop(self) -> None:
-        """Have `copy` return soon, with part of it copied."""
-        self._stopped = True
+        _copy(self._routes.pairs(self._later, self._tensors))
+        changed = self._marks.changed()
+        if changed is not None:
+            raise StateError(
+                f"{shown(changed)} was changed while it was being copied, by something else than a step of an "
+                "optimizer in the state.",
+                code="state.changed",
+                action="Change it under the guard: `with checkpointer.guard():` waits until it may be changed.",
+                tensor=changed,
+            )
 
 
-def _pairs(part: Part, memory: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Where elements go, and where they are."""
-    source = part.source
-    view = carried(source.view)
-    target = memory[part.start : part.start + source.nbytes].view(view.dtype)
-    if source.numel == view.numel():
-        yield target.view(view.shape), view
-    elif view.is_contiguous():
-        yield target, view.reshape(-1)[source.first : source.first + source.numel]
-    else:
-        for offset, box in flat_boxes(tuple(view.shape), source.first, source.first + source.numel):
-            yield target[offset : offset + box.numel].view(box.size), view[box.slices()]
+class _Marks:
+    """What shows that tensors were changed, or are other memory now."""
+
+    def __init__(self, names: Sequence[str], tensors: Tensors) -> None:
+        self._names = [name for name in names for _ in tensors[name].memory]
+        self._memory = [part for name in names for part in tensors[name].memory]
+        self._then = self._now()
+
+    def changed(self) -> str | None:
+        """The first tensor that is not as it was then."""
+        marks = zip(self._names, zip(*self._then, strict=True), zip(*self._now(), strict=True), strict=True)
+        return next((name for name, then, now in marks if then != now), None)
+
+    def _now(self) -> tuple[list[int], list[int]]:
+        return list(map(_version_of, self._memory)), list(map(torch.Tensor.data_ptr, self._memory))
+
+
+def _copy(pairs: Iterable[Pair]) -> None:
+    """Copy in calls of limited size."""
+    targets: list[torch.Tensor] = []
+    sources: list[torch.Tensor] = []
+    nbytes = 0
+    for target, source in pairs:
+        targets.append(target)
+        sources.append(source)
+        nbytes += target.nbytes
+        if nbytes >= _CALL_NBYTES:
+            _copy_all(targets, sources)
+            targets, sources, nbytes = [], [], 0
+    _copy_all(targets, sources)
+
+
+def _copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    # One call for all of them: of single copies, each would wait for the interpreter beside a busy thread.
+    if targets:
+        torch._foreach_copy_(targets, sources)

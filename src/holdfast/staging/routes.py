@@ -1,0 +1,83 @@
+"""Routes: where in a slot each part of a state goes. Worked out once per plan and slot, for all saves that follow."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+from holdfast.geometry import Box, FlatRange, flat_boxes
+from holdfast.state.gather import LocalTensor
+from holdfast.state.memory import LocalPieces, carried
+from holdfast.storage.base import Bytes
+
+#: A copy within one of these types keeps every bit. (One of bools, say, keeps what they mean.)
+_EXACT = frozenset(
+    {torch.float64, torch.float32, torch.float16, torch.bfloat16}
+    | {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8}
+)
+
+Tensors = Mapping[str, LocalTensor]
+#: Where elements go, and where they are: of one dtype and shape.
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+class Part(NamedTuple):
+    """A part of the tensor `name`, and the byte of the slot where it goes."""
+
+    name: str
+    part: Box | FlatRange
+    start: int
+
+
+class Routes:
+    """The way of each of `parts`, which `rank` holds, into `data`. Keeps no memory of the state alive.
+
+    Thousands of views cost more time than the copy of what they show, and saves come often. So those of the slot are
+    kept, and of the state, whose tensors are mostly copied whole, none are made.
+    """
+
+    def __init__(self, parts: Sequence[Part], data: Bytes, *, rank: int) -> None:
+        self._parts = parts
+        self._rank = rank
+        self._data = torch.from_numpy(data)
+        #: Where parts go that are all that this rank holds of a tensor, as far as they were copied before.
+        self._whole: list[torch.Tensor | None] = [None] * len(parts)
+        self._named: tuple[Collection[str], list[int], list[int]] | None = None
+
+    def split(self, names: Collection[str]) -> tuple[list[int], list[int]]:
+        """The numbers of all parts: of tensors that are in `names`, and of others."""
+        if self._named is None or self._named[0] is not names:
+            named = [number for number, part in enumerate(self._parts) if part.name in names]
+            others = [number for number, part in enumerate(self._parts) if part.name not in names]
+            self._named = names, named, others
+        return self._named[1:]
+
+    def pairs(self, numbers: Iterable[int], tensors: Tensors) -> Iterator[Pair]:
+        """What is to be copied for the parts with `numbers`, from `tensors` as they are now."""
+        parts, whole, pieces = self._parts, self._whole, LocalPieces(self._rank)
+        for number in numbers:
+            held, target = tensors[parts[number].name], whole[number]
+            if target is not None:
+                yield target, held.memory[0]
+            else:
+                yield from self._pairs(number, held, pieces)
+
+    def _pairs(self, number: int, held: LocalTensor, pieces: LocalPieces) -> Iterator[Pair]:
+        part = self._parts[number]
+        source = pieces.source(held.layout, held.memory, part.part)
+        memory = self._data[part.start : part.start + source.nbytes]
+        if source.view is held.memory[0] and source.numel == source.view.numel() and source.view.dtype in _EXACT:
+            target = self._whole[number] = memory.view(source.view.dtype).view(source.view.shape)
+            yield target, source.view
+            return
+        view = carried(source.view)
+        target = memory.view(view.dtype)
+        if source.numel == view.numel():
+            yield target.view(view.shape), view
+        elif view.is_contiguous():
+            yield target, view.reshape(-1)[source.first : source.first + source.numel]
+        else:
+            for offset, box in flat_boxes(tuple(view.shape), source.first, source.first + source.numel):
+                yield target[offset : offset + box.numel].view(box.size), view[box.slices()]
