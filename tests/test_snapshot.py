@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
@@ -15,13 +15,16 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 from holdfast.errors import StateError
-from holdfast.plan.layout import Whole
+from holdfast.geometry import Box, FlatRange
+from holdfast.plan.layout import TensorLayout, Whole
 from holdfast.staging import snapshot as snapshot_module
 from holdfast.staging.guard import Guard
-from holdfast.staging.guarded import guarded
-from holdfast.staging.snapshot import Part, Snapshot
+from holdfast.staging.guarded import Guarded, guarded
+from holdfast.staging.routes import Part, Routes
+from holdfast.staging.snapshot import Snapshot
 from holdfast.state.flatten import flatten
-from holdfast.state.memory import MemorySource
+from holdfast.state.gather import LocalTensor
+from holdfast.state.placements import DTYPE_NAMES
 from tests.bound import bits
 
 State = dict[str, object]
@@ -57,23 +60,44 @@ class Taken:
 
     def __init__(self, state: State, guard: Guard) -> None:
         flat = flatten(state)
-        parts: list[Part] = []
-        nbytes = 0
-        for name, local in flat.tensors.items():
-            assert isinstance(local.layout.spec, Whole)
-            parts.append(Part(name, MemorySource(local.memory[0], 0, local.memory[0].numel()), nbytes))
-            nbytes += -(-local.memory[0].nbytes // 16) * 16
-        self._data = np.zeros(max(nbytes, 1), np.uint8)
-        self._parts = parts
+        self._routed = Routed(flat.tensors)
         guard.hook(flat.optimizers)
         self.guarded = guarded(flat)
-        self.snapshot = Snapshot(parts, self._data, guarded=self.guarded)
-        self._then = {part.name: bits(part.source.view) for part in parts}
+        self.snapshot = Snapshot(self._routed.routes, flat.tensors, guarded=self.guarded)
+        self._then = {name: bits(local.memory[0]) for name, local in flat.tensors.items()}
 
     def assert_holds_the_instant(self) -> None:
-        for part in self._parts:
-            found = self._data[part.start : part.start + part.source.nbytes].tobytes()
-            assert found == self._then[part.name], part.name
+        assert self._routed.copied() == self._then
+
+
+class Routed:
+    """Routes of whole tensors into memory of their own."""
+
+    def __init__(self, tensors: Mapping[str, LocalTensor]) -> None:
+        parts: list[Part] = []
+        self._stops: list[int] = []
+        nbytes = 0
+        for name, local in tensors.items():
+            (memory,) = local.memory
+            parts.append(Part(name, Box((0,) * memory.ndim, tuple(memory.shape)), nbytes))
+            self._stops.append(nbytes + memory.nbytes)
+            nbytes += -(-memory.nbytes // 16) * 16
+        self._parts = parts
+        self._data = np.zeros(max(nbytes, 1), np.uint8)
+        self.routes = Routes(parts, self._data, rank=0)
+
+    def copied(self) -> dict[str, bytes]:
+        """What has come where it should, by name."""
+        parts = zip(self._parts, self._stops, strict=True)
+        return {part.name: self._data[part.start : stop].tobytes() for part, stop in parts}
+
+
+def tensors_of(**tensors: torch.Tensor) -> dict[str, LocalTensor]:
+    """Plain tensors, each all that there is of it."""
+    return {
+        name: LocalTensor(TensorLayout(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), Whole("split")), (tensor,))
+        for name, tensor in tensors.items()
+    }
 
 
 @pytest.fixture
@@ -242,7 +266,8 @@ def test_a_change_that_no_step_made_voids_the_snapshot_and_names_the_tensor(guar
 def test_memory_that_was_taken_away_voids_the_snapshot() -> None:
     # As FSDP1 does with the storage of unsharded parameters.
     tensor = torch.ones(1000)
-    snapshot = Snapshot([Part("x", MemorySource(tensor, 0, 1000), 0)], np.zeros(4000, np.uint8), guarded=["x"])
+    tensors = tensors_of(x=tensor)
+    snapshot = Snapshot(Routed(tensors).routes, tensors, guarded=["x"])
     tensor.untyped_storage().resize_(1 << 20)
     with pytest.raises(StateError, match="was changed"):
         snapshot.copy()
@@ -275,30 +300,81 @@ def test_a_parameter_that_got_other_memory_is_saved_as_it_was(guard: Guard) -> N
 def test_ranges_of_memory_however_it_is_strided(first: int, numel: int, dtype: torch.dtype, is_guarded: bool) -> None:
     for tensor in (torch.randn(5, 7).to(dtype), torch.randn(7, 5).to(dtype).T, torch.randn(5, 14).to(dtype)[:, ::2]):
         data = np.zeros(numel * tensor.element_size(), np.uint8)
-        part = Part("x", MemorySource(tensor, first, numel), 0)
-        Snapshot([part], data, guarded=["x"] if is_guarded else []).copy()
-        wanted = tensor.contiguous().reshape(-1)[first : first + numel]
-        assert data.tobytes() == bits(wanted)
+        routes = Routes([Part("x", FlatRange(first, first + numel), 0)], data, rank=0)
+        for _ in range(2):
+            data[:] = 0
+            Snapshot(routes, tensors_of(x=tensor), guarded=["x"] if is_guarded else []).copy()
+            wanted = tensor.contiguous().reshape(-1)[first : first + numel]
+            assert data.tobytes() == bits(wanted)
 
 
-def test_a_copy_is_stopped_between_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_are_made_in_calls_of_limited_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(snapshot_module, "_CALL_NBYTES", 64)
-    tensors = [torch.ones(16) for _ in range(5)]
-    data = np.zeros(5 * 64, np.uint8)
-    parts = [Part("x", MemorySource(tensor, 0, 16), 64 * number) for number, tensor in enumerate(tensors)]
-    snapshot = Snapshot(parts, data, guarded=["x"])
-    assert snapshot.nbytes_left == 320
-    snapshot.stop()
-    snapshot.copy()
-    assert np.count_nonzero(data) <= 64
+    calls: list[int] = []
+    copy = torch._foreach_copy_
+
+    def counted(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+        calls.append(sum(target.nbytes for target in targets))
+        copy(targets, sources)
+
+    monkeypatch.setattr(torch, "_foreach_copy_", counted)
+    tensors = tensors_of(**{f"x{number}": torch.full((9,), number) for number in range(5)})
+    routed = Routed(tensors)
+    Snapshot(routed.routes, tensors, guarded=tensors).copy()
+    assert routed.copied() == {name: bits(local.memory[0]) for name, local in tensors.items()}
+    assert calls == [72] * 5
 
 
-def test_tensors_of_inference_are_copied_at_once() -> None:
+def test_later_copies_take_what_tensors_hold_and_where_they_are_by_then() -> None:
+    signalling = torch.tensor([0x7F800001, 0x7FC12345, 1], dtype=torch.int32).view(torch.float32)
+    first = tensors_of(x=torch.randn(3), y=torch.tensor([True, False]), z=torch.randn(4, 6).T)
+    routed = Routed(first)
+    Snapshot(routed.routes, first, guarded=["x"]).copy()
+    later = tensors_of(
+        x=signalling, y=torch.tensor([2, 3], dtype=torch.uint8).view(torch.bool), z=torch.randn(6, 8)[:, ::2]
+    )
+    for guarded_names in (["x"], ["x", "y", "z"]):
+        Snapshot(routed.routes, later, guarded=guarded_names).copy()
+        assert routed.copied() == {name: bits(local.memory[0]) for name, local in later.items()}
+
+
+def test_tensors_of_inference_are_not_guarded() -> None:
+    module = nn.Linear(3, 2)
     with torch.inference_mode():
-        tensor = torch.ones(4)
-    data = np.zeros(16, np.uint8)
-    Snapshot([Part("x", MemorySource(tensor, 0, 4), 0)], data, guarded=["x"])
-    assert data.tobytes() == bits(torch.ones(4))
+        module.weight = nn.Parameter(torch.ones(2, 3), requires_grad=False)
+    names = guarded(flatten({"model": module, "optimizer": SGD(module.parameters(), lr=0.1)}))
+    assert names == {"model/bias"}
+
+
+def test_what_is_guarded_is_known_anew_when_an_optimizer_or_its_tensors_change() -> None:
+    module = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2), nn.Embedding(4, 2))
+    optimizer = SGD(module[0].parameters(), lr=0.1, momentum=0.9)
+    state = {"model": module, "optimizer": optimizer}
+    known, last = Guarded(), flatten(state)
+
+    def names() -> frozenset[str]:
+        nonlocal last
+        last = flatten(state, last=last.remembered)
+        found = known.names(last)
+        assert found == guarded(last)
+        assert known.names(flatten(state, last=last.remembered)) is found
+        return found
+
+    assert len(names()) == 2
+    optimizer.add_param_group({"params": module[1].weight})
+    assert len(names()) == 3
+    optimizer.param_groups[1]["params"] = [module[2].weight]
+    assert "model/2.weight" in names()
+    embedding = module[2]
+    assert isinstance(embedding, nn.Embedding)
+    embedding.max_norm = 1.0
+    assert "model/2.weight" not in names()
+    for parameter in module.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    assert len(names()) == 5
+    optimizer.param_groups[0]["capturable"] = True
+    assert not names()
 
 
 def test_hooks_are_set_once_and_taken_away(guard: Guard) -> None:
