@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -15,8 +16,8 @@ import msgspec
 import pytest
 
 from holdfast.errors import ConfigurationError
-from holdfast.format.records import Place
-from holdfast.keeper import daemon
+from holdfast.format.records import Commit, Place
+from holdfast.keeper import daemon, writing
 from holdfast.keeper.client import ensure_keeper
 from holdfast.keeper.daemon import Keeper, is_kept, try_lock
 from holdfast.keeper.generations import generation_ids
@@ -232,22 +233,22 @@ def test_a_slow_store_does_not_keep_newer_snapshots_from_being_sealed(
     run: Run, saved: Saved, folder: NodeFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keeper = Keeper(folder)
-    write = daemon._write
+    go_on = threading.Event()
 
-    def slowly(*arguments: object) -> bool:
-        time.sleep(1.0)
-        return write(*arguments)  # type: ignore[arg-type]
+    def slowly(*_: object) -> Commit | None:
+        go_on.wait()
+        return None
 
-    monkeypatch.setattr(daemon, "_write", slowly)
-    keeper.look()
-    assert states(saved) == {State.SEALED}
+    monkeypatch.setattr(writing, "commit", slowly)
+    until(lambda: keeper.look() and states(saved) == {State.SEALED})
     with Slot.create(folder, rank=7, nbytes=saved.slots[0].nbytes) as slot:
         contents = saved.slots[0].record.contents
         slot.data[:] = saved.slots[0].data
         slot.advance(Record(State.WRITING, saved.slots[0].record.writer))
         slot.advance(Record(State.STAGED, saved.slots[0].record.writer, contents))
-        keeper.look()
-        assert slot.refresh().state == State.SEALED
+        until(lambda: keeper.look() and slot.refresh().state == State.SEALED)
+        monkeypatch.undo()
+        go_on.set()
         until(lambda: not (keeper.look() or keeper.owes))
     keeper.close()
 
@@ -269,7 +270,7 @@ def test_an_idle_keeper_gives_the_memory_back_but_not_what_is_not_durable(
     keeper = Keeper(folder)
     keeper.look()
     keeper.give_back()
-    assert len(slot_names(folder)) == 2  # sealed, and being written
+    assert len(slot_names(folder)) == 2  # being sealed, and written
     until(lambda: not (keeper.look() or keeper.owes))
     keeper.give_back()
     assert slot_names(folder) == generation_ids(folder) == []

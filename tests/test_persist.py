@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
+from threading import Event
 
 import numpy as np
 import pytest
@@ -25,7 +27,7 @@ from holdfast.keeper.generations import (
     write_generation,
 )
 from holdfast.keeper.node_folder import NodeFolder
-from holdfast.keeper.persist import Sealing, commit, data_file, persist
+from holdfast.keeper.persist import Sealing, commit, data_file, persist, publish_manifest
 from holdfast.keeper.process import Process
 from holdfast.keeper.slots import Contents, Record, Slot, State
 from holdfast.plan.layout import Mesh, Placed, Shard, TensorLayout, Whole
@@ -110,6 +112,7 @@ def saved(run: Run, folders: list[NodeFolder]) -> Iterator[Saved]:
 
 def persist_in(run: Run, sealing: Sealing, slot: Slot) -> None:
     with TimedStorage(run.storage, timeout_s=60) as storage:
+        publish_manifest(storage, sealing)
         persist(storage, sealing, slot)
 
 
@@ -139,6 +142,28 @@ def test_what_is_staged_becomes_a_checkpoint(run: Run, saved: Saved) -> None:
     found = commit(run, sealing)
     assert found is not None
     assert found.place == saved.generation.place
+    assert_loads(run, saved)
+
+
+def test_a_file_is_on_its_way_to_storage_while_it_is_hashed(run: Run, saved: Saved) -> None:
+    sealing = Sealing(saved.generation)
+    with TimedStorage(run.storage, timeout_s=60) as storage, ThreadPoolExecutor() as pool:
+        publish_manifest(storage, sealing)
+        for slot in saved.slots:
+            begin = Event()
+
+            def seal(slot: Slot = slot, begin: Event = begin) -> None:
+                begin.wait()
+                sealing.seal(slot)
+
+            sealed = pool.submit(seal)
+
+            def await_seal(sealed: Future[None] = sealed, begin: Event = begin) -> None:
+                begin.set()
+                sealed.result()
+
+            persist(storage, sealing, slot, await_seal=await_seal)
+    assert commit(run, sealing) is not None
     assert_loads(run, saved)
 
 

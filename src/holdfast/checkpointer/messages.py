@@ -30,7 +30,8 @@ class Standing(msgspec.Struct, frozen=True, array_like=True):
 class Room(msgspec.Struct, frozen=True, array_like=True):
     """Whether there is room for another snapshot on all ranks: those in `full` have none yet.
 
-    `run_id` is that of the run ("": there is none yet), from which checkpoints of an earlier one are told apart. What comes before `needed` is not needed any more: all ranks have that in memory, whole (None: some have nothing).
+    `run_id` is that of the run ("": there is none yet), from which checkpoints of an earlier one are told apart. What
+    comes before `needed` is not needed any more: all ranks have that in memory, whole (None: some have nothing).
     `given_up` are checkpoints that can never be whole.
     """
 

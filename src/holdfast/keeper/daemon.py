@@ -14,21 +14,19 @@ import logging
 import os
 import struct
 import time
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Collection
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from typing import Final, NamedTuple
+from typing import Any, Final
 
 import msgspec
 
 from holdfast.errors import CorruptError, FencedError, HoldfastError
-from holdfast.keeper.generations import generation_ids, is_given_up, read_generation, remove_generation
+from holdfast.keeper.generations import generation_ids, given_up_ids, read_generation, remove_generation
 from holdfast.keeper.node_folder import NodeFolder
-from holdfast.keeper.persist import Sealing, commit, persist
+from holdfast.keeper.persist import Sealing
 from holdfast.keeper.slots import Record, Slot, State, slot_names
-from holdfast.run.history import Run
-from holdfast.run.paths import storage_at
-from holdfast.transfer.timed import TimedStorage
+from holdfast.keeper.writing import Writing
 
 #: After so long without trainers and work a keeper ends, and gives back the memory.
 IDLE_S: Final = 1800.0
@@ -39,12 +37,14 @@ _LOCK_NAME: Final = "keeper.lock"
 #: ``struct flock``: type, from where, start, length, process.
 _FLOCK: Final = struct.Struct("hhqqi4x")
 
-#: How often a keeper looks when it has nothing to do; trainers need not wake it.
+#: How often a keeper looks when it has nothing to do, and while a trainer fills a slot; trainers need not wake it.
 _LOOK_S: Final = 0.05
+_SHORT_LOOK_S: Final = 0.01
+#: Slots that are sealed, and files that are written, at the same time.
+_NUM_SEALERS: Final = 2
+_NUM_WRITERS: Final = 4
 #: After a store failed, or while other nodes are not done, it is left alone for so long.
 _RETRY_S: Final = 1.0
-#: How long a store may take to answer.
-_STORE_TIMEOUT_S: Final = 600.0
 #: Longer texts of errors would not fit into the record of a slot.
 _MAX_ERROR_LETTERS: Final = 600
 
@@ -87,16 +87,19 @@ def _lock_file(folder: NodeFolder) -> int:
 
 
 class Keeper:
-    """Keeps `folder`; the caller holds its lock. Used by one thread; another one writes to storage meanwhile, so that a
-    slow store does not keep newer snapshots from being sealed."""
+    """Keeps `folder`; the caller holds its lock. Used by one thread; others hash and write meanwhile, so that a slow
+    store does not keep newer snapshots from being sealed."""
 
     def __init__(self, folder: NodeFolder) -> None:
         self._folder = folder
         self._slots: dict[str, Slot] = {}
         self._generations: dict[str, Sealing] = {}
         self._retry_at: dict[str, float] = {}
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="holdfast-persist")
-        self._writing: _Writing | None = None
+        self._sealers = ThreadPoolExecutor(_NUM_SEALERS, thread_name_prefix="holdfast-seal")
+        self._writers = ThreadPoolExecutor(_NUM_WRITERS, thread_name_prefix="holdfast-persist")
+        #: Slots that are being sealed, by name.
+        self._seals: dict[str, Future[None]] = {}
+        self._writing: Writing | None = None
 
     def run(self, *, is_over: Callable[[], bool], idle_s: float) -> None:
         """Work until `is_over`, or until for `idle_s` no trainer lived and nothing was to be done; then the memory is
@@ -108,19 +111,19 @@ class Keeper:
             if time.monotonic() - busy_at > idle_s:
                 self.give_back()
                 return
-            time.sleep(_LOOK_S)
+            self._rest()
 
     def finish(self, *, grace_s: float) -> bool:
         """Make durable what is staged or sealed, for `grace_s` at most. Whether all of it is."""
         end = time.monotonic() + grace_s
         self.look()
         while self.owes and time.monotonic() < end:
-            time.sleep(_LOOK_S)
+            self._rest()
             self.look()
         return not self.owes
 
     def look(self) -> bool:
-        """Do what is to be done now, or begin it. Whether there was anything."""
+        """Begin what is to be done now, and take note of what was. Whether there was anything."""
         # A trainer that writes a generation has a slot that is not free already; so in this order none is forgotten
         # that has just come.
         known = generation_ids(self._folder)
@@ -128,8 +131,8 @@ class Keeper:
         self._give_up()
         self._remove_old()
         self._forget(known)
-        sealed = self._seal_all()
-        return self._write_next() or sealed
+        sealing = self._seal_all()
+        return self._write() or sealing
 
     @property
     def owes(self) -> bool:
@@ -145,11 +148,26 @@ class Keeper:
         self._forget(generation_ids(self._folder))
 
     def close(self) -> None:
-        """Close all slots, which stay where they are; waits for what is being written."""
-        self._writer.shutdown()
+        """Close all slots, which stay where they are; waits for what is being hashed or written."""
+        self._sealers.shutdown()
+        self._writers.shutdown()
+        if self._writing is not None:
+            self._writing.close()
         for slot in self._slots.values():
             slot.close()
         self._slots.clear()
+
+    def _rest(self) -> None:
+        """Wait for what is being done, or until it is time to look again."""
+        busy: list[Future[Any]] = [*self._seals.values()]
+        if self._writing is not None:
+            busy += self._writing.pending
+        is_awaited = any(slot.state == State.WRITING for slot in self._slots.values())
+        look_s = _SHORT_LOOK_S if is_awaited else _LOOK_S
+        if busy:
+            wait(busy, timeout=look_s, return_when=FIRST_COMPLETED)
+        else:
+            time.sleep(look_s)
 
     def _meet(self) -> None:
         """Open slots that are new, and close those that are gone."""
@@ -162,7 +180,7 @@ class Keeper:
         for slot in self._slots.values():
             slot.refresh()
 
-    def _forget(self, known: list[str]) -> None:
+    def _forget(self, known: Collection[str]) -> None:
         """Forget those of the `known` generations of which no slot holds anything, nor may be about to."""
         if any(slot.state == State.WRITING for slot in self._slots.values()):
             return
@@ -186,25 +204,33 @@ class Keeper:
                 self._slots.pop(name).remove()
 
     def _give_up(self) -> None:
-        """Free what can never become whole."""
-        for slot in self._slots.values():
+        """Free what can never become whole; not while it is being read."""
+        given_up = given_up_ids(self._folder)
+        being_read = set(self._seals) if self._writing is None else {*self._seals, *self._writing.names}
+        for name, slot in self._slots.items():
             contents = slot.record.contents
-            if slot.state in _OWED and contents and is_given_up(self._folder, contents.checkpoint_id):
-                if self._writing is not None and slot in self._writing.slots:
-                    continue  # not while it is being read
+            if slot.state in _OWED and contents and contents.checkpoint_id in given_up and name not in being_read:
                 slot.advance(Record(State.FREE))
 
     def _seal_all(self) -> bool:
-        staged = [slot for slot in self._slots.values() if slot.state == State.STAGED]
-        for slot in staged:
-            assert slot.record.contents is not None
-            sealing = self._sealing(slot.record.contents.checkpoint_id)
-            if sealing is None:
-                _log.error("'%s' is of a checkpoint that nothing is known of: it is given up.", slot.path)
-                slot.advance(Record(State.FREE))
-            else:
-                sealing.seal(slot)
-        return bool(staged)
+        """Begin to seal what is staged. Whether anything is being sealed."""
+        for name in [name for name, seal in self._seals.items() if seal.done()]:
+            error = self._seals.pop(name).exception()
+            if error is not None:
+                self._lose(self._slots[name], str(error))
+        for slot in self._slots.values():
+            if slot.state == State.STAGED and slot.name not in self._seals:
+                assert slot.record.contents is not None
+                sealing = self._sealing(slot.record.contents.checkpoint_id)
+                if sealing is None:
+                    self._lose(slot, "it is of a checkpoint that nothing is known of")
+                else:
+                    self._seals[slot.name] = self._sealers.submit(sealing.seal, slot)
+        return bool(self._seals)
+
+    def _lose(self, slot: Slot, why: str) -> None:
+        _log.error("'%s' is given up: %s.", slot.path, why.rstrip("."))
+        slot.advance(Record(State.FREE))
 
     def _sealing(self, checkpoint_id: str) -> Sealing | None:
         """What is known of a checkpoint; None where that is lost."""
@@ -216,31 +242,38 @@ class Keeper:
                 return None
         return self._generations[checkpoint_id]
 
-    def _write_next(self) -> bool:
-        """Begin to write the oldest sealed generation, unless one is being written; take note of how that ended."""
-        if self._writing is not None:
-            if not self._writing.outcome.done():
-                return True
+    def _write(self) -> bool:
+        """Write the oldest generation that is not durable, and take note of how that ended. Whether any is written."""
+        if self._writing is not None and self._writing.is_over():
             self._note(self._writing)
+            self._writing.close()
             self._writing = None
-        now = time.monotonic()
-        sealed: dict[str, list[Slot]] = {}
-        for slot in self._slots.values():
-            contents = slot.record.contents
-            if slot.state == State.SEALED and contents and self._retry_at.get(contents.checkpoint_id, now) <= now:
-                sealed.setdefault(contents.checkpoint_id, []).append(slot)
-        found = ((sealing, sealed[each]) for each in sealed if (sealing := self._sealing(each)) is not None)
-        oldest = min(found, key=lambda pair: pair[0].generation.place, default=None)
-        if oldest is None:
-            return False
-        self._writing = _Writing(*oldest, self._writer.submit(_write, *oldest))
+        owed = self._owed()
+        if self._writing is None:
+            found = ((sealing, each) for each in owed if (sealing := self._sealing(each)) is not None)
+            oldest = min(found, key=lambda pair: pair[0].generation.place, default=None)
+            if oldest is None:
+                return False
+            self._writing = Writing(oldest[0], self._writers)
+        for slot in owed.get(self._writing.sealing.generation.checkpoint_id, ()):
+            self._writing.join(slot, self._seals.get(slot.name))
         return True
 
-    def _note(self, writing: _Writing) -> None:
+    def _owed(self) -> dict[str, list[Slot]]:
+        """What is to be written now, by checkpoint."""
+        now = time.monotonic()
+        owed: dict[str, list[Slot]] = {}
+        for slot in self._slots.values():
+            contents = slot.record.contents
+            if slot.state in _OWED and contents and self._retry_at.get(contents.checkpoint_id, now) <= now:
+                owed.setdefault(contents.checkpoint_id, []).append(slot)
+        return owed
+
+    def _note(self, writing: Writing) -> None:
         """Say in the slots what came of it, or that it is to be tried again."""
         state, text = State.SEALED, ""
         try:
-            if writing.outcome.result():
+            if writing.outcome():
                 state = State.COMMITTED
         except FencedError as error:
             state, text = State.SUPERSEDED, str(error)
@@ -251,6 +284,8 @@ class Keeper:
         if state == State.SEALED:
             self._retry_at[writing.sealing.generation.checkpoint_id] = time.monotonic() + _RETRY_S
         for slot in writing.slots:
+            if slot.refresh().state != State.SEALED:
+                continue  # its seal failed, or is still being made; it is tried again
             record = msgspec.structs.replace(slot.record, state=state, error=text[:_MAX_ERROR_LETTERS])
             if record != slot.record:
                 slot.advance(record)
@@ -262,34 +297,6 @@ class Keeper:
 def _is_tended(slot: Slot) -> bool:
     """Whether the trainer that filled a slot, or took it over, is alive."""
     return slot.record.writer is not None and slot.record.writer.is_alive()
-
-
-class _Writing(NamedTuple):
-    """A generation that is being written to storage; the outcome is whether it was committed."""
-
-    sealing: Sealing
-    slots: list[Slot]
-    outcome: Future[bool]
-
-
-def _write(sealing: Sealing, slots: list[Slot]) -> bool:
-    """Make `slots` durable. Whether the checkpoint is committed: it is when all nodes have done so."""
-    with TimedStorage(storage_at(sealing.generation.run), timeout_s=_STORE_TIMEOUT_S) as storage:
-        run = Run.open(storage)  # first: nothing is written where it is not, or not any more
-        if run.run_id != sealing.stored.manifest.body.run_id:
-            raise _replaced(run)
-        for slot in slots:
-            persist(storage, sealing, slot)
-        return commit(run, sealing) is not None
-
-
-def _replaced(run: Run) -> FencedError:
-    return FencedError(
-        f"'{run.storage.uri}' is not the run that this was saved into, but one that was begun there later.",
-        code="fenced.run",
-        action="Nothing is to be done: that run was removed, and this with it.",
-        path=run.storage.uri,
-    )
 
 
 def keep(folder: NodeFolder, lock: int, *, is_over: Callable[[], bool], idle_s: float, grace_s: float) -> bool:

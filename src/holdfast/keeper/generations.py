@@ -81,9 +81,9 @@ def give_up_generation(folder: NodeFolder, checkpoint_id: str) -> None:
         os.close(folder.create(_GIVEN_UP_PREFIX + checkpoint_id))
 
 
-def is_given_up(folder: NodeFolder, checkpoint_id: str) -> bool:
-    """Whether a generation was given up."""
-    return _GIVEN_UP_PREFIX + checkpoint_id in folder.names()
+def given_up_ids(folder: NodeFolder) -> set[str]:
+    """The checkpoint ids of all generations that were given up."""
+    return {name.removeprefix(_GIVEN_UP_PREFIX) for name in folder.names() if name.startswith(_GIVEN_UP_PREFIX)}
 
 
 def remove_generation(folder: NodeFolder, checkpoint_id: str) -> None:

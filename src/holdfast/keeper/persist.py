@@ -6,6 +6,8 @@ appears in storage whole or not at all, and who commits writes what everybody el
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import xxhash
 
@@ -52,20 +54,33 @@ def data_file(slot: Slot) -> Bytes:
     return slot.data[: slot.record.contents.nbytes]
 
 
-def persist(storage: TimedStorage, sealing: Sealing, slot: Slot) -> None:
-    """Write the data file in a sealed slot to storage, and the manifest before it; durable on return.
+def publish_manifest(storage: TimedStorage, sealing: Sealing) -> None:
+    """Have storage hold the manifest; it comes before all files. Raises `StorageError` when the store fails."""
+    storage.create(sealing.stored.key(fmt.NAME), sealing.stored.data)
 
+
+def persist(
+    storage: TimedStorage, sealing: Sealing, slot: Slot, *, await_seal: Callable[[], None] = lambda: None
+) -> None:
+    """Write the data file in a slot to storage; durable on return.
+
+    The slot need not be sealed yet: its data is on its way while another thread hashes it, until `await_seal` returns.
     Does nothing for what is there already. Raises `StorageError` when the store fails.
     """
     stored, contents = sealing.stored, slot.record.contents
     assert contents is not None
-    storage.create(stored.key(fmt.NAME), stored.data)
     key = records.checkpoint_key(stored.folder, fmt.file_name(contents.file))
     if storage.nbytes(key) is not None:
         return
 
     def write() -> None:
-        write_memory(storage.direct_writer(key, nbytes=contents.nbytes), slot.data, nbytes=contents.nbytes)
+        write_memory(
+            storage.direct_writer(key, nbytes=contents.nbytes),
+            slot.data,
+            nbytes=contents.nbytes,
+            head_nbytes=contents.data_start,
+            await_head=await_seal,
+        )
 
     try:
         storage.run("write", storage.path(key), write)

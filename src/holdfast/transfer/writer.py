@@ -46,13 +46,22 @@ def write_file(
     return table
 
 
-def write_memory(writer: FileWriter, data: Bytes, *, nbytes: int, num_threads: int = 2) -> None:
-    """Write and publish a file that is in memory, whole: the first `nbytes` of `data`; durable and visible on return.
+def write_memory(
+    writer: FileWriter,
+    data: Bytes,
+    *,
+    nbytes: int,
+    head_nbytes: int,
+    await_head: Callable[[], None],
+    num_threads: int = 2,
+) -> None:
+    """Write and publish a file that is in memory: the first `nbytes` of `data`; durable and visible on return.
 
+    Its head (a multiple of 4096 bytes) is written last: `await_head` returns when it is in `data`, too.
     `data` goes to the device straight from where it is, so it should be aligned as the writer says; of what is behind
     `nbytes`, up to the next multiple of that, anything may be read. On any error the writer is aborted.
     """
-    starts = iter(range(0, nbytes, _REQUEST_NBYTES))
+    starts = iter(range(head_nbytes, nbytes, _REQUEST_NBYTES))
     stopped = threading.Event()
     lock = threading.Lock()
 
@@ -67,6 +76,8 @@ def write_memory(writer: FileWriter, data: Bytes, *, nbytes: int, num_threads: i
 
     try:
         run_threads(num_threads, write, stop=stopped.set)
+        await_head()
+        writer.write_at(0, data[:head_nbytes])
         writer.publish(nbytes)
     except BaseException:
         writer.abort()

@@ -1,0 +1,94 @@
+"""One generation on its way to storage: its files side by side, and when all are there, its commit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import Any, Final
+
+from holdfast.errors import FencedError
+from holdfast.keeper.persist import Sealing, commit, persist, publish_manifest
+from holdfast.keeper.slots import Slot
+from holdfast.run.history import Run
+from holdfast.run.paths import storage_at
+from holdfast.transfer.timed import TimedStorage
+
+#: How long a store may take to answer.
+_STORE_TIMEOUT_S: Final = 600.0
+
+
+class Writing:
+    """Makes slots of one generation durable, by the threads of `pool`. Used by one thread, which need not wait."""
+
+    def __init__(self, sealing: Sealing, pool: ThreadPoolExecutor) -> None:
+        self.sealing = sealing
+        self._pool = pool
+        self._stack = ExitStack()
+        storage = TimedStorage(storage_at(sealing.generation.run), timeout_s=_STORE_TIMEOUT_S)
+        self._storage = self._stack.enter_context(storage)
+        self._slots: dict[str, Slot] = {}
+        self._files: list[Future[None]] = []
+        self._committed: Future[bool] | None = None
+        self._run: Future[Run] = pool.submit(self._open)
+
+    @property
+    def names(self) -> Iterable[str]:
+        """Names of the slots."""
+        return self._slots
+
+    @property
+    def slots(self) -> Iterable[Slot]:
+        """What is being made durable."""
+        return self._slots.values()
+
+    @property
+    def pending(self) -> Sequence[Future[Any]]:
+        """What is to be waited for before there is more to do."""
+        return self._files if self._committed is None else [self._committed]
+
+    def join(self, slot: Slot, sealed: Future[None] | None) -> None:
+        """Write this slot too, unless that has begun; `sealed` is about to be (None: it is)."""
+        if slot.name not in self._slots and self._committed is None:
+            self._slots[slot.name] = slot
+            self._files.append(self._pool.submit(self._persist, slot, sealed))
+
+    def is_over(self) -> bool:
+        """Begin with the commit when all files are written. Whether that is over too, or something has failed."""
+        if self._committed is None and all(file.done() for file in self._files):
+            if any(file.exception() for file in self._files):
+                return True
+            self._committed = self._pool.submit(lambda: commit(self._run.result(), self.sealing) is not None)
+        return self._committed is not None and self._committed.done()
+
+    def outcome(self) -> bool:
+        """Whether it was committed: it is when all nodes have written their files. Raises the first error. Call when
+        it is over."""
+        for file in self._files:
+            file.result()
+        assert self._committed is not None
+        return self._committed.result()
+
+    def close(self) -> None:
+        """Let go of the store; nothing is pending any more."""
+        self._stack.close()
+
+    def _open(self) -> Run:
+        run = Run.open(self._storage)  # first: nothing is written where it is not, or not any more
+        if run.run_id != self.sealing.stored.manifest.body.run_id:
+            raise _replaced(run)
+        publish_manifest(self._storage, self.sealing)
+        return run
+
+    def _persist(self, slot: Slot, sealed: Future[None] | None) -> None:
+        self._run.result()
+        persist(self._storage, self.sealing, slot, await_seal=lambda: None if sealed is None else sealed.result())
+
+
+def _replaced(run: Run) -> FencedError:
+    return FencedError(
+        f"'{run.storage.uri}' is not the run that this was saved into, but one that was begun there later.",
+        code="fenced.run",
+        action="Nothing is to be done: that run was removed, and this with it.",
+        path=run.storage.uri,
+    )
