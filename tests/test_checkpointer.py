@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_dev
 import holdfast
 from holdfast import Checkpointer, ConfigurationError, FencedError, Memory, StateError, StorageError
 from holdfast.format.records import Place
-from holdfast.keeper.daemon import is_kept
+from holdfast.keeper.lock import is_kept
 from holdfast.keeper.node_folder import NodeFolder
 from holdfast.keeper.slots import Slot, slot_names
 from holdfast.run.history import Run

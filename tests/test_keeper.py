@@ -19,8 +19,9 @@ from holdfast.errors import ConfigurationError
 from holdfast.format.records import Commit, Place
 from holdfast.keeper import daemon, writing
 from holdfast.keeper.client import ensure_keeper
-from holdfast.keeper.daemon import Keeper, is_kept, try_lock
+from holdfast.keeper.daemon import Keeper
 from holdfast.keeper.generations import generation_ids
+from holdfast.keeper.lock import is_kept, try_lock
 from holdfast.keeper.node_folder import NodeFolder
 from holdfast.keeper.process import Process
 from holdfast.keeper.slots import Record, Slot, State, slot_names
@@ -168,6 +169,42 @@ def test_a_keeper_that_cannot_start_says_why(folder: NodeFolder, monkeypatch: py
     with pytest.raises(ConfigurationError, match=r"did not start .status 1.") as caught:
         ensure_keeper(folder, "run")
     assert caught.value.code == "config.keeper"
+
+
+def test_a_keeper_of_another_version_makes_durable_what_is_there_and_gives_way(
+    run: Run, saved: Saved, folder: NodeFolder, started: Callable[..., subprocess.Popen[bytes]]
+) -> None:
+    other = started()
+    until(lambda: is_kept(folder))
+    first = keeper_of(folder.path)
+    until((folder.path / "keeper.protocol").exists)
+    (folder.path / "keeper.protocol").write_text("0\n")  # as one of that version would have written
+    ensure_keeper(folder, run.storage.uri)
+    assert other.wait(60) == 0
+    assert states(saved) == {State.COMMITTED}
+    until(lambda: keeper_of(folder.path) != first)
+    os.kill(keeper_of(folder.path), signal.SIGKILL)
+
+
+def test_what_another_version_staged_and_could_not_make_durable_is_left_and_said(
+    run: Run, saved: Saved, folder: NodeFolder, started: Callable[..., subprocess.Popen[bytes]]
+) -> None:
+    os.close(folder.create("keeper.protocol"))
+    (folder.path / "keeper.protocol").write_text("0\n")
+    with pytest.raises(ConfigurationError, match=r"another version of holdfast \(protocol 0; this one has") as caught:
+        ensure_keeper(folder, run.storage.uri)
+    assert caught.value.code == "config.keeper_version"
+    assert states(saved) == {State.STAGED}
+    assert started().wait(30) == 2
+
+
+def test_what_no_version_understands_is_removed(run: Run, saved: Saved, folder: NodeFolder) -> None:
+    os.close(folder.create("slot-9-0123456789abcdef"))
+    (folder.path / "slot-9-0123456789abcdef").write_bytes(bytes(4 << 20))
+    keeper = Keeper(folder)
+    keeper.look()
+    assert "slot-9-0123456789abcdef" not in folder.names()
+    keeper.close()
 
 
 def test_a_keeper_takes_little_memory(

@@ -14,7 +14,8 @@ from pathlib import Path
 from threading import Event
 
 from holdfast.errors import HoldfastError
-from holdfast.keeper.daemon import GRACE_S, IDLE_S, keep, try_lock
+from holdfast.keeper.daemon import GRACE_S, IDLE_S, keep
+from holdfast.keeper.lock import require_protocol, try_lock
 from holdfast.keeper.node_folder import DEFAULT_NODE_DIR, NodeFolder
 from holdfast.run.paths import canonical, storage_at
 
@@ -44,7 +45,7 @@ def serve(run: str, *, node_dir: str, idle_s: float, grace_s: float, detach: boo
     """Keep `run` on this node until SIGTERM, or until there is nothing to keep. Whether everything is durable then, or
     another keeper is at work. With `detach` in the background: this process ends once the run is kept.
 
-    Raises `ConfigurationError` for a `node_dir` that cannot be used.
+    Raises `ConfigurationError` for a `node_dir` that cannot be used, or whose contents are another version's.
     """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     over = Event()
@@ -52,6 +53,7 @@ def serve(run: str, *, node_dir: str, idle_s: float, grace_s: float, detach: boo
         signal.signal(number, lambda *_: over.set())
     os.nice(19)  # training goes first
     with NodeFolder(canonical(storage_at(run).uri), node_dir=Path(node_dir)) as folder:
+        require_protocol(folder, timeout_s=2 * GRACE_S)
         lock = try_lock(folder)
         if lock is None:
             _log.info("another keeper is at work in '%s'", folder.path)

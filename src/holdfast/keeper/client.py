@@ -10,7 +10,8 @@ from typing import Final
 
 import holdfast
 from holdfast.errors import ConfigurationError
-from holdfast.keeper.daemon import is_kept
+from holdfast.keeper.daemon import GRACE_S
+from holdfast.keeper.lock import is_kept, require_protocol
 from holdfast.keeper.node_folder import NodeFolder
 
 _LOG_NAME: Final = "keeper.log"
@@ -23,8 +24,10 @@ def ensure_keeper(folder: NodeFolder, run: str) -> None:
     process ends it, but for the end of a container or of a Slurm step. Any number of processes may call this at once.
 
     Raises:
-        ConfigurationError: a keeper was started and could not begin; says what it said.
+        ConfigurationError: a keeper was started and could not begin, and says why; or what is there is another
+            version's, see `require_protocol`.
     """
+    require_protocol(folder, timeout_s=2 * GRACE_S)
     if is_kept(folder):
         return
     log = os.open(folder.path / _LOG_NAME, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)

@@ -9,10 +9,8 @@ Trainers find what became of their snapshots in the slots too: nobody waits for 
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
-import struct
 import time
 from collections.abc import Callable, Collection
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -23,6 +21,7 @@ import msgspec
 
 from holdfast.errors import CorruptError, FencedError, HoldfastError
 from holdfast.keeper.generations import generation_ids, given_up_ids, read_generation, remove_generation
+from holdfast.keeper.lock import clear_protocol, write_protocol
 from holdfast.keeper.node_folder import NodeFolder
 from holdfast.keeper.persist import Sealing
 from holdfast.keeper.slots import Record, Slot, State, slot_names
@@ -32,10 +31,6 @@ from holdfast.keeper.writing import Writing
 IDLE_S: Final = 1800.0
 #: What is staged when a keeper is told to end, it makes durable for so long.
 GRACE_S: Final = 60.0
-
-_LOCK_NAME: Final = "keeper.lock"
-#: ``struct flock``: type, from where, start, length, process.
-_FLOCK: Final = struct.Struct("hhqqi4x")
 
 #: How often a keeper looks when it has nothing to do, and while a trainer fills a slot; trainers need not wake it.
 _LOOK_S: Final = 0.05
@@ -54,36 +49,6 @@ _OWED: Final = (State.STAGED, State.SEALED)
 _DONE: Final = (State.FREE, State.COMMITTED, State.SUPERSEDED)
 
 _log = logging.getLogger(__name__)
-
-
-def try_lock(folder: NodeFolder) -> int | None:
-    """The right to be the keeper of `folder`, as a descriptor, for as long as it is open; None where another has it.
-
-    It goes with the process that holds it, however that ends.
-    """
-    fd = _lock_file(folder)
-    try:
-        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
-    except OSError:
-        os.close(fd)
-        return None
-    return fd
-
-
-def is_kept(folder: NodeFolder) -> bool:
-    """Whether a keeper of `folder` is at work. (Asks for the lock without taking it, which could keep one away.)"""
-    fd = _lock_file(folder)
-    try:
-        found = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
-    finally:
-        os.close(fd)
-    return bool(_FLOCK.unpack(found)[0] != fcntl.F_UNLCK)
-
-
-def _lock_file(folder: NodeFolder) -> int:
-    with suppress(FileExistsError):
-        os.close(folder.create(_LOCK_NAME))
-    return folder.open(_LOCK_NAME)
 
 
 class Keeper:
@@ -175,8 +140,12 @@ class Keeper:
         for name in self._slots.keys() - names:
             self._slots.pop(name).close()
         for name in sorted(names - self._slots.keys()):
-            with suppress(FileNotFoundError, CorruptError):
-                self._slots[name] = Slot(self._folder, name)
+            with suppress(FileNotFoundError):
+                try:
+                    self._slots[name] = Slot(self._folder, name)
+                except CorruptError as error:
+                    _log.error("%s", error)  # also of what another version left when it owed nothing
+                    self._folder.remove(name)
         for slot in self._slots.values():
             slot.refresh()
 
@@ -302,10 +271,14 @@ def _is_tended(slot: Slot) -> bool:
 def keep(folder: NodeFolder, lock: int, *, is_over: Callable[[], bool], idle_s: float, grace_s: float) -> bool:
     """Keep `folder`, whose `lock` this process has, until `is_over` or idle. Whether everything is durable then."""
     os.ftruncate(lock, 0)
-    os.pwrite(lock, b"%d\n" % os.getpid(), 0)  # for people who look for it
+    os.pwrite(lock, b"%d\n" % os.getpid(), 0)  # for people who look for it, and who must end it
+    write_protocol(folder)
     keeper = Keeper(folder)
     try:
         keeper.run(is_over=is_over, idle_s=idle_s)
-        return keeper.finish(grace_s=grace_s)
+        owes_nothing = keeper.finish(grace_s=grace_s)
+        if owes_nothing:
+            clear_protocol(folder)
+        return owes_nothing
     finally:
         keeper.close()
