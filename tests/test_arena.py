@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -106,7 +108,48 @@ def test_before_a_first_save_there_is_room_only_where_a_slot_is_free_or_yet_to_b
     filled(some(arena.reusable(None)), State.SEALED, seq=2)
     arena.close()
     assert Arena(folder, rank=3, num_slots=2).oldest() == (False, Place(1, 1))
+    again = ready(folder, MIB, num_slots=2)
+    assert again.oldest() == (False, Place(1, 1))
+    again.close()
     assert Arena(folder, rank=3, num_slots=3).oldest() == (True, Place(1, 1))
+
+
+def test_the_first_slot_can_be_filled_while_others_are_being_made(
+    folder: NodeFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on = threading.Event()
+    reserve = Slot.reserve
+
+    def slowly(slot: Slot, **options: Any) -> None:
+        if len(slot_names(folder)) > 1:
+            go_on.wait()
+        reserve(slot, **options)
+
+    monkeypatch.setattr(Slot, "reserve", slowly)
+    arena = Arena(folder, rank=3, num_slots=2)
+    arena.prepare(MIB)
+    assert arena.wait_for_one(60)
+    assert not arena.is_ready
+    assert arena.oldest() == (True, None)
+    filled(some(arena.reusable(None)), State.COMMITTED, seq=1)
+    assert arena.oldest() == (False, Place(1, 1))  # the other one is not there yet
+    go_on.set()
+    assert arena.wait(60)
+    assert arena.oldest() == (True, Place(1, 1))
+    arena.close()
+
+
+def test_slots_that_somebody_removed_are_made_anew(folder: NodeFolder) -> None:
+    arena = ready(folder, MIB)
+    found = [arena.is_short]
+    for name in slot_names(folder):
+        folder.remove(name)
+    found.append(arena.is_short)
+    arena.prepare(MIB)
+    assert arena.wait(60)
+    assert [*found, arena.is_short] == [False, True, False]
+    assert len(slot_names(folder)) == 2
+    arena.close()
 
 
 def test_a_slot_that_a_dead_process_was_filling_is_free(folder: NodeFolder) -> None:
@@ -163,7 +206,7 @@ def test_what_does_not_fit_is_an_error_before_memory_runs_out_and_leaves_room_fo
     assert isinstance(arena.error, ConfigurationError)
     assert arena.error.code == "config.memory"
     assert f"the size of the file system at '{folder.path}'" in str(arena.error)
-    assert len(slot_names(folder)) == 1
+    assert not slot_names(folder)
     arena.close()
 
 
@@ -179,7 +222,7 @@ def test_ranks_that_reserve_at_the_same_time_leave_room_for_others(folder: NodeF
 
 def test_closing_ends_the_preparation(folder: NodeFolder) -> None:
     arena = Arena(folder, rank=0, num_slots=2)
-    arena.prepare(200 * MIB)
+    arena.prepare(110 * MIB)
     arena.close()
     assert not arena.is_ready
     assert arena.error is None

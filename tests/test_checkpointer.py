@@ -350,6 +350,21 @@ def test_a_keeper_that_died_is_replaced_at_the_next_save(run: str, memory: Memor
     assert holdfast.open(run).step == 4
 
 
+def test_memory_that_somebody_removed_is_taken_anew(run: str, memory: Memory) -> None:
+    loop = Loop()
+    with Checkpointer(run, loop.state, memory=memory) as checkpointer:
+        checkpointer.save(1)
+        checkpointer.wait()
+        folder = folder_of(run, memory.node_dir)
+        for name in slot_names(folder):
+            folder.remove(name)
+        loop.step()
+        checkpointer.save(2)
+        checkpointer.wait()
+        assert slot_names(folder)
+    assert restored(run, memory) == ("node memory", 3, loop.bits())
+
+
 def test_a_job_whose_run_was_taken_over_is_told(run: str, memory: Memory) -> None:
     checkpointer = Checkpointer(run, Loop().state, memory=memory)
     checkpointer.save(1).durable.wait(60)

@@ -220,17 +220,25 @@ class Checkpointer:
         ranks = group_ranks(self._group)
         rank = ranks[channel.rank]
         stager = self._opened(rank)
-        free = self._room(channel, stager, deadline)
-        if free.full and self._when_full == "skip":
-            handle.skip(free.full)
-            return True
-        with TimedStorage(storage_at(self._run), timeout_s=deadline.for_storage_s) as storage:
-            request = Request(storage, handle.step, metrics, self._takeover, time.time(), strict=False)
-            planner = StagePlanner(request, ranks, self._known.memory)
-            planning = StagePlanning(channel, deadline, rank, planner, self._known, Stopwatch(), answers=Answer)
-            agreed, mine = planning.agree(self._state)
-        share = next_share(agreed, self._known.share, rank)
-        if agreed.manifest and not self._prepared(channel, stager, share, deadline):
+        try:
+            free = self._room(channel, stager, deadline)
+            if free.full and self._when_full == "skip":
+                handle.skip(free.full)
+                return True
+            with TimedStorage(storage_at(self._run), timeout_s=deadline.for_storage_s) as storage:
+                request = Request(storage, handle.step, metrics, self._takeover, time.time(), strict=False)
+                planner = StagePlanner(request, ranks, self._known.memory)
+                planning = StagePlanning(channel, deadline, rank, planner, self._known, Stopwatch(), answers=Answer)
+                agreed, mine = planning.agree(self._state)
+            share = next_share(agreed, self._known.share, rank)
+            if agreed.manifest:
+                self._prepare(channel, stager, share, deadline)
+        except ConfigurationError as error:
+            if error.code != "config.memory":
+                raise
+            _log.warning("saves go to storage, and training waits for them: %s", error)
+            self._streams = True
+            self._let_go()
             return False
         planning.remember(share)
         stager.stage(handle, agreed, share, mine.flat, planning.values(mine), needed=free.needed)
@@ -273,24 +281,15 @@ class Checkpointer:
             self._stager = Stager(folder, run, rank=rank, num_slots=self._memory.generations)
         return self._stager
 
-    def _prepared(self, channel: Channel, stager: Stager, share: Share, deadline: Deadline) -> bool:
-        """Have memory for a new plan on all ranks. False where some rank has not enough."""
+    def _prepare(self, channel: Channel, stager: Stager, share: Share, deadline: Deadline) -> None:
+        """Have memory for a new plan on all ranks. Raises on all where some rank has not enough."""
 
         def prepare() -> bytes:
             if not stager.fits(share):
                 stager.prepare(share, timeout_s=deadline.for_storage_s)
             return b""
 
-        try:
-            channel.collect("memory", attempt(prepare), deadline)
-        except ConfigurationError as error:
-            if error.code != "config.memory":
-                raise
-            _log.warning("saves go to storage, and training waits for them: %s", error)
-            self._streams = True
-            self._let_go()
-            return False
-        return True
+        channel.collect("memory", attempt(prepare), deadline)
 
 
 def _too_slow(full: Sequence[int], timeout_s: float) -> DeadlineError:

@@ -84,7 +84,8 @@ class Stager:
         return _nbytes(share) <= self._prepared_nbytes
 
     def prepare(self, share: Share, *, timeout_s: float) -> None:
-        """Have slots for data files of this size; returns when they are ready, which takes a second per GiB or so.
+        """Have slots for data files of this size; returns when there is one, which takes a second per GiB or so. The
+        others are made in the background.
 
         Raises:
             ConfigurationError: there is not enough memory; says what bounds it.
@@ -94,7 +95,7 @@ class Stager:
         nbytes = _nbytes(share)
         if nbytes:
             self._arena.prepare(nbytes)
-            if not self._arena.wait(timeout_s):
+            if not self._arena.wait_for_one(timeout_s):
                 raise DeadlineError(
                     f"The memory for snapshots of rank {self._rank} was not ready within {timeout_s:.0f} s.",
                     code="timeout.memory",
@@ -106,8 +107,18 @@ class Stager:
         self._prepared_nbytes = nbytes
 
     def standing(self) -> Standing:
-        """How the memory of this rank stands. (A keeper that is gone is replaced here: nothing else becomes free.)"""
+        """How the memory of this rank stands. A keeper that is gone is replaced here, since nothing else becomes free;
+        and so are slots that somebody has removed.
+
+        Raises:
+            ConfigurationError: there was not enough memory for all slots; says what bounds it.
+        """
         ensure_keeper(self._folder, self._run)
+        if self._arena.error is not None:
+            raise self._arena.error
+        if self._arena.is_short:
+            self._routes.clear()
+            self._arena.prepare(self._prepared_nbytes)
         with self._lock:
             given_up, self._given_up = tuple(self._given_up), []
         if self._prepared_nbytes == 0:

@@ -36,6 +36,7 @@ class Arena:
         self._slots: list[Slot] = []
         self._retired: list[Slot] = []
         self._stopped = False
+        self._one = Event()
         self._done = Event()
         #: Whether all slots are ready.
         self.is_ready = False
@@ -47,8 +48,10 @@ class Arena:
 
     def prepare(self, nbytes: int) -> None:
         """Begin to make ready slots for data files of up to `nbytes`: those that are there and have the room, and new
-        ones. Does not block; `wait` does. What earlier slots hold stays as long as it may be needed."""
-        assert self._thread is None or self._done.is_set(), "it is being prepared already"
+        ones. Blocks only until what was begun before is over; `wait` does. What earlier slots hold stays as long as it may be needed."""
+        if self._thread is not None:
+            self._thread.join()  # slots of another size may still be being made
+        self._one.clear()
         self._done.clear()
         self.is_ready, self.error = False, None
         self._thread = Thread(target=self._prepare, args=(nbytes,), name="holdfast-arena", daemon=True)
@@ -57,6 +60,15 @@ class Arena:
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until all slots are ready, or the preparation has failed (`error`). False when that takes longer."""
         return self._done.wait(timeout_s)
+
+    def wait_for_one(self, timeout_s: float | None = None) -> bool:
+        """As `wait`, but for the first new slot; the others go on being made."""
+        return self._one.wait(timeout_s)
+
+    @property
+    def is_short(self) -> bool:
+        """Whether slots are missing that nobody is making: somebody has removed them."""
+        return self.is_ready and any(slot.is_removed for slot in self._slots)
 
     def reusable(self, needed: Place | None) -> Slot | None:
         """A slot that may be filled: it is free, or holds a committed or superseded checkpoint that comes before
@@ -69,12 +81,12 @@ class Arena:
         return next((slot for slot in self._slots if _is_reusable(slot, needed)), None)
 
     def oldest(self) -> tuple[bool, Place | None]:
-        """Whether there is a slot that holds nothing, or is yet to be made; and else the oldest checkpoint in one that
-        might be filled."""
+        """Whether there is a slot that holds nothing, or none was made yet and there will be; and the oldest checkpoint
+        in one that might be filled."""
         there = [slot for slot in self._slots if not slot.is_removed]
         contents = [slot.record.contents for slot in there if slot.refresh().state in _REUSABLE]
         places = [each.place for each in contents if each is not None]
-        is_free = len(places) < len(contents) or len(there) < self._num_slots
+        is_free = len(places) < len(contents) or (self._thread is None and len(there) < self._num_slots)
         return is_free, min(places, default=None)
 
     def forget_others(self, run_id: str) -> list[str]:
@@ -117,14 +129,17 @@ class Arena:
         try:
             with suppress(_Stopped):
                 self._sort(nbytes)
+                self._look((self._num_slots - len(self._slots)) * nbytes)
                 while len(self._slots) < self._num_slots:
                     self._add(nbytes)
+                    self._one.set()
                 self.is_ready = True
         except HoldfastError as error:
             self.error = error
         finally:
             self.seconds = time.perf_counter() - start_s
             self._done.set()
+            self._one.set()
 
     def _take_over(self) -> None:
         """Take over what slots the rank has from a process that had it before."""
@@ -133,7 +148,10 @@ class Arena:
                 self._slots.append(_taken_over(Slot(self._folder, name)))
 
     def _sort(self, nbytes: int) -> None:
-        """Retire slots that are too small, or too many."""
+        """Retire slots that are too small, or too many, and forget those that somebody has removed."""
+        for slot in [slot for slot in self._slots if slot.is_removed]:
+            self._slots.remove(slot)
+            slot.close()
         large = [slot for slot in self._slots if slot.nbytes >= nbytes]
         self._retired += [slot for slot in self._slots if slot.nbytes < nbytes] + large[self._num_slots :]
         self._slots = large[: self._num_slots]
@@ -152,6 +170,8 @@ class Arena:
         """Raise where `left_nbytes` more do not fit."""
         if self._stopped:
             raise _Stopped
+        if not left_nbytes:
+            return
         tightest = rooms(self._folder.path)[0]
         if tightest.free_nbytes < left_nbytes + _SPARE_NBYTES:
             raise ConfigurationError(
