@@ -20,16 +20,17 @@ _VALUES = "progress"
 
 
 class TorchCheckpointing:
-    """`torch_checkpointing`'s manager: every item resharded by its own resharder, saved synchronously.
+    """`torch_checkpointing`'s manager: every item resharded by its own resharder, saved synchronously, or with
+    `background` by a process of its own.
 
     Its save gathers the ranks' metadata through CUDA tensors; here it is made to gather them as objects. Its direct
     writes are off: they are unaligned, which ext4 refuses.
     """
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: State, *, background: bool = False) -> None:
         from torch_checkpointing import CheckpointManager, ItemSpec
         from torch_checkpointing.checkpoint_layout import LayoutInfo, TorchSerialization
-        from torch_checkpointing.config import SyncCheckpointSaverConfig
+        from torch_checkpointing.config import AsyncCheckpointSaverConfig, SyncCheckpointSaverConfig
         from torch_checkpointing.default_resharder import DefaultResharder
         from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
 
@@ -38,7 +39,7 @@ class TorchCheckpointing:
         config = CheckpointManager.Config(
             items={_VALUES: ItemSpec(layout=LayoutInfo(f"{_VALUES}.pt", TorchSerialization()), required=False)},
             default=ItemSpec(resharder=DefaultResharder()),
-            save=SyncCheckpointSaverConfig(),
+            save=AsyncCheckpointSaverConfig() if background else SyncCheckpointSaverConfig(),
             storage_config=LocalFileSystemStorageConfig(use_direct_io=False),
         )
         self._manager = config.build()
@@ -47,8 +48,12 @@ class TorchCheckpointing:
 
     def save(self, folder: Path) -> None:
         """Save the state as it is, and values in a file for all ranks."""
+        self._begin(folder)
+
+    def _begin(self, folder: Path) -> Any:
+        """Save; the result is None, or of a save in the background a future."""
         own = {item: part for item, part in self._state.tree.items() if item != _VALUES or dist.get_rank() == 0}
-        self._manager.save(str(folder), own)
+        return self._manager.save(str(folder), own)
 
     def load(self, folder: Path) -> None:
         """Load into the state."""
