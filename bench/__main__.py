@@ -6,6 +6,7 @@ import sys
 
 import typer
 
+from bench.engine import engine
 from bench.errors import BenchError
 from bench.io import io
 from bench.load import load
@@ -16,6 +17,7 @@ from bench.table import table
 from bench.view import view
 
 app = typer.Typer(no_args_is_help=False, add_completion=False)
+app.command()(engine)
 app.command()(io)
 app.command()(load)
 app.command()(plan)
@@ -30,13 +32,14 @@ def everything(context: typer.Context) -> None:
     if context.invoked_subcommand is not None:
         return
     # Seen before the long run rather than after it.
-    for part in ("bench", "load", "small", "view", "plan"):
+    for part in ("bench", "load", "engine", "small", "view", "plan"):
         read_marked(README, part)
     io()
     load()
     plan()
     small()
     view()
+    engine()
     table()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
+from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -58,6 +59,17 @@ def filesystem(folder: Path) -> str:
         if resolved.is_relative_to(mount) and len(mount) >= len(best[0]):
             best = (mount, kind)
     return best[1]
+
+
+def package_versions(names: Iterable[str]) -> dict[str, str]:
+    """The version of each of these packages that is installed."""
+    found: dict[str, str] = {}
+    for name in names:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
 
 
 def _package_version(name: str) -> str:

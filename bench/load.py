@@ -10,7 +10,6 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated
 
@@ -18,7 +17,7 @@ import typer
 
 from bench import contenders, harness
 from bench.caches import how_dropped
-from bench.environment import environment
+from bench.environment import environment, package_versions
 from bench.errors import SetupError
 from bench.harness import Outcome
 from bench.order import Order
@@ -129,20 +128,9 @@ def _result(
             raw_ways=tuple(RAW_WAYS),
             torch_threads=TORCH_THREADS,
             caches=how_dropped(),
-            packages=_versions(),
+            packages=package_versions(PACKAGES),
         ),
         environment=environment(folder),
         contenders=tuple(traits(each, direct=direct) for each in names),
         scenarios=tuple(done),
     )
-
-
-def _versions() -> dict[str, str]:
-    """The version of each package of a contender that is installed."""
-    found: dict[str, str] = {}
-    for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found

@@ -1,4 +1,4 @@
-"""``python -m bench table``: the README's tables of `bench io`, `small`, `load` and `view`, from their result files."""
+"""``python -m bench table``: the README's tables of all benchmarks but `plan`, from their result files."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from typing import Annotated
 
 import typer
 
+from bench.engine_bars import require_limit
+from bench.engine_results import read_engine
+from bench.engine_table import render_engine
 from bench.environment import in_words
 from bench.load_table import render_load, ways_in_words
 from bench.marked import README, read_marked, rewrite
@@ -27,6 +30,8 @@ def table(
     result: Annotated[Path, typer.Option(help="The result file of `bench io`.")] = RESULTS / "io.json",
     small: Annotated[Path, typer.Option(help="The result file of `bench small`.")] = RESULTS / "small.json",
     loads: Annotated[Path, typer.Option("--load", help="The result file of `bench load`.")] = RESULTS / "load.json",
+    engines: Annotated[Path, typer.Option("--engine", help="The result file of `bench engine`.")] = RESULTS
+    / "engine.json",
     views: Annotated[Path, typer.Option("--view", help="The result file of `bench view`.")] = RESULTS / "view.json",
     readme: Annotated[Path, typer.Option(help="The file whose tables are rewritten.")] = README,
     plot: Annotated[Path | None, typer.Option(help="Also draw the shares of the raw limit as this PNG.")] = None,
@@ -34,13 +39,17 @@ def table(
     """Rewrite the tables between the markers of a file: all, or where something is wrong none."""
     figures, small_figures = read_result(result), read_small(small)
     load_figures, view_figures = read_load(loads), read_view(views)
+    engine_figures = read_engine(engines)
     require_valid(figures)
     require_valid_load(load_figures)
-    for part in ("small", "load", "view"):
+    if engine_figures.saves is not None:
+        require_limit(engine_figures.saves)
+    for part in ("small", "load", "engine", "view"):
         read_marked(readme, part)
     rewrite(readme, "bench", render(figures))
     rewrite(readme, "small", render_small(small_figures))
     rewrite(readme, "load", render_load(load_figures))
+    rewrite(readme, "engine", render_engine(engine_figures))
     rewrite(readme, "view", render_view(view_figures))
     if plot is not None:
         plot_shares(figures, plot)

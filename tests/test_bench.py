@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.contenders import LATER, SMALL_NAMES, folder_of
+from bench.engine_table import render_engine
 from bench.environment import filesystem
 from bench.errors import MarkersError, RankFailedError, RawLimitError, SetupError, WrongBytesError
 from bench.harness import collect, require_space
@@ -44,11 +45,14 @@ from bench.statistics import Spread, fastest, paired_ratios, rotated, spread
 from bench.summary import require_raw_limit, require_valid, summarize
 from bench.table import render, table
 from bench.view_table import render_view
+from tests.bench_engine_result import engine_result
 from tests.bench_results import SECONDS, load_result, result, sample, small_result, view_result
 
 START, END = markers("bench")
 LOADS = load_result(SECONDS)
-SMALL_PLACE, LOAD_PLACE, VIEW_PLACE = ("\n".join(markers(part)) for part in ("small", "load", "view"))
+SMALL_PLACE, LOAD_PLACE, ENGINE_PLACE, VIEW_PLACE = (
+    "\n".join(markers(part)) for part in ("small", "load", "engine", "view")
+)
 
 
 # Statistics
@@ -372,13 +376,18 @@ def test_a_missing_file_is_an_error_that_names_it(tmp_path: Path) -> None:
 
 def test_the_table_command_rewrites_the_table_and_draws_the_plot(tmp_path: Path) -> None:
     readme, plot = tmp_path / "README.md", tmp_path / "figures" / "shares.png"
-    readme.write_text(f"# Title\n{START}\nold\n{END}\nMiddle\n{SMALL_PLACE}\n{LOAD_PLACE}\n{VIEW_PLACE}\nEnd\n")
+    readme.write_text(
+        f"# Title\n{START}\nold\n{END}\nMiddle\n{SMALL_PLACE}\n{LOAD_PLACE}\n{ENGINE_PLACE}\n{VIEW_PLACE}\nEnd\n"
+    )
     run_table(result(SECONDS), readme, plot=plot)
-    (small_start, small_end), (load_start, load_end), (view_start, view_end) = map(markers, ("small", "load", "view"))
+    (small_start, small_end), (load_start, load_end), (engine_start, engine_end), (view_start, view_end) = (
+        markers(part) for part in ("small", "load", "engine", "view")
+    )
     assert readme.read_text() == (
         f"# Title\n{START}\n{render(result(SECONDS))}\n{END}\nMiddle\n"
         f"{small_start}\n{render_small(small_result())}\n{small_end}\n"
         f"{load_start}\n{render_load(load_result(SECONDS))}\n{load_end}\n"
+        f"{engine_start}\n{render_engine(engine_result())}\n{engine_end}\n"
         f"{view_start}\n{render_view(view_result())}\n{view_end}\nEnd\n"
     )
     assert plot.read_bytes().startswith(b"\x89PNG")
@@ -386,7 +395,7 @@ def test_the_table_command_rewrites_the_table_and_draws_the_plot(tmp_path: Path)
 
 def test_no_table_is_written_from_a_run_that_did_not_reach_the_raw_limit(tmp_path: Path) -> None:
     readme = tmp_path / "README.md"
-    readme.write_text(f"{START}\nold\n{END}\n{SMALL_PLACE}\n{LOAD_PLACE}\n{VIEW_PLACE}\n")
+    readme.write_text(f"{START}\nold\n{END}\n{SMALL_PLACE}\n{LOAD_PLACE}\n{ENGINE_PLACE}\n{VIEW_PLACE}\n")
     beaten = SECONDS | {"dcp": (0.9, 1.1, 1.0)}
     with pytest.raises(RawLimitError):
         run_table(result(beaten), readme)
@@ -398,9 +407,10 @@ def test_no_table_is_written_from_a_run_that_did_not_reach_the_raw_limit(tmp_pat
 @pytest.mark.parametrize(
     ("places", "missing"),
     [
-        (LOAD_PLACE + VIEW_PLACE, "small:start"),
-        (SMALL_PLACE + VIEW_PLACE, "load:start"),
-        (SMALL_PLACE + LOAD_PLACE, "view:start"),
+        (LOAD_PLACE + ENGINE_PLACE + VIEW_PLACE, "small:start"),
+        (SMALL_PLACE + ENGINE_PLACE + VIEW_PLACE, "load:start"),
+        (SMALL_PLACE + LOAD_PLACE + VIEW_PLACE, "engine:start"),
+        (SMALL_PLACE + LOAD_PLACE + ENGINE_PLACE, "view:start"),
     ],
 )
 def test_where_one_table_has_no_place_no_table_is_written(tmp_path: Path, places: str, missing: str) -> None:
@@ -418,6 +428,7 @@ def run_table(figures: Result, readme: Path, *, plot: Path | None = None, loads:
         result=write_result(figures, folder),
         small=write_result(small_result(), folder),
         loads=write_result(loads, folder),
+        engines=write_result(engine_result(), folder),
         views=write_result(view_result(), folder),
         readme=readme,
         plot=plot,
