@@ -30,14 +30,14 @@ from holdfast import Checkpointer, HoldfastError, Memory, NotFoundError, PerRank
 from holdfast.checkpointer.handle import Handle
 from holdfast.errors import CorruptError
 from holdfast.keeper.__main__ import serve
-from holdfast.keeper.daemon import is_kept
+from holdfast.keeper.lock import is_kept
 from holdfast.keeper.node_folder import NodeFolder
 from holdfast.keeper.slots import Slot, State, slot_names
 from holdfast.run.paths import canonical, storage_at
 from tests import nursery
 from tests.engine_points import Deed, Log, traced
+from tests.nursery import until
 from tests.rank_worker import HOST
-from tests.test_keeper import until
 
 WORLD_SIZE: Final = 2
 #: Elements of the weight: a data file of each rank, with its momentum, has three blocks that are hashed.
@@ -125,7 +125,7 @@ class Truth:
 
 @dataclass(frozen=True)
 class Spec:
-    """A job: it restores, and saves every step until `stop`.
+    """A job: it `begins` with a restore, and saves every step until `stop`.
 
     Before the save of a step in `pauses` it stands still until it is let on, once all it has saved is staged, or
     durable. `deeds` are done by its processes at points.
@@ -142,6 +142,7 @@ class Spec:
     generations: int = 2
     when_full: Literal["wait", "skip"] = "wait"
     timeout_s: float = 60.0
+    begins: Literal["restoring", "anew", "taking over"] = "restoring"
 
     def node_dir(self, rank: int) -> Path:
         """Where the memory of the rank's node is."""
@@ -164,11 +165,19 @@ def train(spec: Spec, rank: int) -> None:
         told = _Told(log, who)
         try:
             with Checkpointer(
-                spec.run, training.state, memory=memory, when_full=spec.when_full, timeout_s=spec.timeout_s
+                spec.run,
+                training.state,
+                memory=memory,
+                takeover=spec.begins == "taking over",
+                when_full=spec.when_full,
+                timeout_s=spec.timeout_s,
             ) as checkpointer:
-                report = checkpointer.restore()
-                log.tell(who, "restored", step=report.step, tier=report.tier, digest=training.digest())
-                for step in range(report.next_step, spec.stop):
+                begin = 0
+                if spec.begins == "restoring":
+                    report = checkpointer.restore()
+                    begin = report.next_step
+                    log.tell(who, "restored", step=report.step, tier=report.tier, digest=training.digest())
+                for step in range(begin, spec.stop):
                     training.step(step)
                     told.look()
                     if step in spec.pauses:
@@ -176,6 +185,7 @@ def train(spec: Spec, rank: int) -> None:
                     told.expect(checkpointer.save(step))
             told.look()
         except HoldfastError as error:
+            told.look()
             log.tell(who, "failed", code=error.code, text=str(error))
             raise
     log.tell(who, "ended")
@@ -255,6 +265,11 @@ class Job:
             nursery.start(train, self.spec, rank, err=self.spec.log / f"rank-{rank}.err") for rank in range(WORLD_SIZE)
         ]
 
+    def arm(self) -> None:
+        """Have deeds done from now on."""
+        for role in ("trainer", "keeper"):
+            self.log.let(f"armed-{role}")
+
     def until_told(self, event: str, *, step: int | None = None, ranks: Sequence[int] = range(WORLD_SIZE)) -> None:
         """Return when all `ranks` have told an event (of that step)."""
         for rank in ranks:
@@ -301,6 +316,11 @@ class Job:
         for process in self.ranks:
             assert process.wait() == 0, process.err
 
+    def ended_killed(self) -> None:
+        """Return when all ranks have been killed."""
+        for process in self.ranks:
+            assert process.wait() == -signal.SIGKILL, process.err
+
     def close(self) -> None:
         """Kill whoever is left."""
         for process in (*self.ranks, *([self.keeper] if self.keeper else [])):
@@ -309,10 +329,13 @@ class Job:
 
 
 @contextmanager
-def job(spec: Spec, *, keeper: bool = False) -> Iterator[Job]:
-    """A job at work; with a `keeper` of its own, or the one that its ranks find or start."""
+def job(spec: Spec, *, keeper: bool = False, armed: bool = False) -> Iterator[Job]:
+    """A job at work; with a `keeper` of its own, or the one that its ranks find or start. With `armed` its deeds are
+    done from the beginning."""
     made = Job(spec)
     try:
+        if armed:
+            made.arm()
         if keeper:
             made.start_keeper()
         made.start_ranks()

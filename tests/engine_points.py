@@ -11,9 +11,11 @@ of one save in the order in which trainers and their keeper pass them.
 ``generation.unnamed``  the file that says what slots are parts of is written and has not got its name
 ``generation.named``    it has its name
 ``hash``                the first block of a slot is hashed
-``data.half``           half of a data file is written to storage
-``data.header``         all of it is
+``data.half``           half of what is written to a data file by one write has been
+``data.write``          all of it
+``data.header``         so is the beginning of the file
 ``X.asked`` and so on   as in `crash_points`
+``awaits S``            a trainer looks at a slot, and finds it in state S; this may be anywhere
 ======================  ====================================================================================
 
 A `Deed` says what is done at a point. It is done once, by whoever gets there first after the test has armed it.
@@ -71,6 +73,7 @@ KEEPER: Final = [
     *_record("manifest"),
     "data.opened",
     "data.half",
+    "data.write",
     "data.header",
     *(f"data.{moment}" for moment in ("written", "linked", "durable")),
     *_record("seal"),
@@ -105,7 +108,7 @@ class Log:
 
     def tell(self, who: str, event: str, **more: object) -> None:
         """Note an event of a process, in one write: it is there whole, whatever becomes of the process."""
-        line = json.dumps({"event": event, **more}) + "\n"
+        line = json.dumps({"event": event, "at": round(time.time(), 3), **more}) + "\n"
         descriptor = os.open(self.folder / f"{who}.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
         os.write(descriptor, line.encode())
         os.close(descriptor)
@@ -154,6 +157,7 @@ class _Points(crash_points.Trace):
     """Tells the points that this process passes, from when it is armed, and does what is to be done there."""
 
     def __init__(self, log: Log, who: str, deeds: Sequence[Deed]) -> None:
+        self._here = threading.local()  # several objects may be made at the same time
         super().__init__()
         self._log = log
         self._who = who
@@ -162,21 +166,39 @@ class _Points(crash_points.Trace):
         self._num_saves = 0
 
     @property
+    def _object(self) -> str | None:
+        return getattr(self._here, "object", None)
+
+    @_object.setter
+    def _object(self, kind: str | None) -> None:
+        self._here.object = kind
+
+    @property
+    def _linked(self) -> bool:
+        return getattr(self._here, "linked", False)
+
+    @_linked.setter
+    def _linked(self, is_linked: bool) -> None:
+        self._here.linked = is_linked
+
+    @property
     def _rank(self) -> int | None:
         return None if self._role == "keeper" else int(self._who.removeprefix("rank-"))
 
     def reach(self, point: str) -> None:
         if not self._log.may(f"armed-{self._role}"):
             return
+        point = "data.write" if point.startswith("data.write-") else point
         self._num_saves += point == "WRITING.asked"
-        self._log.tell(self._who, "passed", point=point)
+        if not point.startswith("awaits "):
+            self._log.tell(self._who, "passed", point=point)
         for deed in self._deeds:
             if deed.point == point and deed.nth < max(self._num_saves, 1) and self._is_first(deed):
                 self._do(deed)
 
     def _is_first(self, deed: Deed) -> bool:
         try:
-            os.close(os.open(self._log.folder / f"done-{deed.role}-{deed.point}", os.O_CREAT | os.O_EXCL))
+            os.close(os.open(self._log.folder / f"done-{deed.role}-{deed.rank}-{deed.point}", os.O_CREAT | os.O_EXCL))
         except FileExistsError:
             return False
         return True
@@ -217,6 +239,7 @@ def traced(log: Log, who: str, deeds: Sequence[Deed]) -> Iterator[None]:
             stack.enter_context(patch.object(digest, "xxhash", _CountedXxhash(points)))
             stack.enter_context(patch.object(PosixWriter, "write_at", _write_at(points, write_at)))
         else:
+            stack.enter_context(patch.object(Slot, "refresh", _refresh(points)))
             stack.enter_context(patch.object(NodeFolder, "rename", _rename(points)))
             stack.enter_context(patch.object(torch, "_foreach_copy_", _foreach_copy(points)))
         yield
@@ -231,6 +254,17 @@ def _advance(points: _Points) -> Callable[[Slot, Record], None]:
         points.reach(record.state.name)
 
     return traced_advance
+
+
+def _refresh(points: _Points) -> Callable[[Slot], Record]:
+    refresh = Slot.refresh
+
+    def traced_refresh(self: Slot) -> Record:
+        record = refresh(self)
+        points.reach(f"awaits {record.state.name}")
+        return record
+
+    return traced_refresh
 
 
 def _rename(points: _Points) -> Callable[[NodeFolder, str, str], None]:

@@ -6,6 +6,7 @@ They live until they end, are killed, or the tests end: the kernel kills them wh
 from __future__ import annotations
 
 import atexit
+import codecs
 import ctypes
 import multiprocessing
 import os
@@ -77,6 +78,14 @@ def start(function: Callable[[*Ts], object], *args: *Ts, err: Path) -> Process:
     """A process that calls a top-level function; what it says on standard error is appended to the file `err`."""
     err.touch()
     return Process(_nurse().ask(_Fork(pickle.dumps((function, args)), str(err))), err)
+
+
+def until(condition: Callable[[], bool], *, timeout_s: float = 30.0) -> None:
+    """Return when it has come true."""
+    end = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end, "it never came true"
+        time.sleep(0.005)
 
 
 @dataclass(frozen=True)
@@ -158,10 +167,13 @@ def _import_all() -> None:
     import torch
 
     import holdfast
-    import tests.engine_job  # noqa: F401 - what is to be imported
+    from tests.engine_job import SMALL_NUMEL, Training
 
     assert [getattr(holdfast, name) for name in holdfast.__all__]  # they are imported when they are asked for
     torch.set_num_threads(1)
+    Training(SMALL_NUMEL).step(0)  # so are parts of torch,
+    codecs.lookup("ascii")  # and of Python, which may be where only root reads
+    assert len(os.listdir("/proc/self/task")) == 1, "what has threads cannot be forked"
 
 
 def _run(connection: Connection, order: _Fork) -> Literal[0, 1]:

@@ -1,0 +1,115 @@
+"""Hundreds of saves into memory leave nothing behind: no memory, no descriptors, no threads, no files in memory."""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import pytest
+
+from holdfast import Checkpointer, Memory
+from tests.engine_job import SMALL_NUMEL, Spec, Training, Truth, keepers, node_memory
+from tests.nursery import until
+
+WARM_UP: Final = 40
+FEW_SAVES: Final = 40
+MANY_SAVES: Final = 500
+#: What caches, allocators and lists of measurements may take.
+SLACK_NBYTES: Final = 4 << 20
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> Iterator[Spec]:
+    with node_memory(tmp_path) as node_dirs:
+        yield Spec(str(tmp_path / "run"), node_dirs, tmp_path / "log", numel=SMALL_NUMEL)
+
+
+class Held(NamedTuple):
+    """What a process holds."""
+
+    private_nbytes: int
+    num_descriptors: int
+    num_threads: int
+    num_slots_mapped: int
+
+    @staticmethod
+    def by(pid: int) -> Held:
+        proc = Path(f"/proc/{pid}")
+        rollup = (proc / "smaps_rollup").read_text()
+        private = sum(int(found) << 10 for found in re.findall(r"^Private_\w+: +(\d+) kB", rollup, re.MULTILINE))
+        mapped = [line for line in (proc / "maps").read_text().splitlines() if "/slot-" in line]
+        return Held(private, len(os.listdir(proc / "fd")), len(os.listdir(proc / "task")), len(mapped))
+
+
+def check_no_growth(before: Held, after: Held) -> None:
+    assert after.private_nbytes < before.private_nbytes + SLACK_NBYTES
+    assert after[1:] == before[1:]
+
+
+def save_steps(training: Training, checkpointer: Checkpointer, first: int, count: int) -> None:
+    """Save so many steps; all is durable and quiet when it returns."""
+    for step in range(first, first + count):
+        training.step(step)
+        handle = checkpointer.save(step)
+    handle.durable.wait(60)
+    gc.collect()
+
+
+def kinds(spec: Spec) -> Counter[str]:
+    """How many files of each kind are in the memory of the node."""
+    with spec.folder(spec.node_dirs[0]) as folder:
+        return Counter(name.partition("-")[0] for name in folder.names())
+
+
+def check_saves(spec: Spec, count: int) -> None:
+    training = Training(spec.numel)
+    with Checkpointer(spec.run, training.state, memory=Memory(node_dir=spec.node_dirs[0])) as checkpointer:
+        save_steps(training, checkpointer, 0, WARM_UP)
+        (keeper,) = keepers(spec.node_dirs[0])
+        processes = (os.getpid(), keeper)
+        before = [settled(pid) for pid in processes]
+        save_steps(training, checkpointer, WARM_UP, count)
+        for pid, held in zip(processes, before, strict=True):
+            check_no_growth(held, settled(pid))
+        until(lambda: kinds(spec)["generation"] == 2)
+        assert {kind: count for kind, count in kinds(spec).items() if "." not in kind} == {"slot": 2, "generation": 2}
+    assert Truth(spec.numel).loaded(spec.run) == WARM_UP + count - 1
+
+
+def settled(pid: int) -> Held:
+    """What a process holds when it does nothing: helpers of the last request may still be about to end."""
+    last = Held.by(pid)
+    for _ in range(100):
+        gc.collect()
+        os.sched_yield()
+        if last[1:] == (last := Held.by(pid))[1:]:
+            break
+    return last
+
+
+def test_dozens_of_saves_leave_nothing_behind(spec: Spec) -> None:
+    check_saves(spec, FEW_SAVES)
+
+
+@pytest.mark.slow
+def test_hundreds_of_saves_leave_nothing_behind(spec: Spec) -> None:
+    check_saves(spec, MANY_SAVES)
+
+
+def test_checkpointers_that_are_closed_leave_nothing_behind(spec: Spec) -> None:
+    training = Training(spec.numel)
+    counts = []
+    for step in range(6):
+        with Checkpointer(spec.run, training.state, memory=Memory(node_dir=spec.node_dirs[0])) as checkpointer:
+            assert checkpointer.restore().next_step == step
+            training.step(step)
+            checkpointer.save(step).durable.wait(60)
+        counts.append(settled(os.getpid()))
+    check_no_growth(counts[1], counts[-1])
+    assert counts[-1].num_slots_mapped == 0
+    assert kinds(spec)["slot"] == 2
