@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from functools import lru_cache
 from itertools import combinations
 from typing import TYPE_CHECKING, NamedTuple, cast
 
@@ -51,7 +52,7 @@ def flatten_optimizer(path: str, optimizer: Optimizer, sink: Sink) -> None:
         _flatten_hyper(join(groups, str(index)), group, sink)
         of_index = Plain(index)
         for entry in _named_parameters(path, index, group, sink):
-            sink.node(f"{group_of}/{component(entry.name)}", of_index)
+            sink.node(_below(group_of, entry.name), of_index)
             slots = optimizer.state.get(entry.tensor)
             if slots is not None:
                 _flatten_slots(f"{state}/{entry.name}", slots, entry, sink, tensors)
@@ -399,12 +400,22 @@ def _flatten_slots(path: str, slots: object, parameter: NamedTensor, sink: Sink,
             action="Keep the optimizer's state per parameter in a dict.",
             path=path,
         )
-    for key, value in slots.items():
-        name = f"{path}/{component(key, path=path)}"
+    for name, value in zip(_slot_names(path, *slots), slots.values(), strict=True):
         if isinstance(value, torch.Tensor):
             tensors.append(NamedTensor(name, value, parameter.replicas))
         else:
             sink.tree(name, value, parameter.replicas)
+
+
+# Names are made once, and not by every save: of thousands, they would take most of a walk.
+@lru_cache(maxsize=1 << 16, typed=True)
+def _slot_names(path: str, *keys: object) -> tuple[str, ...]:
+    return tuple(f"{path}/{component(key, path=path)}" for key in keys)
+
+
+@lru_cache(maxsize=1 << 16)
+def _below(path: str, name: str) -> str:
+    return f"{path}/{component(name)}"
 
 
 def _named_parameters(

@@ -48,7 +48,8 @@ class Arena:
 
     def prepare(self, nbytes: int) -> None:
         """Begin to make ready slots for data files of up to `nbytes`: those that are there and have the room, and new
-        ones. Blocks only until what was begun before is over; `wait` does. What earlier slots hold stays as long as it may be needed."""
+        ones. Blocks only until what was begun before is over; `wait` does. What earlier slots hold stays as long as it
+        may be needed."""
         if self._thread is not None:
             self._thread.join()  # slots of another size may still be being made
         self._one.clear()

@@ -176,7 +176,9 @@ class _Binder:
         planed, self._planed = self._planed, []
         canonical = {}
         self._to_allocate.look_for_meshes(pending)
-        for tied in Gatherer(meta=True).add(pending):
+        gatherer = Gatherer(meta=True)
+        gatherer.add(pending)
+        for tied in gatherer.tied():
             names = [entry.name for entry in tied.entries]
             chosen = names if self._select is None else [name for name in names if name in self._select]
             source = self._matcher.match(chosen, tied.local) if chosen else self._matcher.source_of(names)

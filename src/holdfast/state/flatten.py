@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from operator import attrgetter
 from typing import cast
 
 import torch
@@ -24,9 +25,11 @@ from holdfast.state.gather import Gatherer, LocalTensor, Remembered, unsupported
 from holdfast.state.per_rank import PerRank
 from holdfast.state.piecewise import Piecewise, describe
 from holdfast.state.placements import is_dtensor, torch_value
-from holdfast.state.registry import Registration, planes_of, registered
+from holdfast.state.registry import Registration, any_registered, planes_of, registered
 
 _TENSOR = TensorRef()
+
+_tensor_of = attrgetter("tensor")
 
 
 @dataclass(frozen=True)
@@ -126,7 +129,7 @@ class _Flattener:
             flatten_optimizer(path, optimizer, self)
         if self._optimizers:
             gatherer.add(islice(self._tensors.values(), named, None))
-        found = {tied.local.layout.name: tied.local for tied in gatherer.found}
+        found = {local.layout.name: local for local in gatherer.found}
         aliases = gatherer.aliases
         for (name, *others), local in describe(self._piecewise):
             found[name] = local
@@ -146,16 +149,22 @@ class _Flattener:
         return self._names.get(id(tensor))
 
     def tensors(self, entries: Iterable[NamedTensor]) -> None:
-        tensors, nodes = self._tensors, self._nodes
-        for entry in entries:
-            name = entry.name
-            if name in tensors or name in nodes:
-                raise _collision(name)
-            registration = registered(entry.tensor)
-            if registration is None:
-                tensors[name] = entry
-            else:
-                self._add_planes(entry, registration)
+        # With hardly a line of Python per tensor: every save comes through here.
+        listed = list(entries)
+        added = {entry.name: entry for entry in listed}
+        known = (self._tensors.keys(), self._nodes.keys())
+        if len(added) < len(listed) or not all(map(added.keys().isdisjoint, known)):
+            names = [entry.name for entry in listed]
+            raise _collision(
+                next(name for name in names if names.count(name) > 1 or any(name in keys for keys in known))
+            )
+        if any_registered(map(type, map(_tensor_of, listed))):
+            for entry in listed:
+                registration = registered(entry.tensor)
+                if registration is not None:
+                    del added[entry.name]
+                    self._add_planes(entry, registration)
+        self._tensors.update(added)
 
     def _add_planes(self, entry: NamedTensor, registration: Registration) -> None:
         planes = planes_as_tensors(entry, registration)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
@@ -114,16 +114,18 @@ class Gatherer:
 
     def __init__(self, last: Sequence[Remembered] = (), *, meta: bool = False) -> None:
         self._meta = meta
-        self.found: list[Tied] = []
+        #: Each memory, the first of its names, and by its place here all others. (Columns: thousands are found.)
+        self.found: list[LocalTensor] = []
+        self._first: list[NamedTensor] = []
+        self._others: dict[int, list[NamedTensor]] = {}
         #: The canonical name of every other name.
         self.aliases: dict[str, str] = {}
         self.remembered: list[Remembered] = []
         self._last = deque(last)
         self._placements = PlacementReader()
 
-    def add(self, added: Iterable[NamedTensor]) -> list[Tied]:
-        """Add tensors to `found`; returns what is new. Raises `StateError` for tensors that cannot be stored."""
-        before = len(self.found)
+    def add(self, added: Iterable[NamedTensor]) -> None:
+        """Add tensors to `found`. Raises `StateError` for tensors that cannot be stored."""
         ordered = sorted(added, key=_by_name)
         with torch.no_grad():  # DTensors give their local tensor itself, and nothing is recorded
             read = _read(ordered, meta=self._meta)
@@ -131,33 +133,34 @@ class Gatherer:
             if known is None or known.facts != read.facts:
                 self._last.clear()  # what comes later may be tied to what has changed
                 known = self._describe(ordered, read)
-            new = zip(
-                known.layouts,
-                map(read.parts.__getitem__, known.new),
-                map(ordered.__getitem__, known.new),
-                strict=True,
-            )
+            parts = map(read.parts.__getitem__, known.new)
             self.found += [
-                Tied(LocalTensor(layout, (part.detach() if part.requires_grad else part,)), [entry])
-                for layout, part, entry in new
+                LocalTensor(layout, (part.detach() if part.requires_grad else part,))
+                for layout, part in zip(known.layouts, parts, strict=True)
             ]
+            self._first += map(ordered.__getitem__, known.new)
         for number, place in known.tied:
-            entries = self.found[place].entries
-            entries.append(ordered[number])
+            self._others.setdefault(place, []).append(ordered[number])
+            entries = self._entries(place)
             self.aliases[ordered[number].name] = entries[0].name
             if len({own_part(entry.name) is None for entry in entries}) > 1:
                 raise _shared_and_own(entries)
         self.remembered.append(known)
-        return self.found[before:]
+
+    def tied(self) -> Iterator[Tied]:
+        """All that was found, with all names."""
+        for place, local in enumerate(self.found):
+            yield Tied(local, self._entries(place))
+
+    def _entries(self, place: int) -> list[NamedTensor]:
+        return [self._first[place], *self._others.get(place, ())]
 
     def names(self) -> dict[int, NamedTensor]:
         """All tensors, by id, each with its canonical name and what was said first about its copies."""
-        first = [tied.entries[0] for tied in self.found]
-        names = {id(entry.tensor): entry for entry in first}
-        for tied in self.found:
-            if len(tied.entries) > 1:
-                name, replicas = tied.entries[0].name, tied.entries[0].replicas
-                names |= {id(entry.tensor): NamedTensor(name, entry.tensor, replicas) for entry in tied.entries}
+        names = {id(entry.tensor): entry for entry in self._first}
+        for place, others in self._others.items():
+            name, replicas = self._first[place].name, self._first[place].replicas
+            names |= {id(entry.tensor): NamedTensor(name, entry.tensor, replicas) for entry in others}
         return names
 
     def _describe(self, ordered: Sequence[NamedTensor], read: _Read) -> Remembered:
@@ -188,11 +191,11 @@ class Gatherer:
         before = counts.keys() & set(chain.from_iterable(known.facts.addresses for known in self.remembered))
         homes: dict[int, list[_Home]] = {address: [] for address in counts if counts[address] > 1 or address in before}
         if before:
-            for place, tied in enumerate(self.found):
-                layout, part = tied.local.layout, tied.local.memory[0]
-                others = homes.get(_address(tied.entries[0].tensor, part, meta=self._meta))
+            for place, (local, entry) in enumerate(zip(self.found, self._first, strict=True)):
+                part = local.memory[0]
+                others = homes.get(_address(entry.tensor, part, meta=self._meta))
                 if others is not None:
-                    others.append(_Home(layout, part, place))
+                    others.append(_Home(local.layout, part, place))
         return homes
 
 

@@ -7,7 +7,7 @@ registered under that name.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar, cast
 
@@ -92,6 +92,11 @@ def register_tensor(
 def registered(item: object) -> Registration | None:
     """The registration of exactly the type of `item`."""
     return _BY_TYPE.get(type(item))
+
+
+def any_registered(kinds: Iterable[type]) -> bool:
+    """Whether one of `kinds` is registered."""
+    return not _BY_TYPE.keys().isdisjoint(kinds)
 
 
 def planes_of(name: str, tensor: torch.Tensor, registration: Registration) -> dict[str, torch.Tensor]:
