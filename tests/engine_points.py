@@ -63,7 +63,7 @@ TRAINER: Final = [
     "STAGED.asked",
     "STAGED",
 ]
-#: What only the first rank of a node passes.
+#: What only the first rank of a node passes, or all that are first.
 BY_ONE: Final = {"generation.unnamed", "generation.named"}
 #: What their keeper passes.
 KEEPER: Final = [

