@@ -338,17 +338,16 @@ def test_when_memory_fills_up_a_save_fails_clearly_and_nothing_is_lost(
 ) -> None:
     training = Training(spec.numel)
     with small_node(tmp_path) as node_dir:
-        checkpointer = Checkpointer(spec.run, training.state, memory=Memory(node_dir=node_dir))
-        for step in (0, 1):
-            saved(training, checkpointer, step).durable.wait(60)
-        other = fill(node_dir)
-        failed = saved(training, checkpointer, 2)
-        with pytest.raises(StorageError, match=r"step 2 could not be staged.*No space left"):
-            failed.staged.wait(60)
-        assert holdfast.open(spec.run).step == 1
-        other.unlink()
-        saved(training, checkpointer, 3).durable.wait(60)
-        checkpointer.close()
+        with Checkpointer(spec.run, training.state, memory=Memory(node_dir=node_dir)) as checkpointer:
+            for step in (0, 1):
+                saved(training, checkpointer, step).durable.wait(60)
+            other = fill(node_dir)
+            failed = saved(training, checkpointer, 2)
+            with pytest.raises(StorageError, match=r"step 2 could not be staged.*No space left"):
+                failed.staged.wait(60)
+            assert holdfast.open(spec.run).step == 1
+            other.unlink()
+            saved(training, checkpointer, 3).durable.wait(60)
         assert truth.loaded(spec.run) == 3
         assert "step 2 is not durable" in caplog.text
 
