@@ -35,7 +35,7 @@ from holdfast.keeper.node_folder import NodeFolder
 from holdfast.keeper.slots import Slot, State, slot_names
 from holdfast.run.paths import canonical, storage_at
 from tests import nursery
-from tests.engine_points import Deed, Log, traced
+from tests.engine_points import Deed, Log, Role, traced
 from tests.nursery import until
 from tests.rank_worker import HOST
 
@@ -265,9 +265,9 @@ class Job:
             nursery.start(train, self.spec, rank, err=self.spec.log / f"rank-{rank}.err") for rank in range(WORLD_SIZE)
         ]
 
-    def arm(self) -> None:
-        """Have deeds done from now on."""
-        for role in ("trainer", "keeper"):
+    def arm(self, *roles: Role) -> None:
+        """Have deeds of these roles done from now on."""
+        for role in roles:
             self.log.let(f"armed-{role}")
 
     def until_told(self, event: str, *, step: int | None = None, ranks: Sequence[int] = range(WORLD_SIZE)) -> None:
@@ -329,13 +329,12 @@ class Job:
 
 
 @contextmanager
-def job(spec: Spec, *, keeper: bool = False, armed: bool = False) -> Iterator[Job]:
-    """A job at work; with a `keeper` of its own, or the one that its ranks find or start. With `armed` its deeds are
+def job(spec: Spec, *, keeper: bool = False, armed: Sequence[Role] = ()) -> Iterator[Job]:
+    """A job at work; with a `keeper` of its own, or the one that its ranks find or start. Deeds of `armed` roles are
     done from the beginning."""
     made = Job(spec)
     try:
-        if armed:
-            made.arm()
+        made.arm(*armed)
         if keeper:
             made.start_keeper()
         made.start_ranks()

@@ -16,6 +16,7 @@ of one save in the order in which trainers and their keeper pass them.
 ``data.header``         so is the beginning of the file
 ``X.asked`` and so on   as in `crash_points`
 ``awaits S``            a trainer looks at a slot, and finds it in state S; this may be anywhere
+``after P``             trainers have agreed in phase P of a save
 ======================  ====================================================================================
 
 A `Deed` says what is done at a point. It is done once, by whoever gets there first after the test has armed it.
@@ -38,6 +39,7 @@ from unittest.mock import patch
 import torch
 import xxhash
 
+from holdfast.control.channel import Channel
 from holdfast.format.container import ALIGNMENT
 from holdfast.keeper.node_folder import NodeFolder
 from holdfast.keeper.slots import Record, Slot
@@ -190,7 +192,7 @@ class _Points(crash_points.Trace):
             return
         point = "data.write" if point.startswith("data.write-") else point
         self._num_saves += point == "WRITING.asked"
-        if not point.startswith("awaits "):
+        if not point.startswith(("awaits ", "after ")):
             self._log.tell(self._who, "passed", point=point)
         for deed in self._deeds:
             if deed.point == point and deed.nth < max(self._num_saves, 1) and self._is_first(deed):
@@ -240,6 +242,7 @@ def traced(log: Log, who: str, deeds: Sequence[Deed]) -> Iterator[None]:
             stack.enter_context(patch.object(PosixWriter, "write_at", _write_at(points, write_at)))
         else:
             stack.enter_context(patch.object(Slot, "refresh", _refresh(points)))
+            stack.enter_context(patch.object(Channel, "exchange", _exchange(points)))
             stack.enter_context(patch.object(NodeFolder, "rename", _rename(points)))
             stack.enter_context(patch.object(torch, "_foreach_copy_", _foreach_copy(points)))
         yield
@@ -265,6 +268,17 @@ def _refresh(points: _Points) -> Callable[[Slot], Record]:
         return record
 
     return traced_refresh
+
+
+def _exchange(points: _Points) -> Callable[..., bytes]:
+    exchange = Channel.exchange
+
+    def traced_exchange(self: Channel, phase: str, *arguments: Any) -> bytes:
+        verdict = exchange(self, phase, *arguments)
+        points.reach(f"after {phase}")
+        return verdict
+
+    return traced_exchange
 
 
 def _rename(points: _Points) -> Callable[[NodeFolder, str, str], None]:

@@ -95,7 +95,7 @@ def test_a_death_while_the_third_is_copied_leaves_the_second_in_memory_and_the_f
     ) as training:
         assert training.keeper is not None
         training.until_told("paused", step=2)
-        training.arm()
+        training.arm("trainer", "keeper")
         if not is_slow:
             training.keeper.stop()
         training.log.let("pass-2")
@@ -118,7 +118,7 @@ def test_beside_a_rank_that_is_stopped_another_one_never_overwrites_what_is_whol
     stopped = Deed("trainer", "copy.later", rank=1, stalls=True)
     with job(replace(spec, pauses={2: "durable"}, deeds=(stopped,), timeout_s=2.0), keeper=True) as training:
         training.until_told("paused", step=2)
-        training.arm()
+        training.arm("trainer", "keeper")
         training.log.let("pass-2")
         training.until_told("stalled", ranks=[1])
         training.ranks[1].stop()
@@ -206,7 +206,7 @@ def test_a_keeper_that_dies_after_a_restore_from_memory_is_replaced_by_the_next_
     leave_staged(spec)
     slow = Deed("keeper", "data.opened", stalls=True)
     following = replace(after(spec, stop=5), deeds=(slow,), pauses={3: "durable"}, timeout_s=10.0)
-    with job(following, keeper=True, armed=True) as training:
+    with job(following, keeper=True, armed=("trainer", "keeper")) as training:
         assert training.restored(truth) == Restored(2, "node memory")
         training.until_told("paused", step=3)
         assert training.keeper is not None
@@ -221,7 +221,7 @@ def test_a_keeper_that_dies_while_a_restore_waits_for_it_is_replaced(spec: Spec,
     stands_still = Deed("keeper", "hash", stalls=True)
     waits = [Deed("trainer", "awaits STAGED", rank=rank, stalls=True) for rank in range(WORLD_SIZE)]
     following = replace(after(spec, stop=5), deeds=(stands_still, *waits), timeout_s=10.0)
-    with job(following, keeper=True, armed=True) as training:
+    with job(following, keeper=True, armed=("trainer", "keeper")) as training:
         training.until_told("stalled")
         assert training.keeper is not None
         training.keeper.kill()
@@ -257,9 +257,28 @@ def kept(spec: Spec, *deeds: Deed) -> Iterator[Log]:
 def test_slots_that_are_committed_after_another_job_has_taken_them_over_are_its_own(spec: Spec, truth: Truth) -> None:
     leave_staged(spec)
     late = Deed("keeper", "COMMITTED.asked", stalls=True)
-    with job(replace(after(spec, stop=8), deeds=(late,)), keeper=True, armed=True) as training:
+    with job(replace(after(spec, stop=8), deeds=(late,)), keeper=True, armed=("trainer", "keeper")) as training:
         training.until_told("saved", step=3)
         training.log.let("go-on-COMMITTED.asked")
+        training.ended_well()
+    assert truth.loaded(spec.run) == 7
+
+
+def test_room_that_was_agreed_on_does_not_go_before_it_is_used(spec: Spec, truth: Truth) -> None:
+    leave_staged(spec)
+    # What another job staged is committed while this one is about to fill the slot that it is in.
+    late = Deed("keeper", "COMMITTED.asked", stalls=True)
+    agreed = [Deed("trainer", "after describe", rank=rank, stalls=True) for rank in range(WORLD_SIZE)]
+    following = replace(after(spec, stop=8), deeds=(late, *agreed), pauses={4: "staged"})
+    with job(following, keeper=True, armed=("keeper",)) as training:
+        training.until_told("paused", step=4)
+        training.arm("trainer")
+        training.log.let("pass-4")
+        training.log.let("go-on-COMMITTED.asked")
+        training.until_told("stalled")
+        until(lambda: states_of(spec, step=3) == {"COMMITTED"})
+        time.sleep(0.3)  # the keeper looks again
+        training.log.let("go-on-after describe")
         training.ended_well()
     assert truth.loaded(spec.run) == 7
 
@@ -424,7 +443,7 @@ def test_a_job_that_restores_beside_another_one_takes_nothing_from_it(spec: Spec
     slow = Deed("trainer", "copy.later", rank=1, stalls=True)
     with job(replace(spec, pauses={2: "durable"}, deeds=(slow,), stop=5), keeper=True) as first:
         first.until_told("paused", step=2)
-        first.arm()
+        first.arm("trainer")
         first.log.let("pass-2")
         first.until_told("stalled", ranks=[1])
         until(lambda: "SEALED" in states_of(spec, step=2))  # of rank 0
@@ -448,7 +467,7 @@ def test_a_job_that_takes_over_is_not_held_up_by_what_is_in_memory_in_part(spec:
     slow = Deed("trainer", "copy.later", rank=1, stalls=True)
     with job(replace(spec, pauses={2: "durable"}, deeds=(slow,)), keeper=True) as first:
         first.until_told("paused", step=2)
-        first.arm()
+        first.arm("trainer")
         first.log.let("pass-2")
         first.until_told("stalled", ranks=[1])
         until(lambda: "SEALED" in states_of(spec, step=2))  # of rank 0
@@ -460,7 +479,7 @@ def test_a_job_that_takes_over_is_not_held_up_by_what_is_in_memory_in_part(spec:
 
 @pytest.mark.parametrize("point", ["generation.unnamed", "copy.now", "STAGED"])
 def test_what_killed_jobs_leave_behind_in_memory_goes(spec: Spec, truth: Truth, point: str) -> None:
-    with job(replace(spec, deeds=(Deed("trainer", point, kills=TRAINERS),)), keeper=True, armed=True) as first:
+    with job(replace(spec, deeds=(Deed("trainer", point, kills=TRAINERS),)), keeper=True, armed=("trainer",)) as first:
         first.ended_killed()
         with job(after(spec, stop=6)) as second:
             second.ended_well()

@@ -122,7 +122,7 @@ def paused_at_the_third(spec: Spec, *deeds: Deed) -> Spec:
 def arm(training: Job) -> None:
     """Have the deeds done from the third save on, and let it come."""
     training.until_told("paused", step=STEP)
-    training.arm()
+    training.arm("trainer", "keeper")
     training.log.let(f"pass-{STEP}")
 
 
