@@ -67,9 +67,7 @@ CASES: Final = [
 SAMPLE: Final = {
     ("WRITING", "all trainers"),
     ("copy.later", "one trainer"),
-    ("copy.later", "all"),
     ("generation.unnamed", "all trainers"),
-    ("STAGED.asked", "the keeper"),
     ("STAGED", "all"),
     ("hash", "all"),
     ("SEALED", "the keeper"),
