@@ -5,6 +5,7 @@ from __future__ import annotations
 from concurrent.futures import Future
 from typing import Any, Protocol
 
+from bench.errors import BenchError
 from holdfast.checkpointer.handle import Handle
 
 
@@ -92,5 +93,8 @@ class Staged:
         return self._handle.durable.is_over
 
     def wait(self) -> None:
-        """Return when it is durable: of all ranks, committed."""
+        """Return when it is durable: of all ranks, committed. BenchError where it went to storage at once, for want of
+        memory: then it is not what is measured."""
         self._handle.durable.wait()
+        if self._handle.place is None:
+            raise BenchError("holdfast did not save into memory: there is too little of it.")

@@ -273,6 +273,7 @@ def test_a_part_that_is_measured_again_leaves_the_others_and_a_missed_bar_is_an_
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)  # it starts ranks five times
 def test_a_run_leaves_a_result_that_its_tables_can_be_made_from_and_nothing_else(tmp_path: Path) -> None:
     (tmp_path / "node").mkdir()
     tiny = {"gib": 0.001, "python_gib": 0.001, "loop_gib": 0.001, "layers": 1, "rounds": 1}
