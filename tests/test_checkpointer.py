@@ -8,9 +8,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -26,6 +27,8 @@ from holdfast.keeper.node_folder import NodeFolder
 from holdfast.keeper.slots import Slot, slot_names
 from holdfast.run.history import Run
 from holdfast.run.paths import canonical, storage_at
+from holdfast.staging import snapshot as snapshot_module
+from holdfast.staging.routes import Pair
 from tests.bound import bits
 from tests.models import start_new_job
 from tests.ranks import run_ranks
@@ -85,6 +88,19 @@ class Loop:
         for number, slots in self.optimizer.state_dict()["state"].items():
             found |= {f"optimizer/{number}/{name}": bits(tensor) for name, tensor in slots.items()}
         return found
+
+
+@contextmanager
+def late_copies() -> Iterator[None]:
+    """Copies in the background begin a while after the save."""
+    copy = snapshot_module._copy
+
+    def late(pairs: Iterable[Pair]) -> None:
+        time.sleep(0.3)
+        copy(pairs)
+
+    with patch.object(snapshot_module, "_copy", late):
+        yield
 
 
 def test_a_save_is_staged_then_durable_and_loads_like_any_other(run: str, memory: Memory) -> None:
@@ -251,21 +267,18 @@ def test_a_change_under_the_guard_waits_and_one_without_voids_the_save(
     weight = loop.model.get_parameter("0.weight")
     with Checkpointer(run, loop.state, memory=memory) as checkpointer:
         checkpointer.save(1).durable.wait(60)
-        stager = checkpointer._stager
-        assert stager is not None
-        stager._copier.submit(time.sleep, 0.3)  # the copy comes later
         saved = loop.bits()
-        handle = checkpointer.save(2)
-        with checkpointer.guard(), torch.no_grad():
-            weight.mul_(2)
-        handle.durable.wait(60)
-        stager._copier.submit(time.sleep, 0.3)
-        voided = checkpointer.save(3)
-        with torch.no_grad():
-            weight.mul_(2)
-        with pytest.raises(StateError, match=r"model/0\.weight.*was changed"):
-            voided.staged.wait(60)
-        assert checkpointer.save(4).place is not None
+        with late_copies():
+            handle = checkpointer.save(2)
+            with checkpointer.guard(), torch.no_grad():
+                weight.mul_(2)
+            handle.durable.wait(60)
+            voided = checkpointer.save(3)
+            with torch.no_grad():
+                weight.mul_(2)
+            with pytest.raises(StateError, match=r"model/0\.weight.*was changed"):
+                voided.staged.wait(60)
+        checkpointer.save(4).durable.wait(60)
         checkpointer._handles.remove(voided) if voided in checkpointer._handles else None
     assert "step 3 is not saved" in caplog.text
     with pytest.raises(holdfast.NotFoundError):
@@ -326,10 +339,9 @@ def test_restoring_in_the_middle_waits_for_the_copy_and_leaves_it_as_it_was(run:
         checkpointer.save(1).durable.wait(60)
         loop.step(2)
         second = loop.bits()
-        assert checkpointer._stager is not None
-        checkpointer._stager._copier.submit(time.sleep, 0.3)
-        checkpointer.save(2)
-        report = checkpointer.restore()
+        with late_copies():
+            checkpointer.save(2)
+            report = checkpointer.restore()
         assert report.step in (1, 2)
         assert loop.bits() == (first if report.step == 1 else second)
     other = Loop(seed=1)
@@ -370,8 +382,11 @@ def test_a_job_whose_run_was_taken_over_is_told(run: str, memory: Memory) -> Non
     checkpointer.save(1).durable.wait(60)
     of = Run.open(storage_at(run))
     of.open_epoch(after=1, opened_from=Place(1, 1), why="takeover", world_size=1, incarnation="1" * 32)
+    fenced = checkpointer.save(2)
     with pytest.raises(FencedError):
-        checkpointer.save(2)
+        fenced.durable.wait(60)
+    with pytest.raises(FencedError):
+        checkpointer.save(3)
     checkpointer.close()
 
 
@@ -534,15 +549,13 @@ def fail_on_one_rank(run: str, node_dir: Path) -> list[str]:
     told = []
     with Checkpointer(run, state, memory=Memory(node_dir=node_dir)) as checkpointer:
         checkpointer.save(1).durable.wait(60)
-        stager = checkpointer._stager
-        assert stager is not None
-        stager._copier.submit(time.sleep, 0.3)
-        handle = checkpointer.save(2)
-        if rank == 1:
-            with torch.no_grad():
-                weight.mul_(2)
-        with pytest.raises(StateError) if rank == 1 else nullcontext():
-            handle.staged.wait(60)
+        with late_copies():
+            handle = checkpointer.save(2)
+            if rank == 1:
+                with torch.no_grad():
+                    weight.mul_(2)
+            with pytest.raises(StateError) if rank == 1 else nullcontext():
+                handle.staged.wait(60)
         last = checkpointer.save(3)
         last.durable.wait(60)
         with pytest.raises(StateError) as caught:

@@ -22,7 +22,7 @@ from holdfast.staging.guard import Guard
 from holdfast.staging.guarded import Guarded, guarded
 from holdfast.staging.routes import Part, Routes
 from holdfast.staging.snapshot import Snapshot
-from holdfast.state.flatten import flatten
+from holdfast.state.flatten import Walk, flatten
 from holdfast.state.gather import LocalTensor
 from holdfast.state.placements import DTYPE_NAMES
 from tests.bound import bits
@@ -55,16 +55,24 @@ def stepped(module: nn.Module, *optimizers: Optimizer) -> None:
         optimizer.zero_grad()
 
 
+def held(state: State) -> set[str]:
+    """Names of what a guard holds still for a snapshot."""
+    marks = Snapshot(state, Guarded(), rank=0, world_size=1)._marks
+    return {name for name, local in flatten(state).tensors.items() if marks.cover(local)}
+
+
 class Taken:
     """A snapshot of a state, and what the state was at its instant."""
 
     def __init__(self, state: State, guard: Guard) -> None:
-        flat = flatten(state)
-        self._routed = Routed(flat.tensors)
-        guard.hook(flat.optimizers)
-        self.guarded = guarded(flat)
-        self.snapshot = Snapshot(self._routed.routes, flat.tensors, guarded=self.guarded)
-        self._then = {name: bits(local.memory[0]) for name, local in flat.tensors.items()}
+        self.snapshot = Snapshot(state, Guarded(), rank=0, world_size=1)
+        guard.hook(self.snapshot.optimizers)
+        tensors = flatten(state).tensors
+        self._routed = Routed(tensors)
+        self._then = {name: bits(local.memory[0]) for name, local in tensors.items()}
+
+    def copy(self) -> None:
+        self.snapshot.copy(self.snapshot.flat().tensors, self._routed.routes)
 
     def assert_holds_the_instant(self) -> None:
         assert self._routed.copied() == self._then
@@ -116,7 +124,7 @@ def copying(taken: Taken, guard: Guard, *, after_s: float) -> Iterator[None]:
     def copy() -> None:
         begin.wait(after_s)
         try:
-            taken.snapshot.copy()
+            taken.copy()
         finally:
             guard.let_go()
 
@@ -135,7 +143,7 @@ def test_what_only_optimizers_change_is_guarded_and_nothing_else() -> None:
     optimizer = adamw(module)
     stepped(module, optimizer)
     state = {"model": module, "frozen": frozen, "average": average.module, "optimizer": optimizer, "x": torch.ones(3)}
-    names = guarded(flatten(state))
+    names = held(state)
     weights = {f"model/{name}" for name, _ in module.named_parameters()}
     slots = {f"optimizer/state/{name}/{slot}" for name in weights for slot in ("exp_avg", "exp_avg_sq", "step")}
     assert names == weights | slots
@@ -145,7 +153,7 @@ def test_an_embedding_that_a_forward_changes_is_not_guarded_but_its_slots_are() 
     module = model(max_norm=0.1)
     optimizer = adamw(module)
     stepped(module, optimizer)
-    names = guarded(flatten({"model": module, "optimizer": optimizer}))
+    names = held({"model": module, "optimizer": optimizer})
     assert "model/0.weight" not in names
     assert {"model/2.weight", "optimizer/state/model/0.weight/exp_avg"} <= names
 
@@ -155,14 +163,15 @@ def test_an_optimizer_that_may_step_in_a_graph_guards_nothing() -> None:
     optimizer = adamw(module)
     stepped(module, optimizer)
     optimizer.param_groups[0]["capturable"] = True
-    assert not guarded(flatten({"model": module, "optimizer": optimizer}))
+    assert not held({"model": module, "optimizer": optimizer})
 
 
-def test_what_is_not_guarded_is_copied_when_the_constructor_returns(guard: Guard) -> None:
+def test_what_is_not_guarded_is_set_aside_when_the_snapshot_is_taken(guard: Guard) -> None:
     tensor = torch.arange(100.0)
     taken = Taken({"x": tensor, "y": tensor.reshape(10, 10).T.contiguous().T}, guard)
+    taken.snapshot.wait()
     tensor.zero_()
-    taken.snapshot.copy()
+    taken.copy()
     taken.assert_holds_the_instant()
 
 
@@ -177,7 +186,7 @@ def test_a_step_waits_for_the_copy_and_the_forward_does_not(guard: Guard) -> Non
             step = pool.submit(optimizer.step)
             with pytest.raises(TimeoutError):
                 step.result(timeout=0.2)
-            taken.snapshot.copy()
+            taken.copy()
         step.result(timeout=10)
     taken.assert_holds_the_instant()
     assert guard.waited_s > 0.1
@@ -225,6 +234,60 @@ def averaged_state() -> State:
     return state | {"averaged": AveragedModel(module, avg_fn=averaged)}
 
 
+def capturable_state() -> State:
+    state = plain_state()
+    in_place_buffers(state)
+    optimizer = state["optimizer"]
+    assert isinstance(optimizer, Optimizer)
+    optimizer.param_groups[0]["capturable"] = True
+    return state
+
+
+def plain_tensor() -> State:
+    return {"x": torch.arange(100.0)}
+
+
+@pytest.mark.parametrize("make", [plain_tensor, capturable_state, plain_state])
+def test_where_too_much_is_to_be_set_aside_whoever_saves_waits_until_it_is_copied(
+    guard: Guard, make: Callable[[], State], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(snapshot_module, "_ASIDE_NBYTES", 0)
+    state = make()
+    taken = Taken(state, guard)
+    with ThreadPoolExecutor(2) as pool:
+        waited = pool.submit(taken.snapshot.wait)
+        with pytest.raises(TimeoutError):
+            waited.result(timeout=0.1)
+        copied = pool.submit(taken.copy)
+        waited.result(timeout=10)
+        for local in flatten(state).tensors.values():
+            if not taken.snapshot._marks.cover(local):
+                local.memory[0].zero_()
+        copied.result(timeout=10)
+    taken.assert_holds_the_instant()
+
+
+def test_whoever_waits_for_a_snapshot_that_failed_goes_on(guard: Guard, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(snapshot_module, "_ASIDE_NBYTES", 0)
+    taken = Taken(plain_tensor(), guard)
+    with ThreadPoolExecutor(1) as pool:
+        waited = pool.submit(taken.snapshot.wait)
+        taken.snapshot.end()
+        waited.result(timeout=10)
+
+
+def test_a_slot_that_came_after_the_instant_voids_the_snapshot(guard: Guard) -> None:
+    state = plain_state()
+    in_place_buffers(state)
+    taken = Taken(state, guard)
+    optimizer = state["optimizer"]
+    assert isinstance(optimizer, Optimizer)
+    slots = next(iter(optimizer.state.values()))
+    slots["exp_avg"] = torch.zeros_like(slots["exp_avg"])
+    with pytest.raises(StateError, match=r"exp_avg'? was changed while it was being copied"):
+        taken.copy()
+
+
 @pytest.mark.parametrize("late_s", [0.0, 0.005, 0.05])
 @pytest.mark.parametrize(
     ("make", "train"),
@@ -259,18 +322,21 @@ def test_a_change_that_no_step_made_voids_the_snapshot_and_names_the_tensor(guar
     with torch.no_grad():
         module.get_parameter("2.weight").lerp_(torch.zeros(8, 16), 0.5)
     with pytest.raises(StateError, match=r"model/2\.weight.*was changed while it was being copied") as caught:
-        taken.snapshot.copy()
+        taken.copy()
     assert caught.value.code == "state.changed"
 
 
-def test_memory_that_was_taken_away_voids_the_snapshot() -> None:
-    # As FSDP1 does with the storage of unsharded parameters.
-    tensor = torch.ones(1000)
-    tensors = tensors_of(x=tensor)
-    snapshot = Snapshot(Routed(tensors).routes, tensors, guarded=["x"])
-    tensor.untyped_storage().resize_(1 << 20)
-    with pytest.raises(StateError, match="was changed"):
-        snapshot.copy()
+def test_memory_that_was_taken_away_voids_the_snapshot(guard: Guard) -> None:
+    # As offloading does.
+    state = plain_state()
+    in_place_buffers(state)
+    taken = Taken(state, guard)
+    optimizer = state["optimizer"]
+    assert isinstance(optimizer, Optimizer)
+    slot = next(iter(optimizer.state.values()))["exp_avg"]
+    slot.data = slot.clone()
+    with pytest.raises(StateError, match=r"exp_avg'? was changed"):
+        taken.copy()
 
 
 def test_writes_that_torch_does_not_see_wait_under_the_guard(guard: Guard) -> None:
@@ -290,20 +356,19 @@ def test_a_parameter_that_got_other_memory_is_saved_as_it_was(guard: Guard) -> N
     assert isinstance(module, nn.Module)
     taken = Taken(state, guard)
     module.get_parameter("2.weight").data = torch.zeros(8, 16)
-    taken.snapshot.copy()
+    taken.copy()
     taken.assert_holds_the_instant()
 
 
 @pytest.mark.parametrize(("first", "numel"), [(0, 35), (3, 17), (34, 1), (7, 21)])
-@pytest.mark.parametrize("is_guarded", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.complex128])
-def test_ranges_of_memory_however_it_is_strided(first: int, numel: int, dtype: torch.dtype, is_guarded: bool) -> None:
+def test_ranges_of_memory_however_it_is_strided(first: int, numel: int, dtype: torch.dtype) -> None:
     for tensor in (torch.randn(5, 7).to(dtype), torch.randn(7, 5).to(dtype).T, torch.randn(5, 14).to(dtype)[:, ::2]):
         data = np.zeros(numel * tensor.element_size(), np.uint8)
         routes = Routes([Part("x", FlatRange(first, first + numel), 0)], data, rank=0)
         for _ in range(2):
             data[:] = 0
-            Snapshot(routes, tensors_of(x=tensor), guarded=["x"] if is_guarded else []).copy()
+            snapshot_module._copy(routes.pairs(tensors_of(x=tensor)))
             wanted = tensor.contiguous().reshape(-1)[first : first + numel]
             assert data.tobytes() == bits(wanted)
 
@@ -320,7 +385,7 @@ def test_copies_are_made_in_calls_of_limited_size(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch, "_foreach_copy_", counted)
     tensors = tensors_of(**{f"x{number}": torch.full((9,), number) for number in range(5)})
     routed = Routed(tensors)
-    Snapshot(routed.routes, tensors, guarded=tensors).copy()
+    snapshot_module._copy(routed.routes.pairs(tensors))
     assert routed.copied() == {name: bits(local.memory[0]) for name, local in tensors.items()}
     assert calls == [72] * 5
 
@@ -329,35 +394,44 @@ def test_later_copies_take_what_tensors_hold_and_where_they_are_by_then() -> Non
     signalling = torch.tensor([0x7F800001, 0x7FC12345, 1], dtype=torch.int32).view(torch.float32)
     first = tensors_of(x=torch.randn(3), y=torch.tensor([True, False]), z=torch.randn(4, 6).T)
     routed = Routed(first)
-    Snapshot(routed.routes, first, guarded=["x"]).copy()
+    snapshot_module._copy(routed.routes.pairs({"x": first["x"]}))
     later = tensors_of(
         x=signalling, y=torch.tensor([2, 3], dtype=torch.uint8).view(torch.bool), z=torch.randn(6, 8)[:, ::2]
     )
-    for guarded_names in (["x"], ["x", "y", "z"]):
-        Snapshot(routed.routes, later, guarded=guarded_names).copy()
+    for _ in range(2):
+        snapshot_module._copy(routed.routes.pairs(later))
         assert routed.copied() == {name: bits(local.memory[0]) for name, local in later.items()}
 
 
-def test_tensors_of_inference_are_not_guarded() -> None:
+def test_tensors_of_inference_are_not_guarded(guard: Guard) -> None:
     module = nn.Linear(3, 2)
     with torch.inference_mode():
         module.weight = nn.Parameter(torch.ones(2, 3), requires_grad=False)
-    names = guarded(flatten({"model": module, "optimizer": SGD(module.parameters(), lr=0.1)}))
-    assert names == {"model/bias"}
+    optimizer = SGD(module.parameters(), lr=0.1, momentum=0.9)
+    state: State = {"model": module, "optimizer": optimizer}
+    assert held(state) == {"model/bias"}
+    taken = Taken(state, guard)
+    taken.copy()
+    taken.assert_holds_the_instant()
+    with torch.inference_mode():
+        optimizer.state[module.bias]["momentum_buffer"] = torch.ones(2)
+    assert "optimizer/state/model/bias/momentum_buffer" not in held(state)
 
 
 def test_what_is_guarded_is_known_anew_when_an_optimizer_or_its_tensors_change() -> None:
     module = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2), nn.Embedding(4, 2))
     optimizer = SGD(module[0].parameters(), lr=0.1, momentum=0.9)
     state = {"model": module, "optimizer": optimizer}
-    known, last = Guarded(), flatten(state)
+    known, last = Guarded(), Walk(state).remembered
 
     def names() -> frozenset[str]:
         nonlocal last
-        last = flatten(state, last=last.remembered)
-        found = known.names(last)
-        assert found == guarded(last)
-        assert known.names(flatten(state, last=last.remembered)) is found
+        walk = Walk(state, last=last)
+        last = walk.remembered
+        found = known.names(walk, walk.found())
+        assert found == guarded(walk, walk.found())
+        again = Walk(state, last=last)
+        assert known.names(again, again.found()) is found
         return found
 
     assert len(names()) == 2
@@ -369,10 +443,6 @@ def test_what_is_guarded_is_known_anew_when_an_optimizer_or_its_tensors_change()
     assert isinstance(embedding, nn.Embedding)
     embedding.max_norm = 1.0
     assert "model/2.weight" not in names()
-    for parameter in module.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    optimizer.step()
-    assert len(names()) == 5
     optimizer.param_groups[0]["capturable"] = True
     assert not names()
 

@@ -15,29 +15,36 @@ from typing import Final, Literal, Self, SupportsFloat
 import msgspec
 from torch.distributed import ProcessGroup
 
+from holdfast.checkpointer.background import Background
 from holdfast.checkpointer.handle import Handle
-from holdfast.checkpointer.messages import Answer, Room
+from holdfast.checkpointer.messages import Agreed, Answer, Room
 from holdfast.checkpointer.planner import StagePlanner, StagePlanning, room
 from holdfast.checkpointer.restoring import RestoreReport, await_commit, restore
 from holdfast.checkpointer.staging import Stager, next_share
 from holdfast.control.channel import Channel, Deadline
 from holdfast.control.torch_store import default_channel, group_ranks
-from holdfast.errors import ConfigurationError, DeadlineError, HoldfastError, NotFoundError
+from holdfast.errors import ConfigurationError, DeadlineError, FencedError, HoldfastError, NotFoundError, StorageError
 from holdfast.format.records import Place
+from holdfast.format.values import Node
 from holdfast.keeper.node_folder import DEFAULT_NODE_DIR, NodeFolder
-from holdfast.phases import Stopwatch, attempt
+from holdfast.phases import Stopwatch, attempt, collector_paused
 from holdfast.run.history import Run
 from holdfast.run.paths import canonical, storage_at
 from holdfast.saving import numbers_of, run_root, save
 from holdfast.saving.coordinator import Request
 from holdfast.saving.planning import Known
 from holdfast.saving.share import Share
+from holdfast.staging.routes import Routes
+from holdfast.staging.snapshot import Snapshot
+from holdfast.state.flatten import FlatState
 from holdfast.transfer.timed import TimedStorage
 
 #: How often it is looked at whether slots have become free, and when in its time a save gives up, so that all ranks
 #: still hear of it.
 _LOOK_S: Final = 0.01
 _LATE: Final = 0.1
+#: After an error of the training, for so long ranks are waited for that may have ended.
+_PATIENCE_S: Final = 5.0
 
 _log = logging.getLogger(__name__)
 
@@ -93,6 +100,7 @@ class Checkpointer:
         self._timeout_s = timeout_s
         self._known = Known()
         self._stager: Stager | None = None
+        self._background: Background | None = None
         self._streams = memory is None
         #: What was restored from memory before it was committed.
         self._uncommitted: Place | None = None
@@ -101,12 +109,17 @@ class Checkpointer:
     def save(self, step: int, *, metrics: Mapping[str, SupportsFloat] | None = None) -> Handle:
         """Save the state as of now, as step `step`; see the class for what is done when.
 
-        Returns when everything is copied that may change before the next step of an optimizer in the state. What
-        becomes of it stands in the handle. That an earlier save failed is logged, once; training goes on.
+        Returns when everything is set aside that may change before the next step of an optimizer in the state; in the
+        background all ranks agree on a plan and a place, and the rest is copied. (The first save of all returns when
+        they have agreed, and there is memory.) What becomes of it stands in the handle. That an earlier save failed is
+        logged, once; training goes on.
 
         Raises:
-            StateError, ConfigurationError, FencedError: as `holdfast.save`.
-            StorageError, DeadlineError: the run could not be asked for a place, or ranks did not answer.
+            StateError: the state cannot be saved.
+            ConfigurationError, StorageError: the first save, as `holdfast.save`; of later ones it stands in the handle.
+            FencedError: this job must stop: another one has taken over the run. For a save that finds this out in the
+                background it stands in the handle, and the next one raises it.
+            DeadlineError: ranks did not answer, or no slot became free.
         """
         if type(step) is not int or step < 0:
             raise ValueError(f"step is a whole number from 0 on, not {step!r}")
@@ -115,6 +128,7 @@ class Checkpointer:
         numbers = numbers_of(metrics or {})
         self._report()
         try:
+            self._settle()
             self._await_restored()
             if self._streams or not self._staged(handle, numbers):
                 self._save_through(handle, metrics)
@@ -134,8 +148,9 @@ class Checkpointer:
 
         Raises what `holdfast.load` raises.
         """
-        if self._stager is not None:
-            self._stager.guard.wait()
+        if self._background is not None:
+            self._background.join()
+            self._background = None
         report, self._uncommitted = restore(
             self._run,
             self._state,
@@ -178,12 +193,35 @@ class Checkpointer:
             return
         # What ended training must not be hidden, nor wait for storage: the keeper goes on.
         self._report()
-        self._let_go()
+        self._let_go(patience_s=_PATIENCE_S)
 
-    def _let_go(self) -> None:
+    def _let_go(self, *, patience_s: float | None = None) -> None:
+        """Close what is open. Waits for what is being copied; for ranks that do not answer, no longer than
+        `patience_s`."""
+        if self._background is not None:
+            is_over = self._background.join(patience_s)
+            if not is_over and not (self._background.is_settled and self._background.join()):
+                return  # it ends with the process
+            self._background = None
         if self._stager is not None:
             self._stager.close()
             self._stager = None
+
+    def _stream(self, why: HoldfastError) -> None:
+        _log.warning("saves go to storage, and training waits for them: %s", why)
+        self._streams = True
+        self._let_go()
+
+    def _settle(self) -> None:
+        """Wait until all ranks have agreed on what was saved last. Raises `FencedError` when it was for nothing: this
+        job must stop."""
+        if self._background is not None:
+            self._background.wait()
+            error = self._background.error
+            if isinstance(error, FencedError):
+                raise error
+            if isinstance(error, ConfigurationError) and error.code == "config.memory":
+                self._stream(error)
 
     def _report(self) -> None:
         """Log what failed since the last call, and forget handles of which nothing more is to be known."""
@@ -216,33 +254,82 @@ class Checkpointer:
     def _staged(self, handle: Handle, metrics: dict[str, float]) -> bool:
         """Save into memory. False, and nothing saved, where some node has not enough of it; that is not tried again."""
         channel = default_channel(f"save of step {handle.step}", self._group)
+        later = default_channel(f"save of step {handle.step}", self._group, background=True)
         deadline = Deadline(self._timeout_s)
-        ranks = group_ranks(self._group)
-        rank = ranks[channel.rank]
-        stager = self._opened(rank)
+        stager = self._opened(group_ranks(self._group)[channel.rank])
         try:
             free = self._room(channel, stager, deadline)
             if free.full and self._when_full == "skip":
                 handle.skip(free.full)
                 return True
-            with TimedStorage(storage_at(self._run), timeout_s=deadline.for_storage_s) as storage:
-                request = Request(storage, handle.step, metrics, self._takeover, time.time(), strict=False)
-                planner = StagePlanner(request, ranks, self._known.memory)
-                planning = StagePlanning(channel, deadline, rank, planner, self._known, Stopwatch(), answers=Answer)
-                agreed, mine = planning.agree(self._state)
-            share = next_share(agreed, self._known.share, rank)
-            if agreed.manifest:
-                self._prepare(channel, stager, share, deadline)
+            is_first = self._known.share is None
+            taken = self._taken(stager, channel)
+            job = _Job(handle, metrics, later, deadline, stager, taken, free.needed, is_awaited=is_first)
+            self._background = Background(lambda background: self._go_on(job, background))
+            if is_first or isinstance(taken, Exception):
+                self._background.wait()
+                if self._background.error is not None:
+                    raise self._background.error
+            if isinstance(taken, Snapshot):
+                taken.wait()
         except ConfigurationError as error:
             if error.code != "config.memory":
                 raise
-            _log.warning("saves go to storage, and training waits for them: %s", error)
-            self._streams = True
-            self._let_go()
+            self._stream(error)
             return False
-        planning.remember(share)
-        stager.stage(handle, agreed, share, mine.flat, planning.values(mine), needed=free.needed)
         return True
+
+    def _taken(self, stager: Stager, channel: Channel) -> Snapshot | Exception:
+        """The state as of now, under the guard; or why it cannot be saved, of which all ranks must hear."""
+        stager.guard.hold()
+        try:
+            with collector_paused():
+                number, world_size, walk = channel.rank, channel.world_size, self._known.walk
+                taken = Snapshot(self._state, stager.guarded, rank=number, world_size=world_size, last=walk)
+            stager.guard.hook(taken.optimizers)
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is raised when all have heard of it
+            return error
+        return taken
+
+    def _go_on(self, job: _Job, background: Background) -> None:
+        """Agree with all ranks, copy, and hand over to the keeper. In the background; lets go of the guard."""
+        stager = job.stager
+        try:
+            agreed, share, flat, values = self._agree(job)
+            placed = stager.begin(agreed, share, values, needed=job.needed)
+        except Exception as error:
+            job.end()
+            if not job.is_awaited:
+                job.fail(error)
+            raise
+        job.handle.place = agreed.place
+        background.settle()
+        slot = None if placed is None else placed[0]
+        try:
+            try:
+                if placed is not None:
+                    job.copy(flat, placed[1])
+            finally:
+                job.end()
+            stager.finish(job.handle, agreed, share, slot)
+        except Exception as error:  # noqa: BLE001 - nobody waits for it any more: it is told in the handle, and logged
+            stager.fail(agreed.checkpoint_id, slot)
+            job.fail(error)
+
+    def _agree(self, job: _Job) -> tuple[Agreed, Share, FlatState, dict[str, Node]]:
+        """What all ranks agree on, with memory for it, and what this one has to save."""
+        ranks = group_ranks(self._group)
+        rank = ranks[job.channel.rank]
+        with TimedStorage(storage_at(self._run), timeout_s=job.deadline.for_storage_s) as storage:
+            request = Request(storage, job.handle.step, job.metrics, self._takeover, time.time(), strict=False)
+            planner = StagePlanner(request, ranks, self._known.memory)
+            planning = StagePlanning(job.channel, job.deadline, rank, planner, self._known, Stopwatch(), answers=Answer)
+            agreed, mine = planning.agree(job.flat)
+        share = next_share(agreed, self._known.share, rank)
+        if agreed.manifest:
+            self._prepare(job.channel, job.stager, share, job.deadline)
+        planning.remember(share)
+        return agreed, share, mine.flat, planning.values(mine)
 
     def _room(self, channel: Channel, stager: Stager, deadline: Deadline) -> Room:
         """Room for another snapshot on all ranks; waits for it, unless saves are skipped then."""
@@ -300,3 +387,52 @@ def _too_slow(full: Sequence[int], timeout_s: float) -> DeadlineError:
         action="Save less often, keep more generations, or see the log of the keeper for what holds it up.",
         rank=full[0],
     )
+
+
+@dataclass(frozen=True)
+class _Job:
+    """One save, as far as it goes on in the background. `taken` is the state, or why there is none; `is_awaited`:
+    whoever saves waits until it is settled, and raises what fails until then."""
+
+    handle: Handle
+    metrics: dict[str, float]
+    channel: Channel
+    deadline: Deadline
+    stager: Stager
+    taken: Snapshot | Exception
+    needed: Place | None
+    is_awaited: bool
+
+    def flat(self) -> FlatState:
+        """All of the state."""
+        if isinstance(self.taken, Exception):
+            raise self.taken
+        return self.taken.flat()
+
+    def copy(self, flat: FlatState, routes: Routes) -> None:
+        """Copy it into its slot."""
+        assert isinstance(self.taken, Snapshot)
+        self.taken.copy(flat.tensors, routes)
+
+    def end(self) -> None:
+        """Let training change what it likes: it is copied, or will not be."""
+        if isinstance(self.taken, Snapshot):
+            self.taken.end()
+        self.stager.guard.let_go()
+
+    def fail(self, error: Exception) -> None:
+        """Tell in the handle, and in the log, that nothing will come of it."""
+        step = self.handle.step
+        if isinstance(error, HoldfastError):
+            self.handle.fail(error)
+            _log.error("step %d is not saved: %s", step, error)
+            return
+        self.handle.fail(
+            StorageError(
+                f"step {step} could not be staged: {error!r}.",
+                code="storage.memory",
+                action="Look at the traceback in the log; the next save is another chance.",
+                step=step,
+            )
+        )
+        _log.error("step %d could not be staged", step, exc_info=error)

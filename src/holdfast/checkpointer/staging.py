@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from threading import Event, Lock, Thread
 from typing import Final, NamedTuple
 
@@ -14,7 +13,7 @@ import numpy as np
 
 from holdfast.checkpointer.handle import Handle
 from holdfast.checkpointer.messages import Agreed, Standing
-from holdfast.errors import DeadlineError, FencedError, HoldfastError, StateError, StorageError
+from holdfast.errors import DeadlineError, FencedError, HoldfastError, StateError
 from holdfast.format import manifest as fmt
 from holdfast.format import records
 from holdfast.format.container import FileLayout
@@ -32,8 +31,6 @@ from holdfast.staging.arena import Arena
 from holdfast.staging.guard import Guard
 from holdfast.staging.guarded import Guarded
 from holdfast.staging.routes import Part, Routes
-from holdfast.staging.snapshot import Snapshot
-from holdfast.state.flatten import FlatState
 
 #: How often it is looked at what became of a snapshot, and whether a slot is free.
 _LOOK_S: Final = 0.01
@@ -51,23 +48,22 @@ class _Pending(NamedTuple):
 
 
 class Stager:
-    """The memory of one rank: stages snapshots in it, in the background, and watches what becomes of them.
+    """The memory of one rank: has room for snapshots in it, hands them to the keeper, and watches what becomes of them.
 
-    Used by one thread. `close` leaves all that is staged where it is.
+    Used by one thread at a time. `close` leaves all that is staged where it is.
     """
 
     def __init__(self, folder: NodeFolder, run: str, *, rank: int, num_slots: int) -> None:
         self.guard = Guard()
+        self.guarded = Guarded()
         self._folder = folder
         self._run = run
         self._rank = rank
         self._arena = Arena(folder, rank=rank, num_slots=num_slots)
         self._prepared_nbytes = -1
-        self._guarded = Guarded()
         #: By name of the slot, all of one plan.
         self._routes: dict[str, Routes] = {}
         self._routes_plan_id = ""
-        self._copier = ThreadPoolExecutor(1, thread_name_prefix="holdfast-copy")
         self._lock = Lock()
         self._pending: list[_Pending] = []
         self._given_up: list[str] = []
@@ -139,46 +135,58 @@ class Stager:
                 if pending.checkpoint_id == checkpoint_id:
                     pending.handle.durable.end(_incomplete(pending.handle.step))
 
-    def stage(
-        self,
-        handle: Handle,
-        agreed: Agreed,
-        share: Share,
-        flat: FlatState,
-        values: Mapping[str, Node],
-        *,
-        needed: Place | None,
-    ) -> None:
-        """Copy this rank's part of `flat` into a slot: what may change before the next step of an optimizer now, and
-        the rest in the background."""
+    def begin(
+        self, agreed: Agreed, share: Share, values: Mapping[str, Node], *, needed: Place | None
+    ) -> tuple[Slot, Routes] | None:
+        """A slot for this rank's part of what was agreed on, with its values written, and the routes into it. None
+        where this rank has no data file."""
         self.last, self.run_id = agreed.place, agreed.run_id
-        handle.place = agreed.place
         layout = share.layout
         if layout is None:
-            handle.staged.end()
-            self._expect(_Pending(handle, agreed.checkpoint_id, None))
-            return
+            return None
         slot: Slot | None = None
         try:
             slot = self._free_slot(needed)
             slot.advance(Record(State.WRITING, Process.current()))
-            self.guard.hook(flat.optimizers)
-            self.guard.hold()
-            try:
-                _write_values(slot, layout, values)
-                snapshot = Snapshot(self._routes_of(share, slot), flat.tensors, guarded=self._guarded.names(flat))
-            except BaseException:
-                self.guard.let_go()
-                raise
+            _write_values(slot, layout, values)
+            return slot, self._routes_of(share, layout, slot)
         except BaseException:
-            self._fail(agreed.checkpoint_id, slot)
+            self.fail(agreed.checkpoint_id, slot)
             raise
-        pending = _Pending(handle, agreed.checkpoint_id, slot)
-        self._copier.submit(self._copy, pending, snapshot, agreed, share, layout)
+
+    def finish(self, handle: Handle, agreed: Agreed, share: Share, slot: Slot | None) -> None:
+        """Hand what is copied into `slot` to the keeper, and watch what becomes of it."""
+        nbytes = _nbytes(share)
+        if slot is not None:
+            assert share.layout is not None
+            manifest = share.manifest.encode()
+            write_generation(
+                self._folder,
+                Generation(self._run, agreed.folder, agreed.checkpoint_id, agreed.place, agreed.step, manifest),
+            )
+            contents = Contents(
+                agreed.run_id,
+                agreed.checkpoint_id,
+                agreed.place,
+                agreed.step,
+                share.layout.index,
+                share.layout.data_start,
+                nbytes,
+            )
+            slot.advance(Record(State.STAGED, slot.record.writer, contents))
+        handle.staged.end(nbytes=nbytes)
+        with self._lock:
+            self._pending.append(_Pending(handle, agreed.checkpoint_id, slot))
+
+    def fail(self, checkpoint_id: str, slot: Slot | None) -> None:
+        """Free `slot`, and have all ranks hear with the next save that this checkpoint can never be whole."""
+        if slot is not None and slot.state == State.WRITING:
+            slot.advance(Record(State.FREE))
+        with self._lock:
+            self._given_up.append(checkpoint_id)
 
     def close(self) -> None:
-        """End when what is being copied is copied. What is staged stays, and is made durable by the keeper."""
-        self._copier.shutdown()
+        """End watching. What is staged stays, and is made durable by the keeper. Nothing is being copied any more."""
         self._closed.set()
         self._watcher.join()
         self.guard.unhook()
@@ -186,13 +194,11 @@ class Stager:
         self._arena.close()
         self._folder.close()
 
-    def _routes_of(self, share: Share, slot: Slot) -> Routes:
+    def _routes_of(self, share: Share, layout: FileLayout, slot: Slot) -> Routes:
         """The routes into `slot`, which hold as long as the plan does."""
         if share.plan_id != self._routes_plan_id:
             self._routes, self._routes_plan_id = {}, share.plan_id
         if slot.name not in self._routes:
-            layout = share.layout
-            assert layout is not None
             names = share.manifest.body.names
             parts = [
                 Part(names[entry.tensor], entry.part, layout.data_start + entry.offset) for entry in layout.entries
@@ -209,51 +215,6 @@ class Stager:
             if pending.slot is slot:
                 self._look(pending)
         return slot
-
-    def _copy(self, pending: _Pending, snapshot: Snapshot, agreed: Agreed, share: Share, layout: FileLayout) -> None:
-        slot, handle = pending.slot, pending.handle
-        assert slot is not None
-        try:
-            try:
-                snapshot.copy()
-            finally:
-                self.guard.let_go()
-            nbytes = layout.data_start + layout.data_nbytes
-            contents = Contents(
-                agreed.run_id,
-                agreed.checkpoint_id,
-                agreed.place,
-                agreed.step,
-                layout.index,
-                layout.data_start,
-                nbytes,
-            )
-            manifest = share.manifest.encode()
-            write_generation(
-                self._folder,
-                Generation(self._run, agreed.folder, agreed.checkpoint_id, agreed.place, agreed.step, manifest),
-            )
-            slot.advance(Record(State.STAGED, slot.record.writer, contents))
-            handle.staged.end(nbytes=nbytes)
-            self._expect(pending)
-        except HoldfastError as error:
-            self._fail(agreed.checkpoint_id, slot)
-            handle.fail(error)
-            _log.error("step %d is not saved: %s", agreed.step, error)
-        except Exception as error:  # noqa: BLE001 - nobody waits for this thread: it is told in the handle, and logged
-            self._fail(agreed.checkpoint_id, slot)
-            handle.fail(_unexpected(error, agreed.step))
-            _log.exception("step %d could not be staged", agreed.step)
-
-    def _fail(self, checkpoint_id: str, slot: Slot | None) -> None:
-        if slot is not None and slot.state == State.WRITING:
-            slot.advance(Record(State.FREE))
-        with self._lock:
-            self._given_up.append(checkpoint_id)
-
-    def _expect(self, pending: _Pending) -> None:
-        with self._lock:
-            self._pending.append(pending)
 
     def _pending_now(self) -> list[_Pending]:
         with self._lock:
@@ -344,12 +305,3 @@ def _superseded(step: int, why: str) -> HoldfastError:
             f"step {step} is not committed: {why}", code="fenced.epoch", action="Stop this job.", step=step
         )
     return _incomplete(step)
-
-
-def _unexpected(error: Exception, step: int) -> StorageError:
-    return StorageError(
-        f"step {step} could not be staged: {error!r}.",
-        code="storage.memory",
-        action="Look at the traceback in the log; the next save is another chance.",
-        step=step,
-    )

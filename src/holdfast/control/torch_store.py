@@ -100,8 +100,9 @@ class _Connection:
     numbers: dict[str, Iterator[int]] = field(default_factory=lambda: defaultdict(itertools.count))
 
 
-# Bound to the store object, so that a new process group starts to count anew on all of its ranks.
-_connections: WeakKeyDictionary[dist.Store, _Connection] = WeakKeyDictionary()
+# Bound to the store object, so that a new process group starts to count anew on all of its ranks. One is for whoever
+# waits, one for what goes on in the background.
+_connections: WeakKeyDictionary[dist.Store, dict[bool, _Connection]] = WeakKeyDictionary()
 
 
 def group_ranks(group: dist.ProcessGroup | None) -> tuple[int, ...]:
@@ -111,20 +112,22 @@ def group_ranks(group: dist.ProcessGroup | None) -> tuple[int, ...]:
     return tuple(range(dist.get_world_size()) if group is None else dist.get_process_group_ranks(group))
 
 
-def default_channel(label: str, group: dist.ProcessGroup | None = None) -> Channel:
+def default_channel(label: str, group: dist.ProcessGroup | None = None, *, background: bool = False) -> Channel:
     """A channel between the ranks of `group` (default: all ranks of the job); of this process alone where it is alone.
 
     Every rank of a group makes its channels in the same order: the count is what gives an operation its keys. All
-    channels of a process share one connection, so only one may be in use at a time. Never calls a collective.
+    channels of a process share one connection, those for the `background` another, so of each kind only one may be in
+    use at a time. Never calls a collective.
     `ConfigurationError`, code ``config.no_process_group``, for a rank of several that has no process group.
     """
     if not dist.is_available() or not dist.is_initialized():
         _refuse_lonely_ranks()
         return Channel(None, rank=0, world_size=1, label=label)
     store = _get_default_store()
-    connection = _connections.get(store)
+    connections = _connections.setdefault(store, {})
+    connection = connections.get(background)
     if connection is None:
-        connection = _connections[store] = _Connection(_clone(store))
+        connection = connections[background] = _Connection(_clone(store))
     ranks = group_ranks(group)
     if dist.get_rank() not in ranks:
         raise ConfigurationError(
@@ -135,7 +138,8 @@ def default_channel(label: str, group: dist.ProcessGroup | None = None) -> Chann
         )
     members = "" if group is None else "-" + hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
     # A wait holds a client for as long as it lasts. On a clone that is nobody else's matter; torch's own is polled.
-    prefix = f"{_PREFIX}{members}/{next(connection.numbers[members])}"
+    kind = "-background" if background else ""
+    prefix = f"{_PREFIX}{kind}{members}/{next(connection.numbers[members])}"
     return Channel(
         TorchStore(dist.PrefixStore(prefix, connection.client or store), blocking=connection.client is not None),
         rank=ranks.index(dist.get_rank()),

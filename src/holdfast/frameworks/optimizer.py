@@ -37,26 +37,22 @@ _IDENTITY = ("params", "param_names")
 
 
 def flatten_optimizer(path: str, optimizer: Optimizer, sink: Sink) -> None:
-    """Add an optimizer's state and hyper-parameters to `sink`, which must already know the parameters.
+    """Add an optimizer's hyper-parameters, and state that belongs to no parameter, to `sink`, which must already know
+    the parameters. All other state adds `flatten_slots`.
 
     Raises `StateError`: ``state.unnamed_parameter`` for a parameter that is no tensor of the state,
     ``state.optimizer`` for an optimizer whose state is more than ``state`` and ``param_groups``.
     """
     _refuse_hidden_state(path, optimizer)
     sink.node(path, Open("optimizer"))
-    groups, group_of, state = (join(path, name) for name in ("param_groups", "group_of", "state"))
+    groups, group_of = (join(path, name) for name in ("param_groups", "group_of"))
     sink.node(group_of, Open("dict"))
     sink.node(groups, Open("dict"))
-    tensors: list[NamedTensor] = []
     for index, group in enumerate(optimizer.param_groups):
         _flatten_hyper(join(groups, str(index)), group, sink)
         of_index = Plain(index)
         for entry in _named_parameters(path, index, group, sink):
             sink.node(_below(group_of, entry.name), of_index)
-            slots = optimizer.state.get(entry.tensor)
-            if slots is not None:
-                _flatten_slots(f"{state}/{entry.name}", slots, entry, sink, tensors)
-    sink.tensors(tensors)
     for other, value in _shared(path, optimizer):
         sink.tree(join(path, "shared", component(other, path=path)), value)
 
@@ -110,18 +106,29 @@ def bind_optimizer(path: str, optimizer: Optimizer, source: Source) -> Finish:
     return finish
 
 
-def changed_in_step(optimizer: Optimizer) -> Iterator[torch.Tensor]:
-    """Tensors that `optimizer` changes when it steps, and that nothing else should: its parameters and their slots.
+def flatten_slots(path: str, optimizer: Optimizer, sink: Sink) -> None:
+    """Add to `sink` what an optimizer keeps for its parameters. Raises `StateError` as `flatten_optimizer` does."""
+    state = join(path, "state")
+    tensors: list[NamedTensor] = []
+    for index, group in enumerate(optimizer.param_groups):
+        for entry in _named_parameters(path, index, group, sink):
+            slots = optimizer.state.get(entry.tensor)
+            if slots is not None:
+                _flatten_slots(f"{state}/{entry.name}", slots, entry, sink, tensors)
+    sink.tensors(tensors)
 
-    None where steps may be part of a CUDA graph.
-    """
-    if is_replayed(optimizer):
-        return
+
+def parameters_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    """The parameters of `optimizer`, group by group."""
     for group in optimizer.param_groups:
         yield from group["params"]
-    for slots in optimizer.state.values():
-        if isinstance(slots, Mapping):
-            yield from (slot for slot in slots.values() if isinstance(slot, torch.Tensor))
+
+
+def slots_of(optimizer: Optimizer) -> list[torch.Tensor]:
+    """The tensors that `optimizer` keeps for its parameters."""
+    state = cast("Mapping[object, object]", optimizer.state)
+    kept = [slots.values() for key, slots in state.items() if isinstance(key, torch.Tensor) and isinstance(slots, dict)]
+    return [slot for slots in kept for slot in slots if isinstance(slot, torch.Tensor)]
 
 
 def is_replayed(optimizer: Optimizer) -> bool:

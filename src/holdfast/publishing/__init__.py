@@ -38,7 +38,7 @@ from holdfast.saving.local import Local
 from holdfast.saving.messages import Compare, Questions
 from holdfast.saving.share import sources_of
 from holdfast.state.bind import Binding, bind
-from holdfast.state.flatten import FlatState
+from holdfast.state.flatten import FlatState, flatten
 from holdfast.state.gather import Remembered
 from holdfast.state.match import Terms
 from holdfast.storage.memory import MemoryStorage
@@ -157,10 +157,12 @@ class _Transfer:
             state=state[0],
         )
 
+    @collector_paused()
     def _describe(self, source: Mapping[str, object], last: _Plan | None, local: list[Local]) -> bytes:
         number, world_size = self._channel.rank, self._channel.world_size
         walk = () if last is None else last.walk
-        mine = Local.of(source, number=number, rank=self._rank, world_size=world_size, last=walk)
+        flat = flatten(source, rank=number, world_size=world_size, last=walk)
+        mine = Local.of(flat, number=number, rank=self._rank)
         local.append(mine)
         described = mine.describe(None, alone=world_size == 1)
         return msgspec.msgpack.encode(Told(described, "" if last is None else last.plan_id))

@@ -32,6 +32,7 @@ from holdfast.saving.messages import Planned, Written
 from holdfast.saving.planning import Known, Planning
 from holdfast.saving.share import Share
 from holdfast.saving.survivor import finish_alone, is_desertion
+from holdfast.state.flatten import flatten
 from holdfast.transfer.timed import TimedStorage
 
 #: How long a save may go on at most to commit alone when ranks are gone.
@@ -123,7 +124,8 @@ class _Saving:
 
     def run(self, state: Mapping[str, object]) -> SaveReport:
         """Save and report."""
-        planned, mine = self._planning.agree(state)
+        number, world_size, walk = self._channel.rank, self._channel.world_size, self._known.walk
+        planned, mine = self._planning.agree(lambda: flatten(state, rank=number, world_size=world_size, last=walk))
         shares: list[Share] = []
         wrote: list[Written] = []
         with self._watch.phase("write"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import msgspec
@@ -10,13 +10,11 @@ import xxhash
 
 from holdfast.format import values as value_codec
 from holdfast.geometry import Box
-from holdfast.phases import collector_paused
 from holdfast.plan.body import RankLayout
 from holdfast.plan.layout import Whole
 from holdfast.run.checkpoint import pack_values
 from holdfast.saving.messages import Compare, Described, Details, Digests, Questions
-from holdfast.state.flatten import FlatState, flatten
-from holdfast.state.gather import Remembered
+from holdfast.state.flatten import FlatState
 from holdfast.state.memory import LocalPieces, digest_of
 
 #: Later saves compare one of so many parts of the undeclared replicas.
@@ -36,13 +34,8 @@ class Local:
     _digests: dict[str, dict[str, bytes]] = field(default_factory=dict)
 
     @staticmethod
-    @collector_paused()
-    def of(
-        state: Mapping[str, object], *, number: int, rank: int, world_size: int, last: Sequence[Remembered] = ()
-    ) -> Local:
-        """Flatten `state`; `rank` is that of the job, `last` what the last walk remembered. Raises `StateError` for
-        what cannot be saved."""
-        flat = flatten(state, rank=number, world_size=world_size, last=last)
+    def of(flat: FlatState, *, number: int, rank: int) -> Local:
+        """Describe `flat`; `rank` is that of the job."""
         layout = RankLayout.of([tensor.layout for tensor in flat.tensors.values()], flat.aliases)
         return Local(number, flat, layout, value_codec.encode(flat.nodes), LocalPieces(rank))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar, cast
 
@@ -10,11 +10,12 @@ import msgspec
 
 from holdfast.control.channel import Channel, Deadline
 from holdfast.format.values import Node
-from holdfast.phases import Stopwatch, attempt
+from holdfast.phases import Stopwatch, attempt, collector_paused
 from holdfast.saving.coordinator import Coordinator, PlanMemory
 from holdfast.saving.local import NUM_TURNS, Local
 from holdfast.saving.messages import Answer, Compare, Questions
 from holdfast.saving.share import Share
+from holdfast.state.flatten import FlatState
 from holdfast.state.gather import Remembered
 
 T = TypeVar("T")
@@ -53,11 +54,12 @@ class Planning(Generic[T]):
         self._answers = answers
         self.coordinator = coordinator
 
-    def agree(self, state: Mapping[str, object]) -> tuple[T, Local]:
-        """What all ranks have agreed on, and what this one described. Collective."""
+    def agree(self, flat: Callable[[], FlatState]) -> tuple[T, Local]:
+        """What all ranks have agreed on, and what this one described: its `flat`; where that fails, all hear of it.
+        Collective."""
         local: list[Local] = []
         with self._watch.phase("describe"):
-            described = attempt(lambda: self.told(self._describe(state, local)))
+            described = attempt(lambda: self.told(self._describe(flat, local)))
             answer = self._channel.exchange("describe", described, self.coordinator.ask, self._deadline)
         mine = local[0]
         with self._watch.phase("plan"):
@@ -85,13 +87,14 @@ class Planning(Generic[T]):
     def _decoded(self, answer: bytes) -> Questions | Compare | T:
         return cast("Questions | Compare | T", msgspec.msgpack.decode(answer, type=self._answers))
 
-    def _describe(self, state: Mapping[str, object], local: list[Local]) -> bytes:
-        number, world_size, share = self._channel.rank, self._channel.world_size, self._known.share
-        mine = Local.of(state, number=number, rank=self._rank, world_size=world_size, last=self._known.walk)
+    @collector_paused()
+    def _describe(self, flat: Callable[[], FlatState], local: list[Local]) -> bytes:
+        share = self._known.share
+        mine = Local.of(flat(), number=self._channel.rank, rank=self._rank)
         local.append(mine)
         self._known.walk = mine.flat.remembered
         turn = None if share is None else share.turn % NUM_TURNS
-        return mine.describe(turn, alone=world_size == 1)
+        return mine.describe(turn, alone=self._channel.world_size == 1)
 
     def _replied(self, asked: Questions | Compare, mine: Local) -> bytes:
         """The answer to what this rank replies to a question of rank 0. All ranks follow the same answers."""

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import torch
-from torch import nn
-from torch.optim import Optimizer
 
 from holdfast.frameworks.module import changed_in_forward
-from holdfast.frameworks.optimizer import changed_in_step, is_replayed
-from holdfast.state.flatten import FlatState
+from holdfast.frameworks.optimizer import is_replayed, parameters_of
+from holdfast.state.flatten import Walk
+from holdfast.state.gather import LocalTensor
 from holdfast.state.placements import local_part
 
 #: Memory: where it is, and how much.
@@ -24,47 +23,43 @@ class Guarded:
         self._key: tuple[object, ...] = ()
         self._names: frozenset[str] = frozenset()
 
-    def names(self, flat: FlatState) -> frozenset[str]:
+    def names(self, walk: Walk, found: dict[str, LocalTensor]) -> frozenset[str]:
         """`guarded`: the same object as long as it holds the same names."""
         # Where all that has a name is where it was, these alone decide. (An address may come to be another tensor's,
         # but then it is the same memory that is guarded.)
         key = (
-            list(flat.remembered),
-            [
-                (id(optimizer), [list(map(id, group["params"])) for group in optimizer.param_groups])
-                for optimizer in flat.optimizers
-            ],
-            [is_replayed(optimizer) for optimizer in flat.optimizers],
-            list(map(id, _forwarded(flat.modules))),
+            list(walk.remembered),
+            [(is_replayed(optimizer), list(map(id, parameters_of(optimizer)))) for optimizer in walk.optimizers],
+            [id(tensor) for module in walk.modules for tensor in changed_in_forward(module)],
         )
         if key != self._key:
-            self._key, self._names = key, guarded(flat)
+            self._key, self._names = key, guarded(walk, found)
         return self._names
 
 
-def guarded(flat: FlatState) -> frozenset[str]:
-    """Names of tensors that change only when one of ``flat.optimizers`` steps: their parameters and their slots.
+def guarded(walk: Walk, found: dict[str, LocalTensor]) -> frozenset[str]:
+    """Of the tensors that `walk` has `found` so far, the names of those that change only when an optimizer steps: of
+    its parameters. So do what optimizers keep for them, which it has not seen yet.
 
-    Not those that a forward changes too, nor buffers, averages and whatever else the state holds beside; nor tensors of
-    inference, whose changes torch does not count.
+    Not those that a forward changes too, nor buffers, averages and whatever else the state holds beside; nor what steps
+    in a CUDA graph, whose replay calls no hooks; nor tensors of inference, whose changes torch does not count.
     """
-    stepped = set(map(_memory, _stepped(flat.optimizers)))
-    stepped.difference_update(map(_memory, _forwarded(flat.modules)))
+    stepped = _memories(
+        parameter
+        for optimizer in walk.optimizers
+        if not is_replayed(optimizer)
+        for parameter in parameters_of(optimizer)
+    )
+    stepped -= _memories(tensor for module in walk.modules for tensor in changed_in_forward(module))
     return frozenset(
         name
-        for name, local in flat.tensors.items()
+        for name, local in found.items()
         if all(_memory(part) in stepped and not part.is_inference() for part in local.memory)
     )
 
 
-def _stepped(optimizers: Iterable[Optimizer]) -> Iterator[torch.Tensor]:
-    for optimizer in optimizers:
-        yield from changed_in_step(optimizer)
-
-
-def _forwarded(modules: Iterable[nn.Module]) -> Iterator[torch.Tensor]:
-    for module in modules:
-        yield from changed_in_forward(module)
+def _memories(tensors: Iterable[torch.Tensor]) -> set[_Memory]:
+    return set(map(_memory, tensors))
 
 
 def _memory(tensor: torch.Tensor) -> _Memory:

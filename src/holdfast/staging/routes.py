@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -44,21 +44,14 @@ class Routes:
         self._data = torch.from_numpy(data)
         #: Where parts go that are all that this rank holds of a tensor, as far as they were copied before.
         self._whole: list[torch.Tensor | None] = [None] * len(parts)
-        self._named: tuple[Collection[str], list[int], list[int]] | None = None
 
-    def split(self, names: Collection[str]) -> tuple[list[int], list[int]]:
-        """The numbers of all parts: of tensors that are in `names`, and of others."""
-        if self._named is None or self._named[0] is not names:
-            named = [number for number, part in enumerate(self._parts) if part.name in names]
-            others = [number for number, part in enumerate(self._parts) if part.name not in names]
-            self._named = names, named, others
-        return self._named[1:]
-
-    def pairs(self, numbers: Iterable[int], tensors: Tensors) -> Iterator[Pair]:
-        """What is to be copied for the parts with `numbers`, from `tensors` as they are now."""
-        parts, whole, pieces = self._parts, self._whole, LocalPieces(self._rank)
-        for number in numbers:
-            held, target = tensors[parts[number].name], whole[number]
+    def pairs(self, tensors: Tensors) -> Iterator[Pair]:
+        """What is to be copied for the parts of `tensors`, as they are now."""
+        pieces = LocalPieces(self._rank)
+        for number, (part, target) in enumerate(zip(self._parts, self._whole, strict=True)):
+            held = tensors.get(part.name)
+            if held is None:
+                continue
             if target is not None:
                 yield target, held.memory[0]
             else:

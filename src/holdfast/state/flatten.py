@@ -18,7 +18,7 @@ from holdfast.format.names import component, join, own_part, plane_component, ra
 from holdfast.format.values import Container, Encoded, Leaf, Node, Open, Planes, Stateful, TensorRef
 from holdfast.frameworks import NamedTensor
 from holdfast.frameworks.module import flatten_module
-from holdfast.frameworks.optimizer import flatten_optimizer
+from holdfast.frameworks.optimizer import flatten_optimizer, flatten_slots
 from holdfast.frameworks.stateful import is_stateful
 from holdfast.plan.layout import Replicas
 from holdfast.state.gather import Gatherer, LocalTensor, Remembered, unsupported_tensor
@@ -61,7 +61,7 @@ def flatten(
     Raises `StateError`, which names the path and the type, for anything else, for names that collide, for cycles, and
     for tensors without a layout.
     """
-    return _Flattener(rank, world_size).run(state, last)
+    return Walk(state, rank=rank, world_size=world_size, last=last).finish()
 
 
 def check_root(state: Mapping[str, object]) -> None:
@@ -97,10 +97,17 @@ def name_of_planes(plane_name: str) -> str:
     return plane_name.rpartition("/")[0]
 
 
-class _Flattener:
-    """One walk of a state; the `Sink` of the frameworks."""
+class Walk:
+    """One walk of a state, in two parts; the `Sink` of the frameworks.
 
-    def __init__(self, rank: int, world_size: int) -> None:
+    When it is made, it has seen everything but what optimizers keep per parameter: thousands of tensors that only
+    their steps change. `finish` sees those.
+    """
+
+    def __init__(
+        self, state: Mapping[str, object], *, rank: int = 0, world_size: int = 1, last: Sequence[Remembered] = ()
+    ) -> None:
+        """As `flatten`."""
         self._rank = rank
         self._world_size = world_size
         self._per_rank = False
@@ -108,47 +115,75 @@ class _Flattener:
         self._nodes: dict[str, Node] = {}
         self._tensors: dict[str, NamedTensor] = {}
         self._names: dict[int, NamedTensor] = {}
-        self._modules: list[nn.Module] = []
         self._optimizers: list[tuple[str, Optimizer]] = []
         self._piecewise: dict[str, Piecewise] = {}
+        self._gatherer = Gatherer(last)
+        self._num_gathered = 0
+        #: The modules that were found.
+        self.modules: list[nn.Module] = []
+        self._begin(state)
 
-    def run(self, state: Mapping[str, object], last: Sequence[Remembered]) -> FlatState:
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """The optimizers that were found."""
+        return [optimizer for _, optimizer in self._optimizers]
+
+    @property
+    def remembered(self) -> Sequence[Remembered]:
+        """What the next walk is to know of this one."""
+        return self._gatherer.remembered
+
+    def found(self) -> dict[str, LocalTensor]:
+        """The tensors that were seen so far."""
+        found = {local.layout.name: local for local in self._gatherer.found}
+        for (name, *others), local in describe(self._piecewise):
+            found[name] = local
+            self._gatherer.aliases.update(dict.fromkeys(others, name))
+        return found
+
+    def finish(self) -> FlatState:
+        """See the rest. Once, by any thread; what optimizers keep must be as it was when the walk began."""
+        for path, optimizer in self._optimizers:
+            flatten_slots(path, optimizer, self)
+        self._gather()
+        found = self.found()
+        own = {path: node for path, node in self._nodes.items() if own_part(path)} if self._per_rank else {}
+        return FlatState(
+            {name: found[name] for name in sorted(found)},
+            self._gatherer.aliases,
+            {path: node for path, node in self._nodes.items() if path not in own} if own else self._nodes,
+            own,
+            self.remembered,
+            self.modules,
+            self.optimizers,
+        )
+
+    def _begin(self, state: Mapping[str, object]) -> None:
         check_root(state)
         self._nodes[""] = Open("dict")
         for key, item in state.items():
             self._visit(component(key), item, "compare", live=True)
         # Optimizers name their state after parameters, so they come when every parameter has its canonical name.
-        gatherer = Gatherer(last)
-        gatherer.add(self._tensors.values())
-        self._names = gatherer.names()
+        self._gather()
+        self._names = self._gatherer.names()
         for entry, plane in self._planed:
             canonical = self._names[id(self._tensors[plane].tensor)].name
             self._names[id(entry.tensor)] = NamedTensor(name_of_planes(canonical), entry.tensor, entry.replicas)
-        named = len(self._tensors)
         for path, optimizer in self._optimizers:
             flatten_optimizer(path, optimizer, self)
-        if self._optimizers:
-            gatherer.add(islice(self._tensors.values(), named, None))
-        found = {local.layout.name: local for local in gatherer.found}
-        aliases = gatherer.aliases
-        for (name, *others), local in describe(self._piecewise):
-            found[name] = local
-            aliases.update(dict.fromkeys(others, name))
-        own = {path: node for path, node in self._nodes.items() if own_part(path)} if self._per_rank else {}
-        return FlatState(
-            {name: found[name] for name in sorted(found)},
-            aliases,
-            {path: node for path, node in self._nodes.items() if path not in own} if own else self._nodes,
-            own,
-            gatherer.remembered,
-            self._modules,
-            [optimizer for _, optimizer in self._optimizers],
-        )
+        self._gather()
+
+    def _gather(self) -> None:
+        """Describe the tensors that were added since the last call."""
+        self._gatherer.add(islice(self._tensors.values(), self._num_gathered, None))
+        self._num_gathered = len(self._tensors)
 
     def named(self, tensor: torch.Tensor) -> NamedTensor | None:
+        """As `Sink.named`."""
         return self._names.get(id(tensor))
 
     def tensors(self, entries: Iterable[NamedTensor]) -> None:
+        """As `Sink.tensors`."""
         # With hardly a line of Python per tensor: every save comes through here.
         listed = list(entries)
         added = {entry.name: entry for entry in listed}
@@ -173,9 +208,11 @@ class _Flattener:
         self._planed.append((entry, next(iter(planes.values())).name))
 
     def tree(self, path: str, value: object, replicas: Replicas = "compare") -> None:
+        """As `Sink.tree`."""
         self._visit(path, value, replicas, live=False)
 
     def node(self, path: str, node: Node) -> None:
+        """As `Sink.node`."""
         if path in self._nodes or path in self._tensors:
             raise _collision(path)
         self._nodes[path] = node
@@ -197,7 +234,7 @@ class _Flattener:
             self._piecewise[path] = item
         elif isinstance(item, nn.Module):
             flatten_module(path, item, self)
-            self._modules.append(item)
+            self.modules.append(item)
         elif isinstance(item, Optimizer):
             self._optimizers.append((path, item))
         elif (shell := values.container(item, path)) is not None:

@@ -1,0 +1,47 @@
+"""The part of a save that goes on when training does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from threading import Event, Thread
+
+
+class Background:
+    """Does `work` in a thread of its own, which keeps no process alive.
+
+    `work` calls `settle` when all ranks have agreed on a plan and a place and this one has a slot: until then the next
+    save has to wait. What it raises is `error`, and settles it too.
+    """
+
+    def __init__(self, work: Callable[[Background], None]) -> None:
+        self.error: Exception | None = None
+        self._work = work
+        self._settled = Event()
+        self._thread = Thread(target=self._run, name="holdfast-stage", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the next save may come."""
+        return self._settled.is_set()
+
+    def settle(self) -> None:
+        """Note that the next save may come."""
+        self._settled.set()
+
+    def wait(self) -> None:
+        """Return when it is settled; that has the deadline of its save."""
+        self._settled.wait()
+
+    def join(self, timeout_s: float | None = None) -> bool:
+        """Return when all is done, and after `timeout_s` even if it is not. Whether it is."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            self._work(self)
+        except Exception as error:  # noqa: BLE001 - whoever waits for it raises it, or it is told in the handle
+            self.error = error
+        finally:
+            self._settled.set()
