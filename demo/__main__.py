@@ -1,4 +1,5 @@
-"""The story: a reference, a job that is killed in the middle of a save, and two jobs that go on from what is there.
+"""The story: a reference, a job of which a rank is killed in the middle of a save, two jobs that go on from what is
+there, and a job of which all ranks are killed, and that goes on from memory.
 
 All that is shown was seen in this run. A promise that was not kept ends it with status 1.
 """
@@ -8,14 +9,16 @@ from __future__ import annotations
 import argparse
 import shutil
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import holdfast
-from demo.launch import DemoError, Killed, Training, running
+from demo.background import kill_all_and_restore
+from demo.chapters import inspect, train
+from demo.kill import Killed, kill_in_save
+from demo.launch import DemoError, Training, running
 from demo.promises import Promise, close_losses, read_once, same_losses, same_state
-from demo.records import read_reads, read_states
+from demo.records import read_restored, read_states
 from demo.show import CONSOLE, Curves, chapter, draw, say, table_of
 
 _OUT = Path("demo-out")
@@ -23,6 +26,8 @@ _NUM_SAVES = 6
 #: The job is killed in this save of its six, or in a later one when that was too quick.
 _KILLED_SAVE = 4
 _KILLED_RANK = 1
+#: Saves in the background for each one of the others: they hardly hold training up.
+_NUM_IN_BACKGROUND = 5
 #: How long the other rank waits for the killed one.
 _PATIENCE_S = 10.0
 
@@ -57,31 +62,30 @@ def _tell(out: Path, steps: int) -> list[Promise]:
         Training(out / "resumed-4", 4, steps, save_to=copy, save_every=every),
     ]
 
-    _train("Reference: FSDP2 on 2 ranks, never interrupted", reference)
+    train("Reference: FSDP2 on 2 ranks, never interrupted", reference)
     killed, promises = _kill(job)
     head = holdfast.open(run).step
     # A run at rest can be copied with any tool.
     shutil.copytree(run, copy)
     for training in resumed:
-        _train(f"Resumed from the head on {training.world_size} ranks", training, done=head)
+        train(f"Resumed from the head on {training.world_size} ranks", training, done=head)
 
     promises += _judge(reference, job, resumed, killed=killed.step, head=head)
-    promises += [_inspect(training.save_to) for training in resumed if training.save_to is not None]
+    in_background = Training(
+        out / "background", 2, steps, save_to=out / "run-background", save_every=max(1, every // _NUM_IN_BACKGROUND)
+    )
+    promises += kill_all_and_restore(reference, resumed[0], in_background, step=every, num_more=every)
+    promises += [inspect(Path(str(training.save_to))) for training in (*resumed, in_background)]
     losses = {training.world_size: training.losses() for training in resumed}
     draw(Curves(reference.losses(), job.losses(), losses, killed=killed.step, head=head), out / "losses.png")
     return promises
-
-
-def _train(title: str, training: Training, *, done: int = 0) -> None:
-    with chapter(title, steps=training.steps, done=done) as on_step, running(training, on_step) as processes:
-        processes.finish()
 
 
 def _kill(job: Training) -> tuple[Killed, list[Promise]]:
     """Run the job until a rank is killed in a save; what is left of it."""
     title = f"The job: FSDP2 on 2 ranks, a save every {job.save_every} steps, rank {_KILLED_RANK} killed in one"
     with chapter(title, steps=job.steps) as on_step, running(job, on_step) as processes:
-        killed = processes.kill_in_save(rank=_KILLED_RANK, step=_KILLED_SAVE * job.save_every)
+        killed = kill_in_save(processes, rank=_KILLED_RANK, step=_KILLED_SAVE * job.save_every)
         statuses = processes.wait()
     status = job.exit_status_of_rank(killed.rank, killed.pid)
     survivor = 1 - killed.rank
@@ -135,7 +139,7 @@ def _judge(reference: Training, job: Training, resumed: list[Training], *, kille
         promises.append(
             read_once(
                 f"Loaded on {ranks}, every byte is read once",
-                read_reads(training.folder, world_size=training.world_size),
+                [rank.nbytes for rank in read_restored(training.folder, world_size=training.world_size)],
                 _stored_nbytes(training, head),
             )
         )
@@ -148,17 +152,6 @@ def _judge(reference: Training, job: Training, resumed: list[Training], *, kille
 def _stored_nbytes(training: Training, step: int) -> int:
     files = Path(str(training.save_to)).glob(f"checkpoints/step-{step:010d}-*/*.safetensors")
     return sum(file.stat().st_size for file in files)
-
-
-def _inspect(run: Path) -> Promise:
-    """Let the command line speak for itself."""
-    statuses = []
-    for command in (["ls"], ["verify", "--deep"]):
-        say(f"\n$ holdfast {' '.join(command)} {run.relative_to(Path.cwd())}")
-        arguments = [sys.executable, "-m", "holdfast.cli", *command, str(run)]
-        statuses.append(subprocess.run(arguments, check=False).returncode)
-    seen = f"holdfast ls and verify end with status {statuses[0]} and {statuses[1]}"
-    return Promise(f"{run.name}: listed and sound, byte by byte", not any(statuses), seen)
 
 
 def _parse_steps() -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from demo.records import State
+from demo.records import Restored, State
 
 #: Other numbers of ranks add up in another order. In nats; the loss itself is between 2 and 6.
 LOSS_TOLERANCE = 1e-4
@@ -35,6 +35,14 @@ def read_once(text: str, read: Sequence[int], stored_nbytes: int) -> Promise:
     """All ranks together read no more than the files hold."""
     seen = f"{len(read)} ranks read {sum(read) / 1e6:.2f} MB of files with {stored_nbytes / 1e6:.2f} MB"
     return Promise(text, 0 < sum(read) <= stored_nbytes, seen)
+
+
+def newest_from_memory(text: str, restored: Sequence[Restored], *, whole: int, head: int) -> Promise:
+    """All ranks restored from node memory the step that was `whole` there, newer than the `head` of storage."""
+    found = sorted({(each.step, each.tier) for each in restored})
+    told = " and ".join(f"step {step} from {tier}" for step, tier in found)
+    seen = f"restored {told}, when storage was at step {head}"
+    return Promise(text, kept=found == [(whole, "node memory")] and whole > head, seen=seen)
 
 
 def same_losses(text: str, reference: Mapping[int, float], seen: Mapping[int, float], steps: range) -> Promise:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
+_Line = TypeVar("_Line")
+
 LOSSES = "losses.jsonl"
+SAVES = "saves.jsonl"
 
 
 class Started(msgspec.Struct, frozen=True):
@@ -20,6 +24,13 @@ class Loss(msgspec.Struct, frozen=True):
 
     step: int
     value: float
+
+
+class Save(msgspec.Struct, frozen=True):
+    """A save of rank 0, and for how long it held the training up."""
+
+    step: int
+    blocked_s: float
 
 
 class State(msgspec.Struct, frozen=True):
@@ -37,14 +48,17 @@ class State(msgspec.Struct, frozen=True):
         return self.tensors | self.values
 
 
-class Read(msgspec.Struct, frozen=True):
-    """What a rank read from storage to load its part of a checkpoint."""
+class Restored(msgspec.Struct, frozen=True):
+    """What a rank restored, from which tier, how many bytes it read for that, and how long it took."""
 
+    step: int
+    tier: str
     nbytes: int
+    seconds: float
 
 
-def read_file(rank: int) -> str:
-    return f"read.rank-{rank}.json"
+def restored_file(rank: int) -> str:
+    return f"restored.rank-{rank}.json"
 
 
 def started_file(rank: int) -> str:
@@ -57,19 +71,28 @@ def state_file(moment: str, step: int, rank: int) -> str:
 
 def read_losses(folder: Path) -> dict[int, float]:
     """Loss by step, as far as the training in `folder` has come."""
+    return {loss.step: loss.value for loss in _read_lines(folder / LOSSES, Loss)}
+
+
+def read_saves(folder: Path) -> list[Save]:
+    """The saves of the training in `folder` that have returned."""
+    return _read_lines(folder / SAVES, Save)
+
+
+def _read_lines(file: Path, kind: type[_Line]) -> list[_Line]:
     try:
-        text = (folder / LOSSES).read_bytes()
+        text = file.read_bytes()
     except FileNotFoundError:
-        return {}
+        return []
     # What follows the last newline is still being written.
     lines = text[: text.rfind(b"\n") + 1].splitlines()
-    return {loss.step: loss.value for loss in (msgspec.json.decode(line, type=Loss) for line in lines)}
+    return [msgspec.json.decode(line, type=kind) for line in lines]
 
 
-def read_reads(folder: Path, *, world_size: int) -> list[int]:
-    """The bytes that each rank of the training in `folder` read from storage."""
-    files = [folder / read_file(rank) for rank in range(world_size)]
-    return [msgspec.json.decode(file.read_bytes(), type=Read).nbytes for file in files]
+def read_restored(folder: Path, *, world_size: int) -> list[Restored]:
+    """What each rank of the training in `folder` restored."""
+    files = [folder / restored_file(rank) for rank in range(world_size)]
+    return [msgspec.json.decode(file.read_bytes(), type=Restored) for file in files]
 
 
 def read_states(folder: Path, moment: str, step: int, *, world_size: int) -> list[State]:

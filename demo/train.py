@@ -1,7 +1,7 @@
-"""The training script: FSDP2, AdamW, warm-up and cosine, and two calls of holdfast. Run by torchrun.
+"""The training script: FSDP2, AdamW, warm-up and cosine, and a checkpointer of holdfast. Run by torchrun.
 
-It goes on from the head of its run where there is one, on whatever number of ranks it is started. All that concerns the
-witness is the demo's own; the rest is what a script of yours looks like.
+It goes on from the newest checkpoint of its run where there is one, on whatever number of ranks it is started. All that
+concerns the witness is the demo's own; the rest is what a script of yours looks like.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import argparse
 import math
 import os
 import sys
+import time
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -24,6 +26,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import holdfast
 from demo.model import GPT, Shape, loss_of
+from demo.records import Restored
 from demo.text import Batches, standard_library
 from demo.witness import Witness
 
@@ -35,12 +38,16 @@ _SEED = 1
 
 @dataclass(frozen=True)
 class Options:
-    """`witness` is a folder for what the demo notes, `save_to` a run; without that nothing is saved."""
+    """`witness` is a folder for what the demo notes, `save_to` a run; without that nothing is saved. Without a
+    `node_dir`, a folder in memory, a save returns when it is in storage. The schedule is that of all `steps`, of which
+    those after `until` are not made."""
 
     witness: Path
     steps: int
+    until: int
     save_to: Path | None
     save_every: int
+    node_dir: Path | None
     timeout_s: float
 
 
@@ -67,35 +74,42 @@ def _train(options: Options) -> None:
     witness = Witness(options.witness, rank=rank)
 
     state: dict[str, object] = {"model": model, "optimizer": optimizer, "schedule": schedule}
-    report = _resume(options.save_to, state)
-    done = 0 if report is None else report.step
-    if report is not None:
-        witness.read(report.read_nbytes)
-        witness.state("loaded", done, model, optimizer, schedule)
-    for step in range(done + 1, options.steps + 1):
-        loss = loss_of(model, batches.local(step, rank=rank, world_size=world_size))
-        loss.backward()  # type: ignore[no-untyped-call]  # torch does not say
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        schedule.step()
+    with _checkpointer(options, state) as checkpointer:
+        done = 0
+        if checkpointer is not None and (restored := _restore(checkpointer)) is not None:
+            done = restored.step
+            witness.restored(restored)
+            witness.state("loaded", done, model, optimizer, schedule)
+        for step in range(done + 1, options.until + 1):
+            loss = loss_of(model, batches.local(step, rank=rank, world_size=world_size))
+            loss.backward()  # type: ignore[no-untyped-call]  # torch does not say
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
 
-        mean_loss = _mean_over_ranks(loss)
-        witness.loss(step, mean_loss)
-        if options.save_to is not None and step % options.save_every == 0:
-            witness.state("saved", step, model, optimizer, schedule)
-            holdfast.save(options.save_to, state, step, metrics={"loss": mean_loss}, timeout_s=options.timeout_s)
+            mean_loss = _mean_over_ranks(loss)
+            witness.loss(step, mean_loss)
+            if checkpointer is not None and step % options.save_every == 0:
+                witness.state("saved", step, model, optimizer, schedule)
+                handle = checkpointer.save(step, metrics={"loss": mean_loss})
+                witness.saved(step, handle.blocked_s)
 
 
-def _resume(run: Path | None, state: dict[str, object]) -> holdfast.LoadReport | None:
-    """Load the head of `run` into `state`; None where there is none."""
-    if run is None:
+def _checkpointer(options: Options, state: dict[str, object]) -> AbstractContextManager[holdfast.Checkpointer | None]:
+    if options.save_to is None:
+        return nullcontext()
+    memory = None if options.node_dir is None else holdfast.Memory(node_dir=options.node_dir)
+    return holdfast.Checkpointer(options.save_to, state, memory=memory, timeout_s=options.timeout_s)
+
+
+def _restore(checkpointer: holdfast.Checkpointer) -> Restored | None:
+    """Go on from the newest checkpoint; None where there is none."""
+    begun_s = time.perf_counter()
+    report = checkpointer.restore()
+    if report.step is None or report.tier is None or report.load is None:
         return None
-    try:
-        return holdfast.load(run, into=state)
-    except holdfast.NotFoundError:
-        # No save has been committed yet.
-        return None
+    return Restored(report.step, report.tier, report.load.read_nbytes, time.perf_counter() - begun_s)
 
 
 def _sharded(shape: Shape, world_size: int) -> GPT:
@@ -134,11 +148,15 @@ def _mean_over_ranks(loss: torch.Tensor) -> float:
 
 
 def _parse() -> Options:
-    parser = argparse.ArgumentParser(description="Train a small GPT, from the head of its run where there is one.")
+    parser = argparse.ArgumentParser(
+        description="Train a small GPT, from the newest state of its run where there is one."
+    )
     parser.add_argument("--witness", type=Path, required=True, help="folder for losses and digests")
     parser.add_argument("--steps", type=int, required=True, help="steps of the whole training")
+    parser.add_argument("--until", type=int, required=True, help="the last step that is made of them")
     parser.add_argument("--save-to", type=Path, metavar="RUN", help="the run to go on from and to save to")
     parser.add_argument("--save-every", type=int, default=10, help="steps between saves")
+    parser.add_argument("--node-dir", type=Path, help="folder in memory for saves that training does not wait for")
     parser.add_argument("--timeout-s", type=float, default=600.0, help="how long a save waits for other ranks")
     return Options(**vars(parser.parse_args()))
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from demo.records import LOSSES, Loss, Read, Started, State, read_file, started_file, state_file
+from demo.records import LOSSES, SAVES, Loss, Restored, Save, Started, State, restored_file, started_file, state_file
 
 
 class Witness:
@@ -31,18 +31,25 @@ class Witness:
 
     def loss(self, step: int, value: float) -> None:
         """Note the loss of the whole batch, which all ranks know; one of them writes."""
-        if self._rank == 0:
-            with (self._folder / LOSSES).open("ab") as file:
-                file.write(msgspec.json.encode(Loss(step=step, value=value)) + b"\n")
+        self._append(LOSSES, Loss(step=step, value=value))
 
-    def read(self, nbytes: int) -> None:
-        """Note what this rank read from storage."""
-        self._write(read_file(self._rank), Read(nbytes))
+    def saved(self, step: int, blocked_s: float) -> None:
+        """Note for how long the save of `step` held the training up; one rank writes, since all wait for each other."""
+        self._append(SAVES, Save(step=step, blocked_s=blocked_s))
+
+    def restored(self, restored: Restored) -> None:
+        """Note what this rank restored."""
+        self._write(restored_file(self._rank), restored)
 
     def state(self, moment: str, step: int, model: nn.Module, optimizer: Optimizer, schedule: LRScheduler) -> None:
         """Note digests of the state at `moment` ("saved" or "loaded") of `step`. Collective."""
         state = State(tensor_digests(model, optimizer), value_digests(optimizer, schedule))
         self._write(state_file(moment, step, self._rank), state)
+
+    def _append(self, name: str, record: object) -> None:
+        if self._rank == 0:
+            with (self._folder / name).open("ab") as file:
+                file.write(msgspec.json.encode(record) + b"\n")
 
     def _write(self, name: str, record: object) -> None:
         # Under its name a file is complete: the launcher reads while ranks write.

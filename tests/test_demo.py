@@ -17,14 +17,21 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-from demo.launch import DemoError, Training, file_in_the_making, running, stopped
+from demo.kill import file_in_the_making, stopped
+from demo.launch import DemoError, Training, running
+from demo.memory import Look, keepers, look, node_memory
 from demo.model import GPT, Shape, loss_of
-from demo.promises import LOSS_TOLERANCE, close_losses, read_once, same_losses, same_state
-from demo.records import LOSSES, State, read_losses, read_states
+from demo.promises import LOSS_TOLERANCE, close_losses, newest_from_memory, read_once, same_losses, same_state
+from demo.records import LOSSES, Restored, Save, State, read_losses, read_restored, read_saves, read_states
 from demo.show import Curves, draw
 from demo.text import Batches, standard_library
 from demo.train import learning_rate_factor
 from demo.witness import Witness, tensor_digests, value_digests
+from holdfast.format.records import Place
+from holdfast.keeper.client import ensure_keeper
+from holdfast.keeper.node_folder import NodeFolder
+from holdfast.keeper.slots import Contents, Record, Slot
+from holdfast.keeper.slots import State as SlotState
 from tests.ranks import run_ranks
 
 ROOT = Path(__file__).parents[1]
@@ -152,6 +159,16 @@ def test_a_witness_notes_losses_and_states_that_read_back_with_every_bit(tmp_pat
     assert first.tensors == tensor_digests(model, optimizer)
 
 
+def test_a_witness_notes_saves_of_rank_0_and_what_each_rank_restored(tmp_path: Path) -> None:
+    for rank in (1, 0):
+        witness = Witness(tmp_path, rank=rank)
+        witness.saved(2, 0.25 * (1 + rank))
+        witness.saved(4, 0.5)
+        witness.restored(Restored(4, "storage", nbytes=rank, seconds=0.1))
+    assert read_saves(tmp_path) == [Save(2, 0.25), Save(4, 0.5)]
+    assert [each.nbytes for each in read_restored(tmp_path, world_size=2)] == [0, 1]
+
+
 def test_a_loss_that_is_still_being_written_is_not_read(tmp_path: Path) -> None:
     assert read_losses(tmp_path) == {}
     (tmp_path / LOSSES).write_text('{"step":1,"value":2.5}\n{"step":2,"val')
@@ -200,6 +217,15 @@ def test_bytes_read_twice_break_the_promise_that_they_are_read_once() -> None:
     assert not read_once(PROMISE, [0, 0], 1000).kept
 
 
+def test_only_the_newest_step_in_memory_ahead_of_storage_on_all_ranks_keeps_the_promise() -> None:
+    restored = Restored(10, "node memory", nbytes=1, seconds=0.1)
+    assert newest_from_memory(PROMISE, [restored] * 2, whole=10, head=8).kept
+    assert not newest_from_memory(PROMISE, [restored] * 2, whole=12, head=8).kept
+    assert not newest_from_memory(PROMISE, [restored] * 2, whole=10, head=10).kept
+    elsewhere = Restored(10, "storage", nbytes=1, seconds=0.1)
+    assert not newest_from_memory(PROMISE, [restored, elsewhere], whole=10, head=8).kept
+
+
 @pytest.fixture
 def ticking(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
     """A process that keeps writing, and its file."""
@@ -229,6 +255,18 @@ def test_a_stopped_process_does_nothing_and_goes_on_afterwards(ticking: tuple[su
     wait_for(lambda: file.stat().st_size > size)
 
 
+def test_processes_that_were_stopped_go_on_where_one_of_them_is_no_more(
+    ticking: tuple[subprocess.Popen[bytes], Path],
+) -> None:
+    process, file = ticking
+    with subprocess.Popen(["true"]) as other:
+        other.wait()
+    with pytest.raises(ProcessLookupError), stopped(process.pid, other.pid):
+        raise AssertionError
+    size = file.stat().st_size
+    wait_for(lambda: file.stat().st_size > size)
+
+
 def test_a_process_killed_while_it_was_stopped_is_gone(ticking: tuple[subprocess.Popen[bytes], Path]) -> None:
     process, _ = ticking
     with stopped(process.pid):
@@ -248,6 +286,47 @@ def test_only_a_temporary_file_that_is_open_and_not_yet_published_counts_as_in_t
         temporary.unlink()
         assert file_in_the_making(os.getpid(), folder) is None
     assert file_in_the_making(os.getpid(), folder) is None
+
+
+def filled(slot: Slot, step: int, rank: int, state: SlotState) -> None:
+    """Have a slot hold that step, in that state."""
+    contents = Contents("run", f"checkpoint-{step}", Place(1, step), step, rank, 0, 1)
+    for each in (SlotState.WRITING, SlotState.STAGED, SlotState.SEALED, SlotState.COMMITTED):
+        if each <= state:
+            slot.advance(Record(each, None, contents if each > SlotState.WRITING else None))
+
+
+def test_a_look_at_memory_tells_what_is_copied_sealed_and_in_storage_on_all_ranks(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with node_memory() as node_dir, NodeFolder(str(run), node_dir=node_dir) as folder:
+        assert look(run, node_dir, world_size=2) == Look(is_copying=False, copied=0, sealed=0, committed=0)
+        slots = [[Slot.create(folder, rank=rank, nbytes=1) for _ in range(4)] for rank in range(2)]
+        for rank, (first, second, third, fourth) in enumerate(slots):
+            filled(first, 2, rank, SlotState.COMMITTED)
+            filled(second, 4, rank, SlotState.SEALED)
+            filled(third, 6, rank, SlotState.STAGED)
+            filled(fourth, 8, rank, (SlotState.STAGED, SlotState.WRITING)[rank])
+        assert look(run, node_dir, world_size=2) == Look(is_copying=True, copied=6, sealed=4, committed=2)
+        for slot in (slot for of_rank in slots for slot in of_rank):
+            slot.close()
+
+
+def fail_while_memory_is_kept(run: str, seen: list[Path]) -> None:
+    with node_memory() as node_dir:
+        with NodeFolder(run, node_dir=node_dir) as folder:
+            ensure_keeper(folder, run)
+        assert len(keepers(node_dir)) == 1
+        seen.append(node_dir)
+        raise DemoError("stop here")
+
+
+def test_keepers_end_and_memory_is_given_back_also_after_an_error(tmp_path: Path) -> None:
+    seen: list[Path] = []
+    with pytest.raises(DemoError, match="stop here"):
+        fail_while_memory_is_kept(str(tmp_path / "run"), seen)
+    (node_dir,) = seen
+    assert keepers(node_dir) == []
+    assert not node_dir.exists()
 
 
 def test_the_error_and_exit_status_of_a_rank_are_found_in_what_torchrun_printed(tmp_path: Path) -> None:
@@ -287,6 +366,6 @@ def test_the_whole_demo_keeps_its_promises(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "demo", "--steps", "12"]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "All 12 promises were kept" in done.stdout
+    assert "All 16 promises were kept" in done.stdout
     assert "BROKEN" not in done.stdout
     assert (tmp_path / "demo-out" / "losses.png").exists()
