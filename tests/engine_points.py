@@ -6,8 +6,7 @@ of one save in the order in which trainers and their keeper pass them.
 
 ======================  ====================================================================================
 ``S.asked``, ``S``      a slot is about to go into state S, and has gone there
-``copy.now``            some of what may change at any time is copied
-``copy.later``          some of what a step of an optimizer changes is copied
+``copy``                some of the state is copied
 ``generation.unnamed``  the file that says what slots are parts of is written and has not got its name
 ``generation.named``    it has its name
 ``hash``                the first block of a slot is hashed
@@ -58,8 +57,7 @@ def _record(kind: str) -> list[str]:
 TRAINER: Final = [
     "WRITING.asked",
     "WRITING",
-    "copy.now",
-    "copy.later",
+    "copy",
     "generation.unnamed",
     "generation.named",
     "STAGED.asked",
@@ -304,8 +302,7 @@ def _foreach_copy(points: _Points) -> Callable[..., None]:
             for half in halves:
                 copy([target[half]], [source[half]], **options)
                 if half is halves[0]:
-                    is_main = threading.current_thread() is threading.main_thread()
-                    points.reach("copy.now" if is_main else "copy.later")
+                    points.reach("copy")
 
     return traced_copy
 

@@ -82,7 +82,7 @@ def test_a_death_while_the_third_is_copied_leaves_the_second_in_memory_and_the_f
 ) -> None:
     # The schedule of DLRover's loss: there the tracker moves on to the second, and nothing of it is anywhere.
     is_slow = what.startswith("slow storage")
-    copying = Deed("trainer", "copy.later", nth=1, kills=TRAINERS)
+    copying = Deed("trainer", "copy", nth=1, kills=TRAINERS)
     slow = Deed("keeper", "data.opened", stalls=True)
     with job(
         replace(
@@ -115,7 +115,7 @@ def test_a_death_while_the_third_is_copied_leaves_the_second_in_memory_and_the_f
 
 
 def test_beside_a_rank_that_is_stopped_another_one_never_overwrites_what_is_whole(spec: Spec, truth: Truth) -> None:
-    stopped = Deed("trainer", "copy.later", rank=1, stalls=True)
+    stopped = Deed("trainer", "copy", rank=1, stalls=True)
     with job(replace(spec, pauses={2: "durable"}, deeds=(stopped,), timeout_s=3.0), keeper=True) as training:
         training.until_told("paused", step=2)
         training.arm("trainer", "keeper")
@@ -442,7 +442,7 @@ def test_a_job_whose_run_another_one_takes_over_is_fenced_and_the_other_goes_on(
 
 
 def test_a_job_that_restores_beside_another_one_takes_nothing_from_it(spec: Spec, truth: Truth) -> None:
-    slow = Deed("trainer", "copy.later", rank=1, stalls=True)
+    slow = Deed("trainer", "copy", rank=1, stalls=True)
     with job(replace(spec, pauses={2: "durable"}, deeds=(slow,), stop=5), keeper=True) as first:
         first.until_told("paused", step=2)
         first.arm("trainer")
@@ -452,7 +452,7 @@ def test_a_job_that_restores_beside_another_one_takes_nothing_from_it(spec: Spec
         with job(after(spec)) as second:
             assert second.restored(truth) == Restored(1, "node memory")
             second.ended_well()
-        first.log.let("go-on-copy.later")
+        first.log.let("go-on-copy")
         first.ended_well()
         assert first.durable_steps() == {0, 1, 2, 3, 4}
     assert truth.loaded(spec.run) == 4
@@ -466,7 +466,7 @@ def states_of(spec: Spec, *, step: int) -> set[str]:
 
 
 def test_a_job_that_takes_over_is_not_held_up_by_what_is_in_memory_in_part(spec: Spec, truth: Truth) -> None:
-    slow = Deed("trainer", "copy.later", rank=1, stalls=True)
+    slow = Deed("trainer", "copy", rank=1, stalls=True)
     with job(replace(spec, pauses={2: "durable"}, deeds=(slow,)), keeper=True) as first:
         first.until_told("paused", step=2)
         first.arm("trainer")
@@ -479,7 +479,7 @@ def test_a_job_that_takes_over_is_not_held_up_by_what_is_in_memory_in_part(spec:
     assert truth.loaded(spec.run) == 3
 
 
-@pytest.mark.parametrize("point", ["generation.unnamed", "copy.now", "STAGED"])
+@pytest.mark.parametrize("point", ["generation.unnamed", "copy", "STAGED"])
 def test_what_killed_jobs_leave_behind_in_memory_goes(spec: Spec, truth: Truth, point: str) -> None:
     with job(replace(spec, deeds=(Deed("trainer", point, kills=TRAINERS),)), keeper=True, armed=("trainer",)) as first:
         first.ended_killed()

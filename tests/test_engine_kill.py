@@ -66,7 +66,7 @@ CASES: Final = [
 #: Killed at in every run of the tests; the others belong to the sweep.
 SAMPLE: Final = {
     ("WRITING", "all trainers"),
-    ("copy.later", "one trainer"),
+    ("copy", "one trainer"),
     ("generation.unnamed", "all trainers"),
     ("STAGED", "all"),
     ("hash", "all"),

@@ -303,7 +303,7 @@ def test_one_process_alone_has_the_lock(folder: NodeFolder) -> None:
 def test_an_idle_keeper_gives_the_memory_back_but_not_what_is_not_durable(
     run: Run, saved: Saved, folder: NodeFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(daemon, "_is_tended", lambda _: False)
+    monkeypatch.setattr(Keeper, "_is_tended", lambda *_: False)
     keeper = Keeper(folder)
     keeper.look()
     keeper.give_back()

@@ -19,7 +19,7 @@ from holdfast.checkpointer.background import Background
 from holdfast.checkpointer.handle import Handle
 from holdfast.checkpointer.messages import Agreed, Answer, Room
 from holdfast.checkpointer.planner import StagePlanner, StagePlanning, room
-from holdfast.checkpointer.restoring import RestoreReport, await_commit, restore
+from holdfast.checkpointer.restoring import RestoreReport, await_commit, drop_parts, restore
 from holdfast.checkpointer.staging import Stager, next_share
 from holdfast.control.channel import Channel, Deadline
 from holdfast.control.torch_store import default_channel, group_ranks
@@ -101,6 +101,8 @@ class Checkpointer:
         self._known = Known()
         self._stager: Stager | None = None
         self._background: Background | None = None
+        #: Whether what is in memory was looked at.
+        self._goes_on = False
         self._streams = memory is None
         #: What was restored from memory before it was committed.
         self._uncommitted: Place | None = None
@@ -151,6 +153,7 @@ class Checkpointer:
         if self._background is not None:
             self._background.join()
             self._background = None
+        self._goes_on = True
         report, self._uncommitted = restore(
             self._run,
             self._state,
@@ -210,7 +213,6 @@ class Checkpointer:
     def _stream(self, why: HoldfastError) -> None:
         _log.warning("saves go to storage, and training waits for them: %s", why)
         self._streams = True
-        self._let_go()
 
     def _settle(self) -> None:
         """Wait until all ranks have agreed on what was saved last. Raises `FencedError` when it was for nothing: this
@@ -229,12 +231,14 @@ class Checkpointer:
             self._handles.remove(handle)
             if handle.durable.error is not None:
                 _log.error("step %d is not durable: %s", handle.step, handle.durable.error)
+        if self._streams and self._stager is not None and not self._stager.is_awaited:
+            self._let_go()
 
     def _await_restored(self) -> None:
         """Wait until what was restored from memory is committed: only then something can follow it."""
         if self._uncommitted is not None:
-            with TimedStorage(storage_at(self._run), timeout_s=self._timeout_s) as storage:
-                await_commit(storage, self._uncommitted, timeout_s=self._timeout_s)
+            assert self._memory is not None
+            await_commit(self._run, self._uncommitted, node_dir=self._memory.node_dir, timeout_s=self._timeout_s)
             self._uncommitted = None
 
     def _save_through(self, handle: Handle, metrics: Mapping[str, SupportsFloat] | None) -> None:
@@ -257,19 +261,23 @@ class Checkpointer:
         later = default_channel(f"save of step {handle.step}", self._group, background=True)
         deadline = Deadline(self._timeout_s)
         stager = self._opened(group_ranks(self._group)[channel.rank])
+        if not self._goes_on:
+            self._drop_parts(channel, deadline)
+        taken = self._taken(stager, channel)
+        background = None
         try:
-            free = self._room(channel, stager, deadline)
+            free = self._room(
+                channel, stager, deadline, is_as_before=isinstance(taken, Snapshot) and taken.is_as_before
+            )
             if free.full and self._when_full == "skip":
                 handle.skip(free.full)
                 return True
-            is_first = self._known.share is None
-            taken = self._taken(stager, channel)
-            job = _Job(handle, metrics, later, deadline, stager, taken, free.needed, is_awaited=is_first)
-            self._background = Background(lambda background: self._go_on(job, background))
-            if is_first or isinstance(taken, Exception):
-                self._background.wait()
-                if self._background.error is not None:
-                    raise self._background.error
+            job = _Job(handle, metrics, later, deadline, stager, taken, free.needed, is_awaited=not free.as_before)
+            background = self._background = Background(lambda background: self._go_on(job, background))
+            if job.is_awaited:
+                background.wait()
+                if background.error is not None:
+                    raise background.error
             if isinstance(taken, Snapshot):
                 taken.wait()
         except ConfigurationError as error:
@@ -277,7 +285,16 @@ class Checkpointer:
                 raise
             self._stream(error)
             return False
+        finally:
+            if background is None:
+                stager.guard.let_go()
         return True
+
+    def _drop_parts(self, channel: Channel, deadline: Deadline) -> None:
+        """Where this job did not restore, give up what is in memory in part only; whoever had the rest is gone."""
+        assert self._memory is not None
+        drop_parts(self._run, self._memory.node_dir, channel, deadline)
+        self._goes_on = True
 
     def _taken(self, stager: Stager, channel: Channel) -> Snapshot | Exception:
         """The state as of now, under the guard; or why it cannot be saved, of which all ranks must hear."""
@@ -331,7 +348,7 @@ class Checkpointer:
         planning.remember(share)
         return agreed, share, mine.flat, planning.values(mine)
 
-    def _room(self, channel: Channel, stager: Stager, deadline: Deadline) -> Room:
+    def _room(self, channel: Channel, stager: Stager, deadline: Deadline, *, is_as_before: bool) -> Room:
         """Room for another snapshot on all ranks; waits for it, unless saves are skipped then."""
 
         def look(payloads: Sequence[bytes]) -> bytes:
@@ -341,7 +358,7 @@ class Checkpointer:
             return msgspec.msgpack.encode(found)
 
         while True:
-            standing = attempt(lambda: msgspec.msgpack.encode(stager.standing()))
+            standing = attempt(lambda: msgspec.msgpack.encode(stager.standing(is_as_before=is_as_before)))
             answer = channel.exchange("memory", standing, look, deadline)
             found = msgspec.msgpack.decode(answer, type=Room)
             if stager.run_id != found.run_id:

@@ -13,13 +13,15 @@ class Standing(msgspec.Struct, frozen=True, array_like=True):
 
     `sealed` is the newest checkpoint of which its part is in memory, whole (None: of none). `is_free`: it has a slot
     that holds nothing; `oldest` is else the oldest checkpoint in a slot that might be filled anew (None: there is no
-    such slot now). `given_up` are ids of checkpoints whose copy failed here since the last save.
+    such slot now). `given_up` are ids of checkpoints whose copy failed here since the last save. Where the state
+    `is_as_before`, the last plan is likely to hold.
     """
 
     sealed: Place | None
     is_free: bool
     oldest: Place | None
     given_up: tuple[str, ...]
+    is_as_before: bool
 
     def has_room(self, needed: Place | None) -> bool:
         """Whether there is a slot, where what comes before `needed` is not needed any more."""
@@ -32,13 +34,14 @@ class Room(msgspec.Struct, frozen=True, array_like=True):
 
     `run_id` is that of the run ("": there is none yet), from which checkpoints of an earlier one are told apart. What
     comes before `needed` is not needed any more: all ranks have that in memory, whole (None: some have nothing).
-    `given_up` are checkpoints that can never be whole.
+    `given_up` are checkpoints that can never be whole. Whether all states are `as_before`.
     """
 
     run_id: str
     needed: Place | None
     full: tuple[int, ...]
     given_up: tuple[str, ...]
+    as_before: bool
 
 
 class Told(msgspec.Struct, frozen=True, array_like=True):

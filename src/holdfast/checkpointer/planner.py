@@ -52,7 +52,8 @@ def room(payloads: Sequence[bytes], run_id: str) -> Room:
     sealed = [each.sealed for each in standings]
     needed = None if None in sealed else min(each for each in sealed if each is not None)
     full = tuple(number for number, each in enumerate(standings) if not each.has_room(needed))
-    return Room(run_id, needed, full, tuple(sorted({each for standing in standings for each in standing.given_up})))
+    given_up = tuple(sorted({each for standing in standings for each in standing.given_up}))
+    return Room(run_id, needed, full, given_up, all(standing.is_as_before for standing in standings))
 
 
 class StagePlanning(Planning[Agreed]):

@@ -31,7 +31,7 @@ from holdfast.keeper.client import ensure_keeper
 from holdfast.keeper.generations import give_up_generation, read_generation
 from holdfast.keeper.node_folder import NodeFolder
 from holdfast.keeper.persist import data_file
-from holdfast.keeper.process import boot_id
+from holdfast.keeper.process import Process, boot_id
 from holdfast.keeper.slots import WHOLE, Slot, State, slot_names
 from holdfast.loading import Loading, Options, load
 from holdfast.phases import attempt
@@ -41,12 +41,9 @@ from holdfast.run.complete import Stored, encode_seal
 from holdfast.run.fallback import is_damage
 from holdfast.run.history import Located, Run
 from holdfast.run.paths import canonical, storage_at
-from holdfast.storage.base import Storage
 from holdfast.storage.memory import MemoryFile, MemoryStorage
 from holdfast.transfer.timed import TimedStorage
 
-#: How long a keeper may take to seal what a dead trainer staged.
-_SEAL_TIMEOUT_S: Final = 60.0
 _LOOK_S: Final = 0.02
 
 _log = logging.getLogger(__name__)
@@ -82,10 +79,11 @@ class _Held(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _Inventory(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank finds on its node, as far as it knows the manifests."""
+    """What a rank finds on its node, as far as it knows the manifests; and whether some trainer is filling a slot."""
 
     node: str
     held: tuple[_Held, ...]
+    is_filling: bool
 
 
 class _Chosen(msgspec.Struct, frozen=True, array_like=True):
@@ -138,37 +136,37 @@ def restore(
     return Restored(RestoreReport(report.step, report.place, "storage", report), None)
 
 
-def await_commit(storage: Storage, place: Place, *, timeout_s: float) -> None:
+def await_commit(run: str, place: Place, *, node_dir: Path, timeout_s: float) -> None:
     """Return when what was restored from memory is committed: until then nothing can follow it in the history."""
     end = time.monotonic() + timeout_s
-    while storage.nbytes(records.commit_key(place)) is None:
-        if time.monotonic() > end:
-            raise DeadlineError(
-                f"What was restored from memory, {place}, was not committed within {timeout_s:.0f} s.",
-                code="timeout.commit",
-                action="See the log of the keeper for what holds it up.",
-                path=storage.uri,
-            )
-        time.sleep(_LOOK_S)
+    uri = canonical(storage_at(run).uri)
+    with (
+        NodeFolder(uri, node_dir=node_dir) as folder,
+        TimedStorage(storage_at(run), timeout_s=2 * timeout_s) as storage,
+    ):
+        while storage.nbytes(records.commit_key(place)) is None:
+            ensure_keeper(folder, uri)
+            if time.monotonic() > end:
+                raise DeadlineError(
+                    f"What was restored from memory, {place}, was not committed within {timeout_s:.0f} s.",
+                    code="timeout.commit",
+                    action="See the log of the keeper for what holds it up.",
+                    path=storage.uri,
+                )
+            time.sleep(_LOOK_S)
+
+
+def drop_parts(run: str, node_dir: Path, channel: Channel, deadline: Deadline) -> None:
+    """Give up what is in the memory of the nodes in part only. Collective."""
+    with _looked_at(run, node_dir, channel, deadline):
+        pass
 
 
 def _from_memory(
     run: str, state: Mapping[str, object], node_dir: Path, group: ProcessGroup | None, *, verify: bool, timeout_s: float
 ) -> Restored | None:
     channel, deadline = default_channel("restore", group), Deadline(timeout_s)
-    uri = canonical(storage_at(run).uri)
-    with ExitStack() as stack:
-        slots: list[Slot] = []
-        folder = stack.enter_context(NodeFolder(uri, node_dir=node_dir))
-
-        def look() -> bytes:
-            slots.extend(stack.enter_context(_sealed_slots(folder, uri)))
-            return msgspec.msgpack.encode(_inventory(folder, slots))
-
-        answer = channel.exchange("inventory", attempt(look), lambda payloads: _choose(uri, folder, payloads), deadline)
-        chosen = msgspec.msgpack.decode(answer, type=_Chosen)
-        for checkpoint_id in chosen.given_up:
-            give_up_generation(folder, checkpoint_id)
+    with _looked_at(run, node_dir, channel, deadline) as (folder, slots, chosen):
         if not chosen.seal:
             return None
         seal = records.decode(chosen.seal, Seal, path=str(folder.path))
@@ -178,6 +176,28 @@ def _from_memory(
             report = _load(channel, deadline, group, state, located, chosen, verify=verify)
         uncommitted = None if chosen.committed else seal.place
         return Restored(RestoreReport(report.step, report.place, "node memory", report), uncommitted)
+
+
+@contextmanager
+def _looked_at(
+    run: str, node_dir: Path, channel: Channel, deadline: Deadline
+) -> Iterator[tuple[NodeFolder, list[Slot], _Chosen]]:
+    """What this node has in memory, and what of it all nodes choose to go on from; the rest of which only a part is
+    there is given up."""
+    uri = canonical(storage_at(run).uri)
+    with ExitStack() as stack:
+        slots: list[Slot] = []
+        folder = stack.enter_context(NodeFolder(uri, node_dir=node_dir))
+
+        def look() -> bytes:
+            slots.extend(stack.enter_context(_sealed_slots(folder, uri, timeout_s=deadline.for_storage_s / 2)))
+            return msgspec.msgpack.encode(_inventory(folder, slots))
+
+        answer = channel.exchange("inventory", attempt(look), lambda payloads: _choose(uri, folder, payloads), deadline)
+        chosen = msgspec.msgpack.decode(answer, type=_Chosen)
+        for checkpoint_id in chosen.given_up:
+            give_up_generation(folder, checkpoint_id)
+        yield folder, slots, chosen
 
 
 def _load(
@@ -213,18 +233,22 @@ def _all_values(
 
 
 @contextmanager
-def _sealed_slots(folder: NodeFolder, run: str) -> Iterator[list[Slot]]:
-    """The slots of the node; what was staged is sealed by its keeper first."""
-    names = slot_names(folder)
-    if names:
-        ensure_keeper(folder, run)
+def _sealed_slots(folder: NodeFolder, run: str, *, timeout_s: float) -> Iterator[list[Slot]]:
+    """The slots of the node; what was staged is sealed by its keeper first, for which it has `timeout_s`."""
     with ExitStack() as stack:
         slots: list[Slot] = []
-        for name in names:
+        for name in slot_names(folder):
             with suppress(FileNotFoundError, CorruptError):
                 slots.append(stack.enter_context(Slot(folder, name)))
-        end = time.monotonic() + _SEAL_TIMEOUT_S
-        while any(slot.refresh().state == State.STAGED for slot in slots) and time.monotonic() < end:
+        if any(slot.state in (State.STAGED, State.SEALED) for slot in slots):
+            ensure_keeper(folder, run)
+        end = time.monotonic() + timeout_s
+        while staged := [slot for slot in slots if slot.refresh().state == State.STAGED]:
+            ensure_keeper(folder, run)
+            if time.monotonic() > end:
+                for slot in staged:
+                    _log.warning("'%s' is passed over: its keeper did not seal it in %.0f s", slot.path, timeout_s)
+                break
             time.sleep(_LOOK_S)
         yield slots
 
@@ -253,7 +277,12 @@ def _inventory(folder: NodeFolder, slots: Sequence[Slot]) -> _Inventory:
             known.append(checkpoint_id)
     status = os.fstat(folder.fileno())
     node = f"{boot_id()}-{status.st_dev}-{status.st_ino}"
-    return _Inventory(node, tuple(each for each in held if each.checkpoint_id in known))
+    is_filling = any(slot.state == State.WRITING and _is_alive(slot.record.writer) for slot in slots)
+    return _Inventory(node, tuple(each for each in held if each.checkpoint_id in known), is_filling)
+
+
+def _is_alive(writer: Process | None) -> bool:
+    return writer is not None and writer.is_alive()
 
 
 def _choose(run_uri: str, folder: NodeFolder, payloads: Sequence[bytes]) -> bytes:
@@ -266,11 +295,13 @@ def _choose(run_uri: str, folder: NodeFolder, payloads: Sequence[bytes]) -> byte
         return msgspec.msgpack.encode(_Chosen())
     epoch, head = run.newest_epoch() or 0, run.head()
     given_up: list[str] = []
+    # Where another job is at work, what is there in part may be about to become whole.
+    is_filling = any(inventory.is_filling for inventory in inventories)
     for checkpoint_id in sorted(places, key=places.__getitem__, reverse=True):
         place = places[checkpoint_id]
         whole = _whole(run, folder, inventories, checkpoint_id)
         if whole is None:
-            if not _is_committed(inventories, checkpoint_id):
+            if not is_filling and not _is_committed(inventories, checkpoint_id):
                 given_up.append(checkpoint_id)
             continue
         is_head = head is not None and head.place == place

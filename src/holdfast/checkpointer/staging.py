@@ -34,7 +34,7 @@ from holdfast.staging.routes import Part, Routes
 
 #: How often it is looked at what became of a snapshot, and whether a slot is free.
 _LOOK_S: Final = 0.01
-_COMMIT_LOOK_S: Final = 0.2
+_LOOK_FURTHER_S: Final = 0.2
 
 _log = logging.getLogger(__name__)
 
@@ -102,9 +102,11 @@ class Stager:
                 raise self._arena.error
         self._prepared_nbytes = nbytes
 
-    def standing(self) -> Standing:
-        """How the memory of this rank stands. A keeper that is gone is replaced here, since nothing else becomes free;
-        and so are slots that somebody has removed.
+    def standing(self, *, is_as_before: bool) -> Standing:
+        """How the memory of this rank stands; its state `is_as_before`, or not.
+
+        A keeper that is gone is replaced here, since nothing else becomes free; and so are slots that somebody has
+        removed.
 
         Raises:
             ConfigurationError: there was not enough memory for all slots; says what bounds it.
@@ -118,9 +120,11 @@ class Stager:
         with self._lock:
             given_up, self._given_up = tuple(self._given_up), []
         if self._prepared_nbytes == 0:
-            return Standing(self.last, is_free=True, oldest=None, given_up=given_up)
+            return Standing(self.last, is_free=True, oldest=None, given_up=given_up, is_as_before=is_as_before)
         is_free, oldest = self._arena.oldest()
-        return Standing(self._arena.newest_sealed(), is_free=is_free, oldest=oldest, given_up=given_up)
+        return Standing(
+            self._arena.newest_sealed(), is_free=is_free, oldest=oldest, given_up=given_up, is_as_before=is_as_before
+        )
 
     def belong_to(self, run_id: str) -> None:
         """Know the run: what memory holds of an earlier one at the same path, which was removed, is given up."""
@@ -185,6 +189,11 @@ class Stager:
         with self._lock:
             self._given_up.append(checkpoint_id)
 
+    @property
+    def is_awaited(self) -> bool:
+        """Whether anything is not known to be durable, or lost."""
+        return bool(self._pending_now())
+
     def close(self) -> None:
         """End watching. What is staged stays, and is made durable by the keeper. Nothing is being copied any more."""
         self._closed.set()
@@ -221,12 +230,14 @@ class Stager:
             return list(self._pending)
 
     def _watch(self) -> None:
-        looked_at_storage = 0.0
+        look_further_at = 0.0
         while not self._closed.wait(_LOOK_S):
             waiting = self._pending_now()
-            if any(pending.slot is None for pending in waiting) and time.monotonic() > looked_at_storage:
-                looked_at_storage = time.monotonic() + _COMMIT_LOOK_S
-                self._look_at_storage([pending.handle for pending in waiting if pending.slot is None])
+            if waiting and time.monotonic() > look_further_at:
+                look_further_at = time.monotonic() + _LOOK_FURTHER_S
+                self._look_further(
+                    [pending.handle for pending in waiting], [p.handle for p in waiting if p.slot is None]
+                )
             for pending in waiting:
                 self._look(pending)
 
@@ -249,14 +260,17 @@ class Stager:
                 if pending in self._pending:
                     self._pending.remove(pending)
 
-    def _look_at_storage(self, handles: Sequence[Handle]) -> None:
-        """On a rank that has no slot to look at: whether what it took part in is committed."""
-        for handle in handles:
-            assert handle.place is not None
-            try:
+    def _look_further(self, handles: Sequence[Handle], without_slots: Sequence[Handle]) -> None:
+        """Whether there is a keeper that makes `handles` durable. And in storage, for what this rank took part in
+        without a slot to look at, whether it is committed."""
+        try:
+            ensure_keeper(self._folder, self._run)
+            for handle in without_slots:
+                assert handle.place is not None
                 if storage_at(self._run).nbytes(records.commit_key(handle.place)) is not None:
                     handle.durable.end()
-            except HoldfastError as error:
+        except HoldfastError as error:
+            for handle in handles:
                 handle.trouble = str(error)
 
 

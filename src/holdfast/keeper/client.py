@@ -15,6 +15,8 @@ from holdfast.keeper.lock import is_kept, require_protocol
 from holdfast.keeper.node_folder import NodeFolder
 
 _LOG_NAME: Final = "keeper.log"
+_NUM_TRIES: Final = 3
+_KILLED: Final = -9
 
 
 def ensure_keeper(folder: NodeFolder, run: str) -> None:
@@ -33,25 +35,30 @@ def ensure_keeper(folder: NodeFolder, run: str) -> None:
     log = os.open(folder.path / _LOG_NAME, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     node_dir = folder.path.parent.parent
     try:
-        done = subprocess.run(
-            [sys.executable, "-m", "holdfast.keeper", run, "--node-dir", str(node_dir), "--detach"],
-            check=False,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-            cwd="/",
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(_import_paths())},
-        )
+        status = next((status for _ in range(_NUM_TRIES) if (status := _started(run, node_dir, log)) >= 0), _KILLED)
     finally:
         os.close(log)
-    if done.returncode:
+    if status:
         raise ConfigurationError(
-            f"The keeper of '{run}' did not start (status {done.returncode}): {_last_words(folder)}.",
+            f"The keeper of '{run}' did not start (status {status}): {_last_words(folder)}.",
             code="config.keeper",
             action=f"See '{folder.path / _LOG_NAME}'.",
             path=str(folder.path),
         )
+
+
+def _started(run: str, node_dir: Path, log: int) -> int:
+    """Start a keeper. Its status when it keeps the run, or could not; below 0 if something killed it before."""
+    return subprocess.run(
+        [sys.executable, "-m", "holdfast.keeper", run, "--node-dir", str(node_dir), "--detach"],
+        check=False,
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=log,
+        start_new_session=True,
+        cwd="/",
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(_import_paths())},
+    ).returncode
 
 
 def _import_paths() -> list[str]:

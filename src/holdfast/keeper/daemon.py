@@ -20,6 +20,7 @@ from typing import Any, Final
 import msgspec
 
 from holdfast.errors import CorruptError, FencedError, HoldfastError
+from holdfast.keeper.claims import is_claimed, remove_stale_claims
 from holdfast.keeper.generations import generation_ids, given_up_ids, read_generation, remove_generation
 from holdfast.keeper.lock import clear_protocol, write_protocol
 from holdfast.keeper.node_folder import NodeFolder
@@ -41,7 +42,7 @@ _NUM_WRITERS: Final = 4
 #: After a store failed, or while other nodes are not done, it is left alone for so long.
 _RETRY_S: Final = 1.0
 #: Longer texts of errors would not fit into the record of a slot.
-_MAX_ERROR_LETTERS: Final = 600
+_MAX_ERROR_NBYTES: Final = 1200
 
 #: What a keeper is to make durable.
 _OWED: Final = (State.STAGED, State.SEALED)
@@ -108,7 +109,7 @@ class Keeper:
         """Remove all slots that hold nothing that is not durable, and whose trainers are no more."""
         self._meet()
         for name, slot in list(self._slots.items()):
-            if slot.state in _DONE and not _is_tended(slot):
+            if slot.state in _DONE and not self._is_tended(slot):
                 self._slots.pop(name).remove()
         self._forget(generation_ids(self._folder))
 
@@ -150,7 +151,8 @@ class Keeper:
             slot.refresh()
 
     def _forget(self, known: Collection[str]) -> None:
-        """Forget those of the `known` generations of which no slot holds anything, nor may be about to."""
+        """Forget those of the `known` generations of which no slot holds anything, nor may be about to; and remove what
+        processes left that were killed."""
         if any(slot.state == State.WRITING for slot in self._slots.values()):
             return
         held = {slot.record.contents.checkpoint_id for slot in self._slots.values() if slot.record.contents}
@@ -158,16 +160,18 @@ class Keeper:
             remove_generation(self._folder, checkpoint_id)
             self._generations.pop(checkpoint_id, None)
             self._retry_at.pop(checkpoint_id, None)
+        self._folder.remove_unnamed()
+        remove_stale_claims(self._folder)
 
     def _remove_old(self) -> None:
         """Remove slots of ranks that are no more, when a later checkpoint of those that are is whole and committed, or
         one of another run: that which was here before is gone."""
         committed = [slot for slot in self._slots.values() if slot.state == State.COMMITTED]
-        kept = [slot.record.contents for slot in committed if slot.record.contents and _is_tended(slot)]
+        kept = [slot.record.contents for slot in committed if slot.record.contents and self._is_tended(slot)]
         newest = max(kept, key=lambda contents: contents.place, default=None)
         for name, slot in list(self._slots.items()):
             contents = slot.record.contents
-            if newest is None or contents is None or slot.state not in _DONE or _is_tended(slot):
+            if newest is None or contents is None or slot.state not in _DONE or self._is_tended(slot):
                 continue
             if contents.run_id != newest.run_id or contents.place < newest.place:
                 self._slots.pop(name).remove()
@@ -255,17 +259,21 @@ class Keeper:
         for slot in writing.slots:
             if slot.refresh().state != State.SEALED:
                 continue  # its seal failed, or is still being made; it is tried again
-            record = msgspec.structs.replace(slot.record, state=state, error=text[:_MAX_ERROR_LETTERS])
+            record = msgspec.structs.replace(slot.record, state=state, error=_short(text))
             if record != slot.record:
                 slot.advance(record)
 
+    def _is_tended(self, slot: Slot) -> bool:
+        """Whether a trainer has it that is alive: the one that filled it, or one that came after."""
+        writer = slot.record.writer
+        return (writer is not None and writer.is_alive()) or is_claimed(self._folder, slot.rank)
+
     def _has_trainers(self) -> bool:
-        return any(map(_is_tended, self._slots.values()))
+        return any(map(self._is_tended, self._slots.values()))
 
 
-def _is_tended(slot: Slot) -> bool:
-    """Whether the trainer that filled a slot, or took it over, is alive."""
-    return slot.record.writer is not None and slot.record.writer.is_alive()
+def _short(text: str) -> str:
+    return text.encode()[:_MAX_ERROR_NBYTES].decode(errors="ignore")
 
 
 def keep(folder: NodeFolder, lock: int, *, is_over: Callable[[], bool], idle_s: float, grace_s: float) -> bool:

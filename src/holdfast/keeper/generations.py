@@ -7,7 +7,6 @@ to make a checkpoint of them. It is created whole, by whichever rank of the node
 from __future__ import annotations
 
 import os
-import secrets
 from contextlib import suppress
 from typing import Final
 
@@ -20,7 +19,6 @@ from holdfast.keeper.node_folder import NodeFolder
 
 _PREFIX: Final = "generation-"
 _GIVEN_UP_PREFIX: Final = "given-up-"
-_NEW_PREFIX: Final = "new-"
 _MAGIC: Final = b"HFGENER1"
 _DIGEST_NBYTES: Final = 16
 
@@ -43,15 +41,7 @@ def write_generation(folder: NodeFolder, generation: Generation) -> None:
     if name in folder.names():
         return
     payload = msgspec.msgpack.encode(generation)
-    new = f"{_NEW_PREFIX}{secrets.token_hex(8)}"
-    with os.fdopen(folder.create(new), "wb") as file:
-        try:
-            file.write(_MAGIC + xxhash.xxh3_128_digest(payload) + payload)
-            file.flush()
-        except BaseException:
-            folder.remove(new)
-            raise
-    folder.rename(new, name)
+    folder.write(name, _MAGIC + xxhash.xxh3_128_digest(payload) + payload)
 
 
 def read_generation(folder: NodeFolder, checkpoint_id: str) -> Generation:

@@ -55,10 +55,7 @@ def _lock_file(folder: NodeFolder) -> int:
 
 def write_protocol(folder: NodeFolder) -> None:
     """Say that what is in `folder` follows `PROTOCOL`. Only for its keeper."""
-    with suppress(FileExistsError):
-        os.close(folder.create(_PROTOCOL_NAME))
-    with os.fdopen(folder.open(_PROTOCOL_NAME), "wb") as file:
-        file.write(b"%d\n" % PROTOCOL)
+    folder.write(_PROTOCOL_NAME, b"%d\n" % PROTOCOL)
 
 
 def clear_protocol(folder: NodeFolder) -> None:
@@ -94,6 +91,6 @@ def _protocol_of(folder: NodeFolder) -> int:
     """What the last keeper of `folder` followed, if it left anything that is not durable; else the one of this."""
     try:
         with os.fdopen(folder.open(_PROTOCOL_NAME), "rb") as file:
-            return int(file.read() or PROTOCOL)
+            return int(file.read())
     except FileNotFoundError:
         return PROTOCOL

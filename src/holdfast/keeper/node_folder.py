@@ -8,6 +8,7 @@ user and nobody else.
 from __future__ import annotations
 
 import os
+import secrets
 import stat
 from collections.abc import Callable
 from contextlib import suppress
@@ -22,6 +23,7 @@ from holdfast.errors import ConfigurationError
 #: Memory that is a file system, on every Linux.
 DEFAULT_NODE_DIR: Final = Path("/dev/shm")  # noqa: S108 - what is made in it is private
 
+_NEW_PREFIX: Final = "new-"
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -85,6 +87,29 @@ class NodeFolder:
             os.close(fd)
             raise
         return fd
+
+    def write(self, name: str, data: bytes) -> None:
+        """Have the file `name` hold `data`, whole; what is called so already is replaced."""
+        new = self.unnamed()
+        with os.fdopen(self.create(new), "wb") as file:
+            try:
+                file.write(data)
+                file.flush()
+                self.rename(new, name)
+            except BaseException:
+                self.remove(new)
+                raise
+
+    @staticmethod
+    def unnamed() -> str:
+        """A name for a file that is to be renamed when it is whole."""
+        return f"{_NEW_PREFIX}{os.getpid()}-{secrets.token_hex(8)}"
+
+    def remove_unnamed(self) -> None:
+        """Remove files that got no name of their own, because the processes that made them have ended."""
+        for name in self.names():
+            if name.startswith(_NEW_PREFIX) and not Path(f"/proc/{name.split('-')[1]}").exists():
+                self.remove(name)
 
     def rename(self, name: str, new: str) -> None:
         """Rename a file. What is called `new` already is replaced."""

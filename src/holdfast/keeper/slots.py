@@ -43,7 +43,6 @@ DATA_START: Final = HUGE_PAGE_NBYTES
 _RESERVED_NBYTES: Final = 64 << 20
 
 _PREFIX: Final = "slot-"
-_NEW_PREFIX: Final = "new-"
 _MAGIC: Final = b"HFSLOT01"
 _CELL_NBYTES: Final = 2048
 #: Magic, sequence number, size and digest of what follows.
@@ -136,8 +135,7 @@ class Slot:
     def create(folder: NodeFolder, *, rank: int, nbytes: int) -> Slot:
         """A new slot for data files of up to `nbytes`, free. It takes memory when it is reserved, or written to."""
         name = f"{_PREFIX}{rank}-{secrets.token_hex(8)}"
-        # Under another name until it is one: nobody ever finds half a slot.
-        new = f"{_NEW_PREFIX}{os.getpid()}-{name}"
+        new = folder.unnamed()  # until it is one: nobody ever finds half a slot
         fd = folder.create(new)
         try:
             os.ftruncate(fd, DATA_START + -(-nbytes // HUGE_PAGE_NBYTES) * HUGE_PAGE_NBYTES)
@@ -159,6 +157,16 @@ class Slot:
     def state(self) -> State:
         """The state that this process knows."""
         return self.record.state
+
+    @property
+    def rank(self) -> int:
+        """The rank whose snapshots it is for."""
+        return int(self.name.split("-")[1])
+
+    @property
+    def is_reserved(self) -> bool:
+        """Whether it has its memory: a write where there is none, and none is left, would end the process."""
+        return os.fstat(self._fd).st_blocks * 512 >= self.nbytes
 
     @property
     def is_removed(self) -> bool:

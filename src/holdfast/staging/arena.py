@@ -10,12 +10,10 @@ import time
 from contextlib import suppress
 from threading import Event, Thread
 
-import msgspec
-
 from holdfast.errors import ConfigurationError, CorruptError, HoldfastError
 from holdfast.format.records import Place
+from holdfast.keeper.claims import claim
 from holdfast.keeper.node_folder import NodeFolder
-from holdfast.keeper.process import Process
 from holdfast.keeper.room import rooms
 from holdfast.keeper.slots import WHOLE, Record, Slot, State, slot_names
 
@@ -131,6 +129,9 @@ class Arena:
             with suppress(_Stopped):
                 self._sort(nbytes)
                 self._look((self._num_slots - len(self._slots)) * nbytes)
+                for slot in self._slots:
+                    if not slot.is_reserved:  # whoever made it was killed before
+                        slot.reserve(before=self._look)
                 while len(self._slots) < self._num_slots:
                     self._add(nbytes)
                     self._one.set()
@@ -144,9 +145,10 @@ class Arena:
 
     def _take_over(self) -> None:
         """Take over what slots the rank has from a process that had it before."""
+        claim(self._folder, self._rank)
         for name in slot_names(self._folder, rank=self._rank):
             with suppress(FileNotFoundError, CorruptError):
-                self._slots.append(_taken_over(Slot(self._folder, name)))
+                self._slots.append(_freed(Slot(self._folder, name)))
 
     def _sort(self, nbytes: int) -> None:
         """Retire slots that are too small, or too many, and forget those that somebody has removed."""
@@ -189,14 +191,11 @@ class _Stopped(Exception):  # noqa: N818 - nothing is wrong
     """The arena is being closed."""
 
 
-def _taken_over(slot: Slot) -> Slot:
-    """`slot`, free if whoever was filling it is dead; the keeper sees that it has a trainer again."""
+def _freed(slot: Slot) -> Slot:
+    """`slot`, free if whoever was filling it is dead."""
     writer = slot.record.writer
-    if writer is not None and not writer.is_alive():
-        if slot.state == State.WRITING:
-            slot.advance(Record(State.FREE))
-        elif slot.state in _REUSABLE:
-            slot.advance(msgspec.structs.replace(slot.record, writer=Process.current()))
+    if slot.state == State.WRITING and writer is not None and not writer.is_alive():
+        slot.advance(Record(State.FREE))
     return slot
 
 

@@ -53,6 +53,8 @@ class Snapshot:
         found = self._walk.found()
         names = guarded.names(self._walk, found)
         slots, all_held = _held_slots(self._walk)
+        #: Whether it looks like what the last walk saw.
+        self.is_as_before = _is_as_before(self._walk.remembered, len(slots), last)
         self._marks = _Marks([*(part for name in names for part in found[name].memory), *slots])
         rest = {name: local for name, local in found.items() if name not in names}
         self._aside: Tensors | None = None
@@ -125,6 +127,15 @@ class _Marks:
 
     def _now(self) -> tuple[list[int], list[int]]:
         return list(map(_version_of, self._memory)), list(map(torch.Tensor.data_ptr, self._memory))
+
+
+def _is_as_before(remembered: Sequence[Remembered], num_slots: int, last: Sequence[Remembered]) -> bool:
+    seen = len(remembered)
+    return (
+        len(last) == seen + 1
+        and all(now is before for now, before in zip(remembered, last, strict=False))
+        and len(last[seen].facts.names) == num_slots
+    )
 
 
 def _held_slots(walk: Walk) -> tuple[list[torch.Tensor], bool]:
