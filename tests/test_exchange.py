@@ -102,8 +102,16 @@ def test_what_all_want_is_divided_evenly() -> None:
 def test_what_one_wants_alone_counts_in_who_reads_the_rest() -> None:
     needs = {0: np.asarray([(0, 0, 64)], np.int64), 1: np.asarray([(0, 0, 32)], np.int64)}
     chunks = divided(needs)
-    # Seen in order: the shared half is divided before it is known what follows.
-    assert chunks.leaders.tolist() == [0, 1, 0, 0]
+    assert chunks.leaders.tolist() == [1, 1, 0, 0]
+
+
+def test_scalars_that_all_want_between_large_tensors_of_one_do_not_have_others_read_these() -> None:
+    # As the step counters of AdamW: one rank read three times what the other did, and passed on most of it.
+    mine = np.asarray([(0, 0, 8 * CHUNK)], np.int64)
+    counters = [(0, chunk * CHUNK + 3, chunk * CHUNK + 4) for chunk in range(8)]
+    other = np.asarray([*counters, (1, 0, 8 * CHUNK)], np.int64)
+    chunks = divided({0: mine, 1: other})
+    assert chunks.leaders.tolist() == [0] * 8 + [1] * 8
 
 
 def test_the_node_of_a_process_is_the_same_for_its_children() -> None:

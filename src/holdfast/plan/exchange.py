@@ -97,7 +97,7 @@ def divide_reads(ranks: Sequence[int], needs: Sequence[Int64s], *, chunk_nbytes:
     """Chunks of at most `chunk_nbytes` for the `ranks` of a node that reads all it needs by itself.
 
     Reading begins with `first_file` (nodes begin at different ones) and goes round. Of the ranks that need some of a
-    chunk, the one that has least to read so far leads.
+    chunk, the one that has least to read leads.
     """
     files, starts, stops = _divided(needs, chunk_nbytes, first_file)
     wanted = _wanted(files, starts, stops, needs)
@@ -214,11 +214,11 @@ def _touched(files: Int64s, starts: Int64s, stops: Int64s, runs: Int64s) -> Bool
 def _least_loaded(wanted: Bools, sizes: Int64s) -> Int64s:
     alone = np.where(wanted.sum(axis=1) == 1, wanted.argmax(axis=1), -1) if wanted.size else np.zeros(0, np.int64)
     leaders = alone.tolist()
-    load = [0] * wanted.shape[1]
-    for chunk, size in enumerate(sizes.tolist()):
-        if leaders[chunk] < 0:
-            leaders[chunk] = min(np.flatnonzero(wanted[chunk]).tolist(), key=load.__getitem__)
-        load[leaders[chunk]] += size
+    # What nobody else can read comes first, wherever it lies: it is known before anything is shared out.
+    load = [int(sizes[alone == rank].sum()) for rank in range(wanted.shape[1])]
+    for chunk in np.flatnonzero(alone < 0).tolist():
+        leaders[chunk] = min(np.flatnonzero(wanted[chunk]).tolist(), key=load.__getitem__)
+        load[leaders[chunk]] += int(sizes[chunk])
     return np.asarray(leaders, np.int64)
 
 
