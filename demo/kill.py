@@ -74,9 +74,9 @@ def kill_all_in_copy(job: Running, *, step: int) -> AllKilled:
             continue
         with stopped(*keepers(job.node_dir)):
             head, seen = _head_of(job.run), job.look()
-            # Only then there is a slot for the next copy.
-            is_free = seen.is_copying or seen.committed == head
-            if head < seen.sealed == seen.copied and is_free and _kill_in_copy(job, pids, after=seen.copied):
+            # Else there would be no slot for the next copy: what is not in storage is kept, and so is the newest.
+            will_copy = seen.is_copying or seen.committed == head > 0
+            if head < seen.sealed == seen.copied and will_copy and _kill_in_copy(job, pids, after=seen.copied):
                 return AllKilled(pids, job.follow(), seen.copied, head)
     raise DemoError(f"The training ended before its ranks were caught in a copy, see {job.training.folder}")
 
