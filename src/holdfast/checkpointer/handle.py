@@ -56,7 +56,8 @@ class Handle:
     """One save. `staged`: this rank's part is copied to the memory of its node, where it survives this process.
     `durable`: the checkpoint, of all ranks, is in storage and committed.
 
-    `place` is its place in the run's history; None where it was `skipped`, because slots were not free yet.
+    `place` is its place in the run's history, once all ranks have agreed on it, which they have when it is staged; None
+    where it was `skipped`, because slots were not free yet.
     ``blocked_s`` is how long `save` took on this rank.
     """
 
