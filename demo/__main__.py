@@ -74,7 +74,7 @@ def _tell(out: Path, steps: int) -> list[Promise]:
     in_background = Training(
         out / "background", 2, steps, save_to=out / "run-background", save_every=max(1, every // _NUM_IN_BACKGROUND)
     )
-    promises += kill_all_and_restore(reference, resumed[0], in_background, step=every, num_more=every)
+    promises += kill_all_and_restore(reference, resumed[0], in_background, step=every + 1, num_more=every)
     promises += [inspect(Path(str(training.save_to))) for training in (*resumed, in_background)]
     losses = {training.world_size: training.losses() for training in resumed}
     draw(Curves(reference.losses(), job.losses(), losses, killed=killed.step, head=head), out / "losses.png")
