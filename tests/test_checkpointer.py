@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from unittest.mock import patch
@@ -329,6 +330,25 @@ def test_while_storage_is_slow_saves_wait_or_are_skipped(run: str, memory: Memor
     last.durable.wait(60)
     checkpointer.close()  # what was skipped is no failure
     assert holdfast.open(run).step == 5
+
+
+def test_a_save_that_waits_for_memory_says_so(
+    run: str, memory: Memory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("holdfast.checkpointer._PATIENCE_S", 0.2)
+    with (
+        Checkpointer(run, Loop().state, memory=memory) as checkpointer,
+        folder_of(run, memory.node_dir) as folder,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        checkpointer.save(1).durable.wait(60)
+        keeper = keeper_of(folder.path)
+        os.kill(keeper, signal.SIGSTOP)
+        checkpointer.save(2)
+        waiting = pool.submit(checkpointer.save, 3)
+        until(lambda: "save of step 3 waits for memory: what rank 0 has in it is not durable yet" in caplog.text)
+        os.kill(keeper, signal.SIGCONT)
+        waiting.result(60)
 
 
 def test_restoring_in_the_middle_waits_for_the_copy_and_leaves_it_as_it_was(run: str, memory: Memory) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -43,7 +44,8 @@ from holdfast.transfer.timed import TimedStorage
 #: still hear of it.
 _LOOK_S: Final = 0.01
 _LATE: Final = 0.1
-#: After an error of the training, for so long ranks are waited for that may have ended.
+#: After so long it is said what a save waits for; and, after an error of the training, ranks that may have ended are
+#: waited for no longer.
 _PATIENCE_S: Final = 5.0
 
 _log = logging.getLogger(__name__)
@@ -357,6 +359,7 @@ class Checkpointer:
                 raise _too_slow(found.full, self._timeout_s)
             return msgspec.msgpack.encode(found)
 
+        told_at = time.monotonic() + _PATIENCE_S
         while True:
             standing = attempt(lambda: msgspec.msgpack.encode(stager.standing(is_as_before=is_as_before)))
             answer = channel.exchange("memory", standing, look, deadline)
@@ -367,6 +370,10 @@ class Checkpointer:
             stager.give_up(found.given_up)
             if not found.full or self._when_full == "skip":
                 return found
+            if time.monotonic() > told_at:
+                told_at = math.inf
+                names = ", ".join(map(str, found.full[:8]))
+                _log.warning("%s waits for memory: what rank %s has in it is not durable yet", channel.label, names)
             time.sleep(_LOOK_S)
 
     def _run_id(self) -> str:
