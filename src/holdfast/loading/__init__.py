@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
+import numpy.ma  # noqa: F401 - np.unique imports it when it is first called, in the middle of a load
 import torch
 from torch.distributed import ProcessGroup
 
