@@ -139,7 +139,7 @@ def test_what_is_staged_becomes_a_checkpoint(run: Run, saved: Saved) -> None:
     for slot in saved.slots:
         sealing.seal(slot)
         persist_in(run, sealing, slot)
-    found = commit(run, sealing)
+    found = commit(run, sealing, [])
     assert found is not None
     assert found.place == saved.generation.place
     assert_loads(run, saved)
@@ -163,7 +163,7 @@ def test_a_file_is_on_its_way_to_storage_while_it_is_hashed(run: Run, saved: Sav
                 sealed.result()
 
             persist(storage, sealing, slot, await_seal=await_seal)
-    assert commit(run, sealing) is not None
+    assert commit(run, sealing, saved.slots) is not None
     assert_loads(run, saved)
 
 
@@ -176,7 +176,7 @@ def test_nodes_that_know_nothing_of_each_other_commit_when_all_files_are_there(
         with Slot(folders[number], saved.slots[number].name) as slot:
             sealing.seal(slot)
             persist_in(run, sealing, slot)
-        assert (commit(run, sealing) is None) == (number == 1)
+        assert (commit(run, sealing, []) is None) == (number == 1)
     assert_loads(run, saved)
 
 
@@ -187,7 +187,7 @@ def test_all_of_it_may_be_done_again(run: Run, saved: Saved) -> None:
             if slot.state == State.STAGED:
                 sealing.seal(slot)
             persist_in(run, sealing, slot)
-        first, second = commit(run, sealing), commit(run, sealing)
+        first, second = commit(run, sealing, []), commit(run, sealing, saved.slots)
         assert first == second
         assert first is not None
     assert_loads(run, saved)
@@ -200,7 +200,7 @@ def test_a_job_that_is_fenced_commits_nothing(run: Run, saved: Saved) -> None:
         sealing.seal(slot)
         persist_in(run, sealing, slot)
     with pytest.raises(FencedError):
-        commit(run, sealing)
+        commit(run, sealing, [])
     assert run.head() is None
 
 

@@ -7,7 +7,7 @@ from threading import Event, Thread
 
 
 class Background:
-    """Does `work` in a thread of its own, which keeps no process alive.
+    """Does `work` in a thread of its own, which keeps no process alive, from `begin` on.
 
     `work` calls `settle` when all ranks have agreed on a plan and a place and this one has a slot: until then the next
     save has to wait. What it raises is `error`, and settles it too.
@@ -16,9 +16,14 @@ class Background:
     def __init__(self, work: Callable[[Background], None]) -> None:
         self.error: Exception | None = None
         self._work = work
+        self._begun = Event()
         self._settled = Event()
         self._thread = Thread(target=self._run, name="holdfast-stage", daemon=True)
         self._thread.start()
+
+    def begin(self) -> None:
+        """Have the work begin. (A thread that has just begun takes the interpreter from whoever started it.)"""
+        self._begun.set()
 
     @property
     def is_settled(self) -> bool:
@@ -39,6 +44,7 @@ class Background:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
+        self._begun.wait()
         try:
             self._work(self)
         except Exception as error:  # noqa: BLE001 - whoever waits for it raises it, or it is told in the handle

@@ -6,7 +6,7 @@ appears in storage whole or not at all, and who commits writes what everybody el
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import xxhash
@@ -15,10 +15,10 @@ from holdfast.errors import StorageError
 from holdfast.format import container, records
 from holdfast.format import manifest as fmt
 from holdfast.format.container import Files
-from holdfast.format.records import Commit
+from holdfast.format.records import Commit, FileSeal
 from holdfast.keeper.generations import Generation
 from holdfast.keeper.slots import Record, Slot, State
-from holdfast.run.complete import Stored, complete, missing_files
+from holdfast.run.complete import Stored, finish, missing_files
 from holdfast.run.history import Run
 from holdfast.storage.base import Bytes
 from holdfast.transfer.digest import digest_blocks
@@ -89,8 +89,9 @@ def persist(
             raise
 
 
-def commit(run: Run, sealing: Sealing) -> Commit | None:
-    """Commit the checkpoint, if all its data files are in storage, whichever nodes they come from. Else None.
+def commit(run: Run, sealing: Sealing, slots: Iterable[Slot]) -> Commit | None:
+    """Commit the checkpoint, if all its data files are in storage, whichever nodes they come from; those from `slots`
+    were written by this process. Else None.
 
     Raises:
         FencedError: another job opened a newer epoch of the run, or the checkpoint was given up.
@@ -99,4 +100,9 @@ def commit(run: Run, sealing: Sealing) -> Commit | None:
     run.check_fence(sealing.generation.place.epoch)
     if missing_files(run.storage, sealing.stored):
         return None
-    return complete(run, sealing.stored.folder, deep=False)
+    known = {}
+    for slot in slots:
+        contents = slot.record.contents
+        assert contents is not None
+        known[contents.file] = FileSeal(fmt.file_name(contents.file), contents.nbytes, slot.record.digest)
+    return finish(run, sealing.stored, deep=False, known=known)

@@ -58,7 +58,7 @@ class Writing:
         if self._committed is None and all(file.done() for file in self._files):
             if any(file.exception() for file in self._files):
                 return True
-            self._committed = self._pool.submit(lambda: commit(self._run.result(), self.sealing) is not None)
+            self._committed = self._pool.submit(self._commit)
         return self._committed is not None and self._committed.done()
 
     def outcome(self) -> bool:
@@ -79,6 +79,9 @@ class Writing:
             raise _replaced(run)
         publish_manifest(self._storage, self.sealing)
         return run
+
+    def _commit(self) -> bool:
+        return commit(self._run.result(), self.sealing, self._slots.values()) is not None
 
     def _persist(self, slot: Slot, sealed: Future[None] | None) -> None:
         self._run.result()

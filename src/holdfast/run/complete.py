@@ -7,8 +7,9 @@ later. They all end in `seal_and_commit`, and write the same bytes however many 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 import xxhash
@@ -82,11 +83,13 @@ def missing_files(storage: Storage, stored: Stored) -> list[str]:
     return [name for name in names if name not in found]
 
 
-def check_files(run: Run, stored: Stored, *, deep: bool) -> tuple[FileSeal, ...]:
+def check_files(
+    run: Run, stored: Stored, *, deep: bool, known: Mapping[int, FileSeal] = MappingProxyType({})
+) -> tuple[FileSeal, ...]:
     """What a seal has to say about the data files, all of which are there and sound.
 
-    Compared are sizes and headers, byte for byte; with `deep` also all data with the digests. Blocking; reads each
-    header, and with `deep` everything, in bounded memory.
+    Compared are sizes and headers, byte for byte, but for the `known` files; with `deep` also all data with the
+    digests. Blocking; reads each header, and with `deep` everything, in bounded memory.
 
     Raises:
         NotFoundError: files are missing; names them; code ``not_found.file``.
@@ -96,7 +99,10 @@ def check_files(run: Run, stored: Stored, *, deep: bool) -> tuple[FileSeal, ...]
     if absent:
         raise _missing(run.storage.path(stored.key(fmt.NAME)).rpartition("/")[0], absent)
     files = Files(stored.manifest)
-    seals = tuple(_check_file(run.storage, stored, files.layout(i)) for i in range(stored.manifest.body.num_files))
+    seals = tuple(
+        known.get(index) or _check_file(run.storage, stored, files.layout(index))
+        for index in range(stored.manifest.body.num_files)
+    )
     if deep:
         prefix = records.checkpoint_key(stored.folder, "")
         checkpoint = Checkpoint(Located(run.storage, run, None, prefix, _seal(stored, seals)))
@@ -137,10 +143,14 @@ def complete(run: Run, folder: str, *, deep: bool = True) -> Commit:
         CorruptError: a file is damaged, or is not of this checkpoint or run.
         FencedError: the checkpoint was given up or removed, or its place has another one.
     """
-    stored = read_manifest(run, folder)
+    return finish(run, read_manifest(run, folder), deep=deep)
+
+
+def finish(run: Run, stored: Stored, *, deep: bool, known: Mapping[int, FileSeal] = MappingProxyType({})) -> Commit:
+    """As `complete`, for whoever has the manifest already, and has written the `known` files, by their numbers."""
     if run.is_removed(stored.manifest.place):
         raise _given_up(run.storage.path(stored.key(fmt.NAME)), "removed", stored)
-    return seal_and_commit(run, stored, check_files(run, stored, deep=deep))
+    return seal_and_commit(run, stored, check_files(run, stored, deep=deep, known=known))
 
 
 def seal_and_commit(run: Run, stored: Stored, files: Sequence[FileSeal]) -> Commit:
