@@ -99,6 +99,7 @@ class _FaultyReader:
     def __init__(self, storage: FaultyStorage, key: str, reader: FileReader) -> None:
         self.alignment = reader.alignment
         self.nbytes = reader.nbytes
+        self.memory = None
         self._storage, self._key, self._reader = storage, key, reader
 
     def read_at(self, offset: int, out: Bytes) -> None:

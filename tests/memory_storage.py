@@ -97,6 +97,7 @@ class MemoryReader:
     """A whole object."""
 
     alignment = 1
+    memory = None
 
     def __init__(self, data: bytes) -> None:
         self._data = data

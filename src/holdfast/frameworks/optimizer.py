@@ -40,8 +40,8 @@ def flatten_optimizer(path: str, optimizer: Optimizer, sink: Sink) -> None:
     """Add an optimizer's hyper-parameters, and state that belongs to no parameter, to `sink`, which must already know
     the parameters. All other state adds `flatten_slots`.
 
-    Raises `StateError`: ``state.unnamed_parameter`` for a parameter that is no tensor of the state,
-    ``state.optimizer`` for an optimizer whose state is more than ``state`` and ``param_groups``.
+    Raises `StateError`, code ``state.optimizer``, for an optimizer whose state is more than ``state`` and
+    ``param_groups``.
     """
     _refuse_hidden_state(path, optimizer)
     sink.node(path, Open("optimizer"))
@@ -50,9 +50,6 @@ def flatten_optimizer(path: str, optimizer: Optimizer, sink: Sink) -> None:
     sink.node(groups, Open("dict"))
     for index, group in enumerate(optimizer.param_groups):
         _flatten_hyper(join(groups, str(index)), group, sink)
-        of_index = Plain(index)
-        for entry in _named_parameters(path, index, group, sink):
-            sink.node(_below(group_of, entry.name), of_index)
     for other, value in _shared(path, optimizer):
         sink.tree(join(path, "shared", component(other, path=path)), value)
 
@@ -107,11 +104,17 @@ def bind_optimizer(path: str, optimizer: Optimizer, source: Source) -> Finish:
 
 
 def flatten_slots(path: str, optimizer: Optimizer, sink: Sink) -> None:
-    """Add to `sink` what an optimizer keeps for its parameters. Raises `StateError` as `flatten_optimizer` does."""
-    state = join(path, "state")
+    """Add to `sink` the groups of an optimizer's parameters, and what it keeps for them.
+
+    Raises `StateError`: ``state.unnamed_parameter`` for a parameter that is no tensor of the state, else as
+    `flatten_optimizer`.
+    """
+    state, group_of = (join(path, name) for name in ("state", "group_of"))
     tensors: list[NamedTensor] = []
     for index, group in enumerate(optimizer.param_groups):
+        of_index = Plain(index)
         for entry in _named_parameters(path, index, group, sink):
+            sink.node(_below(group_of, entry.name), of_index)
             slots = optimizer.state.get(entry.tensor)
             if slots is not None:
                 _flatten_slots(f"{state}/{entry.name}", slots, entry, sink, tensors)

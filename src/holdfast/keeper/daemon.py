@@ -13,7 +13,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Collection
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from typing import Any, Final
 
@@ -33,9 +33,11 @@ IDLE_S: Final = 1800.0
 #: What is staged when a keeper is told to end, it makes durable for so long.
 GRACE_S: Final = 60.0
 
-#: How often a keeper looks when it has nothing to do, and while a trainer fills a slot; trainers need not wake it.
-_LOOK_S: Final = 0.05
-_SHORT_LOOK_S: Final = 0.01
+#: How often a keeper looks at everything, and how often whether a trainer has changed something, which costs next to
+#: nothing; also while a trainer fills a slot. Trainers need not wake it.
+_LOOK_S: Final = 0.25
+_GLANCE_S: Final = 0.05
+_SHORT_GLANCE_S: Final = 0.01
 #: Slots that are sealed, and files that are written, at the same time.
 _NUM_SEALERS: Final = 2
 _NUM_WRITERS: Final = 4
@@ -66,6 +68,8 @@ class Keeper:
         #: Slots that are being sealed, by name.
         self._seals: dict[str, Future[None]] = {}
         self._writing: Writing | None = None
+        #: When a file had last come or gone as of the last look.
+        self._met_ns = 0
 
     def run(self, *, is_over: Callable[[], bool], idle_s: float) -> None:
         """Work until `is_over`, or until for `idle_s` no trainer lived and nothing was to be done; then the memory is
@@ -124,19 +128,24 @@ class Keeper:
         self._slots.clear()
 
     def _rest(self) -> None:
-        """Wait for what is being done, or until it is time to look again."""
+        """Wait for what is being done, or for what others do, or until it is time to look again."""
         busy: list[Future[Any]] = [*self._seals.values()]
         if self._writing is not None:
             busy += self._writing.pending
         is_awaited = any(slot.state == State.WRITING for slot in self._slots.values())
-        look_s = _SHORT_LOOK_S if is_awaited else _LOOK_S
-        if busy:
-            wait(busy, timeout=look_s, return_when=FIRST_COMPLETED)
-        else:
-            time.sleep(look_s)
+        glance_s = _SHORT_GLANCE_S if is_awaited else _GLANCE_S
+        end = time.monotonic() + _LOOK_S
+        while time.monotonic() < end:
+            if not busy:
+                time.sleep(glance_s)
+            elif not wait(busy, timeout=glance_s).not_done:
+                return
+            if self._folder.changed_ns() != self._met_ns or any(slot.is_changed for slot in self._slots.values()):
+                return
 
     def _meet(self) -> None:
         """Open slots that are new, and close those that are gone."""
+        self._met_ns = self._folder.changed_ns()
         names = set(slot_names(self._folder))
         for name in self._slots.keys() - names:
             self._slots.pop(name).close()

@@ -62,6 +62,10 @@ class NodeFolder:
         """Descriptor of the folder."""
         return self._fd
 
+    def changed_ns(self) -> int:
+        """When a file last came or went, as far as the system's clock for that tells instants apart."""
+        return os.fstat(self._fd).st_mtime_ns
+
     def names(self) -> list[str]:
         """Names of the files in the folder, sorted."""
         return sorted(os.listdir(self._fd))  # noqa: PTH208 - it takes a descriptor

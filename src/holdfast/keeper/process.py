@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import cache
 from pathlib import Path
 from typing import Final
 
@@ -32,6 +33,7 @@ class Process(msgspec.Struct, frozen=True, array_like=True):
         return self.boot_id == boot_id() and _started(self.pid) == self.started
 
 
+@cache
 def boot_id() -> str:
     """What tells this boot of the machine from all others."""
     return (_PROC / "sys/kernel/random/boot_id").read_text(encoding="ascii").strip()

@@ -126,6 +126,8 @@ class Slot:
             self.nbytes = size - DATA_START
             self._memory = shared(self._fd, size)
             keep_private(self._memory.ctypes.data, size)
+            #: The page as it was last read, and what was found in it.
+            self._page, self._found = b"", (0, Record(State.FREE))
             _, self.record = self._newest()
         except BaseException:
             os.close(self._fd)
@@ -173,8 +175,13 @@ class Slot:
         """Whether somebody has removed it: what is written to it then, nobody finds."""
         return os.fstat(self._fd).st_nlink == 0
 
+    @property
+    def is_changed(self) -> bool:
+        """Whether anybody has changed the state since it was last read. Takes microseconds."""
+        return self._look() != self._page
+
     def refresh(self) -> Record:
-        """Read what others have made of the slot."""
+        """Read what others have made of the slot. Takes microseconds where that is nothing."""
         with self._lock:
             _, self.record = self._newest()
             return self.record
@@ -241,11 +248,16 @@ class Slot:
 
     def _newest(self) -> tuple[int, Record]:
         """The newer of the two cells that are whole."""
-        page = self._memory[: 2 * _CELL_NBYTES].tobytes()  # others may be writing one of them
-        found = [cell for start in (0, _CELL_NBYTES) if (cell := _read_cell(page[start : start + _CELL_NBYTES]))]
-        if not found:
-            raise self._corrupt("neither of its records is whole")
-        return max(found, key=lambda cell: cell[0])
+        page = self._look()
+        if page != self._page:
+            found = [cell for start in (0, _CELL_NBYTES) if (cell := _read_cell(page[start : start + _CELL_NBYTES]))]
+            if not found:
+                raise self._corrupt("neither of its records is whole")
+            self._page, self._found = page, max(found, key=lambda cell: cell[0])
+        return self._found
+
+    def _look(self) -> bytes:
+        return self._memory[: 2 * _CELL_NBYTES].tobytes()  # others may be writing one of them
 
     def _corrupt(self, what: str) -> CorruptError:
         return CorruptError(

@@ -30,6 +30,7 @@ class LiveFile:
     """A file of `nbytes` as a `FileReader`: `sources` one after another from `data_start` on, and zeros elsewhere."""
 
     alignment = 1
+    memory = None
 
     def __init__(self, sources: Sequence[Source], *, data_start: int, nbytes: int) -> None:
         self.nbytes = nbytes

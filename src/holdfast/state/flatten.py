@@ -100,8 +100,8 @@ def name_of_planes(plane_name: str) -> str:
 class Walk:
     """One walk of a state, in two parts; the `Sink` of the frameworks.
 
-    When it is made, it has seen everything but what optimizers keep per parameter: thousands of tensors that only
-    their steps change. `finish` sees those.
+    When it is made, it has seen everything but what optimizers keep per parameter, thousands of tensors that only
+    their steps change, and which group it is in. `finish` sees those.
     """
 
     def __init__(

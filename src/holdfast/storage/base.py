@@ -49,6 +49,10 @@ class FileReader(Protocol):
     def nbytes(self) -> int:
         """Size of the object."""
 
+    @property
+    def memory(self) -> Bytes | None:
+        """All of the object, to be looked at until `close`, where it is in memory that this process sees; else None."""
+
     def read_at(self, offset: int, out: Bytes) -> None:
         """Fill `out` from `offset`; a short object is a `CorruptError`, code ``corrupt.short``."""
 

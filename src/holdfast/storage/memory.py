@@ -85,7 +85,7 @@ class MemoryFile:
 
     def __init__(self, data: Bytes, *, path: str) -> None:
         self.nbytes = len(data)
-        self._data = data
+        self.memory = data
         self._path = path
 
     def read_at(self, offset: int, out: Bytes) -> None:
@@ -97,7 +97,7 @@ class MemoryFile:
                 action="Use another copy, or an older checkpoint.",
                 path=self._path,
             )
-        np.copyto(out, self._data[offset : offset + len(out)])
+        np.copyto(out, self.memory[offset : offset + len(out)])
 
     def close(self) -> None:
         """Does nothing: who has mapped the memory lets go of it."""

@@ -274,6 +274,8 @@ class PosixReader(_OpenFile):
     """An open file, see `FileReader`. Reads whose offset and address are multiples of `alignment` are direct,
     whatever their length."""
 
+    memory = None
+
     def __init__(self, path: str) -> None:
         with reported("open", path):
             descriptor = _open_existing(path)

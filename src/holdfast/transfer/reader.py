@@ -201,7 +201,7 @@ class Target:
             return self._file
 
     def was_read(self) -> bool:
-        """Count a chunk as read; True for the last one, which closes the file."""
+        """Count a chunk as read and done with; True for the last one, which closes the file."""
         with self._lock:
             self._num_left -= 1
             last = self._num_left == 0
@@ -368,10 +368,10 @@ class Reading:
 
     def _serve(self, chunk: Chunk, buffer: int) -> None:
         data = self._buffers[buffer][: chunk.stop - chunk.start]
-        self._prepare(data)
         if chunk.receive is None:
-            self._read(chunk, data)
+            data = self._read(chunk, data)
         else:
+            self._prepare(data)
             chunk.receive(data)
         if chunk.wanted_by:
             assert self._partners is not None
@@ -379,23 +379,30 @@ class Reading:
         self._deliver(chunk, data)
         if chunk.send is not None:
             chunk.send(data)
+        was_last = chunk.receive is None and chunk.file.was_read()
         with self._changed:
             self._num_begun -= 1
+            if was_last:
+                self._open.discard(chunk.file)
         self.given_back(buffer)
 
-    def _read(self, chunk: Chunk, data: Bytes) -> None:
-        """Fill `data` from the file, and verify it."""
+    def _read(self, chunk: Chunk, buffer: Bytes) -> Bytes:
+        """The bytes of a chunk, verified: in `buffer`, unless they are in memory, and nobody else wants them."""
         file = chunk.file.open()
-        file.reader.read_at(file.data_start + chunk.start, data)
+        start = file.data_start + chunk.start
+        if file.reader.memory is None or chunk.wanted_by:
+            data = buffer
+            self._prepare(data)
+            file.reader.read_at(start, data)
+        else:
+            data = file.reader.memory[start : start + len(buffer)]
         with self._changed:
             self._num_reading -= 1
         verify_s = self._verify(file, chunk.start, data)
-        last = chunk.file.was_read()
         with self._changed:
             self.verify_s += verify_s
             self.bytes_read += chunk.stop - chunk.start
-            if last:
-                self._open.discard(chunk.file)
+        return data
 
     def _verify(self, file: DataFile, start: int, data: Bytes) -> float:
         """Compare whole blocks from `start` on with their digests; returns the seconds that it took."""

@@ -162,6 +162,8 @@ class _TimedWriter:
 class _TimedReader:
     """A `FileReader` with a time limit."""
 
+    memory = None  # of that, nobody would be told that the time is up
+
     def __init__(self, reader: FileReader, file: _OpenFile) -> None:
         self.nbytes = reader.nbytes
         self._reader = reader
@@ -206,6 +208,7 @@ class _DirectReader:
 
     def __init__(self, reader: FileReader, check: Callable[[], None]) -> None:
         self.nbytes = reader.nbytes
+        self.memory = reader.memory
         self._reader = reader
         self._check = check
 
