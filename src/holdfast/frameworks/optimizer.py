@@ -50,7 +50,7 @@ def flatten_optimizer(path: str, optimizer: Optimizer, sink: Sink) -> None:
     sink.node(groups, Open("dict"))
     for index, group in enumerate(optimizer.param_groups):
         _flatten_hyper(join(groups, str(index)), group, sink)
-    for other, value in _shared(path, optimizer):
+    for other, value in _shared(optimizer):
         sink.tree(join(path, "shared", component(other, path=path)), value)
 
 
@@ -109,6 +109,7 @@ def flatten_slots(path: str, optimizer: Optimizer, sink: Sink) -> None:
     Raises `StateError`: ``state.unnamed_parameter`` for a parameter that is no tensor of the state, else as
     `flatten_optimizer`.
     """
+    _require_grouped(path, optimizer)
     state, group_of = (join(path, name) for name in ("state", "group_of"))
     tensors: list[NamedTensor] = []
     for index, group in enumerate(optimizer.param_groups):
@@ -129,9 +130,13 @@ def parameters_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
 
 def slots_of(optimizer: Optimizer) -> list[torch.Tensor]:
     """The tensors that `optimizer` keeps for its parameters."""
-    state = cast("Mapping[object, object]", optimizer.state)
-    kept = [slots.values() for key, slots in state.items() if isinstance(key, torch.Tensor) and isinstance(slots, dict)]
-    return [slot for slots in kept for slot in slots if isinstance(slot, torch.Tensor)]
+    return [
+        slot
+        for key, slots in cast("Mapping[object, object]", optimizer.state).items()
+        if isinstance(key, torch.Tensor) and isinstance(slots, dict)
+        for slot in slots.values()
+        if isinstance(slot, torch.Tensor)
+    ]
 
 
 def is_replayed(optimizer: Optimizer) -> bool:
@@ -378,13 +383,17 @@ def _hyper(group: Mapping[str, object]) -> list[tuple[str, object]]:
     return [(key, value) for key, value in group.items() if key not in _IDENTITY]
 
 
-def _shared(path: str, optimizer: Optimizer) -> Iterator[tuple[object, object]]:
-    """State under keys that are no tensors. Raises `StateError` for state of a tensor that is in no group."""
-    grouped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    for key, value in cast("Mapping[object, object]", optimizer.state).items():
-        if not isinstance(key, torch.Tensor):
-            yield key, value
-        elif id(key) not in grouped:
+def _shared(optimizer: Optimizer) -> list[tuple[object, object]]:
+    """State under keys that are no tensors."""
+    state = cast("Mapping[object, object]", optimizer.state)
+    return [(key, value) for key, value in state.items() if not isinstance(key, torch.Tensor)]
+
+
+def _require_grouped(path: str, optimizer: Optimizer) -> None:
+    """Refuse state of a tensor that is in no group."""
+    grouped = set(map(id, parameters_of(optimizer)))
+    for key in cast("Mapping[object, object]", optimizer.state):
+        if isinstance(key, torch.Tensor) and id(key) not in grouped:
             raise StateError(
                 f"Optimizer {path!r} holds state for a tensor of shape {tuple(key.shape)} that is in no group.",
                 code="state.optimizer",
