@@ -215,7 +215,7 @@ def _load(
         checkpoint.nodes = _all_values(channel, deadline, checkpoint, chosen.owners)
     with TimedStorage(located.storage, timeout_s=deadline.for_storage_s) as storage:
         loading = Loading(channel, deadline, storage, group_ranks(group)[channel.rank], Options(verify=verify))
-        return loading.fill(state, lambda: checkpoint, epoch=chosen.epoch, owners=chosen.owners or None)
+        return loading.fill(state, lambda: checkpoint, epoch=chosen.epoch, owners=chosen.owners or None, in_memory=True)
 
 
 def _all_values(

@@ -225,9 +225,10 @@ class Loading:
         epoch: int | None,
         skipped: Sequence[Skipped] = (),
         owners: Sequence[int] | None = None,
+        in_memory: bool = False,
     ) -> LoadReport:
         """Fill `into` from the checkpoint that `find` gives; `epoch` was the newest of its run before that. `owners`
-        are the ranks that alone can read each of its data files."""
+        are the ranks that alone can read each of its data files, which may be `in_memory`."""
         bound: list[_Bound] = []
 
         @collector_paused()
@@ -251,6 +252,7 @@ class Loading:
             memory_nbytes=self._options.memory_budget,
             bandwidths=self._options.bandwidths,
             owners=owners,
+            in_memory=in_memory,
         )
         filling = Filling(checkpoint, binding, table.parts, self._rank)
         with self._watch.phase("read"):

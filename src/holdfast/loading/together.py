@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import time
 import zlib
@@ -12,9 +13,11 @@ from typing import NamedTuple
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from holdfast.control.channel import Channel, Deadline
 from holdfast.errors import DeadlineError, StorageError
+from holdfast.format.manifest import data_nbytes
 from holdfast.geometry import Int64s
 from holdfast.phases import attempt
 from holdfast.plan.exchange import Bandwidths, Chunks, divide_job_reads, divide_reads, united
@@ -31,6 +34,9 @@ from holdfast.transfer.timed import TimedStorage
 #: Memory through which a rank reads for others of its node: by default, and at least.
 MEMORY_NBYTES = 16 << 20
 MIN_MEMORY_NBYTES = NUM_THREADS * BUFFER_NBYTES
+#: What is in memory each rank of a node reads for itself, while all of them together read no more than this times what
+#: there is: to wait for another rank takes longer than to verify some of it twice.
+_APART = 1.5
 
 
 class ReadCost(NamedTuple):
@@ -41,21 +47,25 @@ class ReadCost(NamedTuple):
 
 
 class _Here(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank tells: its node, and, where bytes may be exchanged between nodes, its address and what it needs."""
+    """What a rank tells: its node, how much it needs, and, where bytes may be exchanged between nodes, its address and
+    what that is."""
 
     node: bytes
+    nbytes: int
     address: str = ""
     needs: bytes = b""
 
 
 class _Nodes(msgspec.Struct, frozen=True, array_like=True):
-    """Who is on which node: runs of ranks, as the number of a node and a count; and a secret of this operation.
+    """Who is on which node: runs of ranks, as the number of a node and a count; a secret of this operation; and whether
+    ranks read `apart`, each all that it needs.
 
     Where bytes are exchanged between nodes, also the addresses of all ranks and what they need.
     """
 
     token: bytes
     runs: tuple[tuple[int, int], ...]
+    apart: bool
     addresses: tuple[str, ...] = ()
     needs: tuple[bytes, ...] = ()
 
@@ -89,8 +99,10 @@ class Together:
         memory_nbytes: int = MEMORY_NBYTES,
         bandwidths: Bandwidths | None = None,
         owners: Sequence[int] | None = None,
+        in_memory: bool = False,
     ) -> None:
-        """`owners` are the ranks that alone can read each data file; without, all ranks can read all of them."""
+        """`owners` are the ranks that alone can read each data file; without, all ranks can read all of them. Files
+        that are `in_memory` are read by as many threads as there are cores for this rank: nothing is waited for."""
         self._checkpoint = checkpoint
         self._storage = storage
         self._channel = channel
@@ -99,6 +111,7 @@ class Together:
         self._num_buffers = memory_nbytes // BUFFER_NBYTES
         self._bandwidths = bandwidths
         self._owners = owners
+        self._in_memory = in_memory
         self._jobs: dict[int, ReadJob] = {}
         self._needs = np.zeros((0, 3), np.int64)
         self._peers: Peers | None = None
@@ -132,23 +145,30 @@ class Together:
         self._jobs = dict(self._checkpoint.jobs(wants, targets, verify=self._verify, open_reader=open_reader))
         ranges = [(file, job.ranges()) for file, job in sorted(self._jobs.items())]
         self._needs = np.concatenate([self._needs, *(np.insert(each, 0, file, axis=1) for file, each in ranges)])
+        here = _Here(node_id(), int((self._needs[:, 2] - self._needs[:, 1]).sum()))
         if (self._bandwidths is None and self._owners is None) or self._channel.world_size == 1:
-            return msgspec.msgpack.encode(_Here(node_id()))
+            return msgspec.msgpack.encode(here)
         self._peers = Peers(self._channel.rank)
-        return msgspec.msgpack.encode(_Here(node_id(), self._peers.address, zlib.compress(self._needs.tobytes(), 1)))
+        here = replace(here, address=self._peers.address, needs=zlib.compress(self._needs.tobytes(), 1))
+        return msgspec.msgpack.encode(here)
 
     def _answer(self, payloads: Sequence[bytes]) -> bytes:
         """Who is where, and whether nodes exchange what they read."""
         ranks = [msgspec.msgpack.decode(payload, type=_Here) for payload in payloads]
         numbers = {node: number for number, node in enumerate(dict.fromkeys(rank.node for rank in ranks))}
         runs = tuple((numbers[node], sum(1 for _ in run)) for node, run in groupby(rank.node for rank in ranks))
-        nodes = _Nodes(secrets.token_bytes(16), runs)
+        nodes = _Nodes(secrets.token_bytes(16), runs, self._is_apart(ranks))
         if len(numbers) > 1 and all(rank.address for rank in ranks):
             needs = [united([_unpacked(ranks[rank].needs) for rank in members]) for members in nodes.members()]
             if self._owners is not None or (self._bandwidths and self._bandwidths.favour_exchange(needs)):
                 addresses, packed = tuple(rank.address for rank in ranks), tuple(rank.needs for rank in ranks)
-                nodes = msgspec.structs.replace(nodes, addresses=addresses, needs=packed)
+                nodes = replace(nodes, addresses=addresses, needs=packed)
         return msgspec.msgpack.encode(nodes)
+
+    def _is_apart(self, ranks: Sequence[_Here]) -> bool:
+        if not self._in_memory or self._owners is not None:
+            return False
+        return sum(rank.nbytes for rank in ranks) <= _APART * data_nbytes(self._checkpoint.manifest.body)
 
     def _read(self, nodes: _Nodes) -> bytes:
         try:
@@ -170,7 +190,8 @@ class Together:
         """Find the neighbours, learn what they need, and do what falls to this rank."""
         members = nodes.members()
         node = next(number for number, ranks in enumerate(members) if self._channel.rank in ranks)
-        ranks = members[node]
+        ranks = [self._channel.rank] if nodes.apart else members[node]
+        num_cores = len(os.sched_getaffinity(0)) // len(members[node])
         # Sooner than the store is given up: who waits for a rank blames it, and who waits for the store, the store.
         end_s = time.monotonic() + 0.8 * self._deadline.remaining_s()
         with ExitStack() as stack:
@@ -180,20 +201,29 @@ class Together:
                 chunks = divide_job_reads(members, needs, node, chunk_nbytes=BUFFER_NBYTES, owners=self._owners)
                 peers = self._connected(nodes, chunks, end_s)
             else:
-                chunks = self._divided(members, node, others)
+                chunks = self._divided(ranks, others, begin=node / len(members))
                 peers = None
             self._jobs.update(self._idle_jobs(chunks))
             corrupt = self._checkpoint.corrupt_block
-            self._shared = SharedReading(self._jobs, chunks, self._channel.rank, others, buffers, corrupt, peers=peers)
+            self._shared = SharedReading(
+                self._jobs,
+                chunks,
+                self._channel.rank,
+                others,
+                buffers,
+                corrupt,
+                peers=peers,
+                num_readers=min(max(num_cores, 1), NUM_THREADS) if self._in_memory else NUM_THREADS,
+            )
             self._shared.run()
 
-    def _divided(self, members: Sequence[Sequence[int]], node: int, others: Mapping[int, Neighbour]) -> Chunks:
-        """What the ranks of this node read, which gets nothing from other nodes."""
-        ranks = members[node]
+    def _divided(self, ranks: Sequence[int], others: Mapping[int, Neighbour], *, begin: float) -> Chunks:
+        """What `ranks`, which get nothing from other nodes, read; from where on in the checkpoint they `begin`, as a
+        share of its files."""
         needs = [self._needs if rank == self._channel.rank else _rows(others[rank].note) for rank in ranks]
         if self._owners is not None:
             return divide_job_reads([ranks], [needs], 0, chunk_nbytes=BUFFER_NBYTES, owners=self._owners)
-        first_file = self._checkpoint.manifest.body.num_files * node // len(members)
+        first_file = int(self._checkpoint.manifest.body.num_files * begin)
         return divide_reads(ranks, needs, chunk_nbytes=BUFFER_NBYTES, first_file=first_file)
 
     def _idle_jobs(self, chunks: Chunks) -> dict[int, ReadJob]:

@@ -34,8 +34,8 @@ OpenReader = Callable[[str], FileReader]
 
 #: Digest tables of so many bytes are kept: those of 256 GiB of data, which many small reads go to.
 _TABLES_NBYTES = 4 << 20
-#: Wants up to this size are filled many at a time.
-_SMALL_NBYTES = 32 << 10
+#: Wants up to this size are filled many at a time, where they are whole in what came.
+_FILLED_NBYTES = 1 << 20
 
 
 class Targets(Protocol):
@@ -310,13 +310,13 @@ class _Delivery:
         sizes = reads.stops - reads.starts
         #: Where each read begins when all are laid end to end, and where the last one ends.
         self._line = np.r_[0, np.cumsum(sizes)].tolist()
-        self._small = reads.straight & (sizes <= _SMALL_NBYTES)
+        self._filled = reads.straight & (sizes <= _FILLED_NBYTES)
 
     def take(self, first: int, offset: int, data: Bytes) -> None:
         """Deliver bytes of read `first`, from `offset` on, and of the reads that follow it without a gap."""
         line, begin = self._line, self._line[first] + offset
         end = begin + len(data)
-        if end <= line[first + 1] and not self._small[first]:
+        if end <= line[first + 1] and not self._filled[first]:
             self._part(first, offset, data)
             return
         # Reads [low, high) are there in full.
@@ -325,7 +325,7 @@ class _Delivery:
             self._part(first, offset, data[: line[low] - begin])
         for start, stop in self._groups(low, high):
             held = data[line[start] - begin : line[stop] - begin]
-            if self._small[start]:
+            if self._filled[start]:
                 self._targets.fill(self._reads.wants[start:stop].tolist(), held)
             else:
                 self._part(start, 0, held)
@@ -334,7 +334,7 @@ class _Delivery:
 
     def _groups(self, low: int, high: int) -> Iterator[tuple[int, int]]:
         """Ranges of reads that make up ``[low, high)``: small ones together, each other one by itself."""
-        small = self._small[low:high]
+        small = self._filled[low:high]
         cuts = low + 1 + np.flatnonzero(~(small[1:] & small[:-1]))
         return pairwise((low, *cuts.tolist(), high)) if low < high else iter(())
 

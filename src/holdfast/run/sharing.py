@@ -10,6 +10,7 @@ import numpy as np
 
 from holdfast.plan.exchange import Chunks
 from holdfast.storage.base import Bytes
+from holdfast.transfer.buffers import NUM_THREADS
 from holdfast.transfer.exchange import Exchange, Expected
 from holdfast.transfer.neighbours import Neighbour
 from holdfast.transfer.network import Peers
@@ -21,7 +22,8 @@ class SharedReading:
     """Fills what `jobs` (by file, of all that the rank wants or reads) want, as `chunks` say.
 
     `others` are the neighbours of `rank`, `buffers` the memory that they see, in parts of the size of the largest
-    chunk, and `peers` what connects it to other nodes, where chunks come from or go to those.
+    chunk, and `peers` what connects it to other nodes, where chunks come from or go to those. `num_readers` threads
+    read.
     """
 
     def __init__(
@@ -34,6 +36,7 @@ class SharedReading:
         on_corrupt: OnCorrupt,
         *,
         peers: Peers | None = None,
+        num_readers: int = NUM_THREADS,
     ) -> None:
         me = chunks.ranks.index(rank)
         led, wanted = chunks.leaders == me, chunks.wanted[:, me]
@@ -50,6 +53,7 @@ class SharedReading:
             map(self._led_chunk, np.flatnonzero(led).tolist()),
             buffers,
             on_corrupt,
+            num_readers=num_readers,
             num_deliverers=0 if peers is None else 1,
             partners=self._exchange,
             num_offers=len(expected),
