@@ -23,10 +23,12 @@ from holdfast.keeper.daemon import Keeper
 from holdfast.keeper.generations import generation_ids
 from holdfast.keeper.lock import is_kept, try_lock
 from holdfast.keeper.node_folder import NodeFolder
+from holdfast.keeper.persist import Sealing, persist
 from holdfast.keeper.process import Process
 from holdfast.keeper.slots import Record, Slot, State, slot_names
 from holdfast.run.history import Run
 from holdfast.storage.posix import PosixStorage
+from holdfast.transfer.timed import TimedStorage
 from tests.test_persist import Saved, assert_loads
 
 
@@ -288,6 +290,41 @@ def test_a_slow_store_does_not_keep_newer_snapshots_from_being_sealed(
         go_on.set()
         until(lambda: not (keeper.look() or keeper.owes))
     keeper.close()
+
+
+def test_a_keeper_does_not_spin_while_one_of_two_files_is_on_its_way(
+    run: Run, saved: Saved, folder: NodeFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on, stuck = threading.Event(), saved.slots[1].name
+
+    def slowly(storage: TimedStorage, sealing: Sealing, slot: Slot, *, await_seal: Callable[[], None]) -> None:
+        if slot.name == stuck:
+            go_on.wait()
+        persist(storage, sealing, slot, await_seal=await_seal)
+
+    monkeypatch.setattr(writing, "persist", slowly)
+    keeper = Keeper(folder)
+    looks: list[float] = []
+
+    def is_over() -> bool:
+        looks.append(time.monotonic())
+        return looks[-1] > looks[0] + 1.5
+
+    keeper.run(is_over=is_over, idle_s=60)
+    assert sum(at > looks[0] + 0.75 for at in looks) < 10
+    go_on.set()
+    until(lambda: not (keeper.look() or keeper.owes))
+    assert states(saved) == {State.COMMITTED}
+    keeper.close()
+
+
+def test_a_slot_shows_that_somebody_has_changed_it(saved: Saved, folder: NodeFolder) -> None:
+    with Slot(folder, saved.slots[0].name) as slot:
+        assert not slot.has_changed()
+        saved.slots[0].advance(Record(State.FREE))
+        assert slot.has_changed()
+        assert slot.refresh().state == State.FREE
+        assert not slot.has_changed()
 
 
 def test_one_process_alone_has_the_lock(folder: NodeFolder) -> None:

@@ -140,7 +140,7 @@ class Keeper:
                 time.sleep(glance_s)
             elif not wait(busy, timeout=glance_s).not_done:
                 return
-            if self._folder.changed_ns() != self._met_ns or any(slot.is_changed for slot in self._slots.values()):
+            if self._folder.changed_ns() != self._met_ns or any(slot.has_changed() for slot in self._slots.values()):
                 return
 
     def _meet(self) -> None:

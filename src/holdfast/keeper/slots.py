@@ -175,8 +175,7 @@ class Slot:
         """Whether somebody has removed it: what is written to it then, nobody finds."""
         return os.fstat(self._fd).st_nlink == 0
 
-    @property
-    def is_changed(self) -> bool:
+    def has_changed(self) -> bool:
         """Whether anybody has changed the state since it was last read. Takes microseconds."""
         return self._look() != self._page
 
