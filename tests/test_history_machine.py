@@ -470,8 +470,8 @@ class Pair(HistoryMachine):
 
 
 ACTIVITIES = ("save", "survivor", "doctor", "rm", "rollback", "resume", "branch", "takeover")
-#: Those whose sleep is the most dangerous: they are about to commit, or to delete.
-DANGEROUS = ("save", "survivor", "doctor", "rm")
+#: Those whose sleep is the most dangerous: one is about to commit, one to delete.
+DANGEROUS = ("save", "rm")
 
 
 @pytest.mark.parametrize(

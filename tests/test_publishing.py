@@ -507,7 +507,14 @@ def transfer_badly(act: str, nodes: tuple[int, ...] | None) -> Told | None:
     return suffered
 
 
-@pytest.mark.parametrize(("act", "nodes"), [("die", None), ("die", (0, 1, 2)), ("stop", None)])
+@pytest.mark.parametrize(
+    ("act", "nodes"),
+    [
+        ("die", None),
+        pytest.param("die", (0, 1, 2), marks=pytest.mark.slow),
+        pytest.param("stop", None, marks=pytest.mark.slow),
+    ],
+)
 def test_a_rank_that_is_gone_is_named_in_time(act: str, nodes: tuple[int, ...] | None) -> None:
     with pytest.raises(RanksFailedError) as failed:
         run_ranks(3, transfer_badly, act, nodes, timeout_s=TIMEOUT_S + SLACK_S)

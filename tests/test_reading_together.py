@@ -230,7 +230,8 @@ def test_a_rank_killed_while_it_reads_for_others_is_named_in_time(run_of_one: st
         assert told.took_s < TIMEOUT_S + SLACK_S
 
 
-@SOME_LOADS
+@LOADS
+@pytest.mark.slow
 def test_a_rank_stopped_while_it_reads_for_others_is_named_in_time(run_of_one: str, load: Load) -> None:
     with pytest.raises(RanksFailedError) as failed:
         run_ranks(3, load, run_of_one, 3, stop, timeout_s=TIMEOUT_S + SLACK_S)
