@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
 
 import holdfast
 from holdfast import Checkpointer, ConfigurationError, FencedError, Memory, StateError, StorageError
@@ -589,37 +589,3 @@ def fail_on_one_rank(run: str, node_dir: Path) -> list[str]:
 def test_a_copy_that_fails_on_one_rank_is_given_up_by_all(run: str, memory: Memory) -> None:
     assert run_ranks(2, fail_on_one_rank, run, memory.node_dir) == [["state.incomplete"], ["state.changed"]]
     assert holdfast.open(run).step == 3
-
-
-def restore_and_count(run: str, node_dir: Path, sharded: bool) -> tuple[bool, int]:
-    """Whether all is as it was saved by two ranks, and how much of memory this one has read."""
-    start_new_job()
-    mesh = init_device_mesh("cpu", (2,))
-    full = torch.arange(3 << 20, dtype=torch.float32).view(3, 1 << 20)
-    state: dict[str, object] = {
-        f"w{number}": distribute_tensor(full + number, mesh, [Shard(0) if sharded else Replicate()])
-        for number in range(2)
-    }
-    before = torch.cat([tensor.to_local() for tensor in state.values() if isinstance(tensor, DTensor)])
-    with Checkpointer(run, state, memory=Memory(node_dir=node_dir)) as checkpointer:
-        checkpointer.save(1)
-        checkpointer.wait()
-        for tensor in state.values():
-            assert isinstance(tensor, DTensor)
-            tensor.to_local().zero_()
-        report = checkpointer.restore()
-    assert report.tier == "node memory"
-    assert report.load is not None
-    after = torch.cat([tensor.to_local() for tensor in state.values() if isinstance(tensor, DTensor)])
-    return bits(after) == bits(before), report.load.read_nbytes
-
-
-@pytest.mark.parametrize("sharded", [True, False])
-def test_ranks_read_memory_apart_unless_they_want_the_same(run: str, memory: Memory, sharded: bool) -> None:
-    outcomes = run_ranks(2, restore_and_count, run, memory.node_dir, sharded)
-    assert all(is_same for is_same, _ in outcomes)
-    mine, others = sorted((read for _, read in outcomes), reverse=True)
-    blocks, nbytes = 4 << 20, 2 * 3 * (4 << 20)
-    assert nbytes <= mine + others <= nbytes + blocks
-    # Shards of 3 rows are of 2 rows and 1; what both want is shared out between them.
-    assert abs(mine - (2 / 3 if sharded else 1 / 2) * nbytes) <= blocks

@@ -289,6 +289,7 @@ def test_a_slow_store_does_not_keep_newer_snapshots_from_being_sealed(
         monkeypatch.undo()
         go_on.set()
         until(lambda: not (keeper.look() or keeper.owes))
+        assert states(saved) == {State.COMMITTED}
     keeper.close()
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor, init_device_mesh
 
 import holdfast
 from holdfast import HoldfastError
@@ -23,6 +23,7 @@ from holdfast.transfer.neighbours import node_id
 from tests.faulty_storage import watched_store
 from tests.models import start_new_job
 from tests.ranks import RankDiedError, RanksFailedError, run_ranks
+from tests.test_checkpointer import end_keepers
 
 MIB = 1 << 20
 TIMEOUT_S = 4.0
@@ -279,3 +280,45 @@ def test_a_bad_block_that_one_rank_reads_is_told_to_all(
         assert (told.kind, told.code, told.path) == ("CorruptError", "corrupt.file", data)
         assert "large-" in told.text
         assert told.took_s < TIMEOUT_S / 2
+
+
+@pytest.fixture
+def node_dir(tmp_path: Path) -> Iterator[Path]:
+    """Memory of a node of its own; its keepers end with the test."""
+    (tmp_path / "node").mkdir()
+    yield tmp_path / "node"
+    end_keepers(tmp_path / "node")
+
+
+def restore_and_count(run: str, node_dir: Path, sharded: bool) -> tuple[bool, int]:
+    """Whether all is as it was saved by two ranks, and how much of memory this one has read."""
+    start_new_job()
+    mesh = init_device_mesh("cpu", (2,))
+    whole = torch.arange(3 << 20, dtype=torch.float32).view(3, 1 << 20)
+    state: dict[str, object] = {
+        f"w{number}": distribute_tensor(whole + number, mesh, [Shard(0) if sharded else Replicate()])
+        for number in range(2)
+    }
+    before = torch.cat([tensor.to_local() for tensor in state.values() if isinstance(tensor, DTensor)])
+    with holdfast.Checkpointer(run, state, memory=holdfast.Memory(node_dir=node_dir)) as checkpointer:
+        checkpointer.save(1)
+        checkpointer.wait()
+        for tensor in state.values():
+            assert isinstance(tensor, DTensor)
+            tensor.to_local().zero_()
+        report = checkpointer.restore()
+    assert report.tier == "node memory"
+    assert report.load is not None
+    after = torch.cat([tensor.to_local() for tensor in state.values() if isinstance(tensor, DTensor)])
+    return torch.equal(after.view(torch.uint8), before.view(torch.uint8)), report.load.read_nbytes
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+def test_ranks_read_memory_apart_unless_they_want_the_same(tmp_path: Path, node_dir: Path, sharded: bool) -> None:
+    outcomes = run_ranks(2, restore_and_count, str(tmp_path / "run"), node_dir, sharded)
+    assert all(is_same for is_same, _ in outcomes)
+    mine, others = sorted((read for _, read in outcomes), reverse=True)
+    blocks, nbytes = 4 << 20, 2 * 3 * (4 << 20)
+    assert nbytes <= mine + others <= nbytes + blocks
+    # Shards of 3 rows are of 2 rows and 1; what both want is shared out between them.
+    assert abs(mine - (2 / 3 if sharded else 1 / 2) * nbytes) <= blocks

@@ -272,8 +272,10 @@ def test_whoever_waits_for_a_snapshot_that_failed_goes_on(guard: Guard, monkeypa
     taken = Taken(plain_tensor(), guard)
     with ThreadPoolExecutor(1) as pool:
         waited = pool.submit(taken.snapshot.wait)
+        with pytest.raises(TimeoutError):
+            waited.result(timeout=0.1)
         taken.snapshot.end()
-        waited.result(timeout=10)
+        assert waited.result(timeout=10) is None
 
 
 def test_a_slot_that_came_after_the_instant_voids_the_snapshot(guard: Guard) -> None:

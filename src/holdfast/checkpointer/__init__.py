@@ -276,7 +276,6 @@ class Checkpointer:
                 return True
             job = _Job(handle, metrics, later, deadline, stager, taken, free.needed, is_awaited=not free.as_before)
             background = self._background = Background(lambda background: self._go_on(job, background))
-            background.begin()
             if job.is_awaited:
                 background.wait()
                 if background.error is not None:

@@ -7,7 +7,7 @@ from threading import Event, Thread
 
 
 class Background:
-    """Does `work` in a thread of its own, which keeps no process alive, from `begin` on.
+    """Does `work` in a thread of its own, which keeps no process alive.
 
     `work` calls `settle` when all ranks have agreed on a plan and a place and this one has a slot: until then the next
     save has to wait. What it raises is `error`, and settles it too.
@@ -20,9 +20,7 @@ class Background:
         self._settled = Event()
         self._thread = Thread(target=self._run, name="holdfast-stage", daemon=True)
         self._thread.start()
-
-    def begin(self) -> None:
-        """Have the work begin. (A thread that has just begun takes the interpreter from whoever started it.)"""
+        # Only now: a thread that begins to work takes the interpreter from whoever waits for it to have started.
         self._begun.set()
 
     @property

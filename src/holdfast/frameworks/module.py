@@ -110,9 +110,7 @@ def bind_module(path: str, module: nn.Module, source: Source) -> Finish:
 
 def changed_in_forward(module: nn.Module) -> Iterator[torch.Tensor]:
     """Parameters that a forward of `module` changes: embeddings that keep their rows within a norm."""
-    owners = [module]  # walked by hand: what torch's walk does against seeing a module twice takes longer than that
-    for owner in owners:
-        owners += [child for child in owner._modules.values() if child is not None]  # noqa: SLF001
+    for owner in module.modules():
         if isinstance(owner, (nn.Embedding, nn.EmbeddingBag)) and owner.max_norm is not None:
             yield owner.weight
 

@@ -201,7 +201,8 @@ class Together:
                 chunks = divide_job_reads(members, needs, node, chunk_nbytes=BUFFER_NBYTES, owners=self._owners)
                 peers = self._connected(nodes, chunks, end_s)
             else:
-                chunks = self._divided(ranks, others, begin=node / len(members))
+                first_file = self._checkpoint.manifest.body.num_files * node // len(members)
+                chunks = self._divided(ranks, others, first_file)
                 peers = None
             self._jobs.update(self._idle_jobs(chunks))
             corrupt = self._checkpoint.corrupt_block
@@ -217,13 +218,11 @@ class Together:
             )
             self._shared.run()
 
-    def _divided(self, ranks: Sequence[int], others: Mapping[int, Neighbour], *, begin: float) -> Chunks:
-        """What `ranks`, which get nothing from other nodes, read; from where on in the checkpoint they `begin`, as a
-        share of its files."""
+    def _divided(self, ranks: Sequence[int], others: Mapping[int, Neighbour], first_file: int) -> Chunks:
+        """What `ranks`, which get nothing from other nodes, read, beginning with `first_file`."""
         needs = [self._needs if rank == self._channel.rank else _rows(others[rank].note) for rank in ranks]
         if self._owners is not None:
             return divide_job_reads([ranks], [needs], 0, chunk_nbytes=BUFFER_NBYTES, owners=self._owners)
-        first_file = int(self._checkpoint.manifest.body.num_files * begin)
         return divide_reads(ranks, needs, chunk_nbytes=BUFFER_NBYTES, first_file=first_file)
 
     def _idle_jobs(self, chunks: Chunks) -> dict[int, ReadJob]:

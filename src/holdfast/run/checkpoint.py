@@ -333,9 +333,9 @@ class _Delivery:
             self._part(high, 0, data[line[high] - begin :])
 
     def _groups(self, low: int, high: int) -> Iterator[tuple[int, int]]:
-        """Ranges of reads that make up ``[low, high)``: small ones together, each other one by itself."""
-        small = self._filled[low:high]
-        cuts = low + 1 + np.flatnonzero(~(small[1:] & small[:-1]))
+        """Ranges of reads that make up ``[low, high)``: those that are filled together, each other one by itself."""
+        filled = self._filled[low:high]
+        cuts = low + 1 + np.flatnonzero(~(filled[1:] & filled[:-1]))
         return pairwise((low, *cuts.tolist(), high)) if low < high else iter(())
 
     def _part(self, index: int, offset: int, data: Bytes) -> None:
