@@ -54,7 +54,7 @@ _log = logging.getLogger(__name__)
 @dataclass(frozen=True, kw_only=True)
 class Memory:
     """How the memory of a node is used: `generations` snapshots per rank, at least 2 (one is whole while the next is
-    copied), in `node_dir`, a file system in memory."""
+    copied), in `node_dir`, a file system in memory (its path, as text too)."""
 
     generations: int = 2
     node_dir: Path = DEFAULT_NODE_DIR
@@ -62,6 +62,7 @@ class Memory:
     def __post_init__(self) -> None:
         if self.generations < 2:
             raise ValueError(f"generations is {self.generations}: one must be whole while the next is copied")
+        object.__setattr__(self, "node_dir", Path(self.node_dir))
 
 
 class Checkpointer:

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from threading import Event, Thread
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from threading import Event, Lock, Thread
+from typing import Final
+
+#: How long a busy thread keeps the interpreter from the one that copies, which needs it again after every call of torch
+#: and of the system: beside a loop of Python, Python's own 5 ms make a minute of a second.
+_TURN_S: Final = 1e-4
 
 
 class Background:
@@ -44,8 +51,37 @@ class Background:
     def _run(self) -> None:
         self._begun.wait()
         try:
-            self._work(self)
+            with _turns.quick():
+                self._work(self)
         except Exception as error:  # noqa: BLE001 - whoever waits for it raises it, or it is told in the handle
             self.error = error
         finally:
             self._settled.set()
+
+
+class _Turns:
+    """How long threads of Python keep the interpreter from others. Safe for several threads."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._num_quick = 0
+        self._before_s = 0.0
+
+    @contextmanager
+    def quick(self) -> Iterator[None]:
+        """Have all threads of this process take quick turns meanwhile."""
+        with self._lock:
+            self._num_quick += 1
+            if self._num_quick == 1:
+                self._before_s = sys.getswitchinterval()
+                sys.setswitchinterval(min(self._before_s, _TURN_S))
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._num_quick -= 1
+                if not self._num_quick:
+                    sys.setswitchinterval(self._before_s)
+
+
+_turns = _Turns()

@@ -33,7 +33,7 @@ from holdfast.staging.guarded import Guarded
 from holdfast.staging.routes import Part, Routes
 
 #: How often it is looked at what became of a snapshot, and whether a slot is free.
-_LOOK_S: Final = 0.01
+_LOOK_S: Final = 0.025
 _LOOK_FURTHER_S: Final = 0.2
 
 _log = logging.getLogger(__name__)
