@@ -39,7 +39,7 @@ def test_a_copy_beside_a_loop_of_python_takes_no_minute(tmp_path: Path) -> None:
 
 
 def test_the_folder_of_a_node_may_be_text(tmp_path: Path) -> None:
-    memory = Memory(node_dir=str(tmp_path))  # type: ignore[arg-type] - what people write
+    memory = Memory(node_dir=str(tmp_path))  # type: ignore[arg-type]
     with Checkpointer(tmp_path / "run", {"weight": torch.ones(3)}, memory=memory) as checkpointer:
         handle = checkpointer.save(1)
     assert handle.durable.is_done

@@ -16,6 +16,7 @@ import msgspec
 import pytest
 
 from holdfast.errors import ConfigurationError
+from holdfast.format.manifest import file_name
 from holdfast.format.records import Commit, Place
 from holdfast.keeper import daemon, writing
 from holdfast.keeper.client import ensure_keeper
@@ -298,10 +299,10 @@ def test_a_keeper_does_not_spin_while_one_of_two_files_is_on_its_way(
 ) -> None:
     go_on, stuck = threading.Event(), saved.slots[1].name
 
-    def slowly(storage: TimedStorage, sealing: Sealing, slot: Slot, *, await_seal: Callable[[], None]) -> None:
+    def slowly(storage: TimedStorage, sealing: Sealing, slot: Slot, *, await_seal: Callable[[], None]) -> bool:
         if slot.name == stuck:
             go_on.wait()
-        persist(storage, sealing, slot, await_seal=await_seal)
+        return persist(storage, sealing, slot, await_seal=await_seal)
 
     monkeypatch.setattr(writing, "persist", slowly)
     keeper = Keeper(folder)
@@ -317,6 +318,24 @@ def test_a_keeper_does_not_spin_while_one_of_two_files_is_on_its_way(
     until(lambda: not (keeper.look() or keeper.owes))
     assert states(saved) == {State.COMMITTED}
     keeper.close()
+
+
+def test_a_file_that_was_there_before_is_looked_at_before_the_commit(
+    run: Run, saved: Saved, folder: NodeFolder
+) -> None:
+    sealing = Sealing(saved.generation)
+    contents = saved.slots[0].record.contents
+    assert contents is not None
+    path = run.storage.path(sealing.stored.key(file_name(contents.file)))
+    Path(path).parent.mkdir(parents=True)
+    Path(path).write_bytes(bytes(contents.nbytes))  # of the right size, and nothing else
+    keeper = Keeper(folder)
+    until(lambda: keeper.look() and "header" in saved.slots[0].refresh().error)
+    assert run.head() is None
+    Path(path).unlink()
+    until(lambda: not (keeper.look() or keeper.owes))
+    keeper.close()
+    assert_loads(run, saved)
 
 
 def test_a_slot_shows_that_somebody_has_changed_it(saved: Saved, folder: NodeFolder) -> None:

@@ -61,17 +61,18 @@ def publish_manifest(storage: TimedStorage, sealing: Sealing) -> None:
 
 def persist(
     storage: TimedStorage, sealing: Sealing, slot: Slot, *, await_seal: Callable[[], None] = lambda: None
-) -> None:
-    """Write the data file in a slot to storage; durable on return.
+) -> bool:
+    """Write the data file in a slot to storage; durable on return. Whether it was: where one is there already, nothing
+    is done.
 
     The slot need not be sealed yet: its data is on its way while another thread hashes it, until `await_seal` returns.
-    Does nothing for what is there already. Raises `StorageError` when the store fails.
+    Raises `StorageError` when the store fails.
     """
     stored, contents = sealing.stored, slot.record.contents
     assert contents is not None
     key = records.checkpoint_key(stored.folder, fmt.file_name(contents.file))
     if storage.nbytes(key) is not None:
-        return
+        return False
 
     def write() -> None:
         write_memory(
@@ -87,11 +88,13 @@ def persist(
     except StorageError as error:
         if error.code != "storage.exists":  # another keeper of the same slot was there first
             raise
+        return False
+    return True
 
 
-def commit(run: Run, sealing: Sealing, slots: Iterable[Slot]) -> Commit | None:
-    """Commit the checkpoint, if all its data files are in storage, whichever nodes they come from; those from `slots`
-    were written by this process. Else None.
+def commit(run: Run, sealing: Sealing, written: Iterable[Slot]) -> Commit | None:
+    """Commit the checkpoint, if all its data files are in storage, whichever nodes they come from. Else None. Files
+    from slots that were `written` by this process are not looked at again.
 
     Raises:
         FencedError: another job opened a newer epoch of the run, or the checkpoint was given up.
@@ -101,7 +104,7 @@ def commit(run: Run, sealing: Sealing, slots: Iterable[Slot]) -> Commit | None:
     if missing_files(run.storage, sealing.stored):
         return None
     known = {}
-    for slot in slots:
+    for slot in written:
         contents = slot.record.contents
         assert contents is not None
         known[contents.file] = FileSeal(fmt.file_name(contents.file), contents.nbytes, slot.record.digest)

@@ -28,7 +28,8 @@ class Writing:
         storage = TimedStorage(storage_at(sealing.generation.run), timeout_s=_STORE_TIMEOUT_S)
         self._storage = self._stack.enter_context(storage)
         self._slots: dict[str, Slot] = {}
-        self._files: list[Future[None]] = []
+        #: Of each slot, whether its file was written.
+        self._files: list[Future[bool]] = []
         self._committed: Future[bool] | None = None
         self._run: Future[Run] = pool.submit(self._open)
 
@@ -81,11 +82,13 @@ class Writing:
         return run
 
     def _commit(self) -> bool:
-        return commit(self._run.result(), self.sealing, self._slots.values()) is not None
+        written = [slot for slot, file in zip(self._slots.values(), self._files, strict=True) if file.result()]
+        return commit(self._run.result(), self.sealing, written) is not None
 
-    def _persist(self, slot: Slot, sealed: Future[None] | None) -> None:
+    def _persist(self, slot: Slot, sealed: Future[None] | None) -> bool:
         self._run.result()
-        persist(self._storage, self.sealing, slot, await_seal=lambda: None if sealed is None else sealed.result())
+        await_seal = (lambda: None) if sealed is None else sealed.result
+        return persist(self._storage, self.sealing, slot, await_seal=await_seal)
 
 
 def _replaced(run: Run) -> FencedError:
