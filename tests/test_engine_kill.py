@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import cycle
 from pathlib import Path
 from typing import Final
@@ -74,6 +74,9 @@ SAMPLE: Final = {
     ("data.half", "all trainers"),
     ("commit.linked", "all"),
 }
+
+#: Phases of a restore from memory, behind each of which ranks are killed.
+RESTORE: Final = ("inventory", "match", "share", "read", "finish")
 
 
 @pytest.fixture(scope="module")
@@ -182,6 +185,31 @@ def check_after_the_loss_of_the_node(spec: Spec, truth: Truth, *, step: int) -> 
         report = checkpointer.restore()
     assert (report.step, report.tier) == (step, "storage")
     assert training.digest() == truth.digest(step)
+
+
+@pytest.mark.parametrize(
+    "kills",
+    [
+        pytest.param(("rank-1",), marks=pytest.mark.slow, id="one"),
+        pytest.param(TRAINERS, marks=pytest.mark.slow, id="all"),
+        pytest.param((*TRAINERS, "keeper"), id="keeper-too"),
+    ],
+)
+@pytest.mark.parametrize("phase", RESTORE)
+def test_after_a_death_in_a_restore_the_next_one_restores_the_same(
+    spec: Spec, truth: Truth, phase: str, kills: tuple[str, ...]
+) -> None:
+    with job(paused_at_the_third(spec), keeper=True) as training:
+        training.until_told("paused", step=STEP)
+    deed = Deed("trainer", f"after {phase}", 1, kills=kills)
+    dying = replace(after(spec, "dying"), deeds=(deed,), timeout_s=5.0)
+    with job(dying, keeper=True, armed=("trainer",)) as killed:
+        assert killed.ranks[1].wait() == -9
+        assert not killed.log.told("rank-1", "restored")
+    with job(after(spec, stop=STEP + 1)) as following:
+        assert following.restored(truth) == Restored(STEP - 1, "node memory")
+        following.ended_well()
+    assert truth.loaded(spec.run) == STEP
 
 
 def test_every_point_has_a_case_for_each_kind_of_death() -> None:

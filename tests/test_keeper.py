@@ -357,6 +357,25 @@ def test_one_process_alone_has_the_lock(folder: NodeFolder) -> None:
     assert not is_kept(folder)
 
 
+def test_what_nobody_comes_back_for_is_given_up_after_a_day(
+    run: Run, saved: Saved, folder: NodeFolder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(daemon, "_RETRY_S", 0.1)
+    saved.slots.pop().remove()  # what the other node held: that node is gone
+    (slot,) = saved.slots
+    keeper = Keeper(folder)
+    until(lambda: keeper.look() and slot.refresh().state == State.SEALED)
+    me = Process.current()
+    slot.advance(msgspec.structs.replace(slot.record, writer=Process(me.pid, me.started - 1, me.boot_id)))
+    end = time.monotonic() + 1.0
+    keeper.run(is_over=lambda: time.monotonic() > end, idle_s=0.2)
+    assert slot.refresh().state == State.SEALED, "as long as a day is not over"
+    keeper.run(is_over=lambda: False, idle_s=0.2, orphaned_s=0.5)
+    assert "no trainer came back" in caplog.text
+    assert slot_names(folder) == []
+    keeper.close()
+
+
 def test_an_idle_keeper_gives_the_memory_back_but_not_what_is_not_durable(
     run: Run, saved: Saved, folder: NodeFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -30,6 +30,9 @@ from holdfast.keeper.writing import Writing
 
 #: After so long without trainers and work a keeper ends, and gives back the memory.
 IDLE_S: Final = 1800.0
+#: After so long without trainers what could not be made durable is given up: parts of checkpoints whose other parts were
+#: in the memory of nodes that are gone, or of a run whose storage is.
+ORPHANED_S: Final = 86400.0
 #: What is staged when a keeper is told to end, it makes durable for so long.
 GRACE_S: Final = 60.0
 
@@ -71,12 +74,17 @@ class Keeper:
         #: When a file had last come or gone as of the last look.
         self._met_ns = 0
 
-    def run(self, *, is_over: Callable[[], bool], idle_s: float) -> None:
+    def run(self, *, is_over: Callable[[], bool], idle_s: float, orphaned_s: float = ORPHANED_S) -> None:
         """Work until `is_over`, or until for `idle_s` no trainer lived and nothing was to be done; then the memory is
-        given back."""
-        busy_at = time.monotonic()
+        given back. What cannot be made durable is to be done until no trainer has lived for `orphaned_s`."""
+        busy_at = tended_at = time.monotonic()
         while not is_over():
-            if self.look() or self.owes or self._has_trainers():
+            is_tended = self._has_trainers()
+            if is_tended:
+                tended_at = time.monotonic()
+            if time.monotonic() - tended_at > orphaned_s:
+                self._abandon(orphaned_s)
+            if self.look() or self.owes or is_tended:
                 busy_at = time.monotonic()
             if time.monotonic() - busy_at > idle_s:
                 self.give_back()
@@ -188,11 +196,19 @@ class Keeper:
     def _give_up(self) -> None:
         """Free what can never become whole; not while it is being read."""
         given_up = given_up_ids(self._folder)
-        being_read = set(self._seals) if self._writing is None else {*self._seals, *self._writing.names}
-        for name, slot in self._slots.items():
-            contents = slot.record.contents
-            if slot.state in _OWED and contents and contents.checkpoint_id in given_up and name not in being_read:
+        for slot in self._owed_at_rest():
+            if slot.record.contents and slot.record.contents.checkpoint_id in given_up:
                 slot.advance(Record(State.FREE))
+
+    def _abandon(self, orphaned_s: float) -> None:
+        """Free what was owed for so long, and nobody came back for it; not while it is being read."""
+        for slot in self._owed_at_rest():
+            self._lose(slot, f"no trainer came back for {orphaned_s:.0f} s. {slot.record.error or 'Parts are missing'}")
+
+    def _owed_at_rest(self) -> list[Slot]:
+        """What is owed, and is not being read."""
+        being_read = set(self._seals) if self._writing is None else {*self._seals, *self._writing.names}
+        return [slot for name, slot in self._slots.items() if slot.state in _OWED and name not in being_read]
 
     def _seal_all(self) -> bool:
         """Begin to seal what is staged. Whether anything is being sealed."""
