@@ -39,9 +39,9 @@ def engine(
     ] = None,
     work_s: Annotated[float, typer.Option(help="Seconds of work between a save and the next step.")] = 1.0,
     calm_s: Annotated[float, typer.Option(help="Seconds that the loop of Python runs before and after a save.")] = 1.0,
-    steps: Annotated[int, typer.Option(help="Steps of a training loop.")] = 20,
+    steps: Annotated[int, typer.Option(help="Steps of a training loop.")] = 10,
     every: Annotated[int, typer.Option(help="Steps from save to save.")] = 10,
-    step_s: Annotated[float, typer.Option(help="Seconds of a step of a training loop, about.")] = 0.4,
+    tokens: Annotated[int, typer.Option(help="Tokens of a rank in a step of a training loop.")] = 512,
     folder: Annotated[
         Path, typer.Option("--dir", exists=True, file_okay=False, help="A folder on the device to measure.")
     ] = Path(),
@@ -52,10 +52,10 @@ def engine(
     results: Annotated[Path, typer.Option(help="Folder of the result file.")] = RESULTS,
 ) -> None:
     """Measure the save engine against its peers and its bars. Parts that are not asked for stay as they are."""
-    if min(rounds, world, layers, every, steps) < 1:
-        raise SetupError("Ask for at least one round, one rank, one layer, and one step.")
+    if min(rounds, world, layers, every, steps, tokens) < 1:
+        raise SetupError("Ask for at least one round, one rank, one layer, one step, and one token.")
     names = NAMES if contender is None else (RAW, *contender)
-    plan = Plan(world, rounds, layers, names, work_s, calm_s, steps, every, step_s, folder, memory)
+    plan = Plan(world, rounds, layers, names, work_s, calm_s, steps, every, tokens, folder, memory)
     able(names)  # a wrong name is said before anything runs
     measures: dict[Part, Callable[[], SavesPart | RestorePart | PythonPart | LoopPart]] = {
         "saves": lambda: measure_saves(plan, gib),

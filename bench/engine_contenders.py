@@ -5,18 +5,21 @@ from __future__ import annotations
 import itertools
 import shutil
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
+import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import holdfast
 from bench.async_peers import DcpAsync, TorchCheckpointingAsync, TorchSnapshotAsync
-from bench.contenders import Contender, Dcp, TorchSave
+from bench.contenders import Contender, Dcp, Raw, TorchSave
 from bench.errors import SetupError
 from bench.live import Live
-from bench.pending import Over, Pending, Staged
+from bench.pending import Futures, Over, Pending, Staged
+from bench.raw import RAW_WAYS, RawImage, takes_direct
 from bench.results import RAW, NotPossible
 from bench.saver import Saver
 from bench.state import State
@@ -76,6 +79,30 @@ class HoldfastSync(Saver):
         holdfast.load(self._run, into=self._objects)
 
 
+class RawBeside(Saver):
+    """The raw limit beside a loop: what the device takes from the cores when as many bytes are written, and no more.
+
+    Where it is a virtual one, its host may do that on the same cores.
+    """
+
+    def __init__(self, site: Site) -> None:
+        image = RawImage(site.state.share(dist.get_rank(), dist.get_world_size()))
+        self._raw = Raw(image, RAW_WAYS["1 x 16 MiB"], direct=takes_direct(site.run.parent.parent))
+        self._pool = ThreadPoolExecutor(1)
+
+    def begin(self, folder: Path) -> Pending:
+        """Begin to write what was in the state at first."""
+        return Futures(self._pool.submit(self._raw.save, folder))
+
+    def load(self, folder: Path) -> None:
+        """Read it."""
+        self._raw.load(folder)
+
+    def close(self) -> None:
+        """End the thread."""
+        self._pool.shutdown()
+
+
 class Holdfast(Saver):
     """`holdfast.Checkpointer` of the live objects. Its guard is in the optimizer."""
 
@@ -100,6 +127,7 @@ class Holdfast(Saver):
 
 
 _BUILDERS: dict[str, Callable[[Site], Saver]] = {
+    RAW: RawBeside,
     "torch.save": lambda site: Whole(TorchSave(site.state)),
     SYNC: lambda site: Whole(Dcp(site.state)),
     THREAD: lambda site: DcpAsync(site.state, AsyncCheckpointerType.THREAD),
@@ -111,7 +139,7 @@ _BUILDERS: dict[str, Callable[[Site], Saver]] = {
 }
 
 #: Every contender of the saves, in the order of the table; and those that are measured beside a loop.
-NAMES = (RAW, *_BUILDERS)
+NAMES = tuple(_BUILDERS)
 BACKGROUND = (OURS, THREAD, PROCESS)
 #: Those that save everything into one run.
 _RUNS = (OURS_SYNC, OURS)

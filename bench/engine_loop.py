@@ -1,7 +1,7 @@
 """Training loops with and without saves, for ``bench engine``: what saves cost where no core is idle.
 
-Every rank keeps one core busy with a fixed amount of work per step, and all ranks meet at the end of a step, as they do
-when they reduce gradients.
+Every rank keeps one core busy with the arithmetic of a forward and a backward, and all ranks meet at the end of a step,
+as they do when they reduce gradients.
 """
 
 from __future__ import annotations
@@ -29,13 +29,15 @@ from bench.saver import Saver
 from bench.state import LlamaLike
 from bench.statistics import rotated
 
-#: How long it is tried how much work makes a step, in steps.
-_TRIAL_STEPS = 3
+#: Floating-point operations of a forward and a backward, per parameter and token (Kaplan et al., 2020), and bytes of a
+#: parameter with its two moments.
+_OPERATIONS = 6
+_PARAMETER_NBYTES = 12
 
 
 class LoopJob(msgspec.Struct, frozen=True):
     """What the ranks do together, and where: `folder` is on the device, `node_dir` in memory. A loop has `steps` of
-    about `step_s`, and a save after the first one and every `every` from there."""
+    `tokens` per rank, and a save after the first one and every `every` from there."""
 
     world: int
     rounds: int
@@ -43,7 +45,7 @@ class LoopJob(msgspec.Struct, frozen=True):
     contenders: tuple[str, ...]
     steps: int
     every: int
-    step_s: float
+    tokens: int
     folder: Path
     node_dir: Path
     store_port: int
@@ -82,9 +84,11 @@ class _Rank:
         for name in job.contenders:
             run = engine_contenders.folder_of(name, "run", job.folder)
             self._savers[name] = engine_contenders.build(name, Site(self._state, self._live, run, job.node_dir))
-        self._num_products = self._products_per_step()
+        size = self._state.size()
+        num_operations = _OPERATIONS * job.tokens * size.nbytes // _PARAMETER_NBYTES
+        self._num_products = max(1, num_operations // Work.OPERATIONS)
         if self._leads:
-            channel.send(self._state.size())
+            channel.send(size)
 
     def run(self) -> None:
         """Every contender's loop and the one without saves, once per round, beginning with another one each round."""
@@ -128,14 +132,6 @@ class _Rank:
             if step % self._job.every == 0:
                 begun.append(saver.begin(folders[len(begun)]))
         return begun
-
-    def _products_per_step(self) -> int:
-        """How much work makes a step of the right length, while all ranks work; the same for all of them."""
-        dist.barrier()
-        count = self._work.for_seconds(_TRIAL_STEPS * self._job.step_s)
-        agreed = torch.tensor([count])
-        dist.all_reduce(agreed, op=dist.ReduceOp.MIN)
-        return max(1, int(agreed) // _TRIAL_STEPS)
 
     def _folders(self, name: str, number: int) -> list[Path]:
         """Where the saves of a loop go."""

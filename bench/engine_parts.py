@@ -19,6 +19,7 @@ from bench.errors import SetupError
 from bench.progress import progress
 from bench.rank import TORCH_THREADS
 from bench.raw import RAW_WAYS, takes_direct
+from bench.results import RAW
 
 
 def measure_saves(plan: Plan, gib: float) -> SavesPart:
@@ -106,8 +107,9 @@ def measure_python(plan: Plan, gib: float) -> PythonPart:
 
 
 def measure_loops(plan: Plan, gib: float) -> LoopPart:
-    """Training loops with saves of a state of `gib` by those contenders that save in the background, and without."""
-    recipe, names = plan.recipe(gib), _in_background(plan)
+    """Training loops with saves of a state of `gib` by those contenders that save in the background, with writes of as
+    many bytes by nobody's checkpoint, and without."""
+    recipe, names = plan.recipe(gib), (RAW, *_in_background(plan))
     saves = 2 + len(range(0, plan.steps, plan.every))
     num_turns = (plan.rounds + 1) * (1 + len(names))
     with plan.place(recipe, world=plan.world, saves=saves) as place, progress(num_turns) as advance:
@@ -118,7 +120,7 @@ def measure_loops(plan: Plan, gib: float) -> LoopPart:
             contenders=names,
             steps=plan.steps,
             every=plan.every,
-            step_s=plan.step_s,
+            tokens=plan.tokens,
             folder=place.folder,
             node_dir=place.node_dir,
             store_port=place.port,
@@ -134,7 +136,7 @@ def measure_loops(plan: Plan, gib: float) -> LoopPart:
         state=size,
         steps=plan.steps,
         every=plan.every,
-        step_s=plan.step_s,
+        tokens=plan.tokens,
         summaries=summarize_loops(samples, names),
         samples=samples,
     )

@@ -43,7 +43,7 @@ class Plan(NamedTuple):
     calm_s: float
     steps: int
     every: int
-    step_s: float
+    tokens: int
     folder: Path
     memory: Path
 

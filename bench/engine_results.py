@@ -158,11 +158,12 @@ class LoopSummary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LoopPart(Taken, frozen=True, kw_only=True):
-    """Training loops on all cores, of `steps` steps, with a save every `every` steps and without."""
+    """Training loops on all cores, of `steps` steps, with a save every `every` steps and without. In a step each rank
+    does the arithmetic of `tokens` tokens."""
 
     steps: int
     every: int
-    step_s: float
+    tokens: int
     summaries: tuple[LoopSummary, ...]
     samples: tuple[LoopSample, ...]
 

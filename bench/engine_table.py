@@ -124,9 +124,10 @@ def _about_slow_downs(python: PythonPart | None, loop: LoopPart | None) -> Itera
             f"{each.contender} {each.lag_s.median:.2f}" for each in loop.summaries if each.contender != NO_SAVES
         )
         yield (
-            f"Training loop: {loop.world} ranks, {loop.steps} steps in {plain.seconds.text()} s without saves, and "
-            f"with a save of {loop.state.nbytes / 1e9:.2f} GB every {loop.every} steps; medians of {loop.rounds} "
-            f"interleaved rounds. The last save was durable after the end of the loop, s: {lags}."
+            f"Training loop: {loop.world} ranks with the arithmetic of {loop.tokens} tokens each per step, "
+            f"{loop.steps} steps in {plain.seconds.text()} s without saves, and with a save of "
+            f"{loop.state.nbytes / 1e9:.2f} GB every {loop.every} steps; medians of {loop.rounds} interleaved rounds. "
+            f"`{RAW}` only writes as many bytes. The last save was durable after the end of the loop, s: {lags}."
         )
         yield ""
 

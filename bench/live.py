@@ -41,6 +41,9 @@ class Live:
 class Work:
     """What a forward and a backward are to a core: it is busy, mostly outside of the interpreter."""
 
+    #: Floating-point operations of one product.
+    OPERATIONS = 2 * _WIDTH**3
+
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(0)
         self._left, self._right = (torch.randn(_WIDTH, _WIDTH, generator=generator) for _ in range(2))

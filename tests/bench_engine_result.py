@@ -150,7 +150,7 @@ def loop_part(*, nbytes: int, loop_s: float = 8.08, rounds: int = ROUNDS) -> Loo
         state=StateSize(nbytes=nbytes, num_tensors=4_000, num_values=3),
         steps=20,
         every=10,
-        step_s=0.4,
+        tokens=512,
         summaries=summarize_loops(samples, (OURS, THREAD)),
         samples=samples,
     )

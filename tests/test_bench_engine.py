@@ -286,7 +286,7 @@ def test_a_run_leaves_a_result_that_its_tables_can_be_made_from_and_nothing_else
             calm_s=0.05,
             steps=4,
             every=2,
-            step_s=0.02,
+            tokens=512,
             folder=tmp_path,
             memory=tmp_path / "node",
             results=tmp_path,

@@ -30,8 +30,8 @@ from holdfast.keeper.writing import Writing
 
 #: After so long without trainers and work a keeper ends, and gives back the memory.
 IDLE_S: Final = 1800.0
-#: After so long without trainers what could not be made durable is given up: parts of checkpoints whose other parts were
-#: in the memory of nodes that are gone, or of a run whose storage is.
+#: After so long without trainers what could not be made durable is given up: parts of checkpoints whose other parts
+#: were in the memory of nodes that are gone, or of a run whose storage is.
 ORPHANED_S: Final = 86400.0
 #: What is staged when a keeper is told to end, it makes durable for so long.
 GRACE_S: Final = 60.0
