@@ -111,7 +111,8 @@ def parse_manifest(data: bytes) -> tuple[Members, list[list[int]]]:
     unpacked = inflate.decompress(data[48 : 48 + compressed], packed)
     check(len(unpacked) == packed and inflate.eof and not inflate.unused_data, "the body has another length")
     body: Members = msgspec.msgpack.decode(unpacked)
-    check(not body["reader_features"], f"the manifest needs unknown features: {body['reader_features']}")
+    unknown = set(body["reader_features"]) - {"small-last"}
+    check(not unknown, f"the manifest needs unknown features: {unknown}")
     planes = BytesIO(data[48 + compressed :])
     sequences = [sequence(planes, *encoded) for encoded in body["sequences"]]
     check(not planes.read(), "the sequences do not fill the blob")
@@ -224,7 +225,13 @@ def locate(body: Members, sequences: list[list[int]]) -> tuple[dict[str, Tensor]
     tensors: dict[str, Tensor] = {}
     tables = (body["dtype_table"], body["shape_table"], body["partition_table"])
     rows = zip(body["names"], body["dtypes"], body["shapes"], body["partitions"], strict=True)
-    for name, *indexes in sorted(rows, key=lambda row: -ITEMSIZES[pick(body["dtype_table"], row[1])]):
+
+    def place(row: tuple[str, int, int, int]) -> tuple[int, bool]:
+        size = ITEMSIZES[pick(body["dtype_table"], row[1])]
+        is_small = size * prod(pick(body["shape_table"], row[2])) <= 65536
+        return -size, is_small and "small-last" in body["reader_features"]
+
+    for name, *indexes in sorted(rows, key=place):
         dtype, shape, (form, *rest, owners) = map(pick, tables, indexes)
         tensor = tensors[name] = Tensor(dtype, shape, [prod(shape)] if form == "flat" else shape, [])
         code, digits = CODES.get(dtype, "U8"), len(str(prod(shape)))

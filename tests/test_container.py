@@ -24,6 +24,7 @@ from holdfast.format.container import Files
 from holdfast.format.dtypes import DTYPES
 from holdfast.format.manifest import FlatCuts, Grid, Manifest, Partition, SequenceTable, ValueBlock
 from holdfast.geometry import Int64s, Shape
+from holdfast.plan.layout import TensorLayout, Whole
 from tests.worlds import World, data_sections, worlds
 
 SPEC = Path(__file__).parent.parent / "docs" / "SPEC.md"
@@ -119,6 +120,29 @@ def test_columns_of_many_files_are_the_layouts_of_each(world: World) -> None:
             first.setdefault(entry.tensor, entry.offset)
         for tensor, offset in first.items():
             assert columns.offsets[index, files.position[tensor]] == offset
+
+
+def described(name: str, dtype: str, *shape: int) -> TensorLayout:
+    return TensorLayout(name, dtype, shape, Whole("split"))
+
+
+@pytest.mark.parametrize("features", [(), (fmt.SMALL_LAST,)])
+def test_small_tensors_lie_behind_the_others_of_their_element_size_where_the_manifest_says_so(
+    features: tuple[str, ...],
+) -> None:
+    layouts = [
+        described("a/small", "float32", 16384),
+        described("b/large", "float32", 16385),
+        described("c/scalar", "float32"),
+        described("d/half", "bfloat16", 40000),
+        described("e/wide", "float64", 2),
+        described("f/large", "float32", 10**7),
+    ]
+    planned = World([layouts], {}).plan()
+    files = Files(planned.with_body(msgspec.structs.replace(planned.body, reader_features=features)))
+    order = [planned.body.names[number][0] for number in files.order.tolist()]
+    assert order == (["e", "b", "f", "a", "c", "d"] if features else ["e", "a", "b", "c", "f", "d"])
+    assert [planned.body.names[entry.tensor][0] for entry in files.layout(0).entries] == order
 
 
 names = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="@"), min_size=1, max_size=100)

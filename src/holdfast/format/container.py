@@ -16,10 +16,11 @@ from typing import NamedTuple
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from holdfast.errors import CorruptError
 from holdfast.format.dtypes import DTYPES
-from holdfast.format.manifest import DecodedManifest, ValueBlock
+from holdfast.format.manifest import SMALL_LAST, DecodedManifest, ValueBlock
 from holdfast.format.partition import Cells, FlatCells, cells_of
 from holdfast.geometry import Box, FlatRange, Int64s, Shape, whole
 
@@ -29,6 +30,8 @@ BLOCK_NBYTES = 1 << 20
 #: Where the digest table begins in every data file: ``8 + len('{"__metadata__":{"blocks":"')``.
 TABLE_OFFSET = 8 + len('{"__metadata__":{"blocks":"')
 VALUES_NAME = "@values"
+#: Tensors of so many bytes in all are small: many ranks want them, and find them in a few blocks.
+SMALL_NBYTES = 64 << 10
 #: What safetensors files may not call a tensor.
 _RESERVED_NAME = "__metadata__"
 #: Of an entry's header text, what is neither name, dtype code nor the tensor's own numbers (an upper bound).
@@ -117,8 +120,18 @@ class Files:
 
     @cached_property
     def order(self) -> Int64s:
-        """Tensor numbers in the order of entries: largest elements first (so nothing is misaligned), then by name."""
-        return np.argsort(-self.itemsizes, kind="stable")
+        """Tensor numbers in the order of entries: largest elements first (so nothing is misaligned), then by name;
+        small tensors behind the others of their element size where the manifest says so."""
+        return np.lexsort((self._is_small, -self.itemsizes))
+
+    @cached_property
+    def _is_small(self) -> npt.NDArray[np.bool_]:
+        """Whether each tensor lies behind those that are not."""
+        body = self.manifest.body
+        if SMALL_LAST not in body.reader_features:
+            return np.zeros(len(body.names), np.bool_)
+        numels = np.asarray([min(prod(shape), SMALL_NBYTES + 1) for shape in body.shape_table], np.int64)
+        return numels[np.asarray(body.shapes, np.int64)] * self.itemsizes <= SMALL_NBYTES
 
     @cached_property
     def position(self) -> Int64s:

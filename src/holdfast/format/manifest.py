@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from itertools import islice
 from math import prod
 from operator import lt
+from typing import Final
 
 import msgspec
 import xxhash
@@ -43,7 +44,9 @@ _FILE_NAME = re.compile(r"data-[0-9]{5,}\.safetensors")
 #: Numbers that affine sequences may stand for, which cost no bytes: so many, and so many per partition and file.
 _FREE_NUMBERS = 1 << 18
 _NUMBERS_PER_CELL = 64
-KNOWN_FEATURES: frozenset[str] = frozenset()
+#: Small tensors lie together in a data file, behind the others of their element size.
+SMALL_LAST: Final = "small-last"
+KNOWN_FEATURES: Final = frozenset({SMALL_LAST})
 
 
 class Grid(msgspec.Struct, frozen=True, tag="grid", array_like=True, forbid_unknown_fields=True):

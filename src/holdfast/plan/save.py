@@ -136,7 +136,7 @@ class Draft:
             created=0.0,
             world_size=len(plan.ranks),
             metrics={},
-            reader_features=(),
+            reader_features=(fmt.SMALL_LAST,),
             names=tuple(plan.tensors),
             dtypes=tuple(dtypes.setdefault(tensor.dtype, len(dtypes)) for tensor in tensors),
             dtype_table=tuple(dtypes),
