@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
+import xxhash
 from torch.distributed.device_mesh import init_device_mesh
 
 import holdfast
@@ -35,6 +36,8 @@ from holdfast.run.paths import storage_at
 #: A copy is tried so often in a round; the best one counts.
 _COPIES = 3
 _COMMIT_TIMEOUT_S = 120.0
+#: What is digested at a time.
+_BLOCK_NBYTES = 1 << 20
 
 #: Start and end by the machine-wide monotonic clock.
 Times = tuple[float, float]
@@ -59,6 +62,8 @@ class _Restored(msgspec.Struct, frozen=True):
     rank: int
     restore: Times
     copies: tuple[Times, ...]
+    moves: tuple[Times, ...]
+    moves_cpu_s: tuple[float, ...]
     load: Times
     restored: Mapping[str, str]
     loaded: Mapping[str, str]
@@ -145,6 +150,7 @@ def _restored(job: RestoreJob, state: State, live: Live, checkpointer: holdfast.
         raise BenchError(f"Step {report.step} was restored from {report.tier}, not {job.number - 1} from node memory.")
     restored = state.digests()
     copies = _copies(sum(tensor.nbytes for tensor in state.tensors().values()))
+    moves, moves_cpu_s = _moves(list(state.tensors().values()))
     state.clear()
     if leads:
         settle(job.folder)
@@ -152,7 +158,7 @@ def _restored(job: RestoreJob, state: State, live: Live, checkpointer: holdfast.
     start_s = time.monotonic()
     holdfast.load(job.folder, into=live.objects)
     load = (start_s, time.monotonic())
-    return _Restored(dist.get_rank(), restore, copies, load, restored, state.digests())
+    return _Restored(dist.get_rank(), restore, copies, moves, moves_cpu_s, load, restored, state.digests())
 
 
 def _await_commit(job: RestoreJob) -> None:
@@ -177,6 +183,33 @@ def _copies(nbytes: int) -> tuple[Times, ...]:
     return tuple(taken)
 
 
+def _moves(sources: Sequence[torch.Tensor]) -> tuple[tuple[Times, ...], tuple[float, ...]]:
+    """Times, and CPU seconds, of a copy of each of `sources` to touched memory, with the digests of what was copied
+    while the processor still has it."""
+    groups: list[tuple[list[torch.Tensor], list[torch.Tensor], memoryview]] = []
+    group: list[torch.Tensor] = []
+    for number, source in enumerate(sources, 1):
+        group.append(source)
+        nbytes = sum(each.nbytes for each in group)
+        if nbytes >= _BLOCK_NBYTES or number == len(sources):
+            memory = torch.ones(nbytes, dtype=torch.uint8)
+            parts = torch.split(memory, [each.nbytes for each in group])
+            targets = [part.view(each.dtype).view(each.shape) for part, each in zip(parts, group, strict=True)]
+            groups.append((targets, group, memory.numpy().data))
+            group = []
+    taken, cpu_s = [], []
+    for _ in range(_COPIES):
+        dist.barrier()
+        start_s, start_cpu_s = time.monotonic(), time.process_time()
+        for targets, moved, data in groups:
+            torch._foreach_copy_(targets, moved)
+            for start in range(0, len(data), _BLOCK_NBYTES):
+                xxhash.xxh3_128_digest(data[start : start + _BLOCK_NBYTES])
+        taken.append((start_s, time.monotonic()))
+        cpu_s.append(time.process_time() - start_cpu_s)
+    return tuple(taken), tuple(cpu_s)
+
+
 def _change(state: State) -> None:
     """Make every tensor another one."""
     with torch.no_grad():
@@ -190,6 +223,8 @@ def _sample(number: int, *, durable: bool, restored: Sequence[_Restored]) -> Res
         durable=durable,
         restore_s=_seconds([each.restore for each in restored]),
         memcpy_s=min(_seconds([each.copies[index] for each in restored]) for index in range(_COPIES)),
+        moved_s=min(_seconds([each.moves[index] for each in restored]) for index in range(_COPIES)),
+        moved_cpu_s=min(sum(each.moves_cpu_s[index] for each in restored) for index in range(_COPIES)),
         load_s=_seconds([each.load for each in restored]),
     )
 

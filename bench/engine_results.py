@@ -84,22 +84,30 @@ class SavesPart(Taken, frozen=True, kw_only=True):
 
 class RestoreSample(msgspec.Struct, frozen=True, kw_only=True):
     """One restore from the memory of the node after SIGKILL of all ranks, a copy of as many bytes, and a load from
-    storage; from the first rank's start to the last rank's end. `durable`: whether the save was when the ranks died."""
+    storage; from the first rank's start to the last rank's end. `durable`: whether the save was when the ranks died.
+    `moved_s` is for a copy of each tensor with the digests of its bytes, and nothing else, `moved_cpu_s` the CPU
+    seconds of all ranks for it."""
 
     round: int
     durable: bool
     restore_s: float
     memcpy_s: float
+    moved_s: float
+    moved_cpu_s: float
     load_s: float
 
 
 class RestoreFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """Of all rounds. ``share_of_memcpy`` is copy seconds / restore seconds, paired by round."""
+    """Of all rounds. ``share_of_memcpy`` is copy seconds / restore seconds, paired by round, and
+    ``moved_share_of_memcpy`` what it would be if a restore took no longer than to copy each tensor and digest it."""
 
     restore_s: Spread
     memcpy_s: Spread
+    moved_s: Spread
+    moved_cpu_s: Spread
     load_s: Spread
     share_of_memcpy: Spread
+    moved_share_of_memcpy: Spread
 
 
 class RestorePart(Taken, frozen=True, kw_only=True):

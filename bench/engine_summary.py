@@ -43,11 +43,15 @@ def summarize_saves(
 def summarize_restores(samples: Sequence[RestoreSample]) -> RestoreFigures:
     """The figures of all restores."""
     restore_s, memcpy_s = [sample.restore_s for sample in samples], [sample.memcpy_s for sample in samples]
+    moved_s = [sample.moved_s for sample in samples]
     return RestoreFigures(
         restore_s=spread(restore_s),
         memcpy_s=spread(memcpy_s),
+        moved_s=spread(moved_s),
+        moved_cpu_s=spread([sample.moved_cpu_s for sample in samples]),
         load_s=spread([sample.load_s for sample in samples]),
         share_of_memcpy=spread(paired_ratios(memcpy_s, restore_s)),
+        moved_share_of_memcpy=spread(paired_ratios(memcpy_s, moved_s)),
     )
 
 

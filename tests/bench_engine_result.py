@@ -93,7 +93,15 @@ def saves_part(
 def restore_part(*, nbytes: int, rounds: int = ROUNDS) -> RestorePart:
     """Restores at four fifths of a copy's speed."""
     samples = tuple(
-        RestoreSample(round=number, durable=number % 2 == 1, restore_s=0.25, memcpy_s=0.2, load_s=1.0)
+        RestoreSample(
+            round=number,
+            durable=number % 2 == 1,
+            restore_s=0.25,
+            memcpy_s=0.2,
+            moved_s=0.2,
+            moved_cpu_s=0.4,
+            load_s=1.0,
+        )
         for number in range(1, rounds + 1)
     )
     return RestorePart(

@@ -221,10 +221,16 @@ def test_the_tables_have_medians_extremes_bars_and_who_could_not_take_part() -> 
         "| raw limit | - | - | 1.00 (1.00 to 1.00) | 1 | 0.10 | - |",
         "| holdfast | 10.0 (10.0 to 10.0) | 4.0 (4.0 to 4.0) | 1.50 (1.50 to 1.50) | 0.67 (0.67 to 0.67) | 0.10 | 40 |",
         "| restore from node memory (verified) | 0.25 (0.25 to 0.25) | 0.80 (0.80 to 0.80) |",
+        "| copy of each tensor, with its digests, and no more | 0.20 (0.20 to 0.20) | 1.00 (1.00 to 1.00) |",
         "| dcp-async-thread | 50.0 (50.0 to 50.0) | 50.0 (50.0 to 50.0) | 25.0 (25.0 to 25.0) |",
     ):
         assert line in text.splitlines()
-    for fact in ("4,000 tensors", "torchsnapshot-async: it is from 2023", "of raw 0.8 (at least 0.9): missed"):
+    for fact in (
+        "4,000 tensors",
+        "0.20 s of CPU per GB, of a save as of a restore",
+        "torchsnapshot-async: it is from 2023",
+        "of raw 0.8 (at least 0.9): missed",
+    ):
         assert fact in text
     only = render_engine(EngineResult("engine", loop=loop_part(nbytes=FULL)))
     assert "| holdfast | - | - | 1.0 (1.0 to 1.0) |" in only.splitlines()
