@@ -118,10 +118,11 @@ class _Marks:
 
     def changed(self, tensors: Tensors) -> str | None:
         """The name of one that is not as it was then."""
-        marks = zip(zip(*self._then, strict=True), zip(*self._now(), strict=True), strict=True)
-        changed = {then[1] for then, now in marks if then != now}
-        if not changed:
+        present = self._now()
+        if present == self._then:
             return None
+        marks = zip(zip(*self._then, strict=True), zip(*present, strict=True), strict=True)
+        changed = {then[1] for then, now in marks if then != now}
         named = (name for name, local in tensors.items() if any(part.data_ptr() in changed for part in local.memory))
         return next(named, "a parameter, or what an optimizer keeps for it,")
 
