@@ -8,7 +8,7 @@
 VENV := .venv
 export PYTHON TORCH_INDEX
 
-.PHONY: demo test test-slow lint bench clean
+.PHONY: demo test test-slow test-gpu lint bench clean
 .NOTPARALLEL: # one pip at a time in one .venv
 
 demo: $(VENV)/peers.stamp
@@ -19,6 +19,10 @@ test: $(VENV)/dev.stamp
 
 test-slow: $(VENV)/dev.stamp
 	$(VENV)/bin/pytest -q -m slow
+
+# Not in .venv, whose torch knows no GPU: in the environment at hand, which has pytest too.
+test-gpu:
+	PYTHONPATH=src python -m pytest -q -m gpu tests/test_gpu.py
 
 lint: $(VENV)/dev.stamp
 	$(VENV)/bin/ruff check

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import time
+import weakref
 from pathlib import Path
 
 import torch
@@ -35,6 +37,17 @@ def test_a_copy_beside_a_loop_of_python_takes_no_minute(tmp_path: Path) -> None:
         seconds = [compute_until_staged(checkpointer, step) for step in range(3)]
         assert max(seconds) < PATIENCE_S
     assert sys.getswitchinterval() == interval_s, "as it was"
+    end_keepers(tmp_path)
+
+
+def test_a_save_that_is_over_keeps_nothing_of_the_state_alive(tmp_path: Path) -> None:
+    state = {"weight": torch.nn.Linear(30, 40)}
+    weight = weakref.ref(state["weight"].weight)
+    with Checkpointer(tmp_path / "run", state, memory=Memory(node_dir=tmp_path)) as checkpointer:
+        checkpointer.save(1).durable.wait()
+        del state["weight"]
+        gc.collect()
+        assert weight() is None
     end_keepers(tmp_path)
 
 

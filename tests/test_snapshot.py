@@ -380,9 +380,9 @@ def test_copies_are_made_in_calls_of_limited_size(monkeypatch: pytest.MonkeyPatc
     calls: list[int] = []
     copy = torch._foreach_copy_
 
-    def counted(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    def counted(targets: list[torch.Tensor], sources: list[torch.Tensor], **options: bool) -> None:
         calls.append(sum(target.nbytes for target in targets))
-        copy(targets, sources)
+        copy(targets, sources, **options)
 
     monkeypatch.setattr(torch, "_foreach_copy_", counted)
     tensors = tensors_of(**{f"x{number}": torch.full((9,), number) for number in range(5)})
@@ -458,3 +458,16 @@ def test_hooks_are_set_once_and_taken_away(guard: Guard) -> None:
     assert len(optimizer._optimizer_step_pre_hooks) == 1
     guard.unhook()
     assert not optimizer._optimizer_step_pre_hooks
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float64])
+def test_a_large_tensor_on_an_accelerator_is_copied_in_parts_that_make_up_the_whole(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(snapshot_module, "_CALL_NBYTES", 64)
+    source = torch.arange(3 * 5 * 7).reshape(3, 5, 7).to(dtype)
+    target = torch.zeros_like(source)
+    for targets, sources in snapshot_module._parts(target, source):
+        assert sum(part.nbytes for part in targets) <= 64
+        torch._foreach_copy_(targets, sources)
+    assert torch.equal(target, source)

@@ -7,13 +7,14 @@ import math
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Literal, Self, SupportsFloat
 
 import msgspec
+import torch
 from torch.distributed import ProcessGroup
 
 from holdfast.checkpointer.background import Background
@@ -314,27 +315,29 @@ class Checkpointer:
     def _go_on(self, job: _Job, background: Background) -> None:
         """Agree with all ranks, copy, and hand over to the keeper. In the background; lets go of the guard."""
         stager = job.stager
-        try:
-            agreed, share, flat, values = self._agree(job)
-            placed = stager.begin(agreed, share, values, needed=job.needed)
-        except Exception as error:
-            job.end()
-            if not job.is_awaited:
-                job.fail(error)
-            raise
-        job.handle.place = agreed.place
-        background.settle()
-        slot = None if placed is None else placed[0]
-        try:
+        with ExitStack() as stack:
             try:
-                if placed is not None:
-                    job.copy(flat, placed[1])
-            finally:
+                stack.enter_context(job.passed())
+                agreed, share, flat, values = self._agree(job)
+                placed = stager.begin(agreed, share, values, needed=job.needed)
+            except Exception as error:
                 job.end()
-            stager.finish(job.handle, agreed, share, slot)
-        except Exception as error:  # noqa: BLE001 - nobody waits for it any more: it is told in the handle, and logged
-            stager.fail(agreed.checkpoint_id, slot)
-            job.fail(error)
+                if not job.is_awaited:
+                    job.fail(error)
+                raise
+            job.handle.place = agreed.place
+            background.settle()
+            slot = None if placed is None else placed[0]
+            try:
+                try:
+                    if placed is not None:
+                        job.copy(flat, placed[1])
+                finally:
+                    job.end()
+                stager.finish(job.handle, agreed, share, slot)
+            except Exception as error:  # noqa: BLE001 - nobody waits for it any more: it is told in handle and log
+                stager.fail(agreed.checkpoint_id, slot)
+                job.fail(error)
 
     def _agree(self, job: _Job) -> tuple[Agreed, Share, FlatState, dict[str, Node]]:
         """What all ranks agree on, with memory for it, and what this one has to save."""
@@ -347,7 +350,7 @@ class Checkpointer:
             agreed, mine = planning.agree(job.flat)
         share = next_share(agreed, self._known.share, rank)
         if agreed.manifest:
-            self._prepare(job.channel, job.stager, share, job.deadline)
+            self._prepare(job, share)
         planning.remember(share)
         return agreed, share, mine.flat, planning.values(mine)
 
@@ -393,15 +396,15 @@ class Checkpointer:
             self._stager = Stager(folder, run, rank=rank, num_slots=self._memory.generations)
         return self._stager
 
-    def _prepare(self, channel: Channel, stager: Stager, share: Share, deadline: Deadline) -> None:
+    def _prepare(self, job: _Job, share: Share) -> None:
         """Have memory for a new plan on all ranks. Raises on all where some rank has not enough."""
 
         def prepare() -> bytes:
-            if not stager.fits(share):
-                stager.prepare(share, timeout_s=deadline.for_storage_s)
+            if not job.stager.fits(share):
+                job.stager.prepare(share, device=job.device, timeout_s=job.deadline.for_storage_s)
             return b""
 
-        channel.collect("memory", attempt(prepare), deadline)
+        job.channel.collect("memory", attempt(prepare), job.deadline)
 
 
 def _too_slow(full: Sequence[int], timeout_s: float) -> DeadlineError:
@@ -433,6 +436,15 @@ class _Job:
         if isinstance(self.taken, Exception):
             raise self.taken
         return self.taken.flat()
+
+    @property
+    def device(self) -> torch.device | None:
+        """An accelerator that some of it is on; None where none is."""
+        return self.taken.device if isinstance(self.taken, Snapshot) else None
+
+    def passed(self) -> AbstractContextManager[None]:
+        """A ``with`` block for what is done with it in the background."""
+        return self.taken.passed() if isinstance(self.taken, Snapshot) else nullcontext()
 
     def copy(self, flat: FlatState, routes: Routes) -> None:
         """Copy it into its slot."""

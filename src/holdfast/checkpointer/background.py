@@ -50,13 +50,18 @@ class Background:
 
     def _run(self) -> None:
         self._begun.wait()
+        work, self._work = self._work, _nothing  # it holds the state
         try:
             with _turns.quick():
-                self._work(self)
+                work(self)
         except Exception as error:  # noqa: BLE001 - whoever waits for it raises it, or it is told in the handle
             self.error = error
         finally:
             self._settled.set()
+
+
+def _nothing(_: Background) -> None:
+    """What is left to do."""
 
 
 class _Turns:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from threading import Event, Lock, Thread
 from typing import Final, NamedTuple
 
 import msgspec
 import numpy as np
+import torch
 
 from holdfast.checkpointer.handle import Handle
 from holdfast.checkpointer.messages import Agreed, Standing
@@ -27,7 +29,8 @@ from holdfast.keeper.slots import Contents, Record, Slot, State
 from holdfast.run.checkpoint import pack_values
 from holdfast.run.paths import storage_at
 from holdfast.saving.share import Share
-from holdfast.staging.arena import Arena
+from holdfast.staging.arena import Arena, Register
+from holdfast.staging.device import registered
 from holdfast.staging.guard import Guard
 from holdfast.staging.guarded import Guarded
 from holdfast.staging.routes import Part, Routes
@@ -61,6 +64,7 @@ class Stager:
         self._rank = rank
         self._arena = Arena(folder, rank=rank, num_slots=num_slots)
         self._prepared_nbytes = -1
+        self._register: Register | None = None
         #: By name of the slot, all of one plan.
         self._routes: dict[str, Routes] = {}
         self._routes_plan_id = ""
@@ -79,9 +83,9 @@ class Stager:
         """Whether there are slots for data files of this size."""
         return _nbytes(share) <= self._prepared_nbytes
 
-    def prepare(self, share: Share, *, timeout_s: float) -> None:
-        """Have slots for data files of this size; returns when there is one, which takes a second per GiB or so. The
-        others are made in the background.
+    def prepare(self, share: Share, *, device: torch.device | None, timeout_s: float) -> None:
+        """Have slots for data files of this size, registered with `device` if there is one; returns when there is a
+        slot, which takes a second per GiB or so. The others are made in the background.
 
         Raises:
             ConfigurationError: there is not enough memory; says what bounds it.
@@ -89,8 +93,9 @@ class Stager:
         """
         ensure_keeper(self._folder, self._run)
         nbytes = _nbytes(share)
+        self._register = None if device is None else partial(registered, device=device)
         if nbytes:
-            self._arena.prepare(nbytes)
+            self._arena.prepare(nbytes, register=self._register)
             if not self._arena.wait_for_one(timeout_s):
                 raise DeadlineError(
                     f"The memory for snapshots of rank {self._rank} was not ready within {timeout_s:.0f} s.",
@@ -116,7 +121,7 @@ class Stager:
             raise self._arena.error
         if self._arena.is_short:
             self._routes.clear()
-            self._arena.prepare(self._prepared_nbytes)
+            self._arena.prepare(self._prepared_nbytes, register=self._register)
         with self._lock:
             given_up, self._given_up = tuple(self._given_up), []
         if self._prepared_nbytes == 0:

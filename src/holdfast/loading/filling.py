@@ -10,6 +10,7 @@ from holdfast.loading.wanted import Wanted, wanted
 from holdfast.plan.load import Want
 from holdfast.plan.parts import Parts
 from holdfast.run.checkpoint import Checkpoint, Targets
+from holdfast.staging.device import await_queued
 from holdfast.state.bind import Binding
 
 
@@ -27,6 +28,7 @@ class Filling:
         """What is to be read, and where it goes. Tensors on the meta device get memory."""
         self._binding.allocate()
         self._wanted = wanted(self._checkpoint, self._binding, self._parts, self._rank)
+        await_queued(self._wanted.targets.views)
         return self._wanted.wants, self._wanted.targets
 
     def finish(self) -> object:

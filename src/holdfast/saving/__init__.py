@@ -32,6 +32,7 @@ from holdfast.saving.messages import Planned, Written
 from holdfast.saving.planning import Known, Planning
 from holdfast.saving.share import Share
 from holdfast.saving.survivor import finish_alone, is_desertion
+from holdfast.staging.device import await_queued
 from holdfast.state.flatten import flatten
 from holdfast.transfer.timed import TimedStorage
 
@@ -148,6 +149,7 @@ class _Saving:
         share = Share.of(self._storage, planned, self._rank, self._known.share)
         self._planning.remember(share)
         shares.append(share)
+        await_queued(part for local in mine.flat.tensors.values() for part in local.memory)
         written = share.write(self._storage, planned.folder, mine.flat, self._planning.values(mine), self._rank)
         wrote.append(written)
         return msgspec.msgpack.encode(written)

@@ -7,8 +7,10 @@ again: by this process and by those that come after it.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from threading import Event, Thread
+from typing import TypeAlias
 
 from holdfast.errors import ConfigurationError, CorruptError, HoldfastError
 from holdfast.format.records import Place
@@ -16,6 +18,10 @@ from holdfast.keeper.claims import claim
 from holdfast.keeper.node_folder import NodeFolder
 from holdfast.keeper.room import rooms
 from holdfast.keeper.slots import WHOLE, Record, Slot, State, slot_names
+from holdfast.storage.base import Bytes
+
+#: Makes memory known to an accelerator; returns what ends that.
+Register: TypeAlias = Callable[[Bytes], Callable[[], None]]
 
 #: What is left for others.
 _SPARE_NBYTES = 256 << 20
@@ -34,6 +40,9 @@ class Arena:
         self._slots: list[Slot] = []
         self._retired: list[Slot] = []
         self._stopped = False
+        self._register: Register | None = None
+        #: What ends the registration of a slot, by its name.
+        self._registered: dict[str, Callable[[], None]] = {}
         self._one = Event()
         self._done = Event()
         #: Whether all slots are ready.
@@ -44,12 +53,13 @@ class Arena:
         self.seconds = 0.0
         self._take_over()
 
-    def prepare(self, nbytes: int) -> None:
+    def prepare(self, nbytes: int, *, register: Register | None = None) -> None:
         """Begin to make ready slots for data files of up to `nbytes`: those that are there and have the room, and new
-        ones. Blocks only until what was begun before is over; `wait` does. What earlier slots hold stays as long as it
-        may be needed."""
+        ones; with `register` each of them is registered. Blocks only until what was begun before is over; `wait` does.
+        What earlier slots hold stays as long as it may be needed."""
         if self._thread is not None:
             self._thread.join()  # slots of another size may still be being made
+        self._register = register
         self._one.clear()
         self._done.clear()
         self.is_ready, self.error = False, None
@@ -106,6 +116,7 @@ class Arena:
         needed = needed or self.newest_sealed()
         for slot in [slot for slot in self._retired if _is_reusable(slot, needed)]:
             self._retired.remove(slot)
+            self._unregister(slot)
             slot.remove()
 
     def newest_sealed(self) -> Place | None:
@@ -120,6 +131,7 @@ class Arena:
         if self._thread is not None:
             self._thread.join()
         for slot in (*self._slots, *self._retired):
+            self._unregister(slot)
             slot.close()
         self._slots, self._retired = [], []
 
@@ -132,6 +144,7 @@ class Arena:
                 for slot in self._slots:
                     if not slot.is_reserved:  # whoever made it was killed before
                         slot.reserve(before=self._look)
+                    self._make_known(slot)
                 while len(self._slots) < self._num_slots:
                     self._add(nbytes)
                     self._one.set()
@@ -154,6 +167,7 @@ class Arena:
         """Retire slots that are too small, or too many, and forget those that somebody has removed."""
         for slot in [slot for slot in self._slots if slot.is_removed]:
             self._slots.remove(slot)
+            self._unregister(slot)
             slot.close()
         large = [slot for slot in self._slots if slot.nbytes >= nbytes]
         self._retired += [slot for slot in self._slots if slot.nbytes < nbytes] + large[self._num_slots :]
@@ -167,7 +181,17 @@ class Arena:
         except BaseException:
             slot.remove()
             raise
+        self._make_known(slot)
         self._slots.append(slot)
+
+    def _make_known(self, slot: Slot) -> None:
+        if self._register is not None and slot.name not in self._registered:
+            self._registered[slot.name] = self._register(slot.data)
+
+    def _unregister(self, slot: Slot) -> None:
+        end = self._registered.pop(slot.name, None)
+        if end is not None:
+            end()  # while it is mapped
 
     def _look(self, left_nbytes: int) -> None:
         """Raise where `left_nbytes` more do not fit."""
@@ -175,7 +199,7 @@ class Arena:
             raise _Stopped
         if not left_nbytes:
             return
-        tightest = rooms(self._folder.path)[0]
+        tightest = rooms(self._folder.path, locked=self._register is not None)[0]
         if tightest.free_nbytes < left_nbytes + _SPARE_NBYTES:
             raise ConfigurationError(
                 f"There is no memory for the snapshots of rank {self._rank}: {left_nbytes} bytes more are needed, and "

@@ -7,8 +7,10 @@ FAST'21, calls it the snapshot phase; DataStates-LLM, HPDC'24, copies lazily for
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
+from itertools import chain
 from operator import attrgetter
 from threading import Event
 
@@ -17,6 +19,7 @@ import torch
 from holdfast.errors import StateError
 from holdfast.format.names import shown
 from holdfast.frameworks.optimizer import is_replayed, slots_of
+from holdfast.staging.device import Calls, Queued, devices_of
 from holdfast.staging.guarded import Guarded
 from holdfast.staging.routes import Pair, Routes, Tensors
 from holdfast.state.flatten import FlatState, Walk
@@ -62,11 +65,22 @@ class Snapshot:
         if all_held and sum(part.nbytes for local in rest.values() for part in local.memory) <= _ASIDE_NBYTES:
             self._aside = _cloned(rest)
             self._instant.set()
+        held = chain.from_iterable(local.memory for local in found.values())
+        self._queued = Queued(devices_of(chain(held, slots)))  # behind the clones
 
     @property
     def optimizers(self) -> Sequence[torch.optim.Optimizer]:
         """The optimizers in the state."""
         return self._walk.optimizers
+
+    @property
+    def device(self) -> torch.device | None:
+        """An accelerator that some of the state is on; None where none is."""
+        return self._queued.device
+
+    def passed(self) -> AbstractContextManager[None]:
+        """A ``with`` block for everything that is done with the state in another thread, see `Queued.passed`."""
+        return self._queued.passed()
 
     def wait(self) -> None:
         """Return when all is set aside that no guard holds, or this has ended."""
@@ -162,24 +176,38 @@ def _cloned(tensors: Tensors) -> Tensors:
 
 
 def _copy(pairs: Iterable[Pair]) -> None:
-    """Copy in calls of limited size."""
+    """Copy in calls of limited size; returns when all is there."""
+    calls = Calls()
     targets: list[torch.Tensor] = []
     sources: list[torch.Tensor] = []
     nbytes = 0
     for target, source in pairs:
+        if target.nbytes > _CALL_NBYTES and not source.is_cpu and source.is_contiguous():
+            for part in _parts(target, source):
+                _copy_all(*part, calls)
+            continue
         targets.append(target)
         sources.append(source)
         nbytes += target.nbytes
         if nbytes >= _CALL_NBYTES:
-            _copy_all(targets, sources)
+            _copy_all(targets, sources, calls)
             targets, sources, nbytes = [], [], 0
-    _copy_all(targets, sources)
+    _copy_all(targets, sources, calls)
+    calls.finish()
 
 
-def _copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+def _parts(target: torch.Tensor, source: torch.Tensor) -> Iterator[tuple[list[torch.Tensor], list[torch.Tensor]]]:
+    """A pair in parts for one call each: an accelerator takes one copy as one, however large. Both are contiguous."""
+    numel = _CALL_NBYTES // target.element_size()
+    for part in zip(torch.split(target.view(-1), numel), torch.split(source.view(-1), numel), strict=True):
+        yield [part[0]], [part[1]]
+
+
+def _copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor], calls: Calls) -> None:
     # One call for all of them: of single copies, each would wait for the interpreter beside a busy thread.
     if targets:
-        torch._foreach_copy_(targets, sources)
+        torch._foreach_copy_(targets, sources, non_blocking=True)
+        calls.issued(sources)
 
 
 def _changed(name: str) -> StateError:

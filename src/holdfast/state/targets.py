@@ -49,6 +49,11 @@ class MemoryTargets:
             self.nbytes += view.numel() * dtype.itemsize
         self._views.append(view)
 
+    @property
+    def views(self) -> Sequence[torch.Tensor]:
+        """The memory of all boxes."""
+        return self._views
+
     def put(self, want: int, at: Box, elements: Array) -> None:
         """Copy `elements` (an array of the carrier type) to `at`, relative to the box."""
         if want in self._casts:
