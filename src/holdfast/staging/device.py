@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import Final
@@ -68,14 +68,16 @@ class Queued:
 
 
 class Calls:
-    """Copies from accelerators that were issued by this thread, call by call."""
+    """Copies into host memory, issued by this thread call by call; from accelerators they go on after the call."""
 
     def __init__(self) -> None:
         self._under_way: deque[list[torch.cuda.Event]] = deque()
 
-    def issued(self, sources: Sequence[torch.Tensor]) -> None:
-        """Note that a call was issued that reads `sources`; returns when few enough are under way."""
+    def copy(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+        """Copy in one call; returns when few enough are under way."""
         devices = devices_of(sources)
+        # Of accelerators of other kinds, nobody would know when the copies are over.
+        torch._foreach_copy_(targets, sources, non_blocking=bool(devices))
         if devices:
             self._under_way.append([_marked(device) for device in devices])
         while len(self._under_way) > _NUM_CALLS:

@@ -206,8 +206,7 @@ def _parts(target: torch.Tensor, source: torch.Tensor) -> Iterator[tuple[list[to
 def _copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor], calls: Calls) -> None:
     # One call for all of them: of single copies, each would wait for the interpreter beside a busy thread.
     if targets:
-        torch._foreach_copy_(targets, sources, non_blocking=True)
-        calls.issued(sources)
+        calls.copy(targets, sources)
 
 
 def _changed(name: str) -> StateError:
