@@ -17,7 +17,6 @@ import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
-import xxhash
 from torch.distributed.device_mesh import init_device_mesh
 
 import holdfast
@@ -30,14 +29,15 @@ from bench.live import Live
 from bench.rank import HOST, joined, require_same
 from bench.results import StateSize
 from bench.state import LlamaLike, State
+from holdfast.format.container import BLOCK_NBYTES
 from holdfast.run.history import Run
 from holdfast.run.paths import storage_at
+from holdfast.storage.base import Bytes
+from holdfast.transfer.digest import digest_blocks
 
 #: A copy is tried so often in a round; the best one counts.
 _COPIES = 3
 _COMMIT_TIMEOUT_S = 120.0
-#: What is digested at a time.
-_BLOCK_NBYTES = 1 << 20
 
 #: Start and end by the machine-wide monotonic clock.
 Times = tuple[float, float]
@@ -186,16 +186,16 @@ def _copies(nbytes: int) -> tuple[Times, ...]:
 def _moves(sources: Sequence[torch.Tensor]) -> tuple[tuple[Times, ...], tuple[float, ...]]:
     """Times, and CPU seconds, of a copy of each of `sources` to touched memory, with the digests of what was copied
     while the processor still has it."""
-    groups: list[tuple[list[torch.Tensor], list[torch.Tensor], memoryview]] = []
+    groups: list[tuple[list[torch.Tensor], list[torch.Tensor], Bytes]] = []
     group: list[torch.Tensor] = []
     for number, source in enumerate(sources, 1):
         group.append(source)
         nbytes = sum(each.nbytes for each in group)
-        if nbytes >= _BLOCK_NBYTES or number == len(sources):
+        if nbytes >= BLOCK_NBYTES or number == len(sources):
             memory = torch.ones(nbytes, dtype=torch.uint8)
             parts = torch.split(memory, [each.nbytes for each in group])
             targets = [part.view(each.dtype).view(each.shape) for part, each in zip(parts, group, strict=True)]
-            groups.append((targets, group, memory.numpy().data))
+            groups.append((targets, group, memory.numpy()))
             group = []
     taken, cpu_s = [], []
     for _ in range(_COPIES):
@@ -203,8 +203,7 @@ def _moves(sources: Sequence[torch.Tensor]) -> tuple[tuple[Times, ...], tuple[fl
         start_s, start_cpu_s = time.monotonic(), time.process_time()
         for targets, moved, data in groups:
             torch._foreach_copy_(targets, moved)
-            for start in range(0, len(data), _BLOCK_NBYTES):
-                xxhash.xxh3_128_digest(data[start : start + _BLOCK_NBYTES])
+            digest_blocks(data)
         taken.append((start_s, time.monotonic()))
         cpu_s.append(time.process_time() - start_cpu_s)
     return tuple(taken), tuple(cpu_s)

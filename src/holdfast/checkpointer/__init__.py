@@ -7,14 +7,13 @@ import math
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Literal, Self, SupportsFloat
 
 import msgspec
-import torch
 from torch.distributed import ProcessGroup
 
 from holdfast.checkpointer.background import Background
@@ -36,6 +35,7 @@ from holdfast.saving import numbers_of, run_root, save
 from holdfast.saving.coordinator import Request
 from holdfast.saving.planning import Known
 from holdfast.saving.share import Share
+from holdfast.staging.device import Queued
 from holdfast.staging.routes import Routes
 from holdfast.staging.snapshot import Snapshot
 from holdfast.state.flatten import FlatState
@@ -317,7 +317,7 @@ class Checkpointer:
         stager = job.stager
         with ExitStack() as stack:
             try:
-                stack.enter_context(job.passed())
+                stack.enter_context(job.queued.passed())
                 agreed, share, flat, values = self._agree(job)
                 placed = stager.begin(agreed, share, values, needed=job.needed)
             except Exception as error:
@@ -401,7 +401,7 @@ class Checkpointer:
 
         def prepare() -> bytes:
             if not job.stager.fits(share):
-                job.stager.prepare(share, device=job.device, timeout_s=job.deadline.for_storage_s)
+                job.stager.prepare(share, device=job.queued.device, timeout_s=job.deadline.for_storage_s)
             return b""
 
         job.channel.collect("memory", attempt(prepare), job.deadline)
@@ -438,13 +438,9 @@ class _Job:
         return self.taken.flat()
 
     @property
-    def device(self) -> torch.device | None:
-        """An accelerator that some of it is on; None where none is."""
-        return self.taken.device if isinstance(self.taken, Snapshot) else None
-
-    def passed(self) -> AbstractContextManager[None]:
-        """A ``with`` block for what is done with it in the background."""
-        return self.taken.passed() if isinstance(self.taken, Snapshot) else nullcontext()
+    def queued(self) -> Queued:
+        """What devices had been given to do by then: what is done with the state in the background comes after it."""
+        return self.taken.queued if isinstance(self.taken, Snapshot) else Queued(())
 
     def copy(self, flat: FlatState, routes: Routes) -> None:
         """Copy it into its slot."""

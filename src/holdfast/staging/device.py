@@ -76,7 +76,8 @@ class Calls:
     def copy(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         """Copy in one call; returns when few enough are under way."""
         devices = devices_of(sources)
-        # Of accelerators of other kinds, nobody would know when the copies are over.
+        # One call for all of them: of single copies, each would wait for the interpreter beside a busy thread. Of
+        # accelerators of other kinds, nobody would know when the copies are over.
         torch._foreach_copy_(targets, sources, non_blocking=bool(devices))
         if devices:
             self._under_way.append([_marked(device) for device in devices])

@@ -8,7 +8,6 @@ FAST'21, calls it the snapshot phase; DataStates-LLM, HPDC'24, copies lazily for
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import chain
 from operator import attrgetter
@@ -66,21 +65,13 @@ class Snapshot:
             self._aside = _cloned(rest)
             self._instant.set()
         held = chain.from_iterable(local.memory for local in found.values())
-        self._queued = Queued(devices_of(chain(held, slots)))  # behind the clones
+        #: What devices had been given to do by then, the clones among it.
+        self.queued = Queued(devices_of(chain(held, slots)))
 
     @property
     def optimizers(self) -> Sequence[torch.optim.Optimizer]:
         """The optimizers in the state."""
         return self._walk.optimizers
-
-    @property
-    def device(self) -> torch.device | None:
-        """An accelerator that some of the state is on; None where none is."""
-        return self._queued.device
-
-    def passed(self) -> AbstractContextManager[None]:
-        """A ``with`` block for everything that is done with the state in another thread, see `Queued.passed`."""
-        return self._queued.passed()
 
     def wait(self) -> None:
         """Return when all is set aside that no guard holds, or this has ended."""
@@ -184,15 +175,16 @@ def _copy(pairs: Iterable[Pair]) -> None:
     for target, source in pairs:
         if target.nbytes > _CALL_NBYTES and not source.is_cpu and source.is_contiguous():
             for part in _parts(target, source):
-                _copy_all(*part, calls)
+                calls.copy(*part)
             continue
         targets.append(target)
         sources.append(source)
         nbytes += target.nbytes
         if nbytes >= _CALL_NBYTES:
-            _copy_all(targets, sources, calls)
+            calls.copy(targets, sources)
             targets, sources, nbytes = [], [], 0
-    _copy_all(targets, sources, calls)
+    if targets:
+        calls.copy(targets, sources)
     calls.finish()
 
 
@@ -201,12 +193,6 @@ def _parts(target: torch.Tensor, source: torch.Tensor) -> Iterator[tuple[list[to
     numel = _CALL_NBYTES // target.element_size()
     for part in zip(torch.split(target.view(-1), numel), torch.split(source.view(-1), numel), strict=True):
         yield [part[0]], [part[1]]
-
-
-def _copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor], calls: Calls) -> None:
-    # One call for all of them: of single copies, each would wait for the interpreter beside a busy thread.
-    if targets:
-        calls.copy(targets, sources)
 
 
 def _changed(name: str) -> StateError:
