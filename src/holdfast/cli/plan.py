@@ -149,7 +149,7 @@ def _text(path: str, option: str) -> str:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(
             f"{path} cannot be read: {error}.",
-            code=f"config.{option}",
+            code={"layout": "config.layout", "mapping": "config.mapping"}[option],
             action=f"Name a TOML file with --{option}.",
             path=path,
         ) from error
