@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from holdfast.errors import ConfigurationError
 from holdfast.format.records import Place
 from holdfast.run.paths import Target, canonical, parse, storage_at
 
-roots = st.text("ab@./ =-0", min_size=1).filter(lambda text: text.strip() and not text.endswith("/")).map("r/".__add__)
+roots = st.text("ab@./ =-0", min_size=1).filter(lambda text: text.strip() and not text.endswith("/")).map("/r/".__add__)
 ordinals = st.integers(1, 9_999_999_999)
 
 
@@ -38,7 +39,8 @@ ordinals = st.integers(1, 9_999_999_999)
     ],
 )
 def test_a_final_selector_selects_and_any_other_at_sign_is_part_of_the_path(text: str, target: Target | None) -> None:
-    assert parse(text) == (target or Target(text))
+    expected = target or Target(text)
+    assert parse(text) == replace(expected, root=str(Path(expected.root).absolute()))
 
 
 @pytest.mark.parametrize(
@@ -65,7 +67,28 @@ def test_a_url_is_refused_and_told_what_works(text: str) -> None:
 
 
 def test_a_path_object_is_as_good_as_text() -> None:
-    assert parse(Path("runs") / "a@step=7") == Target("runs/a", step=7)
+    assert parse(Path("/runs") / "a@step=7") == Target("/runs/a", step=7)
+
+
+def test_a_path_is_resolved_when_it_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "home").mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    assert parse("runs/a@step=7") == Target(f"{tmp_path}/runs/a", step=7)
+    assert parse("~/runs/a") == Target(f"{tmp_path}/home/runs/a")
+    assert parse("./~/runs/a") == Target(f"{tmp_path}/~/runs/a")
+    with pytest.raises(ConfigurationError, match="knows no home folder for it"):
+        parse("~nobody-is-called-so/runs/a")
+
+
+def test_a_relative_path_from_a_folder_that_was_removed_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(ConfigurationError, match="working directory of this process was removed"):
+        parse("runs/a")
 
 
 def test_a_path_in_bytes_is_refused() -> None:
@@ -79,16 +102,17 @@ def test_a_path_in_bytes_is_refused() -> None:
 
 @given(roots, st.integers(0, 10**18 - 1))
 def test_any_root_takes_a_step(root: str, step: int) -> None:
-    assert parse(f"{root}@step={step}") == Target(root, step=step)
+    assert parse(f"{root}@step={step}") == Target(os.path.normpath(root), step=step)
 
 
 @given(roots, ordinals, ordinals)
 def test_any_root_takes_a_place(root: str, epoch: int, seq: int) -> None:
-    assert parse(f"{root}@{epoch}.{seq}") == Target(root, place=Place(epoch, seq))
+    assert parse(f"{root}@{epoch}.{seq}") == Target(os.path.normpath(root), place=Place(epoch, seq))
 
 
 @given(roots, st.none() | st.integers(0, 10**18 - 1))
 def test_a_target_with_a_selector_prints_as_it_is_written(root: str, step: int | None) -> None:
+    root = os.path.normpath(root)
     target = Target(root, place=Place(2, 3)) if step is None else Target(root, step=step)
     assert parse(str(target)) == target
 

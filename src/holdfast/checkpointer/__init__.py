@@ -30,7 +30,7 @@ from holdfast.format.values import Node
 from holdfast.keeper.node_folder import DEFAULT_NODE_DIR, NodeFolder
 from holdfast.phases import Stopwatch, attempt, collector_paused
 from holdfast.run.history import Run
-from holdfast.run.paths import canonical, storage_at
+from holdfast.run.paths import absolute, canonical, storage_at
 from holdfast.saving import numbers_of, run_root, save
 from holdfast.saving.coordinator import Request
 from holdfast.saving.planning import Known
@@ -63,7 +63,7 @@ class Memory:
     def __post_init__(self) -> None:
         if self.generations < 2:
             raise ValueError(f"generations is {self.generations}: one must be whole while the next is copied")
-        object.__setattr__(self, "node_dir", Path(self.node_dir))
+        object.__setattr__(self, "node_dir", Path(absolute(str(self.node_dir))))
 
 
 class Checkpointer:

@@ -57,7 +57,7 @@ def ls(run: str, *, as_json: bool) -> bool:
     if as_json:
         print_json(document)
     else:
-        _show(document)
+        _show(document, printable(run))
     return not document.findings
 
 
@@ -142,9 +142,8 @@ def _row(commit: Commit, *, head: bool, abandoned: str = "") -> Row:
     )
 
 
-def _show(document: Document) -> None:
+def _show(document: Document, name: str) -> None:
     screen = console()
-    name = printable(document.run)
     if document.lineage:
         screen.print(f"{name}: {_total(document.lineage)}", soft_wrap=True)
         screen.print(_table(document.lineage))

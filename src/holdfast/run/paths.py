@@ -9,6 +9,8 @@
 
 Only a final ``@step=...`` or ``@<int>.<int>`` selects; any other ``@`` belongs to the path. (A folder whose own
 name ends like a selector is named with a slash after it.)
+
+`parse` makes every path absolute and expands a leading ``~``, so a later change of the working directory moves nothing.
 """
 
 from __future__ import annotations
@@ -45,10 +47,10 @@ class Target:
 
 
 def parse(path: str | os.PathLike[str]) -> Target:
-    """The run or checkpoint that `path` names. Pure: nothing is looked up.
+    """The run or checkpoint that `path` names: an absolute path, as of now. Nothing is looked up in storage.
 
-    A malformed selector, an empty path and the URL of an object store are a `ConfigurationError`, code
-    ``config.path`` or ``config.scheme``.
+    A malformed selector, an empty path, the home of an unknown user and the URL of an object store are a
+    `ConfigurationError`, code ``config.path`` or ``config.scheme``.
     """
     text = os.fspath(path)
     if not isinstance(text, str):
@@ -65,6 +67,31 @@ def parse(path: str | os.PathLike[str]) -> Target:
     if not all(re.fullmatch(r"0*[1-9][0-9]{0,9}", match[part]) for part in ("epoch", "seq")):
         raise _malformed(f"'{text}' selects a place that cannot exist: epochs and numbers count from 1.", text)
     return Target(root, place=Place(int(match["epoch"]), int(match["seq"])))
+
+
+def absolute(path: str) -> str:
+    """`path` from the root of the file system, with ``~`` and the working directory as they are now.
+
+    `ConfigurationError`, code ``config.path``, where one of them does not exist.
+    """
+    expanded = os.path.expanduser(path)  # noqa: PTH111 - a Path raises a bare RuntimeError for an unknown user
+    if expanded.startswith("~"):
+        home = path.split("/", 1)[0]
+        raise ConfigurationError(
+            f"'{path}' begins with '{home}', and this system knows no home folder for it.",
+            code="config.path",
+            action=f"Write the whole path, or './{path}' for a folder whose name begins with '~'.",
+            path=path,
+        )
+    try:
+        return os.path.abspath(expanded)  # noqa: PTH100 - links stay as they are
+    except FileNotFoundError as error:
+        raise ConfigurationError(
+            f"'{path}' is relative, and the working directory of this process was removed.",
+            code="config.path",
+            action="Write the whole path.",
+            path=path,
+        ) from error
 
 
 def check_scheme(text: str) -> None:
@@ -87,7 +114,7 @@ def storage_at(root: str) -> Storage:
 
 def canonical(uri: str) -> str:
     """One text for all ways to write the root `uri`; two roots with one canonical text are the same folder."""
-    return uri if _SCHEME.match(uri) else str(Path(uri).resolve())
+    return uri if _SCHEME.match(uri) else str(Path(absolute(uri)).resolve())
 
 
 def no_run(storage: Storage) -> NotFoundError:
@@ -126,12 +153,12 @@ def _beside(uri: str) -> list[str]:
 
 
 def _folder(root: str, text: str) -> str:
-    """`root` without trailing slashes, refused where it names nothing."""
+    """`root` as an absolute path, refused where it names nothing."""
     if not root.strip():
         raise _malformed(f"'{text}' names no folder." if text else "the path is empty.", text)
     if "\0" in root:
         raise _malformed("the path contains a NUL character.", text)
-    return root.rstrip("/") or "/"
+    return absolute(root)
 
 
 def _malformed(message: str, text: str) -> ConfigurationError:

@@ -1,0 +1,60 @@
+"""A path means what it meant when it was given: `~` is expanded, and a change of the working directory moves nothing."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import holdfast
+from holdfast import Checkpointer, Memory
+from holdfast.run.history import Run
+from holdfast.run.paths import storage_at
+from tests.command_line import holdfast_command
+from tests.models import start_new_job
+from tests.test_checkpointer import Loop, end_keepers
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A home folder; it is the working directory too, and has another folder and a node's memory in it."""
+    for name in ("elsewhere", "node"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    yield tmp_path
+    end_keepers(tmp_path / "node")
+
+
+@pytest.mark.parametrize("in_memory", [True, False], ids=["memory", "storage"])
+def test_a_relative_run_stays_where_it_was_when_the_working_directory_changes(home: Path, in_memory: bool) -> None:
+    loop = Loop()
+    memory = Memory(node_dir=Path("node")) if in_memory else None
+    with Checkpointer("runs/a", loop.state, memory=memory, timeout_s=30) as checkpointer:
+        for step in (1, 2, 3):
+            loop.step()
+            checkpointer.save(step)
+            checkpointer.wait()
+            os.chdir(home / "elsewhere")
+        saved = loop.bits()
+        loop.step()
+        checkpointer.restore()
+    assert [commit.step for commit in Run.open(storage_at(str(home / "runs/a"))).lineage()] == [3, 2, 1]
+    assert loop.bits() == saved
+    assert list((home / "elsewhere").iterdir()) == []
+
+
+def test_every_verb_knows_the_home_folder(home: Path) -> None:
+    holdfast.save("~/runs/a", {"w": torch.arange(4.0)}, 1)
+    start_new_job()
+    os.chdir(home / "elsewhere")
+    into = {"w": torch.zeros(4)}
+    assert Path(holdfast.load("~/runs/a", into).path).is_relative_to(home / "runs/a")
+    view = holdfast.open("~/runs/a@step=1")
+    assert torch.equal(into["w"], view["w"][...])
+    assert holdfast.plan_load("~/runs/a", into).needed_nbytes == 16
+    assert holdfast_command("ls", "~/runs/a").status == 0
+    assert list((home / "elsewhere").iterdir()) == []
