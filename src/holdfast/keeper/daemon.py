@@ -61,8 +61,10 @@ class Keeper:
     """Keeps `folder`; the caller holds its lock. Used by one thread; others hash and write meanwhile, so that a slow
     store does not keep newer snapshots from being sealed."""
 
-    def __init__(self, folder: NodeFolder) -> None:
+    def __init__(self, folder: NodeFolder, lock: int | None = None) -> None:
         self._folder = folder
+        #: What it holds to be the only keeper of the folder; None where the caller sees to that.
+        self._lock = lock
         self._slots: dict[str, Slot] = {}
         self._generations: dict[str, Sealing] = {}
         self._retry_at: dict[str, float] = {}
@@ -89,6 +91,8 @@ class Keeper:
             if time.monotonic() - busy_at > idle_s:
                 self.give_back()
                 return
+            if self._is_displaced and not self.owes:
+                return
             self._rest()
 
     def finish(self, *, grace_s: float) -> bool:
@@ -106,9 +110,10 @@ class Keeper:
         # that has just come.
         known = generation_ids(self._folder)
         self._meet()
-        self._give_up()
-        self._remove_old()
-        self._forget(known)
+        if not self._is_displaced:
+            self._give_up()
+            self._remove_old()
+            self._forget(known)
         sealing = self._seal_all()
         return self._write() or sealing
 
@@ -151,12 +156,21 @@ class Keeper:
             if self._folder.changed_ns() != self._met_ns or any(slot.has_changed() for slot in self._slots.values()):
                 return
 
+    @property
+    def _is_displaced(self) -> bool:
+        """Whether somebody has removed the file of its lock, mostly with the whole folder. Another keeper may be at
+        work there by now, and what has a name there is that one's. This one alone still has what was removed: it makes
+        that durable, and ends."""
+        return self._lock is not None and os.fstat(self._lock).st_nlink == 0
+
     def _meet(self) -> None:
-        """Open slots that are new, and close those that are gone."""
+        """Open slots that are new, and close those that are gone, once they hold nothing that is to become durable."""
         self._met_ns = self._folder.changed_ns()
-        names = set(slot_names(self._folder))
+        names = set() if self._is_displaced else set(slot_names(self._folder))
         for name in self._slots.keys() - names:
-            self._slots.pop(name).close()
+            slot = self._slots[name]
+            if not (slot.refresh().state in _OWED and (slot.is_removed or name in self._being_read)):
+                self._slots.pop(name).close()
         for name in sorted(names - self._slots.keys()):
             with suppress(FileNotFoundError):
                 try:
@@ -207,8 +221,13 @@ class Keeper:
 
     def _owed_at_rest(self) -> list[Slot]:
         """What is owed, and is not being read."""
-        being_read = set(self._seals) if self._writing is None else {*self._seals, *self._writing.names}
+        being_read = self._being_read
         return [slot for name, slot in self._slots.items() if slot.state in _OWED and name not in being_read]
+
+    @property
+    def _being_read(self) -> set[str]:
+        """Names of the slots that are being hashed or written."""
+        return set(self._seals) if self._writing is None else {*self._seals, *self._writing.names}
 
     def _seal_all(self) -> bool:
         """Begin to seal what is staged. Whether anything is being sealed."""
@@ -306,7 +325,7 @@ def keep(folder: NodeFolder, lock: int, *, is_over: Callable[[], bool], idle_s: 
     os.ftruncate(lock, 0)
     os.pwrite(lock, b"%d\n" % os.getpid(), 0)  # for people who look for it, and who must end it
     write_protocol(folder)
-    keeper = Keeper(folder)
+    keeper = Keeper(folder, lock)
     try:
         keeper.run(is_over=is_over, idle_s=idle_s)
         owes_nothing = keeper.finish(grace_s=grace_s)

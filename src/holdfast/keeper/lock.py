@@ -28,7 +28,7 @@ def try_lock(folder: NodeFolder) -> int | None:
 
     It goes with the process that holds it, however that ends.
     """
-    fd = _lock_file(folder)
+    fd = open_lock(folder)
     try:
         fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
     except OSError:
@@ -38,16 +38,23 @@ def try_lock(folder: NodeFolder) -> int | None:
 
 
 def is_kept(folder: NodeFolder) -> bool:
-    """Whether a keeper of `folder` is at work. (Asks for the lock without taking it, which could keep one away.)"""
-    fd = _lock_file(folder)
+    """Whether a keeper of `folder` is at work."""
+    fd = open_lock(folder)
     try:
-        found = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
+        return is_locked(fd)
     finally:
         os.close(fd)
+
+
+def is_locked(fd: int) -> bool:
+    """Whether a keeper holds the lock that `fd` is open for, also where its file was removed since. (Asks for the lock
+    without taking it, which could keep a keeper away.)"""
+    found = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
     return bool(_FLOCK.unpack(found)[0] != fcntl.F_UNLCK)
 
 
-def _lock_file(folder: NodeFolder) -> int:
+def open_lock(folder: NodeFolder) -> int:
+    """A descriptor of the file that the keeper of `folder` locks."""
     with suppress(FileExistsError):
         os.close(folder.create(_LOCK_NAME))
     return folder.open(_LOCK_NAME)

@@ -10,15 +10,15 @@ from __future__ import annotations
 import os
 import secrets
 import stat
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
 import xxhash
 
-from holdfast.errors import ConfigurationError
+from holdfast.errors import ConfigurationError, StorageError
 
 #: Memory that is a file system, on every Linux.
 DEFAULT_NODE_DIR: Final = Path("/dev/shm")  # noqa: S108 - what is made in it is private
@@ -66,9 +66,16 @@ class NodeFolder:
         """When a file last came or went, as far as the system's clock for that tells instants apart."""
         return os.fstat(self._fd).st_mtime_ns
 
+    @property
+    def is_removed(self) -> bool:
+        """Whether somebody has removed the folder: nothing can be created in it any more."""
+        return os.fstat(self._fd).st_nlink == 0
+
     def names(self) -> list[str]:
-        """Names of the files in the folder, sorted."""
-        return sorted(os.listdir(self._fd))  # noqa: PTH208 - it takes a descriptor
+        """Names of the files in the folder, sorted; none in a folder that was removed."""
+        with suppress(FileNotFoundError):
+            return sorted(os.listdir(self._fd))  # noqa: PTH208 - it takes a descriptor
+        return []
 
     def create(self, name: str) -> int:
         """A descriptor of the new file `name`; FileExistsError where there is one."""
@@ -135,6 +142,28 @@ class NodeFolder:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+@contextmanager
+def unusable_memory(path: Path) -> Iterator[None]:
+    """Turn what the operating system reports of the node memory at `path` into a `StorageError`."""
+    try:
+        yield
+    except OSError as error:
+        raise memory_error(path, error) from error
+
+
+def memory_error(path: Path, error: OSError) -> StorageError:
+    """What the operating system reported of the node memory at `path`, for a user."""
+    why = "somebody removed its folder" if isinstance(error, FileNotFoundError) else error.strerror or str(error)
+    return StorageError(
+        f"The memory of this node at '{path}' cannot be used: {why}.",
+        code="storage.memory",
+        action="Make room there (bytes and inodes, see df -i), and keep others from removing it (RemoveIPC=no in "
+        "logind.conf). Later saves try memory again.",
+        path=str(path),
+        tier="node memory",
+    )
 
 
 def _private(parent: int, name: str, path: Path) -> int:

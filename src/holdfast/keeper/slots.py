@@ -173,16 +173,19 @@ class Slot:
     @property
     def is_removed(self) -> bool:
         """Whether somebody has removed it: what is written to it then, nobody finds."""
-        return os.fstat(self._fd).st_nlink == 0
+        with self._lock:
+            return self._fd >= 0 and os.fstat(self._fd).st_nlink == 0
 
     def has_changed(self) -> bool:
         """Whether anybody has changed the state since it was last read. Takes microseconds."""
         return self._look() != self._page
 
     def refresh(self) -> Record:
-        """Read what others have made of the slot. Takes microseconds where that is nothing."""
+        """Read what others have made of the slot. Takes microseconds where that is nothing. A slot that is closed here
+        says what it said last."""
         with self._lock:
-            _, self.record = self._newest()
+            if self._fd >= 0:
+                _, self.record = self._newest()
             return self.record
 
     def advance(self, record: Record) -> None:
@@ -221,9 +224,10 @@ class Slot:
 
     def close(self) -> None:
         """Close the slot here. Its memory stays mapped as long as something refers to what `data` was."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd, self._memory = -1, self._memory[:0].copy()
+        with self._lock:
+            if self._fd >= 0:
+                os.close(self._fd)
+                self._fd, self._memory = -1, self._memory[:0].copy()
 
     def __enter__(self) -> Self:
         return self
