@@ -108,8 +108,9 @@ def test_slots_are_registered_so_that_the_device_fills_them_by_itself(run: str, 
     with Checkpointer(run, loop.state, memory=memory) as checkpointer:
         checkpointer.save(0).durable.wait()
         assert checkpointer._stager is not None
-        assert checkpointer._stager._arena.wait(60)
-        slots = checkpointer._stager._arena._slots
+        arena = checkpointer._stager._used.arena
+        assert arena.wait(60)
+        slots = arena._slots
         assert [torch.from_numpy(slot.data).is_pinned() for slot in slots] == [True, True]
     with folder_of(run, memory.node_dir) as folder, Slot(folder, slot_names(folder)[0]) as slot:
         assert not torch.from_numpy(slot.data).is_pinned()

@@ -17,17 +17,18 @@ import msgspec
 from torch.distributed import ProcessGroup
 
 from holdfast.checkpointer.background import Background
+from holdfast.checkpointer.backoff import Backoff
 from holdfast.checkpointer.handle import Handle
 from holdfast.checkpointer.messages import Agreed, Answer, Room
 from holdfast.checkpointer.planner import StagePlanner, StagePlanning, room
 from holdfast.checkpointer.restoring import RestoreReport, await_commit, drop_parts, restore
-from holdfast.checkpointer.staging import Stager, next_share
+from holdfast.checkpointer.staging import Stager, is_unusable, next_share
 from holdfast.control.channel import Channel, Deadline
 from holdfast.control.torch_store import default_channel, group_ranks
-from holdfast.errors import ConfigurationError, DeadlineError, FencedError, HoldfastError, NotFoundError, StorageError
+from holdfast.errors import DeadlineError, FencedError, HoldfastError, NotFoundError, StorageError, from_wire
 from holdfast.format.records import Place
 from holdfast.format.values import Node
-from holdfast.keeper.node_folder import DEFAULT_NODE_DIR, NodeFolder
+from holdfast.keeper.node_folder import DEFAULT_NODE_DIR
 from holdfast.phases import Stopwatch, attempt, collector_paused
 from holdfast.run.history import Run
 from holdfast.run.paths import absolute, canonical, storage_at
@@ -107,7 +108,7 @@ class Checkpointer:
         self._background: Background | None = None
         #: Whether what is in memory was looked at.
         self._goes_on = False
-        self._streams = memory is None
+        self._backoff = Backoff()
         #: What was restored from memory before it was committed.
         self._uncommitted: Place | None = None
         self._handles: list[Handle] = []
@@ -136,7 +137,7 @@ class Checkpointer:
         try:
             self._settle()
             self._await_restored()
-            if self._streams or not self._staged(handle, numbers):
+            if not self._is_in_memory(handle, numbers):
                 self._save_through(handle, metrics)
         except HoldfastError as error:
             handle.fail(error)
@@ -214,9 +215,16 @@ class Checkpointer:
             self._stager.close()
             self._stager = None
 
-    def _stream(self, why: HoldfastError) -> None:
+    def _fall_back(self, why: HoldfastError) -> None:
+        """Give memory back: saves go to storage until it is tried again. On all ranks at the same save."""
         _log.warning("saves go to storage, and training waits for them: %s", why)
-        self._streams = True
+        self._backoff.begin()
+        if self._background is not None:
+            self._background.join()  # it may still copy what was saved before
+            self._background = None
+        if self._stager is not None:
+            self._stager.retire()
+        self._known.share = None  # so that the next plan is made known to all, who take memory for it
 
     def _settle(self) -> None:
         """Wait until all ranks have agreed on what was saved last. Raises `FencedError` when it was for nothing: this
@@ -226,8 +234,8 @@ class Checkpointer:
             error = self._background.error
             if isinstance(error, FencedError):
                 raise error
-            if isinstance(error, ConfigurationError) and error.code == "config.memory":
-                self._stream(error)
+            if isinstance(error, HoldfastError) and is_unusable(error):
+                self._fall_back(error)
 
     def _report(self) -> None:
         """Log what failed since the last call, and forget handles of which nothing more is to be known."""
@@ -235,8 +243,6 @@ class Checkpointer:
             self._handles.remove(handle)
             if handle.durable.error is not None:
                 _log.error("step %d is not durable: %s", handle.step, handle.durable.error)
-        if self._streams and self._stager is not None and not self._stager.is_awaited:
-            self._let_go()
 
     def _await_restored(self) -> None:
         """Wait until what was restored from memory is committed: only then something can follow it."""
@@ -259,8 +265,24 @@ class Checkpointer:
         handle.staged.end(nbytes=report.written_nbytes)
         handle.durable.end(nbytes=report.written_nbytes)
 
-    def _staged(self, handle: Handle, metrics: dict[str, float]) -> bool:
-        """Save into memory. False, and nothing saved, where some node has not enough of it; that is not tried again."""
+    def _is_in_memory(self, handle: Handle, metrics: dict[str, float]) -> bool:
+        """Save into memory. False, and nothing saved, where the memory of some node cannot be used, or could not."""
+        if self._memory is None or self._backoff.puts_off():
+            return False
+        try:
+            self._stage(handle, metrics)
+        except HoldfastError as error:
+            if not is_unusable(error):
+                raise
+            self._fall_back(error)
+            return False
+        if self._backoff.has_begun:
+            self._backoff.end()
+            _log.warning("saves go to memory again")
+        return True
+
+    def _stage(self, handle: Handle, metrics: dict[str, float]) -> None:
+        """Save into memory. Raises an error that `is_unusable` on all ranks where the memory of some node is."""
         channel = default_channel(f"save of step {handle.step}", self._group)
         later = default_channel(f"save of step {handle.step}", self._group, background=True)
         deadline = Deadline(self._timeout_s)
@@ -275,7 +297,7 @@ class Checkpointer:
             )
             if free.full and self._when_full == "skip":
                 handle.skip(free.full)
-                return True
+                return
             job = _Job(handle, metrics, later, deadline, stager, taken, free.needed, is_awaited=not free.as_before)
             background = self._background = Background(lambda background: self._go_on(job, background))
             if job.is_awaited:
@@ -284,15 +306,9 @@ class Checkpointer:
                     raise background.error
             if isinstance(taken, Snapshot):
                 taken.wait()
-        except ConfigurationError as error:
-            if error.code != "config.memory":
-                raise
-            self._stream(error)
-            return False
         finally:
             if background is None:
                 stager.guard.let_go()
-        return True
 
     def _drop_parts(self, channel: Channel, deadline: Deadline) -> None:
         """Where this job did not restore, give up what is in memory in part only; whoever had the rest is gone."""
@@ -336,7 +352,7 @@ class Checkpointer:
                     job.end()
                 stager.finish(job.handle, agreed, share, slot)
             except Exception as error:  # noqa: BLE001 - nobody waits for it any more: it is told in handle and log
-                stager.fail(agreed.checkpoint_id, slot)
+                stager.fail(agreed.checkpoint_id, slot, error)
                 job.fail(error)
 
     def _agree(self, job: _Job) -> tuple[Agreed, Share, FlatState, dict[str, Node]]:
@@ -359,7 +375,8 @@ class Checkpointer:
 
         def look(payloads: Sequence[bytes]) -> bytes:
             found = room(payloads, stager.run_id or self._run_id())
-            if found.full and self._when_full == "wait" and deadline.remaining_s() < _LATE * self._timeout_s:
+            is_late = deadline.remaining_s() < _LATE * self._timeout_s
+            if found.full and found.trouble is None and self._when_full == "wait" and is_late:
                 raise _too_slow(found.full, self._timeout_s)
             return msgspec.msgpack.encode(found)
 
@@ -368,10 +385,12 @@ class Checkpointer:
             standing = attempt(lambda: msgspec.msgpack.encode(stager.standing(is_as_before=is_as_before)))
             answer = channel.exchange("memory", standing, look, deadline)
             found = msgspec.msgpack.decode(answer, type=Room)
+            stager.give_up(found.given_up)
+            if found.trouble is not None:
+                raise from_wire(found.trouble)
             if stager.run_id != found.run_id:
                 stager.belong_to(found.run_id)
                 continue  # there is more room now
-            stager.give_up(found.given_up)
             if not found.full or self._when_full == "skip":
                 return found
             if time.monotonic() > told_at:
@@ -392,8 +411,8 @@ class Checkpointer:
         if self._stager is None:
             assert self._memory is not None
             run = canonical(storage_at(self._run).uri)
-            folder = NodeFolder(run, node_dir=self._memory.node_dir)
-            self._stager = Stager(folder, run, rank=rank, num_slots=self._memory.generations)
+            node_dir, num_slots = self._memory.node_dir, self._memory.generations
+            self._stager = Stager(run, node_dir, rank=rank, num_slots=num_slots)
         return self._stager
 
     def _prepare(self, job: _Job, share: Share) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from holdfast.errors import ErrorWire
 from holdfast.format.records import Place
 from holdfast.saving.messages import Compare, Questions
 
@@ -14,7 +15,7 @@ class Standing(msgspec.Struct, frozen=True, array_like=True):
     `sealed` is the newest checkpoint of which its part is in memory, whole (None: of none). `is_free`: it has a slot
     that holds nothing; `oldest` is else the oldest checkpoint in a slot that might be filled anew (None: there is no
     such slot now). `given_up` are ids of checkpoints whose copy failed here since the last save. Where the state
-    `is_as_before`, the last plan is likely to hold.
+    `is_as_before`, the last plan is likely to hold. `trouble` says why the memory of this rank cannot be used.
     """
 
     sealed: Place | None
@@ -22,6 +23,7 @@ class Standing(msgspec.Struct, frozen=True, array_like=True):
     oldest: Place | None
     given_up: tuple[str, ...]
     is_as_before: bool
+    trouble: ErrorWire | None = None
 
     def has_room(self, needed: Place | None) -> bool:
         """Whether there is a slot, where what comes before `needed` is not needed any more."""
@@ -34,7 +36,8 @@ class Room(msgspec.Struct, frozen=True, array_like=True):
 
     `run_id` is that of the run ("": there is none yet), from which checkpoints of an earlier one are told apart. What
     comes before `needed` is not needed any more: all ranks have that in memory, whole (None: some have nothing).
-    `given_up` are checkpoints that can never be whole. Whether all states are `as_before`.
+    `given_up` are checkpoints that can never be whole. Whether all states are `as_before`. `trouble` says why the
+    memory of some rank cannot be used; then no rank uses it.
     """
 
     run_id: str
@@ -42,6 +45,7 @@ class Room(msgspec.Struct, frozen=True, array_like=True):
     full: tuple[int, ...]
     given_up: tuple[str, ...]
     as_before: bool
+    trouble: ErrorWire | None
 
 
 class Told(msgspec.Struct, frozen=True, array_like=True):

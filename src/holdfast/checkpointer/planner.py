@@ -53,7 +53,9 @@ def room(payloads: Sequence[bytes], run_id: str) -> Room:
     needed = None if None in sealed else min(each for each in sealed if each is not None)
     full = tuple(number for number, each in enumerate(standings) if not each.has_room(needed))
     given_up = tuple(sorted({each for standing in standings for each in standing.given_up}))
-    return Room(run_id, needed, full, given_up, all(standing.is_as_before for standing in standings))
+    as_before = all(standing.is_as_before for standing in standings)
+    trouble = next((standing.trouble for standing in standings if standing.trouble is not None), None)
+    return Room(run_id, needed, full, given_up, as_before, trouble)
 
 
 class StagePlanning(Planning[Agreed]):

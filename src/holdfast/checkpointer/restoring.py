@@ -29,7 +29,7 @@ from holdfast.format.records import FileSeal, Place, Seal
 from holdfast.format.values import Node
 from holdfast.keeper.client import ensure_keeper
 from holdfast.keeper.generations import give_up_generation, read_generation
-from holdfast.keeper.node_folder import NodeFolder
+from holdfast.keeper.node_folder import NodeFolder, unusable_memory
 from holdfast.keeper.persist import data_file
 from holdfast.keeper.process import Process, boot_id
 from holdfast.keeper.slots import WHOLE, Slot, State, slot_names
@@ -121,9 +121,10 @@ def restore(
         try:
             restored = _from_memory(run, state, node_dir, group, verify=verify, timeout_s=timeout_s)
         except HoldfastError as error:
-            if not is_damage(error):
+            if not is_damage(error) and error.code != "storage.memory":
                 raise
-            _log.warning("what is in memory is damaged, going to storage: %s", error)
+            what = "is damaged" if is_damage(error) else "cannot be read"
+            _log.warning("what is in memory %s, going to storage: %s", what, error)
         else:
             if restored is not None:
                 return restored
@@ -186,18 +187,29 @@ def _looked_at(
     there is given up."""
     uri = canonical(storage_at(run).uri)
     with ExitStack() as stack:
+        folders: list[NodeFolder] = []
         slots: list[Slot] = []
-        folder = stack.enter_context(NodeFolder(uri, node_dir=node_dir))
 
         def look() -> bytes:
-            slots.extend(stack.enter_context(_sealed_slots(folder, uri, timeout_s=deadline.for_storage_s / 2)))
-            return msgspec.msgpack.encode(_inventory(folder, slots))
+            with unusable_memory(node_dir):
+                folder = stack.enter_context(NodeFolder(uri, node_dir=node_dir))
+                folders.append(folder)
+                slots.extend(stack.enter_context(_sealed_slots(folder, uri, timeout_s=deadline.for_storage_s / 2)))
+                return msgspec.msgpack.encode(_inventory(folder, slots))
 
-        answer = channel.exchange("inventory", attempt(look), lambda payloads: _choose(uri, folder, payloads), deadline)
-        chosen = msgspec.msgpack.decode(answer, type=_Chosen)
-        for checkpoint_id in chosen.given_up:
-            give_up_generation(folder, checkpoint_id)
-        yield folder, slots, chosen
+        def choose(payloads: Sequence[bytes]) -> bytes:
+            return _choose(uri, folders[0], payloads)
+
+        def give_up() -> bytes:
+            with unusable_memory(node_dir):
+                for checkpoint_id in chosen.given_up:
+                    give_up_generation(folders[0], checkpoint_id)
+            return b""
+
+        chosen = msgspec.msgpack.decode(channel.exchange("inventory", attempt(look), choose, deadline), type=_Chosen)
+        if chosen.given_up:
+            channel.collect("inventory", attempt(give_up), deadline)
+        yield folders[0], slots, chosen
 
 
 def _load(

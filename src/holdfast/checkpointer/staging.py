@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from errno import ENOENT
 from functools import partial
+from pathlib import Path
 from threading import Event, Lock, Thread
 from typing import Final, NamedTuple
 
@@ -15,7 +19,15 @@ import torch
 
 from holdfast.checkpointer.handle import Handle
 from holdfast.checkpointer.messages import Agreed, Standing
-from holdfast.errors import DeadlineError, FencedError, HoldfastError, StateError
+from holdfast.errors import (
+    CorruptError,
+    DeadlineError,
+    FencedError,
+    HoldfastError,
+    StateError,
+    StorageError,
+    to_wire,
+)
 from holdfast.format import manifest as fmt
 from holdfast.format import records
 from holdfast.format.container import FileLayout
@@ -23,7 +35,8 @@ from holdfast.format.records import Place
 from holdfast.format.values import Node
 from holdfast.keeper.client import ensure_keeper
 from holdfast.keeper.generations import Generation, give_up_generation, write_generation
-from holdfast.keeper.node_folder import NodeFolder
+from holdfast.keeper.lock import is_locked, open_lock
+from holdfast.keeper.node_folder import NodeFolder, memory_error, unusable_memory
 from holdfast.keeper.process import Process
 from holdfast.keeper.slots import Contents, Record, Slot, State
 from holdfast.run.checkpoint import pack_values
@@ -38,6 +51,10 @@ from holdfast.staging.routes import Part, Routes
 #: How often it is looked at what became of a snapshot, and whether a slot is free.
 _LOOK_S: Final = 0.025
 _LOOK_FURTHER_S: Final = 0.2
+#: While no keeper can be had, that is tried again after twice as long each time, up to this.
+_LOOK_FURTHER_AT_MOST_S: Final = 10.0
+#: Codes of errors after which saves go to storage for a while: this node's memory cannot be used now.
+_UNUSABLE: Final = frozenset({"config.memory", "config.keeper", "storage.memory"})
 
 _log = logging.getLogger(__name__)
 
@@ -50,19 +67,59 @@ class _Pending(NamedTuple):
     slot: Slot | None
 
 
+class _Memory:
+    """A rank's part of the memory of its node, as it is opened: what is in it outlives this object.
+
+    Raises `ConfigurationError` where the folder is not this user's alone, and OSError.
+    """
+
+    def __init__(self, run: str, node_dir: Path, *, rank: int, num_slots: int) -> None:
+        self.folder = NodeFolder(run, node_dir=node_dir)
+        try:
+            #: The file that the keeper locks. It tells whether that one is alive even when its name is gone.
+            self.lock = open_lock(self.folder)
+            try:
+                self.arena = Arena(self.folder, rank=rank, num_slots=num_slots)
+            except BaseException:
+                os.close(self.lock)
+                raise
+        except BaseException:
+            self.folder.close()
+            raise
+
+    @property
+    def is_removed(self) -> bool:
+        """Whether somebody has removed it from the node: a process that comes later finds nothing in it."""
+        return os.fstat(self.lock).st_nlink == 0
+
+    def close(self) -> None:
+        self.arena.close()
+        os.close(self.lock)
+        self.folder.close()
+
+
 class Stager:
     """The memory of one rank: has room for snapshots in it, hands them to the keeper, and watches what becomes of them.
 
-    Used by one thread at a time. `close` leaves all that is staged where it is.
+    Memory is opened when a save asks how it stands, and again after `retire`. Used by one thread at a time. `close`
+    leaves all that is staged where it is.
     """
 
-    def __init__(self, folder: NodeFolder, run: str, *, rank: int, num_slots: int) -> None:
+    def __init__(self, run: str, node_dir: Path, *, rank: int, num_slots: int) -> None:
         self.guard = Guard()
         self.guarded = Guarded()
-        self._folder = folder
         self._run = run
+        self._node_dir = node_dir
         self._rank = rank
-        self._arena = Arena(folder, rank=rank, num_slots=num_slots)
+        self._num_slots = num_slots
+        #: None before it is opened, and when all of it was given back. Whoever changes that has the lock below.
+        self._memory: _Memory | None = None
+        self._memory_lock = Lock()
+        self._is_retired = False
+        #: Whether memory could be used once: what hinders that later is no mistake of whoever set it up.
+        self._was_used = False
+        #: What made the last copy fail, to be told to all ranks by the next save.
+        self._trouble: StorageError | None = None
         self._prepared_nbytes = -1
         self._register: Register | None = None
         #: By name of the slot, all of one plan.
@@ -71,6 +128,8 @@ class Stager:
         self._lock = Lock()
         self._pending: list[_Pending] = []
         self._given_up: list[str] = []
+        #: Checkpoints that all ranks gave up, and the keeper of this node was not told of yet.
+        self._untold: set[str] = set()
         self._closed = Event()
         self._watcher = Thread(target=self._watch, name="holdfast-watch", daemon=True)
         self._watcher.start()
@@ -88,61 +147,134 @@ class Stager:
         slot, which takes a second per GiB or so. The others are made in the background.
 
         Raises:
-            ConfigurationError: there is not enough memory; says what bounds it.
+            ConfigurationError: there is not enough memory, and what bounds it; or there is no keeper.
+            StorageError: the memory cannot be used.
             DeadlineError: it took longer than `timeout_s`.
         """
-        ensure_keeper(self._folder, self._run)
+        memory = self._used
+        with unusable_memory(memory.folder.path):
+            ensure_keeper(memory.folder, self._run)
         nbytes = _nbytes(share)
         self._register = None if device is None else partial(registered, device=device)
         if nbytes:
-            self._arena.prepare(nbytes, register=self._register)
-            if not self._arena.wait_for_one(timeout_s):
+            memory.arena.prepare(nbytes, register=self._register)
+            if not memory.arena.wait_for_one(timeout_s):
                 raise DeadlineError(
                     f"The memory for snapshots of rank {self._rank} was not ready within {timeout_s:.0f} s.",
                     code="timeout.memory",
                     action="Raise timeout_s, or keep fewer generations.",
                     rank=self._rank,
                 )
-            if self._arena.error is not None:
-                raise self._arena.error
+            if memory.arena.error is not None:
+                raise memory.arena.error
         self._prepared_nbytes = nbytes
 
     def standing(self, *, is_as_before: bool) -> Standing:
         """How the memory of this rank stands; its state `is_as_before`, or not.
 
-        A keeper that is gone is replaced here, since nothing else becomes free; and so are slots that somebody has
-        removed.
+        Memory that is not open is opened. A keeper that is gone is replaced, since nothing else becomes free; and so
+        are slots that somebody has removed. What hinders all that is the `trouble` of the standing.
 
         Raises:
-            ConfigurationError: there was not enough memory for all slots; says what bounds it.
+            ConfigurationError: memory could not be used from the beginning, because of how it was set up.
         """
-        ensure_keeper(self._folder, self._run)
-        if self._arena.error is not None:
-            raise self._arena.error
-        if self._arena.is_short:
-            self._routes.clear()
-            self._arena.prepare(self._prepared_nbytes, register=self._register)
         with self._lock:
             given_up, self._given_up = tuple(self._given_up), []
+        try:
+            trouble, self._trouble = self._trouble, None
+            if trouble is not None:
+                raise trouble
+            with unusable_memory(self._node_dir):
+                sealed, is_free, oldest = self._look_at_slots()
+        except HoldfastError as error:
+            if not (self._was_used or is_unusable(error)):
+                raise
+            told = to_wire(error if is_unusable(error) else _unusable(error))
+            return Standing(None, is_free=False, oldest=None, given_up=given_up, is_as_before=False, trouble=told)
+        # Where there are no slots yet, a plan must be made known, and memory taken, before the save returns.
+        is_as_before = is_as_before and self._prepared_nbytes >= 0
+        return Standing(sealed, is_free=is_free, oldest=oldest, given_up=given_up, is_as_before=is_as_before)
+
+    def _look_at_slots(self) -> tuple[Place | None, bool, Place | None]:
+        """`sealed`, `is_free` and `oldest` of a `Standing`."""
+        memory = self._opened()
+        if memory.is_removed:
+            raise FileNotFoundError(ENOENT, os.strerror(ENOENT))
+        ensure_keeper(memory.folder, self._run)
+        self._was_used = True
+        arena = memory.arena
+        if arena.error is not None:
+            raise arena.error
+        if arena.is_short:
+            self._routes.clear()
+            arena.prepare(self._prepared_nbytes, register=self._register)
         if self._prepared_nbytes == 0:
-            return Standing(self.last, is_free=True, oldest=None, given_up=given_up, is_as_before=is_as_before)
-        is_free, oldest = self._arena.oldest()
-        return Standing(
-            self._arena.newest_sealed(), is_free=is_free, oldest=oldest, given_up=given_up, is_as_before=is_as_before
-        )
+            return self.last, True, None
+        return arena.newest_sealed(), *arena.oldest()
+
+    def _opened(self) -> _Memory:
+        """The memory of this rank, opened if it is not."""
+        with self._memory_lock:
+            if self._is_retired and self._memory is not None:
+                if self._pending_now():
+                    raise _not_yet_given_back(self._memory.folder.path)
+                self._drop_memory()
+            if self._memory is None:
+                node = self._node_dir
+                self._memory = _Memory(self._run, node, rank=self._rank, num_slots=self._num_slots)
+                self._is_retired = False
+            return self._memory
+
+    @property
+    def _used(self) -> _Memory:
+        assert self._memory is not None, "memory is opened before it is used"
+        return self._memory
+
+    def retire(self) -> None:
+        """Give memory back: what holds nothing that is still to become durable at once, the rest as soon as it is.
+        Nothing is being copied any more. The next `standing` opens memory anew."""
+        self._routes.clear()
+        self._prepared_nbytes, self.run_id = -1, None
+        self._is_retired = True
+        self._give_back()
+
+    def _give_back(self) -> None:
+        with self._memory_lock:
+            if not self._is_retired or self._memory is None:
+                return
+            watched = [pending.slot for pending in self._pending_now() if pending.slot is not None]
+            if self._memory.arena.give_back(watched=watched) and not self._pending_now():
+                self._drop_memory()
+
+    def _drop_memory(self) -> None:
+        if self._memory is not None:
+            self._memory.close()
+            self._memory = None
 
     def belong_to(self, run_id: str) -> None:
         """Know the run: what memory holds of an earlier one at the same path, which was removed, is given up."""
         self.run_id = run_id
-        self.give_up(self._arena.forget_others(run_id))
+        self.give_up(self._used.arena.forget_others(run_id))
 
     def give_up(self, checkpoint_ids: Sequence[str]) -> None:
         """Have this node free what it holds of checkpoints that can never be whole."""
-        for checkpoint_id in checkpoint_ids:
-            give_up_generation(self._folder, checkpoint_id)
-            for pending in self._pending_now():
-                if pending.checkpoint_id == checkpoint_id:
-                    pending.handle.durable.end(_incomplete(pending.handle.step))
+        self._untold.update(checkpoint_ids)
+        for pending in self._pending_now():
+            if pending.checkpoint_id in checkpoint_ids:
+                pending.handle.durable.end(_incomplete(pending.handle.step))
+        self._tell_given_up()
+
+    def _tell_given_up(self) -> None:
+        """Tell the keeper which checkpoints were given up. Where memory takes no file now, the watcher tries later."""
+        with self._memory_lock:
+            memory = self._memory
+            if memory is None or memory.is_removed:
+                self._untold.clear()  # nothing of them is there any more
+                return
+            for checkpoint_id in list(self._untold):
+                with suppress(OSError):
+                    give_up_generation(memory.folder, checkpoint_id)
+                    self._untold.discard(checkpoint_id)
 
     def begin(
         self, agreed: Agreed, share: Share, values: Mapping[str, Node], *, needed: Place | None
@@ -159,8 +291,8 @@ class Stager:
             slot.advance(Record(State.WRITING, Process.current()))
             _write_values(slot, layout, values)
             return slot, self._routes_of(share, layout, slot)
-        except BaseException:
-            self.fail(agreed.checkpoint_id, slot)
+        except BaseException as error:
+            self.fail(agreed.checkpoint_id, slot, error)
             raise
 
     def finish(self, handle: Handle, agreed: Agreed, share: Share, slot: Slot | None) -> None:
@@ -170,7 +302,7 @@ class Stager:
             assert share.layout is not None
             manifest = share.manifest.encode()
             write_generation(
-                self._folder,
+                self._used.folder,
                 Generation(self._run, agreed.folder, agreed.checkpoint_id, agreed.place, agreed.step, manifest),
             )
             contents = Contents(
@@ -187,17 +319,15 @@ class Stager:
         with self._lock:
             self._pending.append(_Pending(handle, agreed.checkpoint_id, slot))
 
-    def fail(self, checkpoint_id: str, slot: Slot | None) -> None:
-        """Free `slot`, and have all ranks hear with the next save that this checkpoint can never be whole."""
-        if slot is not None and slot.state == State.WRITING:
+    def fail(self, checkpoint_id: str, slot: Slot | None, error: BaseException | None = None) -> None:
+        """Free `slot`, and have all ranks hear with the next save that this checkpoint can never be whole. Where it is
+        the memory that failed, no rank uses it then."""
+        if slot is not None and slot.state != State.FREE:
             slot.advance(Record(State.FREE))
+        if isinstance(error, OSError):
+            self._trouble = memory_error(self._node_dir, error)
         with self._lock:
             self._given_up.append(checkpoint_id)
-
-    @property
-    def is_awaited(self) -> bool:
-        """Whether anything is not known to be durable, or lost."""
-        return bool(self._pending_now())
 
     def close(self) -> None:
         """End watching. What is staged stays, and is made durable by the keeper. Nothing is being copied any more."""
@@ -205,8 +335,8 @@ class Stager:
         self._watcher.join()
         self.guard.unhook()
         self._routes.clear()
-        self._arena.close()
-        self._folder.close()
+        self._give_back()
+        self._drop_memory()
 
     def _routes_of(self, share: Share, layout: FileLayout, slot: Slot) -> Routes:
         """The routes into `slot`, which hold as long as the plan does."""
@@ -222,8 +352,9 @@ class Stager:
 
     def _free_slot(self, needed: Place | None) -> Slot:
         """A slot to fill: that there is one was agreed on, but where the plan is new, and so may be the slots."""
-        self._arena.remove_retired(needed)
-        slot = self._arena.reusable(needed)
+        arena = self._used.arena
+        arena.remove_retired(needed)
+        slot = arena.reusable(needed)
         assert slot is not None, "ranks agreed that there is room"
         for pending in self._pending_now():
             if pending.slot is slot:
@@ -235,21 +366,26 @@ class Stager:
             return list(self._pending)
 
     def _watch(self) -> None:
-        look_further_at = 0.0
+        pause_s, look_further_at = _LOOK_FURTHER_S, 0.0
         while not self._closed.wait(_LOOK_S):
             waiting = self._pending_now()
-            if waiting and time.monotonic() > look_further_at:
-                look_further_at = time.monotonic() + _LOOK_FURTHER_S
-                self._look_further(
-                    [pending.handle for pending in waiting], [p.handle for p in waiting if p.slot is None]
-                )
+            if (waiting or self._untold) and time.monotonic() > look_further_at:
+                self._tell_given_up()
+                is_sound = self._look_further(waiting)
+                pause_s = _LOOK_FURTHER_S if is_sound else min(2 * pause_s, _LOOK_FURTHER_AT_MOST_S)
+                look_further_at = time.monotonic() + pause_s
             for pending in waiting:
                 self._look(pending)
+            self._give_back()
 
     def _look(self, pending: _Pending) -> None:
         handle, slot = pending.handle, pending.slot
-        if slot is not None:
-            record = slot.refresh()
+        if slot is not None and not handle.durable.is_over:
+            try:
+                record = slot.refresh()
+            except CorruptError as error:
+                handle.durable.end(error)
+                record = slot.record
             contents = record.contents
             if contents is None or contents.checkpoint_id != pending.checkpoint_id:
                 handle.durable.end(_incomplete(handle.step))
@@ -257,6 +393,10 @@ class Stager:
                 handle.durable.end(nbytes=contents.nbytes)
             elif record.state == State.SUPERSEDED:
                 handle.durable.end(_superseded(handle.step, record.error))
+            elif slot.is_removed and not is_locked(self._used.lock):
+                # Nobody else can open it any more, and the keeper that had it mapped is dead.
+                self.fail(pending.checkpoint_id, slot)
+                handle.durable.end(_removed(handle.step))
             elif record.error and record.error != handle.trouble:
                 handle.trouble = record.error
                 _log.warning("step %d is not durable yet, and is tried again: %s", handle.step, record.error)
@@ -265,18 +405,29 @@ class Stager:
                 if pending in self._pending:
                     self._pending.remove(pending)
 
-    def _look_further(self, handles: Sequence[Handle], without_slots: Sequence[Handle]) -> None:
-        """Whether there is a keeper that makes `handles` durable. And in storage, for what this rank took part in
-        without a slot to look at, whether it is committed."""
+    def _look_further(self, waiting: Sequence[_Pending]) -> bool:
+        """Look whether there is a keeper that makes what is waited for durable; and in storage, whether that is
+        committed which this rank took part in without a slot to look at. Whether that could be looked at."""
+        memory = self._memory
         try:
-            ensure_keeper(self._folder, self._run)
-            for handle in without_slots:
+            # Of memory that was removed, the keeper that has it mapped makes it durable, or nobody can.
+            if memory is not None and not memory.is_removed:
+                with unusable_memory(memory.folder.path):
+                    ensure_keeper(memory.folder, self._run)
+            for handle in [pending.handle for pending in waiting if pending.slot is None]:
                 assert handle.place is not None
                 if storage_at(self._run).nbytes(records.commit_key(handle.place)) is not None:
                     handle.durable.end()
         except HoldfastError as error:
-            for handle in handles:
-                handle.trouble = str(error)
+            for pending in waiting:
+                pending.handle.trouble = str(error)
+            return False
+        return True
+
+
+def is_unusable(error: HoldfastError) -> bool:
+    """Whether `error` says that the memory of a node cannot be used now: saves go to storage then."""
+    return error.code in _UNUSABLE
 
 
 def next_share(agreed: Agreed, known: Share | None, rank: int) -> Share:
@@ -315,6 +466,36 @@ def _incomplete(step: int) -> StateError:
         code="state.incomplete",
         action="See the log of that rank; the next save is another chance.",
         step=step,
+    )
+
+
+def _removed(step: int) -> StorageError:
+    return StorageError(
+        f"step {step} is lost: somebody removed it from the memory of the node, and the keeper died.",
+        code="storage.memory_removed",
+        action="The next save is another chance; keep others from removing the memory (RemoveIPC=no in logind.conf).",
+        step=step,
+        tier="node memory",
+    )
+
+
+def _not_yet_given_back(path: Path) -> StorageError:
+    return StorageError(
+        f"The memory at '{path}' holds snapshots that are not durable yet.",
+        code="storage.memory",
+        action="No action needed: memory is tried again at a later save.",
+        path=str(path),
+        tier="node memory",
+    )
+
+
+def _unusable(error: HoldfastError) -> StorageError:
+    return StorageError(
+        f"The memory of this node cannot be used any more: {error.message}",
+        code="storage.memory",
+        action=error.action,
+        path=error.path,
+        tier="node memory",
     )
 
 

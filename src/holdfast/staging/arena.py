@@ -7,7 +7,7 @@ again: by this process and by those that come after it.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from threading import Event, Thread
 from typing import TypeAlias
@@ -15,7 +15,7 @@ from typing import TypeAlias
 from holdfast.errors import ConfigurationError, CorruptError, HoldfastError
 from holdfast.format.records import Place
 from holdfast.keeper.claims import claim
-from holdfast.keeper.node_folder import NodeFolder
+from holdfast.keeper.node_folder import NodeFolder, unusable_memory
 from holdfast.keeper.room import rooms
 from holdfast.keeper.slots import WHOLE, Record, Slot, State, slot_names
 from holdfast.storage.base import Bytes
@@ -114,31 +114,48 @@ class Arena:
     def remove_retired(self, needed: Place | None) -> None:
         """Remove slots that are too small by now, or too many, as far as they could be filled again, as `reusable`."""
         needed = needed or self.newest_sealed()
-        for slot in [slot for slot in self._retired if _is_reusable(slot, needed)]:
+        for slot in [slot for slot in self._retired if slot.is_removed or _is_reusable(slot, needed)]:
+            if slot.refresh().state not in _REUSABLE:
+                continue  # somebody removed it, and the keeper still makes durable what it has mapped
             self._retired.remove(slot)
             self._unregister(slot)
             slot.remove()
 
     def newest_sealed(self) -> Place | None:
         """The newest checkpoint of which this rank's data file is in memory, whole."""
-        records = [slot.refresh() for slot in (*self._slots, *self._retired)]
+        records = [slot.refresh() for slot in (*self._slots, *self._retired) if not slot.is_removed]
         places = [record.contents.place for record in records if record.contents and record.state in WHOLE]
         return max(places, default=None)
 
+    def give_back(self, *, watched: Collection[Slot] = ()) -> bool:
+        """Stop preparing, and remove the slots that hold nothing that is still to become durable, but for those that
+        are `watched`. Returns whether none is left. Call it again when the keeper has done more; nothing else follows
+        but `close`."""
+        self._stop()
+        for slots in (self._slots, self._retired):
+            for slot in [slot for slot in slots if slot not in watched and slot.refresh().state in _REUSABLE]:
+                slots.remove(slot)
+                self._unregister(slot)
+                slot.remove()
+        return not (self._slots or self._retired)
+
     def close(self) -> None:
         """Stop preparing, and close the slots, which stay where they are."""
-        self._stopped = True
-        if self._thread is not None:
-            self._thread.join()
+        self._stop()
         for slot in (*self._slots, *self._retired):
             self._unregister(slot)
             slot.close()
         self._slots, self._retired = [], []
 
+    def _stop(self) -> None:
+        self._stopped = True
+        if self._thread is not None:
+            self._thread.join()
+
     def _prepare(self, nbytes: int) -> None:
         start_s = time.perf_counter()
         try:
-            with suppress(_Stopped):
+            with suppress(_Stopped), unusable_memory(self._folder.path):
                 self._sort(nbytes)
                 self._look((self._num_slots - len(self._slots)) * nbytes)
                 for slot in self._slots:
@@ -164,14 +181,10 @@ class Arena:
                 self._slots.append(_freed(Slot(self._folder, name)))
 
     def _sort(self, nbytes: int) -> None:
-        """Retire slots that are too small, or too many, and forget those that somebody has removed."""
-        for slot in [slot for slot in self._slots if slot.is_removed]:
-            self._slots.remove(slot)
-            self._unregister(slot)
-            slot.close()
-        large = [slot for slot in self._slots if slot.nbytes >= nbytes]
-        self._retired += [slot for slot in self._slots if slot.nbytes < nbytes] + large[self._num_slots :]
-        self._slots = large[: self._num_slots]
+        """Retire slots that are too small, too many, or were removed by somebody."""
+        fit = [slot for slot in self._slots if slot.nbytes >= nbytes and not slot.is_removed][: self._num_slots]
+        self._retired += [slot for slot in self._slots if slot not in fit]
+        self._slots = fit
         self.remove_retired(None)
 
     def _add(self, nbytes: int) -> None:
