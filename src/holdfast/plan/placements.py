@@ -1,8 +1,11 @@
 """Replay of placements: which boxes of a tensor each rank of a mesh holds.
 
-The division of a DTensor is replayed placement by placement, as ``torch.distributed.tensor`` does it: shards by
-``torch.chunk``, strided shards (FSDP2 over tensor parallelism) by chunks of chunks. A strided shard may leave a rank
-with several boxes, where torch's own offset helper knows only one.
+The division is replayed placement by placement: shards by ``torch.chunk``, strided shards by chunks of chunks. A
+strided shard may leave a rank with several boxes, where torch's own offset helper knows only one.
+
+Torch also writes a strided shard where the mesh axes divide a tensor in another order than that of the mesh: FSDP2
+divides what tensor parallelism left to a rank. `division_order` finds that order. Left to right over a mesh whose axes
+stand in it, the replay gives the rows that the ranks hold, also where the last chunk is smaller than the others.
 """
 
 from __future__ import annotations
@@ -39,6 +42,28 @@ class PlacedCells:
 
     cuts: tuple[Int64s, ...]
     holders: Int64s
+
+
+def division_order(mesh_shape: Shape, placements: tuple[Placement, ...]) -> tuple[int, ...] | None:
+    """All mesh axes, those that divide a tensor axis in the order in which they divide it, then the others.
+
+    A strided shard comes after the mesh axes behind it that make up its split factor. None where its split factor is
+    not that of any order, so that it divides as it says.
+    """
+    orders: dict[int, list[int]] = {}
+    for mesh_axis in reversed(range(len(placements))):
+        placement = placements[mesh_axis]
+        if isinstance(placement, Replicate):
+            continue
+        order = orders.setdefault(placement.axis, [])
+        factor = placement.split_factor if isinstance(placement, StridedShard) else 1
+        before = (at for at in range(len(order) + 1) if prod(mesh_shape[axis] for axis in order[:at]) == factor)
+        place = next(before, None)
+        if place is None:
+            return None
+        order.insert(place, mesh_axis)
+    dividing = [mesh_axis for _, order in sorted(orders.items()) for mesh_axis in order]
+    return (*dividing, *(axis for axis in range(len(placements)) if axis not in dividing))
 
 
 def placed_cells(spec: Placed, shape: Shape) -> PlacedCells:
@@ -82,6 +107,16 @@ def local_boxes(spec: Placed, shape: Shape, rank: int) -> list[tuple[Box, Box]]:
         here = Box(tuple(start for (start, _), _ in pairs), size)
         boxes.append((here, Box(tuple(local for _, local in pairs), size)))
     return boxes
+
+
+def local_shape(spec: Placed, shape: Shape, rank: int) -> Shape:
+    """The shape of what `rank`, one of the mesh, holds."""
+    coordinates = _coordinates(spec.mesh)[rank]
+    per_axis = (
+        local_intervals(spec.mesh.shape, spec.placements, axis, extent, coordinates)
+        for axis, extent in enumerate(shape)
+    )
+    return tuple(sum(stop - start for (start, stop), _ in intervals) for intervals in per_axis)
 
 
 @lru_cache(maxsize=4096)

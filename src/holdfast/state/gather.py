@@ -170,7 +170,7 @@ class Gatherer:
         homes = self._homes(facts.addresses)
         rows = zip(ordered, read.parts, read.specs, facts.addresses, strict=True)
         for number, (entry, part, placed, address) in enumerate(rows):
-            spec: Spec = _WHOLE[entry.replicas] if placed is None else self._placements.spec(placed, entry.name)
+            spec: Spec = _WHOLE[entry.replicas] if placed is None else self._placements.spec(placed, part, entry.name)
             shape = part.shape if placed is None else placed.shape
             layout = TensorLayout(entry.name, DTYPE_NAMES[part.dtype], tuple(shape), spec)
             home = _Home(layout, part, len(self.found) + len(known.new))

@@ -34,6 +34,7 @@ Array = npt.NDArray[Any]
 
 def copy_elements(target: Array, source: Array) -> None:
     """Copy `source` into `target`, of the same shape and type, both in host memory."""
+    assert target.shape == source.shape, "numpy would broadcast"
     if target.nbytes <= _COPY_NBYTES or not (target.flags.c_contiguous and source.flags.c_contiguous):
         target[...] = source
         return

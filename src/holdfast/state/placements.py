@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
+from math import prod
 from typing import TYPE_CHECKING, TypeGuard, cast
 
+import numpy as np
+import numpy.typing as npt
 import torch
+import torch.distributed as dist
 
 from holdfast.errors import CorruptError, StateError
 from holdfast.format.dtypes import DTYPES
 from holdfast.format.values import TorchValue
 from holdfast.geometry import Shape
 from holdfast.plan.layout import Mesh, Placed, Placement, Replicate, Shard, StridedShard
+from holdfast.plan.placements import division_order, local_shape
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
-    from torch.distributed.tensor._dtensor_spec import DTensorSpec
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrder
     from torch.distributed.tensor.placement_types import Placement as TorchPlacement
     from torch.distributed.tensor.placement_types import Shard as TorchShard
     from torch.distributed.tensor.placement_types import _StridedShard as TorchStridedShard
@@ -44,32 +50,120 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class PlacementReader:
-    """Translates DTensors' meshes and placements. Equal ones share one object; lives as long as one walk of a state."""
+    """Translates DTensors' meshes and placements. Equal ones share one object; lives as long as one walk of a state.
+
+    The axes of a translated mesh stand in the order in which they divide the tensor, and the ranks along an axis in the
+    order of their process group: these orders decide who holds what (``docs/design/012-what-ranks-really-hold.md``).
+    """
 
     def __init__(self) -> None:
-        self._meshes: dict[int, tuple[DeviceMesh, Mesh]] = {}
-        self._specs: dict[tuple[int, tuple[TorchPlacement, ...]], Placed] = {}
+        self._meshes: dict[tuple[int, tuple[int, ...], frozenset[int]], tuple[DeviceMesh, Mesh]] = {}
+        self._specs: dict[tuple[object, ...], Placed] = {}
+        self._shapes: dict[tuple[int, Shape], Shape] = {}
 
-    def spec(self, described: DTensorSpec, name: str) -> Placed:
-        """How the DTensor `name` is placed. Raises `StateError`, code ``state.placement``, for placements without a
-        layout."""
+    def spec(self, described: DTensorSpec, part: torch.Tensor, name: str) -> Placed:
+        """How the DTensor `name` is placed, of which `part` is this rank's.
+
+        Raises:
+            StateError: placements without a layout (code ``state.placement``), or a part of another shape than they
+                say (``state.local_shape``).
+        """
         mesh, placements = described.mesh, described.placements
-        for _, axes in getattr(described, "shard_order", None) or ():
-            if len(axes) > 1 and list(axes) != sorted(axes):
-                raise _refused(f"the shard order {described.shard_order}", name)
+        order = getattr(described, "shard_order", None)
         # The mesh is kept alive by `_meshes`, so its id stays its own.
-        key = (id(mesh), placements)
+        key = (id(mesh), placements, order)
         spec = self._specs.get(key)
         if spec is None:
-            spec = Placed(self._mesh(mesh), tuple(_placement(placement, name) for placement in placements))
+            translated = tuple(_placement(placement, name) for placement in placements)
+            axes = _axes(tuple(mesh.shape), translated, order)
+            spec = Placed(self._mesh(mesh, translated, axes, name), _in_order(translated, axes))
             self._specs[key] = spec
+        self._check_shape(spec, described, part, name)
         return spec
 
-    def _mesh(self, mesh: DeviceMesh) -> Mesh:
-        if id(mesh) not in self._meshes:
-            ranks = mesh.mesh
-            self._meshes[id(mesh)] = (mesh, Mesh(tuple(ranks.shape), tuple(ranks.flatten().tolist())))
-        return self._meshes[id(mesh)][1]
+    def _mesh(self, mesh: DeviceMesh, placements: Sequence[Placement], axes: tuple[int, ...] | None, name: str) -> Mesh:
+        dividing = frozenset(axis for axis, item in enumerate(placements) if not isinstance(item, Replicate))
+        order = tuple(range(len(placements))) if axes is None else axes
+        key = (id(mesh), order, dividing)
+        if key not in self._meshes:
+            ranks = _in_group_order(mesh, sorted(dividing), name).transpose(order)
+            self._meshes[key] = (mesh, Mesh(ranks.shape, tuple(ranks.reshape(-1).tolist())))
+        return self._meshes[key][1]
+
+    def _check_shape(self, spec: Placed, described: DTensorSpec, part: torch.Tensor, name: str) -> None:
+        shape, rank = tuple(described.shape), described.mesh.get_rank()
+        key = (id(spec), shape)
+        if key not in self._shapes:
+            self._shapes[key] = local_shape(spec, shape, rank) if rank in spec.mesh.ranks else (0,)
+        expected, found = self._shapes[key], tuple(part.shape)
+        if found == expected or not (part.numel() or prod(expected)):
+            return
+        raise StateError(
+            f"Rank {rank} holds {list(found)} of tensor {name!r} of shape {list(shape)}; its placements "
+            f"{described.placements} say {list(expected)}.",
+            code="state.local_shape",
+            action="Divide the tensor with fully_shard, parallelize_module or distribute_tensor, or describe the parts "
+            "with holdfast.Piecewise.",
+            tensor=name,
+            rank=rank,
+        )
+
+
+def _axes(
+    mesh_shape: Shape, placements: tuple[Placement, ...], shard_order: ShardOrder | None
+) -> tuple[int, ...] | None:
+    """The mesh axes in the order in which they divide the tensor; None where that is the order of the mesh, and where
+    strided shards divide it as they say."""
+    if any(isinstance(placement, StridedShard) for placement in placements):
+        # Torch gives an order of its own to the few strided shards that are none: those of flattened axes.
+        return None if shard_order else division_order(mesh_shape, placements)
+    dividing = [axis for _, axes in shard_order or () for axis in axes]
+    if all(list(axes) == sorted(axes) for _, axes in shard_order or ()):
+        return None
+    return (*dividing, *(axis for axis in range(len(placements)) if axis not in dividing))
+
+
+def _in_order(placements: tuple[Placement, ...], axes: tuple[int, ...] | None) -> tuple[Placement, ...]:
+    """The placements of the mesh axes `axes`: strided shards were nothing but the order."""
+    if axes is None:
+        return placements
+    turned = (placements[axis] for axis in axes)
+    return tuple(Shard(each.axis) if isinstance(each, StridedShard) else each for each in turned)
+
+
+def _in_group_order(mesh: DeviceMesh, axes: Sequence[int], name: str) -> npt.NDArray[np.int64]:
+    """The ranks of a mesh; along `axes`, in the order of the process groups of these axes.
+
+    Torch divides a tensor by a rank's number in the group. It sorts the ranks of the groups that it makes, so a mesh of
+    ranks in another order places the parts otherwise than its coordinates say.
+    """
+    ranks: npt.NDArray[np.int64] = mesh.mesh.numpy().astype(np.int64)
+    is_sorted = _groups_are_sorted(mesh, ranks, axes, name)
+    if not is_sorted:
+        return ranks
+    places = [
+        ranks.argsort(axis).argsort(axis) if axis in axes else each for axis, each in enumerate(np.indices(ranks.shape))
+    ]
+    turned = np.full_like(ranks, -1)
+    turned[tuple(places)] = ranks
+    if (turned < 0).any():
+        raise _refused(f"a mesh of ranks {ranks.tolist()}, of which torch gives several the same part", name)
+    return turned
+
+
+def _groups_are_sorted(mesh: DeviceMesh, ranks: npt.NDArray[np.int64], axes: Sequence[int], name: str) -> bool:
+    """Whether ranks stand in ascending order in the groups along `axes`, as torch has them unless it was given the
+    groups; else they stand there as in the mesh. All that is known are the groups of this rank."""
+    own = mesh.get_coordinate()
+    if own is None:
+        return True
+    lines = [np.moveaxis(ranks, axis, -1)[(*own[:axis], *own[axis + 1 :])].tolist() for axis in axes]
+    groups = [dist.get_process_group_ranks(mesh.get_group(axis)) for axis in axes]
+    if groups == [sorted(line) for line in lines]:
+        return True
+    if groups == lines:
+        return False
+    raise _refused(f"a mesh of ranks {lines} over process groups of ranks {groups}", name)
 
 
 def same_placement(tensor: torch.Tensor, like: torch.Tensor | None) -> bool:
