@@ -1,4 +1,4 @@
-"""A path means what it meant when it was given: `~` is expanded, and a change of the working directory moves nothing."""
+"""A path means what it meant when it was given: `~` is expanded, and a change of working directory moves nothing."""
 
 from __future__ import annotations
 
