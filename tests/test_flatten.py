@@ -311,8 +311,15 @@ def test_an_unsupported_leaf_is_refused_with_its_path_type_and_what_to_do(leaf: 
     assert error.action
 
 
-def test_arrays_are_refused_with_the_way_to_tensors() -> None:
-    assert "torch.from_numpy" in refusal({"a": np.zeros(2)}).action
+@pytest.mark.parametrize("array", [np.array([None]), np.array(["text"]), np.zeros(2, ">i8"), np.zeros(1, "M8[s]")])
+def test_arrays_without_a_dtype_of_torch_are_refused_with_their_path(array: object) -> None:
+    error = refusal({"a": [array]})
+    assert (error.code, error.path) == ("state.object", "a/0")
+    assert "numpy.ndarray" in error.message
+
+
+def test_kinds_of_arrays_are_refused_with_the_way_to_plain_ones() -> None:
+    assert "numpy.asarray" in refusal({"a": np.ma.masked_array([1, 2], [True, False])}).action
 
 
 def test_modules_inside_an_objects_state_dict_are_refused() -> None:

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from holdfast.saving import save
     from holdfast.state.per_rank import PerRank
     from holdfast.state.piecewise import Piecewise
+    from holdfast.state.random_state import RandomState
     from holdfast.state.registry import register_tensor, register_value
     from holdfast.view import LazyTensor, View, open
 
@@ -59,6 +60,7 @@ _HOMES = {
     "TransferReport": "holdfast.reports",
     "PerRank": "holdfast.state.per_rank",
     "Piecewise": "holdfast.state.piecewise",
+    "RandomState": "holdfast.state.random_state",
     "FlatRange": "holdfast.geometry",
     "Box": "holdfast.geometry",
     "Bandwidths": "holdfast.plan.exchange",
@@ -85,6 +87,7 @@ __all__ = [
     "NotFoundError",
     "PerRank",
     "Piecewise",
+    "RandomState",
     "RestoreReport",
     "SaveReport",
     "StateError",

@@ -34,8 +34,9 @@ class LoadReport:
     ``needed_nbytes`` is what this rank holds of it. Ranks read for each other, and whole digest blocks, so of both
     only the sums over all ranks compare. ``verify_s`` are seconds that this rank's threads spent on digests.
     `on_meta` are tensors that still have no memory, on the meta device: with ``strict`` only what was not selected.
-    `diverged` is what the checkpoint says of its tensors, as in `SaveReport`. `skipped` are newer checkpoints that were
-    passed over with ``fallback=True``, newest first: the place of each, and what is wrong with it.
+    `reseeded` are `RandomState` entries that another number of ranks saved: their generators do not go on where they
+    were. `diverged` is what the checkpoint says of its tensors, as in `SaveReport`. `skipped` are newer checkpoints
+    that were passed over with ``fallback=True``, newest first: the place of each, and what is wrong with it.
     """
 
     step: int
@@ -47,6 +48,7 @@ class LoadReport:
     resharded: tuple[str, ...]
     cast: tuple[str, ...]
     on_meta: tuple[str, ...]
+    reseeded: tuple[str, ...]
     diverged: tuple[str, ...]
     read_nbytes: int
     needed_nbytes: int

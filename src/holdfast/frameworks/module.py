@@ -20,6 +20,8 @@ from holdfast.errors import StateError
 from holdfast.format.names import component, join
 from holdfast.format.values import Open
 from holdfast.frameworks import Finish, NamedTensor, Sink, Source
+from holdfast.frameworks.adapters import Described, Transparent, adapter_of, refusal_of, unwrapped
+from holdfast.frameworks.stateful import Description, description_of, reading, writing
 from holdfast.plan.layout import Replicas
 
 if TYPE_CHECKING:
@@ -49,7 +51,7 @@ class _State(NamedTuple):
     """What one module tree holds, under full names."""
 
     tensors: list[NamedTensor]
-    extras: list[tuple[str, nn.Module]]
+    extras: list[tuple[str, Description]]
     #: Every module, and what its tensors' names start with.
     modules: list[tuple[str, nn.Module]]
 
@@ -74,8 +76,8 @@ def flatten_module(path: str, module: nn.Module, sink: Sink) -> None:
     state = _read(path, module)
     sink.node(path, Open("module"))
     sink.tensors(state.tensors)
-    for name, owner in state.extras:
-        sink.tree(name, owner.get_extra_state())
+    for name, extra in state.extras:
+        sink.tree(name, extra.read())
 
 
 def bind_module(path: str, module: nn.Module, source: Source) -> Finish:
@@ -90,19 +92,20 @@ def bind_module(path: str, module: nn.Module, source: Source) -> Finish:
     for base, owner in state.modules:
         for name in _unstored_on_meta(owner, stored):
             source.unfillable(base + component(name, path=path))
-    extras: list[tuple[nn.Module, Finish]] = []
-    for name, owner in state.extras:
+    extras: list[tuple[Description, Finish]] = []
+    for name, extra in state.extras:
         if name in source.nodes:
-            extras.append((owner, source.opaque(name)))
+            extras.append((extra, source.opaque(name)))
         else:
             source.missing(name)
 
     def finish() -> nn.Module:
-        for owner, extra in extras:
-            owner.set_extra_state(extra())
+        for extra, stored in extras:
+            extra.write(stored())
         for owner in module.modules():
             for hook in owner._load_state_dict_post_hooks.values():  # noqa: SLF001
-                hook(owner, nn.modules.module._IncompatibleKeys([], []))  # noqa: SLF001
+                with writing(path, f"a load_state_dict hook of {type(owner).__qualname__}"):
+                    hook(owner, nn.modules.module._IncompatibleKeys([], []))  # noqa: SLF001
         return module
 
     return finish
@@ -126,6 +129,7 @@ def _walk(module: nn.Module, prefix: str, path: str, unsynced: frozenset[int] | 
 
     `prefix` is escaped already: a component is escaped letter by letter, so its parts may be escaped one by one.
     """
+    module = cast("nn.Module", unwrapped(module))
     kind: type = type(module)  # of any metaclass: mypy doubts that those can be hashed
     traits = _traits(kind)
     _refuse_hidden_state(module, traits, path, prefix)
@@ -144,8 +148,9 @@ def _walk(module: nn.Module, prefix: str, path: str, unsynced: frozenset[int] | 
         for name, buffer in module._buffers.items():  # noqa: SLF001
             if buffer is not None and name not in transient:
                 state.tensors.append(_entry(base + component(name, path=path), buffer, "first", unsynced))
-    if traits.has_extra_state:
-        state.extras.append((f"{base}_extra_state", module))
+    extra = _extra_of(module, path, traits)
+    if extra is not None:
+        state.extras.append((f"{base}_extra_state", extra))
     for name, child in module._modules.items():  # noqa: SLF001
         if child is not None:
             inside = prefix if name == traits.wrapped else f"{prefix}{component(name, path=path)}."
@@ -178,11 +183,39 @@ def _ignored(module: nn.parallel.DistributedDataParallel) -> frozenset[int]:
     return frozenset(id(tensor) for name, tensor in inside if name in names)
 
 
+def _extra_of(module: nn.Module, path: str, traits: _Traits) -> Description | None:
+    """What a module keeps beside its parameters and buffers; None for most."""
+    adapter = adapter_of(module)
+    if isinstance(adapter, Described):
+        return description_of(path, module) if adapter.is_kept(module) else None
+    if not traits.has_extra_state:
+        return None
+
+    def read() -> object:
+        with reading(path, f"{type(module).__qualname__}.get_extra_state()"):
+            return module.get_extra_state()
+
+    def write(state: object) -> None:
+        with writing(path, f"{type(module).__qualname__}.set_extra_state()"):
+            module.set_extra_state(state)
+
+    return Description(read, write, is_random=False)
+
+
 def _refuse_hidden_state(module: nn.Module, traits: _Traits, path: str, prefix: str) -> None:
     """Refuse a module that gives another state dict than its parameters, buffers and extra state."""
     kind = type(module)
+    adapter, refusal = adapter_of(module), refusal_of(module)
     hooks = (*module._state_dict_hooks.values(), *module._state_dict_pre_hooks.values())  # noqa: SLF001
-    if traits.overrides is not None:
+    action = (
+        "Keep such state in persistent buffers or in get_extra_state / set_extra_state; or put module.state_dict() "
+        "into the state, and hand what was loaded to module.load_state_dict()."
+    )
+    if refusal is not None:
+        what, action = refusal.problem, refusal.action
+    elif isinstance(adapter, Described | Transparent):
+        return
+    elif traits.overrides is not None:
         what = f"overrides {traits.overrides}"
     elif "state_dict" in module.__dict__:
         what = "overrides state_dict"
@@ -194,7 +227,7 @@ def _refuse_hidden_state(module: nn.Module, traits: _Traits, path: str, prefix: 
         f"Module {prefix.removesuffix('.') or 'root'!r} in {path!r} ({kind.__module__}.{kind.__qualname__}) {what}, "
         "so its parameters and buffers may not be its whole state.",
         code="state.module_hooks",
-        action="Keep such state in persistent buffers or in get_extra_state / set_extra_state.",
+        action=action,
         path=path,
     )
 

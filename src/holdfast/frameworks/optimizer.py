@@ -27,6 +27,8 @@ from holdfast.errors import CorruptError, IncompatibleError, StateError
 from holdfast.format.names import component, join, parse_component, split
 from holdfast.format.values import Node, Open, Plain, Table, TensorRef
 from holdfast.frameworks import Finish, NamedTensor, Sink, Source
+from holdfast.frameworks.adapters import Transparent, adapter_of, refusal_of
+from holdfast.frameworks.stateful import writing
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -97,7 +99,8 @@ def bind_optimizer(path: str, optimizer: Optimizer, source: Source) -> Finish:
             del state[key]
         state.update((key, value()) for key, value in shared.items())
         for hook in optimizer._optimizer_load_state_dict_post_hooks.values():  # noqa: SLF001
-            hook(optimizer)
+            with writing(path, f"a load_state_dict hook of {type(optimizer).__qualname__}"):
+                hook(optimizer)
         return optimizer
 
     return finish
@@ -456,10 +459,15 @@ def _named_parameters(
 
 def _refuse_hidden_state(path: str, optimizer: Optimizer) -> None:
     kind = type(optimizer)
-    hooks = (optimizer._optimizer_state_dict_pre_hooks, optimizer._optimizer_state_dict_post_hooks)  # noqa: SLF001
-    if kind.state_dict is not Optimizer.state_dict:
+    refusal = refusal_of(optimizer)
+    action = "Put the inner optimizer, and the rest as values, into the state."
+    if refusal is not None:
+        what, action = refusal.problem, refusal.action
+    elif not hasattr(optimizer, "_optimizer_state_dict_pre_hooks"):
+        what = "never called Optimizer.__init__, as wrappers of optimizers do"
+    elif kind.state_dict is not Optimizer.state_dict and not isinstance(adapter_of(optimizer), Transparent):
         what = "overrides state_dict"
-    elif any(hooks):
+    elif optimizer._optimizer_state_dict_pre_hooks or optimizer._optimizer_state_dict_post_hooks:  # noqa: SLF001
         what = "has state-dict hooks"
     else:
         return
@@ -467,6 +475,6 @@ def _refuse_hidden_state(path: str, optimizer: Optimizer) -> None:
         f"Optimizer {path!r} ({kind.__module__}.{kind.__qualname__}) {what}, so its slots and groups may not be its "
         "whole state.",
         code="state.optimizer",
-        action="Put the inner optimizer, and the rest as values, into the state.",
+        action=action,
         path=path,
     )

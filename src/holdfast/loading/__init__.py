@@ -268,6 +268,8 @@ class Loading:
         if located.run is not None:
             assert epoch is not None, "a run with a checkpoint has an epoch"
             JOB.note_loaded(located.run.storage.uri, located.run.run_id, located.seal.place, seen=epoch)
+        if binding.reseeded and self._channel.rank == 0:
+            _log.warning("another number of ranks saved %s: it is seeded anew", ", ".join(binding.reseeded))
         difference_ = msgspec.msgpack.decode(names, type=Names)
         return LoadReport(
             step=located.seal.step,
@@ -280,6 +282,7 @@ class Loading:
             resharded=filling.resharded,
             cast=filling.cast,
             on_meta=difference_.on_meta,
+            reseeded=tuple(binding.reseeded),
             diverged=checkpoint.manifest.body.diverged,
             read_nbytes=cost.read_nbytes,
             verify_s=cost.verify_s,

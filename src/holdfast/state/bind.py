@@ -13,8 +13,10 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequenc
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
-from typing import cast
+from typing import Any, cast
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -25,9 +27,10 @@ from holdfast.format.names import component, join, own_part, rank_component
 from holdfast.format.patterns import Globs
 from holdfast.format.values import Encoded, Node, Open, Planes, Stateful, TensorRef, TorchValue
 from holdfast.frameworks import Finish, NamedTensor
+from holdfast.frameworks.adapters import unwrapped
 from holdfast.frameworks.module import bind_module
 from holdfast.frameworks.optimizer import bind_optimizer
-from holdfast.frameworks.stateful import SelfDescribing, is_stateful
+from holdfast.frameworks.stateful import Description, description_of, is_described, is_stateful, writing
 from holdfast.plan.layout import Replicas
 from holdfast.state.differences import Mismatches, Stored, difference, is_leaf
 from holdfast.state.flatten import check_depth, check_root, name_of_planes, planes_as_tensors
@@ -37,7 +40,19 @@ from holdfast.state.meta import MetaTensors, become, check_alone, check_fillable
 from holdfast.state.per_rank import PerRank
 from holdfast.state.piecewise import Piecewise, describe
 from holdfast.state.placements import empty, generator_state, revive, same_placement
-from holdfast.state.registry import Registration, check_registered, decode, registered
+from holdfast.state.random_state import RandomState
+from holdfast.state.registry import (
+    ARRAY,
+    Registration,
+    array_as_tensor,
+    check_registered,
+    decode,
+    is_shareable,
+    registered,
+)
+
+#: What is stored for an object whose ``state_dict()`` was empty.
+_NO_STATE = Stateful(values.Table("dict", ()))
 
 
 @dataclass(frozen=True)
@@ -48,6 +63,7 @@ class Binding:
     is missing under its path. What belongs to other ranks alone is not unexpected; names of this rank's own part
     (``own_part`` says which) are unexpected for the whole job, whatever other ranks expect. `on_meta` are live tensors
     that stay on the meta device, and `unfillable` those of them that are selected, but that no checkpoint has.
+    `reseeded` are the `RandomState` entries that another number of ranks saved.
     """
 
     targets: list[Target]
@@ -56,6 +72,7 @@ class Binding:
     unexpected: list[str]
     on_meta: list[str]
     unfillable: list[str]
+    reseeded: list[str]
     allocate: Callable[[], None]
     """Gives targets on the meta device memory, uninitialised, in place; to be called once, before any is filled."""
     finish: Finish
@@ -129,6 +146,7 @@ class _Binder:
         self._to_allocate = MetaTensors(device)
         self._on_meta: set[str] = set()
         self._unfillable: set[str] = set()
+        self._reseeded: list[str] = []
         #: Tensors on meta of registered types that are made anew of their planes.
         self._to_rebuild: list[tuple[torch.Tensor, Registration, dict[str, torch.Tensor]]] = []
         self._pending: list[NamedTensor] = []
@@ -137,6 +155,7 @@ class _Binder:
         self._optimizers: list[tuple[str, Optimizer]] = []
         self._piecewise: dict[str, Piecewise] = {}
         self._finish_statefuls: list[Finish] = []
+        #: Of everything random, which others may use when they are restored.
         self._finish_generators: list[Finish] = []
 
     def run(self, into: MutableMapping[str, object]) -> Binding:
@@ -166,6 +185,7 @@ class _Binder:
             sorted(set(self._unexpected())),
             sorted(self._on_meta),
             sorted(self._unfillable),
+            sorted(self._reseeded),
             self._to_allocate.allocate,
             finish,
         )
@@ -317,9 +337,14 @@ class _Binder:
                 host = torch.device("cpu")
                 tensors[tensor] = memory(tensor) if memory else self.memory(tensor, live=None, like=None, device=host)
                 self.fill(NamedTensor(tensor, tensors[tensor], replicas))
-        return lambda: values.rebuild(
-            self._all_nodes, path, tensors.__getitem__, revive=revive, record=self._record_type, decode=decode
-        )
+
+        def rebuilt() -> object:
+            with writing(path, "a decode function"):
+                return values.rebuild(
+                    self._all_nodes, path, tensors.__getitem__, revive=revive, record=self._record_type, decode=decode
+                )
+
+        return rebuilt
 
     def live(self, path: str, item: object) -> Finish:
         return self._part(path, item) or (lambda: item)
@@ -328,32 +353,62 @@ class _Binder:
         """Bind a live item; None when it stays as it is, as tensors do: most states are tensors by the thousand."""
         if isinstance(item, torch.Tensor):
             self.fill(NamedTensor(path, item, "compare"))
-        elif self._is_whole(item) and not self._is_selected(path):
             return None
-        elif registered(item) is not None:
+        if type(item) is np.ndarray and is_shareable(item):
+            return self._array(path, item)
+        inner = unwrapped(item)
+        if inner is not item:
+            return self._inside(item, self._part(path, inner))
+        if self._is_whole(item) and not self._is_selected(path):
+            return None
+        if isinstance(item, (dict, list, tuple)) and not isinstance(item, torch.Size) and registered(item) is None:
+            check_depth(path)
+            return self._container(path, item)
+        return self._object(path, item)
+
+    def _object(self, path: str, item: object) -> Finish | None:
+        """As `_part`, of what is neither a tensor nor a container."""
+        if registered(item) is not None:
             return self._value(path, item)
-        elif isinstance(item, PerRank):
+        if isinstance(item, PerRank):
             return self._per_rank(path, item)
-        elif isinstance(item, Piecewise):
-            self._piecewise[path] = item
-        elif isinstance(item, nn.Module):
+        if isinstance(item, nn.Module) and not is_described(item):
             return bind_module(path, item, self)
+        if isinstance(item, Piecewise):
+            self._piecewise[path] = item
         elif isinstance(item, Optimizer):
             self._optimizers.append((path, item))
         elif isinstance(item, torch.Generator):
             self._generator(path, item)
-        elif isinstance(item, (dict, list, tuple)) and not isinstance(item, torch.Size):
-            check_depth(path)
-            return self._container(path, item)
         elif is_stateful(item):
             self._stateful(path, item)
         else:
             return self._value(path, item)
         return None
 
+    def _inside(self, wrapper: object, part: Finish | None) -> Finish | None:
+        """Bind what a wrapper wraps; the wrapper stays where it is."""
+        if part is None:
+            return None
+
+        def finish() -> object:
+            part()
+            return wrapper
+
+        return finish
+
+    def _array(self, path: str, item: npt.NDArray[Any]) -> Finish | None:
+        """Bind an array: it is filled in place, as a tensor over its memory."""
+        node = self.nodes.get(path)
+        if not isinstance(node, TensorRef | Encoded | None) or (isinstance(node, Encoded) and node.name != ARRAY.name):
+            self._mismatches.add_kind(path, "a numpy array", node)
+        else:
+            self.fill(NamedTensor(path, array_as_tensor(item), "compare"))
+        return None
+
     def _is_whole(self, item: object) -> bool:
         """Whether an item that is no tensor is loaded as a whole or not at all, so that its own name selects it."""
-        if self._select is None or isinstance(item, nn.Module):
+        if self._select is None or (isinstance(item, nn.Module) and not is_described(item)):
             return False
         if registered(item) is not None or isinstance(item, Counter | torch.Size):
             return True
@@ -371,7 +426,11 @@ class _Binder:
         elif node.world_size == self._world_size:
             return self._own(join(path, rank_component(self._rank)), item)
         elif item.on_resize == "first":
-            return self._own(join(path, rank_component(0)), item)
+            first = self._own(join(path, rank_component(0)), item)
+            if isinstance(item, RandomState):
+                self._reseeded.append(path)
+                self._finish_generators.append(lambda: item.value.reseed(self._rank))
+            return first
         elif item.on_resize == "error":
             sizes = f"belongs to each of {self._world_size} ranks here, of {node.world_size} in the checkpoint"
             self._mismatches.add("incompatible.per_rank", path, sizes)
@@ -394,10 +453,13 @@ class _Binder:
         live = item.value
 
         def merged() -> object:
-            return merge(cast("list[object]", parts()), self._rank, self._world_size)
+            held = cast("list[object]", parts())
+            with writing(path, "on_resize"):
+                return merge(held, self._rank, self._world_size)
 
-        if registered(live) is None and is_stateful(live):
-            self._finish_statefuls.append(lambda: live.load_state_dict(merged()))
+        description = None if registered(live) is not None else description_of(path, live)
+        if description is not None:
+            self._restore(description, merged)
             return lambda: item
 
         def finish() -> object:
@@ -437,7 +499,7 @@ class _Binder:
     def _holds_only_values(self, item: object) -> bool:
         """Whether no part of `item` has to keep its identity. Notes the types of NamedTuples on the way."""
         if registered(item) is not None:
-            return not isinstance(item, torch.Tensor)
+            return not isinstance(item, torch.Tensor | np.ndarray)
         if isinstance(item, (torch.Tensor, Piecewise, nn.Module, Optimizer, torch.Generator, PerRank)):
             return False
         if isinstance(item, dict):
@@ -493,15 +555,24 @@ class _Binder:
         else:
             self._mismatches.add_kind(path, f"a {item.device.type} Generator", node)
 
-    def _stateful(self, path: str, item: SelfDescribing) -> None:
+    def _stateful(self, path: str, item: object) -> None:
+        description = description_of(path, item)
+        assert description is not None
         node = self.nodes.get(path)
         if node is None:
             self.missing(path)
         elif isinstance(node, (Open, values.PerRank)):
             self._mismatches.add_kind(path, f"a {type(item).__name__}", node)
+        elif node == _NO_STATE and description.read() != {}:
+            text = f"a {type(item).__name__} with a state here, one without in the checkpoint, such as one that is off"
+            self._mismatches.add("incompatible.no_state", path, text)
         else:
-            state = self.opaque(path)
-            self._finish_statefuls.append(lambda: item.load_state_dict(state()))
+            self._restore(description, self.opaque(path))
+
+    def _restore(self, description: Description, state: Finish) -> None:
+        """Have an object take over what `state` gives, when its turn comes."""
+        steps = self._finish_generators if description.is_random else self._finish_statefuls
+        steps.append(lambda: description.write(state()))
 
     def _optimizer(self, path: str, optimizer: Optimizer) -> Finish:
         node = self.nodes.get(path)

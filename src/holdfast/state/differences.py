@@ -83,6 +83,7 @@ _ACTIONS = {
     "incompatible.dtype": "Create the live tensor in the stored dtype, or have it cast with cast=.",
     "incompatible.shape": "Create the live tensor in the stored shape, map the stored one (mapping=), or leave it out.",
     "incompatible.kind": "Put the same kind of object into the live state, or leave it out of the state.",
+    "incompatible.no_state": "Leave it out of the live state, or out of select=: it then begins anew.",
     "incompatible.per_rank": (
         "Load with as many ranks, or say with PerRank(value, on_resize=...) what a rank gets instead: "
         '"first" (what rank 0 had), or a function of all parts.'

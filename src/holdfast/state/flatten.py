@@ -8,6 +8,7 @@ from itertools import islice
 from operator import attrgetter
 from typing import cast
 
+import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -17,9 +18,10 @@ from holdfast.format import values
 from holdfast.format.names import component, join, own_part, plane_component, rank_component
 from holdfast.format.values import Container, Encoded, Leaf, Node, Open, Planes, Stateful, TensorRef
 from holdfast.frameworks import NamedTensor
+from holdfast.frameworks.adapters import refusal_of, unwrapped
 from holdfast.frameworks.module import flatten_module
 from holdfast.frameworks.optimizer import flatten_optimizer, flatten_slots
-from holdfast.frameworks.stateful import is_stateful
+from holdfast.frameworks.stateful import description_of, is_described, reading
 from holdfast.plan.layout import Replicas
 from holdfast.state.gather import Gatherer, LocalTensor, Remembered, unsupported_tensor
 from holdfast.state.per_rank import PerRank
@@ -221,32 +223,48 @@ class Walk:
         """Add what lies at `path`. `live`: it can be bound again on loading, so modules and the like are allowed."""
         if isinstance(item, torch.Tensor):
             self._tensor_at(path, item, replicas)
-        elif (node := values.leaf(item) or torch_value(item)) is not None:
+            return
+        item = unwrapped(item)
+        if (node := values.leaf(item) or torch_value(item)) is not None:
             self.node(path, node)
         elif (registration := registered(item)) is not None:
             self._encoded(path, item, registration, replicas)
-        elif isinstance(item, (nn.Module, Optimizer, PerRank)) and (not live or own_part(path)):
-            raise _unsupported_leaf(path, item)
-        elif isinstance(item, PerRank):
-            self._own(path, item)
         elif isinstance(item, Piecewise):
             self.node(path, _TENSOR)
             self._piecewise[path] = item
-        elif isinstance(item, nn.Module):
-            flatten_module(path, item, self)
-            self.modules.append(item)
-        elif isinstance(item, Optimizer):
-            self._optimizers.append((path, item))
         elif (shell := values.container(item, path)) is not None:
             check_depth(path)
             self.node(path, shell[0])
             for name, child in shell[1]:
                 self._visit(join(path, name), child, replicas, live=live)
-        elif live and is_stateful(item):
-            self._visit(path, item.state_dict(), replicas, live=False)
-            self._nodes[path] = Stateful(cast("Leaf | TensorRef | Planes | Container | Encoded", self._nodes[path]))
-        else:
+        elif not live or not self._object(path, item, replicas):
             raise _unsupported_leaf(path, item)
+
+    def _object(self, path: str, item: object, replicas: Replicas) -> bool:
+        """Add an object that can be bound again on loading. False where there is no way to save it."""
+        if is_described(item):
+            return self._described(path, item, replicas)
+        if isinstance(item, (nn.Module, Optimizer, PerRank)) and own_part(path):
+            return False
+        if isinstance(item, PerRank):
+            self._own(path, item)
+        elif isinstance(item, nn.Module):
+            flatten_module(path, item, self)
+            self.modules.append(item)
+        elif isinstance(item, Optimizer):
+            self._optimizers.append((path, item))
+        else:
+            return self._described(path, item, replicas)
+        return True
+
+    def _described(self, path: str, item: object, replicas: Replicas) -> bool:
+        """Add what an object says of its state. False where it says nothing."""
+        description = description_of(path, item)
+        if description is None or refusal_of(item) is not None:
+            return False
+        self._visit(path, description.read(), replicas, live=False)
+        self._nodes[path] = Stateful(cast("Leaf | TensorRef | Planes | Container | Encoded", self._nodes[path]))
+        return True
 
     def _tensor_at(self, path: str, item: torch.Tensor, replicas: Replicas) -> None:
         if is_dtensor(item) and own_part(path):
@@ -255,7 +273,9 @@ class Walk:
         self._nodes.setdefault(path, _TENSOR)
 
     def _encoded(self, path: str, item: object, registration: Registration, replicas: Replicas) -> None:
-        self._visit(path, registration.encode(item), replicas, live=False)
+        with reading(path, f"the encode function of {registration.name!r}"):
+            encoded = registration.encode(item)
+        self._visit(path, encoded, replicas, live=False)
         node = self._nodes[path]
         if not isinstance(node, Leaf | TensorRef | Container):
             raise StateError(
@@ -283,14 +303,18 @@ def _collision(path: str) -> StateError:
 
 def _unsupported_leaf(path: str, item: object) -> StateError:
     kind = type(item)
-    if kind.__module__ == "numpy" and kind.__name__ == "ndarray":
-        action = "Put torch.from_numpy(array) into the state."
+    problem = "cannot be saved without pickle"
+    refusal = refusal_of(item)
+    if refusal is not None:
+        problem, action = refusal.problem, refusal.action
+    elif isinstance(item, np.ndarray):
+        action = "Put numpy.asarray(array) into the state."
     elif isinstance(item, (nn.Module, Optimizer, PerRank)):
         action = "Put it into the state itself: not into a PerRank, nor what state_dict() or get_extra_state() returns."
     else:
         action = f"Take it out of the state, or say with holdfast.register_value({kind.__qualname__}, ...) what it is."
     return StateError(
-        f"{path!r} is a {kind.__module__}.{kind.__qualname__}, which cannot be saved without pickle.",
+        f"{path!r} is a {kind.__module__}.{kind.__qualname__}, which {problem}.",
         code="state.unsupported_leaf",
         action=action,
         path=path,

@@ -221,12 +221,16 @@ def _read(ordered: Sequence[NamedTensor], *, meta: bool) -> _Read:
         addresses = [_address(tensor, part, meta=meta) for tensor, part in zip(tensors, parts, strict=True)]
     if not all(addresses):
         raise _unsupported(ordered, parts, meta=meta)
+    try:
+        shapes = list(map(_shape_of, parts))
+    except RuntimeError as error:  # nested tensors in the strided layout look like others, but have none
+        raise _unsupported(ordered, parts, meta=meta) from error
     facts = Facts(
         names=list(map(_by_name, ordered)),
         replicas=[entry.replicas for entry in ordered],
         specs=list(map(id, specs)),
         dtypes=dtypes,
-        shapes=list(map(_shape_of, parts)),
+        shapes=shapes,
         strides=list(map(torch.Tensor.stride, parts)),
         addresses=addresses,
     )
@@ -249,14 +253,19 @@ def _address(tensor: torch.Tensor, part: torch.Tensor, *, meta: bool) -> int:
 def unsupported_tensor(name: str, tensor: torch.Tensor, problem: str) -> StateError:
     """The error for a tensor that cannot be stored because it has `problem`."""
     kind = type(tensor)
-    if tensor.is_meta:
+    shape = "" if nn.parameter.is_lazy(tensor) or tensor.is_nested else f" of shape {tuple(tensor.shape)}"
+    if nn.parameter.is_lazy(tensor):
+        action = "Run one forward first, also before loading: it makes the parameters of lazy modules."
+    elif tensor.is_nested:
+        action = "Put its parts into the state: nested.values() and nested.offsets(), or nested.unbind()."
+    elif tensor.is_meta:
         action = "Give the tensor memory with model.to_empty(device=...)."
     elif kind in _PLAIN or is_dtensor(tensor):
         action = "Keep a plain, dense torch.Tensor or DTensor of a storable dtype in the state."
     else:
         action = f"Say with holdfast.register_tensor({kind.__qualname__}, ...) which plain tensors it consists of."
     return StateError(
-        f"Tensor {name!r} of shape {tuple(tensor.shape)} cannot be stored: it has {problem}.",
+        f"Tensor {name!r}{shape} cannot be stored: it has {problem}.",
         code="state.unsupported_tensor",
         action=action,
         tensor=name,
@@ -271,6 +280,10 @@ def _unsupported(ordered: Sequence[NamedTensor], parts: Sequence[torch.Tensor], 
 
 def _problem(part: torch.Tensor, *, meta: bool) -> str | None:
     """Why the memory of a tensor cannot be read as it stands."""
+    if nn.parameter.is_lazy(part):
+        return "no shape yet"
+    if part.is_nested:
+        return "parts of different shapes (a nested tensor)"
     if type(part) not in _PLAIN:
         return f"type {type(part).__module__}.{type(part).__qualname__}"
     if part.dtype not in DTYPE_NAMES:

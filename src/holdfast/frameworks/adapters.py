@@ -1,0 +1,191 @@
+"""Types of other libraries that need more than the common protocols: one table, by the names of the types.
+
+Nothing is imported for it. A type is found under its own name or under that of a base.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+from holdfast.frameworks.random_generators import (
+    RandomGenerators,
+    read_numpy,
+    read_python,
+    write_numpy,
+    write_python,
+)
+
+
+@dataclass(frozen=True)
+class Wrapper:
+    """An object without state of its own: the object in `attribute` stands for it."""
+
+    attribute: str
+
+
+@dataclass(frozen=True)
+class Described:
+    """An object whose whole state `read` returns and `write` puts back.
+
+    `is_random`: restored after everything else. `is_kept`: of one inside a module, whether it belongs to the module's
+    state.
+    """
+
+    read: Callable[[Any], object]
+    write: Callable[[Any, Any], object]
+    is_random: bool = False
+    is_kept: Callable[[Any], bool] = lambda _: False
+
+
+@dataclass(frozen=True)
+class Transparent:
+    """A module or optimizer that overrides ``state_dict``, but keeps its whole state where torch's own types do."""
+
+
+@dataclass(frozen=True)
+class Refused:
+    """An object that cannot be saved as it is: `problem` completes "it ...", `action` says what works instead.
+
+    `applies` says to which objects of the type.
+    """
+
+    problem: str
+    action: str
+    applies: Callable[[Any], bool] = lambda _: True
+
+
+Adapter = Wrapper | Described | Transparent | Refused
+
+
+def adapter_of(item: object) -> Adapter | None:
+    """What is known of the type of `item`; None for most."""
+    kind: type = type(item)  # of any metaclass: mypy doubts that those can be hashed
+    return _adapter_of_type(kind)
+
+
+@lru_cache(maxsize=1024)
+def _adapter_of_type(kind: type) -> Adapter | None:
+    names = ((base.__module__, base.__qualname__) for base in kind.__mro__)
+    return next((_ADAPTERS[name] for name in names if name in _ADAPTERS), None)
+
+
+def unwrapped(item: object) -> object:
+    """The object that stands for `item`: mostly `item` itself."""
+    adapter = adapter_of(item)
+    while isinstance(adapter, Wrapper):
+        item = getattr(item, adapter.attribute)
+        adapter = adapter_of(item)
+    return item
+
+
+def refusal_of(item: object) -> Refused | None:
+    """Why `item` cannot be saved as it is, and what works instead."""
+    adapter = adapter_of(item)
+    return adapter if isinstance(adapter, Refused) and adapter.applies(item) else None
+
+
+def _read_metric(metric: Any) -> object:
+    return {"update_count": metric.update_count, "state": metric.metric_state}
+
+
+def _write_metric(metric: Any, state: Any) -> None:
+    metric.reset()  # forgets a result that was computed before
+    metric._update_count = state["update_count"]  # noqa: SLF001 - torchmetrics has no other way to say it
+    for name, value in state["state"].items():
+        setattr(metric, name, _on(metric.device, value))
+
+
+def _on(device: Any, value: Any) -> Any:
+    return [part.to(device) for part in value] if isinstance(value, list) else value.to(device)
+
+
+def _read_metrics(collection: Any) -> object:
+    return {name: _read_metric(metric) for name, metric in _metrics_of(collection)}
+
+
+def _write_metrics(collection: Any, state: Any) -> None:
+    for name, metric in _metrics_of(collection):
+        _write_metric(metric, state[name])
+
+
+def _metrics_of(collection: Any) -> Any:
+    return collection.items(keep_base=True, copy_state=False)
+
+
+def _write_bit_generator(generator: Any, state: Any) -> None:
+    generator.state = state
+
+
+_WEIGHTS_OF_4_BITS = Refused(
+    "packs its weight into a tensor of its own kind, and keeps the scales beside it",
+    "Load these weights from where they came from, and save what is trained: select= takes globs, such as "
+    'select="**lora_*".',
+)
+_SILENT_LOADER = Refused(
+    "does not say where it is in the data",
+    "Use a loader with a state_dict, such as torchdata's StatefulDataLoader (accelerate: use_stateful_dataloader=True) "
+    "in a holdfast.PerRank; or put what finds the place again, the epoch and the number of batches, into the state.",
+)
+
+_ADAPTERS: dict[tuple[str, str], Adapter] = {
+    ("accelerate.optimizer", "AcceleratedOptimizer"): Wrapper("optimizer"),
+    ("accelerate.scheduler", "AcceleratedScheduler"): Wrapper("scheduler"),
+    **{
+        (f"{package}.wrappers", name): Wrapper(attribute)
+        for package in ("lightning.fabric", "lightning_fabric")
+        for name, attribute in (
+            ("_FabricModule", "_forward_module"),
+            ("_FabricOptimizer", "_optimizer"),
+            ("_FabricDataLoader", "_dataloader"),
+        )
+    },
+    **{
+        (f"{package}.core.optimizer", "LightningOptimizer"): Wrapper("_optimizer")
+        for package in ("lightning.pytorch", "pytorch_lightning")
+    },
+    ("holdfast.frameworks.random_generators", "RandomGenerators"): Described(
+        RandomGenerators.read, RandomGenerators.write, is_random=True
+    ),
+    ("random", "Random"): Described(read_python, write_python, is_random=True),
+    ("numpy.random._generator", "Generator"): Described(
+        lambda generator: generator.bit_generator.state,
+        lambda generator, state: _write_bit_generator(generator.bit_generator, state),
+        is_random=True,
+    ),
+    ("numpy.random.bit_generator", "BitGenerator"): Described(
+        lambda generator: generator.state, _write_bit_generator, is_random=True
+    ),
+    ("numpy.random.mtrand", "RandomState"): Described(read_numpy, write_numpy, is_random=True),
+    ("torchmetrics.metric", "Metric"): Described(
+        _read_metric,
+        _write_metric,
+        is_kept=lambda metric: any(metric._persistent.values()),  # noqa: SLF001 - nothing else tells
+    ),
+    ("torchmetrics.collections", "MetricCollection"): Described(_read_metrics, _write_metrics),
+    ("bitsandbytes.optim.optimizer", "Optimizer8bit"): Transparent(),
+    ("bitsandbytes.nn.modules", "Linear4bit"): _WEIGHTS_OF_4_BITS,
+    ("bitsandbytes.nn.modules", "Linear8bitLt"): _WEIGHTS_OF_4_BITS,
+    ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel"): Refused(
+        "flattens its parameters (FSDP1)",
+        "Shard the model with torch.distributed.fsdp.fully_shard (FSDP2), whose parameters can be saved as they are; "
+        "accelerate: fsdp_version=2; Fabric and Lightning: ModelParallelStrategy.",
+    ),
+    ("torch.distributed.optim.zero_redundancy_optimizer", "ZeroRedundancyOptimizer"): Refused(
+        "holds the state of other parameters on each rank",
+        "Shard the model with torch.distributed.fsdp.fully_shard (FSDP2), and use the optimizer itself.",
+    ),
+    ("deepspeed.runtime.engine", "DeepSpeedEngine"): Refused(
+        "keeps parameters and optimizer state in partitions of its own",
+        "Save with engine.save_checkpoint; holdfast has no adapter for DeepSpeed yet.",
+    ),
+    ("accelerate.data_loader", "DataLoaderAdapter"): replace(
+        _SILENT_LOADER, applies=lambda loader: not hasattr(loader.base_dataloader, "state_dict")
+    ),
+    ("torch.utils.data.dataloader", "DataLoader"): replace(
+        _SILENT_LOADER, applies=lambda loader: not hasattr(loader, "state_dict")
+    ),
+    ("torch.nn.modules.lazy", "LazyModuleMixin"): Transparent(),
+}
