@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -46,7 +48,7 @@ def test_a_sound_run_has_no_findings(sound: Path) -> None:
 
 
 def test_findings_are_explained_with_what_to_do(run: Path) -> None:
-    done = holdfast_command("doctor", run, columns=300)
+    done = holdfast_command("doctor", run)
     assert done.status == 1
     assert done.lines[0].endswith("the head is step 1 at 1.1")
     assert "finish  folder.complete" in done.out
@@ -104,6 +106,37 @@ def test_what_may_be_in_progress_is_removed_by_force_only(sound: Path, tmp_path:
     assert (done.status, done.err) == (1, ""), "what is not ours stays, and nobody tries"
     assert not (copy / ".tmp-holdfast.json-0").exists()
     assert (copy / "notes.txt").exists()
+
+
+def test_remove_deletes_at_once_what_a_dead_process_left_and_not_what_a_live_one_writes(
+    sound: Path, tmp_path: Path
+) -> None:
+    copy = copy_of(sound, tmp_path)
+    begin = (
+        "import sys, time\n"
+        "from holdfast.storage.posix import PosixStorage\n"
+        "writer = PosixStorage(sys.argv[1]).writer('checkpoints/step-0000000004-0011223344556677/x', nbytes=1 << 20)\n"
+        "print('begun', flush=True)\n"
+        "time.sleep(100)"
+    )
+    writers = []
+    for _ in range(2):
+        with (tmp_path / "log").open("w+") as log:
+            writers.append(subprocess.Popen([sys.executable, "-c", begin, str(copy)], stdout=log))
+            while not (tmp_path / "log").read_text():
+                time.sleep(0.01)
+    left = sorted((copy / "checkpoints").rglob(".tmp-*"))
+    a_minute_ago = time.time() - 60
+    for path in left:
+        os.utime(path, (a_minute_ago, a_minute_ago))
+    writers[0].kill()
+    writers[0].wait()
+    done = holdfast_command("doctor", "--remove", "--yes", "--json", copy)
+    writers[1].kill()
+    writers[1].wait()
+    assert len(left) == 2
+    assert (len(done.json["removed"]), len(list((copy / "checkpoints").rglob(".tmp-*")))) == (1, 1)
+    assert holdfast_command("doctor", "--remove", "--yes", copy).status == 0
 
 
 def test_both_repairs_together_leave_a_run_without_findings(run: Path) -> None:

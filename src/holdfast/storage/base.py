@@ -95,4 +95,5 @@ class Storage(Protocol):
 
     def leftovers(self, folder: str, *, older_than_s: float = 0.0) -> builtins.list[str]:
         """Temporary names directly below `folder`, sorted: objects that somebody is writing, or died while writing.
-        Only those to which nothing was written for `older_than_s`. Empty where the store shows none."""
+        Only those to which nothing was written for `older_than_s`, or whose writer is known to be dead. Empty where the
+        store shows none."""

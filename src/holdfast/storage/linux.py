@@ -24,6 +24,12 @@ _STATX_NBYTES = 256
 #: Of ``struct statx``: the mask of what was filled in, and the alignment of direct I/O in memory and in the file.
 _STATX_DIRECT = struct.Struct("=I148x2I")
 
+_STATFS_NBYTES = 256
+#: Of ``struct statfs``: the kind of file system.
+_STATFS_TYPE = struct.Struct("@l")
+#: File systems that only one machine mounts: ext2 to ext4, xfs, btrfs, tmpfs, overlayfs, zfs, f2fs.
+_LOCAL = frozenset({0xEF53, 0x58465342, 0x9123683E, 0x01021994, 0x794C7630, 0x2FC12FC1, 0xF2F52010})
+
 _Argument = int | bytes | ctypes.c_int64 | ctypes.c_size_t | ctypes.c_void_p | ctypes.Array[ctypes.c_char]
 
 
@@ -51,6 +57,12 @@ def reserve(descriptor: int, nbytes: int) -> None:
         failed = _call("fallocate", descriptor, 0, ctypes.c_int64(0), ctypes.c_int64(nbytes))
     if failed not in (0, errno.EOPNOTSUPP, errno.ENOSYS):
         raise OSError(failed, os.strerror(failed))
+
+
+def is_local(descriptor: int) -> bool:
+    """Whether only this machine sees the file, so that all processes that do see each other's locks of it."""
+    status = ctypes.create_string_buffer(_STATFS_NBYTES)
+    return _call("fstatfs", descriptor, status) == 0 and _STATFS_TYPE.unpack_from(status)[0] in _LOCAL
 
 
 def map_file(

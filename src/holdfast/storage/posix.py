@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import builtins
 import errno
+import fcntl
 import logging
 import mmap
 import os
@@ -20,13 +21,15 @@ from contextlib import suppress
 
 from holdfast.errors import StorageError
 from holdfast.storage.base import Bytes
-from holdfast.storage.linux import ALIGNMENT, open_direct, rename_without_replace, reserve
+from holdfast.storage.linux import ALIGNMENT, is_local, open_direct, rename_without_replace, reserve
 from holdfast.storage.posix_errors import long, not_found, reported, short, unfenced
 
 _log = logging.getLogger(__name__)
 
 TEMPORARY_PREFIX = ".tmp-"
 _BUFFERED_ALIGNMENT = 1
+#: A file may be without the lock of its writer for so long.
+_UNLOCKED_S = 2.0
 
 _MISSING = (FileNotFoundError, NotADirectoryError)
 _UNSUPPORTED = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
@@ -91,6 +94,7 @@ class PosixStorage:
         with reported("create", path, nbytes=len(data)):
             try:
                 with open(temporary, "xb") as file:
+                    _show_life(file.fileno())
                     file.write(data)
                     file.flush()
                     os.fsync(file.fileno())
@@ -126,10 +130,11 @@ class PosixStorage:
         return True
 
     def leftovers(self, folder: str, *, older_than_s: float = 0.0) -> builtins.list[str]:
-        """Temporary names directly below `folder`, sorted, of files to which nothing was written for `older_than_s`."""
-        path = self._folder(folder)
-        temporary = (name for name in _names(path) if name.startswith(TEMPORARY_PREFIX))
-        return sorted(name for name in temporary if _is_older(os.path.join(path, name), older_than_s))
+        """Temporary names directly below `folder`, sorted, of files to which nothing was written for `older_than_s`,
+        or whose writer is known to be dead."""
+        folder = self._folder(folder)
+        temporary = (name for name in _names(folder) if name.startswith(TEMPORARY_PREFIX))
+        return sorted(name for name in temporary if _is_abandoned(os.path.join(folder, name), older_than_s))
 
     def _path_to_create(self, key: str) -> str:
         path = self.path(key)
@@ -213,6 +218,7 @@ class PosixWriter(_OpenFile):
         with reported("create", path, nbytes=nbytes):
             descriptor = os.open(self._temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
             try:
+                _show_life(descriptor)
                 # A last block that is padded to the alignment must not grow the file: that would serialise writes.
                 reserve(descriptor, nbytes + -nbytes % ALIGNMENT)
                 super().__init__(path, descriptor, open_direct(self._temporary, os.O_WRONLY))
@@ -339,6 +345,39 @@ def _names(folder: str) -> list[str]:
             return os.listdir(folder)
         except _MISSING:
             return []
+
+
+def _show_life(descriptor: int) -> None:
+    """Hold a lock of a file under construction, which ends with this process. Only on file systems where everybody who
+    sees the file sees the lock: a server of locks could hang, or answer for its own node only."""
+    if is_local(descriptor):
+        with suppress(OSError):  # without a lock a file counts as being written for some time
+            fcntl.flock(descriptor, fcntl.LOCK_SH)
+
+
+def _is_abandoned(path: str, older_than_s: float) -> bool:
+    """Whether nobody writes to the file `path` any more: it is old enough, or its writer let go of it by dying."""
+    if _is_older(path, older_than_s):
+        return True
+    # A writer takes its lock just after it created the file.
+    return _is_older(path, _UNLOCKED_S) and _is_unlocked(path)
+
+
+def _is_unlocked(path: str) -> bool:
+    with reported("look at", path):
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        except _MISSING:
+            return False
+        try:
+            if not is_local(descriptor):
+                return False
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        finally:
+            os.close(descriptor)
+    return True
 
 
 def _is_older(path: str, seconds: float) -> bool:
