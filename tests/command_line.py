@@ -6,6 +6,7 @@ import io
 import json
 import os
 import pty
+import re
 import select
 import subprocess
 import sys
@@ -30,6 +31,9 @@ from tests.published import EPOCHS, RUN_ID, begin, plan, publish, put
 #: What Ctrl-C sends.
 INTERRUPT = "\x03"
 ENVIRONMENT = {"COLUMNS": "100", "PATH": "/usr/bin:/bin"}
+if "PYTHONPATH" in os.environ:  # where the tests are those of another copy of the source than the installed one
+    ENVIRONMENT["PYTHONPATH"] = os.environ["PYTHONPATH"]
+_STYLE = re.compile(r"\x1b\[[0-9;]*m")
 NODES: dict[str, Node] = {"": Open("dict")}
 
 
@@ -49,10 +53,10 @@ class Done(NamedTuple):
         return json.loads(self.out)
 
 
-def holdfast_command(*arguments: str | Path, columns: int = 100) -> Done:
-    """Run the command in this process; standard input is not a terminal."""
+def holdfast_command(*arguments: str | Path) -> Done:
+    """Run the command in this process; no stream is a terminal, so the width that COLUMNS says counts for nothing."""
     out, err, status = io.StringIO(), io.StringIO(), None
-    surroundings = patch.dict(os.environ, COLUMNS=str(columns)), patch("sys.stdin", io.StringIO())
+    surroundings = patch.dict(os.environ, COLUMNS="40"), patch("sys.stdin", io.StringIO())
     with surroundings[0], surroundings[1], redirect_stdout(out), redirect_stderr(err):
         try:
             run([str(argument) for argument in arguments])
@@ -68,14 +72,14 @@ def start(*arguments: str, **environment: str) -> Done:
     return Done(done.returncode, done.stdout, done.stderr)
 
 
-def at_terminal(*arguments: str, answer: str = "", when: str = "[y/N]") -> Done:
+def at_terminal(*arguments: str | Path, answer: str = "", when: str = "[y/N]", columns: int = 100) -> Done:
     """Run the command at a terminal, where somebody types `answer` as soon as it shows `when`: the question, unless
     that is something else. All that it prints is in `out`."""
     keyboard, terminal = pty.openpty()
     # A session of its own, with this terminal: only so do keys send signals. Who started the tests in the background
     # may have had them ignore Ctrl-C, which children inherit.
     command = ["env", "--default-signal=INT", "setsid", "--ctty", sys.executable, "-m", "holdfast.cli", *arguments]
-    environment = ENVIRONMENT | {"TERM": "xterm"}
+    environment = ENVIRONMENT | {"TERM": "xterm", "COLUMNS": str(columns)}
     process = subprocess.Popen(command, stdin=terminal, stdout=terminal, stderr=terminal, env=environment)
     os.close(terminal)
     printed, answered = b"", not answer
@@ -94,6 +98,11 @@ def at_terminal(*arguments: str, answer: str = "", when: str = "[y/N]") -> Done:
         process.kill()
         process.wait()
         os.close(keyboard)
+
+
+def screen_lines(done: Done) -> list[str]:
+    """What a terminal shows of what a command printed there, without styles."""
+    return [_STYLE.sub("", line).rstrip() for line in done.out.splitlines()]
 
 
 def damage(path: Path, at: float = 0.5) -> None:

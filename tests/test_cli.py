@@ -14,9 +14,20 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.cli.screen import age, printable, size
+from holdfast.cli.screen import age, size
+from holdfast.errors import printable
 from holdfast.format.records import Epoch, Place
-from tests.command_line import ENVIRONMENT, Stored, damage, holdfast_command, publish_step, start, stored_run
+from tests.command_line import (
+    ENVIRONMENT,
+    Stored,
+    at_terminal,
+    damage,
+    holdfast_command,
+    publish_step,
+    screen_lines,
+    start,
+    stored_run,
+)
 from tests.published import EPOCHS, RUN_ID, begin, put
 
 ONE = Stored("uint8", np.zeros(2, np.uint8))
@@ -159,9 +170,127 @@ def test_a_line_is_not_broken_where_no_terminal_has_a_width(run: Path) -> None:
 )
 def test_mistakes_say_what_to_do(run: Path, arguments: list[str], status: int, said: str) -> None:
     (folder,) = run.glob("checkpoints/step-0000000001-*")
-    done = holdfast_command(*(argument.format(run=run, folder=folder) for argument in arguments), columns=200)
+    done = holdfast_command(*(argument.format(run=run, folder=folder) for argument in arguments))
     assert (done.status, done.out) == (status, "")
     assert said.format(run=run) in done.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "code"),
+    [
+        (["ls", "no-such-run"], 3, "not_found.run"),
+        (["verify", "{run}@step=x"], 2, "config.path"),
+        (["rollback", "{run}"], 2, "config.usage"),
+        (["rm", "{run}@1.1"], 2, "config.confirmation"),
+    ],
+)
+def test_an_error_as_json_is_the_one_document(run: Path, arguments: list[str], status: int, code: str) -> None:
+    done = holdfast_command(*(argument.format(run=run) for argument in arguments), "--json")
+    assert (done.status, done.err) == (status, "")
+    error = done.json["error"]
+    assert (error["code"], error["kind"]) == (code, "NotFoundError" if status == 3 else "ConfigurationError")
+    assert error["message"]
+    assert error["action"]
+
+
+def test_a_defect_of_ours_is_json_too(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(path: str, *, as_json: bool) -> bool:
+        raise ZeroDivisionError(path)
+
+    monkeypatch.setattr("holdfast.cli.ls.ls", fail)
+    done = holdfast_command("ls", "--json", run)
+    assert (done.status, done.json["error"]["code"]) == (3, "unexpected")
+    assert "ZeroDivisionError" in done.json["error"]["message"]
+
+
+def test_json_holds_nothing_that_a_terminal_would_obey(tmp_path: Path) -> None:
+    name = "a\x1b[2J\x7f\x9b\u202e\u2603"
+    run = stored_run(tmp_path / "run", {name: ONE})
+    for arguments in (["show", "--json"], ["show", "--json", "--names", "*"], ["verify", "--json"]):
+        done = holdfast_command(*arguments, run)
+        assert done.out.rstrip("\n").isascii()
+        assert done.out.rstrip("\n").isprintable()
+    assert [tensor["name"] for tensor in holdfast_command("show", "--json", run).json["tensors"]] == [name]
+    missing = holdfast_command("ls", "--json", f"{tmp_path}/{name}")
+    assert (missing.status, missing.out.rstrip("\n").isprintable()) == (3, True)
+    assert name in missing.json["error"]["message"]
+
+
+def test_an_error_holds_nothing_that_a_terminal_would_obey(tmp_path: Path) -> None:
+    path = f"{tmp_path}/evil\x1b[2J\r\nname\u202e"
+    with pytest.raises(holdfast.NotFoundError) as caught:
+        holdfast.load(path, into={"w": torch.zeros(1)})
+    assert str(caught.value).isprintable()
+    assert r"evil\x1b[2J\r\nname\u202e" in str(caught.value)
+    assert caught.value.path == path
+
+
+@pytest.mark.parametrize("module", ["holdfast", "holdfast.cli"])
+def test_the_version_is_printed(module: str) -> None:
+    done = subprocess.run([sys.executable, "-m", module, "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout == f"holdfast {holdfast.__version__}\n"
+
+
+def test_a_file_url_names_a_run(run: Path) -> None:
+    assert holdfast_command("ls", "--json", f"file://{run}").json == holdfast_command("ls", "--json", run).json
+
+
+@pytest.mark.parametrize(
+    ("names", "target", "said"),
+    [
+        (["config.json", "model.safetensors"], "", "it is a Hugging Face model folder. Load it with from_pretrained"),
+        (["adapter_config.json", "adapter_model.safetensors"], "", "it is a folder of PEFT adapters"),
+        ([".metadata", "__0_0.distcp"], "", "it is a checkpoint of torch.distributed.checkpoint"),
+        (["latest", "global_step10"], "", "it is a DeepSpeed checkpoint folder"),
+        (["model.safetensors"], "model.safetensors", "it is a safetensors file. Read it with safetensors"),
+        (["model.pt"], "model.pt", "it is a file, such as torch.save writes. Read it with torch.load"),
+        (["notes"], "notes", "it is a file. Name the folder of a run."),
+    ],
+)
+def test_what_is_no_run_is_said_to_be_what_it_is(tmp_path: Path, names: list[str], target: str, said: str) -> None:
+    for name in names:
+        (tmp_path / name).write_text("x")
+    for command in ("ls", "show", "verify"):
+        done = holdfast_command(command, tmp_path / target)
+        assert (done.status, said in done.err.replace("\n", " ")) == (3, True), done.err
+
+
+def test_a_file_of_a_checkpoint_leads_to_its_folder(run: Path) -> None:
+    (folder,) = run.glob("checkpoints/step-0000000001-*")
+    for name in ("manifest.hfm", "seal.json", "data-00000.safetensors"):
+        assert f"Name its folder: {folder}." in holdfast_command("show", folder / name).err
+    assert f"Name the folder: {run}." in holdfast_command("ls", run / "holdfast.json").err
+
+
+@pytest.mark.parametrize("columns", [50, 80, 120])
+@pytest.mark.parametrize(
+    "arguments", [["ls", "{run}"], ["show", "{run}"], ["show", "{run}", "--values"], ["plan", "{run}", "--on", "4"]]
+)
+def test_tables_fit_the_terminal(tmp_path: Path, arguments: list[str], columns: int) -> None:
+    state = {
+        "model": {f"layers.{n}.self_attention.query_key_value.weight": torch.zeros(8, 4) for n in range(3)},
+        "progress": {"samples": 123456789},
+    }
+    run = tmp_path / "a-run-with-a-name"
+    for step in (1_000_000, 2_000_000):
+        holdfast.save(run, state, step, metrics={"loss": 1 / step, "validation_loss": 0.25})
+    done = at_terminal(*(argument.format(run=run) for argument in arguments), columns=columns)
+    lines = [line for line in screen_lines(done) if str(tmp_path) not in line]  # a path is not broken
+    start = next(at for at, line in enumerate(lines) if "size" in line or "least" in line)
+    table = lines[start : next((at for at, line in enumerate(lines) if at > start and not line), len(lines))]
+    assert max(map(len, table)) <= columns
+    shown = "".join("".join(table).split())
+    if arguments[0] == "ls":
+        assert all(word in shown for word in ("1.2", "2000000", "1.1", "1000000", "5e-07", "validation_loss=0.25"))
+    hidden = [line for line in table if line.startswith("(too narrow to show: ")]
+    assert len(hidden) <= (columns < 120)
+
+
+@pytest.mark.parametrize("columns", ["20", "50"])
+def test_a_line_is_not_broken_in_a_pipe_whatever_columns_says(run: Path, columns: str) -> None:
+    done = start("ls", str(run), COLUMNS=columns)
+    assert [line.split()[-1] for line in done.lines[2:]] == ["loss=0.3333", "loss=0.5", "loss=1"]
+    assert len(done.lines) == 5
 
 
 def test_a_defect_of_ours_is_a_failure_and_not_a_finding(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -111,5 +111,18 @@ def refused(done: Done) -> bool:
 
 
 def test_rm_as_json(run: Path) -> None:
-    document = holdfast_command("rm", f"{run}@1.1", "--yes", "--json").json
-    assert (document["place"], document["head_before"], document["head"]["step"]) == ("1.1", document["head"], 3)
+    (change,) = holdfast_command("rm", f"{run}@1.1", "--yes", "--json").json["deleted"]
+    assert (change["place"], change["head_before"], change["head"]["step"]) == ("1.1", change["head"], 3)
+
+
+def test_rm_deletes_several_after_one_question(run: Path) -> None:
+    done = at_terminal("rm", f"{run}@1.1", f"{run}@step=2", f"{run}@1.2", answer="y\n")
+    assert (done.status, done.out.count("[y/N]")) == (0, 1)
+    assert "Delete these 2 checkpoints?" in done.out
+    assert removed_and_kept(run) == ["1.3"]
+
+
+def test_rm_of_several_deletes_nothing_where_one_of_them_is_needed(run: Path) -> None:
+    done = holdfast_command("rm", f"{run}@1.1", f"{run}@1.3", "--yes")
+    assert (done.status, "config.needed" in done.err) == (2, True)
+    assert removed_and_kept(run) == ["1.3", "1.2", "1.1"]

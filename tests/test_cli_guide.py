@@ -63,7 +63,7 @@ def test_the_screens_of_the_guide_are_what_the_commands_print(tmp_path: Path, mo
     for call in calls():
         name, *arguments = shlex.split(call.command)
         if name == "holdfast":
-            assert normalized(holdfast_command(*arguments, columns=120).lines) == normalized(call.output), call.command
+            assert normalized(holdfast_command(*arguments).lines) == normalized(call.output), call.command
         else:
             subprocess.run(["sh", "-c", call.command], check=True)
 

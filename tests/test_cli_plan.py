@@ -134,7 +134,7 @@ def test_no_data_file_is_read(run: Path) -> None:
 
 
 def test_the_figures_fit_a_terminal_of_100_columns(run: Path) -> None:
-    lines = holdfast_command("plan", run, "--on", "64", columns=100).lines
+    lines = holdfast_command("plan", run, "--on", "64").lines
     table = lines[lines.index("") + 1 :]
     assert max(map(len, table[: table.index("")])) <= 100
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,7 +20,7 @@ from holdfast.format.values import Blob, Items, Node, Open, PerRank, Plain, Tabl
 from holdfast.geometry import Box, FlatRange
 from holdfast.plan.layout import Mesh, Pieces, Replicate, Shard, TensorLayout
 from holdfast.plan.save import Identity
-from tests.command_line import Stored, holdfast_command, rows, stored_run
+from tests.command_line import Stored, at_terminal, holdfast_command, rows, screen_lines, stored_run
 from tests.published import EPOCHS, RUN_ID, begin, plan, publish, put
 
 
@@ -121,7 +122,7 @@ def test_grids_say_into_how_many_parts_each_axis_is_cut(
 def test_a_long_value_leaves_room_for_its_name(tmp_path: Path) -> None:
     nodes: dict[str, Node] = {"": Table("dict", ("prompt",)), "prompt": Text(b"x" * 300)}
     run = stored_run(tmp_path / "run", {"w": weight(2)}, nodes)
-    lines = holdfast_command("show", "--values", run, columns=80).lines
+    lines = screen_lines(at_terminal("show", "--values", run, columns=80))
     assert [line.split()[:2] for line in lines if "name" in line or "prompt" in line][1:] == [
         ["name", "type"],
         ["prompt", "str"],
@@ -142,6 +143,22 @@ def test_names_lists_matching_tensors_one_by_one(tmp_path: Path) -> None:
     run = stored_run(tmp_path / "run", {f"layers.{n}.{what}": weight(2) for n in range(3) for what in ("a", "b")})
     lines = holdfast_command("show", run, "--names", "*.b").lines
     assert [line.split()[0] for line in lines[5:8]] == ["layers.0.b", "layers.1.b", "layers.2.b"]
+
+
+def test_names_finds_a_tied_tensor_by_each_of_its_names(tmp_path: Path) -> None:
+    embedding = torch.nn.Embedding(4, 2)
+    head = torch.nn.Linear(2, 4, bias=False)
+    head.weight = embedding.weight
+    run = tmp_path / "run"
+    holdfast.save(run, {"model": torch.nn.ModuleDict({"tok_emb": embedding, "head": head})}, 1)
+    for pattern in ("model/tok_emb*", "model/head*"):
+        done = holdfast_command("show", run, "--names", pattern)
+        assert (done.status, "float32" in done.out) == (0, True)
+        assert len(holdfast_command("show", run, "--names", pattern, "--json").json["tensors"]) == 1
+    assert (
+        "model/tok_emb.weight is tied to model/head.weight"
+        in holdfast_command("show", run, "--names", "model/tok*").out
+    )
 
 
 def test_json_agrees_with_the_view(tmp_path: Path) -> None:
@@ -220,7 +237,7 @@ def test_the_tree_fits_a_terminal_of_80_columns(tmp_path: Path) -> None:
         for n in range(3)
         for slot in slots
     }
-    lines = holdfast_command("show", stored_run(tmp_path / "run", tensors), columns=80).lines
+    lines = screen_lines(at_terminal("show", stored_run(tmp_path / "run", tensors), columns=80))
     assert max(map(len, lines[4:])) <= 80
     assert [line.split()[0] for line in lines[5:9]] == [
         "optimizer/state/model/blocks.0-2",

@@ -53,7 +53,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_sound_checkpoint_is_found_sound(run: Path, suffix: str, options: list[str]) -> None:
     done = holdfast_command("verify", *options, f"{run}{suffix}")
     assert done.status == 0
-    assert done.out.startswith("sound: ")
+    assert done.out.startswith("sound: " if options else "structure sound: "), "what was not read is not called sound"
     assert ("every byte checked" in done.out) == bool(options)
 
 
@@ -139,6 +139,45 @@ def test_a_file_that_the_seal_does_not_list_is_a_finding_and_nothing_more(run: P
     assert holdfast.load(copy, into={f"w{n}": torch.zeros(300_000) for n in range(4)} | {"epoch": 0}).step == 3
 
 
+def test_json_says_sound_only_of_data_that_was_read(run: Path, tmp_path: Path) -> None:
+    assert holdfast_command("verify", "--json", run).json["sound"] is None
+    assert holdfast_command("verify", "--json", "--deep", run).json["sound"] is True
+    copy = copy_of(run, tmp_path)
+    damage(folder_of(copy, 3) / "data-00000.safetensors")
+    assert holdfast_command("verify", "--json", copy).json["sound"] is None
+    assert holdfast_command("verify", "--json", "--deep", copy).json["sound"] is False
+
+
+@pytest.mark.parametrize("options", [[], ["--all"], ["--deep"]])
+@pytest.mark.parametrize("harm", ["damaged", "missing"])
+def test_a_bad_epoch_record_is_reported_by_verify_as_well_as_by_doctor(
+    run: Path, tmp_path: Path, options: list[str], harm: str
+) -> None:
+    copy = copy_of(run, tmp_path)
+    into = {f"w{n}": torch.zeros(300_000) for n in range(4)} | {"epoch": 0}
+    holdfast.load(f"{copy}@step=2", into=into)
+    holdfast.save(copy, into, 3)
+    record = copy / "epochs" / "9999999998.json"
+    if harm == "damaged":
+        damage(record)
+    else:
+        record.unlink()
+    for command in (["verify", *options, str(copy)], ["doctor", str(copy)]):
+        done = holdfast_command(*command)
+        assert (done.status, str(record) in done.out) == (1, True), command
+    (fault,) = holdfast_command("verify", "--json", *options, copy).json["findings"]
+    assert fault["path"] == str(record)
+
+
+def test_a_damaged_header_is_reported_by_doctor_as_well_as_by_verify(run: Path, tmp_path: Path) -> None:
+    copy = copy_of(run, tmp_path)
+    file = folder_of(copy, 2) / "data-00000.safetensors"
+    file.write_bytes(file.read_bytes().replace(b'"F32"', b'"I32"', 1))
+    for command in (["verify", "--all", str(copy)], ["doctor", str(copy)]):
+        done = holdfast_command(*command)
+        assert (done.status, "corrupt.header" in done.out, str(file) in done.out) == (1, True, True), command
+
+
 def test_a_lone_folder_is_verified_by_its_seal(run: Path) -> None:
     assert holdfast_command("verify", "--deep", folder_of(run, 1)).status == 0
 
@@ -146,7 +185,7 @@ def test_a_lone_folder_is_verified_by_its_seal(run: Path) -> None:
 def test_all_verifies_every_commit_also_abandoned_ones(run: Path, tmp_path: Path) -> None:
     copy = copy_of(run, tmp_path)
     done = holdfast_command("verify", "--all", copy)
-    assert done.lines[-1].startswith("3 checkpoints, all sound; files, sizes,")
+    assert done.lines[-1].startswith("3 checkpoints, structure of all sound; files, sizes,")
     assert done.out.count("--deep") == 1
     assert holdfast_command("verify", "--all", "--deep", copy).lines[-1] == "3 checkpoints, all sound"
     (folder_of(copy, 1) / "data-00000.safetensors").unlink()

@@ -34,7 +34,7 @@ def codes_of_the_library() -> set[str]:
                 if isinstance(node.value, ast.Constant):
                     codes.add(str(node.value.value))
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                codes.update([node.value] if re.fullmatch(rf"({KINDS})\.[a-z_]+", node.value) else [])
+                codes.update([node.value] if re.fullmatch(rf"({KINDS})\.(?!json$)[a-z_]+", node.value) else [])
     return codes
 
 

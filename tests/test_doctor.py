@@ -185,7 +185,6 @@ def test_a_file_that_was_cut_is_found_at_once_and_a_flipped_bit_by_reading_all(r
     path.write_bytes(data[:-1])
     assert the(run).code == "commit.damaged"
     path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-    assert examine(run) == []
     assert the(run, deep=True).code == "commit.damaged"
 
 

@@ -58,12 +58,25 @@ def test_a_path_that_names_nothing_is_refused(text: str) -> None:
         parse(text)
 
 
-@pytest.mark.parametrize("text", ["s3://bucket/run", "gs://bucket/run@step=7", "file:///tmp/run"])
+@pytest.mark.parametrize("text", ["s3://bucket/run", "gs://bucket/run@step=7", "file://server/run", "file://run"])
 def test_a_url_is_refused_and_told_what_works(text: str) -> None:
     for refuse in (parse, storage_at):
         with pytest.raises(ConfigurationError, match="local or shared file system") as caught:
             refuse(text)
         assert caught.value.code == "config.scheme"
+
+
+@pytest.mark.parametrize(
+    ("url", "path"),
+    [
+        ("file:///runs/a", "/runs/a"),
+        ("file://localhost/runs/a@step=7", "/runs/a@step=7"),
+        ("FILE:///runs/a%20b@3.12", "/runs/a b@3.12"),
+    ],
+)
+def test_a_file_url_is_the_path_in_it(url: str, path: str) -> None:
+    assert parse(url) == parse(path)
+    assert canonical(storage_at(url).uri) == canonical(path)
 
 
 def test_a_path_object_is_as_good_as_text() -> None:

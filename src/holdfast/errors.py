@@ -21,6 +21,13 @@ from __future__ import annotations
 import msgspec
 
 
+def printable(text: str) -> str:
+    """`text` without what a terminal would obey, or what would turn its text around: that is escaped."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
 class ErrorWire(msgspec.Struct, frozen=True, omit_defaults=True):
     """An error as it travels between ranks."""
 
@@ -35,13 +42,15 @@ class ErrorWire(msgspec.Struct, frozen=True, omit_defaults=True):
     tier: str | None = None
     retryable: bool = False
     absent: tuple[int, ...] = ()
+    details: tuple[str, ...] = ()
 
 
 class HoldfastError(Exception):
     """Root of all errors that holdfast raises for causes outside its own code.
 
     ``code`` is stable across releases; ``action`` is what to do next; ``path``, ``tensor``, ``rank``,
-    ``step`` and ``tier`` say where, as far as known.
+    ``step`` and ``tier`` say where, as far as known. ``details`` are lines of their own below the message, such as
+    one per name that differs.
     """
 
     def __init__(
@@ -57,6 +66,7 @@ class HoldfastError(Exception):
         tier: str | None = None,
         retryable: bool = False,
         absent: tuple[int, ...] = (),
+        details: tuple[str, ...] = (),
     ) -> None:
         super().__init__(message)
         self.message = message
@@ -69,9 +79,14 @@ class HoldfastError(Exception):
         self.tier = tier
         self.retryable = retryable
         self.absent = absent
+        self.details = details
 
     def __str__(self) -> str:
-        return f"[{self.code}] {self.message} {self.action}"
+        # Names and paths come from files that anybody may have written, so nothing in them may act on a terminal.
+        head = printable(f"[{self.code}] {self.message}")
+        if not self.details:
+            return f"{head} {printable(self.action)}"
+        return "\n".join([head, *(f"  {printable(detail)}" for detail in self.details), printable(self.action)])
 
     def __reduce__(self) -> tuple[object, tuple[ErrorWire]]:
         return (from_wire, (to_wire(self),))
@@ -139,6 +154,7 @@ def to_wire(error: HoldfastError) -> ErrorWire:
         tier=error.tier,
         retryable=error.retryable,
         absent=error.absent,
+        details=error.details,
     )
 
 
@@ -156,4 +172,5 @@ def from_wire(wire: ErrorWire) -> HoldfastError:
         tier=wire.tier,
         retryable=wire.retryable,
         absent=wire.absent,
+        details=wire.details,
     )

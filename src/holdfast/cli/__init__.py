@@ -11,7 +11,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import NoReturn, Protocol, runtime_checkable
 
 from holdfast.cli.commands import FAILURE, INTERRUPTED, USAGE, app
 from holdfast.errors import ConfigurationError, HoldfastError
@@ -43,23 +43,56 @@ def _start_soon() -> None:
 def run(arguments: Sequence[str]) -> NoReturn:
     """Do what `arguments` say, and raise `SystemExit` with the exit code."""
     try:
-        app(arguments, prog_name="holdfast")
+        sys.exit(app(arguments, prog_name="holdfast", standalone_mode=False) or 0)
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - Python's own status, 1, would say "a finding"
-        sys.exit(_status(error))
-    raise AssertionError("the application exits by itself")
+        sys.exit(_status(error, as_json="--json" in arguments))
 
 
-def _status(error: BaseException) -> int:
-    """The exit code for `error`, which is explained first."""
+@runtime_checkable
+class _Misuse(Protocol):
+    """What the parser of options raises. (Where it comes from depends on the version of typer.)"""
+
+    exit_code: int
+
+    def format_message(self) -> str:
+        """What is wrong, in a sentence."""
+
+    def show(self) -> None:
+        """Print the usage, and what is wrong, on standard error."""
+
+
+def _status(error: BaseException, *, as_json: bool) -> int:
+    """The exit code for `error`. Explains the error first: as JSON on standard output, or in words."""
     if _was_interrupted(error):
         return INTERRUPTED
     if isinstance(error, HoldfastError):
-        from holdfast.cli.screen import explain
+        known, status = error, USAGE if isinstance(error, ConfigurationError) else FAILURE
+    elif isinstance(error, _Misuse):
+        if not as_json:
+            error.show()
+            return error.exit_code
+        known, status = _usage(error), error.exit_code
+    else:
+        traceback.print_exception(error)
+        if not as_json:
+            return FAILURE
+        known, status = _unexpected(error), FAILURE
+    from holdfast.cli.screen import explain, print_error
 
-        explain(error)
-        return USAGE if isinstance(error, ConfigurationError) else FAILURE
-    traceback.print_exception(error)
-    return FAILURE
+    (print_error if as_json else explain)(known)
+    return status
+
+
+def _usage(error: _Misuse) -> ConfigurationError:
+    return ConfigurationError(error.format_message(), code="config.usage", action="See holdfast --help.")
+
+
+def _unexpected(error: BaseException) -> HoldfastError:
+    return HoldfastError(
+        f"{type(error).__name__}: {error}",
+        code="unexpected",
+        action="This is a defect of holdfast: report it with the traceback on standard error.",
+    )
 
 
 def _was_interrupted(error: BaseException | None) -> bool:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from itertools import takewhile
 
 import msgspec
 
 from holdfast.cli.runs import Head, open_run
-from holdfast.cli.screen import confirmed, console, print_json, printable, size, when
-from holdfast.errors import ConfigurationError
+from holdfast.cli.screen import confirmed, console, print_json, size, when
+from holdfast.errors import ConfigurationError, printable
 from holdfast.format.records import Commit
 from holdfast.run.history import Run
 from holdfast.run.paths import Target, parse, some, storage_at
@@ -17,13 +19,19 @@ from holdfast.run.rollback import rollback as roll_back
 
 
 class Change(msgspec.Struct, frozen=True):
-    """What ``--json`` prints: the checkpoint that was meant, and the head before and after."""
+    """What ``rollback --json`` prints: the checkpoint that was meant, and the head before and after."""
 
     run: str
     place: str
     step: int
     head_before: Head
     head: Head
+
+
+class Removal(msgspec.Struct, frozen=True):
+    """What ``rm --json`` prints: what was deleted."""
+
+    deleted: list[Change]
 
 
 def rollback(run: str, to: str, *, yes: bool, as_json: bool) -> bool:
@@ -51,8 +59,34 @@ def rollback(run: str, to: str, *, yes: bool, as_json: bool) -> bool:
     return True
 
 
-def rm(path: str, *, yes: bool, as_json: bool) -> bool:
-    """Delete one checkpoint for good; False where the person at the terminal did not want to."""
+def rm(paths: Sequence[str], *, yes: bool, as_json: bool) -> bool:
+    """Delete checkpoints for good; False where the person at the terminal did not want to.
+
+    Nothing is deleted, and nobody is asked, unless all of `paths` name checkpoints that nothing needs.
+    """
+    doomed = list(dict.fromkeys(_doomed(path) for path in paths))
+    if not as_json:
+        for one in doomed:
+            console().print(f"{printable(one.run.storage.uri)}: deletes {_described(one.commit)}", soft_wrap=True)
+    what = "it" if len(doomed) == 1 else f"these {len(doomed)} checkpoints"
+    if not confirmed(f"Delete {what}? This cannot be undone.", yes=yes):
+        return False
+    changes = [_removed(one, quiet=as_json) for one in doomed]
+    if as_json:
+        print_json(Removal(changes))
+    return True
+
+
+@dataclass(frozen=True)
+class _Doomed:
+    """A checkpoint to delete. Two are one where they are at one place of one run."""
+
+    run: Run = field(compare=False)
+    commit: Commit = field(compare=False)
+    key: tuple[str, str]
+
+
+def _doomed(path: str) -> _Doomed:
     target = parse(path)
     if target.step is None and target.place is None:
         raise ConfigurationError(
@@ -61,22 +95,22 @@ def rm(path: str, *, yes: bool, as_json: bool) -> bool:
             action=f"Write {target.root}@PLACE or {target.root}@step=N; holdfast ls {target.root} lists them.",
             path=path,
         )
-    found = Run.open(storage_at(target.root))
-    commit = found.find(step=target.step, place=target.place)
-    check_unneeded(found, commit.place)
-    before = Head.of(found)
-    if not as_json:
-        console().print(f"{printable(target.root)}: deletes {_described(commit)}", soft_wrap=True)
-    if not confirmed("Delete it? This cannot be undone.", yes=yes):
-        return False
-    remove_checkpoint(found, commit)
-    change = _change(found, commit, before)
-    if as_json:
-        print_json(change)
-    else:
+    run = Run.open(storage_at(target.root))
+    commit = run.find(step=target.step, place=target.place)
+    check_unneeded(run, commit.place)
+    return _Doomed(run, commit, (run.run_id, str(commit.place)))
+
+
+def _removed(doomed: _Doomed, *, quiet: bool) -> Change:
+    """Delete one checkpoint, and say so unless `quiet`."""
+    run, commit = doomed.run, doomed.commit
+    before = Head.of(run)
+    remove_checkpoint(run, commit)
+    change = _change(run, commit, before)
+    if not quiet:
         what = f"deleted step {commit.step} at {commit.place}"
         console().print(f"{what}; the head {_became(before, change.head)}", soft_wrap=True)
-    return True
+    return change
 
 
 def _selected(run: Run, to: str) -> Target:

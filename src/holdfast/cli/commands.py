@@ -21,12 +21,29 @@ YesOption = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for con
 NamesOption = Annotated[str, typer.Option("--names", metavar="GLOB", help="Only names that match, such as 'model/*'.")]
 
 app = typer.Typer(
-    help="Look at, check and repair checkpoints. Exit codes: 0 fine, 1 a finding, 2 wrong usage, 3 failure.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # help without frames, which starts sooner
     context_settings={"help_option_names": ["--help", "-h"]},
 )
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        from importlib.metadata import version
+
+        print(f"holdfast {version('holdfast')}")
+        raise typer.Exit
+
+
+@app.callback()
+def holdfast(
+    *,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Look at, check and repair checkpoints. Exit codes: 0 fine, 1 a finding, 2 wrong usage, 3 failure."""
 
 
 @app.command()
@@ -179,13 +196,15 @@ def rollback(
 
 @app.command()
 def rm(
-    path: Annotated[str, typer.Argument(metavar="RUN@PLACE", help="One checkpoint: RUN@3.12, or RUN@step=700.")],
+    paths: Annotated[
+        list[str], typer.Argument(metavar="RUN@PLACE...", help="Checkpoints of runs: RUN@3.12, or RUN@step=700.")
+    ],
     *,
     yes: YesOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Delete one checkpoint of a run for good. The head, and what other checkpoints need, are refused."""
+    """Delete checkpoints of a run for good. The head, and what other checkpoints need, are refused."""
     from holdfast.cli.change import rm
 
-    if not rm(path, yes=yes, as_json=as_json):
+    if not rm(paths, yes=yes, as_json=as_json):
         raise typer.Exit(FAILURE)

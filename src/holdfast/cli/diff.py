@@ -11,9 +11,9 @@ import msgspec
 from rich.console import Console
 from rich.text import Text
 
-from holdfast.cli.screen import console, count, print_json, printable, progress, table, when
+from holdfast.cli.screen import Listing, console, count, print_json, progress, when
 from holdfast.cli.values import kind_of, natural, shortened, text_of
-from holdfast.errors import NotFoundError
+from holdfast.errors import NotFoundError, printable
 from holdfast.format.values import Node
 from holdfast.run.checkpoint import Checkpoint
 from holdfast.run.compare import Comparison, Described, TensorDifference, compare, pairs
@@ -198,7 +198,9 @@ def _print_tensors(screen: Console, tensors: list[TensorDifference]) -> None:
         "A -> B": [group.kinds for group in shown],
     }
     optional = {name: cells for name, cells in optional.items() if any(cells)}
-    made = table("tensor", *optional, "differing", "max |A-B|", right=("num", "differing", "max |A-B|"))
+    made = Listing(
+        "tensor", *optional, "differing", "max |A-B|", right=("num", "differing", "max |A-B|"), spare=("num",)
+    )
     for group, *cells in zip(shown, *optional.values(), strict=True):
         made.add_row(printable(group.name), *cells, group.differing, group.largest)
     screen.print()
@@ -227,7 +229,7 @@ def _print_values(screen: Console, found: Comparison) -> None:
     if not found.values:
         return
     screen.print()
-    made = table("value", "A", "B")
+    made = Listing("value", "A", "B")
     for value in found.values[:_MAX_ROWS]:
         made.add_row(printable(value.name), _cell(value.a, value.b), _cell(value.b, value.a))
     screen.print(made)

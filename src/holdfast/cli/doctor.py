@@ -10,8 +10,8 @@ from rich.padding import Padding
 from rich.text import Text
 
 from holdfast.cli.runs import Head, open_run
-from holdfast.cli.screen import confirmed, console, count, explain, print_json, printable, progress
-from holdfast.errors import ConfigurationError, HoldfastError
+from holdfast.cli.screen import confirmed, console, count, explain, print_json, progress
+from holdfast.errors import ConfigurationError, HoldfastError, printable
 from holdfast.run import doctor as core
 from holdfast.run.doctor import Finding
 

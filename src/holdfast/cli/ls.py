@@ -9,12 +9,11 @@ from contextlib import suppress
 from itertools import groupby
 
 import msgspec
-from rich.table import Table
 from rich.text import Text
 
 from holdfast.cli.runs import open_run
-from holdfast.cli.screen import age, console, count, metrics_text, print_json, printable, size, table, when
-from holdfast.errors import CorruptError, NotFoundError
+from holdfast.cli.screen import Listing, age, console, count, metrics_text, print_json, size, when
+from holdfast.errors import CorruptError, NotFoundError, printable
 from holdfast.format.records import Commit, Diverged, Epoch, Place
 from holdfast.run.fault import Fault
 from holdfast.run.history import Run
@@ -168,14 +167,15 @@ def _total(rows: list[Row]) -> str:
     return f"{count(len(rows), 'checkpoint')}, {size(sum(row.nbytes for row in rows))}"
 
 
-def _table(rows: list[Row]) -> Table:
+def _table(rows: list[Row]) -> Listing:
     now = time.time()
     optional = {
         "metrics": [metrics_text(row.metrics) for row in rows],
         "diverged": [_names(row.diverged) for row in rows],
     }
     shown = {name: cells for name, cells in optional.items() if any(cells)}
-    made = table("", "place", "step", "saved", "age", "size", *shown, right=("step", "age", "size"))
+    columns = ("", "place", "step", "saved", "age", "size", *shown)
+    made = Listing(*columns, right=("step", "age", "size"), spare=("saved",))
     for row, *cells in zip(rows, *shown.values(), strict=True):
         head = "head" if row.head else ""
         facts = (row.place, str(row.step), when(row.created), age(now - row.created), size(row.nbytes))

@@ -11,12 +11,11 @@ from pathlib import Path
 import msgspec
 import numpy as np
 from rich.console import Console
-from rich.table import Table as Screen
 from rich.text import Text
 
 from holdfast import mapping as rules
-from holdfast.cli.screen import console, count, print_json, printable, size, table
-from holdfast.errors import ConfigurationError
+from holdfast.cli.screen import Listing, console, count, print_json, size
+from holdfast.errors import ConfigurationError, printable
 from holdfast.format.manifest import file_name
 from holdfast.format.patterns import Globs
 from holdfast.plan import dry_run, layout_rules
@@ -241,9 +240,9 @@ def _show(screen: Console, checkpoint: Checkpoint, document: Document, *, stated
         screen.print(finding, soft_wrap=True)
 
 
-def _figures(document: Document) -> Screen:
+def _figures(document: Document) -> Listing:
     """Least, median and most of what ranks, nodes and files have to do with."""
-    made = table("each", "least", "median", "most", right=("least", "median", "most"))
+    made = Listing("each", "least", "median", "most", right=("least", "median", "most"), spare=("median",))
     files = [file.name.partition(".")[0] for file in document.files]
     rows = (
         ("rank needs", document.needed_nbytes, [f"rank {n}" for n in range(document.world_size)], size),

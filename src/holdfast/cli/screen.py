@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import os
+import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
+from typing import Literal
 
 import msgspec
-from rich.console import Console
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from holdfast.errors import ConfigurationError, HoldfastError
+from holdfast.errors import ConfigurationError, HoldfastError, printable, to_wire
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _AGES = ((86400 * 365, "y"), (86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
@@ -21,29 +23,72 @@ _AGES = ((86400 * 365, "y"), (86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 _UNBROKEN = 10_000
 #: Columns of words that make no sense in two lines.
 _NEVER_WRAPPED = ("", "place", "saved", "dtype")
+#: Columns that are read as well in several lines, and others, are folded to no less than so many characters as long as
+#: there is a column that can be left out.
+_READABLE = {"metrics": 16, "diverged": 16, "value": 24}
+_READABLE_NAME = 40
+_GAP = 2
 
 
 def console(*, stderr: bool = False) -> Console:
     """Standard output or standard error: as wide as the terminal, unbroken lines where there is none."""
     file = sys.stderr if stderr else sys.stdout
-    width = None if file.isatty() or "COLUMNS" in os.environ else _UNBROKEN
+    width = None if file.isatty() else _UNBROKEN
     return Console(stderr=stderr, width=width, highlight=False, markup=False, emoji=False)
 
 
-def table(*columns: str, right: tuple[str, ...] = ()) -> Table:
-    """A table without lines; columns named in `right` hold numbers."""
-    made = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
-    for name in columns:
-        whole = name in (*right, *_NEVER_WRAPPED)
-        made.add_column(name, justify="right" if name in right else "left", overflow="fold", no_wrap=whole)
-    return made
+class Listing:
+    """A table without lines. Columns named in `right` hold numbers.
 
+    Where the terminal is too narrow, the columns named in `spare` are left out, the first of them first; a last line
+    says which. What is still too wide is folded: no character gets lost.
+    """
 
-def printable(text: str) -> str:
-    """`text` without what a terminal would obey: names and values come from files that anybody may have written."""
-    if text.isprintable():
-        return text
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+    def __init__(self, *columns: str, right: Sequence[str] = (), spare: Sequence[str] = ()) -> None:
+        self._columns = columns
+        self._right = right
+        self._spare = spare
+        self._rows: list[tuple[Text, ...]] = []
+
+    def add_row(self, *cells: str | Text) -> None:
+        """Add a row; cells that are left out at its end are empty."""
+        texts = [cell if isinstance(cell, Text) else Text(cell) for cell in cells]
+        self._rows.append((*texts, *(Text() for _ in self._columns[len(texts) :])))
+
+    def __rich_console__(self, _: Console, options: ConsoleOptions) -> RenderResult:
+        widths = [
+            max(cell_len(name), *(row[at].cell_len for row in self._rows), 0) for at, name in enumerate(self._columns)
+        ]
+        shown = list(range(len(self._columns)))
+        for name in self._spare:
+            if name in self._columns and self._least(shown, widths) > options.max_width:
+                shown.remove(self._columns.index(name))
+        yield self._table(shown, fold=self._least(shown, widths) > options.max_width)
+        hidden = [name for at, name in enumerate(self._columns) if at not in shown]
+        if hidden:
+            yield Text(f"(too narrow to show: {', '.join(hidden)})", "dim")
+
+    def _least(self, shown: Sequence[int], widths: Sequence[int]) -> int:
+        """How wide the columns `shown` are when what can be folded is folded, but still readable."""
+        return sum(
+            widths[at] if self._is_whole(at) else min(widths[at], _READABLE.get(self._columns[at], _READABLE_NAME))
+            for at in shown
+        ) + _GAP * (len(shown) - 1)
+
+    def _is_whole(self, at: int) -> bool:
+        name = self._columns[at]
+        return name in self._right or name in _NEVER_WRAPPED
+
+    def _table(self, shown: Sequence[int], *, fold: bool) -> Table:
+        """The table of the columns `shown`; with `fold` all of them may be folded."""
+        made = Table(box=None, header_style="bold", pad_edge=False, padding=(0, _GAP, 0, 0))
+        for at in shown:
+            name = self._columns[at]
+            justify: Literal["left", "right"] = "right" if name in self._right else "left"
+            made.add_column(name, justify=justify, overflow="fold", no_wrap=self._is_whole(at) and not fold)
+        for row in self._rows:
+            made.add_row(*(row[at] for at in shown))
+        return made
 
 
 def size(nbytes: int) -> str:
@@ -85,8 +130,14 @@ def metrics_text(metrics: dict[str, str | float]) -> str:
 
 
 def print_json(value: object) -> None:
-    """One JSON document on standard output."""
-    print(msgspec.json.encode(value).decode())
+    """One JSON document on standard output, in ASCII: names come from files that anybody may have written, and a
+    terminal shall obey none of them."""
+    print(json.dumps(msgspec.to_builtins(value), ensure_ascii=True))
+
+
+def print_error(error: HoldfastError) -> None:
+    """An error as the one JSON document on standard output."""
+    print_json({"error": to_wire(error)})
 
 
 @contextmanager
@@ -134,4 +185,6 @@ def explain(error: HoldfastError) -> None:
     screen = console(stderr=True)
     words = ("error ", "bold red"), (f"[{error.code}] ", "dim"), printable(error.message)
     screen.print(Text.assemble(*words), soft_wrap=True)
+    for detail in error.details:
+        screen.print(Text(f"  {printable(detail)}"), soft_wrap=True)
     screen.print(Text(printable(error.action)), soft_wrap=True)

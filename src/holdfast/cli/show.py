@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import difflib
 import time
 from fnmatch import fnmatchcase
 from itertools import groupby
 
 import msgspec
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from holdfast.cli import values as value_text
-from holdfast.cli.screen import ago, console, count, metrics_text, print_json, printable, size, table, when
+from holdfast.cli.screen import Listing, ago, console, count, metrics_text, print_json, size, when
 from holdfast.cli.tree import Tensor, lines, tensors_of
-from holdfast.errors import NotFoundError
+from holdfast.errors import NotFoundError, printable
+from holdfast.format.near import near
 from holdfast.run.checkpoint import Checkpoint
 from holdfast.run.history import resolve
 from holdfast.run.paths import parse, some
@@ -69,7 +68,10 @@ def show(path: str, *, values: bool, names: str, as_json: bool) -> None:
 
 def _document(checkpoint: Checkpoint, *, values: bool, names: str) -> Document:
     body = checkpoint.manifest.body
-    tensors = [tensor for tensor in tensors_of(checkpoint) if _wanted(tensor.name, names)]
+    aliases = {alias: name for alias, name in body.aliases.items() if _wanted(alias, names)}
+    # A tied tensor is stored under one of its names, and is meant by each of them.
+    tied = set(aliases.values())
+    tensors = [tensor for tensor in tensors_of(checkpoint) if _wanted(tensor.name, names) or tensor.name in tied]
     listed = None
     if values:
         rows = value_text.rows(checkpoint.nodes)
@@ -86,7 +88,7 @@ def _document(checkpoint: Checkpoint, *, values: bool, names: str) -> Document:
         num_files=body.num_files,
         nbytes=sum(file.nbytes for file in checkpoint.seal.files),
         tensors=tensors,
-        aliases={alias: name for alias, name in body.aliases.items() if _wanted(alias, names)},
+        aliases=aliases,
         diverged=tuple(name for name in body.diverged if _wanted(name, names)),
         values=listed,
     )
@@ -108,7 +110,9 @@ def _print_head(screen: Console, document: Document, checkpoint: Checkpoint) -> 
 
 
 def _print_tree(screen: Console, tensors: list[Tensor]) -> None:
-    made = table("name", "num", "size", "dtype", "shape", "divided", right=("num", "size"))
+    made = Listing(
+        "name", "num", "size", "dtype", "shape", "divided", right=("num", "size"), spare=("divided", "num", "dtype")
+    )
     for line in lines(tensors):
         label = Text("  " * line.depth + printable(line.label), style="" if line.tensor else "bold")
         facts = _facts(line.tensor) if line.tensor else ()
@@ -117,7 +121,7 @@ def _print_tree(screen: Console, tensors: list[Tensor]) -> None:
 
 
 def _print_tensors(screen: Console, tensors: list[Tensor]) -> None:
-    made = table("name", "size", "dtype", "shape", "divided", right=("size",))
+    made = Listing("name", "size", "dtype", "shape", "divided", right=("size",), spare=("divided", "dtype"))
     for tensor in tensors:
         made.add_row(printable(tensor.name), size(tensor.nbytes), *_facts(tensor))
     screen.print(made)
@@ -143,9 +147,9 @@ def _print_rest(screen: Console, document: Document, checkpoint: Checkpoint, *, 
         screen.print(f"\n--values lists what is no tensor{more}", soft_wrap=True)
 
 
-def _value_table(values: list[Value]) -> Table:
+def _value_table(values: list[Value]) -> Listing:
     """Values; many equal ones in one container, such as a map of all parameters to one group, are one row."""
-    made = table("name", "type", "value")
+    made = Listing("name", "type", "value", spare=("type",))
     for (parent, kind, text), group in groupby(values, key=lambda value: (_parent(value.name), value.type, value.text)):
         names = [value.name for value in group]
         if len(names) > _MAX_ALIKE:
@@ -160,7 +164,7 @@ def _parent(name: str) -> str:
 
 
 def _no_match(checkpoint: Checkpoint, names: str) -> NotFoundError:
-    close = difflib.get_close_matches(names.strip("*"), checkpoint.manifest.body.names, n=3)
+    close = near(names.strip("*"), [*checkpoint.manifest.body.names, *checkpoint.manifest.body.aliases])
     return NotFoundError(
         f"{checkpoint.folder} holds nothing whose name matches {names!r}.",
         code="not_found.tensor",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 
-from holdfast.cli.screen import printable
+from holdfast.errors import printable
 from holdfast.format import values as value_codec
 from holdfast.format.names import join
 from holdfast.format.values import (

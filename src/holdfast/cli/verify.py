@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import msgspec
 from rich.text import Text
 
 from holdfast.cli.runs import open_run
-from holdfast.cli.screen import console, count, print_json, printable, progress, size
-from holdfast.errors import CorruptError, HoldfastError, NotFoundError
+from holdfast.cli.screen import console, count, print_json, progress, size
+from holdfast.errors import CorruptError, HoldfastError, NotFoundError, printable
 from holdfast.run.checkpoint import Checkpoint
 from holdfast.run.fault import Fault
-from holdfast.run.history import Located, resolve
-from holdfast.run.paths import parse
-from holdfast.run.verify import verify_checkpoint
+from holdfast.run.history import Located, Run, is_folder, resolve
+from holdfast.run.paths import parse, storage_at
+from holdfast.run.verify import epoch_faults, verify_checkpoint
 
 #: Tensors of a fault that are named on screen.
 _NAMED = 5
-_STRUCTURE = "files, sizes, headers and values checked; --deep reads every byte"
+_STRUCTURE = "files, sizes, headers and values checked; --deep reads the tensors too"
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,10 +38,13 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Document(msgspec.Struct, frozen=True):
-    """What ``--json`` prints."""
+    """What ``--json`` prints. `sound` is true where every byte was read and is what was sealed, false where something
+    is wrong, and null where nothing is wrong as far as was looked, without ``--deep``. `findings` are of records of the
+    run that belong to no checkpoint."""
 
-    sound: bool
+    sound: bool | None
     checkpoints: list[Report]
+    findings: list[Fault]
 
 
 class _Subject(NamedTuple):
@@ -52,21 +55,37 @@ class _Subject(NamedTuple):
 
 
 def verify(path: str, *, deep: bool, every: bool, as_json: bool) -> bool:
-    """Verify one checkpoint, or all of a run, and say what was found; True where all is sound."""
+    """Verify one checkpoint, or all of a run, and say what was found; True where nothing is wrong."""
     subjects = _committed(path) if every else iter([_Subject(path, lambda: resolve(parse(path)))])
     reports: list[Report] = []
     for subject in subjects:
         reports.append(_verify(subject, deep=deep, quiet=as_json))
         if not as_json:
             _show(reports[-1], brief=every and not deep)
+    known = {fault.path for report in reports for fault in report.findings}
+    findings = [fault for fault in _record_faults(path) if fault.path not in known]
     num_bad = sum(bool(report.findings) for report in reports)
+    is_fine = not num_bad and not findings
     if as_json:
-        print_json(Document(not num_bad, reports))
-    elif every:
-        verdict = f"{num_bad} with findings" if num_bad else "all sound" if reports else "nothing to verify"
+        sound = None if is_fine and not deep else is_fine
+        print_json(Document(sound, reports, findings))
+        return is_fine
+    if findings:
+        console().print(Text.assemble((count(len(findings), "finding"), "bold red"), " in the records of the run"))
+        _show_faults(findings)
+    if every:
+        fine = "all sound" if deep else "structure of all sound"
+        verdict = f"{num_bad} with findings" if num_bad else fine if reports else "nothing to verify"
         basis = "" if deep or not reports else f"; {_STRUCTURE}"
         console().print(f"{count(len(reports), 'checkpoint')}, {verdict}{basis}", soft_wrap=True)
-    return not num_bad
+    return is_fine
+
+
+def _record_faults(path: str) -> Iterator[Fault]:
+    """What is wrong with the epochs of the run that `path` is about; a checkpoint folder alone has none."""
+    storage = storage_at(parse(path).root)
+    if not is_folder(storage):
+        yield from epoch_faults(Run.open(storage))
 
 
 def _committed(path: str) -> Iterator[_Subject]:
@@ -117,10 +136,16 @@ def _show(report: Report, *, brief: bool) -> None:
             f": {count(report.num_tensors, 'tensor')}, {size(report.nbytes)} in {count(report.num_files, 'file')}"
         )
     num_faults = len(report.findings)
-    verdict = (count(num_faults, "finding"), "bold red") if num_faults else ("sound", "bold green")
+    sound = "sound" if report.deep else "structure sound"
+    verdict = (count(num_faults, "finding"), "bold red") if num_faults else (sound, "bold green")
     checked = "" if brief and report.num_files else f"; {_checked(report)}"
     screen.print(Text.assemble(verdict, f": {name}{contents}{checked}"), soft_wrap=True)
-    for fault in report.findings:
+    _show_faults(report.findings)
+
+
+def _show_faults(faults: Sequence[Fault]) -> None:
+    screen = console()
+    for fault in faults:
         screen.print(Text.assemble("  ", printable(fault.message), (f" [{fault.code}]", "dim")), soft_wrap=True)
         if fault.tensors:
             rest = fault.num_tensors - len(fault.tensors[:_NAMED])

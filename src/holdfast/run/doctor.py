@@ -54,8 +54,8 @@ class Finding(msgspec.Struct, frozen=True):
 def examine(run: Run, *, deep: bool = False, watch: Watch = unwatched) -> list[Finding]:
     """All findings of `run`; empty where everything is as it should be. Blocking; changes nothing.
 
-    Reads all records and manifests, looks at the names and sizes of all files, and reads the headers of what was not
-    committed; with `deep` also every byte of every checkpoint, which `watch` follows for committed ones. A run that is
+    Reads all records, manifests, values and headers of data files, and looks at the names and sizes of all files; with
+    `deep` also every byte of every checkpoint, which `watch` follows for committed ones. A run that is
     being written to may give findings that are gone a moment later.
     """
     known = Known.of(run)
@@ -169,11 +169,14 @@ def _commits(run: Run, known: Known, *, deep: bool, watch: Watch) -> Iterator[Fi
         except UNREADABLE as error:
             yield _lost(commit, error.path or run.storage.uri, error.message)
             continue
-        if deep:
-            with watch(place, commit.nbytes) as progress:
-                faults = verify_checkpoint(checkpoint, deep=True, progress=progress)
-            found = (fault for fault in faults if fault.code != "extra.file")
-            yield from (_lost(commit, fault.path, fault.message) for fault in found)
+        with watch(place, commit.nbytes) if deep else unwatched(place, 0) as progress:
+            faults = verify_checkpoint(checkpoint, deep=deep, progress=progress)
+        for fault in faults:
+            if fault.code == "corrupt.header":
+                text = f"{fault.message} Restore the file from another copy of the run."
+                yield Finding(fault.code, fault.path, text, "none", commit.checkpoint)
+            elif fault.code != "extra.file":
+                yield _lost(commit, fault.path, fault.message)
 
 
 def _lost(commit: Commit, path: str, what: str) -> Finding:

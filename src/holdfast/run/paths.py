@@ -15,14 +15,16 @@ name ends like a selector is named with a slash after it.)
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import unquote
 
 from holdfast.errors import ConfigurationError, NotFoundError
+from holdfast.format.near import near
 from holdfast.format.records import MARKER_KEY, Place
+from holdfast.run.foreign import file_kind, folder_kind
 from holdfast.storage.base import Storage
 from holdfast.storage.posix import PosixStorage
 
@@ -55,7 +57,7 @@ def parse(path: str | os.PathLike[str]) -> Target:
     text = os.fspath(path)
     if not isinstance(text, str):
         raise TypeError(f"a path is a str or an os.PathLike of str, not of {type(text).__name__}")
-    check_scheme(text)
+    text = local_path(text)
     match = _SELECTOR.fullmatch(text)
     root = _folder(text if match is None else match["root"], text)
     if match is None:
@@ -94,22 +96,29 @@ def absolute(path: str) -> str:
         ) from error
 
 
-def check_scheme(text: str) -> None:
-    """Raise `ConfigurationError`, code ``config.scheme``, where `text` is a URL and not a path."""
+def local_path(text: str) -> str:
+    """The path that `text` is, which may be a ``file://`` URL.
+
+    Raise `ConfigurationError`, code ``config.scheme``, where `text` is a URL of another kind.
+    """
     scheme = _SCHEME.match(text)
-    if scheme is not None:
-        raise ConfigurationError(
-            f"'{text}' is a {scheme[1]} URL, and object stores are not supported yet.",
-            code="config.scheme",
-            action="Use a folder of a local or shared file system, such as /shared/runs/a.",
-            path=text,
-        )
+    if scheme is None:
+        return text
+    host, slash, path = text[scheme.end() :].partition("/")
+    if scheme[1].lower() == "file" and host in ("", "localhost") and slash:
+        return slash + unquote(path)
+    what = " of another machine" if scheme[1].lower() == "file" else ", and object stores are not supported yet"
+    raise ConfigurationError(
+        f"'{text}' is a {scheme[1]} URL{what}.",
+        code="config.scheme",
+        action="Use a folder of a local or shared file system, such as /shared/runs/a.",
+        path=text,
+    )
 
 
 def storage_at(root: str) -> Storage:
     """The storage whose root is the folder `root`, which need not exist. The only place that knows the kinds."""
-    check_scheme(root)
-    return PosixStorage(root)
+    return PosixStorage(local_path(root))
 
 
 def canonical(uri: str) -> str:
@@ -120,21 +129,28 @@ def canonical(uri: str) -> str:
 def no_run(storage: Storage) -> NotFoundError:
     """The error for a root that holds no run: what is there instead, and what is near."""
     names = storage.list("")
-    name, beside = Path(storage.uri).absolute().name, _beside(storage.uri)
+    path = Path(storage.uri).absolute()
+    beside = _beside(storage.uri)
+    around = beside.list("") if beside is not None else []
     below = [n for n in names[:_MAX_LISTED] if storage.nbytes(f"{n}/{MARKER_KEY}") is not None]
-    close = [n for n in difflib.get_close_matches(name, beside) if n != name]
-    if names:
+    close = near(path.name, around)
+    foreign = folder_kind(names)
+    if beside is not None and not names and beside.nbytes(path.name) is not None:
+        foreign = file_kind(path)
+    action = "Check the path."
+    if foreign is not None:
+        what, action = f"it is {foreign.what}.", foreign.action
+    elif names:
         what = f"it exists but is not a holdfast run (it holds {some(names)})."
-    elif name in beside:
+    elif path.name in around:
         what = "it exists but is not a holdfast run (it is empty)."
     else:
         what = "there is no such folder."
-    action = "Check the path."
     if below:
         action = f"Name one of the runs in it: {some(below)}."
-    elif close:
+    elif close and foreign is None:
         action = f"Did you mean {some(close)}, in the same folder?"
-    if "@" in name:
+    if "@" in path.name:
         action += " A selector is written RUN@step=700 or RUN@3.12."
     return NotFoundError(
         f"no holdfast run at '{storage.uri}': {what}", code="not_found.run", action=action, path=storage.uri
@@ -147,9 +163,9 @@ def some(names: list[str]) -> str:
     return ", ".join(names[:_MAX_LISTED]) + (f" and {rest} more" if rest > 0 else "")
 
 
-def _beside(uri: str) -> list[str]:
-    """Names in the folder that would hold `uri`; empty where `uri` is no path."""
-    return [] if _SCHEME.match(uri) else storage_at(str(Path(uri).absolute().parent)).list("")
+def _beside(uri: str) -> Storage | None:
+    """The folder that would hold `uri`; None where `uri` is no path."""
+    return None if _SCHEME.match(uri) else storage_at(str(Path(uri).absolute().parent))
 
 
 def _folder(root: str, text: str) -> str:

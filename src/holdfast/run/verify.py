@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from holdfast.errors import CorruptError, NotFoundError, StorageError
+from holdfast.errors import CorruptError, IncompatibleError, NotFoundError, StorageError
 from holdfast.format import container, records
 from holdfast.format.container import BLOCK_NBYTES, FileLayout
 from holdfast.run.checkpoint import Checkpoint
 from holdfast.run.fault import MAX_NAMED, Fault
+from holdfast.run.history import Run
 from holdfast.storage.base import Bytes
 from holdfast.transfer.buffers import BufferPool, pipeline_pool
 from holdfast.transfer.digest import DIGEST_NBYTES, digest_blocks
@@ -33,6 +34,20 @@ def verify_checkpoint(
         for index in range(checkpoint.manifest.body.num_files):
             faults += _verify_file(checkpoint, index, pool if deep else None, progress)
     return faults + _extra_files(checkpoint)
+
+
+def epoch_faults(run: Run) -> Iterator[Fault]:
+    """What is wrong with the epoch records of `run`, which say what its head is: missing ones, and damaged ones."""
+    present = set(run.epochs())
+    for number in range(1, max(present, default=0) + 1):
+        path = run.storage.path(records.epoch_key(number))
+        if number not in present:
+            yield Fault("epoch.missing", path, f"The record of epoch {number}, '{path}', is missing.")
+            continue
+        try:
+            run.epoch(number)
+        except (CorruptError, NotFoundError, IncompatibleError) as error:
+            yield Fault.of(error)
 
 
 def _verify_file(

@@ -11,7 +11,8 @@ import numpy.typing as npt
 
 from holdfast.errors import NotFoundError
 from holdfast.format import values as value_codec
-from holdfast.format.patterns import Globs, near
+from holdfast.format.near import near
+from holdfast.format.patterns import Globs
 from holdfast.format.values import Undecoded
 from holdfast.run.checkpoint import Checkpoint
 from holdfast.run.history import resolve
@@ -89,7 +90,9 @@ class View:
         """The tensor of that name or alias. Raises `NotFoundError`, which names close matches."""
         number = self._number(name)
         if number is None:
-            raise self._nothing(name, f"tensor {name!r}", "List its names with view.names().")
+            raise self._nothing(
+                name, f"tensor {name!r}", "List its names with view.names().", instead=self._other(name)
+            )
         return LazyTensor(self._source, number)
 
     def __contains__(self, name: object) -> bool:
@@ -170,12 +173,20 @@ class View:
         held = self._source.whole(list(dtypes), private=True)
         return {n: as_torch(array, dtypes[n]) for n, array in zip(dtypes, held, strict=True)}
 
-    def _nothing(self, name: str, what: str, action: str) -> NotFoundError:
+    def _other(self, name: str) -> str:
+        """How to get what has this `name` and is no tensor; empty where nothing has it."""
+        if name in self._checkpoint.nodes:
+            return f"It is a value, or holds values: read it with view.value({name!r})."
+        if any(other.startswith((f"{name}/", f"{name}.")) for other in self._names):
+            return f"It is no tensor, but holds tensors: read all of them with view.tree({name!r})."
+        return ""
+
+    def _nothing(self, name: str, what: str, action: str, *, instead: str = "") -> NotFoundError:
         close = near(name, [*self._names, *self.aliases])
         return NotFoundError(
             f"{self.path} holds no {what}.",
             code="not_found.tensor",
-            action=f"Did you mean {some(close)}?" if close else action,
+            action=instead or (f"Did you mean {some(close)}?" if close else action),
             tensor=name,
             path=self.path,
         )

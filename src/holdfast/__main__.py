@@ -1,0 +1,5 @@
+"""``python -m holdfast``: the command line."""
+
+from holdfast.cli import main
+
+main()

@@ -1,0 +1,57 @@
+"""What other programs left where somebody looked for a run: files and folders that people mistake for one."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from fnmatch import fnmatchcase
+from pathlib import PurePath
+from typing import NamedTuple
+
+from holdfast.format.records import MARKER_KEY, SEAL_NAME
+
+_TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
+
+
+class Foreign(NamedTuple):
+    """What something is, after "it is", and what to do with it."""
+
+    what: str
+    action: str
+
+
+def file_kind(path: PurePath) -> Foreign:
+    """What the file `path` is, by its name."""
+    from holdfast.format import manifest as fmt  # imports numpy, which a command that finds its run does not need
+
+    if path.name == MARKER_KEY:
+        return Foreign("the marker of a run", f"Name the folder: {path.parent}.")
+    if path.name in (fmt.NAME, SEAL_NAME) or fmt.is_file_name(path.name):
+        return Foreign("one file of a checkpoint", f"Name its folder: {path.parent}.")
+    if path.suffix == ".safetensors":
+        return Foreign("a safetensors file", "Read it with safetensors; holdfast opens runs and checkpoint folders.")
+    if path.suffix in _TORCH_SUFFIXES:
+        return Foreign(
+            "a file, such as torch.save writes", "Read it with torch.load; holdfast opens runs and checkpoint folders."
+        )
+    return Foreign("a file", "Name the folder of a run.")
+
+
+def folder_kind(names: Collection[str]) -> Foreign | None:
+    """What a folder that holds `names` is; None where nobody knows."""
+
+    def holds(*patterns: str) -> bool:
+        return any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
+
+    if "adapter_config.json" in names:
+        return Foreign("a folder of PEFT adapters", "Load it with peft, then save that model with holdfast.save.")
+    if "config.json" in names and holds("*.safetensors", "pytorch_model*.bin", "*.safetensors.index.json"):
+        return Foreign(
+            "a Hugging Face model folder", "Load it with from_pretrained, then save that model with holdfast.save."
+        )
+    if ".metadata" in names:
+        return Foreign(
+            "a checkpoint of torch.distributed.checkpoint", "Load it with dcp.load, then save that state again."
+        )
+    if "latest" in names and holds("global_step*"):
+        return Foreign("a DeepSpeed checkpoint folder", "Load it with DeepSpeed, then save that state again.")
+    return None
