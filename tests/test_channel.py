@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import pytest
 import torch.distributed as dist
@@ -14,12 +17,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.control.channel import Channel, Deadline
-from holdfast.control.torch_store import TorchStore, default_channel
+from holdfast.control.torch_store import Job, TorchMeeting, TorchStore, default_channel
 from holdfast.errors import ConfigurationError, DeadlineError, HoldfastError, StateError, StorageError
-from tests.ranks import run_ranks
+from tests.ranks import RankDiedError, RanksFailedError, run_ranks
 
 T = TypeVar("T")
 LABEL = "save of step 700"
+
+
+def meeting(store: dist.Store, job: Job | None = None) -> TorchMeeting:
+    job = job or Job(store)
+    return TorchMeeting(job, "test", job.next_number("test"), deadline=soon())
 
 
 def on_ranks(
@@ -34,9 +42,7 @@ def on_ranks(
     shared = store or dist.HashStore()
 
     def rank_main(rank: int) -> T | Exception:
-        channel = Channel(
-            TorchStore(shared, blocking=True), rank=rank, world_size=world_size, label=LABEL, group_size=group_size
-        )
+        channel = Channel(meeting(shared), rank=rank, world_size=world_size, label=LABEL, group_size=group_size)
         try:
             return body(channel)
         except Exception as error:  # noqa: BLE001 - it is the test that judges it
@@ -45,6 +51,11 @@ def on_ranks(
     ranks = [rank for rank in range(world_size) if rank not in absent]
     with ThreadPoolExecutor(len(ranks)) as threads:
         return dict(zip(ranks, threads.map(rank_main, ranks), strict=True))
+
+
+def num_messages(store: dist.Store, world_size: int) -> int:
+    """The keys in `store` beside those that say which operation each rank came to last."""
+    return store.num_keys() - (world_size if world_size > 1 else 0)
 
 
 def soon() -> Deadline:
@@ -77,7 +88,7 @@ def test_rank_0_gathers_all_payloads_in_rank_order_for_every_shape_of_the_tree(
     )
     assert results.pop(0) == [payload(rank) for rank in range(world_size)]
     assert set(results.values()) <= {None}
-    assert store.num_keys() == 0
+    assert num_messages(store, world_size) == 0
 
 
 def test_a_broadcast_reaches_every_rank() -> None:
@@ -115,16 +126,15 @@ def test_payloads_may_be_larger_than_what_a_tcp_store_takes_at_once(tcp_stores: 
     large = os.urandom(9 * 2**20)
 
     def rank_main(rank: int) -> tuple[list[bytes] | None, bytes]:
-        channel = Channel(TorchStore(tcp_stores[rank], blocking=True), rank=rank, world_size=3, label=LABEL)
+        channel = Channel(meeting(tcp_stores[rank]), rank=rank, world_size=3, label=LABEL)
         gathered = channel.gather("plan", large if rank == 2 else b"", soon())
         return gathered, channel.broadcast("shares", large[::-1] if rank == 0 else None, soon())
 
-    before = tcp_stores[0].num_keys()
     with ThreadPoolExecutor(3) as threads:
         results = list(threads.map(rank_main, range(3)))
     assert [gathered for gathered, _ in results] == [[b"", b"", large], None, None]
     assert all(shares == large[::-1] for _, shares in results)
-    assert tcp_stores[0].num_keys() == before
+    assert num_messages(tcp_stores[0], 3) == 0
 
 
 def test_the_store_does_not_grow_over_a_thousand_rounds() -> None:
@@ -140,7 +150,7 @@ def test_the_store_does_not_grow_over_a_thousand_rounds() -> None:
         return 1000
 
     assert on_ranks(3, body, store=store, group_size=2) == {0: 1000, 1: 1000, 2: 1000}
-    assert store.num_keys() == 0
+    assert num_messages(store, 3) == 0
     assert largest < 12
 
 
@@ -166,7 +176,7 @@ def test_the_error_of_the_lowest_failed_rank_is_raised_on_every_rank(group_size:
         assert error.message == f"rank 3 failed in 'write' of {LABEL} (2 of 6 ranks failed): tensor of 3."
         assert (error.code, error.tensor, error.rank) == ("state.example", "w", 3)
     assert [results[rank].__cause__ for rank in (3, 5)] == [failed[3], failed[5]]  # type: ignore[union-attr]
-    assert store.num_keys() == 0
+    assert num_messages(store, 6) == 0
 
 
 def test_an_unexpected_error_of_a_rank_reaches_every_rank_and_keeps_its_traceback_there() -> None:
@@ -236,7 +246,10 @@ def test_absent_ranks_are_named_on_every_rank(group_size: int) -> None:
     for error in results.values():
         assert isinstance(error, DeadlineError)
         assert error.absent == (2, 3, 4, 7)
-        assert error.message == f"ranks 2-4, 7 did not reach 'plan' of {LABEL} within 0.5 s."
+        assert (
+            error.message
+            == f"ranks 2-4, 7 did not reach 'plan' of {LABEL} within 0.5 s (rank 2-4, 7 made no call yet)."
+        )
 
 
 def test_a_missing_group_leader_is_named_without_its_members() -> None:
@@ -247,7 +260,7 @@ def test_a_missing_group_leader_is_named_without_its_members() -> None:
 
 def test_a_group_leader_that_died_half_way_is_named() -> None:
     store = dist.HashStore()
-    store.set("up/0/2", "")
+    store.set("test/0/up/0/2", "")
     results = on_ranks(4, lambda c: c.collect("plan", b"", Deadline(0.3)), store=store, group_size=2, absent=(2,))
     assert {error.absent for error in results.values() if isinstance(error, DeadlineError)} == {(2,)}
     assert len(results) == 3
@@ -258,7 +271,7 @@ def test_a_missing_coordinator_is_named_by_the_others() -> None:
     for error in results.values():
         assert isinstance(error, DeadlineError)
         assert error.absent == (0,)
-        assert error.message == f"rank 0 did not reach 'plan' of {LABEL} within 0.3 s."
+        assert error.message == f"rank 0 did not reach 'plan' of {LABEL} within 0.3 s (rank 0 made no call yet)."
 
 
 def test_a_late_rank_finds_the_verdict_and_does_not_wait() -> None:
@@ -273,6 +286,79 @@ def test_a_late_rank_finds_the_verdict_and_does_not_wait() -> None:
     assert isinstance(late, DeadlineError)
     assert late.absent == (2,)
     assert time.monotonic() - start < 0.25
+
+
+# ---- ranks that skip an operation
+
+Calls = dict[int, list[int]]
+
+
+def operations(calls: Calls, *, timeout_s: float, group_size: int = 64) -> dict[int, list[str]]:
+    """What each rank gets from the operations that it makes in turn: the answer, or the message of the error."""
+    store = dist.HashStore()
+    jobs = [Job(store) for _ in calls]
+
+    def rank_main(rank: int) -> list[str]:
+        got = []
+        for step in calls[rank]:
+            channel = Channel(
+                meeting(store, jobs[rank]),
+                rank=rank,
+                world_size=len(calls),
+                label=f"save of step {step}",
+                step=step,
+                group_size=group_size,
+            )
+            try:
+                got.append(channel.exchange("plan", payload(rank), b"|".join, Deadline(timeout_s)).decode())
+                background = channel.in_background()
+                assert background.exchange("copy", payload(rank), b"|".join, Deadline(timeout_s)).decode() == got[-1]
+            except HoldfastError as error:
+                got.append(error.message)
+        return got
+
+    with ThreadPoolExecutor(len(calls)) as threads:
+        return dict(enumerate(threads.map(rank_main, range(len(calls)))))
+
+
+@pytest.mark.parametrize("skipping", [0, 1, 2, 3])
+def test_a_rank_that_skips_a_save_meets_the_others_at_the_next_and_is_named_with_where_it_is(skipping: int) -> None:
+    steps = (100, 200, 300, 400)
+    calls = {rank: [step for step in steps if rank != skipping or step != 200] for rank in range(4)}
+    got = operations(calls, timeout_s=20, group_size=2)
+    everything = "|".join(payload(rank).decode() for rank in range(4))
+    for rank, answers in got.items():
+        if rank != skipping:
+            error = answers.pop(1)
+            other = skipping or 1  # rank 0 tells who is elsewhere than itself
+            assert f"rank {other} is in 'plan' of save of step {300 if skipping else 200}" in error
+        assert answers == [everything] * 3
+
+
+def test_a_rank_that_skips_saves_after_the_others_gave_up_on_it_joins_their_next_without_a_time_out() -> None:
+    store = dist.HashStore()
+    jobs = [Job(store) for _ in range(3)]
+
+    def call(rank: int, step: int, timeout_s: float) -> str:
+        channel = Channel(meeting(store, jobs[rank]), rank=rank, world_size=3, label=f"save of step {step}", step=step)
+        try:
+            return channel.exchange("plan", payload(rank), b"|".join, Deadline(timeout_s)).decode()
+        except HoldfastError as error:
+            return error.message
+
+    for skipping in range(3):
+        others = [rank for rank in range(3) if rank != skipping]
+        with ThreadPoolExecutor(3) as threads:
+            for step in (100, 200):
+                for message in threads.map(call, others, [step] * 2, [0.3] * 2):
+                    told = "made no call yet" if skipping == 0 else "came to save of step 300 last"
+                    if not (skipping == 0 and step == 200):
+                        assert message.startswith(f"rank {skipping} did not reach 'plan' of save of step {step} within")
+                        assert f"(rank {skipping} {told})" in message
+            start = time.monotonic()
+            answers = set(threads.map(call, range(3), [300] * 3, [20.0] * 3))
+        assert answers == {"from 0|from 1|from 2"}
+        assert time.monotonic() - start < 5
 
 
 def test_a_deadline_counts_down_by_its_clock_and_never_to_zero() -> None:
@@ -292,7 +378,7 @@ def test_a_deadline_counts_down_by_its_clock_and_never_to_zero() -> None:
 @pytest.mark.parametrize(("rank", "world_size"), [(2, 2), (-1, 2), (0, 0)])
 def test_a_rank_outside_its_world_is_refused(rank: int, world_size: int) -> None:
     with pytest.raises(ValueError, match="world"):
-        Channel(TorchStore(dist.HashStore(), blocking=True), rank=rank, world_size=world_size, label=LABEL)
+        Channel(meeting(dist.HashStore()), rank=rank, world_size=world_size, label=LABEL)
 
 
 def test_a_world_of_several_ranks_without_a_store_is_refused() -> None:
@@ -333,14 +419,88 @@ def test_a_store_that_is_gone_is_a_storage_error() -> None:
             call()
 
 
+SERVER = """
+import time
+import torch.distributed as dist
+store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+time.sleep(100)
+"""
+
+
+@pytest.fixture
+def server() -> Iterator[tuple[subprocess.Popen[str], dist.Store]]:
+    """A process that serves a store, as rank 0 does, and a client of it."""
+    with subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        yield process, dist.TCPStore("localhost", int(process.stdout.readline()), None, is_master=False)
+        process.kill()
+
+
+def exchange_within_a_second(job: Job) -> None:
+    place = TorchMeeting(job, "test", job.next_number("test"), deadline=Deadline(1))
+    Channel(place, rank=1, world_size=2, label=LABEL).exchange("plan", b"", b"".join, Deadline(1))
+
+
+@pytest.mark.parametrize("when", ["before the first call", "after it"])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_no_call_outlasts_its_time_when_the_process_of_the_store_is_killed_or_stopped(
+    server: tuple[subprocess.Popen[str], dist.Store], number: signal.Signals, when: str
+) -> None:
+    process, store = server
+    job = Job(store)
+    if when == "after it":
+        meeting(store, job)
+    process.send_signal(number)
+    time.sleep(0.2)
+    for _ in range(2):  # the second call must not wait for what hangs since the first
+        start = time.monotonic()
+        with pytest.raises(HoldfastError) as caught:
+            exchange_within_a_second(job)
+        assert caught.value.code == "storage.control"
+        assert time.monotonic() - start < (2 if number == signal.SIGKILL else 6)
+
+
+# ---- ranks that are killed
+
+
+def save_one_after_another(killed: int, phase: int) -> tuple[str, float]:
+    """Exchange three times; the rank `killed` ends before the given one."""
+    channel = default_channel(LABEL, deadline=soon())
+    start = time.monotonic()
+    for number in range(3):
+        if number == phase and dist.get_rank() == killed:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if number == phase:
+            start = time.monotonic()
+        try:
+            channel.exchange(f"phase {number}", b"", b"".join, soon())
+        except DeadlineError as error:
+            return str(error), time.monotonic() - start
+    return "", 0.0
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_rank_that_is_killed_on_this_node_is_noticed_at_once(killed: int) -> None:
+    with pytest.raises(RanksFailedError) as caught:
+        run_ranks(3, save_one_after_another, killed, 1)
+    assert isinstance(caught.value.by_rank[killed], RankDiedError)
+    assert len(caught.value.results) == 2
+    for result in caught.value.results.values():
+        message, waited_s = cast("tuple[str, float]", result)
+        assert "[timeout.rank_ended]" in message
+        assert f"the process of rank {killed} has ended" in message
+        assert waited_s < 5
+
+
 def test_without_a_process_group_the_channel_is_of_one_process() -> None:
-    channel = default_channel(LABEL)
+    channel = default_channel(LABEL, deadline=soon())
     assert (channel.rank, channel.world_size, channel.label) == (0, 1, LABEL)
 
 
 def exchange_three_times() -> list[str]:
     return [
-        default_channel(f"save of step {step}")
+        default_channel(f"save of step {step}", deadline=soon())
         .exchange("plan", payload(dist.get_rank()) + b" at %d" % step, b"|".join, soon())
         .decode()
         for step in range(3)
@@ -354,7 +514,7 @@ def test_the_ranks_of_a_process_group_exchange_messages_and_a_new_group_counts_a
 
 
 def make_a_group_while_the_channel_waits() -> str:
-    channel = default_channel("load")
+    channel = default_channel("load", deadline=soon())
     with ThreadPoolExecutor(1) as thread:
         waiting = thread.submit(channel.broadcast, "plan", None, soon()) if dist.get_rank() == 1 else None
         time.sleep(0.2)

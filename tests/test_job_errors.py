@@ -7,6 +7,7 @@ import resource
 import signal
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,6 +30,7 @@ from holdfast import (
 )
 from tests.models import build, differing, filled, start_new_job
 from tests.ranks import run_processes, run_ranks
+from tests.test_checkpointer import end_keepers
 
 #: Far more than anything here takes: an error must come from its cause, not from the clock.
 TIMEOUT_S = 20.0
@@ -468,11 +470,52 @@ def save_different_steps(run: str) -> tuple[Told, str]:
 
 def test_ranks_that_save_different_steps_are_told(tmp_path: Path) -> None:
     outcomes = run_ranks(2, save_different_steps, str(tmp_path / "run"))
-    error = same_on_all([error for error, _ in outcomes])
-    assert (error.kind, error.code, error.rank) == ("ConfigurationError", "config.call_order", 1)
-    assert "save of step 6" in error.text
-    assert "save of step 5" in error.text
-    assert [place for _, place in outcomes] == ["1.1", "1.1"]
+    # Rank 1, which is ahead, waits for the other in its step, and is told when that goes past it.
+    for (error, place), other in zip(outcomes, (5, 7), strict=True):
+        assert (error.kind, error.code, error.rank) == ("ConfigurationError", "config.call_order", 1)
+        assert f"rank 1 is in 'describe' of save of step 6 while rank 0 is in 'describe' of save of step {other}" in (
+            error.text
+        )
+        assert place == "1.1"
+
+
+def save_but_skip_one(run: str, node_dir: Path, skipping: int, verb: str) -> list[str]:
+    """What became of each of five saves, of which the rank `skipping` leaves out the second, as if by a bug."""
+    start_new_job()
+    state = small()
+    outcomes = []
+    with ExitStack() as stack:
+        if verb == "Checkpointer":
+            memory = holdfast.Memory(node_dir=node_dir)
+            checkpointer = stack.enter_context(holdfast.Checkpointer(run, state, memory=memory, timeout_s=TIMEOUT_S))
+        for step in (10, 20, 30, 40, 50):
+            if step == 20 and dist.get_rank() == skipping:
+                continue
+            try:
+                if verb == "Checkpointer":
+                    checkpointer.save(step).durable.wait(TIMEOUT_S)
+                else:
+                    holdfast.save(run, state, step, timeout_s=TIMEOUT_S)
+                outcomes.append(f"{step} saved")
+            except HoldfastError as error:
+                outcomes.append(str(error))
+    return outcomes
+
+
+@pytest.mark.parametrize("verb", ["save", "Checkpointer"])
+@pytest.mark.parametrize("skipping", [0, 1])
+def test_a_rank_that_skips_a_save_costs_that_save_alone(tmp_path: Path, skipping: int, verb: str) -> None:
+    start = time.monotonic()
+    outcomes = run_ranks(3, save_but_skip_one, str(tmp_path / "run"), tmp_path, skipping, verb)
+    end_keepers(tmp_path)
+    assert time.monotonic() - start < TIMEOUT_S  # nobody waited for the time to be up
+    for rank, told_ in enumerate(outcomes):
+        if rank != skipping:
+            error = told_.pop(1)
+            assert "[config.call_order]" in error
+            assert "save of step 20" in error
+            assert "save of step 30" in error
+        assert told_ == ["10 saved", "30 saved", "40 saved", "50 saved"]
 
 
 def save_while_others_load(run: str) -> tuple[Told, str]:

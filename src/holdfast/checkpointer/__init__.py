@@ -283,9 +283,8 @@ class Checkpointer:
 
     def _stage(self, handle: Handle, metrics: dict[str, float]) -> None:
         """Save into memory. Raises an error that `is_unusable` on all ranks where the memory of some node is."""
-        channel = default_channel(f"save of step {handle.step}", self._group)
-        later = default_channel(f"save of step {handle.step}", self._group, background=True)
         deadline = Deadline(self._timeout_s)
+        channel = default_channel(f"save of step {handle.step}", self._group, deadline=deadline, step=handle.step)
         stager = self._opened(group_ranks(self._group)[channel.rank])
         if not self._goes_on:
             self._drop_parts(channel, deadline)
@@ -298,6 +297,7 @@ class Checkpointer:
             if free.full and self._when_full == "skip":
                 handle.skip(free.full)
                 return
+            later = channel.in_background()
             job = _Job(handle, metrics, later, deadline, stager, taken, free.needed, is_awaited=not free.as_before)
             background = self._background = Background(lambda background: self._go_on(job, background))
             if job.is_awaited:

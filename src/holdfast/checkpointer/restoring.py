@@ -166,7 +166,8 @@ def drop_parts(run: str, node_dir: Path, channel: Channel, deadline: Deadline) -
 def _from_memory(
     run: str, state: Mapping[str, object], node_dir: Path, group: ProcessGroup | None, *, verify: bool, timeout_s: float
 ) -> Restored | None:
-    channel, deadline = default_channel("restore", group), Deadline(timeout_s)
+    deadline = Deadline(timeout_s)
+    channel = default_channel("restore", group, deadline=deadline)
     with _looked_at(run, node_dir, channel, deadline) as (folder, slots, chosen):
         if not chosen.seal:
             return None

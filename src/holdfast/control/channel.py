@@ -9,11 +9,17 @@ Keys of one channel, and who removes them:
 ``group/<g>/<rank>`` what a group's first rank collected; removed by rank 0
 ``down/<b>``         broadcast ``b``; removed by the last of its readers, who count themselves in ``down/<b>/read``
 
+``left/<rank>``      a rank stopped waiting for rank 0, and goes on to its next operation
+
 So an operation that succeeds, or fails with an error that a rank reported, leaves nothing behind, and no later call is
 needed to clean up. One that ran into a deadline leaves its last messages, so that a late rank still finds the verdict.
 
-Gathers and broadcasts are numbered apart: whatever rank 0 dies of between two calls, its error goes out as the next
-broadcast, and that is the key on which every other rank waits next, whatever it contributes before.
+Operations are numbered on each rank, and the number is part of their keys. A rank that skipped one would be one number
+behind for ever, and every later operation would run into its deadline. But the ranks that waited for it have left
+something under the number that it comes to next: the verdict of rank 0 on the operation that it skipped, or, where
+rank 0 itself skipped it, word that they left. A rank that finds this goes on to the next number and meets the others
+there. Where the others still wait in an earlier step, they fail at once, and the rank that is ahead waits for them
+under the next number.
 """
 
 from __future__ import annotations
@@ -21,10 +27,11 @@ from __future__ import annotations
 import struct
 import time
 from collections.abc import Callable, Sequence
-from typing import Final, Protocol, TypeVar
+from typing import Final, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
+from holdfast.control.processes import Process
 from holdfast.errors import ConfigurationError, DeadlineError, ErrorWire, HoldfastError, from_wire, to_wire
 
 #: Ranks per group; worlds that are larger gather in two levels.
@@ -33,9 +40,12 @@ GROUP_SIZE: Final = 64
 #: torch's TCPStore drops the connection of a client that sends a value over 8 MiB.
 _CHUNK_NBYTES: Final = 4 * 2**20
 _NUM_CHUNKS: Final = struct.Struct(">I")
+#: Of so many absent ranks an error tells where they are.
+_MAX_TOLD: Final = 64
 
 Clock = Callable[[], float]
 Outcome = bytes | Exception
+T = TypeVar("T")
 M = TypeVar("M", bound=msgspec.Struct)
 
 
@@ -59,6 +69,37 @@ class KeyValueStore(Protocol):
 
     def delete(self, key: str) -> None:
         """Remove `key`; a missing one is fine."""
+
+
+class Meeting(Protocol):
+    """Where the ranks of one operation meet. Used by one thread at a time."""
+
+    @property
+    def store(self) -> KeyValueStore:
+        """Keys of this operation alone. Requests go through `ask`."""
+
+    @property
+    def processes(self) -> dict[int, Process]:
+        """The process of each rank, as far as it has told; kept from one operation to the next."""
+
+    def ask(self, call: Callable[[], T], timeout_s: float, *, meanwhile: Callable[[], None]) -> T:
+        """Return or raise what `call` returns or raises, which makes requests of the store; call `meanwhile` now and
+        then while it does. `StorageError`, code ``storage.control``, after `timeout_s`."""
+
+    def claim(self, key: str, value: bytes) -> None:
+        """Store `value` under `key` unless something is there already. While an `ask` is under way."""
+
+    def announce(self, rank: int, label: str) -> None:
+        """Say that `rank` has come to the operation `label`."""
+
+    def whereabouts(self, rank: int) -> str | None:
+        """The operation that `rank` came to last; None before its first."""
+
+    def next(self) -> Meeting:
+        """The meeting of the operation after this one."""
+
+    def in_background(self) -> Meeting:
+        """A second meeting of this operation, for another thread."""
 
 
 class Deadline:
@@ -86,11 +127,14 @@ class Deadline:
 
 
 class _Up(msgspec.Struct, frozen=True, array_like=True):
-    """One rank's contribution to a gather."""
+    """One rank's contribution to a gather. The first of an operation says which process the rank is."""
 
-    what: str
+    phase: str
+    label: str
+    step: int | None
     payload: bytes
     error: ErrorWire | None
+    process: Process | None = None
 
 
 class _Group(msgspec.Struct, frozen=True, array_like=True):
@@ -101,47 +145,81 @@ class _Group(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _Down(msgspec.Struct, frozen=True, array_like=True):
-    """A broadcast."""
+    """A broadcast. The first of an operation says which process rank 0 is. An error is about the operation of `step`,
+    which may be an earlier one than that of rank 0."""
 
-    what: str
+    phase: str
+    label: str
+    step: int | None
     payload: bytes
     error: ErrorWire | None
+    process: Process | None = None
+
+
+class _Awaited(NamedTuple):
+    """The keys that a rank waits for, by the rank that is to store each, and what to store for one that has ended."""
+
+    keys: dict[int, str]
+    obituary: Callable[[int], msgspec.Struct]
+
+
+class _OverError(Exception):
+    """These keys were those of another operation, which this rank skipped. Stays inside."""
 
 
 class Channel:
     """Small messages between the ranks of one operation. Rank 0 is the coordinator.
 
-    `label` names the operation in messages ("save of step 700"). `store` may be None in a world of one.
-    Calls block until their part is done or the deadline is over; payloads may be large (they are sent in chunks).
+    `label` names the operation in messages ("save of step 700"); `step` orders it among others. `meeting` may be None
+    in a world of one. Calls block until their part is done or the deadline is over, even where the store hangs;
+    payloads may be large (they are sent in chunks). A rank of this node that was killed is named at once.
     """
 
     def __init__(
         self,
-        store: KeyValueStore | None,
+        meeting: Meeting | None,
         *,
         rank: int,
         world_size: int,
         label: str,
+        step: int | None = None,
         group_size: int = GROUP_SIZE,
     ) -> None:
         if not 0 <= rank < world_size:
             raise ValueError(f"rank {rank} is not in a world of {world_size}")
-        if store is None and world_size > 1:
+        if meeting is None and world_size > 1:
             raise ValueError("a world of several ranks needs a store")
         self.rank = rank
         self.world_size = world_size
         self.label = label
-        self._store = store
+        self._step = step
+        self._meeting = meeting
         self._group_size = group_size
         self._num_gathers = 0
         self._num_broadcasts = 0
+        #: Set by the thread that makes requests, read by the one that waits for it.
+        self._awaited: _Awaited | None = None
+        self._found_ended: set[int] = set()
+
+    def in_background(self) -> Channel:
+        """A channel of the same operation between the same ranks, for another thread; all of them have exchanged
+        something through this one."""
+        meeting = None if self._meeting is None else self._meeting.in_background()
+        return Channel(
+            meeting,
+            rank=self.rank,
+            world_size=self.world_size,
+            label=self.label,
+            step=self._step,
+            group_size=self._group_size,
+        )
 
     def gather(self, phase: str, payload: bytes, deadline: Deadline) -> list[bytes] | None:
         """Bring every rank's `payload` to rank 0, which gets them in rank order; the others get None at once.
 
         `DeadlineError` on rank 0 when ranks are missing. The others learn of that at their next `broadcast`.
         """
-        ups = self._gather(phase, payload, deadline)
+        ups = self._ask(lambda: self._gather(phase, payload, deadline), deadline)
         return None if ups is None else [up.payload for up in ups]
 
     def broadcast(self, phase: str, outcome: Outcome | None, deadline: Deadline) -> bytes:
@@ -149,17 +227,14 @@ class Channel:
 
         `DeadlineError` naming rank 0 on ranks that heard nothing from it in time.
         """
-        if self.rank == 0:
-            if outcome is None:
-                raise ValueError("rank 0 broadcasts a payload or an error")
-            self._send_down(phase, outcome)
-            if isinstance(outcome, Exception):
-                raise outcome
-            return outcome
-        down = self._receive_down(phase, deadline)
-        if down.error is not None:
-            raise from_wire(down.error)
-        return down.payload
+        if self.rank != 0:
+            return _payload(self._ask(lambda: self._receive_down(phase, deadline), deadline))
+        if outcome is None:
+            raise ValueError("rank 0 broadcasts a payload or an error")
+        self._ask(lambda: self._send_down(phase, outcome), deadline)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
 
     def exchange(
         self, phase: str, outcome: Outcome, answer: Callable[[list[bytes]], bytes], deadline: Deadline
@@ -170,13 +245,59 @@ class Channel:
         failed, with how many did. What `answer` raises is raised on all ranks too; it runs on rank 0 alone.
         """
         try:
-            verdict = self._answer(phase, outcome, answer, deadline)
-            return self.broadcast(phase, verdict, deadline)
+            while True:
+                try:
+                    return self._exchange(phase, outcome, answer, deadline)
+                except _OverError:
+                    self._catch_up()
         except HoldfastError as error:
             # The local traceback is worth more than the news that some rank failed.
             if isinstance(outcome, Exception) and error is not outcome:
                 raise error from outcome
             raise
+
+    def _exchange(
+        self, phase: str, outcome: Outcome, answer: Callable[[list[bytes]], bytes], deadline: Deadline
+    ) -> bytes:
+        def gather_and_receive() -> _Down:
+            self._gather(phase, outcome, deadline)
+            return self._receive_down(phase, deadline)
+
+        if self.rank != 0:
+            return _payload(self._ask(gather_and_receive, deadline))
+        ups = self._ask(lambda: self._gather(phase, outcome, deadline), deadline)
+        assert ups is not None
+        return self.broadcast(phase, self._verdict(phase, ups, answer), deadline)
+
+    def _ask(self, call: Callable[[], T], deadline: Deadline) -> T:
+        """Make the requests of `call`, and see meanwhile whether ranks have ended that it waits for."""
+        if self._meeting is None:
+            return call()
+        self._awaited = None
+        # `call` has the deadline itself, with up to two graces. Only requests that hang take longer.
+        return self._meeting.ask(call, deadline.remaining_s(graces=3), meanwhile=self._look_after)
+
+    def _look_after(self) -> None:
+        """Answer for ranks of this node that have ended before they stored what this one waits for."""
+        awaited = self._awaited
+        if awaited is None or self._meeting is None:
+            return
+        ended = {
+            rank
+            for rank in awaited.keys
+            if (process := self._meeting.processes.get(rank)) is not None and process.has_ended()
+        }
+        # Not at the first look: what a rank sent just before it ended may still be on its way.
+        for rank in ended & self._found_ended:
+            # Whatever it did store stays, and is what counts.
+            self._meeting.claim(awaited.keys[rank], _packed(awaited.obituary(rank)))
+        self._found_ended = ended
+
+    def _catch_up(self) -> None:
+        """Go on to the keys of the next operation."""
+        assert self._meeting is not None
+        self._meeting = self._meeting.next()
+        self._num_gathers = self._num_broadcasts = 0
 
     def collect(self, phase: str, outcome: Outcome, deadline: Deadline) -> list[bytes] | None:
         """Bring every rank's payload to rank 0 (the others get None), once it is certain that no rank failed.
@@ -192,13 +313,8 @@ class Channel:
         self.exchange(phase, outcome, keep, deadline)
         return collected if self.rank == 0 else None
 
-    def _answer(
-        self, phase: str, outcome: Outcome, answer: Callable[[list[bytes]], bytes], deadline: Deadline
-    ) -> Outcome | None:
-        """What rank 0 is to broadcast; None on the other ranks."""
-        ups = self._gather(phase, outcome, deadline)
-        if ups is None:
-            return None
+    def _verdict(self, phase: str, ups: list[_Up], answer: Callable[[list[bytes]], bytes]) -> Outcome:
+        """What rank 0 is to broadcast."""
         failed = [(rank, up.error) for rank, up in enumerate(ups) if up.error is not None]
         if failed:
             rank, wire = failed[0]
@@ -211,7 +327,9 @@ class Channel:
 
     def _gather(self, phase: str, outcome: Outcome, deadline: Deadline) -> list[_Up] | None:
         number, self._num_gathers = self._num_gathers, self._num_gathers + 1
-        up = _up(self._what(phase), outcome)
+        up = self._up(phase, outcome, is_first=number == 0)
+        if number == 0 and self.world_size > 1 and self._meeting is not None:
+            self._meeting.announce(self.rank, self.label)
         leader = self.rank - self.rank % self._group_size
         if self.rank != leader:
             self._put(f"up/{number}/{self.rank}", up)
@@ -220,10 +338,12 @@ class Channel:
             self._report_group(number, up, deadline)
             return None
         try:
-            return self._collect_groups(number, self._collect_group(number, up, deadline), phase, deadline)
+            ups = self._collect_groups(number, self._collect_group(number, up, deadline), phase, deadline)
         except HoldfastError as error:
             self._send_down(phase, error)
             raise
+        self._compare(ups, phase, is_first=number == 0)
+        return ups
 
     def _report_group(self, number: int, own: _Up, deadline: Deadline) -> None:
         """Send what the group of this rank, its first, contributes."""
@@ -237,15 +357,19 @@ class Channel:
         """The contributions of this rank's group, as far as they came in time."""
         members = self._members(self.rank)[1:]
         keys = [f"up/{number}/{member}" for member in members]
+        self._await(members, keys, lambda rank: self._up(own.phase, _ended(rank), is_first=False))
         absent = self._absent(members, keys, deadline.remaining_s())
         if absent:
             return _Group((), tuple(absent))
-        return _Group((own, *(self._take(key, _Up) for key in keys)), ())
+        ups = [own, *(self._take(key, _Up) for key in keys)]
+        self._learn({rank: up.process for rank, up in enumerate(ups, self.rank)})
+        return _Group(tuple(ups), ())
 
     def _collect_groups(self, number: int, own: _Group, phase: str, deadline: Deadline) -> list[_Up]:
         """All contributions, in rank order. On rank 0 only."""
         leaders = range(self._group_size, self.world_size, self._group_size)
         keys = [f"group/{number}/{leader}" for leader in leaders]
+        self._await(leaders, keys, lambda leader: _Group((), (leader,)))
         missing = self._absent(leaders, keys, deadline.remaining_s(graces=1))
         arrived = [key for leader, key in zip(leaders, keys, strict=True) if leader not in missing]
         groups = [own, *(self._take(key, _Group) for key in arrived)]
@@ -257,10 +381,22 @@ class Channel:
         if absent:
             raise self._late(sorted(absent), phase, deadline)
         ups = [up for group in groups for up in group.members]
-        for rank, up in enumerate(ups):
-            if up.what != own.members[0].what:
-                raise _out_of_step(rank, up.what, own.members[0].what)
+        self._learn({rank: up.process for rank, up in enumerate(ups)})
         return ups
+
+    def _compare(self, ups: Sequence[_Up], phase: str, *, is_first: bool) -> None:
+        """Return if all ranks are where this one is, rank 0."""
+        other = next((rank for rank, up in enumerate(ups) if (up.phase, up.label) != (phase, self.label)), None)
+        if other is None:
+            return
+        up = ups[other]
+        if is_first and up.label != self.label and self._shared.check(f"left/{other}"):
+            raise _OverError
+        error = _out_of_step(other, _what(up.phase, up.label), self._what(phase))
+        steps = [up.step for up in ups if up.step is not None]
+        behind = min(steps) if is_first and len(steps) == len(ups) else self._step
+        self._send_down(phase, error, step=behind)
+        raise _OverError if _is_ahead(self._step, behind) else error
 
     def _members(self, leader: int) -> range:
         return range(leader, min(leader + self._group_size, self.world_size))
@@ -271,25 +407,48 @@ class Channel:
             return []
         return [rank for rank, key in zip(ranks, keys, strict=True) if not self._shared.check(key)]
 
-    def _send_down(self, phase: str, outcome: Outcome) -> None:
+    def _send_down(self, phase: str, outcome: Outcome, *, step: int | None = None) -> None:
+        """Broadcast `outcome`; an error about the operation of `step` (default: of this one)."""
         number, self._num_broadcasts = self._num_broadcasts, self._num_broadcasts + 1
         if self.world_size > 1:
-            up = _up(self._what(phase), outcome)
-            self._put(f"down/{number}", _Down(up.what, up.payload, up.error))
+            up = self._up(phase, outcome, is_first=number == 0)
+            down = _Down(*msgspec.structs.astuple(up))
+            self._put(f"down/{number}", down if step is None else msgspec.structs.replace(down, step=step))
 
     def _receive_down(self, phase: str, deadline: Deadline) -> _Down:
         number, self._num_broadcasts = self._num_broadcasts, self._num_broadcasts + 1
         key, readers = f"down/{number}", f"down/{number}/read"
+        self._await([0], [key], lambda rank: _Down(phase, self.label, self._step, b"", to_wire(_ended(rank))))
         if not self._shared.wait([key], deadline.remaining_s(graces=2)):
-            raise self._late([0], phase, deadline)
+            late = self._late([0], phase, deadline)
+            self._shared.set(f"left/{self.rank}", b"")
+            raise late
         num_chunks, data = self._read(key)
         if self._shared.add(readers, 1) == self.world_size - 1:
             self._remove(key, num_chunks)
             self._shared.delete(readers)
         down = msgspec.msgpack.decode(data, type=_Down)
-        if down.error is None and down.what != self._what(phase):
-            raise _out_of_step(self.rank, self._what(phase), down.what)
+        self._learn({0: down.process})
+        if number == 0 and down.error is not None and self._is_past(down, down.error):
+            raise _OverError
+        if down.error is None and (down.phase, down.label) != (phase, self.label):
+            raise _out_of_step(self.rank, self._what(phase), _what(down.phase, down.label))
         return down
+
+    def _is_past(self, down: _Down, error: ErrorWire) -> bool:
+        """Whether the first error that this rank hears is about an operation that it skipped."""
+        if self._step is not None and down.step is not None:
+            return _is_ahead(self._step, down.step)
+        return down.label != self.label and isinstance(from_wire(error), DeadlineError)
+
+    def _await(self, ranks: Sequence[int], keys: Sequence[str], obituary: Callable[[int], msgspec.Struct]) -> None:
+        """Note what this rank is going to wait for."""
+        self._awaited = _Awaited(dict(zip(ranks, keys, strict=True)), obituary)
+
+    def _learn(self, processes: dict[int, Process | None]) -> None:
+        """Remember which process each rank is, as far as it told."""
+        if self._meeting is not None:
+            self._meeting.processes.update({rank: process for rank, process in processes.items() if process})
 
     def _put(self, key: str, message: msgspec.Struct) -> None:
         data = msgspec.msgpack.encode(message)
@@ -297,7 +456,7 @@ class Channel:
         # The key itself comes last: who sees it finds all chunks.
         for index, chunk in enumerate(chunks[1:], start=1):
             self._shared.set(f"{key}/{index}", chunk)
-        self._shared.set(key, _NUM_CHUNKS.pack(len(chunks)) + chunks[0])
+        self._shared.set(key, _head(len(chunks), chunks[0]))
 
     def _read(self, key: str) -> tuple[int, bytes]:
         """The number of chunks and the data under a key that exists."""
@@ -318,34 +477,85 @@ class Channel:
 
     @property
     def _shared(self) -> KeyValueStore:
-        assert self._store is not None, "a world of one sends no messages"
-        return self._store
+        assert self._meeting is not None, "a world of one sends no messages"
+        return self._meeting.store
+
+    def _up(self, phase: str, outcome: Outcome, *, is_first: bool) -> _Up:
+        payload, error = (outcome, None) if isinstance(outcome, bytes) else (b"", _wire(outcome))
+        return _Up(phase, self.label, self._step, payload, error, Process.current() if is_first else None)
 
     def _what(self, phase: str) -> str:
-        return f"'{phase}' of {self.label}"
+        return _what(phase, self.label)
 
     def _late(self, absent: list[int], phase: str, deadline: Deadline) -> DeadlineError:
         who = "rank" if len(absent) == 1 else "ranks"
         return DeadlineError(
-            f"{who} {_ranges(absent)} did not reach {self._what(phase)} within {deadline.timeout_s:g} s.",
+            f"{who} {_ranges(absent)} did not reach {self._what(phase)} within {deadline.timeout_s:g} s"
+            f"{self._strayed(absent)}.",
             code="timeout.ranks",
             action=f"Look at the log of {who} {_ranges(absent)}; where they are only slow, raise timeout_s.",
             rank=absent[0] if len(absent) == 1 else None,
             absent=tuple(absent),
         )
 
+    def _strayed(self, absent: Sequence[int]) -> str:
+        """Where the first few of the `absent` are, as far as that is elsewhere."""
+        assert self._meeting is not None
+        strayed: dict[str | None, list[int]] = {}
+        for rank in absent[:_MAX_TOLD]:
+            place = self._meeting.whereabouts(rank)
+            if place != self.label:
+                strayed.setdefault(place, []).append(rank)
+        told = ", ".join(
+            f"rank {_ranges(ranks)} {'made no call yet' if place is None else f'came to {place} last'}"
+            for place, ranks in strayed.items()
+        )
+        return f" ({told})" if told else ""
 
-def _up(what: str, outcome: Outcome) -> _Up:
-    if isinstance(outcome, bytes):
-        return _Up(what, outcome, None)
-    if isinstance(outcome, HoldfastError):
-        return _Up(what, b"", to_wire(outcome))
+
+def _payload(down: _Down) -> bytes:
+    if down.error is not None:
+        raise from_wire(down.error)
+    return down.payload
+
+
+def _packed(message: msgspec.Struct) -> bytes:
+    """A small message as it is stored under its key."""
+    return _head(1, msgspec.msgpack.encode(message))
+
+
+def _head(num_chunks: int, first: bytes) -> bytes:
+    return _NUM_CHUNKS.pack(num_chunks) + first
+
+
+def _what(phase: str, label: str) -> str:
+    return f"'{phase}' of {label}"
+
+
+def _is_ahead(step: int | None, of: int | None) -> bool:
+    return step is not None and of is not None and step > of
+
+
+def _ended(rank: int) -> DeadlineError:
+    """The error that a rank contributes whose process has ended."""
+    return DeadlineError(
+        f"the process of rank {rank} has ended.",
+        code="timeout.rank_ended",
+        action=f"Look at the log of rank {rank} for why; restart the job.",
+        rank=rank,
+        absent=(rank,),
+    )
+
+
+def _wire(error: Exception) -> ErrorWire:
+    if isinstance(error, HoldfastError):
+        return to_wire(error)
     unexpected = HoldfastError(
-        f"{type(outcome).__name__}: {outcome}.",
+        f"{type(error).__name__}: {error}.",
         code="unexpected",
         action="The log of the rank that failed has the traceback.",
     )
-    return _Up(what, b"", to_wire(unexpected))
+    return to_wire(unexpected)
 
 
 def _out_of_step(rank: int, what: str, expected: str) -> ConfigurationError:

@@ -7,20 +7,25 @@ import itertools
 import os
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import Final
-from weakref import WeakKeyDictionary
+from typing import Final, TypeVar
+from weakref import WeakKeyDictionary, ref
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from holdfast.control.channel import Channel
-from holdfast.errors import ConfigurationError, StorageError
+from holdfast.control.channel import Channel, Deadline, KeyValueStore
+from holdfast.control.processes import Process
+from holdfast.control.requests import Requests, lost
+from holdfast.errors import ConfigurationError
 
 _PREFIX: Final = "holdfast"
 _MAX_POLL_S: Final = 0.5
+#: How long a word for a rank that has ended may take to be stored; it is tried again.
+_CLAIM_S: Final = 2.0
+
+T = TypeVar("T")
 
 
 class TorchStore:
@@ -39,14 +44,14 @@ class TorchStore:
             # The stub asks for str; stores take bytes, and as text they would be encoded as UTF-8.
             self._store.set(key, value)  # type: ignore[arg-type]
         except dist.DistError as error:
-            raise _lost(error) from error
+            raise lost(error) from error
 
     def get(self, key: str) -> bytes:
         """The value of a key that exists."""
         try:
             return self._store.get(key)
         except dist.DistError as error:
-            raise _lost(error) from error
+            raise lost(error) from error
 
     def wait(self, keys: Sequence[str], timeout_s: float) -> bool:
         """Block until all `keys` exist; False when `timeout_s` (positive) passed first."""
@@ -58,28 +63,36 @@ class TorchStore:
         except dist.DistStoreError:
             return False
         except dist.DistError as error:
-            raise _lost(error) from error
+            raise lost(error) from error
 
     def check(self, key: str) -> bool:
         """Whether `key` exists."""
         try:
             return self._store.check([key])
         except dist.DistError as error:
-            raise _lost(error) from error
+            raise lost(error) from error
 
     def add(self, key: str, amount: int) -> int:
         """Add to the counter `key`, atomically, and return the new value."""
         try:
             return self._store.add(key, amount)
         except dist.DistError as error:
-            raise _lost(error) from error
+            raise lost(error) from error
 
     def delete(self, key: str) -> None:
         """Remove `key`; a missing one is fine."""
         try:
             self._store.delete_key(key)
         except dist.DistError as error:
-            raise _lost(error) from error
+            raise lost(error) from error
+
+    def claim(self, key: str, value: bytes) -> None:
+        """Store `value` under `key` unless something is there."""
+        try:
+            # A missing key is set where the value that is expected there is empty.
+            self._store.compare_set(key, "", value)  # type: ignore[arg-type]
+        except dist.DistError as error:
+            raise lost(error) from error
 
     def _poll(self, keys: list[str], timeout_s: float) -> bool:
         start = time.monotonic()
@@ -92,17 +105,111 @@ class TorchStore:
         return True
 
 
-@dataclass(slots=True)
 class _Connection:
-    """Our own client of a process group's store (None where the store cannot be cloned), and the operations so far."""
+    """A client of a process group's store for one thread at a time: our own, or, where the store cannot be cloned,
+    torch's."""
 
-    client: dist.Store | None
-    numbers: dict[str, Iterator[int]] = field(default_factory=lambda: defaultdict(itertools.count))
+    def __init__(self, store: dist.Store, timeout_s: float) -> None:
+        """Waits up to `timeout_s` for the store: torch itself would try for 30 minutes to connect to one that is gone.
+        `StorageError`, code ``storage.control``."""
+        self.requests = Requests()
+        own = self.requests.ask(lambda: _clone(store), timeout_s)
+        self.client = own or store
+        # A wait holds a client for as long as it lasts. On a clone that is nobody else's matter; torch's own is polled.
+        self.is_own = own is not None
 
 
-# Bound to the store object, so that a new process group starts to count anew on all of its ranks. One is for whoever
-# waits, one for what goes on in the background.
-_connections: WeakKeyDictionary[dist.Store, dict[bool, _Connection]] = WeakKeyDictionary()
+class Job:
+    """What a process knows of one process group's store: its connections, and the operations so far."""
+
+    def __init__(self, store: dist.Store) -> None:
+        # A weak reference: the store is the key under which this is kept.
+        self._store = ref(store)
+        self._connections: dict[bool, _Connection] = {}
+        self._numbers: dict[str, Iterator[int]] = defaultdict(itertools.count)
+        self._processes: dict[str, dict[int, Process]] = defaultdict(dict)
+        self._claims = Requests()
+
+    @property
+    def store(self) -> dist.Store:
+        """The store that torch itself uses."""
+        store = self._store()
+        assert store is not None
+        return store
+
+    def connection(self, *, background: bool, timeout_s: float) -> _Connection:
+        """One for whoever waits, another for what goes on in the background; anew where a request hangs in the last."""
+        connection = self._connections.get(background)
+        if connection is None or connection.requests.is_busy:
+            connection = self._connections[background] = _Connection(self.store, timeout_s)
+        return connection
+
+    def next_number(self, members: str) -> int:
+        """The number of the next operation of a group."""
+        return next(self._numbers[members])
+
+    def processes(self, members: str) -> dict[int, Process]:
+        """The processes of a group's ranks, as far as they are known."""
+        return self._processes[members]
+
+    def claim(self, key: str, value: bytes) -> None:
+        """Store `value` under `key` unless something is there, on torch's own connection, since ours are waiting."""
+        if not self._claims.is_busy:
+            store = TorchStore(self.store, blocking=False)
+            self._claims.ask(lambda: store.claim(key, value), _CLAIM_S)
+
+
+# Bound to the store object, so that a new process group starts to count anew on all of its ranks.
+_jobs: WeakKeyDictionary[dist.Store, Job] = WeakKeyDictionary()
+
+
+class TorchMeeting:
+    """A `Meeting` at a process group's store. `members` tells the group from others."""
+
+    def __init__(self, job: Job, members: str, number: int, *, deadline: Deadline, background: bool = False) -> None:
+        self._job = job
+        self._members = members
+        self._number = number
+        self._deadline = deadline
+        self._connection = job.connection(background=background, timeout_s=deadline.remaining_s())
+        self._prefix = f"{members}/{number}" + ("/background" if background else "")
+        self.store: KeyValueStore = self._at(self._prefix)
+        self._places = self._at(f"{members}/at")
+
+    @property
+    def processes(self) -> dict[int, Process]:
+        """As `Meeting.processes`."""
+        return self._job.processes(self._members)
+
+    def ask(self, call: Callable[[], T], timeout_s: float, *, meanwhile: Callable[[], None]) -> T:
+        """As `Meeting.ask`."""
+        return self._connection.requests.ask(call, timeout_s, meanwhile=meanwhile)
+
+    def claim(self, key: str, value: bytes) -> None:
+        """As `Meeting.claim`."""
+        self._job.claim(f"{self._prefix}/{key}", value)
+
+    def announce(self, rank: int, label: str) -> None:
+        """As `Meeting.announce`."""
+        self._places.set(str(rank), label.encode())
+
+    def whereabouts(self, rank: int) -> str | None:
+        """As `Meeting.whereabouts`."""
+        key = str(rank)
+        return self._places.get(key).decode() if self._places.check(key) else None
+
+    def next(self) -> TorchMeeting:
+        """As `Meeting.next`."""
+        number = self._job.next_number(self._members)
+        return TorchMeeting(self._job, self._members, number, deadline=self._deadline)
+
+    def in_background(self) -> TorchMeeting:
+        """As `Meeting.in_background`."""
+        return TorchMeeting(self._job, self._members, self._number, deadline=self._deadline, background=True)
+
+    def _at(self, prefix: str) -> TorchStore:
+        connection = self._connection
+        return TorchStore(dist.PrefixStore(prefix, connection.client), blocking=connection.is_own)
 
 
 def group_ranks(group: dist.ProcessGroup | None) -> tuple[int, ...]:
@@ -112,22 +219,22 @@ def group_ranks(group: dist.ProcessGroup | None) -> tuple[int, ...]:
     return tuple(range(dist.get_world_size()) if group is None else dist.get_process_group_ranks(group))
 
 
-def default_channel(label: str, group: dist.ProcessGroup | None = None, *, background: bool = False) -> Channel:
+def default_channel(
+    label: str, group: dist.ProcessGroup | None = None, *, deadline: Deadline, step: int | None = None
+) -> Channel:
     """A channel between the ranks of `group` (default: all ranks of the job); of this process alone where it is alone.
 
     Every rank of a group makes its channels in the same order: the count is what gives an operation its keys. All
-    channels of a process share one connection, those for the `background` another, so of each kind only one may be in
-    use at a time. Never calls a collective.
-    `ConfigurationError`, code ``config.no_process_group``, for a rank of several that has no process group.
+    channels of a process share one connection, so only one may be in use at a time. Never calls a collective.
+
+    Raises:
+        ConfigurationError: ``config.no_process_group``: a rank of several has no process group.
+        StorageError: ``storage.control``: the store of the process group does not answer before `deadline`.
     """
     if not dist.is_available() or not dist.is_initialized():
         _refuse_lonely_ranks()
-        return Channel(None, rank=0, world_size=1, label=label)
+        return Channel(None, rank=0, world_size=1, label=label, step=step)
     store = _get_default_store()
-    connections = _connections.setdefault(store, {})
-    connection = connections.get(background)
-    if connection is None:
-        connection = connections[background] = _Connection(_clone(store))
     ranks = group_ranks(group)
     if dist.get_rank() not in ranks:
         raise ConfigurationError(
@@ -136,16 +243,13 @@ def default_channel(label: str, group: dist.ProcessGroup | None = None, *, backg
             action="Call save and load with a group on the ranks of that group only.",
             rank=dist.get_rank(),
         )
-    members = "" if group is None else "-" + hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
-    # A wait holds a client for as long as it lasts. On a clone that is nobody else's matter; torch's own is polled.
-    kind = "-background" if background else ""
-    prefix = f"{_PREFIX}{kind}{members}/{next(connection.numbers[members])}"
-    return Channel(
-        TorchStore(dist.PrefixStore(prefix, connection.client or store), blocking=connection.client is not None),
-        rank=ranks.index(dist.get_rank()),
-        world_size=len(ranks),
-        label=label,
-    )
+    job = _jobs.get(store)
+    if job is None:
+        job = _jobs[store] = Job(store)
+    members = _PREFIX + ("" if group is None else "-" + hashlib.sha256(repr(ranks).encode()).hexdigest()[:16])
+    # Counted even where the store does not answer: the other ranks count this operation too.
+    meeting = TorchMeeting(job, members, job.next_number(members), deadline=deadline)
+    return Channel(meeting, rank=ranks.index(dist.get_rank()), world_size=len(ranks), label=label, step=step)
 
 
 def _refuse_lonely_ranks() -> None:
@@ -162,15 +266,11 @@ def _refuse_lonely_ranks() -> None:
 def _clone(store: dist.Store) -> dist.Store | None:
     """A second client of `store`; None where torch (before 2.8) or the kind of store offers none."""
     try:
+        # A server that is gone shows at once on the connection that is there; a new one would be tried for long.
+        store.check([_PREFIX])
         clone: dist.Store = store.clone()  # type: ignore[attr-defined]  # the stubs lack it
+    except dist.DistError as error:
+        raise lost(error) from error
     except (AttributeError, RuntimeError):
         return None
     return clone
-
-
-def _lost(error: Exception) -> StorageError:
-    return StorageError(
-        f"the store of the process group does not answer: {error}.",
-        code="storage.control",
-        action="Restart the job: the process that serves the store, usually on the node of rank 0, is gone.",
-    )

@@ -104,9 +104,9 @@ def load(
     options = Options(
         select, mapping, cast, strict, fallback, verify, device=device, memory=memory_budget, bandwidths=bandwidths
     )
-    channel = default_channel("load", group)
-    rank = group_ranks(group)[channel.rank]
     deadline = Deadline(timeout_s)
+    channel = default_channel("load", group, deadline=deadline)
+    rank = group_ranks(group)[channel.rank]
     with TimedStorage(storage_at(target.root), timeout_s=deadline.for_storage_s) as storage:
         return Loading(channel, deadline, storage, rank, options).run(target, into)
 

@@ -79,8 +79,8 @@ def transfer(
         StorageError: a network or the store of the process group failed.
     """
     globs = None if select is None else Globs(select)
-    channel = default_channel("transfer", group)
     deadline = Deadline(timeout_s)
+    channel = default_channel("transfer", group, deadline=deadline)
     live = MemoryStorage(NAME)
     with TimedStorage(live, timeout_s=deadline.for_storage_s) as storage:
         operation = _Transfer(channel, deadline, group_ranks(group), live, storage)

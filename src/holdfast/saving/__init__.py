@@ -83,8 +83,8 @@ def save(
         raise ValueError(f"on_divergence is 'warn' or 'error', not {on_divergence!r}")
     numbers = numbers_of(metrics or {})
     root = run_root(run)
-    channel = default_channel(f"save of step {step}", group)
     deadline = Deadline(timeout_s)
+    channel = default_channel(f"save of step {step}", group, deadline=deadline, step=step)
     with TimedStorage(storage_at(root), timeout_s=deadline.for_storage_s) as storage:
         request = Request(storage, step, numbers, takeover, time.time(), on_divergence == "error")
         return _Saving(channel, deadline, request, group_ranks(group)).run(state)

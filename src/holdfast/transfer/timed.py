@@ -10,17 +10,15 @@ from __future__ import annotations
 
 import builtins
 import time
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from functools import partial
-from queue import SimpleQueue
-from threading import Thread
 from types import TracebackType
 from typing import Self, TypeVar
 
 from holdfast.errors import StorageError
 from holdfast.storage.base import Bytes, FileReader, FileWriter, Storage
+from holdfast.transfer.helpers import Helpers
 
 #: How long dropping a file is waited for when the time is up, and how long what was given up before that.
 _GRACE_S = 0.1
@@ -43,7 +41,7 @@ class TimedStorage:
     def __init__(self, storage: Storage, *, timeout_s: float) -> None:
         self.uri = storage.uri
         self._storage = storage
-        self._helpers = _Helpers(timeout_s)
+        self._deadline = _Deadline(timeout_s)
 
     def path(self, key: str) -> str:
         """The full path of `key`."""
@@ -70,23 +68,23 @@ class TimedStorage:
         """As `Storage.writer`."""
         begin = partial(self._storage.writer, key, nbytes=nbytes)
         writer = self._ask("create", self.path(key), begin, too_late=lambda late: late.abort())
-        return _TimedWriter(writer, _OpenFile(self._helpers, self.path(key)))
+        return _TimedWriter(writer, _OpenFile(self._deadline, self.path(key)))
 
     def reader(self, key: str) -> FileReader:
         """As `Storage.reader`."""
         begin = partial(self._storage.reader, key)
         reader = self._ask("open", self.path(key), begin, too_late=lambda late: late.close())
-        return _TimedReader(reader, _OpenFile(self._helpers, self.path(key)))
+        return _TimedReader(reader, _OpenFile(self._deadline, self.path(key)))
 
     def direct_writer(self, key: str, *, nbytes: int) -> FileWriter:
         """As `writer`, for what is done in a `run`: requests are made by the thread that asks."""
-        check = partial(self._helpers.check, "write", self.path(key))
+        check = partial(self._deadline.check, "write", self.path(key))
         check()
         return _DirectWriter(self._storage.writer(key, nbytes=nbytes), check)
 
     def direct_reader(self, key: str) -> FileReader:
         """As `reader`, for what is done in a `run`: requests are made by the thread that asks."""
-        check = partial(self._helpers.check, "read", self.path(key))
+        check = partial(self._deadline.check, "read", self.path(key))
         check()
         return _DirectReader(self._storage.reader(key), check)
 
@@ -107,14 +105,14 @@ class TimedStorage:
         as soon as the one that hangs has ended. Until then it may read whatever it was given; when `stop`, which is
         called first, has returned, it must not write to anything that the caller goes on to use.
         """
-        request = self._helpers.begin(call, operation, path)
+        request = self._deadline.begin(call, operation, path)
         try:
-            return self._helpers.answer(request, operation, path)
+            return self._deadline.answer(request, operation, path)
         finally:
             if not request.done():
-                self._helpers.give_up()
+                self._deadline.give_up()
                 stop()
-                wait([request], timeout=self._helpers.patience_s())
+                wait([request], timeout=self._deadline.patience_s())
 
     def __enter__(self) -> Self:
         return self
@@ -122,7 +120,7 @@ class TimedStorage:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._helpers.close()
+        self._deadline.close()
 
     def _folder(self, folder: str) -> str:
         return self.path(folder) if folder else self.uri
@@ -130,9 +128,9 @@ class TimedStorage:
     def _ask(
         self, operation: str, path: str, call: Callable[[], T], *, too_late: Callable[[T], None] = lambda _: None
     ) -> T:
-        request = self._helpers.begin(call, operation, path)
+        request = self._deadline.begin(call, operation, path)
         try:
-            return self._helpers.answer(request, operation, path)
+            return self._deadline.answer(request, operation, path)
         except BaseException:
             request.add_done_callback(lambda late: None if late.exception() else too_late(late.result()))
             raise
@@ -227,15 +225,15 @@ class _DirectReader:
 class _OpenFile:
     """The requests that were made of one open file."""
 
-    def __init__(self, helpers: _Helpers, path: str) -> None:
-        self._helpers = helpers
+    def __init__(self, deadline: _Deadline, path: str) -> None:
+        self._deadline = deadline
         self._path = path
         self._abandoned: list[Future[None]] = []
 
     def ask(self, operation: str, call: Callable[[], None]) -> None:
-        request = self._helpers.begin(call, operation, self._path)
+        request = self._deadline.begin(call, operation, self._path)
         try:
-            self._helpers.answer(request, operation, self._path)
+            self._deadline.answer(request, operation, self._path)
         except BaseException:
             self._abandoned.append(request)
             raise
@@ -247,20 +245,18 @@ class _OpenFile:
             wait(self._abandoned)
             call()
 
-        request = self._helpers.start(last)
-        wait([request], timeout=0 if any(not each.done() for each in self._abandoned) else self._helpers.patience_s())
+        request = self._deadline.start(last)
+        wait([request], timeout=0 if any(not each.done() for each in self._abandoned) else self._deadline.patience_s())
 
 
-class _Helpers:
-    """Threads that make calls for others, who may leave. As daemons they keep no process alive when a call hangs."""
+class _Deadline:
+    """The time that all requests of a store have together."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._end_s = time.monotonic() + timeout_s
-        #: Where each idle helper waits for work. The last one is taken first: callers in turn keep to one helper.
-        self._idle: deque[SimpleQueue[Callable[[], Callable[[], None]] | None]] = deque()
+        self._helpers = Helpers()
         self._given_up = False
-        self._closed = False
 
     def begin(self, call: Callable[[], T], operation: str, path: str) -> Future[T]:
         """Have `call` made, unless the time is up already."""
@@ -274,14 +270,7 @@ class _Helpers:
 
     def start(self, call: Callable[[], T]) -> Future[T]:
         """Have `call` made."""
-        request: Future[T] = Future()
-        try:
-            inbox = self._idle.pop()
-        except IndexError:
-            inbox = SimpleQueue()
-            Thread(target=self._help, args=(inbox,), name="holdfast-storage", daemon=True).start()
-        inbox.put(partial(_made, call, request))
-        return request
+        return self._helpers.start(call)
 
     def answer(self, request: Future[T], operation: str, path: str) -> T:
         """What the call of `request` returns or raises, as soon as it does."""
@@ -303,26 +292,7 @@ class _Helpers:
 
     def close(self) -> None:
         """End the helpers, each when it has no work any more."""
-        self._closed = True
-        self._dismiss()
-
-    def _help(self, inbox: SimpleQueue[Callable[[], Callable[[], None]] | None]) -> None:
-        while (work := inbox.get()) is not None:
-            tell = work()
-            # Idle before the caller goes on, so that its next call finds this helper. Looking for the end comes last:
-            # of a helper that becomes idle and a `close` at the same time, one sees the other.
-            self._idle.append(inbox)
-            tell()
-            del work, tell  # an idle helper must not hold buffers
-            if self._closed:
-                self._dismiss()
-
-    def _dismiss(self) -> None:
-        while True:
-            try:
-                self._idle.pop().put(None)
-            except IndexError:
-                return
+        self._helpers.close()
 
     def _late(self, operation: str, path: str) -> StorageError:
         return StorageError(
@@ -332,12 +302,3 @@ class _Helpers:
             path=path,
             retryable=True,
         )
-
-
-def _made(call: Callable[[], T], request: Future[T]) -> Callable[[], None]:
-    """Make `call`; returns what tells the outcome."""
-    try:
-        result = call()
-    except BaseException as error:  # noqa: BLE001 - it is raised to whoever asked
-        return partial(request.set_exception, error)
-    return partial(request.set_result, result)
