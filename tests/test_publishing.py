@@ -523,7 +523,8 @@ def test_a_rank_that_is_gone_is_named_in_time(act: str, nodes: tuple[int, ...] |
     for rank in (0, 2):
         told = failed.value.results[rank]
         assert isinstance(told, Told)
-        assert (told.kind, told.code, told.absent) == ("DeadlineError", "timeout.ranks", (1,))
+        assert (told.kind, told.absent) == ("DeadlineError", (1,))
+        assert told.code in ("timeout.ranks", "timeout.rank_ended")
         assert told.took_s < TIMEOUT_S + SLACK_S
 
 
