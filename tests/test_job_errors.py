@@ -7,7 +7,6 @@ import resource
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -483,11 +482,9 @@ def save_but_skip_one(run: str, node_dir: Path, skipping: int, verb: str) -> lis
     """What became of each of five saves, of which the rank `skipping` leaves out the second, as if by a bug."""
     start_new_job()
     state = small()
+    memory = holdfast.Memory(node_dir=node_dir)
     outcomes = []
-    with ExitStack() as stack:
-        if verb == "Checkpointer":
-            memory = holdfast.Memory(node_dir=node_dir)
-            checkpointer = stack.enter_context(holdfast.Checkpointer(run, state, memory=memory, timeout_s=TIMEOUT_S))
+    with holdfast.Checkpointer(run, state, memory=memory, timeout_s=TIMEOUT_S) as checkpointer:
         for step in (10, 20, 30, 40, 50):
             if step == 20 and dist.get_rank() == skipping:
                 continue
