@@ -26,6 +26,7 @@ from holdfast.checkpointer.staging import Stager, is_unusable, next_share
 from holdfast.control.channel import Channel, Deadline
 from holdfast.control.torch_store import default_channel, group_ranks
 from holdfast.errors import DeadlineError, FencedError, HoldfastError, NotFoundError, StorageError, from_wire
+from holdfast.format.patterns import Globs
 from holdfast.format.records import Place
 from holdfast.format.values import Node
 from holdfast.keeper.node_folder import DEFAULT_NODE_DIR
@@ -39,7 +40,7 @@ from holdfast.saving.share import Share
 from holdfast.staging.device import Queued
 from holdfast.staging.routes import Routes
 from holdfast.staging.snapshot import Snapshot
-from holdfast.state.flatten import FlatState
+from holdfast.state.flatten import FlatState, check_root
 from holdfast.transfer.timed import TimedStorage
 
 #: How often it is looked at whether slots have become free, and when in its time a save gives up, so that all ranks
@@ -78,7 +79,8 @@ class Checkpointer:
     All methods but `guard` are collective over `group` (default: all ranks of the job), and for one thread; one plain
     process is fine too. `state` is walked anew at every save. A run that has a history must have been restored or
     loaded from by this job, unless ``takeover=True``. ``when_full`` says what a save does while no slot of memory is
-    free, because storage is slower than saves come: wait, or skip that save, on all ranks together.
+    free, because storage is slower than saves come: wait, or skip that save, on all ranks together. `select` are globs
+    of names, as in `holdfast.save` and `holdfast.load`: only what they match is saved and restored.
 
     Use as a context manager: its end waits until all that was saved is durable.
     """
@@ -89,6 +91,7 @@ class Checkpointer:
         state: Mapping[str, object],
         *,
         memory: Memory | None = Memory(),
+        select: str | Sequence[str] | None = None,
         group: ProcessGroup | None = None,
         takeover: bool = False,
         when_full: Literal["wait", "skip"] = "wait",
@@ -97,7 +100,10 @@ class Checkpointer:
         if when_full not in ("wait", "skip"):
             raise ValueError(f"when_full is 'wait' or 'skip', not {when_full!r}")
         self._run = run_root(run)
+        check_root(state)
         self._state = state
+        self._select = select
+        self._globs = None if select is None else Globs(select)
         self._memory = memory
         self._group = group
         self._takeover = takeover
@@ -163,6 +169,7 @@ class Checkpointer:
             self._run,
             self._state,
             node_dir=None if self._memory is None else self._memory.node_dir,
+            select=self._select,
             group=self._group,
             verify=verify,
             timeout_s=self._timeout_s,
@@ -258,6 +265,7 @@ class Checkpointer:
             self._state,
             handle.step,
             metrics=metrics,
+            select=self._select,
             group=self._group,
             takeover=self._takeover,
             timeout_s=self._timeout_s,
@@ -322,7 +330,9 @@ class Checkpointer:
         try:
             with collector_paused():
                 number, world_size, walk = channel.rank, channel.world_size, self._known.walk
-                taken = Snapshot(self._state, stager.guarded, rank=number, world_size=world_size, last=walk)
+                taken = Snapshot(
+                    self._state, stager.guarded, rank=number, world_size=world_size, last=walk, select=self._globs
+                )
             stager.guard.hook(taken.optimizers)
         except Exception as error:  # noqa: BLE001 - whatever it is, it is raised when all have heard of it
             return error

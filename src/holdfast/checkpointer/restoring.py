@@ -112,6 +112,7 @@ def restore(
     state: Mapping[str, object],
     *,
     node_dir: Path | None,
+    select: str | Sequence[str] | None,
     group: ProcessGroup | None,
     verify: bool,
     timeout_s: float,
@@ -119,7 +120,7 @@ def restore(
     """Fill `state` from the newest checkpoint of `run`. Collective over `group`. See `Checkpointer.restore`."""
     if node_dir is not None:
         try:
-            restored = _from_memory(run, state, node_dir, group, verify=verify, timeout_s=timeout_s)
+            restored = _from_memory(run, state, node_dir, group, Options(select, verify=verify), timeout_s=timeout_s)
         except HoldfastError as error:
             if not is_damage(error) and error.code != "storage.memory":
                 raise
@@ -129,7 +130,7 @@ def restore(
             if restored is not None:
                 return restored
     try:
-        report = load(run, state, group=group, verify=verify, timeout_s=timeout_s)
+        report = load(run, state, select=select, group=group, verify=verify, timeout_s=timeout_s)
     except NotFoundError as error:
         if error.code not in ("not_found.run", "not_found.head"):
             raise
@@ -164,7 +165,13 @@ def drop_parts(run: str, node_dir: Path, channel: Channel, deadline: Deadline) -
 
 
 def _from_memory(
-    run: str, state: Mapping[str, object], node_dir: Path, group: ProcessGroup | None, *, verify: bool, timeout_s: float
+    run: str,
+    state: Mapping[str, object],
+    node_dir: Path,
+    group: ProcessGroup | None,
+    options: Options,
+    *,
+    timeout_s: float,
 ) -> Restored | None:
     deadline = Deadline(timeout_s)
     channel = default_channel("restore", group, deadline=deadline)
@@ -175,7 +182,7 @@ def _from_memory(
         with TimedStorage(storage_at(run), timeout_s=deadline.for_storage_s) as storage:
             memory = _memory(folder, slots, seal, chosen.folder)
             located = Located(memory, Run.open(storage), None, f"{records.CHECKPOINTS}/{chosen.folder}/", seal)
-            report = _load(channel, deadline, group, state, located, chosen, verify=verify)
+            report = _load(channel, deadline, group, state, located, chosen, options=options)
         uncommitted = None if chosen.committed else seal.place
         return Restored(RestoreReport(report.step, report.place, "node memory", report), uncommitted)
 
@@ -221,13 +228,13 @@ def _load(
     located: Located,
     chosen: _Chosen,
     *,
-    verify: bool,
+    options: Options,
 ) -> LoadReport:
     checkpoint = Checkpoint(located)
     if chosen.owners:
         checkpoint.nodes = _all_values(channel, deadline, checkpoint, chosen.owners)
     with TimedStorage(located.storage, timeout_s=deadline.for_storage_s) as storage:
-        loading = Loading(channel, deadline, storage, group_ranks(group)[channel.rank], Options(verify=verify))
+        loading = Loading(channel, deadline, storage, group_ranks(group)[channel.rank], options)
         return loading.fill(state, lambda: checkpoint, epoch=chosen.epoch, owners=chosen.owners or None, in_memory=True)
 
 

@@ -154,6 +154,15 @@ def _num_alike(name: str, text: str) -> int:
     )
 
 
+def check_matched(option: str, ranks: Sequence[Mapping[str, Collection[str]]], *, where: str) -> None:
+    """Refuse globs of an option that match nothing on any rank: `ranks` has those of each, with names that are near."""
+    nowhere = set(ranks[0]).intersection(*ranks[1:])
+    if nowhere:
+        close = {glob: sorted({name for rank in ranks for name in rank[glob]})[:3] for glob in sorted(nowhere)}
+        action = "Give globs of live names; optimizers and objects with a state_dict have one name each."
+        raise unmatched(option, close, where=where, action=action)
+
+
 def unmatched(option: str, globs: Mapping[str, Collection[str]], *, where: str, action: str) -> IncompatibleError:
     """The error for globs of an option that match no name there; with each, names that are near."""
     lines = []

@@ -33,6 +33,12 @@ class Sink(Protocol):
     def named(self, tensor: torch.Tensor) -> NamedTensor | None:
         """The entry of the state that is this very tensor object, by its canonical name."""
 
+    def wants(self, name: str) -> bool:
+        """Whether what has this name is saved: everything is, unless a selection says otherwise."""
+
+    def chosen(self, entries: Sequence[NamedTensor]) -> Sequence[NamedTensor]:
+        """Those of the entries that are saved. Optimizers find the names of all of them with `named`."""
+
     def tensors(self, entries: Iterable[NamedTensor]) -> None:
         """Add tensors that need no nodes, because their owner finds them by name."""
 
@@ -56,6 +62,9 @@ class Source(Protocol):
 
     def require_equal(self, name: str, copy: str) -> None:
         """Refuse the load when what is stored as `copy`, tensors or values, differs from what is stored as `name`."""
+
+    def wants(self, name: str) -> bool:
+        """Whether what has this live name is loaded."""
 
     def stored_below(self, path: str) -> Iterator[str]:
         """Names below `path`: of tensors, of their aliases, of leaves that are values."""

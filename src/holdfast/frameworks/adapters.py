@@ -49,12 +49,14 @@ class Transparent:
 class Refused:
     """An object that cannot be saved as it is: `problem` completes "it ...", `action` says what works instead.
 
-    `applies` says to which objects of the type.
+    `applies` says to which objects of the type. `is_local`: it concerns the module's own parameters, and not those of
+    modules below it.
     """
 
     problem: str
     action: str
     applies: Callable[[Any], bool] = lambda _: True
+    is_local: bool = False
 
 
 Adapter = Wrapper | Described | Transparent | Refused
@@ -123,6 +125,7 @@ _WEIGHTS_OF_4_BITS = Refused(
     "packs its weight into a tensor of its own kind, and keeps the scales beside it",
     "Load these weights from where they came from, and save what is trained: select= takes globs, such as "
     'select="**lora_*".',
+    is_local=True,
 )
 _SILENT_LOADER = Refused(
     "does not say where it is in the data",

@@ -8,7 +8,7 @@ user's that happens to be called ``module`` keeps its name.
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import lru_cache
 from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple, cast
@@ -48,8 +48,9 @@ _HARMLESS_HOOKS = frozenset(
 
 
 class _State(NamedTuple):
-    """What one module tree holds, under full names."""
+    """What one module tree holds, under full names. `wants` says which of them are saved or loaded."""
 
+    wants: Callable[[str], bool]
     tensors: list[NamedTensor]
     extras: list[tuple[str, Description]]
     #: Every module, and what its tensors' names start with.
@@ -67,17 +68,22 @@ class _Traits(NamedTuple):
     shards: bool
 
 
-def flatten_module(path: str, module: nn.Module, sink: Sink) -> None:
-    """Add a module's parameters, persistent buffers and extra states to `sink`.
+def flatten_module(path: str, module: nn.Module, sink: Sink) -> bool:
+    """Add a module's parameters, persistent buffers and extra states to `sink`. False where it wants none of them.
 
     FSDP2 modules are resharded first, as their ``state_dict()`` does. Raises `StateError`, code
     ``state.module_hooks``, for modules whose state a walk of parameters and buffers would miss.
     """
-    state = _read(path, module)
+    state = _read(path, module, sink.wants)
+    tensors = sink.chosen(state.tensors)
+    extras = [(name, extra) for name, extra in state.extras if sink.wants(name)]
+    if not (tensors or extras or sink.wants(path)):
+        return False
     sink.node(path, Open("module"))
-    sink.tensors(state.tensors)
-    for name, extra in state.extras:
+    sink.tensors(tensors)
+    for name, extra in extras:
         sink.tree(name, extra.read())
+    return True
 
 
 def bind_module(path: str, module: nn.Module, source: Source) -> Finish:
@@ -85,7 +91,7 @@ def bind_module(path: str, module: nn.Module, source: Source) -> Finish:
 
     Where FSDP2 keeps shards padded, such a hook of its own takes over those that got memory.
     """
-    state = _read(path, module)
+    state = _read(path, module, source.wants)
     for entry in state.tensors:
         source.fill(entry)
     stored = {id(entry.tensor) for entry in state.tensors}
@@ -118,8 +124,8 @@ def changed_in_forward(module: nn.Module) -> Iterator[torch.Tensor]:
             yield owner.weight
 
 
-def _read(path: str, module: nn.Module) -> _State:
-    state = _State([], [], [])
+def _read(path: str, module: nn.Module, wants: Callable[[str], bool]) -> _State:
+    state = _State(wants, [], [], [])
     _walk(module, "", path, None, state)
     return state
 
@@ -132,13 +138,13 @@ def _walk(module: nn.Module, prefix: str, path: str, unsynced: frozenset[int] | 
     module = cast("nn.Module", unwrapped(module))
     kind: type = type(module)  # of any metaclass: mypy doubts that those can be hashed
     traits = _traits(kind)
-    _refuse_hidden_state(module, traits, path, prefix)
+    base = join(path, prefix)
+    _refuse_hidden_state(module, traits, path, prefix, state.wants)
     if traits.shards:
         # Between forward and backward there may be unsharded parameters in place, also in modules below.
         cast("FSDPModule", module).reshard()
     if traits.synchronizes:
         unsynced = _ignored(cast("nn.parallel.DistributedDataParallel", module))
-    base = join(path, prefix)
     state.modules.append((base, module))
     for name, tensor in module._parameters.items():  # noqa: SLF001
         if tensor is not None:
@@ -202,8 +208,13 @@ def _extra_of(module: nn.Module, path: str, traits: _Traits) -> Description | No
     return Description(read, write, is_random=False)
 
 
-def _refuse_hidden_state(module: nn.Module, traits: _Traits, path: str, prefix: str) -> None:
-    """Refuse a module that gives another state dict than its parameters, buffers and extra state."""
+def _refuse_hidden_state(
+    module: nn.Module, traits: _Traits, path: str, prefix: str, wants: Callable[[str], bool]
+) -> None:
+    """Refuse a module that gives another state dict than its parameters, buffers and extra state.
+
+    Where only its own part of the state dict is another one, it may stay in the state as long as that is not wanted.
+    """
     kind = type(module)
     adapter, refusal = adapter_of(module), refusal_of(module)
     hooks = (*module._state_dict_hooks.values(), *module._state_dict_pre_hooks.values())  # noqa: SLF001
@@ -211,17 +222,21 @@ def _refuse_hidden_state(module: nn.Module, traits: _Traits, path: str, prefix: 
         "Keep such state in persistent buffers or in get_extra_state / set_extra_state; or put module.state_dict() "
         "into the state, and hand what was loaded to module.load_state_dict()."
     )
+    is_local = False
     if refusal is not None:
-        what, action = refusal.problem, refusal.action
+        what, action, is_local = refusal.problem, refusal.action, refusal.is_local
     elif isinstance(adapter, Described | Transparent):
         return
     elif traits.overrides is not None:
-        what = f"overrides {traits.overrides}"
+        what, is_local = f"overrides {traits.overrides}", traits.overrides == "_save_to_state_dict"
     elif "state_dict" in module.__dict__:
         what = "overrides state_dict"
     elif hooks and any(getattr(hook, "__module__", None) not in _HARMLESS_HOOKS for hook in hooks):
         what = "has state-dict hooks"
     else:
+        return
+    own = chain(module._parameters, module._buffers, ["_extra_state"])  # noqa: SLF001
+    if is_local and not any(wants(join(path, prefix) + component(name, path=path)) for name in own):
         return
     raise StateError(
         f"Module {prefix.removesuffix('.') or 'root'!r} in {path!r} ({kind.__module__}.{kind.__qualname__}) {what}, "

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from holdfast.format.names import own_part
-from holdfast.format.patterns import Globs, unmatched
+from holdfast.format.patterns import Globs, check_matched
 from holdfast.format.values import Node
 from holdfast.state.bind import Binding
 from holdfast.state.differences import Stored, difference
@@ -48,12 +48,7 @@ def compared(ranks: Sequence[Names], stored: Mapping[str, Stored], nodes: Mappin
     own = {name for rank in ranks for name in rank.unexpected if own_part(name) is not None}
     unexpected = sorted(shared | own)
     for option in ranks[0].unmatched:
-        each = [rank.unmatched[option] for rank in ranks]
-        nowhere = set(each[0]).intersection(*each[1:])
-        if nowhere:
-            near = {glob: sorted({name for rank in each for name in rank[glob]})[:3] for glob in sorted(nowhere)}
-            action = "Give globs of live names; optimizers and objects with a state_dict have one name each."
-            raise unmatched(option, near, where="the live state", action=action)
+        check_matched(option, [rank.unmatched[option] for rank in ranks], where="the live state")
     if strict and (missing or unexpected):
         raise difference(missing, unexpected, stored, nodes)
     unfillable = sorted({name for rank in ranks for name in rank.unfillable})

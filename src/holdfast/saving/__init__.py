@@ -22,6 +22,7 @@ from torch.distributed import ProcessGroup
 from holdfast.control.channel import Channel, Deadline, Outcome
 from holdfast.control.torch_store import default_channel, group_ranks
 from holdfast.errors import HoldfastError
+from holdfast.format.patterns import Globs
 from holdfast.format.records import MAX_RECORD_NBYTES, Commit
 from holdfast.phases import Stopwatch, attempt
 from holdfast.reports import SaveReport
@@ -49,6 +50,7 @@ def save(
     step: int,
     *,
     metrics: Mapping[str, SupportsFloat] | None = None,
+    select: str | Sequence[str] | None = None,
     group: ProcessGroup | None = None,
     takeover: bool = False,
     on_divergence: Literal["warn", "error"] = "warn",
@@ -61,6 +63,10 @@ def save(
     loaded from by this job, unless ``takeover=True``. `metrics` are recorded with the commit. Extra memory is three
     buffers of 2 MiB. While layouts stay as they are, later saves exchange a few kilobytes per rank and no plan.
 
+    `select` are globs of names, as in `load`: only what they match is saved, such as the adapters of a model
+    (``"**lora_*"``), and nothing else is looked at. Optimizers, objects and values are selected by their own names; of
+    a list all entries are, or none. What was saved is loaded with the same `select`.
+
     Plain tensors that several ranks hold under one name without declaring it (by DTensor, by DDP) are compared: all of
     them at the first save and whenever a plan is made, a rotating share later. Copies that differ are an error at the
     first save; later ``on_divergence="warn"`` logs a warning, one holder's copy is saved whole, and the checkpoint and
@@ -72,6 +78,7 @@ def save(
 
     Raises:
         StateError: something in `state` cannot be saved truthfully, or ranks disagree about it.
+        IncompatibleError: a glob of `select` matches nothing on any rank.
         ConfigurationError: `run` is not a run, or holds a history that was not loaded.
         StorageError: the store failed, or did not answer within nine tenths of `timeout_s`; names the path.
         DeadlineError: ranks named in the message did not answer within `timeout_s`.
@@ -82,12 +89,13 @@ def save(
     if on_divergence not in ("warn", "error"):
         raise ValueError(f"on_divergence is 'warn' or 'error', not {on_divergence!r}")
     numbers = numbers_of(metrics or {})
+    chosen = None if select is None else Globs(select)
     root = run_root(run)
     deadline = Deadline(timeout_s)
     channel = default_channel(f"save of step {step}", group, deadline=deadline, step=step)
     with TimedStorage(storage_at(root), timeout_s=deadline.for_storage_s) as storage:
         request = Request(storage, step, numbers, takeover, time.time(), on_divergence == "error")
-        return _Saving(channel, deadline, request, group_ranks(group)).run(state)
+        return _Saving(channel, deadline, request, group_ranks(group), chosen).run(state)
 
 
 def numbers_of(metrics: Mapping[str, SupportsFloat]) -> dict[str, float]:
@@ -111,7 +119,10 @@ def run_root(run: str | os.PathLike[str]) -> str:
 class _Saving:
     """One save on one rank. `ranks` are the global ranks of the group, in its order."""
 
-    def __init__(self, channel: Channel, deadline: Deadline, request: Request, ranks: Sequence[int]) -> None:
+    def __init__(
+        self, channel: Channel, deadline: Deadline, request: Request, ranks: Sequence[int], select: Globs | None
+    ) -> None:
+        self._select = select
         self._channel = channel
         self._deadline = deadline
         self._request = request
@@ -126,7 +137,9 @@ class _Saving:
     def run(self, state: Mapping[str, object]) -> SaveReport:
         """Save and report."""
         number, world_size, walk = self._channel.rank, self._channel.world_size, self._known.walk
-        planned, mine = self._planning.agree(lambda: flatten(state, rank=number, world_size=world_size, last=walk))
+        planned, mine = self._planning.agree(
+            lambda: flatten(state, rank=number, world_size=world_size, last=walk, select=self._select)
+        )
         shares: list[Share] = []
         wrote: list[Written] = []
         with self._watch.phase("write"):

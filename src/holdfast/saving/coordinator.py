@@ -15,6 +15,7 @@ from holdfast.errors import StateError
 from holdfast.format import manifest as fmt
 from holdfast.format import records
 from holdfast.format import values as value_codec
+from holdfast.format.patterns import check_matched
 from holdfast.format.records import FileSeal
 from holdfast.format.values import Node
 from holdfast.phases import collector_paused
@@ -92,6 +93,7 @@ class Coordinator:
     def ask(self, payloads: Sequence[bytes]) -> bytes:
         """The answer to what all ranks described: `Questions` where a plan is to be made, else what `_go_on` says."""
         self._messages = [msgspec.msgpack.decode(payload, type=Described) for payload in payloads]
+        check_matched("select", [message.unmatched for message in self._messages], where="the state")
         by_layout: dict[bytes, int] = {}
         by_values: dict[bytes, list[int]] = {}
         for number, message in enumerate(self._messages):

@@ -54,6 +54,7 @@ class Local:
             values_nbytes=8 + len(self.values),
             own_paths=_digest(own),
             own_nbytes=len(pack_values(own)) if own else 0,
+            unmatched=dict(self.flat.unmatched),
         )
         return msgspec.msgpack.encode(described)
 

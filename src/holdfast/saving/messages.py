@@ -13,7 +13,8 @@ class Described(msgspec.Struct, frozen=True, array_like=True):
     `layout` digests the layout's body, `columns` its columns (empty: there are none, so no pieces). `compared` digests
     tensors that are held whole and that other ranks may hold too without having declared it: the share `turn` of them,
     or (None) all. `values` digests the shared table of values, `value_paths` its paths; ``own_nbytes`` and `own_paths`
-    are for the values of this rank alone.
+    are for the values of this rank alone. `unmatched` are globs of the selection that match nothing on this rank, with
+    names that are near.
     """
 
     layout: bytes
@@ -25,6 +26,7 @@ class Described(msgspec.Struct, frozen=True, array_like=True):
     values_nbytes: int
     own_paths: bytes
     own_nbytes: int
+    unmatched: dict[str, list[str]]
 
 
 class Questions(msgspec.Struct, frozen=True, tag="questions"):

@@ -17,6 +17,7 @@ import torch
 
 from holdfast.errors import StateError
 from holdfast.format.names import shown
+from holdfast.format.patterns import Globs
 from holdfast.frameworks.optimizer import is_replayed, slots_of
 from holdfast.staging.device import Calls, Queued, devices_of
 from holdfast.staging.guarded import Guarded
@@ -49,9 +50,10 @@ class Snapshot:
         rank: int,
         world_size: int,
         last: Sequence[Remembered] = (),
+        select: Globs | None = None,
     ) -> None:
         """As `flatten`, without what the walk can leave for later."""
-        self._walk = Walk(state, rank=rank, world_size=world_size, last=last)
+        self._walk = Walk(state, rank=rank, world_size=world_size, last=last, select=select)
         found = self._walk.found()
         names = guarded.names(self._walk, found)
         slots, all_held = _held_slots(self._walk)

@@ -34,7 +34,7 @@ from holdfast.frameworks.stateful import Description, description_of, is_describ
 from holdfast.plan.layout import Replicas
 from holdfast.state.differences import Mismatches, Stored, difference, is_leaf
 from holdfast.state.flatten import check_depth, check_root, name_of_planes, planes_as_tensors
-from holdfast.state.gather import Gatherer
+from holdfast.state.gather import Gatherer, is_describable
 from holdfast.state.match import Matcher, Target, Terms
 from holdfast.state.meta import MetaTensors, become, check_alone, check_fillable
 from holdfast.state.per_rank import PerRank
@@ -240,6 +240,9 @@ class _Binder:
     def _is_selected(self, name: str) -> bool:
         return self._select is None or name in self._select
 
+    def wants(self, name: str) -> bool:
+        return self._is_selected(name)
+
     def named(self, tensor: torch.Tensor) -> NamedTensor | None:
         return self._names.get(id(tensor))
 
@@ -289,7 +292,12 @@ class _Binder:
     def fill(self, entry: NamedTensor) -> None:
         registration = registered(entry.tensor)
         if registration is None:
-            self._pending.append(entry)
+            if self._select is not None and not self._is_selected(entry.name) and not is_describable(entry.tensor):
+                # Whatever it is, it stays as it is; an optimizer may ask for its name.
+                source = self._matcher.source_of([entry.name])
+                self._names[id(entry.tensor)] = NamedTensor(source, entry.tensor, entry.replicas)
+            else:
+                self._pending.append(entry)
             return
         planes = planes_as_tensors(entry, registration)
         node = self.nodes.get(entry.name)

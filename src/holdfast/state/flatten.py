@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -16,7 +17,8 @@ from torch.optim import Optimizer
 from holdfast.errors import StateError
 from holdfast.format import values
 from holdfast.format.names import component, join, own_part, plane_component, rank_component
-from holdfast.format.values import Container, Encoded, Leaf, Node, Open, Planes, Stateful, TensorRef
+from holdfast.format.patterns import Globs
+from holdfast.format.values import Container, Encoded, Leaf, Node, Open, Planes, Stateful, Table, TensorRef
 from holdfast.frameworks import NamedTensor
 from holdfast.frameworks.adapters import refusal_of, unwrapped
 from holdfast.frameworks.module import flatten_module
@@ -30,8 +32,11 @@ from holdfast.state.placements import is_dtensor, torch_value
 from holdfast.state.registry import Registration, any_registered, planes_of, registered
 
 _TENSOR = TensorRef()
+#: Containers of which a selection may take a part. (Of a list it takes all entries, but of each entry a part.)
+_DIVISIBLE = frozenset((dict, OrderedDict, list, tuple))
 
 _tensor_of = attrgetter("tensor")
+_name_of = attrgetter("name")
 
 
 @dataclass(frozen=True)
@@ -39,7 +44,8 @@ class FlatState:
     """A state, flat: tensors by canonical name (sorted), other names of the same memory, and the table of values.
 
     `own_nodes` are the values that belong to this rank alone: the contents of its `PerRank` parts. `remembered` makes
-    the next walk cheaper, and keeps no memory alive. `modules` and `optimizers` are those that were found.
+    the next walk cheaper, and keeps no memory alive. `modules` and `optimizers` are those that were found. `unmatched`
+    are globs of the selection that match nothing here, with names that are near.
     """
 
     tensors: dict[str, LocalTensor]
@@ -49,10 +55,16 @@ class FlatState:
     remembered: Sequence[Remembered]
     modules: Sequence[nn.Module]
     optimizers: Sequence[Optimizer]
+    unmatched: Mapping[str, list[str]]
 
 
 def flatten(
-    state: Mapping[str, object], *, rank: int = 0, world_size: int = 1, last: Sequence[Remembered] = ()
+    state: Mapping[str, object],
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+    last: Sequence[Remembered] = (),
+    select: Globs | None = None,
 ) -> FlatState:
     """Name everything in `state`. Nothing is copied: tensors share the live memory, values are read now.
 
@@ -60,10 +72,11 @@ def flatten(
     ``holdfast.format.values``) and registered types; containers are dicts, lists, tuples, NamedTuples, OrderedDicts
     and Counters. What a `PerRank` holds is named after `rank`; that there are `world_size` such parts is recorded.
     `last` is what the last walk of this state `remembered`: tensors that have not changed are not described anew.
-    Raises `StateError`, which names the path and the type, for anything else, for names that collide, for cycles, and
-    for tensors without a layout.
+    Of what is not in `select` nothing is read: optimizers, objects and values are in it by their own names, lists only
+    with all their entries. Raises `StateError`, which names the path and the type, for anything else, for names that
+    collide, for cycles, and for tensors without a layout.
     """
-    return Walk(state, rank=rank, world_size=world_size, last=last).finish()
+    return Walk(state, rank=rank, world_size=world_size, last=last, select=select).finish()
 
 
 def check_root(state: Mapping[str, object]) -> None:
@@ -72,7 +85,7 @@ def check_root(state: Mapping[str, object]) -> None:
         raise StateError(
             f"The state is a {type(state).__name__}, not a dict whose keys all are strings.",
             code="state.root",
-            action="Pass a dict with string keys.",
+            action='Pass a dict with string keys, such as {"model": model}.',
         )
 
 
@@ -107,9 +120,18 @@ class Walk:
     """
 
     def __init__(
-        self, state: Mapping[str, object], *, rank: int = 0, world_size: int = 1, last: Sequence[Remembered] = ()
+        self,
+        state: Mapping[str, object],
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        last: Sequence[Remembered] = (),
+        select: Globs | None = None,
     ) -> None:
         """As `flatten`."""
+        self._select = select
+        #: Tensors that are not saved, but may have optimizer state that is.
+        self._left_out: list[NamedTensor] = []
         self._rank = rank
         self._world_size = world_size
         self._per_rank = False
@@ -158,6 +180,7 @@ class Walk:
             self.remembered,
             self.modules,
             self.optimizers,
+            {} if self._select is None else self._select.unmatched(),
         )
 
     def _begin(self, state: Mapping[str, object]) -> None:
@@ -168,6 +191,8 @@ class Walk:
         # Optimizers name their state after parameters, so they come when every parameter has its canonical name.
         self._gather()
         self._names = self._gatherer.names()
+        for entry in sorted(self._left_out, key=_name_of):
+            self._names.setdefault(id(entry.tensor), entry)
         for entry, plane in self._planed:
             canonical = self._names[id(self._tensors[plane].tensor)].name
             self._names[id(entry.tensor)] = NamedTensor(name_of_planes(canonical), entry.tensor, entry.replicas)
@@ -183,6 +208,18 @@ class Walk:
     def named(self, tensor: torch.Tensor) -> NamedTensor | None:
         """As `Sink.named`."""
         return self._names.get(id(tensor))
+
+    def wants(self, name: str) -> bool:
+        """As `Sink.wants`."""
+        return self._select is None or name in self._select
+
+    def chosen(self, entries: Sequence[NamedTensor]) -> Sequence[NamedTensor]:
+        """As `Sink.chosen`."""
+        if self._select is None:
+            return entries
+        wanted = [entry.name in self._select for entry in entries]
+        self._left_out += [entry for entry, is_wanted in zip(entries, wanted, strict=True) if not is_wanted]
+        return [entry for entry, is_wanted in zip(entries, wanted, strict=True) if is_wanted]
 
     def tensors(self, entries: Iterable[NamedTensor]) -> None:
         """As `Sink.tensors`."""
@@ -219,13 +256,21 @@ class Walk:
             raise _collision(path)
         self._nodes[path] = node
 
-    def _visit(self, path: str, item: object, replicas: Replicas, *, live: bool) -> None:
-        """Add what lies at `path`. `live`: it can be bound again on loading, so modules and the like are allowed."""
+    def _visit(self, path: str, item: object, replicas: Replicas, *, live: bool) -> bool:
+        """Add what lies at `path`; False where it is not selected. `live`: it can be bound again on loading, so modules
+        and the like are allowed, and may be left out."""
+        item = item if isinstance(item, torch.Tensor) else unwrapped(item)
+        if self._select is not None and live and not own_part(path):
+            if isinstance(item, nn.Module) and not is_described(item):
+                return self._object(path, item, replicas)
+            if type(item) in _DIVISIBLE or values.is_record(item):
+                return self._part_of(path, item, replicas)
+            if path not in self._select:
+                self._left_out += [NamedTensor(path, item, replicas)] if isinstance(item, torch.Tensor) else []
+                return False
         if isinstance(item, torch.Tensor):
             self._tensor_at(path, item, replicas)
-            return
-        item = unwrapped(item)
-        if (node := values.leaf(item) or torch_value(item)) is not None:
+        elif (node := values.leaf(item) or torch_value(item)) is not None:
             self.node(path, node)
         elif (registration := registered(item)) is not None:
             self._encoded(path, item, registration, replicas)
@@ -239,9 +284,32 @@ class Walk:
                 self._visit(join(path, name), child, replicas, live=live)
         elif not live or not self._object(path, item, replicas):
             raise _unsupported_leaf(path, item)
+        return True
+
+    def _part_of(self, path: str, item: object, replicas: Replicas) -> bool:
+        """Add those entries of a container that are selected; False where there are none."""
+        check_depth(path)
+        shell = values.container(item, path)
+        assert shell is not None
+        node, children = shell
+        added = [name for name, child in children if self._visit(join(path, name), child, replicas, live=True)]
+        if not added and not (self.wants(path) and not children):
+            return False
+        if isinstance(node, Table):
+            node = Table(node.kind, tuple(added))
+        elif len(added) < len(children):
+            raise StateError(
+                f"select takes {len(added)} of the {len(children)} entries of {path!r}, a {type(item).__name__}.",
+                code="state.select",
+                action="Select all of them or none, or keep them in a dict.",
+                path=path,
+            )
+        self.node(path, node)
+        return True
 
     def _object(self, path: str, item: object, replicas: Replicas) -> bool:
-        """Add an object that can be bound again on loading. False where there is no way to save it."""
+        """Add an object that can be bound again on loading. False where there is no way to save it, or nothing of it is
+        selected."""
         if is_described(item):
             return self._described(path, item, replicas)
         if isinstance(item, (nn.Module, Optimizer, PerRank)) and own_part(path):
@@ -249,8 +317,8 @@ class Walk:
         if isinstance(item, PerRank):
             self._own(path, item)
         elif isinstance(item, nn.Module):
-            flatten_module(path, item, self)
             self.modules.append(item)
+            return flatten_module(path, item, self)
         elif isinstance(item, Optimizer):
             self._optimizers.append((path, item))
         else:

@@ -16,7 +16,7 @@ from holdfast.errors import StateError
 from holdfast.format.names import own_part
 from holdfast.frameworks import NamedTensor
 from holdfast.plan.layout import Placed, Replicas, Spec, TensorLayout, Whole
-from holdfast.state.placements import DTYPE_NAMES, PlacementReader, dtensor_type, is_dtensor
+from holdfast.state.placements import DTYPE_NAMES, PlacementReader, dtensor_type, is_dtensor, local_part
 
 if TYPE_CHECKING:
     from torch.distributed.tensor._dtensor_spec import DTensorSpec
@@ -276,6 +276,11 @@ def _unsupported(ordered: Sequence[NamedTensor], parts: Sequence[torch.Tensor], 
     """The error for the first tensor that has a problem."""
     problems = zip(ordered, (_problem(part, meta=meta) for part in parts), strict=True)
     return next(unsupported_tensor(entry.name, entry.tensor, problem) for entry, problem in problems if problem)
+
+
+def is_describable(tensor: torch.Tensor) -> bool:
+    """Whether a tensor, which may be on the meta device, is one of those that can be stored."""
+    return _problem(local_part(tensor), meta=True) is None
 
 
 def _problem(part: torch.Tensor, *, meta: bool) -> str | None:
