@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import re
+import signal
+import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from threading import Event, Thread
 from typing import Final, NamedTuple
 
 import pytest
+import torch
 
 from holdfast import Checkpointer, Memory
 from tests.engine_job import SMALL_NUMEL, Spec, Training, Truth, keepers, node_memory
@@ -113,3 +119,63 @@ def test_checkpointers_that_are_closed_leave_nothing_behind(spec: Spec) -> None:
     check_no_growth(counts[1], counts[-1])
     assert counts[-1].num_slots_mapped == 0
     assert kinds(spec)["slot"] == 2
+
+
+def in_use_nbytes() -> int:
+    """Anonymous memory of this process. What the C library keeps of memory that was freed is given back first: it makes
+    the figure of a loop without any save swing by tens of megabytes."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    rollup = Path("/proc/self/smaps_rollup").read_text()
+    (found,) = re.findall(r"^Anonymous: +(\d+) kB", rollup, re.MULTILINE)
+    return int(found) << 10
+
+
+@contextmanager
+def slow(keeper: int) -> Iterator[None]:
+    """Have a keeper work for a tenth of the time only."""
+    over = Event()
+
+    def hold_up() -> None:
+        while not over.is_set():
+            os.kill(keeper, signal.SIGSTOP)
+            over.wait(0.18)
+            os.kill(keeper, signal.SIGCONT)
+            time.sleep(0.02)
+
+    thread = Thread(target=hold_up)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def check_saves_beside_slow_storage(spec: Spec, count: int) -> None:
+    training = Training(spec.numel)
+    # A buffer, which is set aside by every save; a copy that anybody kept would be seen.
+    training.module.register_buffer("large", torch.ones(2 * SLACK_NBYTES, dtype=torch.uint8))
+    with Checkpointer(spec.run, training.state, memory=Memory(node_dir=spec.node_dirs[0])) as checkpointer:
+        for step in (0, 1):
+            checkpointer.save(step).durable.wait(60)
+        before = in_use_nbytes()
+        (keeper,) = keepers(spec.node_dirs[0])
+        num_late = 0
+        with slow(keeper):
+            for step in range(2, 2 + count):
+                training.step(step)
+                handle = checkpointer.save(step)
+                handle.staged.wait(60)
+                assert in_use_nbytes() < before + SLACK_NBYTES
+                num_late += not handle.durable.is_over
+        assert num_late, "storage was not slow"
+
+
+def test_beside_slow_storage_the_trainer_holds_no_more_than_before(spec: Spec) -> None:
+    check_saves_beside_slow_storage(spec, 6)
+
+
+@pytest.mark.slow
+def test_beside_slow_storage_the_trainer_holds_no_more_than_before_after_many_saves(spec: Spec) -> None:
+    check_saves_beside_slow_storage(spec, 200)
