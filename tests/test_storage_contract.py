@@ -361,6 +361,7 @@ def test_a_file_stays_open_until_the_request_that_hangs_has_ended(storage: Posix
             with pytest.raises(StorageError, match=r"storage\.timeout"):
                 reader.read_at(0, np.zeros(4, np.uint8))
             reader.close()
+        time.sleep(0.2)  # in which it would be closed
         assert descriptors_of(storage.uri) > 0, "its number could be another file's by now"
         hang.release()
         assert eventually(lambda: descriptors_of(storage.uri) == 0)
