@@ -14,7 +14,6 @@ import pytest
 from holdfast.errors import ConfigurationError
 from holdfast.format.records import Place
 from holdfast.keeper.node_folder import NodeFolder
-from holdfast.keeper.process import Process
 from holdfast.keeper.slots import Record, Slot, State, slot_names
 from holdfast.staging import arena as arena_module
 from holdfast.staging.arena import Arena
@@ -74,20 +73,20 @@ def test_memory_survives_the_process_and_is_used_again(folder: NodeFolder, memor
     names = slot_names(folder)
     arena = ready(folder, 9 * MIB)
     assert slot_names(folder) == names
-    assert (some(arena.reusable(None)).data == 7).all()
+    assert (some(arena.take(None)).data == 7).all()
     arena.close()
 
 
 def test_of_two_generations_the_older_is_filled_again_when_all_ranks_hold_the_newer(folder: NodeFolder) -> None:
     arena = ready(folder, MIB)
-    first = filled(some(arena.reusable(None)), State.COMMITTED, seq=1)
-    second = filled(some(arena.reusable(None)), State.SEALED, seq=2)
+    first = filled(some(arena.take(None)), State.COMMITTED, seq=1)
+    second = filled(some(arena.take(None)), State.SEALED, seq=2)
     assert arena.newest_sealed() == Place(1, 2)
-    assert arena.reusable(Place(1, 1)) is None  # another rank holds no more than the first
-    assert arena.reusable(None) is first  # another rank holds nothing, so no checkpoint is whole in memory
-    assert arena.reusable(Place(1, 2)) is first
+    assert arena.take(Place(1, 1)) is None  # another rank holds no more than the first
+    assert arena.take(None) is first  # another rank holds nothing, so no checkpoint is whole in memory
+    assert arena.take(Place(1, 2)) is first
     filled(first, State.STAGED, seq=3)
-    assert arena.reusable(Place(1, 2)) is None  # nothing is free: the second is the newest that is whole
+    assert arena.take(Place(1, 2)) is None  # nothing is free: the second is the newest that is whole
     assert arena.newest_sealed() == Place(1, 2)
     assert second.state == State.SEALED
     arena.close()
@@ -95,17 +94,17 @@ def test_of_two_generations_the_older_is_filled_again_when_all_ranks_hold_the_ne
 
 def test_what_is_not_committed_yet_is_never_filled_again(folder: NodeFolder) -> None:
     arena = ready(folder, MIB)
-    filled(some(arena.reusable(None)), State.SEALED, seq=1)
-    filled(some(arena.reusable(None)), State.SEALED, seq=2)
-    assert arena.reusable(Place(1, 2)) is None
+    filled(some(arena.take(None)), State.SEALED, seq=1)
+    filled(some(arena.take(None)), State.SEALED, seq=2)
+    assert arena.take(Place(1, 2)) is None
     arena.close()
 
 
 def test_before_a_first_save_there_is_room_only_where_a_slot_is_free_or_yet_to_be_made(folder: NodeFolder) -> None:
     # A restarted job took a slot for granted, and found one committed and one that was not durable yet.
     arena = ready(folder, MIB)
-    filled(some(arena.reusable(None)), State.COMMITTED, seq=1)
-    filled(some(arena.reusable(None)), State.SEALED, seq=2)
+    filled(some(arena.take(None)), State.COMMITTED, seq=1)
+    filled(some(arena.take(None)), State.SEALED, seq=2)
     arena.close()
     assert Arena(folder, rank=3, num_slots=2).oldest() == (False, Place(1, 1))
     again = ready(folder, MIB, num_slots=2)
@@ -131,7 +130,7 @@ def test_the_first_slot_can_be_filled_while_others_are_being_made(
     assert arena.wait_for_one(60)
     assert not arena.is_ready
     assert arena.oldest() == (True, None)
-    filled(some(arena.reusable(None)), State.COMMITTED, seq=1)
+    filled(some(arena.take(None)), State.COMMITTED, seq=1)
     assert arena.oldest() == (False, Place(1, 1))  # the other one is not there yet
     go_on.set()
     assert arena.wait(60)
@@ -154,38 +153,36 @@ def test_slots_that_somebody_removed_are_made_anew(folder: NodeFolder) -> None:
 
 def test_a_slot_that_a_dead_process_was_filling_is_free(folder: NodeFolder) -> None:
     arena = ready(folder, MIB)
-    me = Process.current()
-    dead = Process(me.pid, me.started - 1, me.boot_id)
     for _ in range(2):
-        some(arena.reusable(None)).advance(Record(State.WRITING, dead))
-    assert arena.reusable(None) is None
-    arena.close()
+        filled(some(arena.take(None)), State.WRITING)
+    assert arena.take(None) is None
+    arena.close()  # as the kernel does when the process ends: the locks are gone
     again = ready(folder, MIB)
-    assert some(again.reusable(None)).record == Record(State.FREE)
+    assert some(again.take(None)).record == Record(State.FREE)
     again.close()
 
 
 def test_a_slot_that_a_living_process_is_filling_is_left_alone(folder: NodeFolder) -> None:
     arena = ready(folder, MIB)
-    filled(some(arena.reusable(None)), State.WRITING)
-    arena.close()
-    again = ready(folder, MIB)
-    filled(some(again.reusable(None)), State.WRITING)
-    assert again.reusable(None) is None
+    filled(some(arena.take(None)), State.WRITING)
+    again = ready(folder, MIB)  # of another process, for all that the locks know
+    filled(some(again.take(None)), State.WRITING)
+    assert again.take(None) is None
     again.close()
+    arena.close()
 
 
 def test_a_larger_state_gets_larger_slots_and_what_the_old_ones_hold_stays_until_it_is_not_needed(
     folder: NodeFolder,
 ) -> None:
     arena = ready(folder, MIB)
-    held = filled(some(arena.reusable(None)), State.COMMITTED, seq=1)
+    held = filled(some(arena.take(None)), State.COMMITTED, seq=1)
     arena.prepare(5 * MIB)
     assert arena.wait(60)
     assert arena.is_ready
     assert sorted((folder.path / name).stat().st_size for name in slot_names(folder)) == [4 * MIB, 8 * MIB, 8 * MIB]
     assert arena.newest_sealed() == Place(1, 1)
-    new = filled(some(arena.reusable(Place(1, 1))), State.COMMITTED, seq=2)
+    new = filled(some(arena.take(Place(1, 1))), State.COMMITTED, seq=2)
     assert new.nbytes == 6 * MIB
     arena.remove_retired(Place(1, 1))
     assert held.name in slot_names(folder)

@@ -291,9 +291,10 @@ def test_only_a_temporary_file_that_is_open_and_not_yet_published_counts_as_in_t
 def filled(slot: Slot, step: int, rank: int, state: SlotState) -> None:
     """Have a slot hold that step, in that state."""
     contents = Contents("run", f"checkpoint-{step}", Place(1, step), step, rank, 0, 1)
+    assert slot.take()
     for each in (SlotState.WRITING, SlotState.STAGED, SlotState.SEALED, SlotState.COMMITTED):
         if each <= state:
-            slot.advance(Record(each, None, contents if each > SlotState.WRITING else None))
+            slot.advance(Record(each, contents))
 
 
 def test_a_look_at_memory_tells_what_is_copied_sealed_and_in_storage_on_all_ranks(tmp_path: Path) -> None:

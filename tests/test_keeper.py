@@ -19,13 +19,13 @@ from holdfast.errors import ConfigurationError
 from holdfast.format.manifest import file_name
 from holdfast.format.records import Commit, Place
 from holdfast.keeper import daemon, writing
+from holdfast.keeper.claims import Claim
 from holdfast.keeper.client import ensure_keeper
 from holdfast.keeper.daemon import Keeper
 from holdfast.keeper.generations import generation_ids
 from holdfast.keeper.lock import is_kept, try_lock
 from holdfast.keeper.node_folder import NodeFolder
 from holdfast.keeper.persist import Sealing, persist
-from holdfast.keeper.process import Process
 from holdfast.keeper.slots import Record, Slot, State, slot_names
 from holdfast.run.history import Run
 from holdfast.storage.posix import PosixStorage
@@ -134,10 +134,12 @@ def test_an_idle_keeper_ends(folder: NodeFolder, started: Callable[..., subproce
 def test_it_stays_while_a_trainer_lives(
     saved: Saved, folder: NodeFolder, started: Callable[..., subprocess.Popen[bytes]]
 ) -> None:
-    keeper = started("--idle-s", "0.2")
-    until(lambda: states(saved) == {State.COMMITTED})
-    time.sleep(1.0)
-    assert keeper.poll() is None  # this process wrote the slots
+    with Claim(folder, 0):
+        keeper = started("--idle-s", "0.2")
+        until(lambda: states(saved) == {State.COMMITTED})
+        time.sleep(1.0)
+        assert keeper.poll() is None
+    assert keeper.wait(30) == 0
 
 
 def test_asking_for_a_keeper_starts_one_that_outlives_who_asked(folder: NodeFolder, run: Run) -> None:
@@ -250,10 +252,11 @@ def test_generations_are_forgotten_when_their_slots_are_filled_anew(run: Run, sa
     until(lambda: not (keeper.look() or keeper.owes))
     assert generation_ids(folder) == [saved.generation.checkpoint_id]
     for slot in saved.slots:
-        slot.refresh()
-        slot.advance(Record(State.WRITING, slot.record.writer))
+        contents = slot.refresh().contents
+        assert slot.take()
+        slot.advance(Record(State.WRITING, contents))
     keeper.look()
-    assert generation_ids(folder) == [saved.generation.checkpoint_id]  # one of them may be of it
+    assert generation_ids(folder) == [saved.generation.checkpoint_id]  # they are about to be of it again
     for slot in saved.slots:
         slot.advance(Record(State.FREE))
     keeper.look()
@@ -284,8 +287,9 @@ def test_a_slow_store_does_not_keep_newer_snapshots_from_being_sealed(
     with Slot.create(folder, rank=7, nbytes=saved.slots[0].nbytes) as slot:
         contents = saved.slots[0].record.contents
         slot.data[:] = saved.slots[0].data
-        slot.advance(Record(State.WRITING, saved.slots[0].record.writer))
-        slot.advance(Record(State.STAGED, saved.slots[0].record.writer, contents))
+        assert slot.take()
+        slot.advance(Record(State.WRITING, contents))
+        slot.advance(Record(State.STAGED, contents))
         until(lambda: keeper.look() and slot.refresh().state == State.SEALED)
         monkeypatch.undo()
         go_on.set()
@@ -365,8 +369,6 @@ def test_what_nobody_comes_back_for_is_given_up_after_a_day(
     (slot,) = saved.slots
     keeper = Keeper(folder)
     until(lambda: keeper.look() and slot.refresh().state == State.SEALED)
-    me = Process.current()
-    slot.advance(msgspec.structs.replace(slot.record, writer=Process(me.pid, me.started - 1, me.boot_id)))
     end = time.monotonic() + 1.0
     keeper.run(is_over=lambda: time.monotonic() > end, idle_s=0.2)
     assert slot.refresh().state == State.SEALED, "as long as a day is not over"
@@ -379,7 +381,6 @@ def test_what_nobody_comes_back_for_is_given_up_after_a_day(
 def test_an_idle_keeper_gives_the_memory_back_but_not_what_is_not_durable(
     run: Run, saved: Saved, folder: NodeFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Keeper, "_is_tended", lambda *_: False)
     keeper = Keeper(folder)
     keeper.look()
     keeper.give_back()
@@ -395,19 +396,19 @@ def test_slots_of_ranks_that_are_no_more_go_when_others_have_a_later_checkpoint(
 ) -> None:
     keeper = Keeper(folder)
     until(lambda: not (keeper.look() or keeper.owes))
-    me = Process.current()
-    dead = Process(me.pid, me.started - 1, me.boot_id)
-    old, new = saved.slots
-    old.advance(msgspec.structs.replace(old.refresh(), writer=dead))
+    _, new = saved.slots
+    claim = Claim(folder, new.rank)
     keeper.look()
     assert len(slot_names(folder)) == 2  # of one checkpoint
     contents = new.refresh().contents
     assert contents is not None
     later = msgspec.structs.replace(contents, place=Place(1, 2))
+    assert new.take()
     for state in (State.WRITING, State.STAGED, State.SEALED, State.COMMITTED):
-        new.advance(Record(state, me, later if state > State.WRITING else None))
+        new.advance(Record(state, later))
     keeper.look()
     assert slot_names(folder) == [new.name]
+    claim.close()
     keeper.close()
 
 

@@ -19,7 +19,7 @@ from holdfast.format import manifest as fmt
 from holdfast.format import records
 from holdfast.format.records import Place
 from holdfast.keeper import client, daemon, writing
-from holdfast.keeper.claims import claim, remove_stale_claims
+from holdfast.keeper.claims import Claim
 from holdfast.keeper.client import ensure_keeper
 from holdfast.keeper.daemon import Keeper
 from holdfast.keeper.generations import (
@@ -34,7 +34,6 @@ from holdfast.keeper.generations import (
 from holdfast.keeper.lock import is_kept
 from holdfast.keeper.node_folder import NodeFolder
 from holdfast.keeper.persist import Sealing, persist, publish_manifest
-from holdfast.keeper.process import Process
 from holdfast.keeper.slots import Record, Slot, State, slot_names
 from holdfast.run.history import Run
 from holdfast.storage.posix import PosixStorage
@@ -45,12 +44,6 @@ from tests.test_keeper import keeper_of, states, until
 from tests.test_persist import Saved
 
 run, folder, saved, started = test_keeper.run, test_keeper.folder, test_keeper.saved, test_keeper.started
-
-
-def dead() -> Process:
-    """A process that has ended."""
-    me = Process.current()
-    return Process(me.pid, me.started - 1, me.boot_id)
 
 
 def looked(keeper: Keeper) -> bool:
@@ -78,9 +71,10 @@ class Later:
             assert contents is not None
             new = stack.enter_context(Slot.create(folder, rank=slot.rank, nbytes=slot.nbytes))
             new.data[:] = slot.data
-            new.advance(Record(State.WRITING, Process.current()))
             held = msgspec.structs.replace(contents, checkpoint_id=checkpoint_id, place=place, step=step)
-            new.advance(Record(State.STAGED, Process.current(), held))
+            assert new.take()
+            new.advance(Record(State.WRITING, held))
+            new.advance(Record(State.STAGED, held))
             self.slots.append(new)
         write_generation(folder, self.generation)
 
@@ -172,14 +166,12 @@ def test_memory_of_a_rank_that_a_living_process_has_claimed_stays(
 ) -> None:
     keeper = Keeper(folder)
     until(lambda: not (keeper.look() or keeper.owes))
-    for slot in saved.slots:
-        slot.advance(msgspec.structs.replace(slot.refresh(), writer=dead()))
-    claim(folder, 1)
-    os.close(folder.create(f"claim.0.{dead().pid}.{dead().started}.{dead().boot_id}"))
+    Claim(folder, 0).close()
+    with Claim(folder, 1):
+        keeper.give_back()
+        assert slot_names(folder) == [saved.slots[1].name]
     keeper.give_back()
-    assert slot_names(folder) == [saved.slots[1].name]
-    remove_stale_claims(folder)
-    assert [name.split(".")[1] for name in folder.names() if name.startswith("claim")] == ["1"]
+    assert slot_names(folder) == []
     keeper.close()
 
 
@@ -192,16 +184,19 @@ def test_of_ranks_that_are_no_more_only_what_is_older_and_not_owed_goes(
     keeper = Keeper(folder)
     until(lambda: not (keeper.look() or keeper.owes))
     (old, tended), (newest, newest_tended) = saved.slots, later.slots
-    for slot in (old, newest):
-        slot.advance(msgspec.structs.replace(slot.refresh(), writer=dead()))
-    contents = old.record.contents
+    contents = old.refresh().contents
     assert contents is not None
-    with Slot.create(folder, rank=8, nbytes=1) as owed, Slot.create(folder, rank=9, nbytes=1) as after:
+    with (
+        Slot.create(folder, rank=8, nbytes=1) as owed,
+        Slot.create(folder, rank=9, nbytes=1) as after,
+        Claim(folder, tended.rank),
+    ):
+        for slot in (owed, after):
+            assert slot.take()
         for state in (State.WRITING, State.STAGED, State.SEALED, State.COMMITTED):
-            held = None if state == State.WRITING else contents
             if state != State.COMMITTED:
-                owed.advance(Record(state, dead(), held))
-            after.advance(Record(state, dead(), held and msgspec.structs.replace(held, place=Place(1, 3))))
+                owed.advance(Record(state, contents))
+            after.advance(Record(state, msgspec.structs.replace(contents, place=Place(1, 3))))
         keeper._meet()
         keeper._remove_old()
         assert set(slot_names(folder)) == {slot.name for slot in (tended, newest, newest_tended, owed, after)}
@@ -253,8 +248,6 @@ def test_a_keeper_that_owes_something_is_not_idle(
     stored.rename(stored.with_name("away"))
     keeper = Keeper(folder)
     until(lambda: bool(keeper.look() and saved.slots[0].refresh().error))
-    for slot in saved.slots:
-        slot.advance(msgspec.structs.replace(slot.refresh(), writer=dead()))
     looks: list[float] = []
 
     def is_over() -> bool:
@@ -367,17 +360,6 @@ def test_a_generation_is_removed_with_the_note_that_it_was_given_up(
     remove_generation(folder, checkpoint_id)
     assert given_up_ids(folder) == set()
     assert generation_ids(folder) == []
-
-
-def test_files_in_the_making_of_dead_processes_go_and_others_stay(
-    saved: Saved,
-    folder: NodeFolder,
-) -> None:
-    mine = folder.unnamed()
-    os.close(folder.create(mine))
-    os.close(folder.create("new-4194304-0123456789abcdef"))  # no process has a number so large
-    folder.remove_unnamed()
-    assert [name for name in folder.names() if name.startswith("new-")] == [mine]
 
 
 def test_a_file_in_memory_is_whole_when_it_has_its_name(folder: NodeFolder, monkeypatch: pytest.MonkeyPatch) -> None:

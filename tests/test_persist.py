@@ -27,8 +27,7 @@ from holdfast.keeper.generations import (
     write_generation,
 )
 from holdfast.keeper.node_folder import NodeFolder
-from holdfast.keeper.persist import Sealing, commit, data_file, persist, publish_manifest
-from holdfast.keeper.process import Process
+from holdfast.keeper.persist import Sealing, commit, data_file, file_seal, persist, publish_manifest
 from holdfast.keeper.slots import Contents, Record, Slot, State
 from holdfast.plan.layout import Mesh, Placed, Shard, TensorLayout, Whole
 from holdfast.plan.save import Identity, RankValues, encode_plan, plan_save
@@ -80,9 +79,10 @@ class Saved:
             slot = stack.enter_context(Slot.create(folders[rank], rank=rank, nbytes=nbytes))
             slot.data[:] = 0xAB  # what was in it before
             contents = Contents(run.run_id, CHECKPOINT, place, 7, rank, layout.data_start, nbytes)
-            slot.advance(Record(State.WRITING, Process.current()))
+            assert slot.take()
+            slot.advance(Record(State.WRITING, contents))
             slot.data[layout.data_start : nbytes] = np.frombuffer(bytes(section), np.uint8)
-            slot.advance(Record(State.STAGED, Process.current(), contents))
+            slot.advance(Record(State.STAGED, contents))
             self.slots.append(slot)
             write_generation(folders[rank], self.generation)
 
@@ -163,7 +163,7 @@ def test_a_file_is_on_its_way_to_storage_while_it_is_hashed(run: Run, saved: Sav
                 sealed.result()
 
             persist(storage, sealing, slot, await_seal=await_seal)
-    assert commit(run, sealing, saved.slots) is not None
+    assert commit(run, sealing, map(file_seal, saved.slots)) is not None
     assert_loads(run, saved)
 
 
@@ -187,7 +187,7 @@ def test_all_of_it_may_be_done_again(run: Run, saved: Saved) -> None:
             if slot.state == State.STAGED:
                 sealing.seal(slot)
             persist_in(run, sealing, slot)
-        first, second = commit(run, sealing, []), commit(run, sealing, saved.slots)
+        first, second = commit(run, sealing, []), commit(run, sealing, map(file_seal, saved.slots))
         assert first == second
         assert first is not None
     assert_loads(run, saved)

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -19,7 +20,6 @@ from hypothesis import strategies as st
 from holdfast.errors import ConfigurationError, CorruptError
 from holdfast.format.records import Place
 from holdfast.keeper.node_folder import NodeFolder
-from holdfast.keeper.process import Process
 from holdfast.keeper.slots import DATA_START, Contents, Record, Slot, State, slot_names
 from tests.test_posix_storage import mounted
 
@@ -43,11 +43,12 @@ def contents(seq: int = 1) -> Contents:
 
 
 def record(state: State, seq: int = 1) -> Record:
-    return Record(state, Process.current(), contents(seq) if state > State.WRITING else None)
+    return Record(state, contents(seq) if state >= State.WRITING else None)
 
 
 def filled(slot: Slot, state: State, seq: int = 1) -> Slot:
     """`slot` taken through all states up to `state`."""
+    assert slot.take()
     for each in (State.WRITING, State.STAGED, State.SEALED, State.COMMITTED):
         if each <= state:
             slot.advance(record(each, seq))
@@ -71,6 +72,7 @@ def test_slots_of_a_rank_are_found_by_it(folder: NodeFolder, slot: Slot) -> None
 def test_what_one_process_writes_others_see_and_so_does_who_comes_after_it(folder: NodeFolder, slot: Slot) -> None:
     with Slot(folder, slot.name) as seen:
         slot.data[:5] = list(b"bytes")
+        assert slot.take()
         slot.advance(record(State.WRITING))
         assert seen.state == State.FREE
         assert seen.refresh() == record(State.WRITING)
@@ -81,28 +83,37 @@ def test_what_one_process_writes_others_see_and_so_does_who_comes_after_it(folde
 
 
 def test_a_state_that_does_not_follow_is_a_defect_of_ours(slot: Slot) -> None:
+    assert slot.take()
     with pytest.raises(AssertionError, match="FREE does not become SEALED"):
         slot.advance(record(State.SEALED))
 
 
 def test_a_sealed_slot_is_not_filled_again_before_it_was_committed_or_superseded(slot: Slot) -> None:
     filled(slot, State.SEALED)
+    assert slot.take()
     with pytest.raises(AssertionError):
         slot.advance(record(State.WRITING, 2))
+    slot.let_go()
     slot.advance(record(State.SUPERSEDED))
+    assert slot.take()
     slot.advance(record(State.WRITING, 2))
 
 
 @given(st.integers(0, 5), st.data())
 def test_a_record_that_was_half_written_is_none_and_the_one_before_holds(before: int, data: st.DataObject) -> None:
     # Drawing may end an example, and a temporary folder of pytest lasts for all of them.
-    with TemporaryDirectory() as node_dir, NodeFolder("run", node_dir=Path(node_dir)) as folder:
+    # Of two cells with different times other bytes differ, each time this runs.
+    with (
+        TemporaryDirectory() as node_dir,
+        NodeFolder("run", node_dir=Path(node_dir)) as folder,
+        patch.object(time, "time", return_value=1.0),
+    ):
         slot = Slot.create(folder, rank=0, nbytes=1)
         for seq in range(before):
-            slot.advance(record(State.WRITING, seq))
+            filled(slot, State.WRITING, seq + 1)
             slot.advance(Record(State.FREE))
         old, page = slot.record, slot._memory[:4096].copy()
-        slot.advance(record(State.WRITING, 9))
+        filled(slot, State.WRITING, 9)
         changed = np.flatnonzero(slot._memory[:4096] != page)
         # Any of the bytes that were written may be missing.
         missing = data.draw(st.lists(st.sampled_from(changed.tolist()), min_size=1))
@@ -202,14 +213,14 @@ import os, signal, sys
 from pathlib import Path
 from holdfast.format.records import Place
 from holdfast.keeper.node_folder import NodeFolder
-from holdfast.keeper.process import Process
 from holdfast.keeper.slots import Record, Slot, Contents, State
 
 slot = Slot.create(NodeFolder("run", node_dir=Path(sys.argv[1])), rank=0, nbytes=1 << 20)
 for seq in range(1, 1 << 30):
     held = Contents("0123456789abcdef", "00112233445566aa", Place(1, seq), seq, 0, 4096, 1 << 20)
-    slot.advance(Record(State.WRITING, Process.current()))
-    slot.advance(Record(State.STAGED, Process.current(), held))
+    assert slot.take()
+    slot.advance(Record(State.WRITING, held))
+    slot.advance(Record(State.STAGED, held))
     slot.advance(Record(State.FREE))
 """
 
@@ -223,25 +234,7 @@ def test_a_process_that_is_killed_while_it_changes_a_slot_leaves_a_slot(folder: 
         child.send_signal(signal.SIGKILL)
         child.wait()
         with Slot(folder, slot_names(folder)[0]) as slot:
-            writer = slot.record.writer
-            assert writer is None or not writer.is_alive()
+            assert not slot.is_taken
+            was_filled = slot.state == State.WRITING
+            assert slot.free_if_abandoned() == was_filled
             slot.remove()
-
-
-def test_a_process_is_alive_until_it_ends_whoever_waits_for_it() -> None:
-    assert Process.current().is_alive()
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
-        stat = Path(f"/proc/{child.pid}/stat")
-        process = Process(child.pid, int(stat.read_text().rpartition(")")[2].split()[19]), Process.current().boot_id)
-        assert process.is_alive()
-        child.kill()
-        while stat.read_text().rpartition(")")[2].split()[0] != "Z":
-            time.sleep(0.01)
-        assert not process.is_alive()  # nobody has waited for it yet
-    assert not process.is_alive()
-
-
-def test_another_process_of_the_same_number_is_another() -> None:
-    me = Process.current()
-    assert not Process(me.pid, me.started + 1, me.boot_id).is_alive()
-    assert not Process(me.pid, me.started, "another boot").is_alive()

@@ -7,7 +7,6 @@ newest epoch, which its keeper is about to commit. What a rollback left behind i
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -27,11 +26,11 @@ from holdfast.format import records
 from holdfast.format import values as value_codec
 from holdfast.format.records import FileSeal, Place, Seal
 from holdfast.format.values import Node
+from holdfast.keeper.claims import Claim
 from holdfast.keeper.client import ensure_keeper
 from holdfast.keeper.generations import give_up_generation, read_generation
 from holdfast.keeper.node_folder import NodeFolder, unusable_memory
 from holdfast.keeper.persist import data_file
-from holdfast.keeper.process import Process, boot_id
 from holdfast.keeper.slots import WHOLE, Slot, State, slot_names
 from holdfast.loading import Loading, Options, load
 from holdfast.phases import attempt
@@ -202,6 +201,7 @@ def _looked_at(
             with unusable_memory(node_dir):
                 folder = stack.enter_context(NodeFolder(uri, node_dir=node_dir))
                 folders.append(folder)
+                stack.enter_context(Claim(folder))  # nothing of it gives way while it is looked at
                 slots.extend(stack.enter_context(_sealed_slots(folder, uri, timeout_s=deadline.for_storage_s / 2)))
                 return msgspec.msgpack.encode(_inventory(folder, slots))
 
@@ -295,14 +295,8 @@ def _inventory(folder: NodeFolder, slots: Sequence[Slot]) -> _Inventory:
         with suppress(FileNotFoundError, CorruptError):
             read_generation(folder, checkpoint_id)
             known.append(checkpoint_id)
-    status = os.fstat(folder.fileno())
-    node = f"{boot_id()}-{status.st_dev}-{status.st_ino}"
-    is_filling = any(slot.state == State.WRITING and _is_alive(slot.record.writer) for slot in slots)
-    return _Inventory(node, tuple(each for each in held if each.checkpoint_id in known), is_filling)
-
-
-def _is_alive(writer: Process | None) -> bool:
-    return writer is not None and writer.is_alive()
+    is_filling = any(slot.state == State.WRITING and slot.is_taken for slot in slots)
+    return _Inventory(folder.identity(), tuple(each for each in held if each.checkpoint_id in known), is_filling)
 
 
 def _choose(run_uri: str, folder: NodeFolder, payloads: Sequence[bytes]) -> bytes:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from errno import ENOENT
 from functools import partial
 from pathlib import Path
@@ -37,7 +38,6 @@ from holdfast.keeper.client import ensure_keeper
 from holdfast.keeper.generations import Generation, give_up_generation, write_generation
 from holdfast.keeper.lock import is_locked, open_lock
 from holdfast.keeper.node_folder import NodeFolder, memory_error, unusable_memory
-from holdfast.keeper.process import Process
 from holdfast.keeper.slots import Contents, Record, Slot, State
 from holdfast.run.checkpoint import pack_values
 from holdfast.run.paths import storage_at
@@ -51,6 +51,9 @@ from holdfast.staging.routes import Part, Routes
 #: How often it is looked at what became of a snapshot, and whether a slot is free.
 _LOOK_S: Final = 0.025
 _LOOK_FURTHER_S: Final = 0.2
+#: How many failed checkpoints a rank tells of, and how many that it has heard of it remembers.
+_NUM_TOLD: Final = 8
+_NUM_HEARD: Final = 4096
 #: While no keeper can be had, that is tried again after twice as long each time, up to this.
 _LOOK_FURTHER_AT_MOST_S: Final = 10.0
 #: Codes of errors after which saves go to storage for a while: this node's memory cannot be used now.
@@ -74,18 +77,14 @@ class _Memory:
     """
 
     def __init__(self, run: str, node_dir: Path, *, rank: int, num_slots: int) -> None:
-        self.folder = NodeFolder(run, node_dir=node_dir)
-        try:
+        with ExitStack() as stack:
+            self.folder = stack.enter_context(NodeFolder(run, node_dir=node_dir))
+            # First: its claim keeps the folder, and makes it anew where the keeper of an ended job is removing it.
+            self.arena = Arena(self.folder, rank=rank, num_slots=num_slots)
+            stack.callback(self.arena.close)
             #: The file that the keeper locks. It tells whether that one is alive even when its name is gone.
             self.lock = open_lock(self.folder)
-            try:
-                self.arena = Arena(self.folder, rank=rank, num_slots=num_slots)
-            except BaseException:
-                os.close(self.lock)
-                raise
-        except BaseException:
-            self.folder.close()
-            raise
+            stack.pop_all()
 
     @property
     def is_removed(self) -> bool:
@@ -127,7 +126,10 @@ class Stager:
         self._routes_plan_id = ""
         self._lock = Lock()
         self._pending: list[_Pending] = []
-        self._given_up: list[str] = []
+        #: Checkpoints whose copy failed here. Each save tells all ranks of the last ones, not only the next one, since
+        #: the exchange that told it may have failed on some rank. And those that this rank has heard of.
+        self._given_up: deque[str] = deque(maxlen=_NUM_TOLD)
+        self._heard: deque[str] = deque(maxlen=_NUM_HEARD)
         #: Checkpoints that all ranks gave up, and the keeper of this node was not told of yet.
         self._untold: set[str] = set()
         self._closed = Event()
@@ -179,7 +181,7 @@ class Stager:
             ConfigurationError: memory could not be used from the beginning, because of how it was set up.
         """
         with self._lock:
-            given_up, self._given_up = tuple(self._given_up), []
+            given_up = tuple(self._given_up)
         try:
             trouble, self._trouble = self._trouble, None
             if trouble is not None:
@@ -258,9 +260,11 @@ class Stager:
 
     def give_up(self, checkpoint_ids: Sequence[str]) -> None:
         """Have this node free what it holds of checkpoints that can never be whole."""
-        self._untold.update(checkpoint_ids)
+        unheard = [each for each in checkpoint_ids if each not in self._heard]
+        self._heard.extend(unheard)
+        self._untold.update(unheard)
         for pending in self._pending_now():
-            if pending.checkpoint_id in checkpoint_ids:
+            if pending.checkpoint_id in unheard:
                 pending.handle.durable.end(_incomplete(pending.handle.step))
         self._tell_given_up()
 
@@ -288,7 +292,16 @@ class Stager:
         slot: Slot | None = None
         try:
             slot = self._free_slot(needed)
-            slot.advance(Record(State.WRITING, Process.current()))
+            contents = Contents(
+                agreed.run_id,
+                agreed.checkpoint_id,
+                agreed.place,
+                agreed.step,
+                layout.index,
+                layout.data_start,
+                _nbytes(share),
+            )
+            slot.advance(Record(State.WRITING, contents))
             _write_values(slot, layout, values)
             return slot, self._routes_of(share, layout, slot)
         except BaseException as error:
@@ -299,22 +312,12 @@ class Stager:
         """Hand what is copied into `slot` to the keeper, and watch what becomes of it."""
         nbytes = _nbytes(share)
         if slot is not None:
-            assert share.layout is not None
             manifest = share.manifest.encode()
             write_generation(
                 self._used.folder,
                 Generation(self._run, agreed.folder, agreed.checkpoint_id, agreed.place, agreed.step, manifest),
             )
-            contents = Contents(
-                agreed.run_id,
-                agreed.checkpoint_id,
-                agreed.place,
-                agreed.step,
-                share.layout.index,
-                share.layout.data_start,
-                nbytes,
-            )
-            slot.advance(Record(State.STAGED, slot.record.writer, contents))
+            slot.advance(msgspec.structs.replace(slot.record, state=State.STAGED))
         handle.staged.end(nbytes=nbytes)
         with self._lock:
             self._pending.append(_Pending(handle, agreed.checkpoint_id, slot))
@@ -354,8 +357,15 @@ class Stager:
         """A slot to fill: that there is one was agreed on, but where the plan is new, and so may be the slots."""
         arena = self._used.arena
         arena.remove_retired(needed)
-        slot = arena.reusable(needed)
-        assert slot is not None, "ranks agreed that there is room"
+        slot = arena.take(needed)
+        if slot is None:  # ranks agreed that there is room
+            raise StorageError(
+                f"Another process has taken the memory of rank {self._rank} since.",
+                code="storage.memory",
+                action="Have one job at a time save into a run; the next save is another chance.",
+                rank=self._rank,
+                retryable=True,
+            )
         for pending in self._pending_now():
             if pending.slot is slot:
                 self._look(pending)

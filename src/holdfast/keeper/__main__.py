@@ -52,7 +52,8 @@ def serve(run: str, *, node_dir: str, idle_s: float, grace_s: float, detach: boo
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: over.set())
     os.nice(19)  # training goes first
-    with NodeFolder(canonical(storage_at(run).uri), node_dir=Path(absolute(node_dir))) as folder:
+    uri = canonical(storage_at(run).uri)
+    with NodeFolder(uri, node_dir=Path(absolute(node_dir))) as folder:
         require_protocol(folder, timeout_s=2 * GRACE_S)
         lock = try_lock(folder)
         if lock is None:
@@ -62,7 +63,7 @@ def serve(run: str, *, node_dir: str, idle_s: float, grace_s: float, detach: boo
         # waits for them, does not find it.
         if detach and os.fork():
             os._exit(0)
-        return keep(folder, lock, is_over=over.is_set, idle_s=idle_s, grace_s=grace_s)
+        return keep(folder, uri, lock, is_over=over.is_set, idle_s=idle_s, grace_s=grace_s)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -13,8 +14,8 @@ from holdfast.errors import ConfigurationError
 from holdfast.keeper.daemon import GRACE_S
 from holdfast.keeper.lock import is_kept, require_protocol
 from holdfast.keeper.node_folder import NodeFolder
+from holdfast.keeper.node_memory import LOG_NAME
 
-_LOG_NAME: Final = "keeper.log"
 _NUM_TRIES: Final = 3
 _KILLED: Final = -9
 
@@ -32,17 +33,18 @@ def ensure_keeper(folder: NodeFolder, run: str) -> None:
     require_protocol(folder, timeout_s=2 * GRACE_S)
     if is_kept(folder):
         return
-    log = os.open(folder.path / _LOG_NAME, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    node_dir = folder.path.parent.parent
+    log = folder.open_or_create(LOG_NAME)
     try:
-        status = next((status for _ in range(_NUM_TRIES) if (status := _started(run, node_dir, log)) >= 0), _KILLED)
+        fcntl.fcntl(log, fcntl.F_SETFL, os.O_APPEND)
+        tries = (_started(run, folder.node_dir, log) for _ in range(_NUM_TRIES))
+        status = next((status for status in tries if status >= 0), _KILLED)
     finally:
         os.close(log)
     if status:
         raise ConfigurationError(
             f"The keeper of '{run}' did not start (status {status}): {_last_words(folder)}.",
             code="config.keeper",
-            action=f"See '{folder.path / _LOG_NAME}'.",
+            action=f"See '{folder.path / LOG_NAME}'.",
             path=str(folder.path),
         )
 
@@ -68,5 +70,5 @@ def _import_paths() -> list[str]:
 
 
 def _last_words(folder: NodeFolder) -> str:
-    lines = (folder.path / _LOG_NAME).read_text(encoding="utf-8", errors="replace").splitlines()
+    lines = (folder.path / LOG_NAME).read_text(encoding="utf-8", errors="replace").splitlines()
     return lines[-1].rstrip(".") if lines else "it said nothing"

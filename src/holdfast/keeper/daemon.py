@@ -12,20 +12,21 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
 from holdfast.errors import CorruptError, FencedError, HoldfastError
-from holdfast.keeper.claims import is_claimed, remove_stale_claims
+from holdfast.keeper.claims import is_claimed
 from holdfast.keeper.generations import generation_ids, given_up_ids, read_generation, remove_generation
-from holdfast.keeper.lock import clear_protocol, write_protocol
+from holdfast.keeper.lock import clear_protocol, is_unwanted, note_keeper, write_protocol
 from holdfast.keeper.node_folder import NodeFolder
+from holdfast.keeper.node_memory import remove_ended, write_run
 from holdfast.keeper.persist import Sealing
-from holdfast.keeper.slots import Record, Slot, State, slot_names
+from holdfast.keeper.slots import OWED, Record, Slot, State, slot_names
 from holdfast.keeper.writing import Writing
 
 #: After so long without trainers and work a keeper ends, and gives back the memory.
@@ -44,22 +45,33 @@ _SHORT_GLANCE_S: Final = 0.01
 #: Slots that are sealed, and files that are written, at the same time.
 _NUM_SEALERS: Final = 2
 _NUM_WRITERS: Final = 4
-#: After a store failed, or while other nodes are not done, it is left alone for so long.
+#: After a store failed, it is left alone for so long.
 _RETRY_S: Final = 1.0
+#: While files of other nodes are missing, it is asked for them after so long, and each time after twice as long, up to
+#: the time above. A slot of this node that is staged meanwhile makes it be asked at once.
+_FIRST_RETRY_S: Final = 0.05
 #: Longer texts of errors would not fit into the record of a slot.
 _MAX_ERROR_NBYTES: Final = 1200
-
-#: What a keeper is to make durable.
-_OWED: Final = (State.STAGED, State.SEALED)
-#: What it has done with.
-_DONE: Final = (State.FREE, State.COMMITTED, State.SUPERSEDED)
 
 _log = logging.getLogger(__name__)
 
 
+class _Retry(NamedTuple):
+    """When a generation is tried again, and how long that was put off."""
+
+    at_s: float
+    delay_s: float
+
+
 class Keeper:
     """Keeps `folder`; the caller holds its lock. Used by one thread; others hash and write meanwhile, so that a slow
-    store does not keep newer snapshots from being sealed."""
+    store does not keep newer snapshots from being sealed.
+
+    What the keeper changes in a slot, it changes as `holdfast.keeper.slots` allows: it is the owner of STAGED and
+    SEALED slots, and takes the lock of all others. Its threads share that right without a race: a sealer alone has a
+    slot from STAGED to SEALED (`_seals` names it meanwhile), writers only read, and every other change is made by the
+    one thread that uses this, which leaves alone what is being sealed, and does not free what is being read.
+    """
 
     def __init__(self, folder: NodeFolder, lock: int | None = None) -> None:
         self._folder = folder
@@ -67,12 +79,14 @@ class Keeper:
         self._lock = lock
         self._slots: dict[str, Slot] = {}
         self._generations: dict[str, Sealing] = {}
-        self._retry_at: dict[str, float] = {}
         self._sealers = ThreadPoolExecutor(_NUM_SEALERS, thread_name_prefix="holdfast-seal")
         self._writers = ThreadPoolExecutor(_NUM_WRITERS, thread_name_prefix="holdfast-persist")
         #: Slots that are being sealed, by name.
         self._seals: dict[str, Future[None]] = {}
+        #: What is being written; and what has been, of checkpoints whose other files are missing.
         self._writing: Writing | None = None
+        self._waiting: dict[str, Writing] = {}
+        self._retries: dict[str, _Retry] = {}
         #: When a file had last come or gone as of the last look.
         self._met_ns = 0
 
@@ -81,7 +95,7 @@ class Keeper:
         given back. What cannot be made durable is to be done until no trainer has lived for `orphaned_s`."""
         busy_at = tended_at = time.monotonic()
         while not is_over():
-            is_tended = self._has_trainers()
+            is_tended = is_claimed(self._folder)
             if is_tended:
                 tended_at = time.monotonic()
             if time.monotonic() - tended_at > orphaned_s:
@@ -106,9 +120,8 @@ class Keeper:
 
     def look(self) -> bool:
         """Begin what is to be done now, and take note of what was. Whether there was anything."""
-        # A trainer that writes a generation has a slot that is not free already; so in this order none is forgotten
-        # that has just come.
-        known = generation_ids(self._folder)
+        # Listed before the slots are looked at: a generation gets its file when a slot says already that it is of it.
+        known = {*generation_ids(self._folder), *given_up_ids(self._folder)}
         self._meet()
         if not self._is_displaced:
             self._give_up()
@@ -120,22 +133,22 @@ class Keeper:
     @property
     def owes(self) -> bool:
         """Whether anything is staged or sealed that is not durable."""
-        return any(slot.state in _OWED for slot in self._slots.values())
+        return any(slot.state in OWED for slot in self._slots.values())
 
     def give_back(self) -> None:
         """Remove all slots that hold nothing that is not durable, and whose trainers are no more."""
         self._meet()
         for name, slot in list(self._slots.items()):
-            if slot.state in _DONE and not self._is_tended(slot):
-                self._slots.pop(name).remove()
-        self._forget(generation_ids(self._folder))
+            if not self._is_tended(slot) and slot.remove_if(lambda _: True):
+                del self._slots[name]
+        self._forget({*generation_ids(self._folder), *given_up_ids(self._folder)})
 
     def close(self) -> None:
         """Close all slots, which stay where they are; waits for what is being hashed or written."""
         self._sealers.shutdown()
         self._writers.shutdown()
-        if self._writing is not None:
-            self._writing.close()
+        for writing in (*self._waiting.values(), *([self._writing] if self._writing else [])):
+            writing.close()
         for slot in self._slots.values():
             slot.close()
         self._slots.clear()
@@ -148,12 +161,16 @@ class Keeper:
         is_awaited = any(slot.state == State.WRITING for slot in self._slots.values())
         glance_s = _SHORT_GLANCE_S if is_awaited else _GLANCE_S
         end = time.monotonic() + _LOOK_S
-        while time.monotonic() < end:
+        if self._writing is None:
+            end = min([end, *(retry.at_s for retry in self._retries.values())])
+        while True:
             if not busy:
                 time.sleep(glance_s)
             elif not wait(busy, timeout=glance_s).not_done:
                 return
             if self._folder.changed_ns() != self._met_ns or any(slot.has_changed() for slot in self._slots.values()):
+                return
+            if time.monotonic() >= end:
                 return
 
     @property
@@ -169,7 +186,7 @@ class Keeper:
         names = set() if self._is_displaced else set(slot_names(self._folder))
         for name in self._slots.keys() - names:
             slot = self._slots[name]
-            if not (slot.refresh().state in _OWED and (slot.is_removed or name in self._being_read)):
+            if not (slot.refresh().state in OWED and (slot.is_removed or name in self._being_read)):
                 self._slots.pop(name).close()
         for name in sorted(names - self._slots.keys()):
             with suppress(FileNotFoundError):
@@ -180,19 +197,21 @@ class Keeper:
                     self._folder.remove(name)
         for slot in self._slots.values():
             slot.refresh()
+            if slot.free_if_abandoned():
+                _log.warning("'%s' is freed: the process that was filling it is dead", slot.path)
 
     def _forget(self, known: Collection[str]) -> None:
-        """Forget those of the `known` generations of which no slot holds anything, nor may be about to; and remove what
+        """Forget those of the `known` generations of which no slot holds anything, nor is about to; and remove what
         processes left that were killed."""
-        if any(slot.state == State.WRITING for slot in self._slots.values()):
-            return
         held = {slot.record.contents.checkpoint_id for slot in self._slots.values() if slot.record.contents}
         for checkpoint_id in set(known) - held:
             remove_generation(self._folder, checkpoint_id)
-            self._generations.pop(checkpoint_id, None)
-            self._retry_at.pop(checkpoint_id, None)
+        for checkpoint_id in self._generations.keys() - held:
+            del self._generations[checkpoint_id]
+            self._retries.pop(checkpoint_id, None)
+            if (writing := self._waiting.pop(checkpoint_id, None)) is not None:
+                writing.close()
         self._folder.remove_unnamed()
-        remove_stale_claims(self._folder)
 
     def _remove_old(self) -> None:
         """Remove slots of ranks that are no more, when a later checkpoint of those that are is whole and committed, or
@@ -200,12 +219,16 @@ class Keeper:
         committed = [slot for slot in self._slots.values() if slot.state == State.COMMITTED]
         kept = [slot.record.contents for slot in committed if slot.record.contents and self._is_tended(slot)]
         newest = max(kept, key=lambda contents: contents.place, default=None)
+        if newest is None:
+            return
+
+        def is_old(record: Record) -> bool:
+            contents = record.contents
+            return contents is None or contents.run_id != newest.run_id or contents.place < newest.place
+
         for name, slot in list(self._slots.items()):
-            contents = slot.record.contents
-            if newest is None or contents is None or slot.state not in _DONE or self._is_tended(slot):
-                continue
-            if contents.run_id != newest.run_id or contents.place < newest.place:
-                self._slots.pop(name).remove()
+            if is_old(slot.record) and not self._is_tended(slot) and slot.remove_if(is_old):
+                del self._slots[name]
 
     def _give_up(self) -> None:
         """Free what can never become whole; not while it is being read."""
@@ -222,11 +245,11 @@ class Keeper:
     def _owed_at_rest(self) -> list[Slot]:
         """What is owed, and is not being read."""
         being_read = self._being_read
-        return [slot for name, slot in self._slots.items() if slot.state in _OWED and name not in being_read]
+        return [slot for name, slot in self._slots.items() if slot.state in OWED and name not in being_read]
 
     @property
     def _being_read(self) -> set[str]:
-        """Names of the slots that are being hashed or written."""
+        """Names of the slots that are being hashed or written. (What waits for files of others has been.)"""
         return set(self._seals) if self._writing is None else {*self._seals, *self._writing.names}
 
     def _seal_all(self) -> bool:
@@ -263,31 +286,40 @@ class Keeper:
         """Write the oldest generation that is not durable, and take note of how that ended. Whether any is written."""
         if self._writing is not None and self._writing.is_over():
             self._note(self._writing)
-            self._writing.close()
             self._writing = None
         owed = self._owed()
         if self._writing is None:
             found = ((sealing, each) for each in owed if (sealing := self._sealing(each)) is not None)
-            oldest = min(found, key=lambda pair: pair[0].generation.place, default=None)
+            oldest, checkpoint_id = min(found, key=lambda pair: pair[0].generation.place, default=(None, ""))
             if oldest is None:
                 return False
-            self._writing = Writing(oldest[0], self._writers)
+            self._writing = self._waiting.pop(checkpoint_id, None) or Writing(oldest, self._writers)
+            self._writing.retry()
         for slot in owed.get(self._writing.sealing.generation.checkpoint_id, ()):
             self._writing.join(slot, self._seals.get(slot.name))
         return True
 
     def _owed(self) -> dict[str, list[Slot]]:
         """What is to be written now, by checkpoint."""
-        now = time.monotonic()
         owed: dict[str, list[Slot]] = {}
         for slot in self._slots.values():
             contents = slot.record.contents
-            if slot.state in _OWED and contents and self._retry_at.get(contents.checkpoint_id, now) <= now:
+            if slot.state in OWED and contents:
                 owed.setdefault(contents.checkpoint_id, []).append(slot)
-        return owed
+        return {each: slots for each, slots in owed.items() if self._is_due(each, slots)}
+
+    def _is_due(self, checkpoint_id: str, slots: Iterable[Slot]) -> bool:
+        """Whether it is time to write a checkpoint: it was not tried, or so long ago that it is tried again, or one of
+        its slots was staged since, which may be the one that was missing."""
+        retry = self._retries.get(checkpoint_id)
+        if retry is None or retry.at_s <= time.monotonic():
+            return True
+        waiting = self._waiting.get(checkpoint_id)
+        return waiting is not None and any(slot.name not in waiting.names for slot in slots)
 
     def _note(self, writing: Writing) -> None:
         """Say in the slots what came of it, or that it is to be tried again."""
+        checkpoint_id = writing.sealing.generation.checkpoint_id
         state, text = State.SEALED, ""
         try:
             if writing.outcome():
@@ -298,39 +330,49 @@ class Keeper:
             text = str(error)
         if text:
             _log.error("%s", text)
+        before = self._retries.pop(checkpoint_id, None)
         if state == State.SEALED:
-            self._retry_at[writing.sealing.generation.checkpoint_id] = time.monotonic() + _RETRY_S
+            delay_s = _RETRY_S if text else min(2 * before.delay_s if before else _FIRST_RETRY_S, _RETRY_S)
+            self._retries[checkpoint_id] = _Retry(time.monotonic() + delay_s, delay_s)
+        if state == State.SEALED and not text:
+            self._waiting[checkpoint_id] = writing
+        else:
+            writing.close()
         for slot in writing.slots:
-            if slot.refresh().state != State.SEALED:
-                continue  # its seal failed, or is still being made; it is tried again
+            contents = slot.refresh().contents
+            if slot.state != State.SEALED or contents is None or contents.checkpoint_id != checkpoint_id:
+                continue  # its seal failed, or is still being made, and is tried again; or it was given up
             record = msgspec.structs.replace(slot.record, state=state, error=_short(text))
             if record != slot.record:
                 slot.advance(record)
 
     def _is_tended(self, slot: Slot) -> bool:
-        """Whether a trainer has it that is alive: the one that filled it, or one that came after."""
-        writer = slot.record.writer
-        return (writer is not None and writer.is_alive()) or is_claimed(self._folder, slot.rank)
-
-    def _has_trainers(self) -> bool:
-        return any(map(self._is_tended, self._slots.values()))
+        """Whether a trainer that lives has the slots of its rank."""
+        return is_claimed(self._folder, slot.rank)
 
 
 def _short(text: str) -> str:
     return text.encode()[:_MAX_ERROR_NBYTES].decode(errors="ignore")
 
 
-def keep(folder: NodeFolder, lock: int, *, is_over: Callable[[], bool], idle_s: float, grace_s: float) -> bool:
-    """Keep `folder`, whose `lock` this process has, until `is_over` or idle. Whether everything is durable then."""
-    os.ftruncate(lock, 0)
-    os.pwrite(lock, b"%d\n" % os.getpid(), 0)  # for people who look for it, and who must end it
+def keep(
+    folder: NodeFolder, run: str, lock: int, *, is_over: Callable[[], bool], idle_s: float, grace_s: float
+) -> bool:
+    """Keep `folder` of `run`, whose `lock` this process has, until `is_over` or idle, or somebody wants the keeper to
+    end. Whether everything is durable then; the memory of trainers that are no more is given back, and the folder
+    removed, if nothing is left in it."""
+    note_keeper(lock)
+    write_run(folder, run)
     write_protocol(folder)
     keeper = Keeper(folder, lock)
     try:
-        keeper.run(is_over=is_over, idle_s=idle_s)
+        keeper.run(is_over=lambda: is_over() or is_unwanted(lock), idle_s=idle_s)
         owes_nothing = keeper.finish(grace_s=grace_s)
+        keeper.give_back()
         if owes_nothing:
             clear_protocol(folder)
-        return owes_nothing
     finally:
         keeper.close()
+    if owes_nothing:
+        remove_ended(folder)
+    return owes_nothing

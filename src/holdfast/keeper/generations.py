@@ -67,7 +67,7 @@ def read_generation(folder: NodeFolder, checkpoint_id: str) -> Generation:
 
 def give_up_generation(folder: NodeFolder, checkpoint_id: str) -> None:
     """Have the keeper free the slots of a generation: some rank has no part of it, so it can never be whole."""
-    with suppress(FileExistsError):
+    with suppress(FileExistsError, FileNotFoundError):  # in a folder that was removed is nothing to be freed
         os.close(folder.create(_GIVEN_UP_PREFIX + checkpoint_id))
 
 

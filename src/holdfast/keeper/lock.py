@@ -2,62 +2,108 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
-import signal
-import struct
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Final
 
 from holdfast.errors import ConfigurationError
+from holdfast.keeper import file_locks
 from holdfast.keeper.node_folder import NodeFolder
 
 #: Changes with the records of slots and generations, and with who may do what in which state.
-PROTOCOL: Final = 1
+PROTOCOL: Final = 2
 
 _LOCK_NAME: Final = "keeper.lock"
 _PROTOCOL_NAME: Final = "keeper.protocol"
-#: ``struct flock``: type, from where, start, length, process.
-_FLOCK: Final = struct.Struct("hhqqi4x")
+#: Bytes of the lock file: the keeper has the first one locked, and who wants it to end the second one, shared. So a
+#: request reaches a keeper in another PID namespace, and never another process; and it ends with whoever made it.
+_KEPT: Final = 0
+_UNWANTED: Final = 1
 _LOOK_S: Final = 0.05
 
 
 def try_lock(folder: NodeFolder) -> int | None:
     """The right to be the keeper of `folder`, as a descriptor, for as long as it is open; None where another has it.
 
-    It goes with the process that holds it, however that ends.
+    It goes with the process that holds it, and the children that it forks, however they end.
     """
-    fd = open_lock(folder)
-    try:
-        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
-    except OSError:
-        os.close(fd)
-        return None
-    return fd
+    while True:
+        fd = open_lock(folder)
+        if not file_locks.try_lock(fd, _KEPT, inherited=True):
+            os.close(fd)
+            return None
+        if os.fstat(fd).st_nlink:
+            return fd
+        os.close(fd)  # a keeper that ended has removed it
 
 
 def is_kept(folder: NodeFolder) -> bool:
     """Whether a keeper of `folder` is at work."""
-    fd = open_lock(folder)
-    try:
-        return is_locked(fd)
-    finally:
-        os.close(fd)
-
-
-def is_locked(fd: int) -> bool:
-    """Whether a keeper holds the lock that `fd` is open for, also where its file was removed since. (Asks for the lock
-    without taking it, which could keep a keeper away.)"""
-    found = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
-    return bool(_FLOCK.unpack(found)[0] != fcntl.F_UNLCK)
+    with _lock_file(folder) as fd:
+        return fd is not None and is_locked(fd)
 
 
 def open_lock(folder: NodeFolder) -> int:
-    """A descriptor of the file that the keeper of `folder` locks."""
-    with suppress(FileExistsError):
-        os.close(folder.create(_LOCK_NAME))
-    return folder.open(_LOCK_NAME)
+    """A descriptor of the file that the keeper of `folder` locks, made where it is not there."""
+    return folder.open_or_create(_LOCK_NAME)
+
+
+def is_locked(fd: int) -> bool:
+    """Whether a keeper holds the lock that `fd` is open for, also where its file was removed since."""
+    return file_locks.is_locked(fd, _KEPT)
+
+
+def note_keeper(lock: int) -> None:
+    """Say in the lock file which process keeps the folder, for people: it is not known in other PID namespaces."""
+    text = b"%d\n" % os.getpid()
+    os.pwrite(lock, text, 0)
+    os.ftruncate(lock, len(text))
+
+
+def keeper_pid(folder: NodeFolder) -> int | None:
+    """What `note_keeper` said last; only for people."""
+    with _lock_file(folder) as fd, suppress(ValueError):
+        return None if fd is None else int(os.pread(fd, 32, 0))
+    return None
+
+
+def is_unwanted(lock: int) -> bool:
+    """Whether somebody wants the keeper that has the `lock` to end."""
+    return file_locks.is_locked(lock, _UNWANTED)
+
+
+def end_keeper(folder: NodeFolder, *, timeout_s: float) -> bool:
+    """Ask the keeper of `folder` to make durable what is there, and to end; waits for that. Whether there is none."""
+    with _lock_file(folder) as fd:
+        if fd is None:
+            return True
+        file_locks.try_lock(fd, _UNWANTED, shared=True)
+        end = time.monotonic() + timeout_s
+        while is_locked(fd) and time.monotonic() < end:
+            time.sleep(_LOOK_S)
+        return not is_locked(fd)
+
+
+@contextmanager
+def _lock_file(folder: NodeFolder) -> Iterator[int | None]:
+    """The lock file, if there is one."""
+    try:
+        fd = folder.open(_LOCK_NAME)
+    except FileNotFoundError:
+        yield None
+        return
+    try:
+        yield fd
+    finally:
+        file_locks.close(fd)
+
+
+def remove_lock(folder: NodeFolder) -> None:
+    """Remove the lock file, with the folder. Only for its keeper: who comes after it finds no name, and makes a new
+    one."""
+    folder.remove(_LOCK_NAME)
 
 
 def write_protocol(folder: NodeFolder) -> None:
@@ -78,11 +124,8 @@ def require_protocol(folder: NodeFolder, *, timeout_s: float) -> None:
         ConfigurationError: it did not end, or could not make everything durable, within `timeout_s`.
     """
     protocol = _protocol_of(folder)
-    end = time.monotonic() + timeout_s
     if protocol != PROTOCOL and is_kept(folder):
-        os.kill(int((folder.path / _LOCK_NAME).read_text()), signal.SIGTERM)
-        while is_kept(folder) and time.monotonic() < end:
-            time.sleep(_LOOK_S)
+        end_keeper(folder, timeout_s=timeout_s)
         protocol = _protocol_of(folder)
     if protocol != PROTOCOL:
         raise ConfigurationError(

@@ -19,11 +19,13 @@ from typing import Final, Self
 import xxhash
 
 from holdfast.errors import ConfigurationError, StorageError
+from holdfast.keeper import file_locks
 
 #: Memory that is a file system, on every Linux.
 DEFAULT_NODE_DIR: Final = Path("/dev/shm")  # noqa: S108 - what is made in it is private
 
 _NEW_PREFIX: Final = "new-"
+_BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -38,23 +40,52 @@ class NodeFolder:
     """
 
     def __init__(self, run: str, *, node_dir: Path = DEFAULT_NODE_DIR) -> None:
-        user, key = f"holdfast-{os.geteuid()}", xxhash.xxh3_64_hexdigest(run.encode())
-        self.path = node_dir / user / key
+        self._open(_user_folder(node_dir) / xxhash.xxh3_64_hexdigest(run.encode()), make=True)
+
+    @classmethod
+    def at(cls, path: Path) -> Self:
+        """The folder of some run at `path`; FileNotFoundError where there is none."""
+        folder = cls.__new__(cls)
+        folder._open(path, make=False)  # noqa: SLF001 - another constructor
+        return folder
+
+    def _open(self, path: Path, *, make: bool) -> None:
+        self.path = path
+        self._fd = self._opened(make=make)
+
+    @property
+    def node_dir(self) -> Path:
+        """The folder in memory that it was made in."""
+        return self.path.parent.parent
+
+    def identity(self) -> str:
+        """What tells this folder from those of other nodes, and of this one before it was booted."""
+        status = os.fstat(self._fd)
+        return f"{_BOOT_ID.read_text(encoding='ascii').strip()}-{status.st_dev}-{status.st_ino}"
+
+    def remake(self) -> None:
+        """Make the folder anew, where somebody has removed it."""
+        fd = self._opened(make=True)
+        os.dup2(fd, self._fd, inheritable=False)
+        os.close(fd)
+
+    def _opened(self, *, make: bool) -> int:
+        """A descriptor of the folder, made where it is not there."""
         try:
-            root = os.open(node_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            root = os.open(self.node_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError as error:
             raise ConfigurationError(
-                f"'{node_dir}' cannot be opened as a folder ({error.strerror}).",
+                f"'{self.node_dir}' cannot be opened as a folder ({error.strerror}).",
                 code="config.node_dir",
                 action="Pass as node_dir= a folder in memory (a tmpfs) that exists on every node.",
-                path=str(node_dir),
+                path=str(self.node_dir),
             ) from error
         try:
-            above = _private(root, user, node_dir / user)
+            above = _private(root, self.path.parent.name, self.path.parent, make=make)
         finally:
             os.close(root)
         try:
-            self._fd = _private(above, key, self.path)
+            return _private(above, self.path.name, self.path, make=make)
         finally:
             os.close(above)
 
@@ -99,28 +130,49 @@ class NodeFolder:
             raise
         return fd
 
+    def open_or_create(self, name: str) -> int:
+        """A descriptor of the file `name`, made where it is not there; so is the folder."""
+        while True:
+            with suppress(FileNotFoundError):  # removed since it was created
+                try:
+                    with suppress(FileExistsError):
+                        os.close(self.create(name))
+                except FileNotFoundError:
+                    self.remake()
+                return self.open(name)
+
     def write(self, name: str, data: bytes) -> None:
         """Have the file `name` hold `data`, whole; what is called so already is replaced."""
-        new = self.unnamed()
-        with os.fdopen(self.create(new), "wb") as file:
-            try:
+        new, fd = self.create_unnamed()
+        try:
+            with os.fdopen(os.dup(fd), "wb") as file:
                 file.write(data)
-                file.flush()
-                self.rename(new, name)
-            except BaseException:
-                self.remove(new)
-                raise
+            self.rename(new, name)
+        except BaseException:
+            self.remove(new)
+            raise
+        finally:
+            file_locks.close(fd)
 
-    @staticmethod
-    def unnamed() -> str:
-        """A name for a file that is to be renamed when it is whole."""
-        return f"{_NEW_PREFIX}{os.getpid()}-{secrets.token_hex(8)}"
+    def create_unnamed(self) -> tuple[str, int]:
+        """A new file that is to be renamed when it is whole: what it is called until then, and a descriptor, to be
+        closed by `file_locks.close`. The file is this process's as long as that is open: its lock says so."""
+        while True:
+            name = f"{_NEW_PREFIX}{secrets.token_hex(8)}"
+            fd = self.create(name)
+            if file_locks.try_lock(fd) and os.fstat(fd).st_nlink:
+                return name, fd
+            file_locks.close(fd)  # it was taken for a dead process's, before it was locked
 
     def remove_unnamed(self) -> None:
         """Remove files that got no name of their own, because the processes that made them have ended."""
         for name in self.names():
-            if name.startswith(_NEW_PREFIX) and not Path(f"/proc/{name.split('-')[1]}").exists():
-                self.remove(name)
+            if name.startswith(_NEW_PREFIX):
+                with suppress(FileNotFoundError):
+                    fd = self.open(name)
+                    if file_locks.try_lock(fd):
+                        self.remove(name)
+                    file_locks.close(fd)
 
     def rename(self, name: str, new: str) -> None:
         """Rename a file. What is called `new` already is replaced."""
@@ -166,12 +218,34 @@ def memory_error(path: Path, error: OSError) -> StorageError:
     )
 
 
-def _private(parent: int, name: str, path: Path) -> int:
-    """A descriptor of the folder `name` in `parent`, made where it is not there."""
-    with suppress(FileExistsError):
-        os.mkdir(name, 0o700, dir_fd=parent)
+def node_folders(node_dir: Path) -> Iterator[NodeFolder]:
+    """The folders of all runs of this user in the memory of this node, each open for its turn. Makes none, and passes
+    over what is no folder of this user alone: no run has made it."""
+    path = _user_folder(node_dir)
+    try:
+        names = sorted(os.listdir(path))  # noqa: PTH208 - names alone
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise _not_private(path, error.strerror or "it cannot be listed") from error
+    for name in names:
+        with suppress(FileNotFoundError, ConfigurationError), NodeFolder.at(path / name) as folder:
+            yield folder
+
+
+def _user_folder(node_dir: Path) -> Path:
+    return node_dir / f"holdfast-{os.geteuid()}"
+
+
+def _private(parent: int, name: str, path: Path, *, make: bool) -> int:
+    """A descriptor of the folder `name` in `parent`; where it is not there, it is made, or FileNotFoundError raised."""
+    if make:
+        with suppress(FileExistsError):
+            os.mkdir(name, 0o700, dir_fd=parent)
     try:
         fd = os.open(name, _FOLDER, dir_fd=parent)
+    except FileNotFoundError:
+        raise
     except OSError as error:  # a link, a file, a folder of somebody else
         raise _not_private(path, error.strerror or "it cannot be opened") from error
     try:

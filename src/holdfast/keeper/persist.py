@@ -45,7 +45,7 @@ class Sealing:
         assert (contents.data_start, contents.nbytes) == (start, stop), "the slot was filled by another manifest"
         table = digest_blocks(slot.data[start:stop])
         slot.data[:start] = np.frombuffer(container.header(self.stored.manifest, layout, table), np.uint8)
-        slot.advance(Record(State.SEALED, slot.record.writer, contents, xxhash.xxh3_128_hexdigest(table)))
+        slot.advance(Record(State.SEALED, contents, xxhash.xxh3_128_hexdigest(table)))
 
 
 def data_file(slot: Slot) -> Bytes:
@@ -92,9 +92,16 @@ def persist(
     return True
 
 
-def commit(run: Run, sealing: Sealing, written: Iterable[Slot]) -> Commit | None:
+def file_seal(slot: Slot) -> FileSeal:
+    """What the seal of the checkpoint says of the data file in a sealed slot."""
+    contents = slot.record.contents
+    assert contents is not None
+    return FileSeal(fmt.file_name(contents.file), contents.nbytes, slot.record.digest)
+
+
+def commit(run: Run, sealing: Sealing, written: Iterable[FileSeal]) -> Commit | None:
     """Commit the checkpoint, if all its data files are in storage, whichever nodes they come from. Else None. Files
-    from slots that were `written` by this process are not looked at again.
+    that were `written` by this process are not looked at again.
 
     Raises:
         FencedError: another job opened a newer epoch of the run, or the checkpoint was given up.
@@ -103,9 +110,7 @@ def commit(run: Run, sealing: Sealing, written: Iterable[Slot]) -> Commit | None
     run.check_fence(sealing.generation.place.epoch)
     if missing_files(run.storage, sealing.stored):
         return None
-    known = {}
-    for slot in written:
-        contents = slot.record.contents
-        assert contents is not None
-        known[contents.file] = FileSeal(fmt.file_name(contents.file), contents.nbytes, slot.record.digest)
-    return finish(run, sealing.stored, deep=False, known=known)
+    known = {seal.name: seal for seal in written}
+    numbers = range(sealing.stored.manifest.body.num_files)
+    by_number = {number: known[name] for number in numbers if (name := fmt.file_name(number)) in known}
+    return finish(run, sealing.stored, deep=False, known=by_number)

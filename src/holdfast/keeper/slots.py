@@ -1,17 +1,36 @@
 """A slot: one rank's region of node memory for one snapshot.
 
 A slot is a file in a `NodeFolder`. Its first page says what state it is in; from `DATA_START` on lies the data file of
-a checkpoint, byte for byte as it will be on disk. The page has two cells, written in turn, each with a sequence number
-and a digest: whoever is killed while writing one leaves the other, which says what was before. So a slot has no lock
-that a death could leave behind. At most one process at a time may change it, which one follows from its state, and when
-the trainer of its rank is dead it is the keeper in any case:
+a checkpoint, byte for byte as it will be on disk.
 
-    FREE        the trainer  nothing is in it
-    WRITING     the trainer  being filled; of no use if the trainer dies
-    STAGED      the keeper   all is copied
-    SEALED      the keeper   hashed, with its header: a data file like any other, which is read until it is durable
-    COMMITTED   the trainer  its checkpoint is in the history of the run
-    SUPERSEDED  the trainer  it is not to become durable: a newer complete generation is in memory
+Who may change a slot follows from its state, so that at any time it is one process:
+
+    FREE        who has the slot's lock   nothing is in it
+    WRITING     who has the slot's lock   it is being filled; of no use if the process that does it dies
+    STAGED      the keeper                all is copied
+    SEALED      the keeper                hashed, with its header: a data file like any other, read until it is durable
+    COMMITTED   who has the slot's lock   its checkpoint is in the history of the run
+    SUPERSEDED  who has the slot's lock   it is not to become durable: a newer complete generation is in memory
+
+The slot's lock is a lock on its file (`file_locks`), the keeper's right a lock on the folder's: the kernel drops both
+when their holder dies. So no process has to judge whether another one lives, and the proof that no death leaves a slot
+torn or without an owner is short:
+
+1. *The record is whole.* The page has two cells, written in turn, each with a sequence number and a digest. The one
+   process that may change the record writes the older cell, so the newer one, which holds, is never touched. Whoever is
+   killed while it writes leaves a cell whose digest is wrong, and the state is what it was before. The next change
+   writes that same cell again.
+2. *Two processes never change it at once.* FREE, COMMITTED, SUPERSEDED -> WRITING, and the removal of the file, need
+   the lock, and who got it reads the record again before it goes by it. Only the holder takes the slot from WRITING to
+   STAGED, and lets go of the lock behind that. From STAGED on the keeper alone changes it, until it is COMMITTED,
+   SUPERSEDED or FREE, after which the keeper changes it no more without the lock. There is one keeper, by its lock.
+3. *No slot is lost to a dead process.* WRITING is held as long as the writer lives: whoever finds WRITING and gets the
+   lock knows that the writer is dead, and frees it (the keeper does at its next look, or the next trainer of the rank).
+   STAGED and SEALED wait for the next keeper, which begins that step again: sealing reads only what was staged, and
+   persisting and committing write what is there already.
+4. *What was removed is never filled.* The file is removed under its lock, and only in a state in which nothing is lost
+   with it. Whoever gets the lock later finds a file without a name (`is_removed`), and does not use it. Those who have
+   it mapped for reading keep its memory.
 """
 
 from __future__ import annotations
@@ -20,18 +39,19 @@ import errno
 import os
 import secrets
 import struct
+import time
 from collections.abc import Callable
 from enum import IntEnum
 from threading import Lock
-from typing import Final, Self
+from typing import Final, NamedTuple, Self
 
 import msgspec
 import xxhash
 
 from holdfast.errors import ConfigurationError, CorruptError
 from holdfast.format.records import Place
+from holdfast.keeper import file_locks
 from holdfast.keeper.node_folder import NodeFolder
-from holdfast.keeper.process import Process
 from holdfast.storage.base import Bytes
 from holdfast.storage.linux import collapse_pages, keep_private
 from holdfast.transfer.pages import HUGE_PAGE_NBYTES, shared
@@ -43,7 +63,7 @@ DATA_START: Final = HUGE_PAGE_NBYTES
 _RESERVED_NBYTES: Final = 64 << 20
 
 _PREFIX: Final = "slot-"
-_MAGIC: Final = b"HFSLOT01"
+_MAGIC: Final = b"HFSLOT02"
 _CELL_NBYTES: Final = 2048
 #: Magic, sequence number, size and digest of what follows.
 _CELL: Final = struct.Struct("<8sQI16s")
@@ -66,13 +86,17 @@ _NEXT: Final = {
     State.WRITING: (State.STAGED, State.FREE),
     State.STAGED: (State.SEALED, State.FREE),
     State.SEALED: (State.SEALED, State.COMMITTED, State.SUPERSEDED, State.FREE),
-    State.COMMITTED: (State.COMMITTED, State.WRITING, State.FREE),
-    State.SUPERSEDED: (State.SUPERSEDED, State.WRITING, State.FREE),
+    State.COMMITTED: (State.WRITING, State.FREE),
+    State.SUPERSEDED: (State.WRITING, State.FREE),
 }
 
 
 #: States of slots that hold a whole data file.
 WHOLE: Final = (State.SEALED, State.COMMITTED, State.SUPERSEDED)
+#: States in which nothing is lost with what a slot holds: it is nothing, durable, or not to become so.
+REUSABLE: Final = (State.FREE, State.COMMITTED, State.SUPERSEDED)
+#: States of slots that a keeper is to make durable.
+OWED: Final = (State.STAGED, State.SEALED)
 
 
 class Contents(msgspec.Struct, frozen=True, array_like=True):
@@ -89,15 +113,21 @@ class Contents(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Record(msgspec.Struct, frozen=True, array_like=True):
-    """The state of a slot. `writer` is the process that fills it, did, or has taken it over; `contents` is what is in
-    it, from STAGED on; `digest` is of its digest table, from SEALED on; `error` says why it did not become durable when
-    that was tried."""
+    """The state of a slot. `contents` is what is in it, or, while it is WRITING, will be; `digest` is of its digest
+    table, from SEALED on; `error` says why it did not become durable when that was tried."""
 
     state: State
-    writer: Process | None = None
     contents: Contents | None = None
     digest: str = ""
     error: str = ""
+
+
+class _Cell(NamedTuple):
+    """A record as it was written: as the change number `sequence`, at the time `since`."""
+
+    sequence: int
+    since: float
+    record: Record
 
 
 class Slot:
@@ -118,6 +148,8 @@ class Slot:
         self.path = folder.path / name
         self._folder = folder
         self._lock = Lock()
+        #: Whether this has the slot's lock.
+        self._is_mine = False
         self._fd = folder.open(name)
         try:
             size = os.fstat(self._fd).st_size
@@ -127,8 +159,8 @@ class Slot:
             self._memory = shared(self._fd, size)
             keep_private(self._memory.ctypes.data, size)
             #: The page as it was last read, and what was found in it.
-            self._page, self._found = b"", (0, Record(State.FREE))
-            _, self.record = self._newest()
+            self._page, self._found = b"", _Cell(0, 0.0, Record(State.FREE))
+            self.record = self._newest().record
         except BaseException:
             os.close(self._fd)
             raise
@@ -137,8 +169,7 @@ class Slot:
     def create(folder: NodeFolder, *, rank: int, nbytes: int) -> Slot:
         """A new slot for data files of up to `nbytes`, free. It takes memory when it is reserved, or written to."""
         name = f"{_PREFIX}{rank}-{secrets.token_hex(8)}"
-        new = folder.unnamed()  # until it is one: nobody ever finds half a slot
-        fd = folder.create(new)
+        new, fd = folder.create_unnamed()  # until it is one: nobody ever finds half a slot
         try:
             os.ftruncate(fd, DATA_START + -(-nbytes // HUGE_PAGE_NBYTES) * HUGE_PAGE_NBYTES)
             os.pwrite(fd, _cell(0, Record(State.FREE)), 0)
@@ -147,7 +178,7 @@ class Slot:
             folder.remove(new)
             raise
         finally:
-            os.close(fd)
+            file_locks.close(fd)
         return Slot(folder, name)
 
     @property
@@ -163,7 +194,7 @@ class Slot:
     @property
     def rank(self) -> int:
         """The rank whose snapshots it is for."""
-        return int(self.name.split("-")[1])
+        return rank_of(self.name)
 
     @property
     def is_reserved(self) -> bool:
@@ -176,6 +207,38 @@ class Slot:
         with self._lock:
             return self._fd >= 0 and os.fstat(self._fd).st_nlink == 0
 
+    @property
+    def since(self) -> float:
+        """When it came into the state that this process knows, in seconds since 1970."""
+        return self._found.since
+
+    @property
+    def held_nbytes(self) -> int:
+        """The memory that it takes."""
+        return os.fstat(self._fd).st_blocks * 512
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether another process has its lock: the one that fills it, which lives."""
+        return file_locks.is_locked(self._fd)
+
+    def take(self) -> bool:
+        """Take the slot's lock, if nobody else has it, and read the record again. Whether this process has it now, and
+        somebody will find what it does: the file has not been removed."""
+        if self._fd < 0 or not file_locks.try_lock(self._fd):
+            return False
+        self._is_mine = True
+        if self.is_removed:
+            self.let_go()
+            return False
+        self.refresh()
+        return True
+
+    def let_go(self) -> None:
+        """Let go of the slot's lock."""
+        self._is_mine = False
+        file_locks.unlock(self._fd)
+
     def has_changed(self) -> bool:
         """Whether anybody has changed the state since it was last read. Takes microseconds."""
         return self._look() != self._page
@@ -185,20 +248,35 @@ class Slot:
         says what it said last."""
         with self._lock:
             if self._fd >= 0:
-                _, self.record = self._newest()
+                self.record = self._newest().record
             return self.record
 
     def advance(self, record: Record) -> None:
         """Change the state. Only for whom the present state allows it, see the module. Survives this process at once,
-        and is seen by all others that map the slot."""
+        and is seen by all others that map the slot. The slot's lock ends with the state WRITING."""
         with self._lock:
-            last, self.record = self._newest()
+            last = self._newest()
+            self.record = last.record
             assert record.state in _NEXT[self.state], f"{self.state.name} does not become {record.state.name}"
-            cell = _cell(last + 1, record)
-            start = (last + 1) % 2 * _CELL_NBYTES
+            assert self._is_mine or self.state in OWED, f"{self.state.name} changes only who has the slot's lock"
+            cell = _cell(last.sequence + 1, record)
+            start = (last.sequence + 1) % 2 * _CELL_NBYTES
             # One write of the whole cell: a reader sees it, or by its digest that it is not whole.
             self._memory[start : start + len(cell)] = memoryview(cell)
             self.record = record
+            if self._is_mine and record.state != State.WRITING:
+                self.let_go()  # behind the change: WRITING without a lock says that the writer is dead
+
+    def free_if_abandoned(self) -> bool:
+        """Free the slot if the process that was filling it is dead. Whether it was."""
+        if self.state != State.WRITING or not self.take():
+            return False
+        is_abandoned = self.refresh().state == State.WRITING
+        if is_abandoned:
+            self.advance(Record(State.FREE))
+        else:
+            self.let_go()
+        return is_abandoned
 
     def reserve(self, *, before: Callable[[int], None] = lambda _: None) -> None:
         """Take memory for all of the slot, in huge pages where the system has them; what was not there yet is zero.
@@ -217,16 +295,29 @@ class Slot:
                 collapse_pages(self.data.ctypes.data + page, HUGE_PAGE_NBYTES)
                 self._allocate(page, HUGE_PAGE_NBYTES)
 
+    def remove_if(self, is_unneeded: Callable[[Record], bool]) -> bool:
+        """Remove the slot for all, if its record, read again under its lock, `is_unneeded` and in a state in which
+        nothing is lost with it. Whether it was removed; then it is closed here too."""
+        if not self.take():
+            return False
+        if self.state in REUSABLE and is_unneeded(self.record):
+            self.remove()
+            return True
+        self.let_go()
+        return False
+
     def remove(self) -> None:
-        """Remove the slot for all; memory goes when nobody has it mapped. Closes it here."""
+        """Remove the slot for all, and close it here; its memory goes when nobody has it mapped. For who has the slot's
+        lock, or has just made it."""
         self._folder.remove(self.name)
         self.close()
 
     def close(self) -> None:
-        """Close the slot here. Its memory stays mapped as long as something refers to what `data` was."""
+        """Close the slot here, and let go of its lock. Its memory stays mapped as long as something refers to what
+        `data` was."""
         with self._lock:
             if self._fd >= 0:
-                os.close(self._fd)
+                file_locks.close(self._fd)
                 self._fd, self._memory = -1, self._memory[:0].copy()
 
     def __enter__(self) -> Self:
@@ -249,14 +340,14 @@ class Slot:
                 path=str(self.path),
             ) from error
 
-    def _newest(self) -> tuple[int, Record]:
+    def _newest(self) -> _Cell:
         """The newer of the two cells that are whole."""
         page = self._look()
         if page != self._page:
             found = [cell for start in (0, _CELL_NBYTES) if (cell := _read_cell(page[start : start + _CELL_NBYTES]))]
             if not found:
                 raise self._corrupt("neither of its records is whole")
-            self._page, self._found = page, max(found, key=lambda cell: cell[0])
+            self._page, self._found = page, max(found, key=lambda cell: cell.sequence)
         return self._found
 
     def _look(self) -> bytes:
@@ -278,19 +369,25 @@ def slot_names(folder: NodeFolder, *, rank: int | None = None) -> list[str]:
     return [name for name in folder.names() if name.startswith(prefix)]
 
 
+def rank_of(name: str) -> int:
+    """The rank whose slot is called `name`."""
+    return int(name.split("-")[1])
+
+
 def _cell(sequence: int, record: Record) -> bytes:
-    payload = msgspec.msgpack.encode(record)
+    payload = msgspec.msgpack.encode((time.time(), record))
     assert _CELL.size + len(payload) <= _CELL_NBYTES
     return _CELL.pack(_MAGIC, sequence, len(payload), _digest(sequence, payload)) + payload
 
 
-def _read_cell(cell: bytes) -> tuple[int, Record] | None:
-    """Sequence number and record; None where it is not whole."""
+def _read_cell(cell: bytes) -> _Cell | None:
+    """What is in a cell; None where it is not whole."""
     magic, sequence, nbytes, digest = _CELL.unpack_from(cell)
     payload = cell[_CELL.size : _CELL.size + nbytes]
     if magic != _MAGIC or digest != _digest(sequence, payload):
         return None
-    return sequence, msgspec.msgpack.decode(payload, type=Record)
+    since, record = msgspec.msgpack.decode(payload, type=tuple[float, Record])
+    return _Cell(sequence, since, record)
 
 
 def _digest(sequence: int, payload: bytes) -> bytes:

@@ -8,7 +8,8 @@ from contextlib import ExitStack
 from typing import Any, Final
 
 from holdfast.errors import FencedError
-from holdfast.keeper.persist import Sealing, commit, persist, publish_manifest
+from holdfast.format.records import FileSeal
+from holdfast.keeper.persist import Sealing, commit, file_seal, persist, publish_manifest
 from holdfast.keeper.slots import Slot
 from holdfast.run.history import Run
 from holdfast.run.paths import storage_at
@@ -19,7 +20,11 @@ _STORE_TIMEOUT_S: Final = 600.0
 
 
 class Writing:
-    """Makes slots of one generation durable, by the threads of `pool`. Used by one thread, which need not wait."""
+    """Makes slots of one generation durable, by the threads of `pool`. Used by one thread, which need not wait.
+
+    Slots join as they are staged. When all that have joined are written, a commit is tried; while files are missing,
+    which other nodes write, or ranks of this one have not staged yet, that is tried again, by `join` or `retry`.
+    """
 
     def __init__(self, sealing: Sealing, pool: ThreadPoolExecutor) -> None:
         self.sealing = sealing
@@ -28,8 +33,8 @@ class Writing:
         storage = TimedStorage(storage_at(sealing.generation.run), timeout_s=_STORE_TIMEOUT_S)
         self._storage = self._stack.enter_context(storage)
         self._slots: dict[str, Slot] = {}
-        #: Of each slot, whether its file was written.
-        self._files: list[Future[bool]] = []
+        #: Of each slot, what is sealed of its file, if that was written here.
+        self._files: list[Future[FileSeal | None]] = []
         self._committed: Future[bool] | None = None
         self._run: Future[Run] = pool.submit(self._open)
 
@@ -48,11 +53,19 @@ class Writing:
         """What is to be waited for before there is more to do."""
         return self._files if self._committed is None else [self._committed]
 
-    def join(self, slot: Slot, sealed: Future[None] | None) -> None:
-        """Write this slot too, unless that has begun; `sealed` is about to be (None: it is)."""
-        if slot.name not in self._slots and self._committed is None:
-            self._slots[slot.name] = slot
-            self._files.append(self._pool.submit(self._persist, slot, sealed))
+    def join(self, slot: Slot, sealed: Future[None] | None) -> bool:
+        """Write this slot too; `sealed` is about to be (None: it is). False, and nothing done, where that has begun, or
+        a commit is being tried."""
+        if slot.name in self._slots or (self._committed is not None and not self._committed.done()):
+            return False
+        self._slots[slot.name] = slot
+        self._files.append(self._pool.submit(self._persist, slot, sealed))
+        self._committed = None
+        return True
+
+    def retry(self) -> None:
+        """Try the commit again: by now others may have written the files that were missing."""
+        self._committed = None
 
     def is_over(self) -> bool:
         """Begin with the commit when all files are written. Whether that is over too, or something has failed."""
@@ -82,13 +95,14 @@ class Writing:
         return run
 
     def _commit(self) -> bool:
-        written = [slot for slot, file in zip(self._slots.values(), self._files, strict=True) if file.result()]
+        # Noted when they were written: while the checkpoint waits for other files, a slot may be given up and refilled.
+        written = [seal for file in self._files if (seal := file.result()) is not None]
         return commit(self._run.result(), self.sealing, written) is not None
 
-    def _persist(self, slot: Slot, sealed: Future[None] | None) -> bool:
+    def _persist(self, slot: Slot, sealed: Future[None] | None) -> FileSeal | None:
         self._run.result()
         await_seal = (lambda: None) if sealed is None else sealed.result
-        return persist(self._storage, self.sealing, slot, await_seal=await_seal)
+        return file_seal(slot) if persist(self._storage, self.sealing, slot, await_seal=await_seal) else None
 
 
 def _replaced(run: Run) -> FencedError:

@@ -14,10 +14,11 @@ from typing import TypeAlias
 
 from holdfast.errors import ConfigurationError, CorruptError, HoldfastError
 from holdfast.format.records import Place
-from holdfast.keeper.claims import claim
+from holdfast.keeper.claims import Claim
 from holdfast.keeper.node_folder import NodeFolder, unusable_memory
-from holdfast.keeper.room import rooms
-from holdfast.keeper.slots import WHOLE, Record, Slot, State, slot_names
+from holdfast.keeper.node_memory import give_way
+from holdfast.keeper.room import Room, rooms
+from holdfast.keeper.slots import REUSABLE, WHOLE, Record, Slot, State, slot_names
 from holdfast.storage.base import Bytes
 
 #: Makes memory known to an accelerator; returns what ends that.
@@ -25,13 +26,14 @@ Register: TypeAlias = Callable[[Bytes], Callable[[], None]]
 
 #: What is left for others.
 _SPARE_NBYTES = 256 << 20
-#: States in which a trainer may fill a slot anew, once what is in it is not needed.
-_REUSABLE = (State.FREE, State.COMMITTED, State.SUPERSEDED)
+#: Keepers see within so long that slots are gone, on a busy machine: they give way to all other work.
+_GIVEN_WAY_S = 10.0
+_LOOK_S = 0.02
 
 
 class Arena:
-    """`num_slots` slots of `rank` in `folder`, beginning with those that are there. Used by one thread of one process
-    per rank; `close` leaves all there."""
+    """`num_slots` slots of `rank` in `folder`, beginning with those that are there. Until `close`, which leaves all
+    there, this process has a claim to them. Used by one thread of one process per rank."""
 
     def __init__(self, folder: NodeFolder, *, rank: int, num_slots: int) -> None:
         self._folder = folder
@@ -51,6 +53,7 @@ class Arena:
         #: What ended the preparation, and how long it took.
         self.error: HoldfastError | None = None
         self.seconds = 0.0
+        self._claim = Claim(folder, rank)
         self._take_over()
 
     def prepare(self, nbytes: int, *, register: Register | None = None) -> None:
@@ -79,21 +82,27 @@ class Arena:
         """Whether slots are missing that nobody is making: somebody has removed them."""
         return self.is_ready and any(slot.is_removed for slot in self._slots)
 
-    def reusable(self, needed: Place | None) -> Slot | None:
-        """A slot that may be filled: it is free, or holds a committed or superseded checkpoint that comes before
-        `needed`, the newest one that all ranks hold sealed. None where there is none now.
+    def take(self, needed: Place | None) -> Slot | None:
+        """A slot that may be filled, whose lock this process has from now on: it is free, or holds a committed or
+        superseded checkpoint that comes before `needed`, the newest one that all ranks hold sealed. None where there is
+        none now.
 
         Where `needed` is None, some rank holds nothing, so no checkpoint is whole in memory; then it must come before
         the newest one of this rank.
         """
         needed = needed or self.newest_sealed()
-        return next((slot for slot in self._slots if _is_reusable(slot, needed)), None)
+        for slot in self._slots:
+            if _is_reusable(slot, needed) and slot.take():
+                if _is_reusable(slot, needed):
+                    return slot
+                slot.let_go()  # another job of this rank has filled it since
+        return None
 
     def oldest(self) -> tuple[bool, Place | None]:
         """Whether there is a slot that holds nothing, or none was made yet and there will be; and the oldest checkpoint
         in one that might be filled."""
         there = [slot for slot in self._slots if not slot.is_removed]
-        contents = [slot.record.contents for slot in there if slot.refresh().state in _REUSABLE]
+        contents = [slot.record.contents for slot in there if slot.refresh().state in REUSABLE]
         places = [each.place for each in contents if each is not None]
         is_free = len(places) < len(contents) or (self._thread is None and len(there) < self._num_slots)
         return is_free, min(places, default=None)
@@ -105,21 +114,24 @@ class Arena:
         for slot in (*self._slots, *self._retired):
             contents = slot.refresh().contents
             if contents is not None and contents.run_id != run_id:
-                if slot.state in _REUSABLE:
-                    slot.advance(Record(State.FREE))
-                else:
+                if slot.state not in REUSABLE:
                     cared_for.append(contents.checkpoint_id)
+                elif slot.take():
+                    if slot.state in REUSABLE:
+                        slot.advance(Record(State.FREE))
+                    slot.let_go()
         return cared_for
 
     def remove_retired(self, needed: Place | None) -> None:
-        """Remove slots that are too small by now, or too many, as far as they could be filled again, as `reusable`."""
+        """Remove slots that are too small by now, or too many, as far as they could be filled again, as `take`."""
         needed = needed or self.newest_sealed()
         for slot in [slot for slot in self._retired if slot.is_removed or _is_reusable(slot, needed)]:
-            if slot.refresh().state not in _REUSABLE:
+            if slot.refresh().state not in REUSABLE:
                 continue  # somebody removed it, and the keeper still makes durable what it has mapped
             self._retired.remove(slot)
             self._unregister(slot)
-            slot.remove()
+            if not slot.remove_if(lambda _: True):
+                slot.close()  # it is gone already, or another job's
 
     def newest_sealed(self) -> Place | None:
         """The newest checkpoint of which this rank's data file is in memory, whole."""
@@ -133,10 +145,11 @@ class Arena:
         but `close`."""
         self._stop()
         for slots in (self._slots, self._retired):
-            for slot in [slot for slot in slots if slot not in watched and slot.refresh().state in _REUSABLE]:
+            for slot in [slot for slot in slots if slot not in watched and slot.refresh().state in REUSABLE]:
                 slots.remove(slot)
                 self._unregister(slot)
-                slot.remove()
+                if not slot.remove_if(lambda _: True):
+                    slot.close()  # it is gone already, or another job's
         return not (self._slots or self._retired)
 
     def close(self) -> None:
@@ -146,6 +159,7 @@ class Arena:
             self._unregister(slot)
             slot.close()
         self._slots, self._retired = [], []
+        self._claim.close()
 
     def _stop(self) -> None:
         self._stopped = True
@@ -175,10 +189,11 @@ class Arena:
 
     def _take_over(self) -> None:
         """Take over what slots the rank has from a process that had it before."""
-        claim(self._folder, self._rank)
         for name in slot_names(self._folder, rank=self._rank):
             with suppress(FileNotFoundError, CorruptError):
-                self._slots.append(_freed(Slot(self._folder, name)))
+                slot = Slot(self._folder, name)
+                slot.free_if_abandoned()
+                self._slots.append(slot)
 
     def _sort(self, nbytes: int) -> None:
         """Retire slots that are too small, too many, or were removed by somebody."""
@@ -212,7 +227,7 @@ class Arena:
             raise _Stopped
         if not left_nbytes:
             return
-        tightest = rooms(self._folder.path, locked=self._register is not None)[0]
+        tightest = self._tightest(left_nbytes + _SPARE_NBYTES)
         if tightest.free_nbytes < left_nbytes + _SPARE_NBYTES:
             raise ConfigurationError(
                 f"There is no memory for the snapshots of rank {self._rank}: {left_nbytes} bytes more are needed, and "
@@ -223,21 +238,26 @@ class Arena:
                 rank=self._rank,
             )
 
+    def _tightest(self, wanted_nbytes: int) -> Room:
+        """What bounds the memory most. Where that is less than is wanted, what is durable gives way first, of all runs
+        of this user whose trainers are no more."""
+        is_locked = self._register is not None
+        tightest = rooms(self._folder.path, locked=is_locked)[0]
+        missing_nbytes = wanted_nbytes - tightest.free_nbytes
+        if missing_nbytes > 0 and give_way(self._folder.node_dir, missing_nbytes):
+            end = time.monotonic() + _GIVEN_WAY_S
+            while tightest.free_nbytes < wanted_nbytes and time.monotonic() < end and not self._stopped:
+                time.sleep(_LOOK_S)
+                tightest = rooms(self._folder.path, locked=is_locked)[0]
+        return tightest
+
 
 class _Stopped(Exception):  # noqa: N818 - nothing is wrong
     """The arena is being closed."""
-
-
-def _freed(slot: Slot) -> Slot:
-    """`slot`, free if whoever was filling it is dead."""
-    writer = slot.record.writer
-    if slot.state == State.WRITING and writer is not None and not writer.is_alive():
-        slot.advance(Record(State.FREE))
-    return slot
 
 
 def _is_reusable(slot: Slot, needed: Place | None) -> bool:
     contents = slot.refresh().contents
     if slot.is_removed:
         return False
-    return slot.state in _REUSABLE and (contents is None or (needed is not None and contents.place < needed))
+    return slot.state in REUSABLE and (contents is None or (needed is not None and contents.place < needed))
