@@ -180,6 +180,27 @@ def keeper(
 
 
 @app.command()
+def node(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="Only what this run has; without, all runs.")] = "",
+    *,
+    node_dir: Annotated[str, typer.Option("--node-dir", help="A folder in memory, as trainers name it.")] = "/dev/shm",  # noqa: S108 - it is looked at
+    free: Annotated[
+        bool, typer.Option("--free", help="Free snapshots that are durable and that no trainer has any more.")
+    ] = False,
+    stop: Annotated[
+        bool, typer.Option("--stop", help="Have keepers make durable what they have, and end; trainers start new ones.")
+    ] = False,
+    grace_s: Annotated[float, typer.Option("--grace-s", help="With --stop: wait for so long at most.")] = 60.0,
+    as_json: JsonOption = False,
+) -> None:
+    """List what lies in this node's memory. Its runs, ranks, steps, states, sizes and owners; frees it on request."""
+    from holdfast.cli.node import node
+
+    if not node(run, node_dir=node_dir, free=free, stop=stop, grace_s=grace_s, as_json=as_json):
+        raise typer.Exit(FAILURE)
+
+
+@app.command()
 def rollback(
     run: RunArgument,
     *,

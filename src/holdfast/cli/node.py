@@ -1,0 +1,120 @@
+"""``holdfast node``: what lies in the memory of this node, and giving it back."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import msgspec
+
+from holdfast.cli.screen import Listing, age, console, count, print_json, size
+from holdfast.errors import printable
+from holdfast.keeper.lock import end_keeper
+from holdfast.keeper.node_folder import NodeFolder
+from holdfast.keeper.node_memory import Held, RunMemory, give_way, node_memory
+from holdfast.run.paths import absolute, canonical, storage_at
+
+_UNKNOWN = "a run that no keeper has named"
+
+
+class SlotRow(msgspec.Struct, frozen=True):
+    """A slot, as ``--json`` prints it. `step` is null where it holds nothing; `state`, where it is damaged, or of
+    another version. `owner` is "trainer" where one lives for this rank, else "keeper" where one is at work, else
+    "nobody". Where it `is_durable`, nothing is lost with it."""
+
+    rank: int
+    step: int | None
+    state: str | None
+    nbytes: int
+    age_s: float
+    owner: str
+    is_durable: bool
+
+
+class RunRow(msgspec.Struct, frozen=True):
+    """What one run has. `run` is null where no keeper has said which one it is; `keeper_pid` is null where none is at
+    work, and else its number in its own PID namespace."""
+
+    run: str | None
+    folder: str
+    keeper_pid: int | None
+    slots: list[SlotRow]
+
+
+class Document(msgspec.Struct, frozen=True):
+    """What ``--json`` prints: what is there in the end, how much was freed, and the folders whose keepers were asked to
+    end: those that have ended, and those that have not."""
+
+    node_dir: str
+    runs: list[RunRow]
+    freed_nbytes: int
+    ended: list[str]
+    not_ended: list[str]
+
+
+def node(run: str, *, node_dir: str, free: bool, stop: bool, grace_s: float, as_json: bool) -> bool:
+    """List what runs of this user (one, unless `run` is empty) have in the memory of this node, after doing what was
+    asked for. False where a keeper did not end."""
+    where = Path(absolute(node_dir))
+    uri = canonical(storage_at(run).uri) if run else None
+    ended: list[str] = []
+    not_ended: list[str] = []
+    if stop:
+        for found in _of(uri, where):
+            if found.is_kept:
+                with NodeFolder.at(found.path) as folder:
+                    (ended if end_keeper(folder, timeout_s=grace_s) else not_ended).append(str(found.path))
+    freed_nbytes = give_way(where, run=uri) if free else 0
+    runs = [_row(found) for found in _of(uri, where)]
+    document = Document(str(where), runs, freed_nbytes, ended, not_ended)
+    if as_json:
+        print_json(document)
+    else:
+        _show(document, freed=free)
+    return not not_ended
+
+
+def _of(uri: str | None, node_dir: Path) -> list[RunMemory]:
+    return [found for found in node_memory(node_dir) if uri in (None, found.run)]
+
+
+def _row(found: RunMemory) -> RunRow:
+    slots = [_slot(held, is_kept=found.is_kept) for held in found.slots]
+    return RunRow(found.run, str(found.path), found.keeper_pid, slots)
+
+
+def _slot(held: Held, *, is_kept: bool) -> SlotRow:
+    owner = "trainer" if held.has_trainer else "keeper" if is_kept else "nobody"
+    state = None if held.state is None else held.state.name.lower()
+    age_s = max(time.time() - held.since, 0.0)
+    return SlotRow(held.rank, held.step, state, held.nbytes, age_s, owner, held.is_durable)
+
+
+def _show(document: Document, *, freed: bool) -> None:
+    screen = console()
+    for folder in document.ended:
+        screen.print(f"the keeper of '{printable(folder)}' has ended", soft_wrap=True)
+    for folder in document.not_ended:
+        screen.print(f"the keeper of '{printable(folder)}' has not ended yet: see its keeper.log", soft_wrap=True)
+    if freed:
+        screen.print(f"freed {size(document.freed_nbytes)}", soft_wrap=True)
+    slots = [slot for row in document.runs for slot in row.slots]
+    total = f"{count(len(document.runs), 'run')}, {size(sum(slot.nbytes for slot in slots))}"
+    screen.print(f"{printable(document.node_dir)}: {total}", soft_wrap=True)
+    for row in document.runs:
+        kept = "no keeper" if row.keeper_pid is None else f"keeper {row.keeper_pid}"
+        screen.print(f"\n{printable(row.run or _UNKNOWN)}: {kept}; {printable(row.folder)}", soft_wrap=True)
+        if row.slots:
+            screen.print(_table(row.slots))
+    idle = sum(slot.nbytes for slot in slots if slot.is_durable and slot.owner != "trainer")
+    if idle:
+        screen.print(f"\n{size(idle)} are durable and no trainer has them: holdfast node --free", soft_wrap=True)
+
+
+def _table(slots: list[SlotRow]) -> Listing:
+    made = Listing("rank", "step", "state", "size", "age", "owner", right=("rank", "step", "size", "age"))
+    for slot in slots:
+        step = "" if slot.step is None else str(slot.step)
+        state = slot.state or "unreadable"
+        made.add_row(str(slot.rank), step, state, size(slot.nbytes), age(slot.age_s), slot.owner)
+    return made

@@ -1,0 +1,61 @@
+"""``holdfast node``: what lies in the memory of this node, and giving it back."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+from holdfast.keeper.claims import Claim
+from holdfast.keeper.node_folder import NodeFolder
+from holdfast.keeper.slots import State
+from holdfast.run.history import Run
+from tests import test_keeper
+from tests.command_line import holdfast_command
+from tests.test_keeper import states, until
+from tests.test_node_memory import MIB, kept
+from tests.test_persist import Saved, assert_loads
+
+run, folder, saved = test_keeper.run, test_keeper.folder, test_keeper.saved
+
+
+def test_the_command_lists_what_lies_in_memory_frees_what_is_durable_and_ends_keepers(
+    run: Run, saved: Saved, folder: NodeFolder
+) -> None:
+    options = ("--node-dir", folder.node_dir)
+    with kept(folder, run.storage.uri) as process:
+        until(lambda: states(saved) == {State.COMMITTED})
+        with Claim(folder, 0):
+            (row,) = holdfast_command("node", *options, "--json").json["runs"]
+            assert (row["run"], row["keeper_pid"]) == (run.storage.uri, process.pid)
+            found = [(slot["rank"], slot["step"], slot["state"], slot["owner"]) for slot in row["slots"]]
+            assert found == [(0, 7, "committed", "trainer"), (1, 7, "committed", "keeper")]
+            assert all(0 <= slot["age_s"] < 60 and slot["nbytes"] > MIB for slot in row["slots"])
+            text = holdfast_command("node", *options)
+            assert text.status == 0
+            assert f"{run.storage.uri}: keeper {process.pid}; {folder.path}" in text.out
+            assert "are durable and no trainer has them: holdfast node --free" in text.out
+            done = holdfast_command("node", run.storage.uri, *options, "--free", "--json").json
+            assert done["freed_nbytes"] > MIB
+            assert [slot["rank"] for slot in done["runs"][0]["slots"]] == [0]
+            assert holdfast_command("node", run.storage.uri + "2", *options, "--free", "--json").json["runs"] == []
+        done = holdfast_command("node", *options, "--stop", "--json").json
+        assert done["ended"] == [str(folder.path)]
+        assert process.wait(30) == 0
+    assert done["runs"] == []
+    assert not folder.path.exists()
+    assert_loads(run, saved)
+
+
+def test_the_command_says_which_keeper_does_not_end(run: Run, folder: NodeFolder) -> None:
+    with kept(folder, run.storage.uri) as process:
+        process.send_signal(signal.SIGSTOP)
+        done = holdfast_command("node", "--node-dir", folder.node_dir, "--stop", "--grace-s", "0.2")
+        process.send_signal(signal.SIGCONT)
+        assert done.status == 3
+        assert "has not ended yet" in done.out
+        assert process.poll() is None, "a request ends with whoever made it"
+
+
+def test_the_command_makes_nothing_where_nothing_is(tmp_path: Path) -> None:
+    assert "0 runs" in holdfast_command("node", "--node-dir", tmp_path).out
+    assert list(tmp_path.iterdir()) == []
