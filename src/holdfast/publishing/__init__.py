@@ -72,8 +72,8 @@ def transfer(
     partly filled, on every rank; sources never change.
 
     Raises:
-        StateError: a state could not be saved truthfully, ranks disagree about it, or source and target have memory in
-            common (``state.overlap``).
+        StateError: a state could not be saved truthfully, ranks disagree about it, or tensors of the target have memory
+            in common, with each other or with the source (``state.overlap``).
         IncompatibleError: names, dtypes or shapes differ; lists them. Globs that match nothing.
         DeadlineError: ranks named in the message died, or did not answer within `timeout_s`.
         StorageError: a network or the store of the process group failed.

@@ -11,14 +11,13 @@ from holdfast.errors import StateError
 from holdfast.state.gather import LocalTensor
 from holdfast.state.match import Target
 from holdfast.state.memory import LocalPieces
+from holdfast.state.overlap import MemorySpan
 
 
-class _Span(NamedTuple):
-    """Memory from the first byte of a tensor to its last one."""
+class _Named(NamedTuple):
+    """The memory of a tensor of the source or the target."""
 
-    device: str
-    start: int
-    stop: int
+    span: MemorySpan
     name: str
     is_target: bool
 
@@ -31,28 +30,24 @@ def to_fill(sources: Mapping[str, LocalTensor], targets: Sequence[Target], rank:
     """
     pieces = LocalPieces(rank)
     filled = [each for each in targets if not _is_same(sources.get(each.source), each.local, pieces)]
-    last: dict[bool, _Span] = {}
-    for span in sorted(_spans(sources, filled)):
-        other = last.get(not span.is_target)
-        if other is not None and other.device == span.device and other.stop > span.start:
-            raise _overlap(span, other, rank)
-        mine = last.get(span.is_target)
-        if mine is None or mine.device != span.device or mine.stop < span.stop:
-            last[span.is_target] = span
+    last: dict[bool, _Named] = {}
+    for named in sorted(_named(sources, filled)):
+        span = named.span
+        other = last.get(not named.is_target)
+        if other is not None and other.span.device == span.device and other.span.stop > span.start:
+            raise _overlap(named, other, rank)
+        mine = last.get(named.is_target)
+        if mine is None or mine.span.device != span.device or mine.span.stop < span.stop:
+            last[named.is_target] = named
     return filled
 
 
-def _spans(sources: Mapping[str, LocalTensor], targets: Sequence[Target]) -> Iterator[_Span]:
+def _named(sources: Mapping[str, LocalTensor], targets: Sequence[Target]) -> Iterator[_Named]:
     for name, local in sources.items():
-        yield from (_span(view, name, is_target=False) for view in local.memory if view.numel())
+        yield from (_Named(MemorySpan.of(view), name, is_target=False) for view in local.memory if view.numel())
     for target in targets:
-        yield from (_span(view, target.name, is_target=True) for view in target.local.memory if view.numel())
-
-
-def _span(view: torch.Tensor, name: str, *, is_target: bool) -> _Span:
-    last = sum((extent - 1) * stride for extent, stride in zip(view.shape, view.stride(), strict=True))
-    start = view.data_ptr()
-    return _Span(str(view.device), start, start + (last + 1) * view.element_size(), name, is_target)
+        memory = target.local.memory
+        yield from (_Named(MemorySpan.of(view), target.name, is_target=True) for view in memory if view.numel())
 
 
 def _is_same(source: LocalTensor | None, target: LocalTensor, pieces: LocalPieces) -> bool:
@@ -70,7 +65,7 @@ def _where(view: torch.Tensor) -> tuple[object, ...]:
     return view.device, view.data_ptr(), view.dtype, view.stride()
 
 
-def _overlap(a: _Span, b: _Span, rank: int) -> StateError:
+def _overlap(a: _Named, b: _Named, rank: int) -> StateError:
     source, target = (b.name, a.name) if a.is_target else (a.name, b.name)
     return StateError(
         f"On rank {rank} the target tensor {target!r} has memory in common with the source tensor {source!r}: it would "

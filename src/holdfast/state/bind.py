@@ -37,6 +37,7 @@ from holdfast.state.flatten import check_depth, check_root, name_of_planes, plan
 from holdfast.state.gather import Gatherer, is_describable
 from holdfast.state.match import Matcher, Target, Terms
 from holdfast.state.meta import MetaTensors, become, check_alone, check_fillable
+from holdfast.state.overlap import check_disjoint
 from holdfast.state.per_rank import PerRank
 from holdfast.state.piecewise import Piecewise, describe
 from holdfast.state.placements import empty, generator_state, revive, same_placement
@@ -105,7 +106,8 @@ def bind(
     Raises `IncompatibleError` when a dtype, a shape or a kind differs, and with `strict` also when a name is on one
     side only (code ``incompatible.names``) or a tensor would stay on meta (``incompatible.meta``). Ranks that hold
     different parts of a model see names of other ranks as unexpected: they bind without `strict`, compare, and raise
-    `difference` and `check_fillable` themselves. Raises `StateError` for a live state that could not be saved.
+    `difference` and `check_fillable` themselves. Raises `StateError` for a live state that could not be saved, and for
+    targets that have memory in common.
     """
     check_root(into)
     binder = _Binder(stored, aliases, nodes, terms or Terms(), rank, world_size, device=device)
@@ -168,6 +170,7 @@ class _Binder:
             self._matcher.match(names, local)
         if self._mismatches:
             raise self._mismatches.error()
+        check_disjoint(self._matcher.targets)
 
         def finish() -> object:
             self._matcher.check_copies()

@@ -1,0 +1,122 @@
+"""Memory that several targets of a load have in common: it would hold what was loaded last, and nobody would know."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from holdfast.errors import StateError
+from holdfast.state.match import Target
+
+#: How long numpy searches for a common byte of two strided views, in its own unit; beyond, they count as overlapping.
+_MAX_WORK = 1 << 20
+
+
+class MemorySpan(NamedTuple):
+    """Memory on one device from the first byte of a tensor to behind its last one."""
+
+    device: str
+    start: int
+    stop: int
+
+    @staticmethod
+    def of(view: torch.Tensor) -> MemorySpan:
+        """The span of a tensor with elements."""
+        last = sum((extent - 1) * stride for extent, stride in zip(view.shape, view.stride(), strict=True))
+        start = view.data_ptr()
+        return MemorySpan(str(view.device), start, start + (last + 1) * view.element_size())
+
+
+class _Held(NamedTuple):
+    span: MemorySpan
+    target: Target
+    #: Which of the target's parts it is.
+    number: int
+    view: torch.Tensor
+
+
+class _Addresses:
+    """A tensor as numpy sees it, on any device: by addresses, which nobody reads."""
+
+    def __init__(self, view: torch.Tensor) -> None:
+        strides = tuple(stride * view.element_size() for stride in view.stride())
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (view.data_ptr(), False),
+            "typestr": f"|V{view.element_size()}",
+            "shape": tuple(view.shape),
+            "strides": strides,
+        }
+
+
+def check_disjoint(targets: Sequence[Target]) -> None:
+    """Refuse targets of which two elements share memory, in one tensor or in two.
+
+    The same memory may be the same part of the same stored tensor twice. Tensors on the meta device have no memory yet.
+
+    Raises:
+        StateError: code ``state.overlap``; names the tensors.
+    """
+    open_: list[_Held] = []
+    for held in sorted(_held(targets), key=lambda held: held.span):
+        if _may_overlap_itself(held.view):
+            layout = f"shape {list(held.view.shape)}, strides {list(held.view.stride())}"
+            raise _overlap(
+                held.target.name, f"Elements of the target tensor {held.target.name!r} share memory: {layout}."
+            )
+        open_ = [
+            other for other in open_ if other.span.device == held.span.device and other.span.stop > held.span.start
+        ]
+        for other in open_:
+            if not _is_same(other, held) and _share_memory(other.view, held.view):
+                names = f"{other.target.name!r} and {held.target.name!r}"
+                raise _overlap(held.target.name, f"The target tensors {names} have memory in common.")
+        open_.append(held)
+
+
+def _held(targets: Sequence[Target]) -> Iterator[_Held]:
+    for target in targets:
+        for number, view in enumerate(target.local.memory):
+            if view.numel() and not view.is_meta:
+                yield _Held(MemorySpan.of(view), target, number, view)
+
+
+def _is_same(a: _Held, b: _Held) -> bool:
+    """Whether both get the same elements: nobody notices who is filled last."""
+    mine, other = a.target.local.layout, b.target.local.layout
+    return (
+        (a.span, a.number, a.target.source) == (b.span, b.number, b.target.source)
+        and (a.view.shape, a.view.stride(), a.view.dtype) == (b.view.shape, b.view.stride(), b.view.dtype)
+        and (mine.shape, mine.spec) == (other.shape, other.spec)
+    )
+
+
+def _may_overlap_itself(view: torch.Tensor) -> bool:
+    """Whether an axis steps into what the axes of smaller strides reach. Wrong only of views that nobody makes."""
+    if view.is_contiguous():
+        return False
+    reach = 0
+    for stride, extent in sorted(zip(view.stride(), view.shape, strict=True)):
+        if extent > 1 and stride <= reach:
+            return True
+        reach += (extent - 1) * stride
+    return False
+
+
+def _share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    try:
+        return np.shares_memory(np.asarray(_Addresses(a)), np.asarray(_Addresses(b)), max_work=_MAX_WORK)  # type: ignore[arg-type]  # any limit is taken
+    except np.exceptions.TooHardError:
+        return True
+
+
+def _overlap(name: str, what: str) -> StateError:
+    return StateError(
+        f"{what} It would hold what is loaded last.",
+        code="state.overlap",
+        action="Give each tensor memory of its own (tensor.clone()), or leave one of them out with select=.",
+        tensor=name,
+    )
