@@ -7,11 +7,13 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import holdfast
 from holdfast.errors import CorruptError, NotFoundError
 from holdfast.format.records import Place
+from holdfast.mapping import Crop, Pad
 from holdfast.run.history import Run
 from holdfast.run.paths import storage_at
 from tests.models import Kind, build, differing, filled, start_new_job
@@ -185,3 +187,35 @@ def test_a_state_that_does_not_fit_is_no_reason_to_fall_back(run: Path) -> None:
     with pytest.raises(RanksFailedError) as failed:
         run_ranks(2, load_into_less, str(run))
     assert {type(error).__name__ for error in failed.value.by_rank.values()} == {"IncompatibleError"}
+
+
+def save_growing(run: Path, *, damaged_mib: int) -> None:
+    """The head has 4 MiB of a tensor that the checkpoint before lacks, then 12 MiB of one that has 4 MiB there."""
+    start_new_job()
+    holdfast.save(run, {"table": torch.ones(1 << 20)}, 1)
+    holdfast.save(run, {"table": torch.full((3 << 20,), 2.0), "new": torch.full((1 << 20,), 2.0)}, 2)
+    data = bytearray((path := file_of(run, 2, "data-00000.safetensors")).read_bytes())
+    data[damaged_mib << 20] ^= 1
+    path.write_bytes(bytes(data))
+
+
+def test_what_the_older_checkpoint_lacks_stays_as_it_was(tmp_path: Path) -> None:
+    save_growing(tmp_path / "run", damaged_mib=7)
+    state = {"table": torch.zeros(1 << 20), "new": torch.zeros(1 << 20)}
+    with torch.device("meta"):
+        state["meta"] = torch.zeros(4)
+    longer = [Crop("table", size=1 << 20)]
+    report = holdfast.load(tmp_path / "run", state, mapping=longer, strict=False, fallback=True)
+    assert (report.step, report.missing, report.on_meta) == (1, ("meta", "new"), ("meta",))
+    assert (state["table"] == 1).all()
+    assert not state["new"].any()
+
+
+def test_what_a_rule_keeps_stays_as_it_was(tmp_path: Path) -> None:
+    save_growing(tmp_path / "run", damaged_mib=15)
+    state = {"table": torch.zeros(3 << 20)}
+    kept = [Pad("table", size=3 << 20, fill="keep")]
+    report = holdfast.load(tmp_path / "run", state, select="table", mapping=kept, fallback=True)
+    assert (report.step, [place for place, _ in report.skipped]) == (1, ["1.2"])
+    assert (state["table"][: 1 << 20] == 1).all()
+    assert not state["table"][1 << 20 :].any()

@@ -20,7 +20,7 @@ from holdfast.format.records import Place
 from holdfast.loading.filling import Filling
 from holdfast.loading.names import Names, compared
 from holdfast.loading.together import MEMORY_NBYTES, MIN_MEMORY_NBYTES, Together
-from holdfast.mapping import Rule
+from holdfast.mapping import Pad, Rule
 from holdfast.phases import Stopwatch, attempt, collector_paused
 from holdfast.plan.draft import Table
 from holdfast.plan.exchange import Bandwidths
@@ -84,6 +84,8 @@ def load(
     With ``fallback`` a checkpoint that turns out to be damaged or incomplete is passed over, on all ranks together, and
     the next older one on its lineage is loaded instead; each is logged as a warning, and ``report.skipped`` says why.
     The next save continues from what was loaded, as after a rollback. Without, the error says which older one to load.
+    Where tensors may stay as they are (``strict=False``, or a rule that keeps elements), all data is read and checked
+    before any of it goes into them, so it is read twice.
 
     Each byte is read once per node: what several of its ranks need goes through memory that they share, `memory_budget`
     bytes per rank at most (6 MiB where a rank has no neighbours). With `bandwidths` of storage and network that favour
@@ -97,6 +99,7 @@ def load(
         IncompatibleError: names, dtypes or shapes differ; lists them. Globs that match nothing
             (``incompatible.select``, ``incompatible.cast``), rules that do not fit (``incompatible.mapping``), tensors
             that would stay on the meta device (``incompatible.meta``).
+        StateError: tensors of `into` share memory, or could not be saved; names them.
         CorruptError: stored bytes are damaged; names the file and the tensors. With ``fallback``: of all checkpoints.
         StorageError, DeadlineError: as in `save`.
     """
@@ -146,6 +149,11 @@ class Options:
             if not isinstance(rule, Rule):
                 raise TypeError(f"{rule!r} is no rule of holdfast.mapping")
 
+    @property
+    def may_keep(self) -> bool:
+        """Whether tensors that are filled from one checkpoint may stay as they are, wholly or in part, with another."""
+        return not self.strict or any(isinstance(rule, Pad) and rule.fill == "keep" for rule in self.mapping)
+
     def select(self) -> Globs | None:
         """What is loaded; None for everything."""
         return None if self._select is None else Globs(self._select)
@@ -190,6 +198,8 @@ class Loading:
         self._deadline = deadline
         self._options = options
         self._watch = Stopwatch()
+        #: Whether tensors that an older checkpoint does not fill may hold parts of a damaged one.
+        self._is_mixed = False
 
     def run(self, target: Target, into: Mapping[str, object]) -> LoadReport:
         """Load and report. With `fallback`, go on with the next older checkpoint as long as one proves damaged.
@@ -212,7 +222,7 @@ class Loading:
                 if resolved.place is None or not is_damage(error):
                     raise
                 skipped = (*resolved.skipped, Skipped(resolved.place, error.message))
-                if not self._options.fallback:
+                if not self._options.fallback or self._is_mixed:
                     error.action = self._advice(target, skipped, error.action)
                     raise
                 self._warn(skipped[-1:])
@@ -243,18 +253,12 @@ class Loading:
                 "match", attempt(match), lambda payloads: self._compare(payloads, bound[0]), self._deadline
             )
         checkpoint, binding, table = bound[0]
-        together = Together(
-            checkpoint,
-            self._storage,
-            self._channel,
-            self._deadline,
-            verify=self._options.verify,
-            memory_nbytes=self._options.memory_budget,
-            bandwidths=self._options.bandwidths,
-            owners=owners,
-            in_memory=in_memory,
-        )
         filling = Filling(checkpoint, binding, table.parts, self._rank)
+        if self._options.fallback and self._options.may_keep:
+            with self._watch.phase("check"):
+                self._together(checkpoint, owners, in_memory=in_memory).read(filling.plan_check)
+            self._is_mixed = True
+        together = self._together(checkpoint, owners, in_memory=in_memory)
         with self._watch.phase("read"):
             try:
                 cost = together.read(filling.plan)
@@ -289,6 +293,19 @@ class Loading:
             needed_nbytes=filling.needed_nbytes,
             seconds=self._watch.seconds,
             skipped=tuple((str(one.place), one.reason) for one in skipped),
+        )
+
+    def _together(self, checkpoint: Checkpoint, owners: Sequence[int] | None, *, in_memory: bool) -> Together:
+        return Together(
+            checkpoint,
+            self._storage,
+            self._channel,
+            self._deadline,
+            verify=self._options.verify,
+            memory_nbytes=self._options.memory_budget,
+            bandwidths=self._options.bandwidths,
+            owners=owners,
+            in_memory=in_memory,
         )
 
     def _bind(self, checkpoint: Checkpoint, into: Mapping[str, object]) -> tuple[_Bound, Names]:

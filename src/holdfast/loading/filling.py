@@ -3,15 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
+import numpy.typing as npt
 import torch
 
+from holdfast.geometry import Box
 from holdfast.loading.wanted import Wanted, wanted
 from holdfast.plan.load import Want
 from holdfast.plan.parts import Parts
 from holdfast.run.checkpoint import Checkpoint, Targets
 from holdfast.staging.device import await_queued
 from holdfast.state.bind import Binding
+from holdfast.storage.base import Bytes
+
+
+class _Discarded:
+    """Takes elements, and keeps none."""
+
+    def put(self, want: int, at: Box, elements: npt.NDArray[Any]) -> None:
+        pass
+
+    def fill(self, wants: Sequence[int], data: Bytes) -> None:
+        pass
+
+    def memory(self, want: int) -> None:
+        return None
 
 
 class Filling:
@@ -30,6 +47,10 @@ class Filling:
         self._wanted = wanted(self._checkpoint, self._binding, self._parts, self._rank)
         await_queued(self._wanted.targets.views)
         return self._wanted.wants, self._wanted.targets
+
+    def plan_check(self) -> tuple[Sequence[Want], Targets]:
+        """The same reads as `plan`, for a check of what is stored: nothing is changed."""
+        return wanted(self._checkpoint, self._binding, self._parts, self._rank).wants, _Discarded()
 
     def finish(self) -> object:
         """When all was read: set what is not stored to 0, and put the values in place; returns the whole tree."""
