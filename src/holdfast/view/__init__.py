@@ -30,11 +30,17 @@ __all__ = ["LazyTensor", "Piece", "View", "open"]
 
 
 class View:
-    """A checkpoint, opened for reading. Needs no process group, opens no epoch, changes nothing; safe for threads."""
+    """A checkpoint, opened for reading. Needs no process group, opens no epoch, changes nothing; safe for threads.
+
+    It may be pickled, as lazy tensors may, for workers that are spawned: they open the same checkpoint anew.
+    """
 
     def __init__(self, checkpoint: Checkpoint, *, verify: bool) -> None:
         self._checkpoint = checkpoint
         self._source = Source(checkpoint, verify=verify)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _over, (self._source,)
 
     @property
     def step(self) -> int:
@@ -203,3 +209,7 @@ def open(path: str | os.PathLike[str], *, verify: bool = True) -> View:  # noqa:
         CorruptError: the records or the manifest are damaged.
     """
     return View(Checkpoint(resolve(parse(path))), verify=verify)
+
+
+def _over(source: Source) -> View:
+    return View(source.checkpoint, verify=source.verify)

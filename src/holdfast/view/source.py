@@ -11,10 +11,13 @@ from weakref import WeakValueDictionary
 import numpy as np
 import numpy.typing as npt
 
+from holdfast.errors import NotFoundError
 from holdfast.format.dtypes import CARRIERS
 from holdfast.geometry import Box, whole
 from holdfast.plan.load import Want, plan_load
 from holdfast.run.checkpoint import Checkpoint
+from holdfast.run.history import resolve
+from holdfast.run.paths import Target
 from holdfast.storage.base import Bytes
 from holdfast.storage.posix import PosixStorage
 from holdfast.view.index import Lattice
@@ -35,6 +38,12 @@ class Source:
         #: Files that are mapped while an array over them lives.
         self._mapped: WeakValueDictionary[int, Bytes] = WeakValueDictionary()
         self._lock = Lock()
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Another process, such as a worker of a data loader, opens the same checkpoint anew."""
+        located = self.checkpoint.located
+        target = Target(located.storage.uri, place=None if located.commit is None else located.commit.place)
+        return _reopened, (target, located.seal.checkpoint_id, self.verify)
 
     def carrier(self, tensor: int) -> np.dtype[Any]:
         """What carries the elements of tensor number `tensor`."""
@@ -119,6 +128,18 @@ class Source:
         except OSError as error:  # a file system without mappings, or no room for one more
             _log.info("%s cannot be mapped (%s): reading it instead", file.path, error)
             return None
+
+
+def _reopened(target: Target, checkpoint_id: str, verify: bool) -> Source:
+    located = resolve(target)
+    if located.seal.checkpoint_id != checkpoint_id:
+        raise NotFoundError(
+            f"'{target}' is another checkpoint now than the one that was opened.",
+            code="not_found.commit",
+            action="Open it anew.",
+            path=target.root,
+        )
+    return Source(Checkpoint(located), verify=verify)
 
 
 class _Arrays:
