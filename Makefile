@@ -37,8 +37,8 @@ clean:
 	rm -rf $(VENV)
 
 $(VENV)/torch.stamp: constraints/core.txt
-$(VENV)/dev.stamp: $(VENV)/torch.stamp pyproject.toml constraints/dev.txt
-$(VENV)/peers.stamp: $(VENV)/torch.stamp pyproject.toml constraints/peers.txt
+$(VENV)/dev.stamp: $(VENV)/torch.stamp pyproject.toml constraints/dev.txt constraints/frameworks.txt
+$(VENV)/peers.stamp: $(VENV)/torch.stamp pyproject.toml constraints/frameworks.txt constraints/peers.txt
 
 $(VENV)/%.stamp: tools/install
 	@tools/install $*

@@ -124,8 +124,8 @@ def check_fillable(names: Collection[str]) -> None:
             f"persistent, or plain attributes: {listing(sorted(names))}.",
             code="incompatible.meta",
             action=(
-                "Compute them on a real device before the load; or load with strict=False, compute them after it, and "
-                "look at report.on_meta."
+                "Compute them on a real device before the load (accelerate: init_empty_weights with "
+                "include_buffers=False); or load with strict=False, compute them after it, and look at report.on_meta."
             ),
             tensor=min(names),
         )
