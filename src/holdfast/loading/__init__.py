@@ -47,6 +47,7 @@ def load(
     mapping: Sequence[Rule] | None = None,
     cast: bool | str | Sequence[str] | None = None,
     strict: bool = True,
+    allow_empty: bool = False,
     fallback: bool = False,
     verify: bool = True,
     device: str | torch.device | None = None,
@@ -61,7 +62,8 @@ def load(
     ``RUN@step=700``, ``RUN@3.12``, or a checkpoint folder. Tensors are filled in place and keep their identity, entries
     of dicts and lists are replaced in place, tuples are rebuilt (``report.state`` is the whole tree). Optimizer state
     is built from the checkpoint in its saved dtype. With ``strict`` every name must be on both sides; without, what
-    both have is loaded and the report lists the rest. ``verify=False`` skips the digests of tensor data.
+    both have is loaded and the report lists the rest; that there is nothing, or no tensor of all that the state has, is
+    an error unless ``allow_empty=True``. ``verify=False`` skips the digests of tensor data.
 
     `select` are globs of live names: only what they match is loaded, and all else in `into` stays as it is. ``*``
     stands for any text without ``/``, ``**`` for any text, and a glob that matches a container matches all that is in
@@ -105,7 +107,16 @@ def load(
     """
     target = parse(path)
     options = Options(
-        select, mapping, cast, strict, fallback, verify, device=device, memory=memory_budget, bandwidths=bandwidths
+        select,
+        mapping,
+        cast,
+        strict,
+        fallback,
+        verify,
+        allow_empty=allow_empty,
+        device=device,
+        memory=memory_budget,
+        bandwidths=bandwidths,
     )
     deadline = Deadline(timeout_s)
     channel = default_channel("load", group, deadline=deadline)
@@ -126,6 +137,7 @@ class Options:
         fallback: bool = False,
         verify: bool = True,
         *,
+        allow_empty: bool = False,
         device: str | torch.device | None = None,
         memory: int = MEMORY_NBYTES,
         bandwidths: Bandwidths | None = None,
@@ -134,6 +146,7 @@ class Options:
         self._cast = False if cast is None else cast
         self.mapping = tuple(mapping or ())
         self.strict = strict
+        self.allow_empty = allow_empty
         self.fallback = fallback
         self.verify = verify
         self.device = None if device is None else torch.device(device)
@@ -383,7 +396,15 @@ class Loading:
 
     def _compare(self, payloads: Sequence[bytes], mine: _Bound) -> bytes:
         ranks = [msgspec.msgpack.decode(payload, type=Names) for payload in payloads]
-        return msgspec.msgpack.encode(compared(ranks, mine.table.stored, mine.table.nodes, strict=self._options.strict))
+        return msgspec.msgpack.encode(
+            compared(
+                ranks,
+                mine.table.stored,
+                mine.table.nodes,
+                strict=self._options.strict,
+                allow_empty=self._options.allow_empty,
+            )
+        )
 
 
 def _finish(filling: Filling, state: list[object]) -> bytes:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from holdfast.errors import IncompatibleError
 from holdfast.format.names import own_part
 from holdfast.format.patterns import Globs, check_matched
 from holdfast.format.values import Node
@@ -17,6 +18,8 @@ from holdfast.state.meta import check_fillable
 class Names(msgspec.Struct, frozen=True, array_like=True):
     """What one rank sees: names on one side only; tensors that stay on the meta device, and those of them that no
     checkpoint has; globs that match no live name, each by the option that it was given with, with names that are near.
+    `num_loaded` counts the names that are loaded, `num_filled` and `num_lost` the live tensors that the checkpoint has,
+    and those that it lacks.
     """
 
     missing: tuple[str, ...]
@@ -24,23 +27,43 @@ class Names(msgspec.Struct, frozen=True, array_like=True):
     on_meta: tuple[str, ...]
     unfillable: tuple[str, ...]
     unmatched: dict[str, dict[str, list[str]]]
+    num_loaded: int = 0
+    num_filled: int = 0
+    num_lost: int = 0
 
     @staticmethod
     def of(binding: Binding, globs: Mapping[str, Globs | bool | None]) -> Names:
         """What one rank found; `globs` are those of each option, which have been asked for all live names."""
         unmatched = {option: given.unmatched() for option, given in globs.items() if isinstance(given, Globs)}
         missing, unexpected = tuple(binding.missing), tuple(binding.unexpected)
-        return Names(missing, unexpected, tuple(binding.on_meta), tuple(binding.unfillable), unmatched)
+        return Names(
+            missing,
+            unexpected,
+            tuple(binding.on_meta),
+            tuple(binding.unfillable),
+            unmatched,
+            len(binding.loaded),
+            len(binding.targets),
+            binding.num_lost,
+        )
 
 
-def compared(ranks: Sequence[Names], stored: Mapping[str, Stored], nodes: Mapping[str, Node], *, strict: bool) -> Names:
+def compared(
+    ranks: Sequence[Names],
+    stored: Mapping[str, Stored],
+    nodes: Mapping[str, Node],
+    *,
+    strict: bool,
+    allow_empty: bool = False,
+) -> Names:
     """Names that some rank misses, and names that no rank expects; and what stays on the meta device on some rank.
 
     `stored` and `nodes` are what is loaded.
 
     Raises:
         IncompatibleError: with `strict`, there are such names, or tensors on meta that no checkpoint has; a glob
-            matches no live name of any rank.
+            matches no live name of any rank; nothing is loaded, or no tensor of all that are there, and that is not
+            allowed with `allow_empty`.
     """
     missing = sorted(set().union(*(rank.missing for rank in ranks)))
     shared = set(ranks[0].unexpected).intersection(*(rank.unexpected for rank in ranks[1:]))
@@ -51,8 +74,26 @@ def compared(ranks: Sequence[Names], stored: Mapping[str, Stored], nodes: Mappin
         check_matched(option, [rank.unmatched[option] for rank in ranks], where="the live state")
     if strict and (missing or unexpected):
         raise difference(missing, unexpected, stored, nodes)
+    if not strict and not allow_empty and _is_empty(ranks):
+        raise _nothing(difference(missing, unexpected, stored, nodes))
     unfillable = sorted({name for rank in ranks for name in rank.unfillable})
     if strict:
         check_fillable(unfillable)
     on_meta = sorted({name for rank in ranks for name in rank.on_meta})
     return Names(tuple(missing), tuple(unexpected), tuple(on_meta), tuple(unfillable), {})
+
+
+def _is_empty(ranks: Sequence[Names]) -> bool:
+    """Whether nothing is loaded, or only values into a state of tensors: most likely, names are misspelt."""
+    if any(rank.num_filled for rank in ranks):
+        return False
+    return any(rank.num_lost for rank in ranks) or not any(rank.num_loaded for rank in ranks)
+
+
+def _nothing(names: IncompatibleError) -> IncompatibleError:
+    return IncompatibleError(
+        f"No tensor of the live state is in the checkpoint, so a load would leave it as it is. {names.message}",
+        code="incompatible.nothing",
+        action="Give both the same names, or map the stored ones with mapping=; allow_empty=True loads nothing.",
+        tensor=names.tensor,
+    )

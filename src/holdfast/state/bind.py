@@ -64,7 +64,8 @@ class Binding:
     is missing under its path. What belongs to other ranks alone is not unexpected; names of this rank's own part
     (``own_part`` says which) are unexpected for the whole job, whatever other ranks expect. `on_meta` are live tensors
     that stay on the meta device, and `unfillable` those of them that are selected, but that no checkpoint has.
-    `reseeded` are the `RandomState` entries that another number of ranks saved.
+    `reseeded` are the `RandomState` entries that another number of ranks saved, `num_lost` counts live tensors that the
+    checkpoint lacks.
     """
 
     targets: list[Target]
@@ -74,6 +75,7 @@ class Binding:
     on_meta: list[str]
     unfillable: list[str]
     reseeded: list[str]
+    num_lost: int
     allocate: Callable[[], None]
     """Gives targets on the meta device memory, uninitialised, in place; to be called once, before any is filled."""
     finish: Finish
@@ -189,6 +191,7 @@ class _Binder:
             sorted(self._on_meta),
             sorted(self._unfillable),
             sorted(self._reseeded),
+            self._matcher.num_lost,
             self._to_allocate.allocate,
             finish,
         )

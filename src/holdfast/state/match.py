@@ -63,6 +63,8 @@ class Matcher:
         self.targets: list[Target] = []
         self.used: set[str] = set()
         self.missing: set[str] = set()
+        #: How many live tensors the checkpoint does not have.
+        self.num_lost = 0
         self._stored = stored
         self._aliases = aliases
         self._nodes = nodes
@@ -90,6 +92,7 @@ class Matcher:
             if source in self._stored:
                 sources.setdefault(source, name)
         if not sources:
+            self.num_lost += 1
             self._note_missing(names)
             return self.canonical(names[0])
         source, name = next(iter(sources.items()))
