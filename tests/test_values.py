@@ -162,11 +162,46 @@ def test_what_is_no_value_is_not_found(path: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "value", [{1}, defaultdict(int), range(3), object(), np.zeros(2), np.void(b"ab"), bytearray(b"a")], ids=repr
+    "value",
+    [
+        {1},
+        defaultdict(int),
+        range(3),
+        object(),
+        np.zeros(2),
+        np.void(b"ab"),
+        bytearray(b"a"),
+        np.longdouble(1),
+        np.clongdouble(1),
+    ],
+    ids=repr,
 )
 def test_other_types_are_neither_leaves_nor_containers(value: object) -> None:
     assert values.leaf(value) is None
     assert values.container(value, "") is None
+
+
+class Hidden(tuple[int, ...]):
+    __slots__ = ()
+    _fields = ("_x",)
+
+
+def test_a_record_that_no_reader_could_make_again_is_not_saved() -> None:
+    assert values.container(Hidden((1,)), "") is None
+
+
+@pytest.mark.parametrize(
+    ("dtype", "data", "expected"),
+    [
+        (">i8", (5).to_bytes(8, "big"), 5),
+        (">f4", b"\x3f\x80\0\0", 1.0),
+        ("<i1", b"\x05", 5),
+        (">M8[s]", (3).to_bytes(8, "big"), np.datetime64(3, "s")),
+    ],
+)
+def test_numpy_scalars_of_any_byte_order_are_read(dtype: str, data: bytes, expected: object) -> None:
+    nodes = values.decode(encoded([("a", values.NumpyScalar(dtype, data))]))
+    assert values.rebuild(nodes, "a", no_tensors) == expected
 
 
 #: Python takes it for the letters "fi" where it stands in an identifier.
@@ -194,6 +229,11 @@ def encoded(nodes: object) -> bytes:
         [("a", Record("os.system", ()))],
         [("a", Record("P", ("x=__import__('os')",))), ("a/x=__import__('os')", Plain(1))],
         [("a", Record("class", ()))],
+        [("a", Record("P", ("class",))), ("a/class", Plain(1))],
+        [("a", Record("P", ("_x",))), ("a/_x", Plain(1))],
+        [("a", values.BigInt(b"\x01"))],
+        [("a", values.BigInt((1 << 64).to_bytes(12, "little")))],
+        [("a", values.BigInt(b""))],
         [("a", Text(b"\xff"))],
         [("a", values.NumpyScalar("O", b"12345678"))],
         [("a", values.NumpyScalar("<f4", b"123"))],

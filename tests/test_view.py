@@ -24,9 +24,10 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import holdfast
 from holdfast import CorruptError, NotFoundError, View
 from holdfast.format.records import Place
-from holdfast.format.values import Node, Open, Plain, Planes, Stateful, TensorRef
+from holdfast.format.values import Node, Open, PerRank, Plain, Planes, Stateful, TensorRef
 from holdfast.plan.layout import TensorLayout, Whole
 from holdfast.plan.save import Identity
+from tests.command_line import holdfast_command
 from tests.models import build, filled, full, tensors
 from tests.published import EPOCHS, RUN_ID, begin, plan, publish, put
 from tests.ranks import run_ranks
@@ -324,6 +325,20 @@ def test_values_that_refer_to_a_tensor_that_is_not_there_are_corrupt(tmp_path: P
     assert view["kept"].numpy().tolist() == [0]
     with pytest.raises(CorruptError, match=r"data-00000.*refer to tensor 'lost(/%plane=scale)?'"):
         view.value("step")
+
+
+def test_a_missing_part_of_a_rank_is_corrupt(tmp_path: Path) -> None:
+    nodes = {"": Open("dict"), "seed": PerRank(3), "seed/%rank=0": Plain(10), "seed/%rank=2": Plain(12)}
+    storage = begin(RUN_ID, EPOCHS[0])
+    layouts = [TensorLayout("kept", "uint8", (1,), Whole("compare"))]
+    identity = Identity("0123456789abcdef", RUN_ID, Place(1, 1), 7, 1.5, {})
+    publish(storage, plan([layouts], nodes, identity), {"kept": np.zeros((1, 1), np.uint8)}, nodes)
+    run = put(storage.objects, tmp_path)
+    with pytest.raises(CorruptError, match=r"data-00000.*say that there is 'seed/%rank=1', which no data file holds"):
+        holdfast.open(run).value("seed")
+    verified = holdfast_command("verify", "--deep", run)
+    assert verified.status
+    assert "seed/%rank=1" in verified.out + verified.err
 
 
 def test_data_files_are_read_by_stock_safetensors(job_run: Path) -> None:

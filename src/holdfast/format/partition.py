@@ -144,15 +144,17 @@ def _flat(cuts: Int64s, owners: Int64s) -> FlatCells:
 def _boxes(manifest: DecodedManifest, partition: Boxes, owners: Int64s) -> BoxCells:
     columns = [manifest.sequence(index) for index in (*partition.starts, *partition.sizes)]
     num_axes = len(partition.starts)
+    if not len(owners):
+        raise corrupt("a list of boxes is empty")
     if len(partition.sizes) != num_axes or not num_axes or any(len(column) != len(owners) for column in columns):
         raise corrupt("the columns of a box list have different lengths")
     starts = np.stack(columns[:num_axes], axis=1)
     sizes = np.stack(columns[num_axes:], axis=1)
-    if len(starts) and ((starts < 0).any() or (sizes <= 0).any() or (starts > 2**62 - sizes).any()):
+    if (starts < 0).any() or (sizes <= 0).any() or (starts > 2**62 - sizes).any():
         raise corrupt("a box is empty or begins below 0")
     if is_too_long(len(starts), num_axes):
         raise corrupt(f"a list of {len(starts)} boxes with {num_axes} axes is too long to be checked")
-    extents = tuple((starts + sizes).max(axis=0).tolist()) if len(starts) else (0,) * num_axes
+    extents = tuple((starts + sizes).max(axis=0).tolist())
     fault = coverage_fault([extents], np.zeros(len(starts), np.int64), starts, sizes)
     if fault is not None:
         raise corrupt(f"element {list(fault.index)} of a tensor is stored {fault.times} times")

@@ -39,9 +39,11 @@ MAX_WORLD_SIZE = 1 << 20
 #: Fields of a NamedTuple; making the type takes time for each.
 _MAX_FIELDS = 4096
 
-# Numpy scalars that their dtype string describes in full: numbers and times. Records and objects are not among them.
+# Numpy scalars that their dtype string describes in full: numbers and times. Records and objects are not among them, and
+# extended floats are not written: they differ between machines, and their padding differs between two saves.
 _NUMPY_KINDS = "biufcmM"
-_NUMPY_DTYPE = re.compile(rf"[<>|][{_NUMPY_KINDS}]\d{{1,2}}(\[\w+\])?")
+_NUMPY_DTYPE = re.compile(rf"[<>|]([{_NUMPY_KINDS}])(\d{{1,2}})(\[\w+\])?")
+_EXTENDED = "gG"
 
 
 class Plain(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False, tag="plain"):
@@ -189,7 +191,10 @@ def _numpy_leaf(value: np.generic) -> NumpyScalar | None:
         return NumpyScalar("U", value.encode("utf-8", "surrogatepass"))
     if isinstance(value, np.bytes_):
         return NumpyScalar("S", bytes(value))
-    return NumpyScalar(value.dtype.str, value.tobytes()) if value.dtype.kind in _NUMPY_KINDS else None
+    dtype = value.dtype
+    if dtype.kind not in _NUMPY_KINDS or dtype.char in _EXTENDED:
+        return None
+    return NumpyScalar(dtype.str, value.tobytes())
 
 
 def container(value: object, path: str) -> tuple[Container, list[tuple[str, object]]] | None:
@@ -207,6 +212,8 @@ def container(value: object, path: str) -> tuple[Container, list[tuple[str, obje
         return Items("list" if kind is list else "tuple", len(value)), children
     if is_record(value):
         fields = value._fields
+        if not _is_record_type(kind.__name__, fields):
+            return None
         return Record(kind.__name__, fields), list(zip(fields, value, strict=True))
     return None
 
@@ -288,6 +295,14 @@ def tensors(nodes: Mapping[str, Node]) -> Iterator[str]:
             yield path
         elif isinstance(node, Planes | Encoded | Stateful):
             yield from tensors_at(path, node)
+
+
+def parts(nodes: Mapping[str, Node]) -> Iterator[str]:
+    """The paths of the ranks' own parts, which may be in the tables of other files."""
+    for path, node in nodes.items():
+        if isinstance(node, PerRank):
+            for rank in range(node.world_size):
+                yield join(path, rank_component(rank))
 
 
 def tensors_at(path: str, node: Node) -> list[str]:
@@ -432,7 +447,7 @@ class _Row(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
 
 _DECODER = msgspec.msgpack.Decoder(list[_Row])
 #: Nodes of which the schema lets nothing through that `encode` never gives.
-_ALWAYS_SOUND = frozenset((Plain, BigInt, Complex, Blob, TorchValue, TensorRef, Open))
+_ALWAYS_SOUND = frozenset((Plain, Complex, Blob, TorchValue, TensorRef, Open))
 
 
 def _check(path: str, node: Node, nodes: Mapping[str, Node]) -> None:
@@ -453,14 +468,15 @@ def _check(path: str, node: Node, nodes: Mapping[str, Node]) -> None:
         raise _malformed(path, "hold entries under reserved names")
     if len(set(listed)) != len(listed) or not all(join(path, name) in nodes for name in listed):
         raise _malformed(path, "miss or repeat entries of a container")
-    if isinstance(below, Text | NumpyScalar) and not _is_sound(below):
-        raise _malformed(path, "hold a malformed string or numpy scalar")
+    if isinstance(below, Text | BigInt | NumpyScalar) and not _is_sound(below):
+        raise _malformed(path, "hold a malformed string, integer or numpy scalar")
 
 
-def _is_sound(node: Text | NumpyScalar) -> bool:
-    if isinstance(node, NumpyScalar) and node.dtype not in ("U", "S") and not _NUMPY_DTYPE.fullmatch(node.dtype):
-        return False
+def _is_sound(node: Text | BigInt | NumpyScalar) -> bool:
     try:
+        if isinstance(node, NumpyScalar) and node.dtype not in ("U", "S"):
+            # Other byte orders, and other texts of one dtype (``<i1``), are sound, though `leaf` does not give them.
+            return _NUMPY_DTYPE.fullmatch(node.dtype) is not None and np.dtype(node.dtype).itemsize == len(node.data)
         return leaf(_python(node)) == node
     except (ValueError, TypeError, IndexError):
         return False
@@ -471,7 +487,10 @@ def _is_record_type(name: str, fields: tuple[str, ...]) -> bool:
         return False
     # Python takes identifiers that are written differently for the same one.
     alike = {unicodedata.normalize("NFKC", field) for field in fields}
-    return len(alike) == len(fields) and not any(map(keyword.iskeyword, (name, *fields)))
+    if len(alike) != len(fields) or any(map(keyword.iskeyword, (name, *fields))):
+        return False
+    # A field that begins with an underscore is one that Python has renamed by its index.
+    return all(field == f"_{index}" for index, field in enumerate(fields) if field.startswith("_"))
 
 
 def _malformed(path: str, what: str) -> CorruptError:

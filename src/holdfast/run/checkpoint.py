@@ -108,6 +108,11 @@ class Checkpoint:
         raises `CorruptError` when the bytes are damaged."""
         return _Nodes(self.manifest.body.values, self._values)
 
+    @cached_property
+    def _paths(self) -> frozenset[str]:
+        """The paths of all values."""
+        return frozenset(path for block in self.manifest.body.values for path in block.paths)
+
     def values_in(self, files: Collection[int]) -> dict[str, Node]:
         """The part of the table of values that lies in some data files; raises as looking up `nodes`."""
         blocks = (block for block in self.manifest.body.values if block.file in files)
@@ -228,6 +233,9 @@ class Checkpoint:
         nodes = unpack_values(out.tobytes(), path=self.path(name))
         if sorted(nodes) != sorted(block.paths):
             raise self._corrupt(name, "its values are not those that the manifest lists")
+        unheld = next((part for part in value_codec.parts(nodes) if part not in self._paths), None)
+        if unheld is not None:
+            raise self._corrupt(name, f"its values say that there is {unheld!r}, which no data file holds")
         lost = set(value_codec.tensors(nodes)).difference(self.numbers, self.manifest.body.aliases)
         if lost:
             raise self._corrupt(name, f"its values refer to tensor {min(lost)!r}, which the manifest does not list")
