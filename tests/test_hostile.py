@@ -72,7 +72,7 @@ def seeds() -> dict[str, list[Tree]]:
     return {
         "manifest": [plain(small_manifest()[0])],
         "values": [plain(sorted(NODES.items())), plain([["a", ["encoded", "x", ["numpy", "<f4", b"1234"]]]])],
-        "entry": [plain(sorted(NODES.items())), plain([["a", ["per_rank", 3]], ["a/%rank=1", ["int", b"12345678"]]])],
+        "entry": [plain(sorted(NODES.items())), plain([["a", ["per_rank", 3]], ["a/%rank=1", ["int", b"123456789"]]])],
         "marker": [plain(MARKER)],
         "epoch": [plain(EPOCH)],
         "seal": [plain(SEAL)],

@@ -328,7 +328,7 @@ def test_values_that_refer_to_a_tensor_that_is_not_there_are_corrupt(tmp_path: P
 
 
 def test_a_missing_part_of_a_rank_is_corrupt(tmp_path: Path) -> None:
-    nodes = {"": Open("dict"), "seed": PerRank(3), "seed/%rank=0": Plain(10), "seed/%rank=2": Plain(12)}
+    nodes: dict[str, Node] = {"": Open("dict"), "seed": PerRank(2), "seed/%rank=0": Plain(10)}
     storage = begin(RUN_ID, EPOCHS[0])
     layouts = [TensorLayout("kept", "uint8", (1,), Whole("compare"))]
     identity = Identity("0123456789abcdef", RUN_ID, Place(1, 1), 7, 1.5, {})

@@ -39,8 +39,8 @@ MAX_WORLD_SIZE = 1 << 20
 #: Fields of a NamedTuple; making the type takes time for each.
 _MAX_FIELDS = 4096
 
-# Numpy scalars that their dtype string describes in full: numbers and times. Records and objects are not among them, and
-# extended floats are not written: they differ between machines, and their padding differs between two saves.
+# Numpy scalars that their dtype string describes in full: numbers and times. Records and objects are not among them.
+# Extended floats are not written: they differ between machines, and their padding differs between two saves.
 _NUMPY_KINDS = "biufcmM"
 _NUMPY_DTYPE = re.compile(rf"[<>|]([{_NUMPY_KINDS}])(\d{{1,2}})(\[\w+\])?")
 _EXTENDED = "gG"
