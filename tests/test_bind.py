@@ -211,13 +211,13 @@ def test_bind_changes_nothing() -> None:
 def test_a_dtype_difference_names_both_sides() -> None:
     error = refused(save({"m": nn.Linear(2, 2)}), {"m": nn.Linear(2, 2).bfloat16()})
     assert (error.code, error.tensor) == ("incompatible.dtype", "m/bias")
-    expected = ("2 differ", "'m/weight'", "bfloat16 here", "float32 in the checkpoint", "stored dtype")
+    expected = ("2 differ", "m/{bias, weight}", "bfloat16 here", "float32 in the checkpoint", "stored dtype")
     assert all(part in str(error) for part in expected)
 
 
 def test_a_shape_difference_is_an_error_also_when_not_strict() -> None:
     saved = save({"m": nn.Linear(2, 2)})
-    with pytest.raises(IncompatibleError, match=r"incompatible\.shape.*\(3,\) here, \(2,\) in the checkpoint"):
+    with pytest.raises(IncompatibleError, match=r"incompatible\.shape(?s:.*)\(3,\) here, \(2,\) in the checkpoint"):
         bound(saved, {"m": nn.Linear(2, 3)}, strict=False)
 
 
@@ -262,7 +262,7 @@ def test_an_optimizer_parameter_that_the_checkpoint_lacks_is_missing() -> None:
     model = mlp()
     saved = save({"m": model, "o": torch.optim.SGD(model[0].parameters())})
     error = refused(saved, {"m": model, "o": torch.optim.SGD(model.parameters())})
-    assert "o/group_of/m%2F1.weight" in str(error)
+    assert "o/group_of/m%2F{" in str(error)
 
 
 def test_a_renamed_tensor_is_suggested() -> None:

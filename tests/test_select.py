@@ -133,7 +133,7 @@ def test_strictness_holds_inside_the_selection_alone(run: Path) -> None:
     into["extra"] = 1
     report = holdfast.load(run, into, select=["model/0.*", "progress/epoch"])
     assert report.loaded == ("model/0.bias", "model/0.weight", "progress/epoch")
-    with pytest.raises(IncompatibleError, match=r"incompatible\.names.*model/2\.bias"):
+    with pytest.raises(IncompatibleError, match=r"incompatible\.names(?s:.*)model/2\.bias"):
         holdfast.load(run, into, select="model")
     with pytest.raises(IncompatibleError, match=r"incompatible\.names.*1 missing from the checkpoint: extra"):
         holdfast.load(run, into, select="extra")

@@ -251,10 +251,10 @@ class Channel:
                 except _OverError:
                     self._catch_up()
         except HoldfastError as error:
-            # The local traceback is worth more than the news that some rank failed.
-            if isinstance(outcome, Exception) and error is not outcome:
-                raise error from outcome
-            raise
+            if not isinstance(outcome, Exception) or error is outcome:
+                raise
+            told = _with_local_traceback(error, outcome, rank=self.rank, is_alone=self.world_size == 1)
+            raise told from told.__cause__
 
     def _exchange(
         self, phase: str, outcome: Outcome, answer: Callable[[list[bytes]], bytes], deadline: Deadline
@@ -556,6 +556,20 @@ def _wire(error: Exception) -> ErrorWire:
         action="The log of the rank that failed has the traceback.",
     )
     return to_wire(unexpected)
+
+
+def _with_local_traceback(error: HoldfastError, outcome: Exception, *, rank: int, is_alone: bool) -> HoldfastError:
+    """The `error` that all ranks raise, on a rank that failed with `outcome`, whose traceback is worth more than the
+    news that some rank failed: that error itself where it is this rank's, else with it as the only cause."""
+    if isinstance(outcome, HoldfastError):
+        if is_alone:
+            return outcome  # without the news that of one rank one failed
+        if error.rank == rank and error.message.endswith(outcome.message):
+            outcome.message, outcome.rank = error.message, error.rank
+            return outcome
+        outcome.__cause__ = None
+    error.__cause__ = outcome
+    return error
 
 
 def _out_of_step(rank: int, what: str, expected: str) -> ConfigurationError:

@@ -69,7 +69,13 @@ def _alike(one: str, other: str) -> bool:
     if one.isdecimal() or other.isdecimal():
         return False  # another layer is another thing
     shorter, longer = sorted((one.lower(), other.lower()), key=len)
-    if len(shorter) >= _SHORTEST_STEM and longer.startswith(shorter):
+    if len(shorter) >= _SHORTEST_STEM and _is_short_form(shorter, longer):
         return True
     matcher = difflib.SequenceMatcher(None, shorter, longer)
     return matcher.real_quick_ratio() >= _ALIKE and matcher.quick_ratio() >= _ALIKE and matcher.ratio() >= _ALIKE
+
+
+def _is_short_form(shorter: str, longer: str) -> bool:
+    """Whether the one begins like the other and has its letters in their order, such as ``attn`` and ``attention``."""
+    letters = iter(longer)
+    return longer[:2] == shorter[:2] and all(letter in letters for letter in shorter)

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-import difflib
+import re
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from holdfast.errors import IncompatibleError
 from holdfast.format import values
 from holdfast.format.names import own_part
+from holdfast.format.near import Substitution, near, substitution
 from holdfast.format.values import Encoded, Node, Open, Planes, Stateful, TensorRef, TorchValue
 from holdfast.plan.parts import Stored
 
 __all__ = ["Mismatches", "Stored", "difference", "is_leaf", "listing", "word"]
 
 _SHOWN = 10
-_HINT_CANDIDATES = 500
+#: Names that are looked at for renamed ones, on the live and on the stored side.
+_HINTS = 50
+_HINT_CANDIDATES = 1000
+_NUMBER = re.compile(r"(?<!\d)(?:0|[1-9]\d*)(?!\d)")
 
 
 def difference(
@@ -24,24 +28,81 @@ def difference(
 ) -> IncompatibleError:
     """The error that says which names are on one side only; a whole unexpected object is one entry."""
     shared = {path: nodes[path] for path in nodes if not own_part(path)}
-    collapsed = _collapse(unexpected, [*stored, *(path for path in shared if is_leaf(path, shared))], shared)
-    lines = []
-    if missing:
-        lines.append(f"{len(missing)} missing from the checkpoint: {listing(sorted(missing))}.")
-    if unexpected:
-        lines.append(f"{len(unexpected)} in the checkpoint but not in the live state: {listing(collapsed)}.")
-    candidates = sorted(unexpected)[:_HINT_CANDIDATES]
-    hints = []
-    for name in sorted(missing)[:_SHOWN]:
-        hints += [f"{close} -> {name}" for close in difflib.get_close_matches(name, candidates, n=1, cutoff=0.75)]
-    if hints:
-        lines.append(f"Perhaps renamed (stored -> live): {', '.join(hints)}.")
+    objects, rest = _collapse(unexpected, [*stored, *(path for path in shared if is_leaf(path, shared))], shared)
+    only_stored = sorted([*objects.values(), *grouped(rest)])
+    message, details = "Names differ.", list[str]()
+    for number, what, entries in (
+        (len(missing), "missing from the checkpoint", grouped(missing)),
+        (len(unexpected), "in the checkpoint but not in the live state", only_stored),
+    ):
+        if len(entries) == 1:
+            message += f" {number:,} {what}: {entries[0]}."
+        elif entries:
+            message += f" {number:,} {what}."
+            details += [f"{what}:", *(f"  {line}" for line in _first(entries))]
+    renamed = _renamed(missing, [*objects, *rest])
+    if renamed:
+        details += ["perhaps renamed (stored -> live):", *(f"  {line}" for line in _first(renamed))]
     return IncompatibleError(
-        "Names differ. " + " ".join(lines),
+        message,
         code="incompatible.names",
         action="Give both the same names, map the stored ones with mapping=, or load what both have with strict=False.",
         tensor=next(iter(sorted(missing) or sorted(unexpected)), None),
+        details=tuple(details),
     )
+
+
+def _renamed(missing: Collection[str], unexpected: Collection[str]) -> list[str]:
+    """Stored names that may be what live ones were called before; of those renamed alike the first."""
+    candidates = sorted(unexpected)[:_HINT_CANDIDATES]
+    alike: dict[Substitution | None, list[str]] = {}
+    for name in sorted(missing)[:_HINTS]:
+        for stored in near(name, candidates, count=1):
+            alike.setdefault(substitution(stored, name), []).append(f"{stored} -> {name}")
+    return [hints[0] + (f" (and {len(hints) - 1} more alike)" if len(hints) > 1 else "") for hints in alike.values()]
+
+
+def grouped(names: Collection[str]) -> list[str]:
+    """`names`, sorted, as few lines: those that differ in one number, such as of a layer, are one; and so are several
+    plain keys of one container."""
+    by_pattern: dict[str, list[str]] = {}
+    for name in sorted(names):
+        by_pattern.setdefault(_NUMBER.sub("*", name), []).append(name)
+    lines: list[str] = []
+    siblings: dict[str, list[str]] = {}
+    for alike in by_pattern.values():
+        if len(alike) > 1:
+            lines.append(_numbered(alike))
+        else:
+            parent, _, key = alike[0].rpartition("/")
+            siblings.setdefault(parent if "." not in key else alike[0], []).append(alike[0])
+    for parent, children in siblings.items():
+        keys = [child.rpartition("/")[2] for child in children]
+        several = len(children) > 1 and parent
+        lines += [f"{parent}/{{{', '.join(keys)}}} ({len(keys)} names)"] if several else children
+    return sorted(lines)
+
+
+def _numbered(names: Sequence[str]) -> str:
+    """Names with the same text between their numbers, as one line."""
+    rows = [_NUMBER.findall(name) for name in names]
+    varying = [at for at, column in enumerate(zip(*rows, strict=True)) if len(set(column)) > 1]
+    if len(varying) != 1:
+        return f"{names[0]} and {len(names) - 1:,} more alike"
+    (at,) = varying
+    texts = _NUMBER.split(names[0])
+    numbers = sorted(int(row[at]) for row in rows)
+    is_range = numbers == list(range(numbers[0], numbers[-1] + 1))
+    shown = f"{numbers[0]}-{numbers[-1]}" if is_range else ",".join(map(str, _first([str(n) for n in numbers])))
+    parts = [f"{{{shown}}}" if number == at else text for number, text in enumerate(rows[0])]
+    name = "".join(text + part for text, part in zip(texts, [*parts, ""], strict=True))
+    return f"{name} ({len(names):,} names)"
+
+
+def _first(lines: Sequence[str]) -> list[str]:
+    """The first lines, and how many more there are."""
+    more = [f"and {len(lines) - _SHOWN:,} more"] if len(lines) > _SHOWN else []
+    return [*lines[:_SHOWN], *more]
 
 
 class _Mismatch(NamedTuple):
@@ -68,14 +129,19 @@ class Mismatches:
         self.add("incompatible.kind", name, f"{here} here, {word(node)} in the checkpoint")
 
     def error(self) -> IncompatibleError:
-        """The error that says all of it, with the code of the first."""
+        """The error that says all of it, with the code of the first. What differs alike is one line."""
         first = self._found[0]
-        differing = listing([f"{name!r}: {text}" for _, name, text in self._found], separator="; ")
+        alike: dict[str, list[str]] = {}
+        for _, name, text in self._found:
+            alike.setdefault(text, []).append(name)
+        lines = [f"{name if ' ' in name else repr(name)}: {text}" for text in alike for name in grouped(alike[text])]
+        message = f"{len(self._found):,} differ between the live state and the checkpoint"
         return IncompatibleError(
-            f"{len(self._found)} differ between the live state and the checkpoint: {differing}.",
+            f"{message}: {lines[0]}." if len(lines) == 1 else f"{message}.",
             code=first.code,
             action=_ACTIONS[first.code],
             tensor=first.name,
+            details=tuple(_first(lines)) if len(lines) > 1 else (),
         )
 
 
@@ -98,8 +164,10 @@ _ACTIONS = {
 }
 
 
-def _collapse(names: Collection[str], known: Collection[str], nodes: Mapping[str, Node]) -> list[str]:
-    """`names`, sorted, where all names of one stored object are written as one line."""
+def _collapse(
+    names: Collection[str], known: Collection[str], nodes: Mapping[str, Node]
+) -> tuple[dict[str, str], list[str]]:
+    """Stored objects of which all names are among `names`, each with a line about it, and the names of no such one."""
     objects = {
         path: node.kind if isinstance(node, Open) else "object with a state_dict"
         for path, node in nodes.items()
@@ -111,15 +179,17 @@ def _collapse(names: Collection[str], known: Collection[str], nodes: Mapping[str
 
     totals = Counter(map(owner, known))
     counts = Counter(map(owner, names))
-    whole = {path for path, count in counts.items() if path is not None and count == totals[path]}
-    lines = {f"{path} (the whole {objects[path]}: {counts[path]} names)" for path in whole}
-    return sorted(lines.union(name for name in names if owner(name) not in whole))
+    whole = {
+        path: f"{path} (the whole {objects[path]}: {count} names)"
+        for path, count in counts.items()
+        if path is not None and count == totals[path]
+    }
+    return whole, [name for name in names if owner(name) not in whole]
 
 
 def listing(names: list[str], separator: str = ", ") -> str:
     """The first names, and how many more there are."""
-    more = [f"and {len(names) - _SHOWN} more"] if len(names) > _SHOWN else []
-    return separator.join([*names[:_SHOWN], *more])
+    return separator.join(_first(names))
 
 
 def word(node: Node | None) -> str:

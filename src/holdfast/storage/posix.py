@@ -330,8 +330,8 @@ def _open_existing(path: str) -> int:
     try:
         # Without waiting: a pipe under the name of a file would wait for a writer. Files do not care.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except _MISSING as error:
-        raise not_found(path) from error
+    except _MISSING:
+        raise not_found(path) from None  # it says all that the system said
     if stat.S_ISREG(os.fstat(descriptor).st_mode):
         return descriptor
     os.close(descriptor)
