@@ -14,9 +14,10 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.cli.screen import age, size
+from holdfast.cli.screen import age
 from holdfast.errors import printable
 from holdfast.format.records import Epoch, Place
+from holdfast.reports import size
 from tests.command_line import (
     ENVIRONMENT,
     Stored,

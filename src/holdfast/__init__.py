@@ -3,6 +3,7 @@
     >>> import holdfast
     >>> holdfast.save("runs/gpt", {"model": model, "optimizer": optimizer}, step)
     >>> report = holdfast.load("runs/gpt", into={"model": model, "optimizer": optimizer})
+    >>> for step in range(report.next_step, num_steps): ...
     >>> holdfast.open("runs/gpt")["model/tok_emb.weight"][10:20]
 
 Names are imported on first use, so that tools which never touch torch start without it.

@@ -1,13 +1,19 @@
-"""Small helpers of collective operations: outcomes to report instead of exceptions, seconds per phase, no pauses."""
+"""Small helpers of collective operations: outcomes to report instead of exceptions, seconds per phase, no pauses, the
+log."""
 
 from __future__ import annotations
 
 import gc
+import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Final
 
 from holdfast.control.channel import Outcome
+
+#: Where each save and each load is one line of INFO, on the first rank.
+LOG: Final = logging.getLogger("holdfast")
 
 
 def attempt(work: Callable[[], bytes]) -> Outcome:

@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+#: Names of each kind that a report prints.
+_NAMED = 3
 
-@dataclass(frozen=True)
+
+def size(nbytes: int) -> str:
+    """`nbytes` for people."""
+    number = float(nbytes)
+    for unit in _UNITS:
+        if number < 1024 or unit == _UNITS[-1]:
+            return f"{nbytes} B" if unit == "B" else f"{number:.1f} {unit}"
+        number /= 1024
+    raise AssertionError("unreachable")
+
+
+@dataclass(frozen=True, repr=False)
 class SaveReport:
     """A committed, durable checkpoint.
 
@@ -23,8 +38,23 @@ class SaveReport:
     diverged: tuple[str, ...]
     seconds: dict[str, float]
 
+    @property
+    def next_step(self) -> int:
+        """The step that a loop does after this one."""
+        return self.step + 1
 
-@dataclass(frozen=True)
+    @property
+    def summary(self) -> str:
+        """What was saved, in a line."""
+        total_s = sum(self.seconds.values())
+        return f"step {self.step} at {self.place}: {self.num_tensors:,} tensors, {size(self.nbytes)} in {total_s:.2f} s"
+
+    def __repr__(self) -> str:
+        own = f"this rank wrote {size(self.written_nbytes)}; the next step is {self.next_step}"
+        return printed("SaveReport", self.summary, self.path, own, *listed("diverged", self.diverged))
+
+
+@dataclass(frozen=True, repr=False)
 class LoadReport:
     """A loaded state. `state` is the whole tree that was loaded into (tuples in it are new).
 
@@ -57,8 +87,34 @@ class LoadReport:
     skipped: tuple[tuple[str, str], ...]
     state: object = field(repr=False)
 
+    @property
+    def next_step(self) -> int:
+        """The step that a loop does first that goes on from here."""
+        return self.step + 1
 
-@dataclass(frozen=True)
+    @property
+    def summary(self) -> str:
+        """What was loaded, in a line."""
+        total_s = sum(self.seconds.values())
+        loaded = f"{len(self.loaded):,} names, {size(self.needed_nbytes)}"
+        return f"step {self.step} at {self.place}: {loaded} in {total_s:.2f} s"
+
+    def __repr__(self) -> str:
+        own = f"this rank read {size(self.read_nbytes)}; the next step is {self.next_step}"
+        names = {
+            "missing": self.missing,
+            "unexpected": self.unexpected,
+            "on the meta device": self.on_meta,
+            "cast": self.cast,
+            "resharded": self.resharded,
+            "diverged": self.diverged,
+            "passed over": [f"{place} ({reason})" for place, reason in self.skipped],
+        }
+        lines = [line for what, which in names.items() for line in listed(what, which)]
+        return printed("LoadReport", self.summary, self.path, own, *lines)
+
+
+@dataclass(frozen=True, repr=False)
 class TransferReport:
     """A target that was filled from a source. `state` is the whole tree of the target (tuples in it are new).
 
@@ -72,3 +128,18 @@ class TransferReport:
     received_nbytes: int
     seconds: dict[str, float]
     state: object = field(repr=False)
+
+    def __repr__(self) -> str:
+        own = f"{len(self.loaded):,} names, {size(self.received_nbytes)} in {sum(self.seconds.values()):.2f} s"
+        return printed("TransferReport", own, f"this rank moved {size(self.moved_nbytes)}")
+
+
+def listed(what: str, names: Sequence[str]) -> list[str]:
+    """A line about `names`; none where there are none."""
+    more = f" and {len(names) - _NAMED:,} more" if len(names) > _NAMED else ""
+    return [f"{len(names):,} {what}: {', '.join(names[:_NAMED])}{more}"] if names else []
+
+
+def printed(kind: str, first: str, *lines: str) -> str:
+    """How an object of a kind prints: what matters most, and further lines."""
+    return "\n  ".join([f"<{kind} {first}", *lines]) + ">"

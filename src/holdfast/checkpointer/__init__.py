@@ -120,7 +120,8 @@ class Checkpointer:
         self._handles: list[Handle] = []
 
     def save(self, step: int, *, metrics: Mapping[str, SupportsFloat] | None = None) -> Handle:
-        """Save the state as of now, as step `step`; see the class for what is done when.
+        """Save the state as of now; see the class for what is done when. `step` is the number of the step that was
+        finished last.
 
         Returns when everything is set aside that may change before the next step of an optimizer in the state; in the
         background all ranks agree on a plan and a place, and the rest is copied. (The first save of all returns when
@@ -293,6 +294,7 @@ class Checkpointer:
         """Save into memory. Raises an error that `is_unusable` on all ranks where the memory of some node is."""
         deadline = Deadline(self._timeout_s)
         channel = default_channel(f"save of step {handle.step}", self._group, deadline=deadline, step=handle.step)
+        handle.is_told = channel.rank == 0
         stager = self._opened(group_ranks(self._group)[channel.rank])
         if not self._goes_on:
             self._drop_parts(channel, deadline)

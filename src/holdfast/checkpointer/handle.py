@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from holdfast.errors import DeadlineError, HoldfastError, StorageError
 from holdfast.format.records import Place
+from holdfast.phases import LOG
 
 
 class Stage:
     """One thing that happens to a snapshot: at some time it has, or it has failed. Safe for several threads."""
 
-    def __init__(self, what: str, *, begun_s: float) -> None:
+    def __init__(self, what: str, *, begun_s: float, on_done: Callable[[], None] = lambda: None) -> None:
         self._what = what
+        self._on_done = on_done
         self._begun_s = begun_s
         self._over = threading.Event()
         #: Why it failed; None while it has not.
@@ -50,6 +52,8 @@ class Stage:
             self.error, self.nbytes = error, nbytes
             self.seconds = time.perf_counter() - self._begun_s
             self._over.set()
+            if error is None:
+                self._on_done()
 
 
 class Handle:
@@ -70,7 +74,9 @@ class Handle:
         #: Why it is not durable yet, where that was tried in vain; it is tried again.
         self.trouble = ""
         self.staged = Stage(f"the copy of step {step}", begun_s=begun_s)
-        self.durable = Stage(f"the checkpoint of step {step}", begun_s=begun_s)
+        self.durable = Stage(f"the checkpoint of step {step}", begun_s=begun_s, on_done=self._tell)
+        #: Whether the log says when it is durable: once per save, on the first rank.
+        self.is_told = False
 
     def skip(self, full: Sequence[int]) -> None:
         """Note that the ranks in `full` had no slot for it."""
@@ -90,6 +96,16 @@ class Handle:
         """Note that nothing will come of it."""
         self.staged.end(error)
         self.durable.end(error)
+
+    def _tell(self) -> None:
+        if self.is_told:
+            LOG.info(
+                "saved step %d at %s: blocked for %.3f s, durable after %.2f s",
+                self.step,
+                self.place,
+                self.blocked_s,
+                self.durable.seconds,
+            )
 
     def __repr__(self) -> str:
         if self.skipped:

@@ -33,7 +33,7 @@ from holdfast.keeper.node_folder import NodeFolder, unusable_memory
 from holdfast.keeper.persist import data_file
 from holdfast.keeper.slots import WHOLE, Slot, State, slot_names
 from holdfast.loading import Loading, Options, load
-from holdfast.phases import attempt
+from holdfast.phases import LOG, attempt
 from holdfast.reports import LoadReport
 from holdfast.run.checkpoint import Checkpoint
 from holdfast.run.complete import Stored, encode_seal
@@ -48,7 +48,7 @@ _LOOK_S: Final = 0.02
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class RestoreReport:
     """What was restored: `step` (None: there was nothing yet), at `place`, from `tier` ("node memory" or "storage").
 
@@ -64,6 +64,11 @@ class RestoreReport:
     def next_step(self) -> int:
         """The step after the one that was restored; 0 where there was none."""
         return 0 if self.step is None else self.step + 1
+
+    def __repr__(self) -> str:
+        if self.load is None:
+            return "<RestoreReport: there was nothing to restore; the next step is 0>"
+        return f"<RestoreReport from {self.tier}: {self.load!r}>"
 
 
 class _Held(msgspec.Struct, frozen=True, array_like=True):
@@ -182,6 +187,8 @@ def _from_memory(
             memory = _memory(folder, slots, seal, chosen.folder)
             located = Located(memory, Run.open(storage), None, f"{records.CHECKPOINTS}/{chosen.folder}/", seal)
             report = _load(channel, deadline, group, state, located, chosen, options=options)
+        if channel.rank == 0:
+            LOG.info("restored from node memory: %s", report.summary)
         uncommitted = None if chosen.committed else seal.place
         return Restored(RestoreReport(report.step, report.place, "node memory", report), uncommitted)
 

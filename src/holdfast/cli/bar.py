@@ -7,7 +7,7 @@ from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn,
 from rich.table import Column
 from rich.text import Text
 
-from holdfast.cli.screen import size
+from holdfast.reports import size
 
 
 class _Bytes(ProgressColumn):

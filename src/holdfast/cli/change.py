@@ -9,9 +9,10 @@ from itertools import takewhile
 import msgspec
 
 from holdfast.cli.runs import Head, open_run
-from holdfast.cli.screen import confirmed, console, print_json, size, when
+from holdfast.cli.screen import confirmed, console, print_json, when
 from holdfast.errors import ConfigurationError, printable
 from holdfast.format.records import Commit
+from holdfast.reports import size
 from holdfast.run.history import Run
 from holdfast.run.paths import Target, parse, some, storage_at
 from holdfast.run.removal import check_unneeded, remove_checkpoint

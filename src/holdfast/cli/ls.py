@@ -12,9 +12,10 @@ import msgspec
 from rich.text import Text
 
 from holdfast.cli.runs import open_run
-from holdfast.cli.screen import Listing, age, console, count, metrics_text, print_json, size, when
+from holdfast.cli.screen import Listing, age, console, count, metrics_text, print_json, when
 from holdfast.errors import CorruptError, NotFoundError, printable
 from holdfast.format.records import Commit, Diverged, Epoch, Place
+from holdfast.reports import size
 from holdfast.run.fault import Fault
 from holdfast.run.history import Run
 

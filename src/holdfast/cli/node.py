@@ -7,11 +7,12 @@ from pathlib import Path
 
 import msgspec
 
-from holdfast.cli.screen import Listing, age, console, count, print_json, size
+from holdfast.cli.screen import Listing, age, console, count, print_json
 from holdfast.errors import printable
 from holdfast.keeper.lock import end_keeper
 from holdfast.keeper.node_folder import NodeFolder
 from holdfast.keeper.node_memory import Held, RunMemory, give_way, node_memory
+from holdfast.reports import size
 from holdfast.run.paths import absolute, canonical, storage_at
 
 _UNKNOWN = "a run that no keeper has named"

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from holdfast import mapping as rules
-from holdfast.cli.screen import Listing, console, count, print_json, size
+from holdfast.cli.screen import Listing, console, count, print_json
 from holdfast.errors import ConfigurationError, printable
 from holdfast.format.manifest import file_name
 from holdfast.format.patterns import Globs
@@ -25,6 +25,7 @@ from holdfast.plan.exchange import Bandwidths, Seconds
 from holdfast.plan.layout_rules import Layout
 from holdfast.plan.mapping import mapped
 from holdfast.plan.parts import stored_tensors
+from holdfast.reports import size
 from holdfast.run.checkpoint import Checkpoint
 from holdfast.run.history import resolve
 from holdfast.run.paths import parse, some

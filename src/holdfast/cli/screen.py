@@ -17,7 +17,6 @@ from rich.text import Text
 
 from holdfast.errors import ConfigurationError, HoldfastError, printable, to_wire
 
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _AGES = ((86400 * 365, "y"), (86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 #: What is not written to a terminal goes to programs and files, whose lines nobody shall break.
 _UNBROKEN = 10_000
@@ -89,16 +88,6 @@ class Listing:
         for row in self._rows:
             made.add_row(*(row[at] for at in shown))
         return made
-
-
-def size(nbytes: int) -> str:
-    """`nbytes` for people."""
-    number = float(nbytes)
-    for unit in _UNITS:
-        if number < 1024 or unit == _UNITS[-1]:
-            return f"{nbytes} B" if unit == "B" else f"{number:.1f} {unit}"
-        number /= 1024
-    raise AssertionError("unreachable")
 
 
 def count(number: int, what: str) -> str:

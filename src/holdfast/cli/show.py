@@ -11,10 +11,11 @@ from rich.console import Console
 from rich.text import Text
 
 from holdfast.cli import values as value_text
-from holdfast.cli.screen import Listing, ago, console, count, metrics_text, print_json, size, when
+from holdfast.cli.screen import Listing, ago, console, count, metrics_text, print_json, when
 from holdfast.cli.tree import Tensor, lines, tensors_of
 from holdfast.errors import NotFoundError, printable
 from holdfast.format.near import near
+from holdfast.reports import size
 from holdfast.run.checkpoint import Checkpoint
 from holdfast.run.history import resolve
 from holdfast.run.paths import parse, some

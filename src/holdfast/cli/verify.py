@@ -10,8 +10,9 @@ import msgspec
 from rich.text import Text
 
 from holdfast.cli.runs import open_run
-from holdfast.cli.screen import console, count, print_json, progress, size
+from holdfast.cli.screen import console, count, print_json, progress
 from holdfast.errors import CorruptError, HoldfastError, NotFoundError, printable
+from holdfast.reports import size
 from holdfast.run.checkpoint import Checkpoint
 from holdfast.run.fault import Fault
 from holdfast.run.history import Located, Run, is_folder, resolve

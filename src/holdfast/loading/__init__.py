@@ -21,7 +21,7 @@ from holdfast.loading.filling import Filling
 from holdfast.loading.names import Names, compared
 from holdfast.loading.together import MEMORY_NBYTES, MIN_MEMORY_NBYTES, Together
 from holdfast.mapping import Pad, Rule
-from holdfast.phases import Stopwatch, attempt, collector_paused
+from holdfast.phases import LOG, Stopwatch, attempt, collector_paused
 from holdfast.plan.draft import Table
 from holdfast.plan.exchange import Bandwidths
 from holdfast.plan.mapping import mapped
@@ -122,7 +122,10 @@ def load(
     channel = default_channel("load", group, deadline=deadline)
     rank = group_ranks(group)[channel.rank]
     with TimedStorage(storage_at(target.root), timeout_s=deadline.for_storage_s) as storage:
-        return Loading(channel, deadline, storage, rank, options).run(target, into)
+        report = Loading(channel, deadline, storage, rank, options).run(target, into)
+    if channel.rank == 0:
+        LOG.info("loaded %s, from %s", report.summary, report.path)
+    return report
 
 
 class Options:

@@ -16,6 +16,7 @@ from holdfast.loading.wanted import wanted
 from holdfast.mapping import Rule
 from holdfast.plan.mapping import mapped
 from holdfast.plan.parts import stored_tensors
+from holdfast.reports import listed, printed, size
 from holdfast.run.checkpoint import Checkpoint
 from holdfast.run.history import resolve
 from holdfast.run.paths import parse
@@ -23,7 +24,7 @@ from holdfast.state.bind import bind
 from holdfast.state.match import Terms
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class LoadPlan:
     """What a load would do on one rank, as far as this rank can tell alone.
 
@@ -43,6 +44,18 @@ class LoadPlan:
     cast: tuple[str, ...]
     needed_nbytes: int
     read_nbytes: Mapping[str, int]
+
+    def __repr__(self) -> str:
+        names = {
+            "missing": self.missing,
+            "unexpected": self.unexpected,
+            "globs that match nothing": self.unmatched,
+            "cast": self.cast,
+            "resharded": self.resharded,
+        }
+        lines = [line for what, which in names.items() for line in listed(what, which)]
+        first = f"step {self.step} at {self.place}: {len(self.loaded):,} names, {size(self.needed_nbytes)}"
+        return printed("LoadPlan", first, self.path, *lines)
 
 
 def plan_load(

@@ -24,7 +24,7 @@ from holdfast.control.torch_store import default_channel, group_ranks
 from holdfast.errors import HoldfastError
 from holdfast.format.patterns import Globs
 from holdfast.format.records import MAX_RECORD_NBYTES, Commit
-from holdfast.phases import Stopwatch, attempt
+from holdfast.phases import LOG, Stopwatch, attempt
 from holdfast.reports import SaveReport
 from holdfast.run.paths import canonical, parse, storage_at
 from holdfast.saving.coordinator import Coordinator, Request
@@ -59,9 +59,11 @@ def save(
     """Save `state` into `run` and return when the checkpoint is committed and durable.
 
     Blocking and collective over `group` (default: all ranks of the job): every rank calls it with the same `run` and
-    `step`; one plain process is fine too. `run` is created where nothing is. A run that has a history must have been
-    loaded from by this job, unless ``takeover=True``. `metrics` are recorded with the commit. Extra memory is three
-    buffers of 2 MiB. While layouts stay as they are, later saves exchange a few kilobytes per rank and no plan.
+    `step`; one plain process is fine too. `step` is the number of the step that was finished last; a save after a load
+    that has no greater one than what was loaded is logged as a warning. `run` is created where nothing is. A run that
+    has a history must have been loaded from by this job, unless ``takeover=True``. `metrics` are recorded with the
+    commit. Extra memory is three buffers of 2 MiB. While layouts stay as they are, later saves exchange a few kilobytes
+    per rank and no plan.
 
     `select` are globs of names, as in `load`: only what they match is saved, such as the adapters of a model
     (``"**lora_*"``), and nothing else is looked at. Optimizers, objects and values are selected by their own names; of
@@ -95,7 +97,10 @@ def save(
     channel = default_channel(f"save of step {step}", group, deadline=deadline, step=step)
     with TimedStorage(storage_at(root), timeout_s=deadline.for_storage_s) as storage:
         request = Request(storage, step, numbers, takeover, time.time(), on_divergence == "error")
-        return _Saving(channel, deadline, request, group_ranks(group), chosen).run(state)
+        report = _Saving(channel, deadline, request, group_ranks(group), chosen).run(state)
+    if channel.rank == 0:
+        LOG.info("saved %s, to %s", report.summary, report.path)
+    return report
 
 
 def numbers_of(metrics: Mapping[str, SupportsFloat]) -> dict[str, float]:

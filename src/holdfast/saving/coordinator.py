@@ -5,18 +5,19 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import msgspec
 import numpy as np
 import xxhash
 
-from holdfast.errors import StateError
+from holdfast.errors import CorruptError, NotFoundError, StateError
 from holdfast.format import manifest as fmt
 from holdfast.format import records
 from holdfast.format import values as value_codec
 from holdfast.format.patterns import check_matched
-from holdfast.format.records import FileSeal
+from holdfast.format.records import FileSeal, Place
 from holdfast.format.values import Node
 from holdfast.phases import collector_paused
 from holdfast.plan.save import Draft, Identity, RankMessage, RankValues, SavePlan, plan_save
@@ -211,10 +212,12 @@ class Coordinator:
         """Take the next place of the run. Only for a state that can be saved: opening an epoch after a rollback moves
         the head."""
         self._run = Run.create(self._storage)
+        place = JOB.begin(self._run, takeover=self._request.takeover, world_size=len(self._messages))
+        _check_step(self._run, place, self._request.step)
         return Identity(
             checkpoint_id=secrets.token_hex(8),
             run_id=self._run.run_id,
-            place=JOB.begin(self._run, takeover=self._request.takeover, world_size=len(self._messages)),
+            place=place,
             step=self._request.step,
             created=self._request.created,
             metrics=self._request.metrics,
@@ -233,6 +236,26 @@ class Coordinator:
         self._run.check_fence(self._planned.place.epoch)
         stored = Stored(self._planned.folder, self._manifest, manifest)
         return msgspec.msgpack.encode(seal_and_commit(self._run, stored, files))
+
+
+def _check_step(run: Run, place: Place, step: int) -> None:
+    """Warn where the first save of an epoch has no greater step than the checkpoint that the epoch goes on from: the
+    loop repeats a step, or counts in another way than `step` does. Reads two small records, once per epoch."""
+    if place.seq > 1:
+        return
+    with suppress(CorruptError, NotFoundError):  # whatever is wrong with the history, this is only a hint
+        epoch = run.epoch(place.epoch)
+        if epoch.opened_from is None or epoch.why == "takeover":
+            return
+        before = run.commit(epoch.opened_from).step
+        if step <= before:
+            _log.warning(
+                "step %d is saved after step %d was loaded: `step` is the number of the step that was finished last, "
+                "so a loop goes on at report.next_step, which was %d",
+                step,
+                before,
+                before + 1,
+            )
 
 
 def _covers(reserved: Sequence[RankValues], needed: Sequence[RankValues]) -> bool:

@@ -67,6 +67,9 @@ class View:
         """Other names of tied tensors, and the names they are stored under."""
         return self._checkpoint.manifest.body.aliases
 
+    def __repr__(self) -> str:
+        return f"<View of step {self.step} at {self.place}: {len(self._names):,} tensors\n  {self.path}>"
+
     @property
     def diverged(self) -> tuple[str, ...]:
         """Names of tensors of which several ranks held copies that differed when it was saved; one copy was stored."""
