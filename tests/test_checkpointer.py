@@ -265,6 +265,7 @@ def test_a_change_under_the_guard_waits_and_one_without_voids_the_save(
     run: str, memory: Memory, caplog: pytest.LogCaptureFixture
 ) -> None:
     loop = Loop()
+    loop.step()
     weight = loop.model.get_parameter("0.weight")
     with Checkpointer(run, loop.state, memory=memory) as checkpointer:
         checkpointer.save(1).durable.wait(60)
@@ -564,6 +565,7 @@ def fail_on_one_rank(run: str, node_dir: Path) -> list[str]:
     start_new_job()
     rank = dist.get_rank()
     weight = nn.Parameter(torch.full((1000,), float(rank)))
+    weight.grad = torch.zeros_like(weight)
     optimizer = torch.optim.SGD([weight], lr=0.1)
     state = {f"part{rank}": {"m": nn.ParameterList([weight]), "o": optimizer}}
     told = []

@@ -332,9 +332,7 @@ class Checkpointer:
         try:
             with collector_paused():
                 number, world_size, walk = channel.rank, channel.world_size, self._known.walk
-                taken = Snapshot(
-                    self._state, stager.guarded, rank=number, world_size=world_size, last=walk, select=self._globs
-                )
+                taken = Snapshot(self._state, rank=number, world_size=world_size, last=walk, select=self._globs)
             stager.guard.hook(taken.optimizers)
         except Exception as error:  # noqa: BLE001 - whatever it is, it is raised when all have heard of it
             return error

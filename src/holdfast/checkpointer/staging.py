@@ -45,7 +45,6 @@ from holdfast.saving.share import Share
 from holdfast.staging.arena import Arena, Register
 from holdfast.staging.device import registered
 from holdfast.staging.guard import Guard
-from holdfast.staging.guarded import Guarded
 from holdfast.staging.routes import Part, Routes
 
 #: How often it is looked at what became of a snapshot, and whether a slot is free.
@@ -106,7 +105,6 @@ class Stager:
 
     def __init__(self, run: str, node_dir: Path, *, rank: int, num_slots: int) -> None:
         self.guard = Guard()
-        self.guarded = Guarded()
         self._run = run
         self._node_dir = node_dir
         self._rank = rank

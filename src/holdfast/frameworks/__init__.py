@@ -42,6 +42,9 @@ class Sink(Protocol):
     def tensors(self, entries: Iterable[NamedTensor]) -> None:
         """Add tensors that need no nodes, because their owner finds them by name."""
 
+    def unsteady(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Note which of the tensors something else than the step of an optimizer changes, too: a forward."""
+
     def tree(self, path: str, value: object, replicas: Replicas = "compare") -> None:
         """Add a value, a tensor, or nested containers of them, with their nodes."""
 

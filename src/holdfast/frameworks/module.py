@@ -83,6 +83,9 @@ def flatten_module(path: str, module: nn.Module, sink: Sink) -> bool:
     sink.tensors(tensors)
     for name, extra in extras:
         sink.tree(name, extra.read())
+    embeddings = (owner for _, owner in state.modules if isinstance(owner, (nn.Embedding, nn.EmbeddingBag)))
+    weights = (owner._parameters.get("weight") for owner in embeddings if owner.max_norm is not None)  # noqa: SLF001
+    sink.unsteady([weight for weight in weights if weight is not None])  # weight_norm and the like compute theirs
     return True
 
 
@@ -115,13 +118,6 @@ def bind_module(path: str, module: nn.Module, source: Source) -> Finish:
         return module
 
     return finish
-
-
-def changed_in_forward(module: nn.Module) -> Iterator[torch.Tensor]:
-    """Parameters that a forward of `module` changes: embeddings that keep their rows within a norm."""
-    for owner in module.modules():
-        if isinstance(owner, (nn.Embedding, nn.EmbeddingBag)) and owner.max_norm is not None:
-            yield owner.weight
 
 
 def _read(path: str, module: nn.Module, wants: Callable[[str], bool]) -> _State:

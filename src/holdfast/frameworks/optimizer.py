@@ -15,9 +15,9 @@ of a bf16 parameter to bf16, and a fresh optimizer has no state to load into.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from functools import lru_cache
-from itertools import combinations
+from itertools import chain, combinations
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
@@ -38,9 +38,25 @@ if TYPE_CHECKING:
 _IDENTITY = ("params", "param_names")
 
 
+class Kept(NamedTuple):
+    """The structure of the optimizer at `path` when it was read: its parameters by group, and the slots that it kept
+    for each, by the id of that tensor. What it adds, drops or regroups later does not show here; the tensors are the
+    live ones."""
+
+    path: str
+    groups: list[list[NamedTensor]]
+    slots: dict[int, dict[object, object]]
+
+    def divided(self, ids: Container[int]) -> tuple[Kept, Kept]:
+        """The slots of the parameters with these ids, and all others."""
+        chosen = {each: slots for each, slots in self.slots.items() if each in ids}
+        others = {each: slots for each, slots in self.slots.items() if each not in ids}
+        return self._replace(slots=chosen), self._replace(slots=others)
+
+
 def flatten_optimizer(path: str, optimizer: Optimizer, sink: Sink) -> None:
     """Add an optimizer's hyper-parameters, and state that belongs to no parameter, to `sink`, which must already know
-    the parameters. All other state adds `flatten_slots`.
+    the parameters. `flatten_groups` and `flatten_slots` add the rest.
 
     Raises `StateError`, code ``state.optimizer``, for an optimizer whose state is more than ``state`` and
     ``param_groups``.
@@ -106,39 +122,53 @@ def bind_optimizer(path: str, optimizer: Optimizer, source: Source) -> Finish:
     return finish
 
 
-def flatten_slots(path: str, optimizer: Optimizer, sink: Sink) -> None:
-    """Add to `sink` the groups of an optimizer's parameters, and what it keeps for them.
+def read_slots(path: str, optimizer: Optimizer, sink: Sink) -> Kept:
+    """Read which parameters an optimizer has, and what it keeps for each; adds nothing to `sink`.
 
-    Raises `StateError`: ``state.unnamed_parameter`` for a parameter that is no tensor of the state, else as
-    `flatten_optimizer`.
+    Raises `StateError`: ``state.unnamed_parameter`` for a parameter that is no tensor of the state,
+    ``state.optimizer`` for slots that are no dict, or belong to a tensor that is in no group.
     """
-    _require_grouped(path, optimizer)
-    state, group_of = (join(path, name) for name in ("state", "group_of"))
-    tensors: list[NamedTensor] = []
-    for index, group in enumerate(optimizer.param_groups):
+    groups = [list(_named_parameters(path, index, group, sink)) for index, group in enumerate(optimizer.param_groups)]
+    grouped = {id(entry.tensor) for group in groups for entry in group}
+    slots: dict[int, dict[object, object]] = {}
+    for key, kept in cast("Mapping[object, object]", optimizer.state).items():
+        if not isinstance(key, torch.Tensor):
+            continue
+        if id(key) not in grouped:
+            raise _ungrouped(path, key)
+        if not isinstance(kept, dict):
+            raise _no_slots(path, key, kept)
+        slots[id(key)] = dict(kept)
+    return Kept(path, groups, slots)
+
+
+def flatten_groups(kept: Kept, sink: Sink) -> None:
+    """Add the group of each parameter to `sink`."""
+    group_of = join(kept.path, "group_of")
+    for index, group in enumerate(kept.groups):
         of_index = Plain(index)
-        for entry in _named_parameters(path, index, group, sink):
+        for entry in group:
             sink.node(_below(group_of, entry.name), of_index)
-            slots = optimizer.state.get(entry.tensor)
-            if slots is not None:
-                _flatten_slots(f"{state}/{entry.name}", slots, entry, sink, tensors)
+
+
+def flatten_slots(kept: Kept, sink: Sink) -> None:
+    """Add what an optimizer keeps for its parameters to `sink`."""
+    state = join(kept.path, "state")
+    tensors: list[NamedTensor] = []
+    for entry in chain.from_iterable(kept.groups):
+        slots = kept.slots.get(id(entry.tensor))
+        if slots is not None:
+            _flatten_slots(f"{state}/{entry.name}", slots, entry, sink, tensors)
     sink.tensors(tensors)
 
 
-def parameters_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
-    """The parameters of `optimizer`, group by group."""
-    for group in optimizer.param_groups:
-        yield from group["params"]
-
-
-def slots_of(optimizer: Optimizer) -> list[torch.Tensor]:
-    """The tensors that `optimizer` keeps for its parameters."""
+def stepped(kept: Kept) -> list[NamedTensor]:
+    """The parameters that the next steps will change: those that are trained, and have a gradient or slots."""
+    slots = kept.slots
     return [
-        slot
-        for key, slots in cast("Mapping[object, object]", optimizer.state).items()
-        if isinstance(key, torch.Tensor) and isinstance(slots, dict)
-        for slot in slots.values()
-        if isinstance(slot, torch.Tensor)
+        entry
+        for entry in chain.from_iterable(kept.groups)
+        if entry.tensor.requires_grad and (slots.get(id(entry.tensor)) or entry.tensor.grad is not None)
     ]
 
 
@@ -392,17 +422,23 @@ def _shared(optimizer: Optimizer) -> list[tuple[object, object]]:
     return [(key, value) for key, value in state.items() if not isinstance(key, torch.Tensor)]
 
 
-def _require_grouped(path: str, optimizer: Optimizer) -> None:
-    """Refuse state of a tensor that is in no group."""
-    grouped = set(map(id, parameters_of(optimizer)))
-    for key in cast("Mapping[object, object]", optimizer.state):
-        if isinstance(key, torch.Tensor) and id(key) not in grouped:
-            raise StateError(
-                f"Optimizer {path!r} holds state for a tensor of shape {tuple(key.shape)} that is in no group.",
-                code="state.optimizer",
-                action="Delete that state, or add the tensor to a group.",
-                path=path,
-            )
+def _ungrouped(path: str, key: torch.Tensor) -> StateError:
+    return StateError(
+        f"Optimizer {path!r} holds state for a tensor of shape {tuple(key.shape)} that is in no group.",
+        code="state.optimizer",
+        action="Delete that state, or add the tensor to a group.",
+        path=path,
+    )
+
+
+def _no_slots(path: str, key: torch.Tensor, kept: object) -> StateError:
+    return StateError(
+        f"Optimizer {path!r} keeps a {type(kept).__name__}, not a dict of slots, for a parameter of shape "
+        f"{tuple(key.shape)}.",
+        code="state.optimizer",
+        action="Keep the optimizer's state per parameter in a dict.",
+        path=path,
+    )
 
 
 def _flatten_hyper(path: str, group: Mapping[str, object], sink: Sink) -> None:
@@ -413,15 +449,10 @@ def _flatten_hyper(path: str, group: Mapping[str, object], sink: Sink) -> None:
         sink.tree(join(path, key), value)
 
 
-def _flatten_slots(path: str, slots: object, parameter: NamedTensor, sink: Sink, tensors: list[NamedTensor]) -> None:
+def _flatten_slots(
+    path: str, slots: Mapping[object, object], parameter: NamedTensor, sink: Sink, tensors: list[NamedTensor]
+) -> None:
     """Add the slots that are tensors to `tensors`, all others to `sink`."""
-    if not isinstance(slots, dict):
-        raise StateError(
-            f"The optimizer state {path!r} is a {type(slots).__name__}, not a dict of slots.",
-            code="state.optimizer",
-            action="Keep the optimizer's state per parameter in a dict.",
-            path=path,
-        )
     for name, value in zip(_slot_names(path, *slots), slots.values(), strict=True):
         if isinstance(value, torch.Tensor):
             tensors.append(NamedTensor(name, value, parameter.replicas))

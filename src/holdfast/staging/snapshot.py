@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
-from operator import attrgetter
 from threading import Event
 
 import torch
@@ -18,34 +17,29 @@ import torch
 from holdfast.errors import StateError
 from holdfast.format.names import shown
 from holdfast.format.patterns import Globs
-from holdfast.frameworks.optimizer import is_replayed, slots_of
 from holdfast.staging.device import Calls, Queued, devices_of
-from holdfast.staging.guarded import Guarded
 from holdfast.staging.routes import Pair, Routes, Tensors
 from holdfast.state.flatten import FlatState, Walk
 from holdfast.state.gather import LocalTensor, Remembered
-from holdfast.state.placements import dtensor_type
 
 #: So much is copied by one call, for whose time other threads of Python run.
 _CALL_NBYTES = 64 << 20
 #: So much is set aside in memory of its own; where more has to be, whoever saves waits until it is in the slot.
 _ASIDE_NBYTES = 64 << 20
 
-_version_of = attrgetter("_version")
-
 
 class Snapshot:
     """The state of this rank at the instant when `wait` returns, for as long as a guard is held; taken by one thread,
     and copied by another.
 
-    Guarded are parameters of optimizers, and what those keep for them: nothing may change that until `copy` has
-    returned, see `Guard`. Everything else may change when `wait` has returned.
+    The whole structure is read here: which tensors there are, values, groups, slots. Guarded are tensors that only
+    steps of the optimizers change, see `Walk.stepped`: nothing may change those until `copy` has returned, see `Guard`.
+    Everything else may change when `wait` has returned.
     """
 
     def __init__(
         self,
         state: Mapping[str, object],
-        guarded: Guarded,
         *,
         rank: int,
         world_size: int,
@@ -55,20 +49,26 @@ class Snapshot:
         """As `flatten`, without what the walk can leave for later."""
         self._walk = Walk(state, rank=rank, world_size=world_size, last=last, select=select)
         found = self._walk.found()
-        names = guarded.names(self._walk, found)
-        slots, all_held = _held_slots(self._walk)
+        stepped = self._walk.stepped(found)
+        memory = list(chain.from_iterable([found[name].memory for name in stepped]))
+        if any([part.is_inference() for part in memory]):  # noqa: C419 - a list takes half the time
+            # Of such tensors torch does not count the changes.
+            stepped = {name for name in stepped if not any(part.is_inference() for part in found[name].memory)}
+            memory = list(chain.from_iterable([found[name].memory for name in stepped]))
         #: Whether it looks like what the last walk saw.
-        self.is_as_before = _is_as_before(self._walk.remembered, len(slots), last)
-        self._marks = _Marks([*(part for name in names for part in found[name].memory), *slots])
-        rest = {name: local for name, local in found.items() if name not in names}
+        self.is_as_before = _is_as_before(self._walk, last)
+        self._marks = _Marks(memory + self._walk.left)
+        rest = {name: local for name, local in found.items() if name not in stepped}
+        #: The names of what is copied before `wait` returns.
+        self._at_once = frozenset(rest)
         self._aside: Tensors | None = None
         self._instant = Event()
-        if all_held and sum(part.nbytes for local in rest.values() for part in local.memory) <= _ASIDE_NBYTES:
+        if sum(part.nbytes for local in rest.values() for part in local.memory) <= _ASIDE_NBYTES:
             self._aside = _cloned(rest)
             self._instant.set()
         held = chain.from_iterable(local.memory for local in found.values())
         #: What devices had been given to do by then, the clones among it.
-        self.queued = Queued(devices_of(chain(held, slots)))
+        self.queued = Queued(devices_of(chain(held, self._walk.left)))
 
     @property
     def optimizers(self) -> Sequence[torch.optim.Optimizer]:
@@ -95,14 +95,11 @@ class Snapshot:
             StateError: a tensor was changed meanwhile, so that what was copied is of no instant; names it. (What does
                 not show: writes through ``.data``, and kernels that do not tell torch what they write to.)
         """
-        rest = {name: local for name, local in tensors.items() if self._aside is None or name not in self._aside}
-        held = {name: local for name, local in rest.items() if self._marks.cover(local)}
+        held = {name: local for name, local in tensors.items() if name not in self._at_once}
         if self._aside is None:
-            _copy(routes.pairs({name: local for name, local in rest.items() if name not in held}))
+            _copy(routes.pairs({name: local for name, local in tensors.items() if name in self._at_once}))
             self._instant.set()
             _copy(routes.pairs(held))
-        elif len(held) < len(rest):
-            raise _changed(min(rest.keys() - held.keys()))
         else:
             _copy(routes.pairs(tensors))
         changed = self._marks.changed(held)
@@ -116,50 +113,29 @@ class _Marks:
     def __init__(self, memory: list[torch.Tensor]) -> None:
         self._memory = memory
         self._then = self._now()
-        # An empty tensor has no address, and nothing that could change.
-        self._addresses = {0, *self._then[1]}
-
-    def cover(self, local: LocalTensor) -> bool:
-        """Whether all of a tensor is marked."""
-        return all(part.data_ptr() in self._addresses for part in local.memory)
 
     def changed(self, tensors: Tensors) -> str | None:
         """The name of one that is not as it was then."""
         present = self._now()
         if present == self._then:
             return None
-        marks = zip(zip(*self._then, strict=True), zip(*present, strict=True), strict=True)
-        changed = {then[1] for then, now in marks if then != now}
+        marks = zip(self._then, present, strict=True)
+        changed = {address for then, now in marks if then != now for _, address in (then, now)}
         named = (name for name, local in tensors.items() if any(part.data_ptr() in changed for part in local.memory))
         return next(named, "a parameter, or what an optimizer keeps for it,")
 
-    def _now(self) -> tuple[list[int], list[int]]:
-        return list(map(_version_of, self._memory)), list(map(torch.Tensor.data_ptr, self._memory))
+    def _now(self) -> list[tuple[int, int]]:
+        # In one pass: thousands of tensors are more than a processor's cache holds.
+        return [(part._version, part.data_ptr()) for part in self._memory]  # noqa: SLF001
 
 
-def _is_as_before(remembered: Sequence[Remembered], num_slots: int, last: Sequence[Remembered]) -> bool:
-    seen = len(remembered)
+def _is_as_before(walk: Walk, last: Sequence[Remembered]) -> bool:
+    seen = len(walk.remembered)
     return (
         len(last) == seen + 1
-        and all(now is before for now, before in zip(remembered, last, strict=False))
-        and len(last[seen].facts.names) == num_slots
+        and all(now is before for now, before in zip(walk.remembered, last, strict=False))
+        and len(last[seen].facts.names) == len(walk.left)
     )
-
-
-def _held_slots(walk: Walk) -> tuple[list[torch.Tensor], bool]:
-    """The memory of what optimizers keep for parameters, as far as a guard can hold it still; whether it can all of
-    it."""
-    held: list[torch.Tensor] = []
-    whole = True
-    dtensor = dtensor_type()
-    for optimizer in walk.optimizers:
-        slots = slots_of(optimizer)
-        parts = [slot._local_tensor if type(slot) is dtensor else slot for slot in slots]  # noqa: SLF001
-        if is_replayed(optimizer) or any(map(torch.Tensor.is_inference, parts)):
-            whole = False
-        else:
-            held += parts
-    return held, whole
 
 
 def _cloned(tensors: Tensors) -> Tensors:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from operator import attrgetter
 from typing import cast
 
@@ -22,21 +22,34 @@ from holdfast.format.values import Container, Encoded, Leaf, Node, Open, Planes,
 from holdfast.frameworks import NamedTensor
 from holdfast.frameworks.adapters import refusal_of, unwrapped
 from holdfast.frameworks.module import flatten_module
-from holdfast.frameworks.optimizer import flatten_optimizer, flatten_slots
+from holdfast.frameworks.optimizer import (
+    Kept,
+    flatten_groups,
+    flatten_optimizer,
+    flatten_slots,
+    is_replayed,
+    read_slots,
+    stepped,
+)
 from holdfast.frameworks.stateful import description_of, is_described, reading
 from holdfast.plan.layout import Replicas
 from holdfast.state.gather import Gatherer, LocalTensor, Remembered, unsupported_tensor
 from holdfast.state.per_rank import PerRank
 from holdfast.state.piecewise import Piecewise, describe
-from holdfast.state.placements import is_dtensor, torch_value
+from holdfast.state.placements import dtensor_type, is_dtensor, torch_value
 from holdfast.state.registry import Registration, any_registered, planes_of, registered
 
 _TENSOR = TensorRef()
 #: Containers of which a selection may take a part. (Of a list it takes all entries, but of each entry a part.)
 _DIVISIBLE = frozenset((dict, OrderedDict, list, tuple))
 
-_tensor_of = attrgetter("tensor")
+#: Types of slots that `Walk` may leave for later: tensors that are nothing but their memory, and values that stay as
+#: they are.
+_PLAIN = {torch.Tensor, nn.Parameter}
+_CONSTANT = {type(None), bool, int, float, complex, str, bytes}
+
 _name_of = attrgetter("name")
+_tensor_of = attrgetter("tensor")
 
 
 @dataclass(frozen=True)
@@ -44,8 +57,8 @@ class FlatState:
     """A state, flat: tensors by canonical name (sorted), other names of the same memory, and the table of values.
 
     `own_nodes` are the values that belong to this rank alone: the contents of its `PerRank` parts. `remembered` makes
-    the next walk cheaper, and keeps no memory alive. `modules` and `optimizers` are those that were found. `unmatched`
-    are globs of the selection that match nothing here, with names that are near.
+    the next walk cheaper, and keeps no memory alive. `unmatched` are globs of the selection that
+    match nothing here, with names that are near.
     """
 
     tensors: dict[str, LocalTensor]
@@ -53,8 +66,6 @@ class FlatState:
     nodes: dict[str, Node]
     own_nodes: dict[str, Node]
     remembered: Sequence[Remembered]
-    modules: Sequence[nn.Module]
-    optimizers: Sequence[Optimizer]
     unmatched: Mapping[str, list[str]]
 
 
@@ -115,8 +126,8 @@ def name_of_planes(plane_name: str) -> str:
 class Walk:
     """One walk of a state, in two parts; the `Sink` of the frameworks.
 
-    When it is made, it has seen everything but what optimizers keep per parameter, thousands of tensors that only
-    their steps change, and which group it is in. `finish` sees those.
+    When it is made, it has read the whole structure: every tensor, value, group and slot that there is. Only the slots
+    in `left`, thousands of plain tensors that nothing but a step changes, have no names yet. `finish` names them.
     """
 
     def __init__(
@@ -143,8 +154,14 @@ class Walk:
         self._piecewise: dict[str, Piecewise] = {}
         self._gatherer = Gatherer(last)
         self._num_gathered = 0
-        #: The modules that were found.
-        self.modules: list[nn.Module] = []
+        self._kept: list[Kept] = []
+        self._later: list[Kept] = []
+        #: Names of what steps change, and of what something else may change, too.
+        self._stepped: set[str] = set()
+        self._unsteady: set[str] = set()
+        self._changed_in_forward: list[torch.Tensor] = []
+        #: The memory of slots that `finish` names.
+        self.left: list[torch.Tensor] = []
         self._begin(state)
 
     @property
@@ -165,10 +182,26 @@ class Walk:
             self._gatherer.aliases.update(dict.fromkeys(others, name))
         return found
 
+    def stepped(self, found: Mapping[str, LocalTensor]) -> set[str]:
+        """Of the tensors that were `found` so far, the names of those that only steps of the optimizers change: trained
+        parameters that have a gradient or slots, and those slots, however they are nested.
+
+        Not parameters that a forward changes, too; nor what steps in a CUDA graph, whose replay calls no hooks.
+        """
+        names = self._stepped - self._unsteady
+        if self._planed:
+            for name in list(names):
+                node = self._nodes.get(name)
+                if isinstance(node, Planes):
+                    names.update(join(name, plane_component(plane)) for plane in node.planes)
+        return names & found.keys()
+
     def finish(self) -> FlatState:
-        """See the rest. Once, by any thread; what optimizers keep must be as it was when the walk began."""
-        for path, optimizer in self._optimizers:
-            flatten_slots(path, optimizer, self)
+        """Name the rest. Once, by any thread; what is `left` must be as it was when the walk began."""
+        for kept in self._kept:
+            flatten_groups(kept, self)
+        for kept in self._later:
+            flatten_slots(kept, self)
         self._gather()
         found = self.found()
         own = {path: node for path, node in self._nodes.items() if own_part(path)} if self._per_rank else {}
@@ -178,8 +211,6 @@ class Walk:
             {path: node for path, node in self._nodes.items() if path not in own} if own else self._nodes,
             own,
             self.remembered,
-            self.modules,
-            self.optimizers,
             {} if self._select is None else self._select.unmatched(),
         )
 
@@ -196,9 +227,50 @@ class Walk:
         for entry, plane in self._planed:
             canonical = self._names[id(self._tensors[plane].tensor)].name
             self._names[id(entry.tensor)] = NamedTensor(name_of_planes(canonical), entry.tensor, entry.replicas)
-        for path, optimizer in self._optimizers:
-            flatten_optimizer(path, optimizer, self)
+        self._unsteady.update(self._names[id(tensor)].name for tensor in self._changed_in_forward)
+        held = [self._add_optimizer(path, optimizer) for path, optimizer in self._optimizers]
         self._gather()
+        # Memory that is also found elsewhere has its name from there by now.
+        for kept in held:
+            if not self._leave(kept):
+                num_before = len(self._tensors)
+                flatten_slots(kept, self)
+                self._stepped.update(islice(self._tensors, num_before, None))
+        self._gather()
+
+    def _add_optimizer(self, path: str, optimizer: Optimizer) -> Kept:
+        """Add what an optimizer holds, but for the slots that only its steps change; returns those."""
+        flatten_optimizer(path, optimizer, self)
+        kept = read_slots(path, optimizer, self)
+        self._kept.append(kept)
+        if is_replayed(optimizer):
+            self._unsteady.update(entry.name for group in kept.groups for entry in group)
+            trained = []
+        else:
+            trained = stepped(kept)
+            self._stepped.update(map(_name_of, trained))
+        ids = set(map(id, map(_tensor_of, trained)))
+        if ids >= kept.slots.keys():
+            return kept
+        held, free = kept.divided(ids)
+        flatten_slots(free, self)
+        return held
+
+    def _leave(self, kept: Kept) -> bool:
+        """Leave slots for `finish` if they all are plain tensors and constants. Whether they are."""
+        slots = list(chain.from_iterable(map(dict.values, kept.slots.values())))
+        kinds, dtensor = set(map(type, slots)), dtensor_type()
+        if not kinds <= _PLAIN | _CONSTANT | {dtensor}:
+            return False
+        if not kinds <= _PLAIN:
+            tensors = [slot for slot in slots if isinstance(slot, torch.Tensor)]
+            slots = [slot._local_tensor if type(slot) is dtensor else slot for slot in tensors]  # noqa: SLF001
+        parts = cast("list[torch.Tensor]", slots)
+        if any([part.is_inference() for part in parts]):  # noqa: C419 - a list takes half the time
+            return False
+        self._later.append(kept)
+        self.left += parts
+        return True
 
     def _gather(self) -> None:
         """Describe the tensors that were added since the last call."""
@@ -220,6 +292,10 @@ class Walk:
         wanted = [entry.name in self._select for entry in entries]
         self._left_out += [entry for entry, is_wanted in zip(entries, wanted, strict=True) if not is_wanted]
         return [entry for entry, is_wanted in zip(entries, wanted, strict=True) if is_wanted]
+
+    def unsteady(self, tensors: Iterable[torch.Tensor]) -> None:
+        """As `Sink.unsteady`."""
+        self._changed_in_forward += tensors
 
     def tensors(self, entries: Iterable[NamedTensor]) -> None:
         """As `Sink.tensors`."""
@@ -317,7 +393,6 @@ class Walk:
         if isinstance(item, PerRank):
             self._own(path, item)
         elif isinstance(item, nn.Module):
-            self.modules.append(item)
             return flatten_module(path, item, self)
         elif isinstance(item, Optimizer):
             self._optimizers.append((path, item))
