@@ -454,6 +454,22 @@ def test_locks_that_come_when_the_folder_is_removed_are_on_the_one_that_is_made_
         os.close(keeper)
 
 
+def test_a_keeper_whose_lock_was_removed_touches_nothing_of_the_one_that_came_after_it(
+    run: Run, saved: Saved, folder: NodeFolder
+) -> None:
+    first = try_lock(folder)
+    folder.remove("keeper.lock")
+    second = try_lock(folder)
+    assert first is not None
+    assert second is not None
+    before = {name for name in folder.names() if not name.startswith("keeper.")}
+    daemon.keep(folder, run.storage.uri, first, is_over=lambda: True, idle_s=60, grace_s=1)
+    assert before | {"keeper.lock", "keeper.protocol"} <= set(folder.names())
+    assert states(saved) == {State.STAGED}
+    for lock in (first, second):
+        os.close(lock)
+
+
 def test_memory_of_another_version_is_listed_and_not_freed(folder: NodeFolder) -> None:
     (name,) = fill_memory(folder, State.COMMITTED)
     with open(folder.path / name, "r+b") as file:

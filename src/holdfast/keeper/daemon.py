@@ -105,7 +105,7 @@ class Keeper:
             if time.monotonic() - busy_at > idle_s:
                 self.give_back()
                 return
-            if self._is_displaced and not self.owes:
+            if self.is_displaced and not self.owes:
                 return
             self._rest()
 
@@ -123,7 +123,7 @@ class Keeper:
         # Listed before the slots are looked at: a generation gets its file when a slot says already that it is of it.
         known = {*generation_ids(self._folder), *given_up_ids(self._folder)}
         self._meet()
-        if not self._is_displaced:
+        if not self.is_displaced:
             self._give_up()
             self._remove_old()
             self._forget(known)
@@ -136,8 +136,11 @@ class Keeper:
         return any(slot.state in OWED for slot in self._slots.values())
 
     def give_back(self) -> None:
-        """Remove all slots that hold nothing that is not durable, and whose trainers are no more."""
+        """Remove all slots that hold nothing that is not durable, and whose trainers are no more; and what nobody needs
+        then."""
         self._meet()
+        if self.is_displaced:
+            return
         for name, slot in list(self._slots.items()):
             if not self._is_tended(slot) and slot.remove_if(lambda _: True):
                 del self._slots[name]
@@ -174,7 +177,7 @@ class Keeper:
                 return
 
     @property
-    def _is_displaced(self) -> bool:
+    def is_displaced(self) -> bool:
         """Whether somebody has removed the file of its lock, mostly with the whole folder. Another keeper may be at
         work there by now, and what has a name there is that one's. This one alone still has what was removed: it makes
         that durable, and ends."""
@@ -183,7 +186,7 @@ class Keeper:
     def _meet(self) -> None:
         """Open slots that are new, and close those that are gone, once they hold nothing that is to become durable."""
         self._met_ns = self._folder.changed_ns()
-        names = set() if self._is_displaced else set(slot_names(self._folder))
+        names = set() if self.is_displaced else set(slot_names(self._folder))
         for name in self._slots.keys() - names:
             slot = self._slots[name]
             if not (slot.refresh().state in OWED and (slot.is_removed or name in self._being_read)):
@@ -206,8 +209,8 @@ class Keeper:
         held = {slot.record.contents.checkpoint_id for slot in self._slots.values() if slot.record.contents}
         for checkpoint_id in set(known) - held:
             remove_generation(self._folder, checkpoint_id)
-        for checkpoint_id in self._generations.keys() - held:
-            del self._generations[checkpoint_id]
+        for checkpoint_id in {*self._generations, *self._retries, *self._waiting} - held:
+            self._generations.pop(checkpoint_id, None)
             self._retries.pop(checkpoint_id, None)
             if (writing := self._waiting.pop(checkpoint_id, None)) is not None:
                 writing.close()
@@ -369,10 +372,9 @@ def keep(
         keeper.run(is_over=lambda: is_over() or is_unwanted(lock), idle_s=idle_s)
         owes_nothing = keeper.finish(grace_s=grace_s)
         keeper.give_back()
-        if owes_nothing:
-            clear_protocol(folder)
     finally:
         keeper.close()
-    if owes_nothing:
+    if owes_nothing and not keeper.is_displaced:
+        clear_protocol(folder)
         remove_ended(folder)
     return owes_nothing
