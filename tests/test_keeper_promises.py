@@ -18,7 +18,7 @@ from holdfast.errors import StorageError
 from holdfast.format import manifest as fmt
 from holdfast.format import records
 from holdfast.format.records import Place
-from holdfast.keeper import client, daemon, writing
+from holdfast.keeper import client, daemon, slots, writing
 from holdfast.keeper.claims import Claim
 from holdfast.keeper.client import ensure_keeper
 from holdfast.keeper.daemon import Keeper
@@ -375,3 +375,13 @@ def test_a_file_in_memory_is_whole_when_it_has_its_name(folder: NodeFolder, monk
     folder.write("file", bytes(70))
     assert found == [100, 70]
     assert folder.names() == ["file"]
+
+
+def test_all_memory_is_reserved_where_there_are_no_huge_pages(
+    folder: NodeFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slots, "collapse_pages", lambda *_: None)
+    with Slot.create(folder, rank=0, nbytes=3 << 20) as slot:
+        assert not slot.is_reserved
+        slot.reserve()
+        assert slot.is_reserved

@@ -1,0 +1,23 @@
+"""The storage contract and the keeper's promises: whatever is left out of them, some test finds it (`promises.py`)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.mutants import Mutation, assert_found, sound_library
+from tests.promises import MUTATIONS
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return sound_library(tmp_path_factory.mktemp("library"), MUTATIONS)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)  # the first one runs all the tests on a sound library
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=str)
+def test_a_promise_that_is_broken_is_missed(library: Path, mutation: Mutation) -> None:
+    assert mutation.fits(), f"'{mutation.file}' has changed: mutate what it says now"
+    assert_found(library, mutation)
