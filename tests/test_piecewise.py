@@ -371,6 +371,15 @@ def test_pieces_in_a_per_rank_are_refused(tmp_path: Path) -> None:
     assert raised.value.code == "state.per_rank"
 
 
+def test_pieces_whose_memory_was_resized_are_refused(tmp_path: Path) -> None:
+    memory = torch.zeros(4, 2)
+    state = {"t": Piecewise((4, 2), [(Box((0, 0), (4, 2)), memory)])}
+    memory.resize_(1, 2)
+    with pytest.raises(StateError, match=r"shape \[1, 2\] by now") as raised:
+        holdfast.save(tmp_path / "run", state, 1)
+    assert (raised.value.code, raised.value.tensor) == ("state.local_shape", "t")
+
+
 def test_pieces_whose_memory_was_released_are_refused(tmp_path: Path) -> None:
     flat = torch.ones(8)
     item = Piecewise((2, 4), [(FlatRange(0, 8), flat)])

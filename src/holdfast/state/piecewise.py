@@ -81,7 +81,7 @@ def describe(items: Mapping[str, Piecewise]) -> Iterator[Described]:
     """Layout and memory of all `items`, in order of names.
 
     One object under several names is one tensor; the same memory in several objects is not, since each says for itself
-    what it is a part of. Raises `StateError` where one stands in a `PerRank`, or its memory was released.
+    what it is a part of. Raises `StateError` where one stands in a `PerRank`, or its memory was released or resized.
     """
     names: dict[int, list[str]] = {}
     for name in sorted(items):
@@ -94,6 +94,8 @@ def describe(items: Mapping[str, Piecewise]) -> Iterator[Described]:
         for part, memory in held:
             if not memory.data_ptr():
                 raise _released(aliases[0], part)
+            if not _fits(part, memory):
+                raise _resized(aliases[0], part, memory)
         spec = Pieces(tuple(part for part, _ in held), item.replicas)
         layout = TensorLayout(aliases[0], DTYPE_NAMES[item.dtype], item.shape, spec)
         yield Described(aliases, LocalTensor(layout, tuple(memory for _, memory in held)))
@@ -131,21 +133,27 @@ def _check(part: FlatRange | Box, memory: torch.Tensor, shape: Shape) -> None:
     """Refuse a part outside the tensor, and memory that does not hold it."""
     if isinstance(part, FlatRange):
         inside = 0 <= part.start <= part.stop <= prod(shape)
-        fits, wanted = memory.numel() == part.numel, f"{part.numel} elements"
+        wanted = f"{part.numel} elements"
     else:
         inside = len(part.start) == len(part.size) == len(shape) and all(
             start >= 0 and size >= 0 and start + size <= extent
             for start, size, extent in zip(part.start, part.size, shape, strict=True)
         )
-        fits, wanted = tuple(memory.shape) == tuple(part.size), f"shape {part.size}"
+        wanted = f"shape {part.size}"
     if not inside:
         raise ValueError(f"{part} lies outside a tensor of shape {shape}")
-    if not fits:
+    if not _fits(part, memory):
         raise ValueError(f"the memory of {part} has shape {tuple(memory.shape)}; it must have {wanted}")
     if memory.layout is not torch.strided or memory.is_meta or memory.is_neg() or memory.is_conj():
         raise ValueError(f"the memory of {part} is sparse, on the meta device, or a lazy view; give it dense memory")
     if isinstance(part, FlatRange) and memory.ndim > 1 and not memory.is_contiguous():
         raise ValueError(f"the memory of {part} is neither contiguous nor 1-d; a flat range is in row-major order")
+
+
+def _fits(part: FlatRange | Box, memory: torch.Tensor) -> bool:
+    if isinstance(part, FlatRange):
+        return memory.numel() == part.numel
+    return tuple(memory.shape) == tuple(part.size)
 
 
 def _check_disjoint(parts: Sequence[FlatRange | Box]) -> None:
@@ -174,5 +182,14 @@ def _released(name: str, part: FlatRange | Box) -> StateError:
         f"Tensor {name!r} cannot be stored: the memory of {part} was released.",
         code="state.unsupported_tensor",
         action="Save while it has its memory, or make the Piecewise anew from where the elements are now.",
+        tensor=name,
+    )
+
+
+def _resized(name: str, part: FlatRange | Box, memory: torch.Tensor) -> StateError:
+    return StateError(
+        f"The memory of {part} of tensor {name!r} has shape {list(memory.shape)} by now.",
+        code="state.local_shape",
+        action="Make the Piecewise anew from where the elements are now.",
         tensor=name,
     )

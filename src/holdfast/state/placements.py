@@ -82,7 +82,10 @@ class PlacementReader:
         return spec
 
     def _mesh(self, mesh: DeviceMesh, placements: Sequence[Placement], axes: tuple[int, ...] | None, name: str) -> Mesh:
-        dividing = frozenset(axis for axis, item in enumerate(placements) if not isinstance(item, Replicate))
+        shape = tuple(mesh.shape)
+        dividing = frozenset(
+            axis for axis, item in enumerate(placements) if not isinstance(item, Replicate) and shape[axis] > 1
+        )
         order = tuple(range(len(placements))) if axes is None else axes
         key = (id(mesh), order, dividing)
         if key not in self._meshes:
