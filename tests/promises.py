@@ -449,13 +449,13 @@ MUTATIONS = [
     Mutation(  # keeper owes after protocol
         "test_keeper_promises.py::test_a_keeper_that_cannot_make_all_durable_ends_in_time_and_says_so",
         "keeper/daemon.py",
-        "        if owes_nothing:\n            clear_protocol(folder)",
-        "        clear_protocol(folder)",
+        "    if owes_nothing and not keeper.is_displaced:\n",
+        "    if not keeper.is_displaced:\n",
     ),
     Mutation(  # keeper protocol never cleared
         "test_keeper_promises.py::test_a_keeper_that_owes_nothing_leaves_no_protocol",
         "keeper/daemon.py",
-        "        if owes_nothing:\n            clear_protocol(folder)\n",
+        "        clear_protocol(folder)\n",
         "",
     ),
     Mutation(  # main no sigterm
