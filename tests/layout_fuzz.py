@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from math import prod
+from math import lcm, prod
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -28,7 +28,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 import holdfast
 from tests.models import start_new_job
-from tests.ranks import run_ranks
+from tests.ranks import RanksFailedError, run_ranks
 
 Way = Literal["fsdp", "hsdp", "placed", "fsdp_tp", "hsdp_tp", "fsdp_ep_tp"]
 
@@ -101,31 +101,29 @@ def _draw_mesh(rng: random.Random, world_size: int) -> MeshPlan:
 
 def _draw_case(rng: random.Random, number: int, meshes: list[MeshPlan]) -> CasePlan:
     shape = [rng.choice([rng.randint(1, 9), rng.randint(1, 45), 13]) for _ in range(rng.randint(1, 3))]
-    layouts = [_draw_layout(rng, meshes, shape) for _ in range(2)]
+    layouts = [_draw_layout(rng, meshes, len(shape)) for _ in range(2)]
+    for axis, extent in enumerate(shape):
+        unit = lcm(*(_unit(meshes[layout.mesh], layout, axis) for layout in layouts))
+        shape[axis] = -(-extent // unit) * unit
     return CasePlan(number, tuple(shape), rng.choice(DTYPES), *layouts)
 
 
-def _draw_layout(rng: random.Random, meshes: list[MeshPlan], shape: list[int]) -> LayoutPlan:
-    """A layout of a tensor, whose axes become longer where torch refuses, or itself loses, what is uneven."""
+def _draw_layout(rng: random.Random, meshes: list[MeshPlan], num_axes: int) -> LayoutPlan:
     index = rng.randrange(len(meshes))
-    mesh = meshes[index]
+    inner = meshes[index].shape[WAYS[meshes[index].way][1] :]
+    placements = (Shard(rng.randrange(num_axes)) if rng.random() < 0.85 else Replicate() for _ in inner)
+    return LayoutPlan(index, tuple(placements), rng.randrange(num_axes) if rng.random() < 0.3 else 0)
+
+
+def _unit(mesh: MeshPlan, layout: LayoutPlan, axis: int) -> int:
+    """What an axis must be a multiple of, so that torch neither refuses to divide it nor loses some of it itself."""
     num_sharding = WAYS[mesh.way][1]
-    inner = mesh.shape[num_sharding:]
-    placements: list[Placement] = [
-        Shard(rng.randrange(len(shape))) if rng.random() < 0.85 else Replicate() for _ in inner
-    ]
-    fsdp_axis = rng.randrange(len(shape)) if rng.random() < 0.3 else 0
-    if num_sharding and fsdp_axis:  # torch: no uneven sharding of other axes than the first
-        shape[fsdp_axis] = _rounded_up(shape[fsdp_axis], prod(mesh.shape))
-    if not mesh.steady:  # torch cuts off rows where it scatters uneven shards over ranks that do not ascend
-        for placement in placements:
-            if isinstance(placement, Shard):
-                shape[placement.dim] = _rounded_up(shape[placement.dim], prod(inner))
-    return LayoutPlan(index, tuple(placements), fsdp_axis)
-
-
-def _rounded_up(extent: int, unit: int) -> int:
-    return -(-extent // unit) * unit
+    if num_sharding and layout.fsdp_axis == axis > 0:  # uneven sharding is there for the first axis alone
+        return prod(mesh.shape)
+    is_scattered = any(isinstance(item, Shard) and item.dim == axis for item in layout.placements)
+    if is_scattered and not mesh.steady:  # rows are cut off where uneven shards go to ranks that do not ascend
+        return prod(mesh.shape[num_sharding:])
+    return 1
 
 
 def whole(seed: int, case: CasePlan) -> torch.Tensor:
@@ -224,13 +222,14 @@ def fuzz(num_cases: int, seed: int, folder: Path, *, report_every: int = 0) -> l
         world_size = random.Random(seed + number).choice([2, 3, 4, 6, 6, 8, 8])
         run = folder / f"run-{number}"
         cases = min(CASES_PER_ROUND, num_cases - first)
-        found = run_ranks(world_size, fuzzed, str(run), seed + number, cases, timeout_s=100)
-        faults += [
-            f"seed {seed + number}, {cases} cases, rank {rank} of {world_size}: {fault}"
-            for rank, each in enumerate(found)
-            for fault in each
-        ]
-        shutil.rmtree(run)
+        where = f"seed {seed + number}, {cases} cases, {world_size} ranks"
+        try:
+            found = run_ranks(world_size, fuzzed, str(run), seed + number, cases, timeout_s=100)
+        except RanksFailedError as error:
+            faults.append(f"{where}: {error}")
+        else:
+            faults += [f"{where}, rank {rank}: {fault}" for rank, each in enumerate(found) for fault in each]
+        shutil.rmtree(run, ignore_errors=True)  # of a save that failed, there may be none
         if report_every and number % report_every == 0:
             print(f"{first + cases} cases, {len(faults)} faults, {time.monotonic() - begun_s:.0f} s", flush=True)  # noqa: T201
     return faults
