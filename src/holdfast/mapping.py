@@ -25,6 +25,7 @@ from typing import Literal
 
 import msgspec
 
+from holdfast.decoding import decode_toml
 from holdfast.errors import ConfigurationError
 from holdfast.format.dtypes import DTYPES
 from holdfast.format.patterns import Pattern, Template
@@ -202,7 +203,7 @@ def from_toml(text: str) -> tuple[Rule, ...]:
     Raises `ConfigurationError`, code ``config.mapping``, for a text that is no list of rules.
     """
     try:
-        return msgspec.toml.decode(text, type=_File).rule
+        return decode_toml(text, _File).rule
     except (msgspec.DecodeError, ValueError) as error:
         raise ConfigurationError(
             f"The mapping is malformed: {error}.",

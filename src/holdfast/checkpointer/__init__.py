@@ -25,6 +25,7 @@ from holdfast.checkpointer.restoring import RestoreReport, await_commit, drop_pa
 from holdfast.checkpointer.staging import Stager, is_unusable, next_share
 from holdfast.control.channel import Channel, Deadline
 from holdfast.control.torch_store import default_channel, group_ranks
+from holdfast.decoding import decode_msgpack
 from holdfast.errors import DeadlineError, FencedError, HoldfastError, NotFoundError, StorageError, from_wire
 from holdfast.format.patterns import Globs
 from holdfast.format.records import Place
@@ -394,7 +395,7 @@ class Checkpointer:
         while True:
             standing = attempt(lambda: msgspec.msgpack.encode(stager.standing(is_as_before=is_as_before)))
             answer = channel.exchange("memory", standing, look, deadline)
-            found = msgspec.msgpack.decode(answer, type=Room)
+            found = decode_msgpack(answer, Room)
             stager.give_up(found.given_up)
             if found.trouble is not None:
                 raise from_wire(found.trouble)

@@ -8,6 +8,7 @@ from dataclasses import replace
 import msgspec
 
 from holdfast.checkpointer.messages import Agreed, Room, Standing, Told
+from holdfast.decoding import decode_msgpack
 from holdfast.format import records
 from holdfast.saving.coordinator import Coordinator, PlanMemory, Request
 from holdfast.saving.planning import Planning
@@ -22,7 +23,7 @@ class StagePlanner(Coordinator):
 
     def ask(self, payloads: Sequence[bytes]) -> bytes:
         """As `Coordinator.ask`; payloads are `Told`."""
-        self._told = [msgspec.msgpack.decode(payload, type=Told) for payload in payloads]
+        self._told = [decode_msgpack(payload, Told) for payload in payloads]
         return super().ask([told.described for told in self._told])
 
     def publish(self, memory: PlanMemory, diverged: tuple[str, ...]) -> bytes:
@@ -48,7 +49,7 @@ class StagePlanner(Coordinator):
 
 def room(payloads: Sequence[bytes], run_id: str) -> Room:
     """On rank 0: whether all ranks have room for another snapshot of the run, from the `Standing` of each."""
-    standings = [msgspec.msgpack.decode(payload, type=Standing) for payload in payloads]
+    standings = [decode_msgpack(payload, Standing) for payload in payloads]
     sealed = [each.sealed for each in standings]
     needed = None if None in sealed else min(each for each in sealed if each is not None)
     full = tuple(number for number, each in enumerate(standings) if not each.has_room(needed))

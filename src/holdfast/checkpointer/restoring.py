@@ -20,6 +20,7 @@ from torch.distributed import ProcessGroup
 
 from holdfast.control.channel import Channel, Deadline
 from holdfast.control.torch_store import default_channel, group_ranks
+from holdfast.decoding import decode_msgpack
 from holdfast.errors import CorruptError, DeadlineError, HoldfastError, NotFoundError
 from holdfast.format import manifest as fmt
 from holdfast.format import records
@@ -221,7 +222,7 @@ def _looked_at(
                     give_up_generation(folders[0], checkpoint_id)
             return b""
 
-        chosen = msgspec.msgpack.decode(channel.exchange("inventory", attempt(look), choose, deadline), type=_Chosen)
+        chosen = decode_msgpack(channel.exchange("inventory", attempt(look), choose, deadline), _Chosen)
         if chosen.given_up:
             channel.collect("inventory", attempt(give_up), deadline)
         yield folders[0], slots, chosen
@@ -308,7 +309,7 @@ def _inventory(folder: NodeFolder, slots: Sequence[Slot]) -> _Inventory:
 
 def _choose(run_uri: str, folder: NodeFolder, payloads: Sequence[bytes]) -> bytes:
     """On rank 0: the newest checkpoint on the head's lineage that all nodes together hold."""
-    inventories = [msgspec.msgpack.decode(payload, type=_Inventory) for payload in payloads]
+    inventories = [decode_msgpack(payload, _Inventory) for payload in payloads]
     places = {each.checkpoint_id: each.place for inventory in inventories for each in inventory.held}
     try:
         run = Run.open(storage_at(run_uri))

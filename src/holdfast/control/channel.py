@@ -32,6 +32,7 @@ from typing import Final, NamedTuple, Protocol, TypeVar
 import msgspec
 
 from holdfast.control.processes import Process
+from holdfast.decoding import decode_msgpack
 from holdfast.errors import ConfigurationError, DeadlineError, ErrorWire, HoldfastError, from_wire, to_wire
 
 #: Ranks per group; worlds that are larger gather in two levels.
@@ -427,7 +428,7 @@ class Channel:
         if self._shared.add(readers, 1) == self.world_size - 1:
             self._remove(key, num_chunks)
             self._shared.delete(readers)
-        down = msgspec.msgpack.decode(data, type=_Down)
+        down = decode_msgpack(data, _Down)
         self._learn({0: down.process})
         if number == 0 and down.error is not None and self._is_past(down, down.error):
             raise _OverError
@@ -469,7 +470,7 @@ class Channel:
         """The message under a key that exists, which is removed."""
         num_chunks, data = self._read(key)
         self._remove(key, num_chunks)
-        return msgspec.msgpack.decode(data, type=kind)
+        return decode_msgpack(data, kind)
 
     def _remove(self, key: str, num_chunks: int) -> None:
         for name in (key, *(f"{key}/{index}" for index in range(1, num_chunks))):

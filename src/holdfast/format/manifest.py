@@ -19,6 +19,7 @@ from typing import Final
 import msgspec
 import xxhash
 
+from holdfast.decoding import decode_msgpack
 from holdfast.errors import CorruptError, HoldfastError, IncompatibleError
 from holdfast.format import sequences
 from holdfast.format.dtypes import DTYPES
@@ -242,7 +243,7 @@ def _decode(data: bytes) -> DecodedManifest:
     if len(packed) != packed_nbytes or not inflate.eof or inflate.unused_data:
         raise corrupt("its body is longer or shorter than it claims")
     try:
-        body = msgspec.msgpack.decode(packed, type=Manifest)
+        body = decode_msgpack(packed, Manifest)
         _check_keys(packed, body)
     except _UNDECODABLE as error:
         raise _unreadable(packed, error) from error
@@ -272,7 +273,7 @@ class _Maps(msgspec.Struct):
 
 def _check_keys(packed: bytes, body: Manifest) -> None:
     """Raise `ValueError` where a key stands twice, of which decoding kept the last: readers must not differ."""
-    maps = msgspec.msgpack.decode(packed, type=_Maps)
+    maps = decode_msgpack(packed, _Maps)
     sizes = [
         (packed, len(body.__struct_fields__)),
         (maps.metrics, len(body.metrics)),
@@ -291,7 +292,7 @@ def _map_size(head: bytes) -> int:
 def _unreadable(packed: bytes, error: Exception) -> HoldfastError:
     """A body that this version cannot type: an unknown feature says why, anything else is damage."""
     try:
-        _check_features(msgspec.msgpack.decode(packed, type=_Features).reader_features)
+        _check_features(decode_msgpack(packed, _Features).reader_features)
     except IncompatibleError as unknown:
         return unknown
     except _UNDECODABLE:

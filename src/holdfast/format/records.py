@@ -20,6 +20,7 @@ from typing import Annotated, Final, Literal, TypeVar
 import msgspec
 import xxhash
 
+from holdfast.decoding import decode_json
 from holdfast.errors import CorruptError, IncompatibleError
 
 FORMAT: Final = "1"
@@ -205,7 +206,7 @@ def encode(record: Record) -> bytes:
     """The bytes of `record`. A record that its own reader would refuse is a ValueError."""
     try:
         # Reading it back turns what a caller may pass (2 for a float) into what every reader sees (2.0).
-        canonical = msgspec.json.decode(msgspec.json.encode(record), type=type(record))
+        canonical = decode_json(msgspec.json.encode(record), type(record))
         text = msgspec.json.encode(canonical).decode()
     except msgspec.MsgspecError as error:
         raise ValueError(f"no valid {type(record).__name__} record: {error}") from error
@@ -240,13 +241,13 @@ def decode(data: bytes, kind: type[R], *, path: str) -> R:
         raise _corrupt(f"has {len(data)} bytes, more than any {name!r} record", path=path)
     body = _verified_body(data, path=path)
     try:
-        head = msgspec.json.decode(body, type=_Head)
+        head = decode_json(body, _Head)
         if head.holdfast != name:
             raise _corrupt(f"holds a {head.holdfast!r:.80} record where a {name!r} record belongs", path=path)
         for feature in head.reader_features:
             if feature not in READER_FEATURES:
                 raise _unknown(f"needs the reader feature {feature!r:.80}", path=path)
-        record = msgspec.json.decode(body, type=kind)
+        record = decode_json(body, kind)
         if encode(record) != data:  # another writer's text, or a member that stands twice
             json.loads(body, object_pairs_hook=_unique, parse_int=str, parse_float=str)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:

@@ -21,6 +21,7 @@ from typing import Literal, NamedTuple, Protocol, TypeGuard
 import msgspec
 import numpy as np
 
+from holdfast.decoding import decode_msgpack
 from holdfast.errors import CorruptError, NotFoundError, StateError
 from holdfast.format.names import (
     check_components,
@@ -256,7 +257,7 @@ def decode(data: bytes) -> dict[str, Node]:
     if len(data) > MAX_NBYTES:
         raise _malformed("", f"are {len(data)} bytes, over the limit of {MAX_NBYTES}")
     try:
-        rows = _DECODER.decode(data)
+        rows = decode_msgpack(data, list[_Row])
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise _malformed("", f"cannot be decoded ({error})") from error
     nodes = {row.path: row.node for row in rows}
@@ -445,7 +446,6 @@ class _Row(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     node: Node
 
 
-_DECODER = msgspec.msgpack.Decoder(list[_Row])
 #: Nodes of which the schema lets nothing through that `encode` never gives.
 _ALWAYS_SOUND = frozenset((Plain, Complex, Blob, TorchValue, TensorRef, Open))
 

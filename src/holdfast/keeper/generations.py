@@ -13,6 +13,7 @@ from typing import Final
 import msgspec
 import xxhash
 
+from holdfast.decoding import decode_msgpack
 from holdfast.errors import CorruptError
 from holdfast.format.records import Place
 from holdfast.keeper.node_folder import NodeFolder
@@ -62,7 +63,7 @@ def read_generation(folder: NodeFolder, checkpoint_id: str) -> Generation:
             path=str(folder.path / name),
             tier="node memory",
         )
-    return msgspec.msgpack.decode(payload, type=Generation)
+    return decode_msgpack(payload, Generation)
 
 
 def give_up_generation(folder: NodeFolder, checkpoint_id: str) -> None:

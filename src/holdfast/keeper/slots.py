@@ -48,6 +48,7 @@ from typing import Final, NamedTuple, Self
 import msgspec
 import xxhash
 
+from holdfast.decoding import decode_msgpack
 from holdfast.errors import ConfigurationError, CorruptError
 from holdfast.format.records import Place
 from holdfast.keeper import file_locks
@@ -386,7 +387,7 @@ def _read_cell(cell: bytes) -> _Cell | None:
     payload = cell[_CELL.size : _CELL.size + nbytes]
     if magic != _MAGIC or digest != _digest(sequence, payload):
         return None
-    since, record = msgspec.msgpack.decode(payload, type=tuple[float, Record])
+    since, record = decode_msgpack(payload, tuple[float, Record])
     return _Cell(sequence, since, record)
 
 

@@ -14,6 +14,7 @@ from torch.distributed import ProcessGroup
 
 from holdfast.control.channel import Channel, Deadline
 from holdfast.control.torch_store import default_channel, group_ranks
+from holdfast.decoding import decode_msgpack
 from holdfast.errors import CorruptError, HoldfastError, StorageError
 from holdfast.format.patterns import Globs
 from holdfast.format.records import Place
@@ -290,7 +291,7 @@ class Loading:
             JOB.note_loaded(located.run.storage.uri, located.run.run_id, located.seal.place, seen=epoch)
         if binding.reseeded and self._channel.rank == 0:
             _log.warning("another number of ranks saved %s: it is seeded anew", ", ".join(binding.reseeded))
-        difference_ = msgspec.msgpack.decode(names, type=Names)
+        difference_ = decode_msgpack(names, Names)
         return LoadReport(
             step=located.seal.step,
             place=str(located.seal.place),
@@ -358,7 +359,7 @@ class Loading:
             if not self._options.fallback:
                 error.action = self._advice(target, (), error.action)
             raise
-        return msgspec.msgpack.decode(answer, type=_Resolved)
+        return decode_msgpack(answer, _Resolved)
 
     def _find(self, target: Target, skipped: tuple[Skipped, ...]) -> tuple[Located, tuple[Skipped, ...]]:
         if self._options.fallback and not is_folder(self._storage):
@@ -398,7 +399,7 @@ class Loading:
         return located
 
     def _compare(self, payloads: Sequence[bytes], mine: _Bound) -> bytes:
-        ranks = [msgspec.msgpack.decode(payload, type=Names) for payload in payloads]
+        ranks = [decode_msgpack(payload, Names) for payload in payloads]
         return msgspec.msgpack.encode(
             compared(
                 ranks,

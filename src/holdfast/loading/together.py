@@ -16,6 +16,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from holdfast.control.channel import Channel, Deadline
+from holdfast.decoding import decode_msgpack
 from holdfast.errors import DeadlineError, StorageError
 from holdfast.format.manifest import data_nbytes
 from holdfast.geometry import Int64s
@@ -132,7 +133,7 @@ class Together:
         try:
             prepared = attempt(lambda: self._prepare(*plan()))
             nodes = self._channel.exchange("share", prepared, self._answer, self._deadline)
-            done = attempt(lambda: self._read(msgspec.msgpack.decode(nodes, type=_Nodes)))
+            done = attempt(lambda: self._read(decode_msgpack(nodes, _Nodes)))
             self._channel.exchange("read", done, self._check, self._deadline)
         finally:
             if self._peers is not None:
@@ -154,7 +155,7 @@ class Together:
 
     def _answer(self, payloads: Sequence[bytes]) -> bytes:
         """Who is where, and whether nodes exchange what they read."""
-        ranks = [msgspec.msgpack.decode(payload, type=_Here) for payload in payloads]
+        ranks = [decode_msgpack(payload, _Here) for payload in payloads]
         numbers = {node: number for number, node in enumerate(dict.fromkeys(rank.node for rank in ranks))}
         runs = tuple((numbers[node], sum(1 for _ in run)) for node, run in groupby(rank.node for rank in ranks))
         nodes = _Nodes(secrets.token_bytes(16), runs, self._is_apart(ranks))
@@ -258,7 +259,7 @@ class Together:
     def _check(self, payloads: Sequence[bytes]) -> bytes:
         """That no rank was left waiting. Who left it is usually heard of before, as absent or by its own error."""
         for rank, payload in enumerate(payloads):
-            absent = msgspec.msgpack.decode(payload, type=_Read).absent
+            absent = decode_msgpack(payload, _Read).absent
             if absent:
                 names = ", ".join(map(str, absent))
                 raise DeadlineError(

@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 import xxhash
 
+from holdfast.decoding import decode_msgpack
 from holdfast.format import sequences
 from holdfast.geometry import Box, FlatRange, Int64s, Shape
 from holdfast.plan.layout import (
@@ -175,7 +176,7 @@ class DecodedBody:
     """A body as the planner reads it."""
 
     def __init__(self, encoded: bytes) -> None:
-        self.body = msgspec.msgpack.decode(encoded, type=Body)
+        self.body = decode_msgpack(encoded, Body)
 
     @cached_property
     def meshes(self) -> list[Mesh]:

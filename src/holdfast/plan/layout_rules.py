@@ -27,6 +27,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
+from holdfast.decoding import decode_toml
 from holdfast.errors import ConfigurationError, IncompatibleError
 from holdfast.format.dtypes import DTYPES
 from holdfast.format.patterns import Pattern, near
@@ -133,7 +134,7 @@ def fsdp(world_size: int) -> Layout:
 def from_toml(text: str, *, path: str) -> Layout:
     """The layout that a TOML text describes. Raises `ConfigurationError`, code ``config.layout``, which says where."""
     try:
-        return msgspec.toml.decode(text, type=Layout)
+        return decode_toml(text, Layout)
     except (msgspec.DecodeError, ValueError) as error:
         raise ConfigurationError(
             f"{path} is no layout: {_located(str(error), text)}.",

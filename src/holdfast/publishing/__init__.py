@@ -18,6 +18,7 @@ from torch.distributed import ProcessGroup
 
 from holdfast.control.channel import Channel, Deadline
 from holdfast.control.torch_store import default_channel, group_ranks
+from holdfast.decoding import decode_msgpack
 from holdfast.errors import IncompatibleError
 from holdfast.format import manifest as fmt
 from holdfast.format import values as value_codec
@@ -169,7 +170,7 @@ class _Transfer:
 
     def _ask(self, payloads: Sequence[bytes], mine: Local) -> bytes:
         """On rank 0: the answer to what all ranks told. A plan is used again where all of them know it."""
-        told = [msgspec.msgpack.decode(payload, type=Told) for payload in payloads]
+        told = [decode_msgpack(payload, Told) for payload in payloads]
         last = _plans.get(self._ranks)
         known = last is not None and all(rank.plan_id == last.plan_id for rank in told)
         memory = last.memory if last is not None and known else None
@@ -178,7 +179,7 @@ class _Transfer:
 
     def _announced(self, answer: bytes, mine: Local) -> Announced:
         """Answer what rank 0 asks until it has announced the plan. All ranks follow the same answers."""
-        while not isinstance(asked := msgspec.msgpack.decode(answer, type=Answer), Announced):
+        while not isinstance(asked := decode_msgpack(answer, Answer), Announced):
             answer = self._replied(asked, mine)
         return asked
 
@@ -242,7 +243,7 @@ class _Transfer:
         self._live.add(fmt.file_name(layout.index), LiveFile(sources, data_start=layout.data_start, nbytes=nbytes))
 
     def _compare(self, payloads: Sequence[bytes], announced: Announced) -> bytes:
-        ranks = [msgspec.msgpack.decode(payload, type=Names) for payload in payloads]
+        ranks = [decode_msgpack(payload, Names) for payload in payloads]
         stored, nodes = stored_tensors(_plans[self._ranks].checkpoint.manifest), value_codec.decode(announced.values)
         with _in_words_of_transfer():
             compared(ranks, stored, nodes, strict=True)

@@ -21,6 +21,7 @@ from torch.distributed import ProcessGroup
 
 from holdfast.control.channel import Channel, Deadline, Outcome
 from holdfast.control.torch_store import default_channel, group_ranks
+from holdfast.decoding import decode_msgpack
 from holdfast.errors import HoldfastError
 from holdfast.format.patterns import Globs
 from holdfast.format.records import MAX_RECORD_NBYTES, Commit
@@ -151,7 +152,7 @@ class _Saving:
             written = attempt(lambda: self._write(planned, mine, shares, wrote))
         with self._watch.phase("commit"):
             committed = self._commit(planned, written)
-        commit = msgspec.msgpack.decode(committed, type=Commit)
+        commit = decode_msgpack(committed, Commit)
         return SaveReport(
             step=commit.step,
             place=str(commit.place),

@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 import xxhash
 
+from holdfast.decoding import decode_msgpack
 from holdfast.errors import CorruptError, NotFoundError, StateError
 from holdfast.format import manifest as fmt
 from holdfast.format import records
@@ -93,7 +94,7 @@ class Coordinator:
 
     def ask(self, payloads: Sequence[bytes]) -> bytes:
         """The answer to what all ranks described: `Questions` where a plan is to be made, else what `_go_on` says."""
-        self._messages = [msgspec.msgpack.decode(payload, type=Described) for payload in payloads]
+        self._messages = [decode_msgpack(payload, Described) for payload in payloads]
         check_matched("select", [message.unmatched for message in self._messages], where="the state")
         by_layout: dict[bytes, int] = {}
         by_values: dict[bytes, list[int]] = {}
@@ -115,7 +116,7 @@ class Coordinator:
     @collector_paused()
     def plan(self, questions: Questions, mine: Local, payloads: Sequence[bytes]) -> bytes:
         """Plan with the ranks' `Details` (anew where layouts changed), and go on."""
-        answers = [msgspec.msgpack.decode(payload, type=Details) for payload in payloads]
+        answers = [decode_msgpack(payload, Details) for payload in payloads]
         self.values = mine.flat.nodes
         if questions.values:
             ranks = [[self._ranks[number] for number in numbers] for numbers in self._by_values]
@@ -141,7 +142,7 @@ class Coordinator:
     def compare(self, payloads: Sequence[bytes]) -> bytes:
         """Judge the ranks' `Digests`, and publish the manifest."""
         assert self._next is not None
-        answers = [msgspec.msgpack.decode(payload, type=Digests) for payload in payloads]
+        answers = [decode_msgpack(payload, Digests) for payload in payloads]
         found = diverged(self._compare.names, dict(zip(self._ranks, answers, strict=True)))
         if found:
             text = describe(found)
@@ -228,7 +229,7 @@ class Coordinator:
         assert self._planned is not None
         assert self._run is not None
         manifest = fmt.decode(self._manifest, path=self._planned.folder)
-        written = {w.index: w for w in (msgspec.msgpack.decode(payload, type=Written) for payload in payloads)}
+        written = {w.index: w for w in (decode_msgpack(payload, Written) for payload in payloads)}
         files = tuple(
             FileSeal(fmt.file_name(index), written[index].nbytes, written[index].digest)
             for index in range(manifest.body.num_files)

@@ -6,9 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar, cast
 
-import msgspec
-
 from holdfast.control.channel import Channel, Deadline
+from holdfast.decoding import decode_msgpack
 from holdfast.format.values import Node
 from holdfast.phases import Stopwatch, attempt, collector_paused
 from holdfast.saving.coordinator import Coordinator, PlanMemory
@@ -85,7 +84,7 @@ class Planning(Generic[T]):
         return values
 
     def _decoded(self, answer: bytes) -> Questions | Compare | T:
-        return cast("Questions | Compare | T", msgspec.msgpack.decode(answer, type=self._answers))
+        return cast("Questions | Compare | T", decode_msgpack(answer, self._answers))
 
     @collector_paused()
     def _describe(self, flat: Callable[[], FlatState], local: list[Local]) -> bytes:
