@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.format.patterns import Globs, Pattern, Template, near
+from holdfast.format.near import near
+from holdfast.format.patterns import Globs, Pattern, Template
 
 
 @pytest.mark.parametrize(
@@ -58,7 +59,7 @@ def test_globs_know_which_of_them_matched_nothing_and_what_is_near() -> None:
     globs = Globs(["model", "modle/a", "!rng"])
     assert "model/a" in globs
     assert not globs.covers("rng")
-    assert globs.unmatched() == {"modle/a": ["model/a", "model"], "!rng": []}
+    assert globs.unmatched() == {"modle/a": ["model/a"], "!rng": []}
 
 
 @pytest.mark.parametrize("globs", [[], (), ""])
@@ -76,6 +77,30 @@ def test_what_is_no_string_is_a_type_error(globs: list[str]) -> None:
 def test_near_names_are_found_among_many() -> None:
     names = [f"model/layers.{i}.{kind}.weight" for i in range(1000) for kind in ("attn", "mlp")]
     assert "model/layers.7.attn.weight" in near("model/layers.7.atn.weight", names)
+
+
+@pytest.mark.parametrize(
+    ("glob", "meant"),
+    [
+        ("modle/**", "model/layers.0.weight"),
+        ("model/layer.*.weight", "model/layers.0.weight"),
+        ("**.wieght", "model/layers.0.weight"),
+        ("!model/layers.{i}.wight", "model/layers.0.weight"),
+        ("optimzer", "optimizer"),
+        ("optimizer/groups/0/eps", "optimizer"),
+    ],
+)
+def test_a_glob_with_a_slip_of_the_finger_gets_the_name_that_was_meant(glob: str, meant: str) -> None:
+    globs = Globs([glob, "optimizer"])
+    for name in ("model/layers.0.weight", "optimizer"):
+        assert (name in globs) == (name == "optimizer")
+    assert globs.unmatched() == {glob: [meant]}
+
+
+def test_a_glob_gets_no_implausible_suggestions() -> None:
+    globs = Globs(["groups/0/eps", "model/layers.3.weight"])
+    assert not any(name in globs for name in ("groups/0/momentum", "model/layers.13.weight"))
+    assert globs.unmatched() == {"groups/0/eps": [], "model/layers.3.weight": []}
 
 
 @given(

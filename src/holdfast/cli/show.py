@@ -165,7 +165,7 @@ def _parent(name: str) -> str:
 
 
 def _no_match(checkpoint: Checkpoint, names: str) -> NotFoundError:
-    close = near(names.strip("*"), [*checkpoint.manifest.body.names, *checkpoint.manifest.body.aliases])
+    close = near(names, [*checkpoint.manifest.body.names, *checkpoint.manifest.body.aliases])
     return NotFoundError(
         f"{checkpoint.folder} holds nothing whose name matches {names!r}.",
         code="not_found.tensor",

@@ -8,9 +8,13 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 _COMPONENTS = re.compile(r"[/.]")
+#: A component of a pattern that stands for any other.
+_WILD = re.compile(r"\*+|\{\w+(?::\*+)?\}")
 #: How alike two words are that a slip of the finger, or a shorter form, sets apart.
 _ALIKE = 0.75
 _SHORTEST_STEM = 3
+#: Names whose likeness is compared letter by letter, which is slow.
+_MAX_RANKED = 500
 
 
 class Substitution(NamedTuple):
@@ -21,16 +25,31 @@ class Substitution(NamedTuple):
 
 
 def near(name: str, candidates: Collection[str], *, count: int = 3) -> list[str]:
-    """Those of `candidates` that somebody who wrote `name` may have meant, the most alike first; `count` at most."""
+    """Those of `candidates` that somebody who wrote `name` may have meant, the most alike first; `count` at most.
+
+    `name` may be a pattern: a component that is a wildcard or a field stands for the one in its place. One that begins
+    with ``*`` is compared with the end of each name, one that ends with ``**`` with the beginning.
+    """
     own = _COMPONENTS.split(name)
-    close = [other for other in candidates if other != name and _differing(own, _COMPONENTS.split(other))]
+    close = [other for other in candidates if other != name and _may_be_meant(own, _COMPONENTS.split(other))]
     matcher = difflib.SequenceMatcher(b=name)
 
     def likeness(other: str) -> float:
         matcher.set_seq1(other)
         return -matcher.ratio()
 
-    return sorted(close, key=likeness)[:count]
+    return sorted(close[:_MAX_RANKED], key=likeness)[:count]
+
+
+def _may_be_meant(own: Sequence[str], other: Sequence[str]) -> bool:
+    """Whether the components `other` are near those of a name or pattern `own`."""
+    if own[0].startswith("*"):
+        other = other[-len(own) :]
+    elif own[-1] == "**":
+        other = other[: len(own)]
+    places = zip(own, [*other, *own[len(other) :]], strict=False)
+    filled = [there if _WILD.fullmatch(one) else one.replace("*", "") for one, there in places]
+    return filled == other or _differing(filled, other) is not None
 
 
 def substitution(old: str, new: str) -> Substitution | None:
@@ -69,7 +88,7 @@ def _alike(one: str, other: str) -> bool:
     if one.isdecimal() or other.isdecimal():
         return False  # another layer is another thing
     shorter, longer = sorted((one.lower(), other.lower()), key=len)
-    if len(shorter) >= _SHORTEST_STEM and _is_short_form(shorter, longer):
+    if longer[:-1] == shorter or (len(shorter) >= _SHORTEST_STEM and _is_short_form(shorter, longer)):
         return True
     matcher = difflib.SequenceMatcher(None, shorter, longer)
     return matcher.real_quick_ratio() >= _ALIKE and matcher.quick_ratio() >= _ALIKE and matcher.ratio() >= _ALIKE

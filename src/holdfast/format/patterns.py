@@ -8,15 +8,14 @@ container matches all that lies below it, so ``model`` is everything of the mode
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from holdfast.errors import IncompatibleError
+from holdfast.format.near import near
 
 _TOKEN = re.compile(r"\{\{|\}\}|\{([A-Za-z_][A-Za-z0-9_]*)(?::(\*\*?))?\}|\*\*|\*|[{}]")
 _STANDS_FOR = {"*": "[^/]*", "**": ".*", None: "[^./]+"}
-_HINT_CANDIDATES = 500
 
 
 class Pattern:
@@ -125,7 +124,12 @@ class Globs:
         """The globs that matched none of the names that were asked about, and for each some names that are near."""
         lost = [text for text, _, _ in self._globs if text not in self._matched]
         names = {name[:end] for name in self._asked for end in _ends(name)} if lost else set()
-        return {text: near(text.removeprefix("!"), names) for text in lost}
+        return {text: self._meant(text.removeprefix("!"), names) for text in lost}
+
+    def _meant(self, text: str, names: Collection[str]) -> list[str]:
+        """The names that a lost glob may have meant: of the object that is selected as a whole, or near ones."""
+        wholes = [name for name in self._asked if text.startswith(f"{name}/")]
+        return [max(wholes, key=len)] if wholes else near(text, names)
 
 
 def _ends(name: str) -> list[int]:
@@ -137,21 +141,6 @@ def _checked(text: object) -> str:
     if not isinstance(text, str):
         raise TypeError(f"a glob is a string, not {text!r}")
     return text
-
-
-def near(text: str, names: Collection[str], count: int = 3) -> list[str]:
-    """Some of `names` that look like `text`, a name or a pattern."""
-    plain = text.replace("*", "")
-    if len(names) > _HINT_CANDIDATES:  # comparing is slow: keep those that begin alike
-        names = sorted(names, key=lambda name: _num_alike(name, plain), reverse=True)[:_HINT_CANDIDATES]
-    return difflib.get_close_matches(plain, names, n=count, cutoff=0.5)
-
-
-def _num_alike(name: str, text: str) -> int:
-    """How many letters both begin with."""
-    return next(
-        (index for index, (a, b) in enumerate(zip(name, text, strict=False)) if a != b), min(len(name), len(text))
-    )
 
 
 def check_matched(option: str, ranks: Sequence[Mapping[str, Collection[str]]], *, where: str) -> None:

@@ -15,7 +15,8 @@ from typing import NamedTuple
 from holdfast.errors import IncompatibleError
 from holdfast.format import values
 from holdfast.format.names import component, join, parse_component, split
-from holdfast.format.patterns import Pattern, near
+from holdfast.format.near import near
+from holdfast.format.patterns import Pattern
 from holdfast.format.values import Node, Open
 from holdfast.plan.parts import ImpossibleError, Made, Parts, Stored, as_stored
 

@@ -30,7 +30,8 @@ import numpy as np
 from holdfast.decoding import decode_toml
 from holdfast.errors import ConfigurationError, IncompatibleError
 from holdfast.format.dtypes import DTYPES
-from holdfast.format.patterns import Pattern, near
+from holdfast.format.near import near
+from holdfast.format.patterns import Pattern
 from holdfast.geometry import Shape
 from holdfast.plan.layout import Mesh, Placed, Placement, Replicate, Shard
 from holdfast.plan.parts import Stored
