@@ -28,7 +28,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 import holdfast
 from tests.models import start_new_job
-from tests.ranks import RanksFailedError, run_ranks
+from tests.ranks import RanksFailedError, kill_workers, run_ranks
 
 Way = Literal["fsdp", "hsdp", "placed", "fsdp_tp", "hsdp_tp", "fsdp_ep_tp"]
 
@@ -44,6 +44,7 @@ WAYS: dict[Way, tuple[int, int]] = {
 DTYPES = [torch.float32, torch.float16, torch.float64]  # those that gloo scatters
 CASES_PER_ROUND = 16
 MESHES_PER_ROUND = 6
+ROUNDS_PER_WORKER = 5
 
 
 class MeshPlan(NamedTuple):
@@ -121,7 +122,9 @@ def _unit(mesh: MeshPlan, layout: LayoutPlan, axis: int) -> int:
     if num_sharding and layout.fsdp_axis == axis > 0:  # uneven sharding is there for the first axis alone
         return prod(mesh.shape)
     is_scattered = any(isinstance(item, Shard) and item.dim == axis for item in layout.placements)
-    if is_scattered and not mesh.steady:  # rows are cut off where uneven shards go to ranks that do not ascend
+    # Rows are cut off where uneven shards go to ranks that do not ascend. And FSDP2 shards of another axis than the
+    # first may not be empty: torch's own hook of load_state_dict refuses them.
+    if is_scattered and (layout.fsdp_axis or not mesh.steady):
         return prod(mesh.shape[num_sharding:])
     return 1
 
@@ -230,8 +233,11 @@ def fuzz(num_cases: int, seed: int, folder: Path, *, report_every: int = 0) -> l
         else:
             faults += [f"{where}, rank {rank}: {fault}" for rank, each in enumerate(found) for fault in each]
         shutil.rmtree(run, ignore_errors=True)  # of a save that failed, there may be none
+        if number % ROUNDS_PER_WORKER == 0:  # torch never ends the threads of all those process groups
+            kill_workers()
         if report_every and number % report_every == 0:
-            print(f"{first + cases} cases, {len(faults)} faults, {time.monotonic() - begun_s:.0f} s", flush=True)  # noqa: T201
+            seconds = time.monotonic() - begun_s
+            print(f"{first + cases} cases, {len(faults)} faults, {seconds:.0f} s", *faults[-1:], flush=True)  # noqa: T201
     return faults
 
 

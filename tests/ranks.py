@@ -143,7 +143,8 @@ _pool: dict[int, _Worker] = {}
 
 
 @atexit.register
-def _kill_pool() -> None:
+def kill_workers() -> None:
+    """Kill the warm processes. The next call starts others, without the threads that torch left in these."""
     while _pool:
         _pool.popitem()[1].kill()
 
@@ -182,7 +183,7 @@ def _warm_workers(count: int) -> dict[int, _Worker]:
         try:
             _pool[rank].receive(START_TIMEOUT_S)
         except BaseException:
-            _kill_pool()
+            kill_workers()
             raise
     return {rank: _pool[rank] for rank in range(count)}
 
