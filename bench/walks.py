@@ -18,7 +18,6 @@ from torch.distributed.fsdp import fully_shard
 from bench.rank import TORCH_THREADS
 from bench.results import MODEL_KINDS, ModelKind, WalkFigure
 from bench.statistics import rotated, spread
-from holdfast.phases import collector_paused
 from holdfast.state.flatten import FlatState, flatten
 from holdfast.state.gather import Remembered
 
@@ -108,10 +107,9 @@ def _trained(kind: ModelKind, layers: int) -> tuple[nn.Module, torch.optim.Optim
 
 
 def _seconds(call: Callable[[], object]) -> float:
-    """Seconds of `call`, with the garbage collector paused as in a save: for all contenders alike."""
-    with collector_paused():
-        start_s = time.perf_counter()
-        found = call()
-        seconds = time.perf_counter() - start_s
+    """Seconds of `call`."""
+    start_s = time.perf_counter()
+    found = call()
+    seconds = time.perf_counter() - start_s
     del found  # freed only now, when the clock has stopped
     return seconds

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from queue import SimpleQueue
 
 import numpy as np
 import pytest
@@ -116,18 +117,20 @@ def guard() -> Iterator[Guard]:
 @contextmanager
 def copying(taken: Taken, guard: Guard, *, after_s: float) -> Iterator[None]:
     """Copy in the background, beginning late, while the block trains."""
-    begin = threading.Event()
-    guard.hold()
+    begin, hold = threading.Event(), guard.hold()
+    copier: SimpleQueue[int] = SimpleQueue()
 
     def copy() -> None:
+        copier.put(threading.get_native_id())
         begin.wait(after_s)
         try:
             taken.copy()
         finally:
-            guard.let_go()
+            hold.release()
 
     with ThreadPoolExecutor(1) as pool:
         done = pool.submit(copy)
+        hold.pass_on(copier.get())
         try:
             yield
         finally:
@@ -167,7 +170,7 @@ def test_an_optimizer_that_may_step_in_a_graph_guards_nothing() -> None:
 def test_what_is_not_guarded_is_set_aside_when_the_snapshot_is_taken(guard: Guard) -> None:
     tensor = torch.arange(100.0)
     taken = Taken({"x": tensor, "y": tensor.reshape(10, 10).T.contiguous().T}, guard)
-    taken.snapshot.wait()
+    assert taken.snapshot.instant.is_set
     tensor.zero_()
     taken.copy()
     taken.assert_holds_the_instant()
@@ -179,12 +182,13 @@ def test_a_step_waits_for_the_copy_and_the_forward_does_not(guard: Guard) -> Non
     stepped(module, optimizer)
     taken = Taken({"model": module, "optimizer": optimizer}, guard)
     with ThreadPoolExecutor(1) as pool:
-        with guard.held():
-            trained(module)
-            step = pool.submit(optimizer.step)
-            with pytest.raises(TimeoutError):
-                step.result(timeout=0.2)
-            taken.copy()
+        hold = guard.hold()
+        trained(module)
+        step = pool.submit(optimizer.step)
+        with pytest.raises(TimeoutError):
+            step.result(timeout=0.2)
+        taken.copy()
+        hold.release()
         step.result(timeout=10)
     taken.assert_holds_the_instant()
     assert guard.waited_s > 0.1
@@ -253,7 +257,7 @@ def test_where_too_much_is_to_be_set_aside_whoever_saves_waits_until_it_is_copie
     state = make()
     taken = Taken(state, guard)
     with ThreadPoolExecutor(2) as pool:
-        waited = pool.submit(taken.snapshot.wait)
+        waited = pool.submit(taken.snapshot.instant.wait)
         with pytest.raises(TimeoutError):
             waited.result(timeout=0.1)
         copied = pool.submit(taken.copy)
@@ -269,11 +273,11 @@ def test_whoever_waits_for_a_snapshot_that_failed_goes_on(guard: Guard, monkeypa
     monkeypatch.setattr(snapshot_module, "_ASIDE_NBYTES", 0)
     taken = Taken(plain_tensor(), guard)
     with ThreadPoolExecutor(1) as pool:
-        waited = pool.submit(taken.snapshot.wait)
+        waited = pool.submit(taken.snapshot.instant.wait)
         with pytest.raises(TimeoutError):
             waited.result(timeout=0.1)
         taken.snapshot.end()
-        assert waited.result(timeout=10) is None
+        assert waited.result(timeout=10)
 
 
 def test_a_slot_that_came_after_the_instant_is_not_in_the_snapshot(guard: Guard) -> None:

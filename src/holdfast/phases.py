@@ -1,9 +1,7 @@
-"""Small helpers of collective operations: outcomes to report instead of exceptions, seconds per phase, no pauses, the
-log."""
+"""Small helpers of collective operations: outcomes to report instead of exceptions, seconds per phase, the log."""
 
 from __future__ import annotations
 
-import gc
 import logging
 import time
 from collections.abc import Callable, Iterator
@@ -22,22 +20,6 @@ def attempt(work: Callable[[], bytes]) -> Outcome:
         return work()
     except Exception as error:  # noqa: BLE001 - whatever it is, it is raised after the exchange
         return error
-
-
-@contextmanager
-def collector_paused() -> Iterator[None]:
-    """Keep Python's garbage collector from running meanwhile.
-
-    Describing thousands of tensors makes tens of thousands of objects, none of them garbage. They would make the
-    collector look through the whole heap of the training process, which takes tenths of a second.
-    """
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 class Stopwatch:

@@ -7,7 +7,7 @@ import math
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -19,6 +19,7 @@ from torch.distributed import ProcessGroup
 from holdfast.checkpointer.background import Background
 from holdfast.checkpointer.backoff import Backoff
 from holdfast.checkpointer.handle import Handle
+from holdfast.checkpointer.job import Job, interrupted
 from holdfast.checkpointer.messages import Agreed, Answer, Room
 from holdfast.checkpointer.planner import StagePlanner, StagePlanning, room
 from holdfast.checkpointer.restoring import RestoreReport, await_commit, drop_parts, restore
@@ -26,20 +27,18 @@ from holdfast.checkpointer.staging import Stager, is_unusable, next_share
 from holdfast.control.channel import Channel, Deadline
 from holdfast.control.torch_store import default_channel, group_ranks
 from holdfast.decoding import decode_msgpack
-from holdfast.errors import DeadlineError, FencedError, HoldfastError, NotFoundError, StorageError, from_wire
+from holdfast.errors import ConfigurationError, DeadlineError, FencedError, HoldfastError, NotFoundError, from_wire
 from holdfast.format.patterns import Globs
 from holdfast.format.records import Place
 from holdfast.format.values import Node
 from holdfast.keeper.node_folder import DEFAULT_NODE_DIR
-from holdfast.phases import Stopwatch, attempt, collector_paused
+from holdfast.phases import Stopwatch, attempt
 from holdfast.run.history import Run
 from holdfast.run.paths import absolute, canonical, storage_at
 from holdfast.saving import numbers_of, run_root, save
 from holdfast.saving.coordinator import Request
 from holdfast.saving.planning import Known
 from holdfast.saving.share import Share
-from holdfast.staging.device import Queued
-from holdfast.staging.routes import Routes
 from holdfast.staging.snapshot import Snapshot
 from holdfast.state.flatten import FlatState, check_root
 from holdfast.transfer.timed import TimedStorage
@@ -80,8 +79,9 @@ class Checkpointer:
     All methods but `guard` are collective over `group` (default: all ranks of the job), and for one thread; one plain
     process is fine too. `state` is walked anew at every save. A run that has a history must have been restored or
     loaded from by this job, unless ``takeover=True``. ``when_full`` says what a save does while no slot of memory is
-    free, because storage is slower than saves come: wait, or skip that save, on all ranks together. `select` are globs
-    of names, as in `holdfast.save` and `holdfast.load`: only what they match is saved and restored.
+    free, because storage is slower than saves come: wait, or skip that save, on all ranks together. A takeover happens
+    once, at the first save. `select` are globs of names, as in `holdfast.save` and `holdfast.load`: only what they
+    match is saved and restored.
 
     Use as a context manager: its end waits until all that was saved is durable.
     """
@@ -112,7 +112,9 @@ class Checkpointer:
         self._timeout_s = timeout_s
         self._known = Known()
         self._stager: Stager | None = None
-        self._background: Background | None = None
+        self._is_closed = False
+        #: Saves that may still be going on.
+        self._backgrounds: list[Background] = []
         #: Whether what is in memory was looked at.
         self._goes_on = False
         self._backoff = Backoff()
@@ -135,7 +137,12 @@ class Checkpointer:
             FencedError: this job must stop: another one has taken over the run. For a save that finds this out in the
                 background it stands in the handle, and the next one raises it.
             DeadlineError: ranks did not answer, or no slot became free.
+            ConfigurationError: code ``config.closed``, after `close`.
+
+        Where an exception of another kind ends the call (Ctrl-C, say), nothing comes of this save, and the next one is
+        not affected.
         """
+        self._require_open("save")
         if type(step) is not int or step < 0:
             raise ValueError(f"step is a whole number from 0 on, not {step!r}")
         handle = Handle(step)
@@ -161,11 +168,11 @@ class Checkpointer:
         """Fill the state from the newest checkpoint on the run's lineage: from the memory of the nodes, if it is there,
         else from storage. In a run without any, nothing is changed, and ``report.next_step`` is 0.
 
-        Raises what `holdfast.load` raises.
+        Raises what `holdfast.load` raises; after `close` `ConfigurationError`, code ``config.closed``.
         """
-        if self._background is not None:
-            self._background.join()
-            self._background = None
+        self._require_open("restore")
+        for background in self._backgrounds:
+            background.join()
         self._goes_on = True
         report, self._uncommitted = restore(
             self._run,
@@ -181,25 +188,28 @@ class Checkpointer:
     @contextmanager
     def guard(self) -> Iterator[None]:
         """A ``with`` block that is entered when nothing of the state is being copied: for changes that no step of an
-        optimizer in the state makes. Not collective."""
+        optimizer in the state makes. Not collective. After `close` nothing is being copied."""
         if self._stager is not None:
             self._stager.guard.wait()
         yield
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Return when all that was saved is durable; what was skipped was not. Raises why something is not."""
+        """Return when all that was saved is durable; what was skipped was not. Raises why something is not, after
+        `close` too."""
         for handle in self._handles:
             handle.durable.wait(self._timeout_s if timeout_s is None else timeout_s)
 
     def close(self) -> None:
         """Wait until all that was saved is durable, and let go of the memory, which stays. Raises why something is not
-        durable. May be called again."""
+        durable. May be called again. Afterwards `save` and `restore` raise ``config.closed``."""
+        self._is_closed = True
         try:
             self.wait()
         finally:
             self._let_go()
 
     def __enter__(self) -> Self:
+        self._require_open("a with block")
         return self
 
     def __exit__(
@@ -209,17 +219,27 @@ class Checkpointer:
             self.close()
             return
         # What ended training must not be hidden, nor wait for storage: the keeper goes on.
+        self._is_closed = True
         self._report()
         self._let_go(patience_s=_PATIENCE_S)
+
+    def _require_open(self, verb: str) -> None:
+        if self._is_closed:
+            raise ConfigurationError(
+                f"{verb} was called on a Checkpointer of '{self._run}' that is closed.",
+                code="config.closed",
+                action="Make a new Checkpointer, or close this one only when training is over.",
+                path=self._run,
+            )
 
     def _let_go(self, *, patience_s: float | None = None) -> None:
         """Close what is open. Waits for what is being copied; for ranks that do not answer, no longer than
         `patience_s`."""
-        if self._background is not None:
-            is_over = self._background.join(patience_s)
-            if not is_over and not (self._background.is_settled and self._background.join()):
+        for background in self._backgrounds:
+            is_over = background.join(patience_s)
+            if not is_over and not (background.is_settled and background.join()):
                 return  # it ends with the process
-            self._background = None
+        self._backgrounds.clear()
         if self._stager is not None:
             self._stager.close()
             self._stager = None
@@ -228,9 +248,9 @@ class Checkpointer:
         """Give memory back: saves go to storage until it is tried again. On all ranks at the same save."""
         _log.warning("saves go to storage, and training waits for them: %s", why)
         self._backoff.begin()
-        if self._background is not None:
-            self._background.join()  # it may still copy what was saved before
-            self._background = None
+        for background in self._backgrounds:
+            background.join()  # it may still copy what was saved before
+        self._backgrounds.clear()
         if self._stager is not None:
             self._stager.retire()
         self._known.share = None  # so that the next plan is made known to all, who take memory for it
@@ -238,13 +258,15 @@ class Checkpointer:
     def _settle(self) -> None:
         """Wait until all ranks have agreed on what was saved last. Raises `FencedError` when it was for nothing: this
         job must stop."""
-        if self._background is not None:
-            self._background.wait()
-            error = self._background.error
+        for background in tuple(self._backgrounds):
+            background.wait()
+            error = background.error
             if isinstance(error, FencedError):
                 raise error
             if isinstance(error, HoldfastError) and is_unusable(error):
                 self._fall_back(error)
+            elif background.is_over:
+                self._backgrounds.remove(background)
 
     def _report(self) -> None:
         """Log what failed since the last call, and forget handles of which nothing more is to be known."""
@@ -299,27 +321,30 @@ class Checkpointer:
         stager = self._opened(group_ranks(self._group)[channel.rank])
         if not self._goes_on:
             self._drop_parts(channel, deadline)
-        taken = self._taken(stager, channel)
-        background = None
+        hold = stager.guard.hold()
         try:
+            taken = self._taken(stager, channel)
             free = self._room(
                 channel, stager, deadline, is_as_before=isinstance(taken, Snapshot) and taken.is_as_before
             )
             if free.full and self._when_full == "skip":
                 handle.skip(free.full)
                 return
+            is_awaited = not free.as_before
             later = channel.in_background()
-            job = _Job(handle, metrics, later, deadline, stager, taken, free.needed, is_awaited=not free.as_before)
-            background = self._background = Background(lambda background: self._go_on(job, background))
-            if job.is_awaited:
+            job = Job(handle, metrics, later, deadline, stager, hold, taken, free.needed, is_awaited, self._go_on)
+            background = Background(job)
+            self._backgrounds.append(background)
+            copier = background.start()
+            if is_awaited:
                 background.wait()
                 if background.error is not None:
                     raise background.error
             if isinstance(taken, Snapshot):
-                taken.wait()
+                background.wait_for(taken.instant)
+            hold.pass_on(copier)
         finally:
-            if background is None:
-                stager.guard.let_go()
+            hold.drop()  # unless it was passed on: else nothing comes of this save
 
     def _drop_parts(self, channel: Channel, deadline: Deadline) -> None:
         """Where this job did not restore, give up what is in memory in part only; whoever had the rest is gone."""
@@ -329,44 +354,33 @@ class Checkpointer:
 
     def _taken(self, stager: Stager, channel: Channel) -> Snapshot | Exception:
         """The state as of now, under the guard; or why it cannot be saved, of which all ranks must hear."""
-        stager.guard.hold()
         try:
-            with collector_paused():
-                number, world_size, walk = channel.rank, channel.world_size, self._known.walk
-                taken = Snapshot(self._state, rank=number, world_size=world_size, last=walk, select=self._globs)
+            number, world_size, walk = channel.rank, channel.world_size, self._known.walk
+            taken = Snapshot(self._state, rank=number, world_size=world_size, last=walk, select=self._globs)
             stager.guard.hook(taken.optimizers)
         except Exception as error:  # noqa: BLE001 - whatever it is, it is raised when all have heard of it
             return error
         return taken
 
-    def _go_on(self, job: _Job, background: Background) -> None:
-        """Agree with all ranks, copy, and hand over to the keeper. In the background; lets go of the guard."""
+    def _go_on(self, job: Job, background: Background) -> None:
+        """Agree with all ranks, copy, and hand over to the keeper. In the background; whatever is raised, `job` gives
+        back what it holds."""
         stager = job.stager
-        with ExitStack() as stack:
-            try:
-                stack.enter_context(job.queued.passed())
-                agreed, share, flat, values = self._agree(job)
-                placed = stager.begin(agreed, share, values, needed=job.needed)
-            except Exception as error:
-                job.end()
-                if not job.is_awaited:
-                    job.fail(error)
-                raise
+        with job.queued.passed():
+            agreed, share, flat, values = self._agree(job)
+            job.slot = stager.slot_for(agreed, share, needed=job.needed)
+            routes = None if job.slot is None else stager.begin(job.slot, agreed, share, values)
             job.handle.place = agreed.place
-            background.settle()
-            slot = None if placed is None else placed[0]
-            try:
-                try:
-                    if placed is not None:
-                        job.copy(flat, placed[1])
-                finally:
-                    job.end()
-                stager.finish(job.handle, agreed, share, slot)
-            except Exception as error:  # noqa: BLE001 - nobody waits for it any more: it is told in handle and log
-                stager.fail(agreed.checkpoint_id, slot, error)
-                job.fail(error)
+            job.settle(background)
+            if routes is not None:
+                job.copy(flat, routes)
+            if not job.hold.is_passed_on(job.deadline.remaining_s()):
+                raise interrupted(job.handle.step)
+            job.release()
+            stager.finish(job.handle, agreed, share, job.slot)
+            job.is_finished = True
 
-    def _agree(self, job: _Job) -> tuple[Agreed, Share, FlatState, dict[str, Node]]:
+    def _agree(self, job: Job) -> tuple[Agreed, Share, FlatState, dict[str, Node]]:
         """What all ranks agree on, with memory for it, and what this one has to save."""
         ranks = group_ranks(self._group)
         rank = ranks[job.channel.rank]
@@ -375,6 +389,7 @@ class Checkpointer:
             planner = StagePlanner(request, ranks, self._known.memory)
             planning = StagePlanning(job.channel, job.deadline, rank, planner, self._known, Stopwatch(), answers=Answer)
             agreed, mine = planning.agree(job.flat)
+            job.agreed = agreed
         share = next_share(agreed, self._known.share, rank)
         if agreed.manifest:
             self._prepare(job, share)
@@ -424,9 +439,10 @@ class Checkpointer:
             run = canonical(storage_at(self._run).uri)
             node_dir, num_slots = self._memory.node_dir, self._memory.generations
             self._stager = Stager(run, node_dir, rank=rank, num_slots=num_slots)
+        self._stager.watch()
         return self._stager
 
-    def _prepare(self, job: _Job, share: Share) -> None:
+    def _prepare(self, job: Job, share: Share) -> None:
         """Have memory for a new plan on all ranks. Raises on all where some rank has not enough."""
 
         def prepare() -> bytes:
@@ -445,57 +461,3 @@ def _too_slow(full: Sequence[int], timeout_s: float) -> DeadlineError:
         action="Save less often, keep more generations, or see the log of the keeper for what holds it up.",
         rank=full[0],
     )
-
-
-@dataclass(frozen=True)
-class _Job:
-    """One save, as far as it goes on in the background. `taken` is the state, or why there is none; `is_awaited`:
-    whoever saves waits until it is settled, and raises what fails until then."""
-
-    handle: Handle
-    metrics: dict[str, float]
-    channel: Channel
-    deadline: Deadline
-    stager: Stager
-    taken: Snapshot | Exception
-    needed: Place | None
-    is_awaited: bool
-
-    def flat(self) -> FlatState:
-        """All of the state."""
-        if isinstance(self.taken, Exception):
-            raise self.taken
-        return self.taken.flat()
-
-    @property
-    def queued(self) -> Queued:
-        """What devices had been given to do by then: what is done with the state in the background comes after it."""
-        return self.taken.queued if isinstance(self.taken, Snapshot) else Queued(())
-
-    def copy(self, flat: FlatState, routes: Routes) -> None:
-        """Copy it into its slot."""
-        assert isinstance(self.taken, Snapshot)
-        self.taken.copy(flat.tensors, routes)
-
-    def end(self) -> None:
-        """Let training change what it likes: it is copied, or will not be."""
-        if isinstance(self.taken, Snapshot):
-            self.taken.end()
-        self.stager.guard.let_go()
-
-    def fail(self, error: Exception) -> None:
-        """Tell in the handle, and in the log, that nothing will come of it."""
-        step = self.handle.step
-        if isinstance(error, HoldfastError):
-            self.handle.fail(error)
-            _log.error("step %d is not saved: %s", step, error)
-            return
-        self.handle.fail(
-            StorageError(
-                f"step {step} could not be staged: {error!r}.",
-                code="storage.memory",
-                action="Look at the traceback in the log; the next save is another chance.",
-                step=step,
-            )
-        )
-        _log.error("step %d could not be staged", step, exc_info=error)

@@ -2,38 +2,66 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from threading import Event, Lock, Thread
-from typing import Final
+import time
+from threading import Thread
+from typing import Final, Protocol
 
-#: How long a busy thread keeps the interpreter from the one that copies, which needs it again after every call of torch
-#: and of the system: beside a loop of Python, Python's own 5 ms make a minute of a second.
-_TURN_S: Final = 1e-4
+from holdfast.latch import Latch
+from holdfast.staging.guard import is_alive
+
+#: How often a thread that waits looks whether the one it waits for is alive.
+_LOOK_S: Final = 0.05
+#: How often it looks when that one has nothing more to do than to end.
+_UNWIND_S: Final = 0.0005
+
+
+class Work(Protocol):
+    """What a background does."""
+
+    def run(self, background: Background) -> None:
+        """Do it. Calls `Background.settle` when all ranks have agreed on a plan and a place and this one has a slot:
+        until then the next save has to wait."""
+
+    def end(self, error: BaseException | None) -> None:
+        """Give back everything that this still holds; `error` is what ended `run`. May be called again, by another
+        thread, because an exception may have come in the middle of the first call."""
 
 
 class Background:
-    """Does `work` in a thread of its own, which keeps no process alive.
+    """Does `work` in a thread of its own, which keeps no process alive. What `work` raises is `error`.
 
-    `work` calls `settle` when all ranks have agreed on a plan and a place and this one has a slot: until then the next
-    save has to wait. What it raises is `error`, and settles it too.
+    The last act of the thread is `Work.end`. Whoever waits here and finds the thread dead, and that act cut short by an
+    exception, repeats it: when a background is over, its work holds nothing.
     """
 
-    def __init__(self, work: Callable[[Background], None]) -> None:
-        self.error: Exception | None = None
-        self._work = work
-        self._begun = Event()
-        self._settled = Event()
-        self._thread = Thread(target=self._run, name="holdfast-stage", daemon=True)
+    def __init__(self, work: Work) -> None:
+        self.error: BaseException | None = None
+        self._work: Work | None = work
+        self._begun = Latch()
+        self._settled = Latch()
+        self._ended = Latch()
+        self._thread = Thread(target=self._run, args=(work,), name="holdfast-stage", daemon=True)
+
+    def start(self) -> int:
+        """Begin the work; the number of the thread in the kernel."""
         self._thread.start()
         # Only now: a thread that begins to work takes the interpreter from whoever waits for it to have started.
         self._begun.set()
+        assert self._thread.native_id is not None
+        return self._thread.native_id
 
     @property
     def is_settled(self) -> bool:
         """Whether the next save may come."""
-        return self._settled.is_set()
+        return self._settled.is_set
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the work has ended, and holds nothing any more."""
+        work, thread = self._work, self._thread.native_id
+        if work is not None and (thread is None or not is_alive(thread)):
+            self._end(work)
+        return self._work is None
 
     def settle(self) -> None:
         """Note that the next save may come."""
@@ -41,52 +69,37 @@ class Background:
 
     def wait(self) -> None:
         """Return when it is settled; that has the deadline of its save."""
-        self._settled.wait()
+        self.wait_for(self._settled)
+
+    def wait_for(self, latch: Latch, timeout_s: float | None = None) -> bool:
+        """Return when `latch` is set, which `work` does, or when the work is over, and after `timeout_s` even if
+        neither is so. Whether one is."""
+        while not latch.wait(_LOOK_S if timeout_s is None else min(timeout_s, _LOOK_S)):
+            if self.is_over:
+                break
+            if timeout_s is not None and (timeout_s := timeout_s - _LOOK_S) <= 0:
+                return False
+        return True
 
     def join(self, timeout_s: float | None = None) -> bool:
         """Return when all is done, and after `timeout_s` even if it is not. Whether it is."""
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
+        is_over = self.wait_for(self._ended, timeout_s)
+        # Until then the frames of the thread refer to the slot, and keep it mapped.
+        while is_over and self._thread.native_id is not None and is_alive(self._thread.native_id):
+            time.sleep(_UNWIND_S)
+        return is_over
 
-    def _run(self) -> None:
-        self._begun.wait()
-        work, self._work = self._work, _nothing  # it holds the state
+    def _run(self, work: Work) -> None:
         try:
-            with _turns.quick():
-                work(self)
-        except Exception as error:  # noqa: BLE001 - whoever waits for it raises it, or it is told in the handle
+            self._begun.wait(_LOOK_S)
+            work.run(self)
+        except BaseException as error:  # noqa: BLE001 - whoever waits for it raises it, or it is told in the handle
             self.error = error
         finally:
-            self._settled.set()
+            self._end(work)
 
-
-def _nothing(_: Background) -> None:
-    """What is left to do."""
-
-
-class _Turns:
-    """How long threads of Python keep the interpreter from others. Safe for several threads."""
-
-    def __init__(self) -> None:
-        self._lock = Lock()
-        self._num_quick = 0
-        self._before_s = 0.0
-
-    @contextmanager
-    def quick(self) -> Iterator[None]:
-        """Have all threads of this process take quick turns meanwhile."""
-        with self._lock:
-            self._num_quick += 1
-            if self._num_quick == 1:
-                self._before_s = sys.getswitchinterval()
-                sys.setswitchinterval(min(self._before_s, _TURN_S))
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._num_quick -= 1
-                if not self._num_quick:
-                    sys.setswitchinterval(self._before_s)
-
-
-_turns = _Turns()
+    def _end(self, work: Work) -> None:
+        work.end(self.error)
+        self._work = None  # it holds the state
+        self._settled.set()
+        self._ended.set()

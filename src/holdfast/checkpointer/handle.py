@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Sequence
 
 from holdfast.errors import DeadlineError, HoldfastError, StorageError
 from holdfast.format.records import Place
+from holdfast.latch import Latch
 from holdfast.phases import LOG
 
 
@@ -18,7 +18,7 @@ class Stage:
         self._what = what
         self._on_done = on_done
         self._begun_s = begun_s
-        self._over = threading.Event()
+        self._over = Latch()
         #: Why it failed; None while it has not.
         self.error: HoldfastError | None = None
         #: Seconds from the call of `save` on, and bytes of this rank, once it is done.
@@ -28,12 +28,12 @@ class Stage:
     @property
     def is_over(self) -> bool:
         """Whether it is done or has failed."""
-        return self._over.is_set()
+        return self._over.is_set
 
     @property
     def is_done(self) -> bool:
         """Whether it is done."""
-        return self._over.is_set() and self.error is None
+        return self._over.is_set and self.error is None
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Return when it is done. Raises why it failed, and `DeadlineError` after `timeout_s`."""
@@ -48,7 +48,7 @@ class Stage:
 
     def end(self, error: HoldfastError | None = None, *, nbytes: int = 0) -> None:
         """Note that it is done, or why it failed. The first note counts."""
-        if not self._over.is_set():
+        if not self._over.is_set:
             self.error, self.nbytes = error, nbytes
             self.seconds = time.perf_counter() - self._begun_s
             self._over.set()

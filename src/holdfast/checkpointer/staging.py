@@ -11,7 +11,7 @@ from contextlib import ExitStack, suppress
 from errno import ENOENT
 from functools import partial
 from pathlib import Path
-from threading import Event, Lock, Thread
+from threading import Lock, Thread
 from typing import Final, NamedTuple
 
 import msgspec
@@ -39,6 +39,7 @@ from holdfast.keeper.generations import Generation, give_up_generation, write_ge
 from holdfast.keeper.lock import is_locked, open_lock
 from holdfast.keeper.node_folder import NodeFolder, memory_error, unusable_memory
 from holdfast.keeper.slots import Contents, Record, Slot, State
+from holdfast.latch import Latch
 from holdfast.run.checkpoint import pack_values
 from holdfast.run.paths import storage_at
 from holdfast.saving.share import Share
@@ -130,9 +131,8 @@ class Stager:
         self._heard: deque[str] = deque(maxlen=_NUM_HEARD)
         #: Checkpoints that all ranks gave up, and the keeper of this node was not told of yet.
         self._untold: set[str] = set()
-        self._closed = Event()
-        self._watcher = Thread(target=self._watch, name="holdfast-watch", daemon=True)
-        self._watcher.start()
+        self._closed = Latch()
+        self._watcher: Thread | None = None
         #: The last place that was agreed on with this rank, and the run of what its memory holds; None before it is
         #: known.
         self.last: Place | None = None
@@ -178,8 +178,7 @@ class Stager:
         Raises:
             ConfigurationError: memory could not be used from the beginning, because of how it was set up.
         """
-        with self._lock:
-            given_up = tuple(self._given_up)
+        given_up = tuple(self._given_up)
         try:
             trouble, self._trouble = self._trouble, None
             if trouble is not None:
@@ -278,33 +277,27 @@ class Stager:
                     give_up_generation(memory.folder, checkpoint_id)
                     self._untold.discard(checkpoint_id)
 
-    def begin(
-        self, agreed: Agreed, share: Share, values: Mapping[str, Node], *, needed: Place | None
-    ) -> tuple[Slot, Routes] | None:
-        """A slot for this rank's part of what was agreed on, with its values written, and the routes into it. None
-        where this rank has no data file."""
+    def slot_for(self, agreed: Agreed, share: Share, *, needed: Place | None) -> Slot | None:
+        """A slot for this rank's part of what was agreed on. None where this rank has no data file."""
         self.last, self.run_id = agreed.place, agreed.run_id
+        return None if share.layout is None else self._free_slot(needed)
+
+    def begin(self, slot: Slot, agreed: Agreed, share: Share, values: Mapping[str, Node]) -> Routes:
+        """Begin to fill `slot`: with the values, and the routes into it for the rest."""
         layout = share.layout
-        if layout is None:
-            return None
-        slot: Slot | None = None
-        try:
-            slot = self._free_slot(needed)
-            contents = Contents(
-                agreed.run_id,
-                agreed.checkpoint_id,
-                agreed.place,
-                agreed.step,
-                layout.index,
-                layout.data_start,
-                _nbytes(share),
-            )
-            slot.advance(Record(State.WRITING, contents))
-            _write_values(slot, layout, values)
-            return slot, self._routes_of(share, layout, slot)
-        except BaseException as error:
-            self.fail(agreed.checkpoint_id, slot, error)
-            raise
+        assert layout is not None
+        contents = Contents(
+            agreed.run_id,
+            agreed.checkpoint_id,
+            agreed.place,
+            agreed.step,
+            layout.index,
+            layout.data_start,
+            _nbytes(share),
+        )
+        slot.advance(Record(State.WRITING, contents))
+        _write_values(slot, layout, values)
+        return self._routes_of(share, layout, slot)
 
     def finish(self, handle: Handle, agreed: Agreed, share: Share, slot: Slot | None) -> None:
         """Hand what is copied into `slot` to the keeper, and watch what becomes of it."""
@@ -323,17 +316,19 @@ class Stager:
     def fail(self, checkpoint_id: str, slot: Slot | None, error: BaseException | None = None) -> None:
         """Free `slot`, and have all ranks hear with the next save that this checkpoint can never be whole. Where it is
         the memory that failed, no rank uses it then."""
-        if slot is not None and slot.state != State.FREE:
+        # Read anew: an exception may have come between a change of the state and the note of it.
+        if slot is not None and slot.refresh().state == State.WRITING:
             slot.advance(Record(State.FREE))
         if isinstance(error, OSError):
             self._trouble = memory_error(self._node_dir, error)
-        with self._lock:
+        if checkpoint_id not in self._given_up:
             self._given_up.append(checkpoint_id)
 
     def close(self) -> None:
         """End watching. What is staged stays, and is made durable by the keeper. Nothing is being copied any more."""
         self._closed.set()
-        self._watcher.join()
+        if self._watcher is not None:
+            self._watcher.join()
         self.guard.unhook()
         self._routes.clear()
         self._give_back()
@@ -372,6 +367,12 @@ class Stager:
     def _pending_now(self) -> list[_Pending]:
         with self._lock:
             return list(self._pending)
+
+    def watch(self) -> None:
+        """See to it that a thread looks what becomes of what was handed over."""
+        if self._watcher is None or not self._watcher.is_alive():
+            self._watcher = Thread(target=self._watch, name="holdfast-watch", daemon=True)
+            self._watcher.start()
 
     def _watch(self) -> None:
         pause_s, look_further_at = _LOOK_FURTHER_S, 0.0

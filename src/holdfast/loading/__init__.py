@@ -22,7 +22,7 @@ from holdfast.loading.filling import Filling
 from holdfast.loading.names import Names, compared
 from holdfast.loading.together import MEMORY_NBYTES, MIN_MEMORY_NBYTES, Together
 from holdfast.mapping import Pad, Rule
-from holdfast.phases import LOG, Stopwatch, attempt, collector_paused
+from holdfast.phases import LOG, Stopwatch, attempt
 from holdfast.plan.draft import Table
 from holdfast.plan.exchange import Bandwidths
 from holdfast.plan.mapping import mapped
@@ -258,7 +258,6 @@ class Loading:
         are the ranks that alone can read each of its data files, which may be `in_memory`."""
         bound: list[_Bound] = []
 
-        @collector_paused()
         def match() -> bytes:
             checkpoint = find()
             mine, names = self._bind(checkpoint, into)
@@ -270,7 +269,7 @@ class Loading:
                 "match", attempt(match), lambda payloads: self._compare(payloads, bound[0]), self._deadline
             )
         checkpoint, binding, table = bound[0]
-        filling = Filling(checkpoint, binding, table.parts, self._rank)
+        filling = Filling(checkpoint, binding, table.parts, self._rank, self._deadline)
         if self._options.fallback and self._options.may_keep:
             with self._watch.phase("check"):
                 self._together(checkpoint, owners, in_memory=in_memory).read(filling.plan_check)

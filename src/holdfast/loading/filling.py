@@ -8,12 +8,15 @@ from typing import Any
 import numpy.typing as npt
 import torch
 
+from holdfast.control.channel import Deadline
+from holdfast.errors import DeadlineError
 from holdfast.geometry import Box
 from holdfast.loading.wanted import Wanted, wanted
 from holdfast.plan.load import Want
 from holdfast.plan.parts import Parts
 from holdfast.run.checkpoint import Checkpoint, Targets
 from holdfast.staging.device import await_queued
+from holdfast.staging.guard import await_copies
 from holdfast.state.bind import Binding
 from holdfast.storage.base import Bytes
 
@@ -34,7 +37,10 @@ class _Discarded:
 class Filling:
     """The wants of one rank's targets. `parts` has what tensors are made of that a mapping changed."""
 
-    def __init__(self, checkpoint: Checkpoint, binding: Binding, parts: Mapping[str, Parts], rank: int) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, binding: Binding, parts: Mapping[str, Parts], rank: int, deadline: Deadline
+    ) -> None:
+        self._deadline = deadline
         self._checkpoint = checkpoint
         self._binding = binding
         self._parts = parts
@@ -42,7 +48,18 @@ class Filling:
         self._wanted = Wanted()
 
     def plan(self) -> tuple[Sequence[Want], Targets]:
-        """What is to be read, and where it goes. Tensors on the meta device get memory."""
+        """What is to be read, and where it goes. Returns when no save is copying live state any more. Tensors on the
+        meta device get memory.
+
+        Raises:
+            DeadlineError: a save went on copying until the deadline.
+        """
+        if not await_copies(timeout_s=self._deadline.remaining_s()):
+            raise DeadlineError(
+                "A save in this process was still copying the state when the time was up.",
+                code="timeout.copy",
+                action="Raise timeout_s, or wait for `handle.staged` of that save first.",
+            )
         self._binding.allocate()
         self._wanted = wanted(self._checkpoint, self._binding, self._parts, self._rank)
         await_queued(self._wanted.targets.views)

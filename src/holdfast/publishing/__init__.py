@@ -27,7 +27,7 @@ from holdfast.format.patterns import Globs
 from holdfast.loading.filling import Filling
 from holdfast.loading.names import Names, compared
 from holdfast.loading.together import Together
-from holdfast.phases import Stopwatch, attempt, collector_paused
+from holdfast.phases import Stopwatch, attempt
 from holdfast.plan.parts import stored_tensors
 from holdfast.publishing.live import NAME, LiveFile, live_checkpoint
 from holdfast.publishing.overlap import to_fill
@@ -158,7 +158,6 @@ class _Transfer:
             state=state[0],
         )
 
-    @collector_paused()
     def _describe(self, source: Mapping[str, object], last: _Plan | None, local: list[Local]) -> bytes:
         number, world_size = self._channel.rank, self._channel.world_size
         walk = () if last is None else last.walk
@@ -195,7 +194,6 @@ class _Transfer:
             self._planner.compare(replies) if isinstance(asked, Compare) else self._planner.plan(asked, mine, replies)
         )
 
-    @collector_paused()
     def _match(
         self,
         announced: Announced,
@@ -222,7 +220,7 @@ class _Transfer:
             )
         names = Names.of(binding, {"select": select})
         binding = replace(binding, targets=to_fill(flat.tensors, binding.targets, self._rank))
-        bound.append(_Bound(binding, Filling(plan.checkpoint, binding, {}, self._rank)))
+        bound.append(_Bound(binding, Filling(plan.checkpoint, binding, {}, self._rank, self._deadline)))
         return msgspec.msgpack.encode(names)
 
     def _learn(self, announced: Announced, last: _Plan | None, flat: FlatState) -> _Plan:

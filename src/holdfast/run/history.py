@@ -283,7 +283,7 @@ class Run:
         return FencedError(
             f"run '{self.storage.uri}' belongs to another job: {what}.",
             code=code,
-            action="Stop this job, or save with takeover=True to take the run back.",
+            action="Stop this job. To take the run back, load it first, or start a job with takeover=True.",
             path=self.storage.uri,
         )
 

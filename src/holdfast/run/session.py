@@ -20,12 +20,13 @@ from holdfast.run.paths import canonical
 @dataclass(slots=True)
 class _Memory:
     """One run: the last place given out in the epoch that this process owns, and what it loaded since, which was when
-    epoch `seen` was the newest."""
+    epoch `seen` was the newest; and whether this process `took_over`, which it may do once."""
 
     run_id: str
     last: Place | None = None
     loaded: Place | None = None
     seen: int | None = None
+    took_over: bool = False
     incarnation: str = field(default_factory=lambda: secrets.token_hex(16))
 
 
@@ -48,7 +49,8 @@ class Session:
 
         Called by the coordinator alone, once per save; the place is used up even when the save fails. After a load
         the next save goes on from what was loaded, in a new epoch unless that is the last place that this process
-        began. `takeover` lets a process that loaded nothing go on from the head of a run it does not own.
+        began. `takeover` lets a process that loaded nothing go on from the head of a run it does not own. It counts at
+        the first save that says so, and not again: another job that takes over later must be able to stop this one.
 
         `ConfigurationError`, code ``config.unloaded_history``: the run has commits and nothing was loaded from it.
         `FencedError`: another job opened a newer epoch than this one owns, or than there was when it loaded; a
@@ -57,11 +59,13 @@ class Session:
         with self._lock:
             memory = self._memory(run.storage.uri, run.run_id)
             newest = run.newest_epoch()
+            takeover = takeover and not memory.took_over
             place = _next_in_own_epoch(run, memory, newest, takeover=takeover)
             if place is None:
                 epoch = _open_epoch(run, memory, newest or 0, takeover=takeover, world_size=world_size)
                 place = Place(epoch.epoch, 1)
             memory.last, memory.loaded = place, None
+            memory.took_over |= takeover
             return place
 
     def _memory(self, root: str, run_id: str) -> _Memory:

@@ -20,7 +20,6 @@ from holdfast.format import values as value_codec
 from holdfast.format.patterns import check_matched
 from holdfast.format.records import FileSeal, Place
 from holdfast.format.values import Node
-from holdfast.phases import collector_paused
 from holdfast.plan.save import Draft, Identity, RankMessage, RankValues, SavePlan, plan_save
 from holdfast.run.checkpoint import pack_values
 from holdfast.run.complete import Stored, seal_and_commit
@@ -113,7 +112,6 @@ class Coordinator:
             return msgspec.msgpack.encode(questions)
         return self._go_on(memory)
 
-    @collector_paused()
     def plan(self, questions: Questions, mine: Local, payloads: Sequence[bytes]) -> bytes:
         """Plan with the ranks' `Details` (anew where layouts changed), and go on."""
         answers = [decode_msgpack(payload, Details) for payload in payloads]

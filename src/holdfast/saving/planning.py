@@ -9,7 +9,7 @@ from typing import Generic, TypeVar, cast
 from holdfast.control.channel import Channel, Deadline
 from holdfast.decoding import decode_msgpack
 from holdfast.format.values import Node
-from holdfast.phases import Stopwatch, attempt, collector_paused
+from holdfast.phases import Stopwatch, attempt
 from holdfast.saving.coordinator import Coordinator, PlanMemory
 from holdfast.saving.local import NUM_TURNS, Local
 from holdfast.saving.messages import Answer, Compare, Questions
@@ -86,7 +86,6 @@ class Planning(Generic[T]):
     def _decoded(self, answer: bytes) -> Questions | Compare | T:
         return cast("Questions | Compare | T", decode_msgpack(answer, self._answers))
 
-    @collector_paused()
     def _describe(self, flat: Callable[[], FlatState], local: list[Local]) -> bytes:
         share = self._known.share
         mine = Local.of(flat(), number=self._channel.rank, rank=self._rank)

@@ -15,7 +15,6 @@ from holdfast.format import manifest as fmt
 from holdfast.format.container import FileLayout, Files
 from holdfast.format.manifest import DecodedManifest
 from holdfast.format.values import Node
-from holdfast.phases import collector_paused
 from holdfast.run.checkpoint import pack_values
 from holdfast.saving.messages import Planned, Written
 from holdfast.state.flatten import FlatState
@@ -87,7 +86,6 @@ class Share:
         return Written(layout.index, nbytes, xxhash.xxh3_128_hexdigest(table))
 
 
-@collector_paused()
 def sources_of(manifest: DecodedManifest, layout: FileLayout, flat: FlatState, rank: int) -> list[Source]:
     """The tensors of a data file, in the order of its entries, from what `rank` holds; small ones together."""
     return list(packed(memory_of(manifest, layout, flat, rank)))

@@ -66,6 +66,11 @@ class Queued:
                 stack.enter_context(torch.cuda.stream(stream))
             yield
 
+    def await_copies(self) -> None:
+        """Return when everything has run that copies of this process had queued on those devices."""
+        for device in self._events:
+            _stream(device).synchronize()
+
 
 class Calls:
     """Copies into host memory, issued by this thread call by call; from accelerators they go on after the call."""

@@ -1,58 +1,119 @@
-"""The guard: nothing steps while what it would change is being copied."""
+"""The guard: nobody changes what a save is still copying.
+
+A `Hold` is one save's claim on the memory that it copies after it has returned. Exactly one thread answers for a hold:
+first the thread that saves; when `save` returns, the thread that copies. A hold is over when it is released, and also
+
+- when the thread that answers for it has ended, and
+- when the thread that saved waits for its own hold: then an exception took it out of the save, and `pass_on` was never
+  reached.
+
+So no exception leaves a hold behind, not even one that comes in the middle of the clean-up, and none of this needs a
+lock: each step is one operation of a set, or one assignment.
+"""
 
 from __future__ import annotations
 
-import threading
+import os
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
+from threading import get_native_id
+from typing import Final
 from weakref import WeakKeyDictionary
 
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from holdfast.latch import Latch
+
+#: How often a thread that waits looks whether the thread that answers for a hold is alive.
+_LOOK_S: Final = 0.05
+
+#: All holds of this process that are not over. One registry for the process, because live state belongs to the process:
+#: `load` and `transfer` are given a state, and must wait for whoever copies it, in whichever `Checkpointer` that is. A
+#: hold stays here for as long as a save copies, no longer.
+_live: Final[set[Hold]] = set()
+
+
+class Hold:
+    """One save's claim on the memory that it is copying. Made by the thread that saves."""
+
+    def __init__(self, guard: Guard) -> None:
+        self._guard = guard
+        #: The thread that answers for it, by its number in the kernel.
+        self._owner = get_native_id()
+        self._decided = Latch()
+        self._over = Latch()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it keeps nobody waiting any more."""
+        return self._over.is_set
+
+    def pass_on(self, copier: int) -> None:
+        """Have the thread `copier` answer for it from now on. The last step of a save: everything else is set aside."""
+        self._owner = copier
+        self._decided.set()
+
+    def is_passed_on(self, timeout_s: float) -> bool:
+        """Whether the save ended well, and left the hold to this thread, which copies. Waits until that is known."""
+        end_s = time.monotonic() + timeout_s
+        while not self._decided.wait(_LOOK_S) and is_alive(self._owner) and time.monotonic() < end_s:
+            pass
+        return self._owner == get_native_id() and not self._over.is_set
+
+    def release(self) -> None:
+        """End it."""
+        self._over.set()
+        self._decided.set()
+        _live.discard(self)
+
+    def drop(self) -> None:
+        """End it if this thread, which saves, still answers for it."""
+        if self._owner == get_native_id():
+            self.release()
+
+    def wait(self, timeout_s: float = float("inf")) -> bool:
+        """Return when it is over, and after `timeout_s` even if it is not. Whether it is."""
+        self.drop()
+        end_s = time.monotonic() + timeout_s
+        while not self._over.wait(min(_LOOK_S, max(end_s - time.monotonic(), 0))):
+            if not is_alive(self._owner):
+                self.release()
+            elif time.monotonic() >= end_s:
+                break
+        return self._over.is_set
+
+    def is_of(self, guard: Guard) -> bool:
+        """Whether `guard` made it."""
+        return self._guard is guard
+
 
 class Guard:
-    """Holds back steps of hooked optimizers, and whoever else asks, as long as anything is `held`.
-
-    Safe for several threads. Nothing is held for ever: who holds lets go when it fails, too.
-    """
+    """Has the steps of hooked optimizers, and whoever else asks, wait for the holds of one `Checkpointer`. Safe for
+    several threads."""
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._num_held = 0
         self._hooks: WeakKeyDictionary[Optimizer, RemovableHandle] = WeakKeyDictionary()
         #: Seconds that steps, and others, have waited altogether.
         self.waited_s = 0.0
 
-    @contextmanager
-    def held(self) -> Iterator[None]:
-        """Keep everybody waiting for the time of a ``with`` block."""
-        self.hold()
-        try:
-            yield
-        finally:
-            self.let_go()
-
-    def hold(self) -> None:
-        """Keep everybody waiting until `let_go`, which may be called by another thread."""
-        with self._changed:
-            self._num_held += 1
-
-    def let_go(self) -> None:
-        """End one `hold`."""
-        with self._changed:
-            self._num_held -= 1
-            self._changed.notify_all()
+    def hold(self) -> Hold:
+        """Keep others waiting; this thread answers for it, until it passes it on."""
+        for left in tuple(_live):
+            left.drop()  # an exception took this thread out of an earlier save
+        hold = Hold(self)
+        _live.add(hold)
+        return hold
 
     def wait(self) -> None:
         """Return when nothing is held: at once, mostly."""
-        if not self._num_held:
+        if not _live:
             return
         start_s = time.perf_counter()
-        with self._changed:
-            self._changed.wait_for(lambda: not self._num_held)
-            self.waited_s += time.perf_counter() - start_s
+        for hold in tuple(_live):
+            if hold.is_of(self):
+                hold.wait()
+        self.waited_s += time.perf_counter() - start_s
 
     def hook(self, optimizers: Iterable[Optimizer]) -> None:
         """Have steps of `optimizers` wait, those that do not yet."""
@@ -65,3 +126,21 @@ class Guard:
         for handle in self._hooks.values():
             handle.remove()
         self._hooks.clear()
+
+
+def is_alive(thread: int) -> bool:
+    """Whether this process has the thread with this number. The kernel's word: `Thread.is_alive` is wrong for good when
+    an exception came in the middle of a `join` (bpo-45274), and after a fork the child has none of its parent's."""
+    return os.path.exists(f"/proc/self/task/{thread}")  # noqa: PTH110 - every step of a loop that waits comes here
+
+
+def await_copies(*, timeout_s: float) -> bool:
+    """Return when no save in this process is copying any more, whichever `Checkpointer` made it, and after `timeout_s`
+    even if one is. Whether live state may be changed.
+
+    For whoever fills live state by other means than a step: `load`, `restore`, `transfer`. They wait for all saves, not
+    only for those that copy their targets: an object that fills itself (``load_state_dict``) does not say what memory
+    it has, and a copy takes less time than a load.
+    """
+    end_s = time.monotonic() + timeout_s
+    return all(hold.wait(max(end_s - time.monotonic(), 0)) for hold in tuple(_live))

@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
-from threading import Event
 
 import torch
 
 from holdfast.errors import StateError
 from holdfast.format.names import shown
 from holdfast.format.patterns import Globs
+from holdfast.latch import Latch
 from holdfast.staging.device import Calls, Queued, devices_of
 from holdfast.staging.routes import Pair, Routes, Tensors
 from holdfast.state.flatten import FlatState, Walk
@@ -29,12 +29,12 @@ _ASIDE_NBYTES = 64 << 20
 
 
 class Snapshot:
-    """The state of this rank at the instant when `wait` returns, for as long as a guard is held; taken by one thread,
+    """The state of this rank at the instant when `instant` is set, for as long as a guard is held; taken by one thread,
     and copied by another.
 
     The whole structure is read here: which tensors there are, values, groups, slots. Guarded are tensors that only
     steps of the optimizers change, see `Walk.stepped`: nothing may change those until `copy` has returned, see `Guard`.
-    Everything else may change when `wait` has returned.
+    Everything else may change when `instant` is set.
     """
 
     def __init__(
@@ -59,13 +59,14 @@ class Snapshot:
         self.is_as_before = _is_as_before(self._walk, last)
         self._marks = _Marks(memory + self._walk.left)
         rest = {name: local for name, local in found.items() if name not in stepped}
-        #: The names of what is copied before `wait` returns.
+        #: The names of what is copied before `instant` is set.
         self._at_once = frozenset(rest)
         self._aside: Tensors | None = None
-        self._instant = Event()
+        #: Set when all is set aside that no guard holds, or this has ended.
+        self.instant = Latch()
         if sum(part.nbytes for local in rest.values() for part in local.memory) <= _ASIDE_NBYTES:
             self._aside = _cloned(rest)
-            self._instant.set()
+            self.instant.set()
         held = chain.from_iterable(local.memory for local in found.values())
         #: What devices had been given to do by then, the clones among it.
         self.queued = Queued(devices_of(chain(held, self._walk.left)))
@@ -75,13 +76,9 @@ class Snapshot:
         """The optimizers in the state."""
         return self._walk.optimizers
 
-    def wait(self) -> None:
-        """Return when all is set aside that no guard holds, or this has ended."""
-        self._instant.wait()
-
     def end(self) -> None:
         """Have nobody wait any more: it is copied, or will not be."""
-        self._instant.set()
+        self.instant.set()
 
     def flat(self) -> FlatState:
         """All of the state; what is set aside as that."""
@@ -98,7 +95,7 @@ class Snapshot:
         held = {name: local for name, local in tensors.items() if name not in self._at_once}
         if self._aside is None:
             _copy(routes.pairs({name: local for name, local in tensors.items() if name in self._at_once}))
-            self._instant.set()
+            self.instant.set()
             _copy(routes.pairs(held))
         else:
             _copy(routes.pairs(tensors))

@@ -127,18 +127,17 @@ class Gatherer:
     def add(self, added: Iterable[NamedTensor]) -> None:
         """Add tensors to `found`. Raises `StateError` for tensors that cannot be stored."""
         ordered = sorted(added, key=_by_name)
-        with torch.no_grad():  # DTensors give their local tensor itself, and nothing is recorded
-            read = _read(ordered, meta=self._meta)
-            known = self._last.popleft() if self._last else None
-            if known is None or known.facts != read.facts:
-                self._last.clear()  # what comes later may be tied to what has changed
-                known = self._describe(ordered, read)
-            parts = map(read.parts.__getitem__, known.new)
-            self.found += [
-                LocalTensor(layout, (part.detach() if part.requires_grad else part,))
-                for layout, part in zip(known.layouts, parts, strict=True)
-            ]
-            self._first += map(ordered.__getitem__, known.new)
+        read = _read(ordered, meta=self._meta)
+        known = self._last.popleft() if self._last else None
+        if known is None or known.facts != read.facts:
+            self._last.clear()  # what comes later may be tied to what has changed
+            known = self._describe(ordered, read)
+        parts = map(read.parts.__getitem__, known.new)
+        self.found += [
+            LocalTensor(layout, (part.detach() if part.requires_grad else part,))
+            for layout, part in zip(known.layouts, parts, strict=True)
+        ]
+        self._first += map(ordered.__getitem__, known.new)
         for number, place in known.tied:
             self._others.setdefault(place, []).append(ordered[number])
             entries = self._entries(place)

@@ -5,12 +5,20 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from threading import Thread
-from typing import TypeVar
+from typing import Final, TypeAlias, TypeVar
 
 T = TypeVar("T")
+
+#: Makes a call; returns what tells the outcome.
+_Call: TypeAlias = Callable[[], Callable[[], None]]
+_Inbox: TypeAlias = "SimpleQueue[_Call | None]"
+
+#: After so long without work a helper ends.
+_IDLE_S: Final = 10.0
 
 
 class Helpers:
@@ -18,7 +26,7 @@ class Helpers:
 
     def __init__(self) -> None:
         #: Where each idle helper waits for work. The last one is taken first: callers in turn keep to one helper.
-        self._idle: deque[SimpleQueue[Callable[[], Callable[[], None]] | None]] = deque()
+        self._idle: deque[_Inbox] = deque()
         self._closed = False
 
     def start(self, call: Callable[[], T]) -> Future[T]:
@@ -37,8 +45,8 @@ class Helpers:
         self._closed = True
         self._dismiss()
 
-    def _help(self, inbox: SimpleQueue[Callable[[], Callable[[], None]] | None]) -> None:
-        while (work := inbox.get()) is not None:
+    def _help(self, inbox: _Inbox) -> None:
+        while (work := self._next(inbox)) is not None:
             tell = work()
             # Idle before the caller goes on, so that its next call finds this helper. Looking for the end comes last:
             # of a helper that becomes idle and a `close` at the same time, one sees the other.
@@ -47,6 +55,21 @@ class Helpers:
             del work, tell  # an idle helper must not hold buffers
             if self._closed:
                 self._dismiss()
+
+    def _next(self, inbox: _Inbox) -> _Call | None:
+        """The next call to make; None when there will be none.
+
+        An exception (Ctrl-C) can keep a caller from closing this, or from giving work to the helper that it has just
+        taken. So a helper that had no work for a while ends.
+        """
+        with suppress(Empty):
+            return inbox.get(timeout=_IDLE_S)
+        with suppress(ValueError):
+            self._idle.remove(inbox)
+            return None
+        with suppress(Empty):  # a caller has taken it: it gives work now, or never
+            return inbox.get(timeout=_IDLE_S)
+        return None
 
     def _dismiss(self) -> None:
         while True:
