@@ -122,7 +122,8 @@ def test_modules_and_optimizers_are_trees_of_the_parts_of_their_names(job: View)
     again = build("plain").model
     again.load_state_dict(model)
     optimizer: Any = job.tree("optimizer", numpy=True)
-    assert optimizer.keys() == {"state", "param_groups", "group_of"}
+    assert optimizer.keys() == {"class", "state", "param_groups", "group_of"}
+    assert optimizer["class"] == "AdamW"
     assert optimizer["state"]["model"]["head.bias"].keys() == {"step", "exp_avg", "exp_avg_sq"}
     slot = job["optimizer/state/model/head.bias/exp_avg"].numpy()
     assert optimizer["state"]["model"]["head.bias"]["exp_avg"].tobytes() == slot.tobytes()

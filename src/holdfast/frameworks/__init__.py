@@ -56,6 +56,8 @@ class Source(Protocol):
     """What a framework's live objects are bound to. Names are those of the checkpoint."""
 
     nodes: Mapping[str, Node]
+    #: Whether everything must be on both sides, and the same.
+    is_strict: bool
 
     def named(self, tensor: torch.Tensor) -> NamedTensor | None:
         """The entry of the live state that is this very tensor object, by its canonical name in the checkpoint."""

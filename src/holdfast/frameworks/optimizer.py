@@ -1,8 +1,9 @@
 """torch optimizers: state per named parameter, hyper-parameters per group.
 
 Below an optimizer's path: ``state/<parameter name>/<slot>``, ``param_groups/<i>/<key>``, ``group_of/<parameter name
-as one component>`` (the group's index), and ``shared/<key>`` for state that belongs to no parameter. Parameters are
-matched by name, so groups may be cut differently when loading.
+as one component>`` (the group's index), ``shared/<key>`` for state that belongs to no parameter, and ``class``, the
+name of the optimizer's type without its module. Parameters are matched by name, so groups may be cut differently when
+loading. Checkpoints of the first development versions have no ``class``.
 
 Ranks that hold different parameters (pipeline stages, experts) add up to one optimizer: ``state``, ``group_of`` and
 ``param_groups`` list nothing, so they unite. One group lists its keys, so that ranks with the same group must agree on
@@ -14,6 +15,7 @@ of a bf16 parameter to bf16, and a fresh optimizer has no state to load into.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Container, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from functools import lru_cache
@@ -25,7 +27,7 @@ from torch.optim import Optimizer
 
 from holdfast.errors import CorruptError, IncompatibleError, StateError
 from holdfast.format.names import component, join, parse_component, split
-from holdfast.format.values import Node, Open, Plain, Table, TensorRef
+from holdfast.format.values import Node, Open, Plain, Table, TensorRef, Text
 from holdfast.frameworks import Finish, NamedTensor, Sink, Source
 from holdfast.frameworks.adapters import Transparent, adapter_of, refusal_of
 from holdfast.frameworks.stateful import writing
@@ -36,6 +38,8 @@ if TYPE_CHECKING:
 
 # What a group holds to identify its parameters, not to drive them.
 _IDENTITY = ("params", "param_names")
+# What schedulers of torch add to the groups of any optimizer.
+_OF_SCHEDULERS = frozenset(("initial_lr", "swa_lr", "min_lr", "max_lr", "base_momentum", "max_momentum"))
 
 
 class Kept(NamedTuple):
@@ -63,6 +67,7 @@ def flatten_optimizer(path: str, optimizer: Optimizer, sink: Sink) -> None:
     """
     _refuse_hidden_state(path, optimizer)
     sink.node(path, Open("optimizer"))
+    sink.tree(join(path, "class"), type(optimizer).__name__)
     groups, group_of = (join(path, name) for name in ("param_groups", "group_of"))
     sink.node(group_of, Open("dict"))
     sink.node(groups, Open("dict"))
@@ -78,10 +83,13 @@ def bind_optimizer(path: str, optimizer: Optimizer, source: Source) -> Finish:
     The result replaces the state of every parameter that the checkpoint has by the stored slots (slots that are not
     stored are dropped) and sets the hyper-parameters. ``optimizer.state``, the groups and every slot tensor that fits
     keep their identity. Raises `IncompatibleError`, code ``incompatible.groups``, when parameters of one live group
-    come from groups with different hyper-parameters, and ``incompatible.optimizer`` for LBFGS state that belongs to
-    another first parameter.
+    come from groups with different hyper-parameters, ``incompatible.optimizer`` for LBFGS state that belongs to
+    another first parameter, and ``incompatible.optimizer_class`` for state of another class. A load that is not
+    strict takes that where both have the same slots and hyper-parameters, as Adam and AdamW do; flags that the live
+    class sets by itself stay.
     """
     saved = _read_saved(path, source)
+    own = _own_flags(optimizer) if _is_other_class(path, optimizer, saved, source) else frozenset[str]()
     groups: list[Finish] = []
     states: list[tuple[torch.Tensor, dict[object, Finish]]] = []
     for index, group in enumerate(optimizer.param_groups):
@@ -94,7 +102,7 @@ def bind_optimizer(path: str, optimizer: Optimizer, source: Source) -> Finish:
         if origin is None:
             continue
         origin_path = join(path, "param_groups", str(origin))
-        groups.append(_bind_hyper(origin_path, group, source))
+        groups.append(_bind_hyper(origin_path, group, own, source))
         on_device = any(_flag(join(origin_path, key), group.get(key), source) for key in ("capturable", "fused"))
         for entry in found:
             live = optimizer.state.get(entry.tensor, {})
@@ -178,15 +186,20 @@ def is_replayed(optimizer: Optimizer) -> bool:
 
 
 class _Saved(NamedTuple):
-    """An optimizer in the checkpoint: the group of each parameter, the components of its slots, and shared state's."""
+    """An optimizer in the checkpoint: the name of its class, None where it was not recorded; the group of each
+    parameter; the components of its slots, of shared state, and of the hyper-parameters of all groups."""
 
+    kind: str | None
     group_of: dict[str, int]
     slots: dict[str, set[str]]
     shared: set[str]
+    hyper: set[str]
 
 
 def _read_saved(path: str, source: Source) -> _Saved:
-    saved = _Saved({}, {}, set())
+    recorded = source.nodes.get(join(path, "class"))
+    kind = recorded.data.decode("utf-8", "replace") if isinstance(recorded, Text) else None
+    saved = _Saved(kind, {}, {}, set(), set())
     depth = len(split(path)) + 1
     for name in source.stored_below(join(path, "group_of")):
         node = source.nodes[name]
@@ -208,7 +221,75 @@ def _read_saved(path: str, source: Source) -> _Saved:
                 slots.add(parts[stop])
                 break
     saved.shared.update(split(name)[depth] for name in source.stored_below(join(path, "shared")))
+    for name in source.stored_below(join(path, "param_groups")):
+        saved.hyper.update(split(name)[depth + 1 : depth + 2])
     return saved
+
+
+def _is_other_class(path: str, optimizer: Optimizer, saved: _Saved, source: Source) -> bool:
+    """Whether an optimizer of another class was saved whose state this one can take.
+
+    Raises `IncompatibleError`, code ``incompatible.optimizer_class``, when it cannot, or the load is strict.
+    """
+    kind, name = type(optimizer).__name__, join(path, "class")
+    foreign = _foreign(optimizer, saved)
+    if foreign or (source.is_strict and saved.kind not in (None, kind)):
+        raise _other_class(path, kind, saved, foreign)
+    if saved.kind == kind:
+        source.mark(name)
+    elif saved.kind is not None:
+        source.missing(name)
+    return saved.kind not in (None, kind)
+
+
+def _foreign(optimizer: Optimizer, saved: _Saved) -> list[str]:
+    """How stored state is foreign to an optimizer, in lines.
+
+    Another class must have the same hyper-parameters. Of the same class, or where none was recorded, versions and users
+    add some; only if each side has several that the other lacks, two classes have one name. Options add slots, so it
+    counts when each side has some that the other lacks.
+    """
+    kind = type(optimizer).__name__
+    defaults = {component(key) for key in optimizer.defaults}
+    hyper = defaults | {component(key) for group in optimizer.param_groups for key, _ in _hyper(group)}
+    stored = saved.hyper - _OF_SCHEDULERS
+    theirs, mine = stored - hyper, defaults - stored
+    lines = []
+    if stored and (theirs or mine if saved.kind not in (None, kind) else min(len(theirs), len(mine)) > 1):
+        lines.append(f"hyper-parameters only in the checkpoint: {_list(theirs)}; only here: {_list(mine)}")
+    slots = {component(key) for kept in optimizer.state.values() if isinstance(kept, dict) for key in kept}
+    stored = set().union(*saved.slots.values())
+    if saved.kind != kind and stored - slots and slots - stored:
+        lines.append(f"slots only in the checkpoint: {_list(stored - slots)}; only here: {_list(slots - stored)}")
+    return lines
+
+
+def _list(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names)) or "none"
+
+
+def _own_flags(optimizer: Optimizer) -> frozenset[str]:
+    """Flags in the groups that the class sets by itself: its constructor does not take them. They say what it is."""
+    parameters = inspect.signature(type(optimizer)).parameters
+    if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values()):
+        return frozenset()
+    flags = {key for key, value in optimizer.defaults.items() if isinstance(value, bool)}
+    return frozenset(flags - parameters.keys())
+
+
+def _other_class(path: str, kind: str, saved: _Saved, foreign: list[str]) -> IncompatibleError:
+    stored = f"class {saved.kind}" if saved.kind not in (None, kind) else "another class"
+    slots = _list(set().union(*saved.slots.values()))
+    action = f'Build the optimizer that was saved, or leave this one out, with select="!{path}".'
+    if not foreign:
+        action = f"Build the optimizer that was saved, or have {kind} take over its state with strict=False."
+    return IncompatibleError(
+        f"Optimizer {path!r} is of class {kind} here, of {stored} in the checkpoint, where its slots are: {slots}.",
+        code="incompatible.optimizer_class",
+        action=action,
+        path=path,
+        details=tuple(foreign),
+    )
 
 
 def _match(path: str, index: int, group: Mapping[str, object], saved: _Saved, source: Source) -> Iterator[NamedTensor]:
@@ -296,8 +377,10 @@ def _hyper_nodes(path: str, source: Source) -> dict[str, Node]:
     return {name[len(path) + 1 :]: source.nodes[name] for name in source.stored_below(path) if name in source.nodes}
 
 
-def _bind_hyper(path: str, group: MutableMapping[str, object], source: Source) -> Finish:
-    values = {key: source.live(join(path, component(key, path=path)), value) for key, value in _hyper(group)}
+def _bind_hyper(path: str, group: MutableMapping[str, object], own: Container[str], source: Source) -> Finish:
+    values = {
+        key: source.live(join(path, component(key, path=path)), value) for key, value in _hyper(group) if key not in own
+    }
 
     def finish() -> None:
         group.update((key, value()) for key, value in values.items())

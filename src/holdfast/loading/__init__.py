@@ -62,9 +62,10 @@ def load(
     Blocking and collective over `group` (default: the job); one plain process is fine too. `path` is a run (its head),
     ``RUN@step=700``, ``RUN@3.12``, or a checkpoint folder. Tensors are filled in place and keep their identity, entries
     of dicts and lists are replaced in place, tuples are rebuilt (``report.state`` is the whole tree). Optimizer state
-    is built from the checkpoint in its saved dtype. With ``strict`` every name must be on both sides; without, what
-    both have is loaded and the report lists the rest; that there is nothing, or no tensor of all that the state has, is
-    an error unless ``allow_empty=True``. ``verify=False`` skips the digests of tensor data.
+    is built from the checkpoint in its saved dtype, for an optimizer of the class that was saved; without ``strict``
+    also for one with the same slots and hyper-parameters (Adam and AdamW). With ``strict`` every name must be on both
+    sides; without, what both have is loaded and the report lists the rest; that there is nothing, or no tensor of all
+    that the state has, is an error unless ``allow_empty=True``. ``verify=False`` skips the digests of tensor data.
 
     `select` are globs of live names: only what they match is loaded, and all else in `into` stays as it is. ``*``
     stands for any text without ``/``, ``**`` for any text, and a glob that matches a container matches all that is in
@@ -337,7 +338,7 @@ class Loading:
             strict=False,
             rank=self._channel.rank,
             world_size=self._channel.world_size,
-            terms=Terms(select, cast, table.equal, table.partly_kept()),
+            terms=Terms(select, cast, table.equal, table.partly_kept(), is_strict=options.strict),
             device=options.device,
         )
         return _Bound(checkpoint, binding, table), Names.of(binding, {"select": select, "cast": cast})

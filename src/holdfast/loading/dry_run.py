@@ -85,6 +85,7 @@ def plan_load(
         cast if isinstance(cast, bool) else False if cast is None else globs[-1],
         table.equal,
         table.partly_kept(),
+        is_strict=False,
     )
     binding = bind(
         into,

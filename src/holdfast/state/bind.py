@@ -136,6 +136,7 @@ class _Binder:
         device: torch.device | None,
     ) -> None:
         self._select, self._kept = terms.select, terms.kept
+        self.is_strict = terms.is_strict
         #: What frameworks see: of modules, only what is selected. Optimizers are selected as a whole.
         self.nodes = nodes if self._select is None else _Selected(nodes, self._select)
         self._all_nodes = nodes

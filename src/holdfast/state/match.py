@@ -35,13 +35,14 @@ class Terms(NamedTuple):
     Live tensors, values and objects whose names are not in `select` are left as they are, and nothing of them is
     missing or unexpected. `cast` says which live tensors may have another dtype than the stored ones. Of a
     mapping: `equal` are stored tensors that must be equal to the one of that name, `kept` those that do not fill the
-    whole of a live one.
+    whole of a live one. With `is_strict`, optimizers must be of the class that was saved.
     """
 
     select: Globs | None = None
     cast: Globs | bool = False
     equal: Mapping[str, Sequence[str]] = MappingProxyType({})
     kept: Collection[str] = ()
+    is_strict: bool = True
 
 
 class Matcher:
