@@ -1,7 +1,6 @@
 """What users of accelerate, Lightning, transformers, peft and torchmetrics hand over: saved, loaded, trained on.
 
-One file, so that these libraries are imported once. Models are tiny and random; nothing is downloaded. Longer ones are
-in `test_frameworks_jobs`.
+One file, so that these libraries are imported once. Models are tiny and random; nothing is downloaded.
 """
 
 from __future__ import annotations
