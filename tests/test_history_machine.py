@@ -38,7 +38,7 @@ from holdfast.run.history import Run
 from holdfast.run.paths import storage_at
 from holdfast.run.removal import remove_checkpoint
 from holdfast.run.rollback import rollback
-from holdfast.run.session import Session
+from holdfast.run.session import Load, Session
 from holdfast.storage.base import Storage
 from tests.checkpoints import check, names, publish_manifest, write_data
 from tests.faulty_storage import FaultyStorage
@@ -357,7 +357,7 @@ class HistoryMachine(RuleBasedStateMachine):
             if commit is not None:
                 assert seen is not None
                 run.locate(commit)
-                job.session.note_loaded(storage.uri, run.run_id, commit.place, seen=seen)
+                job.session.note_loaded(Load(storage.uri, run.run_id, commit.place, seen))
                 job.past = (*self.past[commit.place], commit.place)
                 job.known = seen
 
@@ -366,7 +366,7 @@ class HistoryMachine(RuleBasedStateMachine):
     def _save(self, job: Job, step: int, *, takeover: bool) -> Callable[[Storage], None]:
         def work(storage: Storage) -> None:
             run = Run.create(storage)
-            place = job.session.begin(run, takeover=takeover, world_size=2)
+            place = job.session.begin(run, takeover=takeover, world_size=2, sources=job.session.sources(list))
             if takeover and place.seq == 1:
                 # The state is declared to be the successor of the head.
                 origin = self.run.epoch(place.epoch).opened_from

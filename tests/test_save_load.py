@@ -442,7 +442,7 @@ def test_a_rollback_abandons_the_future_it_left(tmp_path: Path) -> None:
     run = tmp_path / "run"
     for seed in (1, 2):
         holdfast.save(run, filled("plain", seed).state, seed)
-    holdfast.load(f"{run}@step=1", into=build("plain").state)
+    holdfast.load(f"{run}@step=1", into=build("plain").state, continues=True)
     report = holdfast.save(run, filled("plain", 3).state, 2)
     assert report.place == "2.1"
     job = build("plain")

@@ -11,10 +11,15 @@ from holdfast.format.records import Place, Why
 from holdfast.run.history import Run
 from holdfast.run.paths import storage_at
 from holdfast.run.removal import remove_checkpoint
-from holdfast.run.session import Session
+from holdfast.run.session import Load, Session
 from holdfast.storage.base import Storage
 from tests.memory_storage import MemoryStorage
 from tests.test_history import Interrupted, head_place, run_on_disk, save, steps
+
+
+def begin(session: Session, run: Run, *, takeover: bool = False) -> Place:
+    """Begin a save of a state that consists of values."""
+    return session.begin(run, takeover=takeover, world_size=4, sources=session.sources(list))
 
 
 class Job:
@@ -25,7 +30,7 @@ class Job:
         self.storage = storage
 
     def begin(self, *, takeover: bool = False) -> Place:
-        return self.session.begin(Run.create(self.storage), takeover=takeover, world_size=4)
+        return begin(self.session, Run.create(self.storage), takeover=takeover)
 
     def save(self, step: int, *, takeover: bool = False) -> Place:
         place = self.begin(takeover=takeover)
@@ -36,7 +41,7 @@ class Job:
         run = Run.open(self.storage)
         place = place or head_place(run)
         assert place is not None
-        self.session.note_loaded(self.storage.uri, run.run_id, place, seen=run.newest_epoch() or 0)
+        self.session.note_loaded(Load(self.storage.uri, run.run_id, place, run.newest_epoch() or 0))
 
     def why(self) -> tuple[Why, Place | None]:
         run = Run.open(self.storage)
@@ -225,8 +230,8 @@ def test_a_session_knows_a_run_by_any_of_its_paths(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "run")
     run = Run.open(storage_at(str(tmp_path / "link")))
     session = Session()
-    session.note_loaded(f"{tmp_path}/run", run.run_id, older.place, seen=1)
-    assert session.begin(run, takeover=False, world_size=1) == Place(2, 1)
+    session.note_loaded(Load(f"{tmp_path}/run", run.run_id, older.place, seen=1))
+    assert begin(session, run) == Place(2, 1)
 
 
 def test_a_load_from_another_run_gives_no_right_to_this_one() -> None:
@@ -235,6 +240,6 @@ def test_a_load_from_another_run_gives_no_right_to_this_one() -> None:
     Job(here).save(1)
     job = Job(here)
     run = Run.open(there)
-    job.session.note_loaded(there.uri, run.run_id, Place(1, 1), seen=1)
+    job.session.note_loaded(Load(there.uri, run.run_id, Place(1, 1), seen=1))
     with pytest.raises(HoldfastError, match=r"config\.unloaded_history"):
         job.begin()

@@ -35,12 +35,14 @@ from holdfast.keeper.node_folder import DEFAULT_NODE_DIR
 from holdfast.phases import Stopwatch, attempt
 from holdfast.run.history import Run
 from holdfast.run.paths import absolute, canonical, storage_at
+from holdfast.run.session import JOB, Sources
 from holdfast.saving import numbers_of, run_root, save
 from holdfast.saving.coordinator import Request
 from holdfast.saving.planning import Known
 from holdfast.saving.share import Share
 from holdfast.staging.snapshot import Snapshot
 from holdfast.state.flatten import FlatState, check_root
+from holdfast.state.identity import parts_of
 from holdfast.transfer.timed import TimedStorage
 
 #: How often it is looked at whether slots have become free, and when in its time a save gives up, so that all ranks
@@ -321,6 +323,7 @@ class Checkpointer:
         stager = self._opened(group_ranks(self._group)[channel.rank])
         if not self._goes_on:
             self._drop_parts(channel, deadline)
+        sources = JOB.sources(lambda: parts_of(self._state))
         hold = stager.guard.hold()
         try:
             taken = self._taken(stager, channel)
@@ -332,7 +335,9 @@ class Checkpointer:
                 return
             is_awaited = not free.as_before
             later = channel.in_background()
-            job = Job(handle, metrics, later, deadline, stager, hold, taken, free.needed, is_awaited, self._go_on)
+            job = Job(
+                handle, metrics, later, deadline, stager, hold, taken, sources, free.needed, is_awaited, self._go_on
+            )
             background = Background(job)
             self._backgrounds.append(background)
             copier = background.start()
@@ -385,7 +390,8 @@ class Checkpointer:
         ranks = group_ranks(self._group)
         rank = ranks[job.channel.rank]
         with TimedStorage(storage_at(self._run), timeout_s=job.deadline.for_storage_s) as storage:
-            request = Request(storage, job.handle.step, job.metrics, self._takeover, time.time(), strict=False)
+            takeover = self._takeover
+            request = Request(storage, job.handle.step, job.metrics, takeover, time.time(), False, job.sources)
             planner = StagePlanner(request, ranks, self._known.memory)
             planning = StagePlanning(job.channel, job.deadline, rank, planner, self._known, Stopwatch(), answers=Answer)
             agreed, mine = planning.agree(job.flat)

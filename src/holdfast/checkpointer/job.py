@@ -14,6 +14,7 @@ from holdfast.control.channel import Channel, Deadline
 from holdfast.errors import HoldfastError, StorageError
 from holdfast.format.records import Place
 from holdfast.keeper.slots import Slot
+from holdfast.run.session import Sources
 from holdfast.staging.device import Queued
 from holdfast.staging.guard import Hold
 from holdfast.staging.routes import Routes
@@ -28,8 +29,8 @@ class Job:
     """The owner of one save in the background. It holds the guard (`hold`), and from when all ranks have agreed the
     checkpoint's id (`agreed`: the others count on this rank's part) and a slot. `end` gives all of that back.
 
-    `taken` is the state, or why there is none. `is_awaited`: whoever saves waits until this is settled, and raises what
-    fails until then.
+    `taken` is the state, or why there is none, and `sources` what it was loaded from. `is_awaited`: whoever saves waits
+    until this is settled, and raises what fails until then.
     """
 
     handle: Handle
@@ -39,6 +40,7 @@ class Job:
     stager: Stager
     hold: Hold
     taken: Snapshot | Exception
+    sources: Sources
     needed: Place | None
     is_awaited: bool
     go_on: Callable[[Job, Background], None]

@@ -125,7 +125,7 @@ def restore(
     """Fill `state` from the newest checkpoint of `run`. Collective over `group`. See `Checkpointer.restore`."""
     if node_dir is not None:
         try:
-            restored = _from_memory(run, state, node_dir, group, Options(select, verify=verify), timeout_s=timeout_s)
+            restored = _from_memory(run, state, node_dir, group, Options(select, verify=verify, continues=True), timeout_s=timeout_s)
         except HoldfastError as error:
             if not is_damage(error) and error.code != "storage.memory":
                 raise
@@ -135,7 +135,7 @@ def restore(
             if restored is not None:
                 return restored
     try:
-        report = load(run, state, select=select, group=group, verify=verify, timeout_s=timeout_s)
+        report = load(run, state, select=select, continues=True, group=group, verify=verify, timeout_s=timeout_s)
     except NotFoundError as error:
         if error.code not in ("not_found.run", "not_found.head"):
             raise

@@ -120,6 +120,14 @@ def bind_module(path: str, module: nn.Module, source: Source) -> Finish:
     return finish
 
 
+def innermost(module: nn.Module) -> nn.Module:
+    """What is left of `module` without the wrappers around it: DDP, `torch.compile`, those of other libraries."""
+    module = cast("nn.Module", unwrapped(module))
+    kind: type = type(module)
+    inner = _traits(kind).wrapped
+    return module if inner is None else innermost(cast("nn.Module", getattr(module, inner)))
+
+
 def _read(path: str, module: nn.Module, wants: Callable[[str], bool]) -> _State:
     state = _State(wants, [], [], [])
     _walk(module, "", path, None, state)

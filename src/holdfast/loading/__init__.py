@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ from torch.distributed import ProcessGroup
 from holdfast.control.channel import Channel, Deadline
 from holdfast.control.torch_store import default_channel, group_ranks
 from holdfast.decoding import decode_msgpack
-from holdfast.errors import CorruptError, HoldfastError, StorageError
+from holdfast.errors import ConfigurationError, CorruptError, HoldfastError, StorageError
 from holdfast.format.patterns import Globs
 from holdfast.format.records import Place
 from holdfast.loading.filling import Filling
@@ -32,8 +33,9 @@ from holdfast.run.checkpoint import Checkpoint
 from holdfast.run.fallback import Skipped, is_damage, resolve_sound
 from holdfast.run.history import Located, is_folder, resolve
 from holdfast.run.paths import Target, parse, storage_at
-from holdfast.run.session import JOB
+from holdfast.run.session import JOB, Load
 from holdfast.state.bind import Binding, bind
+from holdfast.state.identity import found_in, memory_of
 from holdfast.state.match import Terms
 from holdfast.transfer.timed import TimedStorage
 
@@ -50,6 +52,7 @@ def load(
     strict: bool = True,
     allow_empty: bool = False,
     fallback: bool = False,
+    continues: bool | None = None,
     verify: bool = True,
     device: str | torch.device | None = None,
     memory_budget: int = MEMORY_NBYTES,
@@ -87,9 +90,14 @@ def load(
 
     With ``fallback`` a checkpoint that turns out to be damaged or incomplete is passed over, on all ranks together, and
     the next older one on its lineage is loaded instead; each is logged as a warning, and ``report.skipped`` says why.
-    The next save continues from what was loaded, as after a rollback. Without, the error says which older one to load.
-    Where tensors may stay as they are (``strict=False``, or a rule that keeps elements), all data is read and checked
-    before any of it goes into them, so it is read twice.
+    Without, the error says which older one to load. Where tensors may stay as they are (``strict=False``, or a rule that
+    keeps elements), all data is read and checked before any of it goes into them, so it is read twice.
+
+    A job continues a run from what it loaded when the load filled, whole, the very objects that it saves later, without
+    `select`, `mapping` or cast: the next save then opens an epoch that descends from there, and to load an older
+    checkpoint is a rollback. Any other load, of a teacher from the same run, say, only reads. ``continues=True`` says
+    that the next save into this run continues from here in any case, and ``continues=False`` that it does not. Where
+    only a part of what is saved was loaded, the save is refused until one of them is said.
 
     Each byte is read once per node: what several of its ranks need goes through memory that they share, `memory_budget`
     bytes per rank at most (6 MiB where a rank has no neighbours). With `bandwidths` of storage and network that favour
@@ -104,6 +112,7 @@ def load(
             (``incompatible.select``, ``incompatible.cast``), rules that do not fit (``incompatible.mapping``), tensors
             that would stay on the meta device (``incompatible.meta``).
         StateError: tensors of `into` share memory, or could not be saved; names them.
+        ConfigurationError: `path` is a checkpoint's folder, outside any history, and ``continues=True``.
         CorruptError: stored bytes are damaged; names the file and the tensors. With ``fallback``: of all checkpoints.
         StorageError, DeadlineError: as in `save`.
     """
@@ -116,6 +125,7 @@ def load(
         fallback,
         verify,
         allow_empty=allow_empty,
+        continues=continues,
         device=device,
         memory=memory_budget,
         bandwidths=bandwidths,
@@ -143,6 +153,7 @@ class Options:
         verify: bool = True,
         *,
         allow_empty: bool = False,
+        continues: bool | None = None,
         device: str | torch.device | None = None,
         memory: int = MEMORY_NBYTES,
         bandwidths: Bandwidths | None = None,
@@ -154,6 +165,7 @@ class Options:
         self.allow_empty = allow_empty
         self.fallback = fallback
         self.verify = verify
+        self.continues = continues
         self.device = None if device is None else torch.device(device)
         self.memory_budget = memory
         self.bandwidths = bandwidths
@@ -175,6 +187,11 @@ class Options:
     def select(self) -> Globs | None:
         """What is loaded; None for everything."""
         return None if self._select is None else Globs(self._select)
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether a part of a checkpoint is loaded, or as something else than it is stored as."""
+        return self._select is not None or bool(self.mapping)
 
     def cast(self) -> Globs | bool:
         """What may be cast."""
@@ -229,6 +246,8 @@ class Loading:
             found: list[Located] = []
             with self._watch.phase("resolve"):
                 resolved = self._resolve(target, skipped, found)
+            if resolved.place is None and self._options.continues:
+                raise _outside(target)
             try:
                 return self.fill(
                     into,
@@ -286,12 +305,11 @@ class Loading:
             state: list[object] = []
             self._channel.collect("finish", attempt(lambda: _finish(filling, state)), self._deadline)
         located = checkpoint.located
-        if located.run is not None:
-            assert epoch is not None, "a run with a checkpoint has an epoch"
-            JOB.note_loaded(located.run.storage.uri, located.run.run_id, located.seal.place, seen=epoch)
         if binding.reseeded and self._channel.rank == 0:
             _log.warning("another number of ranks saved %s: it is seeded anew", ", ".join(binding.reseeded))
         difference_ = decode_msgpack(names, Names)
+        is_whole = not (self._options.is_partial or filling.cast or difference_.missing or difference_.unexpected)
+        self._note(located, epoch, binding, state[0], is_whole=is_whole)
         return LoadReport(
             step=located.seal.step,
             place=str(located.seal.place),
@@ -324,6 +342,23 @@ class Loading:
             owners=owners,
             in_memory=in_memory,
         )
+
+    def _note(self, located: Located, epoch: int | None, binding: Binding, state: object, *, is_whole: bool) -> None:
+        """Have this process remember which objects of `state` were filled, and from what."""
+        run, continues = located.run, self._options.continues
+        if run is None:
+            load = Load(located.storage.uri, "", None, 0, continues, is_whole)
+        else:
+            assert epoch is not None, "a run with a checkpoint has an epoch"
+            load = Load(run.storage.uri, run.run_id, located.seal.place, epoch, continues, is_whole)
+        names = sorted({*binding.loaded, *(target.name for target in binding.targets)})
+        filled = [
+            found.part.itself
+            for found in found_in(state)
+            if found.part.itself is not None and (is_whole or _is_within(names, found.path))
+        ]
+        memory = memory_of(part for target in binding.targets for part in target.local.memory)
+        JOB.note_loaded(load, filled, memory)
 
     def _bind(self, checkpoint: Checkpoint, into: Mapping[str, object]) -> tuple[_Bound, Names]:
         """Match names on this rank; changes nothing."""
@@ -409,6 +444,21 @@ class Loading:
                 allow_empty=self._options.allow_empty,
             )
         )
+
+
+def _is_within(names: Sequence[str], path: str) -> bool:
+    """Whether one of `names`, which are sorted, is `path` or lies below it."""
+    at, below = bisect_left(names, path), bisect_left(names, path + "/")
+    return names[at : at + 1] == [path] or (below < len(names) and names[below].startswith(path + "/"))
+
+
+def _outside(target: Target) -> ConfigurationError:
+    return ConfigurationError(
+        f"'{target}' is a checkpoint's folder, outside any history, so no run can continue from it.",
+        code="config.continues",
+        action="Name the checkpoint by its run, as RUN@step=700 or RUN@3.12, or leave continues=True out.",
+        path=target.root,
+    )
 
 
 def _finish(filling: Filling, state: list[object]) -> bytes:

@@ -2,30 +2,88 @@
 
 A place that was given out is never given out again, whether its checkpoint was committed or not: a number is used
 up when a save begins. So an aborted save leaves a gap, and a late commit of it cannot meet another checkpoint.
+
+A load moves a run only when it filled, whole, the very objects that are saved later, or when its caller said so. What
+each object was last filled from is remembered by object, so that the order of loads decides, and a load into other
+objects (a teacher, say) changes nothing. Where the objects of a save come from several places, the save is refused.
 """
 
 from __future__ import annotations
 
+import logging
 import secrets
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from threading import Lock
-from typing import Final
+from typing import Final, NamedTuple, Protocol
 
 from holdfast.errors import ConfigurationError
-from holdfast.format.records import Epoch, Place, Why
+from holdfast.format.records import Commit, Epoch, Place, Why
 from holdfast.run.history import Run
 from holdfast.run.paths import canonical
+
+_log = logging.getLogger(__name__)
+
+
+class Identity(Protocol):
+    """Recognises an object or its memory without keeping it alive."""
+
+    @property
+    def key(self) -> Hashable:
+        """The same for the same object, and another for any other that is alive."""
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the object is still there; else another one may have its key."""
+
+
+class Part(NamedTuple):
+    """An object in a state. `itself` is None where it is known by its memory only; `memory` looks up that."""
+
+    itself: Identity | None
+    memory: Callable[[], Sequence[Identity]]
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """One load of `place` of the run with id `run_id` at `root`, which was looked up when epoch `seen` was the newest.
+
+    `continues` is what the caller said about it, if anything. `is_whole`: all of the checkpoint and all of the state
+    that was given, without a selection, a mapping or a cast. `number` counts loads and saves of this process.
+    """
+
+    root: str
+    run_id: str
+    place: Place | None
+    seen: int
+    continues: bool | None = None
+    is_whole: bool = True
+    number: int = 0
+
+
+class Sources(NamedTuple):
+    """What the objects of a save were last filled from (None: never loaded), as of load `number`."""
+
+    loads: frozenset[Load | None]
+    number: int
+
+
+#: Of a state of which nothing was loaded.
+NEVER_LOADED: Final = Sources(frozenset((None,)), 0)
 
 
 @dataclass(slots=True)
 class _Memory:
-    """One run: the last place given out in the epoch that this process owns, and what it loaded since, which was when
-    epoch `seen` was the newest; and whether this process `took_over`, which it may do once."""
+    """One run: the last place given out in the epoch that this process owns; the last load of it, and the last one of
+    which the caller said that the run continues from it; and whether this process `took_over`, which it may do once. A
+    save has used up loads up to number `used`."""
 
+    root: str
     run_id: str
     last: Place | None = None
-    loaded: Place | None = None
-    seen: int | None = None
+    loaded: Load | None = None
+    continued: Load | None = None
+    used: int = 0
     took_over: bool = False
     incarnation: str = field(default_factory=lambda: secrets.token_hex(16))
 
@@ -36,58 +94,150 @@ class Session:
     def __init__(self) -> None:
         self._memories: dict[str, _Memory] = {}
         self._lock = Lock()
+        #: The last load that filled each object, by the key of its identity.
+        self._filled: dict[Hashable, tuple[Identity, Load]] = {}
+        self._number = 0
+        #: The newest load by which memory of tensors was filled, and the newest one that a save has to look at.
+        self._newest_in_memory = 0
+        self._unused = 0
 
-    def note_loaded(self, root: str, run_id: str, place: Place, *, seen: int) -> None:
-        """Remember that the state of this process is now that of `place` in the run at `root`, which was looked up when
-        epoch `seen` was the newest."""
+    def note_loaded(self, load: Load, filled: Iterable[Identity] = (), memory: Iterable[Identity] = ()) -> None:
+        """Remember that the objects `filled`, and `memory` of tensors, now hold what `load` gave them."""
+        filled, memory = list(filled), list(memory)
         with self._lock:
-            memory = self._memory(root, run_id)
-            memory.loaded, memory.seen = place, seen
+            self._number += 1
+            load = replace(load, root=canonical(load.root), number=self._number)
+            self._filled = {key: entry for key, entry in self._filled.items() if entry[0].is_alive}
+            self._filled |= {identity.key: (identity, load) for identity in (*filled, *memory)}
+            if memory:
+                self._newest_in_memory = load.number
+            self._unused = load.number
+            if load.place is not None:
+                remembered = self._memory(load.root, load.run_id)
+                remembered.loaded = load
+                if load.continues:
+                    remembered.continued = load
 
-    def begin(self, run: Run, *, takeover: bool, world_size: int) -> Place:
+    def sources(self, parts: Callable[[], Sequence[Part]]) -> Sources:
+        """What the `parts` of a state that is about to be saved were last filled from."""
+        with self._lock:
+            if not self._unused:
+                return NEVER_LOADED._replace(number=self._number)
+            return Sources(frozenset(load for part in parts() for load in self._last(part)), self._number)
+
+    def begin(self, run: Run, *, takeover: bool, world_size: int, sources: Sources) -> Place:
         """The place of the next save into `run`; opens an epoch, durably, where this process owns none that fits.
 
-        Called by the coordinator alone, once per save; the place is used up even when the save fails. After a load
-        the next save goes on from what was loaded, in a new epoch unless that is the last place that this process
-        began. `takeover` lets a process that loaded nothing go on from the head of a run it does not own. It counts at
-        the first save that says so, and not again: another job that takes over later must be able to stop this one.
+        Called by the coordinator alone, once per save; the place is used up even when the save fails. When the objects
+        that are saved were loaded (`sources`), the next save goes on from that, in a new epoch unless it is the last
+        place that this process began. `takeover` lets a process that loaded nothing go on from the head of a run it
+        does not own. It counts at the first save that says so, and not again: another job that takes over later must be
+        able to stop this one.
 
-        `ConfigurationError`, code ``config.unloaded_history``: the run has commits and nothing was loaded from it.
+        `ConfigurationError`, code ``config.unloaded_history``: the run has commits, and the state that is saved was not
+        loaded from it; ``config.unclear_history``: a part of it was.
         `FencedError`: another job opened a newer epoch than this one owns, or than there was when it loaded; a
         rollback of the run is one too.
         """
         with self._lock:
             memory = self._memory(run.storage.uri, run.run_id)
             newest = run.newest_epoch()
+            loaded = _source(run, memory, sources)
             takeover = takeover and not memory.took_over
-            place = _next_in_own_epoch(run, memory, newest, takeover=takeover)
+            place = _next_in_own_epoch(run, memory, loaded, newest, takeover=takeover)
             if place is None:
-                epoch = _open_epoch(run, memory, newest or 0, takeover=takeover, world_size=world_size)
+                epoch = _open_epoch(run, memory, loaded, newest or 0, takeover=takeover, world_size=world_size)
                 place = Place(epoch.epoch, 1)
-            memory.last, memory.loaded = place, None
+            memory.last = place
             memory.took_over |= takeover
+            memory.used = sources.number
+            if memory.used >= self._unused:
+                self._unused = 0
             return place
 
+    def _last(self, part: Part) -> set[Load | None]:
+        """The loads that last filled a part."""
+        whole = None if part.itself is None else self._load_of(part.itself)
+        if self._newest_in_memory <= (0 if whole is None else whole.number):
+            return {whole}
+        # Memory that no load filled belongs to what the object has got since: it was moved, or sharded.
+        loads = [self._load_of(identity) for identity in part.memory()] or [None]
+        return {max(load, whole, key=_number_of) for load in loads}
+
+    def _load_of(self, identity: Identity) -> Load | None:
+        entry = self._filled.get(identity.key)
+        return None if entry is None or not entry[0].is_alive else entry[1]
+
     def _memory(self, root: str, run_id: str) -> _Memory:
-        memory = self._memories.get(canonical(root))
+        root = canonical(root)
+        memory = self._memories.get(root)
         if memory is None or memory.run_id != run_id:
             # Another run under a known path was deleted and made anew: nothing remembered of the old one holds.
-            memory = self._memories[canonical(root)] = _Memory(run_id)
+            if memory is not None and memory.last is not None:
+                _log.warning(
+                    "the run at '%s' was removed or replaced: what this job saved there, up to %s, is gone",
+                    root,
+                    memory.last,
+                )
+            memory = self._memories[root] = _Memory(root, run_id)
         return memory
 
 
-def _next_in_own_epoch(run: Run, memory: _Memory, newest: int | None, *, takeover: bool) -> Place | None:
+def _number_of(load: Load | None) -> int:
+    return 0 if load is None else load.number
+
+
+def _source(run: Run, memory: _Memory, sources: Sources) -> Load | None:
+    """The load from which the state of a save comes; None where it comes from no load since the last save."""
+    loads = sources.loads
+    if not loads:  # nothing but values: no object tells which load it was
+        loads = frozenset((memory.loaded,))
+    each = {_counted(load, memory, sources.number) for load in loads}
+    from_here = sorted((load for load in each if load is not None), key=_number_of)
+    if not from_here:
+        return None
+    newest = from_here[-1]
+    is_clear = len(from_here) == 1 and (newest.is_whole or bool(newest.continues))
+    if is_clear and None not in each:
+        return newest
+    if all(load.place == memory.last for load in from_here):
+        return None  # to load back what was saved last moves nothing
+    # What is new beside the head that a new job has loaded may begin here: nothing is abandoned by that.
+    if is_clear and memory.last is None and _is_head(run, newest):
+        return newest
+    raise _unclear(run, memory, from_here)
+
+
+def _counted(load: Load | None, memory: _Memory, number: int) -> Load | None:
+    """What a load of some object means for the run of `memory`: the load, a later one of which the caller said that the
+    run continues from it, or None."""
+    continued = memory.continued
+    if continued is not None and memory.used < continued.number <= number and _number_of(load) < continued.number:
+        return continued
+    if load is None or load.number <= memory.used or load.continues is False or load.place is None:
+        return None
+    return load if (load.root, load.run_id) == (memory.root, memory.run_id) else None
+
+
+def _is_head(run: Run, load: Load) -> bool:
+    head = run.head()
+    return head is not None and head.place == load.place
+
+
+def _next_in_own_epoch(
+    run: Run, memory: _Memory, loaded: Load | None, newest: int | None, *, takeover: bool
+) -> Place | None:
     """The next place of the epoch this process owns, or None where another epoch is to be opened."""
-    last, loaded = memory.last, memory.loaded
+    last = memory.last
     if not takeover:
         # Only a load after a newer epoch was opened gives a right to go on from there: neither an earlier load nor an
         # epoch of its own must let a zombie take the run back, or a job undo a rollback that it does not know of.
-        known = memory.seen if loaded is not None or last is None else last.epoch
+        known = loaded.seen if loaded is not None else None if last is None else last.epoch
         if known is not None and newest != known and not _is_own(run, memory, newest):
             run.check_fence(known)
     if last is None or newest != last.epoch:
         return None
-    if loaded not in (None, last):
+    if loaded is not None and loaded.place != last:
         # Also a load of the newest commit, when a later place was begun here: that one is still under way or was
         # aborted, may yet be committed, and would then stand between the loaded state and its successor.
         return None
@@ -99,29 +249,50 @@ def _is_own(run: Run, memory: _Memory, newest: int | None) -> bool:
     return newest is not None and run.epoch(newest).incarnation == memory.incarnation
 
 
-def _open_epoch(run: Run, memory: _Memory, newest: int, *, takeover: bool, world_size: int) -> Epoch:
+def _open_epoch(
+    run: Run, memory: _Memory, loaded: Load | None, newest: int, *, takeover: bool, world_size: int
+) -> Epoch:
     """Open the epoch after `newest`, from where this process's state comes from."""
     head = run.head()
     at = head.place if head is not None else None
     origin: Place | None
     why: Why
-    if memory.loaded is not None:
-        origin, why = memory.loaded, "resume" if memory.loaded == at else "rollback"
+    if loaded is not None:
+        origin, why = loaded.place, "resume" if loaded.place == at else "rollback"
     elif takeover and newest:
         origin, why = at, "takeover"
     elif head is None:
         # Nothing to load, so nothing to lose: earlier epochs, if any, ended before their first commit.
         origin, why = None, "start"
     else:
-        raise ConfigurationError(
-            f"run '{run.storage.uri}' has a history (its head is step {head.step} at {head.place}), "
-            "and this job has loaded nothing from it.",
-            code="config.unloaded_history",
-            action="Load the run first to go on from it, save into another folder, or pass takeover=True.",
-            path=run.storage.uri,
-        )
+        raise _unloaded(run, memory, head)
     return run.open_epoch(
         after=newest, opened_from=origin, why=why, world_size=world_size, incarnation=memory.incarnation
+    )
+
+
+def _unloaded(run: Run, memory: _Memory, head: Commit) -> ConfigurationError:
+    what, action = "this job has loaded nothing from it", "Load the run first to go on from it"
+    if memory.loaded is not None and memory.loaded.number > memory.used:
+        what = f"this job has loaded {memory.loaded.place} from it, but not into the objects that it saves"
+        action = "Load it with continues=True to go on from what was loaded"
+    return ConfigurationError(
+        f"run '{run.storage.uri}' has a history (its head is step {head.step} at {head.place}), and {what}.",
+        code="config.unloaded_history",
+        action=f"{action}, save into another folder, or pass takeover=True to go on from the head.",
+        path=run.storage.uri,
+    )
+
+
+def _unclear(run: Run, memory: _Memory, loads: Sequence[Load]) -> ConfigurationError:
+    places = " and ".join(dict.fromkeys(str(load.place) for load in loads))
+    keeps = "save into another folder" if memory.last is None else f"go on after {memory.last}"
+    return ConfigurationError(
+        f"a part of what is saved into run '{run.storage.uri}' was loaded from its checkpoint {places}, and the rest "
+        f"was not, or not as it is stored. So it is not clear whether the run is to continue from {places}.",
+        code="config.unclear_history",
+        action=f"Load again with continues=True to continue from there, or with continues=False to {keeps}.",
+        path=run.storage.uri,
     )
 
 

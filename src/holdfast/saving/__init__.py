@@ -28,6 +28,7 @@ from holdfast.format.records import MAX_RECORD_NBYTES, Commit
 from holdfast.phases import LOG, Stopwatch, attempt
 from holdfast.reports import SaveReport
 from holdfast.run.paths import canonical, parse, storage_at
+from holdfast.run.session import JOB
 from holdfast.saving.coordinator import Coordinator, Request
 from holdfast.saving.local import Local
 from holdfast.saving.messages import Planned, Written
@@ -36,6 +37,7 @@ from holdfast.saving.share import Share
 from holdfast.saving.survivor import finish_alone, is_desertion
 from holdfast.staging.device import await_queued
 from holdfast.state.flatten import flatten
+from holdfast.state.identity import parts_of
 from holdfast.transfer.timed import TimedStorage
 
 #: How long a save may go on at most to commit alone when ranks are gone.
@@ -97,7 +99,8 @@ def save(
     deadline = Deadline(timeout_s)
     channel = default_channel(f"save of step {step}", group, deadline=deadline, step=step)
     with TimedStorage(storage_at(root), timeout_s=deadline.for_storage_s) as storage:
-        request = Request(storage, step, numbers, takeover, time.time(), on_divergence == "error")
+        sources = JOB.sources(lambda: parts_of(state))
+        request = Request(storage, step, numbers, takeover, time.time(), on_divergence == "error", sources)
         report = _Saving(channel, deadline, request, group_ranks(group), chosen).run(state)
     if channel.rank == 0:
         LOG.info("saved %s, to %s", report.summary, report.path)

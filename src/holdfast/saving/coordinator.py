@@ -24,7 +24,7 @@ from holdfast.plan.save import Draft, Identity, RankMessage, RankValues, SavePla
 from holdfast.run.checkpoint import pack_values
 from holdfast.run.complete import Stored, seal_and_commit
 from holdfast.run.history import Run
-from holdfast.run.session import JOB
+from holdfast.run.session import JOB, NEVER_LOADED, Sources
 from holdfast.saving.compare import describe, diverged, unite
 from holdfast.saving.local import NUM_TURNS, Local
 from holdfast.saving.messages import Compare, Described, Details, Digests, Planned, Questions, Written
@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Request:
-    """One call of `save`."""
+    """One call of `save`; `sources` says what the state was loaded from."""
 
     storage: TimedStorage
     step: int
@@ -43,6 +43,7 @@ class Request:
     takeover: bool
     created: float
     strict: bool
+    sources: Sources = NEVER_LOADED
 
 
 Layouts = tuple[tuple[bytes, bytes], ...]
@@ -211,7 +212,12 @@ class Coordinator:
         """Take the next place of the run. Only for a state that can be saved: opening an epoch after a rollback moves
         the head."""
         self._run = Run.create(self._storage)
-        place = JOB.begin(self._run, takeover=self._request.takeover, world_size=len(self._messages))
+        place = JOB.begin(
+            self._run,
+            takeover=self._request.takeover,
+            world_size=len(self._messages),
+            sources=self._request.sources,
+        )
         _check_step(self._run, place, self._request.step)
         return Identity(
             checkpoint_id=secrets.token_hex(8),

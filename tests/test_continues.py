@@ -1,0 +1,222 @@
+"""Which loads make a run continue from what they loaded, and which only read."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import holdfast
+from holdfast import Checkpointer, ConfigurationError, Memory, mapping
+from holdfast.format.records import Place, Why
+from holdfast.run.history import Run
+from holdfast.run.paths import storage_at
+from holdfast.run.session import JOB
+from tests.models import start_new_job
+from tests.ranks import run_ranks
+from tests.test_checkpointer import Loop, end_keepers
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> str:
+    """The root of a run with steps 1, 2 and 3, saved by another job."""
+    root = str(tmp_path / "run")
+    loop = Loop()
+    for step in (1, 2, 3):
+        loop.step()
+        holdfast.save(root, loop.state, step)
+    start_new_job()
+    return root
+
+
+@pytest.fixture
+def memory(tmp_path: Path) -> Iterator[Memory]:
+    (tmp_path / "node").mkdir()
+    yield Memory(node_dir=tmp_path / "node")
+    end_keepers(tmp_path / "node")
+
+
+def newest(run: str) -> tuple[Why, Place | None]:
+    found = Run.open(storage_at(run))
+    epoch = found.epoch(found.newest_epoch() or 0)
+    return epoch.why, epoch.opened_from
+
+
+def steps(run: str) -> list[int]:
+    return [commit.step for commit in Run.open(storage_at(run)).lineage()]
+
+
+def resumed(run: str) -> Loop:
+    """A loop that goes on from the head, and has saved step 4."""
+    loop = Loop(seed=1)
+    holdfast.load(run, loop.state)
+    holdfast.save(run, loop.state, 4)
+    return loop
+
+
+def refused(run: str, state: dict[str, Any], code: str) -> str:
+    with pytest.raises(ConfigurationError) as caught:
+        holdfast.save(run, state, 9)
+    assert caught.value.code == code
+    return str(caught.value)
+
+
+def load_part(run: str, into: dict[str, Any], **options: Any) -> None:
+    holdfast.load(f"{run}@step=1", into, select="model", **options)
+
+
+def test_a_teacher_loaded_from_an_older_step_does_not_roll_the_run_back(run: str) -> None:
+    loop = resumed(run)
+    teacher = Loop(seed=2)
+    load_part(run, {"model": teacher.model})
+    holdfast.load(f"{run}@step=2", teacher.state)  # all of it too: they are other objects
+    holdfast.save(run, loop.state, 5)
+    assert steps(run) == [5, 4, 3, 2, 1]
+    assert newest(run) == ("resume", Place(1, 3))
+
+
+def test_a_teacher_does_not_roll_a_background_save_back(run: str, memory: Memory) -> None:
+    loop, teacher = Loop(seed=1), Loop(seed=2)
+    with Checkpointer(run, loop.state, memory=memory, timeout_s=60) as checkpointer:
+        assert checkpointer.restore().next_step == 4
+        checkpointer.save(4)
+        holdfast.load(f"{run}@step=1", teacher.state)
+        checkpointer.save(5)
+    assert steps(run) == [5, 4, 3, 2, 1]
+
+
+def test_a_load_of_the_very_objects_that_are_saved_in_a_new_mapping_is_a_rollback(run: str) -> None:
+    loop = resumed(run)
+    holdfast.load(f"{run}@step=2", dict(loop.state))
+    holdfast.save(run, {"model": loop.model, "optimizer": loop.optimizer, "progress": {"epoch": 7}}, 5)
+    assert newest(run) == ("rollback", Place(1, 2))
+    assert steps(run) == [5, 2, 1]
+
+
+def test_a_job_that_loaded_into_other_objects_than_it_saves_is_refused_and_told_how_to_go_on(run: str) -> None:
+    other, loop = Loop(seed=1), Loop(seed=2)
+    holdfast.load(run, other.state)
+    assert "continues=True" in refused(run, loop.state, "config.unloaded_history")
+    holdfast.load(run, other.state, continues=True)
+    holdfast.save(run, loop.state, 4)
+    assert newest(run) == ("resume", Place(1, 3))
+
+
+@pytest.mark.parametrize("how", ["select", "mapping", "cast"])
+def test_a_load_of_a_part_of_what_is_saved_is_refused_at_the_next_save_with_both_choices(run: str, how: str) -> None:
+    loop = resumed(run)
+    into: dict[str, Any] = {"model": loop.model}
+    options: dict[str, Any] = {"select": "model"}
+    if how == "mapping":
+        options = {"mapping": [mapping.Drop("optimizer"), mapping.Drop("progress")]}
+    elif how == "cast":
+        loop.model.double()
+        options = {"select": "model", "cast": True}
+    holdfast.load(f"{run}@step=1", into, **options)
+    told = refused(run, loop.state, "config.unclear_history")
+    assert "continues=True to continue from there, or with continues=False to go on after 2.1" in told
+    refused(run, loop.state, "config.unclear_history")
+    assert steps(run) == [4, 3, 2, 1]
+
+
+def test_the_caller_says_what_a_load_of_a_part_means(run: str) -> None:
+    loop = resumed(run)
+    load_part(run, {"model": loop.model}, continues=False)
+    holdfast.save(run, loop.state, 5)
+    assert steps(run) == [5, 4, 3, 2, 1]
+    load_part(run, {"model": loop.model})
+    load_part(run, {"model": loop.model}, continues=False)  # takes back what was unclear
+    holdfast.save(run, loop.state, 6)
+    assert steps(run) == [6, 5, 4, 3, 2, 1]
+    load_part(run, {"model": loop.model}, continues=True)
+    holdfast.save(run, loop.state, 7)
+    assert (steps(run), newest(run)) == ([7, 1], ("rollback", Place(1, 1)))
+
+
+def test_loading_a_part_of_what_was_just_saved_changes_nothing(run: str) -> None:
+    loop = resumed(run)
+    holdfast.load(run, {"model": loop.model}, select="model")
+    holdfast.save(run, loop.state, 5)
+    assert (steps(run), newest(run)) == ([5, 4, 3, 2, 1], ("resume", Place(1, 3)))
+
+
+def test_the_last_load_of_each_object_counts(run: str) -> None:
+    loop = resumed(run)
+    holdfast.load(f"{run}@step=1", loop.state)
+    holdfast.load(f"{run}@step=2", loop.state)
+    holdfast.save(run, loop.state, 5)
+    assert newest(run) == ("rollback", Place(1, 2))
+    holdfast.load(f"{run}@step=1", loop.state)
+    holdfast.load(f"{run}@step=2", {"model": loop.model}, select="model")
+    refused(run, loop.state, "config.unclear_history")
+
+
+def test_weights_from_another_run_move_neither_run(run: str, tmp_path: Path) -> None:
+    elsewhere = str(tmp_path / "elsewhere")
+    holdfast.save(elsewhere, {"model": Loop(seed=5).model}, 70)
+    loop = resumed(run)
+    holdfast.load(elsewhere, {"model": loop.model})
+    holdfast.save(run, loop.state, 5)
+    assert (steps(run), steps(elsewhere)) == ([5, 4, 3, 2, 1], [70])
+
+
+def test_objects_beside_the_head_may_be_new_in_a_new_job_and_not_beside_an_older_checkpoint(run: str) -> None:
+    loop = Loop(seed=1)
+    holdfast.load(f"{run}@step=2", loop.state)
+    state = {**loop.state, "added": nn.Linear(2, 2)}
+    refused(run, state, "config.unclear_history")
+    holdfast.load(run, loop.state)
+    holdfast.save(run, state, 4)
+    assert newest(run) == ("resume", Place(1, 3))
+
+
+def test_the_tensors_of_a_state_dict_and_a_moved_or_wrapped_model_are_what_was_loaded(run: str) -> None:
+    loop = Loop()
+    flat = str(Path(run).parent / "flat")
+    holdfast.save(flat, {"model": loop.model.state_dict()}, 1)
+    start_new_job()
+    holdfast.load(flat, {"model": loop.model.state_dict()})
+    holdfast.save(flat, {"model": nn.DataParallel(loop.model)}, 2)
+    assert steps(flat) == [2, 1]
+    holdfast.load(f"{flat}@step=1", {"model": loop.model})
+    loop.model.double()  # other memory, one model
+    holdfast.save(flat, {"model": loop.model}, 3)
+    assert steps(flat) == [3, 1]
+
+
+def test_what_was_loaded_is_not_kept_alive_and_another_object_in_its_place_is_not_taken_for_it(run: str) -> None:
+    for _ in range(20):
+        loop = Loop(seed=1)
+        holdfast.load(run, loop.state)
+        del loop
+        gc.collect()
+    refused(run, Loop(seed=2).state, "config.unloaded_history")
+    assert not any(identity.is_alive for identity, _ in JOB._filled.values())
+
+
+def test_a_checkpoint_outside_any_history_is_nothing_to_continue_from(run: str) -> None:
+    folder = holdfast.open(run).path
+    with pytest.raises(ConfigurationError, match=r"config\.continues"):
+        holdfast.load(folder, Loop().state, continues=True)
+
+
+def _teach(run: str) -> Sequence[int]:
+    """Two ranks: the student is in DDP, the teacher is not."""
+    start_new_job()
+    student, teacher = nn.Linear(4, 3), nn.Linear(4, 3)
+    holdfast.save(run, {"model": student}, 1)
+    holdfast.save(run, {"model": DistributedDataParallel(student)}, 2)
+    holdfast.load(f"{run}@step=1", {"model": teacher})
+    holdfast.save(run, {"model": DistributedDataParallel(student)}, 3)
+    holdfast.load(f"{run}@step=1", {"model": student})
+    holdfast.save(run, {"model": DistributedDataParallel(student)}, 4)
+    return steps(run)
+
+
+def test_ranks_tell_the_teacher_from_the_student_in_ddp(tmp_path: Path) -> None:
+    assert run_ranks(2, _teach, str(tmp_path / "run")) == [[4, 1]] * 2
