@@ -38,6 +38,9 @@ CHECKPOINTS: Final = "checkpoints"
 SEAL_NAME: Final = "seal.json"
 
 _COUNTDOWN: Final = 9_999_999_999
+#: The last number that a checkpoint can have in its epoch, and the last step.
+MAX_SEQ: Final = _COUNTDOWN
+MAX_STEP: Final = 2**63 - 1
 _DIGEST_OPENER: Final = b',"digest":"'
 _TAIL_NBYTES: Final = len(_DIGEST_OPENER) + 32 + len(b'"}\n')
 
@@ -302,7 +305,12 @@ def parse_epoch_name(name: str) -> int | None:
 
 def commit_key(place: Place) -> str:
     """The key of the commit at `place`."""
-    return f"{HISTORY}/{_count_down(place.epoch)}-{_count_down(place.seq)}.json"
+    return f"{HISTORY}/{commit_name(place)}"
+
+
+def commit_name(place: Place) -> str:
+    """The name of that record in ``history/``."""
+    return f"{_count_down(place.epoch)}-{_count_down(place.seq)}.json"
 
 
 def parse_commit_name(name: str) -> Place | None:
@@ -332,6 +340,12 @@ def parse_folder(name: str) -> tuple[int, str] | None:
     """Step and checkpoint id of a checkpoint folder's name, or None where no checkpoint is named so."""
     match = re.fullmatch(r"step-([0-9]{10}|[1-9][0-9]{10,17})-([0-9a-f]{16})", name)
     return (int(match[1]), match[2]) if match else None
+
+
+def folders_of(step: int, names: Sequence[str]) -> list[str]:
+    """Those of the names in ``checkpoints/`` that are of checkpoints of `step`."""
+    prefix = f"step-{step:010d}-"
+    return [name for name in names if name.startswith(prefix) and parse_folder(name) is not None]
 
 
 def checkpoint_key(folder: str, name: str) -> str:

@@ -7,7 +7,7 @@ would write.
 
 from __future__ import annotations
 
-from holdfast.format.records import Place, Record, commit_key, parse_commit_name
+from holdfast.format.records import HISTORY, Place, Record, commit_name, parse_commit_name
 
 _SUFFIX = ".json"
 _REMOVED_SUFFIX = ".removed.json"
@@ -28,7 +28,12 @@ class Removed(Record, frozen=True, kw_only=True, tag="removed"):
 
 def removed_key(place: Place) -> str:
     """The key of the record that hides the commit at `place`."""
-    return commit_key(place).removesuffix(_SUFFIX) + _REMOVED_SUFFIX
+    return f"{HISTORY}/{removed_name(place)}"
+
+
+def removed_name(place: Place) -> str:
+    """The name of that record in ``history/``."""
+    return commit_name(place).removesuffix(_SUFFIX) + _REMOVED_SUFFIX
 
 
 def parse_removed_name(name: str) -> Place | None:

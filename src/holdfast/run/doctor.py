@@ -20,6 +20,7 @@ from holdfast.format.tombstones import parse_removed_name
 from holdfast.run.checkpoint import Checkpoint
 from holdfast.run.complete import check_present, complete
 from holdfast.run.history import Run
+from holdfast.run.lost_epochs import lost_epoch, make_anew
 from holdfast.run.removal import abandon, check_unneeded, remove_place
 from holdfast.run.uncommitted import IN_PROGRESS_S, UNREADABLE, Known, Remedy, Uncommitted
 from holdfast.run.verify import verify_checkpoint
@@ -69,7 +70,11 @@ def examine(run: Run, *, deep: bool = False, watch: Watch = unwatched) -> list[F
 
 
 def finish(run: Run, finding: Finding) -> Commit:
-    """Complete the checkpoint of a finding whose remedy is ``finish``, after reading all of it; see `complete`."""
+    """Do what the remedy ``finish`` of a finding is, and return the newest commit that it made visible: complete its
+    checkpoint, after reading all of it (see `complete`), or make the lost record of an epoch anew."""
+    if finding.remedy == "finish" and finding.code == "epoch.missing":
+        epoch = make_anew(run, Known.of(run), _epoch_of(finding))
+        return run.commit(next(run.history().places_of(epoch.epoch)))
     if finding.remedy != "finish" or finding.folder is None:
         raise _no_remedy(finding, "finish")
     return complete(run, finding.folder)
@@ -142,8 +147,7 @@ def _epochs(run: Run, known: Known) -> Iterator[Finding]:
     for number in range(1, known.newest + 1):
         path = run.storage.path(records.epoch_key(number))
         if number not in present:
-            what = f"The record of epoch {number} is missing, so this copy of the run is incomplete."
-            yield Finding("epoch.missing", path, f"{what} Restore '{path}' from another copy.", "none")
+            yield _missing_epoch(run, known, number, path)
             continue
         try:
             origin = run.epoch(number).opened_from
@@ -154,6 +158,27 @@ def _epochs(run: Run, known: Known) -> Iterator[Finding]:
             path = run.storage.path(records.commit_key(origin))
             what = f"Epoch {number} was opened from {origin}, and the commit there is missing."
             yield Finding("commit.missing", path, f"{what} Restore '{path}' from another copy of the run.", "none")
+
+
+def _missing_epoch(run: Run, known: Known, number: int, path: str) -> Finding:
+    what = f"The record of epoch {number} is missing, so this copy of the run is incomplete. Restore '{path}'"
+    lost = lost_epoch(run, known, number)
+    if lost is None:
+        return Finding("epoch.missing", path, f"{what} from another copy.", "none")
+    origin = "began anew" if lost.opened_from is None else f"went on from {lost.opened_from}"
+    text = (
+        f"{what} from another copy; or finish it: its checkpoints prove that it was there, and it is made anew. By "
+        f"their steps the epoch {origin}."
+    )
+    return Finding("epoch.missing", path, text, "finish")
+
+
+def _epoch_of(finding: Finding) -> int:
+    """The epoch whose record a finding is about."""
+    number = records.parse_epoch_name(finding.path.rpartition("/")[2])
+    if number is None:
+        raise _no_remedy(finding, "finish")
+    return number
 
 
 def _commits(run: Run, known: Known, *, deep: bool, watch: Watch) -> Iterator[Finding]:
@@ -207,8 +232,9 @@ def _leftovers(run: Run) -> Iterator[tuple[str, Finding]]:
     """What was being written when its writer died, or is being written, each with its key."""
     storage, root = run.storage, run.storage.path("x").removesuffix("/x")
     for folder in ("", CHECKPOINTS, EPOCHS, HISTORY, *(f"{CHECKPOINTS}/{name}" for name in storage.list(CHECKPOINTS))):
-        old = set(storage.leftovers(folder, older_than_s=IN_PROGRESS_S))
-        for name in storage.leftovers(folder):
+        names = storage.leftovers(folder)
+        old = set(storage.leftovers(folder, older_than_s=IN_PROGRESS_S)) if names else set()
+        for name in names:
             key = f"{folder}/{name}" if folder else name
             path = f"{root}/{key}"  # `Storage.path` takes no temporary names
             if name in old:

@@ -72,6 +72,6 @@ def _candidates(run: Run, target: Target, skipped: Sequence[Skipped]) -> Iterato
     start = target.place
     if target.step is not None:
         start = run.find(step=target.step).place
-    elif start is not None and start not in run.places():
+    elif start is not None and not run.is_committed(start):
         run.find(place=start)
     return run.lineage_places(start)

@@ -15,18 +15,23 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterator
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NoReturn, TypeVar
+from itertools import islice, takewhile
+from typing import Final, NoReturn, TypeVar
 
 from holdfast.errors import ConfigurationError, CorruptError, FencedError, NotFoundError
 from holdfast.format import records
 from holdfast.format.records import Commit, Epoch, Marker, Place, Record, Seal, Why
-from holdfast.format.tombstones import parse_removed_name, removed_key
+from holdfast.format.tombstones import parse_removed_name, removed_key, removed_name
 from holdfast.run.paths import Target, no_run, some, storage_at
 from holdfast.storage.base import Storage
 
 R = TypeVar("R", bound=Record)
+
+#: An error names the steps of so many checkpoints.
+_MAX_TOLD: Final = 16
 
 
 class Run:
@@ -103,7 +108,15 @@ class Run:
 
     def places(self) -> list[Place]:
         """All committed places that were not removed, newest first. One request."""
-        return self._places()[0]
+        return list(self.history().places())
+
+    def history(self) -> History:
+        """The names of all commits and of what was removed, as of now. One request."""
+        return History(self.storage.list(records.HISTORY))
+
+    def is_committed(self, place: Place) -> bool:
+        """Whether there is a commit at `place` that was not removed. Two requests."""
+        return self.storage.nbytes(records.commit_key(place)) is not None and not self.is_removed(place)
 
     def is_removed(self, place: Place) -> bool:
         """Whether the checkpoint at `place` was deleted, or is being deleted. One request."""
@@ -112,7 +125,9 @@ class Run:
     def head(self) -> Commit | None:
         """The newest good state: the greatest committed place of the newest epoch, else what that was opened from.
 
-        None while nothing is committed. At most four requests, whatever the length of the history.
+        None while nothing is committed. A few requests, whatever the length of the history.
+
+        `CorruptError`, code ``corrupt.history``: there are commits of an epoch whose record is missing.
         """
         return next(self.lineage(), None)
 
@@ -129,36 +144,34 @@ class Run:
         given. One request per epoch, and two."""
         # Epochs are listed before commits: whatever an epoch was opened from was committed before the epoch began,
         # so it is in the later listing. The other order could miss it.
-        epoch = self.newest_epoch() if start is None else start.epoch
+        newest = self.newest_epoch()
+        history = self.history()
+        newest = self._proven(newest, history)
+        epoch = newest if start is None else start.epoch
         if epoch is None:
             return
-        committed, removed = self._places()
-        below = Place(epoch + 1, 1) if start is None else Place(epoch, start.seq + 1)
+        before = None if start is None else Place(epoch, start.seq + 1)
         while True:
-            yield from (place for place in committed if place.epoch == epoch and place < below)
-            origin = self.epoch(epoch).opened_from
+            yield from history.places_of(epoch, before=before)
+            origin = self._needed_epoch(epoch).opened_from
             if origin is None:
                 return
             # A place may be removed at the moment an epoch is opened from it. What came before it stays.
-            if origin not in removed:
+            if not history.is_removed(origin):
                 yield origin
-            epoch, below = origin.epoch, origin
+            epoch, before = origin.epoch, origin
 
     def find(self, *, step: int | None = None, place: Place | None = None) -> Commit:
-        """The commit at `place`, or the newest one of `step` on the head's lineage.
+        """The commit at `place`, or the newest one of `step` on the head's lineage: a few requests, however many
+        checkpoints there are.
 
         `NotFoundError`, code ``not_found.commit``, lists what there is instead.
         """
-        if (step is None) == (place is None):
-            raise ValueError("give one of step and place")
-        if place is not None:
+        if place is not None and step is None:
             return self._find_place(place)
-        steps = []
-        for commit in self.lineage():
-            if commit.step == step:
-                return commit
-            steps.append(str(commit.step))
-        raise self._no_commit(f"of step {step} on the lineage of its head", "steps", list(dict.fromkeys(steps)))
+        if place is not None or step is None:
+            raise ValueError("give one of step and place")
+        return self._find_step(step)
 
     def open_epoch(
         self, *, after: int, opened_from: Place | None, why: Why, world_size: int, incarnation: str | None = None
@@ -170,6 +183,8 @@ class Run:
         since: whoever has its state goes on from that, and until the first commit what came before it is the head.
         By `incarnation` (default: a new one) a process knows its own record again.
         """
+        # Commits that nobody's epoch accounts for would become those of the new one.
+        self._proven(after, self.history())
         if opened_from is not None and not self.is_removed(opened_from):
             self.find(place=opened_from)
         if opened_from is not None and opened_from.epoch > after:
@@ -235,12 +250,64 @@ class Run:
             raise _bad_seal(self.storage.path(key), commit, f"seals place {seal.place}, step {seal.step}")
         return Located(self.storage, self, commit, prefix, seal)
 
-    def _places(self) -> tuple[list[Place], frozenset[Place]]:
-        """All committed places that were not removed, newest first, and the removed ones. One request."""
-        names = self.storage.list(records.HISTORY)
-        removed = frozenset(place for place in map(parse_removed_name, names) if place is not None)
-        committed = {place for place in map(records.parse_commit_name, names) if place is not None}
-        return sorted(committed - removed, reverse=True), removed
+    def _proven(self, newest: int | None, history: History) -> int | None:
+        """`newest`, which was the newest epoch before `history` was listed, or one that was opened since. Raises where
+        commits prove that there was a newer one, whose record is lost: the head would silently be an older checkpoint.
+        """
+        proven = history.newest_epoch()
+        if proven is None or (newest is not None and proven <= newest):
+            return newest
+        newest = self.newest_epoch()
+        if newest is not None and proven <= newest:
+            return newest
+        raise self._lost_epoch(proven)
+
+    def _needed_epoch(self, number: int) -> Epoch:
+        """The record of an epoch of a lineage."""
+        try:
+            return self.epoch(number)
+        except NotFoundError as error:
+            raise self._lost_epoch(number) from error
+
+    def _lost_epoch(self, number: int) -> CorruptError:
+        path = self.storage.path(records.epoch_key(number))
+        return CorruptError(
+            f"the record of epoch {number} of '{self.storage.uri}' is missing, and the epoch has checkpoints.",
+            code="corrupt.history",
+            action=f"Restore '{path}' from another copy of the run, or have holdfast doctor --finish make it anew. "
+            "Until then load a checkpoint by its place, as RUN@3.12.",
+            path=path,
+        )
+
+    def _find_step(self, step: int) -> Commit:
+        """The newest commit of `step` on the head's lineage. The names of checkpoints' folders say which have it."""
+        places = list(self.lineage_places())
+        lineage = set(places)
+        found = [
+            commit
+            for folder in records.folders_of(step, self.storage.list(records.CHECKPOINTS))
+            if (commit := self._commit_of(folder)) is not None and commit.place in lineage
+        ]
+        if found:
+            return max(found, key=lambda commit: commit.place)
+        # A committed checkpoint may have lost its folder. Steps mostly rise along a lineage.
+        at = bisect_left(places, -step, key=lambda place: -_step_of(self._needed_commit(place)))
+        commit = self._needed_commit(places[at]) if at < len(places) else None
+        if commit is not None and commit.step == step:
+            return commit
+        newest = dict.fromkeys(str(_step_of(self._needed_commit(place))) for place in places[:_MAX_TOLD])
+        others = len(places) - _MAX_TOLD
+        told = [*newest, f"those of {others} older checkpoints"] if others > 0 else list(newest)
+        raise self._no_commit(f"of step {step} on the lineage of its head", "steps", told)
+
+    def _commit_of(self, folder: str) -> Commit | None:
+        """The commit of the checkpoint in ``checkpoints/<folder>``; None where it has none that can be read."""
+        try:
+            seal = _read(self.storage, records.checkpoint_key(folder, records.SEAL_NAME), Seal)
+            commit = self.commit(seal.place)
+        except (NotFoundError, CorruptError):
+            return None  # unfinished, given up, removed or damaged; who loads it by its place is told which
+        return commit if commit.checkpoint == folder else None
 
     def _needed_commit(self, place: Place) -> Commit | None:
         """The commit at `place` of a lineage, or None where it has been removed since the lineage was listed."""
@@ -288,6 +355,46 @@ class Run:
         )
 
 
+class History:
+    """The names in ``history/``, as of one listing. Names count down, so they are sorted newest first, and those that
+    nobody asks for are not looked at."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = names
+        self._all = frozenset(names)
+
+    def places(self) -> Iterator[Place]:
+        """The committed places that were not removed, newest first."""
+        return self._from(0)
+
+    def places_of(self, epoch: int, *, before: Place | None = None) -> Iterator[Place]:
+        """Those of `epoch`, or of them those that come before a place in it."""
+        if before is None:
+            at = bisect_left(self._names, records.commit_name(Place(epoch, records.MAX_SEQ)))
+        else:
+            at = bisect_right(self._names, records.commit_name(before))
+        return takewhile(lambda place: place.epoch == epoch, self._from(at))
+
+    def newest_epoch(self) -> int | None:
+        """The newest epoch of which something is or was committed."""
+        places = (records.parse_commit_name(name) or parse_removed_name(name) for name in self._names)
+        return next((place.epoch for place in places if place is not None), None)
+
+    def is_removed(self, place: Place) -> bool:
+        """Whether the checkpoint at `place` was deleted, or is being deleted."""
+        return removed_name(place) in self._all
+
+    def removed(self) -> frozenset[Place]:
+        """The places that were removed."""
+        return frozenset(place for place in map(parse_removed_name, self._names) if place is not None)
+
+    def _from(self, at: int) -> Iterator[Place]:
+        for name in islice(self._names, at, None):
+            place = records.parse_commit_name(name)
+            if place is not None and not self.is_removed(place):
+                yield place
+
+
 @dataclass(frozen=True, slots=True)
 class Located:
     """A checkpoint found. Its files have keys that begin with `prefix`.
@@ -319,7 +426,7 @@ def resolve(target: Target, storage: Storage | None = None) -> Located:
         return _lone_folder(storage, target)
     run = Run.open(storage)
     # Asked before the head: a job may save on what it loads only where nobody opened an epoch since it looked.
-    epoch = run.newest_epoch()
+    epoch = run.newest_epoch() or 0
     if target.step is not None or target.place is not None:
         commit = run.find(step=target.step, place=target.place)
     else:
@@ -355,6 +462,11 @@ def _lone_folder(storage: Storage, target: Target) -> Located:
 
 def _read(storage: Storage, key: str, kind: type[R]) -> R:
     return records.decode(storage.read(key, limit=records.max_nbytes(kind)), kind, path=storage.path(key))
+
+
+def _step_of(commit: Commit | None) -> int:
+    """The step of a commit; of one that was removed meanwhile, one that comes after all others."""
+    return records.MAX_STEP if commit is None else commit.step
 
 
 def _misplaced(path: str, what: str) -> CorruptError:

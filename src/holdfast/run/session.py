@@ -141,12 +141,12 @@ class Session:
         """
         with self._lock:
             memory = self._memory(run.storage.uri, run.run_id)
-            newest = run.newest_epoch()
+            newest = run.newest_epoch() or 0
             loaded = _source(run, memory, sources)
             takeover = takeover and not memory.took_over
             place = _next_in_own_epoch(run, memory, loaded, newest, takeover=takeover)
             if place is None:
-                epoch = _open_epoch(run, memory, loaded, newest or 0, takeover=takeover, world_size=world_size)
+                epoch = _open_epoch(run, memory, loaded, newest, takeover=takeover, world_size=world_size)
                 place = Place(epoch.epoch, 1)
             memory.last = place
             memory.took_over |= takeover
@@ -224,9 +224,7 @@ def _is_head(run: Run, load: Load) -> bool:
     return head is not None and head.place == load.place
 
 
-def _next_in_own_epoch(
-    run: Run, memory: _Memory, loaded: Load | None, newest: int | None, *, takeover: bool
-) -> Place | None:
+def _next_in_own_epoch(run: Run, memory: _Memory, loaded: Load | None, newest: int, *, takeover: bool) -> Place | None:
     """The next place of the epoch this process owns, or None where another epoch is to be opened."""
     last = memory.last
     if not takeover:
@@ -244,9 +242,9 @@ def _next_in_own_epoch(
     return Place(last.epoch, last.seq + 1)
 
 
-def _is_own(run: Run, memory: _Memory, newest: int | None) -> bool:
+def _is_own(run: Run, memory: _Memory, newest: int) -> bool:
     """Whether this process opened epoch `newest`, though the store told it that it failed."""
-    return newest is not None and run.epoch(newest).incarnation == memory.incarnation
+    return newest > 0 and run.epoch(newest).incarnation == memory.incarnation
 
 
 def _open_epoch(

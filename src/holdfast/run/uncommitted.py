@@ -9,8 +9,7 @@ from typing import Final, Literal, NamedTuple
 from holdfast.errors import CorruptError, HoldfastError, IncompatibleError, NotFoundError
 from holdfast.format import manifest as fmt
 from holdfast.format import records
-from holdfast.format.records import CHECKPOINTS, HISTORY, SEAL_NAME, Commit, Place, Seal
-from holdfast.format.tombstones import parse_removed_name
+from holdfast.format.records import CHECKPOINTS, SEAL_NAME, Commit, Place, Seal
 from holdfast.run.complete import Stored, check_files, encode_seal, is_abandoned, missing_files, read_manifest
 from holdfast.run.history import Run
 from holdfast.run.paths import some
@@ -25,28 +24,30 @@ UNREADABLE: Final = (CorruptError, NotFoundError, IncompatibleError)
 
 @dataclass(frozen=True)
 class Known:
-    """The records of a run: the newest epoch, commits by place (an error: why it cannot be read), removed places."""
+    """The records of a run: the newest epoch (of which there is a record or a commit), commits by place (an error: why
+    it cannot be read), removed places, and the folders of committed checkpoints."""
 
     newest: int
     commits: dict[Place, Commit | HoldfastError]
     removed: frozenset[Place]
+    folders: frozenset[str]
 
     @staticmethod
     def of(run: Run) -> Known:
         """What is on storage now."""
-        newest = run.newest_epoch() or 0
+        newest, history = run.newest_epoch() or 0, run.history()
         commits: dict[Place, Commit | HoldfastError] = {}
-        for place in run.places():
+        for place in history.places():
             try:
                 commits[place] = run.commit(place)
             except UNREADABLE as error:
                 commits[place] = error
-        removed = map(parse_removed_name, run.storage.list(HISTORY))
-        return Known(newest, commits, frozenset(place for place in removed if place is not None))
+        folders = frozenset(commit.checkpoint for commit in commits.values() if isinstance(commit, Commit))
+        return Known(max(newest, history.newest_epoch() or 0), commits, history.removed(), folders)
 
     def is_committed(self, folder: str) -> bool:
         """Whether a commit names the checkpoint folder `folder`."""
-        return any(isinstance(commit, Commit) and commit.checkpoint == folder for commit in self.commits.values())
+        return folder in self.folders
 
 
 class State(NamedTuple):

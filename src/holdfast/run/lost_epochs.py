@@ -1,0 +1,65 @@
+"""The record of an epoch that was lost, made anew from the commits of that epoch.
+
+Without it the head would be an older checkpoint, and checkpoints that were committed would be lost from sight. Commits
+prove that the epoch was there; what it was opened from they do not say. Training counts steps up, so it was the newest
+checkpoint of the epochs before whose step is below those of this epoch.
+"""
+
+from __future__ import annotations
+
+import secrets
+
+from holdfast.errors import ConfigurationError
+from holdfast.format import records
+from holdfast.format.records import Commit, Epoch
+from holdfast.run.complete import read_manifest
+from holdfast.run.history import Run
+from holdfast.run.uncommitted import UNREADABLE, Known
+
+
+def lost_epoch(run: Run, known: Known, number: int) -> Epoch | None:
+    """What the lost record of epoch `number` said; None where the epoch has no commit that can be read. Changes
+    nothing."""
+    commits = [commit for commit in known.commits.values() if isinstance(commit, Commit)]
+    first = min((commit for commit in commits if commit.place.epoch == number), key=_place, default=None)
+    if first is None:
+        return None
+    earlier = [commit for commit in commits if commit.place.epoch < number]
+    origin = max((commit for commit in earlier if commit.step < first.step), key=_place, default=None)
+    newest = max(earlier, key=_place, default=None)
+    return Epoch(
+        epoch=number,
+        opened_from=None if origin is None else origin.place,
+        why="start" if origin is None else "resume" if origin is newest else "rollback",
+        created=first.created,
+        world_size=_world_size(run, first),
+        incarnation=secrets.token_hex(16),
+    )
+
+
+def make_anew(run: Run, known: Known, number: int) -> Epoch:
+    """Write the lost record of epoch `number`; durable on return. One that is there already stays.
+
+    Raises `ConfigurationError`, code ``config.remedy``, where the epoch has no commit that can be read.
+    """
+    epoch = lost_epoch(run, known, number)
+    if epoch is None:
+        raise ConfigurationError(
+            f"no checkpoint of epoch {number} of '{run.storage.uri}' says what its record was.",
+            code="config.remedy",
+            action="Restore the record from another copy of the run.",
+            path=run.storage.path(records.epoch_key(number)),
+        )
+    run.storage.create(records.epoch_key(number), records.encode(epoch))
+    return run.epoch(number)
+
+
+def _place(commit: Commit) -> records.Place:
+    return commit.place
+
+
+def _world_size(run: Run, commit: Commit) -> int:
+    try:
+        return read_manifest(run, commit.checkpoint).manifest.body.world_size
+    except UNREADABLE:
+        return 1  # for people only
