@@ -68,7 +68,7 @@ def resumed(run: Path | str) -> None:
     start_new_job()
     view = holdfast.open(run)
     blank = {name: torch.zeros_like(view[name][...]) for name in view.names()}
-    holdfast.load(run, into={**blank, "progress": {"epoch": 0}})
+    holdfast.load(run, into={**blank, "progress": {"epoch": 0}}, continues=True)
 
 
 def check_aftermath(run: Path, error: HoldfastError | None, *, committed: bool = False) -> None:

@@ -93,7 +93,7 @@ def check_head(run: Path, *, numel: int = NUMEL) -> int:
     """The step of the head, 0 for none. One plain process loads all of it, bit for bit what that step's state was."""
     into = state(None, sharded=False, numel=numel)
     try:
-        step = holdfast.load(run, into=into).step
+        step = holdfast.load(run, into=into, continues=True).step
     except NotFoundError as error:
         assert error.code in ("not_found.run", "not_found.head")  # noqa: PT017 - another error is raised as it is
         return 0
@@ -115,7 +115,7 @@ def resume_and_save(run: str, case: Case | None) -> list[str]:
     """Go on from the head, if there is one, and save step 2. The rank of `case` dies in that; the points passed."""
     start_new_job()
     if Path(run).exists():
-        assert holdfast.load(run, into=state(None, sharded=True), timeout_s=30).step == 1
+        assert holdfast.load(run, into=state(None, sharded=True), timeout_s=30, continues=True).step == 1
     trace = Trace(case.point if case is not None and case.rank == dist.get_rank() else None)
     with traced(trace):
         holdfast.save(run, state(2, sharded=True), 2, timeout_s=30 if case is None else TIMEOUT_S)
@@ -163,7 +163,7 @@ def test_after_a_death_at_a_point_the_head_is_the_old_or_the_new_checkpoint(
         assert len(list(Path(holdfast.open(run).path).glob("*.safetensors"))) == WORLD_SIZE
     start_new_job()
     if step:
-        holdfast.load(run, into=state(None, sharded=False))
+        holdfast.load(run, into=state(None, sharded=False), continues=True)
     holdfast.save(run, state(step + 1, sharded=False), step + 1)
     assert check_head(run) == step + 1
 
@@ -192,7 +192,7 @@ def keep_saving(rank: int, port: int, run: str, told: Connection) -> None:
     told.send(0)
     step = 0
     with suppress(NotFoundError):  # nothing was committed yet
-        step = holdfast.load(run, into=into, timeout_s=30).step
+        step = holdfast.load(run, into=into, timeout_s=30, continues=True).step
     while True:
         step += 1
         holdfast.save(run, state(step, sharded=True, numel=SMALL_NUMEL), step, timeout_s=30)

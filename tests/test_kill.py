@@ -92,7 +92,7 @@ def resume_and_die(run: str, point: Point) -> None:
     """Load step 1, go on to step 2, and die in the save of it."""
     start_new_job()
     job = build("fsdp", num_steps=0)
-    holdfast.load(run, into=job.state, timeout_s=30)
+    holdfast.load(run, into=job.state, timeout_s=30, continues=True)
     assert differing(job, 1) == []
     job = filled("fsdp", 2)
     if dist.get_rank() != point.rank:
@@ -223,7 +223,7 @@ class CountedCalls:
 def save_counting_calls(index: int, run: str, deadly: int | None) -> int:
     """Resume and save step 2 in one process; die at file-system call number `deadly`. Returns how many there are."""
     start_new_job()
-    holdfast.load(run, into=build("plain", num_steps=0).state)
+    holdfast.load(run, into=build("plain", num_steps=0).state, continues=True)
     job = filled("plain", 2)
     calls = CountedCalls(deadly)
     posix.__dict__["os"] = calls

@@ -205,7 +205,7 @@ def save_tied(run: str, ends: Ends) -> None:
 
 def load_tied(run: str, ends: Ends) -> bool:
     state, tensors = tied(ends, None)
-    holdfast.load(run, into=state, timeout_s=40)
+    holdfast.load(run, into=state, timeout_s=40, continues=True)
     return all(holds(tensor, full(3, str(number), tensor)) for number, tensor in enumerate(tensors))
 
 

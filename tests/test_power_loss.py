@@ -39,7 +39,7 @@ def scenario(recorder: Recorder, root: Path) -> None:
             resumed(run)
         if step == 4:
             origin = 1
-            holdfast.load(f"{run}@step=1", into=state(0))
+            holdfast.load(f"{run}@step=1", into=state(0), continues=True)
         with recorder.recording():
             recorder.mark("begin", step, frozenset({origin} - {0}))
             save(run, step)

@@ -284,7 +284,7 @@ def test_a_store_that_takes_nothing_is_broken(run: Path) -> None:
 
 def test_a_place_that_was_opened_though_the_store_said_no_does_not_fence_its_own_job(run: Path) -> None:
     save(str(run), 2)
-    holdfast.load(f"{run}@step=1", into=state(0))
+    holdfast.load(f"{run}@step=1", into=state(0), continues=True)
 
     def broken(number: int, when: str, name: str, path: str) -> None:
         if (when, name, kind_of(path) if name == "create" else "") == ("after", "create", "epoch"):

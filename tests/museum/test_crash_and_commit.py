@@ -37,7 +37,7 @@ def value_of_head(run: Path) -> float:
 def die_before_the_commit(_: int, run: str) -> None:
     """Save the step that is there already, with other content, and die when all but the commit is written."""
     start_new_job()
-    holdfast.load(run, into=state(0))
+    holdfast.load(run, into=state(0), continues=True)
     create = PosixStorage.create
 
     def deadly(self: PosixStorage, key: str, data: bytes) -> bool:
@@ -183,7 +183,7 @@ def test_a_copied_checkpoint_is_taken_for_a_leftover(tmp_path: Path) -> None:
     holdfast.save(tmp_path / "run", state(1), 1)
     shutil.copytree(tmp_path / "run", tmp_path / "copy")
     start_new_job()
-    holdfast.load(tmp_path / "copy", into=state(0))
+    holdfast.load(tmp_path / "copy", into=state(0), continues=True)
     before = content(tmp_path / "copy")
     holdfast.save(tmp_path / "copy", state(2), 2)
     assert before.items() <= content(tmp_path / "copy").items()
@@ -263,7 +263,7 @@ def test_a_rolled_back_run_goes_on_from_the_abandoned_future(tmp_path: Path) -> 
         holdfast.save(run, state(step), step)
     start_new_job()
     into = state(0)
-    holdfast.load(f"{run}@step=1", into=into)
+    holdfast.load(f"{run}@step=1", into=into, continues=True)
     holdfast.save(run, state(20), 2)
     assert holdfast.open(run).step == 2
     assert value_of_head(run) == 20
@@ -285,7 +285,7 @@ def test_a_job_that_was_replaced_overwrites_its_successor(tmp_path: Path) -> Non
 def resume_and_save(_: int, run: str) -> int:
     start_new_job()
     into = state(0)
-    step = holdfast.load(run, into=into).step
+    step = holdfast.load(run, into=into, continues=True).step
     return holdfast.save(run, state(step + 1), step + 1).step
 
 

@@ -34,7 +34,7 @@ def load_columns(run: str, num_rows: int) -> bool:
     start_new_job()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     into = distribute_tensor(torch.zeros(num_rows, 3), mesh, [Shard(1)])
-    holdfast.load(run, into={"weight": into}, timeout_s=30)
+    holdfast.load(run, into={"weight": into}, timeout_s=30, continues=True)
     return torch.equal(into.to_local(), matrix(num_rows).chunk(dist.get_world_size(), 1)[dist.get_rank()])
 
 
@@ -55,7 +55,7 @@ def load_strided(run: str) -> list[float]:
     mesh = init_device_mesh("cpu", (2,))
     placements: list[Placement] = [_StridedShard(0, split_factor=2)]
     into = DTensor.from_local(torch.zeros(4), mesh, placements, run_check=False, shape=torch.Size([8]), stride=(1,))
-    holdfast.load(run, into={"weight": into}, timeout_s=30)
+    holdfast.load(run, into={"weight": into}, timeout_s=30, continues=True)
     return into.to_local().tolist()
 
 
