@@ -56,14 +56,15 @@ class Told(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Agreed(msgspec.Struct, frozen=True, tag="agreed"):
-    """Which checkpoint is to be staged, by which plan. `manifest` is one of the plan, for ranks that do not know it;
-    empty where all do.
+    """Which checkpoint is to be staged, in the epoch that was opened with `incarnation`, by which plan. `manifest` is
+    one of the plan, for ranks that do not know it; empty where all do.
     """
 
     folder: str
     checkpoint_id: str
     run_id: str
     place: Place
+    incarnation: str
     step: int
     created: float
     metrics: dict[str, float]

@@ -10,6 +10,7 @@ import msgspec
 from holdfast.checkpointer.messages import Agreed, Room, Standing, Told
 from holdfast.decoding import decode_msgpack
 from holdfast.format import records
+from holdfast.run.session import JOB
 from holdfast.saving.coordinator import Coordinator, PlanMemory, Request
 from holdfast.saving.planning import Planning
 
@@ -29,6 +30,7 @@ class StagePlanner(Coordinator):
     def publish(self, memory: PlanMemory, diverged: tuple[str, ...]) -> bytes:
         """Take the next place of the run, and tell what is to be staged for it: `Agreed`, encoded."""
         identity = self._begin()
+        assert self._run is not None
         self.memory = replace(memory, num_saves=memory.num_saves + 1)
         known = all(told.plan_id == memory.plan_id for told in self._told)
         return msgspec.msgpack.encode(
@@ -37,6 +39,7 @@ class StagePlanner(Coordinator):
                 identity.checkpoint_id,
                 identity.run_id,
                 identity.place,
+                JOB.incarnation(self._run),
                 identity.step,
                 identity.created,
                 dict(identity.metrics),

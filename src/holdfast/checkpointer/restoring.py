@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,7 @@ from torch.distributed import ProcessGroup
 from holdfast.control.channel import Channel, Deadline
 from holdfast.control.torch_store import default_channel, group_ranks
 from holdfast.decoding import decode_msgpack
-from holdfast.errors import CorruptError, DeadlineError, HoldfastError, NotFoundError
+from holdfast.errors import CorruptError, DeadlineError, FencedError, HoldfastError, NotFoundError
 from holdfast.format import manifest as fmt
 from holdfast.format import records
 from holdfast.format import values as value_codec
@@ -29,7 +29,7 @@ from holdfast.format.records import FileSeal, Place, Seal
 from holdfast.format.values import Node
 from holdfast.keeper.claims import Claim
 from holdfast.keeper.client import ensure_keeper
-from holdfast.keeper.generations import give_up_generation, read_generation
+from holdfast.keeper.generations import Generation, give_up_generation, read_generation
 from holdfast.keeper.node_folder import NodeFolder, unusable_memory
 from holdfast.keeper.persist import data_file
 from holdfast.keeper.slots import WHOLE, Slot, State, slot_names
@@ -73,10 +73,14 @@ class RestoreReport:
 
 
 class _Held(msgspec.Struct, frozen=True, array_like=True):
-    """A data file that is in the memory of a node, whole."""
+    """A data file that is in the memory of a node, whole; of the run `run_id`, in the epoch opened with `incarnation`
+    ("": not recorded)."""
 
+    run_id: str
+    incarnation: str
     checkpoint_id: str
     place: Place
+    step: int
     file: int
     nbytes: int
     digest: str
@@ -95,7 +99,8 @@ class _Chosen(msgspec.Struct, frozen=True, array_like=True):
     """What all ranks restore: the seal of a checkpoint, the newest epoch of its run, the folder's name, the ranks that
     alone can read each file (empty: all can read all), and whether it is committed. No seal: from storage.
 
-    `given_up` are checkpoints that are in memory in part only: those who had the rest are gone."""
+    `given_up` are checkpoints that are in memory in part only: those who had the rest are gone. `let_go` are those of
+    another history than storage has."""
 
     seal: bytes = b""
     epoch: int = 0
@@ -103,6 +108,7 @@ class _Chosen(msgspec.Struct, frozen=True, array_like=True):
     owners: tuple[int, ...] = ()
     committed: bool = True
     given_up: tuple[str, ...] = ()
+    let_go: tuple[str, ...] = ()
 
 
 class Restored(NamedTuple):
@@ -220,10 +226,11 @@ def _looked_at(
             with unusable_memory(node_dir):
                 for checkpoint_id in chosen.given_up:
                     give_up_generation(folders[0], checkpoint_id)
+                _let_go(folders[0], slots, chosen.let_go)
             return b""
 
         chosen = decode_msgpack(channel.exchange("inventory", attempt(look), choose, deadline), _Chosen)
-        if chosen.given_up:
+        if chosen.given_up or chosen.let_go:
             channel.collect("inventory", attempt(give_up), deadline)
         yield folders[0], slots, chosen
 
@@ -283,28 +290,29 @@ def _sealed_slots(folder: NodeFolder, run: str, *, timeout_s: float) -> Iterator
 
 def _inventory(folder: NodeFolder, slots: Sequence[Slot]) -> _Inventory:
     held = []
+    known: dict[str, Generation] = {}
     for slot in slots:
         record = slot.record
         contents = record.contents
         if contents is not None and record.state in WHOLE:
-            is_committed = record.state == State.COMMITTED
-            held.append(
-                _Held(
-                    contents.checkpoint_id,
-                    contents.place,
-                    contents.file,
-                    contents.nbytes,
-                    record.digest,
-                    is_committed,
+            with suppress(FileNotFoundError, CorruptError):
+                id_ = contents.checkpoint_id
+                generation = known[id_] = known.get(id_) or read_generation(folder, id_)
+                held.append(
+                    _Held(
+                        contents.run_id,
+                        generation.incarnation,
+                        id_,
+                        contents.place,
+                        contents.step,
+                        contents.file,
+                        contents.nbytes,
+                        record.digest,
+                        record.state == State.COMMITTED,
+                    )
                 )
-            )
-    known = []
-    for checkpoint_id in {each.checkpoint_id for each in held}:
-        with suppress(FileNotFoundError, CorruptError):
-            read_generation(folder, checkpoint_id)
-            known.append(checkpoint_id)
     is_filling = any(slot.state == State.WRITING and slot.is_taken for slot in slots)
-    return _Inventory(folder.identity(), tuple(each for each in held if each.checkpoint_id in known), is_filling)
+    return _Inventory(folder.identity(), tuple(held), is_filling)
 
 
 def _choose(run_uri: str, folder: NodeFolder, payloads: Sequence[bytes]) -> bytes:
@@ -316,23 +324,82 @@ def _choose(run_uri: str, folder: NodeFolder, payloads: Sequence[bytes]) -> byte
     except NotFoundError:
         return msgspec.msgpack.encode(_Chosen())
     epoch, head = run.newest_epoch() or 0, run.head()
+    foreign = _foreign(run, [each for inventory in inventories for each in inventory.held])
+    let_go = tuple(sorted(foreign))
+    _warn_of(run, foreign.values())
     given_up: list[str] = []
     # Where another job is at work, what is there in part may be about to become whole.
     is_filling = any(inventory.is_filling for inventory in inventories)
-    for checkpoint_id in sorted(places, key=places.__getitem__, reverse=True):
+    for checkpoint_id in sorted(places.keys() - foreign.keys(), key=places.__getitem__, reverse=True):
         place = places[checkpoint_id]
         whole = _whole(run, folder, inventories, checkpoint_id)
         if whole is None:
             if not is_filling and not _is_committed(inventories, checkpoint_id):
                 given_up.append(checkpoint_id)
             continue
-        is_head = head is not None and head.place == place
+        is_head = head is not None and head.checkpoint_id == checkpoint_id
         if is_head or (place.epoch == epoch and (head is None or head.place < place)):
             stored, files = whole
             seal = encode_seal(stored, [next(iter(holders.values())) for holders in files])
             owners = _owners(inventories, files)
-            return msgspec.msgpack.encode(_Chosen(seal, epoch, stored.folder, owners, is_head, tuple(given_up)))
-    return msgspec.msgpack.encode(_Chosen(given_up=tuple(given_up)))
+            chosen = _Chosen(seal, epoch, stored.folder, owners, is_head, tuple(given_up), let_go)
+            return msgspec.msgpack.encode(chosen)
+    return msgspec.msgpack.encode(_Chosen(given_up=tuple(given_up), let_go=let_go))
+
+
+def _foreign(run: Run, held: Sequence[_Held]) -> dict[str, _Held]:
+    """By id, the checkpoints in memory that are of another history than the run in storage has: it was restored from an
+    older copy, or begun anew.
+
+    They are of another run, or of an epoch that storage has opened otherwise, or were committed, which storage does not
+    know; or they come after such ones in their epoch.
+    """
+    by_id = {each.checkpoint_id: each for each in sorted(held, key=lambda each: each.is_committed)}
+    foreign = {each.checkpoint_id: each for each in by_id.values() if not _is_of(run, each)}
+    first: dict[int, Place] = {}
+    for each in foreign.values():
+        first[each.place.epoch] = min(each.place, first.get(each.place.epoch, each.place))
+    for each in by_id.values():
+        if not each.is_committed and each.place > first.get(each.place.epoch, each.place):
+            foreign[each.checkpoint_id] = each
+    return foreign
+
+
+def _is_of(run: Run, held: _Held) -> bool:
+    """Whether a checkpoint in memory is of the history that `run` has in storage."""
+    if held.run_id != run.run_id:
+        return False
+    try:
+        if held.incarnation:
+            run.check_incarnation(held.place.epoch, held.incarnation)
+        return not held.is_committed or run.commit(held.place).checkpoint_id == held.checkpoint_id
+    except FencedError:
+        return False
+    except NotFoundError:
+        return run.is_removed(held.place)
+
+
+def _warn_of(run: Run, foreign: Iterable[_Held]) -> None:
+    lost = sorted((each.step, str(each.place)) for each in foreign)
+    if lost:
+        _log.warning(
+            "memory held steps %s (places %s) of another history than '%s' has in storage, which was restored from an "
+            "older copy, or begun anew: they are let go",
+            ", ".join(str(step) for step, _ in lost),
+            ", ".join(place for _, place in lost),
+            run.storage.uri,
+        )
+
+
+def _let_go(folder: NodeFolder, slots: Sequence[Slot], checkpoint_ids: Collection[str]) -> None:
+    """Remove the slots of checkpoints that are of another history; have the keeper free those that it cares for."""
+    for slot in slots:
+        contents = slot.record.contents
+        if contents is not None and contents.checkpoint_id in checkpoint_ids:
+            if slot.state in (State.STAGED, State.SEALED):
+                give_up_generation(folder, contents.checkpoint_id)
+            else:
+                slot.remove()  # the other ranks of this node do the same
 
 
 def _whole(

@@ -6,7 +6,7 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from errno import ENOENT
 from functools import partial
@@ -253,7 +253,7 @@ class Stager:
     def belong_to(self, run_id: str) -> None:
         """Know the run: what memory holds of an earlier one at the same path, which was removed, is given up."""
         self.run_id = run_id
-        self.give_up(self._used.arena.forget_others(run_id))
+        self._forget(lambda contents: contents.run_id != run_id, "of a run that was removed")
 
     def give_up(self, checkpoint_ids: Sequence[str]) -> None:
         """Have this node free what it holds of checkpoints that can never be whole."""
@@ -279,7 +279,13 @@ class Stager:
 
     def slot_for(self, agreed: Agreed, share: Share, *, needed: Place | None) -> Slot | None:
         """A slot for this rank's part of what was agreed on. None where this rank has no data file."""
-        self.last, self.run_id = agreed.place, agreed.run_id
+        if self.run_id != agreed.run_id:
+            self.belong_to(agreed.run_id)
+        # Places rise along a history, so what has this one, or a later one, is of another.
+        self._forget(lambda contents: contents.place >= agreed.place, "of another history than storage has")
+        self.last = agreed.place
+        if needed is not None and needed >= agreed.place:
+            needed = None
         return None if share.layout is None else self._free_slot(needed)
 
     def begin(self, slot: Slot, agreed: Agreed, share: Share, values: Mapping[str, Node]) -> Routes:
@@ -306,7 +312,15 @@ class Stager:
             manifest = share.manifest.encode()
             write_generation(
                 self._used.folder,
-                Generation(self._run, agreed.folder, agreed.checkpoint_id, agreed.place, agreed.step, manifest),
+                Generation(
+                    self._run,
+                    agreed.folder,
+                    agreed.checkpoint_id,
+                    agreed.place,
+                    agreed.step,
+                    manifest,
+                    agreed.incarnation,
+                ),
             )
             slot.advance(msgspec.structs.replace(slot.record, state=State.STAGED))
         handle.staged.end(nbytes=nbytes)
@@ -333,6 +347,14 @@ class Stager:
         self._routes.clear()
         self._give_back()
         self._drop_memory()
+
+    def _forget(self, is_foreign: Callable[[Contents], bool], why: str) -> None:
+        """Give up what memory holds that is foreign to the history that this job saves into."""
+        forgotten, cared_for = self._used.arena.forget(is_foreign)
+        if forgotten:
+            steps = ", ".join(map(str, sorted(contents.step for contents in forgotten)))
+            _log.warning("memory held steps %s %s ('%s'): they are let go", steps, why, self._run)
+        self.give_up(cared_for)
 
     def _routes_of(self, share: Share, layout: FileLayout, slot: Slot) -> Routes:
         """The routes into `slot`, which hold as long as the plan does."""

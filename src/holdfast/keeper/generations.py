@@ -26,7 +26,7 @@ _DIGEST_NBYTES: Final = 16
 
 class Generation(msgspec.Struct, frozen=True, array_like=True):
     """A checkpoint that is in memory: `manifest`, encoded, which is to become ``checkpoints/<folder>`` of the run at
-    `run`."""
+    `run`. Its epoch was opened with `incarnation` ("": that was not recorded)."""
 
     run: str
     folder: str
@@ -34,6 +34,7 @@ class Generation(msgspec.Struct, frozen=True, array_like=True):
     place: Place
     step: int
     manifest: bytes
+    incarnation: str = ""
 
 
 def write_generation(folder: NodeFolder, generation: Generation) -> None:

@@ -91,6 +91,9 @@ class Writing:
         run = Run.open(self._storage)  # first: nothing is written where it is not, or not any more
         if run.run_id != self.sealing.stored.manifest.body.run_id:
             raise _replaced(run)
+        generation = self.sealing.generation
+        if generation.incarnation:
+            run.check_incarnation(generation.place.epoch, generation.incarnation)
         publish_manifest(self._storage, self.sealing)
         return run
 

@@ -220,6 +220,22 @@ class Run:
                 "fenced.newer_epoch", f"this job knows of epoch {epoch}, but epoch {newest} exists ({about})"
             )
 
+    def check_incarnation(self, epoch: int, incarnation: str) -> None:
+        """Return only where `epoch` is the one that was opened with `incarnation`; else raise `FencedError`, code
+        ``fenced.history``: the run was restored from an older copy, and went on from there."""
+        try:
+            is_known = self.epoch(epoch).incarnation == incarnation
+        except NotFoundError:
+            is_known = False
+        if not is_known:
+            raise FencedError(
+                f"epoch {epoch} of '{self.storage.uri}' is not the one in which this was saved: the run was restored "
+                "from an older copy.",
+                code="fenced.history",
+                action="No action needed: the run goes on from that copy, and this is no part of it.",
+                path=self.storage.uri,
+            )
+
     def publish(self, commit: Commit) -> None:
         """Make `commit` visible and durable at its place. Success too when the very same record is there already.
 

@@ -155,6 +155,11 @@ class Session:
                 self._unused = 0
             return place
 
+    def incarnation(self, run: Run) -> str:
+        """By which the epochs of `run` are known that this process opened."""
+        with self._lock:
+            return self._memory(run.storage.uri, run.run_id).incarnation
+
     def _last(self, part: Part) -> set[Load | None]:
         """The loads that last filled a part."""
         whole = None if part.itself is None else self._load_of(part.itself)

@@ -18,7 +18,7 @@ from holdfast.keeper.claims import Claim
 from holdfast.keeper.node_folder import NodeFolder, unusable_memory
 from holdfast.keeper.node_memory import give_way
 from holdfast.keeper.room import Room, rooms
-from holdfast.keeper.slots import REUSABLE, WHOLE, Record, Slot, State, slot_names
+from holdfast.keeper.slots import REUSABLE, WHOLE, Contents, Record, Slot, State, slot_names
 from holdfast.storage.base import Bytes
 
 #: Makes memory known to an accelerator; returns what ends that.
@@ -107,20 +107,21 @@ class Arena:
         is_free = len(places) < len(contents) or (self._thread is None and len(there) < self._num_slots)
         return is_free, min(places, default=None)
 
-    def forget_others(self, run_id: str) -> list[str]:
-        """Free slots that hold checkpoints of other runs than `run_id`: there was another one of that name. Returns the
-        ids of those that a keeper still cares for."""
-        cared_for = []
+    def forget(self, is_foreign: Callable[[Contents], bool]) -> tuple[list[Contents], list[str]]:
+        """Free slots that hold checkpoints foreign to the history that is saved into. Returns what they hold, and the
+        ids of those checkpoints that a keeper still cares for, whose slots are not freed here."""
+        forgotten, cared_for = [], []
         for slot in (*self._slots, *self._retired):
             contents = slot.refresh().contents
-            if contents is not None and contents.run_id != run_id:
+            if contents is not None and is_foreign(contents):
+                forgotten.append(contents)
                 if slot.state not in REUSABLE:
                     cared_for.append(contents.checkpoint_id)
                 elif slot.take():
                     if slot.state in REUSABLE:
                         slot.advance(Record(State.FREE))
                     slot.let_go()
-        return cared_for
+        return forgotten, cared_for
 
     def remove_retired(self, needed: Place | None) -> None:
         """Remove slots that are too small by now, or too many, as far as they could be filled again, as `take`."""
