@@ -8,6 +8,7 @@ import typer
 
 from bench.engine import engine
 from bench.errors import BenchError
+from bench.history import history
 from bench.io import io
 from bench.load import load
 from bench.marked import README, read_marked
@@ -18,6 +19,7 @@ from bench.view import view
 
 app = typer.Typer(no_args_is_help=False, add_completion=False)
 app.command()(engine)
+app.command()(history)
 app.command()(io)
 app.command()(load)
 app.command()(plan)
@@ -32,7 +34,7 @@ def everything(context: typer.Context) -> None:
     if context.invoked_subcommand is not None:
         return
     # Seen before the long run rather than after it.
-    for part in ("bench", "load", "engine", "small", "view", "plan"):
+    for part in ("bench", "load", "engine", "small", "view", "plan", "history"):
         read_marked(README, part)
     io()
     load()
@@ -40,6 +42,7 @@ def everything(context: typer.Context) -> None:
     small()
     view()
     engine()
+    history()
     table()
 
 

@@ -12,6 +12,7 @@ from typing import Literal
 import msgspec
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
@@ -47,22 +48,24 @@ class Listing:
         self._columns = columns
         self._right = right
         self._spare = spare
-        self._rows: list[tuple[Text, ...]] = []
+        self._rows: list[tuple[str | Text, ...]] = []
 
     def add_row(self, *cells: str | Text) -> None:
         """Add a row; cells that are left out at its end are empty."""
-        texts = [cell if isinstance(cell, Text) else Text(cell) for cell in cells]
-        self._rows.append((*texts, *(Text() for _ in self._columns[len(texts) :])))
+        self._rows.append((*cells, *("" for _ in self._columns[len(cells) :])))
 
-    def __rich_console__(self, _: Console, options: ConsoleOptions) -> RenderResult:
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         widths = [
-            max(cell_len(name), *(row[at].cell_len for row in self._rows), 0) for at, name in enumerate(self._columns)
+            max(_width(name), *(_width(row[at]) for row in self._rows), 0) for at, name in enumerate(self._columns)
         ]
         shown = list(range(len(self._columns)))
         for name in self._spare:
             if name in self._columns and self._least(shown, widths) > options.max_width:
                 shown.remove(self._columns.index(name))
-        yield self._table(shown, fold=self._least(shown, widths) > options.max_width)
+        if sum(widths[at] + _GAP for at in shown) - _GAP <= options.max_width:
+            yield from self._lines(console, shown, widths)
+        else:
+            yield self._table(shown, fold=self._least(shown, widths) > options.max_width)
         hidden = [name for at, name in enumerate(self._columns) if at not in shown]
         if hidden:
             yield Text(f"(too narrow to show: {', '.join(hidden)})", "dim")
@@ -78,6 +81,25 @@ class Listing:
         name = self._columns[at]
         return name in self._right or name in _NEVER_WRAPPED
 
+    def _lines(self, console: Console, shown: Sequence[int], widths: Sequence[int]) -> Iterator[Segment]:
+        """The columns `shown`, none of which is folded: a hundred times faster than a table that might be."""
+        header = (Text(name, "bold") for name in self._columns)
+        for row in (tuple(header), *self._rows):
+            line = ""
+            for number, at in enumerate(shown):
+                cell, gap = row[at], " " * (widths[at] - _width(row[at]))
+                is_right = self._columns[at] in self._right
+                line += (" " * _GAP if number else "") + (gap if is_right else "")
+                if isinstance(cell, Text):
+                    yield Segment(line)
+                    yield from cell.render(console, end="")
+                    line = ""
+                else:
+                    line += cell
+                line += "" if is_right or at == shown[-1] else gap
+            yield Segment(line)
+            yield Segment.line()
+
     def _table(self, shown: Sequence[int], *, fold: bool) -> Table:
         """The table of the columns `shown`; with `fold` all of them may be folded."""
         made = Table(box=None, header_style="bold", pad_edge=False, padding=(0, _GAP, 0, 0))
@@ -88,6 +110,12 @@ class Listing:
         for row in self._rows:
             made.add_row(*(row[at] for at in shown))
         return made
+
+
+def _width(cell: str | Text) -> int:
+    if isinstance(cell, Text):
+        return cell.cell_len
+    return len(cell) if cell.isascii() else cell_len(cell)
 
 
 def count(number: int, what: str) -> str:

@@ -251,7 +251,8 @@ def decode(data: bytes, kind: type[R], *, path: str) -> R:
             if feature not in READER_FEATURES:
                 raise _unknown(f"needs the reader feature {feature!r:.80}", path=path)
         record = decode_json(body, kind)
-        if encode(record) != data:  # another writer's text, or a member that stands twice
+        # What is written as we write it has every member once; else it is another writer's text, or one stands twice.
+        if msgspec.json.encode(record) != body and encode(record) != data:
             json.loads(body, object_pairs_hook=_unique, parse_int=str, parse_float=str)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise _corrupt(f"is no valid {name!r} record ({error})", path=path) from error

@@ -375,9 +375,8 @@ class History:
     """The names in ``history/``, as of one listing. Names count down, so they are sorted newest first, and those that
     nobody asks for are not looked at."""
 
-    def __init__(self, names: Sequence[str]) -> None:
+    def __init__(self, names: list[str]) -> None:
         self._names = names
-        self._all = frozenset(names)
 
     def places(self) -> Iterator[Place]:
         """The committed places that were not removed, newest first."""
@@ -398,7 +397,9 @@ class History:
 
     def is_removed(self, place: Place) -> bool:
         """Whether the checkpoint at `place` was deleted, or is being deleted."""
-        return removed_name(place) in self._all
+        name = removed_name(place)
+        at = bisect_left(self._names, name)
+        return self._names[at : at + 1] == [name]
 
     def removed(self) -> frozenset[Place]:
         """The places that were removed."""
