@@ -131,7 +131,8 @@ def restore(
     """Fill `state` from the newest checkpoint of `run`. Collective over `group`. See `Checkpointer.restore`."""
     if node_dir is not None:
         try:
-            restored = _from_memory(run, state, node_dir, group, Options(select, verify=verify, continues=True), timeout_s=timeout_s)
+            options = Options(select, verify=verify, continues=True)
+            restored = _from_memory(run, state, node_dir, group, options, timeout_s=timeout_s)
         except HoldfastError as error:
             if not is_damage(error) and error.code != "storage.memory":
                 raise

@@ -188,11 +188,6 @@ class Options:
         """What is loaded; None for everything."""
         return None if self._select is None else Globs(self._select)
 
-    @property
-    def is_partial(self) -> bool:
-        """Whether a part of a checkpoint is loaded, or as something else than it is stored as."""
-        return self._select is not None or bool(self.mapping)
-
     def cast(self) -> Globs | bool:
         """What may be cast."""
         return self._cast if isinstance(self._cast, bool) else Globs(self._cast)
@@ -308,7 +303,10 @@ class Loading:
         if binding.reseeded and self._channel.rank == 0:
             _log.warning("another number of ranks saved %s: it is seeded anew", ", ".join(binding.reseeded))
         difference_ = decode_msgpack(names, Names)
-        is_whole = not (self._options.is_partial or filling.cast or difference_.missing or difference_.unexpected)
+        differs = self._options.mapping or filling.cast or difference_.missing or difference_.unexpected
+        # A selection may leave nothing out: what was saved with it is all there is.
+        is_all = self._options.select() is None or table.stored.keys() <= set(binding.loaded)
+        is_whole = is_all and not differs
         self._note(located, epoch, binding, state[0], is_whole=is_whole)
         return LoadReport(
             step=located.seal.step,

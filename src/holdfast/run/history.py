@@ -16,7 +16,7 @@ from __future__ import annotations
 import secrets
 import time
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import islice, takewhile
 from typing import Final, NoReturn, TypeVar
