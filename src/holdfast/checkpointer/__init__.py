@@ -29,7 +29,7 @@ from holdfast.control.torch_store import default_channel, group_ranks
 from holdfast.decoding import decode_msgpack
 from holdfast.errors import ConfigurationError, DeadlineError, FencedError, HoldfastError, NotFoundError, from_wire
 from holdfast.format.patterns import Globs
-from holdfast.format.records import Place
+from holdfast.format.records import Place, now
 from holdfast.format.values import Node
 from holdfast.keeper.node_folder import DEFAULT_NODE_DIR
 from holdfast.phases import Stopwatch, attempt
@@ -391,7 +391,7 @@ class Checkpointer:
         rank = ranks[job.channel.rank]
         with TimedStorage(storage_at(self._run), timeout_s=job.deadline.for_storage_s) as storage:
             takeover = self._takeover
-            request = Request(storage, job.handle.step, job.metrics, takeover, time.time(), False, job.sources)
+            request = Request(storage, job.handle.step, job.metrics, takeover, now(), False, job.sources)
             planner = StagePlanner(request, ranks, self._known.memory)
             planning = StagePlanning(job.channel, job.deadline, rank, planner, self._known, Stopwatch(), answers=Answer)
             agreed, mine = planning.agree(job.flat)

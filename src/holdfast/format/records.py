@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import time
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Annotated, Final, Literal, TypeVar
@@ -49,8 +50,9 @@ Ordinal = Annotated[int, msgspec.Meta(ge=1, le=_COUNTDOWN)]
 Hex16 = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{16}\Z")]
 Hex32 = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{32}\Z")]
 _FileName = Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,254}\Z")]
-#: Unix time up to the year 9999, which is the last that calendars know.
-Seconds = Annotated[float, msgspec.Meta(ge=0, le=253_402_300_799)]
+#: The end of the year 9999, which is the last that calendars know, in unix seconds.
+LAST_S: Final = 253_402_300_799
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=LAST_S)]
 
 #: JSON has no name for these numbers, so records carry them as text.
 Metric = float | Literal["nan", "inf", "-inf"]
@@ -188,6 +190,14 @@ def writer() -> str:
         return f"holdfast {version('holdfast')}"
     except PackageNotFoundError:
         return "holdfast, not installed"
+
+
+def now() -> float:
+    """The time for a record.
+
+    A clock that shows a year before 1970 or after 9999 keeps nobody from saving: its time is brought into that range.
+    """
+    return min(max(time.time(), 0.0), LAST_S)
 
 
 def to_metric(value: float) -> Metric:

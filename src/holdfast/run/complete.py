@@ -125,7 +125,8 @@ def check_present(checkpoint: Checkpoint) -> None:
         raise CorruptError(
             f"the checkpoint in '{checkpoint.folder}' is incomplete: {some(bad)} are missing or cut.",
             code="corrupt.incomplete",
-            action="Restore the files from another copy of the run, or load an older checkpoint.",
+            action="Restore the files from another copy of the run, or load an older checkpoint. To copy a run that is "
+            "being saved into, copy `history` first and `checkpoints` last.",
             path=checkpoint.path(bad[0]),
             step=checkpoint.seal.step,
         )

@@ -71,7 +71,7 @@ class Run:
             )
         if not names:
             marker = Marker(
-                run_id=secrets.token_hex(16), format=records.FORMAT, writer=records.writer(), created=time.time()
+                run_id=secrets.token_hex(16), format=records.FORMAT, writer=records.writer(), created=records.now()
             )
             storage.create(records.MARKER_KEY, records.encode(marker))
         # Whoever created the marker, the one on storage is the run's.
@@ -194,7 +194,7 @@ class Run:
             epoch=after + 1,
             opened_from=opened_from,
             why=why,
-            created=time.time(),
+            created=records.now(),
             world_size=world_size,
             incarnation=incarnation or secrets.token_hex(16),
         )
@@ -499,7 +499,8 @@ def _bad_seal(path: str, commit: Commit, what: str) -> CorruptError:
     return CorruptError(
         f"checkpoint {commit.place} was committed, but '{path}' {what}.",
         code="corrupt.seal",
-        action="Load an older checkpoint, or restore this one from another copy.",
+        action="Load an older checkpoint, or restore this one from another copy. To copy a run that is being saved "
+        "into, copy `history` first and `checkpoints` last.",
         path=path,
         step=commit.step,
     )

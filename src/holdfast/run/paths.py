@@ -27,6 +27,7 @@ from holdfast.format.records import MARKER_KEY, Place
 from holdfast.run.foreign import file_kind, folder_kind
 from holdfast.storage.base import Storage
 from holdfast.storage.posix import PosixStorage
+from holdfast.storage.posix_errors import in_the_way
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _SELECTOR = re.compile(r"(?P<root>.*)@(?:step=(?P<step>[^/@]*)|(?P<epoch>[0-9]+)\.(?P<seq>[0-9]+))", re.DOTALL)
@@ -142,6 +143,8 @@ def no_run(storage: Storage) -> NotFoundError:
         what, action = f"it is {foreign.what}.", foreign.action
     elif names:
         what = f"it exists but is not a holdfast run (it holds {some(names)})."
+    elif (obstacle := in_the_way(str(path))) is not None:
+        what = f"{obstacle}."
     elif path.name in around:
         what = "it exists but is not a holdfast run (it is empty)."
     else:

@@ -12,7 +12,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Mapping, Sequence
 from typing import Literal, SupportsFloat
 
@@ -24,7 +23,7 @@ from holdfast.control.torch_store import default_channel, group_ranks
 from holdfast.decoding import decode_msgpack
 from holdfast.errors import HoldfastError
 from holdfast.format.patterns import Globs
-from holdfast.format.records import MAX_RECORD_NBYTES, Commit
+from holdfast.format.records import MAX_RECORD_NBYTES, Commit, now
 from holdfast.phases import LOG, Stopwatch, attempt
 from holdfast.reports import SaveReport
 from holdfast.run.paths import canonical, parse, storage_at
@@ -100,7 +99,7 @@ def save(
     channel = default_channel(f"save of step {step}", group, deadline=deadline, step=step)
     with TimedStorage(storage_at(root), timeout_s=deadline.for_storage_s) as storage:
         sources = JOB.sources(lambda: parts_of(state))
-        request = Request(storage, step, numbers, takeover, time.time(), on_divergence == "error", sources)
+        request = Request(storage, step, numbers, takeover, now(), on_divergence == "error", sources)
         report = _Saving(channel, deadline, request, group_ranks(group), chosen).run(state)
     if channel.rank == 0:
         LOG.info("saved %s, to %s", report.summary, report.path)

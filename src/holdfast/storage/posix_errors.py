@@ -6,6 +6,7 @@ import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from holdfast.errors import CorruptError, HoldfastError, NotFoundError, StorageError
 
@@ -49,9 +50,14 @@ def _storage_error(operation: str, path: str, error: OSError, nbytes: int | None
     elif error.errno in _DENIED:
         code, action = "storage.denied", "Give this user write access, or use another place."
     elif error.errno in _VANISHED:
-        code = "storage.vanished"
-        reason = "its folder, or the file under construction in it, was removed meanwhile"
-        action = "Find out who removed it, or whether its file system was unmounted; then try again."
+        obstacle = in_the_way(path)
+        if obstacle is not None:
+            code, reason = "storage.not_a_folder", obstacle
+            action = "Name another folder, or remove what is in its place."
+        else:
+            code = "storage.vanished"
+            reason = "its folder, or the file under construction in it, was removed meanwhile"
+            action = "Find out who removed it, or whether its file system was unmounted; then try again."
     elif error.errno == errno.EIO:
         code, action = "storage.io", "Look for device errors in the kernel log, then use another copy or place."
     elif error.errno in _TRANSIENT:
@@ -78,6 +84,17 @@ def _space(folder: str, nbytes: int | None) -> str:
         # A quota, or space that others took and gave back: what the file system has is not what is missing.
         return f" ({free:,} bytes free)"
     return f" ({nbytes:,} bytes needed, {free:,} bytes free: {nbytes - free:,} bytes are missing)"
+
+
+def in_the_way(path: str) -> str | None:
+    """What stands where a folder should be, at `path` or above it: a file, or a link that leads nowhere. None where
+    nothing does."""
+    for each in (Path(path), *Path(path).parents):
+        if each.is_symlink() and not each.exists():
+            return f"'{each}' is a link to '{each.readlink()}', which does not exist"
+        if each.exists():
+            return None if each.is_dir() else f"'{each}' is a file, not a folder"
+    return None
 
 
 def not_found(path: str) -> NotFoundError:
