@@ -76,8 +76,15 @@ def found_in(state: object) -> list[Found]:
 
 
 def memory_of(tensors: Iterable[torch.Tensor]) -> list[Identity]:
-    """How the memory of local tensors is recognised."""
-    return [_Memory(tensor) for tensor in tensors]
+    """How the memory of local tensors is recognised; that of tensors of kinds that have no storage is not."""
+    return [memory for tensor in tensors if (memory := _memory(tensor)) is not None]
+
+
+def _memory(tensor: torch.Tensor) -> _Memory | None:
+    try:
+        return _Memory(tensor)
+    except (ValueError, RuntimeError, NotImplementedError):  # not initialised yet, nested, of a subclass
+        return None
 
 
 def _items(item: object, path: str) -> Iterator[tuple[str, object]]:
