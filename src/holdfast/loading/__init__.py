@@ -90,8 +90,8 @@ def load(
 
     With ``fallback`` a checkpoint that turns out to be damaged or incomplete is passed over, on all ranks together, and
     the next older one on its lineage is loaded instead; each is logged as a warning, and ``report.skipped`` says why.
-    Without, the error says which older one to load. Where tensors may stay as they are (``strict=False``, or a rule that
-    keeps elements), all data is read and checked before any of it goes into them, so it is read twice.
+    Without, the error says which older one to load. Where tensors may stay as they are (``strict=False``, or a rule
+    that keeps elements), all data is read and checked before any of it goes into them, so it is read twice.
 
     A job continues a run from what it loaded when the load filled, whole, the very objects that it saves later, without
     `select`, `mapping` or cast: the next save then opens an epoch that descends from there, and to load an older
