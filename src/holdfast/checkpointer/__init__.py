@@ -35,7 +35,7 @@ from holdfast.keeper.node_folder import DEFAULT_NODE_DIR
 from holdfast.phases import Stopwatch, attempt
 from holdfast.run.history import Run
 from holdfast.run.paths import absolute, canonical, storage_at
-from holdfast.run.session import JOB, Sources
+from holdfast.run.session import JOB
 from holdfast.saving import numbers_of, run_root, save
 from holdfast.saving.coordinator import Request
 from holdfast.saving.planning import Known
