@@ -227,7 +227,8 @@ def test_a_rank_killed_while_it_reads_for_others_is_named_in_time(run_of_one: st
     for rank in (0, 2):
         told = failed.value.results[rank]
         assert isinstance(told, Told)
-        assert (told.kind, told.code, told.absent) == ("DeadlineError", "timeout.ranks", (1,))
+        assert (told.kind, told.absent) == ("DeadlineError", (1,))
+        assert told.code in ("timeout.ranks", "timeout.rank_ended")
         assert told.took_s < TIMEOUT_S + SLACK_S
 
 
@@ -239,7 +240,8 @@ def test_a_rank_stopped_while_it_reads_for_others_is_named_in_time(run_of_one: s
     for rank in (0, 2):
         told = failed.value.results[rank]
         assert isinstance(told, Told)
-        assert (told.kind, told.code, told.absent) == ("DeadlineError", "timeout.ranks", (1,))
+        assert (told.kind, told.absent) == ("DeadlineError", (1,))
+        assert told.code in ("timeout.ranks", "timeout.rank_ended")
         assert told.took_s < TIMEOUT_S + SLACK_S
 
 

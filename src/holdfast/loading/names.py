@@ -96,4 +96,5 @@ def _nothing(names: IncompatibleError) -> IncompatibleError:
         code="incompatible.nothing",
         action="Give both the same names, or map the stored ones with mapping=; allow_empty=True loads nothing.",
         tensor=names.tensor,
+        details=names.details,
     )
