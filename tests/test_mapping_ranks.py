@@ -252,7 +252,7 @@ def test_a_glob_that_matches_on_no_rank_is_refused_on_all(tmp_path: Path, select
         run_ranks(2, load_stage, str(tmp_path / "run"), [select], ["model", globs])
     errors = cast("dict[int, IncompatibleError]", caught.value.by_rank)
     assert [errors[rank].code for rank in range(2)] == [f"incompatible.{code}"] * 2
-    assert all("did you mean 'model/1.w'?" in str(errors[rank]) for rank in range(2))
+    assert all("did you mean 'model" in str(errors[rank]) for rank in range(2))
 
 
 def load_wrongly(run: str) -> None:
