@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 
 from holdfast.keeper.node_folder import DEFAULT_NODE_DIR, NodeFolder
 from holdfast.keeper.slots import Slot, State, slot_names
-from holdfast.run.paths import canonical, storage_at
+from holdfast.run.paths import parse
 
 
 @contextmanager
@@ -67,7 +67,7 @@ class Look:
 def look(run: Path, node_dir: Path, *, world_size: int) -> Look:
     """Look at the slots of `run` in `node_dir`, each of which is for a snapshot of one rank."""
     records = []
-    with NodeFolder(canonical(storage_at(str(run)).uri), node_dir=node_dir) as folder:
+    with NodeFolder(parse(run).root, node_dir=node_dir) as folder:
         for name in slot_names(folder):
             with Slot(folder, name) as slot:
                 records.append(slot.record)

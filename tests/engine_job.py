@@ -33,7 +33,7 @@ from holdfast.keeper.__main__ import serve
 from holdfast.keeper.lock import is_kept
 from holdfast.keeper.node_folder import NodeFolder
 from holdfast.keeper.slots import Slot, State, slot_names
-from holdfast.run.paths import canonical, storage_at
+from holdfast.run.paths import storage_at
 from tests import nursery
 from tests.engine_points import Deed, Log, Role, traced
 from tests.nursery import until
@@ -150,7 +150,7 @@ class Spec:
 
     def folder(self, node_dir: Path) -> NodeFolder:
         """The memory of the run on a node."""
-        return NodeFolder(canonical(storage_at(self.run).uri), node_dir=node_dir)
+        return NodeFolder(storage_at(self.run).uri, node_dir=node_dir)
 
 
 def train(spec: Spec, rank: int) -> None:

@@ -34,6 +34,9 @@ class FaultyStorage:
         self._watch = watch
         self._numbers = itertools.count()
 
+    def resolved(self) -> str:
+        return self._storage.resolved()
+
     def path(self, key: str) -> str:
         return self._storage.path(key)
 

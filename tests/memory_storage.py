@@ -18,6 +18,9 @@ class MemoryStorage:
         self.objects: dict[str, bytes] = {}
         self._lock = Lock()
 
+    def resolved(self) -> str:
+        return self.uri
+
     def path(self, key: str) -> str:
         return f"{self.uri}/{key}"
 

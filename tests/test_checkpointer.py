@@ -27,7 +27,7 @@ from holdfast.keeper.lock import is_kept
 from holdfast.keeper.node_folder import NodeFolder
 from holdfast.keeper.slots import Slot, slot_names
 from holdfast.run.history import Run
-from holdfast.run.paths import canonical, storage_at
+from holdfast.run.paths import storage_at
 from holdfast.staging import snapshot as snapshot_module
 from holdfast.staging.routes import Pair
 from tests.bound import bits
@@ -40,7 +40,7 @@ Rows = dict[str, torch.Tensor]
 
 
 def folder_of(run: str, node_dir: Path) -> NodeFolder:
-    return NodeFolder(canonical(storage_at(run).uri), node_dir=node_dir)
+    return NodeFolder(storage_at(run).uri, node_dir=node_dir)
 
 
 @pytest.fixture

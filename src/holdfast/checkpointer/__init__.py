@@ -34,7 +34,7 @@ from holdfast.format.values import Node
 from holdfast.keeper.node_folder import DEFAULT_NODE_DIR
 from holdfast.phases import Stopwatch, attempt
 from holdfast.run.history import Run
-from holdfast.run.paths import absolute, canonical, storage_at
+from holdfast.run.paths import absolute, storage_at
 from holdfast.run.session import JOB
 from holdfast.saving import numbers_of, run_root, save
 from holdfast.saving.coordinator import Request
@@ -442,9 +442,8 @@ class Checkpointer:
     def _opened(self, rank: int) -> Stager:
         if self._stager is None:
             assert self._memory is not None
-            run = canonical(storage_at(self._run).uri)
             node_dir, num_slots = self._memory.node_dir, self._memory.generations
-            self._stager = Stager(run, node_dir, rank=rank, num_slots=num_slots)
+            self._stager = Stager(self._run, node_dir, rank=rank, num_slots=num_slots)
         self._stager.watch()
         return self._stager
 

@@ -40,7 +40,8 @@ from holdfast.run.checkpoint import Checkpoint
 from holdfast.run.complete import Stored, encode_seal
 from holdfast.run.fallback import is_damage
 from holdfast.run.history import Located, Run
-from holdfast.run.paths import canonical, storage_at
+from holdfast.run.paths import storage_at
+from holdfast.storage.base import Storage
 from holdfast.storage.memory import MemoryFile, MemoryStorage
 from holdfast.transfer.timed import TimedStorage
 
@@ -153,7 +154,7 @@ def restore(
 def await_commit(run: str, place: Place, *, node_dir: Path, timeout_s: float) -> None:
     """Return when what was restored from memory is committed: until then nothing can follow it in the history."""
     end = time.monotonic() + timeout_s
-    uri = canonical(storage_at(run).uri)
+    uri = storage_at(run).uri
     with (
         NodeFolder(uri, node_dir=node_dir) as folder,
         TimedStorage(storage_at(run), timeout_s=2 * timeout_s) as storage,
@@ -207,7 +208,7 @@ def _looked_at(
 ) -> Iterator[tuple[NodeFolder, list[Slot], _Chosen]]:
     """What this node has in memory, and what of it all nodes choose to go on from; the rest of which only a part is
     there is given up."""
-    uri = canonical(storage_at(run).uri)
+    uri = storage_at(run).uri
     with ExitStack() as stack:
         folders: list[NodeFolder] = []
         slots: list[Slot] = []
@@ -221,7 +222,8 @@ def _looked_at(
                 return msgspec.msgpack.encode(_inventory(folder, slots))
 
         def choose(payloads: Sequence[bytes]) -> bytes:
-            return _choose(uri, folders[0], payloads)
+            with TimedStorage(storage_at(uri), timeout_s=deadline.for_storage_s) as storage:
+                return _choose(storage, folders[0], payloads)
 
         def give_up() -> bytes:
             with unusable_memory(node_dir):
@@ -316,12 +318,12 @@ def _inventory(folder: NodeFolder, slots: Sequence[Slot]) -> _Inventory:
     return _Inventory(folder.identity(), tuple(held), is_filling)
 
 
-def _choose(run_uri: str, folder: NodeFolder, payloads: Sequence[bytes]) -> bytes:
-    """On rank 0: the newest checkpoint on the head's lineage that all nodes together hold."""
+def _choose(storage: Storage, folder: NodeFolder, payloads: Sequence[bytes]) -> bytes:
+    """On rank 0: the newest checkpoint on the lineage of the head in `storage` that all nodes together hold."""
     inventories = [decode_msgpack(payload, _Inventory) for payload in payloads]
     places = {each.checkpoint_id: each.place for inventory in inventories for each in inventory.held}
     try:
-        run = Run.open(storage_at(run_uri))
+        run = Run.open(storage)
     except NotFoundError:
         return msgspec.msgpack.encode(_Chosen())
     epoch, head = run.newest_epoch() or 0, run.head()

@@ -47,10 +47,13 @@ from holdfast.staging.arena import Arena, Register
 from holdfast.staging.device import registered
 from holdfast.staging.guard import Guard
 from holdfast.staging.routes import Part, Routes
+from holdfast.transfer.timed import TimedStorage
 
 #: How often it is looked at what became of a snapshot, and whether a slot is free.
 _LOOK_S: Final = 0.025
 _LOOK_FURTHER_S: Final = 0.2
+#: How long storage may take to answer the watcher, for which `close` waits.
+_STORE_TIMEOUT_S: Final = 5.0
 #: How many failed checkpoints a rank tells of, and how many that it has heard of it remembers.
 _NUM_TOLD: Final = 8
 _NUM_HEARD: Final = 4096
@@ -445,10 +448,11 @@ class Stager:
             if memory is not None and not memory.is_removed:
                 with unusable_memory(memory.folder.path):
                     ensure_keeper(memory.folder, self._run)
-            for handle in [pending.handle for pending in waiting if pending.slot is None]:
-                assert handle.place is not None
-                if storage_at(self._run).nbytes(records.commit_key(handle.place)) is not None:
-                    handle.durable.end()
+            with TimedStorage(storage_at(self._run), timeout_s=_STORE_TIMEOUT_S) as storage:
+                for handle in [pending.handle for pending in waiting if pending.slot is None]:
+                    assert handle.place is not None
+                    if storage.nbytes(records.commit_key(handle.place)) is not None:
+                        handle.durable.end()
         except HoldfastError as error:
             for pending in waiting:
                 pending.handle.trouble = str(error)

@@ -13,7 +13,7 @@ from holdfast.keeper.lock import end_keeper
 from holdfast.keeper.node_folder import NodeFolder
 from holdfast.keeper.node_memory import Held, RunMemory, give_way, node_memory
 from holdfast.reports import size
-from holdfast.run.paths import absolute, canonical, storage_at
+from holdfast.run.paths import absolute, parse
 
 _UNKNOWN = "a run that no keeper has named"
 
@@ -57,7 +57,7 @@ def node(run: str, *, node_dir: str, free: bool, stop: bool, grace_s: float, as_
     """List what runs of this user (one, unless `run` is empty) have in the memory of this node, after doing what was
     asked for. False where a keeper did not end."""
     where = Path(absolute(node_dir))
-    uri = canonical(storage_at(run).uri) if run else None
+    uri = parse(run).root if run else None
     ended: list[str] = []
     not_ended: list[str] = []
     if stop:

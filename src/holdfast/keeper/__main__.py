@@ -17,7 +17,7 @@ from holdfast.errors import HoldfastError
 from holdfast.keeper.daemon import GRACE_S, IDLE_S, keep
 from holdfast.keeper.lock import require_protocol, try_lock
 from holdfast.keeper.node_folder import DEFAULT_NODE_DIR, NodeFolder
-from holdfast.run.paths import absolute, canonical, storage_at
+from holdfast.run.paths import absolute, parse
 
 _log = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ def serve(run: str, *, node_dir: str, idle_s: float, grace_s: float, detach: boo
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: over.set())
     os.nice(19)  # training goes first
-    uri = canonical(storage_at(run).uri)
+    uri = parse(run).root
     with NodeFolder(uri, node_dir=Path(absolute(node_dir))) as folder:
         require_protocol(folder, timeout_s=2 * GRACE_S)
         lock = try_lock(folder)

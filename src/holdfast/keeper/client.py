@@ -18,6 +18,8 @@ from holdfast.keeper.node_memory import LOG_NAME
 
 _NUM_TRIES: Final = 3
 _KILLED: Final = -9
+#: A keeper that takes longer to begin (because Python itself lies on a file system that hangs, say) is killed.
+_START_LIMIT_S: Final = 20.0
 
 
 def ensure_keeper(folder: NodeFolder, run: str) -> None:
@@ -50,17 +52,22 @@ def ensure_keeper(folder: NodeFolder, run: str) -> None:
 
 
 def _started(run: str, node_dir: Path, log: int) -> int:
-    """Start a keeper. Its status when it keeps the run, or could not; below 0 if something killed it before."""
-    return subprocess.run(
-        [sys.executable, "-m", "holdfast.keeper", run, "--node-dir", str(node_dir), "--detach"],
-        check=False,
-        stdin=subprocess.DEVNULL,
-        stdout=log,
-        stderr=log,
-        start_new_session=True,
-        cwd="/",
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(_import_paths())},
-    ).returncode
+    """Start a keeper. Its status when it keeps the run, or could not; below 0 if something killed it before, or it took
+    too long to begin."""
+    try:
+        return subprocess.run(
+            [sys.executable, "-m", "holdfast.keeper", run, "--node-dir", str(node_dir), "--detach"],
+            check=False,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            cwd="/",
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(_import_paths())},
+            timeout=_START_LIMIT_S,
+        ).returncode
+    except subprocess.TimeoutExpired:
+        return _KILLED
 
 
 def _import_paths() -> list[str]:

@@ -345,10 +345,10 @@ class Loading:
         """Have this process remember which objects of `state` were filled, and from what."""
         run, continues = located.run, self._options.continues
         if run is None:
-            load = Load(located.storage.uri, "", None, 0, continues, is_whole)
+            load = Load(located.storage.resolved(), "", None, 0, continues, is_whole)
         else:
             assert epoch is not None, "a run with a checkpoint has an epoch"
-            load = Load(run.storage.uri, run.run_id, located.seal.place, epoch, continues, is_whole)
+            load = Load(run.storage.resolved(), run.run_id, located.seal.place, epoch, continues, is_whole)
         names = sorted({*binding.loaded, *(target.name for target in binding.targets)})
         filled = [
             found.part.itself

@@ -122,11 +122,6 @@ def storage_at(root: str) -> Storage:
     return PosixStorage(local_path(root))
 
 
-def canonical(uri: str) -> str:
-    """One text for all ways to write the root `uri`; two roots with one canonical text are the same folder."""
-    return uri if _SCHEME.match(uri) else str(Path(absolute(uri)).resolve())
-
-
 def no_run(storage: Storage) -> NotFoundError:
     """The error for a root that holds no run: what is there instead, and what is near."""
     names = storage.list("")

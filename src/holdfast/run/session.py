@@ -20,7 +20,6 @@ from typing import Final, NamedTuple, Protocol
 from holdfast.errors import ConfigurationError
 from holdfast.format.records import Commit, Epoch, Place, Why
 from holdfast.run.history import Run
-from holdfast.run.paths import canonical
 
 _log = logging.getLogger(__name__)
 
@@ -89,7 +88,7 @@ class _Memory:
 
 
 class Session:
-    """The runs of one job, by canonical root. Safe for use by several threads."""
+    """The runs of one job, by their roots as `Storage.resolved` gives them. Safe for use by several threads."""
 
     def __init__(self) -> None:
         self._memories: dict[str, _Memory] = {}
@@ -106,7 +105,7 @@ class Session:
         filled, memory = list(filled), list(memory)
         with self._lock:
             self._number += 1
-            load = replace(load, root=canonical(load.root), number=self._number)
+            load = replace(load, number=self._number)
             self._filled = {key: entry for key, entry in self._filled.items() if entry[0].is_alive}
             self._filled |= {identity.key: (identity, load) for identity in (*filled, *memory)}
             if memory:
@@ -139,8 +138,9 @@ class Session:
         `FencedError`: another job opened a newer epoch than this one owns, or than there was when it loaded; a
         rollback of the run is one too.
         """
+        root = run.storage.resolved()  # storage may hang: not under the lock
         with self._lock:
-            memory = self._memory(run.storage.uri, run.run_id)
+            memory = self._memory(root, run.run_id)
             newest = run.newest_epoch() or 0
             loaded = _source(run, memory, sources)
             takeover = takeover and not memory.took_over
@@ -157,8 +157,9 @@ class Session:
 
     def incarnation(self, run: Run) -> str:
         """By which the epochs of `run` are known that this process opened."""
+        root = run.storage.resolved()
         with self._lock:
-            return self._memory(run.storage.uri, run.run_id).incarnation
+            return self._memory(root, run.run_id).incarnation
 
     def _last(self, part: Part) -> set[Load | None]:
         """The loads that last filled a part."""
@@ -174,7 +175,6 @@ class Session:
         return None if entry is None or not entry[0].is_alive else entry[1]
 
     def _memory(self, root: str, run_id: str) -> _Memory:
-        root = canonical(root)
         memory = self._memories.get(root)
         if memory is None or memory.run_id != run_id:
             # Another run under a known path was deleted and made anew: nothing remembered of the old one holds.

@@ -26,7 +26,7 @@ from holdfast.format.patterns import Globs
 from holdfast.format.records import MAX_RECORD_NBYTES, Commit, now
 from holdfast.phases import LOG, Stopwatch, attempt
 from holdfast.reports import SaveReport
-from holdfast.run.paths import canonical, parse, storage_at
+from holdfast.run.paths import parse, storage_at
 from holdfast.run.session import JOB
 from holdfast.saving.coordinator import Coordinator, Request
 from holdfast.saving.local import Local
@@ -137,7 +137,7 @@ class _Saving:
         self._storage = request.storage
         self._rank = ranks[channel.rank]
         self._watch = Stopwatch()
-        key = (canonical(request.storage.uri), tuple(ranks))
+        key = (request.storage.uri, tuple(ranks))
         self._known = _known.setdefault(key, Known())
         coordinator = Coordinator(request, ranks, self._known.memory)
         self._planning = Planning[Planned](channel, deadline, self._rank, coordinator, self._known, self._watch)

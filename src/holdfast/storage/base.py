@@ -66,6 +66,9 @@ class Storage(Protocol):
     #: The root as a user would write it, for messages.
     uri: str
 
+    def resolved(self) -> str:
+        """One text for all ways to name this root: two roots with one such text are the same."""
+
     def path(self, key: str) -> str:
         """The full path of `key`, for messages and for people."""
 

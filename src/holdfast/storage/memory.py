@@ -22,6 +22,10 @@ class MemoryStorage:
         """Show `data` under `key`."""
         self._objects[key] = data
 
+    def resolved(self) -> str:
+        """Its only name."""
+        return self.uri
+
     def path(self, key: str) -> str:
         """What messages call the object."""
         return f"{self.uri}/{key}"

@@ -48,6 +48,11 @@ class PosixStorage:
         self._root = os.path.abspath(root)
         self._durable_folders: set[str] = set()
 
+    def resolved(self) -> str:
+        """The root, with links resolved as they are now."""
+        with reported("look at", self._root):
+            return os.path.realpath(self._root)
+
     def path(self, key: str) -> str:
         """The full path of `key`."""
         for name in key.split("/"):

@@ -43,6 +43,10 @@ class TimedStorage:
         self._storage = storage
         self._deadline = _Deadline(timeout_s)
 
+    def resolved(self) -> str:
+        """As `Storage.resolved`."""
+        return self._ask("look at", self.uri, self._storage.resolved)
+
     def path(self, key: str) -> str:
         """The full path of `key`."""
         return self._storage.path(key)
