@@ -286,7 +286,7 @@ def test_a_late_rank_finds_the_verdict_and_does_not_wait() -> None:
     late = on_ranks(3, body, store=store, absent=(0, 1))[2]
     assert isinstance(late, DeadlineError)
     assert late.absent == (2,)
-    assert time.monotonic() - start < 0.25
+    assert time.monotonic() - start < 2
 
 
 # ---- ranks that skip an operation
@@ -360,6 +360,32 @@ def test_a_rank_that_skips_saves_after_the_others_gave_up_on_it_joins_their_next
             answers = set(threads.map(call, range(3), [300] * 3, [20.0] * 3))
         assert answers == {"from 0|from 1|from 2"}
         assert time.monotonic() - start < 5
+
+
+@pytest.mark.parametrize("label", ["load", "save of step 0"])
+@pytest.mark.parametrize("skipping", [0, 1, 2])
+def test_a_rank_that_skips_a_call_meets_the_others_when_all_try_the_same_again(skipping: int, label: str) -> None:
+    store = dist.HashStore()
+    jobs = [Job(store) for _ in range(3)]
+    step = 0 if label.startswith("save") else None
+
+    def call(rank: int, timeout_s: float) -> str:
+        channel = Channel(meeting(store, jobs[rank]), rank=rank, world_size=3, label=label, step=step)
+        try:
+            answer = channel.exchange("plan", payload(rank), b"|".join, Deadline(timeout_s))
+            return channel.exchange("go on", answer, lambda answers: answers[0], Deadline(timeout_s)).decode()
+        except HoldfastError as error:
+            return error.message
+
+    others = [rank for rank in range(3) if rank != skipping]
+    with ThreadPoolExecutor(3) as threads:
+        for _ in range(2):
+            for message in threads.map(call, others, [0.3] * 2):
+                assert f"rank {skipping} did not reach" in message
+            start = time.monotonic()
+            for _ in range(2):
+                assert set(threads.map(call, range(3), [20.0] * 3)) == {"from 0|from 1|from 2"}
+            assert time.monotonic() - start < 5
 
 
 def test_a_deadline_counts_down_by_its_clock_and_never_to_zero() -> None:

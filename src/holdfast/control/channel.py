@@ -9,7 +9,7 @@ Keys of one channel, and who removes them:
 ``group/<g>/<rank>`` what a group's first rank collected; removed by rank 0
 ``down/<b>``         broadcast ``b``; removed by the last of its readers, who count themselves in ``down/<b>/read``
 
-``left/<rank>``      a rank stopped waiting for rank 0, and goes on to its next operation
+``left``             a rank stopped waiting for rank 0, and goes on to its next operation
 
 So an operation that succeeds, or fails with an error that a rank reported, leaves nothing behind, and no later call is
 needed to clean up. One that ran into a deadline leaves its last messages, so that a late rank still finds the verdict.
@@ -19,7 +19,8 @@ behind for ever, and every later operation would run into its deadline. But the 
 something under the number that it comes to next: the verdict of rank 0 on the operation that it skipped, or, where
 rank 0 itself skipped it, word that they left. A rank that finds this goes on to the next number and meets the others
 there. Where the others still wait in an earlier step, they fail at once, and the rank that is ahead waits for them
-under the next number.
+under the next number. A verdict on an operation of the same name may be meant for a rank that is only late: it is
+raised, unless rank 0 has gone on to a later operation, which the rank joins.
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ _CHUNK_NBYTES: Final = 4 * 2**20
 _NUM_CHUNKS: Final = struct.Struct(">I")
 #: Of so many absent ranks an error tells where they are.
 _MAX_TOLD: Final = 64
+#: Ranks that try an operation again together do so within so long.
+_TOGETHER_S: Final = 0.5
 
 Clock = Callable[[], float]
 Outcome = bytes | Exception
@@ -95,6 +98,9 @@ class Meeting(Protocol):
 
     def whereabouts(self, rank: int) -> str | None:
         """The operation that `rank` came to last; None before its first."""
+
+    def has_gone_on(self, rank: int) -> bool:
+        """Whether `rank` has come to a later operation than this one."""
 
     def next(self) -> Meeting:
         """The meeting of the operation after this one."""
@@ -343,7 +349,7 @@ class Channel:
         except HoldfastError as error:
             self._send_down(phase, error)
             raise
-        self._compare(ups, phase, is_first=number == 0)
+        self._compare(ups, phase, deadline, is_first=number == 0)
         return ups
 
     def _report_group(self, number: int, own: _Up, deadline: Deadline) -> None:
@@ -385,14 +391,15 @@ class Channel:
         self._learn({rank: up.process for rank, up in enumerate(ups)})
         return ups
 
-    def _compare(self, ups: Sequence[_Up], phase: str, *, is_first: bool) -> None:
+    def _compare(self, ups: Sequence[_Up], phase: str, deadline: Deadline, *, is_first: bool) -> None:
         """Return if all ranks are where this one is, rank 0."""
+        if is_first and self.world_size > 1 and self._shared.check("left"):
+            self._send_down(phase, self._late([0], phase, deadline))  # for those that still wait here
+            raise _OverError
         other = next((rank for rank, up in enumerate(ups) if (up.phase, up.label) != (phase, self.label)), None)
         if other is None:
             return
         up = ups[other]
-        if is_first and up.label != self.label and self._shared.check(f"left/{other}"):
-            raise _OverError
         error = _out_of_step(other, _what(up.phase, up.label), self._what(phase))
         steps = [up.step for up in ups if up.step is not None]
         behind = min(steps) if is_first and len(steps) == len(ups) else self._step
@@ -422,7 +429,7 @@ class Channel:
         self._await([0], [key], lambda rank: _Down(phase, self.label, self._step, b"", to_wire(_ended(rank))))
         if not self._shared.wait([key], deadline.remaining_s(graces=2)):
             late = self._late([0], phase, deadline)
-            self._shared.set(f"left/{self.rank}", b"")
+            self._shared.set("left", b"")
             raise late
         num_chunks, data = self._read(key)
         if self._shared.add(readers, 1) == self.world_size - 1:
@@ -438,9 +445,21 @@ class Channel:
 
     def _is_past(self, down: _Down, error: ErrorWire) -> bool:
         """Whether the first error that this rank hears is about an operation that it skipped."""
-        if self._step is not None and down.step is not None:
-            return _is_ahead(self._step, down.step)
-        return down.label != self.label and isinstance(from_wire(error), DeadlineError)
+        if self._step is not None and down.step is not None and self._step != down.step:
+            return self._step > down.step
+        if not isinstance(from_wire(error), DeadlineError):
+            return False
+        return down.label != self.label or (self.rank in error.absent and self._has_rank_0_gone_on())
+
+    def _has_rank_0_gone_on(self) -> bool:
+        """Whether rank 0 has come to a later operation, or does so in a moment: ranks that try again do so together."""
+        assert self._meeting is not None
+        end_s = time.monotonic() + _TOGETHER_S
+        while not self._meeting.has_gone_on(0):
+            if time.monotonic() > end_s:
+                return False
+            time.sleep(_TOGETHER_S / 20)
+        return True
 
     def _await(self, ranks: Sequence[int], keys: Sequence[str], obituary: Callable[[int], msgspec.Struct]) -> None:
         """Note what this rank is going to wait for."""

@@ -191,12 +191,17 @@ class TorchMeeting:
 
     def announce(self, rank: int, label: str) -> None:
         """As `Meeting.announce`."""
-        self._places.set(str(rank), label.encode())
+        self._places.set(str(rank), f"{self._number} {label}".encode())
 
     def whereabouts(self, rank: int) -> str | None:
         """As `Meeting.whereabouts`."""
-        key = str(rank)
-        return self._places.get(key).decode() if self._places.check(key) else None
+        place = self._place(rank)
+        return None if place is None else place[1]
+
+    def has_gone_on(self, rank: int) -> bool:
+        """As `Meeting.has_gone_on`."""
+        place = self._place(rank)
+        return place is not None and place[0] > self._number
 
     def next(self) -> TorchMeeting:
         """As `Meeting.next`."""
@@ -206,6 +211,14 @@ class TorchMeeting:
     def in_background(self) -> TorchMeeting:
         """As `Meeting.in_background`."""
         return TorchMeeting(self._job, self._members, self._number, deadline=self._deadline, background=True)
+
+    def _place(self, rank: int) -> tuple[int, str] | None:
+        """The number and the label of the operation that `rank` came to last."""
+        key = str(rank)
+        if not self._places.check(key):
+            return None
+        number, _, label = self._places.get(key).decode().partition(" ")
+        return int(number), label
 
     def _at(self, prefix: str) -> TorchStore:
         connection = self._connection
