@@ -11,7 +11,7 @@ import msgspec
 from rich.console import Console
 from rich.text import Text
 
-from holdfast.cli.screen import Listing, console, count, print_json, progress, when
+from holdfast.cli.screen import Listing, console, count, counting, print_json, when
 from holdfast.cli.values import kind_of, natural, shortened, text_of
 from holdfast.errors import NotFoundError, printable
 from holdfast.format.values import Node
@@ -71,7 +71,7 @@ def diff(a: str, b: str, *, stat: bool, names: str, as_json: bool) -> bool:
         return not names or fnmatchcase(name, names)
 
     total = sum(pair.nbytes for pair in pairs(*sides, wanted=wanted))
-    with progress("comparing", total, quiet=as_json) as advance:
+    with counting("comparing", total, quiet=as_json) as advance:
         found = compare(*sides, wanted=wanted, progress=advance)
     if names and not (found.num_common or found.only_a or found.only_b or found.values):
         raise NotFoundError(

@@ -10,7 +10,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from holdfast.cli.runs import Head, open_run
-from holdfast.cli.screen import confirmed, console, count, explain, print_json, progress
+from holdfast.cli.screen import confirmed, console, count, counting, explain, print_json
 from holdfast.errors import ConfigurationError, HoldfastError, printable
 from holdfast.run import doctor as core
 from holdfast.run.doctor import Finding
@@ -38,7 +38,7 @@ def doctor(run: str, *, deep: bool, finish: bool, remove: bool, force: bool, yes
         )
     found = open_run(run)
     head_before = Head.of(found)
-    findings = core.examine(found, deep=deep, watch=lambda place, n: progress(f"verifying {place}", n, quiet=as_json))
+    findings = core.examine(found, deep=deep, watch=lambda place, n: counting(f"verifying {place}", n, quiet=as_json))
     if not as_json:
         _show(run, head_before, findings)
     finished: list[Finding] = []
@@ -71,7 +71,7 @@ def _each(findings: list[Finding], repair: Callable[[Finding], object], done: st
     repaired: list[Finding] = []
     for finding in findings:
         try:
-            with progress("repairing", None, quiet=as_json):
+            with counting("repairing", None, quiet=as_json):
                 repair(finding)
         except HoldfastError as error:
             explain(error)

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
+from threading import Lock
 from typing import Literal
 
 import msgspec
@@ -17,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from holdfast.errors import ConfigurationError, HoldfastError, printable, to_wire
+from holdfast.progress import progress
 
 _AGES = ((86400 * 365, "y"), (86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 #: What is not written to a terminal goes to programs and files, whose lines nobody shall break.
@@ -158,19 +160,22 @@ def print_error(error: HoldfastError) -> None:
 
 
 @contextmanager
-def progress(description: str, total: int | None, *, quiet: bool) -> Iterator[Callable[[int], None]]:
-    """A bar on standard error while the block runs, where that is a terminal; gives what advances it, by bytes.
+def counting(description: str, total: int | None, *, quiet: bool) -> Iterator[Callable[[int], None]]:
+    """A bar while the block runs, unless `quiet`; gives what advances it by bytes, from several threads.
 
-    A `total` that is not known is one of work that is counted in something else. No bar where `quiet`.
+    A `total` that is not known is one of work that is counted in something else.
     """
-    if quiet or not sys.stderr.isatty():
-        yield lambda _: None
-        return
-    from holdfast.cli.bar import bar
+    done, lock = 0, Lock()
 
-    with bar(console(stderr=True), counted=total is not None) as shown:
-        task = shown.add_task(description, total=total)
-        yield lambda nbytes: shown.advance(task, nbytes)
+    def advance(nbytes: int) -> None:
+        nonlocal done
+        with lock:
+            done += nbytes
+
+    with progress(description, shown=not quiet) as meter:
+        if total is not None:
+            meter.follow(total, lambda: done)
+        yield advance
 
 
 def confirmed(question: str, *, yes: bool) -> bool:

@@ -10,7 +10,7 @@ import msgspec
 from rich.text import Text
 
 from holdfast.cli.runs import open_run
-from holdfast.cli.screen import console, count, print_json, progress
+from holdfast.cli.screen import console, count, counting, print_json
 from holdfast.errors import CorruptError, HoldfastError, NotFoundError, printable
 from holdfast.reports import size
 from holdfast.run.checkpoint import Checkpoint
@@ -108,7 +108,7 @@ def _verify(subject: _Subject, *, deep: bool, quiet: bool) -> Report:
         return _unreadable(subject.name, error, place=str(located.seal.place), step=located.seal.step)
     seal = checkpoint.seal
     nbytes = sum(file.nbytes for file in seal.files)
-    with progress(f"verifying {seal.place}", nbytes if deep else None, quiet=quiet) as advance:
+    with counting(f"verifying {seal.place}", nbytes if deep else None, quiet=quiet) as advance:
         faults = verify_checkpoint(checkpoint, deep=deep, progress=advance)
     return Report(
         path=checkpoint.folder,

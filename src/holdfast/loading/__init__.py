@@ -28,6 +28,7 @@ from holdfast.plan.draft import Table
 from holdfast.plan.exchange import Bandwidths
 from holdfast.plan.mapping import mapped
 from holdfast.plan.parts import stored_tensors
+from holdfast.progress import PATIENCE_S, of_first_rank, progress
 from holdfast.reports import LoadReport
 from holdfast.run.checkpoint import Checkpoint
 from holdfast.run.fallback import Skipped, is_damage, resolve_sound
@@ -292,7 +293,9 @@ class Loading:
         together = self._together(checkpoint, owners, in_memory=in_memory)
         with self._watch.phase("read"):
             try:
-                cost = together.read(filling.plan)
+                what = of_first_rank(f"loading step {checkpoint.seal.step}", self._channel.world_size)
+                with progress(what, shown=self._channel.rank == 0, after_s=PATIENCE_S) as meter:
+                    cost = together.read(filling.plan, meter=meter)
             except HoldfastError as error:
                 error.add_note("The live state is partly filled: load it again before using it.")
                 raise

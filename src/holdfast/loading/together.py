@@ -27,6 +27,7 @@ from holdfast.run.checkpoint import Checkpoint, Targets
 from holdfast.run.sharing import SharedReading, sent_and_received
 from holdfast.storage.base import Bytes
 from holdfast.transfer.buffers import BUFFER_NBYTES, NUM_THREADS, pipeline_pool
+from holdfast.transfer.meter import Meter
 from holdfast.transfer.neighbours import Neighbour, NeighbourGone, Neighbours, SharedMemory, node_id
 from holdfast.transfer.network import Peers
 from holdfast.transfer.reader import ReadJob
@@ -117,19 +118,22 @@ class Together:
         self._needs = np.zeros((0, 3), np.int64)
         self._peers: Peers | None = None
         self._shared: SharedReading | None = None
+        self._meter = Meter()
 
-    def read(self, plan: Callable[[], tuple[Sequence[Want], Targets]]) -> ReadCost:
+    def read(self, plan: Callable[[], tuple[Sequence[Want], Targets]], *, meter: Meter | None = None) -> ReadCost:
         """Deliver what `plan` wants to its targets, and help other ranks; returns when all ranks have all they want.
 
         What several ranks of a node need is read by one of them, into memory that it shares with the others. With
         `bandwidths` that favour it, what several nodes need is read by one of them, and sent to the others. With
-        `owners` each of them reads what others need, and sends it to their nodes.
+        `owners` each of them reads what others need, and sends it to their nodes. `meter` is told how much of its own
+        share this rank has read.
 
         Raises:
             CorruptError: bytes are missing or altered; names the file and the tensors.
             StorageError: the store failed, or did not answer in time.
             DeadlineError: a rank died, or did not go on.
         """
+        self._meter = meter or self._meter
         try:
             prepared = attempt(lambda: self._prepare(*plan()))
             nodes = self._channel.exchange("share", prepared, self._answer, self._deadline)
@@ -217,7 +221,9 @@ class Together:
                 peers=peers,
                 num_readers=min(max(num_cores, 1), NUM_THREADS) if self._in_memory else NUM_THREADS,
             )
-            self._shared.run()
+            shared = self._shared
+            self._meter.follow(shared.nbytes, lambda: shared.bytes_read)
+            shared.run()
 
     def _divided(self, ranks: Sequence[int], others: Mapping[int, Neighbour], first_file: int) -> Chunks:
         """What `ranks`, which get nothing from other nodes, read, beginning with `first_file`."""

@@ -41,6 +41,8 @@ class SharedReading:
         me = chunks.ranks.index(rank)
         led, wanted = chunks.leaders == me, chunks.wanted[:, me]
         counts = Counter(chunks.files[led & (chunks.senders < 0)].tolist())
+        #: Bytes that this rank reads from storage in all.
+        self.nbytes = int((chunks.stops - chunks.starts)[led & (chunks.senders < 0)].sum())
         self._chunks = chunks
         self._peers = peers
         self._targets = {file: Target(job, num_chunks=counts[file]) for file, job in jobs.items()}

@@ -25,6 +25,7 @@ from holdfast.errors import HoldfastError
 from holdfast.format.patterns import Globs
 from holdfast.format.records import MAX_RECORD_NBYTES, Commit, now
 from holdfast.phases import LOG, Stopwatch, attempt
+from holdfast.progress import PATIENCE_S, of_first_rank, progress
 from holdfast.reports import SaveReport
 from holdfast.run.paths import parse, storage_at
 from holdfast.run.session import JOB
@@ -37,6 +38,7 @@ from holdfast.saving.survivor import finish_alone, is_desertion
 from holdfast.staging.device import await_queued
 from holdfast.state.flatten import flatten
 from holdfast.state.identity import parts_of
+from holdfast.transfer.meter import Meter
 from holdfast.transfer.timed import TimedStorage
 
 #: How long a save may go on at most to commit alone when ranks are gone.
@@ -150,10 +152,12 @@ class _Saving:
         )
         shares: list[Share] = []
         wrote: list[Written] = []
-        with self._watch.phase("write"):
-            written = attempt(lambda: self._write(planned, mine, shares, wrote))
-        with self._watch.phase("commit"):
-            committed = self._commit(planned, written)
+        what = of_first_rank(f"saving step {self._request.step}", world_size)
+        with progress(what, shown=number == 0, after_s=PATIENCE_S) as meter:
+            with self._watch.phase("write"):
+                written = attempt(lambda: self._write(planned, mine, shares, wrote, meter))
+            with self._watch.phase("commit"):
+                committed = self._commit(planned, written)
         commit = decode_msgpack(committed, Commit)
         return SaveReport(
             step=commit.step,
@@ -166,12 +170,13 @@ class _Saving:
             seconds=self._watch.seconds,
         )
 
-    def _write(self, planned: Planned, mine: Local, shares: list[Share], wrote: list[Written]) -> bytes:
+    def _write(self, planned: Planned, mine: Local, shares: list[Share], wrote: list[Written], meter: Meter) -> bytes:
         share = Share.of(self._storage, planned, self._rank, self._known.share)
         self._planning.remember(share)
         shares.append(share)
         await_queued(part for local in mine.flat.tensors.values() for part in local.memory)
-        written = share.write(self._storage, planned.folder, mine.flat, self._planning.values(mine), self._rank)
+        values = self._planning.values(mine)
+        written = share.write(self._storage, planned.folder, mine.flat, values, self._rank, meter=meter)
         wrote.append(written)
         return msgspec.msgpack.encode(written)
 

@@ -21,6 +21,7 @@ from holdfast.state.flatten import FlatState
 from holdfast.state.memory import LocalPieces, MemorySource, packed
 from holdfast.storage.base import Storage
 from holdfast.transfer.buffers import pipeline_pool
+from holdfast.transfer.meter import Meter
 from holdfast.transfer.sources import BytesSource, Source
 from holdfast.transfer.timed import TimedStorage
 from holdfast.transfer.writer import write_file
@@ -59,7 +60,14 @@ class Share:
         return Share(plan_id, manifest, Files(manifest).layout(index) if has_file else None, 0)
 
     def write(
-        self, storage: TimedStorage, folder: str, flat: FlatState, values: Mapping[str, Node], rank: int
+        self,
+        storage: TimedStorage,
+        folder: str,
+        flat: FlatState,
+        values: Mapping[str, Node],
+        rank: int,
+        *,
+        meter: Meter,
     ) -> Written:
         """Write this rank's data file; durable when it returns. `values` are what its file holds."""
         layout = self.layout
@@ -80,6 +88,7 @@ class Share:
                     data_start=layout.data_start,
                     header=lambda table: container.header(self.manifest, layout, table),
                     pool=pool,
+                    meter=meter,
                 )
 
         table = storage.run("write", storage.path(key), write)

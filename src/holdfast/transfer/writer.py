@@ -11,6 +11,7 @@ from holdfast.format.container import ALIGNMENT
 from holdfast.storage.base import Bytes, FileWriter
 from holdfast.transfer.buffers import NUM_THREADS, BufferPool, run_threads
 from holdfast.transfer.digest import digest_blocks
+from holdfast.transfer.meter import Meter
 from holdfast.transfer.sources import JoinedSources, Source
 
 #: From memory that nothing is copied from, a device takes more at a time.
@@ -25,17 +26,21 @@ def write_file(
     header: Callable[[bytes], bytes],
     pool: BufferPool,
     num_threads: int = NUM_THREADS,
+    meter: Meter | None = None,
 ) -> bytes:
     """Write and publish one file; returns the digest table of its data section, durable and visible.
 
     The data section is `sources`, packed one after another from `data_start` (a multiple of 4096). When it is
     written, `header` is called with its digest table and returns the first `data_start` bytes of the file.
-    On any error the writer is aborted and the first error raised. Takes one buffer per thread from `pool`.
+    On any error the writer is aborted and the first error raised. Takes one buffer per thread from `pool`. `meter` is
+    told how far it is, as chunks are begun.
     """
     try:
         if data_start % ALIGNMENT:
             raise ValueError(f"data_start is {data_start}: it must be a multiple of {ALIGNMENT}")
         data = _DataSection(writer, sources, data_start, pool)
+        if meter is not None:
+            meter.follow(data.nbytes, lambda: data.num_begun * pool.buffer_nbytes)
         run_threads(num_threads, data.write_chunks, stop=data.stop)
         table = b"".join(data.digests)
         _write_header(writer, header(table), data_start, pool)
@@ -96,6 +101,7 @@ class _DataSection:
         num_chunks = -(-self.nbytes // pool.buffer_nbytes)
         self.digests = [b""] * num_chunks
         self._chunks = iter(range(num_chunks))
+        self.num_begun = 0
         self._lock = threading.Lock()
         self._stopped = False
 
@@ -108,6 +114,7 @@ class _DataSection:
                 chunk = next(self._chunks, None)
             if chunk is None:
                 return
+            self.num_begun = chunk
             with self._pool.buffer() as buffer:
                 self._write_chunk(chunk, buffer)
 

@@ -1,0 +1,59 @@
+"""The progress of long work, shown at a terminal and nowhere else. Neither rich nor torch is imported for silence."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import Event, Thread
+from typing import Final
+
+from holdfast.transfer.meter import Meter
+
+#: Saves and loads that end sooner show nothing.
+PATIENCE_S: Final = 3.0
+_LOOK_S = 0.1
+
+
+@contextmanager
+def progress(description: str, *, shown: bool = True, after_s: float = 0.0) -> Iterator[Meter]:
+    """Show on standard error, while the block runs, what its meter says; only where that is a terminal, and `shown`.
+
+    The bar appears after `after_s`, and is gone when the block ends. It is drawn by a thread of its own, which looks
+    at the meter now and then: the work does not notice.
+    """
+    meter = Meter()
+    if not shown or not _is_at_terminal():
+        yield meter
+        return
+    over = Event()
+    thread = Thread(target=_show, args=(description, meter, over, after_s), name="holdfast-progress", daemon=True)
+    try:
+        thread.start()
+        yield meter
+    finally:
+        over.set()
+        if thread.ident is not None:  # it was started
+            thread.join()
+
+
+def of_first_rank(what: str, world_size: int) -> str:
+    """`what` the first rank does; with a word on the others, where there are any, since it counts its own bytes."""
+    return what if world_size == 1 else f"{what} (rank 0 of {world_size})"
+
+
+def _is_at_terminal() -> bool:
+    return sys.stderr is not None and not sys.stderr.closed and sys.stderr.isatty()
+
+
+def _show(description: str, meter: Meter, over: Event, after_s: float) -> None:
+    if over.wait(after_s):
+        return
+    from holdfast.progress.bar import bar
+
+    with bar() as shown:
+        task = shown.add_task(description, total=None)
+        while True:
+            shown.update(task, total=meter.total, completed=meter.done, refresh=True)
+            if over.wait(_LOOK_S):
+                return
