@@ -321,8 +321,6 @@ class Checkpointer:
         channel = default_channel(f"save of step {handle.step}", self._group, deadline=deadline, step=handle.step)
         handle.is_told = channel.rank == 0
         stager = self._opened(group_ranks(self._group)[channel.rank])
-        if not self._goes_on:
-            self._drop_parts(channel, deadline)
         sources = JOB.sources(lambda: parts_of(self._state))
         hold = stager.guard.hold()
         try:
@@ -414,12 +412,18 @@ class Checkpointer:
 
         told_at = time.monotonic() + _PATIENCE_S
         while True:
-            standing = attempt(lambda: msgspec.msgpack.encode(stager.standing(is_as_before=is_as_before)))
+            standing = attempt(
+                lambda: msgspec.msgpack.encode(stager.standing(is_as_before=is_as_before, has_looked=self._goes_on))
+            )
             answer = channel.exchange("memory", standing, look, deadline)
             found = decode_msgpack(answer, Room)
             stager.give_up(found.given_up)
+            stager.give_up_beyond(found.reached)
             if found.trouble is not None:
                 raise from_wire(found.trouble)
+            if not found.all_looked:
+                self._drop_parts(channel, deadline)
+                continue
             if stager.run_id != found.run_id:
                 stager.belong_to(found.run_id)
                 continue  # there is more room now

@@ -16,6 +16,7 @@ class Standing(msgspec.Struct, frozen=True, array_like=True):
     that holds nothing; `oldest` is else the oldest checkpoint in a slot that might be filled anew (None: there is no
     such slot now). `given_up` are ids of checkpoints whose copy failed here since the last save. Where the state
     `is_as_before`, the last plan is likely to hold. `trouble` says why the memory of this rank cannot be used.
+    `reached` is the last place that this rank heard of; `has_looked`: it knows what memory held before this job.
     """
 
     sealed: Place | None
@@ -24,6 +25,8 @@ class Standing(msgspec.Struct, frozen=True, array_like=True):
     given_up: tuple[str, ...]
     is_as_before: bool
     trouble: ErrorWire | None = None
+    reached: Place | None = None
+    has_looked: bool = True
 
     def has_room(self, needed: Place | None) -> bool:
         """Whether there is a slot, where what comes before `needed` is not needed any more."""
@@ -37,7 +40,9 @@ class Room(msgspec.Struct, frozen=True, array_like=True):
     `run_id` is that of the run ("": there is none yet), from which checkpoints of an earlier one are told apart. What
     comes before `needed` is not needed any more: all ranks have that in memory, whole (None: some have nothing).
     `given_up` are checkpoints that can never be whole. Whether all states are `as_before`. `trouble` says why the
-    memory of some rank cannot be used; then no rank uses it.
+    memory of some rank cannot be used; then no rank uses it. `reached` is the last place that all ranks heard of (None:
+    some heard of none): what this job staged for a later one is never whole. `all_looked`: no rank has yet to look at
+    what memory held before this job.
     """
 
     run_id: str
@@ -46,6 +51,8 @@ class Room(msgspec.Struct, frozen=True, array_like=True):
     given_up: tuple[str, ...]
     as_before: bool
     trouble: ErrorWire | None
+    reached: Place | None
+    all_looked: bool
 
 
 class Told(msgspec.Struct, frozen=True, array_like=True):

@@ -59,7 +59,10 @@ def room(payloads: Sequence[bytes], run_id: str) -> Room:
     given_up = tuple(sorted({each for standing in standings for each in standing.given_up}))
     as_before = all(standing.is_as_before for standing in standings)
     trouble = next((standing.trouble for standing in standings if standing.trouble is not None), None)
-    return Room(run_id, needed, full, given_up, as_before, trouble)
+    heard = [standing.reached for standing in standings]
+    reached = None if None in heard else min(each for each in heard if each is not None)
+    all_looked = all(standing.has_looked for standing in standings)
+    return Room(run_id, needed, full, given_up, as_before, trouble, reached, all_looked)
 
 
 class StagePlanning(Planning[Agreed]):

@@ -172,8 +172,9 @@ class Stager:
                 raise memory.arena.error
         self._prepared_nbytes = nbytes
 
-    def standing(self, *, is_as_before: bool) -> Standing:
-        """How the memory of this rank stands; its state `is_as_before`, or not.
+    def standing(self, *, is_as_before: bool, has_looked: bool) -> Standing:
+        """How the memory of this rank stands; its state `is_as_before`, or not, and it `has_looked` at what memory held
+        before this job, or not.
 
         Memory that is not open is opened. A keeper that is gone is replaced, since nothing else becomes free; and so
         are slots that somebody has removed. What hinders all that is the `trouble` of the standing.
@@ -192,10 +193,27 @@ class Stager:
             if not (self._was_used or is_unusable(error)):
                 raise
             told = to_wire(error if is_unusable(error) else _unusable(error))
-            return Standing(None, is_free=False, oldest=None, given_up=given_up, is_as_before=False, trouble=told)
+            return Standing(
+                None,
+                is_free=False,
+                oldest=None,
+                given_up=given_up,
+                is_as_before=False,
+                trouble=told,
+                reached=self.last,
+                has_looked=has_looked,
+            )
         # Where there are no slots yet, a plan must be made known, and memory taken, before the save returns.
         is_as_before = is_as_before and self._prepared_nbytes >= 0
-        return Standing(sealed, is_free=is_free, oldest=oldest, given_up=given_up, is_as_before=is_as_before)
+        return Standing(
+            sealed,
+            is_free=is_free,
+            oldest=oldest,
+            given_up=given_up,
+            is_as_before=is_as_before,
+            reached=self.last,
+            has_looked=has_looked,
+        )
 
     def _look_at_slots(self) -> tuple[Place | None, bool, Place | None]:
         """`sealed`, `is_free` and `oldest` of a `Standing`."""
@@ -267,6 +285,17 @@ class Stager:
             if pending.checkpoint_id in unheard:
                 pending.handle.durable.end(_incomplete(pending.handle.step))
         self._tell_given_up()
+
+    def give_up_beyond(self, reached: Place | None) -> None:
+        """Give up what this process staged for places after `reached`. Some rank has no part there, because it never
+        heard of them: the answer came too late, say."""
+        self.give_up(
+            [
+                pending.checkpoint_id
+                for pending in self._pending_now()
+                if pending.handle.place is not None and (reached is None or pending.handle.place > reached)
+            ]
+        )
 
     def _tell_given_up(self) -> None:
         """Tell the keeper which checkpoints were given up. Where memory takes no file now, the watcher tries later."""

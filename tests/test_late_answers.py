@@ -1,0 +1,75 @@
+"""One rank alone runs into its deadline in a save, after the others were answered: that save is lost, and no other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+import holdfast
+from holdfast import Checkpointer, DeadlineError, HoldfastError, Memory, checkpointer
+from holdfast.checkpointer.planner import StagePlanning
+from tests.models import start_new_job
+from tests.ranks import run_ranks
+from tests.test_checkpointer import end_keepers
+
+TIMEOUT_S = 15.0
+
+
+def late(call: Callable[..., Any], times: list[int]) -> Callable[..., Any]:
+    """`call`, which works, and then raises in those of its `times` what its caller gets when the answer is late."""
+    count = iter(range(1000))
+
+    def made(*arguments: object) -> object:
+        answer = call(*arguments)
+        if next(count) in times:
+            raise DeadlineError("late.", code="timeout.ranks", action="Wait.")
+        return answer
+
+    return made
+
+
+def save_with_late_answers(run: str, node_dir: Path, where: str, times: list[int], lost: set[int]) -> list[str]:
+    """What becomes of six saves. Rank 1 does not hear the answer in those that are `lost`."""
+    start_new_job()
+    shard = DTensor.from_local(torch.zeros(1, 1000), init_device_mesh("cpu", (2,)), [Shard(0)])
+    owner: Any = StagePlanning if where == "agree" else checkpointer
+    times = times if dist.get_rank() == 1 else []
+    outcomes = []
+    with patch.object(owner, where, late(getattr(owner, where), times)):
+        memory = Memory(node_dir=node_dir)
+        saving = Checkpointer(run, {"shard": shard}, memory=memory, timeout_s=TIMEOUT_S)
+        for step in range(6):
+            dist.barrier()
+            try:
+                handle = saving.save(step)
+                if step in lost:
+                    handle.staged.wait(TIMEOUT_S)
+                else:
+                    handle.durable.wait(TIMEOUT_S)
+                outcomes.append("saved" if step not in lost else "staged")
+            except HoldfastError as error:
+                outcomes.append(error.code)
+    assert holdfast.open(run).step == 5
+    return outcomes
+
+
+@pytest.mark.parametrize(
+    ("where", "times", "lost"),
+    [("agree", [1, 2], {1, 2}), ("drop_parts", [0], {0})],
+    ids=["the place of a save", "what memory held before"],
+)
+def test_an_answer_that_one_rank_hears_too_late_costs_that_save_alone(
+    tmp_path: Path, where: str, times: list[int], lost: set[int]
+) -> None:
+    outcomes = run_ranks(2, save_with_late_answers, str(tmp_path / "run"), tmp_path, where, times, lost, timeout_s=150)
+    end_keepers(tmp_path)
+    for rank, codes in enumerate(outcomes):
+        assert [step for step, code in enumerate(codes) if code != "saved"] == sorted(lost), (rank, codes)
