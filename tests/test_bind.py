@@ -287,7 +287,7 @@ def test_ranks_can_report_what_is_unexpected_on_all_of_them() -> None:
         set(bind({stage: mlp()}, saved.stored, {}, nodes, strict=False).unexpected) for stage in ("stage0", "stage1")
     ]
     assert set.intersection(*unexpected) == set()
-    error = difference([], unexpected[0], saved.stored, nodes)
+    error = difference([], unexpected[0], saved.stored, nodes, {})
     assert "stage1 (the whole module: 9 names)" in str(error)
 
 

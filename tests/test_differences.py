@@ -144,3 +144,30 @@ def test_a_value_asked_for_as_a_tensor_leads_to_how_to_get_it(run: Path) -> None
     assert view.value("progress/epoch") == 3
     with pytest.raises(holdfast.NotFoundError, match=r"Did you mean model/layers\.0\.weight\?"):
         view["model/layers.0.wieght"]
+
+
+def test_a_load_of_the_model_alone_is_told_to_select_it(run: Path) -> None:
+    assert 'select="model"' in refused(run, {"model": model()}).action
+    error = refused(run, {"model": model(), "progress": {"epoch": 0}})
+    assert 'select=["model", "progress"]' in error.action
+    assert "select" not in refused(run, {"modle": model()}).action
+
+
+def test_a_renamed_container_is_one_guess(run: Path) -> None:
+    module = model()
+    error = refused(run, {"modle": module, "optimizer": stepped(module), "progress": {"epoch": 3}})
+    assert [line.strip() for line in error.details if " -> " in line and "perhaps" not in line] == ["model -> modle"]
+
+
+def test_a_tensor_of_another_shape_is_no_renamed_one(tmp_path: Path) -> None:
+    holdfast.save(tmp_path / "run", {"q_proj.weight": torch.zeros(4, 4), "k.weight": torch.zeros(4)}, 1)
+    into = {"q_proj.lora_A.weight": torch.zeros(2, 4), "kk.weight": torch.zeros(4)}
+    error = refused(tmp_path / "run", dict(into))
+    assert [line.strip() for line in error.details if " -> " in line and "perhaps" not in line] == [
+        "k.weight -> kk.weight"
+    ]
+
+
+def test_letters_that_changed_places_are_near() -> None:
+    assert near("gtp", ["gpt"]) == ["gpt"]
+    assert near("w12", ["w21"]) == []

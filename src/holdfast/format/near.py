@@ -88,10 +88,25 @@ def _alike(one: str, other: str) -> bool:
     if one.isdecimal() or other.isdecimal():
         return False  # another layer is another thing
     shorter, longer = sorted((one.lower(), other.lower()), key=len)
-    if longer[:-1] == shorter or (len(shorter) >= _SHORTEST_STEM and _is_short_form(shorter, longer)):
+    if (
+        longer[:-1] == shorter
+        or _is_transposed(shorter, longer)
+        or (len(shorter) >= _SHORTEST_STEM and _is_short_form(shorter, longer))
+    ):
         return True
     matcher = difflib.SequenceMatcher(None, shorter, longer)
     return matcher.real_quick_ratio() >= _ALIKE and matcher.quick_ratio() >= _ALIKE and matcher.ratio() >= _ALIKE
+
+
+def _is_transposed(one: str, other: str) -> bool:
+    """Whether two neighbouring letters changed places, such as in ``gtp`` for ``gpt``."""
+    if len(one) != len(other) or len(one) < _SHORTEST_STEM:
+        return False
+    at = [number for number, (a, b) in enumerate(zip(one, other, strict=True)) if a != b]
+    if len(at) != 2 or at[1] - at[0] != 1:
+        return False
+    pair = one[at[0] : at[1] + 1]
+    return other[at[0] : at[1] + 1] == pair[::-1] and not pair.isdecimal()
 
 
 def _is_short_form(shorter: str, longer: str) -> bool:

@@ -10,6 +10,7 @@ from holdfast.errors import IncompatibleError
 from holdfast.format.names import own_part
 from holdfast.format.patterns import Globs, check_matched
 from holdfast.format.values import Node
+from holdfast.geometry import Shape
 from holdfast.state.bind import Binding
 from holdfast.state.differences import Stored, difference
 from holdfast.state.meta import check_fillable
@@ -18,6 +19,7 @@ from holdfast.state.meta import check_fillable
 class Names(msgspec.Struct, frozen=True, array_like=True):
     """What one rank sees: names on one side only; tensors that stay on the meta device, and those of them that no
     checkpoint has; globs that match no live name, each by the option that it was given with, with names that are near.
+    `missing_shapes` are those of missing tensors.
     `num_loaded` counts the names that are loaded, `num_filled` and `num_lost` the live tensors that the checkpoint has,
     and those that it lacks.
     """
@@ -27,6 +29,7 @@ class Names(msgspec.Struct, frozen=True, array_like=True):
     on_meta: tuple[str, ...]
     unfillable: tuple[str, ...]
     unmatched: dict[str, dict[str, list[str]]]
+    missing_shapes: dict[str, Shape] = {}
     num_loaded: int = 0
     num_filled: int = 0
     num_lost: int = 0
@@ -42,6 +45,7 @@ class Names(msgspec.Struct, frozen=True, array_like=True):
             tuple(binding.on_meta),
             tuple(binding.unfillable),
             unmatched,
+            binding.missing_shapes,
             len(binding.loaded),
             len(binding.targets),
             binding.num_lost,
@@ -72,10 +76,11 @@ def compared(
     unexpected = sorted(shared | own)
     for option in ranks[0].unmatched:
         check_matched(option, [rank.unmatched[option] for rank in ranks], where="the live state")
+    shapes = {name: shape for rank in ranks for name, shape in rank.missing_shapes.items()}
     if strict and (missing or unexpected):
-        raise difference(missing, unexpected, stored, nodes)
+        raise difference(missing, unexpected, stored, nodes, shapes)
     if not strict and not allow_empty and _is_empty(ranks):
-        raise _nothing(difference(missing, unexpected, stored, nodes))
+        raise _nothing(difference(missing, unexpected, stored, nodes, shapes))
     unfillable = sorted({name for rank in ranks for name in rank.unfillable})
     if strict:
         check_fillable(unfillable)

@@ -31,6 +31,7 @@ from holdfast.frameworks.adapters import unwrapped
 from holdfast.frameworks.module import bind_module
 from holdfast.frameworks.optimizer import bind_optimizer
 from holdfast.frameworks.stateful import Description, description_of, is_described, is_stateful, writing
+from holdfast.geometry import Shape
 from holdfast.plan.layout import Replicas
 from holdfast.state.differences import Mismatches, Stored, difference, is_leaf
 from holdfast.state.flatten import check_depth, check_root, name_of_planes, planes_as_tensors
@@ -61,7 +62,8 @@ class Binding:
     """What `bind` found. Name lists are sorted and hold tensors and values alike.
 
     `loaded` and `unexpected` are stored names, `missing` are live ones; a live object that the checkpoint lacks wholly
-    is missing under its path. What belongs to other ranks alone is not unexpected; names of this rank's own part
+    is missing under its path; `missing_shapes` are those of missing tensors.
+    What belongs to other ranks alone is not unexpected; names of this rank's own part
     (``own_part`` says which) are unexpected for the whole job, whatever other ranks expect. `on_meta` are live tensors
     that stay on the meta device, and `unfillable` those of them that are selected, but that no checkpoint has.
     `reseeded` are the `RandomState` entries that another number of ranks saved, `num_lost` counts live tensors that the
@@ -71,6 +73,7 @@ class Binding:
     targets: list[Target]
     loaded: list[str]
     missing: list[str]
+    missing_shapes: dict[str, Shape]
     unexpected: list[str]
     on_meta: list[str]
     unfillable: list[str]
@@ -115,7 +118,7 @@ def bind(
     binder = _Binder(stored, aliases, nodes, terms or Terms(), rank, world_size, device=device)
     binding = binder.run(cast("MutableMapping[str, object]", into))
     if strict and (binding.missing or binding.unexpected):
-        raise difference(binding.missing, binding.unexpected, stored, nodes)
+        raise difference(binding.missing, binding.unexpected, stored, nodes, binding.missing_shapes)
     if strict:
         check_fillable(binding.unfillable)
     return binding
@@ -188,6 +191,7 @@ class _Binder:
             self._matcher.targets,
             sorted(chain(used.intersection(self._stored), values_used)),
             sorted(self._matcher.missing),
+            self._matcher.missing_shapes,
             sorted(set(self._unexpected())),
             sorted(self._on_meta),
             sorted(self._unfillable),

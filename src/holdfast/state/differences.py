@@ -12,6 +12,7 @@ from holdfast.format import values
 from holdfast.format.names import own_part
 from holdfast.format.near import Substitution, near, substitution
 from holdfast.format.values import Encoded, Node, Open, Planes, Stateful, TensorRef, TorchValue
+from holdfast.geometry import Shape
 from holdfast.plan.parts import Stored
 
 __all__ = ["Mismatches", "Stored", "difference", "is_leaf", "listing", "word"]
@@ -24,11 +25,19 @@ _NUMBER = re.compile(r"(?<!\d)(?:0|[1-9]\d*)(?!\d)")
 
 
 def difference(
-    missing: Collection[str], unexpected: Collection[str], stored: Mapping[str, Stored], nodes: Mapping[str, Node]
+    missing: Collection[str],
+    unexpected: Collection[str],
+    stored: Mapping[str, Stored],
+    nodes: Mapping[str, Node],
+    shapes: Mapping[str, Shape],
 ) -> IncompatibleError:
-    """The error that says which names are on one side only; a whole unexpected object is one entry."""
+    """The error that says which names are on one side only; a whole unexpected object is one entry.
+
+    `shapes` are those of the missing tensors: a stored tensor of another shape is no renamed one.
+    """
     shared = {path: nodes[path] for path in nodes if not own_part(path)}
-    objects, rest = _collapse(unexpected, [*stored, *(path for path in shared if is_leaf(path, shared))], shared)
+    known = [*stored, *(path for path in shared if is_leaf(path, shared))]
+    objects, rest = _collapse(unexpected, known, shared)
     only_stored = sorted([*objects.values(), *grouped(rest)])
     message, details = "Names differ.", list[str]()
     for number, what, entries in (
@@ -40,25 +49,74 @@ def difference(
         elif entries:
             message += f" {number:,} {what}."
             details += [f"{what}:", *(f"  {line}" for line in _first(entries))]
-    renamed = _renamed(missing, [*objects, *rest])
+    containers = _renamed_containers(missing, unexpected, objects)
+    renamed = [f"{old} -> {new}" for old, new in containers.items()]
+    lacking, left = _without(containers, missing, [*objects, *rest])
+    renamed += _renamed(lacking, left, stored, shapes)
     if renamed:
         details += ["perhaps renamed (stored -> live):", *(f"  {line}" for line in _first(renamed))]
     return IncompatibleError(
         message,
         code="incompatible.names",
-        action="Give both the same names, map the stored ones with mapping=, or load what both have with strict=False.",
+        action=_names_action(missing, unexpected, known),
         tensor=next(iter(sorted(missing) or sorted(unexpected)), None),
         details=tuple(details),
     )
 
 
-def _renamed(missing: Collection[str], unexpected: Collection[str]) -> list[str]:
+def _names_action(missing: Collection[str], unexpected: Collection[str], known: Collection[str]) -> str:
+    """What to do about names that differ; where the checkpoint only has more entries than were given, select these."""
+    unwanted = set(unexpected)
+    entries = sorted({_entry(name) for name in known if name not in unwanted})
+    if missing or not entries or not set(entries).isdisjoint(map(_entry, unexpected)):
+        return "Give both the same names, map the stored ones with mapping=, or load what both have with strict=False."
+    given = ", ".join(f'"{entry}"' for entry in entries)
+    selected = given if len(entries) == 1 else f"[{given}]"
+    return f"Load only these entries with select={selected}, add the others, or load what both have with strict=False."
+
+
+def _entry(name: str) -> str:
+    """The entry of the state that `name` is in."""
+    return name.partition("/")[0]
+
+
+def _renamed_containers(
+    missing: Collection[str], unexpected: Collection[str], objects: Collection[str]
+) -> dict[str, str]:
+    """Whole stored objects that have the names of a live container under another name."""
+    found: dict[str, str] = {}
+    for old in sorted(objects):
+        below = {name.removeprefix(f"{old}/") for name in unexpected if name.startswith(f"{old}/")}
+        end = min(below, default="")
+        live = [name.removesuffix(f"/{end}") for name in missing if end and name.endswith(f"/{end}")]
+        for new in near(old, live, count=1):
+            if below == {name.removeprefix(f"{new}/") for name in missing if name.startswith(f"{new}/")}:
+                found[old] = new
+    return found
+
+
+def _without(
+    containers: Mapping[str, str], missing: Collection[str], unexpected: Collection[str]
+) -> tuple[Collection[str], Collection[str]]:
+    """Live and stored names that no renamed container explains. An optimizer's names hold those of parameters."""
+    for old, new in containers.items():
+        moved = {name.replace(f"/{old}%2F", f"/{new}%2F") for name in unexpected if f"/{old}%2F" in name}
+        missing = [name for name in missing if name not in moved and not name.startswith(f"{new}/")]
+        unexpected = [name for name in unexpected if name != old]
+    return missing, unexpected
+
+
+def _renamed(
+    missing: Collection[str], unexpected: Collection[str], stored: Mapping[str, Stored], shapes: Mapping[str, Shape]
+) -> list[str]:
     """Stored names that may be what live ones were called before; of those renamed alike the first."""
     candidates = sorted(unexpected)[:_HINT_CANDIDATES]
     alike: dict[Substitution | None, list[str]] = {}
     for name in sorted(missing)[:_HINTS]:
-        for stored in near(name, candidates, count=1):
-            alike.setdefault(substitution(stored, name), []).append(f"{stored} -> {name}")
+        shape = shapes.get(name)
+        fitting = [other for other in candidates if other not in stored or shape in (None, stored[other].shape)]
+        for other in near(name, fitting, count=1):
+            alike.setdefault(substitution(other, name), []).append(f"{other} -> {name}")
     return [hints[0] + (f" (and {len(hints) - 1} more alike)" if len(hints) > 1 else "") for hints in alike.values()]
 
 
@@ -147,7 +205,10 @@ class Mismatches:
 
 _ACTIONS = {
     "incompatible.dtype": "Create the live tensor in the stored dtype, or have it cast with cast=.",
-    "incompatible.shape": "Create the live tensor in the stored shape, map the stored one (mapping=), or leave it out.",
+    "incompatible.shape": (
+        "Create the live tensor in the stored shape, map the stored one (mapping=), or leave it out, such as with "
+        'select="!model/head.*".'
+    ),
     "incompatible.kind": "Put the same kind of object into the live state, or leave it out of the state.",
     "incompatible.no_state": "Leave it out of the live state, or out of select=: it then begins anew.",
     "incompatible.per_rank": (

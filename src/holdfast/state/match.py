@@ -12,6 +12,7 @@ import torch
 from holdfast.format import values
 from holdfast.format.patterns import Globs
 from holdfast.format.values import Node
+from holdfast.geometry import Shape
 from holdfast.plan.parts import castable
 from holdfast.state.differences import Mismatches, Stored
 from holdfast.state.gather import LocalTensor
@@ -64,6 +65,8 @@ class Matcher:
         self.targets: list[Target] = []
         self.used: set[str] = set()
         self.missing: set[str] = set()
+        #: Shapes of the missing tensors.
+        self.missing_shapes: dict[str, Shape] = {}
         #: How many live tensors the checkpoint does not have.
         self.num_lost = 0
         self._stored = stored
@@ -94,7 +97,7 @@ class Matcher:
                 sources.setdefault(source, name)
         if not sources:
             self.num_lost += 1
-            self._note_missing(names)
+            self._note_missing(names, local.layout.shape)
             return self.canonical(names[0])
         source, name = next(iter(sources.items()))
         stored, layout = self._stored[source], local.layout
@@ -178,12 +181,13 @@ class Matcher:
             self._fill(copy)
             self._copies.append((target, copy))
 
-    def _note_missing(self, names: Sequence[str]) -> None:
+    def _note_missing(self, names: Sequence[str], shape: Shape) -> None:
         for name in names:
             if name in self._nodes:
                 self._mismatches.add_kind(name, "a tensor", self._nodes[name])
             else:
                 self.missing.add(name)
+                self.missing_shapes[name] = shape
 
 
 def _on_meta(local: LocalTensor) -> bool:
