@@ -88,7 +88,7 @@ def save_all(path: str) -> list[str]:
     start_new_job()
     places = [holdfast.save(path, sharded(truth(step)), step, timeout_s=40).place for step in (1, 2)]
     start_new_job()
-    holdfast.load(path, sharded(blank()), timeout_s=40)
+    holdfast.load(path, sharded(blank()), continues=True, timeout_s=40)
     return [*places, holdfast.save(path, sharded(truth(3)), 3, timeout_s=40).place]
 
 

@@ -51,7 +51,7 @@ def resumed_here(run: str) -> None:
     """Make this rank a new job that has loaded the head of `run` and remembers no plan."""
     start_new_job()
     saving._known.clear()
-    holdfast.load(run, into=state(0, rank=dist.get_rank(), world_size=dist.get_world_size()))
+    holdfast.load(run, into=state(0, rank=dist.get_rank(), world_size=dist.get_world_size()), continues=True)
 
 
 HANGS = [
