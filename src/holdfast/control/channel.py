@@ -20,7 +20,7 @@ something under the number that it comes to next: the verdict of rank 0 on the o
 rank 0 itself skipped it, word that they left. A rank that finds this goes on to the next number and meets the others
 there. Where the others still wait in an earlier step, they fail at once, and the rank that is ahead waits for them
 under the next number. A verdict on an operation of the same name may be meant for a rank that is only late: it is
-raised, unless rank 0 has gone on to a later operation, which the rank joins.
+raised, unless rank 0 tries the same again, which the rank joins.
 """
 
 from __future__ import annotations
@@ -99,8 +99,8 @@ class Meeting(Protocol):
     def whereabouts(self, rank: int) -> str | None:
         """The operation that `rank` came to last; None before its first."""
 
-    def has_gone_on(self, rank: int) -> bool:
-        """Whether `rank` has come to a later operation than this one."""
+    def has_come_again(self, rank: int, label: str) -> bool:
+        """Whether `rank` has come to an operation `label` that is later than this one."""
 
     def next(self) -> Meeting:
         """The meeting of the operation after this one."""
@@ -449,13 +449,13 @@ class Channel:
             return self._step > down.step
         if not isinstance(from_wire(error), DeadlineError):
             return False
-        return down.label != self.label or (self.rank in error.absent and self._has_rank_0_gone_on())
+        return down.label != self.label or (self.rank in error.absent and self._tries_rank_0_again())
 
-    def _has_rank_0_gone_on(self) -> bool:
-        """Whether rank 0 has come to a later operation, or does so in a moment: ranks that try again do so together."""
+    def _tries_rank_0_again(self) -> bool:
+        """Whether rank 0 has come to the same operation again, or does so in a moment: ranks try again together."""
         assert self._meeting is not None
         end_s = time.monotonic() + _TOGETHER_S
-        while not self._meeting.has_gone_on(0):
+        while not self._meeting.has_come_again(0, self.label):
             if time.monotonic() > end_s:
                 return False
             time.sleep(_TOGETHER_S / 20)

@@ -198,10 +198,10 @@ class TorchMeeting:
         place = self._place(rank)
         return None if place is None else place[1]
 
-    def has_gone_on(self, rank: int) -> bool:
-        """As `Meeting.has_gone_on`."""
+    def has_come_again(self, rank: int, label: str) -> bool:
+        """As `Meeting.has_come_again`."""
         place = self._place(rank)
-        return place is not None and place[0] > self._number
+        return place is not None and place[0] > self._number and place[1] == label
 
     def next(self) -> TorchMeeting:
         """As `Meeting.next`."""
