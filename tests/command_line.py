@@ -33,7 +33,7 @@ INTERRUPT = "\x03"
 ENVIRONMENT = {"COLUMNS": "100", "PATH": "/usr/bin:/bin"}
 if "PYTHONPATH" in os.environ:  # where the tests are those of another copy of the source than the installed one
     ENVIRONMENT["PYTHONPATH"] = os.environ["PYTHONPATH"]
-_STYLE = re.compile(r"\x1b\[[0-9;]*m")
+_STYLE = re.compile(r"\x1b\[[0-9;]*[mAK]")
 NODES: dict[str, Node] = {"": Open("dict")}
 
 
@@ -101,7 +101,7 @@ def at_terminal(*arguments: str | Path, answer: str = "", when: str = "[y/N]", c
 
 
 def screen_lines(done: Done) -> list[str]:
-    """What a terminal shows of what a command printed there, without styles."""
+    """What a terminal was shown by a command, line by line, without styles and without what erases progress bars."""
     return [_STYLE.sub("", line).rstrip() for line in done.out.splitlines()]
 
 

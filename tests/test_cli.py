@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -395,3 +396,21 @@ def test_a_reader_that_has_enough_ends_the_command_quietly(run: Path) -> None:
     done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, check=False)
     os.close(write)
     assert (done.returncode, done.stderr) == (-13, b"")
+
+
+def prose_words(text: str) -> set[str]:
+    """The words outside of tables, whose columns stand apart and are folded or left out, and without ages."""
+    lines = (line for line in text.splitlines() if "  " not in line.strip())
+    return {word for line in lines for word in re.sub(r"\(.*ago\)|\(now\)", "", line).split() if len(word) > 1}
+
+
+def test_prose_at_a_narrow_terminal_breaks_between_words_and_leaves_paths_whole(run: Path) -> None:
+    commands = [[name, str(run)] for name in ("doctor", "show", "verify", "ls")]
+    for command in (*commands, ["ls", f"{run}-is-not-there"]):
+        piped = start(*command)
+        words = prose_words(piped.out + piped.err)
+        lines = screen_lines(at_terminal(*command, columns=50))
+        assert words, command
+        assert words - {word for line in lines for word in line.split()} == set(), command
+        too_long = [line for line in lines if len(line) > 50 and len(line.split()) > 1]
+        assert all(line.strip().startswith("holdfast ") for line in too_long), too_long  # commands are copied whole

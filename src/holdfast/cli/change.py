@@ -9,7 +9,7 @@ from itertools import takewhile
 import msgspec
 
 from holdfast.cli.runs import Head, open_run
-from holdfast.cli.screen import confirmed, console, print_json, when
+from holdfast.cli.screen import confirmed, console, print_json, say, when
 from holdfast.errors import ConfigurationError, printable
 from holdfast.format.records import Commit
 from holdfast.reports import size
@@ -43,12 +43,12 @@ def rollback(run: str, to: str, *, yes: bool, as_json: bool) -> bool:
     before = Head.of(found)
     if not as_json:
         screen = console()
-        screen.print(f"{printable(run)}: the head is {before}", soft_wrap=True)
-        screen.print(f"  goes back to  {_described(commit)}", soft_wrap=True)
+        say(screen, f"{printable(run)}: the head is {before}")
+        say(screen, f"  goes back to  {_described(commit)}")
         abandoned = [str(place) for place in takewhile(lambda place: place != commit.place, found.lineage_places())]
         if abandoned:
-            screen.print(f"  abandons      {some(abandoned)} (kept; a rollback can go there too)", soft_wrap=True)
-        screen.print("  A job that is running on this run stops at its next save.", soft_wrap=True)
+            say(screen, f"  abandons      {some(abandoned)} (kept; a rollback can go there too)")
+        say(screen, "  A job that is running on this run stops at its next save.")
     if not confirmed("Go back?", yes=yes):
         return False
     roll_back(found, commit.place)
@@ -56,7 +56,7 @@ def rollback(run: str, to: str, *, yes: bool, as_json: bool) -> bool:
     if as_json:
         print_json(change)
     else:
-        console().print(f"the head {_became(before, change.head)}", soft_wrap=True)
+        say(console(), f"the head {_became(before, change.head)}")
     return True
 
 
@@ -68,7 +68,7 @@ def rm(paths: Sequence[str], *, yes: bool, as_json: bool) -> bool:
     doomed = list(dict.fromkeys(_doomed(path) for path in paths))
     if not as_json:
         for one in doomed:
-            console().print(f"{printable(one.run.storage.uri)}: deletes {_described(one.commit)}", soft_wrap=True)
+            say(console(), f"{printable(one.run.storage.uri)}: deletes {_described(one.commit)}")
     what = "it" if len(doomed) == 1 else f"these {len(doomed)} checkpoints"
     if not confirmed(f"Delete {what}? This cannot be undone.", yes=yes):
         return False
@@ -110,7 +110,7 @@ def _removed(doomed: _Doomed, *, quiet: bool) -> Change:
     change = _change(run, commit, before)
     if not quiet:
         what = f"deleted step {commit.step} at {commit.place}"
-        console().print(f"{what}; the head {_became(before, change.head)}", soft_wrap=True)
+        say(console(), f"{what}; the head {_became(before, change.head)}")
     return change
 
 

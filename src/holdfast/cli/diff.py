@@ -11,7 +11,7 @@ import msgspec
 from rich.console import Console
 from rich.text import Text
 
-from holdfast.cli.screen import Listing, console, count, counting, print_json, when
+from holdfast.cli.screen import Listing, console, count, counting, print_json, say, when
 from holdfast.cli.values import kind_of, natural, shortened, text_of
 from holdfast.errors import NotFoundError, printable
 from holdfast.format.values import Node
@@ -122,14 +122,14 @@ def _show(document: Document, found: Comparison, *, stat: bool) -> None:
     for name, side in (("A", document.a), ("B", document.b)):
         by = f"{count(side.num_files, 'file')} by {count(side.world_size, 'rank')}"
         text = f"step {side.step} at {side.place}, saved {when(side.created)}, {by}"
-        screen.print(Text.assemble((f"{name} ", "bold"), f"{printable(side.path)}\n  {text}"), soft_wrap=True)
+        say(screen, Text.assemble((f"{name} ", "bold"), f"{printable(side.path)}\n  {text}"))
     if not stat:
         _print_names(screen, "only in A", document.only_a)
         _print_names(screen, "only in B", document.only_b)
         _print_tensors(screen, found.tensors)
         _print_values(screen, found)
     screen.print()
-    screen.print(_verdict(document), soft_wrap=True)
+    say(screen, _verdict(document))
 
 
 def _verdict(document: Document) -> Text:
@@ -158,7 +158,7 @@ def _print_names(screen: Console, title: str, names: list[str]) -> None:
         return
     screen.print(f"\n{title}: {count(len(names), 'tensor')}", style="bold")
     for name in names[:_MAX_ROWS]:
-        screen.print(f"  {printable(name)}", soft_wrap=True)
+        say(screen, f"  {printable(name)}")
     _print_rest(screen, len(names))
 
 
@@ -246,4 +246,4 @@ def _cell(node: Node | None, other: Node | None) -> str:
 
 def _print_rest(screen: Console, number: int) -> None:
     if number > _MAX_ROWS:
-        screen.print(f"  and {number - _MAX_ROWS:,} more: --names GLOB narrows, --json lists all", soft_wrap=True)
+        say(screen, f"  and {number - _MAX_ROWS:,} more: --names GLOB narrows, --json lists all")

@@ -10,7 +10,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from holdfast.cli.runs import Head, open_run
-from holdfast.cli.screen import confirmed, console, count, counting, explain, print_json
+from holdfast.cli.screen import confirmed, console, count, counting, explain, print_json, say
 from holdfast.errors import ConfigurationError, HoldfastError, printable
 from holdfast.run import doctor as core
 from holdfast.run.doctor import Finding
@@ -78,7 +78,7 @@ def _each(findings: list[Finding], repair: Callable[[Finding], object], done: st
             continue
         if not as_json:
             words = "" if repaired else "\n", (f"{done} ", "bold green"), printable(finding.path)
-            console().print(Text.assemble(*words), soft_wrap=True)
+            say(console(), Text.assemble(*words))
         repaired.append(finding)
     return repaired
 
@@ -86,7 +86,7 @@ def _each(findings: list[Finding], repair: Callable[[Finding], object], done: st
 def _show(run: str, head: Head, findings: list[Finding]) -> None:
     screen = console()
     verdict = count(len(findings), "finding") if findings else "nothing is wrong"
-    screen.print(f"{printable(run)}: {verdict}; the head is {head}", soft_wrap=True)
+    say(screen, f"{printable(run)}: {verdict}; the head is {head}")
     for finding in findings:
         label = _label(finding)
         screen.print(Text.assemble("\n", (label, _STYLES[label]), (f"  {finding.code}", "dim")))
@@ -104,11 +104,17 @@ def _conclude(run: str, head_before: Head, head: Head, left: list[Finding]) -> N
     """What became of the head, and what can be done next."""
     screen = console()
     if head != head_before:
-        screen.print(f"\nthe head was {head_before} and is {head}", soft_wrap=True)
+        say(screen, f"\nthe head was {head_before} and is {head}")
     hints = [*_hints(run, {_label(finding) for finding in left})]
     width = max((len(command) for command, _ in hints), default=0)
     for number, (command, what) in enumerate(hints):
-        screen.print(("" if number else "\n") + f"  {command:{width}}  {what}", soft_wrap=True)
+        if not number:
+            screen.print()
+        line = f"  {command:{width}}  {what}"
+        if screen.is_terminal and len(line) > screen.width:  # a command is copied whole, so it has a line of its own
+            screen.print(f"  {command}", soft_wrap=True)
+            line = f"    {what}"
+        say(screen, line)
 
 
 def _hints(run: str, labels: set[str]) -> Iterator[tuple[str, str]]:

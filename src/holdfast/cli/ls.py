@@ -12,7 +12,7 @@ import msgspec
 from rich.text import Text
 
 from holdfast.cli.runs import open_run
-from holdfast.cli.screen import Listing, age, console, count, metrics_text, print_json, when
+from holdfast.cli.screen import Listing, age, console, count, metrics_text, print_json, say, when
 from holdfast.errors import CorruptError, NotFoundError, printable
 from holdfast.format.records import Commit, Diverged, Epoch, Place
 from holdfast.reports import size
@@ -145,23 +145,23 @@ def _row(commit: Commit, *, head: bool, abandoned: str = "") -> Row:
 def _show(document: Document, name: str) -> None:
     screen = console()
     if document.lineage:
-        screen.print(f"{name}: {_total(document.lineage)}", soft_wrap=True)
+        say(screen, f"{name}: {_total(document.lineage)}")
         screen.print(_table(document.lineage))
     elif not document.findings:
-        screen.print(f"{name}: no checkpoint has been committed yet.", soft_wrap=True)
+        say(screen, f"{name}: no checkpoint has been committed yet.")
     for reason, group in groupby(document.abandoned, key=lambda row: row.abandoned):
         rows = list(group)
         title = _UNKNOWN if reason == _UNKNOWN else f"abandoned when {reason}"
-        screen.print(f"\n{title}: {_total(rows)}", soft_wrap=True)
+        say(screen, f"\n{title}: {_total(rows)}")
         screen.print(_table(rows))
     if document.findings:
         screen.print()
     for fault in document.findings:
         words = ("damaged ", "bold red"), printable(fault.message), (f" [{fault.code}]", "dim")
-        screen.print(Text.assemble(*words), soft_wrap=True)
+        say(screen, Text.assemble(*words))
     if document.findings:
         command = f"holdfast doctor {shlex.quote(name)}"
-        screen.print(f"{command} says what that means and what can be done.", soft_wrap=True)
+        say(screen, f"{command} says what that means and what can be done.")
 
 
 def _total(rows: list[Row]) -> str:

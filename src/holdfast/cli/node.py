@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from holdfast.cli.screen import Listing, age, console, count, print_json
+from holdfast.cli.screen import Listing, age, console, count, print_json, say
 from holdfast.errors import printable
 from holdfast.keeper.lock import end_keeper
 from holdfast.keeper.node_folder import NodeFolder
@@ -94,22 +94,22 @@ def _slot(held: Held, *, is_kept: bool) -> SlotRow:
 def _show(document: Document, *, freed: bool) -> None:
     screen = console()
     for folder in document.ended:
-        screen.print(f"the keeper of '{printable(folder)}' has ended", soft_wrap=True)
+        say(screen, f"the keeper of '{printable(folder)}' has ended")
     for folder in document.not_ended:
-        screen.print(f"the keeper of '{printable(folder)}' has not ended yet: see its keeper.log", soft_wrap=True)
+        say(screen, f"the keeper of '{printable(folder)}' has not ended yet: see its keeper.log")
     if freed:
-        screen.print(f"freed {size(document.freed_nbytes)}", soft_wrap=True)
+        say(screen, f"freed {size(document.freed_nbytes)}")
     slots = [slot for row in document.runs for slot in row.slots]
     total = f"{count(len(document.runs), 'run')}, {size(sum(slot.nbytes for slot in slots))}"
-    screen.print(f"{printable(document.node_dir)}: {total}", soft_wrap=True)
+    say(screen, f"{printable(document.node_dir)}: {total}")
     for row in document.runs:
         kept = "no keeper" if row.keeper_pid is None else f"keeper {row.keeper_pid}"
-        screen.print(f"\n{printable(row.run or _UNKNOWN)}: {kept}; {printable(row.folder)}", soft_wrap=True)
+        say(screen, f"\n{printable(row.run or _UNKNOWN)}: {kept}; {printable(row.folder)}")
         if row.slots:
             screen.print(_table(row.slots))
     idle = sum(slot.nbytes for slot in slots if slot.is_durable and slot.owner != "trainer")
     if idle:
-        screen.print(f"\n{size(idle)} are durable and no trainer has them: holdfast node --free", soft_wrap=True)
+        say(screen, f"\n{size(idle)} are durable and no trainer has them: holdfast node --free")
 
 
 def _table(slots: list[SlotRow]) -> Listing:

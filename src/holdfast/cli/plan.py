@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from holdfast import mapping as rules
-from holdfast.cli.screen import Listing, console, count, print_json
+from holdfast.cli.screen import Listing, console, count, print_json, say
 from holdfast.errors import ConfigurationError, printable
 from holdfast.format.manifest import file_name
 from holdfast.format.patterns import Globs
@@ -224,21 +224,21 @@ def _document(
 
 def _show(screen: Console, checkpoint: Checkpoint, document: Document, *, stated: bool) -> None:
     body = checkpoint.manifest.body
-    screen.print(Text(printable(document.path), "bold"), soft_wrap=True)
+    say(screen, Text(printable(document.path), "bold"))
     stored = (
         f"{count(len(body.names), 'tensor')} in {count(body.num_files, 'file')} by {count(body.world_size, 'rank')}"
     )
-    screen.print(f"step {document.step} at {document.place}: {stored}", soft_wrap=True)
+    say(screen, f"step {document.step} at {document.place}: {stored}")
     mesh = " x ".join(f"{printable(name)} {extent}" for name, extent in document.mesh.items())
     how = mesh if stated else "every tensor divided along axis 0 over all ranks (--layout says otherwise)"
     where = f"{count(document.world_size, 'rank')} on {count(document.num_nodes, 'node')}"
-    screen.print(f"loaded by {where}: {how}\n", soft_wrap=True)
+    say(screen, f"loaded by {where}: {how}\n")
     screen.print(_figures(document))
     screen.print()
     for line in _reading(document):
-        screen.print(line, soft_wrap=True)
+        say(screen, line)
     for finding in _findings(document):
-        screen.print(finding, soft_wrap=True)
+        say(screen, finding)
 
 
 def _figures(document: Document) -> Listing:

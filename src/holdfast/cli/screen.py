@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -30,6 +31,7 @@ _NEVER_WRAPPED = ("", "place", "saved", "dtype")
 _READABLE = {"metrics": 16, "diverged": 16, "value": 24}
 _READABLE_NAME = 40
 _GAP = 2
+_WORD = re.compile(r"\S+")
 
 
 def console(*, stderr: bool = False) -> Console:
@@ -37,6 +39,26 @@ def console(*, stderr: bool = False) -> Console:
     file = sys.stderr if stderr else sys.stdout
     width = None if file.isatty() else _UNBROKEN
     return Console(stderr=stderr, width=width, highlight=False, markup=False, emoji=False)
+
+
+def say(screen: Console, text: str | Text, style: str = "") -> None:
+    """Print prose. At a terminal lines are broken between words; what is longer than a line, such as a path, is left
+    to the terminal, so that it can be copied whole. Elsewhere nothing is broken."""
+    whole = Text(text, style) if isinstance(text, str) else text
+    for line in whole.split("\n", allow_blank=True):
+        for part in line.divide(_breaks(line.plain, screen.width)) if screen.is_terminal else [line]:
+            part.rstrip()
+            screen.print(part, soft_wrap=True)
+
+
+def _breaks(line: str, width: int) -> list[int]:
+    """Where a line is broken, so that each part is as narrow as its words allow."""
+    breaks, start = [], 0
+    for word in _WORD.finditer(line):
+        if line[start : word.start()].strip() and cell_len(line[start : word.end()]) > width:
+            start = word.start()
+            breaks.append(start)
+    return breaks
 
 
 class Listing:
@@ -206,7 +228,7 @@ def explain(error: HoldfastError) -> None:
     """An error on standard error: what, and what to do."""
     screen = console(stderr=True)
     words = ("error ", "bold red"), (f"[{error.code}] ", "dim"), printable(error.message)
-    screen.print(Text.assemble(*words), soft_wrap=True)
+    say(screen, Text.assemble(*words))
     for detail in error.details:
-        screen.print(Text(f"  {printable(detail)}"), soft_wrap=True)
-    screen.print(Text(printable(error.action)), soft_wrap=True)
+        say(screen, Text(f"  {printable(detail)}"))
+    say(screen, Text(printable(error.action)))

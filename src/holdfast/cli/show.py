@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from holdfast.cli import values as value_text
-from holdfast.cli.screen import Listing, ago, console, count, metrics_text, print_json, when
+from holdfast.cli.screen import Listing, ago, console, count, metrics_text, print_json, say, when
 from holdfast.cli.tree import Tensor, lines, tensors_of
 from holdfast.errors import NotFoundError, printable
 from holdfast.format.near import near
@@ -103,11 +103,11 @@ def _print_head(screen: Console, document: Document, checkpoint: Checkpoint) -> 
     where = "" if document.in_history else ", a folder outside any history"
     facts = f"step {document.step} at {document.place}, saved {when(document.created)}"
     words = (printable(document.path), "bold"), f"\n{facts} ({ago(time.time() - document.created)}){where}"
-    screen.print(Text.assemble(*words), soft_wrap=True)
+    say(screen, Text.assemble(*words))
     total = count(len(checkpoint.manifest.body.names), "tensor")
     files, ranks = count(document.num_files, "file"), count(document.world_size, "rank")
     metrics = f"; {metrics_text(document.metrics)}" if document.metrics else ""
-    screen.print(f"{total}, {size(document.nbytes)} in {files} by {ranks}{metrics}\n", soft_wrap=True)
+    say(screen, f"{total}, {size(document.nbytes)} in {files} by {ranks}{metrics}\n")
 
 
 def _print_tree(screen: Console, tensors: list[Tensor]) -> None:
@@ -136,16 +136,16 @@ def _facts(tensor: Tensor) -> tuple[str, str, str]:
 def _print_rest(screen: Console, document: Document, checkpoint: Checkpoint, *, by_name: bool) -> None:
     """Other names, marks and values, and how to see more."""
     for alias, name in document.aliases.items():
-        screen.print(f"{printable(alias)} is tied to {printable(name)}", soft_wrap=True)
+        say(screen, f"{printable(alias)} is tied to {printable(name)}")
     if document.diverged:
         names = printable(some(list(document.diverged)))
-        screen.print(f"copies differed between ranks when it was saved, one was stored: {names}", soft_wrap=True)
+        say(screen, f"copies differed between ranks when it was saved, one was stored: {names}")
     if document.values:
         screen.print()
         screen.print(_value_table(document.values))
     elif document.values is None and checkpoint.manifest.body.values:
         more = "" if by_name else "; --names GLOB lists tensors one by one"
-        screen.print(f"\n--values lists what is no tensor{more}", soft_wrap=True)
+        say(screen, f"\n--values lists what is no tensor{more}")
 
 
 def _value_table(values: list[Value]) -> Listing:

@@ -10,7 +10,7 @@ import msgspec
 from rich.text import Text
 
 from holdfast.cli.runs import open_run
-from holdfast.cli.screen import console, count, counting, print_json
+from holdfast.cli.screen import console, count, counting, print_json, say
 from holdfast.errors import CorruptError, HoldfastError, NotFoundError, printable
 from holdfast.reports import size
 from holdfast.run.checkpoint import Checkpoint
@@ -78,7 +78,7 @@ def verify(path: str, *, deep: bool, every: bool, as_json: bool) -> bool:
         fine = "all sound" if deep else "structure of all sound"
         verdict = f"{num_bad} with findings" if num_bad else fine if reports else "nothing to verify"
         basis = "" if deep or not reports else f"; {_STRUCTURE}"
-        console().print(f"{count(len(reports), 'checkpoint')}, {verdict}{basis}", soft_wrap=True)
+        say(console(), f"{count(len(reports), 'checkpoint')}, {verdict}{basis}")
     return is_fine
 
 
@@ -140,18 +140,18 @@ def _show(report: Report, *, brief: bool) -> None:
     sound = "sound" if report.deep else "structure sound"
     verdict = (count(num_faults, "finding"), "bold red") if num_faults else (sound, "bold green")
     checked = "" if brief and report.num_files else f"; {_checked(report)}"
-    screen.print(Text.assemble(verdict, f": {name}{contents}{checked}"), soft_wrap=True)
+    say(screen, Text.assemble(verdict, f": {name}{contents}{checked}"))
     _show_faults(report.findings)
 
 
 def _show_faults(faults: Sequence[Fault]) -> None:
     screen = console()
     for fault in faults:
-        screen.print(Text.assemble("  ", printable(fault.message), (f" [{fault.code}]", "dim")), soft_wrap=True)
+        say(screen, Text.assemble("  ", printable(fault.message), (f" [{fault.code}]", "dim")))
         if fault.tensors:
             rest = fault.num_tensors - len(fault.tensors[:_NAMED])
             named = ", ".join(map(printable, fault.tensors[:_NAMED])) + (f" and {rest:,} more" if rest else "")
-            screen.print(f"    holds {named}", soft_wrap=True)
+            say(screen, f"    holds {named}")
 
 
 def _checked(report: Report) -> str:
