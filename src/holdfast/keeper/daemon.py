@@ -19,7 +19,7 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from holdfast.errors import CorruptError, FencedError, HoldfastError
+from holdfast.errors import CorruptError, FencedError
 from holdfast.keeper.claims import is_claimed
 from holdfast.keeper.generations import generation_ids, given_up_ids, read_generation, remove_generation
 from holdfast.keeper.lock import clear_protocol, is_unwanted, note_keeper, write_protocol
@@ -329,8 +329,8 @@ class Keeper:
                 state = State.COMMITTED
         except FencedError as error:
             state, text = State.SUPERSEDED, str(error)
-        except HoldfastError as error:
-            text = str(error)
+        except Exception as error:  # noqa: BLE001 - also what sealing raised: the keeper must live for all others
+            text = str(error) or repr(error)
         if text:
             _log.error("%s", text)
         before = self._retries.pop(checkpoint_id, None)
