@@ -136,17 +136,14 @@ def read_slots(path: str, optimizer: Optimizer, sink: Sink) -> Kept:
     Raises `StateError`: ``state.unnamed_parameter`` for a parameter that is no tensor of the state,
     ``state.optimizer`` for slots that are no dict, or belong to a tensor that is in no group.
     """
-    groups = [list(_named_parameters(path, index, group, sink)) for index, group in enumerate(optimizer.param_groups)]
+    groups = [_named_parameters(path, index, group, sink) for index, group in enumerate(optimizer.param_groups)]
     grouped = {id(entry.tensor) for group in groups for entry in group}
     slots: dict[int, dict[object, object]] = {}
     for key, kept in cast("Mapping[object, object]", optimizer.state).items():
-        if not isinstance(key, torch.Tensor):
-            continue
-        if id(key) not in grouped:
-            raise _ungrouped(path, key)
-        if not isinstance(kept, dict):
-            raise _no_slots(path, key, kept)
-        slots[id(key)] = dict(kept)
+        if id(key) in grouped and isinstance(kept, dict):
+            slots[id(key)] = dict(kept)
+        elif isinstance(key, torch.Tensor):
+            raise _no_slots(path, key, kept) if id(key) in grouped else _ungrouped(path, key)
     return Kept(path, groups, slots)
 
 
@@ -554,21 +551,23 @@ def _below(path: str, name: str) -> str:
     return f"{path}/{component(name)}"
 
 
-def _named_parameters(
-    path: str, index: int, group: Mapping[str, object], owner: Sink | Source
-) -> Iterator[NamedTensor]:
+def _named_parameters(path: str, index: int, group: Mapping[str, object], owner: Sink | Source) -> list[NamedTensor]:
     parameters = cast("list[torch.Tensor]", group["params"])
-    for position, parameter in enumerate(parameters):
-        entry = owner.named(parameter)
-        if entry is None:
-            raise StateError(
-                f"Parameter {position} of group {index} of optimizer {path!r}, of shape {tuple(parameter.shape)}, is "
-                "no tensor of the state, so it has no name.",
-                code="state.unnamed_parameter",
-                action="Put the module that owns it into the state.",
-                path=path,
-            )
-        yield entry
+    entries = list(map(owner.named, parameters))
+    named = [entry for entry in entries if entry is not None]
+    if len(named) < len(entries):
+        raise _unnamed(path, index, parameters, entries.index(None))
+    return named
+
+
+def _unnamed(path: str, index: int, parameters: Sequence[torch.Tensor], position: int) -> StateError:
+    return StateError(
+        f"Parameter {position} of group {index} of optimizer {path!r}, of shape {tuple(parameters[position].shape)}, "
+        "is no tensor of the state, so it has no name.",
+        code="state.unnamed_parameter",
+        action="Put the module that owns it into the state.",
+        path=path,
+    )
 
 
 def _refuse_hidden_state(path: str, optimizer: Optimizer) -> None:

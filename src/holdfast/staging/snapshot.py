@@ -7,7 +7,7 @@ FAST'21, calls it the snapshot phase; DataStates-LLM, HPDC'24, copies lazily for
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 
@@ -21,6 +21,7 @@ from holdfast.staging.device import Calls, Queued, devices_of
 from holdfast.staging.routes import Pair, Routes, Tensors
 from holdfast.state.flatten import FlatState, Walk
 from holdfast.state.gather import LocalTensor, Remembered
+from holdfast.state.marks import Marked
 
 #: So much is copied by one call, for whose time other threads of Python run.
 _CALL_NBYTES = 64 << 20
@@ -50,14 +51,11 @@ class Snapshot:
         self._walk = Walk(state, rank=rank, world_size=world_size, last=last, select=select)
         found = self._walk.found()
         stepped = self._walk.stepped(found)
-        memory = list(chain.from_iterable([found[name].memory for name in stepped]))
-        if any([part.is_inference() for part in memory]):  # noqa: C419 - a list takes half the time
-            # Of such tensors torch does not count the changes.
-            stepped = {name for name in stepped if not any(part.is_inference() for part in found[name].memory)}
-            memory = list(chain.from_iterable([found[name].memory for name in stepped]))
         #: Whether it looks like what the last walk saw.
         self.is_as_before = _is_as_before(self._walk, last)
-        self._marks = _Marks(memory + self._walk.left)
+        self._marked = Marked()
+        if not self._marked.add(_memory_of(found, stepped)):  # of some torch would not show that they were changed
+            stepped = {name for name in stepped if self._marked.add(found[name].memory)}
         rest = {name: local for name, local in found.items() if name not in stepped}
         #: The names of what is copied before `instant` is set.
         self._at_once = frozenset(rest)
@@ -69,7 +67,7 @@ class Snapshot:
             self.instant.set()
         held = chain.from_iterable(local.memory for local in found.values())
         #: What devices had been given to do by then, the clones among it.
-        self.queued = Queued(devices_of(chain(held, self._walk.left)))
+        self.queued = Queued(devices_of(chain(held, self._walk.left.memory)))
 
     @property
     def optimizers(self) -> Sequence[torch.optim.Optimizer]:
@@ -89,8 +87,8 @@ class Snapshot:
         """Copy `tensors`, those of `flat`, along `routes`.
 
         Raises:
-            StateError: a tensor was changed meanwhile, so that what was copied is of no instant; names it. (What does
-                not show: writes through ``.data``, and kernels that do not tell torch what they write to.)
+            StateError: a tensor was changed meanwhile, so that what was copied is of no instant; names it, as far as
+                `Marked` shows it.
         """
         held = {name: local for name, local in tensors.items() if name not in self._at_once}
         if self._aside is None:
@@ -99,31 +97,9 @@ class Snapshot:
             _copy(routes.pairs(held))
         else:
             _copy(routes.pairs(tensors))
-        changed = self._marks.changed(held)
-        if changed is not None:
-            raise _changed(changed)
-
-
-class _Marks:
-    """What shows that tensors were changed, or are other memory now."""
-
-    def __init__(self, memory: list[torch.Tensor]) -> None:
-        self._memory = memory
-        self._then = self._now()
-
-    def changed(self, tensors: Tensors) -> str | None:
-        """The name of one that is not as it was then."""
-        present = self._now()
-        if present == self._then:
-            return None
-        marks = zip(self._then, present, strict=True)
-        changed = {address for then, now in marks if then != now for _, address in (then, now)}
-        named = (name for name, local in tensors.items() if any(part.data_ptr() in changed for part in local.memory))
-        return next(named, "a parameter, or what an optimizer keeps for it,")
-
-    def _now(self) -> list[tuple[int, int]]:
-        # In one pass: thousands of tensors are more than a processor's cache holds.
-        return [(part._version, part.data_ptr()) for part in self._memory]  # noqa: SLF001
+        changed = self._marked.changed() | self._walk.left.changed()
+        if changed:
+            raise _changed(_name_at(changed, held))
 
 
 def _is_as_before(walk: Walk, last: Sequence[Remembered]) -> bool:
@@ -131,8 +107,17 @@ def _is_as_before(walk: Walk, last: Sequence[Remembered]) -> bool:
     return (
         len(last) == seen + 1
         and all(now is before for now, before in zip(walk.remembered, last, strict=False))
-        and len(last[seen].facts.names) == len(walk.left)
+        and len(last[seen].facts.names) == len(walk.left.memory)
     )
+
+
+def _memory_of(found: Tensors, names: Collection[str]) -> list[torch.Tensor]:
+    return list(chain.from_iterable([local.memory for name, local in found.items() if name in names]))
+
+
+def _name_at(addresses: set[int], tensors: Tensors) -> str:
+    named = (name for name, local in tensors.items() if any(part.data_ptr() in addresses for part in local.memory))
+    return next(named, "a parameter, or what an optimizer keeps for it,")
 
 
 def _cloned(tensors: Tensors) -> Tensors:

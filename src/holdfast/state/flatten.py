@@ -34,6 +34,7 @@ from holdfast.frameworks.optimizer import (
 from holdfast.frameworks.stateful import description_of, is_described, reading
 from holdfast.plan.layout import Replicas
 from holdfast.state.gather import Gatherer, LocalTensor, Remembered, unsupported_tensor
+from holdfast.state.marks import Marked
 from holdfast.state.per_rank import PerRank
 from holdfast.state.piecewise import Piecewise, describe
 from holdfast.state.placements import dtensor_type, is_dtensor, torch_value
@@ -160,8 +161,8 @@ class Walk:
         self._stepped: set[str] = set()
         self._unsteady: set[str] = set()
         self._changed_in_forward: list[torch.Tensor] = []
-        #: The memory of slots that `finish` names.
-        self.left: list[torch.Tensor] = []
+        #: The slots that `finish` names.
+        self.left = Marked()
         self._begin(state)
 
     @property
@@ -266,10 +267,9 @@ class Walk:
             tensors = [slot for slot in slots if isinstance(slot, torch.Tensor)]
             slots = [slot._local_tensor if type(slot) is dtensor else slot for slot in tensors]  # noqa: SLF001
         parts = cast("list[torch.Tensor]", slots)
-        if any([part.is_inference() for part in parts]):  # noqa: C419 - a list takes half the time
+        if not self.left.add(parts):
             return False
         self._later.append(kept)
-        self.left += parts
         return True
 
     def _gather(self) -> None:

@@ -1,0 +1,50 @@
+"""What shows that tensors were changed, or are other memory now."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+
+class Marked:
+    """Tensors, and how each of them was when it was added: the number of changes that torch had counted, its address.
+
+    What does not show: writes through ``.data``, and kernels that do not tell torch what they write to.
+    """
+
+    def __init__(self) -> None:
+        #: The tensors that were added, in that order.
+        self.memory: list[torch.Tensor] = []
+        self._then: list[int] = []
+
+    def add(self, memory: Sequence[torch.Tensor]) -> bool:
+        """Mark tensors as they are now. False, and nothing is added, if torch counts no changes of one of them."""
+        try:
+            marks = _marks(memory)
+        except RuntimeError:
+            if any(part.is_inference() for part in memory):
+                return False
+            raise
+        self.memory += memory
+        self._then += marks
+        return True
+
+    def changed(self) -> set[int]:
+        """The addresses, then and now, of those that are not as they were."""
+        present = _marks(self.memory)
+        if present == self._then:
+            return set()
+        marks = zip(_pairs(self._then), _pairs(present), strict=True)
+        return {address for then, now in marks if then != now for _, address in (then, now)}
+
+
+def _marks(memory: Sequence[torch.Tensor]) -> list[int]:
+    """Two numbers for each tensor."""
+    # In one pass, for thousands of tensors are more than a processor's cache holds; and as numbers in one list, which
+    # the garbage collector does not look at.
+    return [mark for part in memory for mark in (part._version, part.data_ptr())]  # noqa: SLF001
+
+
+def _pairs(marks: Sequence[int]) -> Iterable[tuple[int, int]]:
+    return zip(marks[::2], marks[1::2], strict=True)
