@@ -68,13 +68,13 @@ def _tell(out: Path, steps: int) -> list[Promise]:
     # A run at rest can be copied with any tool.
     shutil.copytree(run, copy)
     for training in resumed:
-        train(f"Resumed from the head on {training.world_size} ranks", training, done=head)
+        train(f"Resumed from the head on {training.world_size} ranks", training, done=head + 1)
 
     promises += _judge(reference, job, resumed, killed=killed.step, head=head)
     in_background = Training(
         out / "background", 2, steps, save_to=out / "run-background", save_every=max(1, every // _NUM_IN_BACKGROUND)
     )
-    promises += kill_all_and_restore(reference, resumed[0], in_background, step=every + 1, num_more=every)
+    promises += kill_all_and_restore(reference, resumed[0], in_background, step=every, num_more=every)
     promises += [inspect(Path(str(training.save_to))) for training in (*resumed, in_background)]
     losses = {training.world_size: training.losses() for training in resumed}
     draw(Curves(reference.losses(), job.losses(), losses, killed=killed.step, head=head), out / "losses.png")
@@ -85,7 +85,7 @@ def _kill(job: Training) -> tuple[Killed, list[Promise]]:
     """Run the job until a rank is killed in a save; what is left of it."""
     title = f"The job: FSDP2 on 2 ranks, a save every {job.save_every} steps, rank {_KILLED_RANK} killed in one"
     with chapter(title, steps=job.steps) as on_step, running(job, on_step) as processes:
-        killed = kill_in_save(processes, rank=_KILLED_RANK, step=_KILLED_SAVE * job.save_every)
+        killed = kill_in_save(processes, rank=_KILLED_RANK, step=_KILLED_SAVE * job.save_every - 1)
         statuses = processes.wait()
     status = job.exit_status_of_rank(killed.rank, killed.pid)
     survivor = 1 - killed.rank
@@ -129,9 +129,9 @@ def _is_visible(path: str) -> bool:
 
 def _judge(reference: Training, job: Training, resumed: list[Training], *, killed: int, head: int) -> list[Promise]:
     expected = reference.losses()
-    remaining = range(head + 1, reference.steps + 1)
+    remaining = range(head + 1, reference.steps)
     saved = read_states(job.folder, "saved", head, world_size=job.world_size)
-    promises = [same_losses("Saving does not touch the training", expected, job.losses(), range(1, killed + 1))]
+    promises = [same_losses("Saving does not touch the training", expected, job.losses(), range(killed + 1))]
     for training in resumed:
         ranks = f"{training.world_size} ranks"
         loaded = read_states(training.folder, "loaded", head, world_size=training.world_size)

@@ -24,8 +24,8 @@ def kill_all_and_restore(
     with node_memory() as node_dir:
         job = replace(job, node_dir=node_dir)
         killed = _kill(job, step)
-        following = replace(job, folder=Path(f"{job.folder}-restored"), until=min(job.steps, killed.whole + num_more))
-        train("A new job goes on from the memory of the node", following, done=killed.whole)
+        following = replace(job, folder=Path(f"{job.folder}-restored"), until=min(job.steps, killed.whole + 1 + num_more))
+        train("A new job goes on from the memory of the node", following, done=killed.whole + 1)
     _tell_times(plain, job, following)
     return _judge(reference, job, following, killed)
 
@@ -75,6 +75,6 @@ def _judge(reference: Training, job: Training, following: Training, killed: AllK
             "Until the kill, and on from node memory, the training is as if nothing had been",
             reference.losses(),
             job.losses() | following.losses(),
-            range(1, following.last_step + 1),
+            range(following.end),
         ),
     ]

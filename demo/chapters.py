@@ -12,8 +12,8 @@ from demo.show import chapter, say
 
 
 def train(title: str, training: Training, *, done: int = 0) -> None:
-    """Train to the end, from the step after `done` on."""
-    with chapter(title, steps=training.last_step, done=done) as on_step, running(training, on_step) as processes:
+    """Train to the end, when `done` steps are done already."""
+    with chapter(title, steps=training.end, done=done) as on_step, running(training, on_step) as processes:
         processes.finish()
 
 

@@ -30,7 +30,7 @@ class Killed:
 @dataclass(frozen=True)
 class AllKilled:
     """All ranks were killed while step `copied` was copied into memory; `whole` is the newest step that was whole there
-    just then, and `head` the newest in storage."""
+    just then, and `head` the newest in storage (-1: none)."""
 
     pids: tuple[int, ...]
     copied: int
@@ -75,7 +75,7 @@ def kill_all_in_copy(job: Running, *, step: int) -> AllKilled:
         with stopped(*keepers(job.node_dir)):
             head, seen = _head_of(job.run), job.look()
             # Else there would be no slot for the next copy: what is not in storage is kept, and so is the newest.
-            will_copy = seen.is_copying or seen.committed == head > 0
+            will_copy = seen.is_copying or seen.committed == head >= 0
             if head < seen.sealed == seen.copied and will_copy and _kill_in_copy(job, pids, after=seen.copied):
                 return AllKilled(pids, job.follow(), seen.copied, head)
     raise DemoError(f"The training ended before its ranks were caught in a copy, see {job.training.folder}")
@@ -100,7 +100,7 @@ def _head_of(run: Path) -> int:
     try:
         return holdfast.open(run).step
     except holdfast.NotFoundError:
-        return 0
+        return -1
 
 
 @contextmanager

@@ -36,8 +36,9 @@ class DemoError(Exception):
 
 @dataclass(frozen=True)
 class Training:
-    """What to train: `world_size` ranks on `nodes` nodes of this machine, each under a torchrun of its own. It ends
-    after the step `until`, where that is given. With a `node_dir`, a folder in memory, saves go there first."""
+    """What to train: `world_size` ranks on `nodes` nodes of this machine, each under a torchrun of its own. Of all
+    `steps` the first `until` are made, where that is given. With a `node_dir`, a folder in memory, saves go there first.
+    """
 
     folder: Path
     world_size: int
@@ -50,8 +51,8 @@ class Training:
     node_dir: Path | None = None
 
     @property
-    def last_step(self) -> int:
-        """The step after which it ends."""
+    def end(self) -> int:
+        """The number of steps after which it ends."""
         return self.steps if self.until is None else self.until
 
     def log(self, node: int) -> Path:
@@ -88,7 +89,7 @@ class Training:
             "--master-port": port,
             "--module": "demo.train",
         }
-        script = {"--witness": self.folder, "--steps": self.steps, "--until": self.last_step}
+        script = {"--witness": self.folder, "--steps": self.steps, "--until": self.end}
         if self.save_to is not None:
             script |= {"--save-to": self.save_to, "--save-every": self.save_every, "--timeout-s": self.timeout_s}
         if self.node_dir is not None:
@@ -156,9 +157,9 @@ class Running:
             time.sleep(_FOLLOW_S)
 
     def follow(self) -> int:
-        """The newest step, which `on_step` hears of."""
-        step = max(self.training.losses(), default=0)
-        self._on_step(step)
+        """The newest step that is done (-1: none yet). `on_step` is told how many are done."""
+        step = max(self.training.losses(), default=-1)
+        self._on_step(step + 1)
         return step
 
 
@@ -171,7 +172,7 @@ def _last_words(log: str) -> str:
 
 @contextmanager
 def running(training: Training, on_step: OnStep) -> Iterator[Running]:
-    """Start `training`; none of its processes outlives the block. `on_step` hears of the newest step."""
+    """Start `training`; none of its processes outlives the block. `on_step` is told how many steps are done."""
     training.folder.mkdir(parents=True)
     port = _free_port()
     nodes: list[subprocess.Popen[bytes]] = []

@@ -56,7 +56,7 @@ def _kill(pid: int) -> None:
 @dataclass(frozen=True)
 class Look:
     """What lay in the slots at one moment: whether any rank was copying its part of a snapshot, and the newest step
-    that was copied, sealed, and known to be in storage, on all ranks (0: none)."""
+    that was copied, sealed, and known to be in storage, on all ranks (-1: none)."""
 
     is_copying: bool
     copied: int
@@ -74,7 +74,7 @@ def look(run: Path, node_dir: Path, *, world_size: int) -> Look:
 
     def newest(*states: State) -> int:
         steps = [record.contents.step for record in records if record.contents and record.state in states]
-        return max((step for step in steps if steps.count(step) == world_size), default=0)
+        return max((step for step in steps if steps.count(step) == world_size), default=-1)
 
     return Look(
         is_copying=any(record.state == State.WRITING for record in records),

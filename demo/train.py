@@ -40,7 +40,7 @@ _SEED = 1
 class Options:
     """`witness` is a folder for what the demo notes, `save_to` a run; without that nothing is saved. Without a
     `node_dir`, a folder in memory, a save returns when it is in storage. The schedule is that of all `steps`, of which
-    those after `until` are not made."""
+    the first `until` are made."""
 
     witness: Path
     steps: int
@@ -75,12 +75,12 @@ def _train(options: Options) -> None:
 
     state: dict[str, object] = {"model": model, "optimizer": optimizer, "schedule": schedule}
     with _checkpointer(options, state) as checkpointer:
-        done = 0
+        start = 0
         if checkpointer is not None and (restored := _restore(checkpointer)) is not None:
-            done = restored.step
+            start = restored.step + 1
             witness.restored(restored)
-            witness.state("loaded", done, model, optimizer, schedule)
-        for step in range(done + 1, options.until + 1):
+            witness.state("loaded", restored.step, model, optimizer, schedule)
+        for step in range(start, options.until):
             loss = loss_of(model, batches.local(step, rank=rank, world_size=world_size))
             loss.backward()  # type: ignore[no-untyped-call]  # torch does not say
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -90,7 +90,7 @@ def _train(options: Options) -> None:
 
             mean_loss = _mean_over_ranks(loss)
             witness.loss(step, mean_loss)
-            if checkpointer is not None and step % options.save_every == 0:
+            if checkpointer is not None and (step + 1) % options.save_every == 0:
                 witness.state("saved", step, model, optimizer, schedule)
                 handle = checkpointer.save(step, metrics={"loss": mean_loss})
                 witness.saved(step, handle.blocked_s)
@@ -153,7 +153,7 @@ def _parse() -> Options:
     )
     parser.add_argument("--witness", type=Path, required=True, help="folder for losses and digests")
     parser.add_argument("--steps", type=int, required=True, help="steps of the whole training")
-    parser.add_argument("--until", type=int, required=True, help="the last step that is made of them")
+    parser.add_argument("--until", type=int, required=True, help="how many of them are made")
     parser.add_argument("--save-to", type=Path, metavar="RUN", help="the run to go on from and to save to")
     parser.add_argument("--save-every", type=int, default=10, help="steps between saves")
     parser.add_argument("--node-dir", type=Path, help="folder in memory for saves that training does not wait for")

@@ -300,7 +300,7 @@ def filled(slot: Slot, step: int, rank: int, state: SlotState) -> None:
 def test_a_look_at_memory_tells_what_is_copied_sealed_and_in_storage_on_all_ranks(tmp_path: Path) -> None:
     run = tmp_path / "run"
     with node_memory() as node_dir, NodeFolder(str(run), node_dir=node_dir) as folder:
-        assert look(run, node_dir, world_size=2) == Look(is_copying=False, copied=0, sealed=0, committed=0)
+        assert look(run, node_dir, world_size=2) == Look(is_copying=False, copied=-1, sealed=-1, committed=-1)
         slots = [[Slot.create(folder, rank=rank, nbytes=1) for _ in range(4)] for rank in range(2)]
         for rank, (first, second, third, fourth) in enumerate(slots):
             filled(first, 2, rank, SlotState.COMMITTED)
