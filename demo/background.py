@@ -24,8 +24,9 @@ def kill_all_and_restore(
     with node_memory() as node_dir:
         job = replace(job, node_dir=node_dir)
         killed = _kill(job, step)
-        following = replace(job, folder=Path(f"{job.folder}-restored"), until=min(job.steps, killed.whole + 1 + num_more))
-        train("A new job goes on from the memory of the node", following, done=killed.whole + 1)
+        done = killed.whole + 1
+        following = replace(job, folder=Path(f"{job.folder}-restored"), until=min(job.steps, done + num_more))
+        train("A new job goes on from the memory of the node", following, done=done)
     _tell_times(plain, job, following)
     return _judge(reference, job, following, killed)
 

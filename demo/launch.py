@@ -37,8 +37,8 @@ class DemoError(Exception):
 @dataclass(frozen=True)
 class Training:
     """What to train: `world_size` ranks on `nodes` nodes of this machine, each under a torchrun of its own. Of all
-    `steps` the first `until` are made, where that is given. With a `node_dir`, a folder in memory, saves go there first.
-    """
+    `steps` the first `until` are made, where that is given. With a `node_dir`, a folder in memory, saves go there
+    first."""
 
     folder: Path
     world_size: int

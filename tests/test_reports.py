@@ -115,3 +115,14 @@ def test_a_save_that_repeats_the_step_that_was_loaded_is_warned_of(
     caplog.clear()
     holdfast.save(run, state, step)
     assert caplog.text == "", "once per resume"
+
+
+def test_a_save_of_a_lower_step_than_the_one_before_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = {"w": torch.zeros(2)}
+    for step in (7, 7, 9):
+        holdfast.save(tmp_path / "run", state, step)
+    assert caplog.text == ""
+    holdfast.save(tmp_path / "run", state, 8)
+    assert "step 8 is saved after step 9" in caplog.text

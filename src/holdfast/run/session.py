@@ -73,13 +73,14 @@ NEVER_LOADED: Final = Sources(frozenset((None,)), 0)
 
 @dataclass(slots=True)
 class _Memory:
-    """One run: the last place given out in the epoch that this process owns; the last load of it, and the last one of
-    which the caller said that the run continues from it; and whether this process `took_over`, which it may do once. A
-    save has used up loads up to number `used`."""
+    """One run: the last place given out in the epoch that this process owns, and the `step` that was saved there; the
+    last load of it, and the last one of which the caller said that the run continues from it; and whether this process
+    `took_over`, which it may do once. A save has used up loads up to number `used`."""
 
     root: str
     run_id: str
     last: Place | None = None
+    step: int = 0
     loaded: Load | None = None
     continued: Load | None = None
     used: int = 0
@@ -154,6 +155,16 @@ class Session:
             if memory.used >= self._unused:
                 self._unused = 0
             return place
+
+    def note_step(self, run: Run, step: int) -> int | None:
+        """Remember the step that is saved at the place that `begin` gave last. Returns the step of the save before it
+        in the same epoch, None where it is the first one."""
+        root = run.storage.resolved()
+        with self._lock:
+            memory = self._memory(root, run.run_id)
+            before = memory.step if memory.last is not None and memory.last.seq > 1 else None
+            memory.step = step
+            return before
 
     def incarnation(self, run: Run) -> str:
         """By which the epochs of `run` are known that this process opened."""

@@ -218,7 +218,8 @@ class Coordinator:
             world_size=len(self._messages),
             sources=self._request.sources,
         )
-        _check_step(self._run, place, self._request.step)
+        before = JOB.note_step(self._run, self._request.step)
+        _check_step(self._run, place, self._request.step, before)
         return Identity(
             checkpoint_id=secrets.token_hex(8),
             run_id=self._run.run_id,
@@ -243,9 +244,17 @@ class Coordinator:
         return msgspec.msgpack.encode(seal_and_commit(self._run, stored, files))
 
 
-def _check_step(run: Run, place: Place, step: int) -> None:
-    """Warn where the first save of an epoch has no greater step than the checkpoint that the epoch goes on from: the
-    loop repeats a step, or counts in another way than `step` does. Reads two small records, once per epoch."""
+def _check_step(run: Run, place: Place, step: int, before: int | None) -> None:
+    """Warn where a save has a lower step than the one `before` it in its epoch, and where the first save of an epoch
+    has no greater step than the checkpoint that the epoch goes on from: the loop repeats a step, or counts in another
+    way than `step` does. Reads two small records, once per epoch."""
+    if before is not None and step < before:
+        _log.warning(
+            "step %d is saved after step %d: `step` is the number of the step that was finished last, and it rises "
+            "until a checkpoint is loaded",
+            step,
+            before,
+        )
     if place.seq > 1:
         return
     with suppress(CorruptError, NotFoundError):  # whatever is wrong with the history, this is only a hint
