@@ -76,7 +76,7 @@ def test_damaged_data_is_found_by_reading_all_of_it(run: Path, tmp_path: Path) -
     done = holdfast_command("verify", "--deep", copy)
     assert done.status == 1
     assert str(data) in done.out
-    assert "1 of 5 blocks" in done.out
+    assert "1 of 5 blocks of 1 MiB does not match its digest (number 2)" in done.out
 
 
 def test_all_damage_of_a_file_is_found_at_once_with_its_tensors(run: Path, tmp_path: Path) -> None:

@@ -1,9 +1,14 @@
 from __future__ import annotations
 
+import argparse
+import dataclasses
 import enum
 import time
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -309,6 +314,32 @@ def test_an_unsupported_leaf_is_refused_with_its_path_type_and_what_to_do(leaf: 
     assert error.path == "config/1/x"
     assert type(leaf).__name__ in str(error)
     assert error.action
+
+
+@dataclass
+class Settings:
+    width: int
+
+
+@pytest.mark.parametrize(
+    ("leaf", "problem", "instead"),
+    [
+        (argparse.Namespace(lr=0.1), "is an argparse.Namespace", "vars(args)"),
+        (Path("data"), "Path", "str(args)"),
+        (Settings(3), "is a tests.test_flatten.Settings", "dataclasses.asdict(args)"),
+        (Colour.RED, "is a tests.test_flatten.Colour", "args.value"),
+        ({"b", "a"}, "is a builtins.set", "sorted(args)"),
+        (timedelta(hours=1), "is a datetime.timedelta", "args.total_seconds()"),
+        (defaultdict(int, a=1), "is a collections.defaultdict", "dict(args)"),
+    ],
+    ids=lambda part: part if isinstance(part, str) else "",
+)
+def test_advice_for_an_unsupported_leaf_can_be_followed(leaf: object, problem: str, instead: str) -> None:
+    error = refusal({"args": leaf})
+    assert problem in error.message
+    assert f"Put {instead} into the state instead" in error.action
+    flat = flatten({"args": eval(instead, {"args": leaf, "dataclasses": dataclasses})})
+    assert "args" in flat.nodes
 
 
 @pytest.mark.parametrize("array", [np.array([None]), np.array(["text"]), np.zeros(2, ">i8"), np.zeros(1, "M8[s]")])

@@ -349,7 +349,11 @@ def test_renamed_modules_are_recognised(tmp_path: Path) -> None:
         (torch.zeros(5), "incompatible.shape", "(5,) here, (6,) in the checkpoint"),
         (torch.zeros(6, 1), "incompatible.shape", "(6, 1) here, (6,) in the checkpoint"),
         (torch.zeros(6, dtype=torch.bfloat16), "incompatible.dtype", "bfloat16 here, float32 in the checkpoint"),
-        (4, "incompatible.kind", "a int here, a tensor in the checkpoint"),
+        (
+            4,
+            "incompatible.kind",
+            "1 name differs between the live state and the checkpoint: 'weight': an int here, a tensor in",
+        ),
         ({"a": 1}, "incompatible.kind", "a dict here, a tensor in the checkpoint"),
         (nn.Linear(1, 1), "incompatible", "weight"),
     ],

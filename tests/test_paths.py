@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.errors import ConfigurationError
+import holdfast
+from holdfast.errors import ConfigurationError, NotFoundError
 from holdfast.format.records import Place
 from holdfast.run.paths import Target, parse, storage_at
 
@@ -92,6 +93,20 @@ def test_a_path_is_resolved_when_it_is_given(tmp_path: Path, monkeypatch: pytest
     assert parse("./~/runs/a") == Target(f"{tmp_path}/~/runs/a")
     with pytest.raises(ConfigurationError, match="knows no home folder for it"):
         parse("~nobody-is-called-so/runs/a")
+
+
+@pytest.mark.parametrize("command", ["open", "load"])
+def test_where_a_relative_path_led_is_said_when_no_run_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(NotFoundError) as caught:
+        holdfast.open("runs/a") if command == "open" else holdfast.load("runs/a", into={"a": 0})
+    where = f"'{tmp_path}/runs/a' ('runs/a' in the working directory '{tmp_path}')"
+    assert caught.value.message == f"no holdfast run at {where}: there is no such folder."
+    with pytest.raises(NotFoundError) as caught:
+        holdfast.open(tmp_path / "runs/a")
+    assert caught.value.message == f"no holdfast run at '{tmp_path}/runs/a': there is no such folder."
 
 
 def test_a_relative_path_from_a_folder_that_was_removed_is_refused(

@@ -238,7 +238,7 @@ def test_another_number_of_ranks_is_an_error_that_names_path_sizes_and_policies(
     with pytest.raises(IncompatibleError) as caught:
         bound(save(state(1), state(2), state(3)), state(9), 1, 2, strict=False)
     assert caught.value.code == "incompatible.per_rank"
-    expected = ("'own'", "'loader'", "2 ranks here", "of 3 in the checkpoint", "on_resize", '"first"', "function")
+    expected = ("'own'", "'loader'", "saved by 3 ranks", "loaded by 2 ranks", "on_resize", '"first"', "function")
     assert all(part in str(caught.value) for part in expected)
 
 

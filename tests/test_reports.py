@@ -63,7 +63,7 @@ def test_every_save_and_load_is_one_line_of_info(tmp_path: Path, caplog: pytest.
     state = {"w": torch.zeros(2)}
     holdfast.save(tmp_path / "run", state, 3)
     (line,) = lines()
-    assert line.startswith("saved step 3 at 1.1: 1 tensors")
+    assert line.startswith("saved step 3 at 1.1: 1 tensor, ")
     holdfast.load(tmp_path / "run", into=state)
     (line,) = lines()
     assert line.startswith("loaded step 3 at 1.1")

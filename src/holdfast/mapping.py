@@ -29,6 +29,7 @@ from holdfast.decoding import decode_toml
 from holdfast.errors import ConfigurationError
 from holdfast.format.dtypes import DTYPES
 from holdfast.format.patterns import Pattern, Template
+from holdfast.wording import count
 
 
 class _Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag=str.lower):
@@ -102,7 +103,7 @@ class Split(_OneToMany, frozen=True, kw_only=True):
         _check_groups(self.groups)
         shares = self.shares
         if shares is not None and (len(shares) != len(self.to) or any(share < 1 for share in shares)):
-            raise ValueError(f"{shares} are no positive shares of {len(self.to)} tensors")
+            raise ValueError(f"{shares} are no positive shares of {count(len(self.to), 'tensor')}")
 
 
 class Fuse(_ManyToOne, frozen=True, kw_only=True):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from holdfast.wording import count
+
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 #: Names of each kind that a report prints.
 _NAMED = 3
@@ -47,7 +49,8 @@ class SaveReport:
     def summary(self) -> str:
         """What was saved, in a line."""
         total_s = sum(self.seconds.values())
-        return f"step {self.step} at {self.place}: {self.num_tensors:,} tensors, {size(self.nbytes)} in {total_s:.2f} s"
+        saved = f"{count(self.num_tensors, 'tensor')}, {size(self.nbytes)}"
+        return f"step {self.step} at {self.place}: {saved} in {total_s:.2f} s"
 
     def __repr__(self) -> str:
         own = f"this rank wrote {size(self.written_nbytes)}; the next step is {self.next_step}"
@@ -96,7 +99,7 @@ class LoadReport:
     def summary(self) -> str:
         """What was loaded, in a line."""
         total_s = sum(self.seconds.values())
-        loaded = f"{len(self.loaded):,} names, {size(self.needed_nbytes)}"
+        loaded = f"{count(len(self.loaded), 'name')}, {size(self.needed_nbytes)}"
         return f"step {self.step} at {self.place}: {loaded} in {total_s:.2f} s"
 
     def __repr__(self) -> str:
@@ -130,7 +133,7 @@ class TransferReport:
     state: object = field(repr=False)
 
     def __repr__(self) -> str:
-        own = f"{len(self.loaded):,} names, {size(self.received_nbytes)} in {sum(self.seconds.values()):.2f} s"
+        own = f"{count(len(self.loaded), 'name')}, {size(self.received_nbytes)} in {sum(self.seconds.values()):.2f} s"
         return printed("TransferReport", own, f"this rank moved {size(self.moved_nbytes)}")
 
 

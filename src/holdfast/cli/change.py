@@ -96,7 +96,7 @@ def _doomed(path: str) -> _Doomed:
             action=f"Write {target.root}@PLACE or {target.root}@step=N; holdfast ls {target.root} lists them.",
             path=path,
         )
-    run = Run.open(storage_at(target.root))
+    run = Run.open(storage_at(target.root), origin=target.origin)
     commit = run.find(step=target.step, place=target.place)
     check_unneeded(run, commit.place)
     return _Doomed(run, commit, (run.run_id, str(commit.place)))

@@ -11,7 +11,7 @@ import msgspec
 from rich.console import Console
 from rich.text import Text
 
-from holdfast.cli.screen import Listing, console, count, counting, print_json, say, when
+from holdfast.cli.screen import Listing, console, counting, print_json, say, when
 from holdfast.cli.values import kind_of, natural, shortened, text_of
 from holdfast.errors import NotFoundError, printable
 from holdfast.format.values import Node
@@ -19,6 +19,7 @@ from holdfast.run.checkpoint import Checkpoint
 from holdfast.run.compare import Comparison, Described, TensorDifference, compare, pairs
 from holdfast.run.history import resolve
 from holdfast.run.paths import parse
+from holdfast.wording import count
 
 #: Rows of one kind on screen; JSON has all of them.
 _MAX_ROWS = 40

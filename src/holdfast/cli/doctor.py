@@ -10,10 +10,11 @@ from rich.padding import Padding
 from rich.text import Text
 
 from holdfast.cli.runs import Head, open_run
-from holdfast.cli.screen import confirmed, console, count, counting, explain, print_json, say
+from holdfast.cli.screen import confirmed, console, counting, explain, print_json, say
 from holdfast.errors import ConfigurationError, HoldfastError, printable
 from holdfast.run import doctor as core
 from holdfast.run.doctor import Finding
+from holdfast.wording import count
 
 _STYLES = {"finish": "bold green", "remove": "bold yellow", "wait": "bold yellow", "by hand": "bold red"}
 

@@ -7,13 +7,14 @@ from pathlib import Path
 
 import msgspec
 
-from holdfast.cli.screen import Listing, age, console, count, print_json, say
+from holdfast.cli.screen import Listing, age, console, print_json, say
 from holdfast.errors import printable
 from holdfast.keeper.lock import end_keeper
 from holdfast.keeper.node_folder import NodeFolder
 from holdfast.keeper.node_memory import Held, RunMemory, give_way, node_memory
 from holdfast.reports import size
 from holdfast.run.paths import absolute, parse
+from holdfast.wording import count
 
 _UNKNOWN = "a run that no keeper has named"
 

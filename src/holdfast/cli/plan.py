@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from holdfast import mapping as rules
-from holdfast.cli.screen import Listing, console, count, print_json, say
+from holdfast.cli.screen import Listing, console, print_json, say
 from holdfast.errors import ConfigurationError, printable
 from holdfast.format.manifest import file_name
 from holdfast.format.patterns import Globs
@@ -29,6 +29,7 @@ from holdfast.reports import size
 from holdfast.run.checkpoint import Checkpoint
 from holdfast.run.history import resolve
 from holdfast.run.paths import parse, some
+from holdfast.wording import count
 
 #: How many ranks a node has unless somebody says.
 _RANKS_PER_NODE = 8
@@ -158,7 +159,7 @@ def _text(path: str, option: str) -> str:
 def _num_nodes(on: int, nodes: int) -> int:
     if nodes > on:
         raise ConfigurationError(
-            f"{count(on, 'rank')} cannot be on {nodes} nodes.",
+            f"{count(on, 'rank')} cannot be on {count(nodes, 'node')}.",
             code="config.nodes",
             action="Give --nodes at most as many as --on.",
         )

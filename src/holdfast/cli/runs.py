@@ -21,7 +21,7 @@ def open_run(path: str) -> Run:
     if is_folder(storage):
         folder = Path(target.root).absolute().parent
         raise _one_checkpoint(path, "is", f"Name {folder.parent if folder.name == CHECKPOINTS else 'its run'}.")
-    return Run.open(storage)
+    return Run.open(storage, origin=target.origin)
 
 
 def _one_checkpoint(path: str, how: str, action: str) -> ConfigurationError:

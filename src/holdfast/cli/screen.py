@@ -142,11 +142,6 @@ def _width(cell: str | Text) -> int:
     return len(cell) if cell.isascii() else cell_len(cell)
 
 
-def count(number: int, what: str) -> str:
-    """``1 file``, ``2 files``."""
-    return f"{number:,} {what}{'' if number == 1 else 's'}"
-
-
 def when(unix_s: float) -> str:
     """A moment in local time."""
     return datetime.fromtimestamp(unix_s).astimezone().strftime("%Y-%m-%d %H:%M:%S")

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from holdfast.cli import values as value_text
-from holdfast.cli.screen import Listing, ago, console, count, metrics_text, print_json, say, when
+from holdfast.cli.screen import Listing, ago, console, metrics_text, print_json, say, when
 from holdfast.cli.tree import Tensor, lines, tensors_of
 from holdfast.errors import NotFoundError, printable
 from holdfast.format.near import near
@@ -19,6 +19,7 @@ from holdfast.reports import size
 from holdfast.run.checkpoint import Checkpoint
 from holdfast.run.history import resolve
 from holdfast.run.paths import parse, some
+from holdfast.wording import count
 
 #: So many equal values beside each other are listed.
 _MAX_ALIKE = 4

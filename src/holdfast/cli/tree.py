@@ -15,6 +15,7 @@ from holdfast.format.dtypes import DTYPES
 from holdfast.format.partition import BoxCells, Cells, FlatCells
 from holdfast.geometry import Shape
 from holdfast.run.checkpoint import Checkpoint
+from holdfast.wording import count
 
 _SEPARATORS = re.compile(r"([/.])")
 #: Ranges, and names, of alike siblings that are listed.
@@ -80,9 +81,9 @@ def _divided(cells: Cells) -> str:
     if len(cells.owners) < 2:
         return "whole" if len(cells.owners) else "empty"
     if isinstance(cells, FlatCells):
-        return f"{len(cells.owners)} ranges"
+        return count(len(cells.owners), "range")
     if isinstance(cells, BoxCells):
-        return f"{len(cells.owners)} boxes"
+        return count(len(cells.owners), "box", "boxes")
     return "x".join(str(len(cuts) - 1) for cuts in cells.cuts)
 
 

@@ -23,6 +23,7 @@ from holdfast.format.values import (
     Text,
     TorchValue,
 )
+from holdfast.wording import count
 
 _DIGITS = re.compile(r"(\d+)")
 #: Characters of a value on screen.
@@ -65,14 +66,16 @@ def text_of(node: Node) -> str:
     """A value, or what a container holds, as printable text."""
     bare = value_codec.bare(node)
     if isinstance(bare, Blob | TorchValue) and bare.data:
-        text = f"{len(bare.data)} bytes, {bare.data[:16].hex(' ')}{' ...' if len(bare.data) > 16 else ''}"
+        text = f"{count(len(bare.data), 'byte')}, {bare.data[:16].hex(' ')}{' ...' if len(bare.data) > 16 else ''}"
     elif isinstance(bare, TorchValue):
         text = bare.text
     elif isinstance(bare, Leaf):
         text = repr(value_codec.rebuild({"": bare}, "", tensors=str))
     else:
         below = list(value_codec.children(node))
-        text = f"{len(below)} entries" + (f": {', '.join(below)}" if below and not isinstance(bare, Items) else "")
+        text = count(len(below), "entry", "entries") + (
+            f": {', '.join(below)}" if below and not isinstance(bare, Items) else ""
+        )
     return printable(text)
 
 

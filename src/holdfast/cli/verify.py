@@ -10,7 +10,7 @@ import msgspec
 from rich.text import Text
 
 from holdfast.cli.runs import open_run
-from holdfast.cli.screen import console, count, counting, print_json, say
+from holdfast.cli.screen import console, counting, print_json, say
 from holdfast.errors import CorruptError, HoldfastError, NotFoundError, printable
 from holdfast.reports import size
 from holdfast.run.checkpoint import Checkpoint
@@ -18,6 +18,7 @@ from holdfast.run.fault import Fault
 from holdfast.run.history import Located, Run, is_folder, resolve
 from holdfast.run.paths import parse, storage_at
 from holdfast.run.verify import epoch_faults, verify_checkpoint
+from holdfast.wording import count
 
 #: Tensors of a fault that are named on screen.
 _NAMED = 5

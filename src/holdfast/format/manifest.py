@@ -25,6 +25,7 @@ from holdfast.format import sequences
 from holdfast.format.dtypes import DTYPES
 from holdfast.format.records import Count, Hex16, Hex32, Ordinal, Place, Seconds
 from holdfast.geometry import Int64s, Shape
+from holdfast.wording import count
 
 NAME = "manifest.hfm"
 MAGIC = b"HFMANI01"
@@ -155,7 +156,7 @@ class DecodedManifest:
             raise corrupt(f"its sequences take {self._starts[-1]} bytes, but {len(self._blob)} are there")
         claimed = sum(sequences.affine_length(sequence) for sequence in body.sequences)
         if claimed > _FREE_NUMBERS + _NUMBERS_PER_CELL * body.num_files * (1 + len(body.partition_table)):
-            raise corrupt(f"its sequences claim {claimed} numbers for {body.num_files} files")
+            raise corrupt(f"its sequences claim {count(claimed, 'number')} for {count(body.num_files, 'file')}")
 
     def with_body(self, body: Manifest) -> DecodedManifest:
         """Another body over the same sequences, which stay decoded."""
@@ -231,7 +232,7 @@ def _decode(data: bytes) -> DecodedManifest:
     if not packed_nbytes or largest > MAX_NBYTES or packed_nbytes > _unfolded_limit(compressed_nbytes):
         raise corrupt(f"it claims to hold {packed_nbytes} + {blob_nbytes} bytes")
     if len(data) != _HEAD.size + compressed_nbytes + blob_nbytes:
-        raise corrupt(f"it has {len(data)} bytes instead of {_HEAD.size + compressed_nbytes + blob_nbytes}")
+        raise corrupt(f"it has {count(len(data), 'byte')} instead of {_HEAD.size + compressed_nbytes + blob_nbytes}")
     rest = memoryview(data)[_HEAD.size :]
     if xxhash.xxh3_128_digest(rest) != digest:
         raise corrupt("its digest does not match its bytes")
@@ -343,7 +344,7 @@ def _check_sizes(body: Manifest) -> None:
             raise corrupt("a shape has more elements than any file can hold")
     total = data_nbytes(body)
     if total > _MAX_DATA_NBYTES:
-        raise corrupt(f"its tensors have {total} bytes, more than any storage can hold")
+        raise corrupt(f"its tensors have {count(total, 'byte')}, more than any storage can hold")
 
 
 def data_nbytes(body: Manifest) -> int:
@@ -361,7 +362,7 @@ def _ascends(names: tuple[str, ...]) -> bool:
 def _check_values(body: Manifest) -> None:
     files = [block.file for block in body.values]
     if not 0 <= body.num_files <= MAX_FILES:
-        raise corrupt(f"it claims to have {body.num_files} files")
+        raise corrupt(f"it claims to have {count(body.num_files, 'file')}")
     if any(not 0 <= file < body.num_files for file in files) or len(set(files)) != len(files):
         raise corrupt("values are in a file that does not exist, or twice in one")
     paths = [path for block in body.values for path in block.paths]

@@ -9,6 +9,7 @@ import numpy as np
 
 from holdfast.format.manifest import Boxes, DecodedManifest, FlatCuts, Grid, Partition, corrupt
 from holdfast.geometry import Box, FlatRange, Int64s, Shape, coverage_fault
+from holdfast.wording import count
 
 #: Checking boxes takes this many numbers: the coordinates of all their corners.
 _MAX_CORNER_NUMBERS = 1 << 23
@@ -126,7 +127,7 @@ def _grid(cuts: tuple[Int64s, ...], owners: Int64s) -> GridCells:
     for axis in cuts:
         _check_cuts(axis)
     if len(owners) != prod(len(axis) - 1 for axis in cuts):
-        raise corrupt(f"a grid has {len(owners)} owners for another number of cells")
+        raise corrupt(f"a grid has {count(len(owners), 'owner')} for another number of cells")
     numels = np.ones(1, np.int64)
     for axis in cuts:
         numels = (numels[:, None] * np.diff(axis)).reshape(-1)
@@ -136,7 +137,7 @@ def _grid(cuts: tuple[Int64s, ...], owners: Int64s) -> GridCells:
 def _flat(cuts: Int64s, owners: Int64s) -> FlatCells:
     _check_cuts(cuts)
     if len(owners) != len(cuts) - 1:
-        raise corrupt(f"flat cuts have {len(owners)} owners for {len(cuts) - 1} ranges")
+        raise corrupt(f"flat cuts have {count(len(owners), 'owner')} for {count(len(cuts) - 1, 'range')}")
     numels = np.diff(cuts)
     return FlatCells(owners, numels, _within(owners, numels), (int(cuts[-1]),), cuts)
 
@@ -153,7 +154,7 @@ def _boxes(manifest: DecodedManifest, partition: Boxes, owners: Int64s) -> BoxCe
     if (starts < 0).any() or (sizes <= 0).any() or (starts > 2**62 - sizes).any():
         raise corrupt("a box is empty or begins below 0")
     if is_too_long(len(starts), num_axes):
-        raise corrupt(f"a list of {len(starts)} boxes with {num_axes} axes is too long to be checked")
+        raise corrupt(f"a list of {count(len(starts), 'box', 'boxes')} of rank {num_axes} is too long to be checked")
     extents = tuple((starts + sizes).max(axis=0).tolist())
     fault = coverage_fault([extents], np.zeros(len(starts), np.int64), starts, sizes)
     if fault is not None:

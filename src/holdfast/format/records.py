@@ -23,6 +23,7 @@ import xxhash
 
 from holdfast.decoding import decode_json
 from holdfast.errors import CorruptError, IncompatibleError
+from holdfast.wording import count, kind_of, with_article
 
 FORMAT: Final = "1"
 READER_FEATURES: Final[frozenset[str]] = frozenset()
@@ -227,7 +228,7 @@ def encode(record: Record) -> bytes:
     data = body + _DIGEST_OPENER + digest(body).encode("ascii") + b'"}\n'
     limit = max_nbytes(type(record))
     if len(data) > limit:
-        raise ValueError(f"a {type(record).__name__} record of {len(data)} bytes is over the limit of {limit}")
+        raise ValueError(f"{kind_of(record)} record of {count(len(data), 'byte')} is over the limit of {limit}")
     return data
 
 
@@ -251,12 +252,13 @@ def decode(data: bytes, kind: type[R], *, path: str) -> R:
     """
     name = str(kind.__struct_config__.tag)
     if len(data) > max_nbytes(kind):
-        raise _corrupt(f"has {len(data)} bytes, more than any {name!r} record", path=path)
+        raise _corrupt(f"has {count(len(data), 'byte')}, more than any {name!r} record", path=path)
     body = _verified_body(data, path=path)
     try:
         head = decode_json(body, _Head)
         if head.holdfast != name:
-            raise _corrupt(f"holds a {head.holdfast!r:.80} record where a {name!r} record belongs", path=path)
+            found, wanted = with_article(f"{head.holdfast!r:.80}"), with_article(repr(name))
+            raise _corrupt(f"holds {found} record where {wanted} record belongs", path=path)
         for feature in head.reader_features:
             if feature not in READER_FEATURES:
                 raise _unknown(f"needs the reader feature {feature!r:.80}", path=path)

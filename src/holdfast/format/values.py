@@ -32,6 +32,7 @@ from holdfast.format.names import (
     plane_component,
     rank_component,
 )
+from holdfast.wording import count
 
 #: Bounds on what is encoded and decoded: components of a path, bytes of an encoded table, ranks.
 MAX_DEPTH = 128
@@ -245,7 +246,7 @@ def encode(nodes: Mapping[str, Node]) -> bytes:
     data = msgspec.msgpack.encode(sorted(nodes.items()))
     if len(data) > MAX_NBYTES:
         raise StateError(
-            f"The values of the state take {len(data)} bytes; the limit is {MAX_NBYTES}.",
+            f"The values of the state take {count(len(data), 'byte')}; the limit is {MAX_NBYTES}.",
             code="state.values_size",
             action="Keep bulk data in tensors.",
         )
@@ -255,7 +256,7 @@ def encode(nodes: Mapping[str, Node]) -> bytes:
 def decode(data: bytes) -> dict[str, Node]:
     """The table that `encode` gave. Raises `CorruptError`, code ``corrupt.values``, for anything else."""
     if len(data) > MAX_NBYTES:
-        raise _malformed("", f"are {len(data)} bytes, over the limit of {MAX_NBYTES}")
+        raise _malformed("", f"take {count(len(data), 'byte')}, over the limit of {MAX_NBYTES}")
     try:
         rows = decode_msgpack(data, list[_Row])
     except (msgspec.DecodeError, ValueError, RecursionError) as error:

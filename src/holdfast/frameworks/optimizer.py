@@ -31,6 +31,7 @@ from holdfast.format.values import Node, Open, Plain, Table, TensorRef, Text
 from holdfast.frameworks import Finish, NamedTensor, Sink, Source
 from holdfast.frameworks.adapters import Transparent, adapter_of, refusal_of
 from holdfast.frameworks.stateful import writing
+from holdfast.wording import kind_of
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -513,8 +514,7 @@ def _ungrouped(path: str, key: torch.Tensor) -> StateError:
 
 def _no_slots(path: str, key: torch.Tensor, kept: object) -> StateError:
     return StateError(
-        f"Optimizer {path!r} keeps a {type(kept).__name__}, not a dict of slots, for a parameter of shape "
-        f"{tuple(key.shape)}.",
+        f"Optimizer {path!r} keeps {kind_of(kept)}, not a dict of slots, for a parameter of shape {tuple(key.shape)}.",
         code="state.optimizer",
         action="Keep the optimizer's state per parameter in a dict.",
         path=path,

@@ -60,7 +60,7 @@ def read_generation(folder: NodeFolder, checkpoint_id: str) -> Generation:
         raise CorruptError(
             f"'{folder.path / name}' is damaged.",
             code="corrupt.generation",
-            action="Nothing is to be done: it is passed over, and an older one or storage is used.",
+            action="No action needed: holdfast passes it over, and uses an older one or storage.",
             path=str(folder.path / name),
             tier="node memory",
         )

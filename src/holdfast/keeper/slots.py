@@ -56,6 +56,7 @@ from holdfast.keeper.node_folder import NodeFolder
 from holdfast.storage.base import Bytes
 from holdfast.storage.linux import collapse_pages, keep_private
 from holdfast.transfer.pages import HUGE_PAGE_NBYTES, shared
+from holdfast.wording import count
 
 #: Where the data file begins in a slot: at a huge page. What lies between takes no memory.
 DATA_START: Final = HUGE_PAGE_NBYTES
@@ -155,7 +156,7 @@ class Slot:
         try:
             size = os.fstat(self._fd).st_size
             if size <= DATA_START:
-                raise self._corrupt(f"it has {size} bytes")
+                raise self._corrupt(f"it has {count(size, 'byte')}")
             self.nbytes = size - DATA_START
             self._memory = shared(self._fd, size)
             keep_private(self._memory.ctypes.data, size)

@@ -112,6 +112,6 @@ def _replaced(run: Run) -> FencedError:
     return FencedError(
         f"'{run.storage.uri}' is not the run that this was saved into, but one that was begun there later.",
         code="fenced.run",
-        action="Nothing is to be done: that run was removed, and this with it.",
+        action="No action needed: that run was removed, and this snapshot with it.",
         path=run.storage.uri,
     )

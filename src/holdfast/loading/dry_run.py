@@ -22,6 +22,7 @@ from holdfast.run.history import resolve
 from holdfast.run.paths import parse
 from holdfast.state.bind import bind
 from holdfast.state.match import Terms
+from holdfast.wording import count
 
 
 @dataclass(frozen=True, repr=False)
@@ -54,7 +55,7 @@ class LoadPlan:
             "resharded": self.resharded,
         }
         lines = [line for what, which in names.items() for line in listed(what, which)]
-        first = f"step {self.step} at {self.place}: {len(self.loaded):,} names, {size(self.needed_nbytes)}"
+        first = f"step {self.step} at {self.place}: {count(len(self.loaded), 'name')}, {size(self.needed_nbytes)}"
         return printed("LoadPlan", first, self.path, *lines)
 
 

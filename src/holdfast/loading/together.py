@@ -269,7 +269,7 @@ class Together:
             if absent:
                 names = ", ".join(map(str, absent))
                 raise DeadlineError(
-                    f"rank {rank} waited for what rank {names} reads for it, and it did not come.",
+                    f"rank {rank} timed out waiting for data from rank {names}.",
                     code="timeout.ranks",
                     action=f"Look at the log of rank {names}; where it is only slow, raise timeout_s.",
                     rank=absent[0],

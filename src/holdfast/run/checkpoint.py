@@ -29,6 +29,7 @@ from holdfast.run.history import Located
 from holdfast.storage.base import Bytes, FileReader
 from holdfast.transfer.buffers import pipeline_pool
 from holdfast.transfer.reader import DataFile, Extent, ReadJob, ReadStats, read_files
+from holdfast.wording import count
 
 OpenReader = Callable[[str], FileReader]
 
@@ -83,7 +84,9 @@ class Checkpoint:
             raise self._corrupt(seal.manifest.name, f"it belongs to another run ({body.run_id})")
         names = [fmt.file_name(index) for index in range(len(seal.files))]
         if len(names) != body.num_files or [file.name for file in seal.files] != names:
-            raise self._corrupt(records.SEAL_NAME, f"it does not list the {body.num_files} data files of its manifest")
+            raise self._corrupt(
+                records.SEAL_NAME, f"it does not list the {count(body.num_files, 'data file')} of its manifest"
+            )
         # Before anybody takes memory for what the manifest claims.
         if fmt.data_nbytes(body) > sum(file.nbytes for file in seal.files):
             raise self._corrupt(records.SEAL_NAME, "its files are smaller than the tensors of its manifest")

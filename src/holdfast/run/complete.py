@@ -123,7 +123,7 @@ def check_present(checkpoint: Checkpoint) -> None:
     bad = [file.name for file in checkpoint.seal.files if storage.nbytes(located.key(file.name)) != file.nbytes]
     if bad:
         raise CorruptError(
-            f"the checkpoint in '{checkpoint.folder}' is incomplete: {some(bad)} are missing or cut.",
+            f"the checkpoint in '{checkpoint.folder}' is incomplete; missing or cut: {some(bad)}.",
             code="corrupt.incomplete",
             action="Restore the files from another copy of the run, or load an older checkpoint. To copy a run that is "
             "being saved into, copy `history` first and `checkpoints` last.",

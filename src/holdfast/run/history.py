@@ -27,6 +27,7 @@ from holdfast.format.records import Commit, Epoch, Marker, Place, Record, Seal, 
 from holdfast.format.tombstones import parse_removed_name, removed_key, removed_name
 from holdfast.run.paths import Target, no_run, some, storage_at
 from holdfast.storage.base import Storage
+from holdfast.wording import count
 
 R = TypeVar("R", bound=Record)
 
@@ -47,12 +48,13 @@ class Run:
         return self.marker.run_id
 
     @classmethod
-    def open(cls, storage: Storage) -> Run:
-        """The run at the root of `storage`. `NotFoundError` where there is none, saying what is near."""
+    def open(cls, storage: Storage, *, origin: str | None = None) -> Run:
+        """The run at the root of `storage`. `NotFoundError` where there is none, saying what is near, and the `origin`
+        of the path."""
         try:
             return cls(storage, _read(storage, records.MARKER_KEY, Marker))
         except NotFoundError as error:
-            raise no_run(storage) from error
+            raise no_run(storage, origin) from error
 
     @classmethod
     def create(cls, storage: Storage) -> Run:
@@ -313,7 +315,7 @@ class Run:
             return commit
         newest = dict.fromkeys(str(_step_of(self._needed_commit(place))) for place in places[:_MAX_TOLD])
         others = len(places) - _MAX_TOLD
-        told = [*newest, f"those of {others} older checkpoints"] if others > 0 else list(newest)
+        told = [*newest, f"those of {count(others, 'older checkpoint')}"] if others > 0 else list(newest)
         raise self._no_commit(f"of step {step} on the lineage of its head", "steps", told)
 
     def _commit_of(self, folder: str) -> Commit | None:
@@ -441,7 +443,7 @@ def resolve(target: Target, storage: Storage | None = None) -> Located:
     storage = storage or storage_at(target.root)
     if is_folder(storage):
         return _lone_folder(storage, target)
-    run = Run.open(storage)
+    run = Run.open(storage, origin=target.origin)
     # Asked before the head: a job may save on what it loads only where nobody opened an epoch since it looked.
     epoch = run.newest_epoch() or 0
     if target.step is not None or target.place is not None:
@@ -508,4 +510,4 @@ def _bad_seal(path: str, commit: Commit, what: str) -> CorruptError:
 
 def _about(epoch: Epoch) -> str:
     opened = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(epoch.created))
-    return f"opened {opened} UTC by {epoch.world_size} ranks, {epoch.why}"
+    return f"opened {opened} UTC by {count(epoch.world_size, 'rank')}, {epoch.why}"

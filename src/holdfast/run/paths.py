@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -37,11 +37,13 @@ _EXAMPLES = "Write RUN, RUN@step=700, RUN@3.12 (epoch 3, number 12) or the path 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A parsed path: the folder `root` and what was selected in it (at most one of `step` and `place`)."""
+    """A parsed path: the folder `root` and what was selected in it (at most one of `step` and `place`). `origin` says,
+    for messages, how a path that was not absolute led to `root`."""
 
     root: str
     step: int | None = None
     place: Place | None = None
+    origin: str | None = field(default=None, compare=False)
 
     def __str__(self) -> str:
         if self.step is not None:
@@ -60,16 +62,27 @@ def parse(path: str | os.PathLike[str]) -> Target:
         raise TypeError(f"a path is a str or an os.PathLike of str, not of {type(text).__name__}")
     text = local_path(text)
     match = _SELECTOR.fullmatch(text)
-    root = _folder(text if match is None else match["root"], text)
+    folder = text if match is None else match["root"]
+    root = _folder(folder, text)
+    origin = _origin(folder)
     if match is None:
-        return Target(root)
+        return Target(root, origin=origin)
     if match["step"] is not None:
         if not re.fullmatch(r"[0-9]{1,18}", match["step"]):
             raise _malformed(f"the step in '{text}' is not a whole number.", text)
-        return Target(root, step=int(match["step"]))
+        return Target(root, step=int(match["step"]), origin=origin)
     if not all(re.fullmatch(r"0*[1-9][0-9]{0,9}", match[part]) for part in ("epoch", "seq")):
         raise _malformed(f"'{text}' selects a place that cannot exist: epochs and numbers count from 1.", text)
-    return Target(root, place=Place(int(match["epoch"]), int(match["seq"])))
+    return Target(root, place=Place(int(match["epoch"]), int(match["seq"])), origin=origin)
+
+
+def _origin(folder: str) -> str | None:
+    """How `folder`, which exists or not, became an absolute path; None for one that was absolute."""
+    if os.path.isabs(folder):  # noqa: PTH117 - a string, as in `absolute`
+        return None
+    if folder.startswith("~"):
+        return f"'{folder}'"
+    return f"'{folder}' in the working directory '{Path.cwd()}'"
 
 
 def absolute(path: str) -> str:
@@ -108,9 +121,11 @@ def local_path(text: str) -> str:
     host, slash, path = text[scheme.end() :].partition("/")
     if scheme[1].lower() == "file" and host in ("", "localhost") and slash:
         return slash + unquote(path)
-    what = " of another machine" if scheme[1].lower() == "file" else ", and object stores are not supported yet"
+    what = " of another machine"
+    if scheme[1].lower() != "file":
+        what = f" with {scheme[1]}://, and object stores are not supported yet"
     raise ConfigurationError(
-        f"'{text}' is a {scheme[1]} URL{what}.",
+        f"'{text}' is a URL{what}.",
         code="config.scheme",
         action="Use a folder of a local or shared file system, such as /shared/runs/a.",
         path=text,
@@ -122,8 +137,9 @@ def storage_at(root: str) -> Storage:
     return PosixStorage(local_path(root))
 
 
-def no_run(storage: Storage) -> NotFoundError:
-    """The error for a root that holds no run: what is there instead, and what is near."""
+def no_run(storage: Storage, origin: str | None = None) -> NotFoundError:
+    """The error for a root that holds no run: what is there instead, and what is near. `origin` is that of the `Target`
+    that led there."""
     names = storage.list("")
     path = Path(storage.uri).absolute()
     beside = _beside(storage.uri)
@@ -151,7 +167,10 @@ def no_run(storage: Storage) -> NotFoundError:
     if "@" in path.name:
         action += " A selector is written RUN@step=700 or RUN@3.12."
     return NotFoundError(
-        f"no holdfast run at '{storage.uri}': {what}", code="not_found.run", action=action, path=storage.uri
+        f"no holdfast run at '{storage.uri}'{f' ({origin})' if origin else ''}: {what}",
+        code="not_found.run",
+        action=action,
+        path=storage.uri,
     )
 
 

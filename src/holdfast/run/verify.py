@@ -17,6 +17,7 @@ from holdfast.storage.base import Bytes
 from holdfast.transfer.buffers import BufferPool, pipeline_pool
 from holdfast.transfer.digest import DIGEST_NBYTES, digest_blocks
 from holdfast.transfer.reader import DataFile, Extent, ReadJob, read_files
+from holdfast.wording import count
 
 
 def verify_checkpoint(
@@ -115,7 +116,8 @@ def _bad_blocks(
 def _block_fault(checkpoint: Checkpoint, layout: FileLayout, path: str, bad: list[int]) -> Fault:
     listed = ", ".join(map(str, bad[:MAX_NAMED])) + (", ..." if len(bad) > MAX_NAMED else "")
     total = container.num_blocks(layout.data_nbytes)
-    what = f"{len(bad)} of {total} blocks of 1 MiB do not match their digests (number {listed})"
+    verb = "does not match its digest" if len(bad) == 1 else "do not match their digests"
+    what = f"{len(bad):,} of {count(total, 'block')} of 1 MiB {verb} (number {listed})"
     error = CorruptError(f"{path} is damaged: {what}.", code="corrupt.file", action="", path=path)
     return Fault.of(error, _tensors_in(checkpoint, layout, bad))
 

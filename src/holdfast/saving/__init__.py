@@ -40,6 +40,7 @@ from holdfast.state.flatten import flatten
 from holdfast.state.identity import parts_of
 from holdfast.transfer.meter import Meter
 from holdfast.transfer.timed import TimedStorage
+from holdfast.wording import count
 
 #: How long a save may go on at most to commit alone when ranks are gone.
 _FINISH_LIMIT_S = 60.0
@@ -114,7 +115,7 @@ def numbers_of(metrics: Mapping[str, SupportsFloat]) -> dict[str, float]:
         if type(name) is not str or not isinstance(value, SupportsFloat):
             raise TypeError(f"a metric is a number under a string, not {name!r}: {value!r}")
     if sum(6 * len(name) + 32 for name in metrics) > MAX_RECORD_NBYTES // 2:  # as JSON, at most
-        raise ValueError(f"{len(metrics)} metrics with such long names do not fit into a commit record")
+        raise ValueError(f"{count(len(metrics), 'metric')} of such long names: a commit record does not hold that much")
     return {name: float(value) for name, value in metrics.items()}
 
 

@@ -10,6 +10,7 @@ import msgspec
 from holdfast.errors import StateError
 from holdfast.format.values import Node, PerRank, Table
 from holdfast.saving.messages import Digests
+from holdfast.wording import count
 
 #: Ranks that have one and the same table of values, and the table.
 Shared = tuple[Sequence[int], Mapping[str, Node]]
@@ -48,7 +49,7 @@ def _divergence(name: str, held: Mapping[int, Mapping[str, bytes]]) -> Divergenc
 def describe(found: Sequence[Divergence]) -> str:
     """What to say about diverged tensors, of which there are some."""
     first = found[0]
-    more = f" (and {len(found) - 1} more tensors)" if len(found) > 1 else ""
+    more = f" (and {count(len(found) - 1, 'more tensor')})" if len(found) > 1 else ""
     sides = " and ".join(_listed(group) for group in first.groups[:2])
     part = f", at [{first.part}]" if first.part else ""
     return (

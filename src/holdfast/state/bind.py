@@ -52,6 +52,7 @@ from holdfast.state.registry import (
     is_shareable,
     registered,
 )
+from holdfast.wording import count, kind_of, with_article
 
 #: What is stored for an object whose ``state_dict()`` was empty.
 _NO_STATE = Stateful(values.Table("dict", ()))
@@ -315,7 +316,7 @@ class _Binder:
         expected = Planes(registration.name, tuple(planes))
         differs = self._matcher.canonical(entry.name) in self._stored or (node is not None and node != expected)
         if differs and self._is_selected(entry.name):
-            here = f"a {registration.name!r} of planes {', '.join(planes)}"
+            here = f"{with_article(repr(registration.name))} of planes {', '.join(planes)}"
             self._mismatches.add_kind(entry.name, here, node)
             return
         self._pending += planes.values()
@@ -451,7 +452,7 @@ class _Binder:
                 self._finish_generators.append(lambda: item.value.reseed(self._rank))
             return first
         elif item.on_resize == "error":
-            sizes = f"belongs to each of {self._world_size} ranks here, of {node.world_size} in the checkpoint"
+            sizes = f"saved by {count(node.world_size, 'rank')}, to be loaded by {count(self._world_size, 'rank')}"
             self._mismatches.add("incompatible.per_rank", path, sizes)
         else:
             return self._merged(path, item, item.on_resize)
@@ -533,7 +534,7 @@ class _Binder:
         """Bind a container of values: replaced as a whole, a list or Counter in place."""
         node = self.nodes.get(path)
         if node is not None and not (isinstance(node, (values.Items, values.Table)) and node.kind == kind):
-            self._mismatches.add_kind(path, f"a {kind}", node)
+            self._mismatches.add_kind(path, with_article(kind), node)
             return lambda: item
         value = self._value(path, item)
         return lambda: _refill(item, value()) if isinstance(item, (list, Counter)) else value()
@@ -543,7 +544,7 @@ class _Binder:
         if node is None and self._matcher.canonical(path) not in self._stored:
             self.missing(path)
         elif node is None or not self._is_value(path, node):
-            self._mismatches.add_kind(path, f"a {type(item).__name__}", node)
+            self._mismatches.add_kind(path, kind_of(item), node)
         else:
             return self.opaque(path)
         return lambda: item
@@ -572,7 +573,7 @@ class _Binder:
             state = generator_state(node)
             self._finish_generators.append(lambda: item.set_state(state))
         else:
-            self._mismatches.add_kind(path, f"a {item.device.type} Generator", node)
+            self._mismatches.add_kind(path, with_article(f"{item.device.type} Generator"), node)
 
     def _stateful(self, path: str, item: object) -> None:
         description = description_of(path, item)
@@ -581,9 +582,9 @@ class _Binder:
         if node is None:
             self.missing(path)
         elif isinstance(node, (Open, values.PerRank)):
-            self._mismatches.add_kind(path, f"a {type(item).__name__}", node)
+            self._mismatches.add_kind(path, kind_of(item), node)
         elif node == _NO_STATE and description.read() != {}:
-            text = f"a {type(item).__name__} with a state here, one without in the checkpoint, such as one that is off"
+            text = f"{kind_of(item)} with a state here, one without in the checkpoint, such as one that is off"
             self._mismatches.add("incompatible.no_state", path, text)
         else:
             self._restore(description, self.opaque(path))
@@ -610,7 +611,7 @@ class _Binder:
         node = self.nodes.get(path) if self._is_selected(path) else None
         fits = node is None or (isinstance(values.bare(node), kinds) and values.registration(node) is None)
         if not fits or (self._matcher.canonical(path) in self._stored and self._is_selected(path)):
-            self._mismatches.add_kind(path, f"a {type(item).__name__}", node)
+            self._mismatches.add_kind(path, kind_of(item), node)
 
 
 class _Selected(Mapping[str, Node]):

@@ -14,6 +14,7 @@ from holdfast.format.near import Substitution, near, substitution
 from holdfast.format.values import Encoded, Node, Open, Planes, Stateful, TensorRef, TorchValue
 from holdfast.geometry import Shape
 from holdfast.plan.parts import Stored
+from holdfast.wording import count, with_article
 
 __all__ = ["Mismatches", "Stored", "difference", "is_leaf", "listing", "word"]
 
@@ -137,7 +138,7 @@ def grouped(names: Collection[str]) -> list[str]:
     for parent, children in siblings.items():
         keys = [child.rpartition("/")[2] for child in children]
         several = len(children) > 1 and parent
-        lines += [f"{parent}/{{{', '.join(keys)}}} ({len(keys)} names)"] if several else children
+        lines += [f"{parent}/{{{', '.join(keys)}}} ({count(len(keys), 'name')})"] if several else children
     return sorted(lines)
 
 
@@ -154,7 +155,7 @@ def _numbered(names: Sequence[str]) -> str:
     shown = f"{numbers[0]}-{numbers[-1]}" if is_range else ",".join(map(str, _first([str(n) for n in numbers])))
     parts = [f"{{{shown}}}" if number == at else text for number, text in enumerate(rows[0])]
     name = "".join(text + part for text, part in zip(texts, [*parts, ""], strict=True))
-    return f"{name} ({len(names):,} names)"
+    return f"{name} ({count(len(names), 'name')})"
 
 
 def _first(lines: Sequence[str]) -> list[str]:
@@ -193,7 +194,8 @@ class Mismatches:
         for _, name, text in self._found:
             alike.setdefault(text, []).append(name)
         lines = [f"{name if ' ' in name else repr(name)}: {text}" for text in alike for name in grouped(alike[text])]
-        message = f"{len(self._found):,} differ between the live state and the checkpoint"
+        verb = "differs" if len(self._found) == 1 else "differ"
+        message = f"{count(len(self._found), 'name')} {verb} between the live state and the checkpoint"
         return IncompatibleError(
             f"{message}: {lines[0]}." if len(lines) == 1 else f"{message}.",
             code=first.code,
@@ -241,9 +243,9 @@ def _collapse(
     totals = Counter(map(owner, known))
     counts = Counter(map(owner, names))
     whole = {
-        path: f"{path} (the whole {objects[path]}: {count} names)"
-        for path, count in counts.items()
-        if path is not None and count == totals[path]
+        path: f"{path} (the whole {objects[path]}: {count(number, 'name')})"
+        for path, number in counts.items()
+        if path is not None and number == totals[path]
     }
     return whole, [name for name in names if owner(name) not in whole]
 
@@ -258,7 +260,7 @@ def word(node: Node | None) -> str:
     if isinstance(node, (values.Table, values.Items, Open)):
         return f"a stored {node.kind}"
     if isinstance(node, TorchValue):
-        return f"a {node.kind}"
+        return with_article(node.kind)
     if isinstance(node, (Encoded, Planes)):
         return f"a registered {node.name!r}"
     words = {

@@ -38,7 +38,9 @@ from holdfast.state.marks import Marked
 from holdfast.state.per_rank import PerRank
 from holdfast.state.piecewise import Piecewise, describe
 from holdfast.state.placements import dtensor_type, is_dtensor, torch_value
+from holdfast.state.plain_forms import plain_form
 from holdfast.state.registry import Registration, any_registered, planes_of, registered
+from holdfast.wording import kind_of, with_article
 
 _TENSOR = TensorRef()
 #: Containers of which a selection may take a part. (Of a list it takes all entries, but of each entry a part.)
@@ -93,9 +95,14 @@ def flatten(
 
 def check_root(state: Mapping[str, object]) -> None:
     """Refuse a root that is no dict with string keys."""
-    if not isinstance(state, MutableMapping) or not all(type(key) is str for key in state):
+    problem = None
+    if not isinstance(state, MutableMapping):
+        problem = f"The state is {kind_of(state)}, not a dict."
+    elif strange := [key for key in state if type(key) is not str]:
+        problem = f"The state has the key {strange[0]!r:.80}, {kind_of(strange[0])}, and its keys must be strings."
+    if problem is not None:
         raise StateError(
-            f"The state is a {type(state).__name__}, not a dict whose keys all are strings.",
+            problem,
             code="state.root",
             action='Pass a dict with string keys, such as {"model": model}.',
         )
@@ -375,7 +382,7 @@ class Walk:
             node = Table(node.kind, tuple(added))
         elif len(added) < len(children):
             raise StateError(
-                f"select takes {len(added)} of the {len(children)} entries of {path!r}, a {type(item).__name__}.",
+                f"select takes {len(added)} of the {len(children)} entries of {path!r}, {kind_of(item)}.",
                 code="state.select",
                 action="Select all of them or none, or keep them in a dict.",
                 path=path,
@@ -455,10 +462,18 @@ def _unsupported_leaf(path: str, item: object) -> StateError:
     elif isinstance(item, (nn.Module, Optimizer, PerRank)):
         action = "Put it into the state itself: not into a PerRank, nor what state_dict() or get_extra_state() returns."
     else:
-        action = f"Take it out of the state, or say with holdfast.register_value({kind.__qualname__}, ...) what it is."
+        plain = plain_form(item, _variable(path))
+        first = "Take it out of the state" if plain is None else f"Put {plain} into the state instead"
+        action = f"{first}, or register its type: holdfast.register_value({kind.__qualname__}, ...)."
     return StateError(
-        f"{path!r} is a {kind.__module__}.{kind.__qualname__}, which {problem}.",
+        f"{path!r} is {with_article(f'{kind.__module__}.{kind.__qualname__}')}, which {problem}.",
         code="state.unsupported_leaf",
         action=action,
         path=path,
     )
+
+
+def _variable(path: str) -> str:
+    """The last component of `path` where a variable may be called so."""
+    last = path.rpartition("/")[2]
+    return last if last.isidentifier() else "value"

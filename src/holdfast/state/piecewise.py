@@ -17,6 +17,7 @@ from holdfast.geometry import Box, FlatRange, Shape, intersect
 from holdfast.plan.layout import Pieces, TensorLayout
 from holdfast.state.gather import LocalTensor
 from holdfast.state.placements import DTYPE_NAMES
+from holdfast.wording import count, kind_of
 
 
 class Piecewise:
@@ -107,7 +108,7 @@ def _part(part: FlatRange | Box) -> FlatRange | Box:
         return FlatRange(index(part.start), index(part.stop))
     if type(part) is Box:
         return Box(tuple(map(index, part.start)), tuple(map(index, part.size)))
-    raise TypeError(f"a part is a holdfast.FlatRange or a holdfast.Box, not a {type(part).__qualname__}")
+    raise TypeError(f"a part is a holdfast.FlatRange or a holdfast.Box, not {kind_of(part)}")
 
 
 def _dtype(pieces: Sequence[tuple[FlatRange | Box, torch.Tensor]], declared: torch.dtype | None) -> torch.dtype:
@@ -116,7 +117,7 @@ def _dtype(pieces: Sequence[tuple[FlatRange | Box, torch.Tensor]], declared: tor
         raise TypeError("the pieces of a tensor are all flat ranges, or all boxes")
     for part, memory in pieces:
         if type(memory) is not torch.Tensor and type(memory) is not nn.Parameter:
-            raise TypeError(f"the memory of {part} is a {type(memory).__qualname__}, not a plain torch.Tensor")
+            raise TypeError(f"the memory of {part} is {kind_of(memory)}, not a plain torch.Tensor")
     dtypes = {memory.dtype for _, memory in pieces} | ({declared} if declared is not None else set())
     if not dtypes:
         raise ValueError("without pieces, say the dtype of the tensor: Piecewise(shape, [], dtype=...)")
@@ -133,7 +134,7 @@ def _check(part: FlatRange | Box, memory: torch.Tensor, shape: Shape) -> None:
     """Refuse a part outside the tensor, and memory that does not hold it."""
     if isinstance(part, FlatRange):
         inside = 0 <= part.start <= part.stop <= prod(shape)
-        wanted = f"{part.numel} elements"
+        wanted = count(part.numel, "element")
     else:
         inside = len(part.start) == len(part.size) == len(shape) and all(
             start >= 0 and size >= 0 and start + size <= extent

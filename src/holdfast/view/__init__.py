@@ -22,6 +22,7 @@ from holdfast.view.order import Piece, in_file_order
 from holdfast.view.source import Source
 from holdfast.view.tensor import LazyTensor, as_numpy, as_torch, numpy_dtype
 from holdfast.view.tree import nested, tensors_in
+from holdfast.wording import count
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -68,7 +69,7 @@ class View:
         return self._checkpoint.manifest.body.aliases
 
     def __repr__(self) -> str:
-        return f"<View of step {self.step} at {self.place}: {len(self._names):,} tensors\n  {self.path}>"
+        return f"<View of step {self.step} at {self.place}: {count(len(self._names), 'tensor')}\n  {self.path}>"
 
     @property
     def diverged(self) -> tuple[str, ...]:

@@ -1,0 +1,23 @@
+"""Nouns with their numbers and articles, for messages."""
+
+from __future__ import annotations
+
+import re
+
+#: What is spoken with a vowel first: most words that begin with one, and abbreviations such as LBFGS or SGD.
+_VOWEL_FIRST = re.compile(r"['\"]?(?:(?i:(?!eu|one|uni)(?:[aeio]|u[lmnp]))|[AEFHILMNORSX](?=[A-Z0-9]))")
+
+
+def count(number: int, noun: str, plural: str | None = None) -> str:
+    """The noun with its number: ``1 file``, ``2 files``. Say the plural where it is not the noun with an s."""
+    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
+
+
+def with_article(noun: str) -> str:
+    """The noun with its article: ``a Linear``, ``an AdamW``, ``an LRScheduler``."""
+    return f"{'an' if _VOWEL_FIRST.match(noun) else 'a'} {noun}"
+
+
+def kind_of(item: object) -> str:
+    """The name of the type of `item` with its article."""
+    return with_article(type(item).__name__)
