@@ -11,7 +11,7 @@ from bench.errors import BenchError
 from bench.history import history
 from bench.io import io
 from bench.load import load
-from bench.marked import README, read_marked
+from bench.marked import README, TABLES, read_marked
 from bench.plan import plan
 from bench.small import small
 from bench.table import table
@@ -30,12 +30,13 @@ app.command()(table)
 
 @app.callback(invoke_without_command=True)
 def everything(context: typer.Context) -> None:
-    """Holdfast's benchmarks. Without a command: run all of them and rewrite the tables in README.md."""
+    """Holdfast's benchmarks. Without a command: run all of them and rewrite the tables in docs/benchmarks.md."""
     if context.invoked_subcommand is not None:
         return
     # Seen before the long run rather than after it.
     for part in ("bench", "load", "engine", "small", "view", "plan", "history"):
-        read_marked(README, part)
+        read_marked(TABLES, part)
+    read_marked(README, "front")
     io()
     load()
     plan()

@@ -1,4 +1,4 @@
-"""The README's tables of ``bench engine``."""
+"""The tables of ``bench engine``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from bench.engine_results import (
 )
 from bench.environment import in_words
 from bench.load_table import ways_in_words
-from bench.results import RAW, RESULTS
+from bench.results import RAW, samples_link
 from bench.statistics import Spread
 
 _NO_FIGURE = "-"
@@ -140,7 +140,7 @@ def _where(result: EngineResult) -> str:
     parts = [part for part in (result.saves, result.restore, result.python, result.loop) if part is not None]
     machines = dict.fromkeys(f"{in_words(part.environment)}, {part.date[:10]}" for part in parts)
     packages = "".join(f", {name} {found}" for name, found in (result.saves.packages if result.saves else {}).items())
-    return f"{'; '.join(machines)}{packages}. [Samples]({RESULTS / result.name}.json)."
+    return f"{'; '.join(machines)}{packages}. {samples_link(result.name)}."
 
 
 def _ms(spread: Spread | None) -> str:

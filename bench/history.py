@@ -21,7 +21,7 @@ import typer
 import holdfast
 from bench.environment import Environment, environment, in_words
 from bench.errors import BenchError
-from bench.marked import README, rewrite
+from bench.marked import TABLES, rewrite
 from bench.results import RESULTS
 from holdfast.format import container, manifest, records
 from holdfast.format.container import TABLE_OFFSET, Files
@@ -64,7 +64,7 @@ def history(
         Path, typer.Option("--dir", exists=True, file_okay=False, help="A folder on the device to save to.")
     ] = Path(),
     results: Annotated[Path, typer.Option(help="Folder of the result file.")] = RESULTS,
-    readme: Annotated[Path, typer.Option(help="The file whose table is rewritten.")] = README,
+    document: Annotated[Path, typer.Option(help="The file whose table is rewritten.")] = TABLES,
 ) -> None:
     """Measure what depends on the length of a run's history, and check ``ls`` against its bar."""
     figures = []
@@ -75,7 +75,7 @@ def history(
     result = HistoryResult(environment(results), rounds, figures)
     results.mkdir(parents=True, exist_ok=True)
     (results / "history.json").write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=1) + b"\n")
-    rewrite(readme, "history", render(result))
+    rewrite(document, "history", render(result))
     if figures[-1].ls_cpu_s > LS_BAR_S:
         raise BenchError(f"bar missed: ls of {LENGTHS[-1]:,} checkpoints {figures[-1].ls_cpu_s:.2f} s > {LS_BAR_S} s")
 

@@ -1,11 +1,11 @@
-"""The README's tables of ``bench load``."""
+"""The tables of ``bench load``."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
 from bench.environment import in_words
-from bench.results import RAW, RESULTS, LoadResult, ScenarioResult, Summary, Traits
+from bench.results import RAW, LoadResult, ScenarioResult, Summary, Traits, samples_link
 from bench.statistics import Spread
 
 #: The least share of the raw limit that each scenario is to reach, and what all of them may cost at most.
@@ -27,7 +27,7 @@ def render_load(result: LoadResult) -> str:
     shares = [_row(result, traits, _share) for traits in result.contenders]
     costs = [_row(result, traits, _cost) for traits in result.contenders if traits.name != RAW]
     packages = "".join(f", {name} {version}" for name, version in result.setup.packages.items())
-    where = f"{in_words(result.environment)}{packages}, {result.date[:10]}. [Samples]({RESULTS / result.name}.json)."
+    where = f"{in_words(result.environment)}{packages}, {result.date[:10]}. {samples_link(result.name)}."
     ours = any(traits.name == "holdfast" for traits in result.contenders)
     judged = ("", _about_bars(result)) if ours else ()
     return "\n".join(

@@ -7,6 +7,7 @@ from pathlib import Path
 from bench.errors import MarkersError
 
 README = Path("README.md")
+TABLES = Path("docs/benchmarks.md")
 
 
 def rewrite(document: Path, name: str, rendered: str) -> None:
@@ -17,7 +18,7 @@ def rewrite(document: Path, name: str, rendered: str) -> None:
 def read_marked(document: Path, name: str) -> str:
     """The text of `document`; MarkersError when it does not exist or has not exactly one place for `name`."""
     if not document.is_file():
-        raise MarkersError(f"There is no {document}. Run from the folder that holds it, or pass --readme.")
+        raise MarkersError(f"There is no {document}. Run from the root of the repository, or name another file.")
     text = document.read_text()
     _split(text, name, where=str(document))
     return text

@@ -17,7 +17,7 @@ import typer
 from bench.environment import Environment, environment
 from bench.errors import BenchError
 from bench.layouts import Sent, flat_random, fsdp, fsdp_layout, three_d
-from bench.marked import README, rewrite
+from bench.marked import TABLES, rewrite
 from bench.results import RESULTS
 from holdfast.format.container import Files
 from holdfast.format.manifest import decode
@@ -72,7 +72,7 @@ def plan(
     rounds: Annotated[int, typer.Option(help="Repetitions of each measurement; medians are reported.")] = 5,
     results: Annotated[Path, typer.Option(help="Folder of the result file.")] = RESULTS,
     plot: Annotated[Path, typer.Option(help="The PNG.")] = Path("docs/figures/planning.png"),
-    readme: Annotated[Path, typer.Option(help="The file whose table is rewritten.")] = README,
+    document: Annotated[Path, typer.Option(help="The file whose table is rewritten.")] = TABLES,
 ) -> None:
     """Measure planning at scale, and check it against its bars."""
     figures = []
@@ -88,7 +88,7 @@ def plan(
     results.mkdir(parents=True, exist_ok=True)
     (results / "plan.json").write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=1) + b"\n")
     draw(result, plot)
-    rewrite(readme, "plan", render(result))
+    rewrite(document, "plan", render(result))
     missed = list(misses(result))
     if missed:
         raise BenchError("bars missed: " + "; ".join(missed))

@@ -30,6 +30,11 @@ WARM_UP = 0
 R = TypeVar("R")
 
 
+def samples_link(name: str) -> str:
+    """The link from `docs/benchmarks.md` to the samples of a result."""
+    return f"[Samples](../{RESULTS / name}.json)"
+
+
 def raw_name(way: str) -> str:
     """The name under which the raw limit takes its turn in one of its ways."""
     return f"{RAW} {way}"

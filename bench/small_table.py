@@ -1,10 +1,10 @@
-"""The README's tables of ``bench small``."""
+"""The tables of ``bench small``."""
 
 from __future__ import annotations
 
 from bench import contenders, walks
 from bench.environment import in_words
-from bench.results import MEASURES, MODEL_KINDS, RESULTS, Bar, SmallResult, Traits
+from bench.results import MEASURES, MODEL_KINDS, Bar, SmallResult, Traits, samples_link
 
 _LABELS = {
     "dcp": "dcp",
@@ -35,7 +35,7 @@ def render_small(result: SmallResult) -> str:
     walk = (
         f"Walks: {setup.walk_num_tensors:,} tensors (parameters and AdamW's slots), one rank, medians of "
         f"{setup.walk_rounds}, Python's garbage collector paused for all. {in_words(result.environment)}, "
-        f"{result.date[:10]}. [Samples]({RESULTS / result.name}.json)."
+        f"{result.date[:10]}. {samples_link(result.name)}."
     )
     return "\n".join((*_save_rows(result), "", how, "", *_walk_rows(result), "", *bar_lines(result.bars), walk))
 

@@ -1,4 +1,4 @@
-"""``python -m bench table``: the README's tables of all benchmarks but `plan`, from their result files."""
+"""``python -m bench table``: the tables of all benchmarks but `plan` and `history`, from their result files."""
 
 from __future__ import annotations
 
@@ -11,10 +11,23 @@ from bench.engine_bars import require_limit
 from bench.engine_results import read_engine
 from bench.engine_table import render_engine
 from bench.environment import in_words
+from bench.front_table import render_front
 from bench.load_table import render_load, ways_in_words
-from bench.marked import README, read_marked, rewrite
+from bench.marked import README, TABLES, read_marked, rewrite
 from bench.plot import plot_shares
-from bench.results import MEASURES, RAW, RESULTS, Result, Summary, Traits, read_load, read_result, read_small, read_view
+from bench.results import (
+    MEASURES,
+    RAW,
+    RESULTS,
+    Result,
+    Summary,
+    Traits,
+    read_load,
+    read_result,
+    read_small,
+    read_view,
+    samples_link,
+)
 from bench.small_table import render_small
 from bench.summary import require_valid, require_valid_load
 from bench.view_table import render_view
@@ -33,10 +46,11 @@ def table(
     engines: Annotated[Path, typer.Option("--engine", help="The result file of `bench engine`.")] = RESULTS
     / "engine.json",
     views: Annotated[Path, typer.Option("--view", help="The result file of `bench view`.")] = RESULTS / "view.json",
-    readme: Annotated[Path, typer.Option(help="The file whose tables are rewritten.")] = README,
+    document: Annotated[Path, typer.Option(help="The file whose tables are rewritten.")] = TABLES,
+    readme: Annotated[Path, typer.Option(help="The file whose short table is rewritten.")] = README,
     plot: Annotated[Path | None, typer.Option(help="Also draw the shares of the raw limit as this PNG.")] = None,
 ) -> None:
-    """Rewrite the tables between the markers of a file: all, or where something is wrong none."""
+    """Rewrite the tables between the markers of two files: all, or where something is wrong none."""
     figures, small_figures = read_result(result), read_small(small)
     load_figures, view_figures = read_load(loads), read_view(views)
     engine_figures = read_engine(engines)
@@ -45,12 +59,14 @@ def table(
     if engine_figures.saves is not None:
         require_limit(engine_figures.saves)
     for part in ("small", "load", "engine", "view"):
-        read_marked(readme, part)
-    rewrite(readme, "bench", render(figures))
-    rewrite(readme, "small", render_small(small_figures))
-    rewrite(readme, "load", render_load(load_figures))
-    rewrite(readme, "engine", render_engine(engine_figures))
-    rewrite(readme, "view", render_view(view_figures))
+        read_marked(document, part)
+    read_marked(readme, "front")
+    rewrite(document, "bench", render(figures))
+    rewrite(document, "small", render_small(small_figures))
+    rewrite(document, "load", render_load(load_figures))
+    rewrite(document, "engine", render_engine(engine_figures))
+    rewrite(document, "view", render_view(view_figures))
+    rewrite(readme, "front", render_front(figures, load_figures, engine_figures, small_figures))
     if plot is not None:
         plot_shares(figures, plot)
 
@@ -68,7 +84,7 @@ def render(result: Result) -> str:
         f"{raw.io}, {raw.durable}, best of {ways_in_words(setup.raw_ways)} "
         f"(save {saving}, load {loading})."
     )
-    where = f"{in_words(result.environment)}, {result.date[:10]}. [Samples]({RESULTS / result.name}.json)."
+    where = f"{in_words(result.environment)}, {result.date[:10]}. {samples_link(result.name)}."
     return "\n".join((*HEAD, *rows, "", how, "", where))
 
 

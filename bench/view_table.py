@@ -1,9 +1,9 @@
-"""The README's tables of ``bench view``."""
+"""The tables of ``bench view``."""
 
 from __future__ import annotations
 
 from bench.environment import in_words
-from bench.results import RESULTS, ViewResult
+from bench.results import ViewResult, samples_link
 from bench.small_table import bar_lines
 
 _LABELS = {"holdfast": "holdfast (verified)", "--help": "`holdfast --help`, for comparison"}
@@ -19,7 +19,7 @@ def render_view(result: ViewResult) -> str:
         f"imported the library, caches are cold ({result.caches}), and the tensor is compared with what was saved; dcp "
         f"loads a state dict of that one tensor, safetensors is one file.{reasons} `show`: whole commands, warm caches."
     )
-    where = f"{in_words(result.environment)}, {result.date[:10]}. [Samples]({RESULTS / result.name}.json)."
+    where = f"{in_words(result.environment)}, {result.date[:10]}. {samples_link(result.name)}."
     return "\n".join(
         (
             f"| open a checkpoint of {result.num_tensors:,} tensors, read one | s |",

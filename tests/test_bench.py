@@ -16,6 +16,7 @@ from bench.contenders import LATER, SMALL_NAMES, folder_of
 from bench.engine_table import render_engine
 from bench.environment import filesystem
 from bench.errors import MarkersError, RankFailedError, RawLimitError, SetupError, WrongBytesError
+from bench.front_table import render_front
 from bench.harness import collect, require_space
 from bench.load_table import render_load
 from bench.marked import markers, read_marked, replace_part
@@ -374,23 +375,35 @@ def test_a_missing_file_is_an_error_that_names_it(tmp_path: Path) -> None:
         read_marked(tmp_path / "README.md", "bench")
 
 
-def test_the_table_command_rewrites_the_table_and_draws_the_plot(tmp_path: Path) -> None:
-    readme, plot = tmp_path / "README.md", tmp_path / "figures" / "shares.png"
-    readme.write_text(
+def test_the_table_command_rewrites_the_tables_and_draws_the_plot(tmp_path: Path) -> None:
+    document, plot = tmp_path / "benchmarks.md", tmp_path / "figures" / "shares.png"
+    document.write_text(
         f"# Title\n{START}\nold\n{END}\nMiddle\n{SMALL_PLACE}\n{LOAD_PLACE}\n{ENGINE_PLACE}\n{VIEW_PLACE}\nEnd\n"
     )
-    run_table(result(SECONDS), readme, plot=plot)
+    front = run_table(result(SECONDS), document, plot=plot)
     (small_start, small_end), (load_start, load_end), (engine_start, engine_end), (view_start, view_end) = (
         markers(part) for part in ("small", "load", "engine", "view")
     )
-    assert readme.read_text() == (
+    assert document.read_text() == (
         f"# Title\n{START}\n{render(result(SECONDS))}\n{END}\nMiddle\n"
         f"{small_start}\n{render_small(small_result())}\n{small_end}\n"
         f"{load_start}\n{render_load(load_result(SECONDS))}\n{load_end}\n"
         f"{engine_start}\n{render_engine(engine_result())}\n{engine_end}\n"
         f"{view_start}\n{render_view(view_result())}\n{view_end}\nEnd\n"
     )
+    assert front == render_front(result(SECONDS), load_result(SECONDS), engine_result(), small_result())
     assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_short_table_takes_its_figures_from_all_benchmarks() -> None:
+    loads = load_result(SECONDS)
+    moved = msgspec.structs.replace(loads.scenarios[0], name="fsdp-tp", title="FSDP onto TP")
+    loads = msgspec.structs.replace(loads, scenarios=(moved,))
+    lines = render_front(result(SECONDS), loads, engine_result(), small_result()).splitlines()
+    assert lines[2:4] == [f"| {measure}, share of the disk's speed | - | 0.50 | - |" for measure in MEASURES]
+    assert lines[4] == "| load FSDP onto TP, share of the disk's speed | - | 0.50 | - |"
+    assert lines[5].startswith("| background save, ms: the call + what the next step waits | 10 + ")
+    assert lines[6] == "| save of 10,000 small tensors, 8 ranks, s | 0.90 | 40.00 | - |"
 
 
 def test_no_table_is_written_from_a_run_that_did_not_reach_the_raw_limit(tmp_path: Path) -> None:
@@ -421,15 +434,19 @@ def test_where_one_table_has_no_place_no_table_is_written(tmp_path: Path, places
     assert "old" in readme.read_text()
 
 
-def run_table(figures: Result, readme: Path, *, plot: Path | None = None, loads: LoadResult = LOADS) -> None:
-    """`bench table` of `figures`, of `loads`, and of runs of the other benchmarks."""
-    folder = readme.parent / "results"
+def run_table(figures: Result, document: Path, *, plot: Path | None = None, loads: LoadResult = LOADS) -> str:
+    """`bench table` of `figures`, of `loads`, and of runs of the other benchmarks. Return the short table."""
+    folder = document.parent / "results"
+    readme, (start, end) = document.with_name("front.md"), markers("front")
+    readme.write_text(f"{start}\n{end}\n")
     table(
         result=write_result(figures, folder),
         small=write_result(small_result(), folder),
         loads=write_result(loads, folder),
         engines=write_result(engine_result(), folder),
         views=write_result(view_result(), folder),
+        document=document,
         readme=readme,
         plot=plot,
     )
+    return readme.read_text().removeprefix(f"{start}\n").removesuffix(f"\n{end}\n")
