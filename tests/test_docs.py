@@ -82,21 +82,21 @@ def test_the_ten_lines_of_the_readme_run(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 #: A row of a table of docs/reference.md: argument, type, default.
-ARGUMENT = re.compile(r"^\| `(.+?)` \| (?:`(.+?)`)? *\| (?:`(.+?)`|-)? *\|", re.MULTILINE)
+ARGUMENT = re.compile(r"^\| `(.+?)` \| (?:`(.+?)`)? *\| (?:`(.+?)`|-)? *\| .*\|$", re.MULTILINE)
 ALL = ("Bandwidths", "Checkpointer", "Memory", "PerRank", "Piecewise", "load", "open", "plan_load", "save", "transfer")
 
 
 def signature_rows(call: Callable[..., object]) -> list[tuple[str, str, str]]:
     """The rows that a call has in docs/reference.md: its arguments, a star before those that are passed by name."""
-    rows = []
+    rows: list[tuple[str, str, str]] = []
     for parameter in inspect.signature(call).parameters.values():
         if parameter.name == "self":
             continue
         if parameter.kind is parameter.KEYWORD_ONLY and "*" not in [name for name, _, _ in rows]:
             rows.append(("*", "", ""))
         kind, default = parameter.annotation, parameter.default
-        text = {parameter.empty: "", holdfast.Memory: "Memory()", type(Path()): str(default)}.get(type(default))
-        text = "" if default is parameter.empty else repr(default) if text is None else text
+        text = str(default) if isinstance(default, Path) else repr(default)
+        text = {parameter.empty: "", holdfast.Memory(): "Memory()"}.get(default, text)
         rows.append((parameter.name, kind if isinstance(kind, str) else kind.__name__, text))
     return rows
 
@@ -110,9 +110,6 @@ def test_the_reference_has_every_argument_of_every_call_with_its_type_and_defaul
         call = attrgetter(name)(holdfast)
         rows = [(argument, kind.replace("\\|", "|"), default) for argument, kind, default in ARGUMENT.findall(text)]
         assert rows == signature_rows(call), f"correct the table of holdfast.{name} in docs/reference.md"
-        assert all(
-            len(line.split(" | ")[-1]) > 3 for line in text.splitlines() if line.startswith("| `") and "`*`" not in line
-        )
 
 
 def test_links_between_documents_lead_somewhere() -> None:
