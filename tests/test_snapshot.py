@@ -428,6 +428,15 @@ def test_tensors_of_inference_are_not_guarded(guard: Guard) -> None:
     taken.assert_holds_the_instant()
 
 
+def test_a_sparse_slot_is_refused_by_its_name() -> None:
+    module = nn.Linear(3, 2)
+    optimizer = SGD(module.parameters(), lr=0.1)
+    module.weight.grad = torch.ones(2, 3)
+    optimizer.state[module.weight]["seen"] = torch.eye(2).to_sparse()
+    with pytest.raises(StateError, match=r"optimizer/state/model/weight/seen.*layout torch\.sparse_coo"):
+        Snapshot({"model": module, "optimizer": optimizer}, rank=0, world_size=1)
+
+
 def test_what_is_guarded_follows_the_optimizer_and_its_tensors() -> None:
     module = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2), nn.Embedding(4, 2))
     for parameter in module.parameters():

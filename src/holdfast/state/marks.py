@@ -19,13 +19,12 @@ class Marked:
         self._then: list[int] = []
 
     def add(self, memory: Sequence[torch.Tensor]) -> bool:
-        """Mark tensors as they are now. False, and nothing is added, if torch counts no changes of one of them."""
+        """Mark tensors as they are now. False, and nothing is added, if one of them is an inference tensor, of which
+        torch counts no changes, or has no address, as sparse ones."""
         try:
             marks = _marks(memory)
         except RuntimeError:
-            if any(part.is_inference() for part in memory):
-                return False
-            raise
+            return False
         self.memory += memory
         self._then += marks
         return True
