@@ -32,6 +32,7 @@ with warnings.catch_warnings():  # what these libraries say while they are impor
     from accelerate import Accelerator, init_empty_weights
     from lightning.pytorch.core.optimizer import LightningOptimizer
     from peft import LoraConfig, get_peft_model
+    from torchmetrics import wrappers
     from torchmetrics.classification import BinaryAccuracy, BinaryF1Score
     from transformers import LlamaConfig, LlamaForCausalLM, get_cosine_schedule_with_warmup
 
@@ -186,6 +187,53 @@ def test_metrics_go_on_in_the_middle_of_an_epoch(num_before: int, tmp_path: Path
         one["collection"].update(torch.tensor([0.9, 0.2]), torch.tensor([1, 1]))
         one["accuracy"].update(torch.tensor([0.9, 0.2]), torch.tensor([1, 1]))
     assert results(into) == results(state)
+
+
+def updated(metric: Any, seed: int) -> None:
+    torch.manual_seed(seed)
+    metric.update(torch.rand(8), torch.randint(2, (8,)))
+
+
+def in_steps(metric: Any, seed: int) -> None:
+    metric.increment()
+    updated(metric, seed)
+
+
+HOLDERS_OF_METRICS: dict[str, tuple[Callable[[], Any], Callable[[Any, int], None]]] = {
+    "bootstrap": (lambda: wrappers.BootStrapper(BinaryAccuracy(), num_bootstraps=3), updated),
+    "extremes": (lambda: wrappers.MinMaxMetric(BinaryAccuracy()), updated),
+    "sum": (lambda: BinaryAccuracy() + 2 * BinaryF1Score(), updated),
+    "window": (lambda: wrappers.Running(BinaryAccuracy(), window=3), updated),
+    "in a collection": (
+        lambda: torchmetrics.MetricCollection({"one": BinaryAccuracy(), "more": BinaryAccuracy() + BinaryF1Score()}),
+        updated,
+    ),
+    "tracker": (lambda: wrappers.MetricTracker(BinaryAccuracy()), in_steps),
+    "tracker of a collection": (
+        lambda: wrappers.MetricTracker(torchmetrics.MetricCollection([BinaryAccuracy(), BinaryF1Score()])),
+        in_steps,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HOLDERS_OF_METRICS)
+def test_metrics_that_hold_others_do_not_begin_anew(name: str, tmp_path: Path) -> None:
+    make, update = HOLDERS_OF_METRICS[name]
+    state, into = make(), make()
+    for seed in range(4):
+        update(state, seed)
+        computed(state)  # some note what they computed
+    holdfast.save(tmp_path / "run", {"metric": state}, 1)
+    holdfast.load(tmp_path / "run", {"metric": into})
+    assert computed(into) == computed(state)
+    update(state, 9)
+    update(into, 9)
+    assert computed(into) == computed(state)
+
+
+def computed(metric: Any) -> str:
+    torch.manual_seed(0)
+    return repr(metric.compute_all() if hasattr(metric, "compute_all") else metric.compute())
 
 
 class Module(lightning.LightningModule):  # type: ignore[misc]

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
+from holdfast.frameworks import metrics
 from holdfast.frameworks.random_generators import (
     RandomGenerators,
     read_numpy,
@@ -30,14 +31,14 @@ class Wrapper:
 class Described:
     """An object whose whole state `read` returns and `write` puts back.
 
-    `is_random`: restored after everything else. `is_kept`: of one inside a module, whether it belongs to the module's
-    state.
+    `is_random`: restored after everything else. `in_module`: of one inside a module, the part that belongs to the
+    module's state, beside its parameters, its buffers and the modules inside it.
     """
 
     read: Callable[[Any], object]
     write: Callable[[Any, Any], object]
     is_random: bool = False
-    is_kept: Callable[[Any], bool] = lambda _: False
+    in_module: Callable[[Any], Described | None] = lambda _: None
 
 
 @dataclass(frozen=True)
@@ -89,38 +90,11 @@ def refusal_of(item: object) -> Refused | None:
     return adapter if isinstance(adapter, Refused) and adapter.applies(item) else None
 
 
-def _read_metric(metric: Any) -> object:
-    return {"update_count": metric.update_count, "state": metric.metric_state}
-
-
-def _write_metric(metric: Any, state: Any) -> None:
-    metric.reset()  # forgets a result that was computed before
-    metric._update_count = state["update_count"]  # noqa: SLF001 - torchmetrics has no other way to say it
-    for name, value in state["state"].items():
-        setattr(metric, name, _on(metric.device, value))
-
-
-def _on(device: Any, value: Any) -> Any:
-    return [part.to(device) for part in value] if isinstance(value, list) else value.to(device)
-
-
-def _read_metrics(collection: Any) -> object:
-    return {name: _read_metric(metric) for name, metric in _metrics_of(collection)}
-
-
-def _write_metrics(collection: Any, state: Any) -> None:
-    for name, metric in _metrics_of(collection):
-        _write_metric(metric, state[name])
-
-
-def _metrics_of(collection: Any) -> Any:
-    return collection.items(keep_base=True, copy_state=False)
-
-
 def _write_bit_generator(generator: Any, state: Any) -> None:
     generator.state = state
 
 
+_OWN_PART_OF_A_METRIC = Described(metrics.read_own, metrics.write_own)
 _WEIGHTS_OF_4_BITS = Refused(
     "packs its weight into a tensor of its own kind, and keeps the scales beside it",
     "Load these weights from where they came from, and save what is trained: select= takes globs, such as "
@@ -163,11 +137,14 @@ _ADAPTERS: dict[tuple[str, str], Adapter] = {
     ),
     ("numpy.random.mtrand", "RandomState"): Described(read_numpy, write_numpy, is_random=True),
     ("torchmetrics.metric", "Metric"): Described(
-        _read_metric,
-        _write_metric,
-        is_kept=lambda metric: any(metric._persistent.values()),  # noqa: SLF001 - nothing else tells
+        metrics.read_metric,
+        metrics.write_metric,
+        in_module=lambda metric: _OWN_PART_OF_A_METRIC if metrics.is_persistent(metric) else None,
     ),
-    ("torchmetrics.collections", "MetricCollection"): Described(_read_metrics, _write_metrics),
+    ("torchmetrics.collections", "MetricCollection"): Described(
+        metrics.read_collection, metrics.write_collection, in_module=metrics.share_states
+    ),
+    ("torchmetrics.wrappers.tracker", "MetricTracker"): Described(metrics.read_tracker, metrics.write_tracker),
     ("bitsandbytes.optim.optimizer", "Optimizer8bit"): Transparent(),
     ("bitsandbytes.nn.modules", "Linear4bit"): _WEIGHTS_OF_4_BITS,
     ("bitsandbytes.nn.modules", "Linear8bitLt"): _WEIGHTS_OF_4_BITS,

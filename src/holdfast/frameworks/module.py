@@ -21,7 +21,7 @@ from holdfast.format.names import component, join
 from holdfast.format.values import Open
 from holdfast.frameworks import Finish, NamedTensor, Sink, Source
 from holdfast.frameworks.adapters import Described, Transparent, adapter_of, refusal_of, unwrapped
-from holdfast.frameworks.stateful import Description, description_of, reading, writing
+from holdfast.frameworks.stateful import Description, describe, reading, writing
 from holdfast.plan.layout import Replicas
 
 if TYPE_CHECKING:
@@ -197,7 +197,8 @@ def _extra_of(module: nn.Module, path: str, traits: _Traits) -> Description | No
     """What a module keeps beside its parameters and buffers; None for most."""
     adapter = adapter_of(module)
     if isinstance(adapter, Described):
-        return description_of(path, module) if adapter.is_kept(module) else None
+        own = adapter.in_module(module)
+        return None if own is None else describe(path, module, own)
     if not traits.has_extra_state:
         return None
 

@@ -62,10 +62,15 @@ def description_of(path: str, item: object) -> Description | None:
         return None
     adapter = adapter_of(item)
     if isinstance(adapter, Described):
-        read, write, is_random = adapter.read, adapter.write, adapter.is_random
-        return _named(path, item, lambda: read(item), lambda state: write(item, state), is_random=is_random)
+        return describe(path, item, adapter)
     assert describes_itself(item)
     return _named(path, item, item.state_dict, item.load_state_dict, is_random=False)
+
+
+def describe(path: str, item: object, adapter: Described) -> Description:
+    """How the object at `path` says its state, in the words of `adapter`; see `description_of`."""
+    read, write = adapter.read, adapter.write
+    return _named(path, item, lambda: read(item), lambda state: write(item, state), is_random=adapter.is_random)
 
 
 @contextmanager
