@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 import holdfast
 from holdfast import IncompatibleError, PerRank, StateError
@@ -30,11 +30,19 @@ with warnings.catch_warnings():  # what these libraries say while they are impor
     import lightning
     import torchmetrics
     from accelerate import Accelerator, init_empty_weights
+    from lightning.pytorch.callbacks import WeightAveraging
     from lightning.pytorch.core.optimizer import LightningOptimizer
     from peft import LoraConfig, get_peft_model
     from torchmetrics import wrappers
     from torchmetrics.classification import BinaryAccuracy, BinaryF1Score
-    from transformers import LlamaConfig, LlamaForCausalLM, get_cosine_schedule_with_warmup
+    from transformers import (
+        LlamaConfig,
+        LlamaForCausalLM,
+        Trainer,
+        TrainerState,
+        TrainingArguments,
+        get_cosine_schedule_with_warmup,
+    )
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # nor is what they say while they run
 
@@ -132,6 +140,101 @@ def test_loaders_without_a_state_are_refused_with_those_that_have_one() -> None:
         with pytest.raises(StateError, match="StatefulDataLoader") as caught:
             holdfast.save("/never", {"loader": loader}, 1)
         assert caught.value.code == "state.unsupported_leaf"
+
+
+def runners() -> dict[str, tuple[object, str]]:
+    """Objects that run a job, and what the error says goes into the state instead."""
+    model = nn.Linear(2, 1)
+    arguments = TrainingArguments("never", use_cpu=True, report_to="none")
+    return {
+        "accelerator": (Accelerator(cpu=True), "accelerator.prepare"),
+        "fabric": (lightning.Fabric(accelerator="cpu", devices=1), "fabric.setup"),
+        "lightning": (lightning.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False), "trainer.model"),
+        "transformers": (Trainer(model, arguments), "on_train_begin"),
+        "numbers": (TrainerState(), "state.best_metric"),
+        "sampler": (RandomSampler([1, 2]), "the number of batches"),
+    }
+
+
+def test_what_runs_a_job_is_refused_with_what_goes_into_the_state_instead() -> None:
+    for runner, said in runners().values():
+        with pytest.raises(StateError) as caught:
+            holdfast.save("/never", {"runner": runner}, 1)
+        assert caught.value.code == "state.unsupported_leaf"
+        assert said in caught.value.action
+
+
+class Positioned(DataLoader[Any]):
+    """A loader that says where it is in the data."""
+
+    def __init__(self, position: int) -> None:
+        super().__init__(TensorDataset(torch.arange(8)))
+        self.position = position
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
+def test_wrapped_loaders_in_a_list_are_filled_and_not_replaced_by_their_state(tmp_path: Path) -> None:
+    fabric = lightning.Fabric(accelerator="cpu", devices=1)
+    state, into = ({"loaders": [fabric.setup_dataloaders(Positioned(at))]} for at in (3, 0))
+    (loader,) = into["loaders"]
+    holdfast.save(tmp_path / "run", state, 1)
+    holdfast.load(tmp_path / "run", into)
+    assert into["loaders"] == [loader]
+    assert loader._dataloader.position == 3
+
+
+class Averaged(lightning.LightningModule):  # type: ignore[misc]
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 1)
+
+    def training_step(self, batch: list[torch.Tensor]) -> torch.Tensor:
+        loss: torch.Tensor = self.layer(batch[0]).square().mean()
+        return loss
+
+    def configure_optimizers(self) -> State:
+        optimizer = AdamW(self.parameters())
+        return {"optimizer": optimizer, "lr_scheduler": LambdaLR(optimizer, lambda epoch: 1 / (1 + epoch))}
+
+
+def trained_by_lightning(seed: int, num_steps: int) -> State:
+    """What a callback finds in a Trainer when a job has ended."""
+    lightning.seed_everything(seed, verbose=False)
+    average = WeightAveraging()
+    trainer = lightning.Trainer(
+        max_steps=num_steps,
+        accelerator="cpu",
+        callbacks=[average],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(Averaged(), DataLoader(TensorDataset(torch.randn(8, 2)), batch_size=2))
+    return {
+        "model": trainer.model,
+        "optimizers": trainer.optimizers,
+        "schedulers": trainer.lr_scheduler_configs,
+        "average": average,
+        "loop": PerRank(trainer.fit_loop),
+    }
+
+
+def test_a_lightning_trainers_averaged_weights_and_loop_are_saved_whole(tmp_path: Path) -> None:
+    state, into = trained_by_lightning(1, 6), trained_by_lightning(2, 2)
+    averages = [bits(item.detach()) for item in state["average"]._average_model.parameters()]
+    holdfast.save(tmp_path / "run", state, 5)
+    report = holdfast.load(tmp_path / "run", into)
+    assert report.missing == report.unexpected == ()
+    assert [bits(item.detach()) for item in into["average"]._average_model.parameters()] == averages
+    assert into["average"]._average_model.n_averaged == 6
+    assert into["loop"].value.epoch_loop.global_step == 6
+    assert into["schedulers"][0].scheduler.state_dict() == state["schedulers"][0].scheduler.state_dict()
 
 
 @pytest.fixture

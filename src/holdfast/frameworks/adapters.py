@@ -94,12 +94,20 @@ def _write_bit_generator(generator: Any, state: Any) -> None:
     generator.state = state
 
 
+def _in_parts(action: str) -> Refused:
+    return Refused("runs the job, and is no part of its state", action)
+
+
 _OWN_PART_OF_A_METRIC = Described(metrics.read_own, metrics.write_own)
 _WEIGHTS_OF_4_BITS = Refused(
     "packs its weight into a tensor of its own kind, and keeps the scales beside it",
     "Load these weights from where they came from, and save what is trained: select= takes globs, such as "
     'select="**lora_*".',
     is_local=True,
+)
+_LIGHTNING_TRAINER = _in_parts(
+    "Put trainer.model, trainer.optimizers, trainer.lr_scheduler_configs and holdfast.PerRank(trainer.fit_loop) into "
+    "the state, in on_fit_start of a callback."
 )
 _SILENT_LOADER = Refused(
     "does not say where it is in the data",
@@ -120,9 +128,29 @@ _ADAPTERS: dict[tuple[str, str], Adapter] = {
         )
     },
     **{
-        (f"{package}.core.optimizer", "LightningOptimizer"): Wrapper("_optimizer")
+        (f"{package}.{module}", name): adapter
         for package in ("lightning.pytorch", "pytorch_lightning")
+        for module, name, adapter in (
+            ("core.optimizer", "LightningOptimizer", Wrapper("_optimizer")),
+            ("utilities.types", "LRSchedulerConfig", Wrapper("scheduler")),
+            # Its state_dict leaves out the averages; the averaged model counts what went into them.
+            ("callbacks.weight_averaging", "WeightAveraging", Wrapper("_average_model")),
+            ("trainer.trainer", "Trainer", _LIGHTNING_TRAINER),
+        )
     },
+    ("accelerate.accelerator", "Accelerator"): _in_parts("Put what accelerator.prepare returned into the state."),
+    **{
+        (f"{package}.fabric", "Fabric"): _in_parts("Put what fabric.setup returned into the state.")
+        for package in ("lightning.fabric", "lightning_fabric")
+    },
+    ("transformers.trainer", "Trainer"): _in_parts(
+        "Put the model, the optimizer and the lr_scheduler into the state that a callback's on_train_begin gets."
+    ),
+    ("transformers.trainer_callback", "TrainerState"): Refused(
+        "has parts that differ between ranks and between jobs",
+        "Put the numbers that you need into the state, such as state.best_metric; state.global_step is the "
+        "next_step of a report.",
+    ),
     ("holdfast.frameworks.random_generators", "RandomGenerators"): Described(
         RandomGenerators.read, RandomGenerators.write, is_random=True
     ),
@@ -164,8 +192,11 @@ _ADAPTERS: dict[tuple[str, str], Adapter] = {
     ("accelerate.data_loader", "DataLoaderAdapter"): replace(
         _SILENT_LOADER, applies=lambda loader: not hasattr(loader.base_dataloader, "state_dict")
     ),
-    ("torch.utils.data.dataloader", "DataLoader"): replace(
-        _SILENT_LOADER, applies=lambda loader: not hasattr(loader, "state_dict")
-    ),
+    **{
+        (f"torch.utils.data.{module}", name): replace(
+            _SILENT_LOADER, applies=lambda loader: not hasattr(loader, "state_dict")
+        )
+        for module, name in (("dataloader", "DataLoader"), ("sampler", "Sampler"))
+    },
     ("torch.nn.modules.lazy", "LazyModuleMixin"): Transparent(),
 }

@@ -470,7 +470,7 @@ class _Binder:
 
     def _merged(self, path: str, item: PerRank[object], merge: Callable[[list[object], int, int], object]) -> Finish:
         parts = self.opaque(path)
-        live = item.value
+        live = unwrapped(item.value)
 
         def merged() -> object:
             held = cast("list[object]", parts())
@@ -518,6 +518,7 @@ class _Binder:
 
     def _holds_only_values(self, item: object) -> bool:
         """Whether no part of `item` has to keep its identity. Notes the types of NamedTuples on the way."""
+        item = unwrapped(item)
         if registered(item) is not None:
             return not isinstance(item, torch.Tensor | np.ndarray)
         if isinstance(item, (torch.Tensor, Piecewise, nn.Module, Optimizer, torch.Generator, PerRank)):
