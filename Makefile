@@ -14,8 +14,9 @@ export PYTHON TORCH_INDEX
 demo: $(VENV)/peers.stamp
 	$(VENV)/bin/python -m demo
 
+# Two at a time, for tests of processes mostly wait; each file in one of them, whose warm ranks its tests share.
 test: $(VENV)/dev.stamp
-	$(VENV)/bin/pytest -q
+	$(VENV)/bin/pytest -q -n 2 --dist loadfile
 
 test-slow: $(VENV)/dev.stamp
 	$(VENV)/bin/pytest -q -m slow

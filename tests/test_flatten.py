@@ -306,7 +306,9 @@ class FlagInt(int):
 
 
 @pytest.mark.parametrize(
-    "leaf", [{1}, lambda: 0, Colour.RED, FlagInt(1), defaultdict(list), object(), bytearray(), range(2)], ids=repr
+    "leaf",
+    [{1}, lambda: 0, Colour.RED, FlagInt(1), defaultdict(list), object(), bytearray(), range(2)],
+    ids=lambda leaf: type(leaf).__name__,
 )
 def test_an_unsupported_leaf_is_refused_with_its_path_type_and_what_to_do(leaf: object) -> None:
     error = refusal({"config": [0, {"x": leaf}]})

