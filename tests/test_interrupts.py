@@ -163,7 +163,8 @@ def attack_the_trainer(victim: Victim, error: type[BaseException], *, stride: in
     raiser, before, count = Raiser(error, stride=stride), held(), 0
     while True:
         victim.step()
-        with raiser.armed(), suppress(error):
+        # A MemoryError before ranks have agreed is told to all of them, as a HoldfastError.
+        with raiser.armed(), suppress(error, holdfast.HoldfastError):
             sys.settrace(raiser)
             try:
                 victim.save()
