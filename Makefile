@@ -8,7 +8,7 @@
 VENV := .venv
 export PYTHON TORCH_INDEX
 
-.PHONY: demo test test-slow test-gpu lint bench clean
+.PHONY: demo test test-slow test-frameworks test-gpu lint bench clean
 .NOTPARALLEL: # one pip at a time in one .venv
 
 demo: $(VENV)/peers.stamp
@@ -20,6 +20,9 @@ test: $(VENV)/dev.stamp
 
 test-slow: $(VENV)/dev.stamp
 	$(VENV)/bin/pytest -q -m slow
+
+test-frameworks: $(VENV)/dev.stamp
+	$(VENV)/bin/pytest -q -m frameworks -o faulthandler_timeout=800
 
 # Not in .venv, whose torch knows no GPU: in the environment at hand, which has pytest too.
 test-gpu:

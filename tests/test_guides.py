@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -19,13 +20,18 @@ from typing import NamedTuple
 
 import pytest
 
+import holdfast
 from holdfast.keeper.node_folder import DEFAULT_NODE_DIR
+from tests.bound import bits
 from tests.models import start_new_job
 from tests.rank_worker import HOST
 from tests.ranks import run_processes
 from tests.test_keeper import keeper_of
 
-GUIDES = sorted((Path(__file__).parent.parent / "docs" / "guides").glob("*.md"))
+ALL_GUIDES = sorted((Path(__file__).parent.parent / "docs" / "guides").glob("*.md"))
+#: Their examples import libraries that take seconds, and which ask torchrun's environment.
+OF_FRAMEWORKS = [guide for guide in ALL_GUIDES if guide.stem in ("accelerate", "fabric", "lightning", "transformers")]
+GUIDES = [guide for guide in ALL_GUIDES if guide not in OF_FRAMEWORKS]
 
 
 @pytest.fixture(autouse=True)
@@ -86,22 +92,61 @@ def test_the_example_of_a_guide_prints_what_the_guide_says(guide: Path, tmp_path
         assert sorted("".join(printed).splitlines()) == call.output
 
 
+def run_torchrun(folder: Path, call: Call) -> list[str]:
+    """Run the script in `folder` under torchrun, and return the lines that its ranks print, sorted."""
+    # A file per rank: what ranks write into one pipe at the same time may come out mixed.
+    logs = Path(tempfile.mkdtemp(dir=folder))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--redirects=1", f"--log-dir={logs}"]
+    command = [*torchrun, f"--nproc_per_node={call.num_ranks}", "train.py", *call.arguments]
+    subprocess.run(command, cwd=folder, check=True, timeout=200)
+    return sorted("".join(path.read_text() for path in logs.rglob("stdout.log")).splitlines())
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(400)  # torchrun imports torch anew in each process
 @pytest.mark.parametrize("guide", GUIDES, ids=lambda guide: guide.stem)
 def test_the_example_of_a_guide_runs_under_torchrun(guide: Path, tmp_path: Path) -> None:
     script, calls = example(guide)
     (tmp_path / "train.py").write_text(script)
-    for number, call in enumerate(calls):
-        # A file per rank: what ranks write into one pipe at the same time may come out mixed.
-        logs = tmp_path / f"logs-{number}"
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--redirects=1", f"--log-dir={logs}"]
-        command = [*torchrun, f"--nproc_per_node={call.num_ranks}", "train.py", *call.arguments]
-        subprocess.run(command, cwd=tmp_path, check=True, timeout=100)
-        printed = [path.read_text() for path in logs.rglob("stdout.log")]
-        assert sorted("".join(printed).splitlines()) == call.output
+    for call in calls:
+        assert run_torchrun(tmp_path, call) == call.output
 
 
-@pytest.mark.parametrize("guide", GUIDES, ids=lambda guide: guide.stem)
+@pytest.mark.frameworks
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("guide", OF_FRAMEWORKS, ids=lambda guide: guide.stem)
+def test_the_example_of_a_framework_goes_on_as_its_guide_says(guide: Path, tmp_path: Path) -> None:
+    script, calls = example(guide)
+    (tmp_path / "train.py").write_text(script)
+    assert len({call.num_ranks for call in calls}) >= 2
+    for call in calls:
+        printed = run_torchrun(tmp_path, call)  # the frameworks print lines of their own
+        assert [line for line in printed if line in call.output] == call.output
+
+
+@pytest.mark.frameworks
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", ["accelerate", "transformers"])
+def test_the_example_of_a_framework_goes_on_bit_for_bit_on_as_many_ranks(name: str, tmp_path: Path) -> None:
+    (guide,) = (guide for guide in OF_FRAMEWORKS if guide.stem == name)
+    script, (call, *_) = example(guide)
+    last = int(call.arguments[0])
+    found: list[dict[str, bytes | str]] = []
+    for folder, stops in (("whole", [last]), ("parts", [last - 3, last])):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "train.py").write_text(script)
+        for stop in stops:
+            run_torchrun(tmp_path / folder, call._replace(arguments=[str(stop)]))
+        (run,) = (tmp_path / folder / "runs").iterdir()
+        view = holdfast.open(run)
+        assert view.step == last - 1
+        tensors = {name: bits(view[name][...]) for name in view.names()}
+        values = {name: repr(view.value(name)) for name in view.value_names()}
+        found.append({**tensors, **values})
+    whole, parts = found
+    assert whole == parts
+
+
+@pytest.mark.parametrize("guide", ALL_GUIDES, ids=lambda guide: guide.stem)
 def test_examples_fit_on_one_screen(guide: Path) -> None:
     assert len(example(guide)[0].splitlines()) <= 45
