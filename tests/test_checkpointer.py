@@ -321,7 +321,7 @@ def test_while_storage_is_slow_saves_wait_or_are_skipped(run: str, memory: Memor
         if when_full == "skip":
             handle = checkpointer.save(4)
             assert handle.skipped
-            with pytest.raises(StorageError, match="step 4 was skipped: what is in the memory of rank 0"):
+            with pytest.raises(StorageError, match="step 4 was skipped: the snapshots of rank 0"):
                 handle.durable.wait()
         os.kill(keeper, signal.SIGCONT)
     for each in first:
@@ -347,7 +347,7 @@ def test_a_save_that_waits_for_memory_says_so(
         os.kill(keeper, signal.SIGSTOP)
         checkpointer.save(2)
         waiting = pool.submit(checkpointer.save, 3)
-        until(lambda: "save of step 3 waits for memory: what rank 0 has in it is not durable yet" in caplog.text)
+        until(lambda: "save of step 3 waits for memory: the snapshots of rank 0 are not durable yet" in caplog.text)
         os.kill(keeper, signal.SIGCONT)
         waiting.result(60)
 

@@ -136,7 +136,7 @@ def test_a_checkpoint_that_was_saved_just_now_is_not_said_to_be_of_now_ago() -> 
 def test_what_was_asked_for_is_not_offered_again(tmp_path: Path) -> None:
     run = stored_run(tmp_path / "run", {"w": weight(2)})
     assert "--names GLOB" in holdfast_command("show", run).lines[-1]
-    assert holdfast_command("show", run, "--names", "w").lines[-1] == "--values lists what is no tensor"
+    assert holdfast_command("show", run, "--names", "w").lines[-1] == "--values lists the values"
 
 
 def test_names_lists_matching_tensors_one_by_one(tmp_path: Path) -> None:

@@ -100,7 +100,7 @@ def test_an_unfinished_save_is_removed_and_can_never_be_finished_afterwards(run:
     finding = the(run)
     assert (finding.code, finding.remedy) == ("folder.unfinished", "remove")
     assert "lacks data-00001.safetensors" in finding.text
-    with pytest.raises(ConfigurationError, match="not one to finish"):
+    with pytest.raises(ConfigurationError, match="cannot finish"):
         finish(run, finding)
     remove(run, finding)
     assert names(run, folder) == ["seal.json"]
@@ -113,7 +113,7 @@ def test_a_save_that_may_be_at_work_is_removed_by_force_only(run: Run) -> None:
     finding = the(run)
     assert (finding.code, finding.remedy) == ("folder.in_progress", "none")
     assert "may be in progress" in finding.text
-    with pytest.raises(ConfigurationError, match="not one to remove"):
+    with pytest.raises(ConfigurationError, match="cannot remove"):
         remove(run, finding)
     assert len(names(run, folder)) == 2
     remove(run, finding, force=True)
@@ -148,7 +148,7 @@ def test_leftovers_are_removed_once_nobody_writes_to_them(run: Run, root: Path) 
     for path in paths:
         path.write_bytes(b"half")
     assert {(finding.code, finding.remedy) for finding in examine(run)} == {("leftover.in_progress", "none")}
-    with pytest.raises(ConfigurationError, match="being written"):
+    with pytest.raises(ConfigurationError, match="is writing"):
         remove(run, examine(run)[0])
     for path in paths:
         os.utime(path, (time.time() - LONG_AGO_S,) * 2)
@@ -175,7 +175,7 @@ def test_a_commit_that_lost_a_file_is_said_and_left_alone(run: Run, root: Path, 
     assert "1.2 (step 20) was committed" in finding.text
     assert "Restore" in finding.text
     for act in (finish, remove):
-        with pytest.raises(ConfigurationError, match="not one to"):
+        with pytest.raises(ConfigurationError, match="the doctor cannot"):
             act(run, finding)
 
 

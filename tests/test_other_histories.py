@@ -60,7 +60,7 @@ def test_a_run_removed_and_begun_again_while_training_saves_on(
         shutil.rmtree(root)
         with caplog.at_level(logging.WARNING):
             train(checkpointer, loop, 4)
-        assert "was removed or replaced: what this job saved there, up to 1.3, is gone" in caplog.text
+        assert "was removed or replaced: the checkpoints that this job saved there, up to 1.3, are gone" in caplog.text
         train(checkpointer, loop, 5, 6, 7, 8, 9)
     assert steps(root) == [9, 8, 7, 6, 5, 4]
     saved = loop.bits()

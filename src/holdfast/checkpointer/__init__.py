@@ -432,7 +432,7 @@ class Checkpointer:
             if time.monotonic() > told_at:
                 told_at = math.inf
                 names = ", ".join(map(str, found.full[:8]))
-                _log.warning("%s waits for memory: what rank %s has in it is not durable yet", channel.label, names)
+                _log.warning("%s waits for memory: the snapshots of rank %s are not durable yet", channel.label, names)
             time.sleep(_LOOK_S)
 
     def _run_id(self) -> str:
@@ -465,7 +465,7 @@ class Checkpointer:
 def _too_slow(full: Sequence[int], timeout_s: float) -> DeadlineError:
     names = ", ".join(map(str, full[:8]))
     return DeadlineError(
-        f"No slot of rank {names} became free within {timeout_s:.0f} s: what is in them is not durable.",
+        f"No slot of rank {names} became free within {timeout_s:.0f} s: the snapshots in them are not durable.",
         code="timeout.slot",
         action="Save less often, keep more generations, or see the log of the keeper for what holds it up.",
         rank=full[0],

@@ -84,7 +84,7 @@ class Handle:
         names = ", ".join(map(str, full[:8])) + (", ..." if len(full) > 8 else "")
         self.fail(
             StorageError(
-                f"step {self.step} was skipped: what is in the memory of rank {names} is not durable yet.",
+                f"step {self.step} was skipped: the snapshots of rank {names} are not durable yet.",
                 code="storage.slow",
                 action="Save less often, keep more generations, or give when_full='wait'.",
                 step=self.step,

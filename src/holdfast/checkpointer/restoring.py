@@ -163,7 +163,7 @@ def await_commit(run: str, place: Place, *, node_dir: Path, timeout_s: float) ->
             ensure_keeper(folder, uri)
             if time.monotonic() > end:
                 raise DeadlineError(
-                    f"What was restored from memory, {place}, was not committed within {timeout_s:.0f} s.",
+                    f"The checkpoint {place}, restored from memory, was not committed within {timeout_s:.0f} s.",
                     code="timeout.commit",
                     action="See the log of the keeper for what holds it up.",
                     path=storage.uri,
@@ -285,7 +285,7 @@ def _sealed_slots(folder: NodeFolder, run: str, *, timeout_s: float) -> Iterator
             ensure_keeper(folder, run)
             if time.monotonic() > end:
                 for slot in staged:
-                    _log.warning("'%s' is passed over: its keeper did not seal it in %.0f s", slot.path, timeout_s)
+                    _log.warning("restore passes over '%s': its keeper did not seal it in %.0f s", slot.path, timeout_s)
                 break
             time.sleep(_LOOK_S)
         yield slots
@@ -386,8 +386,8 @@ def _warn_of(run: Run, foreign: Iterable[_Held]) -> None:
     lost = sorted((each.step, str(each.place)) for each in foreign)
     if lost:
         _log.warning(
-            "memory held steps %s (places %s) of another history than '%s' has in storage, which was restored from an "
-            "older copy, or begun anew: they are let go",
+            "steps %s (places %s) in memory belong to another history than '%s' in storage, which somebody restored "
+            "from an older copy, or began anew: holdfast lets them go",
             ", ".join(str(step) for step, _ in lost),
             ", ".join(place for _, place in lost),
             run.storage.uri,

@@ -146,7 +146,7 @@ def _print_rest(screen: Console, document: Document, checkpoint: Checkpoint, *, 
         screen.print(_value_table(document.values))
     elif document.values is None and checkpoint.manifest.body.values:
         more = "" if by_name else "; --names GLOB lists tensors one by one"
-        say(screen, f"\n--values lists what is no tensor{more}")
+        say(screen, f"\n--values lists the values{more}")
 
 
 def _value_table(values: list[Value]) -> Listing:

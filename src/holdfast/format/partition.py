@@ -154,7 +154,8 @@ def _boxes(manifest: DecodedManifest, partition: Boxes, owners: Int64s) -> BoxCe
     if (starts < 0).any() or (sizes <= 0).any() or (starts > 2**62 - sizes).any():
         raise corrupt("a box is empty or begins below 0")
     if is_too_long(len(starts), num_axes):
-        raise corrupt(f"a list of {count(len(starts), 'box', 'boxes')} of rank {num_axes} is too long to be checked")
+        boxes = f"{count(len(starts), 'box', 'boxes')} with {count(num_axes, 'axis', 'axes')}"
+        raise corrupt(f"a list of {boxes} is too long to be checked")
     extents = tuple((starts + sizes).max(axis=0).tolist())
     fault = coverage_fault([extents], np.zeros(len(starts), np.int64), starts, sizes)
     if fault is not None:

@@ -87,7 +87,7 @@ def reading(path: str, what: str) -> Iterator[None]:
         raise StateError(
             f"{_failed(path, what, error)}.",
             code="state.object",
-            action="Mend what it says, or take the object out of the state.",
+            action="Correct that code, or take the object out of the state.",
             path=path,
         ) from error
 
@@ -101,7 +101,7 @@ def writing(path: str, what: str) -> Iterator[None]:
         raise
     except Exception as error:
         raise IncompatibleError(
-            f"{_failed(path, what, error)}: it did not take what is stored.",
+            f"{_failed(path, what, error)}: it did not take the stored state.",
             code="incompatible.object",
             action="Build the object as it was when the checkpoint was written, or take it out of the state.",
             path=path,

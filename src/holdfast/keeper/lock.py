@@ -129,10 +129,10 @@ def require_protocol(folder: NodeFolder, *, timeout_s: float) -> None:
         protocol = _protocol_of(folder)
     if protocol != PROTOCOL:
         raise ConfigurationError(
-            f"What is in '{folder.path}' was staged by another version of holdfast (protocol {protocol}; this one has "
-            f"{PROTOCOL}), and is not durable.",
+            f"Another version of holdfast staged the snapshots in '{folder.path}' (protocol {protocol}; this one has "
+            f"{PROTOCOL}), and they are not durable.",
             code="config.keeper_version",
-            action="Run `holdfast keeper` of that version until it is, or remove the folder to give it up.",
+            action="Run `holdfast keeper` of that version until they are, or remove the folder to give them up.",
             path=str(folder.path),
         )
 

@@ -110,7 +110,7 @@ class Writing:
 
 def _replaced(run: Run) -> FencedError:
     return FencedError(
-        f"'{run.storage.uri}' is not the run that this was saved into, but one that was begun there later.",
+        f"'{run.storage.uri}' is not the run that this snapshot was saved into: somebody began another one there.",
         code="fenced.run",
         action="No action needed: that run was removed, and this snapshot with it.",
         path=run.storage.uri,

@@ -206,9 +206,9 @@ def _commits(run: Run, known: Known, *, deep: bool, watch: Watch) -> Iterator[Fi
 
 def _lost(commit: Commit, path: str, what: str) -> Finding:
     text = (
-        f"{what} Checkpoint {commit.place} (step {commit.step}) was committed, and has lost this since, or this copy "
-        "of the run is incomplete. Restore it from another copy; until then load an older checkpoint, or load with "
-        "fallback=True."
+        f"{what} Checkpoint {commit.place} (step {commit.step}) was committed. It was damaged since, or this "
+        "copy of the run is incomplete. Restore it from another copy; until then load an older checkpoint, or load "
+        "with fallback=True."
     )
     return Finding("commit.damaged", path, text, "none", commit.checkpoint)
 
@@ -241,7 +241,7 @@ def _leftovers(run: Run) -> Iterator[tuple[str, Finding]]:
                 text = f"'{path}' was never published: its writer died. Remove it to get its space back."
                 yield key, Finding("leftover", path, text, "remove")
             else:
-                text = f"'{path}' is being written, or its writer died just now: look again in {IN_PROGRESS_S:.0f} s."
+                text = f"A process is writing '{path}', or died just now: look again in {IN_PROGRESS_S:.0f} s."
                 yield key, Finding("leftover.in_progress", path, text, "none")
 
 
@@ -251,7 +251,7 @@ def _finding(run: Run, folder: str, code: str, text: str, remedy: Remedy) -> Fin
 
 def _no_remedy(finding: Finding, remedy: Remedy) -> ConfigurationError:
     return ConfigurationError(
-        f"'{finding.path}' is not one to {remedy}: {finding.text}",
+        f"the doctor cannot {remedy} '{finding.path}': {finding.text}",
         code="config.remedy",
         action="Examine the run again, and do what the finding says.",
         path=finding.path,

@@ -191,7 +191,8 @@ class Session:
             # Another run under a known path was deleted and made anew: nothing remembered of the old one holds.
             if memory is not None and memory.last is not None:
                 _log.warning(
-                    "the run at '%s' was removed or replaced: what this job saved there, up to %s, is gone",
+                    "the run at '%s' was removed or replaced: the checkpoints that this job saved there, up to %s, are "
+                    "gone",
                     root,
                     memory.last,
                 )
@@ -289,7 +290,7 @@ def _unloaded(run: Run, memory: _Memory, head: Commit) -> ConfigurationError:
     what, action = "this job has loaded nothing from it", "Load the run first to go on from it"
     if memory.loaded is not None and memory.loaded.number > memory.used:
         what = f"this job has loaded {memory.loaded.place} from it, but not into the objects that it saves"
-        action = "Load it with continues=True to go on from what was loaded"
+        action = "Load it with continues=True to go on from that checkpoint"
     return ConfigurationError(
         f"run '{run.storage.uri}' has a history (its head is step {head.step} at {head.place}), and {what}.",
         code="config.unloaded_history",
@@ -302,8 +303,8 @@ def _unclear(run: Run, memory: _Memory, loads: Sequence[Load]) -> ConfigurationE
     places = " and ".join(dict.fromkeys(str(load.place) for load in loads))
     keeps = "save into another folder" if memory.last is None else f"go on after {memory.last}"
     return ConfigurationError(
-        f"a part of what is saved into run '{run.storage.uri}' was loaded from its checkpoint {places}, and the rest "
-        f"was not, or not as it is stored. So it is not clear whether the run is to continue from {places}.",
+        f"this job loaded only a part of the state that it saves into run '{run.storage.uri}' from its checkpoint "
+        f"{places}, or changed it on the way. So it is not clear whether the run is to continue from {places}.",
         code="config.unclear_history",
         action=f"Load again with continues=True to continue from there, or with continues=False to {keeps}.",
         path=run.storage.uri,

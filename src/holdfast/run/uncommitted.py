@@ -110,7 +110,7 @@ class Uncommitted:
         if place in self._known.removed:
             return self._removal_unfinished()
         if place in self._known.commits:
-            text = f"'{self._path}' is of place {place}, which another checkpoint has. Its own path opens it."
+            text = f"'{self._path}' is of place {place}, which another checkpoint took. Open it by its own path."
             return State("folder.superseded", text, "none")
         absent = missing_files(self._run.storage, stored)
         if absent:
@@ -145,7 +145,7 @@ class Uncommitted:
         return State("folder.damaged", text, self._remedy())
 
     def _removal_unfinished(self) -> State:
-        text = f"'{self._path}' is what is left of a checkpoint that was being removed. Remove it to go on with that."
+        text = f"'{self._path}' is the rest of a checkpoint whose removal was interrupted. Remove it to go on."
         return State("folder.removal_unfinished", text, "remove")
 
     def _remedy(self) -> Remedy:

@@ -16,6 +16,7 @@ from holdfast.frameworks import NamedTensor
 from holdfast.state.differences import listing
 from holdfast.state.gather import Tied
 from holdfast.state.placements import dtensor_type, is_dtensor, local_part
+from holdfast.wording import count
 
 # Offsets in a storage stay what they are, up to multiples of this: no element is larger.
 _ALIGNMENT = 16
@@ -120,8 +121,8 @@ def check_fillable(names: Collection[str]) -> None:
     """Raise `IncompatibleError`, code ``incompatible.meta``, when tensors on meta are such that no checkpoint has."""
     if names:
         raise IncompatibleError(
-            f"{len(names)} on the meta device are not stored in any checkpoint, because they are buffers that are not "
-            f"persistent, or plain attributes: {listing(sorted(names))}.",
+            f"No checkpoint has {count(len(names), 'tensor')} on the meta device, because buffers that are not "
+            f"persistent and plain attributes are no part of one: {listing(sorted(names))}.",
             code="incompatible.meta",
             action=(
                 "Compute them on a real device before the load (accelerate: init_empty_weights with "

@@ -115,7 +115,7 @@ def _share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def _overlap(name: str, what: str) -> StateError:
     return StateError(
-        f"{what} It would hold what is loaded last.",
+        f"{what} The memory would hold only the values that are loaded last.",
         code="state.overlap",
         action="Give each tensor memory of its own (tensor.clone()), or leave one of them out with select=.",
         tensor=name,

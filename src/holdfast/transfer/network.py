@@ -152,7 +152,7 @@ class _Link:
             _fill(self._connection, out.data)
         if _CHUNK.unpack(header) != (number, len(out), xxhash.xxh3_64_digest(out.data)):
             raise StorageError(
-                f"what rank {self._rank} sent is not what arrived: the network altered it.",
+                f"rank {self._rank} sent other bytes than arrived: the network altered them.",
                 code="storage.network",
                 action="Try again; where it happens again, check the network between the nodes.",
                 rank=self._rank,
