@@ -265,15 +265,15 @@ def _reading(document: Document) -> list[str]:
     needed, apart, once = map(size, (sum(document.needed_nbytes), sum(document.read_nbytes), document.read_once_nbytes))
     lines = [
         f"{count(document.num_tensors, 'tensor')}; all ranks together need {needed}",
-        f"read from storage: {apart} where each node reads for itself, {once} where nodes send on what they read",
+        f"read from storage: {apart} if each node reads for itself, {once} if nodes read for each other",
     ]
     expected = document.expected
     if expected is not None and expected.once_s is not None:
         first, second = _duration(expected.apart_s), _duration(expected.once_s)
-        chosen = "nodes send on what they read" if expected.once else "each node reads for itself"
-        lines.append(f"that takes at least {first}, or {second}: {chosen}")
+        chosen = "nodes read for each other" if expected.once else "each node reads for itself"
+        lines.append(f"the load takes at least {first}, or {second}: {chosen}")
     elif expected is not None:
-        lines.append(f"that takes at least {_duration(expected.apart_s)}; --network says what sending on takes")
+        lines.append(f"the load takes at least {_duration(expected.apart_s)}; --network adds the other way")
     return lines
 
 
