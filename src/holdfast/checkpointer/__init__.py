@@ -368,20 +368,25 @@ class Checkpointer:
     def _go_on(self, job: Job, background: Background) -> None:
         """Agree with all ranks, copy, and hand over to the keeper. In the background; whatever is raised, `job` gives
         back what it holds."""
-        stager = job.stager
         with job.queued.passed():
-            agreed, share, flat, values = self._agree(job)
-            job.slot = stager.slot_for(agreed, share, needed=job.needed)
-            routes = None if job.slot is None else stager.begin(job.slot, agreed, share, values)
-            job.handle.place = agreed.place
-            job.settle(background)
-            if routes is not None:
-                job.copy(flat, routes)
+            agreed, share = self._copy(job, background)
             if not job.hold.is_passed_on(job.deadline.remaining_s()):
                 raise interrupted(job.handle.step)
+            # First: who hears that it is staged counts on the memory of what was set aside.
             job.release()
-            stager.finish(job.handle, agreed, share, job.slot)
+            job.stager.finish(job.handle, agreed, share, job.slot)
             job.is_finished = True
+
+    def _copy(self, job: Job, background: Background) -> tuple[Agreed, Share]:
+        """Agree with all ranks, and copy the state into a slot."""
+        agreed, share, flat, values = self._agree(job)
+        job.slot = job.stager.slot_for(agreed, share, needed=job.needed)
+        routes = None if job.slot is None else job.stager.begin(job.slot, agreed, share, values)
+        job.handle.place = agreed.place
+        job.settle(background)
+        if routes is not None:
+            job.copy(flat, routes)
+        return agreed, share
 
     def _agree(self, job: Job) -> tuple[Agreed, Share, FlatState, dict[str, Node]]:
         """What all ranks agree on, with memory for it, and what this one has to save."""

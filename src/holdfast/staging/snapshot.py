@@ -75,8 +75,9 @@ class Snapshot:
         return self._walk.optimizers
 
     def end(self) -> None:
-        """Have nobody wait any more: it is copied, or will not be."""
+        """Have nobody wait any more, and let go of what was set aside: it is copied, or will not be."""
         self.instant.set()
+        self._aside = None
 
     def flat(self) -> FlatState:
         """All of the state; what is set aside as that."""
