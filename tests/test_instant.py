@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any, cast
 
@@ -247,16 +248,18 @@ def two_groups(kind: str) -> State:
     return state | {"optimizer": optimizer}
 
 
-@pytest.mark.parametrize("kind", ["adamw", "soap"])
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: cast("Callable[..., None]", change).__name__)
+@pytest.mark.parametrize(
+    ("change", "kind"),
+    # torch casts what it loads, and does not know the slots of the optimizer like SOAP
+    [each for each in product(CHANGES, ["adamw", "soap"]) if each != (load_older_state, "soap")],
+    ids=lambda each: each if isinstance(each, str) else cast("Callable[..., None]", each).__name__,
+)
 def test_structure_that_changes_right_after_save_is_saved_as_it_was(
     run: str,
     memory: Memory,
     change: Callable[[State], None],
     kind: str,
 ) -> None:
-    if (kind, change) == ("soap", load_older_state):
-        pytest.skip("torch casts what it loads, and does not know this optimizer's slots")
     state = two_groups(kind)
     train(state)
     with Checkpointer(run, state, memory=memory) as checkpointer:
