@@ -50,7 +50,8 @@ class MetaTensors:
             return self._device
         if tensor is not None and is_dtensor(tensor):
             return torch.device(tensor.device_mesh.device_type)
-        device = self._mesh_device or torch.get_default_device()
+        # Not by `torch.get_default_device`, which raises in torch 2.6 once `torch.set_default_device(None)` was called.
+        device = self._mesh_device or torch.empty(0).device
         if device.type == "meta":
             raise ConfigurationError(
                 "There are tensors on the meta device to be loaded, and torch makes new tensors there, too.",
