@@ -377,6 +377,11 @@ def released() -> torch.Tensor:
     return tensor
 
 
+def made_smaller(tensor: torch.Tensor) -> torch.Tensor:
+    tensor.untyped_storage().resize_(tensor.nbytes - 4)
+    return tensor
+
+
 @pytest.mark.parametrize(
     ("tensor", "reason"),
     [
@@ -385,9 +390,11 @@ def released() -> torch.Tensor:
         (torch.zeros(2).as_subclass(Tagged), "Tagged"),
         (torch.zeros(2, dtype=torch.complex64).conj(), "conjugation"),
         (released(), "released"),
+        (made_smaller(torch.zeros(3)), "beyond the end"),
+        (made_smaller(torch.zeros(4, 4)[:, 1:]), "beyond the end"),
         (torch.empty(2, dtype=torch.bits8), "bits8"),
     ],
-    ids=["sparse", "meta", "subclass", "conjugate", "released", "dtype"],
+    ids=["sparse", "meta", "subclass", "conjugate", "released", "made smaller", "view of that", "dtype"],
 )
 def test_tensors_without_plain_dense_memory_are_refused(tensor: torch.Tensor, reason: str) -> None:
     error = refusal({"t": tensor})

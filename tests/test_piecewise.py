@@ -380,11 +380,12 @@ def test_pieces_whose_memory_was_resized_are_refused(tmp_path: Path) -> None:
     assert (raised.value.code, raised.value.tensor) == ("state.local_shape", "t")
 
 
-def test_pieces_whose_memory_was_released_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("left", [0, 28])
+def test_pieces_whose_memory_was_released_or_made_smaller_are_refused(tmp_path: Path, left: int) -> None:
     flat = torch.ones(8)
     item = Piecewise((2, 4), [(FlatRange(0, 8), flat)])
-    flat.untyped_storage().resize_(0)
-    with pytest.raises(StateError, match="released") as raised:
+    flat.untyped_storage().resize_(left)
+    with pytest.raises(StateError, match="released, or made smaller") as raised:
         holdfast.save(tmp_path, {"w": item}, 1)
     assert raised.value.code == "state.unsupported_tensor"
 

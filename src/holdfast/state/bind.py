@@ -33,6 +33,7 @@ from holdfast.frameworks.optimizer import bind_optimizer
 from holdfast.frameworks.stateful import Description, description_of, is_described, is_stateful, writing
 from holdfast.geometry import Shape
 from holdfast.plan.layout import Replicas
+from holdfast.state.bounds import check_writable
 from holdfast.state.differences import Mismatches, Stored, difference, is_leaf
 from holdfast.state.flatten import check_depth, check_root, name_of_planes, planes_as_tensors
 from holdfast.state.gather import Gatherer, is_describable
@@ -178,6 +179,7 @@ class _Binder:
         if self._mismatches:
             raise self._mismatches.error()
         check_disjoint(self._matcher.targets)
+        check_writable(self._matcher.targets)
 
         def finish() -> object:
             self._matcher.check_copies()

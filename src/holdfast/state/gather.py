@@ -163,6 +163,9 @@ class Gatherer:
         return names
 
     def _describe(self, ordered: Sequence[NamedTensor], read: _Read) -> Remembered:
+        # Of tensors that are as they were this was looked at before: a storage that is resized lies elsewhere then.
+        if any(map(reaches_beyond, read.parts)):
+            raise _unsupported(ordered, read.parts, meta=self._meta)
         # Equal shapes and strides as one object: they are kept from save to save.
         facts = read.facts._replace(shapes=_shared(read.facts.shapes), strides=_shared(read.facts.strides))
         known = Remembered(facts, read.specs, [], [], [])
@@ -249,6 +252,14 @@ def _address(tensor: torch.Tensor, part: torch.Tensor, *, meta: bool) -> int:
     return part.data_ptr() if part.nbytes else -id(tensor)
 
 
+def reaches_beyond(part: torch.Tensor) -> bool:
+    """Whether a tensor has elements beyond the end of its storage, which somebody made smaller."""
+    if part.is_meta or not part.numel():
+        return False
+    last = sum((extent - 1) * stride for extent, stride in zip(part.shape, part.stride(), strict=True))
+    return (part.storage_offset() + last + 1) * part.element_size() > part.untyped_storage().nbytes()
+
+
 def unsupported_tensor(name: str, tensor: torch.Tensor, problem: str) -> StateError:
     """The error for a tensor that cannot be stored because it has `problem`."""
     kind = type(tensor)
@@ -259,6 +270,8 @@ def unsupported_tensor(name: str, tensor: torch.Tensor, problem: str) -> StateEr
         action = "Put its parts into the state: nested.values() and nested.offsets(), or nested.unbind()."
     elif tensor.is_meta:
         action = "Give the tensor memory with model.to_empty(device=...)."
+    elif tensor.is_conj() or tensor.is_neg():
+        action = "Keep tensor.resolve_conj().resolve_neg() in its place."
     elif kind in _PLAIN or is_dtensor(tensor):
         action = "Keep a plain, dense torch.Tensor or DTensor of a storable dtype in the state."
     else:
@@ -296,8 +309,15 @@ def _problem(part: torch.Tensor, *, meta: bool) -> str | None:
         return f"layout {part.layout}"
     if part.is_neg() or part.is_conj():
         return "a lazy negation or conjugation"
+    return _lacking(part, meta=meta)
+
+
+def _lacking(part: torch.Tensor, *, meta: bool) -> str | None:
+    """What memory a dense tensor lacks."""
     if part.nbytes and not part.data_ptr() and not (meta and part.is_meta):
         return f"no memory ({'it is on the meta device' if part.is_meta else 'it was released'})"
+    if reaches_beyond(part):
+        return "elements beyond the end of its storage, which was made smaller"
     return None
 
 

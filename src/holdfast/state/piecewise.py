@@ -15,7 +15,7 @@ from holdfast.errors import StateError
 from holdfast.format.names import own_part
 from holdfast.geometry import Box, FlatRange, Shape, intersect
 from holdfast.plan.layout import Pieces, TensorLayout
-from holdfast.state.gather import LocalTensor
+from holdfast.state.gather import LocalTensor, reaches_beyond
 from holdfast.state.placements import DTYPE_NAMES
 from holdfast.wording import count, kind_of
 
@@ -93,7 +93,7 @@ def describe(items: Mapping[str, Piecewise]) -> Iterator[Described]:
         item = items[aliases[0]]
         held = [(part, memory.detach()) for part, memory in item.pieces if part.numel]
         for part, memory in held:
-            if not memory.data_ptr():
+            if not memory.data_ptr() or reaches_beyond(memory):
                 raise _released(aliases[0], part)
             if not _fits(part, memory):
                 raise _resized(aliases[0], part, memory)
@@ -180,7 +180,7 @@ def _in_per_rank(name: str) -> StateError:
 
 def _released(name: str, part: FlatRange | Box) -> StateError:
     return StateError(
-        f"Tensor {name!r} cannot be stored: the memory of {part} was released.",
+        f"Tensor {name!r} cannot be stored: the memory of {part} was released, or made smaller.",
         code="state.unsupported_tensor",
         action="Save while it has its memory, or make the Piecewise anew from where the elements are now.",
         tensor=name,
