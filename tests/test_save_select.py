@@ -112,6 +112,16 @@ def test_tied_parameters_are_saved_under_the_name_that_is_selected(tmp_path: Pat
         assert bits(mine["exp_avg"]) == bits(theirs["exp_avg"])
 
 
+@pytest.mark.parametrize("select", [("model", "!model"), ("!**",), ("model/0.*", "!model/*")])
+def test_a_selection_that_leaves_nothing_commits_no_empty_checkpoint(select: tuple[str, ...], tmp_path: Path) -> None:
+    with pytest.raises(IncompatibleError, match=r"incompatible\.select.* matches nothing"):
+        holdfast.save(tmp_path / "run", state(0), 0, select=select)
+    holdfast.save(tmp_path / "run", state(0), 1, select="model")
+    with pytest.raises(IncompatibleError, match=r"incompatible\.select.* matches nothing"):
+        holdfast.load(tmp_path / "run", state(1), select=select)
+    assert holdfast.open(tmp_path / "run").step == 1
+
+
 def test_entries_of_a_list_are_selected_together(tmp_path: Path) -> None:
     listed: State = {"layers": [nn.Linear(1, 1), nn.Linear(1, 1)], "pair": (1, torch.ones(2)), "x": 1}
     holdfast.save(tmp_path / "bias", listed, 1, select="layers/**bias")

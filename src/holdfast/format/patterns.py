@@ -121,8 +121,11 @@ class Globs:
         return not any(hits) and (bool(hits) or self._all_negative)
 
     def unmatched(self) -> dict[str, list[str]]:
-        """The globs that matched none of the names that were asked about, and for each some names that are near."""
+        """The globs that matched none of the names that were asked about, and for each some names that are near. Where
+        each matched some, but all that is matched is excluded, too: all globs, as one."""
         lost = [text for text, _, _ in self._globs if text not in self._matched]
+        if not lost and self._asked and not any(self._asked.values()):
+            return {", ".join(text for text, _, _ in self._globs): []}
         names = {name[:end] for name in self._asked for end in _ends(name)} if lost else set()
         return {text: self._meant(text.removeprefix("!"), names) for text in lost}
 
