@@ -3,6 +3,7 @@ appears; the head stays; the next save works."""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,10 @@ import torch.distributed as dist
 
 import holdfast
 from holdfast import HoldfastError, StorageError, saving
-from tests.faulty_storage import HangAt, watched_store
+from holdfast.storage.base import Storage
+from holdfast.storage.posix import PosixStorage
+from holdfast.transfer.timed import TimedStorage
+from tests.faulty_storage import FaultyStorage, HangAt, watched_store
 from tests.models import start_new_job
 from tests.ranks import run_ranks
 from tests.small_job import check_aftermath, failure, head, save, save_in_new_job, state, temporaries
@@ -166,3 +170,42 @@ def test_a_store_that_falls_silent_in_a_load_is_told_to_all_and_changes_nothing_
         assert took_s < TIMEOUT_S + SLACK_S
         assert step == 1
         assert same
+
+
+class SilentStorage(FaultyStorage):
+    """A store of which the question where it is may hang, too."""
+
+    def resolved(self) -> str:
+        with self.watched("resolved", ""):
+            return super().resolved()
+
+
+REQUESTS: dict[str, Callable[[Storage], object]] = {
+    "resolved": lambda storage: storage.resolved(),
+    "read": lambda storage: storage.read("file"),
+    "nbytes": lambda storage: storage.nbytes("file"),
+    "list": lambda storage: storage.list(""),
+    "create": lambda storage: storage.create("file", b""),
+    "writer": lambda storage: storage.writer("file", nbytes=4096),
+    "reader": lambda storage: storage.reader("file"),
+    "delete": lambda storage: storage.delete("file"),
+    "leftovers": lambda storage: storage.leftovers(""),
+}
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_every_request_of_a_store_that_hangs_is_given_up_in_time(tmp_path: Path, name: str) -> None:
+    hang = HangAt(lambda *_: True)
+    silent = SilentStorage(PosixStorage(str(tmp_path)), hang)
+    codes: list[str] = []
+
+    def ask() -> None:
+        with TimedStorage(silent, timeout_s=0.3) as storage, pytest.raises(StorageError) as caught:
+            REQUESTS[name](storage)
+        codes.append(caught.value.code)
+
+    caller = threading.Thread(target=ask, daemon=True)
+    caller.start()
+    caller.join(0.3 + SLACK_S)
+    hang.release()
+    assert codes == ["storage.timeout"]
