@@ -249,9 +249,10 @@ def test_fsdp_1_is_refused_with_fsdp_2(tmp_path: Path) -> None:
     assert dist.get_world_size() == 1
     model = FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu"))
     for state in ({"model": model}, {"model": nn.Sequential(model)}):
-        with pytest.raises(StateError, match="fully_shard") as caught:
+        with pytest.raises(StateError, match="FSDP1") as caught:
             holdfast.save(tmp_path / "run", state, 1)
         assert caught.value.code == "state.module_hooks"
+        assert "fully_shard (FSDP2)" in caught.value.action
 
 
 # --- metrics ---------------------------------------------------------------------------------------------------------
