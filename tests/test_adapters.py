@@ -240,6 +240,45 @@ def test_a_module_that_rewrites_its_state_can_be_saved_by_what_it_says() -> None
     assert bits(into["model"]["packed"]) == bits(module.weight.detach() * 2)  # type: ignore[index]
 
 
+# --- bitsandbytes, which runs on GPUs only: stand-ins of the same names ---------------------------------------------
+
+
+class Linear4bit(nn.Linear):
+    __module__ = "bitsandbytes.nn.modules"
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "weight.absmax"] = self.weight.detach().abs().max()
+
+
+class Optimizer8bit(SGD):
+    __module__ = "bitsandbytes.optim.optimizer"
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "packed": True}
+
+
+def test_weights_of_4_bits_are_refused_and_adapters_beside_them_are_saved(tmp_path: Path) -> None:
+    model = nn.ModuleDict({"base": Linear4bit(2, 2), "lora_A": nn.Linear(2, 1)})
+    error = refusal({"model": model})
+    assert error.code == "state.module_hooks"
+    assert 'select="**lora_*"' in error.action
+    assert holdfast.save(tmp_path / "run", {"model": model}, 1, select="**lora_*").num_tensors == 2
+
+
+def test_optimizers_of_8_bits_are_saved_as_others_are() -> None:
+    models = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    optimizers = [Optimizer8bit(model.parameters(), lr=0.1, momentum=0.9) for model in models]
+    models[0](torch.ones(1, 2)).sum().backward()
+    optimizers[0].step()
+    saved = save({"model": models[0], "optimizer": optimizers[0]})
+    load(saved, {"model": models[1], "optimizer": optimizers[1]})
+    momenta = [
+        optimizer.state[model.weight]["momentum_buffer"] for model, optimizer in zip(models, optimizers, strict=True)
+    ]
+    assert bits(momenta[0]) == bits(momenta[1])
+
+
 # --- tensors without a shape -----------------------------------------------------------------------------------------
 
 
