@@ -135,6 +135,28 @@ def test_an_error_of_one_rank_has_at_most_one_cause_on_all(run: Path) -> None:
     assert max(run_ranks(2, load_wrong_on_rank_1, str(run))) <= 1
 
 
+class Unwilling:
+    """Fails while it is saved."""
+
+    def state_dict(self) -> dict[str, int]:
+        raise KeyError("batch")
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        raise KeyError("batch")
+
+
+def save_what_fails_on_all_ranks(run: str) -> int:
+    try:
+        holdfast.save(f"{run}-of-ranks", {"loader": Unwilling()}, 1)
+    except HoldfastError as error:
+        return num_causes(error)
+    raise AssertionError("it was saved")
+
+
+def test_an_error_of_all_ranks_has_at_most_one_cause_on_each(run: Path) -> None:
+    assert max(run_ranks(2, save_what_fails_on_all_ranks, str(run))) <= 1
+
+
 def test_a_value_asked_for_as_a_tensor_leads_to_how_to_get_it(run: Path) -> None:
     view = holdfast.open(run)
     for name in ("progress/epoch", "progress", "optimizer"):

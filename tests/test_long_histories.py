@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
+from pathlib import Path
 from typing import Final
 
 import pytest
@@ -15,7 +17,9 @@ from holdfast.run.paths import Target
 from holdfast.run.rollback import rollback
 from holdfast.run.session import Load, Session
 from tests.checkpoints import save as save_whole
+from tests.command_line import holdfast_command
 from tests.memory_storage import MemoryStorage
+from tests.published import put
 from tests.test_history import new_run, open_epoch, save
 
 LONG: Final = 1000
@@ -134,3 +138,13 @@ def test_a_committed_step_whose_folder_is_lost_is_found_by_its_commit_and_is_dam
     assert asked(run).total() < 60
     with pytest.raises(CorruptError, match=r"123.*is missing"):
         resolve(Target("", step=123), run.storage)
+
+
+def test_ls_of_thousands_of_checkpoints_takes_little_time(tmp_path: Path) -> None:
+    storage = grown(4 * LONG).storage
+    assert isinstance(storage, Counting)
+    run = put(storage.objects, tmp_path / "run")
+    begun_s = time.process_time()
+    done = holdfast_command("ls", run)
+    assert time.process_time() - begun_s < 2.0
+    assert (done.status, len(done.lines)) == (0, 4 * LONG + 2)
