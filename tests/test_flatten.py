@@ -3,6 +3,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import enum
+import re
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.utils.parametrizations import weight_norm
 from torch.optim import Optimizer
 
+import holdfast
 from holdfast.errors import StateError
 from holdfast.format.values import Items, Open, Plain, Stateful, TensorRef
 from holdfast.plan import layout
@@ -344,11 +346,38 @@ def test_advice_for_an_unsupported_leaf_can_be_followed(leaf: object, problem: s
     assert "args" in flat.nodes
 
 
-@pytest.mark.parametrize("array", [np.array([None]), np.array(["text"]), np.zeros(2, ">i8"), np.zeros(1, "M8[s]")])
-def test_arrays_without_a_dtype_of_torch_are_refused_with_their_path(array: object) -> None:
+@pytest.mark.parametrize(
+    ("array", "way"),
+    [
+        (np.array([None]), "tolist"),
+        (np.array(["text"]), "tolist"),
+        (np.zeros(2, ">i8"), "newbyteorder"),
+        (np.zeros(1, "M8[s]"), "int64"),
+        (np.zeros(1, np.longdouble), "float64"),
+        (np.zeros(1, [("a", "i4")]), "its fields"),
+    ],
+    ids=lambda item: str(item.dtype) if isinstance(item, np.ndarray) else item,
+)
+def test_arrays_without_a_dtype_of_torch_are_refused_with_the_way_to_save_them(
+    array: np.ndarray, way: str, tmp_path: Path
+) -> None:
     error = refusal({"a": [array]})
-    assert (error.code, error.path) == ("state.object", "a/0")
-    assert "numpy.ndarray" in error.message
+    assert (error.code, error.path) == ("state.unsupported_leaf", "a/0")
+    assert f"dtype {array.dtype}" in error.message
+    assert way in error.action
+    holdfast.save(tmp_path / "run", {"a": [np.zeros(2)]}, 1)
+    with pytest.raises(StateError, match=f"dtype {re.escape(str(array.dtype))}"):
+        holdfast.load(tmp_path / "run", {"a": [array]})
+
+
+def test_an_array_of_another_byte_order_that_is_not_selected_stays_as_it_is(tmp_path: Path) -> None:
+    holdfast.save(tmp_path / "run", {"a": np.zeros(2), "b": 1}, 1)
+    array = np.ones(2, ">f8")
+    live = {"a": array, "b": 0}
+    holdfast.load(tmp_path / "run", live, select="b")
+    assert live["a"] is array
+    assert live["b"] == 1
+    assert array.tolist() == [1, 1]
 
 
 def test_kinds_of_arrays_are_refused_with_the_way_to_plain_ones() -> None:
@@ -393,8 +422,19 @@ def made_smaller(tensor: torch.Tensor) -> torch.Tensor:
         (made_smaller(torch.zeros(3)), "beyond the end"),
         (made_smaller(torch.zeros(4, 4)[:, 1:]), "beyond the end"),
         (torch.empty(2, dtype=torch.bits8), "bits8"),
+        (torch.empty(0, 2**62), "axes too long"),
     ],
-    ids=["sparse", "meta", "subclass", "conjugate", "released", "made smaller", "view of that", "dtype"],
+    ids=[
+        "sparse",
+        "meta",
+        "subclass",
+        "conjugate",
+        "released",
+        "made smaller",
+        "view of that",
+        "dtype",
+        "absurd shape",
+    ],
 )
 def test_tensors_without_plain_dense_memory_are_refused(tensor: torch.Tensor, reason: str) -> None:
     error = refusal({"t": tensor})

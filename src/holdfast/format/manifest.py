@@ -37,7 +37,7 @@ MAX_FILE_NBYTES = _HEAD.size + 2 * MAX_NBYTES
 _MAX_RATIO = 64
 _FREE_PACKED_NBYTES = 1 << 20
 #: No tensor of a sound manifest has more elements, and all together no more bytes, so sums stay within 64 bits.
-_MAX_NUMEL = 1 << 56
+MAX_NUMEL = 1 << 56
 _MAX_DATA_NBYTES = 1 << 62
 #: As many axes as an array can have.
 _MAX_AXES = 64
@@ -340,7 +340,7 @@ def _check_sizes(body: Manifest) -> None:
     for shape in set(body.shape_table):  # a hostile table repeats the shape of one byte a million times
         if len(shape) > _MAX_AXES or min(shape, default=0) < 0:
             raise corrupt("a shape has a negative extent or too many axes")
-        if prod(filter(None, shape)) > _MAX_NUMEL:  # extents of 0 hide nothing: no array can have the others either
+        if prod(filter(None, shape)) > MAX_NUMEL:  # extents of 0 hide nothing: no array can have the others either
             raise corrupt("a shape has more elements than any file can hold")
     total = data_nbytes(body)
     if total > _MAX_DATA_NBYTES:

@@ -33,6 +33,7 @@ from holdfast.frameworks.optimizer import bind_optimizer
 from holdfast.frameworks.stateful import Description, description_of, is_described, is_stateful, writing
 from holdfast.geometry import Shape
 from holdfast.plan.layout import Replicas
+from holdfast.state.arrays import array_as_tensor, check_array, is_shareable
 from holdfast.state.bounds import check_writable
 from holdfast.state.differences import Mismatches, Stored, difference, is_leaf
 from holdfast.state.flatten import check_depth, check_root, name_of_planes, planes_as_tensors
@@ -47,10 +48,8 @@ from holdfast.state.random_state import RandomState
 from holdfast.state.registry import (
     ARRAY,
     Registration,
-    array_as_tensor,
     check_registered,
     decode,
-    is_shareable,
     registered,
 )
 from holdfast.wording import count, kind_of, with_article
@@ -376,8 +375,11 @@ class _Binder:
         if isinstance(item, torch.Tensor):
             self.fill(NamedTensor(path, item, "compare"))
             return None
-        if type(item) is np.ndarray and is_shareable(item):
-            return self._array(path, item)
+        if type(item) is np.ndarray:
+            if self._is_selected(path):
+                check_array(path, item)
+            if is_shareable(item):
+                return self._array(path, item)
         inner = unwrapped(item)
         if inner is not item:
             return self._inside(item, self._part(path, inner))

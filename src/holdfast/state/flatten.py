@@ -33,13 +33,14 @@ from holdfast.frameworks.optimizer import (
 )
 from holdfast.frameworks.stateful import description_of, is_described, reading
 from holdfast.plan.layout import Replicas
+from holdfast.state.arrays import Array, check_array
 from holdfast.state.gather import Gatherer, LocalTensor, Remembered, unsupported_tensor
 from holdfast.state.marks import Marked
 from holdfast.state.per_rank import PerRank
 from holdfast.state.piecewise import Piecewise, describe
 from holdfast.state.placements import dtensor_type, is_dtensor, torch_value
 from holdfast.state.plain_forms import plain_form
-from holdfast.state.registry import Registration, any_registered, planes_of, registered
+from holdfast.state.registry import ARRAY, Registration, any_registered, planes_of, registered
 from holdfast.wording import kind_of, with_article
 
 _TENSOR = TensorRef()
@@ -423,6 +424,8 @@ class Walk:
         self._nodes.setdefault(path, _TENSOR)
 
     def _encoded(self, path: str, item: object, registration: Registration, replicas: Replicas) -> None:
+        if registration is ARRAY:
+            check_array(path, cast("Array", item))
         with reading(path, f"the encode function of {registration.name!r}"):
             encoded = registration.encode(item)
         self._visit(path, encoded, replicas, live=False)

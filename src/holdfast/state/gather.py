@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
+from math import prod
 from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 
 from holdfast.errors import StateError
+from holdfast.format.manifest import MAX_NUMEL
 from holdfast.format.names import own_part
 from holdfast.frameworks import NamedTensor
 from holdfast.plan.layout import Placed, Replicas, Spec, TensorLayout, Whole
@@ -174,6 +176,8 @@ class Gatherer:
         for number, (entry, part, placed, address) in enumerate(rows):
             spec: Spec = _WHOLE[entry.replicas] if placed is None else self._placements.spec(placed, part, entry.name)
             shape = part.shape if placed is None else placed.shape
+            if 0 in shape and prod(filter(None, shape)) > MAX_NUMEL:
+                raise unsupported_tensor(entry.name, entry.tensor, "no elements, but axes too long for any checkpoint")
             layout = TensorLayout(entry.name, DTYPE_NAMES[part.dtype], tuple(shape), spec)
             home = _Home(layout, part, len(self.found) + len(known.new))
             others = homes.get(address)

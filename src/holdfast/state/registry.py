@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import numpy as np
-import numpy.typing as npt
 
 from holdfast.errors import ConfigurationError, IncompatibleError, StateError
 from holdfast.format.values import Undecoded
+from holdfast.state.arrays import Array, array_as_tensor
 
 if TYPE_CHECKING:  # a view decodes values without torch
     import torch
@@ -44,26 +44,11 @@ class Registration:
     decode: Callable[[object], object]
 
 
-def array_as_tensor(array: npt.NDArray[Any]) -> torch.Tensor:
-    """A tensor over the memory of `array`; over a copy where torch cannot use the memory as it is.
-
-    Raises `TypeError` for dtypes that torch does not have.
-    """
-    import torch
-
-    return torch.from_numpy(array if is_shareable(array) else array.copy())
-
-
-def is_shareable(array: npt.NDArray[Any]) -> bool:
-    """Whether torch can use the memory of `array` as it is, and write to it."""
-    return array.flags.writeable and all(stride >= 0 for stride in array.strides)
-
-
 #: Arrays are tensors in a checkpoint, and arrays again where they are loaded. (A lazy tensor has `numpy`, too.)
 ARRAY = Registration(
     "numpy.ndarray",
     np.ndarray,
-    lambda array: array_as_tensor(cast("npt.NDArray[Any]", array)),
+    lambda array: array_as_tensor(cast("Array", array)),
     lambda tensor: cast("torch.Tensor", tensor).numpy(),
 )
 
