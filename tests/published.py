@@ -67,12 +67,15 @@ def plan(
     nodes: Mapping[str, Node],
     identity: Identity,
     diverged: Sequence[str] = (),
+    writers: Mapping[str, int] | None = None,
 ) -> bytes:
-    """The manifest of simulated ranks. Each writes the nodes of its own part, and rank 0 all that are of no part."""
+    """The manifest of simulated ranks. Each writes the nodes of its own part, and rank 0 all that are of no part, but
+    for those that `writers` gives to another rank."""
     messages, bodies = World([list(tensors) for tensors in layouts], {}).sent()
     tables: dict[int, dict[str, Node]] = {}
     for path, node in sorted(nodes.items()):
-        tables.setdefault(int((own_part(path) or "=0").rpartition("=")[2]), {})[path] = node
+        own = int((own_part(path) or "=0").rpartition("=")[2])
+        tables.setdefault((writers or {}).get(path, own), {})[path] = node
     values = [RankValues(rank, len(pack_values(table)), tuple(table)) for rank, table in sorted(tables.items())]
     return encode_plan(plan_save(messages, bodies), identity=identity, values=values, diverged=diverged)
 

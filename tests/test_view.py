@@ -341,6 +341,21 @@ def test_a_missing_part_of_a_rank_is_corrupt(tmp_path: Path) -> None:
     assert "seed/%rank=1" in verified.out + verified.err
 
 
+def test_what_an_open_node_holds_may_lie_in_the_tables_of_several_files(tmp_path: Path) -> None:
+    nodes: dict[str, Node] = {"": Open("dict"), "epoch": Plain(3), "step": Plain(7)}
+    storage = begin(RUN_ID, EPOCHS[0])
+    layouts = [[TensorLayout("kept", "uint8", (1,), Whole("compare"))]] * 2
+    identity = Identity("0123456789abcdef", RUN_ID, Place(1, 1), 7, 1.5, {})
+    planned = plan(layouts, nodes, identity, writers={"step": 1})
+    publish(storage, planned, {"kept": np.zeros((1, 1), np.uint8)}, nodes)
+    run = put(storage.objects, tmp_path)
+    assert holdfast.open(run).value("") == {"epoch": 3, "step": 7}
+    into: dict[str, object] = {"kept": torch.ones(1, dtype=torch.uint8), "epoch": 0, "step": 0}
+    holdfast.load(run, into)
+    assert (into["epoch"], into["step"]) == (3, 7)
+    assert holdfast_command("verify", "--deep", run).status == 0
+
+
 def test_data_files_are_read_by_stock_safetensors(job_run: Path) -> None:
     view = holdfast.open(job_run)
     with safe_open(Path(view.path) / "data-00000.safetensors", "pt") as file:
