@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,7 +20,7 @@ from holdfast import Checkpointer, Memory
 from holdfast.format import values
 from holdfast.staging import snapshot as snapshot_module
 from holdfast.staging.snapshot import Snapshot
-from holdfast.state.flatten import flatten
+from holdfast.state.flatten import FlatState, flatten
 from tests.bound import bits
 from tests.test_checkpointer import end_keepers, late_copies
 from tests.test_registry import Quantised, quantised
@@ -193,6 +196,19 @@ def test_without_a_gradient_or_slots_a_parameter_is_copied_at_once() -> None:
     assert not guarded(state)
 
 
+@contextmanager
+def late_names() -> Iterator[None]:
+    """What a save leaves to the background is named a while after the save."""
+    flat = Snapshot.flat
+
+    def late(snapshot: Snapshot) -> FlatState:
+        time.sleep(0.3)
+        return flat(snapshot)
+
+    with patch.object(Snapshot, "flat", late):
+        yield
+
+
 def add_group(state: State) -> None:
     state["model"].append(nn.Linear(4, 4))
     state["optimizer"].add_param_group({"params": state["model"][-1].parameters(), "lr": 0.5})
@@ -267,7 +283,7 @@ def test_structure_that_changes_right_after_save_is_saved_as_it_was(
         train(state)
         state["model"](torch.ones(1, 4)).sum().backward()
         wanted = described(state)
-        with late_copies():
+        with late_names(), late_copies():
             handle = checkpointer.save(1)
             change(state)
             state["optimizer"].step()
