@@ -160,6 +160,7 @@ def test_a_line_is_not_broken_where_no_terminal_has_a_width(run: Path) -> None:
         (["verify", "{run}@step=99"], 3, "Choose one of its steps: 3, 2, 1."),
         (["verify", "{run}@step=x"], 2, "RUN@step=700"),
         (["verify", "--all", "{run}@1.1"], 2, "Name the run alone"),
+        (["plan", "{run}", "--on", "99999999999"], 2, "less than or equal to"),
         (["show", "{run}", "--names", "weigth"], 3, "Did you mean weight?"),
         (["diff", "{run}", "{run}@9.9"], 3, "Choose one of its places: 1.3, 1.2, 1.1."),
         (["ls", "s3://bucket/run"], 2, "object stores are not supported yet"),

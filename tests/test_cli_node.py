@@ -5,6 +5,8 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
+import pytest
+
 from holdfast.keeper.claims import Claim
 from holdfast.keeper.node_folder import NodeFolder
 from holdfast.keeper.slots import State
@@ -59,3 +61,18 @@ def test_the_command_says_which_keeper_does_not_end(run: Run, folder: NodeFolder
 def test_the_command_makes_nothing_where_nothing_is(tmp_path: Path) -> None:
     assert "0 runs" in holdfast_command("node", "--node-dir", tmp_path).out
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_node_dir_that_is_not_there_is_an_error_and_not_an_empty_node(tmp_path: Path) -> None:
+    done = holdfast_command("node", "--node-dir", tmp_path / "typo")
+    assert done.status == 2
+    assert "[config.node_dir]" in done.err
+
+
+@pytest.mark.parametrize("seconds", ["nan", "inf", "-1"])
+@pytest.mark.parametrize("command", ["keeper --idle-s", "keeper --grace-s", "node --grace-s"])
+def test_what_is_no_number_of_seconds_is_refused(tmp_path: Path, command: str, seconds: str) -> None:
+    name, option = command.split()
+    done = holdfast_command(name, tmp_path / "run", option, seconds, "--node-dir", tmp_path)
+    assert done.status == 2
+    assert f"{float(seconds)} is no number of seconds" in done.err

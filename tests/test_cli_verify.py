@@ -239,3 +239,14 @@ def test_verifying_everything_takes_little_memory(large: Path) -> None:
     command = [sys.executable, "-c", code, str(large)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ | {"COLUMNS": "100"})
     assert int(done.stdout.splitlines()[-1]) << 10 < LARGE_NBYTES / 2
+
+
+def test_a_folder_in_the_place_of_a_commit_is_a_finding_beside_the_others(run: Path, tmp_path: Path) -> None:
+    copy = copy_of(run, tmp_path)
+    newest = min((copy / "history").iterdir())
+    newest.unlink()
+    newest.mkdir()
+    done = holdfast_command("verify", "--all", "--json", copy)
+    assert done.status == 1
+    codes = [[found["code"] for found in each["findings"]] for each in done.json["checkpoints"]]
+    assert codes == [["corrupt.history"], [], []]

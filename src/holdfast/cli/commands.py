@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated
 
 import typer
@@ -12,12 +13,23 @@ USAGE = 2
 FAILURE = 3
 INTERRUPTED = 130
 
+#: No job has more ranks, and a plan of as many takes memory and minutes.
+_MAX_RANKS = 1 << 20
+
 _PATH_HELP = "A run (its head), RUN@step=700, RUN@3.12 (epoch 3, number 12), or a checkpoint folder."
 
 RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="The folder of a run.")]
 PathArgument = Annotated[str, typer.Argument(metavar="PATH", help=_PATH_HELP)]
 JsonOption = Annotated[bool, typer.Option("--json", help="One JSON document, for programs.")]
 YesOption = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")]
+
+
+def _seconds(value: float) -> float:
+    if not 0 <= value < math.inf:
+        raise typer.BadParameter(f"{value} is no number of seconds.")
+    return value
+
+
 NamesOption = Annotated[str, typer.Option("--names", metavar="GLOB", help="Only names that match, such as 'model/*'.")]
 
 app = typer.Typer(
@@ -104,7 +116,7 @@ def diff(
 def plan(
     path: PathArgument,
     *,
-    on: Annotated[int, typer.Option("--on", metavar="N", min=1, help="How many ranks load.")],
+    on: Annotated[int, typer.Option("--on", metavar="N", min=1, max=_MAX_RANKS, help="How many ranks load.")],
     layout: Annotated[
         str, typer.Option("--layout", metavar="FILE", help="Layout rules (TOML); without, FSDP: axis 0 over all ranks.")
     ] = "",
@@ -116,7 +128,10 @@ def plan(
         list[str] | None, typer.Option("--cast", metavar="GLOB", help="What may be cast; may be repeated.")
     ] = None,
     nodes: Annotated[
-        int, typer.Option("--nodes", metavar="N", min=0, help="How many nodes they are on; 0: one per 8 ranks.")
+        int,
+        typer.Option(
+            "--nodes", metavar="N", min=0, max=_MAX_RANKS, help="How many nodes they are on; 0: one per 8 ranks."
+        ),
     ] = 0,
     storage: Annotated[
         str, typer.Option("--storage", metavar="RATE", help="What a node reads at most, such as 10GB/s.")
@@ -169,8 +184,12 @@ def keeper(
     run: RunArgument,
     *,
     node_dir: Annotated[str, typer.Option("--node-dir", help="A folder in memory, as trainers name it.")] = "/dev/shm",  # noqa: S108 - made private in it
-    idle_s: Annotated[float, typer.Option("--idle-s", help="End after so long without trainers and work.")] = 1800.0,
-    grace_s: Annotated[float, typer.Option("--grace-s", help="On SIGTERM, persist for so long at most.")] = 60.0,
+    idle_s: Annotated[
+        float, typer.Option("--idle-s", callback=_seconds, help="End after so long without trainers and work.")
+    ] = 1800.0,
+    grace_s: Annotated[
+        float, typer.Option("--grace-s", callback=_seconds, help="On SIGTERM, persist for so long at most.")
+    ] = 60.0,
 ) -> None:
     """Keep the snapshots of a run on this node. For a prolog or a sidecar: trainers start one where there is none."""
     from holdfast.keeper.__main__ import serve
@@ -190,7 +209,9 @@ def node(
     stop: Annotated[
         bool, typer.Option("--stop", help="Have keepers make durable what they have, and end; trainers start new ones.")
     ] = False,
-    grace_s: Annotated[float, typer.Option("--grace-s", help="With --stop: wait for so long at most.")] = 60.0,
+    grace_s: Annotated[
+        float, typer.Option("--grace-s", callback=_seconds, help="With --stop: wait for so long at most.")
+    ] = 60.0,
     as_json: JsonOption = False,
 ) -> None:
     """List what lies in this node's memory. Its runs, ranks, steps, states, sizes and owners; frees it on request."""

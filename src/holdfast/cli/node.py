@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import msgspec
 from holdfast.cli.screen import Listing, age, console, print_json, say
 from holdfast.errors import printable
 from holdfast.keeper.lock import end_keeper
-from holdfast.keeper.node_folder import NodeFolder
+from holdfast.keeper.node_folder import NodeFolder, not_a_folder
 from holdfast.keeper.node_memory import Held, RunMemory, give_way, node_memory
 from holdfast.reports import size
 from holdfast.run.paths import absolute, parse
@@ -58,6 +59,10 @@ def node(run: str, *, node_dir: str, free: bool, stop: bool, grace_s: float, as_
     """List what runs of this user (one, unless `run` is empty) have in the memory of this node, after doing what was
     asked for. False where a keeper did not end."""
     where = Path(absolute(node_dir))
+    try:
+        os.scandir(where).close()
+    except OSError as error:
+        raise not_a_folder(where, error) from error
     uri = parse(run).root if run else None
     ended: list[str] = []
     not_ended: list[str] = []

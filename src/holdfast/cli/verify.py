@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import msgspec
@@ -12,6 +13,7 @@ from rich.text import Text
 from holdfast.cli.runs import open_run
 from holdfast.cli.screen import console, counting, print_json, say
 from holdfast.errors import CorruptError, HoldfastError, NotFoundError, printable
+from holdfast.format.records import Place
 from holdfast.reports import size
 from holdfast.run.checkpoint import Checkpoint
 from holdfast.run.fault import Fault
@@ -50,10 +52,11 @@ class Document(msgspec.Struct, frozen=True):
 
 
 class _Subject(NamedTuple):
-    """A checkpoint to verify: its name as long as nothing else of it is known, and how to find it."""
+    """A checkpoint to verify: its name as long as nothing else of it is known, and how to find it; None is found where
+    it has been removed since it was listed."""
 
     name: str
-    find: Callable[[], Located]
+    find: Callable[[], Located | None]
 
 
 def verify(path: str, *, deep: bool, every: bool, as_json: bool) -> bool:
@@ -61,9 +64,12 @@ def verify(path: str, *, deep: bool, every: bool, as_json: bool) -> bool:
     subjects = _committed(path) if every else iter([_Subject(path, lambda: resolve(parse(path)))])
     reports: list[Report] = []
     for subject in subjects:
-        reports.append(_verify(subject, deep=deep, quiet=as_json))
+        report = _verify(subject, deep=deep, quiet=as_json)
+        if report is None:
+            continue
+        reports.append(report)
         if not as_json:
-            _show(reports[-1], brief=every and not deep)
+            _show(report, brief=every and not deep)
     known = {fault.path for report in reports for fault in report.findings}
     findings = [fault for fault in _record_faults(path) if fault.path not in known]
     num_bad = sum(bool(report.findings) for report in reports)
@@ -94,15 +100,22 @@ def _committed(path: str) -> Iterator[_Subject]:
     """All committed checkpoints of a run, on its lineage or not, newest first."""
     run = open_run(path)
     for place in run.places():
-        yield _Subject(f"{run.storage.uri}@{place}", lambda place=place: run.locate(run.commit(place)))  # type: ignore[misc]
+        yield _Subject(f"{run.storage.uri}@{place}", partial(_located, run, place))
 
 
-def _verify(subject: _Subject, *, deep: bool, quiet: bool) -> Report:
+def _located(run: Run, place: Place) -> Located | None:
+    commit = run.needed_commit(place)
+    return None if commit is None else run.locate(commit)
+
+
+def _verify(subject: _Subject, *, deep: bool, quiet: bool) -> Report | None:
     start = time.monotonic()
     try:
         located = subject.find()
     except CorruptError as error:
         return _unreadable(subject.name, error)
+    if located is None:
+        return None
     try:
         checkpoint = Checkpoint(located)
     except (CorruptError, NotFoundError) as error:

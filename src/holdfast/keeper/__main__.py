@@ -59,6 +59,7 @@ def serve(run: str, *, node_dir: str, idle_s: float, grace_s: float, detach: boo
         if lock is None:
             _log.info("another keeper is at work in '%s'", folder.path)
             return True
+        _log.info("keeping the snapshots of '%s' in '%s'", uri, folder.path)
         # The lock is the child's, too. It is nobody's child from then on: what ends whole trees of processes, or
         # waits for them, does not find it.
         if detach and os.fork():

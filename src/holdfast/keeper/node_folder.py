@@ -74,12 +74,7 @@ class NodeFolder:
         try:
             root = os.open(self.node_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError as error:
-            raise ConfigurationError(
-                f"'{self.node_dir}' cannot be opened as a folder ({error.strerror}).",
-                code="config.node_dir",
-                action="Pass as node_dir= a folder in memory (a tmpfs) that exists on every node.",
-                path=str(self.node_dir),
-            ) from error
+            raise not_a_folder(self.node_dir, error) from error
         try:
             above = _private(root, self.path.parent.name, self.path.parent, make=make)
         finally:
@@ -263,6 +258,16 @@ def _require_private(found: os.stat_result, path: Path, is_kind: Callable[[int],
         raise _not_private(path, f"it belongs to user {found.st_uid}, and this is user {os.geteuid()}")
     if found.st_mode & 0o077:
         raise _not_private(path, f"others may use it (mode {stat.S_IMODE(found.st_mode):04o})")
+
+
+def not_a_folder(node_dir: Path, error: OSError) -> ConfigurationError:
+    """The error for a `node_dir` that cannot be opened."""
+    return ConfigurationError(
+        f"'{node_dir}' cannot be opened as a folder ({error.strerror}).",
+        code="config.node_dir",
+        action="Pass as node_dir= a folder in memory (a tmpfs) that exists on every node.",
+        path=str(node_dir),
+    )
 
 
 def _not_private(path: Path, why: str) -> ConfigurationError:

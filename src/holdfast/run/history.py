@@ -139,7 +139,7 @@ class Run:
         Commits of abandoned futures, and commits that arrived in an epoch after a later one was opened from an
         earlier place, are not on it.
         """
-        return filter(None, map(self._needed_commit, self.lineage_places()))
+        return filter(None, map(self.needed_commit, self.lineage_places()))
 
     def lineage_places(self, start: Place | None = None) -> Iterator[Place]:
         """The places of the head's lineage, newest first; of the lineage of `start`, beginning there, where it is
@@ -309,11 +309,11 @@ class Run:
         if found:
             return max(found, key=lambda commit: commit.place)
         # A committed checkpoint may have lost its folder. Steps mostly rise along a lineage.
-        at = bisect_left(places, -step, key=lambda place: -_step_of(self._needed_commit(place)))
-        commit = self._needed_commit(places[at]) if at < len(places) else None
+        at = bisect_left(places, -step, key=lambda place: -_step_of(self.needed_commit(place)))
+        commit = self.needed_commit(places[at]) if at < len(places) else None
         if commit is not None and commit.step == step:
             return commit
-        newest = dict.fromkeys(str(_step_of(self._needed_commit(place))) for place in places[:_MAX_TOLD])
+        newest = dict.fromkeys(str(_step_of(self.needed_commit(place))) for place in places[:_MAX_TOLD])
         others = len(places) - _MAX_TOLD
         told = [*newest, f"those of {count(others, 'older checkpoint')}"] if others > 0 else list(newest)
         raise self._no_commit(f"of step {step} on the lineage of its head", "steps", told)
@@ -327,8 +327,9 @@ class Run:
             return None  # unfinished, given up, removed or damaged; who loads it by its place is told which
         return commit if commit.checkpoint == folder else None
 
-    def _needed_commit(self, place: Place) -> Commit | None:
-        """The commit at `place` of a lineage, or None where it has been removed since the lineage was listed."""
+    def needed_commit(self, place: Place) -> Commit | None:
+        """The commit at a `place` that was listed, or None where it has been removed since. `CorruptError`, code
+        ``corrupt.history``, where its record is not there."""
         try:
             return self.commit(place)
         except NotFoundError as error:
