@@ -24,6 +24,7 @@ from holdfast.checkpointer.messages import Agreed, Answer, Room
 from holdfast.checkpointer.planner import StagePlanner, StagePlanning, room
 from holdfast.checkpointer.restoring import RestoreReport, await_commit, drop_parts, restore
 from holdfast.checkpointer.staging import Stager, is_unusable, next_share
+from holdfast.checkpointer.turn import Turn
 from holdfast.control.channel import Channel, Deadline
 from holdfast.control.torch_store import default_channel, group_ranks
 from holdfast.decoding import decode_msgpack
@@ -115,6 +116,7 @@ class Checkpointer:
         self._known = Known()
         self._stager: Stager | None = None
         self._is_closed = False
+        self._turn = Turn()
         #: Saves that may still be going on.
         self._backgrounds: list[Background] = []
         #: Whether what is in memory was looked at.
@@ -147,7 +149,10 @@ class Checkpointer:
         self._require_open("save")
         if type(step) is not int or step < 0:
             raise ValueError(f"step is a whole number from 0 on, not {step!r}")
-        handle = Handle(step)
+        with self._turn.taken("save"):
+            return self._save(Handle(step), metrics)
+
+    def _save(self, handle: Handle, metrics: Mapping[str, SupportsFloat] | None) -> Handle:
         begun_s = time.perf_counter()
         numbers = numbers_of(metrics or {})
         self._report()
@@ -173,19 +178,20 @@ class Checkpointer:
         Raises what `holdfast.load` raises; after `close` `ConfigurationError`, code ``config.closed``.
         """
         self._require_open("restore")
-        for background in self._backgrounds:
-            background.join()
-        self._goes_on = True
-        report, self._uncommitted = restore(
-            self._run,
-            self._state,
-            node_dir=None if self._memory is None else self._memory.node_dir,
-            select=self._select,
-            group=self._group,
-            verify=verify,
-            timeout_s=self._timeout_s,
-        )
-        return report
+        with self._turn.taken("restore"):
+            for background in self._backgrounds:
+                background.join()
+            self._goes_on = True
+            report, self._uncommitted = restore(
+                self._run,
+                self._state,
+                node_dir=None if self._memory is None else self._memory.node_dir,
+                select=self._select,
+                group=self._group,
+                verify=verify,
+                timeout_s=self._timeout_s,
+            )
+            return report
 
     @contextmanager
     def guard(self) -> Iterator[None]:
@@ -203,8 +209,11 @@ class Checkpointer:
 
     def close(self) -> None:
         """Wait until all that was saved is durable, and let go of the memory, which stays. Raises why something is not
-        durable. May be called again. Afterwards `save` and `restore` raise ``config.closed``."""
+        durable. May be called again. Afterwards `save` and `restore` raise ``config.closed``. In a forked process
+        nothing is waited for: the saves are the parent's."""
         self._is_closed = True
+        if self._turn.is_of_parent:
+            return
         try:
             self.wait()
         finally:
@@ -222,6 +231,8 @@ class Checkpointer:
             return
         # What ended training must not be hidden, nor wait for storage: the keeper goes on.
         self._is_closed = True
+        if self._turn.is_of_parent:
+            return
         self._report()
         self._let_go(patience_s=_PATIENCE_S)
 

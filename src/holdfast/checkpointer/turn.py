@@ -1,0 +1,55 @@
+"""Whose turn it is to call a `Checkpointer`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import get_native_id
+from typing import Final
+
+from holdfast.errors import ConfigurationError
+from holdfast.staging.guard import is_alive
+
+_ONLY: Final = "caller"
+
+
+class Turn:
+    """Lets one thread at a time call, of the process that called first.
+
+    Not a lock: an exception at the end of a ``with`` block would leave one taken for ever. A turn is over when its
+    thread asks for the next one, or has ended.
+    """
+
+    def __init__(self) -> None:
+        self._pid: int | None = None
+        self._caller: dict[str, int] = {}
+
+    @property
+    def is_of_parent(self) -> bool:
+        """Whether this process was forked from the one that may call."""
+        return self._pid not in (None, os.getpid())
+
+    @contextmanager
+    def taken(self, call: str) -> Iterator[None]:
+        """Take the turn for a `call`, such as "save". Raises `ConfigurationError` when it is another thread's (code
+        ``config.threads``) or process's (``config.forked``)."""
+        if self.is_of_parent:
+            raise ConfigurationError(
+                f"{call} was called in a process that was forked from the trainer.",
+                code="config.forked",
+                action="Save and restore in the trainer; workers of a data loader read with holdfast.open.",
+            )
+        self._pid, me = os.getpid(), get_native_id()
+        caller = self._caller.setdefault(_ONLY, me)  # atomic
+        if caller != me and is_alive(caller):
+            raise ConfigurationError(
+                f"{call} was called while another thread was in a call of the same Checkpointer.",
+                code="config.threads",
+                action="Call it from one thread, the one that trains: all ranks must make the same calls in one order.",
+            )
+        self._caller[_ONLY] = me
+        try:
+            yield
+        finally:
+            self._caller.pop(_ONLY, None)

@@ -1,0 +1,73 @@
+"""A `Checkpointer` serves one thread of one process; whoever else calls is told so at once."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Event
+
+import pytest
+import torch
+
+import holdfast
+from holdfast import Checkpointer, ConfigurationError, Memory
+from tests.models import start_new_job
+from tests.test_checkpointer import end_keepers, late_copies
+
+
+@pytest.fixture
+def checkpointer(tmp_path: Path) -> Iterator[Checkpointer]:
+    start_new_job()
+    made = Checkpointer(tmp_path / "run", {"w": torch.zeros(1000)}, memory=Memory(node_dir=tmp_path))
+    yield made
+    made.close()
+    end_keepers(tmp_path)
+
+
+def test_a_second_thread_that_saves_is_refused_and_the_save_of_the_first_is_not_affected(
+    checkpointer: Checkpointer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_inside, goes_on = Event(), Event()
+    settle = Checkpointer._settle
+
+    def late_settle(self: Checkpointer) -> None:
+        is_inside.set()
+        assert goes_on.wait(30)
+        settle(self)
+
+    monkeypatch.setattr(Checkpointer, "_settle", late_settle)
+    with ThreadPoolExecutor(1) as other:
+        first = other.submit(checkpointer.save, 1)
+        assert is_inside.wait(30)
+        for call in (lambda: checkpointer.save(1), checkpointer.restore):
+            with pytest.raises(ConfigurationError, match=r"config\.threads"):
+                call()
+        goes_on.set()
+        first.result(30).durable.wait(60)
+    checkpointer.save(2).durable.wait(60)
+    assert holdfast.open(tmp_path / "run").step == 2
+
+
+def test_a_forked_child_leaves_the_saves_of_its_parent_alone_and_ends_at_once(
+    checkpointer: Checkpointer, tmp_path: Path
+) -> None:
+    checkpointer.save(1).durable.wait(60)
+    with late_copies():
+        handle = checkpointer.save(2)
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                begun_s = time.monotonic()
+                with pytest.raises(ConfigurationError, match=r"config\.forked"):
+                    checkpointer.save(3)
+                checkpointer.close()
+                status = 0 if time.monotonic() - begun_s < 5 else 2
+            finally:
+                os._exit(status)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        handle.durable.wait(60)
+    assert holdfast.open(tmp_path / "run").step == 2
