@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from errno import ENOSPC
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -16,11 +17,12 @@ from torch.distributed.tensor import DTensor, Shard
 import holdfast
 from holdfast import Checkpointer, DeadlineError, HoldfastError, Memory, checkpointer
 from holdfast.checkpointer.planner import StagePlanning
+from holdfast.checkpointer.staging import Stager
 from tests.models import start_new_job
 from tests.ranks import run_ranks
 from tests.test_checkpointer import end_keepers
 
-TIMEOUT_S = 15.0
+TIMEOUT_S = 8.0
 
 
 def late(call: Callable[..., Any], times: list[int]) -> Callable[..., Any]:
@@ -73,3 +75,42 @@ def test_an_answer_that_one_rank_hears_too_late_costs_that_save_alone(
     end_keepers(tmp_path)
     for rank, codes in enumerate(outcomes):
         assert [step for step, code in enumerate(codes) if code != "saved"] == sorted(lost), (rank, codes)
+
+
+def save_while_memory_fails(run: str, node_dir: Path) -> list[str]:
+    """What becomes of twelve saves. The memory of rank 0 cannot be used for some, of which rank 1 hears too late."""
+    start_new_job()
+    shard = DTensor.from_local(torch.zeros(1, 1000), init_device_mesh("cpu", (2,)), [Shard(0)])
+    rank = dist.get_rank()
+    saving = Checkpointer(run, {"shard": shard}, memory=Memory(node_dir=node_dir), timeout_s=TIMEOUT_S)
+    look, fall_back, heard = Stager._look_at_slots, Checkpointer._fall_back, iter(range(1000))
+
+    def look_in_vain(self: Stager) -> Any:
+        if rank == 0 and step in (2, 3, 4):
+            raise OSError(ENOSPC, "full")
+        return look(self)
+
+    def hear_late(self: Checkpointer, why: HoldfastError) -> None:
+        if rank == 1 and next(heard) == 0:
+            raise DeadlineError("late.", code="timeout.ranks", action="Wait.")
+        fall_back(self, why)
+
+    outcomes = []
+    with patch.object(Stager, "_look_at_slots", look_in_vain), patch.object(Checkpointer, "_fall_back", hear_late):
+        for step in range(12):
+            dist.barrier()
+            try:
+                saving.save(step).durable.wait(TIMEOUT_S)
+                outcomes.append("saved")
+            except HoldfastError as error:
+                outcomes.append(error.code)
+    assert holdfast.open(run).step == 11
+    assert not saving._backoff.has_begun
+    return outcomes
+
+
+def test_trouble_with_memory_that_one_rank_hears_of_too_late_costs_that_save_alone(tmp_path: Path) -> None:
+    outcomes = run_ranks(2, save_while_memory_fails, str(tmp_path / "run"), tmp_path, timeout_s=150)
+    end_keepers(tmp_path)
+    for codes in outcomes:
+        assert [step for step, code in enumerate(codes) if code != "saved"] == [2], codes

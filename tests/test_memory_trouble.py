@@ -220,14 +220,18 @@ def test_all_nodes_fall_back_and_come_back_together(run: str, tmp_path: Path) ->
 
 
 def test_memory_is_tried_again_by_the_next_save_and_then_ever_more_rarely() -> None:
-    backoff = Backoff()
+    backoff = Backoff().after_fall_back()
     tried = []
-    backoff.begin()
     for save in range(1, 70):
-        if not backoff.puts_off():
+        if not backoff.num_put_off:
             tried.append(save)
-            backoff.begin()
+        backoff = backoff.after_fall_back()
     assert tried == [1, 3, 7, 15, 31, 47, 63]
-    backoff.end()
-    assert not backoff.has_begun
-    assert not backoff.puts_off()
+
+
+def test_ranks_that_heard_of_trouble_at_different_saves_try_memory_again_at_the_same_one() -> None:
+    ranks = [Backoff(), Backoff(2, 8), Backoff(5, 8)]
+    for save in range(20):
+        together = Backoff.merged(ranks)
+        assert bool(together.num_put_off) == (save not in (5, 13)), save
+        ranks = [together.after_fall_back() for _ in ranks]

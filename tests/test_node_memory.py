@@ -18,6 +18,7 @@ import torch
 
 import holdfast
 from holdfast import Checkpointer, Memory
+from holdfast.checkpointer.backoff import Backoff
 from holdfast.checkpointer.staging import Stager
 from holdfast.format.records import Place
 from holdfast.keeper import daemon, file_locks
@@ -242,10 +243,10 @@ def test_a_checkpoint_that_was_given_up_is_told_again_after_an_exchange_that_fai
 ) -> None:
     stager = Stager(_run_of(folder), folder.node_dir, rank=0, num_slots=2)
     try:
-        stager.standing(is_as_before=False, has_looked=True)
+        stager.standing(is_as_before=False, has_looked=True, backoff=Backoff())
         stager.fail("00112233445566aa", None)
         told = [
-            stager.standing(is_as_before=True, has_looked=True).given_up for _ in range(2)
+            stager.standing(is_as_before=True, has_looked=True, backoff=Backoff()).given_up for _ in range(2)
         ]  # nobody heard of the first
         assert told == [("00112233445566aa",)] * 2
         for _ in range(2):

@@ -28,7 +28,16 @@ from holdfast.checkpointer.turn import Turn
 from holdfast.control.channel import Channel, Deadline
 from holdfast.control.torch_store import default_channel, group_ranks
 from holdfast.decoding import decode_msgpack
-from holdfast.errors import ConfigurationError, DeadlineError, FencedError, HoldfastError, NotFoundError, from_wire
+from holdfast.errors import (
+    ConfigurationError,
+    DeadlineError,
+    ErrorWire,
+    FencedError,
+    HoldfastError,
+    NotFoundError,
+    from_wire,
+    to_wire,
+)
 from holdfast.format.patterns import Globs
 from holdfast.format.records import Place, now
 from holdfast.format.values import Node
@@ -122,6 +131,8 @@ class Checkpointer:
         #: Whether what is in memory was looked at.
         self._goes_on = False
         self._backoff = Backoff()
+        #: Why memory could not be used the last time.
+        self._trouble: ErrorWire | None = None
         #: What was restored from memory before it was committed.
         self._uncommitted: Place | None = None
         self._handles: list[Handle] = []
@@ -259,8 +270,9 @@ class Checkpointer:
 
     def _fall_back(self, why: HoldfastError) -> None:
         """Give memory back: saves go to storage until it is tried again. On all ranks at the same save."""
-        _log.warning("saves go to storage, and training waits for them: %s", why)
-        self._backoff.begin()
+        if not self._backoff.num_put_off:
+            _log.warning("saves go to storage, and training waits for them: %s", why)
+        self._backoff, self._trouble = self._backoff.after_fall_back(), to_wire(why)
         for background in self._backgrounds:
             background.join()  # it may still copy what was saved before
         self._backgrounds.clear()
@@ -312,9 +324,11 @@ class Checkpointer:
 
     def _is_in_memory(self, handle: Handle, metrics: dict[str, float]) -> bool:
         """Save into memory. False, and nothing saved, where the memory of some node cannot be used, or could not."""
-        if self._memory is None or self._backoff.puts_off():
+        if self._memory is None:
             return False
         try:
+            if self._backoff.num_put_off:
+                self._put_off(handle)
             self._stage(handle, metrics)
         except HoldfastError as error:
             if not is_unusable(error):
@@ -322,9 +336,16 @@ class Checkpointer:
             self._fall_back(error)
             return False
         if self._backoff.has_begun:
-            self._backoff.end()
+            self._backoff = Backoff()
             _log.warning("saves go to memory again")
         return True
+
+    def _put_off(self, handle: Handle) -> None:
+        """Tell all ranks that this one leaves memory alone, and raise why. Those that would use it hear that, too."""
+        deadline = Deadline(self._timeout_s)
+        channel = default_channel(f"save of step {handle.step}", self._group, deadline=deadline, step=handle.step)
+        stager = self._opened(group_ranks(self._group)[channel.rank])
+        self._room(channel, stager, deadline, is_as_before=False)
 
     def _stage(self, handle: Handle, metrics: dict[str, float]) -> None:
         """Save into memory. Raises an error that `is_unusable` on all ranks where the memory of some node is."""
@@ -417,7 +438,8 @@ class Checkpointer:
         return agreed, share, mine.flat, planning.values(mine)
 
     def _room(self, channel: Channel, stager: Stager, deadline: Deadline, *, is_as_before: bool) -> Room:
-        """Room for another snapshot on all ranks; waits for it, unless saves are skipped then."""
+        """Room for another snapshot on all ranks; waits for it, unless saves are skipped then. Raises an error that
+        `is_unusable` on all ranks where some rank cannot use its memory, or puts that off."""
 
         def look(payloads: Sequence[bytes]) -> bytes:
             found = room(payloads, stager.run_id or self._run_id())
@@ -429,13 +451,21 @@ class Checkpointer:
         told_at = time.monotonic() + _PATIENCE_S
         while True:
             standing = attempt(
-                lambda: msgspec.msgpack.encode(stager.standing(is_as_before=is_as_before, has_looked=self._goes_on))
+                lambda: msgspec.msgpack.encode(
+                    stager.standing(
+                        is_as_before=is_as_before,
+                        has_looked=self._goes_on,
+                        backoff=self._backoff,
+                        put_off=self._trouble if self._backoff.num_put_off else None,
+                    )
+                )
             )
             answer = channel.exchange("memory", standing, look, deadline)
             found = decode_msgpack(answer, Room)
             stager.give_up(found.given_up)
             stager.give_up_beyond(found.reached)
             if found.trouble is not None:
+                self._backoff = found.backoff
                 raise from_wire(found.trouble)
             if not found.all_looked:
                 self._drop_parts(channel, deadline)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from holdfast.checkpointer.backoff import Backoff
 from holdfast.errors import ErrorWire
 from holdfast.format.records import Place
 from holdfast.saving.messages import Compare, Questions
@@ -17,6 +18,7 @@ class Standing(msgspec.Struct, frozen=True, array_like=True):
     such slot now). `given_up` are ids of checkpoints whose copy failed here since the last save. Where the state
     `is_as_before`, the last plan is likely to hold. `trouble` says why the memory of this rank cannot be used.
     `reached` is the last place that this rank heard of; `has_looked`: it knows what memory held before this job.
+    `backoff` says for how many saves it leaves memory alone after earlier trouble.
     """
 
     sealed: Place | None
@@ -27,6 +29,7 @@ class Standing(msgspec.Struct, frozen=True, array_like=True):
     trouble: ErrorWire | None = None
     reached: Place | None = None
     has_looked: bool = True
+    backoff: Backoff = Backoff()
 
     def has_room(self, needed: Place | None) -> bool:
         """Whether there is a slot, where what comes before `needed` is not needed any more."""
@@ -42,7 +45,7 @@ class Room(msgspec.Struct, frozen=True, array_like=True):
     `given_up` are checkpoints that can never be whole. Whether all states are `as_before`. `trouble` says why the
     memory of some rank cannot be used; then no rank uses it. `reached` is the last place that all ranks heard of (None:
     some heard of none): what this job staged for a later one is never whole. `all_looked`: no rank has yet to look at
-    what memory held before this job.
+    what memory held before this job. `backoff` is that of all ranks together.
     """
 
     run_id: str
@@ -53,6 +56,7 @@ class Room(msgspec.Struct, frozen=True, array_like=True):
     trouble: ErrorWire | None
     reached: Place | None
     all_looked: bool
+    backoff: Backoff
 
 
 class Told(msgspec.Struct, frozen=True, array_like=True):

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import msgspec
 
+from holdfast.checkpointer.backoff import Backoff
 from holdfast.checkpointer.messages import Agreed, Room, Standing, Told
 from holdfast.decoding import decode_msgpack
 from holdfast.format import records
@@ -62,7 +63,8 @@ def room(payloads: Sequence[bytes], run_id: str) -> Room:
     heard = [standing.reached for standing in standings]
     reached = None if None in heard else min(each for each in heard if each is not None)
     all_looked = all(standing.has_looked for standing in standings)
-    return Room(run_id, needed, full, given_up, as_before, trouble, reached, all_looked)
+    backoff = Backoff.merged([standing.backoff for standing in standings])
+    return Room(run_id, needed, full, given_up, as_before, trouble, reached, all_looked, backoff)
 
 
 class StagePlanning(Planning[Agreed]):

@@ -18,11 +18,13 @@ import msgspec
 import numpy as np
 import torch
 
+from holdfast.checkpointer.backoff import Backoff
 from holdfast.checkpointer.handle import Handle
 from holdfast.checkpointer.messages import Agreed, Standing
 from holdfast.errors import (
     CorruptError,
     DeadlineError,
+    ErrorWire,
     FencedError,
     HoldfastError,
     StateError,
@@ -172,17 +174,36 @@ class Stager:
                 raise memory.arena.error
         self._prepared_nbytes = nbytes
 
-    def standing(self, *, is_as_before: bool, has_looked: bool) -> Standing:
+    def standing(
+        self,
+        *,
+        is_as_before: bool,
+        has_looked: bool,
+        backoff: Backoff,
+        put_off: ErrorWire | None = None,
+    ) -> Standing:
         """How the memory of this rank stands; its state `is_as_before`, or not, and it `has_looked` at what memory held
         before this job, or not.
 
-        Memory that is not open is opened. A keeper that is gone is replaced, since nothing else becomes free; and so
-        are slots that somebody has removed. What hinders all that is the `trouble` of the standing.
+        With `put_off`, memory is left alone, for that reason. Else memory that is not open is opened. A keeper that is
+        gone is replaced, since nothing else becomes free; and so are slots that somebody has removed. What hinders all
+        that is the `trouble` of the standing.
 
         Raises:
             ConfigurationError: memory could not be used from the beginning, because of how it was set up.
         """
-        given_up = tuple(self._given_up)
+        known = Standing(
+            None,
+            is_free=False,
+            oldest=None,
+            given_up=tuple(self._given_up),
+            is_as_before=False,
+            reached=self.last,
+            has_looked=has_looked,
+            backoff=backoff,
+        )
+        if put_off is not None:
+            return msgspec.structs.replace(known, trouble=put_off)
         try:
             trouble, self._trouble = self._trouble, None
             if trouble is not None:
@@ -193,26 +214,11 @@ class Stager:
             if not (self._was_used or is_unusable(error)):
                 raise
             told = to_wire(error if is_unusable(error) else _unusable(error))
-            return Standing(
-                None,
-                is_free=False,
-                oldest=None,
-                given_up=given_up,
-                is_as_before=False,
-                trouble=told,
-                reached=self.last,
-                has_looked=has_looked,
-            )
+            return msgspec.structs.replace(known, trouble=told)
         # Where there are no slots yet, a plan must be made known, and memory taken, before the save returns.
         is_as_before = is_as_before and self._prepared_nbytes >= 0
-        return Standing(
-            sealed,
-            is_free=is_free,
-            oldest=oldest,
-            given_up=given_up,
-            is_as_before=is_as_before,
-            reached=self.last,
-            has_looked=has_looked,
+        return msgspec.structs.replace(
+            known, sealed=sealed, is_free=is_free, oldest=oldest, is_as_before=is_as_before, reached=self.last
         )
 
     def _look_at_slots(self) -> tuple[Place | None, bool, Place | None]:
