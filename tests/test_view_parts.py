@@ -114,6 +114,21 @@ def test_a_tree_of_values_and_tensors_has_the_containers_that_were_saved(tmp_pat
     assert found.tolist() == [0.0, 0.0]
 
 
+def test_values_of_torch_are_values_of_torch_again(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(3)
+    values = {"dtype": torch.bfloat16, "device": torch.device("cuda", 1), "size": torch.Size([2, 3])}
+    holdfast.save(tmp_path / "run", {"values": values | {"generator": generator}}, 1)
+    view = holdfast.open(tmp_path / "run")
+    for found in (view.tree("values"), view.value("values")):
+        assert isinstance(found, dict)
+        assert {name: found[name] for name in values} == values
+        assert found["generator"].text == "cpu"
+        assert found["generator"].data == generator.get_state().numpy().tobytes()
+    plain = view.tree("values", numpy=True)
+    assert isinstance(plain, dict)
+    assert plain["dtype"].text == "bfloat16"
+
+
 def test_modules_and_optimizers_are_trees_of_the_parts_of_their_names(job: View) -> None:
     live = filled("plain", 2)
     model: Any = job.tree("model")

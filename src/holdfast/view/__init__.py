@@ -13,7 +13,7 @@ from holdfast.errors import NotFoundError
 from holdfast.format import values as value_codec
 from holdfast.format.near import near
 from holdfast.format.patterns import Globs
-from holdfast.format.values import Undecoded
+from holdfast.format.values import TorchValue, Undecoded
 from holdfast.run.checkpoint import Checkpoint
 from holdfast.run.history import resolve
 from holdfast.run.paths import parse, some
@@ -92,9 +92,11 @@ class View:
         """One value, or the values and lazy tensors below a name, in the containers they were saved in.
 
         What a registered type encoded is decoded where the type is registered, else given as it was encoded, with the
-        name. A `PerRank` is the list of all ranks' parts.
+        name. A `PerRank` is the list of all ranks' parts. A generator stays a `TorchValue`, with the name of its device
+        and its state in bytes, because that device may not be here.
         """
-        return value_codec.rebuild(self._checkpoint.nodes, name, tensors=self.__getitem__, decode=registry.decode)
+        nodes = self._checkpoint.nodes
+        return value_codec.rebuild(nodes, name, tensors=self.__getitem__, revive=_revived, decode=registry.decode)
 
     def __getitem__(self, name: str) -> LazyTensor:
         """The tensor of that name or alias. Raises `NotFoundError`, which names close matches."""
@@ -131,17 +133,19 @@ class View:
         """Everything at and below `name`, all by default: values, and whole tensors (torch, or numpy arrays).
 
         Containers are those that were saved; modules, optimizers and parameters with slots are dictionaries by the
-        parts of their names. What a registered type encoded is decoded as in `value`, with `numpy` left as it was
-        encoded. Reads each file once, and no values but those below `name`. Raises `NotFoundError` for a name that
-        nothing has.
+        parts of their names. What a registered type encoded is decoded as in `value`; with `numpy` it is left as it was
+        encoded, and dtypes, devices and sizes of torch are `TorchValue`, too. Reads each file once, and no values but
+        those below `name`. Raises `NotFoundError` for a name that nothing has.
         """
         nodes = nested(self._checkpoint.nodes, [*self._names, *self.aliases], name)
         if name not in nodes:
             raise self._nothing(name, f"tensor and no value at or below {name!r}", "Look at view.names().")
         numbers = {tensor: self[tensor].number for tensor in tensors_in(nodes)}
         found: Mapping[int, object] = (self._numpy if numpy else self._torch)(set(numbers.values()))
-        decode = Undecoded if numpy else registry.decode
-        return value_codec.rebuild(nodes, name, lambda tensor: found[numbers[tensor]], decode=decode)
+        tensors = {tensor: found[number] for tensor, number in numbers.items()}.__getitem__
+        if numpy:
+            return value_codec.rebuild(nodes, name, tensors, decode=Undecoded)
+        return value_codec.rebuild(nodes, name, tensors, revive=_revived, decode=registry.decode)
 
     def in_file_order(self, globs: str | Sequence[str] = "**") -> Iterator[Piece]:
         """The stored pieces of all tensors whose names match, as they lie in the files: for converters.
@@ -213,6 +217,13 @@ def open(path: str | os.PathLike[str], *, verify: bool = True) -> View:  # noqa:
         CorruptError: the records or the manifest are damaged.
     """
     return View(Checkpoint(resolve(parse(path))), verify=verify)
+
+
+def _revived(value: TorchValue) -> object:
+    """A dtype, device or size of torch; a generator as it is."""
+    from holdfast.state.placements import revive  # a view of other values does without torch
+
+    return value if value.kind == "generator" else revive(value)
 
 
 def _over(source: Source) -> View:
