@@ -190,7 +190,7 @@ def test_the_tensors_of_a_state_dict_and_a_moved_or_wrapped_model_are_what_was_l
 
 
 def test_what_was_loaded_is_not_kept_alive_and_another_object_in_its_place_is_not_taken_for_it(run: str) -> None:
-    for _ in range(20):
+    for _ in range(5):
         loop = Loop(seed=1)
         holdfast.load(run, loop.state)
         del loop

@@ -364,7 +364,7 @@ def test_sixteen_threads_read_one_view_in_all_ways_at_once(job: View, verify: bo
         return seed
 
     try:
-        for _ in range(3):
+        for _ in range(2):
             view = holdfast.open(job.path, verify=verify)  # nothing is known yet
             with ThreadPoolExecutor(16) as pool:
                 assert list(pool.map(hammer, range(16))) == list(range(16))
