@@ -66,6 +66,12 @@ def test_every_code_in_the_text_of_the_troubleshooting_page_has_a_row() -> None:
     assert named <= {code for code, _, _ in ROW.findall(page)}
 
 
+def test_the_readme_is_short_and_names_the_commands_that_show_and_test() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 130, "tables belong into docs/benchmarks.md, details into the guides"
+    assert all(f"\nmake {command} " in text for command in ("demo", "test", "test-slow"))
+
+
 def test_the_ten_lines_of_the_readme_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     monkeypatch.chdir(tmp_path)

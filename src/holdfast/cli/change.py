@@ -17,6 +17,7 @@ from holdfast.run.history import Run
 from holdfast.run.paths import Target, parse, some, storage_at
 from holdfast.run.removal import check_unneeded, remove_checkpoint
 from holdfast.run.rollback import rollback as roll_back
+from holdfast.wording import count
 
 
 class Change(msgspec.Struct, frozen=True):
@@ -69,7 +70,7 @@ def rm(paths: Sequence[str], *, yes: bool, as_json: bool) -> bool:
     if not as_json:
         for one in doomed:
             say(console(), f"{printable(one.run.storage.uri)}: deletes {_described(one.commit)}")
-    what = "it" if len(doomed) == 1 else f"these {len(doomed)} checkpoints"
+    what = "it" if len(doomed) == 1 else f"these {count(len(doomed), 'checkpoint')}"
     if not confirmed(f"Delete {what}? This cannot be undone.", yes=yes):
         return False
     changes = [_removed(one, quiet=as_json) for one in doomed]

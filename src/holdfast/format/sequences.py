@@ -17,6 +17,7 @@ import numpy as np
 
 from holdfast.errors import CorruptError
 from holdfast.geometry import Int64s
+from holdfast.wording import count
 
 #: Above this number of runs a sequence counts as irregular.
 _MAX_BLOCKS = 64
@@ -145,7 +146,7 @@ def affine_length(sequence: Sequence) -> int:
     if isinstance(sequence, Planes):
         return 0
     if len(sequence.blocks) > _MAX_READ_BLOCKS:
-        raise _corrupt(f"a sequence of {len(sequence.blocks)} blocks")
+        raise _corrupt(f"a sequence of {count(len(sequence.blocks), 'block')}")
     length = sum(map(_length, sequence.blocks))
     if length > MAX_LENGTH:
         raise _corrupt(f"a sequence of more than {MAX_LENGTH} numbers")
@@ -162,10 +163,10 @@ def _length(block: Block) -> int:
 
 def _expand(block: Block) -> Int64s:
     values = np.full(1, block.start, np.int64)
-    for count, step in zip(block.counts, block.steps, strict=True):
-        if count == 1:
+    for length, step in zip(block.counts, block.steps, strict=True):
+        if length == 1:
             continue
-        values = (values[:, None] + np.arange(count, dtype=np.int64) * step).reshape(-1)
+        values = (values[:, None] + np.arange(length, dtype=np.int64) * step).reshape(-1)
     return values
 
 

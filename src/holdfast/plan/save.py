@@ -23,6 +23,7 @@ from holdfast.format.records import Place
 from holdfast.geometry import Box, Int64s, Shape, flat_boxes
 from holdfast.plan.divide import Claim, Divider, Division, Group, as_grid, grid_boxes
 from holdfast.plan.replicas import Cut, Writers, assign
+from holdfast.wording import count
 
 #: Reserved bytes of values are multiples of this, so that a counter that grows a digit does not change the plan.
 _VALUES_GRANULE = 4096
@@ -283,7 +284,8 @@ class _PartitionTable:
     def _boxes(self, boxes: Int64s, owners: Int64s) -> fmt.Boxes:
         if is_too_long(len(boxes), boxes.shape[1] // 2):
             raise StateError(
-                f"A tensor is held in {len(boxes)} boxes that are no grid: more than a reader could check.",
+                f"A tensor is held in {count(len(boxes), 'box', 'boxes')} that are no grid: more than a "
+                "reader could check.",
                 code="state.too_many_boxes",
                 action="Hold it in flat ranges, or in fewer and larger boxes.",
             )

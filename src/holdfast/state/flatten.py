@@ -41,7 +41,7 @@ from holdfast.state.piecewise import Piecewise, describe
 from holdfast.state.placements import dtensor_type, is_dtensor, torch_value
 from holdfast.state.plain_forms import plain_form
 from holdfast.state.registry import ARRAY, Registration, any_registered, planes_of, registered
-from holdfast.wording import kind_of, with_article
+from holdfast.wording import count, kind_of, with_article
 
 _TENSOR = TensorRef()
 #: Containers of which a selection may take a part. (Of a list it takes all entries, but of each entry a part.)
@@ -382,8 +382,9 @@ class Walk:
         if isinstance(node, Table):
             node = Table(node.kind, tuple(added))
         elif len(added) < len(children):
+            entries = count(len(children), "entry", "entries")
             raise StateError(
-                f"select takes {len(added)} of the {len(children)} entries of {path!r}, {kind_of(item)}.",
+                f"select takes {len(added)} of the {entries} of {path!r}, {kind_of(item)}.",
                 code="state.select",
                 action="Select all of them or none, or keep them in a dict.",
                 path=path,

@@ -13,6 +13,7 @@ from holdfast.transfer.buffers import NUM_THREADS, BufferPool, run_threads
 from holdfast.transfer.digest import digest_blocks
 from holdfast.transfer.meter import Meter
 from holdfast.transfer.sources import JoinedSources, Source
+from holdfast.wording import count
 
 #: From memory that nothing is copied from, a device takes more at a time.
 _REQUEST_NBYTES = 16 << 20
@@ -130,7 +131,7 @@ class _DataSection:
 
 
 def _write_header(writer: FileWriter, header: bytes, data_start: int, pool: BufferPool) -> None:
-    assert len(header) == data_start, f"the header has {len(header)} bytes instead of {data_start}"
+    assert len(header) == data_start, f"the header has {count(len(header), 'byte')} instead of {data_start}"
     content = np.frombuffer(header, np.uint8)
     with pool.buffer() as buffer:
         for start in range(0, data_start, len(buffer)):
