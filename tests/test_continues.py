@@ -165,6 +165,15 @@ def test_weights_from_another_run_move_neither_run(run: str, tmp_path: Path) -> 
     assert (steps(run), steps(elsewhere)) == ([5, 4, 3, 2, 1], [70])
 
 
+def test_a_copy_saved_elsewhere_after_a_load_does_not_make_the_job_forget_the_load(run: str, tmp_path: Path) -> None:
+    loop = Loop(seed=1)
+    holdfast.load(run, loop.state)
+    holdfast.save(tmp_path / "copy", loop.state, 3)
+    holdfast.save(run, loop.state, 4)
+    assert newest(run)[0] == "resume"
+    assert steps(run) == [4, 3, 2, 1]
+
+
 def test_objects_beside_the_head_may_be_new_in_a_new_job_and_not_beside_an_older_checkpoint(run: str) -> None:
     loop = Loop(seed=1)
     holdfast.load(f"{run}@step=2", loop.state)

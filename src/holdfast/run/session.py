@@ -87,6 +87,11 @@ class _Memory:
     took_over: bool = False
     incarnation: str = field(default_factory=lambda: secrets.token_hex(16))
 
+    @property
+    def unused(self) -> int:
+        """The number of the last load, where no save of this run came after it; else 0."""
+        return 0 if self.loaded is None or self.loaded.number <= self.used else self.loaded.number
+
 
 class Session:
     """The runs of one job, by their roots as `Storage.resolved` gives them. Safe for use by several threads."""
@@ -152,8 +157,7 @@ class Session:
             memory.last = place
             memory.took_over |= takeover
             memory.used = sources.number
-            if memory.used >= self._unused:
-                self._unused = 0
+            self._unused = max((each.unused for each in self._memories.values()), default=0)
             return place
 
     def note_step(self, run: Run, step: int) -> int | None:
