@@ -12,7 +12,8 @@ from torch.optim import Optimizer
 
 from holdfast.errors import IncompatibleError
 from holdfast.format import values
-from holdfast.state.bind import Binding, bind
+from holdfast.state.bind import bind
+from holdfast.state.binding import Binding
 from holdfast.state.differences import Stored
 from holdfast.state.flatten import flatten
 

@@ -15,7 +15,8 @@ from holdfast.format import values
 from holdfast.format.names import own_part
 from holdfast.format.values import Items, Node, Plain, Stateful, Table, TensorRef
 from holdfast.plan.layout import Whole
-from holdfast.state.bind import Binding, bind
+from holdfast.state.bind import bind
+from holdfast.state.binding import Binding
 from holdfast.state.differences import Stored
 from holdfast.state.flatten import flatten
 from holdfast.state.per_rank import PerRank

@@ -15,7 +15,8 @@ from weakref import WeakKeyDictionary, ref
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from holdfast.control.channel import Channel, Deadline, KeyValueStore
+from holdfast.control.channel import Channel, Deadline
+from holdfast.control.meeting import KeyValueStore
 from holdfast.control.processes import Process
 from holdfast.control.requests import Requests, lost
 from holdfast.errors import ConfigurationError

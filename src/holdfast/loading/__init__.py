@@ -35,7 +35,8 @@ from holdfast.run.fallback import Skipped, is_damage, resolve_sound
 from holdfast.run.history import Located, is_folder, resolve
 from holdfast.run.paths import Target, parse, storage_at
 from holdfast.run.session import JOB, Load
-from holdfast.state.bind import Binding, bind
+from holdfast.state.bind import bind
+from holdfast.state.binding import Binding
 from holdfast.state.identity import found_in, memory_of
 from holdfast.state.match import Terms
 from holdfast.transfer.timed import TimedStorage

@@ -17,7 +17,7 @@ from holdfast.plan.parts import Parts
 from holdfast.run.checkpoint import Checkpoint, Targets
 from holdfast.staging.device import await_queued
 from holdfast.staging.guard import await_copies
-from holdfast.state.bind import Binding
+from holdfast.state.binding import Binding
 from holdfast.storage.base import Bytes
 
 

@@ -11,7 +11,7 @@ from holdfast.format.names import own_part
 from holdfast.format.patterns import Globs, check_matched
 from holdfast.format.values import Node
 from holdfast.geometry import Shape
-from holdfast.state.bind import Binding
+from holdfast.state.binding import Binding
 from holdfast.state.differences import Stored, difference
 from holdfast.state.meta import check_fillable
 

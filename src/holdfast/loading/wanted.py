@@ -14,7 +14,7 @@ from holdfast.geometry import Box
 from holdfast.plan.load import Want, resharded
 from holdfast.plan.parts import NO_AXIS, Parts
 from holdfast.run.checkpoint import Checkpoint
-from holdfast.state.bind import Binding
+from holdfast.state.binding import Binding
 from holdfast.state.match import Target
 from holdfast.state.memory import LocalPieces
 from holdfast.state.targets import MemoryTargets

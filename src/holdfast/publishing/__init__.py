@@ -38,7 +38,8 @@ from holdfast.saving.coordinator import PlanMemory
 from holdfast.saving.local import Local
 from holdfast.saving.messages import Compare, Questions
 from holdfast.saving.share import sources_of
-from holdfast.state.bind import Binding, bind
+from holdfast.state.bind import bind
+from holdfast.state.binding import Binding
 from holdfast.state.flatten import FlatState, flatten
 from holdfast.state.gather import Remembered
 from holdfast.state.match import Terms

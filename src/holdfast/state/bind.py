@@ -10,7 +10,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from typing import Any, cast
@@ -31,14 +30,15 @@ from holdfast.frameworks.adapters import unwrapped
 from holdfast.frameworks.module import bind_module
 from holdfast.frameworks.optimizer import bind_optimizer
 from holdfast.frameworks.stateful import Description, description_of, is_described, is_stateful, writing
-from holdfast.geometry import Shape
 from holdfast.plan.layout import Replicas
 from holdfast.state.arrays import array_as_tensor, check_array, is_shareable
+from holdfast.state.binding import Binding
 from holdfast.state.bounds import check_writable
+from holdfast.state.containers import maker, refill
 from holdfast.state.differences import Mismatches, Stored, difference, is_leaf
 from holdfast.state.flatten import check_depth, check_root, name_of_planes, planes_as_tensors
 from holdfast.state.gather import Gatherer, is_describable
-from holdfast.state.match import Matcher, Target, Terms
+from holdfast.state.match import Matcher, SelectedNodes, Terms
 from holdfast.state.meta import MetaTensors, become, check_alone, check_fillable
 from holdfast.state.overlap import check_disjoint
 from holdfast.state.per_rank import PerRank
@@ -56,38 +56,6 @@ from holdfast.wording import count, kind_of, with_article
 
 #: What is stored for an object whose ``state_dict()`` was empty.
 _NO_STATE = Stateful(values.Table("dict", ()))
-
-
-@dataclass(frozen=True)
-class Binding:
-    """What `bind` found. Name lists are sorted and hold tensors and values alike.
-
-    `loaded` and `unexpected` are stored names, `missing` are live ones; a live object that the checkpoint lacks wholly
-    is missing under its path; `missing_shapes` are those of missing tensors.
-    What belongs to other ranks alone is not unexpected; names of this rank's own part
-    (``own_part`` says which) are unexpected for the whole job, whatever other ranks expect. `on_meta` are live tensors
-    that stay on the meta device, and `unfillable` those of them that are selected, but that no checkpoint has.
-    `reseeded` are the `RandomState` entries that another number of ranks saved, `num_lost` counts live tensors that the
-    checkpoint lacks.
-    """
-
-    targets: list[Target]
-    loaded: list[str]
-    missing: list[str]
-    missing_shapes: dict[str, Shape]
-    unexpected: list[str]
-    on_meta: list[str]
-    unfillable: list[str]
-    reseeded: list[str]
-    num_lost: int
-    allocate: Callable[[], None]
-    """Gives targets on the meta device memory, uninitialised, in place; to be called once, before any is filled."""
-    finish: Finish
-    """Puts the values in place and returns the whole tree; to be called once, after all targets were filled.
-
-    Order: containers and extra states, optimizers, objects with ``load_state_dict``, and random generators last. Before
-    any of it, raises `IncompatibleError`, code ``incompatible.tied``, when tensors that are one live tensor differ.
-    """
 
 
 def bind(
@@ -142,7 +110,7 @@ class _Binder:
         self._select, self._kept = terms.select, terms.kept
         self.is_strict = terms.is_strict
         #: What frameworks see: of modules, only what is selected. Optimizers are selected as a whole.
-        self.nodes = nodes if self._select is None else _Selected(nodes, self._select)
+        self.nodes = nodes if self._select is None else SelectedNodes(nodes, self._select)
         self._all_nodes = nodes
         self._rank = rank
         self._world_size = world_size
@@ -502,8 +470,8 @@ class _Binder:
         names = item._fields if values.is_record(item) else [str(index) for index in range(len(item))]
         parts = [self.live(join(path, name), part) for name, part in zip(names, item, strict=True)]
         if isinstance(item, list):
-            return lambda: _refill(item, [part() for part in parts])
-        make = _maker(type(item))
+            return lambda: refill(item, [part() for part in parts])
+        make = maker(type(item))
         return lambda: make(*[part() for part in parts])
 
     def _dict(self, path: str, item: MutableMapping[str, object] | dict[object, object]) -> Finish:
@@ -531,7 +499,7 @@ class _Binder:
             return all(self._holds_only_values(part) for part in item.values())
         if isinstance(item, (list, tuple)):
             if values.is_record(item):
-                self._records[type(item).__name__, item._fields] = _maker(type(item))
+                self._records[type(item).__name__, item._fields] = maker(type(item))
             return all(self._holds_only_values(part) for part in item)
         return not is_stateful(item)
 
@@ -542,7 +510,7 @@ class _Binder:
             self._mismatches.add_kind(path, with_article(kind), node)
             return lambda: item
         value = self._value(path, item)
-        return lambda: _refill(item, value()) if isinstance(item, (list, Counter)) else value()
+        return lambda: refill(item, value()) if isinstance(item, (list, Counter)) else value()
 
     def _value(self, path: str, item: object) -> Finish:
         node = self.nodes.get(path)
@@ -617,44 +585,3 @@ class _Binder:
         fits = node is None or (isinstance(values.bare(node), kinds) and values.registration(node) is None)
         if not fits or (self._matcher.canonical(path) in self._stored and self._is_selected(path)):
             self._mismatches.add_kind(path, kind_of(item), node)
-
-
-class _Selected(Mapping[str, Node]):
-    """Those of the nodes that are selected."""
-
-    def __init__(self, nodes: Mapping[str, Node], select: Globs) -> None:
-        self._nodes = nodes
-        self._select = select
-
-    def __getitem__(self, path: str) -> Node:
-        if path not in self._select:
-            raise KeyError(path)
-        return self._nodes[path]
-
-    def __contains__(self, path: object) -> bool:
-        return isinstance(path, str) and path in self._select and path in self._nodes
-
-    def __iter__(self) -> Iterator[str]:
-        return (path for path in self._nodes if path in self._select)
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-
-def _maker(kind: type) -> Callable[..., object]:
-    """The constructor of a tuple type from its items."""
-    make = getattr(kind, "_make", None)
-    if make is not None:
-        return lambda *items: make(items)
-    return lambda *items: kind(items)
-
-
-def _refill(item: object, new: object) -> object:
-    """Replace what a list or Counter holds; nothing was loaded when `new` is `item` itself."""
-    if new is not item:
-        if isinstance(item, list):
-            item[:] = cast("list[object]", new)
-        elif isinstance(item, Counter):
-            item.clear()
-            item.update(cast("Counter[object]", new))
-    return item

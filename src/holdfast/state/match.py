@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -196,3 +196,25 @@ def _on_meta(local: LocalTensor) -> bool:
 
 def _separately(names: Sequence[str], how: str) -> str:
     return f"one tensor here, stored separately as {' and '.join(map(repr, names))}, {how}"
+
+
+class SelectedNodes(Mapping[str, Node]):
+    """Those of the nodes that are selected."""
+
+    def __init__(self, nodes: Mapping[str, Node], select: Globs) -> None:
+        self._nodes = nodes
+        self._select = select
+
+    def __getitem__(self, path: str) -> Node:
+        if path not in self._select:
+            raise KeyError(path)
+        return self._nodes[path]
+
+    def __contains__(self, path: object) -> bool:
+        return isinstance(path, str) and path in self._select and path in self._nodes
+
+    def __iter__(self) -> Iterator[str]:
+        return (path for path in self._nodes if path in self._select)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
