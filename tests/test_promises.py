@@ -1,4 +1,7 @@
-"""The storage contract and the keeper's promises: whatever is left out of them, some test finds it (`promises.py`)."""
+"""The storage contract and the keeper's promises: whatever is left out of them, some test finds it.
+
+`storage_promises.py` and `keeper_promises.py` list them.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.keeper_promises import KEEPER_MUTATIONS
 from tests.mutants import Mutation, assert_found, sound_library
-from tests.promises import MUTATIONS
+from tests.storage_promises import STORAGE_MUTATIONS
+
+MUTATIONS = [*STORAGE_MUTATIONS, *KEEPER_MUTATIONS]
 
 
 @pytest.fixture(scope="module")
