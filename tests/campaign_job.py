@@ -12,7 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -267,9 +267,9 @@ def at_some_line(dice: random.Random) -> Iterator[None]:
 
     sys.settrace(trace)
     try:
-        yield
-    except KeyboardInterrupt:
-        pass
+        # The interrupt is the attack itself: the job goes on after it, as one whose user caught Ctrl-C does.
+        with suppress(KeyboardInterrupt):
+            yield
     finally:
         sys.settrace(None)
 
