@@ -30,6 +30,7 @@ from holdfast.errors import StateError
 from holdfast.format.values import Items, Open, Plain, Stateful, TensorRef
 from holdfast.plan import layout
 from holdfast.state.flatten import FlatState, flatten
+from holdfast.state.piecewise import Piecewise
 
 
 @pytest.fixture
@@ -440,6 +441,22 @@ def test_tensors_without_plain_dense_memory_are_refused(tensor: torch.Tensor, re
     error = refusal({"t": tensor})
     assert (error.code, error.tensor) == ("state.unsupported_tensor", "t")
     assert reason in str(error)
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        torch.ones(1).expand(1 << 57),
+        torch.ones((1,) * 64).unsqueeze(0),
+        Piecewise((0, 1 << 62), [], dtype=torch.float32),
+        Piecewise((1,) * 65, [], dtype=torch.float32),
+    ],
+    ids=["expanded", "axes", "pieces", "axes of pieces"],
+)
+def test_a_shape_that_would_read_as_a_damaged_manifest_is_refused_by_the_save(item: object) -> None:
+    error = refusal({"t": item})
+    assert (error.code, error.tensor) == ("state.unsupported_tensor", "t")
+    assert "axes" in error.message
 
 
 def test_a_meta_module_is_told_how_to_get_memory() -> None:

@@ -40,7 +40,7 @@ _FREE_PACKED_NBYTES = 1 << 20
 MAX_NUMEL = 1 << 56
 _MAX_DATA_NBYTES = 1 << 62
 #: As many axes as an array can have.
-_MAX_AXES = 64
+MAX_AXES = 64
 MAX_FILES = 1 << 17
 _FILE_NAME = re.compile(r"data-[0-9]{5,}\.safetensors")
 #: Numbers that affine sequences may stand for, which cost no bytes: so many, and so many per partition and file.
@@ -338,7 +338,7 @@ def _check_tensors(body: Manifest) -> None:
 
 def _check_sizes(body: Manifest) -> None:
     for shape in set(body.shape_table):  # a hostile table repeats the shape of one byte a million times
-        if len(shape) > _MAX_AXES or min(shape, default=0) < 0:
+        if len(shape) > MAX_AXES or min(shape, default=0) < 0:
             raise corrupt("a shape has a negative extent or too many axes")
         if prod(filter(None, shape)) > MAX_NUMEL:  # extents of 0 hide nothing: no array can have the others either
             raise corrupt("a shape has more elements than any file can hold")

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from holdfast.errors import StateError
-from holdfast.format.manifest import MAX_NUMEL
+from holdfast.format.manifest import MAX_AXES, MAX_NUMEL
 from holdfast.format.names import own_part
 from holdfast.frameworks import NamedTensor
 from holdfast.plan.layout import Placed, Replicas, Spec, TensorLayout, Whole
@@ -176,8 +176,7 @@ class Gatherer:
         for number, (entry, part, placed, address) in enumerate(rows):
             spec: Spec = _WHOLE[entry.replicas] if placed is None else self._placements.spec(placed, part, entry.name)
             shape = part.shape if placed is None else placed.shape
-            if 0 in shape and prod(filter(None, shape)) > MAX_NUMEL:
-                raise unsupported_tensor(entry.name, entry.tensor, "no elements, but axes too long for any checkpoint")
+            check_shape(entry.name, shape)
             layout = TensorLayout(entry.name, DTYPE_NAMES[part.dtype], tuple(shape), spec)
             home = _Home(layout, part, len(self.found) + len(known.new))
             others = homes.get(address)
@@ -284,6 +283,26 @@ def unsupported_tensor(name: str, tensor: torch.Tensor, problem: str) -> StateEr
         f"Tensor {name!r}{shape} cannot be stored: it has {problem}.",
         code="state.unsupported_tensor",
         action=action,
+        tensor=name,
+    )
+
+
+def check_shape(name: str, shape: Sequence[int]) -> None:
+    """Refuse a shape that no manifest can have: extents of 0 hide nothing.
+
+    Raises:
+        StateError: code ``state.unsupported_tensor``; names the tensor.
+    """
+    if len(shape) > MAX_AXES:
+        problem = f"{len(shape)} axes, and a checkpoint has at most {MAX_AXES}"
+    elif prod(filter(None, shape)) > MAX_NUMEL:
+        problem = f"axes too long for any checkpoint: {list(shape)}"
+    else:
+        return
+    raise StateError(
+        f"Tensor {name!r} cannot be stored: it has {problem}.",
+        code="state.unsupported_tensor",
+        action="Give the tensor another shape, or take it out of the state.",
         tensor=name,
     )
 

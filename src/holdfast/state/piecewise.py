@@ -15,7 +15,7 @@ from holdfast.errors import StateError
 from holdfast.format.names import own_part
 from holdfast.geometry import Box, FlatRange, Shape, intersect
 from holdfast.plan.layout import Pieces, TensorLayout
-from holdfast.state.gather import LocalTensor, reaches_beyond
+from holdfast.state.gather import LocalTensor, check_shape, reaches_beyond
 from holdfast.state.placements import DTYPE_NAMES
 from holdfast.wording import count, kind_of
 
@@ -91,6 +91,7 @@ def describe(items: Mapping[str, Piecewise]) -> Iterator[Described]:
         names.setdefault(id(items[name]), []).append(name)
     for aliases in names.values():
         item = items[aliases[0]]
+        check_shape(aliases[0], item.shape)
         held = [(part, memory.detach()) for part, memory in item.pieces if part.numel]
         for part, memory in held:
             if not memory.data_ptr() or reaches_beyond(memory):
