@@ -84,6 +84,7 @@ def measure(root: Path, length: int, rounds: int) -> Figure:
     """Grow a run and use it."""
     state: dict[str, object] = {"w": torch.zeros(1024)}
     grow(root, state, length)
+    os.sync()  # else the first fsync of a save has to wait for all that was written
     holdfast.load(root, state)
     steps = iter(range(length + 1, length + 1 + rounds))
     load_s = median(rounds, lambda: holdfast.load(root, state))
