@@ -21,7 +21,7 @@ from holdfast.format.patterns import Globs
 from holdfast.format.records import Place
 from holdfast.loading.filling import Filling
 from holdfast.loading.names import Names, compared
-from holdfast.loading.together import MEMORY_NBYTES, MIN_MEMORY_NBYTES, Together
+from holdfast.loading.together import MEMORY_NBYTES, MIN_MEMORY_NBYTES, ReadCost, Together
 from holdfast.mapping import Pad, Rule
 from holdfast.phases import LOG, Stopwatch, attempt
 from holdfast.plan.draft import Table
@@ -273,56 +273,89 @@ class Loading:
     ) -> LoadReport:
         """Fill `into` from the checkpoint that `find` gives; `epoch` was the newest of its run before that. `owners`
         are the ranks that alone can read each of its data files, which may be `in_memory`."""
-        bound: list[_Bound] = []
-
-        def match() -> bytes:
-            checkpoint = find()
-            mine, names = self._bind(checkpoint, into)
-            bound.append(mine)
-            return msgspec.msgpack.encode(names)
-
         with self._watch.phase("match"):
-            names = self._channel.exchange(
-                "match", attempt(match), lambda payloads: self._compare(payloads, bound[0]), self._deadline
-            )
-        checkpoint, binding, table = bound[0]
-        filling = Filling(checkpoint, binding, table.parts, self._rank, self._deadline)
+            bound, names = self._match(into, find)
+        checkpoint = bound.checkpoint
+        filling = Filling(checkpoint, bound.binding, bound.table.parts, self._rank, self._deadline)
         if self._options.fallback and self._options.may_keep:
             with self._watch.phase("check"):
                 self._together(checkpoint, owners, in_memory=in_memory).read(filling.plan_check)
             self._is_mixed = True
         together = self._together(checkpoint, owners, in_memory=in_memory)
         with self._watch.phase("read"):
-            try:
-                what = of_first_rank(f"loading step {checkpoint.seal.step}", self._channel.world_size)
-                with progress(what, shown=self._channel.rank == 0, after_s=PATIENCE_S) as meter:
-                    cost = together.read(filling.plan, meter=meter)
-            except HoldfastError as error:
-                error.add_note("The live state is partly filled: load it again before using it.")
-                raise
+            cost = self._read(together, filling, step=checkpoint.seal.step)
         with self._watch.phase("finish"):
-            state: list[object] = []
-            self._channel.collect("finish", attempt(lambda: _finish(filling, state)), self._deadline)
-        located = checkpoint.located
-        if binding.reseeded and self._channel.rank == 0:
-            _log.warning("another number of ranks saved %s: it is seeded anew", ", ".join(binding.reseeded))
-        difference_ = decode_msgpack(names, Names)
-        differs = self._options.mapping or filling.cast or difference_.missing or difference_.unexpected
+            state = self._finish(filling)
+        if bound.binding.reseeded and self._channel.rank == 0:
+            _log.warning("another number of ranks saved %s: it is seeded anew", ", ".join(bound.binding.reseeded))
+        is_whole = self._is_whole(bound, names, filling)
+        self._note(checkpoint.located, epoch, bound.binding, state, is_whole=is_whole)
+        return self._report(bound, names, filling, cost, state, skipped)
+
+    def _match(self, into: Mapping[str, object], find: Callable[[], Checkpoint]) -> tuple[_Bound, Names]:
+        """Bind `into` on all ranks and compare: return what this rank found, and the names that all ranks agreed on."""
+        bound: list[_Bound] = []
+
+        def match() -> bytes:
+            mine, names = self._bind(find(), into)
+            bound.append(mine)
+            return msgspec.msgpack.encode(names)
+
+        names = self._channel.exchange(
+            "match", attempt(match), lambda payloads: self._compare(payloads, bound[0]), self._deadline
+        )
+        return bound[0], decode_msgpack(names, Names)
+
+    def _read(self, together: Together, filling: Filling, *, step: int) -> ReadCost:
+        """Read the bytes into the live state."""
+        try:
+            what = of_first_rank(f"loading step {step}", self._channel.world_size)
+            with progress(what, shown=self._channel.rank == 0, after_s=PATIENCE_S) as meter:
+                return together.read(filling.plan, meter=meter)
+        except HoldfastError as error:
+            error.add_note("The live state is partly filled: load it again before using it.")
+            raise
+
+    def _finish(self, filling: Filling) -> object:
+        """Put the values in place, on all ranks, and return the whole tree."""
+        state: list[object] = []
+
+        def finish() -> bytes:
+            state.append(filling.finish())
+            return b""
+
+        self._channel.collect("finish", attempt(finish), self._deadline)
+        return state[0]
+
+    def _is_whole(self, bound: _Bound, names: Names, filling: Filling) -> bool:
+        """Return True if all that is stored was loaded, as it was stored, into all that is live."""
+        if self._options.mapping or filling.cast or names.missing or names.unexpected:
+            return False
         # A selection may leave nothing out: what was saved with it is all there is.
-        is_all = self._options.select() is None or table.stored.keys() <= set(binding.loaded)
-        is_whole = is_all and not differs
-        self._note(located, epoch, binding, state[0], is_whole=is_whole)
+        return self._options.select() is None or bound.table.stored.keys() <= set(bound.binding.loaded)
+
+    def _report(
+        self,
+        bound: _Bound,
+        names: Names,
+        filling: Filling,
+        cost: ReadCost,
+        state: object,
+        skipped: Sequence[Skipped],
+    ) -> LoadReport:
+        checkpoint, binding, _ = bound
+        seal = checkpoint.located.seal
         return LoadReport(
-            step=located.seal.step,
-            place=str(located.seal.place),
+            step=seal.step,
+            place=str(seal.place),
             path=checkpoint.folder,
-            state=state[0],
+            state=state,
             loaded=tuple(binding.loaded),
-            missing=difference_.missing,
-            unexpected=difference_.unexpected,
+            missing=names.missing,
+            unexpected=names.unexpected,
             resharded=filling.resharded,
             cast=filling.cast,
-            on_meta=difference_.on_meta,
+            on_meta=names.on_meta,
             reseeded=tuple(binding.reseeded),
             diverged=checkpoint.manifest.body.diverged,
             read_nbytes=cost.read_nbytes,
@@ -461,8 +494,3 @@ def _outside(target: Target) -> ConfigurationError:
         action="Name the checkpoint by its run, as RUN@step=700 or RUN@3.12, or leave continues=True out.",
         path=target.root,
     )
-
-
-def _finish(filling: Filling, state: list[object]) -> bytes:
-    state.append(filling.finish())
-    return b""
