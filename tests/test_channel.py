@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.control.channel import Channel, Deadline
-from holdfast.control.torch_store import Job, TorchMeeting, TorchStore, default_channel
+from holdfast.control.torch_store import GroupStore, TorchMeeting, TorchStore, default_channel
 from holdfast.errors import ConfigurationError, DeadlineError, HoldfastError, StateError, StorageError
 from tests.ranks import RankDiedError, RanksFailedError, run_ranks
 
@@ -26,8 +26,8 @@ T = TypeVar("T")
 LABEL = "save of step 700"
 
 
-def meeting(store: dist.Store, job: Job | None = None) -> TorchMeeting:
-    job = job or Job(store)
+def meeting(store: dist.Store, job: GroupStore | None = None) -> TorchMeeting:
+    job = job or GroupStore(store)
     return TorchMeeting(job, "test", job.next_number("test"), deadline=soon())
 
 
@@ -298,7 +298,7 @@ Calls = dict[int, list[int]]
 def operations(calls: Calls, *, timeout_s: float, group_size: int = 64) -> dict[int, list[str]]:
     """What each rank gets from the operations that it makes in turn: the answer, or the message of the error."""
     store = dist.HashStore()
-    jobs = [Job(store) for _ in calls]
+    jobs = [GroupStore(store) for _ in calls]
 
     def rank_main(rank: int) -> list[str]:
         got = []
@@ -339,7 +339,7 @@ def test_a_rank_that_skips_a_save_meets_the_others_at_the_next_and_is_named_with
 
 def test_a_rank_that_skips_saves_after_the_others_gave_up_on_it_joins_their_next_without_a_time_out() -> None:
     store = dist.HashStore()
-    jobs = [Job(store) for _ in range(3)]
+    jobs = [GroupStore(store) for _ in range(3)]
 
     def call(rank: int, step: int, timeout_s: float) -> str:
         channel = Channel(meeting(store, jobs[rank]), rank=rank, world_size=3, label=f"save of step {step}", step=step)
@@ -367,7 +367,7 @@ def test_a_rank_that_skips_saves_after_the_others_gave_up_on_it_joins_their_next
 @pytest.mark.parametrize("skipping", [0, 1, 2])
 def test_a_rank_that_skips_a_call_meets_the_others_when_all_try_the_same_again(skipping: int, label: str) -> None:
     store = dist.HashStore()
-    jobs = [Job(store) for _ in range(3)]
+    jobs = [GroupStore(store) for _ in range(3)]
     step = 0 if label.startswith("save") else None
 
     def call(rank: int, timeout_s: float) -> str:
@@ -465,7 +465,7 @@ def server() -> Iterator[tuple[subprocess.Popen[str], dist.Store]]:
         process.kill()
 
 
-def exchange_within_a_second(job: Job) -> None:
+def exchange_within_a_second(job: GroupStore) -> None:
     place = TorchMeeting(job, "test", job.next_number("test"), deadline=Deadline(1))
     Channel(place, rank=1, world_size=2, label=LABEL).exchange("plan", b"", b"".join, Deadline(1))
 
@@ -476,7 +476,7 @@ def test_no_call_outlasts_its_time_when_the_process_of_the_store_is_killed_or_st
     server: tuple[subprocess.Popen[str], dist.Store], number: signal.Signals, when: str
 ) -> None:
     process, store = server
-    job = Job(store)
+    job = GroupStore(store)
     if when == "after it":
         meeting(store, job)
     process.send_signal(number)

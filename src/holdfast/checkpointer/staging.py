@@ -75,7 +75,7 @@ class _Pending(NamedTuple):
     slot: Slot | None
 
 
-class _Memory:
+class _RankMemory:
     """A rank's part of the memory of its node, as it is opened: what is in it outlives this object.
 
     Raises `ConfigurationError` where the folder is not this user's alone, and OSError.
@@ -116,7 +116,7 @@ class Stager:
         self._rank = rank
         self._num_slots = num_slots
         #: None before it is opened, and when all of it was given back. Whoever changes that has the lock below.
-        self._memory: _Memory | None = None
+        self._memory: _RankMemory | None = None
         self._memory_lock = Lock()
         self._is_retired = False
         #: Whether memory could be used once: what hinders that later is no mistake of whoever set it up.
@@ -238,7 +238,7 @@ class Stager:
             return self.last, True, None
         return arena.newest_sealed(), *arena.oldest()
 
-    def _opened(self) -> _Memory:
+    def _opened(self) -> _RankMemory:
         """The memory of this rank, opened if it is not."""
         with self._memory_lock:
             if self._is_retired and self._memory is not None:
@@ -247,12 +247,12 @@ class Stager:
                 self._drop_memory()
             if self._memory is None:
                 node = self._node_dir
-                self._memory = _Memory(self._run, node, rank=self._rank, num_slots=self._num_slots)
+                self._memory = _RankMemory(self._run, node, rank=self._rank, num_slots=self._num_slots)
                 self._is_retired = False
             return self._memory
 
     @property
-    def _used(self) -> _Memory:
+    def _used(self) -> _RankMemory:
         assert self._memory is not None, "memory is opened before it is used"
         return self._memory
 

@@ -89,7 +89,7 @@ class _Up(msgspec.Struct, frozen=True, array_like=True):
     process: Process | None = None
 
 
-class _Group(msgspec.Struct, frozen=True, array_like=True):
+class _GroupUps(msgspec.Struct, frozen=True, array_like=True):
     """What the first rank of a group collected from its members, in rank order, and who was missing."""
 
     members: tuple[_Up, ...]
@@ -305,26 +305,26 @@ class Channel:
         self._put(f"group/{number}/{self.rank}", self._collect_group(number, own, deadline))
         self._shared.delete(here)
 
-    def _collect_group(self, number: int, own: _Up, deadline: Deadline) -> _Group:
+    def _collect_group(self, number: int, own: _Up, deadline: Deadline) -> _GroupUps:
         """The contributions of this rank's group, as far as they came in time."""
         members = self._members(self.rank)[1:]
         keys = [f"up/{number}/{member}" for member in members]
         self._await(members, keys, lambda rank: self._up(own.phase, _ended(rank), is_first=False))
         absent = self._absent(members, keys, deadline.remaining_s())
         if absent:
-            return _Group((), tuple(absent))
+            return _GroupUps((), tuple(absent))
         ups = [own, *(self._take(key, _Up) for key in keys)]
         self._learn({rank: up.process for rank, up in enumerate(ups, self.rank)})
-        return _Group(tuple(ups), ())
+        return _GroupUps(tuple(ups), ())
 
-    def _collect_groups(self, number: int, own: _Group, phase: str, deadline: Deadline) -> list[_Up]:
+    def _collect_groups(self, number: int, own: _GroupUps, phase: str, deadline: Deadline) -> list[_Up]:
         """All contributions, in rank order. On rank 0 only."""
         leaders = range(self._group_size, self.world_size, self._group_size)
         keys = [f"group/{number}/{leader}" for leader in leaders]
-        self._await(leaders, keys, lambda leader: _Group((), (leader,)))
+        self._await(leaders, keys, lambda leader: _GroupUps((), (leader,)))
         missing = self._absent(leaders, keys, deadline.remaining_s(graces=1))
         arrived = [key for leader, key in zip(leaders, keys, strict=True) if leader not in missing]
-        groups = [own, *(self._take(key, _Group) for key in arrived)]
+        groups = [own, *(self._take(key, _GroupUps) for key in arrived)]
         absent = {rank for group in groups for rank in group.absent}
         for leader in missing:
             # No word from a group: look who of it is there. Where all are, its first rank stopped half-way.

@@ -120,7 +120,7 @@ class _Connection:
         self.is_own = own is not None
 
 
-class Job:
+class GroupStore:
     """What a process knows of one process group's store: its connections, and the operations so far."""
 
     def __init__(self, store: dist.Store) -> None:
@@ -161,13 +161,15 @@ class Job:
 
 
 # Bound to the store object, so that a new process group starts to count anew on all of its ranks.
-_jobs: WeakKeyDictionary[dist.Store, Job] = WeakKeyDictionary()
+_jobs: WeakKeyDictionary[dist.Store, GroupStore] = WeakKeyDictionary()
 
 
 class TorchMeeting:
     """A `Meeting` at a process group's store. `members` tells the group from others."""
 
-    def __init__(self, job: Job, members: str, number: int, *, deadline: Deadline, background: bool = False) -> None:
+    def __init__(
+        self, job: GroupStore, members: str, number: int, *, deadline: Deadline, background: bool = False
+    ) -> None:
         self._job = job
         self._members = members
         self._number = number
@@ -259,7 +261,7 @@ def default_channel(
         )
     job = _jobs.get(store)
     if job is None:
-        job = _jobs[store] = Job(store)
+        job = _jobs[store] = GroupStore(store)
     members = _PREFIX + ("" if group is None else "-" + hashlib.sha256(repr(ranks).encode()).hexdigest()[:16])
     # Counted even where the store does not answer: the other ranks count this operation too.
     meeting = TorchMeeting(job, members, job.next_number(members), deadline=deadline)

@@ -72,7 +72,7 @@ NEVER_LOADED: Final = Sources(frozenset((None,)), 0)
 
 
 @dataclass(slots=True)
-class _Memory:
+class _RunMemory:
     """One run: the last place given out in the epoch that this process owns, and the `step` that was saved there; the
     last load of it, and the last one of which the caller said that the run continues from it; and whether this process
     `took_over`, which it may do once. A save has used up loads up to number `used`."""
@@ -97,7 +97,7 @@ class Session:
     """The runs of one job, by their roots as `Storage.resolved` gives them. Safe for use by several threads."""
 
     def __init__(self) -> None:
-        self._memories: dict[str, _Memory] = {}
+        self._memories: dict[str, _RunMemory] = {}
         self._lock = Lock()
         #: The last load that filled each object, by the key of its identity.
         self._filled: dict[Hashable, tuple[Identity, Load]] = {}
@@ -189,7 +189,7 @@ class Session:
         entry = self._filled.get(identity.key)
         return None if entry is None or not entry[0].is_alive else entry[1]
 
-    def _memory(self, root: str, run_id: str) -> _Memory:
+    def _memory(self, root: str, run_id: str) -> _RunMemory:
         memory = self._memories.get(root)
         if memory is None or memory.run_id != run_id:
             # Another run under a known path was deleted and made anew: nothing remembered of the old one holds.
@@ -200,7 +200,7 @@ class Session:
                     root,
                     memory.last,
                 )
-            memory = self._memories[root] = _Memory(root, run_id)
+            memory = self._memories[root] = _RunMemory(root, run_id)
         return memory
 
 
@@ -208,7 +208,7 @@ def _number_of(load: Load | None) -> int:
     return 0 if load is None else load.number
 
 
-def _source(run: Run, memory: _Memory, sources: Sources) -> Load | None:
+def _source(run: Run, memory: _RunMemory, sources: Sources) -> Load | None:
     """The load from which the state of a save comes; None where it comes from no load since the last save."""
     loads = sources.loads
     if not loads:  # nothing but values: no object tells which load it was
@@ -229,7 +229,7 @@ def _source(run: Run, memory: _Memory, sources: Sources) -> Load | None:
     raise _unclear(run, memory, from_here)
 
 
-def _counted(load: Load | None, memory: _Memory, number: int) -> Load | None:
+def _counted(load: Load | None, memory: _RunMemory, number: int) -> Load | None:
     """What a load of some object means for the run of `memory`: the load, a later one of which the caller said that the
     run continues from it, or None."""
     continued = memory.continued
@@ -245,7 +245,9 @@ def _is_head(run: Run, load: Load) -> bool:
     return head is not None and head.place == load.place
 
 
-def _next_in_own_epoch(run: Run, memory: _Memory, loaded: Load | None, newest: int, *, takeover: bool) -> Place | None:
+def _next_in_own_epoch(
+    run: Run, memory: _RunMemory, loaded: Load | None, newest: int, *, takeover: bool
+) -> Place | None:
     """The next place of the epoch this process owns, or None where another epoch is to be opened."""
     last = memory.last
     if not takeover:
@@ -263,13 +265,13 @@ def _next_in_own_epoch(run: Run, memory: _Memory, loaded: Load | None, newest: i
     return Place(last.epoch, last.seq + 1)
 
 
-def _is_own(run: Run, memory: _Memory, newest: int) -> bool:
+def _is_own(run: Run, memory: _RunMemory, newest: int) -> bool:
     """Whether this process opened epoch `newest`, though the store told it that it failed."""
     return newest > 0 and run.epoch(newest).incarnation == memory.incarnation
 
 
 def _open_epoch(
-    run: Run, memory: _Memory, loaded: Load | None, newest: int, *, takeover: bool, world_size: int
+    run: Run, memory: _RunMemory, loaded: Load | None, newest: int, *, takeover: bool, world_size: int
 ) -> Epoch:
     """Open the epoch after `newest`, from where this process's state comes from."""
     head = run.head()
@@ -290,7 +292,7 @@ def _open_epoch(
     )
 
 
-def _unloaded(run: Run, memory: _Memory, head: Commit) -> ConfigurationError:
+def _unloaded(run: Run, memory: _RunMemory, head: Commit) -> ConfigurationError:
     what, action = "this job has loaded nothing from it", "Load the run first to go on from it"
     if memory.loaded is not None and memory.loaded.number > memory.used:
         what = f"this job has loaded {memory.loaded.place} from it, but not into the objects that it saves"
@@ -303,7 +305,7 @@ def _unloaded(run: Run, memory: _Memory, head: Commit) -> ConfigurationError:
     )
 
 
-def _unclear(run: Run, memory: _Memory, loads: Sequence[Load]) -> ConfigurationError:
+def _unclear(run: Run, memory: _RunMemory, loads: Sequence[Load]) -> ConfigurationError:
     places = " and ".join(dict.fromkeys(str(load.place) for load in loads))
     keeps = "save into another folder" if memory.last is None else f"go on after {memory.last}"
     return ConfigurationError(

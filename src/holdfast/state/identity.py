@@ -40,7 +40,7 @@ class _Object:
         return self._ref() is not None
 
 
-class _Memory:
+class _TensorMemory:
     """The memory of a tensor, whichever tensors show it."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -80,9 +80,9 @@ def memory_of(tensors: Iterable[torch.Tensor]) -> list[Identity]:
     return [memory for tensor in tensors if (memory := _memory(tensor)) is not None]
 
 
-def _memory(tensor: torch.Tensor) -> _Memory | None:
+def _memory(tensor: torch.Tensor) -> _TensorMemory | None:
     try:
-        return _Memory(tensor)
+        return _TensorMemory(tensor)
     except (ValueError, RuntimeError, NotImplementedError):  # not initialised yet, nested, of a subclass
         return None
 
