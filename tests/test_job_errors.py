@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 import resource
 import signal
+import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -415,3 +418,38 @@ def test_a_run_below_a_file_is_a_storage_error(tmp_path: Path) -> None:
         save_small(str(tmp_path / "file/run"), 1)
     assert str(tmp_path / "file") in str(raised.value)
     assert raised.value.action
+
+
+LEAVE_AT_ONCE = """
+import os, sys
+import torch, torch.distributed as dist
+from holdfast.control import channel
+rank, port = int(sys.argv[1]), int(sys.argv[2])
+store = dist.TCPStore("127.0.0.1", port, 3, is_master=rank == 0, use_libuv=True)
+dist.init_process_group("gloo", store=store, rank=rank, world_size=3)
+import holdfast
+import time
+if rank == 2:
+    receive = channel.Channel._receive_down
+    def slowly(self, phase, deadline):
+        time.sleep(0.5)
+        return receive(self, phase, deadline)
+    channel.Channel._receive_down = slowly
+try:
+    holdfast.load(sys.argv[3] + "/nothing", {"w": torch.zeros(2)}, timeout_s=20)
+except holdfast.HoldfastError as error:
+    print(type(error).__name__, flush=True)
+os._exit(0)
+"""
+
+
+def test_ranks_hear_the_cause_though_the_rank_that_serves_the_store_leaves_at_once(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    jobs = [
+        subprocess.Popen(
+            [sys.executable, "-c", LEAVE_AT_ONCE, str(rank), str(port), tmp_path], stdout=subprocess.PIPE, text=True
+        )
+        for rank in range(3)
+    ]
+    assert [job.communicate(timeout=60)[0].strip() for job in jobs] == ["NotFoundError"] * 3

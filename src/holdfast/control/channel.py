@@ -47,6 +47,8 @@ _NUM_CHUNKS: Final = struct.Struct(">I")
 _MAX_TOLD: Final = 64
 #: Ranks that try an operation again together do so within so long.
 _TOGETHER_S: Final = 0.5
+#: So long rank 0 waits for others to read an error: it may serve the store, and end with the error.
+_READ_S: Final = 2.0
 
 Clock = Callable[[], float]
 Outcome = bytes | Exception
@@ -185,6 +187,8 @@ class Channel:
             raise ValueError("rank 0 broadcasts a payload or an error")
         self._ask(lambda: self._send_down(phase, outcome), deadline)
         if isinstance(outcome, Exception):
+            if self.world_size > 1:
+                self._ask(self._await_readers, deadline)
             raise outcome
         return outcome
 
@@ -367,6 +371,14 @@ class Channel:
             up = self._up(phase, outcome, is_first=number == 0)
             down = _Down(*msgspec.structs.astuple(up))
             self._put(f"down/{number}", down if step is None else msgspec.structs.replace(down, step=step))
+
+    def _await_readers(self) -> None:
+        """Return when all ranks have read what was sent down last, or when they took too long."""
+        key = f"down/{self._num_broadcasts - 1}"
+        end_s = time.monotonic() + _READ_S
+        # The last reader removes both, the count of readers last.
+        while (self._shared.check(key) or self._shared.check(f"{key}/read")) and time.monotonic() < end_s:
+            time.sleep(_READ_S / 400)
 
     def _receive_down(self, phase: str, deadline: Deadline) -> _Down:
         number, self._num_broadcasts = self._num_broadcasts, self._num_broadcasts + 1
