@@ -19,6 +19,7 @@ from holdfast.errors import CorruptError, NotFoundError, StorageError
 from holdfast.storage import posix
 from holdfast.storage.memory import MemoryFile, MemoryStorage
 from holdfast.storage.posix import PosixStorage
+from holdfast.transfer import helpers as helpers_module
 from holdfast.transfer.timed import TimedStorage
 from tests.faulty_storage import FaultyStorage
 from tests.test_posix_storage import BLOCK, aligned, files_below, random_bytes
@@ -332,7 +333,10 @@ def descriptors_of(path: str) -> int:
 
 
 @pytest.mark.parametrize("name", ["writer", "reader"])
-def test_a_file_that_is_opened_too_late_is_dropped(storage: PosixStorage, name: str) -> None:
+def test_a_file_that_is_opened_too_late_is_dropped(
+    storage: PosixStorage, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(helpers_module, "_IDLE_S", 600.0)  # none ends because it has nothing to do
     storage.create("object", b"x")
     faulty, hang = hanging(storage, name, when="after")
     with TimedStorage(faulty, timeout_s=LIMIT_S) as timed, pytest.raises(StorageError, match=r"storage\.timeout"):

@@ -22,6 +22,7 @@ from holdfast.errors import CorruptError, NotFoundError, StorageError
 from holdfast.format.container import BLOCK_NBYTES
 from holdfast.storage.base import Bytes, Storage
 from holdfast.storage.posix import PosixStorage
+from holdfast.transfer import helpers as helpers_module
 from holdfast.transfer.buffers import BufferPool
 from holdfast.transfer.digest import DIGEST_NBYTES, digest_blocks, first_bad_block
 from holdfast.transfer.reader import DataFile, Extent, ReadJob, ReadStats, read_files
@@ -416,7 +417,10 @@ def helpers() -> int:
     return sum(thread.name.startswith("holdfast-") for thread in threading.enumerate())
 
 
-def test_a_timed_store_answers_as_the_store_does(storage: PosixStorage, pool: BufferPool) -> None:
+def test_a_timed_store_answers_as_the_store_does(
+    storage: PosixStorage, pool: BufferPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(helpers_module, "_IDLE_S", 600.0)  # none ends because it has nothing to do
     content = random_bytes(3 * MIB)
     with TimedStorage(storage, timeout_s=60) as timed:
         assert timed.uri == storage.uri

@@ -19,6 +19,7 @@ from holdfast.format.names import own_part
 from holdfast.frameworks import NamedTensor
 from holdfast.plan.layout import Placed, Replicas, Spec, TensorLayout, Whole
 from holdfast.state.placements import DTYPE_NAMES, PlacementReader, dtensor_type, is_dtensor, local_part
+from holdfast.wording import count
 
 if TYPE_CHECKING:
     from torch.distributed.tensor._dtensor_spec import DTensorSpec
@@ -294,7 +295,7 @@ def check_shape(name: str, shape: Sequence[int]) -> None:
         StateError: code ``state.unsupported_tensor``; names the tensor.
     """
     if len(shape) > MAX_AXES:
-        problem = f"{len(shape)} axes, and a checkpoint has at most {MAX_AXES}"
+        problem = f"{count(len(shape), 'axis', 'axes')}, and a checkpoint has at most {MAX_AXES}"
     elif prod(filter(None, shape)) > MAX_NUMEL:
         problem = f"axes too long for any checkpoint: {list(shape)}"
     else:
