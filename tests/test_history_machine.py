@@ -538,5 +538,5 @@ def test_the_history_is_that_of_the_model_whatever_happens_in_a_file_system() ->
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("machine", [HistoryMachine, PosixHistoryMachine])
 def test_the_history_is_that_of_the_model_in_long_runs(machine: type[HistoryMachine]) -> None:
-    num_examples = 1500 if machine is HistoryMachine else 200
+    num_examples = 600 if machine is HistoryMachine else 200
     assert explore(machine, num_examples=num_examples, num_steps=60) >= num_examples
