@@ -193,6 +193,24 @@ def test_while_the_keeper_is_stopped_a_save_waits_no_longer_than_it_may(spec: Sp
     assert truth.loaded(spec.run) == 3
 
 
+def test_a_save_that_waited_in_vain_beside_a_full_disk_says_that_the_disk_is_full(spec: Spec, tmp_path: Path) -> None:
+    training = Training(spec.numel)
+    with (
+        mounted(tmp_path / "disk", "tmpfs", "size=16m") as disk,
+        Checkpointer(str(disk / "run"), training.state, memory=memory_of(spec)) as checkpointer,
+    ):
+        saved(training, checkpointer, 0).durable.wait(60)
+        checkpointer._timeout_s = 3.0  # the first save may take longer, beside other work of the machine
+        other = fill(disk)
+        for step in (1, 2):
+            saved(training, checkpointer, step).staged.wait(60)
+        with pytest.raises(DeadlineError, match="No slot of rank 0 became free") as caught:
+            saved(training, checkpointer, 3)
+        assert "No space left" in str(caught.value)
+        other.unlink()
+        checkpointer._timeout_s = 60.0
+
+
 def test_a_keeper_that_dies_while_the_end_of_training_waits_for_it_is_replaced(spec: Spec, truth: Truth) -> None:
     # There is no save any more that would do it.
     training = Training(spec.numel)
@@ -335,7 +353,11 @@ def test_while_the_disk_is_full_training_goes_on_and_all_is_durable_when_there_i
             assert run in first.trouble
             second = saved(training, checkpointer, 2)
             second.staged.wait(60)
-            assert saved(training, checkpointer, 3).skipped
+            skipped = saved(training, checkpointer, 3)
+            assert skipped.skipped
+            assert "No space left" in str(skipped.durable.error)
+            with pytest.raises(DeadlineError, match="No space left"):
+                checkpointer.wait(timeout_s=0.1)
             assert holdfast.open(run).step == 0
             other.unlink()
             for handle in (first, second):

@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 
 from holdfast.checkpointer.background import Background
 from holdfast.checkpointer.backoff import Backoff
-from holdfast.checkpointer.handle import Handle
+from holdfast.checkpointer.handle import Handle, last_try
 from holdfast.checkpointer.job import Job, interrupted
 from holdfast.checkpointer.messages import Agreed, Answer, Room
 from holdfast.checkpointer.planner import StagePlanner, StagePlanning, room
@@ -361,7 +361,7 @@ class Checkpointer:
                 channel, stager, deadline, is_as_before=isinstance(taken, Snapshot) and taken.is_as_before
             )
             if free.full and self._when_full == "skip":
-                handle.skip(free.full)
+                handle.skip(free.full, free.held_up)
                 return
             is_awaited = not free.as_before
             later = channel.in_background()
@@ -445,7 +445,7 @@ class Checkpointer:
             found = room(payloads, stager.run_id or self._run_id())
             is_late = deadline.remaining_s() < _LATE * self._timeout_s
             if found.full and found.trouble is None and self._when_full == "wait" and is_late:
-                raise _too_slow(found.full, self._timeout_s)
+                raise _too_slow(found, self._timeout_s)
             return msgspec.msgpack.encode(found)
 
         told_at = time.monotonic() + _PATIENCE_S
@@ -508,11 +508,12 @@ class Checkpointer:
         job.channel.collect("memory", attempt(prepare), job.deadline)
 
 
-def _too_slow(full: Sequence[int], timeout_s: float) -> DeadlineError:
-    names = ", ".join(map(str, full[:8]))
+def _too_slow(found: Room, timeout_s: float) -> DeadlineError:
+    names = ", ".join(map(str, found.full[:8]))
     return DeadlineError(
         f"No slot of rank {names} became free within {timeout_s:.0f} s: the snapshots in them are not durable.",
         code="timeout.slot",
         action="Save less often, keep more generations, or see the log of the keeper for what holds it up.",
-        rank=full[0],
+        rank=found.full[0],
+        details=last_try(found.held_up),
     )

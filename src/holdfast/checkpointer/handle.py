@@ -21,6 +21,8 @@ class Stage:
         self._over = Latch()
         #: Why it failed; None while it has not.
         self.error: HoldfastError | None = None
+        #: Why it is not done yet, where that was tried in vain; it is tried again.
+        self.trouble = ""
         #: Seconds from the call of `save` on, and bytes of this rank, once it is done.
         self.seconds: float | None = None
         self.nbytes = 0
@@ -42,6 +44,7 @@ class Stage:
                 f"{self._what} was not done within {timeout_s} s.",
                 code="timeout.save",
                 action="Wait longer, or look at the log of the keeper.",
+                details=last_try(self.trouble),
             )
         if self.error is not None:
             raise self.error
@@ -71,15 +74,18 @@ class Handle:
         self.place: Place | None = None
         self.skipped = False
         self.blocked_s = 0.0
-        #: Why it is not durable yet, where that was tried in vain; it is tried again.
-        self.trouble = ""
         self.staged = Stage(f"the copy of step {step}", begun_s=begun_s)
         self.durable = Stage(f"the checkpoint of step {step}", begun_s=begun_s, on_done=self._tell)
         #: Whether the log says when it is durable: once per save, on the first rank.
         self.is_told = False
 
-    def skip(self, full: Sequence[int]) -> None:
-        """Note that the ranks in `full` had no slot for it."""
+    @property
+    def trouble(self) -> str:
+        """Why it is not durable yet, where that was tried in vain; it is tried again."""
+        return self.durable.trouble
+
+    def skip(self, full: Sequence[int], why: str) -> None:
+        """Note that the ranks in `full` had no slot for it, and `why` the last try to free one failed, if one did."""
         self.skipped = True
         names = ", ".join(map(str, full[:8])) + (", ..." if len(full) > 8 else "")
         self.fail(
@@ -89,6 +95,7 @@ class Handle:
                 action="Save less often, keep more generations, or give when_full='wait'.",
                 step=self.step,
                 retryable=True,
+                details=last_try(why),
             )
         )
 
@@ -112,6 +119,11 @@ class Handle:
             return f"<Handle step {self.step}: skipped>"
         told = f"{_told(self.staged, 'staged')}, {_told(self.durable, 'durable')}"
         return f"<Handle step {self.step} at {self.place}: {told}>"
+
+
+def last_try(trouble: str) -> tuple[str, ...]:
+    """The details of an error about something that is not durable yet; `trouble` says why the last try failed."""
+    return (f"The last try to make a snapshot durable failed: {trouble}",) if trouble else ()
 
 
 def _told(stage: Stage, word: str) -> str:

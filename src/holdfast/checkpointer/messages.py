@@ -18,7 +18,8 @@ class Standing(msgspec.Struct, frozen=True, array_like=True):
     such slot now). `given_up` are ids of checkpoints whose copy failed here since the last save. Where the state
     `is_as_before`, the last plan is likely to hold. `trouble` says why the memory of this rank cannot be used.
     `reached` is the last place that this rank heard of; `has_looked`: it knows what memory held before this job.
-    `backoff` says for how many saves it leaves memory alone after earlier trouble.
+    `backoff` says for how many saves it leaves memory alone after earlier trouble. `held_up` says why the last try to
+    make a snapshot of this rank durable failed ("": none did).
     """
 
     sealed: Place | None
@@ -30,6 +31,7 @@ class Standing(msgspec.Struct, frozen=True, array_like=True):
     reached: Place | None = None
     has_looked: bool = True
     backoff: Backoff = Backoff()
+    held_up: str = ""
 
     def has_room(self, needed: Place | None) -> bool:
         """Whether there is a slot, where what comes before `needed` is not needed any more."""
@@ -45,7 +47,8 @@ class Room(msgspec.Struct, frozen=True, array_like=True):
     `given_up` are checkpoints that can never be whole. Whether all states are `as_before`. `trouble` says why the
     memory of some rank cannot be used; then no rank uses it. `reached` is the last place that all ranks heard of (None:
     some heard of none): what this job staged for a later one is never whole. `all_looked`: no rank has yet to look at
-    what memory held before this job. `backoff` is that of all ranks together.
+    what memory held before this job. `backoff` is that of all ranks together. `held_up` is that of the first rank in
+    `full` that says so.
     """
 
     run_id: str
@@ -57,6 +60,7 @@ class Room(msgspec.Struct, frozen=True, array_like=True):
     reached: Place | None
     all_looked: bool
     backoff: Backoff
+    held_up: str
 
 
 class Told(msgspec.Struct, frozen=True, array_like=True):

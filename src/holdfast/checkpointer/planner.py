@@ -64,7 +64,8 @@ def room(payloads: Sequence[bytes], run_id: str) -> Room:
     reached = None if None in heard else min(each for each in heard if each is not None)
     all_looked = all(standing.has_looked for standing in standings)
     backoff = Backoff.merged([standing.backoff for standing in standings])
-    return Room(run_id, needed, full, given_up, as_before, trouble, reached, all_looked, backoff)
+    held_up = next((standings[number].held_up for number in full if standings[number].held_up), "")
+    return Room(run_id, needed, full, given_up, as_before, trouble, reached, all_looked, backoff, held_up)
 
 
 class StagePlanning(Planning[Agreed]):

@@ -201,6 +201,7 @@ class Stager:
             reached=self.last,
             has_looked=has_looked,
             backoff=backoff,
+            held_up=next((each.handle.trouble for each in self._pending_now() if each.handle.trouble), ""),
         )
         if put_off is not None:
             return msgspec.structs.replace(known, trouble=put_off)
@@ -467,7 +468,7 @@ class Stager:
                 self.fail(pending.checkpoint_id, slot)
                 handle.durable.end(_removed(handle.step))
             elif record.error and record.error != handle.trouble:
-                handle.trouble = record.error
+                handle.durable.trouble = record.error
                 _log.warning("step %d is not durable yet, and is tried again: %s", handle.step, record.error)
         if handle.durable.is_over:
             with self._lock:
@@ -490,7 +491,7 @@ class Stager:
                         handle.durable.end()
         except HoldfastError as error:
             for pending in waiting:
-                pending.handle.trouble = str(error)
+                pending.handle.durable.trouble = str(error)
             return False
         return True
 
