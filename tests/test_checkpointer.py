@@ -33,6 +33,7 @@ from holdfast.staging.routes import Pair
 from tests.bound import bits
 from tests.models import start_new_job
 from tests.ranks import run_ranks
+from tests.test_engine_faults import fill
 from tests.test_keeper import keeper_of, until
 from tests.test_posix_storage import mounted
 
@@ -468,7 +469,7 @@ def save_steps(run: str, node_dirs: Sequence[Path], steps: Sequence[int]) -> Non
     start_new_job()
     memory = Memory(node_dir=node_dirs[dist.get_rank() % len(node_dirs)])
     state = sharded(-1, dim=0)
-    with Checkpointer(run, state, memory=memory) as checkpointer:
+    with Checkpointer(run, state, memory=memory, timeout_s=20.0) as checkpointer:
         checkpointer.restore()
         for step in steps:
             state["w"].copy_(sharded(step, dim=0)["w"])  # type: ignore[attr-defined]
@@ -493,7 +494,7 @@ def restore_columns(run: str, node_dirs: Sequence[Path]) -> tuple[str | None, in
 
 @pytest.fixture
 def nodes(tmp_path: Path) -> Iterator[list[Path]]:
-    paths = [tmp_path / f"node{number}" for number in range(2)]
+    paths = [tmp_path / f"node{number}" for number in range(3)]
     for path in paths:
         path.mkdir()
     yield paths
@@ -505,22 +506,22 @@ def nodes(tmp_path: Path) -> Iterator[list[Path]]:
 def test_ranks_of_another_layout_restore_from_the_memory_of_several_nodes(
     run: str, nodes: list[Path], world_size: int
 ) -> None:
-    run_ranks(2, save_steps, run, nodes, (1, 2))
+    run_ranks(2, save_steps, run, nodes[:2], (1, 2))
     # One rank is on one node, and cannot see the other's memory.
     tier = "storage" if world_size == 1 else "node memory"
-    assert run_ranks(world_size, restore_columns, run, nodes) == [(tier, 3, True)] * world_size
+    assert run_ranks(world_size, restore_columns, run, nodes[:2]) == [(tier, 3, True)] * world_size
 
 
 def test_when_a_node_has_lost_its_memory_all_restore_from_storage(run: str, nodes: list[Path]) -> None:
-    run_ranks(2, save_steps, run, nodes, (1, 2))
+    run_ranks(2, save_steps, run, nodes[:2], (1, 2))
     with folder_of(run, nodes[1]) as folder:
         for name in slot_names(folder):
             folder.remove(name)
-    assert run_ranks(4, restore_columns, run, nodes) == [("storage", 3, True)] * 4
+    assert run_ranks(4, restore_columns, run, nodes[:2]) == [("storage", 3, True)] * 4
 
 
 def test_of_what_is_in_memory_the_newest_that_is_whole_is_restored(run: str, nodes: list[Path]) -> None:
-    run_ranks(2, save_steps, run, nodes, (1, 2))
+    run_ranks(2, save_steps, run, nodes[:2], (1, 2))
     with folder_of(run, nodes[1]) as folder:
         held = {name: Slot(folder, name) for name in slot_names(folder)}
         newest = max(held, key=lambda name: held[name].record.contents.place)  # type: ignore[union-attr]
@@ -528,12 +529,77 @@ def test_of_what_is_in_memory_the_newest_that_is_whole_is_restored(run: str, nod
         for slot in held.values():
             slot.close()
     holdfast_rollback(run, "step=1")
-    assert run_ranks(4, restore_columns, run, nodes) == [("node memory", 2, True)] * 4
+    assert run_ranks(4, restore_columns, run, nodes[:2]) == [("node memory", 2, True)] * 4
+
+
+def test_a_rank_that_was_not_in_the_last_job_does_not_hold_up_saves_with_the_old_snapshots_of_its_node(
+    run: str, nodes: list[Path]
+) -> None:
+    run_ranks(2, save_steps, run, nodes[:2], (1, 2))
+    run_ranks(1, save_steps, run, nodes[:1], (3, 4))
+    run_ranks(2, save_steps, run, nodes[:2], (5, 6, 7))
+    assert run_ranks(2, restore_columns, run, nodes[:2]) == [("node memory", 8, True)] * 2
+
+
+def test_a_node_that_comes_back_does_not_hold_up_saves_when_no_checkpoint_is_whole_in_memory(
+    run: str, nodes: list[Path]
+) -> None:
+    first, second, third = nodes
+    run_ranks(2, save_steps, run, [first, second], (1, 2))
+    run_ranks(2, save_steps, run, [first, third], (3, 4))
+    run_ranks(2, save_steps, run, [first, second], (5, 6, 7))
+    assert run_ranks(2, restore_columns, run, [first, second]) == [("node memory", 8, True)] * 2
+
+
+class LeftError(Exception):
+    """Ends a block of a `Checkpointer` that is to wait for nothing."""
+
+
+def save_small(
+    run: str, node_dirs: Sequence[Path], steps: Sequence[int], disk: Path | None = None
+) -> tuple[str | None, int, bool]:
+    """Restore a state that one rank writes alone, and save it again; leave without waiting for storage. When the first
+    save is durable, no other fits on `disk`."""
+    start_new_job()
+    memory = Memory(node_dir=node_dirs[dist.get_rank()])
+    state = {"w": torch.zeros(100)}
+    with suppress(LeftError), Checkpointer(run, state, memory=memory, timeout_s=20.0) as checkpointer:
+        report = checkpointer.restore()
+        same = torch.equal(state["w"], torch.full((100,), float(-1 if report.step is None else report.step)))
+        for step in steps:
+            state["w"].fill_(step)
+            checkpointer.save(step).staged.wait(60)
+            if disk is not None and step == steps[0]:
+                checkpointer.wait()
+                if dist.get_rank() == 0:
+                    fill(disk)
+        raise LeftError
+    return report.tier, report.next_step, same
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0), (2, 0), (0, 2)])
+def test_a_node_without_a_file_of_a_small_checkpoint_restores_it_from_the_memory_of_another(
+    run: str, nodes: list[Path], order: tuple[int, ...]
+) -> None:
+    run_ranks(2, save_small, run, nodes[:2], (1, 2))
+    assert run_ranks(2, save_small, run, [nodes[number] for number in order], (3,)) == [("node memory", 3, True)] * 2
+
+
+def test_a_snapshot_that_is_not_durable_survives_when_rank_0_comes_back_on_a_node_without_a_file_of_it(
+    run: str, nodes: list[Path], tmp_path: Path
+) -> None:
+    with mounted(tmp_path / "disk", "tmpfs", "size=16m") as disk:
+        run = str(disk / "run")
+        run_ranks(2, save_small, run, nodes[:2], (1, 2), disk)
+        assert run_ranks(2, save_small, run, nodes[1::-1], ()) == [("node memory", 3, True)] * 2
+        assert holdfast.open(run).step == 1
+        (disk / "other").unlink()
+        until(lambda: holdfast.open(run).step == 2)
 
 
 def test_later_saves_send_no_manifest_and_all_checkpoints_are_sound(run: str, nodes: list[Path]) -> None:
-    run_ranks(2, save_steps, run, nodes, range(5))
-    run_ranks(2, save_steps, run, nodes, range(5, 8))
+    run_ranks(2, save_steps, run, nodes[:2], range(5))
+    run_ranks(2, save_steps, run, nodes[:2], range(5, 8))
     command = [sys.executable, "-m", "holdfast.cli", "verify", run, "--deep", "--all"]
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -245,10 +245,11 @@ def test_a_checkpoint_that_was_given_up_is_told_again_after_an_exchange_that_fai
 ) -> None:
     stager = Stager(_run_of(folder), folder.node_dir, rank=0, num_slots=2)
     try:
-        stager.standing(is_as_before=False, has_looked=True, backoff=Backoff())
+        stager.standing(is_as_before=False, has_looked=True, whole=None, backoff=Backoff())
         stager.fail("00112233445566aa", None)
         told = [
-            stager.standing(is_as_before=True, has_looked=True, backoff=Backoff()).given_up for _ in range(2)
+            stager.standing(is_as_before=True, has_looked=True, whole=None, backoff=Backoff()).given_up
+            for _ in range(2)
         ]  # nobody heard of the first
         assert told == [("00112233445566aa",)] * 2
         for _ in range(2):

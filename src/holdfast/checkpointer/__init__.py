@@ -135,6 +135,8 @@ class Checkpointer:
         self._trouble: ErrorWire | None = None
         #: What was restored from memory before it was committed.
         self._uncommitted: Place | None = None
+        #: The newest checkpoint that memory held whole when this job looked at it.
+        self._whole: Place | None = None
         self._handles: list[Handle] = []
 
     def save(self, step: int, *, metrics: Mapping[str, SupportsFloat] | None = None) -> Handle:
@@ -193,7 +195,7 @@ class Checkpointer:
             for background in self._backgrounds:
                 background.join()
             self._goes_on = True
-            report, self._uncommitted = restore(
+            report, self._uncommitted, self._whole = restore(
                 self._run,
                 self._state,
                 node_dir=None if self._memory is None else self._memory.node_dir,
@@ -384,7 +386,7 @@ class Checkpointer:
     def _drop_parts(self, channel: Channel, deadline: Deadline) -> None:
         """Where this job did not restore, give up what is in memory in part only; whoever had the rest is gone."""
         assert self._memory is not None
-        drop_parts(self._run, self._memory.node_dir, channel, deadline)
+        self._whole = drop_parts(self._run, self._memory.node_dir, channel, deadline)
         self._goes_on = True
 
     def _taken(self, stager: Stager, channel: Channel) -> Snapshot | Exception:
@@ -455,6 +457,7 @@ class Checkpointer:
                     stager.standing(
                         is_as_before=is_as_before,
                         has_looked=self._goes_on,
+                        whole=self._whole,
                         backoff=self._backoff,
                         put_off=self._trouble if self._backoff.num_put_off else None,
                     )

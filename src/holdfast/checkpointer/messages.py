@@ -13,16 +13,19 @@ from holdfast.saving.messages import Compare, Questions
 class Standing(msgspec.Struct, frozen=True, array_like=True):
     """How a rank's memory stands before a save.
 
-    `sealed` is the newest checkpoint of which its part is in memory, whole (None: of none). `is_free`: it has a slot
-    that holds nothing; `oldest` is else the oldest checkpoint in a slot that might be filled anew (None: there is no
-    such slot now). `given_up` are ids of checkpoints whose copy failed here since the last save. Where the state
-    `is_as_before`, the last plan is likely to hold. `trouble` says why the memory of this rank cannot be used.
-    `reached` is the last place that this rank heard of; `has_looked`: it knows what memory held before this job.
-    `backoff` says for how many saves it leaves memory alone after earlier trouble. `held_up` says why the last try to
-    make a snapshot of this rank durable failed ("": none did).
+    `sealed` is the newest checkpoint that memory holds whole, as far as this rank can tell (None: of none): this job
+    staged it and its part is sealed here, or it was whole on all nodes together when this job began. `newest` is the
+    newest one of which its part is in memory at all. `is_free`: it has a slot that holds nothing; `oldest` is else the
+    oldest checkpoint in a slot that might be filled anew (None: there is no such slot now). `given_up` are ids of
+    checkpoints whose copy failed here since the last save. Where the state `is_as_before`, the last plan is likely to
+    hold. `trouble` says why the memory of this rank cannot be used. `reached` is the last place that this rank heard
+    of; `has_looked`: it knows what memory held before this job. `backoff` says for how many saves it leaves memory
+    alone after earlier trouble. `held_up` says why the last try to make a snapshot of this rank durable failed ("":
+    none did).
     """
 
     sealed: Place | None
+    newest: Place | None
     is_free: bool
     oldest: Place | None
     given_up: tuple[str, ...]
@@ -35,7 +38,7 @@ class Standing(msgspec.Struct, frozen=True, array_like=True):
 
     def has_room(self, needed: Place | None) -> bool:
         """Whether there is a slot, where what comes before `needed` is not needed any more."""
-        needed = needed or self.sealed
+        needed = needed or self.newest
         return self.is_free or (self.oldest is not None and needed is not None and self.oldest < needed)
 
 
@@ -43,7 +46,7 @@ class Room(msgspec.Struct, frozen=True, array_like=True):
     """Whether there is room for another snapshot on all ranks: those in `full` have none yet.
 
     `run_id` is that of the run ("": there is none yet), from which checkpoints of an earlier one are told apart. What
-    comes before `needed` is not needed any more: all ranks have that in memory, whole (None: some have nothing).
+    comes before `needed` is not needed any more: memory holds that whole (None: some rank cannot tell of any).
     `given_up` are checkpoints that can never be whole. Whether all states are `as_before`. `trouble` says why the
     memory of some rank cannot be used; then no rank uses it. `reached` is the last place that all ranks heard of (None:
     some heard of none): what this job staged for a later one is never whole. `all_looked`: no rank has yet to look at

@@ -141,6 +141,8 @@ class Stager:
         #: The last place that was agreed on with this rank, and the run of what its memory holds; None before it is
         #: known.
         self.last: Place | None = None
+        #: The first place that this job staged for.
+        self._first: Place | None = None
         self.run_id: str | None = None
 
     def fits(self, share: Share) -> bool:
@@ -179,11 +181,12 @@ class Stager:
         *,
         is_as_before: bool,
         has_looked: bool,
+        whole: Place | None,
         backoff: Backoff,
         put_off: ErrorWire | None = None,
     ) -> Standing:
         """How the memory of this rank stands; its state `is_as_before`, or not, and it `has_looked` at what memory held
-        before this job, or not.
+        before this job, or not: then `whole` is the newest checkpoint that memory held whole.
 
         With `put_off`, memory is left alone, for that reason. Else memory that is not open is opened. A keeper that is
         gone is replaced, since nothing else becomes free; and so are slots that somebody has removed. What hinders all
@@ -193,6 +196,7 @@ class Stager:
             ConfigurationError: memory could not be used from the beginning, because of how it was set up.
         """
         known = Standing(
+            None,
             None,
             is_free=False,
             oldest=None,
@@ -210,20 +214,17 @@ class Stager:
             if trouble is not None:
                 raise trouble
             with unusable_memory(self._node_dir):
-                sealed, is_free, oldest = self._look_at_slots()
+                found = self._look_at_slots(known, whole)
         except HoldfastError as error:
             if not (self._was_used or is_unusable(error)):
                 raise
             told = to_wire(error if is_unusable(error) else _unusable(error))
             return msgspec.structs.replace(known, trouble=told)
         # Where there are no slots yet, a plan must be made known, and memory taken, before the save returns.
-        is_as_before = is_as_before and self._prepared_nbytes >= 0
-        return msgspec.structs.replace(
-            known, sealed=sealed, is_free=is_free, oldest=oldest, is_as_before=is_as_before, reached=self.last
-        )
+        return msgspec.structs.replace(found, is_as_before=is_as_before and self._prepared_nbytes >= 0)
 
-    def _look_at_slots(self) -> tuple[Place | None, bool, Place | None]:
-        """`sealed`, `is_free` and `oldest` of a `Standing`."""
+    def _look_at_slots(self, known: Standing, whole: Place | None) -> Standing:
+        """`known`, with what the slots say."""
         memory = self._opened()
         if memory.is_removed:
             raise FileNotFoundError(ENOENT, os.strerror(ENOENT))
@@ -236,8 +237,13 @@ class Stager:
             self._routes.clear()
             arena.prepare(self._prepared_nbytes, register=self._register)
         if self._prepared_nbytes == 0:
-            return self.last, True, None
-        return arena.newest_sealed(), *arena.oldest()
+            return msgspec.structs.replace(known, sealed=self.last, newest=self.last, is_free=True)
+        newest, (is_free, oldest) = arena.newest_sealed(), arena.oldest()
+        # A slot from before this job may hold part of a checkpoint whose other parts are gone, or long replaced: the
+        # last job ran without this rank, or without its node.
+        is_of_this_job = newest is not None and self._first is not None and newest >= self._first
+        sealed = newest if is_of_this_job else whole
+        return msgspec.structs.replace(known, sealed=sealed, newest=newest, is_free=is_free, oldest=oldest)
 
     def _opened(self) -> _RankMemory:
         """The memory of this rank, opened if it is not."""
@@ -323,6 +329,8 @@ class Stager:
         # Places rise along a history, so what has this one, or a later one, is of another.
         self._forget(lambda contents: contents.place >= agreed.place, "of another history than storage has")
         self.last = agreed.place
+        if self._first is None or self.last < self._first:
+            self._first = self.last
         if needed is not None and needed >= agreed.place:
             needed = None
         return None if share.layout is None else self._free_slot(needed)

@@ -1,0 +1,256 @@
+"""What the nodes hold in memory, and which checkpoint of it all ranks go on from: rank 0 chooses, from what all tell.
+
+A copy in memory counts only where it is on the lineage of the run's head: it is the head's, or a later one of the
+newest epoch, which its keeper is about to commit. What a rollback left behind is never restored.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+
+import msgspec
+
+from holdfast.decoding import decode_msgpack
+from holdfast.errors import CorruptError, FencedError, NotFoundError
+from holdfast.format import manifest as fmt
+from holdfast.format.records import FileSeal, Place
+from holdfast.keeper.generations import Generation, read_generation
+from holdfast.keeper.node_folder import NodeFolder
+from holdfast.keeper.slots import WHOLE, Slot, State
+from holdfast.run.complete import Stored, encode_seal
+from holdfast.run.history import Run
+from holdfast.storage.base import Storage
+
+_log = logging.getLogger(__name__)
+
+
+class Held(msgspec.Struct, frozen=True, array_like=True):
+    """A data file that is in the memory of a node, whole; of the run `run_id`, in the epoch opened with `incarnation`
+    ("": not recorded)."""
+
+    run_id: str
+    incarnation: str
+    checkpoint_id: str
+    place: Place
+    step: int
+    file: int
+    nbytes: int
+    digest: str
+    is_committed: bool
+
+
+class Inventory(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank finds on its node, as far as it knows the manifests; and whether some trainer is filling a slot."""
+
+    node: str
+    held: tuple[Held, ...]
+    is_filling: bool
+
+
+class Chosen(msgspec.Struct, frozen=True, tag="chosen"):
+    """What all ranks restore: the seal of a checkpoint, the newest epoch of its run, the folder's name, the ranks that
+    alone can read each file (empty: all can read all), and whether it is committed. No seal: from storage. `manifest`
+    is for nodes that hold none of its files, and so do not know it; empty where there is no such node.
+
+    `given_up` are checkpoints that are in memory in part only: those who had the rest are gone. `let_go` are those of
+    another history than storage has."""
+
+    seal: bytes = b""
+    manifest: bytes = b""
+    epoch: int = 0
+    folder: str = ""
+    owners: tuple[int, ...] = ()
+    committed: bool = True
+    given_up: tuple[str, ...] = ()
+    let_go: tuple[str, ...] = ()
+
+
+class Unknown(msgspec.Struct, frozen=True, tag="unknown"):
+    """Rank 0's node has no part of these checkpoints: by id, the rank that is to send what its node knows of each."""
+
+    senders: dict[str, int]
+
+
+Answer = Chosen | Unknown
+
+
+def inventory(folder: NodeFolder, slots: Sequence[Slot]) -> Inventory:
+    """What the `slots` of this node hold."""
+    held = []
+    known: dict[str, Generation] = {}
+    for slot in slots:
+        record = slot.record
+        contents = record.contents
+        if contents is not None and record.state in WHOLE:
+            with suppress(FileNotFoundError, CorruptError):
+                id_ = contents.checkpoint_id
+                generation = known[id_] = known.get(id_) or read_generation(folder, id_)
+                held.append(
+                    Held(
+                        contents.run_id,
+                        generation.incarnation,
+                        id_,
+                        contents.place,
+                        contents.step,
+                        contents.file,
+                        contents.nbytes,
+                        record.digest,
+                        record.state == State.COMMITTED,
+                    )
+                )
+    is_filling = any(slot.state == State.WRITING and slot.is_taken for slot in slots)
+    return Inventory(folder.identity(), tuple(held), is_filling)
+
+
+def known_of(folder: NodeFolder, unknown: Unknown, *, rank: int) -> bytes:
+    """What `rank` is to send of the checkpoints that are `unknown` to rank 0's node."""
+    mine = []
+    for checkpoint_id, sender in unknown.senders.items():
+        if sender == rank:
+            with suppress(FileNotFoundError, CorruptError):
+                mine.append(read_generation(folder, checkpoint_id))
+    return msgspec.msgpack.encode(mine)
+
+
+class Survey:
+    """Rank 0's view of the memory of all nodes."""
+
+    def __init__(self, folder: NodeFolder, payloads: Sequence[bytes]) -> None:
+        """From the `Inventory` of each rank; `folder` is that of rank 0's node."""
+        self._inventories = [decode_msgpack(payload, Inventory) for payload in payloads]
+        self._generations: dict[str, Generation] = {}
+        self._senders: dict[str, int] = {}
+        for rank, found in enumerate(self._inventories):
+            for checkpoint_id in {each.checkpoint_id for each in found.held} - self._generations.keys():
+                try:
+                    self._generations[checkpoint_id] = read_generation(folder, checkpoint_id)
+                except (FileNotFoundError, CorruptError):
+                    self._senders.setdefault(checkpoint_id, rank)
+
+    def answer(self, storage: Storage) -> bytes:
+        """The `Answer` to all ranks: what they restore, or what rank 0 must be told first."""
+        return msgspec.msgpack.encode(Unknown(self._senders) if self._senders else self._choose(storage))
+
+    def answer_when_told(self, storage: Storage, payloads: Sequence[bytes]) -> bytes:
+        """The `Chosen` for all ranks, when each has told what is `known_of` the checkpoints that were unknown."""
+        for payload in payloads:
+            told = decode_msgpack(payload, list[Generation])
+            self._generations.update({generation.checkpoint_id: generation for generation in told})
+        return msgspec.msgpack.encode(self._choose(storage))
+
+    def _choose(self, storage: Storage) -> Chosen:
+        """The newest checkpoint on the lineage of the head in `storage` that all nodes together hold."""
+        try:
+            run = Run.open(storage)
+        except NotFoundError:
+            return Chosen()
+        held = [each for inventory in self._inventories for each in inventory.held]
+        epoch, head = run.newest_epoch() or 0, run.head()
+        foreign = _foreign(run, held)
+        let_go = tuple(sorted(foreign))
+        _warn_of(run, foreign.values())
+        places = {each.checkpoint_id: each.place for each in held if each.checkpoint_id not in foreign}
+        committed = {each.checkpoint_id for each in held if each.is_committed}
+        given_up: list[str] = []
+        # Where another job is at work, what is there in part may be about to become whole.
+        is_filling = any(inventory.is_filling for inventory in self._inventories)
+        for checkpoint_id in sorted(places, key=places.__getitem__, reverse=True):
+            place = places[checkpoint_id]
+            whole = self._whole(run, checkpoint_id)
+            if whole is None:
+                if not is_filling and checkpoint_id not in committed:
+                    given_up.append(checkpoint_id)
+                continue
+            is_head = head is not None and head.checkpoint_id == checkpoint_id
+            if is_head or (place.epoch == epoch and (head is None or head.place < place)):
+                stored, files = whole
+                seal = encode_seal(stored, [next(iter(holders.values())) for holders in files])
+                manifest = b"" if self._all_know(files) else stored.data
+                owners = _owners(self._inventories, files)
+                return Chosen(seal, manifest, epoch, stored.folder, owners, is_head, tuple(given_up), let_go)
+        return Chosen(given_up=tuple(given_up), let_go=let_go)
+
+    def _whole(self, run: Run, checkpoint_id: str) -> tuple[Stored, list[dict[str, FileSeal]]] | None:
+        """A checkpoint that all nodes together hold, whole, and who holds each of its files; None where they do not."""
+        generation = self._generations.get(checkpoint_id)
+        if generation is not None:
+            with suppress(CorruptError):
+                manifest = fmt.decode(generation.manifest, path=generation.folder)
+                files = _files(self._inventories, checkpoint_id, manifest.body.num_files)
+                if files is not None and manifest.body.run_id == run.run_id:
+                    return Stored(generation.folder, generation.manifest, manifest), files
+        return None
+
+    def _all_know(self, files: Sequence[Mapping[str, FileSeal]]) -> bool:
+        """Whether each node holds one of the `files` of a checkpoint, and so knows its manifest."""
+        return {each.node for each in self._inventories} <= {node for holders in files for node in holders}
+
+
+def _foreign(run: Run, held: Sequence[Held]) -> dict[str, Held]:
+    """By id, the checkpoints in memory that are of another history than the run in storage has: it was restored from an
+    older copy, or begun anew.
+
+    They are of another run, or of an epoch that storage has opened otherwise, or were committed, which storage does not
+    know; or they come after such ones in their epoch.
+    """
+    by_id = {each.checkpoint_id: each for each in sorted(held, key=lambda each: each.is_committed)}
+    foreign = {each.checkpoint_id: each for each in by_id.values() if not _is_of(run, each)}
+    first: dict[int, Place] = {}
+    for each in foreign.values():
+        first[each.place.epoch] = min(each.place, first.get(each.place.epoch, each.place))
+    for each in by_id.values():
+        if not each.is_committed and each.place > first.get(each.place.epoch, each.place):
+            foreign[each.checkpoint_id] = each
+    return foreign
+
+
+def _is_of(run: Run, held: Held) -> bool:
+    """Whether a checkpoint in memory is of the history that `run` has in storage."""
+    if held.run_id != run.run_id:
+        return False
+    try:
+        if held.incarnation:
+            run.check_incarnation(held.place.epoch, held.incarnation)
+        return not held.is_committed or run.commit(held.place).checkpoint_id == held.checkpoint_id
+    except FencedError:
+        return False
+    except NotFoundError:
+        return run.is_removed(held.place)
+
+
+def _warn_of(run: Run, foreign: Iterable[Held]) -> None:
+    lost = sorted((each.step, str(each.place)) for each in foreign)
+    if lost:
+        _log.warning(
+            "steps %s (places %s) in memory belong to another history than '%s' in storage, which somebody restored "
+            "from an older copy, or began anew: holdfast lets them go",
+            ", ".join(str(step) for step, _ in lost),
+            ", ".join(place for _, place in lost),
+            run.storage.uri,
+        )
+
+
+def _files(inventories: Sequence[Inventory], checkpoint_id: str, num_files: int) -> list[dict[str, FileSeal]] | None:
+    """Of each data file, the nodes that hold it, with what its seal says; None where one is nowhere."""
+    files: list[dict[str, FileSeal]] = [{} for _ in range(num_files)]
+    for inventory in inventories:
+        for each in inventory.held:
+            if each.checkpoint_id == checkpoint_id:
+                files[each.file][inventory.node] = FileSeal(fmt.file_name(each.file), each.nbytes, each.digest)
+    return files if all(files) else None
+
+
+def _owners(inventories: Sequence[Inventory], files: Sequence[Mapping[str, FileSeal]]) -> tuple[int, ...]:
+    """A rank that can read each file, in turn among those of a node; empty where all nodes have all files."""
+    nodes: dict[str, list[int]] = {}
+    for number, inventory in enumerate(inventories):
+        nodes.setdefault(inventory.node, []).append(number)
+    if all(nodes.keys() <= holders.keys() for holders in files):
+        return ()
+    owners = []
+    for index, holders in enumerate(files):
+        ranks = nodes[next(iter(holders))]
+        owners.append(ranks[index % len(ranks)])
+    return tuple(owners)
