@@ -147,8 +147,8 @@ def test_a_tmpfs_is_out_of_inodes(run: str, tmp_path: Path, num_inodes: int, cap
         memory = Memory(node_dir=node_dir)
         with Checkpointer(run, loop.state, memory=memory, timeout_s=20) as checkpointer:
             assert checkpointer.restore().step is None
-            for step in range(4):
-                saved(loop, checkpointer, step)
+            handles = [saved(loop, checkpointer, step) for step in range(4)]
+            until(lambda: all(handle.durable.is_over for handle in handles))
             assert FALLEN_BACK in caplog.text
             assert "No space left" in caplog.text
             # There is room again.
