@@ -169,6 +169,8 @@ def test_a_line_is_not_broken_where_no_terminal_has_a_width(run: Path) -> None:
         (["rm", "{run}"], 2, "@PLACE"),
         (["doctor", "{run}", "--force"], 2, "--remove"),
         (["lss"], 2, "Did you mean 'ls'?"),
+        (["node", "{run}@step=1"], 2, "Name the run alone: {run}."),
+        (["keeper", "{run}@1.1"], 2, "Name the run alone: {run}."),
     ],
 )
 def test_mistakes_say_what_to_do(run: Path, arguments: list[str], status: int, said: str) -> None:

@@ -192,9 +192,10 @@ def keeper(
     ] = 60.0,
 ) -> None:
     """Keep the snapshots of a run on this node. For a prolog or a sidecar: trainers start one where there is none."""
+    from holdfast.cli.runs import parse_run
     from holdfast.keeper.__main__ import serve
 
-    if not serve(run, node_dir=node_dir, idle_s=idle_s, grace_s=grace_s):
+    if not serve(parse_run(run).root, node_dir=node_dir, idle_s=idle_s, grace_s=grace_s):
         raise typer.Exit(FINDING)
 
 

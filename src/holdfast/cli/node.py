@@ -8,13 +8,14 @@ from pathlib import Path
 
 import msgspec
 
+from holdfast.cli.runs import parse_run
 from holdfast.cli.screen import Listing, age, console, print_json, say
 from holdfast.errors import printable
 from holdfast.keeper.lock import end_keeper
 from holdfast.keeper.node_folder import NodeFolder, not_a_folder
 from holdfast.keeper.node_memory import Held, RunMemory, give_way, node_memory
 from holdfast.reports import size
-from holdfast.run.paths import absolute, parse
+from holdfast.run.paths import absolute
 from holdfast.wording import count
 
 _UNKNOWN = "a run that no keeper has named"
@@ -63,7 +64,7 @@ def node(run: str, *, node_dir: str, free: bool, stop: bool, grace_s: float, as_
         os.scandir(where).close()
     except OSError as error:
         raise not_a_folder(where, error) from error
-    uri = parse(run).root if run else None
+    uri = parse_run(run).root if run else None
     ended: list[str] = []
     not_ended: list[str] = []
     if stop:

@@ -9,19 +9,25 @@ import msgspec
 from holdfast.errors import ConfigurationError, CorruptError
 from holdfast.format.records import CHECKPOINTS
 from holdfast.run.history import Run, is_folder
-from holdfast.run.paths import parse, storage_at
+from holdfast.run.paths import Target, parse, storage_at
 
 
 def open_run(path: str) -> Run:
     """The run at `path`, all of it: a path that selects one checkpoint, or is one, is a `ConfigurationError`."""
-    target = parse(path)
-    if target.step is not None or target.place is not None:
-        raise _one_checkpoint(path, "selects", f"Name the run alone: {target.root}.")
+    target = parse_run(path)
     storage = storage_at(target.root)
     if is_folder(storage):
         folder = Path(target.root).absolute().parent
         raise _one_checkpoint(path, "is", f"Name {folder.parent if folder.name == CHECKPOINTS else 'its run'}.")
     return Run.open(storage, origin=target.origin)
+
+
+def parse_run(path: str) -> Target:
+    """The run that `path` names, there or not: a path that selects one checkpoint is a `ConfigurationError`."""
+    target = parse(path)
+    if target.step is not None or target.place is not None:
+        raise _one_checkpoint(path, "selects", f"Name the run alone: {target.root}.")
+    return target
 
 
 def _one_checkpoint(path: str, how: str, action: str) -> ConfigurationError:
