@@ -178,6 +178,26 @@ def test_what_was_rolled_back_in_memory_is_not_restored(run: str, memory: Memory
     assert tier == "node memory"  # the first one is there, too
 
 
+@pytest.mark.parametrize("to", [1, 2])
+@pytest.mark.parametrize("restores", [True, False])
+def test_snapshots_that_a_rollback_left_behind_do_not_hold_up_saves(
+    run: str, memory: Memory, to: int, restores: bool
+) -> None:
+    loop = Loop()
+    with Checkpointer(run, loop.state, memory=memory) as checkpointer:
+        for step in (1, 2, 3):
+            checkpointer.save(step)
+    holdfast_rollback(run, f"step={to}")
+    holdfast.load(run, loop.state)
+    with Checkpointer(run, loop.state, memory=memory, timeout_s=10.0) as checkpointer:
+        if restores:
+            assert checkpointer.restore().tier == ("storage" if to == 1 else "node memory")
+        for step in range(to + 1, to + 4):
+            loop.step()
+            checkpointer.save(step).staged.wait(60)
+    assert restored(run, memory) == ("node memory", to + 4, loop.bits())
+
+
 def holdfast_rollback(run: str, to: str) -> None:
     command = [sys.executable, "-m", "holdfast.cli", "rollback", run, "--to", to, "--yes"]
     subprocess.run(command, check=True, capture_output=True)

@@ -14,18 +14,16 @@ class Standing(msgspec.Struct, frozen=True, array_like=True):
     """How a rank's memory stands before a save.
 
     `sealed` is the newest checkpoint that memory holds whole, as far as this rank can tell (None: of none): this job
-    staged it and its part is sealed here, or it was whole on all nodes together when this job began. `newest` is the
-    newest one of which its part is in memory at all. `is_free`: it has a slot that holds nothing; `oldest` is else the
-    oldest checkpoint in a slot that might be filled anew (None: there is no such slot now). `given_up` are ids of
-    checkpoints whose copy failed here since the last save. Where the state `is_as_before`, the last plan is likely to
-    hold. `trouble` says why the memory of this rank cannot be used. `reached` is the last place that this rank heard
-    of; `has_looked`: it knows what memory held before this job. `backoff` says for how many saves it leaves memory
-    alone after earlier trouble. `held_up` says why the last try to make a snapshot of this rank durable failed ("":
-    none did).
+    staged it and its part is sealed here, or it was whole on all nodes together when this job began. `is_free`: it has
+    a slot that holds nothing; `oldest` is else the oldest checkpoint in a slot that might be filled anew (None: there
+    is no such slot now). `given_up` are ids of checkpoints whose copy failed here since the last save. Where the state
+    `is_as_before`, the last plan is likely to hold. `trouble` says why the memory of this rank cannot be used.
+    `reached` is the last place that this rank heard of; `has_looked`: it knows what memory held before this job.
+    `backoff` says for how many saves it leaves memory alone after earlier trouble. `held_up` says why the last try to
+    make a snapshot of this rank durable failed ("": none did).
     """
 
     sealed: Place | None
-    newest: Place | None
     is_free: bool
     oldest: Place | None
     given_up: tuple[str, ...]
@@ -38,7 +36,7 @@ class Standing(msgspec.Struct, frozen=True, array_like=True):
 
     def has_room(self, needed: Place | None) -> bool:
         """Whether there is a slot, where what comes before `needed` is not needed any more."""
-        needed = needed or self.newest
+        needed = needed or self.sealed
         return self.is_free or (self.oldest is not None and needed is not None and self.oldest < needed)
 
 

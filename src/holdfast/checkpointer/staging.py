@@ -197,7 +197,6 @@ class Stager:
         """
         known = Standing(
             None,
-            None,
             is_free=False,
             oldest=None,
             given_up=tuple(self._given_up),
@@ -237,13 +236,19 @@ class Stager:
             self._routes.clear()
             arena.prepare(self._prepared_nbytes, register=self._register)
         if self._prepared_nbytes == 0:
-            return msgspec.structs.replace(known, sealed=self.last, newest=self.last, is_free=True)
+            return msgspec.structs.replace(known, sealed=self.last, is_free=True)
+
+        if known.has_looked:
+            # What else is in a slot from before this job nobody goes back to: a rollback left it behind, or other parts
+            # of it are gone or long replaced, since the last job ran without this rank, or without its node.
+            arena.is_left = lambda contents: contents.place != whole and not self._is_of_this_job(contents.place)
         newest, (is_free, oldest) = arena.newest_sealed(), arena.oldest()
-        # A slot from before this job may hold part of a checkpoint whose other parts are gone, or long replaced: the
-        # last job ran without this rank, or without its node.
-        is_of_this_job = newest is not None and self._first is not None and newest >= self._first
-        sealed = newest if is_of_this_job else whole
-        return msgspec.structs.replace(known, sealed=sealed, newest=newest, is_free=is_free, oldest=oldest)
+        sealed = newest if newest is not None and self._is_of_this_job(newest) else whole
+        return msgspec.structs.replace(known, sealed=sealed, is_free=is_free, oldest=oldest)
+
+    def _is_of_this_job(self, place: Place) -> bool:
+        """Whether this job staged the checkpoint at `place`."""
+        return self._first is not None and place >= self._first
 
     def _opened(self) -> _RankMemory:
         """The memory of this rank, opened if it is not."""

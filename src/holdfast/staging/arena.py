@@ -45,6 +45,9 @@ class Arena:
         self._register: Register | None = None
         #: What ends the registration of a slot, by its name.
         self._registered: dict[str, Callable[[], None]] = {}
+        #: Whether a checkpoint is of an earlier job, and nobody goes back to it: its slot may be filled, whatever is
+        #: needed, when it is durable.
+        self.is_left: Callable[[Contents], bool] = lambda _: False
         self._one = Event()
         self._done = Event()
         #: Whether all slots are ready.
@@ -84,16 +87,16 @@ class Arena:
 
     def take(self, needed: Place | None) -> Slot | None:
         """A slot that may be filled, whose lock this process has from now on: it is free, or holds a committed or
-        superseded checkpoint that comes before `needed`, the newest one that all ranks hold sealed. None where there is
-        none now.
+        superseded checkpoint that comes before `needed`, the newest one that all ranks hold sealed, or that an earlier
+        job left (`is_left`). None where there is none now.
 
         Where `needed` is None, some rank holds nothing, so no checkpoint is whole in memory; then it must come before
         the newest one of this rank.
         """
         needed = needed or self.newest_sealed()
         for slot in self._slots:
-            if _is_reusable(slot, needed) and slot.take():
-                if _is_reusable(slot, needed):
+            if self._is_reusable(slot, needed) and slot.take():
+                if self._is_reusable(slot, needed):
                     return slot
                 slot.let_go()  # another job of this rank has filled it since
         return None
@@ -103,7 +106,7 @@ class Arena:
         in one that might be filled."""
         there = [slot for slot in self._slots if not slot.is_removed]
         contents = [slot.record.contents for slot in there if slot.refresh().state in REUSABLE]
-        places = [each.place for each in contents if each is not None]
+        places = [each.place for each in contents if each is not None and not self.is_left(each)]
         is_free = len(places) < len(contents) or (self._thread is None and len(there) < self._num_slots)
         return is_free, min(places, default=None)
 
@@ -126,7 +129,7 @@ class Arena:
     def remove_retired(self, needed: Place | None) -> None:
         """Remove slots that are too small by now, or too many, as far as they could be filled again, as `take`."""
         needed = needed or self.newest_sealed()
-        for slot in [slot for slot in self._retired if slot.is_removed or _is_reusable(slot, needed)]:
+        for slot in [slot for slot in self._retired if slot.is_removed or self._is_reusable(slot, needed)]:
             if slot.refresh().state not in REUSABLE:
                 continue  # somebody removed it, and the keeper still makes durable what it has mapped
             self._retired.remove(slot)
@@ -196,6 +199,12 @@ class Arena:
                 slot.free_if_abandoned()
                 self._slots.append(slot)
 
+    def _is_reusable(self, slot: Slot, needed: Place | None) -> bool:
+        contents = slot.refresh().contents
+        if slot.is_removed or slot.state not in REUSABLE:
+            return False
+        return contents is None or self.is_left(contents) or (needed is not None and contents.place < needed)
+
     def _sort(self, nbytes: int) -> None:
         """Retire slots that are too small, too many, or were removed by somebody."""
         fit = [slot for slot in self._slots if slot.nbytes >= nbytes and not slot.is_removed][: self._num_slots]
@@ -255,10 +264,3 @@ class Arena:
 
 class _Stopped(Exception):  # noqa: N818 - nothing is wrong
     """The arena is being closed."""
-
-
-def _is_reusable(slot: Slot, needed: Place | None) -> bool:
-    contents = slot.refresh().contents
-    if slot.is_removed:
-        return False
-    return slot.state in REUSABLE and (contents is None or (needed is not None and contents.place < needed))
