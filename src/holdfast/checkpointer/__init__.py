@@ -25,7 +25,7 @@ from holdfast.checkpointer.planner import StagePlanner, StagePlanning, room
 from holdfast.checkpointer.restoring import RestoreReport, await_commit, drop_parts, restore
 from holdfast.checkpointer.staging import Stager, is_unusable, next_share
 from holdfast.checkpointer.turn import Turn
-from holdfast.control.channel import Channel, Deadline
+from holdfast.control.channel import Channel, Deadline, check_timeout
 from holdfast.control.torch_store import default_channel, group_ranks
 from holdfast.decoding import decode_msgpack
 from holdfast.errors import (
@@ -112,6 +112,9 @@ class Checkpointer:
     ) -> None:
         if when_full not in ("wait", "skip"):
             raise ValueError(f"when_full is 'wait' or 'skip', not {when_full!r}")
+        if not isinstance(memory, Memory | None):
+            raise TypeError(f"memory is a holdfast.Memory, or None for saves to storage alone, not {memory!r}")
+        check_timeout(timeout_s)
         self._run = run_root(run)
         check_root(state)
         self._state = state

@@ -28,7 +28,7 @@ from __future__ import annotations
 import struct
 import time
 from collections.abc import Callable, Sequence
-from typing import Final, NamedTuple, TypeVar
+from typing import Final, NamedTuple, SupportsFloat, TypeVar
 
 import msgspec
 
@@ -56,12 +56,19 @@ T = TypeVar("T")
 M = TypeVar("M", bound=msgspec.Struct)
 
 
+def check_timeout(timeout_s: float) -> None:
+    """Raise `TypeError` or `ValueError` for what is no positive number of seconds."""
+    if not isinstance(timeout_s, SupportsFloat):
+        raise TypeError(f"a timeout is a number of seconds, not {timeout_s!r}")
+    if not timeout_s > 0:
+        raise ValueError(f"a timeout is positive, not {timeout_s}")
+
+
 class Deadline:
     """A point in time, `timeout_s` from now, by a monotonic clock."""
 
     def __init__(self, timeout_s: float, *, clock: Clock = time.monotonic) -> None:
-        if not timeout_s > 0:
-            raise ValueError(f"a timeout is positive, not {timeout_s}")
+        check_timeout(timeout_s)
         self.timeout_s = timeout_s
         self._clock = clock
         self._end_s = clock() + timeout_s

@@ -95,6 +95,8 @@ class Globs:
     """
 
     def __init__(self, globs: str | Sequence[str]) -> None:
+        if not isinstance(globs, Iterable):
+            raise TypeError(f"globs are a string or a list of strings, not {globs!r}")
         texts = (globs,) if isinstance(globs, str) else tuple(globs)
         if not texts:
             raise ValueError("no globs were given, so they match nothing; leave the option out to have everything")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -161,8 +161,10 @@ class Options:
         bandwidths: Bandwidths | None = None,
     ) -> None:
         self._select = select
+        if isinstance(cast, torch.dtype):
+            raise TypeError(f"cast is True, or globs of the tensors to cast, each to its own dtype; it is not {cast}")
         self._cast = False if cast is None else cast
-        self.mapping = tuple(mapping or ())
+        self.mapping = _rules(() if mapping is None else mapping)
         self.strict = strict
         self.allow_empty = allow_empty
         self.fallback = fallback
@@ -177,9 +179,6 @@ class Options:
             raise ValueError("device is 'meta': give the device on which there is to be memory")
         self.select()
         self.cast()
-        for rule in self.mapping:
-            if not isinstance(rule, Rule):
-                raise TypeError(f"{rule!r} is no rule of holdfast.mapping")
 
     @property
     def may_keep(self) -> bool:
@@ -193,6 +192,17 @@ class Options:
     def cast(self) -> Globs | bool:
         """What may be cast."""
         return self._cast if isinstance(self._cast, bool) else Globs(self._cast)
+
+
+def _rules(mapping: Iterable[Rule]) -> tuple[Rule, ...]:
+    """The rules of a mapping. Raises `TypeError` for what is no list of them."""
+    if not isinstance(mapping, Iterable):
+        raise TypeError(f"mapping is a list of rules of holdfast.mapping, not {mapping!r}")
+    rules = tuple(mapping)
+    for rule in rules:
+        if not isinstance(rule, Rule):
+            raise TypeError(f"mapping is a list of rules of holdfast.mapping, and {rule!r} is none")
+    return rules
 
 
 class _Resolved(msgspec.Struct, frozen=True, array_like=True):

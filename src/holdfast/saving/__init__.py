@@ -111,6 +111,8 @@ def save(
 
 def numbers_of(metrics: Mapping[str, SupportsFloat]) -> dict[str, float]:
     """`metrics` as they are recorded. Raises `TypeError` or `ValueError` for what is no metric."""
+    if not isinstance(metrics, Mapping):
+        raise TypeError(f"metrics are a dict of numbers, not {metrics!r}")
     for name, value in metrics.items():
         if type(name) is not str or not isinstance(value, SupportsFloat):
             raise TypeError(f"a metric is a number under a string, not {name!r}: {value!r}")
