@@ -71,17 +71,19 @@ class Raiser:
 
     def _is_due(self, frame: FrameType) -> bool:
         line = frame.f_code, frame.f_lasti
-        if line in self._met or _leaves_lock(frame):
+        if line in self._met or _leaves_block(frame):
             return False
         self._met.add(line)
         return len(self._met) % self._stride == 0
 
 
-def _leaves_lock(frame: FrameType) -> bool:
-    """Whether the interpreter is about to release a lock at the end of a ``with`` block. It looks for interrupts where
-    functions begin, after calls, and where loops go back: never between such a block and the release, which is C."""
+def _leaves_block(frame: FrameType) -> bool:
+    """Whether the interpreter is about to release a lock or close a file at the end of a ``with`` block. It looks for
+    interrupts where functions begin, after calls, and where loops go back: never between such a block and the release,
+    which is C."""
     is_leaving = opcode.opname[frame.f_code.co_code[frame.f_lasti]] in ("LOAD_CONST", "SWAP")
-    return is_leaving and "_lock:" in linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+    line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+    return is_leaving and ("_lock:" in line or "with os.fdopen(" in line)
 
 
 class Victim:
