@@ -264,6 +264,7 @@ def test_without_memory_a_save_goes_to_storage_and_returns_when_that_is_done(run
         handle = checkpointer.save(1)
         assert handle.durable.is_done
         assert holdfast.open(run).step == 1
+        assert repr(handle) == "<Handle step 1 at 1.1: staged, durable>"
 
 
 def test_where_memory_does_not_suffice_saves_go_to_storage_and_say_so(
@@ -274,8 +275,9 @@ def test_where_memory_does_not_suffice_saves_go_to_storage_and_say_so(
         loop = Loop()
         loop.state["large"] = torch.ones(10 << 20)
         with Checkpointer(run, loop.state, memory=Memory(node_dir=node_dir)) as checkpointer:
-            for step in (1, 2):
-                assert checkpointer.save(step).durable.is_done
+            handles = [checkpointer.save(step) for step in (1, 2)]
+            assert all(handle.durable.is_done for handle in handles)
+            assert [handle.place for handle in handles] == sorted(Run.open(storage_at(run)).places())
         assert "saves go to storage, and training waits for them" in caplog.text
         assert "the size of the file system" in caplog.text
         end_keepers(node_dir)

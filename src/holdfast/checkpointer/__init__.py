@@ -324,6 +324,7 @@ class Checkpointer:
             takeover=self._takeover,
             timeout_s=self._timeout_s,
         )
+        handle.place = Place.parse(report.place)
         handle.staged.end(nbytes=report.written_nbytes)
         handle.durable.end(nbytes=report.written_nbytes)
 

@@ -66,6 +66,12 @@ class Place(msgspec.Struct, frozen=True, order=True):
     epoch: Ordinal
     seq: Ordinal
 
+    @staticmethod
+    def parse(text: str) -> Place:
+        """The place that is written as `text`, such as 3.12."""
+        epoch, seq = text.split(".")
+        return Place(int(epoch), int(seq))
+
     def __str__(self) -> str:
         return f"{self.epoch}.{self.seq}"
 
