@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from holdfast.errors import CorruptError, NotFoundError, StorageError
@@ -194,6 +194,7 @@ def test_writes_of_any_shape_and_order_make_the_same_file(
     shift=st.sampled_from([0, 0, 1, 512]),
     key=st.uuids().map(str),
 )
+@example(nbytes=2 * BLOCK + 100, start=BLOCK, wanted=BLOCK + 100, shift=0, key="a-last-block-in-part")
 def test_any_range_is_read_exactly_and_beyond_the_end_is_corruption(
     storage: PosixStorage, nbytes: int, start: int, wanted: int, shift: int, key: str
 ) -> None:
