@@ -208,3 +208,4 @@ def start_new_job() -> None:
     """Make this warm process forget what it loaded and saved, as a new one would not know it."""
     JOB._memories.clear()
     JOB._filled.clear()
+    JOB._filled_memory.clear()

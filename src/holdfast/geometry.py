@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
@@ -55,6 +56,7 @@ class FlatRange(NamedTuple):
         return self.stop - self.start
 
 
+@lru_cache(maxsize=1024)  # thousands of tensors have few shapes
 def whole(shape: Shape) -> Box:
     """The box that covers a tensor of `shape`."""
     return Box((0,) * len(shape), shape)

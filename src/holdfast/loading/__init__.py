@@ -37,7 +37,7 @@ from holdfast.run.paths import Target, parse, storage_at
 from holdfast.run.session import JOB, Load
 from holdfast.state.bind import bind
 from holdfast.state.binding import Binding
-from holdfast.state.identity import found_in, memory_of
+from holdfast.state.identity import TensorMemory, found_in
 from holdfast.state.match import Terms
 from holdfast.transfer.timed import TimedStorage
 
@@ -397,12 +397,8 @@ class Loading:
             assert epoch is not None, "a run with a checkpoint has an epoch"
             load = Load(run.storage.resolved(), run.run_id, located.seal.place, epoch, continues, is_whole)
         names = sorted({*binding.loaded, *(target.name for target in binding.targets)})
-        filled = [
-            found.part.itself
-            for found in found_in(state)
-            if found.part.itself is not None and (is_whole or _is_within(names, found.path))
-        ]
-        memory = memory_of(part for target in binding.targets for part in target.local.memory)
+        filled = [found.itself for found in found_in(state) if is_whole or _is_within(names, found.path)]
+        memory = TensorMemory(part for target in binding.targets for part in target.local.memory)
         JOB.note_loaded(load, filled, memory)
 
     def _bind(self, checkpoint: Checkpoint, into: Mapping[str, object]) -> tuple[_Bound, Names]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from threading import Lock
 from typing import Final, NamedTuple, Protocol
@@ -36,11 +37,23 @@ class Identity(Protocol):
         """Whether the object is still there; else another one may have its key."""
 
 
+class FilledMemory(Protocol):
+    """Recognises the memory of many tensors, by a number each, without keeping it alive. One object for all of them:
+    Python's collector goes through the whole process when objects per tensor stay, load after load."""
+
+    def among(self, numbers: AbstractSet[int]) -> AbstractSet[int]:
+        """Those of `numbers` whose memory is one of them, and still there."""
+
+    def forget(self, newer: FilledMemory | None) -> bool:
+        """Forget what is gone, and what is in `newer`. Whether anything is left."""
+
+
 class Part(NamedTuple):
-    """An object in a state. `itself` is None where it is known by its memory only; `memory` looks up that."""
+    """An object in a state. `itself` is None where it is known by its memory only; `memory` looks up the numbers of
+    that."""
 
     itself: Identity | None
-    memory: Callable[[], Sequence[Identity]]
+    memory: Callable[[], Sequence[int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,20 +114,24 @@ class Session:
         self._lock = Lock()
         #: The last load that filled each object, by the key of its identity.
         self._filled: dict[Hashable, tuple[Identity, Load]] = {}
+        #: The memory of tensors that loads filled last, the newest load last.
+        self._filled_memory: list[tuple[FilledMemory, Load]] = []
         self._number = 0
         #: The newest load by which memory of tensors was filled, and the newest one that a save has to look at.
         self._newest_in_memory = 0
         self._unused = 0
 
-    def note_loaded(self, load: Load, filled: Iterable[Identity] = (), memory: Iterable[Identity] = ()) -> None:
+    def note_loaded(self, load: Load, filled: Iterable[Identity] = (), memory: FilledMemory | None = None) -> None:
         """Remember that the objects `filled`, and `memory` of tensors, now hold what `load` gave them."""
-        filled, memory = list(filled), list(memory)
+        filled = list(filled)
         with self._lock:
             self._number += 1
             load = replace(load, number=self._number)
             self._filled = {key: entry for key, entry in self._filled.items() if entry[0].is_alive}
-            self._filled |= {identity.key: (identity, load) for identity in (*filled, *memory)}
-            if memory:
+            self._filled |= {identity.key: (identity, load) for identity in filled}
+            self._filled_memory = [entry for entry in self._filled_memory if entry[0].forget(memory)]
+            if memory is not None:
+                self._filled_memory.append((memory, load))
                 self._newest_in_memory = load.number
             self._unused = load.number
             if load.place is not None:
@@ -182,8 +199,17 @@ class Session:
         if self._newest_in_memory <= (0 if whole is None else whole.number):
             return {whole}
         # Memory that no load filled belongs to what the object has got since: it was moved, or sharded.
-        loads = [self._load_of(identity) for identity in part.memory()] or [None]
-        return {max(load, whole, key=_number_of) for load in loads}
+        return {max(load, whole, key=_number_of) for load in self._loads_into(set(part.memory()))}
+
+    def _loads_into(self, numbers: AbstractSet[int]) -> set[Load | None]:
+        """The loads that last filled the memory with these numbers; None stands for memory that no load filled."""
+        loads: set[Load | None] = set()
+        for memory, load in reversed(self._filled_memory):
+            filled = memory.among(numbers)
+            if filled:
+                loads.add(load)
+                numbers = numbers - filled
+        return loads | {None} if numbers or not loads else loads
 
     def _load_of(self, identity: Identity) -> Load | None:
         entry = self._filled.get(identity.key)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
+
+import numpy as np
 
 from holdfast.errors import StateError
 from holdfast.state.match import Target
@@ -19,15 +20,14 @@ def check_writable(targets: Sequence[Target]) -> None:
     Raises:
         StateError: code ``state.read_only``; names the tensor.
     """
-    read_only = _read_only_maps()
-    starts = [start for start, _ in read_only]
-    for target in targets:
-        for part in target.local.memory:
-            if part.is_cpu and part.numel():
-                address = part.data_ptr()
-                at = bisect_right(starts, address) - 1
-                if at >= 0 and address < read_only[at][1]:
-                    raise _read_only(target.name)
+    names = [target.name for target in targets for part in target.local.memory if part.is_cpu and part.numel()]
+    parts = [part for target in targets for part in target.local.memory if part.is_cpu and part.numel()]
+    addresses = np.fromiter((part.data_ptr() for part in parts), np.uint64, len(parts))
+    maps = np.asarray([(0, 0), *_read_only_maps()], np.uint64)
+    stops = maps[np.searchsorted(maps[:, 0], addresses, side="right") - 1, 1]
+    inside = np.flatnonzero(addresses < stops)
+    if len(inside):
+        raise _read_only(names[inside[0]])
 
 
 def _read_only_maps() -> list[tuple[int, int]]:

@@ -65,7 +65,7 @@ class Facts(NamedTuple):
     replicas: list[Replicas]
     specs: list[int]
     dtypes: list[torch.dtype]
-    shapes: list[torch.Size]
+    shapes: list[tuple[int, ...]]
     strides: list[tuple[int, ...]]
     addresses: list[int]
 
@@ -167,7 +167,13 @@ class Gatherer:
 
     def _describe(self, ordered: Sequence[NamedTensor], read: _Read) -> Remembered:
         # Of tensors that are as they were this was looked at before: a storage that is resized lies elsewhere then.
-        if any(map(reaches_beyond, read.parts)):
+        if any(
+            reaches_beyond(part)
+            for part in read.parts
+            # What most tensors pass is said here, not in the function: thousands of calls cost more than the look.
+            if not part.is_contiguous()
+            or part.untyped_storage().nbytes() < part.storage_offset() * part.itemsize + part.nbytes
+        ):
             raise _unsupported(ordered, read.parts, meta=self._meta)
         # Equal shapes and strides as one object: they are kept from save to save.
         facts = read.facts._replace(shapes=_shared(read.facts.shapes), strides=_shared(read.facts.strides))
@@ -228,7 +234,8 @@ def _read(ordered: Sequence[NamedTensor], *, meta: bool) -> _Read:
     if not all(addresses):
         raise _unsupported(ordered, parts, meta=meta)
     try:
-        shapes = list(map(_shape_of, parts))
+        # As plain tuples of numbers, which Python's collector leaves alone once it has seen them.
+        shapes = list(map(tuple, map(_shape_of, parts)))
     except RuntimeError as error:  # nested tensors in the strided layout look like others, but have none
         raise _unsupported(ordered, parts, meta=meta) from error
     facts = Facts(
@@ -260,7 +267,10 @@ def reaches_beyond(part: torch.Tensor) -> bool:
     """Whether a tensor has elements beyond the end of its storage, which somebody made smaller."""
     if part.is_meta or not part.numel():
         return False
-    last = sum((extent - 1) * stride for extent, stride in zip(part.shape, part.stride(), strict=True))
+    if part.is_contiguous():
+        last = part.numel() - 1
+    else:
+        last = sum((extent - 1) * stride for extent, stride in zip(part.shape, part.stride(), strict=True))
     return (part.storage_offset() + last + 1) * part.element_size() > part.untyped_storage().nbytes()
 
 
@@ -296,7 +306,7 @@ def check_shape(name: str, shape: Sequence[int]) -> None:
     """
     if len(shape) > MAX_AXES:
         problem = f"{count(len(shape), 'axis', 'axes')}, and a checkpoint has at most {MAX_AXES}"
-    elif prod(filter(None, shape)) > MAX_NUMEL:
+    elif (prod(shape) or prod(filter(None, shape))) > MAX_NUMEL:
         problem = f"axes too long for any checkpoint: {list(shape)}"
     else:
         return

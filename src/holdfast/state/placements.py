@@ -94,15 +94,16 @@ class PlacementReader:
         return self._meshes[key][1]
 
     def _check_shape(self, spec: Placed, described: DTensorSpec, part: torch.Tensor, name: str) -> None:
-        shape, rank = tuple(described.shape), described.mesh.get_rank()
-        key = (id(spec), shape)
-        if key not in self._shapes:
-            self._shapes[key] = local_shape(spec, shape, rank) if rank in spec.mesh.ranks else (0,)
-        expected, found = self._shapes[key], tuple(part.shape)
-        if found == expected or not (part.numel() or prod(expected)):
+        key = (id(spec), described.shape)
+        expected = self._shapes.get(key)
+        if expected is None:
+            rank, shape = described.mesh.get_rank(), tuple(described.shape)
+            expected = self._shapes[key] = local_shape(spec, shape, rank) if rank in spec.mesh.ranks else (0,)
+        if part.shape == expected or not (part.numel() or prod(expected)):
             return
+        rank = described.mesh.get_rank()
         raise StateError(
-            f"Rank {rank} holds {list(found)} of tensor {name!r} of shape {list(shape)}; its placements "
+            f"Rank {rank} holds {list(part.shape)} of tensor {name!r} of shape {list(described.shape)}; its placements "
             f"{described.placements} say {list(expected)}.",
             code="state.local_shape",
             action="Divide the tensor with fully_shard, parallelize_module or distribute_tensor, or describe the parts "
