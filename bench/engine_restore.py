@@ -32,7 +32,7 @@ from bench.state import LlamaLike, State
 from holdfast.format.container import BLOCK_NBYTES
 from holdfast.run.history import Run
 from holdfast.run.paths import storage_at
-from holdfast.storage.base import Bytes
+from holdfast.store.base import Bytes
 from holdfast.transfer.digest import digest_blocks
 
 #: A copy is tried so often in a round; the best one counts.

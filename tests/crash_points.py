@@ -30,8 +30,8 @@ from unittest.mock import patch
 
 from holdfast.control.channel import Channel, Deadline, Outcome
 from holdfast.saving import share
-from holdfast.storage import posix
-from holdfast.storage.posix import PosixStorage, PosixWriter
+from holdfast.store import posix
+from holdfast.store.posix import PosixStorage, PosixWriter
 from holdfast.transfer.buffers import BufferPool
 
 BUFFER_NBYTES: Final = 2**20

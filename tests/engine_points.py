@@ -42,7 +42,7 @@ from holdfast.control.channel import Channel
 from holdfast.format.container import ALIGNMENT
 from holdfast.keeper.node_folder import NodeFolder
 from holdfast.keeper.slots import Record, Slot
-from holdfast.storage.posix import PosixWriter
+from holdfast.store.posix import PosixWriter
 from holdfast.transfer import digest
 from tests import crash_points
 

@@ -15,8 +15,8 @@ import pytest
 from holdfast import loading, saving
 from holdfast.errors import StorageError
 from holdfast.run.paths import storage_at
-from holdfast.storage import posix
-from holdfast.storage.base import Bytes, FileReader, FileWriter, Storage
+from holdfast.store import posix
+from holdfast.store.base import Bytes, FileReader, FileWriter, Storage
 
 #: Told of every request before it is made and after: its number, "before" or "after", its name and the path.
 Watch = Callable[[int, str, str, str], None]

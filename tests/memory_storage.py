@@ -6,7 +6,7 @@ import builtins
 from threading import Lock
 
 from holdfast.errors import CorruptError, NotFoundError, StorageError
-from holdfast.storage.base import Bytes
+from holdfast.store.base import Bytes
 
 
 class MemoryStorage:

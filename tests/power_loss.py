@@ -24,7 +24,7 @@ from typing import Any, Literal, Self
 
 import pytest
 
-from holdfast.storage import linux, posix
+from holdfast.store import linux, posix
 
 BLOCK = 4096
 

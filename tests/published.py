@@ -19,7 +19,7 @@ from holdfast.format.values import Node
 from holdfast.plan.layout import TensorLayout
 from holdfast.plan.save import Identity, RankValues, encode_plan, plan_save
 from holdfast.run.checkpoint import pack_values
-from holdfast.storage.base import Bytes
+from holdfast.store.base import Bytes
 from holdfast.transfer.buffers import BufferPool
 from holdfast.transfer.writer import write_file
 from tests.memory_storage import MemoryStorage

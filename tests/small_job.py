@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import holdfast
 from holdfast import HoldfastError
-from holdfast.storage import posix
+from holdfast.store import posix
 from tests.models import start_new_job
 
 

@@ -13,7 +13,7 @@ from holdfast.plan.save import Identity
 from holdfast.run.checkpoint import Checkpoint
 from holdfast.run.history import resolve
 from holdfast.run.paths import parse
-from holdfast.storage.base import Bytes, Storage
+from holdfast.store.base import Bytes, Storage
 from holdfast.view import View
 from tests.memory_storage import MemoryReader, MemoryStorage
 from tests.published import EPOCHS, RUN_ID, begin, plan, publish

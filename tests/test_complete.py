@@ -14,7 +14,7 @@ from holdfast.run.complete import check_files, complete, read_manifest, seal_and
 from holdfast.run.history import Run
 from holdfast.run.paths import storage_at
 from holdfast.run.removal import abandon, remove_checkpoint
-from holdfast.storage.base import Storage
+from holdfast.store.base import Storage
 from tests.checkpoints import begin, check, data_file, names, publish_manifest, save, write, write_data
 from tests.memory_storage import MemoryStorage
 

@@ -22,8 +22,8 @@ from holdfast.errors import CorruptError
 from holdfast.geometry import Int64s
 from holdfast.plan.exchange import Bandwidths, Chunks, divide_job_reads, divide_reads
 from holdfast.run.sharing import SharedReading, sent_and_received
-from holdfast.storage.base import Bytes
-from holdfast.storage.posix import PosixStorage
+from holdfast.store.base import Bytes
+from holdfast.store.posix import PosixStorage
 from holdfast.transfer.neighbours import NeighbourGone, Neighbours, SharedMemory, node_id
 from holdfast.transfer.reader import DataFile, Extent, ReadJob
 

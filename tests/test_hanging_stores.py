@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 import holdfast
 from holdfast import HoldfastError, StorageError, saving
-from holdfast.storage.base import Storage
-from holdfast.storage.posix import PosixStorage
-from holdfast.transfer.timed import TimedStorage
+from holdfast.store.base import Storage
+from holdfast.store.posix import PosixStorage
+from holdfast.store.timed import TimedStorage
 from tests.faulty_storage import FaultyStorage, HangAt, watched_store
 from tests.models import start_new_job
 from tests.ranks import run_ranks

@@ -17,7 +17,7 @@ from holdfast.format import records
 from holdfast.format.records import Commit, Diverged, Epoch, FileSeal, Place, Seal, SealDigest, Why
 from holdfast.run.history import Located, Run, resolve
 from holdfast.run.paths import parse, storage_at
-from holdfast.storage.base import Storage
+from holdfast.store.base import Storage
 from tests.memory_storage import MemoryStorage
 
 

@@ -39,7 +39,7 @@ from holdfast.run.paths import storage_at
 from holdfast.run.removal import remove_checkpoint
 from holdfast.run.rollback import rollback
 from holdfast.run.session import Load, Session
-from holdfast.storage.base import Storage
+from holdfast.store.base import Storage
 from tests.checkpoints import check, names, publish_manifest, write_data
 from tests.faulty_storage import FaultyStorage
 from tests.memory_storage import MemoryStorage

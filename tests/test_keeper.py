@@ -28,8 +28,8 @@ from holdfast.keeper.node_folder import NodeFolder
 from holdfast.keeper.persist import Sealing, persist
 from holdfast.keeper.slots import Record, Slot, State, slot_names
 from holdfast.run.history import Run
-from holdfast.storage.posix import PosixStorage
-from holdfast.transfer.timed import TimedStorage
+from holdfast.store.posix import PosixStorage
+from holdfast.store.timed import TimedStorage
 from tests.test_persist import Saved, assert_loads
 
 

@@ -36,8 +36,8 @@ from holdfast.keeper.node_folder import NodeFolder
 from holdfast.keeper.persist import Sealing, persist, publish_manifest
 from holdfast.keeper.slots import Record, Slot, State, slot_names
 from holdfast.run.history import Run
-from holdfast.storage.posix import PosixStorage
-from holdfast.transfer.timed import TimedStorage
+from holdfast.store.posix import PosixStorage
+from holdfast.store.timed import TimedStorage
 from tests import test_keeper
 from tests.faulty_storage import FaultyStorage
 from tests.test_keeper import keeper_of, states, until

@@ -23,8 +23,8 @@ import torch.distributed as dist
 import holdfast
 from holdfast import DeadlineError, StorageError
 from holdfast.state.memory import MemorySource
-from holdfast.storage import posix
-from holdfast.storage.posix import PosixStorage, PosixWriter
+from holdfast.store import posix
+from holdfast.store.posix import PosixStorage, PosixWriter
 from tests.models import Cell, Kind, build, differing, filled, start_new_job, tensors
 from tests.ranks import RankDiedError, RanksFailedError, run_processes, run_ranks
 

@@ -33,7 +33,7 @@ from holdfast.keeper.slots import Contents, Record, Slot, State, slot_names
 from holdfast.run.history import Run
 from holdfast.staging import arena as arena_module
 from holdfast.staging.arena import Arena
-from holdfast.storage.posix import PosixStorage
+from holdfast.store.posix import PosixStorage
 from tests.test_arena import ready
 from tests.test_engine_faults import small_node
 from tests.test_keeper import states, until

@@ -33,8 +33,8 @@ from holdfast.plan.layout import Mesh, Placed, Shard, TensorLayout, Whole
 from holdfast.plan.save import Identity, RankValues, encode_plan, plan_save
 from holdfast.run.checkpoint import pack_values
 from holdfast.run.history import Run
-from holdfast.storage.posix import PosixStorage
-from holdfast.transfer.timed import TimedStorage
+from holdfast.store.posix import PosixStorage
+from holdfast.store.timed import TimedStorage
 from tests.worlds import World, data_sections
 
 CHECKPOINT = "00112233445566aa"

@@ -18,10 +18,10 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from holdfast.errors import CorruptError, NotFoundError, StorageError
-from holdfast.storage.base import Bytes
-from holdfast.storage.linux import rename_without_replace
-from holdfast.storage.posix import PosixStorage, _give_name
-from holdfast.storage.posix_errors import reported
+from holdfast.store.base import Bytes
+from holdfast.store.linux import rename_without_replace
+from holdfast.store.posix import PosixStorage, _give_name
+from holdfast.store.posix_errors import reported
 
 BLOCK = 4096
 SHARED_FOLDER = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -20,7 +20,7 @@ import holdfast
 from holdfast import HoldfastError, NotFoundError
 from holdfast.run.history import Run
 from holdfast.run.paths import storage_at
-from holdfast.storage.posix import TEMPORARY_PREFIX
+from holdfast.store.posix import TEMPORARY_PREFIX
 from tests.models import start_new_job
 from tests.power_loss import Recorder, Remains, Tree, build, expected
 from tests.small_job import head, resumed, save, state

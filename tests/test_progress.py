@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.storage.posix import PosixReader, PosixWriter
+from holdfast.store.posix import PosixReader, PosixWriter
 from tests.ranks import run_ranks
 
 NUMEL = 6 << 20

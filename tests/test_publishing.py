@@ -39,7 +39,7 @@ from holdfast import (
 from holdfast.loading import together
 from holdfast.publishing import live
 from holdfast.run.checkpoint import Checkpoint
-from holdfast.storage.base import Bytes
+from holdfast.store.base import Bytes
 from holdfast.transfer.neighbours import node_id
 from tests import models
 from tests.ranks import RankDiedError, RanksFailedError, run_ranks

@@ -12,7 +12,7 @@ from holdfast.run.history import Run
 from holdfast.run.paths import storage_at
 from holdfast.run.removal import remove_checkpoint
 from holdfast.run.session import Load, Session
-from holdfast.storage.base import Storage
+from holdfast.store.base import Storage
 from tests.memory_storage import MemoryStorage
 from tests.test_history import Interrupted, head_place, run_on_disk, save, steps
 

@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 
 from holdfast.errors import CorruptError, NotFoundError, StorageError
-from holdfast.storage import posix
-from holdfast.storage.memory import MemoryFile, MemoryStorage
-from holdfast.storage.posix import PosixStorage
-from holdfast.transfer import helpers as helpers_module
-from holdfast.transfer.timed import TimedStorage
+from holdfast.store import helpers as helpers_module
+from holdfast.store import posix
+from holdfast.store.memory import MemoryFile, MemoryStorage
+from holdfast.store.posix import PosixStorage
+from holdfast.store.timed import TimedStorage
 from tests.faulty_storage import FaultyStorage
 from tests.test_posix_storage import BLOCK, aligned, files_below, random_bytes
 from tests.test_transfer import eventually, hanging, helpers

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 import holdfast
 from holdfast import HoldfastError, StorageError
-from holdfast.storage import posix
+from holdfast.store import posix
 from tests.faulty_storage import Count, FailAt, Watch, faulty_calls, watched_store
 from tests.models import start_new_job
 from tests.ranks import run_processes, run_ranks

@@ -20,13 +20,13 @@ from hypothesis import strategies as st
 
 from holdfast.errors import CorruptError, NotFoundError, StorageError
 from holdfast.format.container import BLOCK_NBYTES
-from holdfast.storage.base import Bytes, Storage
-from holdfast.storage.posix import PosixStorage
-from holdfast.transfer import helpers as helpers_module
+from holdfast.store import helpers as helpers_module
+from holdfast.store.base import Bytes, Storage
+from holdfast.store.posix import PosixStorage
+from holdfast.store.timed import TimedStorage
 from holdfast.transfer.buffers import BufferPool
 from holdfast.transfer.digest import DIGEST_NBYTES, digest_blocks, first_bad_block
 from holdfast.transfer.reader import DataFile, Extent, ReadJob, ReadStats, read_files
-from holdfast.transfer.timed import TimedStorage
 from holdfast.transfer.writer import write_file
 from tests.faulty_storage import Count, FaultyStorage, HangAt
 
@@ -553,8 +553,8 @@ def test_when_the_time_is_up_a_store_is_not_asked_any_more(storage: PosixStorage
 
 def test_a_store_that_hangs_keeps_no_process_alive(tmp_path: Path) -> None:
     program = f"""
-from holdfast.storage.posix import PosixStorage
-from holdfast.transfer.timed import TimedStorage
+from holdfast.store.posix import PosixStorage
+from holdfast.store.timed import TimedStorage
 from tests.faulty_storage import FaultyStorage, HangAt
 store = FaultyStorage(PosixStorage({str(tmp_path)!r}), HangAt(lambda *_: True))
 with TimedStorage(store, timeout_s=0.1) as timed:

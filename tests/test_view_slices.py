@@ -21,7 +21,7 @@ from holdfast import CorruptError
 from holdfast.format.container import Files
 from holdfast.geometry import Shape
 from holdfast.plan.layout import Mesh, Pieces, Placed, Shard, TensorLayout, Whole
-from holdfast.storage.base import Bytes
+from holdfast.store.base import Bytes
 from holdfast.view import source
 from tests.faulty_storage import Count, FaultyStorage
 from tests.published import put

@@ -56,13 +56,13 @@ MUTATIONS = [
     ),
     Mutation(
         "museum/test_crash_and_commit.py::test_folders_are_never_made_durable",
-        "storage/posix.py",
+        "store/posix.py",
         "        os.fsync(descriptor)\n    except OSError as error:\n",
         "        os.fstat(descriptor)\n    except OSError as error:\n",
     ),
     Mutation(
         "museum/test_crash_and_commit.py::test_the_commit_record_is_not_durable",
-        "storage/posix.py",
+        "store/posix.py",
         "                    file.flush()\n                    os.fsync(file.fileno())\n",
         "                    os.fsync(file.fileno())\n                    file.flush()\n",
     ),

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import holdfast
-from holdfast.storage import posix
+from holdfast.store import posix
 
 
 def folder(run: Path) -> Path:

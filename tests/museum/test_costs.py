@@ -19,8 +19,8 @@ from holdfast.format.records import Place
 from holdfast.plan.body import RankLayout
 from holdfast.plan.layout import Mesh, Placed, Shard, TensorLayout
 from holdfast.plan.save import Identity, RankMessage, encode_plan, plan_save
-from holdfast.storage.base import Bytes
-from holdfast.storage.posix import PosixReader
+from holdfast.store.base import Bytes
+from holdfast.store.posix import PosixReader
 from tests.museum.saved import data_file, folder, told_of_calls
 
 

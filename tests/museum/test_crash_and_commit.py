@@ -16,7 +16,7 @@ import torch
 
 import holdfast
 from holdfast import CorruptError, NotFoundError, StorageError
-from holdfast.storage.posix import PosixStorage
+from holdfast.store.posix import PosixStorage
 from tests.models import start_new_job
 from tests.museum.saved import content, data_file, failing, folder, record, told_of_calls
 from tests.ranks import RanksFailedError, run_processes

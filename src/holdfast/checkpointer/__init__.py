@@ -53,7 +53,7 @@ from holdfast.saving.share import Share
 from holdfast.staging.snapshot import Snapshot
 from holdfast.state.flatten import FlatState, check_root
 from holdfast.state.identity import parts_of
-from holdfast.transfer.timed import TimedStorage
+from holdfast.store.timed import TimedStorage
 
 #: How often it is looked at whether slots have become free, and when in its time a save gives up, so that all ranks
 #: still hear of it.

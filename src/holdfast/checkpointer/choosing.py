@@ -21,7 +21,7 @@ from holdfast.keeper.node_folder import NodeFolder
 from holdfast.keeper.slots import WHOLE, Slot, State
 from holdfast.run.complete import Stored, encode_seal
 from holdfast.run.history import Run
-from holdfast.storage.base import Storage
+from holdfast.store.base import Storage
 
 _log = logging.getLogger(__name__)
 

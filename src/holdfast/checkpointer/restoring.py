@@ -38,8 +38,8 @@ from holdfast.run.checkpoint import Checkpoint
 from holdfast.run.fallback import is_damage
 from holdfast.run.history import Located, Run
 from holdfast.run.paths import storage_at
-from holdfast.storage.memory import MemoryFile, MemoryStorage
-from holdfast.transfer.timed import TimedStorage
+from holdfast.store.memory import MemoryFile, MemoryStorage
+from holdfast.store.timed import TimedStorage
 
 _LOOK_S: Final = 0.02
 

@@ -49,7 +49,7 @@ from holdfast.staging.arena import Arena, Register
 from holdfast.staging.device import registered
 from holdfast.staging.guard import Guard
 from holdfast.staging.routes import Part, Routes
-from holdfast.transfer.timed import TimedStorage
+from holdfast.store.timed import TimedStorage
 
 #: How often it is looked at what became of a snapshot, and whether a slot is free.
 _LOOK_S: Final = 0.025

@@ -14,7 +14,7 @@ from typing import Final, TypeVar
 from weakref import finalize
 
 from holdfast.errors import StorageError
-from holdfast.transfer.helpers import Helpers
+from holdfast.store.helpers import Helpers
 
 #: How often whoever waits for an answer looks after other things.
 _LOOK_S: Final = 0.1

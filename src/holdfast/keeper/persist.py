@@ -20,9 +20,9 @@ from holdfast.keeper.generations import Generation
 from holdfast.keeper.slots import Record, Slot, State
 from holdfast.run.complete import Stored, finish, missing_files
 from holdfast.run.history import Run
-from holdfast.storage.base import Bytes
+from holdfast.store.base import Bytes
+from holdfast.store.timed import TimedStorage
 from holdfast.transfer.digest import digest_blocks
-from holdfast.transfer.timed import TimedStorage
 from holdfast.transfer.writer import write_memory
 
 

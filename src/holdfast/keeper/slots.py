@@ -53,8 +53,8 @@ from holdfast.errors import ConfigurationError, CorruptError
 from holdfast.format.records import Place
 from holdfast.keeper import file_locks
 from holdfast.keeper.node_folder import NodeFolder
-from holdfast.storage.base import Bytes
-from holdfast.storage.linux import collapse_pages, keep_private
+from holdfast.store.base import Bytes
+from holdfast.store.linux import collapse_pages, keep_private
 from holdfast.transfer.pages import HUGE_PAGE_NBYTES, shared
 from holdfast.wording import count
 

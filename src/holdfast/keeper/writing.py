@@ -13,7 +13,7 @@ from holdfast.keeper.persist import Sealing, commit, file_seal, persist, publish
 from holdfast.keeper.slots import Slot
 from holdfast.run.history import Run
 from holdfast.run.paths import storage_at
-from holdfast.transfer.timed import TimedStorage
+from holdfast.store.timed import TimedStorage
 
 #: How long a store may take to answer.
 _STORE_TIMEOUT_S: Final = 600.0

@@ -39,7 +39,7 @@ from holdfast.state.bind import bind
 from holdfast.state.binding import Binding
 from holdfast.state.identity import TensorMemory, found_in
 from holdfast.state.match import Terms
-from holdfast.transfer.timed import TimedStorage
+from holdfast.store.timed import TimedStorage
 
 _log = logging.getLogger(__name__)
 

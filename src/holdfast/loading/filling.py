@@ -18,7 +18,7 @@ from holdfast.run.checkpoint import Checkpoint, Targets
 from holdfast.staging.device import await_queued
 from holdfast.staging.guard import await_copies
 from holdfast.state.binding import Binding
-from holdfast.storage.base import Bytes
+from holdfast.store.base import Bytes
 
 
 class _Discarded:

@@ -25,13 +25,13 @@ from holdfast.plan.exchange import Bandwidths, Chunks, divide_job_reads, divide_
 from holdfast.plan.load import Want
 from holdfast.run.checkpoint import Checkpoint, Targets
 from holdfast.run.sharing import SharedReading, sent_and_received
-from holdfast.storage.base import Bytes
+from holdfast.store.base import Bytes
+from holdfast.store.timed import TimedStorage
 from holdfast.transfer.buffers import BUFFER_NBYTES, NUM_THREADS, pipeline_pool
 from holdfast.transfer.meter import Meter
 from holdfast.transfer.neighbours import Neighbour, NeighbourGone, Neighbours, SharedMemory, node_id
 from holdfast.transfer.network import Peers
 from holdfast.transfer.reader import ReadJob
-from holdfast.transfer.timed import TimedStorage
 
 #: Memory through which a rank reads for others of its node: by default, and at least.
 MEMORY_NBYTES = 16 << 20

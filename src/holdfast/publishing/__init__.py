@@ -43,8 +43,8 @@ from holdfast.state.binding import Binding
 from holdfast.state.flatten import FlatState, flatten
 from holdfast.state.gather import Remembered
 from holdfast.state.match import Terms
-from holdfast.storage.memory import MemoryStorage
-from holdfast.transfer.timed import TimedStorage
+from holdfast.store.memory import MemoryStorage
+from holdfast.store.timed import TimedStorage
 
 
 def transfer(

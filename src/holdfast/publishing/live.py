@@ -17,8 +17,8 @@ from holdfast.format.container import Files
 from holdfast.format.records import FileSeal, Seal
 from holdfast.run.checkpoint import Checkpoint
 from holdfast.run.history import Located
-from holdfast.storage.base import Bytes
-from holdfast.storage.memory import MemoryStorage
+from holdfast.store.base import Bytes
+from holdfast.store.memory import MemoryStorage
 from holdfast.transfer.sources import BytesSource, JoinedSources, Source
 
 #: What messages call it.

@@ -13,7 +13,7 @@ from holdfast.format.values import Node
 from holdfast.plan.save import Identity
 from holdfast.saving.coordinator import Coordinator, PlanMemory, Request
 from holdfast.saving.messages import Compare, Questions
-from holdfast.transfer.timed import TimedStorage
+from holdfast.store.timed import TimedStorage
 
 
 class Told(msgspec.Struct, frozen=True, array_like=True):

@@ -26,7 +26,7 @@ from holdfast.geometry import Box
 from holdfast.plan.load import FileReads, Want, pieces, plan_load
 from holdfast.plan.strips import Move, Strip, moves
 from holdfast.run.history import Located
-from holdfast.storage.base import Bytes, FileReader
+from holdfast.store.base import Bytes, FileReader
 from holdfast.transfer.buffers import pipeline_pool
 from holdfast.transfer.reader import DataFile, Extent, ReadJob, ReadStats, read_files
 from holdfast.wording import count

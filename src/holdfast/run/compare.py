@@ -19,7 +19,7 @@ from holdfast.geometry import Box, Shape, flat_boxes
 from holdfast.plan.load import Want
 from holdfast.run.checkpoint import Checkpoint
 from holdfast.run.elements import Array, Tally
-from holdfast.storage.base import Bytes
+from holdfast.store.base import Bytes
 
 #: Bytes of each side that are held at once.
 _BATCH_NBYTES = 32 << 20

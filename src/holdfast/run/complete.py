@@ -25,7 +25,7 @@ from holdfast.run.checkpoint import Checkpoint
 from holdfast.run.history import Located, Run
 from holdfast.run.paths import some
 from holdfast.run.verify import verify_checkpoint
-from holdfast.storage.base import Storage
+from holdfast.store.base import Storage
 from holdfast.transfer.digest import table_nbytes
 
 

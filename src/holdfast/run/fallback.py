@@ -14,7 +14,7 @@ from holdfast.run.checkpoint import Checkpoint
 from holdfast.run.complete import check_present
 from holdfast.run.history import Located, Run, no_head
 from holdfast.run.paths import Target
-from holdfast.storage.base import Storage
+from holdfast.store.base import Storage
 
 
 class Skipped(msgspec.Struct, frozen=True, array_like=True):

@@ -26,7 +26,7 @@ from holdfast.format import records
 from holdfast.format.records import Commit, Epoch, Marker, Place, Record, Seal, Why
 from holdfast.format.tombstones import parse_removed_name, removed_key, removed_name
 from holdfast.run.paths import Target, no_run, some, storage_at
-from holdfast.storage.base import Storage
+from holdfast.store.base import Storage
 from holdfast.wording import count
 
 R = TypeVar("R", bound=Record)

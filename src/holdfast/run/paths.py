@@ -25,9 +25,9 @@ from holdfast.errors import ConfigurationError, NotFoundError
 from holdfast.format.near import near
 from holdfast.format.records import MARKER_KEY, Place
 from holdfast.run.foreign import file_kind, folder_kind
-from holdfast.storage.base import Storage
-from holdfast.storage.posix import PosixStorage
-from holdfast.storage.posix_errors import in_the_way
+from holdfast.store.base import Storage
+from holdfast.store.posix import PosixStorage
+from holdfast.store.posix_errors import in_the_way
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _SELECTOR = re.compile(r"(?P<root>.*)@(?:step=(?P<step>[^/@]*)|(?P<epoch>[0-9]+)\.(?P<seq>[0-9]+))", re.DOTALL)

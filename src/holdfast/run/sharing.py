@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 
 from holdfast.plan.exchange import Chunks
-from holdfast.storage.base import Bytes
+from holdfast.store.base import Bytes
 from holdfast.transfer.buffers import NUM_THREADS
 from holdfast.transfer.exchange import Exchange, Expected
 from holdfast.transfer.neighbours import Neighbour

@@ -13,7 +13,7 @@ from holdfast.format.container import BLOCK_NBYTES, FileLayout
 from holdfast.run.checkpoint import Checkpoint
 from holdfast.run.fault import MAX_NAMED, Fault
 from holdfast.run.history import Run
-from holdfast.storage.base import Bytes
+from holdfast.store.base import Bytes
 from holdfast.transfer.buffers import BufferPool, pipeline_pool
 from holdfast.transfer.digest import DIGEST_NBYTES, digest_blocks
 from holdfast.transfer.reader import DataFile, Extent, ReadJob, read_files

@@ -38,8 +38,8 @@ from holdfast.saving.survivor import finish_alone, is_desertion
 from holdfast.staging.device import await_queued
 from holdfast.state.flatten import flatten
 from holdfast.state.identity import parts_of
+from holdfast.store.timed import TimedStorage
 from holdfast.transfer.meter import Meter
-from holdfast.transfer.timed import TimedStorage
 from holdfast.wording import count
 
 #: How long a save may go on at most to commit alone when ranks are gone.

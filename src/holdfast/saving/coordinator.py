@@ -28,7 +28,7 @@ from holdfast.run.session import JOB, NEVER_LOADED, Sources
 from holdfast.saving.compare import describe, diverged, unite
 from holdfast.saving.local import NUM_TURNS, Local
 from holdfast.saving.messages import Compare, Described, Details, Digests, Planned, Questions, Written
-from holdfast.transfer.timed import TimedStorage
+from holdfast.store.timed import TimedStorage
 
 _log = logging.getLogger(__name__)
 

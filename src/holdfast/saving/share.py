@@ -19,11 +19,11 @@ from holdfast.run.checkpoint import pack_values
 from holdfast.saving.messages import Planned, Written
 from holdfast.state.flatten import FlatState
 from holdfast.state.memory import LocalPieces, MemorySource, packed
-from holdfast.storage.base import Storage
+from holdfast.store.base import Storage
+from holdfast.store.timed import TimedStorage
 from holdfast.transfer.buffers import pipeline_pool
 from holdfast.transfer.meter import Meter
 from holdfast.transfer.sources import BytesSource, Source
-from holdfast.transfer.timed import TimedStorage
 from holdfast.transfer.writer import write_file
 
 

@@ -16,7 +16,7 @@ from holdfast.format import records
 from holdfast.run.complete import complete, missing_files, read_manifest
 from holdfast.run.history import Run
 from holdfast.saving.messages import Planned
-from holdfast.storage.base import Storage
+from holdfast.store.base import Storage
 
 #: A survivor gives each one before it so much time, and all of them together no more than so much.
 _TURN_S: Final = 2.0

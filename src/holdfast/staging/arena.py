@@ -19,7 +19,7 @@ from holdfast.keeper.node_folder import NodeFolder, unusable_memory
 from holdfast.keeper.node_memory import give_way
 from holdfast.keeper.room import Room, rooms
 from holdfast.keeper.slots import REUSABLE, WHOLE, Contents, Record, Slot, State, slot_names
-from holdfast.storage.base import Bytes
+from holdfast.store.base import Bytes
 
 #: Makes memory known to an accelerator; returns what ends that.
 Register: TypeAlias = Callable[[Bytes], Callable[[], None]]

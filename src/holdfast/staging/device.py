@@ -20,7 +20,7 @@ from typing import Final
 
 import torch
 
-from holdfast.storage.base import Bytes
+from holdfast.store.base import Bytes
 
 #: So many calls are under way at the same time: one, and the next.
 _NUM_CALLS: Final = 2

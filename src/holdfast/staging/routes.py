@@ -11,7 +11,7 @@ import torch
 from holdfast.geometry import Box, FlatRange, flat_boxes
 from holdfast.state.gather import LocalTensor
 from holdfast.state.memory import LocalPieces, carried
-from holdfast.storage.base import Bytes
+from holdfast.store.base import Bytes
 
 #: A copy within one of these types keeps every bit (one of bools, say, keeps what they mean); each with the type of
 #: numpy whose memory looks the same.

@@ -15,7 +15,7 @@ from holdfast.format.dtypes import CARRIERS
 from holdfast.geometry import Box, FlatRange, Shape, flat_boxes, whole
 from holdfast.plan.layout import Pieces, Placed, TensorLayout
 from holdfast.plan.placements import local_boxes
-from holdfast.storage.base import Bytes
+from holdfast.store.base import Bytes
 from holdfast.transfer.buffers import BUFFER_NBYTES
 from holdfast.transfer.sources import JoinedSources
 

@@ -15,7 +15,7 @@ from torch._C._nn import unflatten_dense_tensors
 from holdfast.format.dtypes import CARRIERS
 from holdfast.geometry import Box, whole
 from holdfast.state.memory import carried, copy_elements
-from holdfast.storage.base import Bytes
+from holdfast.store.base import Bytes
 
 Array = npt.NDArray[Any]
 

@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Self
 
 from holdfast.format.container import BLOCK_NBYTES
-from holdfast.storage.base import Bytes
+from holdfast.store.base import Bytes
 from holdfast.transfer.pages import anonymous
 
 #: What goes through the pipeline at a time. Buffers of this size stay in the processor's cache, from the device to the

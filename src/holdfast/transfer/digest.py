@@ -5,7 +5,7 @@ from __future__ import annotations
 import xxhash
 
 from holdfast.format.container import BLOCK_NBYTES, num_blocks
-from holdfast.storage.base import Bytes
+from holdfast.store.base import Bytes
 
 DIGEST_NBYTES = 16
 

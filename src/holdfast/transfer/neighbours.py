@@ -22,7 +22,7 @@ from typing import NamedTuple, Self
 
 import numpy as np
 
-from holdfast.storage.base import Bytes
+from holdfast.store.base import Bytes
 from holdfast.transfer import pages
 
 _CREDENTIALS = struct.Struct("iII")

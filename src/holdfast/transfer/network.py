@@ -21,7 +21,7 @@ from typing import Self
 import xxhash
 
 from holdfast.errors import StorageError
-from holdfast.storage.base import Bytes
+from holdfast.store.base import Bytes
 from holdfast.transfer.neighbours import NeighbourGone
 
 _HELLO = struct.Struct("<16sI")

@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from holdfast.storage.base import Bytes
-from holdfast.storage.linux import collapse_pages, map_file
+from holdfast.store.base import Bytes
+from holdfast.store.linux import collapse_pages, map_file
 
 HUGE_PAGE_NBYTES = 2 << 20
 

@@ -21,7 +21,7 @@ import numpy as np
 from holdfast.errors import CorruptError
 from holdfast.format.container import BLOCK_NBYTES
 from holdfast.geometry import Int64s
-from holdfast.storage.base import Bytes, FileReader
+from holdfast.store.base import Bytes, FileReader
 from holdfast.transfer.buffers import NUM_THREADS, BufferPool, run_threads
 from holdfast.transfer.digest import first_bad_block, table_nbytes
 

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
-from holdfast.storage.base import Bytes
+from holdfast.store.base import Bytes
 
 
 class Source(Protocol):

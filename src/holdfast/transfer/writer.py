@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from holdfast.format.container import ALIGNMENT
-from holdfast.storage.base import Bytes, FileWriter
+from holdfast.store.base import Bytes, FileWriter
 from holdfast.transfer.buffers import NUM_THREADS, BufferPool, run_threads
 from holdfast.transfer.digest import digest_blocks
 from holdfast.transfer.meter import Meter

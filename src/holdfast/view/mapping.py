@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
-from holdfast.storage import linux
-from holdfast.storage.base import Bytes
+from holdfast.store import linux
+from holdfast.store.base import Bytes
 
 CAN_MAP = sys.platform == "linux"
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from holdfast.format.container import BLOCK_NBYTES, Entry, FileLayout
 from holdfast.geometry import Box, FlatRange, flat_boxes
 from holdfast.run.checkpoint import Checkpoint
-from holdfast.storage.base import Bytes
+from holdfast.store.base import Bytes
 from holdfast.transfer.buffers import BufferPool
 from holdfast.transfer.digest import first_bad_block
 from holdfast.transfer.reader import DataFile

@@ -18,8 +18,8 @@ from holdfast.plan.load import Want, plan_load
 from holdfast.run.checkpoint import Checkpoint
 from holdfast.run.history import resolve
 from holdfast.run.paths import Target
-from holdfast.storage.base import Bytes
-from holdfast.storage.posix import PosixStorage
+from holdfast.store.base import Bytes
+from holdfast.store.posix import PosixStorage
 from holdfast.view.index import Lattice
 from holdfast.view.mapping import CAN_MAP, map_file
 

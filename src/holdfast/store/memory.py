@@ -8,7 +8,7 @@ from typing import NoReturn
 import numpy as np
 
 from holdfast.errors import CorruptError, NotFoundError, StorageError
-from holdfast.storage.base import Bytes, FileReader
+from holdfast.store.base import Bytes, FileReader
 
 
 class MemoryStorage:

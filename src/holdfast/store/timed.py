@@ -17,8 +17,8 @@ from types import TracebackType
 from typing import Self, TypeVar
 
 from holdfast.errors import StorageError
-from holdfast.storage.base import Bytes, FileReader, FileWriter, Storage
-from holdfast.transfer.helpers import Helpers
+from holdfast.store.base import Bytes, FileReader, FileWriter, Storage
+from holdfast.store.helpers import Helpers
 
 #: How long dropping a file is waited for when the time is up, and how long what was given up before that.
 _GRACE_S = 0.1

@@ -20,9 +20,9 @@ import time
 from contextlib import suppress
 
 from holdfast.errors import StorageError
-from holdfast.storage.base import Bytes
-from holdfast.storage.linux import ALIGNMENT, is_local, open_direct, rename_without_replace, reserve
-from holdfast.storage.posix_errors import long, not_found, reported, short, unfenced
+from holdfast.store.base import Bytes
+from holdfast.store.linux import ALIGNMENT, is_local, open_direct, rename_without_replace, reserve
+from holdfast.store.posix_errors import long, not_found, reported, short, unfenced
 
 _log = logging.getLogger(__name__)
 

@@ -1,1 +1,0 @@
-"""Where bytes live: one small protocol (`holdfast.storage.base`) and its backends."""

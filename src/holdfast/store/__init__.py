@@ -1,0 +1,1 @@
+"""Where bytes live: one small protocol (`holdfast.store.base`), its backends, and their deadlines."""
