@@ -30,10 +30,10 @@ from bench.rank import HOST, joined, require_same
 from bench.results import StateSize
 from bench.state import LlamaLike, State
 from holdfast.format.container import BLOCK_NBYTES
+from holdfast.io.digest import digest_blocks
 from holdfast.run.history import Run
 from holdfast.run.paths import storage_at
 from holdfast.store.base import Bytes
-from holdfast.transfer.digest import digest_blocks
 
 #: A copy is tried so often in a round; the best one counts.
 _COPIES = 3

@@ -26,10 +26,10 @@ from bench.results import RESULTS
 from holdfast.format import container, manifest, records
 from holdfast.format.container import TABLE_OFFSET, Files
 from holdfast.format.records import FileSeal, Place, SealDigest
+from holdfast.io.digest import table_nbytes
 from holdfast.run.complete import read_manifest
 from holdfast.run.history import Run
 from holdfast.run.paths import storage_at
-from holdfast.transfer.digest import table_nbytes
 
 LENGTHS = (10, 1_000, 10_000)
 #: ``holdfast ls`` of the longest history.

@@ -14,13 +14,13 @@ from holdfast.format.container import Files
 from holdfast.format.records import Commit, Place, Why
 from holdfast.format.values import Plain
 from holdfast.geometry import Box
+from holdfast.io.digest import digest_blocks
 from holdfast.plan.layout import Pieces, TensorLayout
 from holdfast.plan.save import Identity, RankValues, SavePlan, encode_plan, plan_save
 from holdfast.run.checkpoint import Checkpoint, pack_values
 from holdfast.run.complete import complete
 from holdfast.run.history import Run
 from holdfast.run.verify import verify_checkpoint
-from holdfast.transfer.digest import digest_blocks
 from holdfast.view import View
 from tests.worlds import World, data_sections
 

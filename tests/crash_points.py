@@ -29,10 +29,10 @@ from typing import Any, Final
 from unittest.mock import patch
 
 from holdfast.control.channel import Channel, Deadline, Outcome
+from holdfast.io.buffers import BufferPool
 from holdfast.saving import share
 from holdfast.store import posix
 from holdfast.store.posix import PosixStorage, PosixWriter
-from holdfast.transfer.buffers import BufferPool
 
 BUFFER_NBYTES: Final = 2**20
 #: Each rank's data section is made so large that it takes so many buffers.

@@ -40,10 +40,10 @@ import xxhash
 
 from holdfast.control.channel import Channel
 from holdfast.format.container import ALIGNMENT
+from holdfast.io import digest
 from holdfast.keeper.node_folder import NodeFolder
 from holdfast.keeper.slots import Record, Slot
 from holdfast.store.posix import PosixWriter
-from holdfast.transfer import digest
 from tests import crash_points
 
 Role = Literal["trainer", "keeper"]

@@ -16,12 +16,12 @@ from holdfast.format.container import BLOCK_NBYTES, Files
 from holdfast.format.names import own_part
 from holdfast.format.records import Commit, Diverged, Epoch, FileSeal, Marker, Place, Seal, SealDigest
 from holdfast.format.values import Node
+from holdfast.io.buffers import BufferPool
+from holdfast.io.writer import write_file
 from holdfast.plan.layout import TensorLayout
 from holdfast.plan.save import Identity, RankValues, encode_plan, plan_save
 from holdfast.run.checkpoint import pack_values
 from holdfast.store.base import Bytes
-from holdfast.transfer.buffers import BufferPool
-from holdfast.transfer.writer import write_file
 from tests.memory_storage import MemoryStorage
 from tests.worlds import World, data_sections
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.transfer.buffers import BufferPool
-from tests.test_transfer import MIB, PAGE
+from holdfast.io.buffers import BufferPool
+from tests.test_io import MIB, PAGE
 
 
 def test_buffers_are_page_aligned_and_disjoint() -> None:

@@ -20,12 +20,16 @@ from torch.distributed.tensor import Shard as DShard
 
 import holdfast
 from bench.layouts import fsdp
+from holdfast.cooperative import reading as together
+from holdfast.cooperative.neighbours import node_id
 from holdfast.errors import ConfigurationError, IncompatibleError
 from holdfast.format.container import Files
 from holdfast.format.manifest import decode
 from holdfast.format.patterns import Globs
 from holdfast.geometry import FlatRange, Int64s, Shape
-from holdfast.loading import together
+from holdfast.io import reader
+from holdfast.io.buffers import BUFFER_NBYTES
+from holdfast.io.reader import ReadJob
 from holdfast.loading.dry_run import LoadPlan
 from holdfast.mapping import Fuse, Pad, Rename, Rule, Stack, Transpose
 from holdfast.plan import blocks, layout_rules
@@ -43,10 +47,6 @@ from holdfast.plan.save import encode_plan, plan_save
 from holdfast.run.checkpoint import Checkpoint
 from holdfast.run.history import resolve
 from holdfast.run.paths import parse
-from holdfast.transfer import reader
-from holdfast.transfer.buffers import BUFFER_NBYTES
-from holdfast.transfer.neighbours import node_id
-from holdfast.transfer.reader import ReadJob
 from tests.models import start_new_job
 from tests.ranks import run_ranks
 from tests.worlds import IDENTITY, World, placements, worlds

@@ -18,14 +18,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from holdfast.cooperative.neighbours import NeighbourGone, Neighbours, SharedMemory, node_id
+from holdfast.cooperative.sharing import SharedReading, sent_and_received
 from holdfast.errors import CorruptError
 from holdfast.geometry import Int64s
+from holdfast.io.reader import DataFile, Extent, ReadJob
 from holdfast.plan.exchange import Bandwidths, Chunks, divide_job_reads, divide_reads
-from holdfast.run.sharing import SharedReading, sent_and_received
 from holdfast.store.base import Bytes
 from holdfast.store.posix import PosixStorage
-from holdfast.transfer.neighbours import NeighbourGone, Neighbours, SharedMemory, node_id
-from holdfast.transfer.reader import DataFile, Extent, ReadJob
 
 CHUNK = 16
 MIB = 1 << 20

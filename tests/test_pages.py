@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from holdfast.transfer.pages import HUGE_PAGE_NBYTES, anonymous, in_huge_pages, shared
+from holdfast.io.pages import HUGE_PAGE_NBYTES, anonymous, in_huge_pages, shared
 
 NBYTES = 4 * HUGE_PAGE_NBYTES
 NAME = "holdfast-test-pages"

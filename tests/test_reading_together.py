@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 
 import holdfast
 from holdfast import HoldfastError
-from holdfast.loading import together
+from holdfast.cooperative import reading as together
+from holdfast.cooperative.neighbours import node_id
 from holdfast.plan.exchange import Bandwidths
-from holdfast.transfer.neighbours import node_id
 from tests.faulty_storage import watched_store
 from tests.models import start_new_job
 from tests.ranks import RankDiedError, RanksFailedError, run_ranks

@@ -22,8 +22,8 @@ from holdfast.store.memory import MemoryFile, MemoryStorage
 from holdfast.store.posix import PosixStorage
 from holdfast.store.timed import TimedStorage
 from tests.faulty_storage import FaultyStorage
+from tests.test_io import eventually, hanging, helpers
 from tests.test_posix_storage import BLOCK, aligned, files_below, random_bytes
-from tests.test_transfer import eventually, hanging, helpers
 
 #: An operation on files, and what it was done to.
 Operation = tuple[str, str]

@@ -67,6 +67,7 @@ _HOMES = {
     "Bandwidths": "holdfast.plan.exchange",
     "register_tensor": "holdfast.state.registry",
     "register_value": "holdfast.state.registry",
+    "transfer": "holdfast.publishing",
 }
 
 __all__ = [
@@ -112,8 +113,8 @@ def __getattr__(name: str) -> object:
         from importlib.metadata import version
 
         return version("holdfast")
-    if name in ("mapping", "transfer"):
-        return importlib.import_module(f"holdfast.{name}")
+    if name == "mapping":
+        return importlib.import_module("holdfast.mapping")
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'holdfast' has no attribute {name!r}")

@@ -7,7 +7,7 @@ from tests.mutants import Mutation
 MUTATIONS = [
     Mutation(  # digests are computed and not compared
         "museum/test_wrong_bytes.py::test_a_flipped_bit_loads_silently",
-        "transfer/reader.py",
+        "io/reader.py",
         "        if bad_block is not None:\n",
         "        if bad_block is not None and bad_block < 0:\n",
     ),

@@ -16,14 +16,14 @@ from holdfast.format import container, records
 from holdfast.format import manifest as fmt
 from holdfast.format.container import Files
 from holdfast.format.records import Commit, FileSeal
+from holdfast.io.digest import digest_blocks
+from holdfast.io.writer import write_memory
 from holdfast.keeper.generations import Generation
 from holdfast.keeper.slots import Record, Slot, State
 from holdfast.run.complete import Stored, finish, missing_files
 from holdfast.run.history import Run
 from holdfast.store.base import Bytes
 from holdfast.store.timed import TimedStorage
-from holdfast.transfer.digest import digest_blocks
-from holdfast.transfer.writer import write_memory
 
 
 class Sealing:

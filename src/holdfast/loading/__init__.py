@@ -15,13 +15,13 @@ from torch.distributed import ProcessGroup
 
 from holdfast.control.channel import Channel, Deadline
 from holdfast.control.torch_store import default_channel, group_ranks
+from holdfast.cooperative.reading import MEMORY_NBYTES, MIN_MEMORY_NBYTES, ReadCost, Together
 from holdfast.decoding import decode_msgpack
 from holdfast.errors import ConfigurationError, CorruptError, HoldfastError, StorageError
 from holdfast.format.patterns import Globs
 from holdfast.format.records import Place
 from holdfast.loading.filling import Filling
 from holdfast.loading.names import Names, compared
-from holdfast.loading.together import MEMORY_NBYTES, MIN_MEMORY_NBYTES, ReadCost, Together
 from holdfast.mapping import Pad, Rule
 from holdfast.phases import LOG, Stopwatch, attempt
 from holdfast.plan.draft import Table

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from threading import Event, Thread
 from typing import Final
 
-from holdfast.transfer.meter import Meter
+from holdfast.io.meter import Meter
 
 #: Saves and loads that end sooner show nothing.
 PATIENCE_S: Final = 3.0

@@ -18,6 +18,7 @@ from torch.distributed import ProcessGroup
 
 from holdfast.control.channel import Channel, Deadline
 from holdfast.control.torch_store import default_channel, group_ranks
+from holdfast.cooperative.reading import Together
 from holdfast.decoding import decode_msgpack
 from holdfast.errors import IncompatibleError
 from holdfast.format import manifest as fmt
@@ -26,7 +27,6 @@ from holdfast.format.container import FileLayout
 from holdfast.format.patterns import Globs
 from holdfast.loading.filling import Filling
 from holdfast.loading.names import Names, compared
-from holdfast.loading.together import Together
 from holdfast.phases import Stopwatch, attempt
 from holdfast.plan.parts import stored_tensors
 from holdfast.publishing.live import NAME, LiveFile, live_checkpoint

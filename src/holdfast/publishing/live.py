@@ -15,11 +15,11 @@ import xxhash
 from holdfast.format import manifest as fmt
 from holdfast.format.container import Files
 from holdfast.format.records import FileSeal, Seal
+from holdfast.io.sources import BytesSource, JoinedSources, Source
 from holdfast.run.checkpoint import Checkpoint
 from holdfast.run.history import Located
 from holdfast.store.base import Bytes
 from holdfast.store.memory import MemoryStorage
-from holdfast.transfer.sources import BytesSource, JoinedSources, Source
 
 #: What messages call it.
 NAME: Final = "the source of the transfer"

@@ -23,12 +23,12 @@ from holdfast.format.manifest import DecodedManifest, ValueBlock
 from holdfast.format.names import shown
 from holdfast.format.values import Node
 from holdfast.geometry import Box
+from holdfast.io.buffers import pipeline_pool
+from holdfast.io.reader import DataFile, Extent, ReadJob, ReadStats, read_files
 from holdfast.plan.load import FileReads, Want, pieces, plan_load
 from holdfast.plan.strips import Move, Strip, moves
 from holdfast.run.history import Located
 from holdfast.store.base import Bytes, FileReader
-from holdfast.transfer.buffers import pipeline_pool
-from holdfast.transfer.reader import DataFile, Extent, ReadJob, ReadStats, read_files
 from holdfast.wording import count
 
 OpenReader = Callable[[str], FileReader]

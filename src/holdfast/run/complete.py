@@ -21,12 +21,12 @@ from holdfast.format.container import TABLE_OFFSET, FileLayout, Files
 from holdfast.format.manifest import DecodedManifest
 from holdfast.format.records import Commit, Diverged, FileSeal, Seal, SealDigest
 from holdfast.format.tombstones import Abandoned
+from holdfast.io.digest import table_nbytes
 from holdfast.run.checkpoint import Checkpoint
 from holdfast.run.history import Located, Run
 from holdfast.run.paths import some
 from holdfast.run.verify import verify_checkpoint
 from holdfast.store.base import Storage
-from holdfast.transfer.digest import table_nbytes
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,13 @@ import numpy as np
 from holdfast.errors import CorruptError, IncompatibleError, NotFoundError, StorageError
 from holdfast.format import container, records
 from holdfast.format.container import BLOCK_NBYTES, FileLayout
+from holdfast.io.buffers import BufferPool, pipeline_pool
+from holdfast.io.digest import DIGEST_NBYTES, digest_blocks
+from holdfast.io.reader import DataFile, Extent, ReadJob, read_files
 from holdfast.run.checkpoint import Checkpoint
 from holdfast.run.fault import MAX_NAMED, Fault
 from holdfast.run.history import Run
 from holdfast.store.base import Bytes
-from holdfast.transfer.buffers import BufferPool, pipeline_pool
-from holdfast.transfer.digest import DIGEST_NBYTES, digest_blocks
-from holdfast.transfer.reader import DataFile, Extent, ReadJob, read_files
 from holdfast.wording import count
 
 

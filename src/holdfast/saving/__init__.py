@@ -24,6 +24,7 @@ from holdfast.decoding import decode_msgpack
 from holdfast.errors import HoldfastError
 from holdfast.format.patterns import Globs
 from holdfast.format.records import MAX_RECORD_NBYTES, Commit, now
+from holdfast.io.meter import Meter
 from holdfast.phases import LOG, Stopwatch, attempt
 from holdfast.progress import PATIENCE_S, of_first_rank, progress
 from holdfast.reports import SaveReport
@@ -39,7 +40,6 @@ from holdfast.staging.device import await_queued
 from holdfast.state.flatten import flatten
 from holdfast.state.identity import parts_of
 from holdfast.store.timed import TimedStorage
-from holdfast.transfer.meter import Meter
 from holdfast.wording import count
 
 #: How long a save may go on at most to commit alone when ranks are gone.

@@ -15,16 +15,16 @@ from holdfast.format import manifest as fmt
 from holdfast.format.container import FileLayout, Files
 from holdfast.format.manifest import DecodedManifest
 from holdfast.format.values import Node
+from holdfast.io.buffers import pipeline_pool
+from holdfast.io.meter import Meter
+from holdfast.io.sources import BytesSource, Source
+from holdfast.io.writer import write_file
 from holdfast.run.checkpoint import pack_values
 from holdfast.saving.messages import Planned, Written
 from holdfast.state.flatten import FlatState
 from holdfast.state.memory import LocalPieces, MemorySource, packed
 from holdfast.store.base import Storage
 from holdfast.store.timed import TimedStorage
-from holdfast.transfer.buffers import pipeline_pool
-from holdfast.transfer.meter import Meter
-from holdfast.transfer.sources import BytesSource, Source
-from holdfast.transfer.writer import write_file
 
 
 @dataclass(frozen=True)

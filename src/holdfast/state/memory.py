@@ -13,11 +13,11 @@ import xxhash
 
 from holdfast.format.dtypes import CARRIERS
 from holdfast.geometry import Box, FlatRange, Shape, flat_boxes, whole
+from holdfast.io.buffers import BUFFER_NBYTES
+from holdfast.io.sources import JoinedSources
 from holdfast.plan.layout import Pieces, Placed, TensorLayout
 from holdfast.plan.placements import local_boxes
 from holdfast.store.base import Bytes
-from holdfast.transfer.buffers import BUFFER_NBYTES
-from holdfast.transfer.sources import JoinedSources
 
 _TORCH_CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 

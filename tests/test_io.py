@@ -20,14 +20,14 @@ from hypothesis import strategies as st
 
 from holdfast.errors import CorruptError, NotFoundError, StorageError
 from holdfast.format.container import BLOCK_NBYTES
+from holdfast.io.buffers import BufferPool
+from holdfast.io.digest import DIGEST_NBYTES, digest_blocks, first_bad_block
+from holdfast.io.reader import DataFile, Extent, ReadJob, ReadStats, read_files
+from holdfast.io.writer import write_file
 from holdfast.store import helpers as helpers_module
 from holdfast.store.base import Bytes, Storage
 from holdfast.store.posix import PosixStorage
 from holdfast.store.timed import TimedStorage
-from holdfast.transfer.buffers import BufferPool
-from holdfast.transfer.digest import DIGEST_NBYTES, digest_blocks, first_bad_block
-from holdfast.transfer.reader import DataFile, Extent, ReadJob, ReadStats, read_files
-from holdfast.transfer.writer import write_file
 from tests.faulty_storage import Count, FaultyStorage, HangAt
 
 PAGE = 4096

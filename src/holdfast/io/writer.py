@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from holdfast.format.container import ALIGNMENT
+from holdfast.io.buffers import NUM_THREADS, BufferPool, run_threads
+from holdfast.io.digest import digest_blocks
+from holdfast.io.meter import Meter
+from holdfast.io.sources import JoinedSources, Source
 from holdfast.store.base import Bytes, FileWriter
-from holdfast.transfer.buffers import NUM_THREADS, BufferPool, run_threads
-from holdfast.transfer.digest import digest_blocks
-from holdfast.transfer.meter import Meter
-from holdfast.transfer.sources import JoinedSources, Source
 from holdfast.wording import count
 
 #: From memory that nothing is copied from, a device takes more at a time.

@@ -11,8 +11,8 @@ from types import TracebackType
 from typing import Self
 
 from holdfast.format.container import BLOCK_NBYTES
+from holdfast.io.pages import anonymous
 from holdfast.store.base import Bytes
-from holdfast.transfer.pages import anonymous
 
 #: What goes through the pipeline at a time. Buffers of this size stay in the processor's cache, from the device to the
 #: digest and the copy; those of 8 MiB took a fifth longer.

@@ -16,8 +16,8 @@ from contextlib import contextmanager
 from threading import Lock, Thread
 from typing import NamedTuple
 
-from holdfast.transfer.neighbours import Neighbour, NeighbourGone
-from holdfast.transfer.reader import Chunk, Offer, Reading
+from holdfast.cooperative.neighbours import Neighbour, NeighbourGone
+from holdfast.io.reader import Chunk, Offer, Reading
 
 #: What it is, the number of the chunk, and the number of the sender's, or the receiver's own, buffer.
 _MESSAGE = struct.Struct("<BQI")

@@ -21,9 +21,9 @@ import numpy as np
 from holdfast.errors import CorruptError
 from holdfast.format.container import BLOCK_NBYTES
 from holdfast.geometry import Int64s
+from holdfast.io.buffers import NUM_THREADS, BufferPool, run_threads
+from holdfast.io.digest import first_bad_block, table_nbytes
 from holdfast.store.base import Bytes, FileReader
-from holdfast.transfer.buffers import NUM_THREADS, BufferPool, run_threads
-from holdfast.transfer.digest import first_bad_block, table_nbytes
 
 _PAGE_NBYTES = 4096
 #: Gaps up to this size are read through: a request of its own would cost more.

@@ -20,9 +20,9 @@ from typing import Self
 
 import xxhash
 
+from holdfast.cooperative.neighbours import NeighbourGone
 from holdfast.errors import StorageError
 from holdfast.store.base import Bytes
-from holdfast.transfer.neighbours import NeighbourGone
 
 _HELLO = struct.Struct("<16sI")
 #: Number, size and digest of what follows.

@@ -22,8 +22,8 @@ from typing import NamedTuple, Self
 
 import numpy as np
 
+from holdfast.io import pages
 from holdfast.store.base import Bytes
-from holdfast.transfer import pages
 
 _CREDENTIALS = struct.Struct("iII")
 #: Who greets, and how much memory it shares: for data, and behind that for its note.

@@ -16,22 +16,22 @@ import numpy as np
 from msgspec.structs import replace
 
 from holdfast.control.channel import Channel, Deadline
+from holdfast.cooperative.neighbours import Neighbour, NeighbourGone, Neighbours, SharedMemory, node_id
+from holdfast.cooperative.network import Peers
+from holdfast.cooperative.sharing import SharedReading, sent_and_received
 from holdfast.decoding import decode_msgpack
 from holdfast.errors import DeadlineError, StorageError
 from holdfast.format.manifest import data_nbytes
 from holdfast.geometry import Int64s
+from holdfast.io.buffers import BUFFER_NBYTES, NUM_THREADS, pipeline_pool
+from holdfast.io.meter import Meter
+from holdfast.io.reader import ReadJob
 from holdfast.phases import attempt
 from holdfast.plan.exchange import Bandwidths, Chunks, divide_job_reads, divide_reads, united
 from holdfast.plan.load import Want
 from holdfast.run.checkpoint import Checkpoint, Targets
-from holdfast.run.sharing import SharedReading, sent_and_received
 from holdfast.store.base import Bytes
 from holdfast.store.timed import TimedStorage
-from holdfast.transfer.buffers import BUFFER_NBYTES, NUM_THREADS, pipeline_pool
-from holdfast.transfer.meter import Meter
-from holdfast.transfer.neighbours import Neighbour, NeighbourGone, Neighbours, SharedMemory, node_id
-from holdfast.transfer.network import Peers
-from holdfast.transfer.reader import ReadJob
 
 #: Memory through which a rank reads for others of its node: by default, and at least.
 MEMORY_NBYTES = 16 << 20

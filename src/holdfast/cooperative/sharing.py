@@ -8,14 +8,14 @@ from functools import partial
 
 import numpy as np
 
+from holdfast.cooperative.exchange import Exchange, Expected
+from holdfast.cooperative.neighbours import Neighbour
+from holdfast.cooperative.network import Peers
+from holdfast.io.buffers import NUM_THREADS
+from holdfast.io.pages import in_huge_pages
+from holdfast.io.reader import Chunk, OnCorrupt, Reading, ReadJob, Target
 from holdfast.plan.exchange import Chunks
 from holdfast.store.base import Bytes
-from holdfast.transfer.buffers import NUM_THREADS
-from holdfast.transfer.exchange import Exchange, Expected
-from holdfast.transfer.neighbours import Neighbour
-from holdfast.transfer.network import Peers
-from holdfast.transfer.pages import in_huge_pages
-from holdfast.transfer.reader import Chunk, OnCorrupt, Reading, ReadJob, Target
 
 
 class SharedReading:
