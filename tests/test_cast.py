@@ -13,7 +13,7 @@ from torch.optim import AdamW
 import holdfast
 from holdfast import Box, FlatRange, IncompatibleError, Piecewise
 from holdfast.mapping import Cast
-from holdfast.plan.parts import castable
+from holdfast.mapping.parts import castable
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
 

@@ -32,16 +32,16 @@ from holdfast.io.buffers import BUFFER_NBYTES
 from holdfast.io.reader import ReadJob
 from holdfast.loading.dry_run import LoadPlan
 from holdfast.mapping import Fuse, Pad, Rename, Rule, Stack, Transpose
+from holdfast.mapping.apply import mapped
+from holdfast.mapping.draft import Table
+from holdfast.mapping.parts import Stored, as_stored, stored_tensors
 from holdfast.plan import blocks, layout_rules
 from holdfast.plan.blocks import PerFile, Reading
-from holdfast.plan.draft import Table
 from holdfast.plan.dry_run import Traffic, even_nodes, match, seconds, traffic
 from holdfast.plan.exchange import Bandwidths, divide_job_reads, divide_reads, united
 from holdfast.plan.layout import Mesh, Pieces, Placed, Replicate, Shard, TensorLayout
 from holdfast.plan.layout_rules import Held, Stage, assign, from_toml
 from holdfast.plan.load import Want, plan_load
-from holdfast.plan.mapping import mapped
-from holdfast.plan.parts import Stored, as_stored, stored_tensors
 from holdfast.plan.placements import local_boxes
 from holdfast.plan.save import encode_plan, plan_save
 from holdfast.run.checkpoint import Checkpoint

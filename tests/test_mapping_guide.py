@@ -13,9 +13,9 @@ from torch import nn
 import holdfast
 from holdfast.geometry import Box
 from holdfast.mapping import Fuse, Pad, Rule, from_toml
-from holdfast.plan.draft import Table
-from holdfast.plan.mapping import mapped
-from holdfast.plan.parts import Stored
+from holdfast.mapping.apply import mapped
+from holdfast.mapping.draft import Table
+from holdfast.mapping.parts import Stored
 
 GUIDE = (Path(__file__).parent.parent / "docs" / "guides" / "mapping.md").read_text()
 BLOCKS: list[str] = re.findall(r"```py\n(.*?)```", GUIDE, re.DOTALL)

@@ -17,9 +17,9 @@ import holdfast
 from holdfast import Box, FlatRange, Piecewise
 from holdfast.geometry import coverage_fault
 from holdfast.mapping import Cast, Crop, Drop, Fuse, Pad, Rename, Rule, Split, Stack, Transpose, Unstack
-from holdfast.plan.draft import Table
-from holdfast.plan.mapping import mapped
-from holdfast.plan.parts import Stored
+from holdfast.mapping.apply import mapped
+from holdfast.mapping.draft import Table
+from holdfast.mapping.parts import Stored
 
 Array = npt.NDArray[Any]
 Shape = tuple[int, ...]

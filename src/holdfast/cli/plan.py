@@ -18,13 +18,13 @@ from holdfast.cli.screen import Listing, console, print_json, say
 from holdfast.errors import ConfigurationError, printable
 from holdfast.format.manifest import file_name
 from holdfast.format.patterns import Globs
+from holdfast.mapping.apply import mapped
+from holdfast.mapping.draft import Table
+from holdfast.mapping.parts import stored_tensors
 from holdfast.plan import dry_run, layout_rules
-from holdfast.plan.draft import Table
 from holdfast.plan.dry_run import Cast, Matching, Traffic
 from holdfast.plan.exchange import Bandwidths, Seconds
 from holdfast.plan.layout_rules import Layout
-from holdfast.plan.mapping import mapped
-from holdfast.plan.parts import stored_tensors
 from holdfast.reports import size
 from holdfast.run.checkpoint import Checkpoint
 from holdfast.run.history import resolve

@@ -23,11 +23,11 @@ from holdfast.format.records import Place
 from holdfast.loading.filling import Filling
 from holdfast.loading.names import Names, compared
 from holdfast.mapping import Pad, Rule
+from holdfast.mapping.apply import mapped
+from holdfast.mapping.draft import Table
+from holdfast.mapping.parts import stored_tensors
 from holdfast.phases import LOG, Stopwatch, attempt
-from holdfast.plan.draft import Table
 from holdfast.plan.exchange import Bandwidths
-from holdfast.plan.mapping import mapped
-from holdfast.plan.parts import stored_tensors
 from holdfast.progress import PATIENCE_S, of_first_rank, progress
 from holdfast.reports import LoadReport
 from holdfast.run.checkpoint import Checkpoint

@@ -14,8 +14,8 @@ from holdfast.format.manifest import file_name
 from holdfast.format.patterns import Globs
 from holdfast.loading.wanted import wanted
 from holdfast.mapping import Rule
-from holdfast.plan.mapping import mapped
-from holdfast.plan.parts import stored_tensors
+from holdfast.mapping.apply import mapped
+from holdfast.mapping.parts import stored_tensors
 from holdfast.reports import listed, printed, size
 from holdfast.run.checkpoint import Checkpoint
 from holdfast.run.history import resolve

@@ -12,8 +12,8 @@ from holdfast.control.channel import Deadline
 from holdfast.errors import DeadlineError
 from holdfast.geometry import Box
 from holdfast.loading.wanted import Wanted, wanted
+from holdfast.mapping.parts import Parts
 from holdfast.plan.load import Want
-from holdfast.plan.parts import Parts
 from holdfast.run.checkpoint import Checkpoint, Targets
 from holdfast.staging.device import await_queued
 from holdfast.staging.guard import await_copies

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 import torch
 
 from holdfast.geometry import Box
+from holdfast.mapping.parts import NO_AXIS, Parts
 from holdfast.plan.load import Want, resharded
-from holdfast.plan.parts import NO_AXIS, Parts
 from holdfast.run.checkpoint import Checkpoint
 from holdfast.state.binding import Binding
 from holdfast.state.match import Target

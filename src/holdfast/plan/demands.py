@@ -9,10 +9,10 @@ import numpy as np
 
 from holdfast.format.container import Files
 from holdfast.geometry import Box, Int64s, Shape
+from holdfast.mapping.parts import NO_AXIS, Part
 from holdfast.plan.exchange import Bools
 from holdfast.plan.layout_rules import Held, Place
 from holdfast.plan.overlay import overlay
-from holdfast.plan.parts import NO_AXIS, Part
 from holdfast.plan.placements import placed_cells
 
 

@@ -11,12 +11,12 @@ import numpy as np
 from holdfast.format.container import Files
 from holdfast.format.patterns import Globs, unmatched
 from holdfast.geometry import Int64s, Shape
+from holdfast.mapping.draft import Table
+from holdfast.mapping.parts import as_stored, castable
 from holdfast.plan.blocks import Reading, count_blocks
 from holdfast.plan.demands import Demands
-from holdfast.plan.draft import Table
 from holdfast.plan.exchange import Bandwidths, Seconds
 from holdfast.plan.layout_rules import Held, Layout, assign, parameter_of
-from holdfast.plan.parts import as_stored, castable
 
 
 class Cast(msgspec.Struct, frozen=True):

@@ -33,8 +33,8 @@ from holdfast.format.dtypes import DTYPES
 from holdfast.format.near import near
 from holdfast.format.patterns import Pattern
 from holdfast.geometry import Shape
+from holdfast.mapping.parts import Stored
 from holdfast.plan.layout import Mesh, Placed, Placement, Replicate, Shard
-from holdfast.plan.parts import Stored
 
 _PLACE = re.compile(r"(replicate)|(shard|stage) +([0-9]{1,6})")
 _TABLE = re.compile(r"\s*\[\[\s*rule\s*\]\]")

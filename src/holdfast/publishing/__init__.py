@@ -27,8 +27,8 @@ from holdfast.format.container import FileLayout
 from holdfast.format.patterns import Globs
 from holdfast.loading.filling import Filling
 from holdfast.loading.names import Names, compared
+from holdfast.mapping.parts import stored_tensors
 from holdfast.phases import Stopwatch, attempt
-from holdfast.plan.parts import stored_tensors
 from holdfast.publishing.live import NAME, LiveFile, live_checkpoint
 from holdfast.publishing.overlap import to_fill
 from holdfast.publishing.planner import Announced, Answer, Planner, Told

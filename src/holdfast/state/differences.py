@@ -13,7 +13,7 @@ from holdfast.format.names import own_part
 from holdfast.format.near import Substitution, near, substitution
 from holdfast.format.values import Encoded, Node, Open, Planes, Stateful, TensorRef, TorchValue
 from holdfast.geometry import Shape
-from holdfast.plan.parts import Stored
+from holdfast.mapping.parts import Stored
 from holdfast.wording import count, with_article
 
 __all__ = ["Mismatches", "Stored", "difference", "is_leaf", "listing", "word"]

@@ -13,7 +13,7 @@ from holdfast.format import values
 from holdfast.format.patterns import Globs
 from holdfast.format.values import Node
 from holdfast.geometry import Shape
-from holdfast.plan.parts import castable
+from holdfast.mapping.parts import castable
 from holdfast.state.differences import Mismatches, Stored
 from holdfast.state.gather import LocalTensor
 from holdfast.state.memory import digest_of

@@ -12,10 +12,23 @@ from functools import partial
 
 from holdfast.format.patterns import Pattern, Template
 from holdfast.format.values import Node
-from holdfast.mapping import Cast, Crop, Drop, Fuse, Pad, Rename, Rule, Split, Stack, Transpose, Unstack, index_field
-from holdfast.plan import parts as geometry
-from holdfast.plan.draft import Draft, Step, Table
-from holdfast.plan.parts import Made, Stored
+from holdfast.mapping import parts as geometry
+from holdfast.mapping.draft import Draft, Step, Table
+from holdfast.mapping.parts import Made, Stored
+from holdfast.mapping.rules import (
+    Cast,
+    Crop,
+    Drop,
+    Fuse,
+    Pad,
+    Rename,
+    Rule,
+    Split,
+    Stack,
+    Transpose,
+    Unstack,
+    index_field,
+)
 
 
 def mapped(

@@ -18,7 +18,7 @@ from holdfast.format.names import component, join, parse_component, split
 from holdfast.format.near import near
 from holdfast.format.patterns import Pattern
 from holdfast.format.values import Node, Open
-from holdfast.plan.parts import ImpossibleError, Made, Parts, Stored, as_stored
+from holdfast.mapping.parts import ImpossibleError, Made, Parts, Stored, as_stored
 
 _SHOWN = 5
 
