@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from holdfast.keeper.node_folder import DEFAULT_NODE_DIR, NodeFolder
-from holdfast.keeper.slots import Slot, State, slot_names
+from holdfast.node_memory.node_folder import DEFAULT_NODE_DIR, NodeFolder
+from holdfast.node_memory.slots import Slot, State, slot_names
 from holdfast.run.paths import parse
 
 

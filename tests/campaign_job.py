@@ -25,7 +25,7 @@ from torch import nn
 
 import holdfast
 from holdfast import Checkpointer, HoldfastError, Memory
-from holdfast.staging import snapshot as snapshot_module
+from holdfast.snapshot import capture as snapshot_module
 from tests.bound import bits
 
 SOURCES: Final = str(Path(holdfast.__file__).parent)

@@ -30,9 +30,9 @@ from holdfast import Checkpointer, HoldfastError, Memory, NotFoundError, PerRank
 from holdfast.checkpointer.handle import Handle
 from holdfast.errors import CorruptError
 from holdfast.keeper.__main__ import serve
-from holdfast.keeper.lock import is_kept
-from holdfast.keeper.node_folder import NodeFolder
-from holdfast.keeper.slots import Slot, State, slot_names
+from holdfast.node_memory.keeper_lock import is_kept
+from holdfast.node_memory.node_folder import NodeFolder
+from holdfast.node_memory.slots import Slot, State, slot_names
 from holdfast.run.paths import storage_at
 from tests import nursery
 from tests.engine_points import Deed, Log, Role, traced

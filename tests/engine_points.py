@@ -41,8 +41,8 @@ import xxhash
 from holdfast.control.channel import Channel
 from holdfast.format.container import ALIGNMENT
 from holdfast.io import digest
-from holdfast.keeper.node_folder import NodeFolder
-from holdfast.keeper.slots import Record, Slot
+from holdfast.node_memory.node_folder import NodeFolder
+from holdfast.node_memory.slots import Record, Slot
 from holdfast.store.posix import PosixWriter
 from tests import crash_points
 

@@ -13,10 +13,10 @@ import pytest
 
 from holdfast.errors import ConfigurationError
 from holdfast.format.records import Place
-from holdfast.keeper.node_folder import NodeFolder
-from holdfast.keeper.slots import Record, Slot, State, slot_names
-from holdfast.staging import arena as arena_module
-from holdfast.staging.arena import Arena
+from holdfast.node_memory import arena as arena_module
+from holdfast.node_memory.arena import Arena
+from holdfast.node_memory.node_folder import NodeFolder
+from holdfast.node_memory.slots import Record, Slot, State, slot_names
 from tests.test_posix_storage import mounted
 from tests.test_slots import filled
 
@@ -64,8 +64,8 @@ def test_slots_are_there_with_their_memory_when_it_is_ready(folder: NodeFolder) 
 
 def test_memory_survives_the_process_and_is_used_again(folder: NodeFolder, memory: Path) -> None:
     script = (
-        "import sys; from pathlib import Path; from holdfast.keeper.node_folder import NodeFolder;"
-        "from holdfast.staging import arena; arena._SPARE_NBYTES = 0;"
+        "import sys; from pathlib import Path; from holdfast.node_memory.node_folder import NodeFolder;"
+        "from holdfast.node_memory import arena; arena._SPARE_NBYTES = 0;"
         "arena = arena.Arena(NodeFolder('run', node_dir=Path(sys.argv[1])), rank=3, num_slots=2);"
         "arena.prepare(10 << 20); arena.wait(); [slot.data.fill(7) for slot in arena._slots]"
     )

@@ -23,13 +23,13 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_dev
 import holdfast
 from holdfast import Checkpointer, ConfigurationError, FencedError, Memory, StateError, StorageError
 from holdfast.format.records import Place
-from holdfast.keeper.lock import is_kept
-from holdfast.keeper.node_folder import NodeFolder
-from holdfast.keeper.slots import Slot, slot_names
+from holdfast.node_memory.keeper_lock import is_kept
+from holdfast.node_memory.node_folder import NodeFolder
+from holdfast.node_memory.slots import Slot, slot_names
 from holdfast.run.history import Run
 from holdfast.run.paths import storage_at
-from holdfast.staging import snapshot as snapshot_module
-from holdfast.staging.routes import Pair
+from holdfast.snapshot import capture as snapshot_module
+from holdfast.snapshot.routes import Pair
 from tests.bound import bits
 from tests.models import start_new_job
 from tests.ranks import run_ranks

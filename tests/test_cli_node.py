@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.keeper.claims import Claim
-from holdfast.keeper.node_folder import NodeFolder
-from holdfast.keeper.slots import State
+from holdfast.node_memory.claims import Claim
+from holdfast.node_memory.node_folder import NodeFolder
+from holdfast.node_memory.slots import State
 from holdfast.run.history import Run
 from tests import test_keeper
 from tests.command_line import holdfast_command

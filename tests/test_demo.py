@@ -29,9 +29,9 @@ from demo.train import learning_rate_factor
 from demo.witness import Witness, tensor_digests, value_digests
 from holdfast.format.records import Place
 from holdfast.keeper.client import ensure_keeper
-from holdfast.keeper.node_folder import NodeFolder
-from holdfast.keeper.slots import Contents, Record, Slot
-from holdfast.keeper.slots import State as SlotState
+from holdfast.node_memory.node_folder import NodeFolder
+from holdfast.node_memory.slots import Contents, Record, Slot
+from holdfast.node_memory.slots import State as SlotState
 from tests.ranks import run_ranks
 
 ROOT = Path(__file__).parents[1]

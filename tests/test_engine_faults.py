@@ -21,7 +21,7 @@ import torch
 
 import holdfast
 from holdfast import Checkpointer, DeadlineError, Memory, StorageError
-from holdfast.keeper.slots import Slot, slot_names
+from holdfast.node_memory.slots import Slot, slot_names
 from tests import nursery
 from tests.engine_job import (
     SMALL_NUMEL,

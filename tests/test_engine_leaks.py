@@ -21,8 +21,8 @@ import torch
 
 from holdfast import Checkpointer, Memory
 from holdfast.checkpointer.staging import Stager
-from holdfast.staging import snapshot
-from holdfast.staging.routes import Tensors
+from holdfast.snapshot import capture as snapshot
+from holdfast.snapshot.routes import Tensors
 from tests.engine_job import SMALL_NUMEL, Spec, Training, Truth, keepers, node_memory
 from tests.nursery import until
 

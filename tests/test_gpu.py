@@ -12,7 +12,7 @@ from torch import nn
 
 import holdfast
 from holdfast import Checkpointer, Memory
-from holdfast.keeper.slots import Slot, slot_names
+from holdfast.node_memory.slots import Slot, slot_names
 from tests.bound import bits
 from tests.test_checkpointer import end_keepers, folder_of
 

@@ -19,13 +19,13 @@ import torch
 
 import holdfast
 from holdfast import Checkpointer, ConfigurationError, DeadlineError, HoldfastError, Memory, StorageError
-from holdfast.keeper.slots import Slot, State, slot_names
 from holdfast.latch import Latch
-from holdfast.staging import device
-from holdfast.staging import snapshot as snapshot_module
-from holdfast.staging.device import Queued
-from holdfast.staging.guard import Guard
-from holdfast.staging.routes import Pair
+from holdfast.node_memory.slots import Slot, State, slot_names
+from holdfast.snapshot import capture as snapshot_module
+from holdfast.snapshot import device
+from holdfast.snapshot.device import Queued
+from holdfast.snapshot.guard import Guard
+from holdfast.snapshot.routes import Pair
 from tests import nursery
 from tests.nursery import until
 from tests.test_checkpointer import Loop, end_keepers, folder_of, late_copies

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import pytest
 
 import holdfast
-from holdfast.keeper.node_folder import DEFAULT_NODE_DIR
+from holdfast.node_memory.node_folder import DEFAULT_NODE_DIR
 from tests.bound import bits
 from tests.models import start_new_job
 from tests.rank_worker import HOST

@@ -18,8 +18,8 @@ from torch.optim import LBFGS, SGD, AdamW, Optimizer
 import holdfast
 from holdfast import Checkpointer, Memory
 from holdfast.format import values
-from holdfast.staging import snapshot as snapshot_module
-from holdfast.staging.snapshot import Snapshot
+from holdfast.snapshot import capture as snapshot_module
+from holdfast.snapshot.capture import Snapshot
 from holdfast.state.flatten import FlatState, flatten
 from tests.bound import bits
 from tests.test_checkpointer import end_keepers, late_copies

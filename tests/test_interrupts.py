@@ -24,11 +24,11 @@ import torch
 
 import holdfast
 from holdfast import Checkpointer, Memory
-from holdfast.keeper.slots import Slot, State, slot_names
+from holdfast.node_memory.slots import Slot, State, slot_names
 from holdfast.run.history import Run
 from holdfast.run.paths import storage_at
-from holdfast.staging import guard as guard_module
-from holdfast.staging import snapshot as snapshot_module
+from holdfast.snapshot import capture as snapshot_module
+from holdfast.snapshot import guard as guard_module
 from tests.nursery import until
 from tests.test_checkpointer import Loop, end_keepers, folder_of
 

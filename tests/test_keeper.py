@@ -19,14 +19,14 @@ from holdfast.errors import ConfigurationError
 from holdfast.format.manifest import file_name
 from holdfast.format.records import Commit, Place
 from holdfast.keeper import daemon, writing
-from holdfast.keeper.claims import Claim
 from holdfast.keeper.client import ensure_keeper
 from holdfast.keeper.daemon import Keeper
-from holdfast.keeper.generations import generation_ids
-from holdfast.keeper.lock import is_kept, try_lock
-from holdfast.keeper.node_folder import NodeFolder
 from holdfast.keeper.persist import Sealing, persist
-from holdfast.keeper.slots import Record, Slot, State, slot_names
+from holdfast.node_memory.claims import Claim
+from holdfast.node_memory.generations import generation_ids
+from holdfast.node_memory.keeper_lock import is_kept, try_lock
+from holdfast.node_memory.node_folder import NodeFolder
+from holdfast.node_memory.slots import Record, Slot, State, slot_names
 from holdfast.run.history import Run
 from holdfast.store.posix import PosixStorage
 from holdfast.store.timed import TimedStorage
@@ -145,7 +145,7 @@ def test_it_stays_while_a_trainer_lives(
 def test_asking_for_a_keeper_starts_one_that_outlives_who_asked(folder: NodeFolder, run: Run) -> None:
     script = (
         "import sys; from pathlib import Path; from holdfast.keeper.client import ensure_keeper;"
-        "from holdfast.keeper.node_folder import NodeFolder;"
+        "from holdfast.node_memory.node_folder import NodeFolder;"
         "ensure_keeper(NodeFolder(sys.argv[2], node_dir=Path(sys.argv[1])), sys.argv[2])"
     )
     with open(os.devnull) as inherited:

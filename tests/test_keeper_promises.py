@@ -18,11 +18,13 @@ from holdfast.errors import StorageError
 from holdfast.format import manifest as fmt
 from holdfast.format import records
 from holdfast.format.records import Place
-from holdfast.keeper import client, daemon, slots, writing
-from holdfast.keeper.claims import Claim
+from holdfast.keeper import client, daemon, writing
 from holdfast.keeper.client import ensure_keeper
 from holdfast.keeper.daemon import Keeper
-from holdfast.keeper.generations import (
+from holdfast.keeper.persist import Sealing, persist, publish_manifest
+from holdfast.node_memory import slots
+from holdfast.node_memory.claims import Claim
+from holdfast.node_memory.generations import (
     Generation,
     generation_ids,
     give_up_generation,
@@ -31,10 +33,9 @@ from holdfast.keeper.generations import (
     remove_generation,
     write_generation,
 )
-from holdfast.keeper.lock import is_kept
-from holdfast.keeper.node_folder import NodeFolder
-from holdfast.keeper.persist import Sealing, persist, publish_manifest
-from holdfast.keeper.slots import Record, Slot, State, slot_names
+from holdfast.node_memory.keeper_lock import is_kept
+from holdfast.node_memory.node_folder import NodeFolder
+from holdfast.node_memory.slots import Record, Slot, State, slot_names
 from holdfast.run.history import Run
 from holdfast.store.posix import PosixStorage
 from holdfast.store.timed import TimedStorage

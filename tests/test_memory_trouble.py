@@ -16,8 +16,8 @@ import torch
 import holdfast
 from holdfast import Checkpointer, Memory
 from holdfast.checkpointer.backoff import Backoff
-from holdfast.keeper.lock import is_kept
-from holdfast.keeper.slots import slot_names
+from holdfast.node_memory.keeper_lock import is_kept
+from holdfast.node_memory.slots import slot_names
 from tests.engine_job import keepers, kill_keepers
 from tests.models import start_new_job
 from tests.nursery import until

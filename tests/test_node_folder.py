@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import ConfigurationError
-from holdfast.keeper.node_folder import DEFAULT_NODE_DIR, NodeFolder
+from holdfast.node_memory.node_folder import DEFAULT_NODE_DIR, NodeFolder
 
 RUN = "/shared/runs/gpt"
 

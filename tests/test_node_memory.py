@@ -21,18 +21,19 @@ from holdfast import Checkpointer, Memory
 from holdfast.checkpointer.backoff import Backoff
 from holdfast.checkpointer.staging import Stager
 from holdfast.format.records import Place
-from holdfast.keeper import daemon, file_locks
-from holdfast.keeper.claims import Claim, is_claimed
+from holdfast.keeper import daemon
 from holdfast.keeper.client import ensure_keeper
 from holdfast.keeper.daemon import Keeper
-from holdfast.keeper.generations import generation_ids, give_up_generation
-from holdfast.keeper.lock import end_keeper, is_kept, try_lock
-from holdfast.keeper.node_folder import NodeFolder
-from holdfast.keeper.node_memory import give_way, node_memory
-from holdfast.keeper.slots import Contents, Record, Slot, State, slot_names
+from holdfast.node_memory import arena as arena_module
+from holdfast.node_memory import file_locks
+from holdfast.node_memory.arena import Arena
+from holdfast.node_memory.claims import Claim, is_claimed
+from holdfast.node_memory.generations import generation_ids, give_up_generation
+from holdfast.node_memory.inventory import give_way, node_memory
+from holdfast.node_memory.keeper_lock import end_keeper, is_kept, try_lock
+from holdfast.node_memory.node_folder import NodeFolder
+from holdfast.node_memory.slots import Contents, Record, Slot, State, slot_names
 from holdfast.run.history import Run
-from holdfast.staging import arena as arena_module
-from holdfast.staging.arena import Arena
 from holdfast.store.posix import PosixStorage
 from tests.test_arena import ready
 from tests.test_engine_faults import small_node
@@ -81,9 +82,9 @@ import os, sys, time
 from pathlib import Path
 from typing import Any, NamedTuple
 from holdfast.format.records import Place
-from holdfast.keeper.claims import Claim
-from holdfast.keeper.node_folder import NodeFolder
-from holdfast.keeper.slots import Contents, Record, Slot, State
+from holdfast.node_memory.claims import Claim
+from holdfast.node_memory.node_folder import NodeFolder
+from holdfast.node_memory.slots import Contents, Record, Slot, State
 
 run, node_dir, rank, what = sys.argv[1:]
 folder = NodeFolder(run, node_dir=Path(node_dir))

@@ -19,16 +19,16 @@ from holdfast.format import records
 from holdfast.format.container import Files
 from holdfast.format.records import Place
 from holdfast.format.values import Plain
-from holdfast.keeper.generations import (
+from holdfast.keeper.persist import Sealing, commit, data_file, file_seal, persist, publish_manifest
+from holdfast.node_memory.generations import (
     Generation,
     generation_ids,
     read_generation,
     remove_generation,
     write_generation,
 )
-from holdfast.keeper.node_folder import NodeFolder
-from holdfast.keeper.persist import Sealing, commit, data_file, file_seal, persist, publish_manifest
-from holdfast.keeper.slots import Contents, Record, Slot, State
+from holdfast.node_memory.node_folder import NodeFolder
+from holdfast.node_memory.slots import Contents, Record, Slot, State
 from holdfast.plan.layout import Mesh, Placed, Shard, TensorLayout, Whole
 from holdfast.plan.save import Identity, RankValues, encode_plan, plan_save
 from holdfast.run.checkpoint import pack_values

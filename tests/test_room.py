@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.keeper.room import Room, rooms
+from holdfast.node_memory.limits import Room, rooms
 from tests.test_posix_storage import mounted
 
 MIB = 1 << 20
@@ -132,7 +132,7 @@ def test_a_real_cgroup_bounds_the_processes_in_it() -> None:
         script = (
             "import os; from pathlib import Path;"
             f"Path('{group}/cgroup.procs').write_text(str(os.getpid()));"
-            "from holdfast.keeper.room import rooms; room = rooms(Path('/dev/shm'))[0];"
+            "from holdfast.node_memory.limits import rooms; room = rooms(Path('/dev/shm'))[0];"
             "print(room.free_nbytes, room.what)"
         )
         done = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 
 from holdfast.errors import ConfigurationError, CorruptError
 from holdfast.format.records import Place
-from holdfast.keeper.node_folder import NodeFolder
-from holdfast.keeper.slots import DATA_START, Contents, Record, Slot, State, slot_names
+from holdfast.node_memory.node_folder import NodeFolder
+from holdfast.node_memory.slots import DATA_START, Contents, Record, Slot, State, slot_names
 from tests.test_posix_storage import mounted
 
 MIB = 1 << 20
@@ -212,8 +212,8 @@ CHILD = """
 import os, signal, sys
 from pathlib import Path
 from holdfast.format.records import Place
-from holdfast.keeper.node_folder import NodeFolder
-from holdfast.keeper.slots import Record, Slot, Contents, State
+from holdfast.node_memory.node_folder import NodeFolder
+from holdfast.node_memory.slots import Record, Slot, Contents, State
 
 slot = Slot.create(NodeFolder("run", node_dir=Path(sys.argv[1])), rank=0, nbytes=1 << 20)
 for seq in range(1, 1 << 30):

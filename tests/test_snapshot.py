@@ -18,10 +18,10 @@ from torch.optim.swa_utils import AveragedModel
 from holdfast.errors import StateError
 from holdfast.geometry import Box, FlatRange
 from holdfast.plan.layout import TensorLayout, Whole
-from holdfast.staging import snapshot as snapshot_module
-from holdfast.staging.guard import Guard
-from holdfast.staging.routes import Part, Routes
-from holdfast.staging.snapshot import Snapshot
+from holdfast.snapshot import capture as snapshot_module
+from holdfast.snapshot.capture import Snapshot
+from holdfast.snapshot.guard import Guard
+from holdfast.snapshot.routes import Part, Routes
 from holdfast.state.flatten import flatten
 from holdfast.state.gather import LocalTensor
 from holdfast.state.placements import DTYPE_NAMES

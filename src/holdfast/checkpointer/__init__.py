@@ -41,7 +41,7 @@ from holdfast.errors import (
 from holdfast.format.patterns import Globs
 from holdfast.format.records import Place, now
 from holdfast.format.values import Node
-from holdfast.keeper.node_folder import DEFAULT_NODE_DIR
+from holdfast.node_memory.node_folder import DEFAULT_NODE_DIR
 from holdfast.phases import Stopwatch, attempt
 from holdfast.run.history import Run
 from holdfast.run.paths import absolute, storage_at
@@ -50,7 +50,7 @@ from holdfast.saving import numbers_of, run_root, save
 from holdfast.saving.coordinator import Request
 from holdfast.saving.planning import Known
 from holdfast.saving.share import Share
-from holdfast.staging.snapshot import Snapshot
+from holdfast.snapshot.capture import Snapshot
 from holdfast.state.flatten import FlatState, check_root
 from holdfast.state.identity import parts_of
 from holdfast.store.timed import TimedStorage

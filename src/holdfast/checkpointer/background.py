@@ -7,7 +7,7 @@ from threading import Thread
 from typing import Final, Protocol
 
 from holdfast.latch import Latch
-from holdfast.staging.guard import is_alive
+from holdfast.snapshot.guard import is_alive
 
 #: How often a thread that waits looks whether the one it waits for is alive.
 _LOOK_S: Final = 0.05

@@ -16,9 +16,9 @@ from holdfast.decoding import decode_msgpack
 from holdfast.errors import CorruptError, FencedError, NotFoundError
 from holdfast.format import manifest as fmt
 from holdfast.format.records import FileSeal, Place
-from holdfast.keeper.generations import Generation, read_generation
-from holdfast.keeper.node_folder import NodeFolder
-from holdfast.keeper.slots import WHOLE, Slot, State
+from holdfast.node_memory.generations import Generation, read_generation
+from holdfast.node_memory.node_folder import NodeFolder
+from holdfast.node_memory.slots import WHOLE, Slot, State
 from holdfast.run.complete import Stored, encode_seal
 from holdfast.run.history import Run
 from holdfast.store.base import Storage

@@ -13,12 +13,12 @@ from holdfast.checkpointer.staging import Stager
 from holdfast.control.channel import Channel, Deadline
 from holdfast.errors import HoldfastError, StorageError
 from holdfast.format.records import Place
-from holdfast.keeper.slots import Slot
+from holdfast.node_memory.slots import Slot
 from holdfast.run.session import Sources
-from holdfast.staging.device import Queued
-from holdfast.staging.guard import Hold
-from holdfast.staging.routes import Routes
-from holdfast.staging.snapshot import Snapshot
+from holdfast.snapshot.capture import Snapshot
+from holdfast.snapshot.device import Queued
+from holdfast.snapshot.guard import Hold
+from holdfast.snapshot.routes import Routes
 from holdfast.state.flatten import FlatState
 
 _log = logging.getLogger(__name__)

@@ -25,13 +25,13 @@ from holdfast.format import records
 from holdfast.format import values as value_codec
 from holdfast.format.records import Place, Seal
 from holdfast.format.values import Node
-from holdfast.keeper.claims import Claim
 from holdfast.keeper.client import ensure_keeper
-from holdfast.keeper.generations import give_up_generation, read_generation
-from holdfast.keeper.node_folder import NodeFolder, unusable_memory
 from holdfast.keeper.persist import data_file
-from holdfast.keeper.slots import WHOLE, Slot, State, slot_names
 from holdfast.loading import Loading, Options, load
+from holdfast.node_memory.claims import Claim
+from holdfast.node_memory.generations import give_up_generation, read_generation
+from holdfast.node_memory.node_folder import NodeFolder, unusable_memory
+from holdfast.node_memory.slots import WHOLE, Slot, State, slot_names
 from holdfast.phases import LOG, attempt
 from holdfast.reports import LoadReport
 from holdfast.run.checkpoint import Checkpoint

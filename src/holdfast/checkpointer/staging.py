@@ -37,18 +37,18 @@ from holdfast.format.container import FileLayout
 from holdfast.format.records import Place
 from holdfast.format.values import Node
 from holdfast.keeper.client import ensure_keeper
-from holdfast.keeper.generations import Generation, give_up_generation, write_generation
-from holdfast.keeper.lock import is_locked, open_lock
-from holdfast.keeper.node_folder import NodeFolder, memory_error, unusable_memory
-from holdfast.keeper.slots import Contents, Record, Slot, State
 from holdfast.latch import Latch
+from holdfast.node_memory.arena import Arena, Register
+from holdfast.node_memory.generations import Generation, give_up_generation, write_generation
+from holdfast.node_memory.keeper_lock import is_locked, open_lock
+from holdfast.node_memory.node_folder import NodeFolder, memory_error, unusable_memory
+from holdfast.node_memory.slots import Contents, Record, Slot, State
 from holdfast.run.checkpoint import pack_values
 from holdfast.run.paths import storage_at
 from holdfast.saving.share import Share
-from holdfast.staging.arena import Arena, Register
-from holdfast.staging.device import registered
-from holdfast.staging.guard import Guard
-from holdfast.staging.routes import Part, Routes
+from holdfast.snapshot.device import registered
+from holdfast.snapshot.guard import Guard
+from holdfast.snapshot.routes import Part, Routes
 from holdfast.store.timed import TimedStorage
 
 #: How often it is looked at what became of a snapshot, and whether a slot is free.

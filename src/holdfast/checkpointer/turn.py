@@ -9,7 +9,7 @@ from threading import get_native_id
 from typing import Final
 
 from holdfast.errors import ConfigurationError
-from holdfast.staging.guard import is_alive
+from holdfast.snapshot.guard import is_alive
 
 _ONLY: Final = "caller"
 

@@ -11,9 +11,9 @@ import msgspec
 from holdfast.cli.runs import parse_run
 from holdfast.cli.screen import Listing, age, console, print_json, say
 from holdfast.errors import printable
-from holdfast.keeper.lock import end_keeper
-from holdfast.keeper.node_folder import NodeFolder, not_a_folder
-from holdfast.keeper.node_memory import Held, RunMemory, give_way, node_memory
+from holdfast.node_memory.inventory import Held, RunMemory, give_way, node_memory
+from holdfast.node_memory.keeper_lock import end_keeper
+from holdfast.node_memory.node_folder import NodeFolder, not_a_folder
 from holdfast.reports import size
 from holdfast.run.paths import absolute
 from holdfast.wording import count

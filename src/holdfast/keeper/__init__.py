@@ -1,1 +1,1 @@
-"""The memory tier of a node: slots that outlive the processes that fill them. Never imports torch."""
+"""The keeper: the process of a node that makes durable what trainers have staged. Never imports torch."""

@@ -15,8 +15,8 @@ from threading import Event
 
 from holdfast.errors import HoldfastError
 from holdfast.keeper.daemon import GRACE_S, IDLE_S, keep
-from holdfast.keeper.lock import require_protocol, try_lock
-from holdfast.keeper.node_folder import DEFAULT_NODE_DIR, NodeFolder
+from holdfast.node_memory.keeper_lock import require_protocol, try_lock
+from holdfast.node_memory.node_folder import DEFAULT_NODE_DIR, NodeFolder
 from holdfast.run.paths import absolute, parse
 
 _log = logging.getLogger(__name__)

@@ -12,9 +12,9 @@ from typing import Final
 import holdfast
 from holdfast.errors import ConfigurationError
 from holdfast.keeper.daemon import GRACE_S
-from holdfast.keeper.lock import is_kept, require_protocol
-from holdfast.keeper.node_folder import NodeFolder
-from holdfast.keeper.node_memory import LOG_NAME
+from holdfast.node_memory.inventory import LOG_NAME
+from holdfast.node_memory.keeper_lock import is_kept, require_protocol
+from holdfast.node_memory.node_folder import NodeFolder
 
 _NUM_TRIES: Final = 3
 _KILLED: Final = -9

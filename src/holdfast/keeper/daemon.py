@@ -20,14 +20,14 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from holdfast.errors import CorruptError, FencedError
-from holdfast.keeper.claims import is_claimed
-from holdfast.keeper.generations import generation_ids, given_up_ids, read_generation, remove_generation
-from holdfast.keeper.lock import clear_protocol, is_unwanted, note_keeper, write_protocol
-from holdfast.keeper.node_folder import NodeFolder
-from holdfast.keeper.node_memory import remove_ended, write_run
 from holdfast.keeper.persist import Sealing
-from holdfast.keeper.slots import OWED, Record, Slot, State, slot_names
 from holdfast.keeper.writing import Writing
+from holdfast.node_memory.claims import is_claimed
+from holdfast.node_memory.generations import generation_ids, given_up_ids, read_generation, remove_generation
+from holdfast.node_memory.inventory import remove_ended, write_run
+from holdfast.node_memory.keeper_lock import clear_protocol, is_unwanted, note_keeper, write_protocol
+from holdfast.node_memory.node_folder import NodeFolder
+from holdfast.node_memory.slots import OWED, Record, Slot, State, slot_names
 
 #: After so long without trainers and work a keeper ends, and gives back the memory.
 IDLE_S: Final = 1800.0
@@ -67,7 +67,7 @@ class Keeper:
     """Keeps `folder`; the caller holds its lock. Used by one thread; others hash and write meanwhile, so that a slow
     store does not keep newer snapshots from being sealed.
 
-    What the keeper changes in a slot, it changes as `holdfast.keeper.slots` allows: it is the owner of STAGED and
+    What the keeper changes in a slot, it changes as `holdfast.node_memory.slots` allows: it is the owner of STAGED and
     SEALED slots, and takes the lock of all others. Its threads share that right without a race: a sealer alone has a
     slot from STAGED to SEALED (`_seals` names it meanwhile), writers only read, and every other change is made by the
     one thread that uses this, which leaves alone what is being sealed, and does not free what is being read.

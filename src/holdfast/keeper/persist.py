@@ -18,8 +18,8 @@ from holdfast.format.container import Files
 from holdfast.format.records import Commit, FileSeal
 from holdfast.io.digest import digest_blocks
 from holdfast.io.writer import write_memory
-from holdfast.keeper.generations import Generation
-from holdfast.keeper.slots import Record, Slot, State
+from holdfast.node_memory.generations import Generation
+from holdfast.node_memory.slots import Record, Slot, State
 from holdfast.run.complete import Stored, finish, missing_files
 from holdfast.run.history import Run
 from holdfast.store.base import Bytes

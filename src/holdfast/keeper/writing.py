@@ -10,7 +10,7 @@ from typing import Any, Final
 from holdfast.errors import FencedError
 from holdfast.format.records import FileSeal
 from holdfast.keeper.persist import Sealing, commit, file_seal, persist, publish_manifest
-from holdfast.keeper.slots import Slot
+from holdfast.node_memory.slots import Slot
 from holdfast.run.history import Run
 from holdfast.run.paths import storage_at
 from holdfast.store.timed import TimedStorage

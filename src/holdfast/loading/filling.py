@@ -15,8 +15,8 @@ from holdfast.loading.wanted import Wanted, wanted
 from holdfast.mapping.parts import Parts
 from holdfast.plan.load import Want
 from holdfast.run.checkpoint import Checkpoint, Targets
-from holdfast.staging.device import await_queued
-from holdfast.staging.guard import await_copies
+from holdfast.snapshot.device import await_queued
+from holdfast.snapshot.guard import await_copies
 from holdfast.state.binding import Binding
 from holdfast.store.base import Bytes
 

@@ -36,7 +36,7 @@ from holdfast.saving.messages import Planned, Written
 from holdfast.saving.planning import Known, Planning
 from holdfast.saving.share import Share
 from holdfast.saving.survivor import finish_alone, is_desertion
-from holdfast.staging.device import await_queued
+from holdfast.snapshot.device import await_queued
 from holdfast.state.flatten import flatten
 from holdfast.state.identity import parts_of
 from holdfast.store.timed import TimedStorage

@@ -17,8 +17,8 @@ from holdfast.errors import StateError
 from holdfast.format.names import shown
 from holdfast.format.patterns import Globs
 from holdfast.latch import Latch
-from holdfast.staging.device import Calls, Queued, devices_of
-from holdfast.staging.routes import Pair, Routes, Tensors
+from holdfast.snapshot.device import Calls, Queued, devices_of
+from holdfast.snapshot.routes import Pair, Routes, Tensors
 from holdfast.state.flatten import FlatState, Walk
 from holdfast.state.gather import LocalTensor, Remembered
 from holdfast.state.marks import Marked

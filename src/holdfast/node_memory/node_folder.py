@@ -19,7 +19,7 @@ from typing import Final, Self
 import xxhash
 
 from holdfast.errors import ConfigurationError, StorageError
-from holdfast.keeper import file_locks
+from holdfast.node_memory import file_locks
 
 #: Memory that is a file system, on every Linux.
 DEFAULT_NODE_DIR: Final = Path("/dev/shm")  # noqa: S108 - what is made in it is private

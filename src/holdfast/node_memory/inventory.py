@@ -1,7 +1,7 @@
 """All that lies in the memory of this node, of all runs of this user: who has it, and giving it back.
 
 What a keeper would give back when it is idle, others may take before: slots that hold nothing that is not durable, of
-ranks that have no trainer any more. Nobody needs the keeper for that, see `holdfast.keeper.slots`; it notices that
+ranks that have no trainer any more. Nobody needs the keeper for that, see `holdfast.node_memory.slots`; it notices that
 files are gone.
 """
 
@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from holdfast.errors import ConfigurationError, CorruptError
-from holdfast.keeper.claims import is_claimed, remove_claims
-from holdfast.keeper.generations import generation_ids, given_up_ids, remove_generation
-from holdfast.keeper.lock import clear_protocol, is_kept, keeper_pid, remove_lock, try_lock
-from holdfast.keeper.node_folder import NodeFolder, node_folders
-from holdfast.keeper.slots import REUSABLE, Slot, State, rank_of, slot_names
+from holdfast.node_memory.claims import is_claimed, remove_claims
+from holdfast.node_memory.generations import generation_ids, given_up_ids, remove_generation
+from holdfast.node_memory.keeper_lock import clear_protocol, is_kept, keeper_pid, remove_lock, try_lock
+from holdfast.node_memory.node_folder import NodeFolder, node_folders
+from holdfast.node_memory.slots import REUSABLE, Slot, State, rank_of, slot_names
 
 _RUN_NAME: Final = "keeper.run"
 #: What keepers say.

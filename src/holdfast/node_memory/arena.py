@@ -14,11 +14,11 @@ from typing import TypeAlias
 
 from holdfast.errors import ConfigurationError, CorruptError, HoldfastError
 from holdfast.format.records import Place
-from holdfast.keeper.claims import Claim
-from holdfast.keeper.node_folder import NodeFolder, unusable_memory
-from holdfast.keeper.node_memory import give_way
-from holdfast.keeper.room import Room, rooms
-from holdfast.keeper.slots import REUSABLE, WHOLE, Contents, Record, Slot, State, slot_names
+from holdfast.node_memory.claims import Claim
+from holdfast.node_memory.inventory import give_way
+from holdfast.node_memory.limits import Room, rooms
+from holdfast.node_memory.node_folder import NodeFolder, unusable_memory
+from holdfast.node_memory.slots import REUSABLE, WHOLE, Contents, Record, Slot, State, slot_names
 from holdfast.store.base import Bytes
 
 #: Makes memory known to an accelerator; returns what ends that.

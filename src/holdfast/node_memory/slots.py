@@ -52,8 +52,8 @@ from holdfast.decoding import decode_msgpack
 from holdfast.errors import ConfigurationError, CorruptError
 from holdfast.format.records import Place
 from holdfast.io.pages import HUGE_PAGE_NBYTES, shared
-from holdfast.keeper import file_locks
-from holdfast.keeper.node_folder import NodeFolder
+from holdfast.node_memory import file_locks
+from holdfast.node_memory.node_folder import NodeFolder
 from holdfast.store.base import Bytes
 from holdfast.store.linux import collapse_pages, keep_private
 from holdfast.wording import count

@@ -9,8 +9,8 @@ from contextlib import contextmanager, suppress
 from typing import Final
 
 from holdfast.errors import ConfigurationError
-from holdfast.keeper import file_locks
-from holdfast.keeper.node_folder import NodeFolder
+from holdfast.node_memory import file_locks
+from holdfast.node_memory.node_folder import NodeFolder
 
 #: Changes with the records of slots and generations, and with who may do what in which state.
 PROTOCOL: Final = 2

@@ -16,7 +16,7 @@ import xxhash
 from holdfast.decoding import decode_msgpack
 from holdfast.errors import CorruptError
 from holdfast.format.records import Place
-from holdfast.keeper.node_folder import NodeFolder
+from holdfast.node_memory.node_folder import NodeFolder
 
 _PREFIX: Final = "generation-"
 _GIVEN_UP_PREFIX: Final = "given-up-"

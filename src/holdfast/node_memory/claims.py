@@ -1,8 +1,8 @@
 """Which ranks have a trainer on this node: each trainer has a byte of one file locked, shared, as long as it lives.
 
-A claim says whose memory it is, and so what is nobody's. It is not what keeps two processes from changing a slot, see
-`holdfast.keeper.slots`. It also keeps the folder: whoever removes the folder of a run that has ended locks all bytes
-for itself first, so a claim holds only on a file that still has its name.
+A claim says whose memory it is, and so what is nobody's. It is not what keeps two processes from changing a slot (see
+`holdfast.node_memory.slots`). It also keeps the folder: whoever removes the folder of a run that has ended locks all
+bytes for itself first, so a claim holds only on a file that still has its name.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import time
 from contextlib import suppress
 from typing import Final, Self
 
-from holdfast.keeper import file_locks
-from holdfast.keeper.node_folder import NodeFolder
+from holdfast.node_memory import file_locks
+from holdfast.node_memory.node_folder import NodeFolder
 
 _NAME: Final = "trainers.lock"
 #: Whoever removes a folder has it locked for microseconds.
