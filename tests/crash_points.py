@@ -30,7 +30,7 @@ from unittest.mock import patch
 
 from holdfast.control.channel import Channel, Deadline, Outcome
 from holdfast.io.buffers import BufferPool
-from holdfast.saving import share
+from holdfast.agreement import assignment as share
 from holdfast.store import posix
 from holdfast.store.posix import PosixStorage, PosixWriter
 

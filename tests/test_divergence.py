@@ -64,7 +64,7 @@ def watched() -> Iterator[Seen]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Channel, "exchange", noting_exchange)
-        patch.setattr("holdfast.saving.local.digest_of", noting_digest)
+        patch.setattr("holdfast.agreement.local.digest_of", noting_digest)
         yield seen
 
 

@@ -16,6 +16,8 @@ from typing import Final, Literal, Self, SupportsFloat
 import msgspec
 from torch.distributed import ProcessGroup
 
+from holdfast.agreement.coordinator import Request
+from holdfast.agreement.planning import Known
 from holdfast.checkpointer.background import Background
 from holdfast.checkpointer.backoff import Backoff
 from holdfast.checkpointer.handle import Handle, last_try
@@ -47,9 +49,7 @@ from holdfast.run.history import Run
 from holdfast.run.paths import absolute, storage_at
 from holdfast.run.session import JOB
 from holdfast.saving import numbers_of, run_root, save
-from holdfast.saving.coordinator import Request
-from holdfast.saving.planning import Known
-from holdfast.saving.share import Share
+from holdfast.agreement.assignment import Share
 from holdfast.snapshot.capture import Snapshot
 from holdfast.state.flatten import FlatState, check_root
 from holdfast.state.identity import parts_of

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import msgspec
 
+from holdfast.agreement.messages import Compare, Questions
 from holdfast.checkpointer.backoff import Backoff
 from holdfast.errors import ErrorWire
 from holdfast.format.records import Place
-from holdfast.saving.messages import Compare, Questions
 
 
 class Standing(msgspec.Struct, frozen=True, array_like=True):

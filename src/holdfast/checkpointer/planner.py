@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import msgspec
 
+from holdfast.agreement.coordinator import Coordinator, PlanMemory, Request
+from holdfast.agreement.planning import Planning
 from holdfast.checkpointer.backoff import Backoff
 from holdfast.checkpointer.messages import Agreed, Room, Standing, Told
 from holdfast.decoding import decode_msgpack
 from holdfast.format import records
 from holdfast.run.session import JOB
-from holdfast.saving.coordinator import Coordinator, PlanMemory, Request
-from holdfast.saving.planning import Planning
 
 
 class StagePlanner(Coordinator):

@@ -45,7 +45,7 @@ from holdfast.node_memory.node_folder import NodeFolder, memory_error, unusable_
 from holdfast.node_memory.slots import Contents, Record, Slot, State
 from holdfast.run.checkpoint import pack_values
 from holdfast.run.paths import storage_at
-from holdfast.saving.share import Share
+from holdfast.agreement.assignment import Share
 from holdfast.snapshot.device import registered
 from holdfast.snapshot.guard import Guard
 from holdfast.snapshot.routes import Part, Routes

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import msgspec
 
+from holdfast.agreement.coordinator import Coordinator, PlanMemory, Request
+from holdfast.agreement.messages import Compare, Questions
 from holdfast.format import values as value_codec
 from holdfast.format.records import Place
 from holdfast.format.values import Node
 from holdfast.plan.save import Identity
-from holdfast.saving.coordinator import Coordinator, PlanMemory, Request
-from holdfast.saving.messages import Compare, Questions
 from holdfast.store.timed import TimedStorage
 
 

@@ -18,6 +18,10 @@ from typing import Literal, SupportsFloat
 import msgspec
 from torch.distributed import ProcessGroup
 
+from holdfast.agreement.coordinator import Coordinator, Request
+from holdfast.agreement.local import Local
+from holdfast.agreement.messages import Planned, Written
+from holdfast.agreement.planning import Known, Planning
 from holdfast.control.channel import Channel, Deadline, Outcome
 from holdfast.control.torch_store import default_channel, group_ranks
 from holdfast.decoding import decode_msgpack
@@ -30,11 +34,7 @@ from holdfast.progress import PATIENCE_S, of_first_rank, progress
 from holdfast.reports import SaveReport
 from holdfast.run.paths import parse, storage_at
 from holdfast.run.session import JOB
-from holdfast.saving.coordinator import Coordinator, Request
-from holdfast.saving.local import Local
-from holdfast.saving.messages import Planned, Written
-from holdfast.saving.planning import Known, Planning
-from holdfast.saving.share import Share
+from holdfast.agreement.assignment import Share
 from holdfast.saving.survivor import finish_alone, is_desertion
 from holdfast.snapshot.device import await_queued
 from holdfast.state.flatten import flatten

@@ -12,6 +12,9 @@ import msgspec
 import numpy as np
 import xxhash
 
+from holdfast.agreement.local import NUM_TURNS, Local
+from holdfast.agreement.messages import Compare, Described, Details, Digests, Planned, Questions, Written
+from holdfast.agreement.replicas import describe, diverged, unite
 from holdfast.decoding import decode_msgpack
 from holdfast.errors import CorruptError, NotFoundError, StateError
 from holdfast.format import manifest as fmt
@@ -25,9 +28,6 @@ from holdfast.run.checkpoint import pack_values
 from holdfast.run.complete import Stored, seal_and_commit
 from holdfast.run.history import Run
 from holdfast.run.session import JOB, NEVER_LOADED, Sources
-from holdfast.saving.compare import describe, diverged, unite
-from holdfast.saving.local import NUM_TURNS, Local
-from holdfast.saving.messages import Compare, Described, Details, Digests, Planned, Questions, Written
 from holdfast.store.timed import TimedStorage
 
 _log = logging.getLogger(__name__)

@@ -6,14 +6,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar, cast
 
+from holdfast.agreement.coordinator import Coordinator, PlanMemory
+from holdfast.agreement.local import NUM_TURNS, Local
+from holdfast.agreement.messages import Answer, Compare, Questions
 from holdfast.control.channel import Channel, Deadline
 from holdfast.decoding import decode_msgpack
 from holdfast.format.values import Node
 from holdfast.phases import Stopwatch, attempt
-from holdfast.saving.coordinator import Coordinator, PlanMemory
-from holdfast.saving.local import NUM_TURNS, Local
-from holdfast.saving.messages import Answer, Compare, Questions
-from holdfast.saving.share import Share
+from holdfast.agreement.assignment import Share
 from holdfast.state.flatten import FlatState
 from holdfast.state.gather import Remembered
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import msgspec
 
+from holdfast.agreement.messages import Digests
 from holdfast.errors import StateError
 from holdfast.format.values import Node, PerRank, Table
-from holdfast.saving.messages import Digests
 from holdfast.wording import count
 
 #: Ranks that have one and the same table of values, and the table.
