@@ -8,6 +8,8 @@ from functools import cache
 
 import numpy as np
 
+from holdfast.checkpoint.reading import Checkpoint, pack_values
+from holdfast.checkpoint.verify import verify_checkpoint
 from holdfast.format import container, records
 from holdfast.format import manifest as fmt
 from holdfast.format.container import Files
@@ -17,10 +19,8 @@ from holdfast.geometry import Box
 from holdfast.io.digest import digest_blocks
 from holdfast.plan.layout import Pieces, TensorLayout
 from holdfast.plan.save import Identity, RankValues, SavePlan, encode_plan, plan_save
-from holdfast.run.checkpoint import Checkpoint, pack_values
 from holdfast.run.complete import complete
 from holdfast.run.history import Run
-from holdfast.run.verify import verify_checkpoint
 from holdfast.view import View
 from tests.worlds import World, data_sections
 

@@ -28,9 +28,9 @@ from threading import Lock
 from typing import Any, Final
 from unittest.mock import patch
 
+from holdfast.agreement import assignment as share
 from holdfast.control.channel import Channel, Deadline, Outcome
 from holdfast.io.buffers import BufferPool
-from holdfast.agreement import assignment as share
 from holdfast.store import posix
 from holdfast.store.posix import PosixStorage, PosixWriter
 

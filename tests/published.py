@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
+from holdfast.checkpoint.reading import pack_values
 from holdfast.format import container, records
 from holdfast.format import manifest as fmt
 from holdfast.format.container import BLOCK_NBYTES, Files
@@ -20,7 +21,6 @@ from holdfast.io.buffers import BufferPool
 from holdfast.io.writer import write_file
 from holdfast.plan.layout import TensorLayout
 from holdfast.plan.save import Identity, RankValues, encode_plan, plan_save
-from holdfast.run.checkpoint import pack_values
 from holdfast.store.base import Bytes
 from tests.memory_storage import MemoryStorage
 from tests.worlds import World, data_sections

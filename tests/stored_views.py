@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from holdfast.checkpoint.reading import Checkpoint
 from holdfast.format.records import Place
 from holdfast.format.values import Node, Open
 from holdfast.plan.save import Identity
-from holdfast.run.checkpoint import Checkpoint
 from holdfast.run.history import resolve
 from holdfast.run.paths import parse
 from holdfast.store.base import Bytes, Storage
@@ -32,7 +32,7 @@ def published(world: World, nodes: Mapping[str, Node] | None = None) -> MemorySt
 
 def view_of(storage: Storage, *, verify: bool = True) -> View:
     """The head of the run on `storage`."""
-    return View(Checkpoint(resolve(parse("run"), storage)), verify=verify)
+    return View(Checkpoint(resolve(parse("run"), storage).sealed), verify=verify)
 
 
 class DataRead(NamedTuple):

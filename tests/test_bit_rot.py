@@ -20,14 +20,14 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import holdfast
 from holdfast import CorruptError, NotFoundError
+from holdfast.checkpoint.fault import Fault
+from holdfast.checkpoint.reading import Checkpoint
+from holdfast.checkpoint.verify import verify_checkpoint
 from holdfast.format import records
 from holdfast.format.container import BLOCK_NBYTES, TABLE_OFFSET, VALUES_NAME, num_blocks
 from holdfast.format.records import Place
-from holdfast.run.checkpoint import Checkpoint
-from holdfast.run.fault import Fault
 from holdfast.run.history import resolve
 from holdfast.run.paths import parse
-from holdfast.run.verify import verify_checkpoint
 from tests.models import bits, start_new_job
 from tests.ranks import run_ranks
 
@@ -121,7 +121,7 @@ def attempt(path: object, step: int) -> CorruptError | NotFoundError | None:
 
 def verified(path: object) -> list[Fault]:
     """What a deep verification says."""
-    return verify_checkpoint(Checkpoint(resolve(parse(str(path)))), deep=True)
+    return verify_checkpoint(Checkpoint(resolve(parse(str(path))).sealed), deep=True)
 
 
 class Region(NamedTuple):

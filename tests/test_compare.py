@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from holdfast.checkpoint import compare as module
+from holdfast.checkpoint.compare import compare, pairs
+from holdfast.checkpoint.elements import Tally
+from holdfast.checkpoint.reading import Checkpoint
 from holdfast.format.dtypes import CARRIERS, DTYPES
 from holdfast.format.records import Place
 from holdfast.plan.layout import TensorLayout, Whole
 from holdfast.plan.save import Identity
-from holdfast.run import compare as module
-from holdfast.run.checkpoint import Checkpoint
-from holdfast.run.compare import compare, pairs
-from holdfast.run.elements import Tally
 from holdfast.run.history import Run
 from tests.command_line import NODES
 from tests.memory_storage import MemoryStorage

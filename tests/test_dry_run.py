@@ -20,6 +20,7 @@ from torch.distributed.tensor import Shard as DShard
 
 import holdfast
 from bench.layouts import fsdp
+from holdfast.checkpoint.reading import Checkpoint
 from holdfast.cooperative import reading as together
 from holdfast.cooperative.neighbours import node_id
 from holdfast.errors import ConfigurationError, IncompatibleError
@@ -44,7 +45,6 @@ from holdfast.plan.layout_rules import Held, Stage, assign, from_toml
 from holdfast.plan.load import Want, plan_load
 from holdfast.plan.placements import local_boxes
 from holdfast.plan.save import encode_plan, plan_save
-from holdfast.run.checkpoint import Checkpoint
 from holdfast.run.history import resolve
 from holdfast.run.paths import parse
 from tests.models import start_new_job
@@ -420,7 +420,7 @@ def run_of_rows(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.parametrize("num_nodes", [1, 2, 4])
 @pytest.mark.parametrize("bandwidths", [None, SLOW_STORE], ids=["apart", "once"])
 def test_a_load_does_what_the_dry_run_says(run_of_rows: str, num_nodes: int, bandwidths: Bandwidths | None) -> None:
-    checkpoint = Checkpoint(resolve(parse(run_of_rows)))
+    checkpoint = Checkpoint(resolve(parse(run_of_rows)).sealed)
     table, layout = table_of(checkpoint.files), from_toml(LAYOUT, path="x.toml")
     matching = match(layout, table, select=None, cast=False)
     node_of = even_nodes(4, num_nodes)

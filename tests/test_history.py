@@ -418,12 +418,13 @@ def test_a_run_resolves_to_its_head_and_a_selector_to_its_commit(tmp_path: Path)
     run, older, newer = run_on_disk(tmp_path / "run")
     for suffix, commit in (("", newer), ("/", newer), ("@step=10", older), ("@1.1", older), ("@1.2", newer)):
         located = resolve(parse(f"{tmp_path}/run{suffix}"))
+        sealed = located.sealed
         assert located.run is not None
-        assert located.run.run_id == run.run_id
-        assert located.commit == commit
-        assert located.prefix == f"checkpoints/{commit.checkpoint}/"
-        assert located.seal.place == commit.place
-        assert located.storage.nbytes(located.key("seal.json")) == commit.seal.nbytes
+        assert located.run.run_id == sealed.run_id == run.run_id
+        assert sealed.commit == commit
+        assert sealed.prefix == f"checkpoints/{commit.checkpoint}/"
+        assert sealed.seal.place == commit.place
+        assert sealed.storage.nbytes(sealed.key("seal.json")) == commit.seal.nbytes
 
 
 def test_a_checkpoint_folder_stands_for_itself_outside_any_history(tmp_path: Path) -> None:
@@ -434,8 +435,8 @@ def test_a_checkpoint_folder_stands_for_itself_outside_any_history(tmp_path: Pat
     moved = resolve(parse(tmp_path / "copy"))
     for located in (inside, moved):
         assert isinstance(located, Located)
-        assert (located.run, located.commit, located.prefix) == (None, None, "")
-        assert located.seal.step == 10
+        assert (located.run, located.sealed.commit, located.sealed.prefix) == (None, None, "")
+        assert located.sealed.seal.step == 10
     with pytest.raises(ConfigurationError, match="one checkpoint and not a run"):
         resolve(parse(f"{tmp_path}/copy@step=10"))
 

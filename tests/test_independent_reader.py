@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 import holdfast
+from holdfast.checkpoint.reading import Checkpoint
 from holdfast.format import manifest as fmt
 from holdfast.format.container import BLOCK_NBYTES
 from holdfast.format.dtypes import DTYPES
@@ -29,7 +30,6 @@ from holdfast.geometry import FlatRange
 from holdfast.plan import replicas
 from holdfast.plan.layout import Mesh, Pieces, Placed, Shard, TensorLayout, Whole
 from holdfast.plan.save import Identity
-from holdfast.run.checkpoint import Checkpoint
 from holdfast.run.history import resolve
 from holdfast.run.paths import parse
 from tests import independent_reader
@@ -120,7 +120,7 @@ def test_a_program_without_the_library_reads_every_bit(saved: tuple[Path, dict[s
 def test_values_are_the_nodes_that_the_library_reads(saved: tuple[Path, dict[str, object]]) -> None:
     run, _ = saved
     values = independent_reader.read(run).values
-    nodes = Checkpoint(resolve(parse(run))).nodes
+    nodes = Checkpoint(resolve(parse(run)).sealed).nodes
     assert {path: msgspec.msgpack.encode(node) for path, node in values.items()} == {
         path: msgspec.msgpack.encode(node) for path, node in nodes.items()
     }
@@ -184,7 +184,7 @@ def save_every_kind_of_node(run: Path) -> dict[str, bytes]:
         "keys": {"both": 1, f"only on {rank}": rank},
     }
     holdfast.save(run, state, 3)
-    nodes = Checkpoint(resolve(parse(run))).nodes
+    nodes = Checkpoint(resolve(parse(run)).sealed).nodes
     return {path: msgspec.msgpack.encode(node) for path, node in nodes.items()}
 
 

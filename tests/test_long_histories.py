@@ -76,7 +76,7 @@ def the_head(run: Run) -> None:
 
 def a_step(run: Run) -> None:
     assert run.find(step=3).place == Place(1, 3)
-    assert resolve(Target("", step=7), run.storage).seal.step == 7
+    assert resolve(Target("", step=7), run.storage).sealed.seal.step == 7
 
 
 def a_place(run: Run) -> None:
@@ -87,9 +87,9 @@ def a_resume_and_its_saves(run: Run) -> None:
     session = Session()
     for number in range(3):
         located = resolve(Target(""), run.storage)
-        assert located.commit is not None
+        assert located.sealed.commit is not None
         if number == 0:
-            session.note_loaded(Load(run.storage.uri, run.run_id, located.commit.place, located.epoch or 0))
+            session.note_loaded(Load(run.storage.uri, run.run_id, located.sealed.commit.place, located.epoch or 0))
         place = session.begin(run, takeover=False, world_size=1, sources=session.sources(list))
         run.check_fence(place.epoch)
         save(run, place, step=10**6 + number)

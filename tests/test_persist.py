@@ -13,6 +13,7 @@ import pytest
 from safetensors.numpy import load_file
 
 import holdfast
+from holdfast.checkpoint.reading import pack_values
 from holdfast.errors import CorruptError, FencedError
 from holdfast.format import manifest as fmt
 from holdfast.format import records
@@ -31,7 +32,6 @@ from holdfast.node_memory.node_folder import NodeFolder
 from holdfast.node_memory.slots import Contents, Record, Slot, State
 from holdfast.plan.layout import Mesh, Placed, Shard, TensorLayout, Whole
 from holdfast.plan.save import Identity, RankValues, encode_plan, plan_save
-from holdfast.run.checkpoint import pack_values
 from holdfast.run.history import Run
 from holdfast.store.posix import PosixStorage
 from holdfast.store.timed import TimedStorage

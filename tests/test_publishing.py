@@ -34,10 +34,10 @@ from holdfast import (
     TransferReport,
     publishing,
 )
+from holdfast.checkpoint.reading import Checkpoint
 from holdfast.cooperative import reading as together
 from holdfast.cooperative.neighbours import node_id
 from holdfast.publishing import live
-from holdfast.run.checkpoint import Checkpoint
 from holdfast.store.base import Bytes
 from tests import models
 from tests.ranks import RankDiedError, RanksFailedError, run_ranks

@@ -19,15 +19,15 @@ from typing import Literal, Self
 import msgspec
 import numpy as np
 
+from holdfast.checkpoint.reading import Checkpoint, unpack_values
+from holdfast.checkpoint.verify import verify_checkpoint
 from holdfast.errors import CorruptError, HoldfastError, IncompatibleError, NotFoundError
 from holdfast.format import manifest as fmt
 from holdfast.format import names, records, sequences
 from holdfast.format import values as value_codec
 from holdfast.format.container import Files
-from holdfast.run.checkpoint import Checkpoint, unpack_values
 from holdfast.run.history import resolve
 from holdfast.run.paths import parse
-from holdfast.run.verify import verify_checkpoint
 from holdfast.view.source import Source
 
 CPU_S = 1.0
@@ -148,7 +148,7 @@ def _name(data: bytes) -> None:
 
 def _checkpoint(data: bytes) -> None:
     """Everything a reader can do with the checkpoint at a path: all values, all tensors, all of its bytes."""
-    checkpoint = Checkpoint(resolve(parse(data.decode())))
+    checkpoint = Checkpoint(resolve(parse(data.decode())).sealed)
     _rebuild(dict(checkpoint.nodes))
     for tensor in range(len(checkpoint.manifest.body.names)):
         Source(checkpoint, verify=True).whole([tensor], private=False)

@@ -13,7 +13,7 @@ MUTATIONS = [
     ),
     Mutation(  # a data file is taken for the right one because it is sound in itself
         "museum/test_wrong_bytes.py::test_files_of_two_saves_load_as_one_checkpoint",
-        "run/checkpoint.py",
+        "checkpoint/reading.py",
         "        if xxhash.xxh3_128_hexdigest(table) != self.seal.files[index].digest:\n",
         "        if not table:\n",
     ),

@@ -10,6 +10,7 @@ import numpy as np
 import xxhash
 
 from holdfast.agreement.messages import Planned, Written
+from holdfast.checkpoint.reading import pack_values
 from holdfast.errors import StorageError
 from holdfast.format import container, records
 from holdfast.format import manifest as fmt
@@ -20,7 +21,6 @@ from holdfast.io.buffers import pipeline_pool
 from holdfast.io.meter import Meter
 from holdfast.io.sources import BytesSource, Source
 from holdfast.io.writer import write_file
-from holdfast.run.checkpoint import pack_values
 from holdfast.state.flatten import FlatState
 from holdfast.state.memory import LocalPieces, MemorySource, packed
 from holdfast.store.base import Storage

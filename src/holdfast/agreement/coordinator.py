@@ -15,6 +15,7 @@ import xxhash
 from holdfast.agreement.local import NUM_TURNS, Local
 from holdfast.agreement.messages import Compare, Described, Details, Digests, Planned, Questions, Written
 from holdfast.agreement.replicas import describe, diverged, unite
+from holdfast.checkpoint.reading import pack_values
 from holdfast.decoding import decode_msgpack
 from holdfast.errors import CorruptError, NotFoundError, StateError
 from holdfast.format import manifest as fmt
@@ -24,7 +25,6 @@ from holdfast.format.patterns import check_matched
 from holdfast.format.records import FileSeal, Place
 from holdfast.format.values import Node
 from holdfast.plan.save import Draft, Identity, RankMessage, RankValues, SavePlan, plan_save
-from holdfast.run.checkpoint import pack_values
 from holdfast.run.complete import Stored, seal_and_commit
 from holdfast.run.history import Run
 from holdfast.run.session import JOB, NEVER_LOADED, Sources

@@ -9,11 +9,11 @@ import msgspec
 import xxhash
 
 from holdfast.agreement.messages import Compare, Described, Details, Digests, Questions
+from holdfast.checkpoint.reading import pack_values
 from holdfast.format import values as value_codec
 from holdfast.geometry import Box
 from holdfast.plan.body import RankLayout
 from holdfast.plan.layout import Whole
-from holdfast.run.checkpoint import pack_values
 from holdfast.state.flatten import FlatState
 from holdfast.state.memory import LocalPieces, digest_of
 

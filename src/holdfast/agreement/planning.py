@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar, cast
 
+from holdfast.agreement.assignment import Share
 from holdfast.agreement.coordinator import Coordinator, PlanMemory
 from holdfast.agreement.local import NUM_TURNS, Local
 from holdfast.agreement.messages import Answer, Compare, Questions
@@ -13,7 +14,6 @@ from holdfast.control.channel import Channel, Deadline
 from holdfast.decoding import decode_msgpack
 from holdfast.format.values import Node
 from holdfast.phases import Stopwatch, attempt
-from holdfast.agreement.assignment import Share
 from holdfast.state.flatten import FlatState
 from holdfast.state.gather import Remembered
 

@@ -16,6 +16,7 @@ from typing import Final, Literal, Self, SupportsFloat
 import msgspec
 from torch.distributed import ProcessGroup
 
+from holdfast.agreement.assignment import Share
 from holdfast.agreement.coordinator import Request
 from holdfast.agreement.planning import Known
 from holdfast.checkpointer.background import Background
@@ -49,7 +50,6 @@ from holdfast.run.history import Run
 from holdfast.run.paths import absolute, storage_at
 from holdfast.run.session import JOB
 from holdfast.saving import numbers_of, run_root, save
-from holdfast.agreement.assignment import Share
 from holdfast.snapshot.capture import Snapshot
 from holdfast.state.flatten import FlatState, check_root
 from holdfast.state.identity import parts_of

@@ -15,6 +15,8 @@ import msgspec
 import numpy as np
 from torch.distributed import ProcessGroup
 
+from holdfast.checkpoint.reading import Checkpoint
+from holdfast.checkpoint.sealed import Sealed
 from holdfast.checkpointer.choosing import Answer, Chosen, Survey, Unknown, inventory, known_of
 from holdfast.control.channel import Channel, Deadline
 from holdfast.control.torch_store import default_channel, group_ranks
@@ -27,16 +29,15 @@ from holdfast.format.records import Place, Seal
 from holdfast.format.values import Node
 from holdfast.keeper.client import ensure_keeper
 from holdfast.keeper.persist import data_file
-from holdfast.loading import Loading, Options, load
+from holdfast.loading import Loading, Opened, Options, load
 from holdfast.node_memory.claims import Claim
 from holdfast.node_memory.generations import give_up_generation, read_generation
 from holdfast.node_memory.node_folder import NodeFolder, unusable_memory
 from holdfast.node_memory.slots import WHOLE, Slot, State, slot_names
 from holdfast.phases import LOG, attempt
 from holdfast.reports import LoadReport
-from holdfast.run.checkpoint import Checkpoint
 from holdfast.run.fallback import is_damage
-from holdfast.run.history import Located, Run
+from holdfast.run.history import Run
 from holdfast.run.paths import storage_at
 from holdfast.store.memory import MemoryFile, MemoryStorage
 from holdfast.store.timed import TimedStorage
@@ -152,9 +153,11 @@ def _from_memory(
             return None
         seal = records.decode(chosen.seal, Seal, path=str(folder.path))
         with TimedStorage(storage_at(run), timeout_s=deadline.for_storage_s) as storage:
+            run_opened = Run.open(storage)
             memory = _memory(folder, slots, seal, chosen)
-            located = Located(memory, Run.open(storage), None, f"{records.CHECKPOINTS}/{chosen.folder}/", seal)
-            report = _load(channel, deadline, group, state, located, chosen, options=options)
+            sealed = Sealed(memory, f"{records.CHECKPOINTS}/{chosen.folder}/", seal, run_opened.run_id)
+            opened = Opened(Checkpoint(sealed), run_opened)
+            report = _load(channel, deadline, group, state, opened, chosen, options=options)
         if channel.rank == 0:
             LOG.info("restored from node memory: %s", report.summary)
         uncommitted = None if chosen.committed else seal.place
@@ -212,17 +215,17 @@ def _load(
     deadline: Deadline,
     group: ProcessGroup | None,
     state: Mapping[str, object],
-    located: Located,
+    opened: Opened,
     chosen: Chosen,
     *,
     options: Options,
 ) -> LoadReport:
-    checkpoint = Checkpoint(located)
+    checkpoint = opened.checkpoint
     if chosen.owners:
         checkpoint.nodes = _all_values(channel, deadline, checkpoint, chosen.owners)
-    with TimedStorage(located.storage, timeout_s=deadline.for_storage_s) as storage:
+    with TimedStorage(checkpoint.storage, timeout_s=deadline.for_storage_s) as storage:
         loading = Loading(channel, deadline, storage, group_ranks(group)[channel.rank], options)
-        return loading.fill(state, lambda: checkpoint, epoch=chosen.epoch, owners=chosen.owners or None, in_memory=True)
+        return loading.fill(state, lambda: opened, epoch=chosen.epoch, owners=chosen.owners or None, in_memory=True)
 
 
 def _all_values(

@@ -18,6 +18,8 @@ import msgspec
 import numpy as np
 import torch
 
+from holdfast.agreement.assignment import Share
+from holdfast.checkpoint.reading import pack_values
 from holdfast.checkpointer.backoff import Backoff
 from holdfast.checkpointer.handle import Handle
 from holdfast.checkpointer.messages import Agreed, Standing
@@ -43,9 +45,7 @@ from holdfast.node_memory.generations import Generation, give_up_generation, wri
 from holdfast.node_memory.keeper_lock import is_locked, open_lock
 from holdfast.node_memory.node_folder import NodeFolder, memory_error, unusable_memory
 from holdfast.node_memory.slots import Contents, Record, Slot, State
-from holdfast.run.checkpoint import pack_values
 from holdfast.run.paths import storage_at
-from holdfast.agreement.assignment import Share
 from holdfast.snapshot.device import registered
 from holdfast.snapshot.guard import Guard
 from holdfast.snapshot.routes import Part, Routes

@@ -11,12 +11,12 @@ import msgspec
 from rich.console import Console
 from rich.text import Text
 
+from holdfast.checkpoint.compare import Comparison, Described, TensorDifference, compare, pairs
+from holdfast.checkpoint.reading import Checkpoint
 from holdfast.cli.screen import Listing, console, counting, print_json, say, when
 from holdfast.cli.values import kind_of, natural, shortened, text_of
 from holdfast.errors import NotFoundError, printable
 from holdfast.format.values import Node
-from holdfast.run.checkpoint import Checkpoint
-from holdfast.run.compare import Comparison, Described, TensorDifference, compare, pairs
 from holdfast.run.history import resolve
 from holdfast.run.paths import parse
 from holdfast.wording import count
@@ -66,7 +66,7 @@ class Document(msgspec.Struct, frozen=True):
 
 def diff(a: str, b: str, *, stat: bool, names: str, as_json: bool) -> bool:
     """Compare the checkpoints at two paths, as far as names match `names`; True where they are equal."""
-    sides = [Checkpoint(resolve(parse(path))) for path in (a, b)]
+    sides = [Checkpoint(resolve(parse(path)).sealed) for path in (a, b)]
 
     def wanted(name: str) -> bool:
         return not names or fnmatchcase(name, names)

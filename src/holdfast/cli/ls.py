@@ -11,12 +11,12 @@ from itertools import groupby
 import msgspec
 from rich.text import Text
 
+from holdfast.checkpoint.fault import Fault
 from holdfast.cli.runs import open_run
 from holdfast.cli.screen import Listing, age, console, metrics_text, print_json, say, when
 from holdfast.errors import CorruptError, NotFoundError, printable
 from holdfast.format.records import Commit, Diverged, Epoch, Place
 from holdfast.reports import size
-from holdfast.run.fault import Fault
 from holdfast.run.history import Run
 from holdfast.wording import count
 

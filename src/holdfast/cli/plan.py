@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from holdfast import mapping as rules
+from holdfast.checkpoint.reading import Checkpoint
 from holdfast.cli.screen import Listing, console, print_json, say
 from holdfast.errors import ConfigurationError, printable
 from holdfast.format.manifest import file_name
@@ -26,7 +27,6 @@ from holdfast.plan.dry_run import Cast, Matching, Traffic
 from holdfast.plan.exchange import Bandwidths, Seconds
 from holdfast.plan.layout_rules import Layout
 from holdfast.reports import size
-from holdfast.run.checkpoint import Checkpoint
 from holdfast.run.history import resolve
 from holdfast.run.paths import parse, some
 from holdfast.wording import count
@@ -108,7 +108,7 @@ def plan(
     num_nodes = _num_nodes(on, nodes)
     laid_out = _layout(layout, on)
     globs = Globs(select) if select else None, Globs(cast) if cast else False
-    checkpoint = Checkpoint(resolve(parse(path)))
+    checkpoint = Checkpoint(resolve(parse(path)).sealed)
     made = _table(checkpoint, mapping)
     matching = dry_run.match(laid_out, made, select=globs[0], cast=globs[1])
     node_of = dry_run.even_nodes(on, num_nodes)

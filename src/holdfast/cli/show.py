@@ -10,13 +10,13 @@ import msgspec
 from rich.console import Console
 from rich.text import Text
 
+from holdfast.checkpoint.reading import Checkpoint
 from holdfast.cli import values as value_text
 from holdfast.cli.screen import Listing, ago, console, metrics_text, print_json, say, when
 from holdfast.cli.tree import Tensor, lines, tensors_of
 from holdfast.errors import NotFoundError, printable
 from holdfast.format.near import near
 from holdfast.reports import size
-from holdfast.run.checkpoint import Checkpoint
 from holdfast.run.history import resolve
 from holdfast.run.paths import parse, some
 from holdfast.wording import count
@@ -54,7 +54,7 @@ class Document(msgspec.Struct, frozen=True, kw_only=True):
 
 def show(path: str, *, values: bool, names: str, as_json: bool) -> None:
     """Show the tensors of the checkpoint at `path` whose names match the pattern `names` (all: as a tree)."""
-    checkpoint = Checkpoint(resolve(parse(path)))
+    checkpoint = Checkpoint(resolve(parse(path)).sealed)
     document = _document(checkpoint, values=values, names=names)
     if names and not (document.tensors or document.values):
         raise _no_match(checkpoint, names)
@@ -83,7 +83,7 @@ def _document(checkpoint: Checkpoint, *, values: bool, names: str) -> Document:
         place=str(checkpoint.manifest.place),
         step=body.step,
         created=body.created,
-        in_history=checkpoint.located.commit is not None,
+        in_history=checkpoint.sealed.commit is not None,
         run_id=body.run_id,
         world_size=body.world_size,
         metrics=dict(body.metrics),

@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from holdfast.checkpoint.reading import Checkpoint
 from holdfast.format.dtypes import DTYPES
 from holdfast.format.partition import BoxCells, Cells, FlatCells
 from holdfast.geometry import Shape
-from holdfast.run.checkpoint import Checkpoint
 from holdfast.wording import count
 
 _SEPARATORS = re.compile(r"([/.])")

@@ -10,16 +10,18 @@ from typing import NamedTuple
 import msgspec
 from rich.text import Text
 
+from holdfast.checkpoint.fault import Fault
+from holdfast.checkpoint.reading import Checkpoint
+from holdfast.checkpoint.sealed import Sealed
+from holdfast.checkpoint.verify import verify_checkpoint
 from holdfast.cli.runs import open_run
 from holdfast.cli.screen import console, counting, print_json, say
 from holdfast.errors import CorruptError, HoldfastError, NotFoundError, printable
 from holdfast.format.records import Place
 from holdfast.reports import size
-from holdfast.run.checkpoint import Checkpoint
-from holdfast.run.fault import Fault
-from holdfast.run.history import Located, Run, is_folder, resolve
+from holdfast.run.epoch_faults import epoch_faults
+from holdfast.run.history import Run, is_folder, resolve
 from holdfast.run.paths import parse, storage_at
-from holdfast.run.verify import epoch_faults, verify_checkpoint
 from holdfast.wording import count
 
 #: Tensors of a fault that are named on screen.
@@ -56,12 +58,12 @@ class _Subject(NamedTuple):
     it has been removed since it was listed."""
 
     name: str
-    find: Callable[[], Located | None]
+    find: Callable[[], Sealed | None]
 
 
 def verify(path: str, *, deep: bool, every: bool, as_json: bool) -> bool:
     """Verify one checkpoint, or all of a run, and say what was found; True where nothing is wrong."""
-    subjects = _committed(path) if every else iter([_Subject(path, lambda: resolve(parse(path)))])
+    subjects = _committed(path) if every else iter([_Subject(path, lambda: resolve(parse(path)).sealed)])
     reports: list[Report] = []
     for subject in subjects:
         report = _verify(subject, deep=deep, quiet=as_json)
@@ -100,10 +102,10 @@ def _committed(path: str) -> Iterator[_Subject]:
     """All committed checkpoints of a run, on its lineage or not, newest first."""
     run = open_run(path)
     for place in run.places():
-        yield _Subject(f"{run.storage.uri}@{place}", partial(_located, run, place))
+        yield _Subject(f"{run.storage.uri}@{place}", partial(_sealed, run, place))
 
 
-def _located(run: Run, place: Place) -> Located | None:
+def _sealed(run: Run, place: Place) -> Sealed | None:
     commit = run.needed_commit(place)
     return None if commit is None else run.locate(commit)
 
@@ -111,15 +113,15 @@ def _located(run: Run, place: Place) -> Located | None:
 def _verify(subject: _Subject, *, deep: bool, quiet: bool) -> Report | None:
     start = time.monotonic()
     try:
-        located = subject.find()
+        sealed = subject.find()
     except CorruptError as error:
         return _unreadable(subject.name, error)
-    if located is None:
+    if sealed is None:
         return None
     try:
-        checkpoint = Checkpoint(located)
+        checkpoint = Checkpoint(sealed)
     except (CorruptError, NotFoundError) as error:
-        return _unreadable(subject.name, error, place=str(located.seal.place), step=located.seal.step)
+        return _unreadable(subject.name, error, place=str(sealed.seal.place), step=sealed.seal.step)
     seal = checkpoint.seal
     nbytes = sum(file.nbytes for file in seal.files)
     with counting(f"verifying {seal.place}", nbytes if deep else None, quiet=quiet) as advance:

@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 from msgspec.structs import replace
 
+from holdfast.checkpoint.reading import Checkpoint, Targets
 from holdfast.control.channel import Channel, Deadline
 from holdfast.cooperative.neighbours import Neighbour, NeighbourGone, Neighbours, SharedMemory, node_id
 from holdfast.cooperative.network import Peers
@@ -29,7 +30,6 @@ from holdfast.io.reader import ReadJob
 from holdfast.phases import attempt
 from holdfast.plan.exchange import Bandwidths, Chunks, divide_job_reads, divide_reads, united
 from holdfast.plan.load import Want
-from holdfast.run.checkpoint import Checkpoint, Targets
 from holdfast.store.base import Bytes
 from holdfast.store.timed import TimedStorage
 

@@ -13,6 +13,7 @@ import numpy.ma  # noqa: F401 - np.unique imports it when it is first called, in
 import torch
 from torch.distributed import ProcessGroup
 
+from holdfast.checkpoint.reading import Checkpoint
 from holdfast.control.channel import Channel, Deadline
 from holdfast.control.torch_store import default_channel, group_ranks
 from holdfast.cooperative.reading import MEMORY_NBYTES, MIN_MEMORY_NBYTES, ReadCost, Together
@@ -30,9 +31,8 @@ from holdfast.phases import LOG, Stopwatch, attempt
 from holdfast.plan.exchange import Bandwidths
 from holdfast.progress import PATIENCE_S, of_first_rank, progress
 from holdfast.reports import LoadReport
-from holdfast.run.checkpoint import Checkpoint
 from holdfast.run.fallback import Skipped, is_damage, resolve_sound
-from holdfast.run.history import Located, is_folder, resolve
+from holdfast.run.history import Located, Run, is_folder, resolve
 from holdfast.run.paths import Target, parse, storage_at
 from holdfast.run.session import JOB, Load
 from holdfast.state.bind import bind
@@ -215,10 +215,22 @@ class _Resolved(msgspec.Struct, frozen=True, array_like=True):
     skipped: tuple[Skipped, ...]
 
 
-class _Bound(NamedTuple):
-    """A checkpoint, what its mapping makes of it, and how that meets the live state of one rank."""
+class Opened(NamedTuple):
+    """A checkpoint to load, and the run that it is of; None outside any history."""
 
     checkpoint: Checkpoint
+    run: Run | None
+
+    @staticmethod
+    def of(located: Located) -> Opened:
+        """What was found by its path, opened."""
+        return Opened(Checkpoint(located.sealed), located.run)
+
+
+class _Bound(NamedTuple):
+    """What is loaded, what its mapping makes of it, and how that meets the live state of one rank."""
+
+    opened: Opened
     binding: Binding
     table: Table
 
@@ -258,7 +270,7 @@ class Loading:
             try:
                 return self.fill(
                     into,
-                    lambda: Checkpoint(found[0] if found else self._follow(target, resolved)),  # noqa: B023 - at once
+                    lambda: Opened.of(found[0] if found else self._follow(target, resolved)),  # noqa: B023 - at once
                     epoch=resolved.epoch,
                     skipped=resolved.skipped,
                 )
@@ -274,7 +286,7 @@ class Loading:
     def fill(
         self,
         into: Mapping[str, object],
-        find: Callable[[], Checkpoint],
+        find: Callable[[], Opened],
         *,
         epoch: int | None,
         skipped: Sequence[Skipped] = (),
@@ -285,7 +297,7 @@ class Loading:
         are the ranks that alone can read each of its data files, which may be `in_memory`."""
         with self._watch.phase("match"):
             bound, names = self._match(into, find)
-        checkpoint = bound.checkpoint
+        checkpoint = bound.opened.checkpoint
         filling = Filling(checkpoint, bound.binding, bound.table.parts, self._rank, self._deadline)
         if self._options.fallback and self._options.may_keep:
             with self._watch.phase("check"):
@@ -299,10 +311,10 @@ class Loading:
         if bound.binding.reseeded and self._channel.rank == 0:
             _log.warning("another number of ranks saved %s: it is seeded anew", ", ".join(bound.binding.reseeded))
         is_whole = self._is_whole(bound, names, filling)
-        self._note(checkpoint.located, epoch, bound.binding, state, is_whole=is_whole)
+        self._note(bound.opened, epoch, bound.binding, state, is_whole=is_whole)
         return self._report(bound, names, filling, cost, state, skipped)
 
-    def _match(self, into: Mapping[str, object], find: Callable[[], Checkpoint]) -> tuple[_Bound, Names]:
+    def _match(self, into: Mapping[str, object], find: Callable[[], Opened]) -> tuple[_Bound, Names]:
         """Bind `into` on all ranks and compare: return what this rank found, and the names that all ranks agreed on."""
         bound: list[_Bound] = []
 
@@ -353,8 +365,8 @@ class Loading:
         state: object,
         skipped: Sequence[Skipped],
     ) -> LoadReport:
-        checkpoint, binding, _ = bound
-        seal = checkpoint.located.seal
+        (checkpoint, _), binding, _ = bound
+        seal = checkpoint.seal
         return LoadReport(
             step=seal.step,
             place=str(seal.place),
@@ -388,21 +400,22 @@ class Loading:
             in_memory=in_memory,
         )
 
-    def _note(self, located: Located, epoch: int | None, binding: Binding, state: object, *, is_whole: bool) -> None:
+    def _note(self, opened: Opened, epoch: int | None, binding: Binding, state: object, *, is_whole: bool) -> None:
         """Have this process remember which objects of `state` were filled, and from what."""
-        run, continues = located.run, self._options.continues
+        (checkpoint, run), continues = opened, self._options.continues
         if run is None:
-            load = Load(located.storage.resolved(), "", None, 0, continues, is_whole)
+            load = Load(checkpoint.storage.resolved(), "", None, 0, continues, is_whole)
         else:
             assert epoch is not None, "a run with a checkpoint has an epoch"
-            load = Load(run.storage.resolved(), run.run_id, located.seal.place, epoch, continues, is_whole)
+            load = Load(run.storage.resolved(), run.run_id, checkpoint.seal.place, epoch, continues, is_whole)
         names = sorted({*binding.loaded, *(target.name for target in binding.targets)})
         filled = [found.itself for found in found_in(state) if is_whole or _is_within(names, found.path)]
         memory = TensorMemory(part for target in binding.targets for part in target.local.memory)
         JOB.note_loaded(load, filled, memory)
 
-    def _bind(self, checkpoint: Checkpoint, into: Mapping[str, object]) -> tuple[_Bound, Names]:
+    def _bind(self, opened: Opened, into: Mapping[str, object]) -> tuple[_Bound, Names]:
         """Match names on this rank; changes nothing."""
+        checkpoint = opened.checkpoint
         options, body = self._options, checkpoint.manifest.body
         select, cast = options.select(), options.cast()
         table = mapped(options.mapping, stored_tensors(checkpoint.manifest), body.aliases, checkpoint.nodes)
@@ -417,7 +430,7 @@ class Loading:
             terms=Terms(select, cast, table.equal, table.partly_kept(), is_strict=options.strict),
             device=options.device,
         )
-        return _Bound(checkpoint, binding, table), Names.of(binding, {"select": select, "cast": cast})
+        return _Bound(opened, binding, table), Names.of(binding, {"select": select, "cast": cast})
 
     def _resolve(self, target: Target, skipped: tuple[Skipped, ...], found: list[Located]) -> _Resolved:
         """Which checkpoint rank 0 found (added to `found` there): a run's head may move while ranks look."""
@@ -425,9 +438,10 @@ class Loading:
         def find(_: list[bytes]) -> bytes:
             located, passed = self._find(target, skipped)
             found.append(located)
-            place = None if located.commit is None else located.commit.place
+            seal, commit = located.sealed.seal, located.sealed.commit
             self._warn(passed[len(skipped) :])
-            return msgspec.msgpack.encode(_Resolved(place, located.seal.checkpoint_id, located.epoch, passed))
+            place = None if commit is None else commit.place
+            return msgspec.msgpack.encode(_Resolved(place, seal.checkpoint_id, located.epoch, passed))
 
         try:
             answer = self._channel.exchange("resolve", b"", find, self._deadline)
@@ -446,7 +460,7 @@ class Loading:
         """What to do about a damaged checkpoint: which older one loads, as rank 0 finds."""
 
         def look(_: list[bytes]) -> bytes:
-            seal = resolve_sound(target, self._storage, skipped)[0].seal
+            seal = resolve_sound(target, self._storage, skipped)[0].sealed.seal
             name = Target(target.root, place=seal.place)
             return f"Load '{name}' (step {seal.step}), or with fallback=True, or restore what is damaged.".encode()
 
@@ -464,7 +478,7 @@ class Loading:
     def _follow(self, target: Target, resolved: _Resolved) -> Located:
         """The checkpoint that rank 0 found, as this rank sees it."""
         located = resolve(Target(target.root, place=resolved.place), self._storage)
-        if located.seal.checkpoint_id != resolved.checkpoint_id:
+        if located.sealed.seal.checkpoint_id != resolved.checkpoint_id:
             raise StorageError(
                 f"rank {self._channel.rank} finds another checkpoint at '{target}' than rank 0.",
                 code="storage.not_shared",

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from holdfast.checkpoint.reading import Checkpoint
 from holdfast.control.torch_store import group_ranks
 from holdfast.format.manifest import file_name
 from holdfast.format.patterns import Globs
@@ -17,7 +18,6 @@ from holdfast.mapping import Rule
 from holdfast.mapping.apply import mapped
 from holdfast.mapping.parts import stored_tensors
 from holdfast.reports import listed, printed, size
-from holdfast.run.checkpoint import Checkpoint
 from holdfast.run.history import resolve
 from holdfast.run.paths import parse
 from holdfast.state.bind import bind
@@ -75,7 +75,7 @@ def plan_load(
 
     Raises as `load` does, except for names that are on one side only and globs that match nothing, which it lists.
     """
-    checkpoint = Checkpoint(resolve(parse(path)))
+    checkpoint = Checkpoint(resolve(parse(path)).sealed)
     ranks = group_ranks(group)
     rank = dist.get_rank() if len(ranks) > 1 else ranks[0]
     globs = [Globs(given) for given in (select, cast) if given is not None and not isinstance(given, bool)]

@@ -8,13 +8,13 @@ from typing import Any
 import numpy.typing as npt
 import torch
 
+from holdfast.checkpoint.reading import Checkpoint, Targets
 from holdfast.control.channel import Deadline
 from holdfast.errors import DeadlineError
 from holdfast.geometry import Box
 from holdfast.loading.wanted import Wanted, wanted
 from holdfast.mapping.parts import Parts
 from holdfast.plan.load import Want
-from holdfast.run.checkpoint import Checkpoint, Targets
 from holdfast.snapshot.device import await_queued
 from holdfast.snapshot.guard import await_copies
 from holdfast.state.binding import Binding

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 
 import torch
 
+from holdfast.checkpoint.reading import Checkpoint
 from holdfast.geometry import Box
 from holdfast.mapping.parts import NO_AXIS, Parts
 from holdfast.plan.load import Want, resharded
-from holdfast.run.checkpoint import Checkpoint
 from holdfast.state.binding import Binding
 from holdfast.state.match import Target
 from holdfast.state.memory import LocalPieces

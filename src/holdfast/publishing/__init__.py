@@ -16,9 +16,11 @@ import msgspec
 import numpy as np
 from torch.distributed import ProcessGroup
 
+from holdfast.agreement.assignment import sources_of
 from holdfast.agreement.coordinator import PlanMemory
 from holdfast.agreement.local import Local
 from holdfast.agreement.messages import Compare, Questions
+from holdfast.checkpoint.reading import Checkpoint
 from holdfast.control.channel import Channel, Deadline
 from holdfast.control.torch_store import default_channel, group_ranks
 from holdfast.cooperative.reading import Together
@@ -36,8 +38,6 @@ from holdfast.publishing.live import NAME, LiveFile, live_checkpoint
 from holdfast.publishing.overlap import to_fill
 from holdfast.publishing.planner import Announced, Answer, Planner, Told
 from holdfast.reports import TransferReport
-from holdfast.run.checkpoint import Checkpoint
-from holdfast.agreement.assignment import sources_of
 from holdfast.state.bind import bind
 from holdfast.state.binding import Binding
 from holdfast.state.flatten import FlatState, flatten

@@ -12,12 +12,12 @@ from typing import Final
 import numpy as np
 import xxhash
 
+from holdfast.checkpoint.reading import Checkpoint
+from holdfast.checkpoint.sealed import Sealed
 from holdfast.format import manifest as fmt
 from holdfast.format.container import Files
 from holdfast.format.records import FileSeal, Seal
 from holdfast.io.sources import BytesSource, JoinedSources, Source
-from holdfast.run.checkpoint import Checkpoint
-from holdfast.run.history import Located
 from holdfast.store.base import Bytes
 from holdfast.store.memory import MemoryStorage
 
@@ -65,4 +65,4 @@ def live_checkpoint(manifest: bytes) -> Checkpoint:
     )
     storage = MemoryStorage(NAME)
     storage.add(fmt.NAME, LiveFile([BytesSource(manifest)], data_start=0, nbytes=len(manifest)))
-    return Checkpoint(Located(storage, None, None, "", seal))
+    return Checkpoint(Sealed(storage, "", seal))

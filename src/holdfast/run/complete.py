@@ -14,6 +14,9 @@ from types import MappingProxyType
 import numpy as np
 import xxhash
 
+from holdfast.checkpoint.reading import Checkpoint
+from holdfast.checkpoint.sealed import Sealed
+from holdfast.checkpoint.verify import verify_checkpoint
 from holdfast.errors import CorruptError, FencedError, NotFoundError, StorageError
 from holdfast.format import container, records
 from holdfast.format import manifest as fmt
@@ -22,10 +25,8 @@ from holdfast.format.manifest import DecodedManifest
 from holdfast.format.records import Commit, Diverged, FileSeal, Seal, SealDigest
 from holdfast.format.tombstones import Abandoned
 from holdfast.io.digest import table_nbytes
-from holdfast.run.checkpoint import Checkpoint
-from holdfast.run.history import Located, Run
+from holdfast.run.history import Run
 from holdfast.run.paths import some
-from holdfast.run.verify import verify_checkpoint
 from holdfast.store.base import Storage
 
 
@@ -105,7 +106,7 @@ def check_files(
     )
     if deep:
         prefix = records.checkpoint_key(stored.folder, "")
-        checkpoint = Checkpoint(Located(run.storage, run, None, prefix, _seal(stored, seals)))
+        checkpoint = Checkpoint(Sealed(run.storage, prefix, _seal(stored, seals), run.run_id))
         faults = [fault for fault in verify_checkpoint(checkpoint, deep=True) if fault.code != "extra.file"]
         if faults:
             action = "Restore the file from another copy of the run; else remove the checkpoint."
@@ -119,8 +120,8 @@ def check_present(checkpoint: Checkpoint) -> None:
     Raises:
         CorruptError: some are missing or cut; code ``corrupt.incomplete``.
     """
-    storage, located = checkpoint.storage, checkpoint.located
-    bad = [file.name for file in checkpoint.seal.files if storage.nbytes(located.key(file.name)) != file.nbytes]
+    storage, sealed = checkpoint.storage, checkpoint.sealed
+    bad = [file.name for file in sealed.seal.files if storage.nbytes(sealed.key(file.name)) != file.nbytes]
     if bad:
         raise CorruptError(
             f"the checkpoint in '{checkpoint.folder}' is incomplete; missing or cut: {some(bad)}.",

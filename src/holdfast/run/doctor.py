@@ -12,18 +12,18 @@ from typing import Protocol
 
 import msgspec
 
+from holdfast.checkpoint.reading import Checkpoint
+from holdfast.checkpoint.verify import verify_checkpoint
 from holdfast.errors import ConfigurationError
 from holdfast.format import manifest as fmt
 from holdfast.format import records
 from holdfast.format.records import CHECKPOINTS, EPOCHS, HISTORY, MARKER_KEY, SEAL_NAME, Commit, Place
 from holdfast.format.tombstones import parse_removed_name
-from holdfast.run.checkpoint import Checkpoint
 from holdfast.run.complete import check_present, complete
 from holdfast.run.history import Run
 from holdfast.run.lost_epochs import lost_epoch, make_anew
 from holdfast.run.removal import abandon, check_unneeded, remove_place
 from holdfast.run.uncommitted import IN_PROGRESS_S, UNREADABLE, Known, Remedy, Uncommitted
-from holdfast.run.verify import verify_checkpoint
 
 
 class Watch(Protocol):

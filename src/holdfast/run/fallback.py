@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import dropwhile
 
 import msgspec
 
+from holdfast.checkpoint.reading import Checkpoint
 from holdfast.errors import CorruptError, HoldfastError, NotFoundError
 from holdfast.format.records import Place
-from holdfast.run.checkpoint import Checkpoint
 from holdfast.run.complete import check_present
 from holdfast.run.history import Located, Run, no_head
 from holdfast.run.paths import Target
@@ -47,12 +46,12 @@ def resolve_sound(
     passed = list(skipped)
     for place in _candidates(run, target, passed):
         try:
-            located = run.locate(run.commit(place))
-            check_present(Checkpoint(located))
+            sealed = run.locate(run.commit(place))
+            check_present(Checkpoint(sealed))
         except (CorruptError, NotFoundError) as error:
             passed.append(Skipped(place, error.message))
             continue
-        return replace(located, epoch=epoch), tuple(passed)
+        return Located(sealed, run, epoch), tuple(passed)
     if not passed:
         no_head(run)
     reasons = " ".join(f"{one.place}: {one.reason}" for one in passed)

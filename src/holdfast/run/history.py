@@ -17,10 +17,11 @@ import secrets
 import time
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice, takewhile
 from typing import Final, NoReturn, TypeVar
 
+from holdfast.checkpoint.sealed import Sealed
 from holdfast.errors import ConfigurationError, CorruptError, FencedError, NotFoundError
 from holdfast.format import records
 from holdfast.format.records import Commit, Epoch, Marker, Place, Record, Seal, Why
@@ -253,7 +254,7 @@ class Run:
             what = f"place {commit.place} holds another checkpoint already ('{theirs.checkpoint}')"
             raise self._fenced("fenced.place_taken", what)
 
-    def locate(self, commit: Commit) -> Located:
+    def locate(self, commit: Commit) -> Sealed:
         """The checkpoint that `commit` published, its seal verified against the commit."""
         prefix = records.checkpoint_key(commit.checkpoint, "")
         key = prefix + records.SEAL_NAME
@@ -266,7 +267,7 @@ class Run:
         seal = records.decode(data, Seal, path=self.storage.path(key))
         if (seal.place, seal.step, seal.checkpoint_id) != (commit.place, commit.step, commit.checkpoint_id):
             raise _bad_seal(self.storage.path(key), commit, f"seals place {seal.place}, step {seal.step}")
-        return Located(self.storage, self, commit, prefix, seal)
+        return Sealed(self.storage, prefix, seal, self.run_id, commit)
 
     def _proven(self, newest: int | None, history: History) -> int | None:
         """`newest`, which was the newest epoch before `history` was listed, or one that was opened since. Raises where
@@ -417,22 +418,14 @@ class History:
 
 @dataclass(frozen=True, slots=True)
 class Located:
-    """A checkpoint found. Its files have keys that begin with `prefix`.
+    """A checkpoint that was found by its path.
 
-    `run` and `commit` are None for a folder that is outside any history. `epoch` is the newest one that the run had
-    before it was looked up (None: not asked).
+    `run` is None for a folder outside any history. `epoch` is the newest one that the run had before it was looked up.
     """
 
-    storage: Storage
+    sealed: Sealed
     run: Run | None
-    commit: Commit | None
-    prefix: str
-    seal: Seal
-    epoch: int | None = None
-
-    def key(self, name: str) -> str:
-        """The key of file `name` of the checkpoint."""
-        return self.prefix + name
+    epoch: int | None
 
 
 def resolve(target: Target, storage: Storage | None = None) -> Located:
@@ -451,7 +444,7 @@ def resolve(target: Target, storage: Storage | None = None) -> Located:
         commit = run.find(step=target.step, place=target.place)
     else:
         commit = run.head() or no_head(run)
-    return replace(run.locate(commit), epoch=epoch)
+    return Located(run.locate(commit), run, epoch)
 
 
 def is_folder(storage: Storage) -> bool:
@@ -477,7 +470,7 @@ def _lone_folder(storage: Storage, target: Target) -> Located:
             action="Name the folder without a selector, or the run with one.",
             path=target.root,
         )
-    return Located(storage, None, None, "", _read(storage, records.SEAL_NAME, Seal))
+    return Located(Sealed(storage, "", _read(storage, records.SEAL_NAME, Seal)), None, None)
 
 
 def _read(storage: Storage, key: str, kind: type[R]) -> R:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from holdfast.checkpoint.reading import Checkpoint
 from holdfast.errors import NotFoundError
 from holdfast.format.records import Commit, Place
-from holdfast.run.checkpoint import Checkpoint
 from holdfast.run.complete import check_present
 from holdfast.run.history import Run
 

@@ -18,6 +18,7 @@ from typing import Literal, SupportsFloat
 import msgspec
 from torch.distributed import ProcessGroup
 
+from holdfast.agreement.assignment import Share
 from holdfast.agreement.coordinator import Coordinator, Request
 from holdfast.agreement.local import Local
 from holdfast.agreement.messages import Planned, Written
@@ -34,7 +35,6 @@ from holdfast.progress import PATIENCE_S, of_first_rank, progress
 from holdfast.reports import SaveReport
 from holdfast.run.paths import parse, storage_at
 from holdfast.run.session import JOB
-from holdfast.agreement.assignment import Share
 from holdfast.saving.survivor import finish_alone, is_desertion
 from holdfast.snapshot.device import await_queued
 from holdfast.state.flatten import flatten

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
 
+from holdfast.checkpoint.reading import Checkpoint
 from holdfast.errors import NotFoundError
 from holdfast.format import values as value_codec
 from holdfast.format.near import near
 from holdfast.format.patterns import Globs
 from holdfast.format.values import TorchValue, Undecoded
-from holdfast.run.checkpoint import Checkpoint
 from holdfast.run.history import resolve
 from holdfast.run.paths import parse, some
 from holdfast.state import registry
@@ -61,7 +61,7 @@ class View:
     @property
     def in_history(self) -> bool:
         """Whether it was found through a run, rather than as a folder outside any history."""
-        return self._checkpoint.located.commit is not None
+        return self._checkpoint.sealed.commit is not None
 
     @property
     def aliases(self) -> Mapping[str, str]:
@@ -216,7 +216,7 @@ def open(path: str | os.PathLike[str], *, verify: bool = True) -> View:  # noqa:
         NotFoundError: nothing is there; says what is near.
         CorruptError: the records or the manifest are damaged.
     """
-    return View(Checkpoint(resolve(parse(path))), verify=verify)
+    return View(Checkpoint(resolve(parse(path)).sealed), verify=verify)
 
 
 def _revived(value: TorchValue) -> object:

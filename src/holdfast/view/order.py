@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from holdfast.checkpoint.reading import Checkpoint
 from holdfast.format.container import BLOCK_NBYTES, Entry, FileLayout
 from holdfast.geometry import Box, FlatRange, flat_boxes
 from holdfast.io.buffers import BufferPool
 from holdfast.io.digest import first_bad_block
 from holdfast.io.reader import DataFile
-from holdfast.run.checkpoint import Checkpoint
 from holdfast.store.base import Bytes
 from holdfast.view.source import Source
 from holdfast.view.tensor import as_numpy, numpy_dtype

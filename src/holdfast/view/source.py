@@ -11,11 +11,11 @@ from weakref import WeakValueDictionary
 import numpy as np
 import numpy.typing as npt
 
+from holdfast.checkpoint.reading import Checkpoint
 from holdfast.errors import NotFoundError
 from holdfast.format.dtypes import CARRIERS
 from holdfast.geometry import Box, whole
 from holdfast.plan.load import Want, plan_load
-from holdfast.run.checkpoint import Checkpoint
 from holdfast.run.history import resolve
 from holdfast.run.paths import Target
 from holdfast.store.base import Bytes
@@ -41,9 +41,9 @@ class Source:
 
     def __reduce__(self) -> tuple[object, ...]:
         """Another process, such as a worker of a data loader, opens the same checkpoint anew."""
-        located = self.checkpoint.located
-        target = Target(located.storage.uri, place=None if located.commit is None else located.commit.place)
-        return _reopened, (target, located.seal.checkpoint_id, self.verify)
+        sealed = self.checkpoint.sealed
+        target = Target(sealed.storage.uri, place=None if sealed.commit is None else sealed.commit.place)
+        return _reopened, (target, sealed.seal.checkpoint_id, self.verify)
 
     def carrier(self, tensor: int) -> np.dtype[Any]:
         """What carries the elements of tensor number `tensor`."""
@@ -131,15 +131,15 @@ class Source:
 
 
 def _reopened(target: Target, checkpoint_id: str, verify: bool) -> Source:
-    located = resolve(target)
-    if located.seal.checkpoint_id != checkpoint_id:
+    sealed = resolve(target).sealed
+    if sealed.seal.checkpoint_id != checkpoint_id:
         raise NotFoundError(
             f"'{target}' is another checkpoint now than the one that was opened.",
             code="not_found.commit",
             action="Open it anew.",
             path=target.root,
         )
-    return Source(Checkpoint(located), verify=verify)
+    return Source(Checkpoint(sealed), verify=verify)
 
 
 class _Arrays:

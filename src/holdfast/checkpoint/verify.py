@@ -7,15 +7,14 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from holdfast.errors import CorruptError, IncompatibleError, NotFoundError, StorageError
+from holdfast.checkpoint.fault import MAX_NAMED, Fault
+from holdfast.checkpoint.reading import Checkpoint
+from holdfast.errors import CorruptError, NotFoundError, StorageError
 from holdfast.format import container, records
 from holdfast.format.container import BLOCK_NBYTES, FileLayout
 from holdfast.io.buffers import BufferPool, pipeline_pool
 from holdfast.io.digest import DIGEST_NBYTES, digest_blocks
 from holdfast.io.reader import DataFile, Extent, ReadJob, read_files
-from holdfast.run.checkpoint import Checkpoint
-from holdfast.run.fault import MAX_NAMED, Fault
-from holdfast.run.history import Run
 from holdfast.store.base import Bytes
 from holdfast.wording import count
 
@@ -35,20 +34,6 @@ def verify_checkpoint(
         for index in range(checkpoint.manifest.body.num_files):
             faults += _verify_file(checkpoint, index, pool if deep else None, progress)
     return faults + _extra_files(checkpoint)
-
-
-def epoch_faults(run: Run) -> Iterator[Fault]:
-    """What is wrong with the epoch records of `run`, which say what its head is: missing ones, and damaged ones."""
-    present = set(run.epochs())
-    for number in range(1, max(present, default=0) + 1):
-        path = run.storage.path(records.epoch_key(number))
-        if number not in present:
-            yield Fault("epoch.missing", path, f"The record of epoch {number}, '{path}', is missing.")
-            continue
-        try:
-            run.epoch(number)
-        except (CorruptError, NotFoundError, IncompatibleError) as error:
-            yield Fault.of(error)
 
 
 def _verify_file(
@@ -138,7 +123,7 @@ def _tensors_in(checkpoint: Checkpoint, layout: FileLayout, blocks: Sequence[int
 
 def _extra_files(checkpoint: Checkpoint) -> list[Fault]:
     sealed = {checkpoint.seal.manifest.name, records.SEAL_NAME, *(file.name for file in checkpoint.seal.files)}
-    found = checkpoint.storage.list(checkpoint.located.prefix.rstrip("/"))
+    found = checkpoint.storage.list(checkpoint.sealed.prefix.rstrip("/"))
     return [
         Fault(
             "extra.file",

@@ -12,13 +12,13 @@ from math import prod
 import msgspec
 import numpy as np
 
+from holdfast.checkpoint.elements import Array, Tally
+from holdfast.checkpoint.reading import Checkpoint
 from holdfast.format import values as value_codec
 from holdfast.format.dtypes import CARRIERS, DTYPES
 from holdfast.format.values import Container, Leaf, Node
 from holdfast.geometry import Box, Shape, flat_boxes
 from holdfast.plan.load import Want
-from holdfast.run.checkpoint import Checkpoint
-from holdfast.run.elements import Array, Tally
 from holdfast.store.base import Bytes
 
 #: Bytes of each side that are held at once.

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from holdfast.checkpoint.sealed import Sealed
 from holdfast.errors import CorruptError
 from holdfast.format import manifest as fmt
 from holdfast.format import records
@@ -27,7 +28,6 @@ from holdfast.io.buffers import pipeline_pool
 from holdfast.io.reader import DataFile, Extent, ReadJob, ReadStats, read_files
 from holdfast.plan.load import FileReads, Want, pieces, plan_load
 from holdfast.plan.strips import Move, Strip, moves
-from holdfast.run.history import Located
 from holdfast.store.base import Bytes, FileReader
 from holdfast.wording import count
 
@@ -55,20 +55,20 @@ class Targets(Protocol):
 class Checkpoint:
     """A checkpoint whose seal has been found. Reads open nothing and change nothing; safe for several threads."""
 
-    def __init__(self, located: Located) -> None:
+    def __init__(self, sealed: Sealed) -> None:
         """Read and check the manifest.
 
         Raises:
             CorruptError: the manifest is not the one that was sealed.
             NotFoundError: it is gone.
         """
-        self.located = located
-        self.storage, self.seal = located.storage, located.seal
-        sealed = self.seal.manifest
-        data = self.storage.read(self._key(sealed.name), limit=min(sealed.nbytes, fmt.MAX_FILE_NBYTES))
-        if len(data) != sealed.nbytes or xxhash.xxh3_128_hexdigest(data) != sealed.digest:
-            raise self._corrupt(sealed.name, "it is not the manifest that was sealed")
-        self.manifest: DecodedManifest = fmt.decode(data, path=self.path(sealed.name))
+        self.sealed = sealed
+        self.storage, self.seal = sealed.storage, sealed.seal
+        file = self.seal.manifest
+        data = self.storage.read(sealed.key(file.name), limit=min(file.nbytes, fmt.MAX_FILE_NBYTES))
+        if len(data) != file.nbytes or xxhash.xxh3_128_hexdigest(data) != file.digest:
+            raise self._corrupt(file.name, "it is not the manifest that was sealed")
+        self.manifest: DecodedManifest = fmt.decode(data, path=self.path(file.name))
         self.files = Files(self.manifest)
         #: Digest tables that were verified lately, by file.
         self._tables: dict[int, bytes] = {}
@@ -77,10 +77,10 @@ class Checkpoint:
 
     def _check_seal(self) -> None:
         """Manifest, seal and run are of one checkpoint."""
-        body, seal, run = self.manifest.body, self.seal, self.located.run
+        body, seal, run_id = self.manifest.body, self.seal, self.sealed.run_id
         if (seal.checkpoint_id, seal.place, seal.step) != (body.checkpoint_id, self.manifest.place, body.step):
             raise self._corrupt(records.SEAL_NAME, "it seals another checkpoint than its manifest describes")
-        if run is not None and run.run_id != body.run_id:
+        if run_id is not None and run_id != body.run_id:
             raise self._corrupt(seal.manifest.name, f"it belongs to another run ({body.run_id})")
         names = [fmt.file_name(index) for index in range(len(seal.files))]
         if len(names) != body.num_files or [file.name for file in seal.files] != names:
@@ -93,7 +93,7 @@ class Checkpoint:
 
     def path(self, name: str) -> str:
         """Full path of a file of the checkpoint."""
-        return self.storage.path(self._key(name))
+        return self.storage.path(self.sealed.key(name))
 
     @property
     def folder(self) -> str:
@@ -173,7 +173,7 @@ class Checkpoint:
     ) -> DataFile:
         """Open a data file; its size, and with `verify` its digest table, are checked against the seal."""
         name, sealed = fmt.file_name(index), self.seal.files[index]
-        reader = (open_reader or self.storage.reader)(self._key(name))
+        reader = (open_reader or self.storage.reader)(self.sealed.key(name))
         try:
             if not reader.nbytes == sealed.nbytes == data_start + data_nbytes:
                 raise self._corrupt(name, f"it has {reader.nbytes} bytes instead of {data_start + data_nbytes}")
@@ -271,9 +271,6 @@ class Checkpoint:
             tensor=tensor,
             step=self.seal.step,
         )
-
-    def _key(self, name: str) -> str:
-        return self.located.key(name)
 
 
 def _wants_nothing(*_: object) -> None:

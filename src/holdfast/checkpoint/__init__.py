@@ -1,0 +1,1 @@
+"""One checkpoint: opened by its seal, read by parts, verified, compared. Never imports torch."""
