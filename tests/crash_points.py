@@ -32,7 +32,7 @@ from holdfast.agreement import assignment as share
 from holdfast.control.channel import Channel, Deadline, Outcome
 from holdfast.io.buffers import BufferPool
 from holdfast.store import posix
-from holdfast.store.posix import PosixStorage, PosixWriter
+from holdfast.store.posix import PosixStore, PosixWriter
 
 BUFFER_NBYTES: Final = 2**20
 #: Each rank's data section is made so large that it takes so many buffers.
@@ -138,20 +138,20 @@ class _TracedOs:
 def traced(trace: Trace) -> Iterator[None]:
     """Within the block this process passes the points of `trace`; data files are written in small buffers."""
     create, publish, write_at, exchange = (
-        PosixStorage.create,
+        PosixStore.create,
         PosixWriter.publish,
         PosixWriter.write_at,
         Channel.exchange,
     )
-    begin = PosixStorage.writer
+    begin = PosixStore.writer
 
-    def traced_create(self: PosixStorage, key: str, data: bytes) -> bool:
+    def traced_create(self: PosixStore, key: str, data: bytes) -> bool:
         kind = kind_of(key)
         trace.reach(f"{kind}.asked")
         with trace.building(kind):
             return create(self, key, data)
 
-    def traced_writer(self: PosixStorage, key: str, *, nbytes: int) -> PosixWriter:
+    def traced_writer(self: PosixStore, key: str, *, nbytes: int) -> PosixWriter:
         writer = begin(self, key, nbytes=nbytes)
         trace.reach("data.opened")
         return writer
@@ -174,8 +174,8 @@ def traced(trace: Trace) -> Iterator[None]:
         return verdict
 
     with (
-        patch.object(PosixStorage, "create", traced_create),
-        patch.object(PosixStorage, "writer", traced_writer),
+        patch.object(PosixStore, "create", traced_create),
+        patch.object(PosixStore, "writer", traced_writer),
         patch.object(PosixWriter, "write_at", traced_write_at),
         patch.object(PosixWriter, "publish", traced_publish),
         patch.object(Channel, "exchange", traced_exchange),

@@ -16,7 +16,7 @@ from holdfast import loading, saving
 from holdfast.errors import StorageError
 from holdfast.run.paths import storage_at
 from holdfast.store import posix
-from holdfast.store.base import Bytes, FileReader, FileWriter, Storage
+from holdfast.store.base import Bytes, FileReader, FileWriter, Store
 
 #: Told of every request before it is made and after: its number, "before" or "after", its name and the path.
 Watch = Callable[[int, str, str, str], None]
@@ -25,10 +25,10 @@ Watch = Callable[[int, str, str, str], None]
 FILE_CALLS = frozenset({"fsync", "fstat", "ftruncate", "link", "listdir", "mkdir", "open", "preadv", "pwrite", "stat"})
 
 
-class FaultyStorage:
+class FaultyStore:
     """`storage`, whose requests, and those of its writers and readers, are shown to `watch`: it may raise or wait."""
 
-    def __init__(self, storage: Storage, watch: Watch) -> None:
+    def __init__(self, storage: Store, watch: Watch) -> None:
         self.uri = storage.uri
         self._storage = storage
         self._watch = watch
@@ -82,7 +82,7 @@ class FaultyStorage:
 
 
 class _FaultyWriter:
-    def __init__(self, storage: FaultyStorage, key: str, writer: FileWriter) -> None:
+    def __init__(self, storage: FaultyStore, key: str, writer: FileWriter) -> None:
         self.alignment = writer.alignment
         self._storage, self._key, self._writer = storage, key, writer
 
@@ -99,7 +99,7 @@ class _FaultyWriter:
 
 
 class _FaultyReader:
-    def __init__(self, storage: FaultyStorage, key: str, reader: FileReader) -> None:
+    def __init__(self, storage: FaultyStore, key: str, reader: FileReader) -> None:
         self.alignment = reader.alignment
         self.nbytes = reader.nbytes
         self.memory = None
@@ -118,7 +118,7 @@ def watched_store(watch: Watch) -> Iterator[None]:
     """Have `holdfast.save` and `holdfast.load` of this process use stores that `watch` sees."""
     with pytest.MonkeyPatch.context() as patch:
         for module in (saving, loading):
-            patch.setattr(module, "storage_at", lambda root: FaultyStorage(storage_at(root), watch))
+            patch.setattr(module, "storage_at", lambda root: FaultyStore(storage_at(root), watch))
         yield
 
 

@@ -13,7 +13,7 @@ from holdfast.format.values import Node, Open
 from holdfast.plan.save import Identity
 from holdfast.run.history import resolve
 from holdfast.run.paths import parse
-from holdfast.store.base import Bytes, Storage
+from holdfast.store.base import Bytes, Store
 from holdfast.view import View
 from tests.memory_storage import MemoryReader, MemoryStorage
 from tests.published import EPOCHS, RUN_ID, begin, plan, publish
@@ -30,7 +30,7 @@ def published(world: World, nodes: Mapping[str, Node] | None = None) -> MemorySt
     return storage
 
 
-def view_of(storage: Storage, *, verify: bool = True) -> View:
+def view_of(storage: Store, *, verify: bool = True) -> View:
     """The head of the run on `storage`."""
     return View(Checkpoint(resolve(parse("run"), storage).sealed), verify=verify)
 

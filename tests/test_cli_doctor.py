@@ -114,8 +114,8 @@ def test_remove_deletes_at_once_what_a_dead_process_left_and_not_what_a_live_one
     copy = copy_of(sound, tmp_path)
     begin = (
         "import sys, time\n"
-        "from holdfast.store.posix import PosixStorage\n"
-        "writer = PosixStorage(sys.argv[1]).writer('checkpoints/step-0000000004-0011223344556677/x', nbytes=1 << 20)\n"
+        "from holdfast.store.posix import PosixStore\n"
+        "writer = PosixStore(sys.argv[1]).writer('checkpoints/step-0000000004-0011223344556677/x', nbytes=1 << 20)\n"
         "print('begun', flush=True)\n"
         "time.sleep(100)"
     )

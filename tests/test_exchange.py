@@ -25,7 +25,7 @@ from holdfast.geometry import Int64s
 from holdfast.io.reader import DataFile, Extent, ReadJob
 from holdfast.plan.exchange import Bandwidths, Chunks, divide_job_reads, divide_reads
 from holdfast.store.base import Bytes
-from holdfast.store.posix import PosixStorage
+from holdfast.store.posix import PosixStore
 
 CHUNK = 16
 MIB = 1 << 20
@@ -242,7 +242,7 @@ class Job:
     """Some ranks that want some extents of some files, each with memory of its own to fill."""
 
     def __init__(self, folder: Path, contents: list[Bytes], wanted: dict[int, dict[int, list[Extent]]]) -> None:
-        self.storage = PosixStorage(str(folder))
+        self.storage = PosixStore(str(folder))
         self.contents = contents
         self.wanted = wanted
         self.filled = {

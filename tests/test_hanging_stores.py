@@ -14,10 +14,10 @@ import torch.distributed as dist
 
 import holdfast
 from holdfast import HoldfastError, StorageError, saving
-from holdfast.store.base import Storage
-from holdfast.store.posix import PosixStorage
-from holdfast.store.timed import TimedStorage
-from tests.faulty_storage import FaultyStorage, HangAt, watched_store
+from holdfast.store.base import Store
+from holdfast.store.posix import PosixStore
+from holdfast.store.timed import TimedStore
+from tests.faulty_storage import FaultyStore, HangAt, watched_store
 from tests.models import start_new_job
 from tests.ranks import run_ranks
 from tests.small_job import check_aftermath, failure, head, save, save_in_new_job, state, temporaries
@@ -172,7 +172,7 @@ def test_a_store_that_falls_silent_in_a_load_is_told_to_all_and_changes_nothing_
         assert same
 
 
-class SilentStorage(FaultyStorage):
+class SilentStorage(FaultyStore):
     """A store of which the question where it is may hang, too."""
 
     def resolved(self) -> str:
@@ -180,7 +180,7 @@ class SilentStorage(FaultyStorage):
             return super().resolved()
 
 
-REQUESTS: dict[str, Callable[[Storage], object]] = {
+REQUESTS: dict[str, Callable[[Store], object]] = {
     "resolved": lambda storage: storage.resolved(),
     "read": lambda storage: storage.read("file"),
     "nbytes": lambda storage: storage.nbytes("file"),
@@ -196,11 +196,11 @@ REQUESTS: dict[str, Callable[[Storage], object]] = {
 @pytest.mark.parametrize("name", REQUESTS)
 def test_every_request_of_a_store_that_hangs_is_given_up_in_time(tmp_path: Path, name: str) -> None:
     hang = HangAt(lambda *_: True)
-    silent = SilentStorage(PosixStorage(str(tmp_path)), hang)
+    silent = SilentStorage(PosixStore(str(tmp_path)), hang)
     codes: list[str] = []
 
     def ask() -> None:
-        with TimedStorage(silent, timeout_s=0.3) as storage, pytest.raises(StorageError) as caught:
+        with TimedStore(silent, timeout_s=0.3) as storage, pytest.raises(StorageError) as caught:
             REQUESTS[name](storage)
         codes.append(caught.value.code)
 

@@ -17,11 +17,11 @@ from holdfast.format import records
 from holdfast.format.records import Commit, Diverged, Epoch, FileSeal, Place, Seal, SealDigest, Why
 from holdfast.run.history import Located, Run, resolve
 from holdfast.run.paths import parse, storage_at
-from holdfast.store.base import Storage
+from holdfast.store.base import Store
 from tests.memory_storage import MemoryStorage
 
 
-def new_run(storage: Storage | None = None) -> Run:
+def new_run(storage: Store | None = None) -> Run:
     return Run.create(storage or MemoryStorage())
 
 

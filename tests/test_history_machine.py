@@ -39,9 +39,9 @@ from holdfast.run.paths import storage_at
 from holdfast.run.removal import remove_checkpoint
 from holdfast.run.rollback import rollback
 from holdfast.run.session import Load, Session
-from holdfast.store.base import Storage
+from holdfast.store.base import Store
 from tests.checkpoints import check, names, publish_manifest, write_data
-from tests.faulty_storage import FaultyStorage
+from tests.faulty_storage import FaultyStore
 from tests.memory_storage import MemoryStorage
 
 #: How far an activity goes before it is left alone: some operations, or (None) to its end.
@@ -76,16 +76,16 @@ class Activity:
     """Something that a process does to the run, step by step. `done` says that it ended, `error` how it failed, `death`
     that it was killed."""
 
-    def __init__(self, storage: Storage, work: Callable[[Storage], object]) -> None:
+    def __init__(self, storage: Store, work: Callable[[Store], object]) -> None:
         self.done = False
         self.error: Exception | None = None
         self.death: Died | None = None
         self._gate = Gate()
-        self._thread = Thread(target=self._run, args=(work, FaultyStorage(storage, self._gate)), daemon=True)
+        self._thread = Thread(target=self._run, args=(work, FaultyStore(storage, self._gate)), daemon=True)
         self._thread.start()
         self._gate.arrived.acquire()
 
-    def _run(self, work: Callable[[Storage], object], storage: Storage) -> None:
+    def _run(self, work: Callable[[Store], object], storage: Store) -> None:
         try:
             work(storage)
         except Died as death:
@@ -149,7 +149,7 @@ class HistoryMachine(RuleBasedStateMachine):
         self.removing: set[Place] = set()
         self.checked: set[Place] = set()
 
-    def new_storage(self) -> Storage:
+    def new_storage(self) -> Store:
         return MemoryStorage()
 
     # ---- what happens
@@ -323,7 +323,7 @@ class HistoryMachine(RuleBasedStateMachine):
             self.step += 1
             self._start(self._save(job, self.step, takeover=False), None, job)
 
-    def _start(self, work: Callable[[Storage], object], ops: int | None, job: Job | None = None) -> Activity:
+    def _start(self, work: Callable[[Store], object], ops: int | None, job: Job | None = None) -> Activity:
         activity = Activity(self.storage, work)
         if job is not None:
             job.activity = activity
@@ -349,8 +349,8 @@ class HistoryMachine(RuleBasedStateMachine):
     def _told(self, commit: Commit) -> None:
         self.told[commit.place] = commit.step
 
-    def _load(self, job: Job, at: Place | None = None) -> Callable[[Storage], None]:
-        def work(storage: Storage) -> None:
+    def _load(self, job: Job, at: Place | None = None) -> Callable[[Store], None]:
+        def work(storage: Store) -> None:
             run = Run.open(storage)
             seen = run.newest_epoch()
             commit = run.head() if at is None else run.find(place=at)
@@ -363,8 +363,8 @@ class HistoryMachine(RuleBasedStateMachine):
 
         return work
 
-    def _save(self, job: Job, step: int, *, takeover: bool) -> Callable[[Storage], None]:
-        def work(storage: Storage) -> None:
+    def _save(self, job: Job, step: int, *, takeover: bool) -> Callable[[Store], None]:
+        def work(storage: Store) -> None:
             run = Run.create(storage)
             place = job.session.begin(run, takeover=takeover, world_size=2, sources=job.session.sources(list))
             if takeover and place.seq == 1:
@@ -390,7 +390,7 @@ class HistoryMachine(RuleBasedStateMachine):
 class PosixHistoryMachine(HistoryMachine):
     """The same on a file system."""
 
-    def new_storage(self) -> Storage:
+    def new_storage(self) -> Store:
         self.folder = Path(tempfile.mkdtemp(prefix="holdfast-history-"))
         return storage_at(str(self.folder / "run"))
 
@@ -399,7 +399,7 @@ class PosixHistoryMachine(HistoryMachine):
         shutil.rmtree(self.folder)
 
 
-def copy_by_name(source: Storage, target: Storage) -> None:
+def copy_by_name(source: Store, target: Store) -> None:
     """Copy a run file by file, in the order of names; what vanishes meanwhile is left out."""
     folders = ["checkpoints/" + name for name in source.list("checkpoints")]
     for folder in (*folders, "epochs", "history"):
@@ -409,7 +409,7 @@ def copy_by_name(source: Storage, target: Storage) -> None:
     target.create(records.MARKER_KEY, source.read(records.MARKER_KEY))
 
 
-def check_copy(copy: Storage, original: Run) -> None:
+def check_copy(copy: Store, original: Run) -> None:
     """A copy is a run; whatever is visible in it loads, or is said to be incomplete."""
     run = Run.open(copy)
     damaged = {finding.folder for finding in examine(run) if finding.code == "commit.damaged"}
@@ -440,7 +440,7 @@ class Pair(HistoryMachine):
         self.folder = self.folders[Place(1, 4)]
         self.findings = examine(self.run)
         self.step += 1
-        self.works: dict[str, Callable[[Storage], object]] = {
+        self.works: dict[str, Callable[[Store], object]] = {
             "survivor": lambda storage: self._told(complete(Run.open(storage), self.folder, deep=False)),
             "doctor": lambda storage: remove(Run.open(storage), self.findings[0], force=True),
             "rm": lambda storage: remove_checkpoint(Run.open(storage), self.run.commit(self.second)),

@@ -25,10 +25,10 @@ from holdfast.io.digest import DIGEST_NBYTES, digest_blocks, first_bad_block
 from holdfast.io.reader import DataFile, Extent, ReadJob, ReadStats, read_files
 from holdfast.io.writer import write_file
 from holdfast.store import helpers as helpers_module
-from holdfast.store.base import Bytes, Storage
-from holdfast.store.posix import PosixStorage
-from holdfast.store.timed import TimedStorage
-from tests.faulty_storage import Count, FaultyStorage, HangAt
+from holdfast.store.base import Bytes, Store
+from holdfast.store.posix import PosixStore
+from holdfast.store.timed import TimedStore
+from tests.faulty_storage import Count, FaultyStore, HangAt
 
 PAGE = 4096
 MIB = 1 << 20
@@ -68,8 +68,8 @@ def corrupt(file: DataFile, block: int) -> CorruptError:
 
 
 @pytest.fixture
-def storage(tmp_path: Path) -> PosixStorage:
-    return PosixStorage(str(tmp_path))
+def storage(tmp_path: Path) -> PosixStore:
+    return PosixStore(str(tmp_path))
 
 
 @pytest.fixture
@@ -86,7 +86,7 @@ def leaves_no_thread_and_no_open_file() -> Iterator[None]:
     assert (threading.active_count(), len(os.listdir("/proc/self/fd"))) == (threads, descriptors)
 
 
-def write(storage: PosixStorage, key: str, content: Bytes, pool: BufferPool, *, data_start: int = PAGE) -> bytes:
+def write(storage: PosixStore, key: str, content: Bytes, pool: BufferPool, *, data_start: int = PAGE) -> bytes:
     writer = storage.writer(key, nbytes=data_start + len(content))
     return write_file(
         writer, [Array(content)], data_start=data_start, header=lambda _: header_of(data_start), pool=pool
@@ -94,7 +94,7 @@ def write(storage: PosixStorage, key: str, content: Bytes, pool: BufferPool, *, 
 
 
 def job(
-    storage: PosixStorage, key: str, nbytes: int, table: bytes | None, extents: Sequence[Extent]
+    storage: PosixStore, key: str, nbytes: int, table: bytes | None, extents: Sequence[Extent]
 ) -> tuple[ReadJob, list[Bytes], list[Bytes]]:
     """A job that delivers to arrays of its own, with how often each byte was delivered."""
     targets = [np.zeros(stop - start, np.uint8) for start, stop in extents]
@@ -114,7 +114,7 @@ def job(
 
 
 def read(
-    storage: PosixStorage, key: str, nbytes: int, table: bytes | None, extents: Sequence[Extent], pool: BufferPool
+    storage: PosixStore, key: str, nbytes: int, table: bytes | None, extents: Sequence[Extent], pool: BufferPool
 ) -> tuple[list[Bytes], ReadStats]:
     """What is delivered for `extents`, each byte exactly once."""
     wanted, targets, counts = job(storage, key, nbytes, table, extents)
@@ -136,7 +136,7 @@ sizes = st.lists(
     key=st.uuids().map(str),
 )
 def test_a_file_is_its_header_and_its_sources_packed(
-    storage: PosixStorage, pool: BufferPool, source_nbytes: list[int], data_start: int, num_threads: int, key: str
+    storage: PosixStore, pool: BufferPool, source_nbytes: list[int], data_start: int, num_threads: int, key: str
 ) -> None:
     contents = [random_bytes(nbytes, seed) for seed, nbytes in enumerate(source_nbytes)]
     data = b"".join(content.tobytes() for content in contents)
@@ -170,7 +170,7 @@ def extents_of(draw: st.DrawFn, nbytes: int) -> list[Extent]:
 @SHARED_FOLDER
 @given(data=st.data(), verify=st.booleans(), key=st.uuids().map(str))
 def test_every_byte_of_every_extent_is_delivered_once_and_bit_exact(
-    storage: PosixStorage, pool: BufferPool, data: st.DataObject, verify: bool, key: str
+    storage: PosixStore, pool: BufferPool, data: st.DataObject, verify: bool, key: str
 ) -> None:
     nbytes = data.draw(st.integers(0, 40) | st.integers(0, 4 * MIB), label="nbytes")
     extents = data.draw(extents_of(nbytes), label="extents")
@@ -187,7 +187,7 @@ def test_every_byte_of_every_extent_is_delivered_once_and_bit_exact(
     os.unlink(storage.path(key))
 
 
-def test_whole_blocks_are_read_to_verify_and_pages_otherwise(storage: PosixStorage, pool: BufferPool) -> None:
+def test_whole_blocks_are_read_to_verify_and_pages_otherwise(storage: PosixStore, pool: BufferPool) -> None:
     content = random_bytes(4 * MIB)
     table = write(storage, "file", content, pool)
     far_apart = [Extent(10, 20), Extent(3 * MIB + 5, 3 * MIB + 6)]
@@ -196,9 +196,7 @@ def test_whole_blocks_are_read_to_verify_and_pages_otherwise(storage: PosixStora
 
 
 @pytest.mark.parametrize("block", range(4))
-def test_a_flipped_bit_is_found_in_any_block_and_only_there(
-    storage: PosixStorage, pool: BufferPool, block: int
-) -> None:
+def test_a_flipped_bit_is_found_in_any_block_and_only_there(storage: PosixStore, pool: BufferPool, block: int) -> None:
     content = random_bytes(3 * MIB + 100)
     table = write(storage, "file", content, pool)
     at = PAGE + min(block * MIB + 70, PAGE + len(content) - 1)
@@ -230,7 +228,7 @@ def test_the_first_block_that_differs_is_named(nbytes: int, data: st.DataObject)
     assert first_bad_block(content, table, first=2) == 2 + flipped // BLOCK_NBYTES
 
 
-def test_extents_without_gaps_are_delivered_together(storage: PosixStorage, pool: BufferPool) -> None:
+def test_extents_without_gaps_are_delivered_together(storage: PosixStore, pool: BufferPool) -> None:
     content = random_bytes(3 * MIB)
     table = write(storage, "file", content, pool)
     extents = [Extent(0, 8), Extent(8, 8), Extent(8, 20), Extent(30, 2 * MIB), Extent(40, 50), Extent(2 * MIB, 3 * MIB)]
@@ -245,7 +243,7 @@ def test_extents_without_gaps_are_delivered_together(storage: PosixStorage, pool
     assert sorted(calls) == [*whole_runs[:2], (3, MIB - 30, MIB), whole_runs[2], (5, 0, MIB)]
 
 
-def test_ten_thousand_tiny_sources_and_extents_are_cheap(storage: PosixStorage, pool: BufferPool) -> None:
+def test_ten_thousand_tiny_sources_and_extents_are_cheap(storage: PosixStore, pool: BufferPool) -> None:
     content = random_bytes(40_000)
     pieces = [Extent(start, start + 4) for start in range(0, len(content), 4)]
     sources = [Array(content[start:stop]) for start, stop in pieces]
@@ -259,7 +257,7 @@ def test_ten_thousand_tiny_sources_and_extents_are_cheap(storage: PosixStorage, 
     assert took_s < 1.0
 
 
-def test_a_failing_source_aborts_the_file(storage: PosixStorage, pool: BufferPool, tmp_path: Path) -> None:
+def test_a_failing_source_aborts_the_file(storage: PosixStore, pool: BufferPool, tmp_path: Path) -> None:
     sources = [Array(random_bytes(3 * MIB)), Broken(random_bytes(MIB)), Array(random_bytes(9 * MIB))]
     writer = storage.writer("file", nbytes=PAGE + 13 * MIB)
     with pytest.raises(RuntimeError, match="the device is gone"):
@@ -267,7 +265,7 @@ def test_a_failing_source_aborts_the_file(storage: PosixStorage, pool: BufferPoo
     assert os.listdir(tmp_path) == []
 
 
-def test_a_header_that_cannot_be_made_aborts_the_file(storage: PosixStorage, pool: BufferPool, tmp_path: Path) -> None:
+def test_a_header_that_cannot_be_made_aborts_the_file(storage: PosixStore, pool: BufferPool, tmp_path: Path) -> None:
     def header(table: bytes) -> bytes:
         raise RuntimeError("no header")
 
@@ -277,7 +275,7 @@ def test_a_header_that_cannot_be_made_aborts_the_file(storage: PosixStorage, poo
     assert os.listdir(tmp_path) == []
 
 
-def test_a_taken_key_aborts_the_file(storage: PosixStorage, pool: BufferPool, tmp_path: Path) -> None:
+def test_a_taken_key_aborts_the_file(storage: PosixStore, pool: BufferPool, tmp_path: Path) -> None:
     storage.create("file", b"first")
     with pytest.raises(StorageError, match=r"storage\.exists"):
         write(storage, "file", random_bytes(100), pool)
@@ -285,13 +283,13 @@ def test_a_taken_key_aborts_the_file(storage: PosixStorage, pool: BufferPool, tm
     assert storage.read("file") == b"first"
 
 
-def test_a_data_section_starts_at_a_page(storage: PosixStorage, pool: BufferPool, tmp_path: Path) -> None:
+def test_a_data_section_starts_at_a_page(storage: PosixStore, pool: BufferPool, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="multiple of 4096"):
         write(storage, "file", random_bytes(10), pool, data_start=100)
     assert os.listdir(tmp_path) == []
 
 
-def test_few_of_many_files_are_open_at_a_time(storage: PosixStorage, pool: BufferPool) -> None:
+def test_few_of_many_files_are_open_at_a_time(storage: PosixStore, pool: BufferPool) -> None:
     contents = {f"file-{number}": random_bytes(1000, number) for number in range(100)}
     for key, content in contents.items():
         storage.create(key, header_of(PAGE) + content.tobytes())
@@ -312,7 +310,7 @@ def test_few_of_many_files_are_open_at_a_time(storage: PosixStorage, pool: Buffe
     assert all(np.array_equal(delivered[key], content) for key, content in contents.items())
 
 
-def test_one_large_file_is_served_by_all_threads(storage: PosixStorage, pool: BufferPool) -> None:
+def test_one_large_file_is_served_by_all_threads(storage: PosixStore, pool: BufferPool) -> None:
     content = random_bytes(4 * MIB)
     table = write(storage, "file", content, pool)
     both = threading.Barrier(2, timeout=30)
@@ -328,7 +326,7 @@ def test_one_large_file_is_served_by_all_threads(storage: PosixStorage, pool: Bu
     assert read_files([wanted], pool=pool, on_corrupt=corrupt).bytes_read == len(content)
 
 
-def test_a_truncated_file_is_corrupt(storage: PosixStorage, pool: BufferPool) -> None:
+def test_a_truncated_file_is_corrupt(storage: PosixStore, pool: BufferPool) -> None:
     content = random_bytes(2 * MIB)
     write(storage, "file", content, pool)
     os.truncate(storage.path("file"), PAGE + MIB + 100)
@@ -338,7 +336,7 @@ def test_a_truncated_file_is_corrupt(storage: PosixStorage, pool: BufferPool) ->
     assert storage.path("file") in str(caught.value)
 
 
-def test_the_first_error_ends_reading_promptly(storage: PosixStorage, pool: BufferPool) -> None:
+def test_the_first_error_ends_reading_promptly(storage: PosixStore, pool: BufferPool) -> None:
     content = random_bytes(1000)
     storage.create("good", header_of(PAGE) + content.tobytes())
     opened: list[int] = []
@@ -354,7 +352,7 @@ def test_the_first_error_ends_reading_promptly(storage: PosixStorage, pool: Buff
 
 
 @pytest.mark.parametrize("num_threads", [1, 3])
-def test_an_error_of_a_target_is_raised_as_it_is(storage: PosixStorage, pool: BufferPool, num_threads: int) -> None:
+def test_an_error_of_a_target_is_raised_as_it_is(storage: PosixStore, pool: BufferPool, num_threads: int) -> None:
     content = random_bytes(3 * MIB)
     table = write(storage, "file", content, pool)
 
@@ -368,7 +366,7 @@ def test_an_error_of_a_target_is_raised_as_it_is(storage: PosixStorage, pool: Bu
 
 @pytest.mark.parametrize("extents", [[Extent(5, 6), Extent(1, 2)], [Extent(0, 101)], [Extent(-1, 1)], [Extent(3, 2)]])
 def test_extents_out_of_order_or_range_are_refused(
-    storage: PosixStorage, pool: BufferPool, extents: list[Extent]
+    storage: PosixStore, pool: BufferPool, extents: list[Extent]
 ) -> None:
     write(storage, "file", random_bytes(100), pool)
     wanted = ReadJob(
@@ -382,7 +380,7 @@ def test_extents_out_of_order_or_range_are_refused(
         read_files([wanted], pool=pool, on_corrupt=corrupt)
 
 
-def test_a_table_that_does_not_fit_the_data_is_refused(storage: PosixStorage) -> None:
+def test_a_table_that_does_not_fit_the_data_is_refused(storage: PosixStore) -> None:
     storage.create("file", bytes(PAGE + 10))
     reader = storage.reader("file")
     with pytest.raises(ValueError, match="does not fit"):
@@ -395,10 +393,10 @@ def test_a_table_that_does_not_fit_the_data_is_refused(storage: PosixStorage) ->
 LIMIT_S = 0.3
 
 
-def hanging(storage: PosixStorage, name: str, *, when: str = "before") -> tuple[FaultyStorage, HangAt]:
+def hanging(storage: PosixStore, name: str, *, when: str = "before") -> tuple[FaultyStore, HangAt]:
     """The storage, silent at the first request of that name until it is released."""
     hang = HangAt(lambda _, when_, name_, path: (when_, name_) == (when, name))
-    return FaultyStorage(storage, hang), hang
+    return FaultyStore(storage, hang), hang
 
 
 def address(buffer: Bytes) -> int:
@@ -418,11 +416,11 @@ def helpers() -> int:
 
 
 def test_a_timed_store_answers_as_the_store_does(
-    storage: PosixStorage, pool: BufferPool, monkeypatch: pytest.MonkeyPatch
+    storage: PosixStore, pool: BufferPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(helpers_module, "_IDLE_S", 600.0)  # none ends because it has nothing to do
     content = random_bytes(3 * MIB)
-    with TimedStorage(storage, timeout_s=60) as timed:
+    with TimedStore(storage, timeout_s=60) as timed:
         assert timed.uri == storage.uri
         assert timed.path("folder/file") == storage.path("folder/file")
         assert timed.create("folder/record", b"0123")
@@ -447,7 +445,7 @@ def test_a_timed_store_answers_as_the_store_does(
     assert eventually(lambda: helpers() == 0)
 
 
-def write_in_time(storage: Storage, *, timeout_s: float) -> None:
+def write_in_time(storage: Store, *, timeout_s: float) -> None:
     """Write a file of three buffers from two threads, as a save does."""
 
     def write_all() -> bytes:
@@ -456,13 +454,13 @@ def write_in_time(storage: Storage, *, timeout_s: float) -> None:
             source = [Array(random_bytes(3 * MIB))]
             return write_file(writer, source, data_start=PAGE, header=lambda _: bytes(PAGE), pool=pool)
 
-    with TimedStorage(storage, timeout_s=timeout_s) as timed:
+    with TimedStore(storage, timeout_s=timeout_s) as timed:
         timed.run("write", timed.path("file"), write_all)
 
 
 @pytest.mark.parametrize("name", ["writer", "write_at", "publish"])
 def test_a_write_that_hangs_is_given_up_and_cleared_away_when_it_ends(
-    storage: PosixStorage, tmp_path: Path, name: str
+    storage: PosixStore, tmp_path: Path, name: str
 ) -> None:
     faulty, hang = hanging(storage, name, when="after" if name == "writer" else "before")
     descriptors = len(os.listdir("/proc/self/fd"))
@@ -480,7 +478,7 @@ def test_a_write_that_hangs_is_given_up_and_cleared_away_when_it_ends(
     assert os.listdir(tmp_path) == (["file"] if name == "publish" else [])
 
 
-def test_an_interrupt_gives_up_a_write_that_hangs(storage: PosixStorage, tmp_path: Path) -> None:
+def test_an_interrupt_gives_up_a_write_that_hangs(storage: PosixStore, tmp_path: Path) -> None:
     faulty, hang = hanging(storage, "write_at")
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
@@ -496,14 +494,12 @@ def test_an_interrupt_gives_up_a_write_that_hangs(storage: PosixStorage, tmp_pat
     assert os.listdir(tmp_path) == []
 
 
-def test_a_buffer_that_a_hanging_read_may_still_fill_is_never_used_again(
-    storage: PosixStorage, pool: BufferPool
-) -> None:
+def test_a_buffer_that_a_hanging_read_may_still_fill_is_never_used_again(storage: PosixStore, pool: BufferPool) -> None:
     content = random_bytes(MIB)
     table = write(storage, "file", content, pool)
     faulty, hang = hanging(storage, "read_at")
     delivered: list[int] = []
-    with TimedStorage(faulty, timeout_s=LIMIT_S) as timed:
+    with TimedStore(faulty, timeout_s=LIMIT_S) as timed:
         wanted = ReadJob(
             len(content),
             lambda: DataFile(timed.reader("file"), "file", PAGE, len(content), table),
@@ -537,9 +533,9 @@ def test_a_buffer_that_saw_an_error_is_replaced(pool: BufferPool) -> None:
     assert {len(buffer) for buffer in seen} == {pool.buffer_nbytes}
 
 
-def test_when_the_time_is_up_a_store_is_not_asked_any_more(storage: PosixStorage) -> None:
+def test_when_the_time_is_up_a_store_is_not_asked_any_more(storage: PosixStore) -> None:
     count = Count()
-    with TimedStorage(FaultyStorage(storage, count), timeout_s=0.5) as timed:
+    with TimedStore(FaultyStore(storage, count), timeout_s=0.5) as timed:
         writer = timed.writer("file", nbytes=PAGE)
         time.sleep(0.6)
         for ask in (lambda: timed.create("other", b""), lambda: writer.write_at(0, random_bytes(10))):
@@ -553,11 +549,11 @@ def test_when_the_time_is_up_a_store_is_not_asked_any_more(storage: PosixStorage
 
 def test_a_store_that_hangs_keeps_no_process_alive(tmp_path: Path) -> None:
     program = f"""
-from holdfast.store.posix import PosixStorage
-from holdfast.store.timed import TimedStorage
-from tests.faulty_storage import FaultyStorage, HangAt
-store = FaultyStorage(PosixStorage({str(tmp_path)!r}), HangAt(lambda *_: True))
-with TimedStorage(store, timeout_s=0.1) as timed:
+from holdfast.store.posix import PosixStore
+from holdfast.store.timed import TimedStore
+from tests.faulty_storage import FaultyStore, HangAt
+store = FaultyStore(PosixStore({str(tmp_path)!r}), HangAt(lambda *_: True))
+with TimedStore(store, timeout_s=0.1) as timed:
     timed.list("")
 """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

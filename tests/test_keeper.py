@@ -28,14 +28,14 @@ from holdfast.node_memory.keeper_lock import is_kept, try_lock
 from holdfast.node_memory.node_folder import NodeFolder
 from holdfast.node_memory.slots import Record, Slot, State, slot_names
 from holdfast.run.history import Run
-from holdfast.store.posix import PosixStorage
-from holdfast.store.timed import TimedStorage
+from holdfast.store.posix import PosixStore
+from holdfast.store.timed import TimedStore
 from tests.test_persist import Saved, assert_loads
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
-    return Run.create(PosixStorage(str(tmp_path / "run")))
+    return Run.create(PosixStore(str(tmp_path / "run")))
 
 
 @pytest.fixture
@@ -305,7 +305,7 @@ def test_a_keeper_does_not_spin_while_one_of_two_files_is_on_its_way(
 ) -> None:
     go_on, stuck = threading.Event(), saved.slots[1].name
 
-    def slowly(storage: TimedStorage, sealing: Sealing, slot: Slot, *, await_seal: Callable[[], None]) -> bool:
+    def slowly(storage: TimedStore, sealing: Sealing, slot: Slot, *, await_seal: Callable[[], None]) -> bool:
         if slot.name == stuck:
             go_on.wait()
         return persist(storage, sealing, slot, await_seal=await_seal)

@@ -37,10 +37,10 @@ from holdfast.node_memory.keeper_lock import is_kept
 from holdfast.node_memory.node_folder import NodeFolder
 from holdfast.node_memory.slots import Record, Slot, State, slot_names
 from holdfast.run.history import Run
-from holdfast.store.posix import PosixStorage
-from holdfast.store.timed import TimedStorage
+from holdfast.store.posix import PosixStore
+from holdfast.store.timed import TimedStore
 from tests import test_keeper
-from tests.faulty_storage import FaultyStorage
+from tests.faulty_storage import FaultyStore
 from tests.test_keeper import keeper_of, states, until
 from tests.test_persist import Saved
 
@@ -95,7 +95,7 @@ def test_the_oldest_generation_is_made_durable_first(
 ) -> None:
     written: list[str] = []
 
-    def recorded(storage: TimedStorage, sealing: Sealing, slot: Slot, *, await_seal: Callable[[], None]) -> bool:
+    def recorded(storage: TimedStore, sealing: Sealing, slot: Slot, *, await_seal: Callable[[], None]) -> bool:
         written.append(sealing.generation.checkpoint_id)
         return persist(storage, sealing, slot, await_seal=await_seal)
 
@@ -306,11 +306,11 @@ def test_a_file_that_another_keeper_publishes_meanwhile_is_not_taken_for_ones_ow
         if (name, when) == ("publish", "before"):
             Path(path).write_bytes(b"another keeper's")
 
-    assert isinstance(run.storage, PosixStorage)
-    with TimedStorage(FaultyStorage(run.storage, race), timeout_s=60) as storage:
+    assert isinstance(run.storage, PosixStore)
+    with TimedStore(FaultyStore(run.storage, race), timeout_s=60) as storage:
         publish_manifest(storage, sealing)
         assert not persist(storage, sealing, slot)
-    with TimedStorage(run.storage, timeout_s=60) as storage:
+    with TimedStore(run.storage, timeout_s=60) as storage:
         assert not persist(storage, sealing, slot)  # it is there before
 
 
@@ -325,8 +325,8 @@ def test_a_store_that_fails_to_publish_is_an_error(
         if (name, when) == ("publish", "before"):
             raise StorageError("no.", code="storage.io", action="Wait.")
 
-    assert isinstance(run.storage, PosixStorage)
-    with TimedStorage(FaultyStorage(run.storage, fail), timeout_s=60) as storage:
+    assert isinstance(run.storage, PosixStore)
+    with TimedStore(FaultyStore(run.storage, fail), timeout_s=60) as storage:
         publish_manifest(storage, sealing)
         with pytest.raises(StorageError, match=r"storage\.io"):
             persist(storage, sealing, slot)
@@ -338,8 +338,8 @@ def test_nothing_is_written_into_a_run_that_was_begun_anew_at_the_same_path(
     folder: NodeFolder,
 ) -> None:
     shutil.rmtree(run.storage.uri)
-    assert isinstance(run.storage, PosixStorage)
-    other = Run.create(PosixStorage(run.storage.uri))
+    assert isinstance(run.storage, PosixStore)
+    other = Run.create(PosixStore(run.storage.uri))
     keeper = Keeper(folder)
     until(lambda: not (keeper.look() or keeper.owes))
     keeper.close()

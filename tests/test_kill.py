@@ -24,7 +24,7 @@ import holdfast
 from holdfast import DeadlineError, StorageError
 from holdfast.state.memory import MemorySource
 from holdfast.store import posix
-from holdfast.store.posix import PosixStorage, PosixWriter
+from holdfast.store.posix import PosixStore, PosixWriter
 from tests.models import Cell, Kind, build, differing, filled, start_new_job, tensors
 from tests.ranks import RankDiedError, RanksFailedError, run_processes, run_ranks
 
@@ -51,12 +51,12 @@ POINTS = [
     Point(1, "before", PosixWriter, "write_at"),
     Point(1, "before", PosixWriter, "publish"),
     Point(1, "after", PosixWriter, "publish", committed=True),
-    Point(0, "after", PosixStorage, "create", "epochs/"),
-    Point(0, "before", PosixStorage, "create", "manifest"),
-    Point(0, "after", PosixStorage, "create", "manifest"),
-    Point(0, "before", PosixStorage, "create", "seal.json", committed=True),
-    Point(0, "after", PosixStorage, "create", "seal.json", committed=True),
-    Point(0, "after", PosixStorage, "create", "history/", committed=True),
+    Point(0, "after", PosixStore, "create", "epochs/"),
+    Point(0, "before", PosixStore, "create", "manifest"),
+    Point(0, "after", PosixStore, "create", "manifest"),
+    Point(0, "before", PosixStore, "create", "seal.json", committed=True),
+    Point(0, "after", PosixStore, "create", "seal.json", committed=True),
+    Point(0, "after", PosixStore, "create", "history/", committed=True),
 ]
 #: Points that differ little from another one.
 RARE = [POINTS[1], POINTS[2], POINTS[4], POINTS[5], POINTS[7]]
@@ -187,7 +187,7 @@ def be_rank(index: int, run: str, port_file: str, point: Point) -> str:
 def test_the_death_of_the_rank_with_the_store_is_told_at_once(tmp_path: Path, saved_run: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(saved_run, run)
-    point = Point(0, "after", PosixStorage, "create", "manifest")
+    point = Point(0, "after", PosixStore, "create", "manifest")
     with pytest.raises(RanksFailedError) as failed:
         run_processes(2, be_rank, str(run), str(tmp_path / "port"), point)
     assert isinstance(failed.value.by_rank[0], RankDiedError)

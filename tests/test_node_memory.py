@@ -34,7 +34,7 @@ from holdfast.node_memory.keeper_lock import end_keeper, is_kept, try_lock
 from holdfast.node_memory.node_folder import NodeFolder
 from holdfast.node_memory.slots import Contents, Record, Slot, State, slot_names
 from holdfast.run.history import Run
-from holdfast.store.posix import PosixStorage
+from holdfast.store.posix import PosixStore
 from tests.test_arena import ready
 from tests.test_engine_faults import small_node
 from tests.test_keeper import states, until
@@ -59,7 +59,7 @@ in_namespaces = pytest.mark.skipif(not _may_unshare(), reason="this user may mak
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
-    return Run.create(PosixStorage(str(tmp_path / "run")))
+    return Run.create(PosixStore(str(tmp_path / "run")))
 
 
 @pytest.fixture
@@ -363,7 +363,7 @@ def test_what_a_finished_run_left_in_memory_gives_way_to_the_next_run_at_once(
     tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch, keeper: str
 ) -> None:
     monkeypatch.setattr(arena_module, "_SPARE_NBYTES", 8 * MIB)
-    Run.create(PosixStorage(str(tmp_path / "first")))
+    Run.create(PosixStore(str(tmp_path / "first")))
     with ExitStack() as stack:
         finished = stack.enter_context(NodeFolder(str(tmp_path / "first"), node_dir=memory))
         older, newer = fill_memory(finished, State.COMMITTED, State.COMMITTED)

@@ -33,8 +33,8 @@ from holdfast.node_memory.slots import Contents, Record, Slot, State
 from holdfast.plan.layout import Mesh, Placed, Shard, TensorLayout, Whole
 from holdfast.plan.save import Identity, RankValues, encode_plan, plan_save
 from holdfast.run.history import Run
-from holdfast.store.posix import PosixStorage
-from holdfast.store.timed import TimedStorage
+from holdfast.store.posix import PosixStore
+from holdfast.store.timed import TimedStore
 from tests.worlds import World, data_sections
 
 CHECKPOINT = "00112233445566aa"
@@ -89,7 +89,7 @@ class Saved:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
-    return Run.create(PosixStorage(str(tmp_path / "run")))
+    return Run.create(PosixStore(str(tmp_path / "run")))
 
 
 @pytest.fixture
@@ -111,7 +111,7 @@ def saved(run: Run, folders: list[NodeFolder]) -> Iterator[Saved]:
 
 
 def persist_in(run: Run, sealing: Sealing, slot: Slot) -> None:
-    with TimedStorage(run.storage, timeout_s=60) as storage:
+    with TimedStore(run.storage, timeout_s=60) as storage:
         publish_manifest(storage, sealing)
         persist(storage, sealing, slot)
 
@@ -147,7 +147,7 @@ def test_what_is_staged_becomes_a_checkpoint(run: Run, saved: Saved) -> None:
 
 def test_a_file_is_on_its_way_to_storage_while_it_is_hashed(run: Run, saved: Saved) -> None:
     sealing = Sealing(saved.generation)
-    with TimedStorage(run.storage, timeout_s=60) as storage, ThreadPoolExecutor() as pool:
+    with TimedStore(run.storage, timeout_s=60) as storage, ThreadPoolExecutor() as pool:
         publish_manifest(storage, sealing)
         for slot in saved.slots:
             begin = Event()

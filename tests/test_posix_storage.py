@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from holdfast.errors import CorruptError, NotFoundError, StorageError
 from holdfast.store.base import Bytes
 from holdfast.store.linux import rename_without_replace
-from holdfast.store.posix import PosixStorage, _give_name
+from holdfast.store.posix import PosixStore, _give_name
 from holdfast.store.posix_errors import reported
 
 BLOCK = 4096
@@ -58,11 +58,11 @@ def mounted(folder: Path, kind: str, options: str) -> Iterator[Path]:
 
 
 @pytest.fixture
-def storage(tmp_path: Path) -> PosixStorage:
-    return PosixStorage(str(tmp_path / "runs" / "one"))
+def storage(tmp_path: Path) -> PosixStore:
+    return PosixStore(str(tmp_path / "runs" / "one"))
 
 
-def test_a_created_object_is_read_back_whole_and_by_range(storage: PosixStorage) -> None:
+def test_a_created_object_is_read_back_whole_and_by_range(storage: PosixStore) -> None:
     assert storage.create("epochs/7.json", b"0123456789")
     assert storage.read("epochs/7.json") == b"0123456789"
     assert storage.read("epochs/7.json", start=3, nbytes=4) == b"3456"
@@ -70,14 +70,14 @@ def test_a_created_object_is_read_back_whole_and_by_range(storage: PosixStorage)
     assert storage.nbytes("epochs/7.json") == 10
 
 
-def test_an_object_is_never_replaced(storage: PosixStorage) -> None:
+def test_an_object_is_never_replaced(storage: PosixStore) -> None:
     assert storage.create("commit", b"first")
     assert not storage.create("commit", b"second")
     assert storage.read("commit") == b"first"
     assert storage.list("") == ["commit"]
 
 
-def test_one_of_32_racing_creators_wins(storage: PosixStorage) -> None:
+def test_one_of_32_racing_creators_wins(storage: PosixStore) -> None:
     start = threading.Barrier(32)
     winners: list[int] = []
 
@@ -96,7 +96,7 @@ def test_one_of_32_racing_creators_wins(storage: PosixStorage) -> None:
 
 
 @pytest.mark.parametrize("key", ["", "/", "/etc/passwd", "..", "../other", "a/../b", "a//b", "a/", ".", "a/.tmp-1"])
-def test_keys_that_are_not_plain_relative_names_are_refused(storage: PosixStorage, key: str) -> None:
+def test_keys_that_are_not_plain_relative_names_are_refused(storage: PosixStore, key: str) -> None:
     with pytest.raises(ValueError, match="is no key"):
         storage.create(key, b"")
     with pytest.raises(ValueError, match="is no key"):
@@ -105,7 +105,7 @@ def test_keys_that_are_not_plain_relative_names_are_refused(storage: PosixStorag
         storage.read(key)
 
 
-def test_what_is_missing_is_not_found_and_named(storage: PosixStorage) -> None:
+def test_what_is_missing_is_not_found_and_named(storage: PosixStore) -> None:
     storage.create("folder/object", b"x")
     for key in ("nothing", "folder", "folder/nothing", "folder/object/below"):
         assert storage.nbytes(key) is None
@@ -118,7 +118,7 @@ def test_what_is_missing_is_not_found_and_named(storage: PosixStorage) -> None:
     assert storage.list("folder/object") == []
 
 
-def test_a_listing_is_sorted_and_leaves_out_what_is_unpublished(storage: PosixStorage) -> None:
+def test_a_listing_is_sorted_and_leaves_out_what_is_unpublished(storage: PosixStore) -> None:
     for name in ("b", "a", "c"):
         storage.create(f"folder/{name}", b"")
     writer = storage.writer("folder/unpublished", nbytes=10)
@@ -129,7 +129,7 @@ def test_a_listing_is_sorted_and_leaves_out_what_is_unpublished(storage: PosixSt
 
 
 def test_new_folders_are_durable_before_their_first_object_is_announced(
-    storage: PosixStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    storage: PosixStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     synced: list[str] = []
     fsync = os.fsync
@@ -150,11 +150,11 @@ def test_new_folders_are_durable_before_their_first_object_is_announced(
     storage.create("a/b/other", b"x")
     assert len(synced) == 2, "folders that are durable already cost nothing"
 
-    PosixStorage(root).create("a/b/third", b"x")
+    PosixStore(root).create("a/b/third", b"x")
     assert set(levels[1:]) <= set(synced), "another process may have made the folders and died before its fsync"
 
 
-def test_a_folder_that_was_deleted_is_made_again(storage: PosixStorage) -> None:
+def test_a_folder_that_was_deleted_is_made_again(storage: PosixStore) -> None:
     storage.create("folder/object", b"1")
     os.unlink(storage.path("folder/object"))
     os.rmdir(storage.path("folder"))
@@ -171,7 +171,7 @@ def test_a_folder_that_was_deleted_is_made_again(storage: PosixStorage) -> None:
     key=st.uuids().map(str),
 )
 def test_writes_of_any_shape_and_order_make_the_same_file(
-    storage: PosixStorage, nbytes: int, cuts: list[int], shift: int, order: np.random.Generator, key: str
+    storage: PosixStore, nbytes: int, cuts: list[int], shift: int, order: np.random.Generator, key: str
 ) -> None:
     content = aligned(nbytes, shift=shift)
     content[:] = random_bytes(nbytes)
@@ -196,7 +196,7 @@ def test_writes_of_any_shape_and_order_make_the_same_file(
 )
 @example(nbytes=2 * BLOCK + 100, start=BLOCK, wanted=BLOCK + 100, shift=0, key="a-last-block-in-part")
 def test_any_range_is_read_exactly_and_beyond_the_end_is_corruption(
-    storage: PosixStorage, nbytes: int, start: int, wanted: int, shift: int, key: str
+    storage: PosixStore, nbytes: int, start: int, wanted: int, shift: int, key: str
 ) -> None:
     content = random_bytes(nbytes).tobytes()
     storage.create(key, content)
@@ -217,14 +217,14 @@ def test_any_range_is_read_exactly_and_beyond_the_end_is_corruption(
         os.unlink(storage.path(key))
 
 
-def test_a_ranged_read_beyond_the_end_is_corruption(storage: PosixStorage) -> None:
+def test_a_ranged_read_beyond_the_end_is_corruption(storage: PosixStore) -> None:
     storage.create("object", b"0123456789")
     with pytest.raises(CorruptError, match=r"4 bytes are wanted from 8, 2 are there") as caught:
         storage.read("object", start=8, nbytes=4)
     assert caught.value.code == "corrupt.short"
 
 
-def test_an_object_is_invisible_until_it_is_published(storage: PosixStorage, tmp_path: Path) -> None:
+def test_an_object_is_invisible_until_it_is_published(storage: PosixStore, tmp_path: Path) -> None:
     writer = storage.writer("folder/object", nbytes=100)
     writer.write_at(0, random_bytes(100))
     assert storage.nbytes("folder/object") is None
@@ -233,7 +233,7 @@ def test_an_object_is_invisible_until_it_is_published(storage: PosixStorage, tmp
     assert files_below(tmp_path) == {"runs/one/folder/object"}
 
 
-def test_publishing_under_a_taken_key_is_refused_and_changes_nothing(storage: PosixStorage, tmp_path: Path) -> None:
+def test_publishing_under_a_taken_key_is_refused_and_changes_nothing(storage: PosixStore, tmp_path: Path) -> None:
     writer = storage.writer("object", nbytes=3)
     writer.write_at(0, np.frombuffer(b"new", np.uint8))
     storage.create("object", b"old")
@@ -246,7 +246,7 @@ def test_publishing_under_a_taken_key_is_refused_and_changes_nothing(storage: Po
     assert files_below(tmp_path) == {"runs/one/object"}
 
 
-def test_abort_leaves_nothing_and_does_nothing_after_publish(storage: PosixStorage, tmp_path: Path) -> None:
+def test_abort_leaves_nothing_and_does_nothing_after_publish(storage: PosixStore, tmp_path: Path) -> None:
     dropped = storage.writer("dropped", nbytes=BLOCK)
     dropped.write_at(0, random_bytes(BLOCK))
     dropped.abort()
@@ -258,7 +258,7 @@ def test_abort_leaves_nothing_and_does_nothing_after_publish(storage: PosixStora
     assert storage.read("kept") == b""
 
 
-def test_closing_writers_and_readers_gives_their_descriptors_back(storage: PosixStorage) -> None:
+def test_closing_writers_and_readers_gives_their_descriptors_back(storage: PosixStore) -> None:
     before = len(os.listdir("/proc/self/fd"))
     storage.writer("published", nbytes=10).publish(10)
     storage.writer("aborted", nbytes=10).abort()
@@ -270,7 +270,7 @@ def test_closing_writers_and_readers_gives_their_descriptors_back(storage: Posix
 
 def test_a_full_disk_is_reported_when_writing_begins(tmp_path: Path) -> None:
     with mounted(tmp_path / "small", "tmpfs", "size=1m") as folder:
-        storage = PosixStorage(str(folder))
+        storage = PosixStore(str(folder))
         with pytest.raises(StorageError) as caught:
             storage.writer("object", nbytes=2 << 20)
         assert caught.value.code == "storage.full"
@@ -285,13 +285,13 @@ def test_a_full_disk_is_reported_when_writing_begins(tmp_path: Path) -> None:
 def test_a_read_only_file_system_is_reported_as_denied(tmp_path: Path) -> None:
     with mounted(tmp_path / "readonly", "tmpfs", "ro") as folder:
         with pytest.raises(StorageError) as caught:
-            PosixStorage(str(folder)).create("object", b"x")
+            PosixStore(str(folder)).create("object", b"x")
         assert caught.value.code == "storage.denied"
 
 
 def test_a_file_system_without_direct_io_is_served_through_the_page_cache(tmp_path: Path) -> None:
     with mounted(tmp_path / "ramfs", "ramfs", "rw") as folder:
-        storage = PosixStorage(str(folder))
+        storage = PosixStore(str(folder))
         content = aligned(3 * BLOCK + 5)
         content[:] = random_bytes(len(content))
         writer = storage.writer("object", nbytes=len(content))
@@ -357,7 +357,7 @@ def test_what_vanished_while_it_was_in_use_is_told_as_such(number: int) -> None:
     assert (caught.value.code, caught.value.path) == ("storage.vanished", "/mnt/run/object")
 
 
-def test_a_folder_removed_under_a_writer_fails_its_publication(storage: PosixStorage) -> None:
+def test_a_folder_removed_under_a_writer_fails_its_publication(storage: PosixStore) -> None:
     writer = storage.writer("folder/object", nbytes=10)
     writer.write_at(0, random_bytes(10))
     for name in os.listdir(storage.path("folder")):

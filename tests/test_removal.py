@@ -17,7 +17,7 @@ from holdfast.run.paths import storage_at
 from holdfast.run.removal import abandon, remove_checkpoint
 from holdfast.run.rollback import rollback
 from tests.checkpoints import begin, check, names, publish_manifest, save, write, write_data
-from tests.faulty_storage import FaultyStorage
+from tests.faulty_storage import FaultyStore
 from tests.memory_storage import MemoryStorage
 
 
@@ -109,7 +109,7 @@ def test_a_save_that_slept_while_others_finished_and_removed_its_checkpoint_is_t
 def stopped(run: Run, work: Callable[[Run], None], num_changes: int) -> bool:
     """Whether the process died before it came to its end."""
     try:
-        work(Run.open(FaultyStorage(run.storage, DieAt(num_changes))))
+        work(Run.open(FaultyStore(run.storage, DieAt(num_changes))))
     except PowerCutError:
         return True
     return False

@@ -12,7 +12,7 @@ from holdfast.run.history import Run
 from holdfast.run.paths import storage_at
 from holdfast.run.removal import remove_checkpoint
 from holdfast.run.session import Load, Session
-from holdfast.store.base import Storage
+from holdfast.store.base import Store
 from tests.memory_storage import MemoryStorage
 from tests.test_history import Interrupted, head_place, run_on_disk, save, steps
 
@@ -25,7 +25,7 @@ def begin(session: Session, run: Run, *, takeover: bool = False) -> Place:
 class Job:
     """One process's session on a run, and its saves."""
 
-    def __init__(self, storage: Storage) -> None:
+    def __init__(self, storage: Store) -> None:
         self.session = Session()
         self.storage = storage
 

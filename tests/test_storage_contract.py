@@ -19,9 +19,9 @@ from holdfast.errors import CorruptError, NotFoundError, StorageError
 from holdfast.store import helpers as helpers_module
 from holdfast.store import posix
 from holdfast.store.memory import MemoryFile, MemoryStorage
-from holdfast.store.posix import PosixStorage
-from holdfast.store.timed import TimedStorage
-from tests.faulty_storage import FaultyStorage
+from holdfast.store.posix import PosixStore
+from holdfast.store.timed import TimedStore
+from tests.faulty_storage import FaultyStore
 from tests.test_io import eventually, hanging, helpers
 from tests.test_posix_storage import BLOCK, aligned, files_below, random_bytes
 
@@ -30,8 +30,8 @@ Operation = tuple[str, str]
 
 
 @pytest.fixture
-def storage(tmp_path: Path) -> PosixStorage:
-    return PosixStorage(str(tmp_path / "run"))
+def storage(tmp_path: Path) -> PosixStore:
+    return PosixStore(str(tmp_path / "run"))
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def operations(monkeypatch: pytest.MonkeyPatch) -> list[Operation]:
     return done
 
 
-def published(storage: PosixStorage, key: str, data: bytes) -> None:
+def published(storage: PosixStore, key: str, data: bytes) -> None:
     writer = storage.writer(key, nbytes=len(data))
     writer.write_at(0, np.frombuffer(data, np.uint8))
     writer.publish(len(data))
@@ -68,7 +68,7 @@ def published(storage: PosixStorage, key: str, data: bytes) -> None:
 
 @pytest.mark.parametrize("way", ["create", "publish"])
 def test_the_bytes_are_durable_before_the_name_and_the_name_before_the_return(
-    storage: PosixStorage, operations: list[Operation], way: str
+    storage: PosixStore, operations: list[Operation], way: str
 ) -> None:
     storage.create("folder/first", b"")  # makes the folders
     operations.clear()
@@ -77,7 +77,7 @@ def test_the_bytes_are_durable_before_the_name_and_the_name_before_the_return(
     assert operations == [("fsync", "temporary"), ("link", path), ("fsync", os.path.dirname(path))]
 
 
-def test_a_deletion_is_durable_on_return(storage: PosixStorage, operations: list[Operation]) -> None:
+def test_a_deletion_is_durable_on_return(storage: PosixStore, operations: list[Operation]) -> None:
     storage.create("folder/object", b"x")
     operations.clear()
     assert storage.delete("folder/object")
@@ -87,7 +87,7 @@ def test_a_deletion_is_durable_on_return(storage: PosixStorage, operations: list
     assert operations[2:] == []
 
 
-def test_with_its_last_object_the_folder_of_a_checkpoint_goes_and_no_other(storage: PosixStorage) -> None:
+def test_with_its_last_object_the_folder_of_a_checkpoint_goes_and_no_other(storage: PosixStore) -> None:
     for key in ("checkpoints/one/a", "checkpoints/one/b", "epochs/a"):
         storage.create(key, b"")
     storage.delete("checkpoints/one/a")
@@ -101,7 +101,7 @@ def test_with_its_last_object_the_folder_of_a_checkpoint_goes_and_no_other(stora
 
 @pytest.mark.parametrize("way", ["create", "publish"])
 def test_a_link_that_was_made_and_then_refused_was_made(
-    storage: PosixStorage, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, way: str
+    storage: PosixStore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, way: str
 ) -> None:
     # NFS repeats a call whose answer was lost.
     link = os.link
@@ -121,7 +121,7 @@ def test_a_link_that_was_made_and_then_refused_was_made(
 
 
 def test_without_links_an_object_gets_its_name_by_a_rename_that_never_replaces(
-    storage: PosixStorage, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    storage: PosixStore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def refused(*_: object) -> None:
         raise OSError(errno.EPERM, "no links here")
@@ -139,7 +139,7 @@ def test_without_links_an_object_gets_its_name_by_a_rename_that_never_replaces(
 
 @pytest.mark.parametrize(("number", "is_told"), [(errno.EINVAL, False), (errno.EIO, True)])
 def test_a_folder_that_knows_no_fsync_is_no_error_and_one_that_fails_is(
-    storage: PosixStorage, monkeypatch: pytest.MonkeyPatch, number: int, is_told: bool
+    storage: PosixStore, monkeypatch: pytest.MonkeyPatch, number: int, is_told: bool
 ) -> None:
     storage.create("folder/first", b"")
     fsync = os.fsync
@@ -159,7 +159,7 @@ def test_a_folder_that_knows_no_fsync_is_no_error_and_one_that_fails_is(
 
 
 def test_above_a_root_that_is_there_no_rights_are_needed_and_below_it_they_are(
-    storage: PosixStorage, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    storage: PosixStore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "run").mkdir()
     denied = {str(tmp_path)}
@@ -177,7 +177,7 @@ def test_above_a_root_that_is_there_no_rights_are_needed_and_below_it_they_are(
         storage.create("other/object", b"")
 
 
-def test_leftovers_are_those_of_a_folder_that_nobody_has_written_to_for_so_long(storage: PosixStorage) -> None:
+def test_leftovers_are_those_of_a_folder_that_nobody_has_written_to_for_so_long(storage: PosixStore) -> None:
     storage.create("folder/object", b"")
     young, old = storage.writer("folder/a", nbytes=1), storage.writer("folder/b", nbytes=1)
     names = sorted(name for name in os.listdir(storage.path("folder")) if name != "object")
@@ -192,7 +192,7 @@ def test_leftovers_are_those_of_a_folder_that_nobody_has_written_to_for_so_long(
         writer.abort()
 
 
-def test_an_object_that_is_larger_than_it_can_be_is_not_read(storage: PosixStorage) -> None:
+def test_an_object_that_is_larger_than_it_can_be_is_not_read(storage: PosixStore) -> None:
     storage.create("object", b"0123456789")
     assert storage.read("object", limit=10) == b"0123456789"
     with pytest.raises(CorruptError, match="at most 9 are possible") as caught:
@@ -200,7 +200,7 @@ def test_an_object_that_is_larger_than_it_can_be_is_not_read(storage: PosixStora
     assert caught.value.code == "corrupt.size"
 
 
-def test_a_pipe_under_the_name_of_an_object_is_none_and_nobody_waits_for_it(storage: PosixStorage) -> None:
+def test_a_pipe_under_the_name_of_an_object_is_none_and_nobody_waits_for_it(storage: PosixStore) -> None:
     storage.create("folder/object", b"")
     os.mkfifo(storage.path("folder/pipe"))
     assert storage.nbytes("folder/pipe") is None
@@ -210,7 +210,7 @@ def test_a_pipe_under_the_name_of_an_object_is_none_and_nobody_waits_for_it(stor
 
 
 def test_a_writer_that_could_not_be_made_leaves_nothing(
-    storage: PosixStorage, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    storage: PosixStore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -224,7 +224,7 @@ def test_a_writer_that_could_not_be_made_leaves_nothing(
 
 
 def test_direct_transfers_that_are_refused_go_through_the_page_cache(
-    storage: PosixStorage, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    storage: PosixStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
     content = aligned(2 * BLOCK)
@@ -334,12 +334,12 @@ def descriptors_of(path: str) -> int:
 
 @pytest.mark.parametrize("name", ["writer", "reader"])
 def test_a_file_that_is_opened_too_late_is_dropped(
-    storage: PosixStorage, name: str, monkeypatch: pytest.MonkeyPatch
+    storage: PosixStore, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(helpers_module, "_IDLE_S", 600.0)  # none ends because it has nothing to do
     storage.create("object", b"x")
     faulty, hang = hanging(storage, name, when="after")
-    with TimedStorage(faulty, timeout_s=LIMIT_S) as timed, pytest.raises(StorageError, match=r"storage\.timeout"):
+    with TimedStore(faulty, timeout_s=LIMIT_S) as timed, pytest.raises(StorageError, match=r"storage\.timeout"):
         timed.writer("other", nbytes=1) if name == "writer" else timed.reader("object")
     assert descriptors_of(storage.uri) > 0
     hang.release()
@@ -350,10 +350,10 @@ def test_a_file_that_is_opened_too_late_is_dropped(
 
 
 @pytest.mark.parametrize("name", ["write_at", "read_at"])
-def test_a_file_stays_open_until_the_request_that_hangs_has_ended(storage: PosixStorage, name: str) -> None:
+def test_a_file_stays_open_until_the_request_that_hangs_has_ended(storage: PosixStore, name: str) -> None:
     storage.create("object", b"0123")
     faulty, hang = hanging(storage, name)
-    with TimedStorage(faulty, timeout_s=LIMIT_S) as timed:
+    with TimedStore(faulty, timeout_s=LIMIT_S) as timed:
         if name == "write_at":
             writer = timed.writer("other", nbytes=4)
             with pytest.raises(StorageError, match=r"storage\.timeout"):
@@ -373,9 +373,9 @@ def test_a_file_stays_open_until_the_request_that_hangs_has_ended(storage: Posix
     assert os.listdir(storage.uri) == ["object"]
 
 
-def test_no_direct_request_begins_when_the_time_is_up(storage: PosixStorage) -> None:
+def test_no_direct_request_begins_when_the_time_is_up(storage: PosixStore) -> None:
     storage.create("object", b"0123")
-    with TimedStorage(storage, timeout_s=LIMIT_S) as timed:
+    with TimedStore(storage, timeout_s=LIMIT_S) as timed:
         writer, reader = timed.direct_writer("other", nbytes=4), timed.direct_reader("object")
         time.sleep(1.5 * LIMIT_S)
         for ask in (
@@ -392,10 +392,10 @@ def test_no_direct_request_begins_when_the_time_is_up(storage: PosixStorage) -> 
     assert os.listdir(storage.uri) == ["object"]
 
 
-def test_what_was_given_up_is_stopped_and_asks_for_nothing_more(storage: PosixStorage) -> None:
+def test_what_was_given_up_is_stopped_and_asks_for_nothing_more(storage: PosixStore) -> None:
     faulty, hang = hanging(storage, "list")
     events: list[str] = []
-    with TimedStorage(faulty, timeout_s=60) as timed:
+    with TimedStore(faulty, timeout_s=60) as timed:
 
         def work() -> None:
             faulty.list("")
@@ -420,24 +420,24 @@ def test_what_was_given_up_is_stopped_and_asks_for_nothing_more(storage: PosixSt
     assert not os.path.exists(storage.path("object"))
 
 
-def test_a_time_out_of_the_store_itself_is_told_as_it_is(storage: PosixStorage) -> None:
+def test_a_time_out_of_the_store_itself_is_told_as_it_is(storage: PosixStore) -> None:
     def late(*_: object) -> None:
         raise TimeoutError("the server says so")
 
     with (
-        TimedStorage(FaultyStorage(storage, late), timeout_s=60) as timed,
+        TimedStore(FaultyStore(storage, late), timeout_s=60) as timed,
         pytest.raises(TimeoutError, match="the server says so"),
     ):
         timed.list("")
 
 
-def test_an_idle_helper_holds_nothing_of_what_it_did(storage: PosixStorage) -> None:
+def test_an_idle_helper_holds_nothing_of_what_it_did(storage: PosixStore) -> None:
     class Payload:
         """Something that shows when it is gone."""
 
     payload = Payload()
     gone = weakref.ref(payload)
-    with TimedStorage(storage, timeout_s=60) as timed:
+    with TimedStore(storage, timeout_s=60) as timed:
         timed.run("look at", "path", lambda payload=payload: None)  # type: ignore[misc]
         del payload
         assert eventually(lambda: gone() is None)

@@ -23,7 +23,7 @@ from holdfast.geometry import Shape
 from holdfast.plan.layout import Mesh, Pieces, Placed, Shard, TensorLayout, Whole
 from holdfast.store.base import Bytes
 from holdfast.view import source
-from tests.faulty_storage import Count, FaultyStorage
+from tests.faulty_storage import Count, FaultyStore
 from tests.published import put
 from tests.stored_views import Remembering, published, view_of
 from tests.worlds import World, worlds
@@ -77,7 +77,7 @@ def bits(tensor: torch.Tensor) -> bytes:
 
 def test_opening_and_looking_at_names_shapes_and_dtypes_reads_no_data_file() -> None:
     count = Count()
-    view = view_of(FaultyStorage(TABLE[0], count))
+    view = view_of(FaultyStore(TABLE[0], count))
     assert (view.step, view.names(), dict(view.aliases), "w" in view) == (7, ["w"], {}, True)
     assert (view["w"].shape, view["w"].dtype, view["w"].nbytes) == ((ROWS, WIDTH), "int32", 16 * MIB)
     assert not [path for _, path in count.seen if path.endswith(".safetensors")]
@@ -90,7 +90,7 @@ def test_opening_costs_no_more_requests_when_there_are_more_files() -> None:
         layouts = [[TensorLayout("w", "uint8", (64, 1), spec)] for _ in range(num_files)]
         storage = published(World(layouts, {"w": np.zeros((64, 1, 1), np.uint8)}))
         count = Count()
-        assert view_of(FaultyStorage(storage, count)).names() == ["w"]
+        assert view_of(FaultyStore(storage, count)).names() == ["w"]
         return len(count.seen)
 
     assert requests(1) == requests(32)

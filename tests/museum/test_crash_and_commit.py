@@ -16,7 +16,7 @@ import torch
 
 import holdfast
 from holdfast import CorruptError, NotFoundError, StorageError
-from holdfast.store.posix import PosixStorage
+from holdfast.store.posix import PosixStore
 from tests.models import start_new_job
 from tests.museum.saved import content, data_file, failing, folder, record, told_of_calls
 from tests.ranks import RanksFailedError, run_processes
@@ -38,14 +38,14 @@ def die_before_the_commit(_: int, run: str) -> None:
     """Save the step that is there already, with other content, and die when all but the commit is written."""
     start_new_job()
     holdfast.load(run, into=state(0), continues=True)
-    create = PosixStorage.create
+    create = PosixStore.create
 
-    def deadly(self: PosixStorage, key: str, data: bytes) -> bool:
+    def deadly(self: PosixStore, key: str, data: bytes) -> bool:
         if key.startswith("history/"):
             os.kill(os.getpid(), signal.SIGKILL)
         return create(self, key, data)
 
-    PosixStorage.create = deadly  # type: ignore[method-assign]
+    PosixStore.create = deadly  # type: ignore[method-assign]
     holdfast.save(run, state(2), 1)
 
 

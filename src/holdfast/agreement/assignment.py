@@ -23,8 +23,8 @@ from holdfast.io.sources import BytesSource, Source
 from holdfast.io.writer import write_file
 from holdfast.state.flatten import FlatState
 from holdfast.state.memory import LocalPieces, MemorySource, packed
-from holdfast.store.base import Storage
-from holdfast.store.timed import TimedStorage
+from holdfast.store.base import Store
+from holdfast.store.timed import TimedStore
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Share:
     turn: int
 
     @staticmethod
-    def of(storage: Storage, planned: Planned, rank: int, remembered: Share | None) -> Share:
+    def of(storage: Store, planned: Planned, rank: int, remembered: Share | None) -> Share:
         """The share of `rank`: as remembered where the plan is the same, else from the manifest in `storage`.
 
         Raises:
@@ -61,7 +61,7 @@ class Share:
 
     def write(
         self,
-        storage: TimedStorage,
+        storage: TimedStore,
         folder: str,
         flat: FlatState,
         values: Mapping[str, Node],
@@ -108,7 +108,7 @@ def memory_of(manifest: DecodedManifest, layout: FileLayout, flat: FlatState, ra
         yield pieces.source(held.layout, held.memory, entry.part)
 
 
-def _read_manifest(storage: Storage, planned: Planned, rank: int) -> DecodedManifest:
+def _read_manifest(storage: Store, planned: Planned, rank: int) -> DecodedManifest:
     key = records.checkpoint_key(planned.folder, fmt.NAME)
     path = storage.path(key)
     if storage.nbytes(key) is None:

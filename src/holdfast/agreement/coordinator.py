@@ -28,7 +28,7 @@ from holdfast.plan.save import Draft, Identity, RankMessage, RankValues, SavePla
 from holdfast.run.complete import Stored, seal_and_commit
 from holdfast.run.history import Run
 from holdfast.run.session import JOB, NEVER_LOADED, Sources
-from holdfast.store.timed import TimedStorage
+from holdfast.store.timed import TimedStore
 
 _log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ _log = logging.getLogger(__name__)
 class Request:
     """One call of `save`; `sources` says what the state was loaded from."""
 
-    storage: TimedStorage
+    storage: TimedStore
     step: int
     metrics: dict[str, float]
     takeover: bool

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from holdfast.format.records import Commit, Seal
-from holdfast.store.base import Storage
+from holdfast.store.base import Store
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +16,7 @@ class Sealed:
     history, and `commit` is None for a checkpoint that is not published yet.
     """
 
-    storage: Storage
+    storage: Store
     prefix: str
     seal: Seal
     run_id: str | None = None

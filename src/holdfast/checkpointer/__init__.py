@@ -53,7 +53,7 @@ from holdfast.saving import numbers_of, run_root, save
 from holdfast.snapshot.capture import Snapshot
 from holdfast.state.flatten import FlatState, check_root
 from holdfast.state.identity import parts_of
-from holdfast.store.timed import TimedStorage
+from holdfast.store.timed import TimedStore
 
 #: How often it is looked at whether slots have become free, and when in its time a save gives up, so that all ranks
 #: still hear of it.
@@ -430,7 +430,7 @@ class Checkpointer:
         """What all ranks agree on, with memory for it, and what this one has to save."""
         ranks = group_ranks(self._group)
         rank = ranks[job.channel.rank]
-        with TimedStorage(storage_at(self._run), timeout_s=job.deadline.for_storage_s) as storage:
+        with TimedStore(storage_at(self._run), timeout_s=job.deadline.for_storage_s) as storage:
             takeover = self._takeover
             request = Request(storage, job.handle.step, job.metrics, takeover, now(), False, job.sources)
             planner = StagePlanner(request, ranks, self._known.memory)
@@ -490,7 +490,7 @@ class Checkpointer:
 
     def _run_id(self) -> str:
         """The id of the run in storage; "" where there is none."""
-        with TimedStorage(storage_at(self._run), timeout_s=self._timeout_s) as storage:
+        with TimedStore(storage_at(self._run), timeout_s=self._timeout_s) as storage:
             try:
                 return Run.open(storage).run_id
             except NotFoundError:

@@ -21,7 +21,7 @@ from holdfast.node_memory.node_folder import NodeFolder
 from holdfast.node_memory.slots import WHOLE, Slot, State
 from holdfast.run.complete import Stored, encode_seal
 from holdfast.run.history import Run
-from holdfast.store.base import Storage
+from holdfast.store.base import Store
 
 _log = logging.getLogger(__name__)
 
@@ -129,18 +129,18 @@ class Survey:
                 except (FileNotFoundError, CorruptError):
                     self._senders.setdefault(checkpoint_id, rank)
 
-    def answer(self, storage: Storage) -> bytes:
+    def answer(self, storage: Store) -> bytes:
         """The `Answer` to all ranks: what they restore, or what rank 0 must be told first."""
         return msgspec.msgpack.encode(Unknown(self._senders) if self._senders else self._choose(storage))
 
-    def answer_when_told(self, storage: Storage, payloads: Sequence[bytes]) -> bytes:
+    def answer_when_told(self, storage: Store, payloads: Sequence[bytes]) -> bytes:
         """The `Chosen` for all ranks, when each has told what is `known_of` the checkpoints that were unknown."""
         for payload in payloads:
             told = decode_msgpack(payload, list[Generation])
             self._generations.update({generation.checkpoint_id: generation for generation in told})
         return msgspec.msgpack.encode(self._choose(storage))
 
-    def _choose(self, storage: Storage) -> Chosen:
+    def _choose(self, storage: Store) -> Chosen:
         """The newest checkpoint on the lineage of the head in `storage` that all nodes together hold."""
         try:
             run = Run.open(storage)

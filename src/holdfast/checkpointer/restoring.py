@@ -40,7 +40,7 @@ from holdfast.run.fallback import is_damage
 from holdfast.run.history import Run
 from holdfast.run.paths import storage_at
 from holdfast.store.memory import MemoryFile, MemoryStorage
-from holdfast.store.timed import TimedStorage
+from holdfast.store.timed import TimedStore
 
 _LOOK_S: Final = 0.02
 
@@ -116,7 +116,7 @@ def await_commit(run: str, place: Place, *, node_dir: Path, timeout_s: float) ->
     uri = storage_at(run).uri
     with (
         NodeFolder(uri, node_dir=node_dir) as folder,
-        TimedStorage(storage_at(run), timeout_s=2 * timeout_s) as storage,
+        TimedStore(storage_at(run), timeout_s=2 * timeout_s) as storage,
     ):
         while storage.nbytes(records.commit_key(place)) is None:
             ensure_keeper(folder, uri)
@@ -152,7 +152,7 @@ def _from_memory(
         if not chosen.seal:
             return None
         seal = records.decode(chosen.seal, Seal, path=str(folder.path))
-        with TimedStorage(storage_at(run), timeout_s=deadline.for_storage_s) as storage:
+        with TimedStore(storage_at(run), timeout_s=deadline.for_storage_s) as storage:
             run_opened = Run.open(storage)
             memory = _memory(folder, slots, seal, chosen)
             sealed = Sealed(memory, f"{records.CHECKPOINTS}/{chosen.folder}/", seal, run_opened.run_id)
@@ -186,11 +186,11 @@ def _looked_at(
 
         def choose(payloads: Sequence[bytes]) -> bytes:
             surveys.append(Survey(folders[0], payloads))
-            with TimedStorage(storage_at(uri), timeout_s=deadline.for_storage_s) as storage:
+            with TimedStore(storage_at(uri), timeout_s=deadline.for_storage_s) as storage:
                 return surveys[0].answer(storage)
 
         def choose_when_told(payloads: Sequence[bytes]) -> bytes:
-            with TimedStorage(storage_at(uri), timeout_s=deadline.for_storage_s) as storage:
+            with TimedStore(storage_at(uri), timeout_s=deadline.for_storage_s) as storage:
                 return surveys[0].answer_when_told(storage, payloads)
 
         def give_up() -> bytes:
@@ -223,7 +223,7 @@ def _load(
     checkpoint = opened.checkpoint
     if chosen.owners:
         checkpoint.nodes = _all_values(channel, deadline, checkpoint, chosen.owners)
-    with TimedStorage(checkpoint.storage, timeout_s=deadline.for_storage_s) as storage:
+    with TimedStore(checkpoint.storage, timeout_s=deadline.for_storage_s) as storage:
         loading = Loading(channel, deadline, storage, group_ranks(group)[channel.rank], options)
         return loading.fill(state, lambda: opened, epoch=chosen.epoch, owners=chosen.owners or None, in_memory=True)
 

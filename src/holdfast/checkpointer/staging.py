@@ -49,7 +49,7 @@ from holdfast.run.paths import storage_at
 from holdfast.snapshot.device import registered
 from holdfast.snapshot.guard import Guard
 from holdfast.snapshot.routes import Part, Routes
-from holdfast.store.timed import TimedStorage
+from holdfast.store.timed import TimedStore
 
 #: How often it is looked at what became of a snapshot, and whether a slot is free.
 _LOOK_S: Final = 0.025
@@ -497,7 +497,7 @@ class Stager:
             if memory is not None and not memory.is_removed:
                 with unusable_memory(memory.folder.path):
                     ensure_keeper(memory.folder, self._run)
-            with TimedStorage(storage_at(self._run), timeout_s=_STORE_TIMEOUT_S) as storage:
+            with TimedStore(storage_at(self._run), timeout_s=_STORE_TIMEOUT_S) as storage:
                 for handle in [pending.handle for pending in waiting if pending.slot is None]:
                     assert handle.place is not None
                     if storage.nbytes(records.commit_key(handle.place)) is not None:

@@ -31,7 +31,7 @@ from holdfast.phases import attempt
 from holdfast.plan.exchange import Bandwidths, Chunks, divide_job_reads, divide_reads, united
 from holdfast.plan.load import Want
 from holdfast.store.base import Bytes
-from holdfast.store.timed import TimedStorage
+from holdfast.store.timed import TimedStore
 
 #: Memory through which a rank reads for others of its node: by default, and at least.
 MEMORY_NBYTES = 16 << 20
@@ -93,7 +93,7 @@ class Together:
     def __init__(
         self,
         checkpoint: Checkpoint,
-        storage: TimedStorage,
+        storage: TimedStore,
         channel: Channel,
         deadline: Deadline,
         *,

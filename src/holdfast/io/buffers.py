@@ -86,7 +86,7 @@ def run_threads(num_threads: int, work: Callable[[], None], *, stop: Callable[[]
     """Run `work` in each of `num_threads` threads; returns, or raises the first error, when all have ended.
 
     `stop` is called once on the first error (or an interrupt of the caller) and must make `work` return soon. There is
-    no deadline here: what waits for a store that may hang does so through a `TimedStorage`, and as daemons the threads
+    no deadline here: what waits for a store that may hang does so through a `TimedStore`, and as daemons the threads
     keep no process alive.
     """
     outcomes: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()

@@ -23,7 +23,7 @@ from holdfast.node_memory.slots import Record, Slot, State
 from holdfast.run.complete import Stored, finish, missing_files
 from holdfast.run.history import Run
 from holdfast.store.base import Bytes
-from holdfast.store.timed import TimedStorage
+from holdfast.store.timed import TimedStore
 
 
 class Sealing:
@@ -54,13 +54,13 @@ def data_file(slot: Slot) -> Bytes:
     return slot.data[: slot.record.contents.nbytes]
 
 
-def publish_manifest(storage: TimedStorage, sealing: Sealing) -> None:
+def publish_manifest(storage: TimedStore, sealing: Sealing) -> None:
     """Have storage hold the manifest; it comes before all files. Raises `StorageError` when the store fails."""
     storage.create(sealing.stored.key(fmt.NAME), sealing.stored.data)
 
 
 def persist(
-    storage: TimedStorage, sealing: Sealing, slot: Slot, *, await_seal: Callable[[], None] = lambda: None
+    storage: TimedStore, sealing: Sealing, slot: Slot, *, await_seal: Callable[[], None] = lambda: None
 ) -> bool:
     """Write the data file in a slot to storage; durable on return. Whether it was: where one is there already, nothing
     is done.

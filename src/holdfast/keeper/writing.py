@@ -13,7 +13,7 @@ from holdfast.keeper.persist import Sealing, commit, file_seal, persist, publish
 from holdfast.node_memory.slots import Slot
 from holdfast.run.history import Run
 from holdfast.run.paths import storage_at
-from holdfast.store.timed import TimedStorage
+from holdfast.store.timed import TimedStore
 
 #: How long a store may take to answer.
 _STORE_TIMEOUT_S: Final = 600.0
@@ -30,7 +30,7 @@ class Writing:
         self.sealing = sealing
         self._pool = pool
         self._stack = ExitStack()
-        storage = TimedStorage(storage_at(sealing.generation.run), timeout_s=_STORE_TIMEOUT_S)
+        storage = TimedStore(storage_at(sealing.generation.run), timeout_s=_STORE_TIMEOUT_S)
         self._storage = self._stack.enter_context(storage)
         self._slots: dict[str, Slot] = {}
         #: Of each slot, what is sealed of its file, if that was written here.

@@ -39,7 +39,7 @@ from holdfast.state.bind import bind
 from holdfast.state.binding import Binding
 from holdfast.state.identity import TensorMemory, found_in
 from holdfast.state.match import Terms
-from holdfast.store.timed import TimedStorage
+from holdfast.store.timed import TimedStore
 
 _log = logging.getLogger(__name__)
 
@@ -135,7 +135,7 @@ def load(
     deadline = Deadline(timeout_s)
     channel = default_channel("load", group, deadline=deadline)
     rank = group_ranks(group)[channel.rank]
-    with TimedStorage(storage_at(target.root), timeout_s=deadline.for_storage_s) as storage:
+    with TimedStore(storage_at(target.root), timeout_s=deadline.for_storage_s) as storage:
         report = Loading(channel, deadline, storage, rank, options).run(target, into)
     if channel.rank == 0:
         LOG.info("loaded %s, from %s", report.summary, report.path)
@@ -242,7 +242,7 @@ class Loading:
         self,
         channel: Channel,
         deadline: Deadline,
-        storage: TimedStorage,
+        storage: TimedStore,
         rank: int,
         options: Options,
     ) -> None:

@@ -13,7 +13,7 @@ from holdfast.format import values as value_codec
 from holdfast.format.records import Place
 from holdfast.format.values import Node
 from holdfast.plan.save import Identity
-from holdfast.store.timed import TimedStorage
+from holdfast.store.timed import TimedStore
 
 
 class Told(msgspec.Struct, frozen=True, array_like=True):
@@ -38,7 +38,7 @@ class Planner(Coordinator):
     """Rank 0's side of one transfer. `memory` is a plan that all ranks know, `nodes` are the values of rank 0."""
 
     def __init__(
-        self, storage: TimedStorage, ranks: Sequence[int], memory: PlanMemory | None, nodes: Mapping[str, Node]
+        self, storage: TimedStore, ranks: Sequence[int], memory: PlanMemory | None, nodes: Mapping[str, Node]
     ) -> None:
         # Copies that are found to differ are always an error: which of them would be the published one?
         request = Request(storage, step=0, metrics={}, takeover=False, created=0.0, strict=True)

@@ -27,7 +27,7 @@ from holdfast.format.tombstones import Abandoned
 from holdfast.io.digest import table_nbytes
 from holdfast.run.history import Run
 from holdfast.run.paths import some
-from holdfast.store.base import Storage
+from holdfast.store.base import Store
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def read_manifest(run: Run, folder: str) -> Stored:
     return Stored(folder, data, manifest)
 
 
-def missing_files(storage: Storage, stored: Stored) -> list[str]:
+def missing_files(storage: Store, stored: Stored) -> list[str]:
     """Names of the data files that are not there (yet). One request."""
     found = set(storage.list(f"{records.CHECKPOINTS}/{stored.folder}"))
     names = map(fmt.file_name, range(stored.manifest.body.num_files))
@@ -227,7 +227,7 @@ def _seal(stored: Stored, files: Iterable[FileSeal]) -> Seal:
     )
 
 
-def _check_file(storage: Storage, stored: Stored, layout: FileLayout) -> FileSeal:
+def _check_file(storage: Store, stored: Stored, layout: FileLayout) -> FileSeal:
     name = fmt.file_name(layout.index)
     path = storage.path(stored.key(name))
     reader = storage.reader(stored.key(name))

@@ -236,7 +236,7 @@ def _leftovers(run: Run) -> Iterator[tuple[str, Finding]]:
         old = set(storage.leftovers(folder, older_than_s=IN_PROGRESS_S)) if names else set()
         for name in names:
             key = f"{folder}/{name}" if folder else name
-            path = f"{root}/{key}"  # `Storage.path` takes no temporary names
+            path = f"{root}/{key}"  # `Store.path` takes no temporary names
             if name in old:
                 text = f"'{path}' was never published: its writer died. Remove it to get its space back."
                 yield key, Finding("leftover", path, text, "remove")

@@ -13,7 +13,7 @@ from holdfast.format.records import Place
 from holdfast.run.complete import check_present
 from holdfast.run.history import Located, Run, no_head
 from holdfast.run.paths import Target
-from holdfast.store.base import Storage
+from holdfast.store.base import Store
 
 
 class Skipped(msgspec.Struct, frozen=True, array_like=True):
@@ -29,7 +29,7 @@ def is_damage(error: HoldfastError) -> bool:
 
 
 def resolve_sound(
-    target: Target, storage: Storage, skipped: Sequence[Skipped] = ()
+    target: Target, storage: Store, skipped: Sequence[Skipped] = ()
 ) -> tuple[Located, tuple[Skipped, ...]]:
     """The newest checkpoint on the lineage of `target` (of the head, for a run) that was not skipped yet and whose
     seal, manifest and files are all there; and what was skipped on the way to it, with what had been before. `storage`

@@ -27,7 +27,7 @@ from holdfast.format import records
 from holdfast.format.records import Commit, Epoch, Marker, Place, Record, Seal, Why
 from holdfast.format.tombstones import parse_removed_name, removed_key, removed_name
 from holdfast.run.paths import Target, no_run, some, storage_at
-from holdfast.store.base import Storage
+from holdfast.store.base import Store
 from holdfast.wording import count
 
 R = TypeVar("R", bound=Record)
@@ -39,7 +39,7 @@ _MAX_TOLD: Final = 16
 class Run:
     """One run on a storage. Made by `open` or `create`; holds no state of the run but its identity."""
 
-    def __init__(self, storage: Storage, marker: Marker) -> None:
+    def __init__(self, storage: Store, marker: Marker) -> None:
         self.storage = storage
         self.marker = marker
 
@@ -49,7 +49,7 @@ class Run:
         return self.marker.run_id
 
     @classmethod
-    def open(cls, storage: Storage, *, origin: str | None = None) -> Run:
+    def open(cls, storage: Store, *, origin: str | None = None) -> Run:
         """The run at the root of `storage`. `NotFoundError` where there is none, saying what is near, and the `origin`
         of the path."""
         try:
@@ -58,7 +58,7 @@ class Run:
             raise no_run(storage, origin) from error
 
     @classmethod
-    def create(cls, storage: Storage) -> Run:
+    def create(cls, storage: Store) -> Run:
         """The run at the root of `storage`, begun durably where there was none.
 
         Any number of processes may race: all of them get the one run. A folder that holds something else is a
@@ -428,7 +428,7 @@ class Located:
     epoch: int | None
 
 
-def resolve(target: Target, storage: Storage | None = None) -> Located:
+def resolve(target: Target, storage: Store | None = None) -> Located:
     """Find the checkpoint that `target` names and verify its seal. `storage` is the one at its root.
 
     A run gives its head, or the commit that was selected; a checkpoint folder stands for itself, outside any
@@ -447,7 +447,7 @@ def resolve(target: Target, storage: Storage | None = None) -> Located:
     return Located(run.locate(commit), run, epoch)
 
 
-def is_folder(storage: Storage) -> bool:
+def is_folder(storage: Store) -> bool:
     """Whether the root of `storage` is one checkpoint, and no run."""
     return storage.nbytes(records.SEAL_NAME) is not None
 
@@ -462,7 +462,7 @@ def no_head(run: Run) -> NoReturn:
     )
 
 
-def _lone_folder(storage: Storage, target: Target) -> Located:
+def _lone_folder(storage: Store, target: Target) -> Located:
     if target.step is not None or target.place is not None:
         raise ConfigurationError(
             f"'{target}' selects within '{target.root}', which is one checkpoint and not a run.",
@@ -473,7 +473,7 @@ def _lone_folder(storage: Storage, target: Target) -> Located:
     return Located(Sealed(storage, "", _read(storage, records.SEAL_NAME, Seal)), None, None)
 
 
-def _read(storage: Storage, key: str, kind: type[R]) -> R:
+def _read(storage: Store, key: str, kind: type[R]) -> R:
     return records.decode(storage.read(key, limit=records.max_nbytes(kind)), kind, path=storage.path(key))
 
 

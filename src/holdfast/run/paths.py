@@ -25,8 +25,8 @@ from holdfast.errors import ConfigurationError, NotFoundError
 from holdfast.format.near import near
 from holdfast.format.records import MARKER_KEY, Place
 from holdfast.run.foreign import file_kind, folder_kind
-from holdfast.store.base import Storage
-from holdfast.store.posix import PosixStorage
+from holdfast.store.base import Store
+from holdfast.store.posix import PosixStore
 from holdfast.store.posix_errors import in_the_way
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
@@ -132,12 +132,12 @@ def local_path(text: str) -> str:
     )
 
 
-def storage_at(root: str) -> Storage:
+def storage_at(root: str) -> Store:
     """The storage whose root is the folder `root`, which need not exist. The only place that knows the kinds."""
-    return PosixStorage(local_path(root))
+    return PosixStore(local_path(root))
 
 
-def no_run(storage: Storage, origin: str | None = None) -> NotFoundError:
+def no_run(storage: Store, origin: str | None = None) -> NotFoundError:
     """The error for a root that holds no run: what is there instead, and what is near. `origin` is that of the `Target`
     that led there."""
     names = storage.list("")
@@ -180,7 +180,7 @@ def some(names: list[str]) -> str:
     return ", ".join(names[:_MAX_LISTED]) + (f" and {rest} more" if rest > 0 else "")
 
 
-def _beside(uri: str) -> Storage | None:
+def _beside(uri: str) -> Store | None:
     """The folder that would hold `uri`; None where `uri` is no path."""
     return None if _SCHEME.match(uri) else storage_at(str(Path(uri).absolute().parent))
 

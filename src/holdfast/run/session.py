@@ -107,7 +107,7 @@ class _RunMemory:
 
 
 class Session:
-    """The runs of one job, by their roots as `Storage.resolved` gives them. Safe for use by several threads."""
+    """The runs of one job, by their roots as `Store.resolved` gives them. Safe for use by several threads."""
 
     def __init__(self) -> None:
         self._memories: dict[str, _RunMemory] = {}

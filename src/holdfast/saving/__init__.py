@@ -39,7 +39,7 @@ from holdfast.saving.survivor import finish_alone, is_desertion
 from holdfast.snapshot.device import await_queued
 from holdfast.state.flatten import flatten
 from holdfast.state.identity import parts_of
-from holdfast.store.timed import TimedStorage
+from holdfast.store.timed import TimedStore
 from holdfast.wording import count
 
 #: How long a save may go on at most to commit alone when ranks are gone.
@@ -100,7 +100,7 @@ def save(
     root = run_root(run)
     deadline = Deadline(timeout_s)
     channel = default_channel(f"save of step {step}", group, deadline=deadline, step=step)
-    with TimedStorage(storage_at(root), timeout_s=deadline.for_storage_s) as storage:
+    with TimedStore(storage_at(root), timeout_s=deadline.for_storage_s) as storage:
         sources = JOB.sources(lambda: parts_of(state))
         request = Request(storage, step, numbers, takeover, now(), on_divergence == "error", sources)
         report = _Saving(channel, deadline, request, group_ranks(group), chosen).run(state)
@@ -195,6 +195,6 @@ class _Saving:
                 number, step = self._channel.rank, self._request.step
                 # The time of the save is over: this has some of its own.
                 limit_s = min(self._deadline.timeout_s, _FINISH_LIMIT_S)
-                with TimedStorage(storage_at(self._storage.uri), timeout_s=limit_s) as storage:
+                with TimedStore(storage_at(self._storage.uri), timeout_s=limit_s) as storage:
                     error.message += " " + finish_alone(storage, planned, step, number=number, absent=absent)
             raise

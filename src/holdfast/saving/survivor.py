@@ -16,7 +16,7 @@ from holdfast.errors import DeadlineError, HoldfastError
 from holdfast.format import records
 from holdfast.run.complete import complete, missing_files, read_manifest
 from holdfast.run.history import Run
-from holdfast.store.base import Storage
+from holdfast.store.base import Store
 
 #: A survivor gives each one before it so much time, and all of them together no more than so much.
 _TURN_S: Final = 2.0
@@ -29,7 +29,7 @@ def is_desertion(error: HoldfastError) -> bool:
     return isinstance(error, DeadlineError) or error.code == "storage.control"
 
 
-def finish_alone(storage: Storage, planned: Planned, step: int, *, number: int, absent: Sequence[int]) -> str:
+def finish_alone(storage: Store, planned: Planned, step: int, *, number: int, absent: Sequence[int]) -> str:
     """Commit what `planned` says if all its data files are durable; returns a sentence that says what came of it.
 
     `number` is that of this rank, which wrote its part; `absent` are those that are gone, as far as known. Blocking:

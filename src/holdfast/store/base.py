@@ -60,7 +60,7 @@ class FileReader(Protocol):
         """Release the object."""
 
 
-class Storage(Protocol):
+class Store(Protocol):
     """A place for bytes: create-only objects with atomic, durable publication."""
 
     #: The root as a user would write it, for messages.

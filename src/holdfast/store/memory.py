@@ -12,7 +12,7 @@ from holdfast.store.base import Bytes, FileReader
 
 
 class MemoryStorage:
-    """A `Storage` of what is in memory that this process sees, called `uri` in messages. It is read only."""
+    """A `Store` of what is in memory that this process sees, called `uri` in messages. It is read only."""
 
     def __init__(self, uri: str) -> None:
         self.uri = uri
@@ -31,23 +31,23 @@ class MemoryStorage:
         return f"{self.uri}/{key}"
 
     def read(self, key: str, *, start: int = 0, nbytes: int | None = None, limit: int | None = None) -> bytes:
-        """As `Storage.read`; nothing here is larger than who put it there knows, so there is no `limit`."""
+        """As `Store.read`; nothing here is larger than who put it there knows, so there is no `limit`."""
         reader = self.reader(key)
         out = np.empty(reader.nbytes - start if nbytes is None else nbytes, np.uint8)
         reader.read_at(start, out)
         return out.tobytes()
 
     def nbytes(self, key: str) -> int | None:
-        """As `Storage.nbytes`."""
+        """As `Store.nbytes`."""
         data = self._objects.get(key)
         return None if data is None else data.nbytes
 
     def list(self, folder: str) -> builtins.list[str]:
-        """As `Storage.list`; there are no folders."""
+        """As `Store.list`; there are no folders."""
         return [] if folder else sorted(self._objects)
 
     def reader(self, key: str) -> FileReader:
-        """As `Storage.reader`."""
+        """As `Store.reader`."""
         if key not in self._objects:
             raise NotFoundError(
                 f"{self.path(key)} is not in the memory of this rank.",
@@ -58,7 +58,7 @@ class MemoryStorage:
         return self._objects[key]
 
     def leftovers(self, folder: str, *, older_than_s: float = 0.0) -> builtins.list[str]:
-        """As `Storage.leftovers`."""
+        """As `Store.leftovers`."""
         return []
 
     def create(self, key: str, data: bytes) -> NoReturn:

@@ -35,7 +35,7 @@ _MISSING = (FileNotFoundError, NotADirectoryError)
 _UNSUPPORTED = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
 
 
-class PosixStorage:
+class PosixStore:
     """The files below the folder `root`, which is created with the first object.
 
     Objects are created once and never changed. `create` and `FileWriter.publish` return when the object and the

@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Self, TypeVar
 
 from holdfast.errors import StorageError
-from holdfast.store.base import Bytes, FileReader, FileWriter, Storage
+from holdfast.store.base import Bytes, FileReader, FileWriter, Store
 from holdfast.store.helpers import Helpers
 
 #: How long dropping a file is waited for when the time is up, and how long what was given up before that.
@@ -27,7 +27,7 @@ _LAST_S = 1.0
 T = TypeVar("T")
 
 
-class TimedStorage:
+class TimedStore:
     """`storage`, whose requests must end within `timeout_s` from now, all of them.
 
     A request that does not answer by then raises `StorageError`, code ``storage.timeout``, which names the path. The
@@ -38,13 +38,13 @@ class TimedStorage:
     wakes two sleeping cores more). Work of that kind is handed over as a whole, to `run`, and makes direct requests.
     """
 
-    def __init__(self, storage: Storage, *, timeout_s: float) -> None:
+    def __init__(self, storage: Store, *, timeout_s: float) -> None:
         self.uri = storage.uri
         self._storage = storage
         self._deadline = _Deadline(timeout_s)
 
     def resolved(self) -> str:
-        """As `Storage.resolved`."""
+        """As `Store.resolved`."""
         return self._ask("look at", self.uri, self._storage.resolved)
 
     def path(self, key: str) -> str:
@@ -52,30 +52,30 @@ class TimedStorage:
         return self._storage.path(key)
 
     def read(self, key: str, *, start: int = 0, nbytes: int | None = None, limit: int | None = None) -> bytes:
-        """As `Storage.read`."""
+        """As `Store.read`."""
         work = partial(self._storage.read, key, start=start, nbytes=nbytes, limit=limit)
         return self._ask("read", self.path(key), work)
 
     def nbytes(self, key: str) -> int | None:
-        """As `Storage.nbytes`."""
+        """As `Store.nbytes`."""
         return self._ask("look at", self.path(key), partial(self._storage.nbytes, key))
 
     def list(self, folder: str) -> builtins.list[str]:
-        """As `Storage.list`."""
+        """As `Store.list`."""
         return self._ask("list", self._folder(folder), partial(self._storage.list, folder))
 
     def create(self, key: str, data: bytes) -> bool:
-        """As `Storage.create`."""
+        """As `Store.create`."""
         return self._ask("create", self.path(key), partial(self._storage.create, key, data))
 
     def writer(self, key: str, *, nbytes: int) -> FileWriter:
-        """As `Storage.writer`."""
+        """As `Store.writer`."""
         begin = partial(self._storage.writer, key, nbytes=nbytes)
         writer = self._ask("create", self.path(key), begin, too_late=lambda late: late.abort())
         return _TimedWriter(writer, _OpenFile(self._deadline, self.path(key)))
 
     def reader(self, key: str) -> FileReader:
-        """As `Storage.reader`."""
+        """As `Store.reader`."""
         begin = partial(self._storage.reader, key)
         reader = self._ask("open", self.path(key), begin, too_late=lambda late: late.close())
         return _TimedReader(reader, _OpenFile(self._deadline, self.path(key)))
@@ -93,12 +93,12 @@ class TimedStorage:
         return _DirectReader(self._storage.reader(key), check)
 
     def delete(self, key: str) -> bool:
-        """As `Storage.delete`."""
+        """As `Store.delete`."""
         # A temporary name is a key here, and `path` knows none of those.
         return self._ask("delete", f"{self.uri}/{key}", partial(self._storage.delete, key))
 
     def leftovers(self, folder: str, *, older_than_s: float = 0.0) -> builtins.list[str]:
-        """As `Storage.leftovers`."""
+        """As `Store.leftovers`."""
         call = partial(self._storage.leftovers, folder, older_than_s=older_than_s)
         return self._ask("list", self._folder(folder), call)
 
