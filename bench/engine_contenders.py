@@ -24,8 +24,9 @@ from bench.results import RAW, NotPossible
 from bench.saver import Saver
 from bench.state import State
 from holdfast.run.history import Run
-from holdfast.run.paths import storage_at
 from holdfast.run.removal import remove_checkpoint
+from holdfast.store.base import Location
+from holdfast.store.urls import open_store
 
 #: Snapshots that holdfast keeps in the memory of the node, per rank.
 GENERATIONS = 2
@@ -171,7 +172,7 @@ def discard(name: str, folder: Path) -> None:
     if name not in _RUNS:
         shutil.rmtree(folder)
         return
-    run = Run.open(storage_at(str(folder)))
+    run = Run.open(open_store(Location(str(folder))))
     _head, *older = run.lineage()
     for commit in older:
         remove_checkpoint(run, commit)

@@ -32,8 +32,8 @@ from bench.state import LlamaLike, State
 from holdfast.format.container import BLOCK_NBYTES
 from holdfast.io.digest import digest_blocks
 from holdfast.run.history import Run
-from holdfast.run.paths import storage_at
-from holdfast.store.base import Bytes
+from holdfast.store.base import Bytes, Location
+from holdfast.store.urls import open_store
 
 #: A copy is tried so often in a round; the best one counts.
 _COPIES = 3
@@ -163,7 +163,7 @@ def _restored(job: RestoreJob, state: State, live: Live, checkpointer: holdfast.
 
 def _await_commit(job: RestoreJob) -> None:
     """Return when the last save is in the history of the run."""
-    run = Run.open(storage_at(str(job.folder)))
+    run = Run.open(open_store(Location(str(job.folder))))
     end_s = time.monotonic() + _COMMIT_TIMEOUT_S
     while (head := run.head()) is None or head.step != job.number - 1:
         if time.monotonic() > end_s:

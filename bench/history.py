@@ -29,7 +29,8 @@ from holdfast.format.records import FileSeal, Place, SealDigest
 from holdfast.io.digest import table_nbytes
 from holdfast.run.complete import read_manifest
 from holdfast.run.history import Run
-from holdfast.run.paths import storage_at
+from holdfast.store.base import Location
+from holdfast.store.urls import open_store
 
 LENGTHS = (10, 1_000, 10_000)
 #: ``holdfast ls`` of the longest history.
@@ -107,7 +108,7 @@ def grow(root: Path, state: dict[str, object], length: int) -> None:
     """A run of `length` checkpoints: one that is saved, and copies of it that differ in their place and step. They are
     written without ``fsync``, which would take minutes."""
     holdfast.save(root, state, 1)
-    run = Run.open(storage_at(str(root)))
+    run = Run.open(open_store(Location(str(root))))
     first = run.locate(run.commit(Place(1, 1)))
     assert first.commit is not None
     original = read_manifest(run, first.commit.checkpoint)
@@ -144,7 +145,7 @@ def grow(root: Path, state: dict[str, object], length: int) -> None:
 
 def holdfast_find(root: Path) -> None:
     """Find the oldest step by its number."""
-    assert Run.open(storage_at(str(root))).find(step=1).place == Place(1, 1)
+    assert Run.open(open_store(Location(str(root)))).find(step=1).place == Place(1, 1)
 
 
 def median(rounds: int, work: Callable[[], object]) -> float:

@@ -33,7 +33,8 @@ from holdfast.keeper.__main__ import serve
 from holdfast.node_memory.keeper_lock import is_kept
 from holdfast.node_memory.node_folder import NodeFolder
 from holdfast.node_memory.slots import Slot, State, slot_names
-from holdfast.run.paths import storage_at
+from holdfast.store.base import Location
+from holdfast.store.urls import open_store
 from tests import nursery
 from tests.engine_points import Deed, Log, Role, traced
 from tests.nursery import until
@@ -150,7 +151,7 @@ class Spec:
 
     def folder(self, node_dir: Path) -> NodeFolder:
         """The memory of the run on a node."""
-        return NodeFolder(storage_at(self.run).uri, node_dir=node_dir)
+        return NodeFolder(open_store(Location(self.run)).location.url, node_dir=node_dir)
 
 
 def train(spec: Spec, rank: int) -> None:

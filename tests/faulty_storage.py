@@ -14,9 +14,9 @@ import pytest
 
 from holdfast import loading, saving
 from holdfast.errors import StorageError
-from holdfast.run.paths import storage_at
 from holdfast.store import posix
 from holdfast.store.base import Bytes, FileReader, FileWriter, Store
+from holdfast.store.urls import open_store
 
 #: Told of every request before it is made and after: its number, "before" or "after", its name and the path.
 Watch = Callable[[int, str, str, str], None]
@@ -29,7 +29,7 @@ class FaultyStore:
     """`storage`, whose requests, and those of its writers and readers, are shown to `watch`: it may raise or wait."""
 
     def __init__(self, storage: Store, watch: Watch) -> None:
-        self.uri = storage.uri
+        self.location = storage.location
         self._storage = storage
         self._watch = watch
         self._numbers = itertools.count()
@@ -75,7 +75,7 @@ class FaultyStore:
     @contextmanager
     def watched(self, name: str, key: str) -> Iterator[None]:
         number = next(self._numbers)
-        path = f"{self.uri}/{key}" if key else self.uri  # of temporary names too, which `path` refuses
+        path = f"{self.location}/{key}" if key else str(self.location)  # of temporary names too, which `path` refuses
         self._watch(number, "before", name, path)
         yield
         self._watch(number, "after", name, path)
@@ -118,7 +118,7 @@ def watched_store(watch: Watch) -> Iterator[None]:
     """Have `holdfast.save` and `holdfast.load` of this process use stores that `watch` sees."""
     with pytest.MonkeyPatch.context() as patch:
         for module in (saving, loading):
-            patch.setattr(module, "storage_at", lambda root: FaultyStore(storage_at(root), watch))
+            patch.setattr(module, "open_store", lambda location: FaultyStore(open_store(location), watch))
         yield
 
 

@@ -6,23 +6,23 @@ import builtins
 from threading import Lock
 
 from holdfast.errors import CorruptError, NotFoundError, StorageError
-from holdfast.store.base import Bytes
+from holdfast.store.base import Bytes, Location
 
 
 class MemoryStorage:
     """Objects of one process, in a dictionary. `num_requests` counts what a store would have been asked."""
 
     def __init__(self, name: str = "run") -> None:
-        self.uri = f"memory://{name}"
+        self.location = Location(f"memory://{name}")
         self.num_requests = 0
         self.objects: dict[str, bytes] = {}
         self._lock = Lock()
 
     def resolved(self) -> str:
-        return self.uri
+        return str(self.location)
 
     def path(self, key: str) -> str:
-        return f"{self.uri}/{key}"
+        return f"{self.location}/{key}"
 
     def read(self, key: str, *, start: int = 0, nbytes: int | None = None, limit: int | None = None) -> bytes:
         data = self._get(key)

@@ -25,7 +25,8 @@ import pytest
 
 import holdfast
 from holdfast.run.history import Run
-from holdfast.run.paths import storage_at
+from holdfast.store.base import Location
+from holdfast.store.urls import open_store
 from tests import nursery
 from tests.campaign_job import Loop, Place, Truth, found, work
 from tests.test_checkpointer import end_keepers
@@ -81,7 +82,7 @@ class Campaign:
     def _check(self, run: str, log: Path) -> None:
         """Every checkpoint that was committed is one of the instants."""
         truths = truths_in(log)
-        for place in Run.open(storage_at(run)).places():
+        for place in Run.open(open_store(Location(run))).places():
             path = f"{run}@{place}"
             step = holdfast.open(path).step
             assert found(path) == truths[step], f"{path} is not what step {step} was"

@@ -27,9 +27,10 @@ from holdfast.node_memory.keeper_lock import is_kept
 from holdfast.node_memory.node_folder import NodeFolder
 from holdfast.node_memory.slots import Slot, slot_names
 from holdfast.run.history import Run
-from holdfast.run.paths import storage_at
 from holdfast.snapshot import capture as snapshot_module
 from holdfast.snapshot.routes import Pair
+from holdfast.store.base import Location
+from holdfast.store.urls import open_store
 from tests.bound import bits
 from tests.models import start_new_job
 from tests.ranks import run_ranks
@@ -41,7 +42,7 @@ Rows = dict[str, torch.Tensor]
 
 
 def folder_of(run: str, node_dir: Path) -> NodeFolder:
-    return NodeFolder(storage_at(run).uri, node_dir=node_dir)
+    return NodeFolder(open_store(Location(run)).location.url, node_dir=node_dir)
 
 
 @pytest.fixture
@@ -277,7 +278,7 @@ def test_where_memory_does_not_suffice_saves_go_to_storage_and_say_so(
         with Checkpointer(run, loop.state, memory=Memory(node_dir=node_dir)) as checkpointer:
             handles = [checkpointer.save(step) for step in (1, 2)]
             assert all(handle.durable.is_done for handle in handles)
-            assert [handle.place for handle in handles] == sorted(Run.open(storage_at(run)).places())
+            assert [handle.place for handle in handles] == sorted(Run.open(open_store(Location(run))).places())
         assert "saves go to storage, and training waits for them" in caplog.text
         assert "the size of the file system" in caplog.text
         end_keepers(node_dir)
@@ -424,7 +425,7 @@ def test_memory_that_somebody_removed_is_taken_anew(run: str, memory: Memory) ->
 def test_a_job_whose_run_was_taken_over_is_told(run: str, memory: Memory) -> None:
     checkpointer = Checkpointer(run, Loop().state, memory=memory)
     checkpointer.save(1).durable.wait(60)
-    of = Run.open(storage_at(run))
+    of = Run.open(open_store(Location(run)))
     of.open_epoch(after=1, opened_from=Place(1, 1), why="takeover", world_size=1, incarnation="1" * 32)
     fenced = checkpointer.save(2)
     with pytest.raises(FencedError):

@@ -24,22 +24,22 @@ def test_the_command_lists_what_lies_in_memory_frees_what_is_durable_and_ends_ke
     run: Run, saved: Saved, folder: NodeFolder
 ) -> None:
     options = ("--node-dir", folder.node_dir)
-    with kept(folder, run.storage.uri) as process:
+    with kept(folder, run.storage.location.url) as process:
         until(lambda: states(saved) == {State.COMMITTED})
         with Claim(folder, 0):
             (row,) = holdfast_command("node", *options, "--json").json["runs"]
-            assert (row["run"], row["keeper_pid"]) == (run.storage.uri, process.pid)
+            assert (row["run"], row["keeper_pid"]) == (run.storage.location.url, process.pid)
             found = [(slot["rank"], slot["step"], slot["state"], slot["owner"]) for slot in row["slots"]]
             assert found == [(0, 7, "committed", "trainer"), (1, 7, "committed", "keeper")]
             assert all(0 <= slot["age_s"] < 60 and slot["nbytes"] > MIB for slot in row["slots"])
             text = holdfast_command("node", *options)
             assert text.status == 0
-            assert f"{run.storage.uri}: keeper {process.pid}; {folder.path}" in text.out
+            assert f"{run.storage.location.url}: keeper {process.pid}; {folder.path}" in text.out
             assert "are durable and no trainer has them: holdfast node --free" in text.out
-            done = holdfast_command("node", run.storage.uri, *options, "--free", "--json").json
+            done = holdfast_command("node", run.storage.location.url, *options, "--free", "--json").json
             assert done["freed_nbytes"] > MIB
             assert [slot["rank"] for slot in done["runs"][0]["slots"]] == [0]
-            assert holdfast_command("node", run.storage.uri + "2", *options, "--free", "--json").json["runs"] == []
+            assert holdfast_command("node", f"{run.storage.location}2", *options, "--free", "--json").json["runs"] == []
         done = holdfast_command("node", *options, "--stop", "--json").json
         assert done["ended"] == [str(folder.path)]
         assert process.wait(30) == 0
@@ -49,7 +49,7 @@ def test_the_command_lists_what_lies_in_memory_frees_what_is_durable_and_ends_ke
 
 
 def test_the_command_says_which_keeper_does_not_end(run: Run, folder: NodeFolder) -> None:
-    with kept(folder, run.storage.uri) as process:
+    with kept(folder, run.storage.location.url) as process:
         process.send_signal(signal.SIGSTOP)
         done = holdfast_command("node", "--node-dir", folder.node_dir, "--stop", "--grace-s", "0.2")
         process.send_signal(signal.SIGCONT)

@@ -12,16 +12,16 @@ from holdfast.format import records
 from holdfast.format.records import Commit, Place
 from holdfast.run.complete import check_files, complete, read_manifest, seal_and_commit
 from holdfast.run.history import Run
-from holdfast.run.paths import storage_at
 from holdfast.run.removal import abandon, remove_checkpoint
-from holdfast.store.base import Store
+from holdfast.store.base import Location, Store
+from holdfast.store.urls import open_store
 from tests.checkpoints import begin, check, data_file, names, publish_manifest, save, write, write_data
 from tests.memory_storage import MemoryStorage
 
 
 @pytest.fixture(params=["memory", "posix"])
 def run(request: pytest.FixtureRequest, tmp_path: Path) -> Run:
-    storage: Store = MemoryStorage() if request.param == "memory" else storage_at(str(tmp_path / "run"))
+    storage: Store = MemoryStorage() if request.param == "memory" else open_store(Location(str(tmp_path / "run")))
     run = Run.create(storage)
     begin(run)
     return run

@@ -16,8 +16,9 @@ import holdfast
 from holdfast import Checkpointer, ConfigurationError, Memory, mapping
 from holdfast.format.records import Place, Why
 from holdfast.run.history import Run
-from holdfast.run.paths import storage_at
 from holdfast.run.session import JOB
+from holdfast.store.base import Location
+from holdfast.store.urls import open_store
 from tests.models import start_new_job
 from tests.ranks import run_ranks
 from tests.test_checkpointer import Loop, end_keepers
@@ -43,13 +44,13 @@ def memory(tmp_path: Path) -> Iterator[Memory]:
 
 
 def newest(run: str) -> tuple[Why, Place | None]:
-    found = Run.open(storage_at(run))
+    found = Run.open(open_store(Location(run)))
     epoch = found.epoch(found.newest_epoch() or 0)
     return epoch.why, epoch.opened_from
 
 
 def steps(run: str) -> list[int]:
-    return [commit.step for commit in Run.open(storage_at(run)).lineage()]
+    return [commit.step for commit in Run.open(open_store(Location(run))).lineage()]
 
 
 def resumed(run: str) -> Loop:

@@ -30,8 +30,9 @@ from holdfast.plan.layout import Mesh, Pieces, Placed, TensorLayout, Whole
 from holdfast.plan.layout import Shard as ShardPlacement
 from holdfast.plan.save import plan_save
 from holdfast.run.history import Run
-from holdfast.run.paths import storage_at
 from holdfast.state.memory import digest_of
+from holdfast.store.base import Location
+from holdfast.store.urls import open_store
 from tests import independent_reader
 from tests.models import start_new_job
 from tests.ranks import RanksFailedError, run_ranks
@@ -268,7 +269,7 @@ def test_drift_is_a_warning_and_a_mark_and_one_holders_copy_is_saved_whole(tmp_p
 
 def test_the_mark_stands_in_the_manifest_and_in_the_commit_of_the_save_that_found_it(tmp_path: Path) -> None:
     (_, marked), _ = run_ranks(2, drift, str(tmp_path), True, "warn")
-    storage = storage_at(str(tmp_path / "run"))
+    storage = open_store(Location(str(tmp_path / "run")))
     for commit in Run.open(storage).lineage():
         manifest = fmt.decode(storage.read(f"checkpoints/{commit.checkpoint}/{fmt.NAME}"), path="manifest")
         assert manifest.body.diverged == marked[commit.step]

@@ -13,8 +13,9 @@ from holdfast.format import records
 from holdfast.format.records import Commit, Place
 from holdfast.run.doctor import Finding, examine, finish, remove
 from holdfast.run.history import Run
-from holdfast.run.paths import storage_at
 from holdfast.run.rollback import rollback
+from holdfast.store.base import Location
+from holdfast.store.urls import open_store
 from tests.checkpoints import begin, check, names, publish_manifest, save, write, write_data
 
 LONG_AGO_S = 3600.0
@@ -28,7 +29,7 @@ def root(tmp_path: Path) -> Path:
 @pytest.fixture
 def run(root: Path) -> Run:
     """A sound run with the steps 10 and 20."""
-    run = Run.create(storage_at(str(root)))
+    run = Run.create(open_store(Location(str(root))))
     begin(run)
     save(run, Place(1, 1), 10)
     save(run, Place(1, 2), 20)
@@ -202,7 +203,7 @@ def test_records_that_are_missing_or_bad_are_said(run: Run, root: Path) -> None:
 
 
 def test_what_belongs_to_another_run_is_left_alone(run: Run, tmp_path: Path) -> None:
-    other = Run.create(storage_at(str(tmp_path / "other")))
+    other = Run.create(open_store(Location(str(tmp_path / "other"))))
     folder = write(other, Place(1, 3), 30)
     (tmp_path / "other/checkpoints" / folder).rename(tmp_path / "run/checkpoints" / folder)
     finding = the(run)

@@ -15,7 +15,8 @@ from holdfast.errors import CorruptError, NotFoundError
 from holdfast.format.records import Place
 from holdfast.mapping import Crop, Pad
 from holdfast.run.history import Run
-from holdfast.run.paths import storage_at
+from holdfast.store.base import Location
+from holdfast.store.urls import open_store
 from tests.models import Kind, build, differing, filled, start_new_job
 from tests.ranks import RanksFailedError, run_ranks
 
@@ -137,7 +138,7 @@ def test_the_job_goes_on_as_after_a_rollback(run: Path) -> None:
     job = build("plain", num_steps=0)
     holdfast.load(run, job.state, fallback=True)
     assert holdfast.save(run, job.state, 3).place == "2.1"
-    history = Run.open(storage_at(str(run)))
+    history = Run.open(open_store(Location(str(run))))
     assert (history.epoch(2).why, history.epoch(2).opened_from) == ("rollback", Place(1, 2))
     assert [commit.step for commit in history.lineage()] == [3, 2, 1]
     assert holdfast.load(run, job.state).step == 3

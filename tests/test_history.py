@@ -16,8 +16,9 @@ from holdfast.errors import ConfigurationError, CorruptError, FencedError, NotFo
 from holdfast.format import records
 from holdfast.format.records import Commit, Diverged, Epoch, FileSeal, Place, Seal, SealDigest, Why
 from holdfast.run.history import Located, Run, resolve
-from holdfast.run.paths import parse, storage_at
-from holdfast.store.base import Store
+from holdfast.run.paths import parse
+from holdfast.store.base import Location, Store
+from holdfast.store.urls import open_store
 from tests.memory_storage import MemoryStorage
 
 
@@ -108,7 +109,7 @@ def test_of_two_that_create_a_run_the_loser_adopts_the_winners() -> None:
 def test_a_folder_that_holds_something_else_is_not_made_a_run(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").touch()
     with pytest.raises(ConfigurationError, match=r"thesis\.tex") as caught:
-        Run.create(storage_at(str(tmp_path)))
+        Run.create(open_store(Location(str(tmp_path))))
     assert caught.value.code == "config.not_a_run"
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
@@ -116,25 +117,25 @@ def test_a_folder_that_holds_something_else_is_not_made_a_run(tmp_path: Path) ->
 def test_a_missing_and_an_empty_folder_become_runs(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     for name in ("empty", "missing"):
-        Run.create(storage_at(str(tmp_path / name)))
-        assert Run.open(storage_at(str(tmp_path / name))).head() is None
+        Run.create(open_store(Location(str(tmp_path / name))))
+        assert Run.open(open_store(Location(str(tmp_path / name)))).head() is None
 
 
 def test_a_missing_run_is_told_with_names_that_are_close(tmp_path: Path) -> None:
     for name in ("llama-7b", "llama-8b", "notes"):
         (tmp_path / name).mkdir()
     with pytest.raises(NotFoundError, match=r"no such folder.*Did you mean llama-.b, llama-.b") as caught:
-        Run.open(storage_at(str(tmp_path / "lama-7b")))
+        Run.open(open_store(Location(str(tmp_path / "lama-7b"))))
     assert "notes" not in str(caught.value)
 
 
 def test_a_folder_that_is_not_a_run_is_told_with_the_runs_in_it(tmp_path: Path) -> None:
-    Run.create(storage_at(str(tmp_path / "a")))
+    Run.create(open_store(Location(str(tmp_path / "a"))))
     (tmp_path / "b").mkdir()
     with pytest.raises(NotFoundError, match=r"exists but is not a holdfast run \(it holds a, b\).*runs in it: a\."):
-        Run.open(storage_at(str(tmp_path)))
+        Run.open(open_store(Location(str(tmp_path))))
     with pytest.raises(NotFoundError, match=r"exists but is not a holdfast run \(it is empty\)"):
-        Run.open(storage_at(str(tmp_path / "b")))
+        Run.open(open_store(Location(str(tmp_path / "b"))))
 
 
 def test_what_was_meant_as_a_selector_is_explained(tmp_path: Path) -> None:
@@ -409,7 +410,7 @@ def test_names_that_cannot_be_records_are_ignored() -> None:
 
 
 def run_on_disk(root: Path) -> tuple[Run, Commit, Commit]:
-    run = new_run(storage_at(str(root)))
+    run = new_run(open_store(Location(str(root))))
     open_epoch(run)
     return run, save(run, Place(1, 1), step=10), save(run, Place(1, 2), step=20)
 
@@ -442,7 +443,7 @@ def test_a_checkpoint_folder_stands_for_itself_outside_any_history(tmp_path: Pat
 
 
 def test_a_run_without_commits_resolves_to_nothing(tmp_path: Path) -> None:
-    new_run(storage_at(str(tmp_path)))
+    new_run(open_store(Location(str(tmp_path))))
     for suffix, code in (("", "not_found.head"), ("@step=1", "not_found.commit"), ("@1.1", "not_found.commit")):
         with pytest.raises(NotFoundError) as caught:
             resolve(parse(f"{tmp_path}{suffix}"))

@@ -35,11 +35,11 @@ from holdfast.format.records import Commit, Place
 from holdfast.run.complete import check_files, check_present, complete, read_manifest, seal_and_commit
 from holdfast.run.doctor import examine, finish, remove
 from holdfast.run.history import Run
-from holdfast.run.paths import storage_at
 from holdfast.run.removal import remove_checkpoint
 from holdfast.run.rollback import rollback
 from holdfast.run.session import Load, Session
-from holdfast.store.base import Store
+from holdfast.store.base import Location, Store
+from holdfast.store.urls import open_store
 from tests.checkpoints import check, names, publish_manifest, write_data
 from tests.faulty_storage import FaultyStore
 from tests.memory_storage import MemoryStorage
@@ -357,7 +357,7 @@ class HistoryMachine(RuleBasedStateMachine):
             if commit is not None:
                 assert seen is not None
                 run.locate(commit)
-                job.session.note_loaded(Load(storage.uri, run.run_id, commit.place, seen))
+                job.session.note_loaded(Load(storage.location.url, run.run_id, commit.place, seen))
                 job.past = (*self.past[commit.place], commit.place)
                 job.known = seen
 
@@ -392,7 +392,7 @@ class PosixHistoryMachine(HistoryMachine):
 
     def new_storage(self) -> Store:
         self.folder = Path(tempfile.mkdtemp(prefix="holdfast-history-"))
-        return storage_at(str(self.folder / "run"))
+        return open_store(Location(str(self.folder / "run")))
 
     def teardown(self) -> None:
         super().teardown()

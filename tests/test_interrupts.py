@@ -26,9 +26,10 @@ import holdfast
 from holdfast import Checkpointer, Memory
 from holdfast.node_memory.slots import Slot, State, slot_names
 from holdfast.run.history import Run
-from holdfast.run.paths import storage_at
 from holdfast.snapshot import capture as snapshot_module
 from holdfast.snapshot import guard as guard_module
+from holdfast.store.base import Location
+from holdfast.store.urls import open_store
 from tests.nursery import until
 from tests.test_checkpointer import Loop, end_keepers, folder_of
 
@@ -131,7 +132,7 @@ class Victim:
 
     def check_commits(self) -> int:
         """Everything that was committed is of its instant; how many there are."""
-        places = Run.open(storage_at(self._run)).places()
+        places = Run.open(open_store(Location(self._run))).places()
         for place in places:
             other = Loop(seed=1)
             step = holdfast.load(f"{self._run}@{place}", other.state).step

@@ -421,7 +421,7 @@ def test_a_timed_store_answers_as_the_store_does(
     monkeypatch.setattr(helpers_module, "_IDLE_S", 600.0)  # none ends because it has nothing to do
     content = random_bytes(3 * MIB)
     with TimedStore(storage, timeout_s=60) as timed:
-        assert timed.uri == storage.uri
+        assert timed.location.url == storage.location.url
         assert timed.path("folder/file") == storage.path("folder/file")
         assert timed.create("folder/record", b"0123")
         assert not timed.create("folder/record", b"4567")
@@ -544,7 +544,7 @@ def test_when_the_time_is_up_a_store_is_not_asked_any_more(storage: PosixStore) 
         writer.abort()
     assert [name for name, _ in count.seen] == ["writer"]
     assert eventually(lambda: helpers() == 0)
-    assert os.listdir(storage.uri) == []
+    assert os.listdir(storage.location.url) == []
 
 
 def test_a_store_that_hangs_keeps_no_process_alive(tmp_path: Path) -> None:

@@ -59,8 +59,16 @@ def started(folder: NodeFolder, run: Run) -> Iterator[Callable[..., subprocess.P
 
         def start(*options: str) -> subprocess.Popen[bytes]:
             node_dir = str(folder.path.parent.parent)
-            command = [sys.executable, "-m", "holdfast.keeper", run.storage.uri, "--node-dir", node_dir, *options]
-            process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+            command = [
+                sys.executable,
+                "-m",
+                "holdfast.keeper",
+                run.storage.location.url,
+                "--node-dir",
+                node_dir,
+                *options,
+            ]
+            process = subprocess.Popen([*command, *options], stderr=subprocess.DEVNULL)
             stack.callback(process.wait)
             stack.callback(process.kill)
             return process
@@ -151,7 +159,9 @@ def test_asking_for_a_keeper_starts_one_that_outlives_who_asked(folder: NodeFold
     with open(os.devnull) as inherited:
         os.set_inheritable(inherited.fileno(), True)
         subprocess.run(
-            [sys.executable, "-c", script, str(folder.path.parent.parent), run.storage.uri], check=True, close_fds=False
+            [sys.executable, "-c", script, str(folder.path.parent.parent), run.storage.location.url],
+            check=True,
+            close_fds=False,
         )
     assert is_kept(folder)
     keeper = keeper_of(folder.path)
@@ -163,7 +173,7 @@ def test_asking_for_a_keeper_starts_one_that_outlives_who_asked(folder: NodeFold
         )
         maps = Path(f"/proc/{keeper}/maps").read_text()
         assert "libtorch" not in maps
-        ensure_keeper(folder, run.storage.uri)  # there is one
+        ensure_keeper(folder, run.storage.location.url)  # there is one
     finally:
         os.kill(keeper, signal.SIGTERM)
         until(lambda: not is_kept(folder))
@@ -184,7 +194,7 @@ def test_a_keeper_of_another_version_makes_durable_what_is_there_and_gives_way(
     first = keeper_of(folder.path)
     until((folder.path / "keeper.protocol").exists)
     (folder.path / "keeper.protocol").write_text("0\n")  # as one of that version would have written
-    ensure_keeper(folder, run.storage.uri)
+    ensure_keeper(folder, run.storage.location.url)
     assert other.wait(60) == 0
     assert states(saved) == {State.COMMITTED}
     until(lambda: keeper_of(folder.path) != first)
@@ -199,7 +209,7 @@ def test_what_another_version_staged_and_could_not_make_durable_is_left_and_said
     with pytest.raises(
         ConfigurationError, match=r"Another version of holdfast .* \(protocol 0; this one has"
     ) as caught:
-        ensure_keeper(folder, run.storage.uri)
+        ensure_keeper(folder, run.storage.location.url)
     assert caught.value.code == "config.keeper_version"
     assert states(saved) == {State.STAGED}
     assert started().wait(30) == 2
@@ -416,7 +426,7 @@ def test_slots_of_ranks_that_are_no_more_go_when_others_have_a_later_checkpoint(
 
 def test_the_command_keeps_a_run(run: Run, saved: Saved, folder: NodeFolder) -> None:
     node_dir = str(folder.path.parent.parent)
-    command = [sys.executable, "-m", "holdfast.cli", "keeper", run.storage.uri, "--node-dir", node_dir]
+    command = [sys.executable, "-m", "holdfast.cli", "keeper", run.storage.location.url, "--node-dir", node_dir]
     with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
         until(lambda: states(saved) == {State.COMMITTED})
         process.terminate()

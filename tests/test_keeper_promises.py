@@ -211,7 +211,7 @@ def test_a_keeper_that_cannot_make_all_durable_ends_in_time_and_says_so(
     folder: NodeFolder,
     started: Callable[..., subprocess.Popen[bytes]],
 ) -> None:
-    shutil.rmtree(run.storage.uri)
+    shutil.rmtree(run.storage.location.url)
     keeper = started("--grace-s", "0.5")
     until(lambda: states(saved) == {State.SEALED})
     assert keeper_of(folder.path) == keeper.pid
@@ -247,7 +247,7 @@ def test_a_keeper_that_owes_something_is_not_idle(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(daemon, "_RETRY_S", 0.5)
-    stored = Path(run.storage.uri)
+    stored = Path(run.storage.location.url)
     stored.rename(stored.with_name("away"))
     keeper = Keeper(folder)
     until(lambda: bool(keeper.look() and saved.slots[0].refresh().error))
@@ -337,9 +337,9 @@ def test_nothing_is_written_into_a_run_that_was_begun_anew_at_the_same_path(
     saved: Saved,
     folder: NodeFolder,
 ) -> None:
-    shutil.rmtree(run.storage.uri)
+    shutil.rmtree(run.storage.location.url)
     assert isinstance(run.storage, PosixStore)
-    other = Run.create(PosixStore(run.storage.uri))
+    other = Run.create(PosixStore(run.storage.location.url))
     keeper = Keeper(folder)
     until(lambda: not (keeper.look() or keeper.owes))
     keeper.close()

@@ -16,6 +16,7 @@ from holdfast.run.history import Run, resolve
 from holdfast.run.paths import Target
 from holdfast.run.rollback import rollback
 from holdfast.run.session import Load, Session
+from holdfast.store.base import Location
 from tests.checkpoints import save as save_whole
 from tests.command_line import holdfast_command
 from tests.memory_storage import MemoryStorage
@@ -76,7 +77,7 @@ def the_head(run: Run) -> None:
 
 def a_step(run: Run) -> None:
     assert run.find(step=3).place == Place(1, 3)
-    assert resolve(Target("", step=7), run.storage).sealed.seal.step == 7
+    assert resolve(Target(Location(""), step=7), run.storage).sealed.seal.step == 7
 
 
 def a_place(run: Run) -> None:
@@ -86,10 +87,12 @@ def a_place(run: Run) -> None:
 def a_resume_and_its_saves(run: Run) -> None:
     session = Session()
     for number in range(3):
-        located = resolve(Target(""), run.storage)
+        located = resolve(Target(Location("")), run.storage)
         assert located.sealed.commit is not None
         if number == 0:
-            session.note_loaded(Load(run.storage.uri, run.run_id, located.sealed.commit.place, located.epoch or 0))
+            session.note_loaded(
+                Load(run.storage.location.url, run.run_id, located.sealed.commit.place, located.epoch or 0)
+            )
         place = session.begin(run, takeover=False, world_size=1, sources=session.sources(list))
         run.check_fence(place.epoch)
         save(run, place, step=10**6 + number)
@@ -137,7 +140,7 @@ def test_a_committed_step_whose_folder_is_lost_is_found_by_its_commit_and_is_dam
     assert run.find(step=123) == commit
     assert asked(run).total() < 60
     with pytest.raises(CorruptError, match=r"123.*is missing"):
-        resolve(Target("", step=123), run.storage)
+        resolve(Target(Location(""), step=123), run.storage)
 
 
 def test_ls_of_thousands_of_checkpoints_takes_little_time(tmp_path: Path) -> None:

@@ -14,9 +14,10 @@ from holdfast.format import records
 from holdfast.format.records import Place
 from holdfast.run.doctor import examine, finish
 from holdfast.run.history import Run
-from holdfast.run.paths import storage_at
 from holdfast.run.removal import remove_checkpoint
 from holdfast.run.rollback import rollback
+from holdfast.store.base import Location
+from holdfast.store.urls import open_store
 from tests.command_line import holdfast_command
 from tests.models import start_new_job
 
@@ -37,7 +38,7 @@ def root(tmp_path: Path) -> Path:
 
 
 def opened(root: Path) -> Run:
-    return Run.open(storage_at(str(root)))
+    return Run.open(open_store(Location(str(root))))
 
 
 def lose(root: Path, *epochs: int) -> None:
@@ -73,7 +74,7 @@ def test_a_first_start_pattern_does_not_restart_a_training_whose_epochs_folder_i
 
 
 def test_a_run_in_which_nothing_was_committed_is_still_a_first_start(tmp_path: Path) -> None:
-    Run.create(storage_at(str(tmp_path)))
+    Run.create(open_store(Location(str(tmp_path))))
     with pytest.raises(NotFoundError, match=r"not_found\.head"):
         holdfast.load(tmp_path, {"w": torch.zeros(4)})
 

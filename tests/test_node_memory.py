@@ -34,6 +34,7 @@ from holdfast.node_memory.keeper_lock import end_keeper, is_kept, try_lock
 from holdfast.node_memory.node_folder import NodeFolder
 from holdfast.node_memory.slots import Contents, Record, Slot, State, slot_names
 from holdfast.run.history import Run
+from holdfast.store.base import Location
 from holdfast.store.posix import PosixStore
 from tests.test_arena import ready
 from tests.test_engine_faults import small_node
@@ -152,7 +153,7 @@ def keeper(folder: NodeFolder) -> Iterator[Keeper]:
 def test_a_keeper_in_another_pid_namespace_leaves_live_trainers_their_slots(
     run: Run, saved: Saved, folder: NodeFolder
 ) -> None:
-    keeper = [*_NEW_NAMESPACE, sys.executable, "-m", "holdfast.keeper", run.storage.uri]
+    keeper = [*_NEW_NAMESPACE, sys.executable, "-m", "holdfast.keeper", run.storage.location.url]
     with (
         trainer(folder, 5) as filling,
         subprocess.Popen(
@@ -187,7 +188,7 @@ def test_a_trainer_in_another_pid_namespace_is_alive_until_it_is_killed(folder: 
 def test_a_keeper_of_another_version_in_another_pid_namespace_ends_and_no_other_process_gets_a_signal(
     run: Run, saved: Saved, folder: NodeFolder
 ) -> None:
-    keeper = [*_NEW_NAMESPACE, sys.executable, "-m", "holdfast.keeper", run.storage.uri]
+    keeper = [*_NEW_NAMESPACE, sys.executable, "-m", "holdfast.keeper", run.storage.location.url]
     with (
         subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as bystander,
         subprocess.Popen([*keeper, "--node-dir", str(folder.node_dir)], stderr=subprocess.DEVNULL) as process,
@@ -195,7 +196,7 @@ def test_a_keeper_of_another_version_in_another_pid_namespace_ends_and_no_other_
         until(lambda: is_kept(folder) and (folder.path / "keeper.protocol").exists())
         (folder.path / "keeper.lock").write_text(f"{bystander.pid}\n")  # so it counts there
         (folder.path / "keeper.protocol").write_text("0\n")
-        ensure_keeper(folder, run.storage.uri)
+        ensure_keeper(folder, run.storage.location.url)
         assert process.wait(30) == 0
         assert bystander.poll() is None
         bystander.kill()
@@ -244,7 +245,7 @@ def test_marks_of_generations_that_were_given_up_go_without_a_generation_file(
 def test_a_checkpoint_that_was_given_up_is_told_again_after_an_exchange_that_failed(
     tmp_path: Path, folder: NodeFolder, run: Run
 ) -> None:
-    stager = Stager(_run_of(folder), folder.node_dir, rank=0, num_slots=2)
+    stager = Stager(Location(_run_of(folder)), folder.node_dir, rank=0, num_slots=2)
     try:
         stager.standing(is_as_before=False, has_looked=True, whole=None, backoff=Backoff())
         stager.fail("00112233445566aa", None)
@@ -411,7 +412,7 @@ def test_what_is_not_durable_or_has_a_trainer_gives_no_way(memory: Path, monkeyp
 def test_a_keeper_that_is_told_to_end_gives_back_what_is_durable_and_removes_the_folder(
     run: Run, saved: Saved, folder: NodeFolder
 ) -> None:
-    with kept(folder, run.storage.uri) as process:
+    with kept(folder, run.storage.location.url) as process:
         until(lambda: states(saved) == {State.COMMITTED})
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0
@@ -423,12 +424,12 @@ def test_a_trainer_that_comes_while_the_folder_of_its_run_is_removed_makes_it_an
     run: Run, folder: NodeFolder
 ) -> None:
     arena = Arena(folder, rank=0, num_slots=2)
-    with kept(folder, run.storage.uri) as process:
+    with kept(folder, run.storage.location.url) as process:
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0
     assert folder.path.exists(), "a trainer has it"
     arena.close()
-    with kept(folder, run.storage.uri) as process:
+    with kept(folder, run.storage.location.url) as process:
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0
     assert not folder.path.exists()
@@ -470,7 +471,7 @@ def test_a_keeper_whose_lock_was_removed_touches_nothing_of_the_one_that_came_af
     assert first is not None
     assert second is not None
     before = {name for name in folder.names() if not name.startswith("keeper.")}
-    daemon.keep(folder, run.storage.uri, first, is_over=lambda: True, idle_s=60, grace_s=1)
+    daemon.keep(folder, run.storage.location.url, first, is_over=lambda: True, idle_s=60, grace_s=1)
     assert before | {"keeper.lock", "keeper.protocol"} <= set(folder.names())
     assert states(saved) == {State.STAGED}
     for lock in (first, second):

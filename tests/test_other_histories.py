@@ -12,7 +12,8 @@ import pytest
 import holdfast
 from holdfast import Checkpointer, Memory
 from holdfast.run.history import Run
-from holdfast.run.paths import storage_at
+from holdfast.store.base import Location
+from holdfast.store.urls import open_store
 from tests.models import start_new_job
 from tests.test_checkpointer import Loop, end_keepers
 
@@ -48,7 +49,7 @@ def train(checkpointer: Checkpointer, loop: Loop, *steps: int) -> None:
 
 
 def steps(root: Path) -> list[int]:
-    return [commit.step for commit in Run.open(storage_at(str(root))).lineage()]
+    return [commit.step for commit in Run.open(open_store(Location(str(root)))).lineage()]
 
 
 def test_a_run_removed_and_begun_again_while_training_saves_on(

@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 import holdfast
 from holdfast.errors import ConfigurationError, NotFoundError
 from holdfast.format.records import Place
-from holdfast.run.paths import Target, parse, storage_at
+from holdfast.run.paths import Target, parse
+from holdfast.store.base import Location
+from holdfast.store.urls import location_of, open_store
 
 roots = st.text("ab@./ =-0", min_size=1).filter(lambda text: text.strip() and not text.endswith("/")).map("/r/".__add__)
 ordinals = st.integers(1, 9_999_999_999)
@@ -22,26 +24,26 @@ ordinals = st.integers(1, 9_999_999_999)
 @pytest.mark.parametrize(
     ("text", "target"),
     [
-        ("runs/a", Target("runs/a")),
-        ("/", Target("/")),
-        ("runs/a//", Target("runs/a")),
-        ("runs/a@step=700", Target("runs/a", step=700)),
-        ("runs/a/@step=0", Target("runs/a", step=0)),
-        ("runs/a@3.12", Target("runs/a", place=Place(3, 12))),
-        ("runs/a@latest", Target("runs/a@latest")),
-        ("runs/a@3", Target("runs/a@3")),
-        ("runs/a@v1.2.3", Target("runs/a@v1.2.3")),
-        ("user@host/a", Target("user@host/a")),
-        ("user@3.12/a", Target("user@3.12/a")),
-        ("user@step=7/a", Target("user@step=7/a")),
-        ("a@3.12/", Target("a@3.12")),
-        ("a@b@3.12", Target("a@b", place=Place(3, 12))),
+        ("runs/a", Target(Location("runs/a"))),
+        ("/", Target(Location("/"))),
+        ("runs/a//", Target(Location("runs/a"))),
+        ("runs/a@step=700", Target(Location("runs/a"), step=700)),
+        ("runs/a/@step=0", Target(Location("runs/a"), step=0)),
+        ("runs/a@3.12", Target(Location("runs/a"), place=Place(3, 12))),
+        ("runs/a@latest", Target(Location("runs/a@latest"))),
+        ("runs/a@3", Target(Location("runs/a@3"))),
+        ("runs/a@v1.2.3", Target(Location("runs/a@v1.2.3"))),
+        ("user@host/a", Target(Location("user@host/a"))),
+        ("user@3.12/a", Target(Location("user@3.12/a"))),
+        ("user@step=7/a", Target(Location("user@step=7/a"))),
+        ("a@3.12/", Target(Location("a@3.12"))),
+        ("a@b@3.12", Target(Location("a@b"), place=Place(3, 12))),
         ("runs/a/checkpoints/step-0000000700-00112233445566ff", None),
     ],
 )
 def test_a_final_selector_selects_and_any_other_at_sign_is_part_of_the_path(text: str, target: Target | None) -> None:
-    expected = target or Target(text)
-    assert parse(text) == replace(expected, root=str(Path(expected.root).absolute()))
+    expected = target or Target(Location(text))
+    assert parse(text) == replace(expected, location=Location(str(Path(expected.root).absolute())))
 
 
 @pytest.mark.parametrize(
@@ -61,7 +63,7 @@ def test_a_path_that_names_nothing_is_refused(text: str) -> None:
 
 @pytest.mark.parametrize("text", ["s3://bucket/run", "gs://bucket/run@step=7", "file://server/run", "file://run"])
 def test_a_url_is_refused_and_told_what_works(text: str) -> None:
-    for refuse in (parse, storage_at):
+    for refuse in (parse, location_of):
         with pytest.raises(ConfigurationError, match="local or shared file system") as caught:
             refuse(text)
         assert caught.value.code == "config.scheme"
@@ -77,20 +79,20 @@ def test_a_url_is_refused_and_told_what_works(text: str) -> None:
 )
 def test_a_file_url_is_the_path_in_it(url: str, path: str) -> None:
     assert parse(url) == parse(path)
-    assert storage_at(parse(url).root).resolved() == storage_at(parse(path).root).resolved()
+    assert open_store(parse(url).location).resolved() == open_store(parse(path).location).resolved()
 
 
 def test_a_path_object_is_as_good_as_text() -> None:
-    assert parse(Path("/runs") / "a@step=7") == Target("/runs/a", step=7)
+    assert parse(Path("/runs") / "a@step=7") == Target(Location("/runs/a"), step=7)
 
 
 def test_a_path_is_resolved_when_it_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "home").mkdir()
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
-    assert parse("runs/a@step=7") == Target(f"{tmp_path}/runs/a", step=7)
-    assert parse("~/runs/a") == Target(f"{tmp_path}/home/runs/a")
-    assert parse("./~/runs/a") == Target(f"{tmp_path}/~/runs/a")
+    assert parse("runs/a@step=7") == Target(Location(f"{tmp_path}/runs/a"), step=7)
+    assert parse("~/runs/a") == Target(Location(f"{tmp_path}/home/runs/a"))
+    assert parse("./~/runs/a") == Target(Location(f"{tmp_path}/~/runs/a"))
     with pytest.raises(ConfigurationError, match="knows no home folder for it"):
         parse("~nobody-is-called-so/runs/a")
 
@@ -130,18 +132,18 @@ def test_a_path_in_bytes_is_refused() -> None:
 
 @given(roots, st.integers(0, 10**18 - 1))
 def test_any_root_takes_a_step(root: str, step: int) -> None:
-    assert parse(f"{root}@step={step}") == Target(os.path.normpath(root), step=step)
+    assert parse(f"{root}@step={step}") == Target(Location(os.path.normpath(root)), step=step)
 
 
 @given(roots, ordinals, ordinals)
 def test_any_root_takes_a_place(root: str, epoch: int, seq: int) -> None:
-    assert parse(f"{root}@{epoch}.{seq}") == Target(os.path.normpath(root), place=Place(epoch, seq))
+    assert parse(f"{root}@{epoch}.{seq}") == Target(Location(os.path.normpath(root)), place=Place(epoch, seq))
 
 
 @given(roots, st.none() | st.integers(0, 10**18 - 1))
 def test_a_target_with_a_selector_prints_as_it_is_written(root: str, step: int | None) -> None:
     root = os.path.normpath(root)
-    target = Target(root, place=Place(2, 3)) if step is None else Target(root, step=step)
+    target = Target(Location(root), place=Place(2, 3)) if step is None else Target(Location(root), step=step)
     assert parse(str(target)) == target
 
 
@@ -149,4 +151,4 @@ def test_all_ways_to_write_a_folder_resolve_to_one_text(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "run")
     ways = (tmp_path / "run", tmp_path / "link", tmp_path / "run" / ".." / "run", f"{tmp_path}//run/")
-    assert {storage_at(parse(way).root).resolved() for way in ways} == {str((tmp_path / "run").resolve())}
+    assert {open_store(parse(way).location).resolved() for way in ways} == {str((tmp_path / "run").resolve())}

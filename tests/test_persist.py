@@ -68,7 +68,7 @@ class Saved:
         messages, bodies = self.world.sent()
         manifest = encode_plan(plan_save(messages, bodies), identity=identity, values=[RankValues(0, 100, ("a",))])
         folder = records.folder_name(7, CHECKPOINT)
-        self.generation = Generation(run.storage.uri, folder, CHECKPOINT, place, 7, manifest)
+        self.generation = Generation(run.storage.location.url, folder, CHECKPOINT, place, 7, manifest)
         self.slots: list[Slot] = []
         files = Files(fmt.decode(manifest, path="manifest"))
         for rank, section in enumerate(data_sections(self.world, files)):
@@ -117,7 +117,7 @@ def persist_in(run: Run, sealing: Sealing, slot: Slot) -> None:
 
 
 def assert_loads(run: Run, saved: Saved) -> None:
-    view = holdfast.open(run.storage.uri)
+    view = holdfast.open(run.storage.location.url)
     assert view.step == 7
     assert view.names() == ["model/w", "model/x"]
     for name in view.names():

@@ -19,8 +19,9 @@ import pytest
 import holdfast
 from holdfast import HoldfastError, NotFoundError
 from holdfast.run.history import Run
-from holdfast.run.paths import storage_at
+from holdfast.store.base import Location
 from holdfast.store.posix import TEMPORARY_PREFIX
+from holdfast.store.urls import open_store
 from tests.models import start_new_job
 from tests.power_loss import Recorder, Remains, Tree, build, expected
 from tests.small_job import head, resumed, save, state
@@ -59,7 +60,7 @@ def violation(root: Path, heads: frozenset[int | None]) -> str | None:
     run = root / "run"
     try:
         found: int | None = head(run)
-        for commit in Run.open(storage_at(str(run))).lineage():
+        for commit in Run.open(open_store(Location(str(run)))).lineage():
             head(f"{run}@{commit.place}")
     except NotFoundError as error:
         found = None

@@ -11,9 +11,10 @@ from holdfast.errors import CorruptError, FencedError, NotFoundError
 from holdfast.format import records
 from holdfast.format.records import Place
 from holdfast.run.history import Run
-from holdfast.run.paths import storage_at
 from holdfast.run.removal import remove_checkpoint
 from holdfast.run.rollback import rollback
+from holdfast.store.base import Location
+from holdfast.store.urls import open_store
 from tests.checkpoints import begin, save
 from tests.memory_storage import MemoryStorage
 from tests.models import build, differing, filled, start_new_job
@@ -104,7 +105,7 @@ def saved(tmp_path: Path) -> str:
 
 
 def test_the_next_job_loads_what_was_gone_back_to_and_continues_from_there(saved: str) -> None:
-    run = Run.open(storage_at(saved))
+    run = Run.open(open_store(Location(saved)))
     rollback(run, 2)
     start_new_job()
     job = build("plain", num_steps=0)
@@ -115,7 +116,7 @@ def test_the_next_job_loads_what_was_gone_back_to_and_continues_from_there(saved
 
 
 def test_a_running_job_is_fenced_until_it_loads_the_run_again(saved: str) -> None:
-    rollback(Run.open(storage_at(saved)), 2)
+    rollback(Run.open(open_store(Location(saved))), 2)
     job = build("plain", num_steps=0)
     with pytest.raises(FencedError, match="epoch 2 exists"):
         holdfast.save(saved, filled("plain", 4).state, 4)
@@ -127,7 +128,7 @@ def test_a_job_that_had_loaded_before_the_rollback_does_not_undo_it(saved: str) 
     start_new_job()
     job = build("plain", num_steps=0)
     assert holdfast.load(saved, job.state).step == 3
-    rollback(Run.open(storage_at(saved)), 2)
+    rollback(Run.open(open_store(Location(saved))), 2)
     with pytest.raises(FencedError, match="epoch 2 exists"):
         holdfast.save(saved, job.state, 4)
     assert holdfast.open(saved).step == 2

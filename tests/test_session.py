@@ -9,10 +9,10 @@ import pytest
 from holdfast.errors import ConfigurationError, FencedError, HoldfastError
 from holdfast.format.records import Place, Why
 from holdfast.run.history import Run
-from holdfast.run.paths import storage_at
 from holdfast.run.removal import remove_checkpoint
 from holdfast.run.session import Load, Session
-from holdfast.store.base import Store
+from holdfast.store.base import Location, Store
+from holdfast.store.urls import open_store
 from tests.memory_storage import MemoryStorage
 from tests.test_history import Interrupted, head_place, run_on_disk, save, steps
 
@@ -41,7 +41,7 @@ class Job:
         run = Run.open(self.storage)
         place = place or head_place(run)
         assert place is not None
-        self.session.note_loaded(Load(self.storage.uri, run.run_id, place, run.newest_epoch() or 0))
+        self.session.note_loaded(Load(self.storage.location.url, run.run_id, place, run.newest_epoch() or 0))
 
     def why(self) -> tuple[Why, Place | None]:
         run = Run.open(self.storage)
@@ -228,7 +228,7 @@ def test_a_run_that_was_deleted_and_made_anew_is_another_run(tmp_path: Path) -> 
 def test_a_session_knows_a_run_by_any_of_its_paths(tmp_path: Path) -> None:
     _, older, _ = run_on_disk(tmp_path / "run")
     (tmp_path / "link").symlink_to(tmp_path / "run")
-    run = Run.open(storage_at(str(tmp_path / "link")))
+    run = Run.open(open_store(Location(str(tmp_path / "link"))))
     session = Session()
     session.note_loaded(Load(f"{tmp_path}/run", run.run_id, older.place, seen=1))
     assert begin(session, run) == Place(2, 1)
@@ -240,6 +240,6 @@ def test_a_load_from_another_run_gives_no_right_to_this_one() -> None:
     Job(here).save(1)
     job = Job(here)
     run = Run.open(there)
-    job.session.note_loaded(Load(there.uri, run.run_id, Place(1, 1), seen=1))
+    job.session.note_loaded(Load(there.location.url, run.run_id, Place(1, 1), seen=1))
     with pytest.raises(HoldfastError, match=r"config\.unloaded_history"):
         job.begin()

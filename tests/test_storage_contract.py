@@ -341,12 +341,12 @@ def test_a_file_that_is_opened_too_late_is_dropped(
     faulty, hang = hanging(storage, name, when="after")
     with TimedStore(faulty, timeout_s=LIMIT_S) as timed, pytest.raises(StorageError, match=r"storage\.timeout"):
         timed.writer("other", nbytes=1) if name == "writer" else timed.reader("object")
-    assert descriptors_of(storage.uri) > 0
+    assert descriptors_of(storage.location.url) > 0
     hang.release()
     assert eventually(lambda: helpers() == 0)
     gc.collect()
-    assert descriptors_of(storage.uri) == 0
-    assert os.listdir(storage.uri) == ["object"]
+    assert descriptors_of(storage.location.url) == 0
+    assert os.listdir(storage.location.url) == ["object"]
 
 
 @pytest.mark.parametrize("name", ["write_at", "read_at"])
@@ -366,11 +366,11 @@ def test_a_file_stays_open_until_the_request_that_hangs_has_ended(storage: Posix
                 reader.read_at(0, np.zeros(4, np.uint8))
             reader.close()
         time.sleep(0.2)  # in which it would be closed
-        assert descriptors_of(storage.uri) > 0, "its number could be another file's by now"
+        assert descriptors_of(storage.location.url) > 0, "its number could be another file's by now"
         hang.release()
-        assert eventually(lambda: descriptors_of(storage.uri) == 0)
+        assert eventually(lambda: descriptors_of(storage.location.url) == 0)
     assert eventually(lambda: helpers() == 0)
-    assert os.listdir(storage.uri) == ["object"]
+    assert os.listdir(storage.location.url) == ["object"]
 
 
 def test_no_direct_request_begins_when_the_time_is_up(storage: PosixStore) -> None:
@@ -389,7 +389,7 @@ def test_no_direct_request_begins_when_the_time_is_up(storage: PosixStore) -> No
                 ask()
         writer.abort()
         reader.close()
-    assert os.listdir(storage.uri) == ["object"]
+    assert os.listdir(storage.location.url) == ["object"]
 
 
 def test_what_was_given_up_is_stopped_and_asks_for_nothing_more(storage: PosixStore) -> None:

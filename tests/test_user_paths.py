@@ -12,7 +12,8 @@ import torch
 import holdfast
 from holdfast import Checkpointer, Memory
 from holdfast.run.history import Run
-from holdfast.run.paths import storage_at
+from holdfast.store.base import Location
+from holdfast.store.urls import open_store
 from tests.command_line import holdfast_command
 from tests.models import start_new_job
 from tests.test_checkpointer import Loop, end_keepers
@@ -42,7 +43,7 @@ def test_a_relative_run_stays_where_it_was_when_the_working_directory_changes(ho
         saved = loop.bits()
         loop.step()
         checkpointer.restore()
-    assert [commit.step for commit in Run.open(storage_at(str(home / "runs/a"))).lineage()] == [3, 2, 1]
+    assert [commit.step for commit in Run.open(open_store(Location(str(home / "runs/a")))).lineage()] == [3, 2, 1]
     assert loop.bits() == saved
     assert list((home / "elsewhere").iterdir()) == []
 

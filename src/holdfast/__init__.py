@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from holdfast.state.piecewise import Piecewise
     from holdfast.state.random_state import RandomState
     from holdfast.state.registry import register_tensor, register_value
+    from holdfast.store.base import Location
     from holdfast.view import LazyTensor, View, open
 
 _HOMES = {
@@ -65,6 +66,7 @@ _HOMES = {
     "FlatRange": "holdfast.geometry",
     "Box": "holdfast.geometry",
     "Bandwidths": "holdfast.plan.exchange",
+    "Location": "holdfast.store.base",
     "register_tensor": "holdfast.state.registry",
     "register_value": "holdfast.state.registry",
     "transfer": "holdfast.publishing",
@@ -85,6 +87,7 @@ __all__ = [
     "LazyTensor",
     "LoadPlan",
     "LoadReport",
+    "Location",
     "Memory",
     "NotFoundError",
     "PerRank",

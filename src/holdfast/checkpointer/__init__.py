@@ -47,13 +47,14 @@ from holdfast.format.values import Node
 from holdfast.node_memory.node_folder import DEFAULT_NODE_DIR
 from holdfast.phases import Stopwatch, attempt
 from holdfast.run.history import Run
-from holdfast.run.paths import absolute, storage_at
 from holdfast.run.session import JOB
-from holdfast.saving import numbers_of, run_root, save
+from holdfast.saving import numbers_of, run_location, save
 from holdfast.snapshot.capture import Snapshot
 from holdfast.state.flatten import FlatState, check_root
 from holdfast.state.identity import parts_of
+from holdfast.store.base import Location
 from holdfast.store.timed import TimedStore
+from holdfast.store.urls import absolute, open_store
 
 #: How often it is looked at whether slots have become free, and when in its time a save gives up, so that all ranks
 #: still hear of it.
@@ -100,7 +101,7 @@ class Checkpointer:
 
     def __init__(
         self,
-        run: str | os.PathLike[str],
+        run: str | os.PathLike[str] | Location,
         state: Mapping[str, object],
         *,
         memory: Memory | None = Memory(),
@@ -115,7 +116,7 @@ class Checkpointer:
         if not isinstance(memory, Memory | None):
             raise TypeError(f"memory is a holdfast.Memory, or None for saves to storage alone, not {memory!r}")
         check_timeout(timeout_s)
-        self._run = run_root(run)
+        self._run = run_location(run)
         check_root(state)
         self._state = state
         self._select = select
@@ -258,7 +259,7 @@ class Checkpointer:
                 f"{verb} was called on a Checkpointer of '{self._run}' that is closed.",
                 code="config.closed",
                 action="Make a new Checkpointer, or close this one only when training is over.",
-                path=self._run,
+                path=self._run.url,
             )
 
     def _let_go(self, *, patience_s: float | None = None) -> None:
@@ -430,7 +431,7 @@ class Checkpointer:
         """What all ranks agree on, with memory for it, and what this one has to save."""
         ranks = group_ranks(self._group)
         rank = ranks[job.channel.rank]
-        with TimedStore(storage_at(self._run), timeout_s=job.deadline.for_storage_s) as storage:
+        with TimedStore(open_store(self._run), timeout_s=job.deadline.for_storage_s) as storage:
             takeover = self._takeover
             request = Request(storage, job.handle.step, job.metrics, takeover, now(), False, job.sources)
             planner = StagePlanner(request, ranks, self._known.memory)
@@ -490,7 +491,7 @@ class Checkpointer:
 
     def _run_id(self) -> str:
         """The id of the run in storage; "" where there is none."""
-        with TimedStore(storage_at(self._run), timeout_s=self._timeout_s) as storage:
+        with TimedStore(open_store(self._run), timeout_s=self._timeout_s) as storage:
             try:
                 return Run.open(storage).run_id
             except NotFoundError:

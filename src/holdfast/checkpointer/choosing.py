@@ -228,7 +228,7 @@ def _warn_of(run: Run, foreign: Iterable[Held]) -> None:
             "from an older copy, or began anew: holdfast lets them go",
             ", ".join(str(step) for step, _ in lost),
             ", ".join(place for _, place in lost),
-            run.storage.uri,
+            run.storage.location.url,
         )
 
 

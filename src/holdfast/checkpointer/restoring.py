@@ -38,9 +38,10 @@ from holdfast.phases import LOG, attempt
 from holdfast.reports import LoadReport
 from holdfast.run.fallback import is_damage
 from holdfast.run.history import Run
-from holdfast.run.paths import storage_at
+from holdfast.store.base import Location
 from holdfast.store.memory import MemoryFile, MemoryStorage
 from holdfast.store.timed import TimedStore
+from holdfast.store.urls import open_store
 
 _LOOK_S: Final = 0.02
 
@@ -79,7 +80,7 @@ class Restored(NamedTuple):
 
 
 def restore(
-    run: str,
+    run: Location,
     state: Mapping[str, object],
     *,
     node_dir: Path | None,
@@ -110,27 +111,26 @@ def restore(
     return Restored(RestoreReport(report.step, report.place, "storage", report))
 
 
-def await_commit(run: str, place: Place, *, node_dir: Path, timeout_s: float) -> None:
+def await_commit(run: Location, place: Place, *, node_dir: Path, timeout_s: float) -> None:
     """Return when what was restored from memory is committed: until then nothing can follow it in the history."""
     end = time.monotonic() + timeout_s
-    uri = storage_at(run).uri
     with (
-        NodeFolder(uri, node_dir=node_dir) as folder,
-        TimedStore(storage_at(run), timeout_s=2 * timeout_s) as storage,
+        NodeFolder(run.url, node_dir=node_dir) as folder,
+        TimedStore(open_store(run), timeout_s=2 * timeout_s) as storage,
     ):
         while storage.nbytes(records.commit_key(place)) is None:
-            ensure_keeper(folder, uri)
+            ensure_keeper(folder, run.url)
             if time.monotonic() > end:
                 raise DeadlineError(
                     f"The checkpoint {place}, restored from memory, was not committed within {timeout_s:.0f} s.",
                     code="timeout.commit",
                     action="See the log of the keeper for what holds it up.",
-                    path=storage.uri,
+                    path=storage.location.url,
                 )
             time.sleep(_LOOK_S)
 
 
-def drop_parts(run: str, node_dir: Path, channel: Channel, deadline: Deadline) -> Place | None:
+def drop_parts(run: Location, node_dir: Path, channel: Channel, deadline: Deadline) -> Place | None:
     """Give up what is in the memory of the nodes in part only. Returns the newest checkpoint on the lineage of the
     run's head that is there whole, if one is. Collective."""
     with _looked_at(run, node_dir, channel, deadline) as (folder, _, chosen):
@@ -138,7 +138,7 @@ def drop_parts(run: str, node_dir: Path, channel: Channel, deadline: Deadline) -
 
 
 def _from_memory(
-    run: str,
+    run: Location,
     state: Mapping[str, object],
     node_dir: Path,
     group: ProcessGroup | None,
@@ -152,7 +152,7 @@ def _from_memory(
         if not chosen.seal:
             return None
         seal = records.decode(chosen.seal, Seal, path=str(folder.path))
-        with TimedStore(storage_at(run), timeout_s=deadline.for_storage_s) as storage:
+        with TimedStore(open_store(run), timeout_s=deadline.for_storage_s) as storage:
             run_opened = Run.open(storage)
             memory = _memory(folder, slots, seal, chosen)
             sealed = Sealed(memory, f"{records.CHECKPOINTS}/{chosen.folder}/", seal, run_opened.run_id)
@@ -166,11 +166,10 @@ def _from_memory(
 
 @contextmanager
 def _looked_at(
-    run: str, node_dir: Path, channel: Channel, deadline: Deadline
+    run: Location, node_dir: Path, channel: Channel, deadline: Deadline
 ) -> Iterator[tuple[NodeFolder, list[Slot], Chosen]]:
     """What this node has in memory, and what of it all nodes choose to go on from; the rest of which only a part is
     there is given up."""
-    uri = storage_at(run).uri
     with ExitStack() as stack:
         folders: list[NodeFolder] = []
         slots: list[Slot] = []
@@ -178,19 +177,19 @@ def _looked_at(
 
         def look() -> bytes:
             with unusable_memory(node_dir):
-                folder = stack.enter_context(NodeFolder(uri, node_dir=node_dir))
+                folder = stack.enter_context(NodeFolder(run.url, node_dir=node_dir))
                 folders.append(folder)
                 stack.enter_context(Claim(folder))  # nothing of it gives way while it is looked at
-                slots.extend(stack.enter_context(_sealed_slots(folder, uri, timeout_s=deadline.for_storage_s / 2)))
+                slots.extend(stack.enter_context(_sealed_slots(folder, run, timeout_s=deadline.for_storage_s / 2)))
                 return msgspec.msgpack.encode(inventory(folder, slots))
 
         def choose(payloads: Sequence[bytes]) -> bytes:
             surveys.append(Survey(folders[0], payloads))
-            with TimedStore(storage_at(uri), timeout_s=deadline.for_storage_s) as storage:
+            with TimedStore(open_store(run), timeout_s=deadline.for_storage_s) as storage:
                 return surveys[0].answer(storage)
 
         def choose_when_told(payloads: Sequence[bytes]) -> bytes:
-            with TimedStore(storage_at(uri), timeout_s=deadline.for_storage_s) as storage:
+            with TimedStore(open_store(run), timeout_s=deadline.for_storage_s) as storage:
                 return surveys[0].answer_when_told(storage, payloads)
 
         def give_up() -> bytes:
@@ -243,7 +242,7 @@ def _all_values(
 
 
 @contextmanager
-def _sealed_slots(folder: NodeFolder, run: str, *, timeout_s: float) -> Iterator[list[Slot]]:
+def _sealed_slots(folder: NodeFolder, run: Location, *, timeout_s: float) -> Iterator[list[Slot]]:
     """The slots of the node; what was staged is sealed by its keeper first, for which it has `timeout_s`."""
     with ExitStack() as stack:
         slots: list[Slot] = []
@@ -251,10 +250,10 @@ def _sealed_slots(folder: NodeFolder, run: str, *, timeout_s: float) -> Iterator
             with suppress(FileNotFoundError, CorruptError):
                 slots.append(stack.enter_context(Slot(folder, name)))
         if any(slot.state in (State.STAGED, State.SEALED) for slot in slots):
-            ensure_keeper(folder, run)
+            ensure_keeper(folder, run.url)
         end = time.monotonic() + timeout_s
         while staged := [slot for slot in slots if slot.refresh().state == State.STAGED]:
-            ensure_keeper(folder, run)
+            ensure_keeper(folder, run.url)
             if time.monotonic() > end:
                 for slot in staged:
                     _log.warning("restore passes over '%s': its keeper did not seal it in %.0f s", slot.path, timeout_s)

@@ -45,11 +45,12 @@ from holdfast.node_memory.generations import Generation, give_up_generation, wri
 from holdfast.node_memory.keeper_lock import is_locked, open_lock
 from holdfast.node_memory.node_folder import NodeFolder, memory_error, unusable_memory
 from holdfast.node_memory.slots import Contents, Record, Slot, State
-from holdfast.run.paths import storage_at
 from holdfast.snapshot.device import registered
 from holdfast.snapshot.guard import Guard
 from holdfast.snapshot.routes import Part, Routes
+from holdfast.store.base import Location
 from holdfast.store.timed import TimedStore
+from holdfast.store.urls import open_store
 
 #: How often it is looked at what became of a snapshot, and whether a slot is free.
 _LOOK_S: Final = 0.025
@@ -81,9 +82,9 @@ class _RankMemory:
     Raises `ConfigurationError` where the folder is not this user's alone, and OSError.
     """
 
-    def __init__(self, run: str, node_dir: Path, *, rank: int, num_slots: int) -> None:
+    def __init__(self, run: Location, node_dir: Path, *, rank: int, num_slots: int) -> None:
         with ExitStack() as stack:
-            self.folder = stack.enter_context(NodeFolder(run, node_dir=node_dir))
+            self.folder = stack.enter_context(NodeFolder(run.url, node_dir=node_dir))
             # First: its claim keeps the folder, and makes it anew where the keeper of an ended job is removing it.
             self.arena = Arena(self.folder, rank=rank, num_slots=num_slots)
             stack.callback(self.arena.close)
@@ -109,7 +110,7 @@ class Stager:
     leaves all that is staged where it is.
     """
 
-    def __init__(self, run: str, node_dir: Path, *, rank: int, num_slots: int) -> None:
+    def __init__(self, run: Location, node_dir: Path, *, rank: int, num_slots: int) -> None:
         self.guard = Guard()
         self._run = run
         self._node_dir = node_dir
@@ -160,7 +161,7 @@ class Stager:
         """
         memory = self._used
         with unusable_memory(memory.folder.path):
-            ensure_keeper(memory.folder, self._run)
+            ensure_keeper(memory.folder, self._run.url)
         nbytes = _nbytes(share)
         self._register = None if device is None else partial(registered, device=device)
         if nbytes:
@@ -227,7 +228,7 @@ class Stager:
         memory = self._opened()
         if memory.is_removed:
             raise FileNotFoundError(ENOENT, os.strerror(ENOENT))
-        ensure_keeper(memory.folder, self._run)
+        ensure_keeper(memory.folder, self._run.url)
         self._was_used = True
         arena = memory.arena
         if arena.error is not None:
@@ -365,13 +366,14 @@ class Stager:
             write_generation(
                 self._used.folder,
                 Generation(
-                    self._run,
+                    self._run.url,
                     agreed.folder,
                     agreed.checkpoint_id,
                     agreed.place,
                     agreed.step,
                     manifest,
                     agreed.incarnation,
+                    self._run.options,
                 ),
             )
             slot.advance(msgspec.structs.replace(slot.record, state=State.STAGED))
@@ -496,8 +498,8 @@ class Stager:
             # Of memory that was removed, the keeper that has it mapped makes it durable, or nobody can.
             if memory is not None and not memory.is_removed:
                 with unusable_memory(memory.folder.path):
-                    ensure_keeper(memory.folder, self._run)
-            with TimedStore(storage_at(self._run), timeout_s=_STORE_TIMEOUT_S) as storage:
+                    ensure_keeper(memory.folder, self._run.url)
+            with TimedStore(open_store(self._run), timeout_s=_STORE_TIMEOUT_S) as storage:
                 for handle in [pending.handle for pending in waiting if pending.slot is None]:
                     assert handle.place is not None
                     if storage.nbytes(records.commit_key(handle.place)) is not None:

@@ -14,9 +14,10 @@ from holdfast.errors import ConfigurationError, printable
 from holdfast.format.records import Commit
 from holdfast.reports import size
 from holdfast.run.history import Run
-from holdfast.run.paths import Target, parse, some, storage_at
+from holdfast.run.paths import Target, parse, some
 from holdfast.run.removal import check_unneeded, remove_checkpoint
 from holdfast.run.rollback import rollback as roll_back
+from holdfast.store.urls import open_store
 from holdfast.wording import count
 
 
@@ -69,7 +70,7 @@ def rm(paths: Sequence[str], *, yes: bool, as_json: bool) -> bool:
     doomed = list(dict.fromkeys(_doomed(path) for path in paths))
     if not as_json:
         for one in doomed:
-            say(console(), f"{printable(one.run.storage.uri)}: deletes {_described(one.commit)}")
+            say(console(), f"{printable(one.run.storage.location.url)}: deletes {_described(one.commit)}")
     what = "it" if len(doomed) == 1 else f"these {count(len(doomed), 'checkpoint')}"
     if not confirmed(f"Delete {what}? This cannot be undone.", yes=yes):
         return False
@@ -97,7 +98,7 @@ def _doomed(path: str) -> _Doomed:
             action=f"Write {target.root}@PLACE or {target.root}@step=N; holdfast ls {target.root} lists them.",
             path=path,
         )
-    run = Run.open(storage_at(target.root), origin=target.origin)
+    run = Run.open(open_store(target.location), origin=target.origin)
     commit = run.find(step=target.step, place=target.place)
     check_unneeded(run, commit.place)
     return _Doomed(run, commit, (run.run_id, str(commit.place)))
@@ -117,7 +118,7 @@ def _removed(doomed: _Doomed, *, quiet: bool) -> Change:
 
 def _selected(run: Run, to: str) -> Target:
     """The checkpoint `to` of `run`."""
-    root = run.storage.uri
+    root = run.storage.location.url
     target = parse(f"{root}@{to}")
     if target.root != root:
         raise ConfigurationError(
@@ -137,4 +138,4 @@ def _became(before: Head, head: Head) -> str:
 
 
 def _change(run: Run, commit: Commit, before: Head) -> Change:
-    return Change(run.storage.uri, str(commit.place), commit.step, before, Head.of(run))
+    return Change(run.storage.location.url, str(commit.place), commit.step, before, Head.of(run))

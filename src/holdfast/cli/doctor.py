@@ -57,7 +57,8 @@ def doctor(run: str, *, deep: bool, finish: bool, remove: bool, force: bool, yes
     left = [finding for finding in findings if finding not in finished and finding not in removed]
     head = Head.of(found)
     if as_json:
-        print_json(Document(found.storage.uri, head_before, head, findings, _paths(finished), _paths(removed), left))
+        root = found.storage.location.url
+        print_json(Document(root, head_before, head, findings, _paths(finished), _paths(removed), left))
     else:
         _conclude(run, head_before, head, left)
     return not left

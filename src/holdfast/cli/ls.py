@@ -52,9 +52,9 @@ def ls(run: str, *, as_json: bool) -> bool:
     """List all committed checkpoints of the run at the path `run`; True where all records are sound."""
     found = open_run(run)
     listing = _Listing(found)
-    document = Document(
-        found.storage.uri, found.run_id, listing.lineage(), listing.others(), list(dict.fromkeys(listing.faults))
-    )
+    lineage, others = listing.lineage(), listing.others()  # which find the faults
+    faults = list(dict.fromkeys(listing.faults))
+    document = Document(found.storage.location.url, found.run_id, lineage, others, faults)
     if as_json:
         print_json(document)
     else:

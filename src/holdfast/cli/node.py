@@ -15,7 +15,7 @@ from holdfast.node_memory.inventory import Held, RunMemory, give_way, node_memor
 from holdfast.node_memory.keeper_lock import end_keeper
 from holdfast.node_memory.node_folder import NodeFolder, not_a_folder
 from holdfast.reports import size
-from holdfast.run.paths import absolute
+from holdfast.store.urls import absolute
 from holdfast.wording import count
 
 _UNKNOWN = "a run that no keeper has named"

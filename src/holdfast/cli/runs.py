@@ -9,13 +9,14 @@ import msgspec
 from holdfast.errors import ConfigurationError, CorruptError
 from holdfast.format.records import CHECKPOINTS
 from holdfast.run.history import Run, is_folder
-from holdfast.run.paths import Target, parse, storage_at
+from holdfast.run.paths import Target, parse
+from holdfast.store.urls import open_store
 
 
 def open_run(path: str) -> Run:
     """The run at `path`, all of it: a path that selects one checkpoint, or is one, is a `ConfigurationError`."""
     target = parse_run(path)
-    storage = storage_at(target.root)
+    storage = open_store(target.location)
     if is_folder(storage):
         folder = Path(target.root).absolute().parent
         raise _one_checkpoint(path, "is", f"Name {folder.parent if folder.name == CHECKPOINTS else 'its run'}.")

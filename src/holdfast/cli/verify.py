@@ -21,7 +21,8 @@ from holdfast.format.records import Place
 from holdfast.reports import size
 from holdfast.run.epoch_faults import epoch_faults
 from holdfast.run.history import Run, is_folder, resolve
-from holdfast.run.paths import parse, storage_at
+from holdfast.run.paths import parse
+from holdfast.store.urls import open_store
 from holdfast.wording import count
 
 #: Tensors of a fault that are named on screen.
@@ -93,7 +94,7 @@ def verify(path: str, *, deep: bool, every: bool, as_json: bool) -> bool:
 
 def _record_faults(path: str) -> Iterator[Fault]:
     """What is wrong with the epochs of the run that `path` is about; a checkpoint folder alone has none."""
-    storage = storage_at(parse(path).root)
+    storage = open_store(parse(path).location)
     if not is_folder(storage):
         yield from epoch_faults(Run.open(storage))
 
@@ -102,7 +103,7 @@ def _committed(path: str) -> Iterator[_Subject]:
     """All committed checkpoints of a run, on its lineage or not, newest first."""
     run = open_run(path)
     for place in run.places():
-        yield _Subject(f"{run.storage.uri}@{place}", partial(_sealed, run, place))
+        yield _Subject(f"{run.storage.location}@{place}", partial(_sealed, run, place))
 
 
 def _sealed(run: Run, place: Place) -> Sealed | None:

@@ -17,7 +17,8 @@ from holdfast.errors import HoldfastError
 from holdfast.keeper.daemon import GRACE_S, IDLE_S, keep
 from holdfast.node_memory.keeper_lock import require_protocol, try_lock
 from holdfast.node_memory.node_folder import DEFAULT_NODE_DIR, NodeFolder
-from holdfast.run.paths import absolute, parse
+from holdfast.run.paths import parse
+from holdfast.store.urls import absolute
 
 _log = logging.getLogger(__name__)
 

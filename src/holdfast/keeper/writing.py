@@ -12,8 +12,8 @@ from holdfast.format.records import FileSeal
 from holdfast.keeper.persist import Sealing, commit, file_seal, persist, publish_manifest
 from holdfast.node_memory.slots import Slot
 from holdfast.run.history import Run
-from holdfast.run.paths import storage_at
 from holdfast.store.timed import TimedStore
+from holdfast.store.urls import open_store
 
 #: How long a store may take to answer.
 _STORE_TIMEOUT_S: Final = 600.0
@@ -30,7 +30,7 @@ class Writing:
         self.sealing = sealing
         self._pool = pool
         self._stack = ExitStack()
-        storage = TimedStore(storage_at(sealing.generation.run), timeout_s=_STORE_TIMEOUT_S)
+        storage = TimedStore(open_store(sealing.generation.location), timeout_s=_STORE_TIMEOUT_S)
         self._storage = self._stack.enter_context(storage)
         self._slots: dict[str, Slot] = {}
         #: Of each slot, what is sealed of its file, if that was written here.
@@ -110,8 +110,8 @@ class Writing:
 
 def _replaced(run: Run) -> FencedError:
     return FencedError(
-        f"'{run.storage.uri}' is not the run that this snapshot was saved into: somebody began another one there.",
+        f"'{run.storage.location}' is not the run that this snapshot was saved into: somebody began another one there.",
         code="fenced.run",
         action="No action needed: that run was removed, and this snapshot with it.",
-        path=run.storage.uri,
+        path=run.storage.location.url,
     )

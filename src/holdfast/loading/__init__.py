@@ -33,19 +33,21 @@ from holdfast.progress import PATIENCE_S, of_first_rank, progress
 from holdfast.reports import LoadReport
 from holdfast.run.fallback import Skipped, is_damage, resolve_sound
 from holdfast.run.history import Located, Run, is_folder, resolve
-from holdfast.run.paths import Target, parse, storage_at
+from holdfast.run.paths import Target, parse
 from holdfast.run.session import JOB, Load
 from holdfast.state.bind import bind
 from holdfast.state.binding import Binding
 from holdfast.state.identity import TensorMemory, found_in
 from holdfast.state.match import Terms
+from holdfast.store.base import Location
 from holdfast.store.timed import TimedStore
+from holdfast.store.urls import open_store
 
 _log = logging.getLogger(__name__)
 
 
 def load(
-    path: str | os.PathLike[str],
+    path: str | os.PathLike[str] | Location,
     into: Mapping[str, object],
     *,
     select: str | Sequence[str] | None = None,
@@ -135,7 +137,7 @@ def load(
     deadline = Deadline(timeout_s)
     channel = default_channel("load", group, deadline=deadline)
     rank = group_ranks(group)[channel.rank]
-    with TimedStore(storage_at(target.root), timeout_s=deadline.for_storage_s) as storage:
+    with TimedStore(open_store(target.location), timeout_s=deadline.for_storage_s) as storage:
         report = Loading(channel, deadline, storage, rank, options).run(target, into)
     if channel.rank == 0:
         LOG.info("loaded %s, from %s", report.summary, report.path)
@@ -461,7 +463,7 @@ class Loading:
 
         def look(_: list[bytes]) -> bytes:
             seal = resolve_sound(target, self._storage, skipped)[0].sealed.seal
-            name = Target(target.root, place=seal.place)
+            name = Target(target.location, place=seal.place)
             return f"Load '{name}' (step {seal.step}), or with fallback=True, or restore what is damaged.".encode()
 
         try:
@@ -477,7 +479,7 @@ class Loading:
 
     def _follow(self, target: Target, resolved: _Resolved) -> Located:
         """The checkpoint that rank 0 found, as this rank sees it."""
-        located = resolve(Target(target.root, place=resolved.place), self._storage)
+        located = resolve(Target(target.location, place=resolved.place), self._storage)
         if located.sealed.seal.checkpoint_id != resolved.checkpoint_id:
             raise StorageError(
                 f"rank {self._channel.rank} finds another checkpoint at '{target}' than rank 0.",

@@ -22,6 +22,7 @@ from holdfast.run.history import resolve
 from holdfast.run.paths import parse
 from holdfast.state.bind import bind
 from holdfast.state.match import Terms
+from holdfast.store.base import Location
 from holdfast.wording import count
 
 
@@ -60,7 +61,7 @@ class LoadPlan:
 
 
 def plan_load(
-    path: str | os.PathLike[str],
+    path: str | os.PathLike[str] | Location,
     into: Mapping[str, object],
     *,
     select: str | Sequence[str] | None = None,

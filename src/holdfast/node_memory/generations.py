@@ -17,6 +17,7 @@ from holdfast.decoding import decode_msgpack
 from holdfast.errors import CorruptError
 from holdfast.format.records import Place
 from holdfast.node_memory.node_folder import NodeFolder
+from holdfast.store.base import Location
 
 _PREFIX: Final = "generation-"
 _GIVEN_UP_PREFIX: Final = "given-up-"
@@ -26,7 +27,7 @@ _DIGEST_NBYTES: Final = 16
 
 class Generation(msgspec.Struct, frozen=True, array_like=True):
     """A checkpoint that is in memory: `manifest`, encoded, which is to become ``checkpoints/<folder>`` of the run at
-    `run`. Its epoch was opened with `incarnation` ("": that was not recorded)."""
+    `run`, which is opened with `options`. Its epoch was opened with `incarnation` ("": that was not recorded)."""
 
     run: str
     folder: str
@@ -35,6 +36,12 @@ class Generation(msgspec.Struct, frozen=True, array_like=True):
     step: int
     manifest: bytes
     incarnation: str = ""
+    options: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def location(self) -> Location:
+        """Where the run is."""
+        return Location(self.run, self.options)
 
 
 def write_generation(folder: NodeFolder, generation: Generation) -> None:

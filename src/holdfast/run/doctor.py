@@ -192,7 +192,7 @@ def _commits(run: Run, known: Known, *, deep: bool, watch: Watch) -> Iterator[Fi
             checkpoint = Checkpoint(run.locate(commit))
             check_present(checkpoint)
         except UNREADABLE as error:
-            yield _lost(commit, error.path or run.storage.uri, error.message)
+            yield _lost(commit, error.path or run.storage.location.url, error.message)
             continue
         with watch(place, commit.nbytes) if deep else unwatched(place, 0) as progress:
             faults = verify_checkpoint(checkpoint, deep=deep, progress=progress)

@@ -26,8 +26,9 @@ from holdfast.errors import ConfigurationError, CorruptError, FencedError, NotFo
 from holdfast.format import records
 from holdfast.format.records import Commit, Epoch, Marker, Place, Record, Seal, Why
 from holdfast.format.tombstones import parse_removed_name, removed_key, removed_name
-from holdfast.run.paths import Target, no_run, some, storage_at
+from holdfast.run.paths import Target, no_run, some
 from holdfast.store.base import Store
+from holdfast.store.urls import open_store
 from holdfast.wording import count
 
 R = TypeVar("R", bound=Record)
@@ -67,10 +68,10 @@ class Run:
         names = storage.list("")
         if names and records.MARKER_KEY not in names:
             raise ConfigurationError(
-                f"'{storage.uri}' is not a holdfast run, and it is not empty: it holds {some(names)}.",
+                f"'{storage.location}' is not a holdfast run, and it is not empty: it holds {some(names)}.",
                 code="config.not_a_run",
                 action="Name a new or an empty folder for the run.",
-                path=storage.uri,
+                path=storage.location.url,
             )
         if not names:
             marker = Marker(
@@ -232,11 +233,11 @@ class Run:
             is_known = False
         if not is_known:
             raise FencedError(
-                f"epoch {epoch} of '{self.storage.uri}' is not the one in which this was saved: the run was restored "
-                "from an older copy.",
+                f"epoch {epoch} of '{self.storage.location}' is not the one in which this was saved: the run was "
+                "restored from an older copy.",
                 code="fenced.history",
                 action="No action needed: the run goes on from that copy, and this is no part of it.",
-                path=self.storage.uri,
+                path=self.storage.location.url,
             )
 
     def publish(self, commit: Commit) -> None:
@@ -291,7 +292,7 @@ class Run:
     def _lost_epoch(self, number: int) -> CorruptError:
         path = self.storage.path(records.epoch_key(number))
         return CorruptError(
-            f"the record of epoch {number} of '{self.storage.uri}' is missing, and the epoch has checkpoints.",
+            f"the record of epoch {number} of '{self.storage.location}' is missing, and the epoch has checkpoints.",
             code="corrupt.history",
             action=f"Restore '{path}' from another copy of the run, or have holdfast doctor --finish make it anew. "
             "Until then load a checkpoint by its place, as RUN@3.12.",
@@ -337,7 +338,7 @@ class Run:
             if self.is_removed(place):
                 return None
             raise CorruptError(
-                f"the history of '{self.storage.uri}' needs the commit at {place}, and its record is missing.",
+                f"the history of '{self.storage.location}' needs the commit at {place}, and its record is missing.",
                 code="corrupt.history",
                 action="Restore the history folder from another copy of the run.",
                 path=error.path,
@@ -356,10 +357,10 @@ class Run:
 
     def _no_commit(self, which: str, kind: str, available: list[str]) -> NotFoundError:
         return NotFoundError(
-            f"run '{self.storage.uri}' has no commit {which}.",
+            f"run '{self.storage.location}' has no commit {which}.",
             code="not_found.commit",
             action=f"Choose one of its {kind}: {some(available)}." if available else "Nothing is committed yet.",
-            path=self.storage.uri,
+            path=self.storage.location.url,
         )
 
     def _lost_race(self, epoch: int) -> FencedError:
@@ -368,10 +369,10 @@ class Run:
 
     def _fenced(self, code: str, what: str) -> FencedError:
         return FencedError(
-            f"run '{self.storage.uri}' belongs to another job: {what}.",
+            f"run '{self.storage.location}' belongs to another job: {what}.",
             code=code,
             action="Stop this job. To take the run back, load it first, or start a job with takeover=True.",
-            path=self.storage.uri,
+            path=self.storage.location.url,
         )
 
 
@@ -434,7 +435,7 @@ def resolve(target: Target, storage: Store | None = None) -> Located:
     A run gives its head, or the commit that was selected; a checkpoint folder stands for itself, outside any
     history. `NotFoundError` says what is near; a seal that is not the committed one is a `CorruptError`.
     """
-    storage = storage or storage_at(target.root)
+    storage = storage or open_store(target.location)
     if is_folder(storage):
         return _lone_folder(storage, target)
     run = Run.open(storage, origin=target.origin)
@@ -455,10 +456,10 @@ def is_folder(storage: Store) -> bool:
 def no_head(run: Run) -> NoReturn:
     """Raise the error for a run that has no committed checkpoint."""
     raise NotFoundError(
-        f"run '{run.storage.uri}' has no committed checkpoint.",
+        f"run '{run.storage.location}' has no committed checkpoint.",
         code="not_found.head",
         action="Save into it first, or name another run.",
-        path=run.storage.uri,
+        path=run.storage.location.url,
     )
 
 

@@ -45,7 +45,7 @@ def make_anew(run: Run, known: Known, number: int) -> Epoch:
     epoch = lost_epoch(run, known, number)
     if epoch is None:
         raise ConfigurationError(
-            f"no checkpoint of epoch {number} of '{run.storage.uri}' says what its record was.",
+            f"no checkpoint of epoch {number} of '{run.storage.location}' says what its record was.",
             code="config.remedy",
             action="Restore the record from another copy of the run.",
             path=run.storage.path(records.epoch_key(number)),

@@ -19,17 +19,15 @@ import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from urllib.parse import unquote
 
 from holdfast.errors import ConfigurationError, NotFoundError
 from holdfast.format.near import near
 from holdfast.format.records import MARKER_KEY, Place
 from holdfast.run.foreign import file_kind, folder_kind
-from holdfast.store.base import Store
-from holdfast.store.posix import PosixStore
+from holdfast.store.base import Location, Store
 from holdfast.store.posix_errors import in_the_way
+from holdfast.store.urls import local_path, location_of, open_store
 
-_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _SELECTOR = re.compile(r"(?P<root>.*)@(?:step=(?P<step>[^/@]*)|(?P<epoch>[0-9]+)\.(?P<seq>[0-9]+))", re.DOTALL)
 _MAX_LISTED = 20
 _EXAMPLES = "Write RUN, RUN@step=700, RUN@3.12 (epoch 3, number 12) or the path of a checkpoint folder."
@@ -37,13 +35,18 @@ _EXAMPLES = "Write RUN, RUN@step=700, RUN@3.12 (epoch 3, number 12) or the path 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A parsed path: the folder `root` and what was selected in it (at most one of `step` and `place`). `origin` says,
-    for messages, how a path that was not absolute led to `root`."""
+    """A parsed path: where it is, and what was selected there (at most one of `step` and `place`). `origin` says, for
+    messages, how a path that was not absolute led there."""
 
-    root: str
+    location: Location
     step: int | None = None
     place: Place | None = None
     origin: str | None = field(default=None, compare=False)
+
+    @property
+    def root(self) -> str:
+        """The location, for messages."""
+        return self.location.url
 
     def __str__(self) -> str:
         if self.step is not None:
@@ -51,98 +54,48 @@ class Target:
         return self.root if self.place is None else f"{self.root}@{self.place}"
 
 
-def parse(path: str | os.PathLike[str]) -> Target:
+def parse(path: str | os.PathLike[str] | Location) -> Target:
     """The run or checkpoint that `path` names: an absolute path, as of now. Nothing is looked up in storage.
+
+    A `Location` says with which options the store is opened; its URL may select, too.
 
     A malformed selector, an empty path, the home of an unknown user and the URL of an object store are a
     `ConfigurationError`, code ``config.path`` or ``config.scheme``.
     """
-    text = os.fspath(path)
+    text, options = (path.url, path.options) if isinstance(path, Location) else (os.fspath(path), ())
     if not isinstance(text, str):
         raise TypeError(f"a path is a str or an os.PathLike of str, not of {type(text).__name__}")
     text = local_path(text)
     match = _SELECTOR.fullmatch(text)
     folder = text if match is None else match["root"]
-    root = _folder(folder, text)
+    location = Location(_location(folder, text).url, options)
     origin = _origin(folder)
     if match is None:
-        return Target(root, origin=origin)
+        return Target(location, origin=origin)
     if match["step"] is not None:
         if not re.fullmatch(r"[0-9]{1,18}", match["step"]):
             raise _malformed(f"the step in '{text}' is not a whole number.", text)
-        return Target(root, step=int(match["step"]), origin=origin)
+        return Target(location, step=int(match["step"]), origin=origin)
     if not all(re.fullmatch(r"0*[1-9][0-9]{0,9}", match[part]) for part in ("epoch", "seq")):
         raise _malformed(f"'{text}' selects a place that cannot exist: epochs and numbers count from 1.", text)
-    return Target(root, place=Place(int(match["epoch"]), int(match["seq"])), origin=origin)
+    return Target(location, place=Place(int(match["epoch"]), int(match["seq"])), origin=origin)
 
 
 def _origin(folder: str) -> str | None:
     """How `folder`, which exists or not, became an absolute path; None for one that was absolute."""
-    if os.path.isabs(folder):  # noqa: PTH117 - a string, as in `absolute`
+    if os.path.isabs(folder) or "://" in folder:  # noqa: PTH117 - a string, as in `location_of`
         return None
     if folder.startswith("~"):
         return f"'{folder}'"
     return f"'{folder}' in the working directory '{Path.cwd()}'"
 
 
-def absolute(path: str) -> str:
-    """`path` from the root of the file system, with ``~`` and the working directory as they are now.
-
-    `ConfigurationError`, code ``config.path``, where one of them does not exist.
-    """
-    expanded = os.path.expanduser(path)  # noqa: PTH111 - a Path raises a bare RuntimeError for an unknown user
-    if expanded.startswith("~"):
-        home = path.split("/", 1)[0]
-        raise ConfigurationError(
-            f"'{path}' begins with '{home}', and this system knows no home folder for it.",
-            code="config.path",
-            action=f"Write the whole path, or './{path}' for a folder whose name begins with '~'.",
-            path=path,
-        )
-    try:
-        return os.path.abspath(expanded)  # noqa: PTH100 - links stay as they are
-    except FileNotFoundError as error:
-        raise ConfigurationError(
-            f"'{path}' is relative, and the working directory of this process was removed.",
-            code="config.path",
-            action="Write the whole path.",
-            path=path,
-        ) from error
-
-
-def local_path(text: str) -> str:
-    """The path that `text` is, which may be a ``file://`` URL.
-
-    Raise `ConfigurationError`, code ``config.scheme``, where `text` is a URL of another kind.
-    """
-    scheme = _SCHEME.match(text)
-    if scheme is None:
-        return text
-    host, slash, path = text[scheme.end() :].partition("/")
-    if scheme[1].lower() == "file" and host in ("", "localhost") and slash:
-        return slash + unquote(path)
-    what = " of another machine"
-    if scheme[1].lower() != "file":
-        what = f" with {scheme[1]}://, and object stores are not supported yet"
-    raise ConfigurationError(
-        f"'{text}' is a URL{what}.",
-        code="config.scheme",
-        action="Use a folder of a local or shared file system, such as /shared/runs/a.",
-        path=text,
-    )
-
-
-def storage_at(root: str) -> Store:
-    """The storage whose root is the folder `root`, which need not exist. The only place that knows the kinds."""
-    return PosixStore(local_path(root))
-
-
 def no_run(storage: Store, origin: str | None = None) -> NotFoundError:
     """The error for a root that holds no run: what is there instead, and what is near. `origin` is that of the `Target`
     that led there."""
     names = storage.list("")
-    path = Path(storage.uri).absolute()
-    beside = _beside(storage.uri)
+    path = Path(storage.location.url)
+    beside = _beside(storage)
     around = beside.list("") if beside is not None else []
     below = [n for n in names[:_MAX_LISTED] if storage.nbytes(f"{n}/{MARKER_KEY}") is not None]
     close = near(path.name, around)
@@ -154,7 +107,7 @@ def no_run(storage: Store, origin: str | None = None) -> NotFoundError:
         what, action = f"it is {foreign.what}.", foreign.action
     elif names:
         what = f"it exists but is not a holdfast run (it holds {some(names)})."
-    elif (obstacle := in_the_way(str(path))) is not None:
+    elif beside is not None and (obstacle := in_the_way(str(path))) is not None:
         what = f"{obstacle}."
     elif path.name in around:
         what = "it exists but is not a holdfast run (it is empty)."
@@ -167,10 +120,10 @@ def no_run(storage: Store, origin: str | None = None) -> NotFoundError:
     if "@" in path.name:
         action += " A selector is written RUN@step=700 or RUN@3.12."
     return NotFoundError(
-        f"no holdfast run at '{storage.uri}'{f' ({origin})' if origin else ''}: {what}",
+        f"no holdfast run at '{storage.location}'{f' ({origin})' if origin else ''}: {what}",
         code="not_found.run",
         action=action,
-        path=storage.uri,
+        path=storage.location.url,
     )
 
 
@@ -180,18 +133,19 @@ def some(names: list[str]) -> str:
     return ", ".join(names[:_MAX_LISTED]) + (f" and {rest} more" if rest > 0 else "")
 
 
-def _beside(uri: str) -> Store | None:
-    """The folder that would hold `uri`; None where `uri` is no path."""
-    return None if _SCHEME.match(uri) else storage_at(str(Path(uri).absolute().parent))
+def _beside(storage: Store) -> Store | None:
+    """The folder that would hold the root of `storage`; None where that is no folder."""
+    folder = storage.location.folder
+    return None if folder is None else open_store(Location(str(folder.parent)))
 
 
-def _folder(root: str, text: str) -> str:
-    """`root` as an absolute path, refused where it names nothing."""
+def _location(root: str, text: str) -> Location:
+    """Where `root` is, refused where it names nothing."""
     if not root.strip():
         raise _malformed(f"'{text}' names no folder." if text else "the path is empty.", text)
     if "\0" in root:
         raise _malformed("the path contains a NUL character.", text)
-    return absolute(root)
+    return location_of(root)
 
 
 def _malformed(message: str, text: str) -> ConfigurationError:

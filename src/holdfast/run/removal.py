@@ -84,8 +84,8 @@ def _delete_files(run: Run, folder: str) -> None:
 
 def _needed(run: Run, place: Place, why: str) -> ConfigurationError:
     return ConfigurationError(
-        f"checkpoint {place} of '{run.storage.uri}' is not removed: {why}.",
+        f"checkpoint {place} of '{run.storage.location}' is not removed: {why}.",
         code="config.needed",
         action="Choose another one; a rollback to an older checkpoint makes that one the head.",
-        path=run.storage.uri,
+        path=run.storage.location.url,
     )

@@ -27,10 +27,10 @@ def rollback(run: Run, to: Place | int) -> Commit:
     run.open_epoch(after=newest, opened_from=commit.place, why="rollback", world_size=1)
     if run.is_removed(commit.place):
         raise NotFoundError(
-            f"checkpoint {commit.place} of '{run.storage.uri}' was removed during the rollback to it.",
+            f"checkpoint {commit.place} of '{run.storage.location}' was removed during the rollback to it.",
             code="not_found.removed",
             action="The head is the next older checkpoint now; roll back to another one if that is not wanted.",
-            path=run.storage.uri,
+            path=run.storage.location.url,
             step=commit.step,
         )
     return commit

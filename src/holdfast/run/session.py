@@ -324,10 +324,10 @@ def _unloaded(run: Run, memory: _RunMemory, head: Commit) -> ConfigurationError:
         what = f"this job has loaded {memory.loaded.place} from it, but not into the objects that it saves"
         action = "Load it with continues=True to go on from that checkpoint"
     return ConfigurationError(
-        f"run '{run.storage.uri}' has a history (its head is step {head.step} at {head.place}), and {what}.",
+        f"run '{run.storage.location}' has a history (its head is step {head.step} at {head.place}), and {what}.",
         code="config.unloaded_history",
         action=f"{action}, save into another folder, or pass takeover=True to go on from the head.",
-        path=run.storage.uri,
+        path=run.storage.location.url,
     )
 
 
@@ -335,11 +335,11 @@ def _unclear(run: Run, memory: _RunMemory, loads: Sequence[Load]) -> Configurati
     places = " and ".join(dict.fromkeys(str(load.place) for load in loads))
     keeps = "save into another folder" if memory.last is None else f"go on after {memory.last}"
     return ConfigurationError(
-        f"this job loaded only a part of the state that it saves into run '{run.storage.uri}' from its checkpoint "
+        f"this job loaded only a part of the state that it saves into run '{run.storage.location}' from its checkpoint "
         f"{places}, or changed it on the way. So it is not clear whether the run is to continue from {places}.",
         code="config.unclear_history",
         action=f"Load again with continues=True to continue from there, or with continues=False to {keeps}.",
-        path=run.storage.uri,
+        path=run.storage.location.url,
     )
 
 

@@ -33,13 +33,15 @@ from holdfast.io.meter import Meter
 from holdfast.phases import LOG, Stopwatch, attempt
 from holdfast.progress import PATIENCE_S, of_first_rank, progress
 from holdfast.reports import SaveReport
-from holdfast.run.paths import parse, storage_at
+from holdfast.run.paths import parse
 from holdfast.run.session import JOB
 from holdfast.saving.survivor import finish_alone, is_desertion
 from holdfast.snapshot.device import await_queued
 from holdfast.state.flatten import flatten
 from holdfast.state.identity import parts_of
+from holdfast.store.base import Location
 from holdfast.store.timed import TimedStore
+from holdfast.store.urls import open_store
 from holdfast.wording import count
 
 #: How long a save may go on at most to commit alone when ranks are gone.
@@ -50,7 +52,7 @@ _known: dict[tuple[str, tuple[int, ...]], Known] = {}
 
 
 def save(
-    run: str | os.PathLike[str],
+    run: str | os.PathLike[str] | Location,
     state: Mapping[str, object],
     step: int,
     *,
@@ -97,10 +99,10 @@ def save(
         raise ValueError(f"on_divergence is 'warn' or 'error', not {on_divergence!r}")
     numbers = numbers_of(metrics or {})
     chosen = None if select is None else Globs(select)
-    root = run_root(run)
+    location = run_location(run)
     deadline = Deadline(timeout_s)
     channel = default_channel(f"save of step {step}", group, deadline=deadline, step=step)
-    with TimedStore(storage_at(root), timeout_s=deadline.for_storage_s) as storage:
+    with TimedStore(open_store(location), timeout_s=deadline.for_storage_s) as storage:
         sources = JOB.sources(lambda: parts_of(state))
         request = Request(storage, step, numbers, takeover, now(), on_divergence == "error", sources)
         report = _Saving(channel, deadline, request, group_ranks(group), chosen).run(state)
@@ -121,12 +123,12 @@ def numbers_of(metrics: Mapping[str, SupportsFloat]) -> dict[str, float]:
     return {name: float(value) for name, value in metrics.items()}
 
 
-def run_root(run: str | os.PathLike[str]) -> str:
-    """The root of what must be a run, not one checkpoint of it."""
+def run_location(run: str | os.PathLike[str] | Location) -> Location:
+    """Where the run is that `run` names, which must not be one checkpoint of it."""
     target = parse(run)
     if target.step is not None or target.place is not None:
-        raise ValueError(f"save takes a run, not one checkpoint of it: {os.fspath(run)!r}")
-    return target.root
+        raise ValueError(f"save takes a run, not one checkpoint of it: '{target}'")
+    return target.location
 
 
 class _Saving:
@@ -142,7 +144,7 @@ class _Saving:
         self._storage = request.storage
         self._rank = ranks[channel.rank]
         self._watch = Stopwatch()
-        key = (request.storage.uri, tuple(ranks))
+        key = (request.storage.location.url, tuple(ranks))
         self._known = _known.setdefault(key, Known())
         coordinator = Coordinator(request, ranks, self._known.memory)
         self._planning = Planning[Planned](channel, deadline, self._rank, coordinator, self._known, self._watch)
@@ -195,6 +197,6 @@ class _Saving:
                 number, step = self._channel.rank, self._request.step
                 # The time of the save is over: this has some of its own.
                 limit_s = min(self._deadline.timeout_s, _FINISH_LIMIT_S)
-                with TimedStore(storage_at(self._storage.uri), timeout_s=limit_s) as storage:
+                with TimedStore(open_store(self._storage.location), timeout_s=limit_s) as storage:
                     error.message += " " + finish_alone(storage, planned, step, number=number, absent=absent)
             raise

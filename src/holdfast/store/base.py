@@ -9,7 +9,11 @@ both name the full path.
 from __future__ import annotations
 
 import builtins
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
+
+import msgspec
 
 if TYPE_CHECKING:
     import numpy as np
@@ -17,6 +21,28 @@ if TYPE_CHECKING:
 
 #: A string, because the records of a run are read without numpy: a command line starts in half the time.
 Bytes: TypeAlias = "npt.NDArray[np.uint8]"
+
+
+#: What a URL begins with; everything else is the path of a folder.
+SCHEME: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+
+
+class Location(msgspec.Struct, frozen=True, array_like=True):
+    """A place for a store, as a value: the absolute path of a folder or a URL, and options for opening it.
+
+    Every process that sees the place opens the same store from an equal location (`holdfast.store.urls.open_store`).
+    """
+
+    url: str
+    options: tuple[tuple[str, str], ...] = ()
+
+    def __str__(self) -> str:
+        return self.url
+
+    @property
+    def folder(self) -> Path | None:
+        """The folder that it is; None for a URL."""
+        return None if SCHEME.match(self.url) else Path(self.url)
 
 
 class FileWriter(Protocol):
@@ -63,8 +89,8 @@ class FileReader(Protocol):
 class Store(Protocol):
     """A place for bytes: create-only objects with atomic, durable publication."""
 
-    #: The root as a user would write it, for messages.
-    uri: str
+    #: Where it is.
+    location: Location
 
     def resolved(self) -> str:
         """One text for all ways to name this root: two roots with one such text are the same."""

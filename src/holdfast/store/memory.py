@@ -8,14 +8,14 @@ from typing import NoReturn
 import numpy as np
 
 from holdfast.errors import CorruptError, NotFoundError, StorageError
-from holdfast.store.base import Bytes, FileReader
+from holdfast.store.base import Bytes, FileReader, Location
 
 
 class MemoryStorage:
-    """A `Store` of what is in memory that this process sees, called `uri` in messages. It is read only."""
+    """A `Store` of what is in memory that this process sees, called `name` in messages. It is read only."""
 
-    def __init__(self, uri: str) -> None:
-        self.uri = uri
+    def __init__(self, name: str) -> None:
+        self.location = Location(name)
         self._objects: dict[str, FileReader] = {}
 
     def add(self, key: str, data: FileReader) -> None:
@@ -24,11 +24,11 @@ class MemoryStorage:
 
     def resolved(self) -> str:
         """Its only name."""
-        return self.uri
+        return str(self.location)
 
     def path(self, key: str) -> str:
         """What messages call the object."""
-        return f"{self.uri}/{key}"
+        return f"{self.location}/{key}"
 
     def read(self, key: str, *, start: int = 0, nbytes: int | None = None, limit: int | None = None) -> bytes:
         """As `Store.read`; nothing here is larger than who put it there knows, so there is no `limit`."""

@@ -20,7 +20,7 @@ import time
 from contextlib import suppress
 
 from holdfast.errors import StorageError
-from holdfast.store.base import Bytes
+from holdfast.store.base import Bytes, Location
 from holdfast.store.linux import ALIGNMENT, is_local, open_direct, rename_without_replace, reserve
 from holdfast.store.posix_errors import long, not_found, reported, short, unfenced
 
@@ -44,7 +44,7 @@ class PosixStore:
     """
 
     def __init__(self, root: str) -> None:
-        self.uri = root
+        self.location = Location(root)
         self._root = os.path.abspath(root)
         self._durable_folders: set[str] = set()
 

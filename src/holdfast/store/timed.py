@@ -39,13 +39,13 @@ class TimedStore:
     """
 
     def __init__(self, storage: Store, *, timeout_s: float) -> None:
-        self.uri = storage.uri
+        self.location = storage.location
         self._storage = storage
         self._deadline = _Deadline(timeout_s)
 
     def resolved(self) -> str:
         """As `Store.resolved`."""
-        return self._ask("look at", self.uri, self._storage.resolved)
+        return self._ask("look at", str(self.location), self._storage.resolved)
 
     def path(self, key: str) -> str:
         """The full path of `key`."""
@@ -95,7 +95,7 @@ class TimedStore:
     def delete(self, key: str) -> bool:
         """As `Store.delete`."""
         # A temporary name is a key here, and `path` knows none of those.
-        return self._ask("delete", f"{self.uri}/{key}", partial(self._storage.delete, key))
+        return self._ask("delete", f"{self.location}/{key}", partial(self._storage.delete, key))
 
     def leftovers(self, folder: str, *, older_than_s: float = 0.0) -> builtins.list[str]:
         """As `Store.leftovers`."""
@@ -127,7 +127,7 @@ class TimedStore:
         self._deadline.close()
 
     def _folder(self, folder: str) -> str:
-        return self.path(folder) if folder else self.uri
+        return self.path(folder) if folder else str(self.location)
 
     def _ask(
         self, operation: str, path: str, call: Callable[[], T], *, too_late: Callable[[T], None] = lambda _: None

@@ -18,6 +18,7 @@ from holdfast.format.values import TorchValue, Undecoded
 from holdfast.run.history import resolve
 from holdfast.run.paths import parse, some
 from holdfast.state import registry
+from holdfast.store.base import Location
 from holdfast.view.order import Piece, in_file_order
 from holdfast.view.source import Source
 from holdfast.view.tensor import LazyTensor, as_numpy, as_torch, numpy_dtype
@@ -206,7 +207,7 @@ class View:
         )
 
 
-def open(path: str | os.PathLike[str], *, verify: bool = True) -> View:  # noqa: A001
+def open(path: str | os.PathLike[str] | Location, *, verify: bool = True) -> View:  # noqa: A001
     """Open a checkpoint for lazy reading: a run (its head), ``RUN@step=700``, ``RUN@3.12``, or a checkpoint folder.
 
     Reads metadata only. ``verify=False`` skips the digests of what is read later, and maps local files where elements

@@ -42,7 +42,7 @@ class Source:
     def __reduce__(self) -> tuple[object, ...]:
         """Another process, such as a worker of a data loader, opens the same checkpoint anew."""
         sealed = self.checkpoint.sealed
-        target = Target(sealed.storage.uri, place=None if sealed.commit is None else sealed.commit.place)
+        target = Target(sealed.storage.location, place=None if sealed.commit is None else sealed.commit.place)
         return _reopened, (target, sealed.seal.checkpoint_id, self.verify)
 
     def carrier(self, tensor: int) -> np.dtype[Any]:

@@ -1,0 +1,120 @@
+"""From what a user writes to a store.
+
+`location_of` is the one place that turns a user's path into a `Location`, and `open_store` the one that knows the kinds
+of stores. A kind of store from outside the package is registered by its scheme: with `register_store` in a process, or
+for all processes, keepers too, as an entry point of the group ``holdfast.stores`` of an installed package.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import TypeAlias
+from urllib.parse import unquote
+
+from holdfast.errors import ConfigurationError
+from holdfast.store.base import SCHEME, Location, Store
+from holdfast.store.posix import PosixStore
+
+_GROUP = "holdfast.stores"
+
+
+Opener: TypeAlias = Callable[[Location], Store]
+
+# Of the process, because `save` and `load` are functions of it. Files need no entry: they have no scheme.
+_openers: dict[str, Opener] = {}
+
+
+def register_store(scheme: str, opener: Opener) -> None:
+    """Have this process open what begins with ``scheme://`` by `opener`. Raises `ValueError` for ``file``, and for a
+    scheme that another opener has."""
+    scheme = scheme.lower()
+    if scheme == "file" or _openers.setdefault(scheme, opener) is not opener:
+        raise ValueError(f"{scheme}:// is opened by another store already")
+
+
+def open_store(location: Location) -> Store:
+    """The store at `location`, which need not exist."""
+    scheme = SCHEME.match(location.url)
+    if scheme is None:
+        return PosixStore(location.url)
+    opener = _opener(scheme[1].lower())
+    if opener is None:
+        raise _unknown(location.url, scheme[1])
+    return opener(location)
+
+
+def location_of(path: str) -> Location:
+    """The place that a user calls `path`, from the root of the file system, with ``~`` and the working directory as
+    they are now. ``file://`` is a path, too. Nothing is looked up in a store.
+
+    Raises `ConfigurationError`, code ``config.scheme`` for a URL of no known store, and ``config.path`` where the
+    working directory or a user does not exist.
+    """
+    path = local_path(path)
+    return Location(path.rstrip("/") if SCHEME.match(path) else absolute(path))
+
+
+def absolute(path: str) -> str:
+    """`path` from the root of the file system, with ``~`` and the working directory as they are now.
+
+    `ConfigurationError`, code ``config.path``, where one of them does not exist.
+    """
+    expanded = os.path.expanduser(path)  # noqa: PTH111 - a Path raises a bare RuntimeError for an unknown user
+    if expanded.startswith("~"):
+        home = path.split("/", 1)[0]
+        raise ConfigurationError(
+            f"'{path}' begins with '{home}', and this system knows no home folder for it.",
+            code="config.path",
+            action=f"Write the whole path, or './{path}' for a folder whose name begins with '~'.",
+            path=path,
+        )
+    try:
+        return os.path.abspath(expanded)  # noqa: PTH100 - links stay as they are
+    except FileNotFoundError as error:
+        raise ConfigurationError(
+            f"'{path}' is relative, and the working directory of this process was removed.",
+            code="config.path",
+            action="Write the whole path.",
+            path=path,
+        ) from error
+
+
+def local_path(text: str) -> str:
+    """The path that `text` is, which may be a ``file://`` URL; the URL of another store as it is.
+
+    Raises `ConfigurationError`, code ``config.scheme``, where `text` is the URL of no known store.
+    """
+    scheme = SCHEME.match(text)
+    if scheme is None:
+        return text
+    if scheme[1].lower() != "file":
+        if _opener(scheme[1].lower()) is None:
+            raise _unknown(text, scheme[1])
+        return text
+    host, slash, path = text[scheme.end() :].partition("/")
+    if host not in ("", "localhost") or not slash:
+        raise _no_folder(text, " of another machine")
+    return slash + unquote(path)
+
+
+def _opener(scheme: str) -> Opener | None:
+    if scheme not in _openers:
+        from importlib.metadata import entry_points  # it takes 20 ms to import, and few need it
+
+        for found in entry_points(group=_GROUP, name=scheme):
+            register_store(scheme, found.load())
+    return _openers.get(scheme)
+
+
+def _unknown(text: str, scheme: str) -> ConfigurationError:
+    return _no_folder(text, f" with {scheme}://, and object stores are not supported yet")
+
+
+def _no_folder(text: str, what: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"'{text}' is a URL{what}.",
+        code="config.scheme",
+        action="Use a folder of a local or shared file system, such as /shared/runs/a.",
+        path=text,
+    )
