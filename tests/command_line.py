@@ -25,7 +25,7 @@ from holdfast.format.records import Place
 from holdfast.format.values import Node, Open
 from holdfast.plan.layout import Mesh, Placed, Placement, Replicate, Shard, TensorLayout
 from holdfast.plan.save import Identity
-from tests.memory_storage import MemoryStorage
+from holdfast.testing.memory_store import MemoryStore
 from tests.published import EPOCHS, RUN_ID, begin, plan, publish, put
 
 #: What Ctrl-C sends.
@@ -140,7 +140,7 @@ def rows(ranks: int) -> tuple[tuple[Placement, ...], Mesh]:
 
 
 def publish_step(
-    storage: MemoryStorage,
+    storage: MemoryStore,
     place: Place,
     tensors: Mapping[str, Stored],
     nodes: Mapping[str, Node] | None = None,

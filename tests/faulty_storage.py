@@ -30,6 +30,7 @@ class FaultyStore:
 
     def __init__(self, storage: Store, watch: Watch) -> None:
         self.location = storage.location
+        self.capabilities = storage.capabilities
         self._storage = storage
         self._watch = watch
         self._numbers = itertools.count()

@@ -22,7 +22,7 @@ from holdfast.io.writer import write_file
 from holdfast.plan.layout import TensorLayout
 from holdfast.plan.save import Identity, RankValues, encode_plan, plan_save
 from holdfast.store.base import Bytes
-from tests.memory_storage import MemoryStorage
+from holdfast.testing.memory_store import MemoryStore
 from tests.worlds import World, data_sections
 
 READER = Path(__file__).parent / "independent_reader.py"
@@ -80,7 +80,7 @@ def plan(
     return encode_plan(plan_save(messages, bodies), identity=identity, values=values, diverged=diverged)
 
 
-def publish(storage: MemoryStorage, planned: bytes, full: Mapping[str, np.ndarray], nodes: Mapping[str, Node]) -> None:
+def publish(storage: MemoryStore, planned: bytes, full: Mapping[str, np.ndarray], nodes: Mapping[str, Node]) -> None:
     """Write the checkpoint of a manifest: every data file, the seal and the commit."""
     manifest = fmt.decode(planned, path="manifest")
     body, files = manifest.body, Files(manifest)
@@ -126,9 +126,9 @@ def publish(storage: MemoryStorage, planned: bytes, full: Mapping[str, np.ndarra
     storage.create(records.commit_key(commit.place), records.encode(commit))
 
 
-def begin(run_id: str, *epochs: Epoch) -> MemoryStorage:
+def begin(run_id: str, *epochs: Epoch) -> MemoryStore:
     """A run without checkpoints."""
-    storage = MemoryStorage()
+    storage = MemoryStore()
     marker = Marker(run_id=run_id, format=records.FORMAT, writer="holdfast 0.1.0", created=1700000000.0)
     storage.create(records.MARKER_KEY, records.encode(marker))
     for epoch in epochs:

@@ -14,15 +14,15 @@ from holdfast.plan.save import Identity
 from holdfast.run.history import resolve
 from holdfast.run.paths import parse
 from holdfast.store.base import Bytes, Store
+from holdfast.testing.memory_store import MemoryReader, MemoryStore
 from holdfast.view import View
-from tests.memory_storage import MemoryReader, MemoryStorage
 from tests.published import EPOCHS, RUN_ID, begin, plan, publish
 from tests.worlds import World
 
 IDENTITY = Identity("0123456789abcdef", RUN_ID, Place(1, 1), 7, 1.5, {})
 
 
-def published(world: World, nodes: Mapping[str, Node] | None = None) -> MemoryStorage:
+def published(world: World, nodes: Mapping[str, Node] | None = None) -> MemoryStore:
     """A run whose one checkpoint is what `world` holds."""
     table = {"": Open("dict"), **(nodes or {})}
     storage = begin(RUN_ID, EPOCHS[0])
@@ -43,10 +43,10 @@ class DataRead(NamedTuple):
     stop: int
 
 
-class Remembering(MemoryStorage):
+class Remembering(MemoryStore):
     """Remembers what is read of open files, and which are open. Safe for threads as far as tests need it."""
 
-    def __init__(self, other: MemoryStorage) -> None:
+    def __init__(self, other: MemoryStore) -> None:
         super().__init__()
         self.objects = other.objects
         self.reads: list[DataRead] = []
@@ -72,7 +72,7 @@ class Remembering(MemoryStorage):
 
 class _RememberingReader(MemoryReader):
     def __init__(self, storage: Remembering, key: str) -> None:
-        super().__init__(storage.objects[key])
+        super().__init__(storage.objects[key], path=storage.path(key))
         self._storage, self._key = storage, key
 
     def read_at(self, offset: int, out: Bytes) -> None:

@@ -20,13 +20,13 @@ from holdfast.format.records import Place
 from holdfast.plan.layout import TensorLayout, Whole
 from holdfast.plan.save import Identity
 from holdfast.run.history import Run
+from holdfast.testing.memory_store import MemoryStore
 from tests.command_line import NODES
-from tests.memory_storage import MemoryStorage
 from tests.published import EPOCHS, RUN_ID, begin, plan, publish
 from tests.worlds import World, specs, worlds
 
 
-def opened(storage: MemoryStorage) -> Checkpoint:
+def opened(storage: MemoryStore) -> Checkpoint:
     run = Run.open(storage)
     head = run.head()
     assert head is not None

@@ -15,13 +15,13 @@ from holdfast.run.history import Run
 from holdfast.run.removal import abandon, remove_checkpoint
 from holdfast.store.base import Location, Store
 from holdfast.store.urls import open_store
+from holdfast.testing.memory_store import MemoryStore
 from tests.checkpoints import begin, check, data_file, names, publish_manifest, save, write, write_data
-from tests.memory_storage import MemoryStorage
 
 
 @pytest.fixture(params=["memory", "posix"])
 def run(request: pytest.FixtureRequest, tmp_path: Path) -> Run:
-    storage: Store = MemoryStorage() if request.param == "memory" else open_store(Location(str(tmp_path / "run")))
+    storage: Store = MemoryStore() if request.param == "memory" else open_store(Location(str(tmp_path / "run")))
     run = Run.create(storage)
     begin(run)
     return run
@@ -122,7 +122,7 @@ def test_a_folder_that_was_renamed_or_is_of_another_run_is_refused(run: Run) -> 
     with pytest.raises(CorruptError, match="renamed") as caught:
         complete(run, renamed)
     assert caught.value.code == "corrupt.folder"
-    stranger = Run.create(MemoryStorage())
+    stranger = Run.create(MemoryStore())
     for name in names(run, folder):
         key = records.checkpoint_key(folder, name)
         stranger.storage.create(key, run.storage.read(key))

@@ -19,11 +19,11 @@ from holdfast.run.history import Located, Run, resolve
 from holdfast.run.paths import parse
 from holdfast.store.base import Location, Store
 from holdfast.store.urls import open_store
-from tests.memory_storage import MemoryStorage
+from holdfast.testing.memory_store import MemoryStore
 
 
 def new_run(storage: Store | None = None) -> Run:
-    return Run.create(storage or MemoryStorage())
+    return Run.create(storage or MemoryStore())
 
 
 def open_epoch(run: Run, *, opened_from: Place | None = None, why: Why | None = None) -> int:
@@ -69,7 +69,7 @@ def steps(run: Run) -> list[int]:
     return [commit.step for commit in run.lineage()]
 
 
-class Interrupted(MemoryStorage):
+class Interrupted(MemoryStore):
     """A storage on which something else happens right before the next creation."""
 
     meanwhile: Callable[[], object] | None = None
@@ -81,7 +81,7 @@ class Interrupted(MemoryStorage):
         return super().create(key, data)
 
 
-class LosesAnswers(MemoryStorage):
+class LosesAnswers(MemoryStore):
     """A storage whose client retries a creation of which it lost the answer: the second try says "exists"."""
 
     def create(self, key: str, data: bytes) -> bool:
@@ -93,7 +93,7 @@ class LosesAnswers(MemoryStorage):
 
 
 def test_a_created_run_is_found_again_with_its_identity() -> None:
-    storage = MemoryStorage()
+    storage = MemoryStore()
     run = Run.create(storage)
     assert Run.open(storage).marker == run.marker == Run.create(storage).marker
 
@@ -221,7 +221,7 @@ def test_a_step_means_its_newest_commit_on_the_lineage() -> None:
 
 
 def test_finding_the_head_takes_a_constant_number_of_requests() -> None:
-    storage = MemoryStorage()
+    storage = MemoryStore()
     run = new_run(storage)
     for epoch in range(1, 30):
         open_epoch(run, opened_from=Place(epoch - 1, 9) if epoch > 1 else None)
@@ -356,7 +356,7 @@ def test_the_fence_stops_an_epoch_that_is_not_the_newest_any_more() -> None:
 
 
 def damaged(run: Run, key: str, data: bytes) -> None:
-    assert isinstance(run.storage, MemoryStorage)
+    assert isinstance(run.storage, MemoryStore)
     assert key in run.storage.objects
     run.storage.objects[key] = data
 
@@ -390,7 +390,7 @@ def test_a_commit_that_the_lineage_needs_and_that_is_gone_is_corruption() -> Non
     open_epoch(run)
     save(run, Place(1, 1), step=10)
     open_epoch(run, opened_from=Place(1, 1))
-    assert isinstance(run.storage, MemoryStorage)
+    assert isinstance(run.storage, MemoryStore)
     del run.storage.objects[records.commit_key(Place(1, 1))]
     with pytest.raises(CorruptError, match=r"corrupt\.history"):
         run.head()
@@ -454,7 +454,7 @@ def test_a_seal_that_is_not_the_committed_one_is_corruption() -> None:
     run = new_run()
     open_epoch(run)
     first, second = save(run, Place(1, 1), step=10), save(run, Place(1, 2), step=20)
-    assert isinstance(run.storage, MemoryStorage)
+    assert isinstance(run.storage, MemoryStore)
     keys = [records.checkpoint_key(commit.checkpoint, "seal.json") for commit in (first, second)]
     run.storage.objects[keys[0]] = run.storage.objects[keys[1]]
     del run.storage.objects[keys[1]]

@@ -40,9 +40,9 @@ from holdfast.run.rollback import rollback
 from holdfast.run.session import Load, Session
 from holdfast.store.base import Location, Store
 from holdfast.store.urls import open_store
+from holdfast.testing.memory_store import MemoryStore
 from tests.checkpoints import check, names, publish_manifest, write_data
 from tests.faulty_storage import FaultyStore
-from tests.memory_storage import MemoryStorage
 
 #: How far an activity goes before it is left alone: some operations, or (None) to its end.
 OPS = st.one_of(st.none(), st.none(), st.integers(0, 30))
@@ -150,7 +150,7 @@ class HistoryMachine(RuleBasedStateMachine):
         self.checked: set[Place] = set()
 
     def new_storage(self) -> Store:
-        return MemoryStorage()
+        return MemoryStore()
 
     # ---- what happens
 
@@ -241,7 +241,7 @@ class HistoryMachine(RuleBasedStateMachine):
     @rule(ops=st.integers(0, 40))
     def copy(self, ops: int) -> None:
         """Copied by name, file after file, while others go on."""
-        copy = MemoryStorage("copy")
+        copy = MemoryStore("copy")
         activity = Activity(self.storage, lambda storage: copy_by_name(storage, copy))
         activity.advance(ops)
         if self.activities:

@@ -17,16 +17,16 @@ from holdfast.run.paths import Target
 from holdfast.run.rollback import rollback
 from holdfast.run.session import Load, Session
 from holdfast.store.base import Location
+from holdfast.testing.memory_store import MemoryStore
 from tests.checkpoints import save as save_whole
 from tests.command_line import holdfast_command
-from tests.memory_storage import MemoryStorage
 from tests.published import put
 from tests.test_history import new_run, open_epoch, save
 
 LONG: Final = 1000
 
 
-class Counting(MemoryStorage):
+class Counting(MemoryStore):
     """A storage that counts what is asked of it."""
 
     def __init__(self) -> None:

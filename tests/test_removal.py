@@ -17,9 +17,9 @@ from holdfast.run.removal import abandon, remove_checkpoint
 from holdfast.run.rollback import rollback
 from holdfast.store.base import Location
 from holdfast.store.urls import open_store
+from holdfast.testing.memory_store import MemoryStore
 from tests.checkpoints import begin, check, names, publish_manifest, save, write, write_data
 from tests.faulty_storage import FaultyStore
-from tests.memory_storage import MemoryStorage
 
 
 class PowerCutError(Exception):
@@ -45,7 +45,7 @@ def new_run(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[], Run]
 
     def make() -> Run:
         count = len([*tmp_path.iterdir()])
-        storage = MemoryStorage() if request.param == "memory" else open_store(Location(str(tmp_path / f"run-{count}")))
+        storage = MemoryStore() if request.param == "memory" else open_store(Location(str(tmp_path / f"run-{count}")))
         run = Run.create(storage)
         begin(run)
         for seq in (1, 2, 3):

@@ -15,15 +15,15 @@ from holdfast.run.removal import remove_checkpoint
 from holdfast.run.rollback import rollback
 from holdfast.store.base import Location
 from holdfast.store.urls import open_store
+from holdfast.testing.memory_store import MemoryStore
 from tests.checkpoints import begin, save
-from tests.memory_storage import MemoryStorage
 from tests.models import build, differing, filled, start_new_job
 
 
 @pytest.fixture
 def run() -> Run:
     """A run with the steps 10, 20, 30 in its first epoch."""
-    run = Run.create(MemoryStorage())
+    run = Run.create(MemoryStore())
     begin(run)
     for seq in (1, 2, 3):
         save(run, Place(1, seq), seq * 10)
@@ -74,7 +74,7 @@ def test_a_removed_checkpoint_is_nothing_to_go_back_to(run: Run) -> None:
         rollback(run, Place(1, 2))
 
 
-class RemovedMeanwhile(MemoryStorage):
+class RemovedMeanwhile(MemoryStore):
     """A storage on which the checkpoint of step 10 is removed right before an epoch is opened."""
 
     def create(self, key: str, data: bytes) -> bool:

@@ -13,7 +13,7 @@ from holdfast.run.removal import remove_checkpoint
 from holdfast.run.session import Load, Session
 from holdfast.store.base import Location, Store
 from holdfast.store.urls import open_store
-from tests.memory_storage import MemoryStorage
+from holdfast.testing.memory_store import MemoryStore
 from tests.test_history import Interrupted, head_place, run_on_disk, save, steps
 
 
@@ -50,21 +50,21 @@ class Job:
 
 
 def test_a_job_starts_an_empty_run_and_counts_on() -> None:
-    job = Job(MemoryStorage())
+    job = Job(MemoryStore())
     assert [job.save(step) for step in (1, 2, 3)] == [Place(1, 1), Place(1, 2), Place(1, 3)]
     assert job.why() == ("start", None)
     assert Run.open(job.storage).epoch(1).world_size == 4
 
 
 def test_the_place_of_an_aborted_save_is_never_used_again() -> None:
-    job = Job(MemoryStorage())
+    job = Job(MemoryStore())
     assert job.save(1) == Place(1, 1)
     assert job.begin() == Place(1, 2)
     assert job.save(2) == Place(1, 3)
 
 
 def test_a_restarted_job_resumes_in_a_new_epoch_from_the_head_it_loaded() -> None:
-    storage = MemoryStorage()
+    storage = MemoryStore()
     Job(storage).save(1)
     job = Job(storage)
     job.load()
@@ -74,7 +74,7 @@ def test_a_restarted_job_resumes_in_a_new_epoch_from_the_head_it_loaded() -> Non
 
 
 def test_loading_an_older_place_makes_the_next_epoch_a_rollback() -> None:
-    storage = MemoryStorage()
+    storage = MemoryStore()
     first = Job(storage)
     first.save(1)
     first.save(2)
@@ -85,14 +85,14 @@ def test_loading_an_older_place_makes_the_next_epoch_a_rollback() -> None:
 
 
 def test_loading_what_was_just_saved_continues_the_epoch() -> None:
-    job = Job(MemoryStorage())
+    job = Job(MemoryStore())
     job.save(1)
     job.load()
     assert job.save(2) == Place(1, 2)
 
 
 def test_loading_past_a_save_that_may_still_be_committed_opens_an_epoch() -> None:
-    job = Job(MemoryStorage())
+    job = Job(MemoryStore())
     job.save(1)
     under_way = job.begin()
     job.load()
@@ -103,7 +103,7 @@ def test_loading_past_a_save_that_may_still_be_committed_opens_an_epoch() -> Non
 
 
 def test_saving_into_a_history_that_was_not_loaded_is_refused_and_opens_nothing() -> None:
-    storage = MemoryStorage()
+    storage = MemoryStore()
     Job(storage).save(7)
     with pytest.raises(ConfigurationError, match=r"step 7 at 1\.1.*takeover=True") as caught:
         Job(storage).begin()
@@ -112,7 +112,7 @@ def test_saving_into_a_history_that_was_not_loaded_is_refused_and_opens_nothing(
 
 
 def test_a_takeover_goes_on_from_the_head_once_and_then_counts_on() -> None:
-    storage = MemoryStorage()
+    storage = MemoryStore()
     Job(storage).save(1)
     job = Job(storage)
     assert job.save(2, takeover=True) == Place(2, 1)
@@ -122,7 +122,7 @@ def test_a_takeover_goes_on_from_the_head_once_and_then_counts_on() -> None:
 
 
 def test_a_takeover_after_a_load_goes_on_from_what_was_loaded() -> None:
-    storage = MemoryStorage()
+    storage = MemoryStore()
     first = Job(storage)
     first.save(1)
     first.save(2)
@@ -133,7 +133,7 @@ def test_a_takeover_after_a_load_goes_on_from_what_was_loaded() -> None:
 
 
 def test_a_job_that_died_before_its_first_commit_leaves_nothing_to_load() -> None:
-    storage = MemoryStorage()
+    storage = MemoryStore()
     Job(storage).begin()
     job = Job(storage)
     assert job.save(1) == Place(2, 1)
@@ -141,7 +141,7 @@ def test_a_job_that_died_before_its_first_commit_leaves_nothing_to_load() -> Non
 
 
 def test_a_job_whose_run_was_taken_over_is_fenced() -> None:
-    storage = MemoryStorage()
+    storage = MemoryStore()
     zombie, heir = Job(storage), Job(storage)
     zombie.save(1)
     heir.load()
@@ -152,7 +152,7 @@ def test_a_job_whose_run_was_taken_over_is_fenced() -> None:
 
 
 def test_a_load_from_before_the_takeover_does_not_give_a_zombie_the_run_back() -> None:
-    storage = MemoryStorage()
+    storage = MemoryStore()
     zombie, heir = Job(storage), Job(storage)
     zombie.save(1)
     zombie.save(2)
@@ -167,7 +167,7 @@ def test_a_load_from_before_the_takeover_does_not_give_a_zombie_the_run_back() -
 
 
 def test_a_job_that_loaded_before_another_opened_an_epoch_is_fenced_at_its_first_save() -> None:
-    storage = MemoryStorage()
+    storage = MemoryStore()
     Job(storage).save(1)
     slow, fast = Job(storage), Job(storage)
     slow.load()
@@ -180,7 +180,7 @@ def test_a_job_that_loaded_before_another_opened_an_epoch_is_fenced_at_its_first
 
 
 def test_a_job_goes_on_from_a_state_whose_checkpoint_was_removed_meanwhile() -> None:
-    storage = MemoryStorage()
+    storage = MemoryStore()
     first = Job(storage)
     places = [first.save(step) for step in (1, 2, 3)]
     job = Job(storage)
@@ -194,7 +194,7 @@ def test_a_job_goes_on_from_a_state_whose_checkpoint_was_removed_meanwhile() -> 
 
 
 def test_a_fenced_job_may_take_the_run_back() -> None:
-    storage = MemoryStorage()
+    storage = MemoryStore()
     zombie, heir = Job(storage), Job(storage)
     zombie.save(1)
     heir.load()
@@ -216,7 +216,7 @@ def test_of_two_jobs_that_begin_at_once_one_is_fenced() -> None:
 
 
 def test_a_run_that_was_deleted_and_made_anew_is_another_run(tmp_path: Path) -> None:
-    storage = MemoryStorage()
+    storage = MemoryStore()
     job = Job(storage)
     job.save(1)
     job.save(2)
@@ -235,7 +235,7 @@ def test_a_session_knows_a_run_by_any_of_its_paths(tmp_path: Path) -> None:
 
 
 def test_a_load_from_another_run_gives_no_right_to_this_one() -> None:
-    here, there = MemoryStorage("here"), MemoryStorage("there")
+    here, there = MemoryStore("here"), MemoryStore("there")
     Job(there).save(1)
     Job(here).save(1)
     job = Job(here)

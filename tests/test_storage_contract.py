@@ -18,7 +18,7 @@ import pytest
 from holdfast.errors import CorruptError, NotFoundError, StorageError
 from holdfast.store import helpers as helpers_module
 from holdfast.store import posix
-from holdfast.store.memory import MemoryFile, MemoryStorage
+from holdfast.store.memory import FilesInMemory, MemoryFile
 from holdfast.store.posix import PosixStore
 from holdfast.store.timed import TimedStore
 from tests.faulty_storage import FaultyStore
@@ -265,14 +265,14 @@ def test_direct_transfers_that_are_refused_go_through_the_page_cache(
 
 
 @pytest.fixture
-def memory() -> MemoryStorage:
-    found = MemoryStorage("memory of rank 3")
+def memory() -> FilesInMemory:
+    found = FilesInMemory("memory of rank 3")
     for name in ("b", "a"):
         found.add(name, MemoryFile(random_bytes(10, seed=ord(name)), path=f"memory of rank 3/{name}"))
     return found
 
 
-def test_memory_is_read_like_any_storage(memory: MemoryStorage) -> None:
+def test_memory_is_read_like_any_storage(memory: FilesInMemory) -> None:
     content = random_bytes(10, seed=ord("a")).tobytes()
     assert memory.list("") == ["a", "b"]
     assert memory.list("folder") == memory.leftovers("") == []
@@ -289,7 +289,7 @@ def test_memory_is_read_like_any_storage(memory: MemoryStorage) -> None:
 
 
 @pytest.mark.parametrize("start", [7, 10, 11])
-def test_memory_that_ends_too_early_is_corruption(memory: MemoryStorage, start: int) -> None:
+def test_memory_that_ends_too_early_is_corruption(memory: FilesInMemory, start: int) -> None:
     out = np.zeros(4, np.uint8)
     with pytest.raises(CorruptError, match=f"ends at byte 10 instead of {start + 4}") as caught:
         memory.reader("a").read_at(start, out)
@@ -308,7 +308,7 @@ def test_memory_that_ends_too_early_is_corruption(memory: MemoryStorage, start: 
     ],
 )
 def test_memory_that_is_shown_as_a_storage_is_not_changed(
-    memory: MemoryStorage, change: Callable[[MemoryStorage], object]
+    memory: FilesInMemory, change: Callable[[FilesInMemory], object]
 ) -> None:
     with pytest.raises(StorageError) as caught:
         change(memory)

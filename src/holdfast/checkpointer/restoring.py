@@ -39,7 +39,7 @@ from holdfast.reports import LoadReport
 from holdfast.run.fallback import is_damage
 from holdfast.run.history import Run
 from holdfast.store.base import Location
-from holdfast.store.memory import MemoryFile, MemoryStorage
+from holdfast.store.memory import FilesInMemory, MemoryFile
 from holdfast.store.timed import TimedStore
 from holdfast.store.urls import open_store
 
@@ -273,9 +273,9 @@ def _let_go(folder: NodeFolder, slots: Sequence[Slot], checkpoint_ids: Collectio
                 slot.remove()  # the other ranks of this node do the same
 
 
-def _memory(folder: NodeFolder, slots: Sequence[Slot], seal: Seal, chosen: Chosen) -> MemoryStorage:
+def _memory(folder: NodeFolder, slots: Sequence[Slot], seal: Seal, chosen: Chosen) -> FilesInMemory:
     """What this node holds of the `chosen` checkpoint, as a storage."""
-    storage = MemoryStorage(str(folder.path))
+    storage = FilesInMemory(str(folder.path))
     manifest = chosen.manifest or read_generation(folder, seal.checkpoint_id).manifest
     files = {fmt.NAME: np.frombuffer(manifest, np.uint8)}
     for slot in slots:

@@ -43,7 +43,7 @@ from holdfast.state.binding import Binding
 from holdfast.state.flatten import FlatState, flatten
 from holdfast.state.gather import Remembered
 from holdfast.state.match import Terms
-from holdfast.store.memory import MemoryStorage
+from holdfast.store.memory import FilesInMemory
 from holdfast.store.timed import TimedStore
 
 
@@ -83,7 +83,7 @@ def transfer(
     globs = None if select is None else Globs(select)
     deadline = Deadline(timeout_s)
     channel = default_channel("transfer", group, deadline=deadline)
-    live = MemoryStorage(NAME)
+    live = FilesInMemory(NAME)
     with TimedStore(live, timeout_s=deadline.for_storage_s) as storage:
         operation = _Transfer(channel, deadline, group_ranks(group), live, storage)
         return operation.run(_given(source_state), _given(target_state), globs)
@@ -116,7 +116,7 @@ class _Transfer:
     """One transfer on one rank. `ranks` are the global ranks of the group, in its order; `live` is in `storage`."""
 
     def __init__(
-        self, channel: Channel, deadline: Deadline, ranks: tuple[int, ...], live: MemoryStorage, storage: TimedStore
+        self, channel: Channel, deadline: Deadline, ranks: tuple[int, ...], live: FilesInMemory, storage: TimedStore
     ) -> None:
         self._channel = channel
         self._deadline = deadline

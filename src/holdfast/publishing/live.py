@@ -19,7 +19,7 @@ from holdfast.format.container import Files
 from holdfast.format.records import FileSeal, Seal
 from holdfast.io.sources import BytesSource, JoinedSources, Source
 from holdfast.store.base import Bytes
-from holdfast.store.memory import MemoryStorage
+from holdfast.store.memory import FilesInMemory
 
 #: What messages call it.
 NAME: Final = "the source of the transfer"
@@ -63,6 +63,6 @@ def live_checkpoint(manifest: bytes) -> Checkpoint:
         manifest=FileSeal(fmt.NAME, len(manifest), xxhash.xxh3_128_hexdigest(manifest)),
         files=tuple(FileSeal(fmt.file_name(index), nbytes, _NO_DIGEST) for index, nbytes in enumerate(sizes)),
     )
-    storage = MemoryStorage(NAME)
+    storage = FilesInMemory(NAME)
     storage.add(fmt.NAME, LiveFile([BytesSource(manifest)], data_start=0, nbytes=len(manifest)))
     return Checkpoint(Sealed(storage, "", seal))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import builtins
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
 
@@ -43,6 +44,14 @@ class Location(msgspec.Struct, frozen=True, array_like=True):
     def folder(self) -> Path | None:
         """The folder that it is; None for a URL."""
         return None if SCHEME.match(self.url) else Path(self.url)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capabilities:
+    """What a store can do beside what all stores do. `is_mappable`: the path of an object is that of a file which this
+    process can map into its memory."""
+
+    is_mappable: bool = False
 
 
 class FileWriter(Protocol):
@@ -91,6 +100,7 @@ class Store(Protocol):
 
     #: Where it is.
     location: Location
+    capabilities: Capabilities
 
     def resolved(self) -> str:
         """One text for all ways to name this root: two roots with one such text are the same."""

@@ -8,11 +8,13 @@ from typing import NoReturn
 import numpy as np
 
 from holdfast.errors import CorruptError, NotFoundError, StorageError
-from holdfast.store.base import Bytes, FileReader, Location
+from holdfast.store.base import Bytes, Capabilities, FileReader, Location
 
 
-class MemoryStorage:
+class FilesInMemory:
     """A `Store` of what is in memory that this process sees, called `name` in messages. It is read only."""
+
+    capabilities = Capabilities()
 
     def __init__(self, name: str) -> None:
         self.location = Location(name)

@@ -20,7 +20,7 @@ import time
 from contextlib import suppress
 
 from holdfast.errors import StorageError
-from holdfast.store.base import Bytes, Location
+from holdfast.store.base import Bytes, Capabilities, Location
 from holdfast.store.linux import ALIGNMENT, is_local, open_direct, rename_without_replace, reserve
 from holdfast.store.posix_errors import long, not_found, reported, short, unfenced
 
@@ -42,6 +42,8 @@ class PosixStore:
     entries of all folders down to it are durable. Keys are relative names without ``.``, ``..``, empty or
     temporary components; anything else is a ValueError.
     """
+
+    capabilities = Capabilities(is_mappable=True)
 
     def __init__(self, root: str) -> None:
         self.location = Location(root)

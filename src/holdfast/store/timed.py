@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Self, TypeVar
 
 from holdfast.errors import StorageError
-from holdfast.store.base import Bytes, FileReader, FileWriter, Store
+from holdfast.store.base import Bytes, Capabilities, FileReader, FileWriter, Store
 from holdfast.store.helpers import Helpers
 
 #: How long dropping a file is waited for when the time is up, and how long what was given up before that.
@@ -37,6 +37,9 @@ class TimedStore:
     Handing every request to another thread costs a quarter of the speed where much data goes through (measured: each
     wakes two sleeping cores more). Work of that kind is handed over as a whole, to `run`, and makes direct requests.
     """
+
+    #: Not those of `storage`: who reads through a mapping asks nobody, and cannot be told that the time is up.
+    capabilities = Capabilities()
 
     def __init__(self, storage: Store, *, timeout_s: float) -> None:
         self.location = storage.location

@@ -19,7 +19,6 @@ from holdfast.plan.load import Want, plan_load
 from holdfast.run.history import resolve
 from holdfast.run.paths import Target
 from holdfast.store.base import Bytes
-from holdfast.store.posix import PosixStore
 from holdfast.view.index import Lattice
 from holdfast.view.mapping import CAN_MAP, map_file
 
@@ -101,7 +100,7 @@ class Source:
 
     @property
     def _maps(self) -> bool:
-        return not self.verify and CAN_MAP and isinstance(self.checkpoint.storage, PosixStore)
+        return not self.verify and CAN_MAP and self.checkpoint.storage.capabilities.is_mappable
 
     def _span(
         self, index: int, data_start: int, data_nbytes: int, span: tuple[int, int], *, private: bool
