@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from unittest.mock import patch
 
@@ -680,3 +680,31 @@ def fail_on_one_rank(run: str, node_dir: Path) -> list[str]:
 def test_a_copy_that_fails_on_one_rank_is_given_up_by_all(run: str, memory: Memory) -> None:
     assert run_ranks(2, fail_on_one_rank, run, memory.node_dir) == [["state.incomplete"], ["state.changed"]]
     assert holdfast.open(run).step == 3
+
+
+def save_side_by_side(folder: str) -> list[bool]:
+    loops = [Loop(seed=seed) for seed in (1, 2)]
+    memory = Memory(node_dir=Path(folder) / "node")
+    done: list[bool] = []
+    with ExitStack() as stack:
+        both = [
+            stack.enter_context(Checkpointer(f"{folder}/run-{name}", loop.state, memory=memory, timeout_s=20))
+            for name, loop in zip("ab", loops, strict=True)
+        ]
+        for step in range(6):
+            handles = [checkpointer.save(step) for checkpointer in both]
+            for loop in loops:
+                loop.step(step)
+            for handle in handles:
+                handle.durable.wait(20)
+                done.append(handle.durable.is_done)
+    return done
+
+
+def test_two_checkpointers_of_one_job_save_in_the_background_side_by_side(tmp_path: Path) -> None:
+    # They had one connection to the store of the job, which takes one request at a time.
+    (tmp_path / "node").mkdir()
+    try:
+        assert run_ranks(2, save_side_by_side, str(tmp_path)) == [[True] * 12] * 2
+    finally:
+        end_keepers(tmp_path / "node")

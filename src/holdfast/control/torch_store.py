@@ -118,6 +118,13 @@ class _Connection:
         self.client = own or store
         # A wait holds a client for as long as it lasts. On a clone that is nobody else's matter; torch's own is polled.
         self.is_own = own is not None
+        #: The meeting in the background that has it; what is over is nobody's.
+        self.user: ref[TorchMeeting] | None = None
+
+    @property
+    def is_free(self) -> bool:
+        """Whether another meeting in the background may have it."""
+        return (self.user is None or self.user() is None) and not self.requests.is_busy
 
 
 class GroupStore:
@@ -126,7 +133,8 @@ class GroupStore:
     def __init__(self, store: dist.Store) -> None:
         # A weak reference: the store is the key under which this is kept.
         self._store = ref(store)
-        self._connections: dict[bool, _Connection] = {}
+        self._connection: _Connection | None = None
+        self._in_background: list[_Connection] = []
         self._numbers: dict[str, Iterator[int]] = defaultdict(itertools.count)
         self._processes: dict[str, dict[int, Process]] = defaultdict(dict)
         self._claims = Requests()
@@ -138,11 +146,20 @@ class GroupStore:
         assert store is not None
         return store
 
-    def connection(self, *, background: bool, timeout_s: float) -> _Connection:
-        """One for whoever waits, another for what goes on in the background; anew where a request hangs in the last."""
-        connection = self._connections.get(background)
-        if connection is None or connection.requests.is_busy:
-            connection = self._connections[background] = _Connection(self.store, timeout_s)
+    def connection(self, timeout_s: float) -> _Connection:
+        """The one for whoever waits; anew where a request hangs in the last."""
+        if self._connection is None or self._connection.requests.is_busy:
+            self._connection = _Connection(self.store, timeout_s)
+        return self._connection
+
+    def in_background(self, user: TorchMeeting, timeout_s: float) -> _Connection:
+        """One for `user` alone, as long as that lives: several Checkpointers may save in the background at a time."""
+        connection = next((each for each in self._in_background if each.is_free), None)
+        if connection is None:
+            connection = _Connection(self.store, timeout_s)
+            self._in_background = [each for each in self._in_background if not each.requests.is_busy]
+            self._in_background.append(connection)
+        connection.user = ref(user)
         return connection
 
     def next_number(self, members: str) -> int:
@@ -174,7 +191,8 @@ class TorchMeeting:
         self._members = members
         self._number = number
         self._deadline = deadline
-        self._connection = job.connection(background=background, timeout_s=deadline.remaining_s())
+        timeout_s = deadline.remaining_s()
+        self._connection = job.in_background(self, timeout_s) if background else job.connection(timeout_s)
         self._prefix = f"{members}/{number}" + ("/background" if background else "")
         self.store: KeyValueStore = self._at(self._prefix)
         self._places = self._at(f"{members}/at")
