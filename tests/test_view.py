@@ -66,6 +66,12 @@ def job_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run
 
 
+def test_a_loop_over_it_is_one_over_its_names_and_a_number_is_no_name(sharded: View) -> None:
+    assert list(sharded) == sharded.names()
+    with pytest.raises(TypeError, match="indexed by the name of a tensor, not by 0"):
+        sharded[0]  # type: ignore[index]
+
+
 def test_it_needs_no_process_group(sharded: View) -> None:
     assert not dist.is_initialized()
     assert sharded.step == 5

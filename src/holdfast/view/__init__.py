@@ -101,12 +101,18 @@ class View:
 
     def __getitem__(self, name: str) -> LazyTensor:
         """The tensor of that name or alias. Raises `NotFoundError`, which names close matches."""
+        if not isinstance(name, str):
+            raise TypeError(f"a view is indexed by the name of a tensor, not by {name!r}")
         number = self._number(name)
         if number is None:
             raise self._nothing(
                 name, f"tensor {name!r}", "List its names with view.names().", instead=self._other(name)
             )
         return LazyTensor(self._source, number)
+
+    def __iter__(self) -> Iterator[str]:
+        """The names of all stored tensors, sorted."""
+        return iter(self._names)
 
     def __contains__(self, name: object) -> bool:
         return isinstance(name, str) and self._number(name) is not None
