@@ -360,7 +360,7 @@ def test_while_storage_is_slow_saves_wait_or_are_skipped(run: str, memory: Memor
 def test_a_save_that_waits_for_memory_says_so(
     run: str, memory: Memory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("holdfast.checkpointer._PATIENCE_S", 0.2)
+    monkeypatch.setattr("holdfast.checkpointer.memory_tier._PATIENCE_S", 0.2)
     with (
         Checkpointer(run, Loop().state, memory=memory) as checkpointer,
         folder_of(run, memory.node_dir) as folder,

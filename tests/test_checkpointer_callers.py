@@ -14,6 +14,7 @@ import torch
 
 import holdfast
 from holdfast import Checkpointer, ConfigurationError, Memory
+from holdfast.checkpointer.memory_tier import MemoryTier
 from tests.models import start_new_job
 from tests.test_checkpointer import end_keepers, late_copies
 
@@ -31,14 +32,14 @@ def test_a_second_thread_that_saves_is_refused_and_the_save_of_the_first_is_not_
     checkpointer: Checkpointer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     is_inside, goes_on = Event(), Event()
-    settle = Checkpointer._settle
+    settle = MemoryTier.settle
 
-    def late_settle(self: Checkpointer) -> None:
+    def late_settle(self: MemoryTier) -> None:
         is_inside.set()
         assert goes_on.wait(30)
         settle(self)
 
-    monkeypatch.setattr(Checkpointer, "_settle", late_settle)
+    monkeypatch.setattr(MemoryTier, "settle", late_settle)
     with ThreadPoolExecutor(1) as other:
         first = other.submit(checkpointer.save, 1)
         assert is_inside.wait(30)

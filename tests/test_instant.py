@@ -162,8 +162,8 @@ def test_a_step_that_waits_is_all_that_nested_slots_need(run: str, memory: Memor
         with late_copies():
             handle = checkpointer.save(1)
             train(state)
-            assert checkpointer._stager is not None
-            assert checkpointer._stager.guard.waited_s > 0.1
+            assert checkpointer._tier is not None
+            assert checkpointer._tier.stager.guard.waited_s > 0.1
         handle.durable.wait(60)
     assert committed(run, 1, new_state(kind)) == wanted
 

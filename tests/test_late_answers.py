@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import holdfast
 from holdfast import Checkpointer, DeadlineError, HoldfastError, Memory, checkpointer
+from holdfast.checkpointer.memory_tier import MemoryTier
 from holdfast.checkpointer.planner import StagePlanning
 from holdfast.checkpointer.staging import Stager
 from tests.models import start_new_job
@@ -83,20 +84,20 @@ def save_while_memory_fails(run: str, node_dir: Path) -> list[str]:
     shard = DTensor.from_local(torch.zeros(1, 1000), init_device_mesh("cpu", (2,)), [Shard(0)])
     rank = dist.get_rank()
     saving = Checkpointer(run, {"shard": shard}, memory=Memory(node_dir=node_dir), timeout_s=TIMEOUT_S)
-    look, fall_back, heard = Stager._look_at_slots, Checkpointer._fall_back, iter(range(1000))
+    look, fall_back, heard = Stager._look_at_slots, MemoryTier.fall_back, iter(range(1000))
 
     def look_in_vain(self: Stager, *known: Any) -> Any:
         if rank == 0 and step in (2, 3, 4):
             raise OSError(ENOSPC, "full")
         return look(self, *known)
 
-    def hear_late(self: Checkpointer, why: HoldfastError) -> None:
+    def hear_late(self: MemoryTier, why: HoldfastError) -> None:
         if rank == 1 and next(heard) == 0:
             raise DeadlineError("late.", code="timeout.ranks", action="Wait.")
         fall_back(self, why)
 
     outcomes = []
-    with patch.object(Stager, "_look_at_slots", look_in_vain), patch.object(Checkpointer, "_fall_back", hear_late):
+    with patch.object(Stager, "_look_at_slots", look_in_vain), patch.object(MemoryTier, "fall_back", hear_late):
         for step in range(12):
             dist.barrier()
             try:
@@ -105,7 +106,8 @@ def save_while_memory_fails(run: str, node_dir: Path) -> list[str]:
             except HoldfastError as error:
                 outcomes.append(error.code)
     assert holdfast.open(run).step == 11
-    assert not saving._backoff.has_begun
+    assert saving._tier is not None
+    assert not saving._tier._backoff.has_begun
     return outcomes
 
 

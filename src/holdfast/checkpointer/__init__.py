@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,40 +12,58 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, Literal, Self, SupportsFloat
 
-import msgspec
 from torch.distributed import ProcessGroup
 
 from holdfast.agreement.assignment import Share
 from holdfast.agreement.coordinator import Request
 from holdfast.agreement.planning import Known
 from holdfast.checkpointer.background import Background
-from holdfast.checkpointer.backoff import Backoff
-from holdfast.checkpointer.handle import Handle, last_try
-from holdfast.checkpointer.job import Job, interrupted
-from holdfast.checkpointer.messages import Agreed, Answer, Room
-from holdfast.checkpointer.planner import StagePlanner, StagePlanning, room
-from holdfast.checkpointer.restoring import RestoreReport, await_commit, drop_parts, restore
-from holdfast.checkpointer.staging import Stager, is_unusable, next_share
-from holdfast.checkpointer.turn import Turn
+from holdfast.checkpointer.backoff import Backoff as Backoff
+from holdfast.checkpointer.handle import Handle
+from holdfast.checkpointer.handle import last_try as last_try
+from holdfast.checkpointer.job import Job
+from holdfast.checkpointer.memory_tier import MemoryTier, tier_for
+from holdfast.checkpointer.messages import Agreed, Answer
+from holdfast.checkpointer.messages import Room as Room
+from holdfast.checkpointer.planner import StagePlanner, StagePlanning
+from holdfast.checkpointer.planner import room as room
+from holdfast.checkpointer.restoring import RestoreReport, restore
+from holdfast.checkpointer.restoring import await_commit as await_commit
+from holdfast.checkpointer.restoring import drop_parts as drop_parts
+from holdfast.checkpointer.save_errors import interrupted, is_unusable
+from holdfast.checkpointer.staging import Stager, next_share
+from holdfast.checkpointer.turn import turn_in
 from holdfast.control.channel import Channel, Deadline, check_timeout
-from holdfast.control.torch_store import default_channel, group_ranks
-from holdfast.decoding import decode_msgpack
+from holdfast.control.torch_store import default_channel, global_rank, group_ranks
+from holdfast.decoding import decode_msgpack as decode_msgpack
 from holdfast.errors import (
     ConfigurationError,
-    DeadlineError,
-    ErrorWire,
-    FencedError,
     HoldfastError,
-    NotFoundError,
-    from_wire,
-    to_wire,
+)
+from holdfast.errors import (
+    DeadlineError as DeadlineError,
+)
+from holdfast.errors import (
+    ErrorWire as ErrorWire,
+)
+from holdfast.errors import (
+    FencedError as FencedError,
+)
+from holdfast.errors import (
+    NotFoundError as NotFoundError,
+)
+from holdfast.errors import (
+    from_wire as from_wire,
+)
+from holdfast.errors import (
+    to_wire as to_wire,
 )
 from holdfast.format.patterns import Globs
 from holdfast.format.records import Place, now
 from holdfast.format.values import Node
 from holdfast.node_memory.node_folder import DEFAULT_NODE_DIR
 from holdfast.phases import Stopwatch, attempt
-from holdfast.run.history import Run
+from holdfast.run.history import Run as Run
 from holdfast.run.session import JOB
 from holdfast.saving import numbers_of, run_location, save
 from holdfast.snapshot.capture import Snapshot
@@ -56,12 +73,7 @@ from holdfast.store.base import Location
 from holdfast.store.timed import TimedStore
 from holdfast.store.urls import absolute, open_store
 
-#: How often it is looked at whether slots have become free, and when in its time a save gives up, so that all ranks
-#: still hear of it.
-_LOOK_S: Final = 0.01
-_LATE: Final = 0.1
-#: After so long it is said what a save waits for; and, after an error of the training, ranks that may have ended are
-#: waited for no longer.
+#: After an error of the training, ranks that may have ended are waited for no longer than this.
 _PATIENCE_S: Final = 5.0
 
 _log = logging.getLogger(__name__)
@@ -127,20 +139,10 @@ class Checkpointer:
         self._when_full = when_full
         self._timeout_s = timeout_s
         self._known = Known()
-        self._stager: Stager | None = None
+        #: The memory tier of this process, which it shares with others of this run; None before it is needed.
+        self._tier: MemoryTier | None = None
         self._is_closed = False
-        self._turn = Turn()
-        #: Saves that may still be going on.
-        self._backgrounds: list[Background] = []
-        #: Whether what is in memory was looked at.
-        self._goes_on = False
-        self._backoff = Backoff()
-        #: Why memory could not be used the last time.
-        self._trouble: ErrorWire | None = None
-        #: What was restored from memory before it was committed.
-        self._uncommitted: Place | None = None
-        #: The newest checkpoint that memory held whole when this job looked at it.
-        self._whole: Place | None = None
+        self._turn = turn_in(self._run)
         self._handles: list[Handle] = []
 
     def save(self, step: int, *, metrics: Mapping[str, SupportsFloat] | None = None) -> Handle:
@@ -174,8 +176,6 @@ class Checkpointer:
         numbers = numbers_of(metrics or {})
         self._report()
         try:
-            self._settle()
-            self._await_restored()
             if not self._is_in_memory(handle, numbers):
                 self._save_through(handle, metrics)
         except HoldfastError as error:
@@ -196,10 +196,10 @@ class Checkpointer:
         """
         self._require_open("restore")
         with self._turn.taken("restore"):
-            for background in self._backgrounds:
-                background.join()
-            self._goes_on = True
-            report, self._uncommitted, self._whole = restore(
+            tier = self._shared_tier()
+            if tier is not None:
+                tier.join()
+            restored = restore(
                 self._run,
                 self._state,
                 node_dir=None if self._memory is None else self._memory.node_dir,
@@ -208,14 +208,16 @@ class Checkpointer:
                 verify=verify,
                 timeout_s=self._timeout_s,
             )
-            return report
+            if tier is not None:
+                tier.note_restored(restored)
+            return restored.report
 
     @contextmanager
     def guard(self) -> Iterator[None]:
         """A ``with`` block that is entered when nothing of the state is being copied: for changes that no step of an
         optimizer in the state makes. Not collective. After `close` nothing is being copied."""
-        if self._stager is not None:
-            self._stager.guard.wait()
+        if self._tier is not None:
+            self._tier.stager.guard.wait()
         yield
 
     def wait(self, timeout_s: float | None = None) -> None:
@@ -262,42 +264,19 @@ class Checkpointer:
                 path=self._run.url,
             )
 
+    def _shared_tier(self) -> MemoryTier | None:
+        """The memory tier of this process in the run; None where saves go to storage alone."""
+        if self._tier is None and self._memory is not None:
+            node_dir, num_slots = self._memory.node_dir, self._memory.generations
+            self._tier = tier_for(self, self._run, node_dir, rank=global_rank(), num_slots=num_slots)
+        return self._tier
+
     def _let_go(self, *, patience_s: float | None = None) -> None:
         """Close what is open. Waits for what is being copied; for ranks that do not answer, no longer than
-        `patience_s`."""
-        for background in self._backgrounds:
-            is_over = background.join(patience_s)
-            if not is_over and not (background.is_settled and background.join()):
-                return  # it ends with the process
-        self._backgrounds.clear()
-        if self._stager is not None:
-            self._stager.close()
-            self._stager = None
-
-    def _fall_back(self, why: HoldfastError) -> None:
-        """Give memory back: saves go to storage until it is tried again. On all ranks at the same save."""
-        if not self._backoff.num_put_off:
-            _log.warning("saves go to storage, and training waits for them: %s", why)
-        self._backoff, self._trouble = self._backoff.after_fall_back(), to_wire(why)
-        for background in self._backgrounds:
-            background.join()  # it may still copy what was saved before
-        self._backgrounds.clear()
-        if self._stager is not None:
-            self._stager.retire()
-        self._known.share = None  # so that the next plan is made known to all, who take memory for it
-
-    def _settle(self) -> None:
-        """Wait until all ranks have agreed on what was saved last. Raises `FencedError` when it was for nothing: this
-        job must stop."""
-        for background in tuple(self._backgrounds):
-            background.wait()
-            error = background.error
-            if isinstance(error, FencedError):
-                raise error
-            if isinstance(error, HoldfastError) and is_unusable(error):
-                self._fall_back(error)
-            elif background.is_over:
-                self._backgrounds.remove(background)
+        `patience_s`: what is open ends with the process then."""
+        if self._tier is not None and self._tier.join(patience_s):
+            self._tier.leave(self)
+            self._tier = None
 
     def _report(self) -> None:
         """Log what failed since the last call, and forget handles of which nothing more is to be known."""
@@ -305,13 +284,6 @@ class Checkpointer:
             self._handles.remove(handle)
             if handle.durable.error is not None:
                 _log.error("step %d is not durable: %s", handle.step, handle.durable.error)
-
-    def _await_restored(self) -> None:
-        """Wait until what was restored from memory is committed: only then something can follow it."""
-        if self._uncommitted is not None:
-            assert self._memory is not None
-            await_commit(self._run, self._uncommitted, node_dir=self._memory.node_dir, timeout_s=self._timeout_s)
-            self._uncommitted = None
 
     def _save_through(self, handle: Handle, metrics: Mapping[str, SupportsFloat] | None) -> None:
         """Save to storage, and return when that is done."""
@@ -331,42 +303,35 @@ class Checkpointer:
 
     def _is_in_memory(self, handle: Handle, metrics: dict[str, float]) -> bool:
         """Save into memory. False, and nothing saved, where the memory of some node cannot be used, or could not."""
-        if self._memory is None:
+        tier = self._shared_tier()
+        if tier is None:
             return False
+        tier.settle()
+        tier.await_restored(timeout_s=self._timeout_s)
         try:
-            if self._backoff.num_put_off:
-                self._put_off(handle)
-            self._stage(handle, metrics)
+            self._stage(tier, handle, metrics)
         except HoldfastError as error:
             if not is_unusable(error):
                 raise
-            self._fall_back(error)
+            tier.fall_back(error)
             return False
-        if self._backoff.has_begun:
-            self._backoff = Backoff()
-            _log.warning("saves go to memory again")
+        tier.note_used()
         return True
 
-    def _put_off(self, handle: Handle) -> None:
-        """Tell all ranks that this one leaves memory alone, and raise why. Those that would use it hear that, too."""
-        deadline = Deadline(self._timeout_s)
-        channel = default_channel(f"save of step {handle.step}", self._group, deadline=deadline, step=handle.step)
-        stager = self._opened(group_ranks(self._group)[channel.rank])
-        self._room(channel, stager, deadline, is_as_before=False)
-
-    def _stage(self, handle: Handle, metrics: dict[str, float]) -> None:
+    def _stage(self, tier: MemoryTier, handle: Handle, metrics: dict[str, float]) -> None:
         """Save into memory. Raises an error that `is_unusable` on all ranks where the memory of some node is."""
         deadline = Deadline(self._timeout_s)
         channel = default_channel(f"save of step {handle.step}", self._group, deadline=deadline, step=handle.step)
+        if tier.is_put_off:
+            tier.put_off(channel, deadline)
         handle.is_told = channel.rank == 0
-        stager = self._opened(group_ranks(self._group)[channel.rank])
+        stager = tier.stager
         sources = JOB.sources(lambda: parts_of(self._state))
         hold = stager.guard.hold()
         try:
             taken = self._taken(stager, channel)
-            free = self._room(
-                channel, stager, deadline, is_as_before=isinstance(taken, Snapshot) and taken.is_as_before
-            )
+            is_as_before = isinstance(taken, Snapshot) and taken.is_as_before
+            free = tier.room(channel, deadline, is_as_before=is_as_before, when_full=self._when_full)
             if free.full and self._when_full == "skip":
                 handle.skip(free.full, free.held_up)
                 return
@@ -376,8 +341,7 @@ class Checkpointer:
                 handle, metrics, later, deadline, stager, hold, taken, sources, free.needed, is_awaited, self._go_on
             )
             background = Background(job)
-            self._backgrounds.append(background)
-            copier = background.start()
+            copier = tier.begin(background)
             if is_awaited:
                 background.wait()
                 if background.error is not None:
@@ -388,14 +352,10 @@ class Checkpointer:
         finally:
             hold.drop()  # unless it was passed on: else nothing comes of this save
 
-    def _drop_parts(self, channel: Channel, deadline: Deadline) -> None:
-        """Where this job did not restore, give up what is in memory in part only; whoever had the rest is gone."""
-        assert self._memory is not None
-        self._whole = drop_parts(self._run, self._memory.node_dir, channel, deadline)
-        self._goes_on = True
-
     def _taken(self, stager: Stager, channel: Channel) -> Snapshot | Exception:
         """The state as of now, under the guard; or why it cannot be saved, of which all ranks must hear."""
+        if self._known.share is not None and not stager.fits(self._known.share):
+            self._known.share = None  # so that the next plan is made known to all, who take memory for it
         try:
             number, world_size, walk = channel.rank, channel.world_size, self._known.walk
             taken = Snapshot(self._state, rank=number, world_size=world_size, last=walk, select=self._globs)
@@ -444,67 +404,6 @@ class Checkpointer:
         planning.remember(share)
         return agreed, share, mine.flat, planning.values(mine)
 
-    def _room(self, channel: Channel, stager: Stager, deadline: Deadline, *, is_as_before: bool) -> Room:
-        """Room for another snapshot on all ranks; waits for it, unless saves are skipped then. Raises an error that
-        `is_unusable` on all ranks where some rank cannot use its memory, or puts that off."""
-
-        def look(payloads: Sequence[bytes]) -> bytes:
-            found = room(payloads, stager.run_id or self._run_id())
-            is_late = deadline.remaining_s() < _LATE * self._timeout_s
-            if found.full and found.trouble is None and self._when_full == "wait" and is_late:
-                raise _too_slow(found, self._timeout_s)
-            return msgspec.msgpack.encode(found)
-
-        told_at = time.monotonic() + _PATIENCE_S
-        while True:
-            standing = attempt(
-                lambda: msgspec.msgpack.encode(
-                    stager.standing(
-                        is_as_before=is_as_before,
-                        has_looked=self._goes_on,
-                        whole=self._whole,
-                        backoff=self._backoff,
-                        put_off=self._trouble if self._backoff.num_put_off else None,
-                    )
-                )
-            )
-            answer = channel.exchange("memory", standing, look, deadline)
-            found = decode_msgpack(answer, Room)
-            stager.give_up(found.given_up)
-            stager.give_up_beyond(found.reached)
-            if found.trouble is not None:
-                self._backoff = found.backoff
-                raise from_wire(found.trouble)
-            if not found.all_looked:
-                self._drop_parts(channel, deadline)
-                continue
-            if stager.run_id != found.run_id:
-                stager.belong_to(found.run_id)
-                continue  # there is more room now
-            if not found.full or self._when_full == "skip":
-                return found
-            if time.monotonic() > told_at:
-                told_at = math.inf
-                names = ", ".join(map(str, found.full[:8]))
-                _log.warning("%s waits for memory: the snapshots of rank %s are not durable yet", channel.label, names)
-            time.sleep(_LOOK_S)
-
-    def _run_id(self) -> str:
-        """The id of the run in storage; "" where there is none."""
-        with TimedStore(open_store(self._run), timeout_s=self._timeout_s) as storage:
-            try:
-                return Run.open(storage).run_id
-            except NotFoundError:
-                return ""
-
-    def _opened(self, rank: int) -> Stager:
-        if self._stager is None:
-            assert self._memory is not None
-            node_dir, num_slots = self._memory.node_dir, self._memory.generations
-            self._stager = Stager(self._run, node_dir, rank=rank, num_slots=num_slots)
-        self._stager.watch()
-        return self._stager
-
     def _prepare(self, job: Job, share: Share) -> None:
         """Have memory for a new plan on all ranks. Raises on all where some rank has not enough."""
 
@@ -514,14 +413,3 @@ class Checkpointer:
             return b""
 
         job.channel.collect("memory", attempt(prepare), job.deadline)
-
-
-def _too_slow(found: Room, timeout_s: float) -> DeadlineError:
-    names = ", ".join(map(str, found.full[:8]))
-    return DeadlineError(
-        f"No slot of rank {names} became free within {timeout_s:.0f} s: the snapshots in them are not durable.",
-        code="timeout.slot",
-        action="Save less often, keep more generations, or see the log of the keeper for what holds it up.",
-        rank=found.full[0],
-        details=last_try(found.held_up),
-    )

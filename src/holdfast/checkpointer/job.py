@@ -117,13 +117,3 @@ class Job:
             )
         )
         _log.error("step %d could not be staged", step, exc_info=error)
-
-
-def interrupted(step: int) -> StorageError:
-    """Why nothing comes of a save whose call was ended by an exception."""
-    return StorageError(
-        f"step {step} is not saved: an exception ended the call of `save` before the state was set aside.",
-        code="storage.interrupted",
-        action="Save again; the next save is not affected.",
-        step=step,
-    )

@@ -23,13 +23,20 @@ from holdfast.checkpoint.reading import pack_values
 from holdfast.checkpointer.backoff import Backoff
 from holdfast.checkpointer.handle import Handle
 from holdfast.checkpointer.messages import Agreed, Standing
+from holdfast.checkpointer.save_errors import (
+    incomplete,
+    is_unusable,
+    not_yet_given_back,
+    removed,
+    superseded,
+    unusable,
+    unwatched,
+)
 from holdfast.errors import (
     CorruptError,
     DeadlineError,
     ErrorWire,
-    FencedError,
     HoldfastError,
-    StateError,
     StorageError,
     to_wire,
 )
@@ -62,8 +69,6 @@ _NUM_TOLD: Final = 8
 _NUM_HEARD: Final = 4096
 #: While no keeper can be had, that is tried again after twice as long each time, up to this.
 _LOOK_FURTHER_AT_MOST_S: Final = 10.0
-#: Codes of errors after which saves go to storage for a while: this node's memory cannot be used now.
-_UNUSABLE: Final = frozenset({"config.memory", "config.keeper", "storage.memory"})
 
 _log = logging.getLogger(__name__)
 
@@ -115,7 +120,8 @@ class Stager:
         self._run = run
         self._node_dir = node_dir
         self._rank = rank
-        self._num_slots = num_slots
+        #: May be raised; whoever saves next takes more memory then.
+        self.num_slots = num_slots
         #: None before it is opened, and when all of it was given back. Whoever changes that has the lock below.
         self._memory: _RankMemory | None = None
         self._memory_lock = Lock()
@@ -125,6 +131,7 @@ class Stager:
         #: What made the last copy fail, to be told to all ranks by the next save.
         self._trouble: StorageError | None = None
         self._prepared_nbytes = -1
+        self._prepared_slots = 0
         self._register: Register | None = None
         #: By name of the slot, all of one plan.
         self._routes: dict[str, Routes] = {}
@@ -147,8 +154,8 @@ class Stager:
         self.run_id: str | None = None
 
     def fits(self, share: Share) -> bool:
-        """Whether there are slots for data files of this size."""
-        return _nbytes(share) <= self._prepared_nbytes
+        """Whether there are slots for data files of this size, and as many as are wanted."""
+        return _nbytes(share) <= self._prepared_nbytes and self._prepared_slots == self.num_slots
 
     def prepare(self, share: Share, *, device: torch.device | None, timeout_s: float) -> None:
         """Have slots for data files of this size, registered with `device` if there is one; returns when there is a
@@ -164,6 +171,7 @@ class Stager:
             ensure_keeper(memory.folder, self._run.url)
         nbytes = _nbytes(share)
         self._register = None if device is None else partial(registered, device=device)
+        memory.arena.num_slots = self.num_slots
         if nbytes:
             memory.arena.prepare(nbytes, register=self._register)
             if not memory.arena.wait_for_one(timeout_s):
@@ -175,7 +183,7 @@ class Stager:
                 )
             if memory.arena.error is not None:
                 raise memory.arena.error
-        self._prepared_nbytes = nbytes
+        self._prepared_nbytes, self._prepared_slots = nbytes, self.num_slots
 
     def standing(
         self,
@@ -218,7 +226,7 @@ class Stager:
         except HoldfastError as error:
             if not (self._was_used or is_unusable(error)):
                 raise
-            told = to_wire(error if is_unusable(error) else _unusable(error))
+            told = to_wire(error if is_unusable(error) else unusable(error))
             return msgspec.structs.replace(known, trouble=told)
         # Where there are no slots yet, a plan must be made known, and memory taken, before the save returns.
         return msgspec.structs.replace(found, is_as_before=is_as_before and self._prepared_nbytes >= 0)
@@ -256,11 +264,11 @@ class Stager:
         with self._memory_lock:
             if self._is_retired and self._memory is not None:
                 if self._pending_now():
-                    raise _not_yet_given_back(self._memory.folder.path)
+                    raise not_yet_given_back(self._memory.folder.path)
                 self._drop_memory()
             if self._memory is None:
                 node = self._node_dir
-                self._memory = _RankMemory(self._run, node, rank=self._rank, num_slots=self._num_slots)
+                self._memory = _RankMemory(self._run, node, rank=self._rank, num_slots=self.num_slots)
                 self._is_retired = False
             return self._memory
 
@@ -302,7 +310,7 @@ class Stager:
         self._untold.update(unheard)
         for pending in self._pending_now():
             if pending.checkpoint_id in unheard:
-                pending.handle.durable.end(_incomplete(pending.handle.step))
+                pending.handle.durable.end(incomplete(pending.handle.step))
         self._tell_given_up()
 
     def give_up_beyond(self, reached: Place | None) -> None:
@@ -393,10 +401,14 @@ class Stager:
             self._given_up.append(checkpoint_id)
 
     def close(self) -> None:
-        """End watching. What is staged stays, and is made durable by the keeper. Nothing is being copied any more."""
+        """End watching. What is staged stays, and is made durable by the keeper: whoever waits for that here is told.
+        Nothing is being copied any more."""
         self._closed.set()
         if self._watcher is not None:
             self._watcher.join()
+        for pending in self._pending_now():
+            self._look(pending)
+            pending.handle.durable.end(unwatched(pending.handle.step))
         self.guard.unhook()
         self._routes.clear()
         self._give_back()
@@ -473,15 +485,15 @@ class Stager:
                 record = slot.record
             contents = record.contents
             if contents is None or contents.checkpoint_id != pending.checkpoint_id:
-                handle.durable.end(_incomplete(handle.step))
+                handle.durable.end(incomplete(handle.step))
             elif record.state == State.COMMITTED:
                 handle.durable.end(nbytes=contents.nbytes)
             elif record.state == State.SUPERSEDED:
-                handle.durable.end(_superseded(handle.step, record.error))
+                handle.durable.end(superseded(handle.step, record.error))
             elif slot.is_removed and not is_locked(self._used.lock):
                 # Nobody else can open it any more, and the keeper that had it mapped is dead.
                 self.fail(pending.checkpoint_id, slot)
-                handle.durable.end(_removed(handle.step))
+                handle.durable.end(removed(handle.step))
             elif record.error and record.error != handle.trouble:
                 handle.durable.trouble = record.error
                 _log.warning("step %d is not durable yet, and is tried again: %s", handle.step, record.error)
@@ -509,11 +521,6 @@ class Stager:
                 pending.handle.durable.trouble = str(error)
             return False
         return True
-
-
-def is_unusable(error: HoldfastError) -> bool:
-    """Whether `error` says that the memory of a node cannot be used now: saves go to storage then."""
-    return error.code in _UNUSABLE
 
 
 def next_share(agreed: Agreed, known: Share | None, rank: int) -> Share:
@@ -544,50 +551,3 @@ def _write_values(slot: Slot, layout: FileLayout, values: Mapping[str, Node]) ->
         packed = pack_values(dict(values), capacity=layout.values.capacity)
         start = layout.data_start + layout.values_offset
         slot.data[start : start + len(packed)] = np.frombuffer(packed, np.uint8)
-
-
-def _incomplete(step: int) -> StateError:
-    return StateError(
-        f"step {step} was given up: the copy of some rank failed, so it can never be whole.",
-        code="state.incomplete",
-        action="See the log of that rank; the next save is another chance.",
-        step=step,
-    )
-
-
-def _removed(step: int) -> StorageError:
-    return StorageError(
-        f"step {step} is lost: somebody removed it from the memory of the node, and the keeper died.",
-        code="storage.memory_removed",
-        action="The next save is another chance; keep others from removing the memory (RemoveIPC=no in logind.conf).",
-        step=step,
-        tier="node memory",
-    )
-
-
-def _not_yet_given_back(path: Path) -> StorageError:
-    return StorageError(
-        f"The memory at '{path}' holds snapshots that are not durable yet.",
-        code="storage.memory",
-        action="No action needed: memory is tried again at a later save.",
-        path=str(path),
-        tier="node memory",
-    )
-
-
-def _unusable(error: HoldfastError) -> StorageError:
-    return StorageError(
-        f"The memory of this node cannot be used any more: {error.message}",
-        code="storage.memory",
-        action=error.action,
-        path=error.path,
-        tier="node memory",
-    )
-
-
-def _superseded(step: int, why: str) -> HoldfastError:
-    if why:
-        return FencedError(
-            f"step {step} is not committed: {why}", code="fenced.epoch", action="Stop this job.", step=step
-        )
-    return _incomplete(step)

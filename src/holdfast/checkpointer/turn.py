@@ -1,4 +1,4 @@
-"""Whose turn it is to call a `Checkpointer`."""
+"""Whose turn it is to call the `Checkpointer`s of a run."""
 
 from __future__ import annotations
 
@@ -7,15 +7,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import get_native_id
 from typing import Final
+from weakref import WeakValueDictionary
 
 from holdfast.errors import ConfigurationError
 from holdfast.snapshot.guard import is_alive
+from holdfast.store.base import Location
 
 _ONLY: Final = "caller"
 
 
 class Turn:
     """Lets one thread at a time call, of the process that called first.
+
+    All `Checkpointer`s of a process on one run have one turn: they share the memory of its rank.
 
     Not a lock: an exception at the end of a ``with`` block would leave one taken for ever. A turn is over when its
     thread asks for the next one, or has ended.
@@ -44,7 +48,7 @@ class Turn:
         caller = self._caller.setdefault(_ONLY, me)  # atomic
         if caller != me and is_alive(caller):
             raise ConfigurationError(
-                f"{call} was called while another thread was in a call of the same Checkpointer.",
+                f"{call} was called while another thread was in a call of a Checkpointer of the same run.",
                 code="config.threads",
                 action="Call it from one thread, the one that trains: all ranks must make the same calls in one order.",
             )
@@ -53,3 +57,12 @@ class Turn:
             yield
         finally:
             self._caller.pop(_ONLY, None)
+
+
+#: One registry for the process, because what a turn protects belongs to the process.
+_turns: Final[WeakValueDictionary[tuple[int, Location], Turn]] = WeakValueDictionary()
+
+
+def turn_in(run: Location) -> Turn:
+    """The turn of this process in `run`."""
+    return _turns.setdefault((os.getpid(), run), Turn())

@@ -253,6 +253,11 @@ def group_ranks(group: dist.ProcessGroup | None) -> tuple[int, ...]:
     return tuple(range(dist.get_world_size()) if group is None else dist.get_process_group_ranks(group))
 
 
+def global_rank() -> int:
+    """The rank of this process in the job; 0 in one plain process."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
 def default_channel(
     label: str, group: dist.ProcessGroup | None = None, *, deadline: Deadline, step: int | None = None
 ) -> Channel:

@@ -38,7 +38,8 @@ class Arena:
     def __init__(self, folder: NodeFolder, *, rank: int, num_slots: int) -> None:
         self._folder = folder
         self._rank = rank
-        self._num_slots = num_slots
+        #: How many there are to be, from the next preparation on.
+        self.num_slots = num_slots
         self._slots: list[Slot] = []
         self._retired: list[Slot] = []
         self._stopped = False
@@ -107,7 +108,7 @@ class Arena:
         there = [slot for slot in self._slots if not slot.is_removed]
         contents = [slot.record.contents for slot in there if slot.refresh().state in REUSABLE]
         places = [each.place for each in contents if each is not None and not self.is_left(each)]
-        is_free = len(places) < len(contents) or (self._thread is None and len(there) < self._num_slots)
+        is_free = len(places) < len(contents) or (self._thread is None and len(there) < self.num_slots)
         return is_free, min(places, default=None)
 
     def forget(self, is_foreign: Callable[[Contents], bool]) -> tuple[list[Contents], list[str]]:
@@ -175,12 +176,12 @@ class Arena:
         try:
             with suppress(_Stopped), unusable_memory(self._folder.path):
                 self._sort(nbytes)
-                self._look((self._num_slots - len(self._slots)) * nbytes)
+                self._look((self.num_slots - len(self._slots)) * nbytes)
                 for slot in self._slots:
                     if not slot.is_reserved:  # whoever made it was killed before
                         slot.reserve(before=self._look)
                     self._make_known(slot)
-                while len(self._slots) < self._num_slots:
+                while len(self._slots) < self.num_slots:
                     self._add(nbytes)
                     self._one.set()
                 self.is_ready = True
@@ -207,7 +208,7 @@ class Arena:
 
     def _sort(self, nbytes: int) -> None:
         """Retire slots that are too small, too many, or were removed by somebody."""
-        fit = [slot for slot in self._slots if slot.nbytes >= nbytes and not slot.is_removed][: self._num_slots]
+        fit = [slot for slot in self._slots if slot.nbytes >= nbytes and not slot.is_removed][: self.num_slots]
         self._retired += [slot for slot in self._slots if slot not in fit]
         self._slots = fit
         self.remove_retired(None)

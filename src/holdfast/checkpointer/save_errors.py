@@ -1,0 +1,102 @@
+"""Why a save into memory comes to nothing, or is not durable."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+from holdfast.checkpointer.handle import last_try
+from holdfast.checkpointer.messages import Room
+from holdfast.errors import DeadlineError, FencedError, HoldfastError, StateError, StorageError
+
+#: Codes of errors after which saves go to storage for a while: this node's memory cannot be used now.
+_UNUSABLE: Final = frozenset({"config.memory", "config.keeper", "storage.memory"})
+
+
+def is_unusable(error: HoldfastError) -> bool:
+    """Whether `error` says that the memory of a node cannot be used now: saves go to storage then."""
+    return error.code in _UNUSABLE
+
+
+def incomplete(step: int) -> StateError:
+    """The save of `step` is void: some rank could not copy its part."""
+    return StateError(
+        f"step {step} was given up: the copy of some rank failed, so it can never be whole.",
+        code="state.incomplete",
+        action="See the log of that rank; the next save is another chance.",
+        step=step,
+    )
+
+
+def unwatched(step: int) -> DeadlineError:
+    """The save of `step` was still under way when nobody in this process looked at it any more."""
+    return DeadlineError(
+        f"step {step} was staged, but not durable yet, when its Checkpointer was closed.",
+        code="timeout.closed",
+        action="The keeper makes it durable; `holdfast ls` lists it when that is done.",
+        step=step,
+    )
+
+
+def removed(step: int) -> StorageError:
+    """The only copy of `step` was removed."""
+    return StorageError(
+        f"step {step} is lost: somebody removed it from the memory of the node, and the keeper died.",
+        code="storage.memory_removed",
+        action="The next save is another chance; keep others from removing the memory (RemoveIPC=no in logind.conf).",
+        step=step,
+        tier="node memory",
+    )
+
+
+def not_yet_given_back(path: Path) -> StorageError:
+    """Memory at `path` is to be given back, and still in use."""
+    return StorageError(
+        f"The memory at '{path}' holds snapshots that are not durable yet.",
+        code="storage.memory",
+        action="No action needed: memory is tried again at a later save.",
+        path=str(path),
+        tier="node memory",
+    )
+
+
+def unusable(error: HoldfastError) -> StorageError:
+    """What stops saves into memory that was in use before."""
+    return StorageError(
+        f"The memory of this node cannot be used any more: {error.message}",
+        code="storage.memory",
+        action=error.action,
+        path=error.path,
+        tier="node memory",
+    )
+
+
+def superseded(step: int, why: str) -> HoldfastError:
+    """The keeper did not commit `step`: `why` ("": its parts are not whole)."""
+    if why:
+        return FencedError(
+            f"step {step} is not committed: {why}", code="fenced.epoch", action="Stop this job.", step=step
+        )
+    return incomplete(step)
+
+
+def too_slow(found: Room, timeout_s: float) -> DeadlineError:
+    """A save found no slot in time."""
+    names = ", ".join(map(str, found.full[:8]))
+    return DeadlineError(
+        f"No slot of rank {names} became free within {timeout_s:.0f} s: the snapshots in them are not durable.",
+        code="timeout.slot",
+        action="Save less often, keep more generations, or see the log of the keeper for what holds it up.",
+        rank=found.full[0],
+        details=last_try(found.held_up),
+    )
+
+
+def interrupted(step: int) -> StorageError:
+    """Why nothing comes of a save whose call was ended by an exception."""
+    return StorageError(
+        f"step {step} is not saved: an exception ended the call of `save` before the state was set aside.",
+        code="storage.interrupted",
+        action="Save again; the next save is not affected.",
+        step=step,
+    )
