@@ -90,6 +90,22 @@ def test_ranks_that_save_different_steps_are_told(tmp_path: Path) -> None:
         assert place == "1.1"
 
 
+def save_another_step_once(run: str) -> str:
+    start_new_job()
+    with pytest.raises(HoldfastError) as caught:
+        holdfast.save(run, small(), dist.get_rank(), timeout_s=2.0)
+    return str(caught.value)
+
+
+def test_a_rank_that_waits_in_vain_in_a_later_step_is_told_that_the_steps_differ(tmp_path: Path) -> None:
+    at_once, later = run_ranks(2, save_another_step_once, str(tmp_path / "run"))
+    cause = "rank 1 is in 'describe' of save of step 1 while rank 0 is in 'describe' of save of step 0"
+    assert "[config.call_order]" in at_once
+    assert cause in at_once
+    assert "[timeout.ranks]" in later
+    assert f"ranks had met out of step: {cause}" in later
+
+
 def save_but_skip_one(run: str, node_dir: Path, skipping: int, verb: str) -> list[str]:
     """What became of each of five saves, of which the rank `skipping` leaves out the second, as if by a bug."""
     start_new_job()

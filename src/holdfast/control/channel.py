@@ -25,6 +25,7 @@ raised, unless rank 0 tries the same again, which the rank joins.
 
 from __future__ import annotations
 
+import logging
 import struct
 import time
 from collections.abc import Callable, Sequence
@@ -49,6 +50,8 @@ _MAX_TOLD: Final = 64
 _TOGETHER_S: Final = 0.5
 #: So long rank 0 waits for others to read an error: it may serve the store, and end with the error.
 _READ_S: Final = 2.0
+
+_log = logging.getLogger(__name__)
 
 Clock = Callable[[], float]
 Outcome = bytes | Exception
@@ -125,7 +128,12 @@ class _Awaited(NamedTuple):
 
 
 class _OverError(Exception):
-    """These keys were those of another operation, which this rank skipped. Stays inside."""
+    """These keys were those of another operation, which this rank skipped; `why` is what was said there. Stays
+    inside."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(why)
+        self.why = why
 
 
 class Channel:
@@ -161,6 +169,8 @@ class Channel:
         #: Set by the thread that makes requests, read by the one that waits for it.
         self._awaited: _Awaited | None = None
         self._found_ended: set[int] = set()
+        #: What this rank was told when it met the others in an operation that it had skipped.
+        self._strayed_why = ""
 
     def in_background(self) -> Channel:
         """A channel of the same operation between the same ranks, for another thread; all of them have exchanged
@@ -211,9 +221,11 @@ class Channel:
             while True:
                 try:
                     return self._exchange(phase, outcome, answer, deadline)
-                except _OverError:
-                    self._catch_up()
+                except _OverError as over:
+                    self._catch_up(over.why)
         except HoldfastError as error:
+            if isinstance(error, DeadlineError) and self._strayed_why:
+                error.details = (*error.details, f"Before that, ranks had met out of step: {self._strayed_why}")
             if not isinstance(outcome, Exception) or error is outcome:
                 raise
             told = _with_local_traceback(error, outcome, rank=self.rank, is_alone=self.world_size == 1)
@@ -256,9 +268,11 @@ class Channel:
             self._meeting.claim(awaited.keys[rank], _packed(awaited.obituary(rank)))
         self._found_ended = ended
 
-    def _catch_up(self) -> None:
-        """Go on to the keys of the next operation."""
+    def _catch_up(self, why: str) -> None:
+        """Go on to the keys of the next operation, and wait for the others there."""
         assert self._meeting is not None
+        self._strayed_why = why
+        _log.warning("%s waits for the other ranks to come to it: %s", self.label, why)
         self._meeting = self._meeting.next()
         self._num_gathers = self._num_broadcasts = 0
 
@@ -350,8 +364,9 @@ class Channel:
     def _compare(self, ups: Sequence[_Up], phase: str, deadline: Deadline, *, is_first: bool) -> None:
         """Return if all ranks are where this one is, rank 0."""
         if is_first and self.world_size > 1 and self._shared.check("left"):
-            self._send_down(phase, self._late([0], phase, deadline))  # for those that still wait here
-            raise _OverError
+            late = self._late([0], phase, deadline)
+            self._send_down(phase, late)  # for those that still wait here
+            raise _OverError(late.message)
         other = next((rank for rank, up in enumerate(ups) if (up.phase, up.label) != (phase, self.label)), None)
         if other is None:
             return
@@ -360,7 +375,7 @@ class Channel:
         steps = [up.step for up in ups if up.step is not None]
         behind = min(steps) if is_first and len(steps) == len(ups) else self._step
         self._send_down(phase, error, step=behind)
-        raise _OverError if _is_ahead(self._step, behind) else error
+        raise _OverError(error.message) if _is_ahead(self._step, behind) else error
 
     def _members(self, leader: int) -> range:
         return range(leader, min(leader + self._group_size, self.world_size))
@@ -402,7 +417,7 @@ class Channel:
         down = decode_msgpack(data, _Down)
         self._learn({0: down.process})
         if number == 0 and down.error is not None and self._is_past(down, down.error):
-            raise _OverError
+            raise _OverError(down.error.message)
         if down.error is None and (down.phase, down.label) != (phase, self.label):
             raise _out_of_step(self.rank, self._what(phase), _what(down.phase, down.label))
         return down
