@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -223,6 +225,22 @@ def test_what_a_load_leaves_behind_does_not_grow_with_the_number_of_tensors(tmp_
     holdfast.load(tmp_path / "many", many)
     gc.collect()
     assert len(gc.get_objects()) - before < 500
+
+
+def test_an_interpreter_that_ends_after_a_load_of_tensors_says_nothing(tmp_path: Path) -> None:
+    # What the job remembers of the load is freed when the module that frees it has no names any more.
+    script = (
+        "import sys, torch, holdfast\n"
+        "class Extra(torch.nn.Module):\n"
+        "    def get_extra_state(self): return {'t': torch.ones(3)}\n"
+        "    def set_extra_state(self, state): self.t = state['t']\n"
+        "state = {'m': Extra()}\n"
+        "holdfast.save(sys.argv[1], state, 1)\n"
+        "holdfast.load(sys.argv[1], state)\n"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path / "run")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_checkpoint_outside_any_history_is_nothing_to_continue_from(run: str) -> None:

@@ -44,6 +44,17 @@ class _Object:
         return self._ref() is not None
 
 
+# The calls behind torch's own StorageWeakRef, bound early: an interpreter that ends has no torch any more,
+# and no names of this module.
+_is_gone = cast("Callable[[int], bool]", torch.UntypedStorage._expired)  # noqa: SLF001
+_free = cast("Callable[[int], None]", torch.UntypedStorage._free_weak_ref)  # noqa: SLF001
+
+
+def _release(numbers: Iterable[int], free: Callable[[int], None] = _free) -> None:
+    for number in numbers:
+        free(number)
+
+
 class TensorMemory:
     """The memory of tensors, whichever tensors show it; see `FilledMemory`. That of tensors of kinds that have no
     storage is not recognised.
@@ -72,18 +83,8 @@ class TensorMemory:
         _release(lost)
         return bool(self._numbers)
 
-    def __del__(self) -> None:
-        _release(self._numbers)
-
-
-# The calls behind torch's own StorageWeakRef, bound early: an interpreter that ends has no torch any more.
-_is_gone = cast("Callable[[int], bool]", torch.UntypedStorage._expired)  # noqa: SLF001
-_free = cast("Callable[[int], None]", torch.UntypedStorage._free_weak_ref)  # noqa: SLF001
-
-
-def _release(numbers: Iterable[int], free: Callable[[int], None] = _free) -> None:
-    for number in numbers:
-        free(number)
+    def __del__(self, release: Callable[[Iterable[int]], None] = _release) -> None:
+        release(self._numbers)
 
 
 class Found(NamedTuple):
