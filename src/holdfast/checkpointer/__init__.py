@@ -18,52 +18,23 @@ from holdfast.agreement.assignment import Share
 from holdfast.agreement.coordinator import Request
 from holdfast.agreement.planning import Known
 from holdfast.checkpointer.background import Background
-from holdfast.checkpointer.backoff import Backoff as Backoff
 from holdfast.checkpointer.handle import Handle
-from holdfast.checkpointer.handle import last_try as last_try
 from holdfast.checkpointer.job import Job
 from holdfast.checkpointer.memory_tier import MemoryTier, tier_for
 from holdfast.checkpointer.messages import Agreed, Answer
-from holdfast.checkpointer.messages import Room as Room
 from holdfast.checkpointer.planner import StagePlanner, StagePlanning
-from holdfast.checkpointer.planner import room as room
 from holdfast.checkpointer.restoring import RestoreReport, restore
-from holdfast.checkpointer.restoring import await_commit as await_commit
-from holdfast.checkpointer.restoring import drop_parts as drop_parts
 from holdfast.checkpointer.save_errors import interrupted, is_unusable
 from holdfast.checkpointer.staging import Stager, next_share
 from holdfast.checkpointer.turn import turn_in
 from holdfast.control.channel import Channel, Deadline, check_timeout
 from holdfast.control.torch_store import default_channel, global_rank, group_ranks
-from holdfast.decoding import decode_msgpack as decode_msgpack
-from holdfast.errors import (
-    ConfigurationError,
-    HoldfastError,
-)
-from holdfast.errors import (
-    DeadlineError as DeadlineError,
-)
-from holdfast.errors import (
-    ErrorWire as ErrorWire,
-)
-from holdfast.errors import (
-    FencedError as FencedError,
-)
-from holdfast.errors import (
-    NotFoundError as NotFoundError,
-)
-from holdfast.errors import (
-    from_wire as from_wire,
-)
-from holdfast.errors import (
-    to_wire as to_wire,
-)
+from holdfast.errors import ConfigurationError, HoldfastError
 from holdfast.format.patterns import Globs
 from holdfast.format.records import Place, now
 from holdfast.format.values import Node
 from holdfast.node_memory.node_folder import DEFAULT_NODE_DIR
 from holdfast.phases import Stopwatch, attempt
-from holdfast.run.history import Run as Run
 from holdfast.run.session import JOB
 from holdfast.saving import numbers_of, run_location, save
 from holdfast.snapshot.capture import Snapshot
