@@ -96,7 +96,7 @@ def test_cpu_time_is_counted_of_processes_and_of_their_children_that_have_ended(
     before_s = cpu_s([os.getpid()])
     busy = "import time\nwhile time.process_time() < 0.3: pass"
     subprocess.run([sys.executable, "-c", busy], check=True)
-    assert cpu_s([os.getpid()]) - before_s >= 0.29
+    assert cpu_s([os.getpid()]) - before_s > 0.25  # the kernel counts in ticks of 10 ms
     assert cpu_s([2**22 + 1]) == 0.0  # there is no such process
 
 

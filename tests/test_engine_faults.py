@@ -324,6 +324,27 @@ def test_a_lock_file_that_nobody_holds_is_no_keeper(spec: Spec, truth: Truth, te
     assert (folder.path / "keeper.lock").read_text() == f"{keeper_of(spec)}\n"
 
 
+@pytest.mark.parametrize("has_keeper", [True, False])
+def test_saves_go_on_where_the_file_that_says_the_version_of_the_memory_is_damaged(
+    spec: Spec, truth: Truth, caplog: pytest.LogCaptureFixture, has_keeper: bool
+) -> None:
+    training = Training(spec.numel)
+    with Checkpointer(spec.run, training.state, memory=memory_of(spec), timeout_s=60.0) as checkpointer:
+        saved(training, checkpointer, 0).durable.wait(60)
+        keeper = keeper_of(spec)
+        with spec.folder(spec.node_dirs[0]) as folder:
+            (folder.path / "keeper.protocol").write_bytes(bytes(2))
+            (folder.path / "slot-of nobody").touch()
+        if not has_keeper:
+            os.kill(keeper, signal.SIGKILL)
+            until(lambda: not Path(f"/proc/{keeper}").exists())
+        for step in (1, 2):
+            saved(training, checkpointer, step).durable.wait(60)
+    assert has_keeper == ("saves go to storage" not in caplog.text)
+    assert has_keeper == ("keeper.protocol' is damaged" not in caplog.text)
+    assert truth.loaded(spec.run) == 2
+
+
 # Places that are full.
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Final
 
-from holdfast.errors import ConfigurationError
+from holdfast.errors import ConfigurationError, StorageError
 from holdfast.node_memory import file_locks
 from holdfast.node_memory.node_folder import NodeFolder
 
@@ -122,11 +122,21 @@ def require_protocol(folder: NodeFolder, *, timeout_s: float) -> None:
 
     Raises:
         ConfigurationError: it did not end, or could not make everything durable, within `timeout_s`.
+        StorageError: the file that says the protocol is damaged, and there is no keeper.
     """
     protocol = _protocol_of(folder)
     if protocol != PROTOCOL and is_kept(folder):
         end_keeper(folder, timeout_s=timeout_s)
         protocol = _protocol_of(folder)
+    if protocol is None:
+        path = folder.path / _PROTOCOL_NAME
+        raise StorageError(
+            f"'{path}' is damaged: it does not say which version of holdfast staged the snapshots beside it.",
+            code="storage.memory",
+            action=f"Remove '{folder.path}' to give up what it holds; `holdfast node` lists that.",
+            path=str(path),
+            tier="node memory",
+        )
     if protocol != PROTOCOL:
         raise ConfigurationError(
             f"Another version of holdfast staged the snapshots in '{folder.path}' (protocol {protocol}; this one has "
@@ -137,10 +147,13 @@ def require_protocol(folder: NodeFolder, *, timeout_s: float) -> None:
         )
 
 
-def _protocol_of(folder: NodeFolder) -> int:
-    """What the last keeper of `folder` followed, if it left anything that is not durable; else the one of this."""
+def _protocol_of(folder: NodeFolder) -> int | None:
+    """What the last keeper of `folder` followed, if it left anything that is not durable; else the one of this. None
+    where it does not say."""
     try:
         with os.fdopen(folder.open(_PROTOCOL_NAME), "rb") as file:
             return int(file.read())
     except FileNotFoundError:
         return PROTOCOL
+    except ValueError:
+        return None

@@ -37,6 +37,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import secrets
 import struct
 import time
@@ -65,6 +66,7 @@ DATA_START: Final = HUGE_PAGE_NBYTES
 _RESERVED_NBYTES: Final = 64 << 20
 
 _PREFIX: Final = "slot-"
+_NAME: Final = re.compile(r"slot-(\d+)-\w+")
 _MAGIC: Final = b"HFSLOT02"
 _CELL_NBYTES: Final = 2048
 #: Magic, sequence number, size and digest of what follows.
@@ -367,8 +369,8 @@ class Slot:
 
 def slot_names(folder: NodeFolder, *, rank: int | None = None) -> list[str]:
     """Names of all slots in a folder, or of those of one rank, sorted."""
-    prefix = _PREFIX if rank is None else f"{_PREFIX}{rank}-"
-    return [name for name in folder.names() if name.startswith(prefix)]
+    names = [name for name in folder.names() if _NAME.fullmatch(name)]
+    return [name for name in names if rank is None or rank_of(name) == rank]
 
 
 def rank_of(name: str) -> int:
