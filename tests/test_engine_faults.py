@@ -9,18 +9,22 @@ import stat
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import holdfast
 from holdfast import Checkpointer, DeadlineError, Memory, StorageError
+from holdfast.checkpointer import staging
+from holdfast.keeper import client
 from holdfast.node_memory.slots import Slot, slot_names
 from tests import nursery
 from tests.engine_job import (
@@ -345,6 +349,70 @@ def test_saves_go_on_where_the_file_that_says_the_version_of_the_memory_is_damag
     assert truth.loaded(spec.run) == 2
 
 
+def cut(path: Path) -> None:
+    os.truncate(path, 0)
+
+
+def write_over(path: Path) -> None:
+    with open(path, "r+b") as file:
+        file.write(os.urandom(8192))
+
+
+@pytest.mark.parametrize("damage", [cut, write_over])
+@pytest.mark.parametrize("is_durable", [True, False])
+def test_a_slot_that_somebody_cuts_or_overwrites_costs_what_it_holds_alone(
+    spec: Spec, truth: Truth, damage: Callable[[Path], object], is_durable: bool
+) -> None:
+    training = Training(spec.numel)
+    with Checkpointer(spec.run, training.state, memory=memory_of(spec), timeout_s=60.0) as checkpointer:
+        saved(training, checkpointer, 0).durable.wait(60)
+        with spec.folder(spec.node_dirs[0]) as folder, nullcontext() if is_durable else stopped(keeper_of(spec)):
+            handle = saved(training, checkpointer, 1)
+            (handle.durable if is_durable else handle.staged).wait(60)
+            for name in slot_names(folder):
+                damage(folder.path / name)
+            if not is_durable:
+                with pytest.raises(StorageError, match=r"storage\.memory_removed"):
+                    handle.durable.wait(60)
+        for step in range(2, 5):
+            saved(training, checkpointer, step).durable.wait(60)
+    assert truth.loaded(spec.run) == 4
+
+
+def test_saves_go_on_where_somebody_has_replaced_the_file_of_the_claims(spec: Spec, truth: Truth) -> None:
+    training = Training(spec.numel)
+    with Checkpointer(spec.run, training.state, memory=memory_of(spec), timeout_s=60.0) as checkpointer:
+        saved(training, checkpointer, 0).durable.wait(60)
+        with spec.folder(spec.node_dirs[0]) as folder:
+            (folder.path / "trainers.lock").unlink()
+            (folder.path / "trainers.lock").mkdir()
+        for step in range(1, 6):
+            saved(training, checkpointer, step).durable.wait(60)
+    assert truth.loaded(spec.run) == 5
+
+
+def test_a_watcher_goes_on_after_an_error_that_nobody_expected(
+    spec: Spec, truth: Truth, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ensure, failed = client.ensure_keeper, threading.Event()
+
+    def ensure_keeper(folder: Any, run: str) -> None:
+        if threading.current_thread().name == "holdfast-watch" and not failed.is_set():
+            failed.set()
+            raise ValueError("a bug")
+        ensure(folder, run)
+
+    training = Training(spec.numel)
+    with Checkpointer(spec.run, training.state, memory=memory_of(spec)) as checkpointer:
+        saved(training, checkpointer, 0).durable.wait(60)
+        monkeypatch.setattr(staging, "ensure_keeper", ensure_keeper)
+        with stopped(keeper_of(spec)):
+            handle = saved(training, checkpointer, 1)
+            assert failed.wait(30)
+        handle.durable.wait(60)
+    assert truth.loaded(spec.run) == 1
+
+
 # Places that are full.
 
 
@@ -407,7 +475,7 @@ def test_when_memory_fills_up_a_save_fails_clearly_and_nothing_is_lost(
                 saved(training, checkpointer, step).durable.wait(60)
             other = fill(node_dir)
             failed = saved(training, checkpointer, 2)
-            with pytest.raises(StorageError, match=r"step 2 could not be staged.*No space left"):
+            with pytest.raises(StorageError, match="cannot be used: No space left"):
                 failed.staged.wait(60)
             assert holdfast.open(spec.run).step == 1
             other.unlink()

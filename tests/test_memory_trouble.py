@@ -101,7 +101,7 @@ def test_what_the_node_and_its_keeper_lost_is_told(run: str, node_dir: Path) -> 
         lost.staged.wait(60)
         shutil.rmtree(folder.path.parent)
     kill_keepers(node_dir)
-    with pytest.raises(holdfast.StorageError, match="step 1 is lost: somebody removed it") as caught:
+    with pytest.raises(holdfast.StorageError, match="step 1 is lost: somebody damaged it") as caught:
         lost.durable.wait(60)
     assert caught.value.code == "storage.memory_removed"
     assert saved(loop, checkpointer, 2).durable.is_done

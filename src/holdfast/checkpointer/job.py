@@ -13,6 +13,7 @@ from holdfast.checkpointer.staging import Stager
 from holdfast.control.channel import Channel, Deadline
 from holdfast.errors import HoldfastError, StorageError
 from holdfast.format.records import Place
+from holdfast.node_memory.node_folder import memory_error
 from holdfast.node_memory.slots import Slot
 from holdfast.run.session import Sources
 from holdfast.snapshot.capture import Snapshot
@@ -104,6 +105,8 @@ class Job:
 
     def _tell(self, error: BaseException | None) -> None:
         step = self.handle.step
+        if isinstance(error, OSError):
+            error = memory_error(self.stager.node_dir, error)
         if isinstance(error, HoldfastError):
             self.handle.fail(error)
             _log.error("step %d is not saved: %s", step, error)

@@ -41,7 +41,7 @@ def unwatched(step: int) -> DeadlineError:
 def removed(step: int) -> StorageError:
     """The only copy of `step` was removed."""
     return StorageError(
-        f"step {step} is lost: somebody removed it from the memory of the node, and the keeper died.",
+        f"step {step} is lost: somebody damaged it in the memory of the node, or removed it, and the keeper died.",
         code="storage.memory_removed",
         action="The next save is another chance; keep others from removing the memory (RemoveIPC=no in logind.conf).",
         step=step,

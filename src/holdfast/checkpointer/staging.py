@@ -33,7 +33,6 @@ from holdfast.checkpointer.save_errors import (
     unwatched,
 )
 from holdfast.errors import (
-    CorruptError,
     DeadlineError,
     ErrorWire,
     HoldfastError,
@@ -118,7 +117,7 @@ class Stager:
     def __init__(self, run: Location, node_dir: Path, *, rank: int, num_slots: int) -> None:
         self.guard = Guard()
         self._run = run
-        self._node_dir = node_dir
+        self.node_dir = node_dir
         self._rank = rank
         #: May be raised; whoever saves next takes more memory then.
         self.num_slots = num_slots
@@ -221,7 +220,7 @@ class Stager:
             trouble, self._trouble = self._trouble, None
             if trouble is not None:
                 raise trouble
-            with unusable_memory(self._node_dir):
+            with unusable_memory(self.node_dir):
                 found = self._look_at_slots(known, whole)
         except HoldfastError as error:
             if not (self._was_used or is_unusable(error)):
@@ -267,7 +266,7 @@ class Stager:
                     raise not_yet_given_back(self._memory.folder.path)
                 self._drop_memory()
             if self._memory is None:
-                node = self._node_dir
+                node = self.node_dir
                 self._memory = _RankMemory(self._run, node, rank=self._rank, num_slots=self.num_slots)
                 self._is_retired = False
             return self._memory
@@ -396,7 +395,7 @@ class Stager:
         if slot is not None and slot.refresh().state == State.WRITING:
             slot.advance(Record(State.FREE))
         if isinstance(error, OSError):
-            self._trouble = memory_error(self._node_dir, error)
+            self._trouble = memory_error(self.node_dir, error)
         if checkpoint_id not in self._given_up:
             self._given_up.append(checkpoint_id)
 
@@ -478,13 +477,12 @@ class Stager:
     def _look(self, pending: _Pending) -> None:
         handle, slot = pending.handle, pending.slot
         if slot is not None and not handle.durable.is_over:
-            try:
-                record = slot.refresh()
-            except CorruptError as error:
-                handle.durable.end(error)
-                record = slot.record
+            record = slot.refresh()
             contents = record.contents
-            if contents is None or contents.checkpoint_id != pending.checkpoint_id:
+            if slot.is_damaged:
+                self.fail(pending.checkpoint_id, slot)
+                handle.durable.end(removed(handle.step))
+            elif contents is None or contents.checkpoint_id != pending.checkpoint_id:
                 handle.durable.end(incomplete(handle.step))
             elif record.state == State.COMMITTED:
                 handle.durable.end(nbytes=contents.nbytes)
@@ -516,7 +514,10 @@ class Stager:
                     assert handle.place is not None
                     if storage.nbytes(records.commit_key(handle.place)) is not None:
                         handle.durable.end()
-        except HoldfastError as error:
+        except Exception as error:  # noqa: BLE001
+            # Whatever it is, the thread goes on: handles would never hear of their ends.
+            if not isinstance(error, HoldfastError):
+                _log.exception("nobody can look now whether a keeper makes snapshots durable; that is tried again")
             for pending in waiting:
                 pending.handle.durable.trouble = str(error)
             return False

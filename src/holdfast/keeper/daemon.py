@@ -198,9 +198,12 @@ class Keeper:
                 except CorruptError as error:
                     _log.error("%s", error)  # also of what another version left when it owed nothing
                     self._folder.remove(name)
-        for slot in self._slots.values():
+        for name, slot in list(self._slots.items()):
             slot.refresh()
-            if slot.free_if_abandoned():
+            if slot.is_damaged and name not in self._being_read:
+                self._folder.remove(name)
+                self._slots.pop(name).close()
+            elif slot.free_if_abandoned():
                 _log.warning("'%s' is freed: the process that was filling it is dead", slot.path)
 
     def _forget(self, known: Collection[str]) -> None:

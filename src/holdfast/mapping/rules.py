@@ -53,7 +53,8 @@ class Drop(_OnNames, frozen=True):
 
 
 class Cast(_OnNames, frozen=True):
-    """Have tensors that match `names` arrive in `dtype`, as ``tensor.to(dtype)`` would make them.
+    """Have tensors that match `names` arrive in `dtype`, as ``tensor.to(dtype)`` would make them. A tensor is converted
+    once: of several casts of it, the last one counts, so a later rule can make an exception from an earlier one.
 
     As for ``module.to``, a floating dtype concerns floating tensors alone, and of optimizer state only what is matched
     by its own name, never step counters. Integers become wider integers only.

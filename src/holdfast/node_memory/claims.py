@@ -13,6 +13,7 @@ import time
 from contextlib import suppress
 from typing import Final, Self
 
+from holdfast.errors import ConfigurationError
 from holdfast.node_memory import file_locks
 from holdfast.node_memory.node_folder import NodeFolder
 
@@ -57,14 +58,18 @@ class Claim:
 
 
 def is_claimed(folder: NodeFolder, rank: int | None = None) -> bool:
-    """Whether a living process has the slots of `rank` (None: of any)."""
-    with suppress(FileNotFoundError):
+    """Whether a living process has the slots of `rank` (None: of any). True where nobody can tell, because somebody has
+    put something else in the place of the file."""
+    try:
         fd = folder.open(_NAME)
-        try:
-            return file_locks.is_locked(fd, *_bytes_of(rank))
-        finally:
-            os.close(fd)
-    return False
+    except FileNotFoundError:
+        return False
+    except ConfigurationError:
+        return True
+    try:
+        return file_locks.is_locked(fd, *_bytes_of(rank))
+    finally:
+        os.close(fd)
 
 
 def remove_claims(folder: NodeFolder) -> bool:

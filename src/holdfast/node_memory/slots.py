@@ -36,6 +36,7 @@ torn or without an owner is short:
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import re
 import secrets
@@ -67,6 +68,8 @@ _RESERVED_NBYTES: Final = 64 << 20
 
 _PREFIX: Final = "slot-"
 _NAME: Final = re.compile(r"slot-(\d+)-\w+")
+
+_log = logging.getLogger(__name__)
 _MAGIC: Final = b"HFSLOT02"
 _CELL_NBYTES: Final = 2048
 #: Magic, sequence number, size and digest of what follows.
@@ -154,6 +157,9 @@ class Slot:
         self._lock = Lock()
         #: Whether this has the slot's lock.
         self._is_mine = False
+        #: Whether somebody has cut the file, or written over both its records: what it holds is lost. Known from the
+        #: next look at it on.
+        self.is_damaged = False
         self._fd = folder.open(name)
         try:
             size = os.fstat(self._fd).st_size
@@ -207,9 +213,9 @@ class Slot:
 
     @property
     def is_removed(self) -> bool:
-        """Whether somebody has removed it: what is written to it then, nobody finds."""
+        """Whether somebody has removed it, or damaged it: what is written to it then, nobody finds."""
         with self._lock:
-            return self._fd >= 0 and os.fstat(self._fd).st_nlink == 0
+            return self._fd >= 0 and (self.is_damaged or os.fstat(self._fd).st_nlink == 0)
 
     @property
     def since(self) -> float:
@@ -245,22 +251,39 @@ class Slot:
 
     def has_changed(self) -> bool:
         """Whether anybody has changed the state since it was last read. Takes microseconds."""
-        return self._look() != self._page
+        return self._is_cut() or self._look() != self._page
 
     def refresh(self) -> Record:
         """Read what others have made of the slot. Takes microseconds where that is nothing. A slot that is closed here
-        says what it said last."""
+        says what it said last, and so does a damaged one."""
         with self._lock:
-            if self._fd >= 0:
-                self.record = self._newest().record
+            self._find_damage()
             return self.record
+
+    def _find_damage(self) -> None:
+        """Read the record, or note that there is none any more."""
+        if self._fd < 0 or self.is_damaged:
+            return
+        try:
+            if self._is_cut():  # whoever looks at memory behind the end of its file is killed
+                raise self._corrupt("somebody has cut it")
+            self.record = self._newest().record
+        except CorruptError as error:
+            self.is_damaged = True
+            _log.error("%s", error)
+
+    def _is_cut(self) -> bool:
+        return os.fstat(self._fd).st_size < DATA_START + self.nbytes
 
     def advance(self, record: Record) -> None:
         """Change the state. Only for whom the present state allows it, see the module. Survives this process at once,
         and is seen by all others that map the slot. The slot's lock ends with the state WRITING."""
         with self._lock:
+            self._find_damage()
+            if self.is_damaged:
+                self.record = record
+                return
             last = self._newest()
-            self.record = last.record
             assert record.state in _NEXT[self.state], f"{self.state.name} does not become {record.state.name}"
             assert self._is_mine or self.state in OWED, f"{self.state.name} changes only who has the slot's lock"
             cell = _cell(last.sequence + 1, record)
