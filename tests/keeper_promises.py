@@ -86,8 +86,8 @@ KEEPER_MUTATIONS = [
     Mutation(  # keeper damaged slot stays
         "test_keeper.py::test_what_no_version_understands_is_removed",
         "keeper/daemon.py",
-        "                    self._folder.remove(name)\n        for slot",
-        "                    pass\n        for slot",
+        "                    self._folder.remove(name)\n        for name, slot",
+        "                    pass\n        for name, slot",
     ),
     Mutation(  # keeper owes after protocol
         "test_keeper_promises.py::test_a_keeper_that_cannot_make_all_durable_ends_in_time_and_says_so",
@@ -378,7 +378,7 @@ KEEPER_MUTATIONS = [
     Mutation(  # keeper claims ignored
         "test_keeper_promises.py::test_memory_of_a_rank_that_a_living_process_has_claimed_stays",
         "node_memory/claims.py",
-        "            return file_locks.is_locked(fd, *_bytes_of(rank))\n",
-        "            return False\n",
+        "        return file_locks.is_locked(fd, *_bytes_of(rank))\n",
+        "        return False\n",
     ),
 ]
