@@ -22,15 +22,15 @@ from __future__ import annotations
 import os
 import signal
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import Lock
 from typing import Any, Final
 from unittest.mock import patch
 
-from holdfast.agreement import assignment as share
-from holdfast.control.channel import Channel, Deadline, Outcome
+from holdfast.control.channel import Channel
 from holdfast.io.buffers import BufferPool
+from holdfast.saving import writing
 from holdfast.store import posix
 from holdfast.store.posix import PosixStore, PosixWriter
 
@@ -164,12 +164,10 @@ def traced(trace: Trace) -> Iterator[None]:
         with trace.building("data"):
             publish(self, nbytes)
 
-    def traced_exchange(
-        self: Channel, phase: str, outcome: Outcome, answer: Callable[[list[bytes]], bytes], deadline: Deadline
-    ) -> bytes:
+    def traced_exchange(self: Channel, phase: str, *rest: Any, **kinds: Any) -> Any:
         if phase == "commit":
             trace.reach("after write")
-        verdict = exchange(self, phase, outcome, answer, deadline)
+        verdict = exchange(self, phase, *rest, **kinds)
         trace.reach(f"after {phase}")
         return verdict
 
@@ -180,6 +178,6 @@ def traced(trace: Trace) -> Iterator[None]:
         patch.object(PosixWriter, "publish", traced_publish),
         patch.object(Channel, "exchange", traced_exchange),
         patch.object(posix, "os", _TracedOs(trace)),
-        patch.object(share, "pipeline_pool", lambda: BufferPool(2 * BUFFER_NBYTES, buffer_nbytes=BUFFER_NBYTES)),
+        patch.object(writing, "pipeline_pool", lambda: BufferPool(2 * BUFFER_NBYTES, buffer_nbytes=BUFFER_NBYTES)),
     ):
         yield

@@ -268,11 +268,11 @@ def _refresh(points: _Points) -> Callable[[Slot], Record]:
     return traced_refresh
 
 
-def _exchange(points: _Points) -> Callable[..., bytes]:
+def _exchange(points: _Points) -> Callable[..., Any]:
     exchange = Channel.exchange
 
-    def traced_exchange(self: Channel, phase: str, *arguments: Any) -> bytes:
-        verdict = exchange(self, phase, *arguments)
+    def traced_exchange(self: Channel, phase: str, *arguments: Any, **kinds: Any) -> Any:
+        verdict = exchange(self, phase, *arguments, **kinds)
         points.reach(f"after {phase}")
         return verdict
 

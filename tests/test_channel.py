@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar, cast
 
+import msgspec
 import pytest
 import torch.distributed as dist
 from hypothesis import given, settings
@@ -102,9 +103,45 @@ def test_an_exchange_brings_rank_0s_answer_to_every_rank() -> None:
     assert set(results.values()) == {b"from 0|from 1|from 2|from 3|from 4"}
 
 
-def test_collect_brings_everything_to_rank_0_alone() -> None:
-    results = on_ranks(3, lambda c: c.collect("plan", payload(c.rank), soon()))
-    assert results == {0: [payload(0), payload(1), payload(2)], 1: None, 2: None}
+class Here(msgspec.Struct, frozen=True):
+    """A message of a rank."""
+
+    rank: int
+
+
+class Highest(msgspec.Struct, frozen=True, tag="highest"):
+    """One kind of answer."""
+
+    rank: int
+
+
+class Nobody(msgspec.Struct, frozen=True, tag="nobody"):
+    """Another one."""
+
+
+def test_an_exchange_takes_and_gives_structs() -> None:
+    def highest(ranks: list[Here]) -> Highest | Nobody:
+        return Highest(max(each.rank for each in ranks)) if ranks[0].rank == 0 else Nobody()
+
+    def ask(first: int) -> Callable[[Channel], object]:
+        return lambda c: c.exchange("plan", Here(c.rank + first), highest, soon(), takes=Here, gives=Highest | Nobody)
+
+    assert set(on_ranks(3, ask(0)).values()) == {Highest(2)}
+    assert set(on_ranks(3, ask(1)).values()) == {Nobody()}
+
+
+def test_a_message_that_cannot_be_sent_is_an_error_on_every_rank() -> None:
+    results = on_ranks(
+        2,
+        lambda c: c.exchange("plan", object() if c.rank else b"", lambda _: b"", soon(), takes=bytes, gives=bytes),
+    )
+    for error in results.values():
+        assert isinstance(error, HoldfastError)
+        assert "rank 1 failed in 'plan'" in error.message
+
+
+def test_confirm_returns_when_no_rank_has_failed() -> None:
+    assert on_ranks(3, lambda c: c.confirm("write", "done", soon())) == {0: None, 1: None, 2: None}
 
 
 def test_a_world_of_one_needs_no_store() -> None:
@@ -112,9 +149,8 @@ def test_a_world_of_one_needs_no_store() -> None:
     assert channel.gather("plan", b"a", soon()) == [b"a"]
     assert channel.broadcast("plan", b"b", soon()) == b"b"
     assert channel.exchange("plan", b"c", b"".join, soon()) == b"c"
-    assert channel.collect("plan", b"d", soon()) == [b"d"]
     with pytest.raises(StateError):
-        channel.collect("plan", state_error(0), soon())
+        channel.confirm("plan", state_error(0), soon())
 
 
 @pytest.fixture
@@ -168,7 +204,7 @@ def test_the_error_of_the_lowest_failed_rank_is_raised_on_every_rank(group_size:
     failed = {3: state_error(3), 5: state_error(5)}
     results = on_ranks(
         6,
-        lambda c: c.collect("write", failed.get(c.rank, b"fine"), soon()),
+        lambda c: c.confirm("write", failed.get(c.rank, b"fine"), soon()),
         store=store,
         group_size=group_size,
     )
@@ -183,7 +219,7 @@ def test_the_error_of_the_lowest_failed_rank_is_raised_on_every_rank(group_size:
 
 def test_an_unexpected_error_of_a_rank_reaches_every_rank_and_keeps_its_traceback_there() -> None:
     bug = KeyError("w")
-    results = on_ranks(3, lambda c: c.collect("write", bug if c.rank == 1 else b"", soon()))
+    results = on_ranks(3, lambda c: c.confirm("write", bug if c.rank == 1 else b"", soon()))
     for error in results.values():
         assert isinstance(error, HoldfastError)
         assert "rank 1 failed" in error.message
@@ -244,7 +280,7 @@ def test_a_broadcast_that_a_rank_takes_for_another_one_is_refused_there() -> Non
 
 @pytest.mark.parametrize("group_size", [2, 3, 64])
 def test_absent_ranks_are_named_on_every_rank(group_size: int) -> None:
-    results = on_ranks(8, lambda c: c.collect("plan", b"", Deadline(0.5)), group_size=group_size, absent=(2, 3, 4, 7))
+    results = on_ranks(8, lambda c: c.confirm("plan", b"", Deadline(0.5)), group_size=group_size, absent=(2, 3, 4, 7))
     for error in results.values():
         assert isinstance(error, DeadlineError)
         assert error.absent == (2, 3, 4, 7)
@@ -255,7 +291,7 @@ def test_absent_ranks_are_named_on_every_rank(group_size: int) -> None:
 
 
 def test_a_missing_group_leader_is_named_without_its_members() -> None:
-    results = on_ranks(6, lambda c: c.collect("plan", b"", Deadline(0.5)), group_size=3, absent=(3,))
+    results = on_ranks(6, lambda c: c.confirm("plan", b"", Deadline(0.5)), group_size=3, absent=(3,))
     assert {error.absent for error in results.values() if isinstance(error, DeadlineError)} == {(3,)}
     assert len(results) == 5
 
@@ -263,7 +299,7 @@ def test_a_missing_group_leader_is_named_without_its_members() -> None:
 def test_a_group_leader_that_died_half_way_is_named() -> None:
     store = dist.HashStore()
     store.set("test/0/up/0/2", "")
-    results = on_ranks(4, lambda c: c.collect("plan", b"", Deadline(0.3)), store=store, group_size=2, absent=(2,))
+    results = on_ranks(4, lambda c: c.confirm("plan", b"", Deadline(0.3)), store=store, group_size=2, absent=(2,))
     assert {error.absent for error in results.values() if isinstance(error, DeadlineError)} == {(2,)}
     assert len(results) == 3
 
@@ -279,8 +315,8 @@ def test_a_missing_coordinator_is_named_by_the_others() -> None:
 def test_a_late_rank_finds_the_verdict_and_does_not_wait() -> None:
     store = dist.HashStore()
 
-    def body(channel: Channel) -> list[bytes] | None:
-        return channel.collect("plan", b"", Deadline(0.3))
+    def body(channel: Channel) -> None:
+        channel.confirm("plan", b"", Deadline(0.3))
 
     on_ranks(3, body, store=store, absent=(2,))
     start = time.monotonic()

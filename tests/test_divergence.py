@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -55,9 +55,9 @@ def watched() -> Iterator[Seen]:
     """Note what this rank exchanges and digests."""
     seen, exchange = Seen(), Channel.exchange
 
-    def noting_exchange(channel: Channel, phase: str, *rest: object) -> bytes:
+    def noting_exchange(channel: Channel, phase: str, *rest: Any, **kinds: Any) -> Any:
         seen.phases.append(phase)
-        return exchange(channel, phase, *rest)  # type: ignore[arg-type]
+        return exchange(channel, phase, *rest, **kinds)
 
     def noting_digest(tensor: torch.Tensor) -> bytes:
         seen.numels.append(tensor.numel())

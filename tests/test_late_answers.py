@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor, Shard
 
 import holdfast
 from holdfast import Checkpointer, DeadlineError, HoldfastError, Memory
+from holdfast.agreement.planning import Planning
 from holdfast.checkpointer import memory_tier
 from holdfast.checkpointer.memory_tier import MemoryTier
-from holdfast.checkpointer.planner import StagePlanning
 from holdfast.checkpointer.staging import Stager
 from tests.models import start_new_job
 from tests.ranks import run_ranks
@@ -44,7 +44,7 @@ def save_with_late_answers(run: str, node_dir: Path, where: str, times: list[int
     """What becomes of six saves. Rank 1 does not hear the answer in those that are `lost`."""
     start_new_job()
     shard = DTensor.from_local(torch.zeros(1, 1000), init_device_mesh("cpu", (2,)), [Shard(0)])
-    owner: Any = StagePlanning if where == "agree" else memory_tier
+    owner: Any = Planning if where == "agree" else memory_tier
     times = times if dist.get_rank() == 1 else []
     outcomes = []
     with patch.object(owner, where, late(getattr(owner, where), times)):

@@ -50,7 +50,7 @@ MUTATIONS = [
     ),
     Mutation(  # a plan fits whatever the state has become
         "museum/test_layouts.py::test_a_plan_that_does_not_fit_any_more_is_used_again",
-        "agreement/coordinator.py",
+        "agreement/planner.py",
         "        planned = memory is not None and memory.layouts == self._layouts()\n",
         "        planned = memory is not None\n",
     ),
@@ -74,7 +74,7 @@ MUTATIONS = [
     ),
     Mutation(  # what is not there at all is no run, so nobody minds
         "museum/test_errors_and_hangs.py::test_nodes_that_do_not_share_the_folder_save_a_part_each",
-        "agreement/assignment.py",
+        "saving/writing.py",
         "    if storage.nbytes(key) is None:\n",
         "    if not key:\n",
     ),

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-import msgspec
 import xxhash
 
 from holdfast.agreement.messages import Compare, Described, Details, Digests, Questions
@@ -39,12 +38,12 @@ class Local:
         layout = RankLayout.of([tensor.layout for tensor in flat.tensors.values()], flat.aliases)
         return Local(number, flat, layout, value_codec.encode(flat.nodes), LocalPieces(rank))
 
-    def describe(self, turn: int | None, *, alone: bool) -> bytes:
-        """`Described`, encoded. `turn` selects the share of tensors to compare (None: all); `alone`: there is nobody to
-        compare with."""
+    def describe(self, turn: int | None, *, plan_id: str, alone: bool) -> Described:
+        """This rank's state in brief. `turn` selects the share of tensors to compare (None: all), `plan_id` is the plan
+        that this rank knows; `alone`: there is nobody to compare with."""
         own = self.flat.own_nodes
         compared = [] if alone else [part for name in self._replicas(turn) for part in self._digested(name).values()]
-        described = Described(
+        return Described(
             layout=self.layout.digest,
             columns=xxhash.xxh3_128_digest(self.layout.columns) if self.layout.columns else b"",
             turn=turn,
@@ -54,21 +53,20 @@ class Local:
             values_nbytes=8 + len(self.values),
             own_paths=_digest(own),
             own_nbytes=len(pack_values(own)) if own else 0,
+            plan_id=plan_id,
             unmatched=dict(self.flat.unmatched),
         )
-        return msgspec.msgpack.encode(described)
 
-    def answer(self, questions: Questions) -> bytes:
-        """`Details`, encoded."""
+    def answer(self, questions: Questions) -> Details:
+        """What rank 0 asks for."""
         body = self.layout.body if self.number in questions.bodies else b""
         values = self.values if self.number in questions.values else b""
         columns = self.layout.columns if questions.bodies else b""
-        return msgspec.msgpack.encode(Details(body, columns, tuple(sorted(self.flat.own_nodes)), values))
+        return Details(body, columns, tuple(sorted(self.flat.own_nodes)), values)
 
-    def compare(self, asked: Compare) -> bytes:
-        """`Digests` of the tensors that are asked for, encoded."""
-        digests: Digests = tuple(self._digested(name) for name in asked.names)
-        return msgspec.msgpack.encode(digests)
+    def compare(self, asked: Compare) -> Digests:
+        """The digests of the tensors that are asked for."""
+        return tuple(self._digested(name) for name in asked.names)
 
     def _replicas(self, turn: int | None) -> Iterator[str]:
         """Names of tensors that other ranks are likely to hold whole too, though nobody declared it."""

@@ -1,10 +1,8 @@
-"""What ranks tell each other during a save."""
+"""What ranks tell each other until they agree on a plan."""
 
 from __future__ import annotations
 
 import msgspec
-
-from holdfast.format.records import Place
 
 
 class Described(msgspec.Struct, frozen=True, array_like=True):
@@ -13,7 +11,8 @@ class Described(msgspec.Struct, frozen=True, array_like=True):
     `layout` digests the layout's body, `columns` its columns (empty: there are none, so no pieces). `compared` digests
     tensors that are held whole and that other ranks may hold too without having declared it: the share `turn` of them,
     or (None) all. `values` digests the shared table of values, `value_paths` its paths; ``own_nbytes`` and `own_paths`
-    are for the values of this rank alone. `unmatched` are globs of the selection that match nothing on this rank, with
+    are for the values of this rank alone. `plan_id` names the last plan that this rank took part in ("": none, or it
+    takes part in it no more). `unmatched` are globs of the selection that match nothing on this rank, with
     names that are near.
     """
 
@@ -26,6 +25,7 @@ class Described(msgspec.Struct, frozen=True, array_like=True):
     values_nbytes: int
     own_paths: bytes
     own_nbytes: int
+    plan_id: str
     unmatched: dict[str, list[str]]
 
 
@@ -54,30 +54,3 @@ class Compare(msgspec.Struct, frozen=True, tag="compare"):
 
 #: A rank's answer to `Compare`: for each name, in that order, the digest of each part that the rank holds.
 Digests = tuple[dict[str, bytes], ...]
-
-
-class Planned(msgspec.Struct, frozen=True, tag="planned"):
-    """Which checkpoint is being written: where its manifest is, and its digest.
-
-    `plan_id` names the plan; a rank that has taken part in it before knows its share already. `diverged` are the names
-    of tensors whose copies were found to differ.
-    """
-
-    folder: str
-    checkpoint_id: str
-    place: Place
-    nbytes: int
-    digest: str
-    plan_id: str
-    diverged: tuple[str, ...]
-
-
-Answer = Questions | Compare | Planned
-
-
-class Written(msgspec.Struct, frozen=True, array_like=True):
-    """A rank's data file: its index (-1: the rank has none), size, and digest of its digest table."""
-
-    index: int
-    nbytes: int
-    digest: str

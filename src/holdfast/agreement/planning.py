@@ -1,105 +1,116 @@
-"""The first half of a save, on one rank: describe the state, and agree with all ranks on a plan and a place for it."""
+"""How all ranks agree on a plan, on one rank: describe the state, answer what rank 0 asks, hear what was placed.
+
+The one protocol of a save, of a save in the background and of a transfer, which differ in what follows from a plan (see
+`holdfast.agreement.planner.Placing`).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar, cast
+from typing import Generic, TypeVar
 
 from holdfast.agreement.assignment import Share
-from holdfast.agreement.coordinator import Coordinator, PlanMemory
 from holdfast.agreement.local import NUM_TURNS, Local
-from holdfast.agreement.messages import Answer, Compare, Questions
+from holdfast.agreement.messages import Compare, Described, Details, Digests, Questions
+from holdfast.agreement.planner import PlanMemory, Planner
 from holdfast.control.channel import Channel, Deadline
-from holdfast.decoding import decode_msgpack
 from holdfast.format.values import Node
-from holdfast.phases import Stopwatch, attempt
+from holdfast.phases import Stopwatch, attempt, done, told
 from holdfast.state.flatten import FlatState
 from holdfast.state.gather import Remembered
 
-T = TypeVar("T")
+P = TypeVar("P")
 
 
 @dataclass
 class Known:
-    """What a rank remembers of the last save of a state: rank 0 what it knows of all ranks, each its share in the plan,
-    and what its walk found."""
+    """What a rank remembers of the last plan for a state: rank 0 what it knows of all ranks, each its share in the
+    plan, and what its walk found."""
 
     memory: PlanMemory | None = None
     share: Share | None = None
     walk: Sequence[Remembered] = ()
 
+    def remember(self, share: Share, memory: PlanMemory | None) -> None:
+        """Note this rank's share in what was agreed on, for the next time; on rank 0 with the plan."""
+        self.share = share
+        if memory is not None:
+            self.memory = memory
 
-class Planning(Generic[T]):
-    """One save's planning on one rank, which is number `rank` of the job. The last answer is a `T`, one of `answers`
-    beside questions."""
+
+class Planning(Generic[P]):
+    """One agreement on one rank, which is number `rank` of the job. What was placed is a `P`, for which `answers` are
+    the types that rank 0 may send: `Questions`, `Compare` and P.
+
+    Undeclared copies are compared in rotating shares while a plan is known; with `compares_all` all of them each time.
+    """
 
     def __init__(
         self,
         channel: Channel,
         deadline: Deadline,
         rank: int,
-        coordinator: Coordinator,
+        planner: Planner[P],
         known: Known,
         watch: Stopwatch,
         *,
-        answers: object = Answer,
+        answers: object,
+        compares_all: bool = False,
     ) -> None:
         self._channel = channel
         self._deadline = deadline
         self._rank = rank
+        self._planner = planner
         self._known = known
         self._watch = watch
         self._answers = answers
-        self.coordinator = coordinator
+        self._compares_all = compares_all
 
-    def agree(self, flat: Callable[[], FlatState]) -> tuple[T, Local]:
-        """What all ranks have agreed on, and what this one described: its `flat`; where that fails, all hear of it.
+    def agree(self, flat: Callable[[], FlatState]) -> tuple[P, Local]:
+        """What was placed for all ranks, and what this one described: its `flat`; where that fails, all hear of it.
         Collective."""
-        local: list[Local] = []
         with self._watch.phase("describe"):
-            described = attempt(lambda: self.told(self._describe(flat, local)))
-            answer = self._channel.exchange("describe", described, self.coordinator.ask, self._deadline)
-        mine = local[0]
+            mine = attempt(lambda: Local.of(flat(), number=self._channel.rank, rank=self._rank))
+            answer: Questions | Compare | P = self._channel.exchange(
+                "describe",
+                told(mine, self._describe),
+                lambda messages: self._planner.ask(messages, done(mine)),
+                self._deadline,
+                takes=Described,
+                gives=self._answers,
+            )
         with self._watch.phase("plan"):
-            while isinstance(asked := self._decoded(answer), Questions | Compare):
-                answer = self._replied(asked, mine)
-        return asked, mine
-
-    def told(self, described: bytes) -> bytes:
-        """What this rank tells first: its `Described`, encoded."""
-        return described
-
-    def remember(self, share: Share) -> None:
-        """Note this rank's share in what was agreed on, for the next save."""
-        self._known.share = share
-        if self.coordinator.memory is not None:
-            self._known.memory = self.coordinator.memory
+            while isinstance(answer, Questions | Compare):
+                answer = self._replied(answer, done(mine))
+        return answer, done(mine)
 
     def values(self, mine: Local) -> dict[str, Node]:
         """The values that this rank's data file holds."""
         values = dict(mine.flat.own_nodes)
         if self._channel.rank == 0:
-            values.update(self.coordinator.values or mine.flat.nodes)
+            values.update(self._planner.values)
         return values
 
-    def _decoded(self, answer: bytes) -> Questions | Compare | T:
-        return cast("Questions | Compare | T", decode_msgpack(answer, self._answers))
-
-    def _describe(self, flat: Callable[[], FlatState], local: list[Local]) -> bytes:
+    def _describe(self, mine: Local) -> Described:
         share = self._known.share
-        mine = Local.of(flat(), number=self._channel.rank, rank=self._rank)
-        local.append(mine)
         self._known.walk = mine.flat.remembered
-        turn = None if share is None else share.turn % NUM_TURNS
-        return mine.describe(turn, alone=self._channel.world_size == 1)
+        turn = None if share is None or self._compares_all else share.turn % NUM_TURNS
+        plan_id = "" if share is None else share.plan_id
+        return mine.describe(turn, plan_id=plan_id, alone=self._channel.world_size == 1)
 
-    def _replied(self, asked: Questions | Compare, mine: Local) -> bytes:
+    def _replied(self, asked: Questions | Compare, mine: Local) -> Questions | Compare | P:
         """The answer to what this rank replies to a question of rank 0. All ranks follow the same answers."""
         if isinstance(asked, Compare):
             digests = attempt(lambda: mine.compare(asked))
-            return self._channel.exchange("compare", digests, self.coordinator.compare, self._deadline)
-        details = attempt(lambda: mine.answer(asked))
+            return self._channel.exchange(
+                "compare", digests, self._planner.compare, self._deadline, takes=Digests, gives=self._answers
+            )
         return self._channel.exchange(
-            "plan", details, lambda payloads: self.coordinator.plan(asked, mine, payloads), self._deadline
+            "plan",
+            attempt(lambda: mine.answer(asked)),
+            lambda answers: self._planner.plan(asked, answers),
+            self._deadline,
+            takes=Details,
+            gives=self._answers,
         )

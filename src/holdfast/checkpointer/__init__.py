@@ -15,16 +15,17 @@ from typing import Final, Literal, Self, SupportsFloat
 from torch.distributed import ProcessGroup
 
 from holdfast.agreement.assignment import Share
-from holdfast.agreement.coordinator import Request
-from holdfast.agreement.planning import Known
+from holdfast.agreement.planner import Planner
+from holdfast.agreement.planning import Known, Planning
+from holdfast.agreement.request import SaveRequest
 from holdfast.checkpointer.background import Background
 from holdfast.checkpointer.handle import Handle
 from holdfast.checkpointer.job import Job
 from holdfast.checkpointer.memory_tier import MemoryTier, tier_for
-from holdfast.checkpointer.messages import Agreed, Answer
-from holdfast.checkpointer.planner import StagePlanner, StagePlanning
+from holdfast.checkpointer.messages import ANSWERS, Agreed
 from holdfast.checkpointer.restoring import RestoreReport, restore
 from holdfast.checkpointer.save_errors import interrupted, is_unusable
+from holdfast.checkpointer.staged_place import StagedPlace
 from holdfast.checkpointer.staging import Stager, next_share
 from holdfast.checkpointer.turn import turn_in
 from holdfast.control.channel import Channel, Deadline, check_timeout
@@ -363,24 +364,24 @@ class Checkpointer:
         ranks = group_ranks(self._group)
         rank = ranks[job.channel.rank]
         with TimedStore(open_store(self._run), timeout_s=job.deadline.for_storage_s) as storage:
-            takeover = self._takeover
-            request = Request(storage, job.handle.step, job.metrics, takeover, now(), False, job.sources)
-            planner = StagePlanner(request, ranks, self._known.memory)
-            planning = StagePlanning(job.channel, job.deadline, rank, planner, self._known, Stopwatch(), answers=Answer)
+            step, known = job.handle.step, self._known
+            request = SaveRequest(storage, step, job.metrics, self._takeover, now(), job.sources)
+            placing = StagedPlace(request, num_ranks=len(ranks))
+            planner = Planner(placing, ranks, known.memory, what=f"step {step}", strict=False)
+            planning = Planning(job.channel, job.deadline, rank, planner, known, Stopwatch(), answers=ANSWERS)
             agreed, mine = planning.agree(job.flat)
             job.agreed = agreed
-        share = next_share(agreed, self._known.share, rank)
+        share = next_share(agreed, known.share, rank)
         if agreed.manifest:
             self._prepare(job, share)
-        planning.remember(share)
+        known.remember(share, planner.memory)
         return agreed, share, mine.flat, planning.values(mine)
 
     def _prepare(self, job: Job, share: Share) -> None:
         """Have memory for a new plan on all ranks. Raises on all where some rank has not enough."""
 
-        def prepare() -> bytes:
+        def prepare() -> None:
             if not job.stager.fits(share):
                 job.stager.prepare(share, device=job.queued.device, timeout_s=job.deadline.for_storage_s)
-            return b""
 
-        job.channel.collect("memory", attempt(prepare), job.deadline)
+        job.channel.confirm("memory", attempt(prepare), job.deadline)

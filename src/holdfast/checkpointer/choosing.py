@@ -12,7 +12,6 @@ from contextlib import suppress
 
 import msgspec
 
-from holdfast.decoding import decode_msgpack
 from holdfast.errors import CorruptError, FencedError, NotFoundError
 from holdfast.format import manifest as fmt
 from holdfast.format.records import FileSeal, Place
@@ -73,9 +72,6 @@ class Unknown(msgspec.Struct, frozen=True, tag="unknown"):
     senders: dict[str, int]
 
 
-Answer = Chosen | Unknown
-
-
 def inventory(folder: NodeFolder, slots: Sequence[Slot]) -> Inventory:
     """What the `slots` of this node hold."""
     held = []
@@ -104,41 +100,43 @@ def inventory(folder: NodeFolder, slots: Sequence[Slot]) -> Inventory:
     return Inventory(folder.identity(), tuple(held), is_filling)
 
 
-def known_of(folder: NodeFolder, unknown: Unknown, *, rank: int) -> bytes:
+def known_of(folder: NodeFolder, unknown: Unknown, *, rank: int) -> list[Generation]:
     """What `rank` is to send of the checkpoints that are `unknown` to rank 0's node."""
     mine = []
     for checkpoint_id, sender in unknown.senders.items():
         if sender == rank:
             with suppress(FileNotFoundError, CorruptError):
                 mine.append(read_generation(folder, checkpoint_id))
-    return msgspec.msgpack.encode(mine)
+    return mine
 
 
 class Survey:
     """Rank 0's view of the memory of all nodes."""
 
-    def __init__(self, folder: NodeFolder, payloads: Sequence[bytes]) -> None:
-        """From the `Inventory` of each rank; `folder` is that of rank 0's node."""
-        self._inventories = [decode_msgpack(payload, Inventory) for payload in payloads]
+    def __init__(self) -> None:
+        self._inventories: Sequence[Inventory] = ()
         self._generations: dict[str, Generation] = {}
         self._senders: dict[str, int] = {}
-        for rank, found in enumerate(self._inventories):
+
+    def look(self, folder: NodeFolder, inventories: Sequence[Inventory]) -> None:
+        """Take in the inventory of each rank; `folder` is that of rank 0's node."""
+        self._inventories = inventories
+        for rank, found in enumerate(inventories):
             for checkpoint_id in {each.checkpoint_id for each in found.held} - self._generations.keys():
                 try:
                     self._generations[checkpoint_id] = read_generation(folder, checkpoint_id)
                 except (FileNotFoundError, CorruptError):
                     self._senders.setdefault(checkpoint_id, rank)
 
-    def answer(self, storage: Store) -> bytes:
-        """The `Answer` to all ranks: what they restore, or what rank 0 must be told first."""
-        return msgspec.msgpack.encode(Unknown(self._senders) if self._senders else self._choose(storage))
+    def answer(self, storage: Store) -> Chosen | Unknown:
+        """The answer to all ranks: what they restore, or what rank 0 must be told first."""
+        return Unknown(self._senders) if self._senders else self._choose(storage)
 
-    def answer_when_told(self, storage: Store, payloads: Sequence[bytes]) -> bytes:
-        """The `Chosen` for all ranks, when each has told what is `known_of` the checkpoints that were unknown."""
-        for payload in payloads:
-            told = decode_msgpack(payload, list[Generation])
-            self._generations.update({generation.checkpoint_id: generation for generation in told})
-        return msgspec.msgpack.encode(self._choose(storage))
+    def answer_when_told(self, storage: Store, told: Sequence[Sequence[Generation]]) -> Chosen:
+        """What all ranks restore, when each has told what is `known_of` the checkpoints that were unknown."""
+        for generations in told:
+            self._generations.update({generation.checkpoint_id: generation for generation in generations})
+        return self._choose(storage)
 
     def _choose(self, storage: Store) -> Chosen:
         """The newest checkpoint on the lineage of the head in `storage` that all nodes together hold."""

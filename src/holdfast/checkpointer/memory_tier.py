@@ -14,17 +14,13 @@ from pathlib import Path
 from typing import Final, Literal, NamedTuple, NoReturn
 from weakref import WeakSet
 
-import msgspec
-
 from holdfast.checkpointer.background import Background
 from holdfast.checkpointer.backoff import Backoff
-from holdfast.checkpointer.messages import Room
-from holdfast.checkpointer.planner import room
+from holdfast.checkpointer.messages import Room, Standing
 from holdfast.checkpointer.restoring import Restored, await_commit, drop_parts
 from holdfast.checkpointer.save_errors import is_unusable, too_slow
 from holdfast.checkpointer.staging import Stager
 from holdfast.control.channel import Channel, Deadline
-from holdfast.decoding import decode_msgpack
 from holdfast.errors import ErrorWire, FencedError, HoldfastError, NotFoundError, from_wire, to_wire
 from holdfast.format.records import Place
 from holdfast.phases import attempt
@@ -166,12 +162,12 @@ class MemoryTier:
         """Room for another snapshot on all ranks; waits for it, unless saves are skipped then. Raises an error that
         `is_unusable` on all ranks where some rank cannot use its memory, or puts that off. Collective."""
 
-        def look(payloads: Sequence[bytes]) -> bytes:
-            found = room(payloads, self.stager.run_id or self._run_id(deadline))
+        def look(standings: Sequence[Standing]) -> Room:
+            found = Room.of(standings, self.stager.run_id or self._run_id(deadline))
             is_late = deadline.remaining_s() < _LATE * deadline.timeout_s
             if found.full and found.trouble is None and when_full == "wait" and is_late:
                 raise too_slow(found, deadline.timeout_s)
-            return msgspec.msgpack.encode(found)
+            return found
 
         told_at = time.monotonic() + _PATIENCE_S
         while True:
@@ -194,21 +190,20 @@ class MemoryTier:
             time.sleep(_LOOK_S)
 
     def _found(
-        self, channel: Channel, deadline: Deadline, look: Callable[[list[bytes]], bytes], *, is_as_before: bool
+        self, channel: Channel, deadline: Deadline, look: Callable[[list[Standing]], Room], *, is_as_before: bool
     ) -> Room:
         """What all ranks find when they look at their memory once."""
 
-        def stand() -> bytes:
-            standing = self.stager.standing(
+        def stand() -> Standing:
+            return self.stager.standing(
                 is_as_before=is_as_before,
                 has_looked=self._has_looked,
                 whole=self._whole,
                 backoff=self._backoff,
                 put_off=self._trouble if self.is_put_off else None,
             )
-            return msgspec.msgpack.encode(standing)
 
-        found = decode_msgpack(channel.exchange("memory", attempt(stand), look, deadline), Room)
+        found = channel.exchange("memory", attempt(stand), look, deadline, takes=Standing, gives=Room)
         self.stager.give_up(found.given_up)
         self.stager.give_up_beyond(found.reached)
         if found.trouble is not None:

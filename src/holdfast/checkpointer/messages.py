@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Final
+
 import msgspec
 
 from holdfast.agreement.messages import Compare, Questions
@@ -63,12 +66,21 @@ class Room(msgspec.Struct, frozen=True, array_like=True):
     backoff: Backoff
     held_up: str
 
-
-class Told(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank tells when there is room: its state as in a save, and the plan that it knows ("": none)."""
-
-    described: bytes
-    plan_id: str
+    @staticmethod
+    def of(standings: Sequence[Standing], run_id: str) -> Room:
+        """Whether all ranks have room for another snapshot of the run `run_id`, from how the memory of each stands."""
+        sealed = [each.sealed for each in standings]
+        needed = None if None in sealed else min(each for each in sealed if each is not None)
+        full = tuple(number for number, each in enumerate(standings) if not each.has_room(needed))
+        given_up = tuple(sorted({each for standing in standings for each in standing.given_up}))
+        as_before = all(standing.is_as_before for standing in standings)
+        trouble = next((standing.trouble for standing in standings if standing.trouble is not None), None)
+        heard = [standing.reached for standing in standings]
+        reached = None if None in heard else min(each for each in heard if each is not None)
+        all_looked = all(standing.has_looked for standing in standings)
+        backoff = Backoff.merged([standing.backoff for standing in standings])
+        held_up = next((standings[number].held_up for number in full if standings[number].held_up), "")
+        return Room(run_id, needed, full, given_up, as_before, trouble, reached, all_looked, backoff, held_up)
 
 
 class Agreed(msgspec.Struct, frozen=True, tag="agreed"):
@@ -89,4 +101,5 @@ class Agreed(msgspec.Struct, frozen=True, tag="agreed"):
     manifest: bytes
 
 
-Answer = Questions | Compare | Agreed
+#: What rank 0 sends until the plan is placed.
+ANSWERS: Final = Questions | Compare | Agreed

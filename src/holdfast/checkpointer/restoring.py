@@ -11,16 +11,14 @@ from functools import partial
 from pathlib import Path
 from typing import Final, NamedTuple
 
-import msgspec
 import numpy as np
 from torch.distributed import ProcessGroup
 
 from holdfast.checkpoint.reading import Checkpoint
 from holdfast.checkpoint.sealed import Sealed
-from holdfast.checkpointer.choosing import Answer, Chosen, Survey, Unknown, inventory, known_of
+from holdfast.checkpointer.choosing import Chosen, Inventory, Survey, Unknown, inventory, known_of
 from holdfast.control.channel import Channel, Deadline
 from holdfast.control.torch_store import default_channel, group_ranks
-from holdfast.decoding import decode_msgpack
 from holdfast.errors import CorruptError, DeadlineError, HoldfastError, NotFoundError
 from holdfast.format import manifest as fmt
 from holdfast.format import records
@@ -31,10 +29,10 @@ from holdfast.keeper.client import ensure_keeper
 from holdfast.keeper.persist import data_file
 from holdfast.loading import Loading, Opened, Options, load
 from holdfast.node_memory.claims import Claim
-from holdfast.node_memory.generations import give_up_generation, read_generation
+from holdfast.node_memory.generations import Generation, give_up_generation, read_generation
 from holdfast.node_memory.node_folder import NodeFolder, unusable_memory
 from holdfast.node_memory.slots import WHOLE, Slot, State, slot_names
-from holdfast.phases import LOG, attempt
+from holdfast.phases import LOG, attempt, done, told
 from holdfast.reports import LoadReport
 from holdfast.run.fallback import is_damage
 from holdfast.run.history import Run
@@ -171,42 +169,57 @@ def _looked_at(
     """What this node has in memory, and what of it all nodes choose to go on from; the rest of which only a part is
     there is given up."""
     with ExitStack() as stack:
-        folders: list[NodeFolder] = []
-        slots: list[Slot] = []
-        surveys: list[Survey] = []
 
-        def look() -> bytes:
+        def look() -> _Node:
             with unusable_memory(node_dir):
                 folder = stack.enter_context(NodeFolder(run.url, node_dir=node_dir))
-                folders.append(folder)
                 stack.enter_context(Claim(folder))  # nothing of it gives way while it is looked at
-                slots.extend(stack.enter_context(_sealed_slots(folder, run, timeout_s=deadline.for_storage_s / 2)))
-                return msgspec.msgpack.encode(inventory(folder, slots))
+                slots = stack.enter_context(_sealed_slots(folder, run, timeout_s=deadline.for_storage_s / 2))
+                return _Node(folder, slots, inventory(folder, slots))
 
-        def choose(payloads: Sequence[bytes]) -> bytes:
-            surveys.append(Survey(folders[0], payloads))
-            with TimedStore(open_store(run), timeout_s=deadline.for_storage_s) as storage:
-                return surveys[0].answer(storage)
-
-        def choose_when_told(payloads: Sequence[bytes]) -> bytes:
-            with TimedStore(open_store(run), timeout_s=deadline.for_storage_s) as storage:
-                return surveys[0].answer_when_told(storage, payloads)
-
-        def give_up() -> bytes:
+        def give_up() -> None:
             with unusable_memory(node_dir):
                 for checkpoint_id in chosen.given_up:
-                    give_up_generation(folders[0], checkpoint_id)
-                _let_go(folders[0], slots, chosen.let_go)
-            return b""
+                    give_up_generation(folder, checkpoint_id)
+                _let_go(folder, slots, chosen.let_go)
 
-        answer = decode_msgpack(channel.exchange("inventory", attempt(look), choose, deadline), Answer)
-        if isinstance(answer, Unknown):
-            known = attempt(partial(known_of, folders[0], answer, rank=channel.rank))
-            answer = decode_msgpack(channel.exchange("inventory", known, choose_when_told, deadline), Chosen)
-        chosen = answer
+        node = attempt(look)
+        chosen = _choose(run, node, channel, deadline)
+        folder, slots, _ = done(node)
         if chosen.given_up or chosen.let_go:
-            channel.collect("inventory", attempt(give_up), deadline)
-        yield folders[0], slots, chosen
+            channel.confirm("inventory", attempt(give_up), deadline)
+        yield folder, slots, chosen
+
+
+class _Node(NamedTuple):
+    """What this rank finds on its node."""
+
+    folder: NodeFolder
+    slots: list[Slot]
+    inventory: Inventory
+
+
+def _choose(run: Location, node: _Node | Exception, channel: Channel, deadline: Deadline) -> Chosen:
+    """What all ranks choose to go on from. Collective."""
+    survey = Survey()
+
+    def choose(inventories: Sequence[Inventory]) -> Chosen | Unknown:
+        survey.look(done(node).folder, inventories)
+        with TimedStore(open_store(run), timeout_s=deadline.for_storage_s) as storage:
+            return survey.answer(storage)
+
+    def choose_when_told(told: Sequence[list[Generation]]) -> Chosen:
+        with TimedStore(open_store(run), timeout_s=deadline.for_storage_s) as storage:
+            return survey.answer_when_told(storage, told)
+
+    mine = told(node, lambda node: node.inventory)
+    answer: Chosen | Unknown = channel.exchange(
+        "inventory", mine, choose, deadline, takes=Inventory, gives=Chosen | Unknown
+    )
+    if isinstance(answer, Chosen):
+        return answer
+    known = attempt(partial(known_of, done(node).folder, answer, rank=channel.rank))
+    return channel.exchange("inventory", known, choose_when_told, deadline, takes=list[Generation], gives=Chosen)
 
 
 def _load(
@@ -233,12 +246,12 @@ def _all_values(
     """The table of values, of which each rank can read a part."""
     mine = [file for file, owner in enumerate(owners) if owner == channel.rank]
 
-    def unite(payloads: Sequence[bytes]) -> bytes:
+    def merge(payloads: Sequence[bytes]) -> bytes:
         tables = map(value_codec.decode, payloads)
         return value_codec.encode({path: node for table in tables for path, node in table.items()})
 
     part = attempt(lambda: value_codec.encode(checkpoint.values_in(mine)))
-    return value_codec.decode(channel.exchange("values", part, unite, deadline))
+    return value_codec.decode(channel.exchange("values", part, merge, deadline))
 
 
 @contextmanager

@@ -530,8 +530,7 @@ def next_share(agreed: Agreed, known: Share | None, rank: int) -> Share:
         return Share.in_manifest(agreed.plan_id, fmt.decode(agreed.manifest, path=agreed.folder), rank)
     assert known is not None
     assert known.plan_id == agreed.plan_id
-    body = msgspec.structs.replace(
-        known.manifest.body,
+    return known.again(
         checkpoint_id=agreed.checkpoint_id,
         run_id=agreed.run_id,
         place=(agreed.place.epoch, agreed.place.seq),
@@ -540,7 +539,6 @@ def next_share(agreed: Agreed, known: Share | None, rank: int) -> Share:
         metrics=agreed.metrics,
         diverged=agreed.diverged,
     )
-    return Share(known.plan_id, known.manifest.with_body(body), known.layout, known.turn + 1)
 
 
 def _nbytes(share: Share) -> int:

@@ -29,7 +29,7 @@ import logging
 import struct
 import time
 from collections.abc import Callable, Sequence
-from typing import Final, NamedTuple, SupportsFloat, TypeVar
+from typing import Any, Final, NamedTuple, SupportsFloat, TypeVar, overload
 
 import msgspec
 
@@ -56,7 +56,9 @@ _log = logging.getLogger(__name__)
 Clock = Callable[[], float]
 Outcome = bytes | Exception
 T = TypeVar("T")
-M = TypeVar("M", bound=msgspec.Struct)
+M = TypeVar("M")
+R = TypeVar("R")
+S = TypeVar("S", bound=msgspec.Struct)
 
 
 def check_timeout(timeout_s: float) -> None:
@@ -209,14 +211,58 @@ class Channel:
             raise outcome
         return outcome
 
+    @overload
     def exchange(
         self, phase: str, outcome: Outcome, answer: Callable[[list[bytes]], bytes], deadline: Deadline
-    ) -> bytes:
-        """Bring every rank's payload to rank 0, and rank 0's `answer` to them back to every rank.
+    ) -> bytes: ...
+    @overload
+    def exchange(
+        self,
+        phase: str,
+        outcome: M | Exception,
+        answer: Callable[[list[M]], R],
+        deadline: Deadline,
+        *,
+        takes: type[M],
+        gives: type[R],
+    ) -> R: ...
+    @overload
+    def exchange(
+        self,
+        phase: str,
+        outcome: M | Exception,
+        answer: Callable[[list[M]], R],
+        deadline: Deadline,
+        *,
+        takes: type[M],
+        gives: object,
+    ) -> R: ...
+    def exchange(
+        self,
+        phase: str,
+        outcome: Any,
+        answer: Callable[[list[Any]], Any],
+        deadline: Deadline,
+        *,
+        takes: Any = bytes,
+        gives: Any = bytes,
+    ) -> Any:
+        """Bring every rank's message to rank 0, and rank 0's `answer` to them back to every rank. Messages are of the
+        type `takes`, and the answer of `gives`, which may be a union; either travels as MessagePack, or as it is where
+        it is bytes.
 
         A rank that failed passes its error as `outcome`: then all ranks raise the error of the lowest rank that
         failed, with how many did. What `answer` raises is raised on all ranks too; it runs on rank 0 alone.
         """
+
+        def answer_encoded(payloads: list[bytes]) -> bytes:
+            return _encoded(answer([_decoded(payload, takes) for payload in payloads]))
+
+        return _decoded(self._exchange_bytes(phase, _encoded_outcome(outcome), answer_encoded, deadline), gives)
+
+    def _exchange_bytes(
+        self, phase: str, outcome: Outcome, answer: Callable[[list[bytes]], bytes], deadline: Deadline
+    ) -> bytes:
         try:
             while True:
                 try:
@@ -276,19 +322,12 @@ class Channel:
         self._meeting = self._meeting.next()
         self._num_gathers = self._num_broadcasts = 0
 
-    def collect(self, phase: str, outcome: Outcome, deadline: Deadline) -> list[bytes] | None:
-        """Bring every rank's payload to rank 0 (the others get None), once it is certain that no rank failed.
+    def confirm(self, phase: str, outcome: object, deadline: Deadline) -> None:
+        """Return once it is certain that no rank failed. One that did passes its error as `outcome`.
 
         Like `exchange` in how it fails: with the same error on every rank.
         """
-        collected: list[bytes] = []
-
-        def keep(payloads: list[bytes]) -> bytes:
-            collected.extend(payloads)
-            return b""
-
-        self.exchange(phase, outcome, keep, deadline)
-        return collected if self.rank == 0 else None
+        self.exchange(phase, outcome if isinstance(outcome, Exception) else b"", lambda _: b"", deadline)
 
     def _verdict(self, phase: str, ups: list[_Up], answer: Callable[[list[bytes]], bytes]) -> Outcome:
         """What rank 0 is to broadcast."""
@@ -464,7 +503,7 @@ class Channel:
         rest = (self._shared.get(f"{key}/{index}") for index in range(1, num_chunks))
         return num_chunks, b"".join((first[_NUM_CHUNKS.size :], *rest))
 
-    def _take(self, key: str, kind: type[M]) -> M:
+    def _take(self, key: str, kind: type[S]) -> S:
         """The message under a key that exists, which is removed."""
         num_chunks, data = self._read(key)
         self._remove(key, num_chunks)
@@ -510,6 +549,21 @@ class Channel:
             for place, ranks in strayed.items()
         )
         return f" ({told})" if told else ""
+
+
+def _encoded(message: object) -> bytes:
+    return message if isinstance(message, bytes) else msgspec.msgpack.encode(message)
+
+
+def _encoded_outcome(outcome: object) -> Outcome:
+    try:
+        return outcome if isinstance(outcome, Exception) else _encoded(outcome)
+    except Exception as error:  # noqa: BLE001 - the other ranks wait for a message
+        return error
+
+
+def _decoded(payload: bytes, kind: Any) -> Any:
+    return payload if kind is bytes else decode_msgpack(payload, kind)
 
 
 def _payload(down: _Down) -> bytes:

@@ -20,7 +20,6 @@ from holdfast.control.channel import Channel, Deadline
 from holdfast.cooperative.neighbours import Neighbour, NeighbourGone, Neighbours, SharedMemory, node_id
 from holdfast.cooperative.network import Peers
 from holdfast.cooperative.sharing import SharedReading, sent_and_received
-from holdfast.decoding import decode_msgpack
 from holdfast.errors import DeadlineError, StorageError
 from holdfast.format.manifest import data_nbytes
 from holdfast.geometry import Int64s
@@ -136,30 +135,28 @@ class Together:
         self._meter = meter or self._meter
         try:
             prepared = attempt(lambda: self._prepare(*plan()))
-            nodes = self._channel.exchange("share", prepared, self._answer, self._deadline)
-            done = attempt(lambda: self._read(decode_msgpack(nodes, _Nodes)))
-            self._channel.exchange("read", done, self._check, self._deadline)
+            nodes = self._channel.exchange("share", prepared, self._answer, self._deadline, takes=_Here, gives=_Nodes)
+            read = attempt(lambda: self._read(nodes))
+            self._channel.exchange("read", read, self._check, self._deadline, takes=_Read, gives=_Read)
         finally:
             if self._peers is not None:
                 self._peers.close()
         assert self._shared is not None
         return ReadCost(self._shared.bytes_read, self._shared.verify_s)
 
-    def _prepare(self, wants: Sequence[Want], targets: Targets) -> bytes:
+    def _prepare(self, wants: Sequence[Want], targets: Targets) -> _Here:
         open_reader = self._storage.direct_reader
         self._jobs = dict(self._checkpoint.jobs(wants, targets, verify=self._verify, open_reader=open_reader))
         ranges = [(file, job.ranges()) for file, job in sorted(self._jobs.items())]
         self._needs = np.concatenate([self._needs, *(np.insert(each, 0, file, axis=1) for file, each in ranges)])
         here = _Here(node_id(), int((self._needs[:, 2] - self._needs[:, 1]).sum()))
         if (self._bandwidths is None and self._owners is None) or self._channel.world_size == 1:
-            return msgspec.msgpack.encode(here)
+            return here
         self._peers = Peers(self._channel.rank)
-        here = replace(here, address=self._peers.address, needs=zlib.compress(self._needs.tobytes(), 1))
-        return msgspec.msgpack.encode(here)
+        return replace(here, address=self._peers.address, needs=zlib.compress(self._needs.tobytes(), 1))
 
-    def _answer(self, payloads: Sequence[bytes]) -> bytes:
+    def _answer(self, ranks: Sequence[_Here]) -> _Nodes:
         """Who is where, and whether nodes exchange what they read."""
-        ranks = [decode_msgpack(payload, _Here) for payload in payloads]
         numbers = {node: number for number, node in enumerate(dict.fromkeys(rank.node for rank in ranks))}
         runs = tuple((numbers[node], sum(1 for _ in run)) for node, run in groupby(rank.node for rank in ranks))
         nodes = _Nodes(secrets.token_bytes(16), runs, self._is_apart(ranks))
@@ -168,24 +165,24 @@ class Together:
             if self._owners is not None or (self._bandwidths and self._bandwidths.favour_exchange(needs)):
                 addresses, packed = tuple(rank.address for rank in ranks), tuple(rank.needs for rank in ranks)
                 nodes = replace(nodes, addresses=addresses, needs=packed)
-        return msgspec.msgpack.encode(nodes)
+        return nodes
 
     def _is_apart(self, ranks: Sequence[_Here]) -> bool:
         if not self._in_memory or self._owners is not None:
             return False
         return sum(rank.nbytes for rank in ranks) <= _APART * data_nbytes(self._checkpoint.manifest.body)
 
-    def _read(self, nodes: _Nodes) -> bytes:
+    def _read(self, nodes: _Nodes) -> _Read:
         try:
             self._storage.run("read", self._checkpoint.folder, lambda: self._meet(nodes), stop=self._stop)
         except NeighbourGone as gone:
-            return msgspec.msgpack.encode(_Read(gone.ranks))
+            return _Read(gone.ranks)
         except StorageError as error:
             absent = () if self._shared is None else self._shared.awaited()
             if error.code != "storage.timeout" or not absent:
                 raise
-            return msgspec.msgpack.encode(_Read(absent))
-        return msgspec.msgpack.encode(_Read(()))
+            return _Read(absent)
+        return _Read(())
 
     def _stop(self) -> None:
         if self._shared is not None:
@@ -262,12 +259,11 @@ class Together:
         self._peers.connect(nodes.token, addresses, to_send=to_send, to_receive=to_receive, end_s=end_s)
         return self._peers
 
-    def _check(self, payloads: Sequence[bytes]) -> bytes:
+    def _check(self, reads: Sequence[_Read]) -> _Read:
         """That no rank was left waiting. Who left it is usually heard of before, as absent or by its own error."""
-        for rank, payload in enumerate(payloads):
-            absent = decode_msgpack(payload, _Read).absent
-            if absent:
-                names = ", ".join(map(str, absent))
+        for rank, read in enumerate(reads):
+            if read.absent:
+                absent, names = read.absent, ", ".join(map(str, read.absent))
                 raise DeadlineError(
                     f"rank {rank} timed out waiting for data from rank {names}.",
                     code="timeout.ranks",
@@ -275,7 +271,7 @@ class Together:
                     rank=absent[0],
                     absent=absent,
                 )
-        return b""
+        return _Read(())
 
 
 def _rows(note: bytes) -> Int64s:

@@ -17,7 +17,6 @@ from holdfast.checkpoint.reading import Checkpoint
 from holdfast.control.channel import Channel, Deadline
 from holdfast.control.torch_store import default_channel, group_ranks
 from holdfast.cooperative.reading import MEMORY_NBYTES, MIN_MEMORY_NBYTES, ReadCost, Together
-from holdfast.decoding import decode_msgpack
 from holdfast.errors import ConfigurationError, CorruptError, HoldfastError, StorageError
 from holdfast.format.patterns import Globs
 from holdfast.format.records import Place
@@ -27,7 +26,7 @@ from holdfast.mapping import Pad, Rule
 from holdfast.mapping.apply import mapped
 from holdfast.mapping.draft import Table
 from holdfast.mapping.parts import stored_tensors
-from holdfast.phases import LOG, Stopwatch, attempt
+from holdfast.phases import LOG, Stopwatch, attempt, done, told
 from holdfast.plan.exchange import Bandwidths
 from holdfast.progress import PATIENCE_S, of_first_rank, progress
 from holdfast.reports import LoadReport
@@ -230,11 +229,12 @@ class Opened(NamedTuple):
 
 
 class _Bound(NamedTuple):
-    """What is loaded, what its mapping makes of it, and how that meets the live state of one rank."""
+    """What is loaded, what its mapping makes of it, how that meets the live state of one rank, and its names."""
 
     opened: Opened
     binding: Binding
     table: Table
+    names: Names
 
 
 class Loading:
@@ -254,6 +254,8 @@ class Loading:
         self._deadline = deadline
         self._options = options
         self._watch = Stopwatch()
+        #: What rank 0 has found.
+        self._located: Located | None = None
         #: Whether tensors that an older checkpoint does not fill may hold parts of a damaged one.
         self._is_mixed = False
 
@@ -264,15 +266,14 @@ class Loading:
         """
         skipped: tuple[Skipped, ...] = ()
         while True:
-            found: list[Located] = []
             with self._watch.phase("resolve"):
-                resolved = self._resolve(target, skipped, found)
+                resolved = self._resolve(target, skipped)
             if resolved.place is None and self._options.continues:
                 raise _outside(target)
             try:
                 return self.fill(
                     into,
-                    lambda: Opened.of(found[0] if found else self._follow(target, resolved)),  # noqa: B023 - at once
+                    lambda: Opened.of(self._located or self._follow(target, resolved)),  # noqa: B023 - at once
                     epoch=resolved.epoch,
                     skipped=resolved.skipped,
                 )
@@ -318,17 +319,16 @@ class Loading:
 
     def _match(self, into: Mapping[str, object], find: Callable[[], Opened]) -> tuple[_Bound, Names]:
         """Bind `into` on all ranks and compare: return what this rank found, and the names that all ranks agreed on."""
-        bound: list[_Bound] = []
-
-        def match() -> bytes:
-            mine, names = self._bind(find(), into)
-            bound.append(mine)
-            return msgspec.msgpack.encode(names)
-
+        bound = attempt(lambda: self._bind(find(), into))
         names = self._channel.exchange(
-            "match", attempt(match), lambda payloads: self._compare(payloads, bound[0]), self._deadline
+            "match",
+            told(bound, lambda mine: mine.names),
+            lambda ranks: self._compare(ranks, done(bound)),
+            self._deadline,
+            takes=Names,
+            gives=Names,
         )
-        return bound[0], decode_msgpack(names, Names)
+        return done(bound), names
 
     def _read(self, together: Together, filling: Filling, *, step: int) -> ReadCost:
         """Read the bytes into the live state."""
@@ -342,14 +342,9 @@ class Loading:
 
     def _finish(self, filling: Filling) -> object:
         """Put the values in place, on all ranks, and return the whole tree."""
-        state: list[object] = []
-
-        def finish() -> bytes:
-            state.append(filling.finish())
-            return b""
-
-        self._channel.collect("finish", attempt(finish), self._deadline)
-        return state[0]
+        state = attempt(filling.finish)
+        self._channel.confirm("finish", state, self._deadline)
+        return done(state)
 
     def _is_whole(self, bound: _Bound, names: Names, filling: Filling) -> bool:
         """Return True if all that is stored was loaded, as it was stored, into all that is live."""
@@ -367,7 +362,7 @@ class Loading:
         state: object,
         skipped: Sequence[Skipped],
     ) -> LoadReport:
-        (checkpoint, _), binding, _ = bound
+        checkpoint, binding = bound.opened.checkpoint, bound.binding
         seal = checkpoint.seal
         return LoadReport(
             step=seal.step,
@@ -415,7 +410,7 @@ class Loading:
         memory = TensorMemory(part for target in binding.targets for part in target.local.memory)
         JOB.note_loaded(load, filled, memory)
 
-    def _bind(self, opened: Opened, into: Mapping[str, object]) -> tuple[_Bound, Names]:
+    def _bind(self, opened: Opened, into: Mapping[str, object]) -> _Bound:
         """Match names on this rank; changes nothing."""
         checkpoint = opened.checkpoint
         options, body = self._options, checkpoint.manifest.body
@@ -432,26 +427,26 @@ class Loading:
             terms=Terms(select, cast, table.equal, table.partly_kept(), is_strict=options.strict),
             device=options.device,
         )
-        return _Bound(opened, binding, table), Names.of(binding, {"select": select, "cast": cast})
+        return _Bound(opened, binding, table, Names.of(binding, {"select": select, "cast": cast}))
 
-    def _resolve(self, target: Target, skipped: tuple[Skipped, ...], found: list[Located]) -> _Resolved:
-        """Which checkpoint rank 0 found (added to `found` there): a run's head may move while ranks look."""
+    def _resolve(self, target: Target, skipped: tuple[Skipped, ...]) -> _Resolved:
+        """Which checkpoint rank 0 found: a run's head may move while ranks look."""
 
-        def find(_: list[bytes]) -> bytes:
+        def find(_: list[bytes]) -> _Resolved:
             located, passed = self._find(target, skipped)
-            found.append(located)
+            self._located = located
             seal, commit = located.sealed.seal, located.sealed.commit
             self._warn(passed[len(skipped) :])
             place = None if commit is None else commit.place
-            return msgspec.msgpack.encode(_Resolved(place, seal.checkpoint_id, located.epoch, passed))
+            return _Resolved(place, seal.checkpoint_id, located.epoch, passed)
 
+        self._located = None
         try:
-            answer = self._channel.exchange("resolve", b"", find, self._deadline)
+            return self._channel.exchange("resolve", b"", find, self._deadline, takes=bytes, gives=_Resolved)
         except CorruptError as error:
             if not self._options.fallback:
                 error.action = self._advice(target, (), error.action)
             raise
-        return decode_msgpack(answer, _Resolved)
 
     def _find(self, target: Target, skipped: tuple[Skipped, ...]) -> tuple[Located, tuple[Skipped, ...]]:
         if self._options.fallback and not is_folder(self._storage):
@@ -490,16 +485,13 @@ class Loading:
             )
         return located
 
-    def _compare(self, payloads: Sequence[bytes], mine: _Bound) -> bytes:
-        ranks = [decode_msgpack(payload, Names) for payload in payloads]
-        return msgspec.msgpack.encode(
-            compared(
-                ranks,
-                mine.table.stored,
-                mine.table.nodes,
-                strict=self._options.strict,
-                allow_empty=self._options.allow_empty,
-            )
+    def _compare(self, ranks: Sequence[Names], mine: _Bound) -> Names:
+        return compared(
+            ranks,
+            mine.table.stored,
+            mine.table.nodes,
+            strict=self._options.strict,
+            allow_empty=self._options.allow_empty,
         )
 
 

@@ -12,19 +12,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-import msgspec
 import numpy as np
 from torch.distributed import ProcessGroup
 
-from holdfast.agreement.assignment import sources_of
-from holdfast.agreement.coordinator import PlanMemory
-from holdfast.agreement.local import Local
-from holdfast.agreement.messages import Compare, Questions
+from holdfast.agreement.assignment import Share, sources_of
+from holdfast.agreement.planner import Planner
+from holdfast.agreement.planning import Known, Planning
 from holdfast.checkpoint.reading import Checkpoint
 from holdfast.control.channel import Channel, Deadline
 from holdfast.control.torch_store import default_channel, group_ranks
 from holdfast.cooperative.reading import Together
-from holdfast.decoding import decode_msgpack
 from holdfast.errors import IncompatibleError
 from holdfast.format import manifest as fmt
 from holdfast.format import values as value_codec
@@ -33,15 +30,14 @@ from holdfast.format.patterns import Globs
 from holdfast.loading.filling import Filling
 from holdfast.loading.names import Names, compared
 from holdfast.mapping.parts import stored_tensors
-from holdfast.phases import Stopwatch, attempt
+from holdfast.phases import Stopwatch, attempt, done, told
+from holdfast.publishing.announcing import ANSWERS, Announced, Announcing
 from holdfast.publishing.live import NAME, LiveFile, live_checkpoint
 from holdfast.publishing.overlap import to_fill
-from holdfast.publishing.planner import Announced, Answer, Planner, Told
 from holdfast.reports import TransferReport
 from holdfast.state.bind import bind
 from holdfast.state.binding import Binding
 from holdfast.state.flatten import FlatState, flatten
-from holdfast.state.gather import Remembered
 from holdfast.state.match import Terms
 from holdfast.store.memory import FilesInMemory
 from holdfast.store.timed import TimedStore
@@ -89,27 +85,26 @@ def transfer(
         return operation.run(_given(source_state), _given(target_state), globs)
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """What a rank knows of the last transfer in a group: the source, the data file that it owns, and, on rank 0, of
-    all ranks. Holds for every transfer by one plan, and keeps no memory of a state alive."""
+@dataclass
+class _Source:
+    """What a rank knows of the last transfer in a group: the plan of the source, and the checkpoint that it shows.
+    Holds for every transfer by one plan, and keeps no memory of a state alive."""
 
-    plan_id: str
-    checkpoint: Checkpoint
-    layout: FileLayout | None
-    walk: Sequence[Remembered]
-    memory: PlanMemory | None
+    known: Known
+    checkpoint: Checkpoint | None = None
 
 
 #: By the ranks of a group.
-_plans: dict[tuple[int, ...], _Plan] = {}
+_sources: dict[tuple[int, ...], _Source] = {}
 
 
 class _Bound(NamedTuple):
     """The target of one rank, bound to the source."""
 
+    checkpoint: Checkpoint
     binding: Binding
     filling: Filling
+    names: Names
 
 
 class _Transfer:
@@ -124,95 +119,55 @@ class _Transfer:
         self._rank = ranks[channel.rank]
         self._live = live
         self._storage = storage
-        self._planner: Planner | None = None
         self._watch = Stopwatch()
+        self._source = _sources.setdefault(ranks, _Source(Known()))
+        known = self._source.known
+        # Copies that are found to differ are always an error: which of them would be the published one?
+        self._planner = Planner(Announcing(), ranks, known.memory, what="transfer", strict=True)
+        self._planning = Planning(
+            channel, deadline, self._rank, self._planner, known, self._watch, answers=ANSWERS, compares_all=True
+        )
 
     def run(self, source: Mapping[str, object], target: Mapping[str, object], select: Globs | None) -> TransferReport:
         """Transfer and report."""
-        last = _plans.get(self._ranks)
-        local: list[Local] = []
-        with self._watch.phase("describe"):
-            described = attempt(lambda: self._describe(source, last, local))
-            answer = self._channel.exchange(
-                "describe", described, lambda told: self._ask(told, local[0]), self._deadline
-            )
-        mine = local[0]
-        with self._watch.phase("plan"):
-            announced = self._announced(answer, mine)
-        bound: list[_Bound] = []
+        number, world_size, walk = self._channel.rank, self._channel.world_size, self._source.known.walk
+        announced, mine = self._planning.agree(lambda: flatten(source, rank=number, world_size=world_size, last=walk))
         with self._watch.phase("match"):
-            matched = attempt(lambda: self._match(announced, last, mine.flat, target, select, bound))
+            matched = attempt(lambda: self._match(announced, mine.flat, target, select))
             self._channel.exchange(
-                "match", matched, lambda payloads: self._compare(payloads, announced), self._deadline
+                "match",
+                told(matched, lambda bound: bound.names),
+                lambda names: _compared(names, done(matched).checkpoint, announced),
+                self._deadline,
+                takes=Names,
+                gives=Names,
             )
-        plan, (binding, filling) = _plans[self._ranks], bound[0]
+        bound = done(matched)
         with self._watch.phase("move"):
-            cost = self._together(plan.checkpoint).read(filling.plan)
-        state: list[object] = []
+            cost = self._together(bound.checkpoint).read(bound.filling.plan)
         with self._watch.phase("finish"):
-            self._channel.collect("finish", attempt(lambda: _finish(filling, state)), self._deadline)
+            state = attempt(bound.filling.finish)
+            self._channel.confirm("finish", state, self._deadline)
         return TransferReport(
-            loaded=tuple(binding.loaded),
+            loaded=tuple(bound.binding.loaded),
             moved_nbytes=cost.read_nbytes,
-            received_nbytes=filling.needed_nbytes,
+            received_nbytes=bound.filling.needed_nbytes,
             seconds=self._watch.seconds,
-            state=state[0],
-        )
-
-    def _describe(self, source: Mapping[str, object], last: _Plan | None, local: list[Local]) -> bytes:
-        number, world_size = self._channel.rank, self._channel.world_size
-        walk = () if last is None else last.walk
-        flat = flatten(source, rank=number, world_size=world_size, last=walk)
-        mine = Local.of(flat, number=number, rank=self._rank)
-        local.append(mine)
-        described = mine.describe(None, alone=world_size == 1)
-        return msgspec.msgpack.encode(Told(described, "" if last is None else last.plan_id))
-
-    def _ask(self, payloads: Sequence[bytes], mine: Local) -> bytes:
-        """On rank 0: the answer to what all ranks told. A plan is used again where all of them know it."""
-        told = [decode_msgpack(payload, Told) for payload in payloads]
-        last = _plans.get(self._ranks)
-        known = last is not None and all(rank.plan_id == last.plan_id for rank in told)
-        memory = last.memory if last is not None and known else None
-        self._planner = Planner(self._storage, self._ranks, memory, mine.flat.nodes)
-        return self._planner.ask([rank.described for rank in told])
-
-    def _announced(self, answer: bytes, mine: Local) -> Announced:
-        """Answer what rank 0 asks until it has announced the plan. All ranks follow the same answers."""
-        while not isinstance(asked := decode_msgpack(answer, Answer), Announced):
-            answer = self._replied(asked, mine)
-        return asked
-
-    def _replied(self, asked: Questions | Compare, mine: Local) -> bytes:
-        phase = "compare" if isinstance(asked, Compare) else "plan"
-        reply = attempt(lambda: mine.compare(asked) if isinstance(asked, Compare) else mine.answer(asked))
-        return self._channel.exchange(phase, reply, lambda replies: self._go_on(asked, mine, replies), self._deadline)
-
-    def _go_on(self, asked: Questions | Compare, mine: Local, replies: Sequence[bytes]) -> bytes:
-        """On rank 0: what follows from the ranks' replies."""
-        assert self._planner is not None, "rank 0 was told by all ranks before"
-        return (
-            self._planner.compare(replies) if isinstance(asked, Compare) else self._planner.plan(asked, mine, replies)
+            state=done(state),
         )
 
     def _match(
-        self,
-        announced: Announced,
-        last: _Plan | None,
-        flat: FlatState,
-        target: Mapping[str, object],
-        select: Globs | None,
-        bound: list[_Bound],
-    ) -> bytes:
+        self, announced: Announced, flat: FlatState, target: Mapping[str, object], select: Globs | None
+    ) -> _Bound:
         """Learn the plan, show the data file of this rank, and match names. Changes no state."""
-        plan = self._learn(announced, last, flat)
-        if plan.layout is not None:
-            self._show(plan.checkpoint, plan.layout, flat)
+        checkpoint, share = self._learn(announced)
+        if share.layout is not None:
+            self._show(checkpoint, share.layout, flat)
         with _in_words_of_transfer():
             binding = bind(
                 target,
-                stored_tensors(plan.checkpoint.manifest),
-                plan.checkpoint.manifest.body.aliases,
+                stored_tensors(checkpoint.manifest),
+                checkpoint.manifest.body.aliases,
                 {**value_codec.decode(announced.values), **flat.own_nodes},
                 strict=False,
                 rank=self._channel.rank,
@@ -221,32 +176,22 @@ class _Transfer:
             )
         names = Names.of(binding, {"select": select})
         binding = replace(binding, targets=to_fill(flat.tensors, binding.targets, self._rank))
-        bound.append(_Bound(binding, Filling(plan.checkpoint, binding, {}, self._rank, self._deadline)))
-        return msgspec.msgpack.encode(names)
+        return _Bound(checkpoint, binding, Filling(checkpoint, binding, {}, self._rank, self._deadline), names)
 
-    def _learn(self, announced: Announced, last: _Plan | None, flat: FlatState) -> _Plan:
-        memory = None if self._planner is None else self._planner.memory
-        if last is not None and last.plan_id == announced.plan_id:
-            plan = replace(last, walk=flat.remembered, memory=memory)
-        else:
+    def _learn(self, announced: Announced) -> tuple[Checkpoint, Share]:
+        """The source as a checkpoint, and this rank's share in it: as known where the plan is the same."""
+        checkpoint, share = self._source.checkpoint, self._source.known.share
+        if checkpoint is None or share is None or share.plan_id != announced.plan_id:
             checkpoint = live_checkpoint(announced.manifest)
-            owners = checkpoint.manifest.sequence(checkpoint.manifest.body.writers).tolist()
-            layout = checkpoint.files.layout(owners.index(self._rank)) if self._rank in owners else None
-            plan = _Plan(announced.plan_id, checkpoint, layout, flat.remembered, memory)
-        _plans[self._ranks] = plan
-        return plan
+            share = Share.in_manifest(announced.plan_id, checkpoint.manifest, self._rank)
+        self._source.checkpoint = checkpoint
+        self._source.known.remember(share, self._planner.memory)
+        return checkpoint, share
 
     def _show(self, checkpoint: Checkpoint, layout: FileLayout, flat: FlatState) -> None:
         sources = sources_of(checkpoint.manifest, layout, flat, self._rank)
         nbytes = layout.data_start + layout.data_nbytes
         self._live.add(fmt.file_name(layout.index), LiveFile(sources, data_start=layout.data_start, nbytes=nbytes))
-
-    def _compare(self, payloads: Sequence[bytes], announced: Announced) -> bytes:
-        ranks = [decode_msgpack(payload, Names) for payload in payloads]
-        stored, nodes = stored_tensors(_plans[self._ranks].checkpoint.manifest), value_codec.decode(announced.values)
-        with _in_words_of_transfer():
-            compared(ranks, stored, nodes, strict=True)
-        return b""
 
     def _together(self, checkpoint: Checkpoint) -> Together:
         writers = checkpoint.manifest.sequence(checkpoint.manifest.body.writers)
@@ -271,6 +216,7 @@ def _in_words_of_transfer() -> Iterator[None]:
         raise
 
 
-def _finish(filling: Filling, state: list[object]) -> bytes:
-    state.append(filling.finish())
-    return b""
+def _compared(ranks: Sequence[Names], checkpoint: Checkpoint, announced: Announced) -> Names:
+    stored, nodes = stored_tensors(checkpoint.manifest), value_codec.decode(announced.values)
+    with _in_words_of_transfer():
+        return compared(ranks, stored, nodes, strict=True)

@@ -13,29 +13,30 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import Literal, SupportsFloat
+from typing import Literal, NamedTuple, SupportsFloat
 
-import msgspec
 from torch.distributed import ProcessGroup
 
 from holdfast.agreement.assignment import Share
-from holdfast.agreement.coordinator import Coordinator, Request
 from holdfast.agreement.local import Local
-from holdfast.agreement.messages import Planned, Written
+from holdfast.agreement.planner import Planner
 from holdfast.agreement.planning import Known, Planning
-from holdfast.control.channel import Channel, Deadline, Outcome
+from holdfast.agreement.request import SaveRequest
+from holdfast.control.channel import Channel, Deadline
 from holdfast.control.torch_store import default_channel, group_ranks
-from holdfast.decoding import decode_msgpack
 from holdfast.errors import HoldfastError
 from holdfast.format.patterns import Globs
 from holdfast.format.records import MAX_RECORD_NBYTES, Commit, now
 from holdfast.io.meter import Meter
-from holdfast.phases import LOG, Stopwatch, attempt
+from holdfast.phases import LOG, Stopwatch, attempt, done, told
 from holdfast.progress import PATIENCE_S, of_first_rank, progress
 from holdfast.reports import SaveReport
 from holdfast.run.paths import parse
 from holdfast.run.session import JOB
+from holdfast.saving.messages import ANSWERS, Planned, Written
+from holdfast.saving.stored_place import StoredPlace
 from holdfast.saving.survivor import finish_alone, is_desertion
+from holdfast.saving.writing import share_in, write_share
 from holdfast.snapshot.device import await_queued
 from holdfast.state.flatten import flatten
 from holdfast.state.identity import parts_of
@@ -104,8 +105,9 @@ def save(
     channel = default_channel(f"save of step {step}", group, deadline=deadline, step=step)
     with TimedStore(open_store(location), timeout_s=deadline.for_storage_s) as storage:
         sources = JOB.sources(lambda: parts_of(state))
-        request = Request(storage, step, numbers, takeover, now(), on_divergence == "error", sources)
-        report = _Saving(channel, deadline, request, group_ranks(group), chosen).run(state)
+        request = SaveRequest(storage, step, numbers, takeover, now(), sources)
+        is_strict = on_divergence == "error"
+        report = _Saving(channel, deadline, request, group_ranks(group), chosen, is_strict=is_strict).run(state)
     if channel.rank == 0:
         LOG.info("saved %s, to %s", report.summary, report.path)
     return report
@@ -131,11 +133,25 @@ def run_location(run: str | os.PathLike[str] | Location) -> Location:
     return target.location
 
 
+class _Part(NamedTuple):
+    """What one rank wrote: its data file, by its share in the plan."""
+
+    share: Share
+    written: Written
+
+
 class _Saving:
     """One save on one rank. `ranks` are the global ranks of the group, in its order."""
 
     def __init__(
-        self, channel: Channel, deadline: Deadline, request: Request, ranks: Sequence[int], select: Globs | None
+        self,
+        channel: Channel,
+        deadline: Deadline,
+        request: SaveRequest,
+        ranks: Sequence[int],
+        select: Globs | None,
+        *,
+        is_strict: bool,
     ) -> None:
         self._select = select
         self._channel = channel
@@ -146,8 +162,12 @@ class _Saving:
         self._watch = Stopwatch()
         key = (request.storage.location.url, tuple(ranks))
         self._known = _known.setdefault(key, Known())
-        coordinator = Coordinator(request, ranks, self._known.memory)
-        self._planning = Planning[Planned](channel, deadline, self._rank, coordinator, self._known, self._watch)
+        self._placing = StoredPlace(request, num_ranks=len(ranks))
+        what = f"step {request.step}"
+        self._planner = Planner(self._placing, ranks, self._known.memory, what=what, strict=is_strict)
+        self._planning = Planning(
+            channel, deadline, self._rank, self._planner, self._known, self._watch, answers=ANSWERS
+        )
 
     def run(self, state: Mapping[str, object]) -> SaveReport:
         """Save and report."""
@@ -155,43 +175,41 @@ class _Saving:
         planned, mine = self._planning.agree(
             lambda: flatten(state, rank=number, world_size=world_size, last=walk, select=self._select)
         )
-        shares: list[Share] = []
-        wrote: list[Written] = []
         what = of_first_rank(f"saving step {self._request.step}", world_size)
         with progress(what, shown=number == 0, after_s=PATIENCE_S) as meter:
             with self._watch.phase("write"):
-                written = attempt(lambda: self._write(planned, mine, shares, wrote, meter))
+                part = attempt(lambda: self._write(planned, mine, meter))
             with self._watch.phase("commit"):
-                committed = self._commit(planned, written)
-        commit = decode_msgpack(committed, Commit)
+                commit = self._commit(planned, told(part, lambda mine: mine.written))
+        share, written = done(part)
         return SaveReport(
             step=commit.step,
             place=str(commit.place),
             path=self._storage.path(f"checkpoints/{commit.checkpoint}"),
             nbytes=commit.nbytes,
-            written_nbytes=wrote[0].nbytes,
-            num_tensors=len(shares[0].manifest.body.names),
+            written_nbytes=written.nbytes,
+            num_tensors=len(share.manifest.body.names),
             diverged=planned.diverged,
             seconds=self._watch.seconds,
         )
 
-    def _write(self, planned: Planned, mine: Local, shares: list[Share], wrote: list[Written], meter: Meter) -> bytes:
-        share = Share.of(self._storage, planned, self._rank, self._known.share)
-        self._planning.remember(share)
-        shares.append(share)
+    def _write(self, planned: Planned, mine: Local, meter: Meter) -> _Part:
+        share = share_in(self._storage, planned, self._rank, self._known.share)
+        self._known.remember(share, self._planner.memory)
         await_queued(part for local in mine.flat.tensors.values() for part in local.memory)
         values = self._planning.values(mine)
-        written = share.write(self._storage, planned.folder, mine.flat, values, self._rank, meter=meter)
-        wrote.append(written)
-        return msgspec.msgpack.encode(written)
+        return _Part(
+            share, write_share(share, self._storage, planned.folder, mine.flat, values, self._rank, meter=meter)
+        )
 
-    def _commit(self, planned: Planned, written: Outcome) -> bytes:
+    def _commit(self, planned: Planned, written: Written | Exception) -> Commit:
         """Have rank 0 commit. When ranks are gone, this one tries by itself; the error then says what came of it."""
-        commit = self._planning.coordinator.commit
         try:
-            return self._channel.exchange("commit", written, commit, self._deadline)
+            return self._channel.exchange(
+                "commit", written, self._placing.commit, self._deadline, takes=Written, gives=Commit
+            )
         except HoldfastError as error:
-            if isinstance(written, bytes) and is_desertion(error):
+            if isinstance(written, Written) and is_desertion(error):
                 # Without word from the store of the group, rank 0 counts as gone: it usually serves it.
                 absent = error.absent or (0,)
                 number, step = self._channel.rank, self._request.step

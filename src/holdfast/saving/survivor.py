@@ -11,11 +11,11 @@ import time
 from collections.abc import Sequence
 from typing import Final
 
-from holdfast.agreement.messages import Planned
 from holdfast.errors import DeadlineError, HoldfastError
 from holdfast.format import records
 from holdfast.run.complete import complete, missing_files, read_manifest
 from holdfast.run.history import Run
+from holdfast.saving.messages import Planned
 from holdfast.store.base import Store
 
 #: A survivor gives each one before it so much time, and all of them together no more than so much.

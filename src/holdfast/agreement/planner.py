@@ -1,0 +1,209 @@
+"""What rank 0 does while ranks agree on a plan: reuse the last one or plan anew, judge copies, have the plan placed.
+
+It knows layouts, values and copies, and nothing of runs: what follows from a plan is a `Placing`.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Generic, NamedTuple, Protocol, TypeVar
+
+import numpy as np
+
+from holdfast.agreement.local import NUM_TURNS, Local
+from holdfast.agreement.messages import Compare, Described, Details, Digests, Questions
+from holdfast.agreement.replicas import describe, diverged, unite
+from holdfast.checkpoint.reading import pack_values
+from holdfast.errors import StateError
+from holdfast.format import values as value_codec
+from holdfast.format.patterns import check_matched
+from holdfast.format.values import Node
+from holdfast.plan.save import Draft, RankMessage, RankValues, SavePlan, plan_save
+
+_log = logging.getLogger(__name__)
+
+#: What is said to all ranks of a plan that was placed.
+P = TypeVar("P")
+P_co = TypeVar("P_co", covariant=True)
+
+Layouts = tuple[tuple[bytes, bytes], ...]
+
+
+@dataclass(frozen=True)
+class PlanMemory:
+    """The last plan of a group: the layouts that it was made for, and the values that have room in it."""
+
+    plan_id: str
+    layouts: Layouts
+    plan: SavePlan
+    draft: Draft
+    value_paths: tuple[tuple[bytes, bytes], ...]
+    values: tuple[RankValues, ...]
+    num_saves: int = 0
+
+    def has_room(self, messages: Sequence[Described], ranks: Sequence[int]) -> bool:
+        """Whether all ranks' values have the same paths as then, and fit into what was reserved for them."""
+        if tuple((message.value_paths, message.own_paths) for message in messages) != self.value_paths:
+            return False
+        room = {block.rank: block.capacity for block in self.values}
+        needs = [message.own_nbytes for message in messages]
+        needs[0] += messages[0].values_nbytes
+        return all(need <= room.get(rank, 0) for rank, need in zip(ranks, needs, strict=True))
+
+
+class AgreedPlan(NamedTuple):
+    """A plan that holds for all ranks. `diverged` are names of tensors whose copies differ, `values` the shared values
+    of all ranks together. `is_known`: every rank has taken part in it before."""
+
+    memory: PlanMemory
+    diverged: tuple[str, ...]
+    values: Mapping[str, Node]
+    is_known: bool
+
+
+class Placing(Protocol[P_co]):
+    """What follows from a plan, on rank 0: it gets its place, and all ranks are told."""
+
+    def place(self, agreed: AgreedPlan) -> P_co:
+        """Act, and return what to tell all ranks. What it raises, all ranks raise."""
+
+
+class Planner(Generic[P]):
+    """Rank 0's side of one agreement; on other ranks it only stands by.
+
+    `what` names the operation in a warning. Copies that differ are an error with `strict`, and while there is no
+    `memory` of an earlier plan.
+    """
+
+    def __init__(
+        self, placing: Placing[P], ranks: Sequence[int], memory: PlanMemory | None, *, what: str, strict: bool
+    ) -> None:
+        self._placing = placing
+        self._ranks = ranks
+        self._what = what
+        self._strict = strict
+        self._messages: list[Described] = []
+        #: Numbers of the ranks of each distinct table of values.
+        self._by_values: list[list[int]] = []
+        self._compare = Compare(())
+        #: What is to be placed once that is compared.
+        self._next: PlanMemory | None = None
+        #: The plan that was used, to be remembered for the next agreement.
+        self.memory = memory
+        #: The shared values of all ranks together, on rank 0.
+        self.values: Mapping[str, Node] = {}
+
+    def ask(self, messages: list[Described], mine: Local) -> Questions | Compare | P:
+        """The answer to what all ranks described: `Questions` where a plan is to be made, else what `_go_on` says."""
+        self._messages, self.values = messages, mine.flat.nodes
+        check_matched("select", [message.unmatched for message in messages], where="the state")
+        by_layout: dict[bytes, int] = {}
+        by_values: dict[bytes, list[int]] = {}
+        for number, message in enumerate(messages):
+            by_layout.setdefault(message.layout, number)
+            by_values.setdefault(message.values, []).append(number)
+        self._by_values = list(by_values.values())
+        memory = self.memory
+        planned = memory is not None and memory.layouts == self._layouts()
+        questions = Questions(
+            bodies=() if planned else tuple(by_layout.values()),
+            values=tuple(numbers[0] for numbers in self._by_values) if len(by_values) > 1 else (),
+        )
+        asks = questions.bodies or questions.values
+        if memory is None or asks or not memory.has_room(messages, self._ranks):
+            return questions
+        return self._go_on(memory)
+
+    def plan(self, questions: Questions, answers: list[Details]) -> Compare | P:
+        """Plan with what all ranks answered (anew where layouts changed), and go on."""
+        if questions.values:
+            ranks = [[self._ranks[number] for number in numbers] for numbers in self._by_values]
+            tables = [value_codec.decode(answers[number].values) for number in questions.values]
+            self.values = unite(list(zip(ranks, tables, strict=True)))
+        memory = self.memory
+        if memory is None or questions.bodies:
+            bodies = {self._messages[number].layout: answers[number].body for number in questions.bodies}
+            messages = [
+                RankMessage(message.layout, answer.columns)
+                for message, answer in zip(self._messages, answers, strict=True)
+            ]
+            plan = plan_save(messages, bodies, ranks=self._ranks)
+        else:
+            plan = memory.plan
+        values = self._reserved(answers)
+        if memory is None or memory.plan is not plan or not _covers(memory.values, values):
+            paths = tuple((message.value_paths, message.own_paths) for message in self._messages)
+            draft = Draft.of(plan, values)
+            memory = PlanMemory(secrets.token_hex(8), self._layouts(), plan, draft, paths, values)
+        return self._go_on(memory)
+
+    def compare(self, answers: list[Digests]) -> P:
+        """Judge the ranks' copies, and have the plan placed."""
+        assert self._next is not None
+        found = diverged(self._compare.names, dict(zip(self._ranks, answers, strict=True)))
+        if found:
+            text = describe(found)
+            action = "Make the copies equal, shard it as a DTensor, or save it as holdfast.PerRank(tensor)."
+            if self.memory is None or self._strict:
+                raise StateError(text, code="state.diverged", action=action, tensor=found[0].name)
+            _log.warning("%s: %s One holder's copy is saved. %s", self._what, text, action)
+        return self._place(self._next, tuple(one.name for one in found))
+
+    def _go_on(self, memory: PlanMemory) -> Compare | P:
+        """Go by the plan in `memory`: ask for what must be compared first, else have it placed."""
+        self._compare = Compare(self._suspects(memory))
+        if not self._compare.names:
+            return self._place(memory, ())
+        self._next = memory
+        return self._compare
+
+    def _place(self, memory: PlanMemory, diverged: tuple[str, ...]) -> P:
+        is_known = all(message.plan_id == memory.plan_id for message in self._messages)
+        placed = self._placing.place(AgreedPlan(memory, diverged, self.values, is_known))
+        self.memory = replace(memory, num_saves=memory.num_saves + 1)
+        return placed
+
+    def _suspects(self, memory: PlanMemory) -> tuple[str, ...]:
+        """Tensors whose copies have to be compared one by one.
+
+        Ranks of one layout without pieces have compared one digest of all, or of a share, already. What they hold in
+        common with others, and everything where that digest covers less than it should, is compared when a plan is
+        made, and once per turn later; where digests differ, everything is, to find out what does.
+        """
+        alike = np.zeros(max(self._ranks) + 1, np.int64)
+        first: dict[bytes, int] = {}
+        differs = False
+        for number, (rank, message) in enumerate(zip(self._ranks, self._messages, strict=True)):
+            peer = first.setdefault(message.layout, number)
+            alike[rank] = number if message.columns else peer
+            differs |= message.compared != self._messages[peer].compared
+        fresh = self.memory is None or self.memory.plan is not memory.plan
+        if differs or (fresh and any(message.turn is not None for message in self._messages)):
+            return memory.plan.undeclared(np.arange(len(alike)))
+        return memory.plan.undeclared(alike) if fresh or memory.num_saves % NUM_TURNS == 0 else ()
+
+    def _layouts(self) -> Layouts:
+        return tuple((message.layout, message.columns) for message in self._messages)
+
+    def _reserved(self, answers: Sequence[Details]) -> tuple[RankValues, ...]:
+        """What each rank's file must have room for."""
+        blocks = []
+        for number, (rank, answer) in enumerate(zip(self._ranks, answers, strict=True)):
+            paths, nbytes = answer.own_paths, self._messages[number].own_nbytes
+            if number == 0:
+                paths = (*self.values, *paths)
+                nbytes += len(pack_values(dict(self.values)))
+            if paths:
+                blocks.append(RankValues(rank, nbytes, tuple(sorted(paths))))
+        return tuple(blocks)
+
+
+def _covers(reserved: Sequence[RankValues], needed: Sequence[RankValues]) -> bool:
+    """Whether all values have room where they had it, under the same paths."""
+    return len(reserved) == len(needed) and all(
+        (old.rank, old.paths) == (new.rank, new.paths) and new.nbytes <= old.capacity
+        for old, new in zip(reserved, needed, strict=True)
+    )

@@ -1,0 +1,73 @@
+"""One call of `save`: what is to be saved, and its place in the history of the run."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from contextlib import suppress
+from dataclasses import dataclass
+
+from holdfast.errors import CorruptError, NotFoundError
+from holdfast.format.records import Place
+from holdfast.plan.save import Identity
+from holdfast.run.history import Run
+from holdfast.run.session import JOB, NEVER_LOADED, Sources
+from holdfast.store.timed import TimedStore
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class SaveRequest:
+    """One call of `save`; `sources` says what the state was loaded from."""
+
+    storage: TimedStore
+    step: int
+    metrics: dict[str, float]
+    takeover: bool
+    created: float
+    sources: Sources = NEVER_LOADED
+
+    def take_place(self, *, world_size: int) -> tuple[Run, Identity]:
+        """Take the next place of the run. Only for a state that can be saved: opening an epoch after a rollback moves
+        the head."""
+        run = Run.create(self.storage)
+        place = JOB.begin(run, takeover=self.takeover, world_size=world_size, sources=self.sources)
+        before = JOB.note_step(run, self.step)
+        _check_step(run, place, self.step, before)
+        return run, Identity(
+            checkpoint_id=secrets.token_hex(8),
+            run_id=run.run_id,
+            place=place,
+            step=self.step,
+            created=self.created,
+            metrics=self.metrics,
+        )
+
+
+def _check_step(run: Run, place: Place, step: int, before: int | None) -> None:
+    """Warn where a save has a lower step than the one `before` it in its epoch, and where the first save of an epoch
+    has no greater step than the checkpoint that the epoch goes on from: the loop repeats a step, or counts in another
+    way than `step` does. Reads two small records, once per epoch."""
+    if before is not None and step < before:
+        _log.warning(
+            "step %d is saved after step %d: `step` is the number of the step that was finished last, and it rises "
+            "until a checkpoint is loaded",
+            step,
+            before,
+        )
+    if place.seq > 1:
+        return
+    with suppress(CorruptError, NotFoundError):  # whatever is wrong with the history, this is only a hint
+        epoch = run.epoch(place.epoch)
+        if epoch.opened_from is None or epoch.why == "takeover":
+            return
+        before = run.commit(epoch.opened_from).step
+        if step <= before:
+            _log.warning(
+                "step %d is saved after step %d was loaded: `step` is the number of the step that was finished last, "
+                "so a loop goes on at report.next_step, which was %d",
+                step,
+                before,
+                before + 1,
+            )

@@ -1,0 +1,56 @@
+"""What rank 0 does in a save when all ranks have agreed on a plan: publish the manifest, then seal and commit."""
+
+from __future__ import annotations
+
+import xxhash
+
+from holdfast.agreement.planner import AgreedPlan
+from holdfast.agreement.request import SaveRequest
+from holdfast.format import manifest as fmt
+from holdfast.format import records
+from holdfast.format.records import Commit, FileSeal
+from holdfast.run.complete import Stored, seal_and_commit
+from holdfast.run.history import Run
+from holdfast.saving.messages import Planned, Written
+
+
+class StoredPlace:
+    """A plan becomes a checkpoint in storage, written by `num_ranks` ranks."""
+
+    def __init__(self, request: SaveRequest, *, num_ranks: int) -> None:
+        self._request = request
+        self._num_ranks = num_ranks
+        self._run: Run | None = None
+        self._planned: Planned | None = None
+        self._manifest = b""
+
+    def place(self, agreed: AgreedPlan) -> Planned:
+        """Take the next place of the run and publish the manifest of the checkpoint there."""
+        self._run, identity = self._request.take_place(world_size=self._num_ranks)
+        self._manifest = agreed.memory.draft.encode(identity, agreed.diverged)
+        folder = records.folder_name(identity.step, identity.checkpoint_id)
+        self._request.storage.create(records.checkpoint_key(folder, fmt.NAME), self._manifest)
+        self._planned = Planned(
+            folder,
+            identity.checkpoint_id,
+            identity.place,
+            len(self._manifest),
+            xxhash.xxh3_128_hexdigest(self._manifest),
+            agreed.memory.plan_id,
+            agreed.diverged,
+        )
+        return self._planned
+
+    def commit(self, written: list[Written]) -> Commit:
+        """Seal and commit: all data files are durable."""
+        assert self._planned is not None
+        assert self._run is not None
+        manifest = fmt.decode(self._manifest, path=self._planned.folder)
+        by_index = {each.index: each for each in written}
+        files = tuple(
+            FileSeal(fmt.file_name(index), by_index[index].nbytes, by_index[index].digest)
+            for index in range(manifest.body.num_files)
+        )
+        self._run.check_fence(self._planned.place.epoch)
+        stored = Stored(self._planned.folder, self._manifest, manifest)
+        return seal_and_commit(self._run, stored, files)

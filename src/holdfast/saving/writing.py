@@ -1,0 +1,93 @@
+"""What one rank writes in a save: its share in the manifest that rank 0 published."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import xxhash
+
+from holdfast.agreement.assignment import Share, sources_of
+from holdfast.checkpoint.reading import pack_values
+from holdfast.errors import StorageError
+from holdfast.format import container, records
+from holdfast.format import manifest as fmt
+from holdfast.format.manifest import DecodedManifest
+from holdfast.format.values import Node
+from holdfast.io.buffers import pipeline_pool
+from holdfast.io.meter import Meter
+from holdfast.io.sources import BytesSource
+from holdfast.io.writer import write_file
+from holdfast.saving.messages import Planned, Written
+from holdfast.state.flatten import FlatState
+from holdfast.store.base import Store
+from holdfast.store.timed import TimedStore
+
+
+def share_in(storage: Store, planned: Planned, rank: int, remembered: Share | None) -> Share:
+    """The share of `rank`: as remembered where the plan is the same, else from the manifest in `storage`.
+
+    Raises:
+        StorageError: this rank does not see what rank 0 wrote.
+    """
+    if remembered is not None and remembered.plan_id == planned.plan_id:
+        return remembered.again(checkpoint_id=planned.checkpoint_id)
+    return Share.in_manifest(planned.plan_id, _read_manifest(storage, planned, rank), rank)
+
+
+def write_share(
+    share: Share,
+    storage: TimedStore,
+    folder: str,
+    flat: FlatState,
+    values: Mapping[str, Node],
+    rank: int,
+    *,
+    meter: Meter,
+) -> Written:
+    """Write this rank's data file; durable when it returns. `values` are what its file holds."""
+    layout = share.layout
+    if layout is None:
+        return Written(-1, 0, "")
+    sources = sources_of(share.manifest, layout, flat, rank)
+    if layout.values is not None:
+        block = pack_values(dict(values), capacity=layout.values.capacity)
+        sources.append(BytesSource(block))
+    nbytes = layout.data_start + layout.data_nbytes
+    key = records.checkpoint_key(folder, fmt.file_name(layout.index))
+
+    def write() -> bytes:
+        with pipeline_pool() as pool:
+            return write_file(
+                storage.direct_writer(key, nbytes=nbytes),
+                sources,
+                data_start=layout.data_start,
+                header=lambda table: container.header(share.manifest, layout, table),
+                pool=pool,
+                meter=meter,
+            )
+
+    table = storage.run("write", storage.path(key), write)
+    return Written(layout.index, nbytes, xxhash.xxh3_128_hexdigest(table))
+
+
+def _read_manifest(storage: Store, planned: Planned, rank: int) -> DecodedManifest:
+    key = records.checkpoint_key(planned.folder, fmt.NAME)
+    path = storage.path(key)
+    if storage.nbytes(key) is None:
+        raise StorageError(
+            f"rank {rank} does not see '{path}', which rank 0 has just written.",
+            code="storage.not_shared",
+            action="Give all ranks one path on a file system that all nodes share.",
+            path=path,
+            rank=rank,
+        )
+    data = storage.read(key)
+    if xxhash.xxh3_128_hexdigest(data) != planned.digest:
+        raise StorageError(
+            f"rank {rank} reads other bytes from '{path}' than rank 0 wrote.",
+            code="storage.inconsistent",
+            action="Check that the file system shows all nodes the same files.",
+            path=path,
+            rank=rank,
+        )
+    return fmt.decode(data, path=path)
