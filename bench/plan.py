@@ -24,14 +24,14 @@ from holdfast.format.manifest import decode
 from holdfast.format.records import Place
 from holdfast.geometry import coverage_fault
 from holdfast.plan.layout import Placed
-from holdfast.plan.load import Want, plan_load
+from holdfast.plan.load import ReadRequest, plan_load
 from holdfast.plan.placements import local_boxes
-from holdfast.plan.save import Identity, RankValues, encode_plan, plan_save
+from holdfast.plan.save import CheckpointIdentity, RankValues, encode_plan, plan_save
 
 WORLDS = (64, 256, 1024, 4480, 8960)
 #: A changed layout to load into: FSDP over this many ranks.
 NEW_WORLD = 1024
-IDENTITY = Identity("0" * 16, "1" * 32, Place(1, 1), 700, 0.0, {})
+IDENTITY = CheckpointIdentity("0" * 16, "1" * 32, Place(1, 1), 700, 0.0, {})
 
 #: Simulated layouts by name, the smallest world each makes sense for, and its bars at 8,960 ranks: coordinator's
 #: seconds, manifest MiB, memory MiB.
@@ -127,13 +127,13 @@ def measure(case: str, world_size: int, rounds: int) -> Figure:
     )
 
 
-def changed_layout(files: Files) -> list[Want]:
+def changed_layout(files: Files) -> list[ReadRequest]:
     """What one rank of FSDP over `NEW_WORLD` ranks holds of the tensors of a checkpoint."""
     spec = fsdp_layout(NEW_WORLD)[0].spec
     assert isinstance(spec, Placed)
     rank = NEW_WORLD // 3
     return [
-        Want(tensor, box)
+        ReadRequest(tensor, box)
         for tensor in range(len(files.manifest.body.names))
         for box, _ in local_boxes(spec, files.manifest.shape(tensor), rank)
     ]

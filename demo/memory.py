@@ -12,7 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from holdfast.node_memory.node_folder import DEFAULT_NODE_DIR, NodeFolder
-from holdfast.node_memory.slots import Slot, State, slot_names
+from holdfast.node_memory.slots import Slot, SlotState, slot_names
 from holdfast.run.paths import parse
 
 
@@ -72,13 +72,13 @@ def look(run: Path, node_dir: Path, *, world_size: int) -> Look:
             with Slot(folder, name) as slot:
                 records.append(slot.record)
 
-    def newest(*states: State) -> int:
+    def newest(*states: SlotState) -> int:
         steps = [record.contents.step for record in records if record.contents and record.state in states]
         return max((step for step in steps if steps.count(step) == world_size), default=-1)
 
     return Look(
-        is_copying=any(record.state == State.WRITING for record in records),
-        copied=newest(State.STAGED, State.SEALED, State.COMMITTED),
-        sealed=newest(State.SEALED, State.COMMITTED),
-        committed=newest(State.COMMITTED),
+        is_copying=any(record.state == SlotState.WRITING for record in records),
+        copied=newest(SlotState.STAGED, SlotState.SEALED, SlotState.COMMITTED),
+        sealed=newest(SlotState.SEALED, SlotState.COMMITTED),
+        committed=newest(SlotState.COMMITTED),
     )

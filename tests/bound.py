@@ -12,9 +12,9 @@ from torch.optim import Optimizer
 
 from holdfast.errors import IncompatibleError
 from holdfast.format import values
+from holdfast.mapping.parts import StoredTensor
 from holdfast.state.bind import bind
 from holdfast.state.binding import Binding
-from holdfast.state.differences import Stored
 from holdfast.state.flatten import flatten
 
 State = dict[str, object]
@@ -24,7 +24,7 @@ class Saved(NamedTuple):
     """A checkpoint held in memory: the tensors' bytes and what a manifest would say."""
 
     tensors: dict[str, torch.Tensor]
-    stored: dict[str, Stored]
+    stored: dict[str, StoredTensor]
     aliases: dict[str, str]
     nodes: bytes
 
@@ -33,7 +33,7 @@ def save(state: State) -> Saved:
     flat = flatten(state)
     return Saved(
         {name: local.memory[0].clone() for name, local in flat.tensors.items()},
-        {name: Stored(local.layout.dtype, local.layout.shape) for name, local in flat.tensors.items()},
+        {name: StoredTensor(local.layout.dtype, local.layout.shape) for name, local in flat.tensors.items()},
         dict(flat.aliases),
         values.encode(flat.nodes),
     )

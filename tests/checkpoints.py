@@ -18,7 +18,7 @@ from holdfast.format.values import Plain
 from holdfast.geometry import Box
 from holdfast.io.digest import digest_blocks
 from holdfast.plan.layout import Pieces, TensorLayout
-from holdfast.plan.save import Identity, RankValues, SavePlan, encode_plan, plan_save
+from holdfast.plan.save import CheckpointIdentity, RankValues, SavePlan, encode_plan, plan_save
 from holdfast.run.complete import complete
 from holdfast.run.history import Run
 from holdfast.view import View
@@ -40,7 +40,7 @@ def plan() -> SavePlan:
 
 def publish_manifest(run: Run, place: Place, step: int, *, created: float | None = None) -> str:
     """Begin the checkpoint of `step` at `place`; returns its folder."""
-    identity = Identity(secrets.token_hex(8), run.run_id, place, step, created or time.time(), {"loss": 0.5})
+    identity = CheckpointIdentity(secrets.token_hex(8), run.run_id, place, step, created or time.time(), {"loss": 0.5})
     data = encode_plan(plan(), identity=identity, values=[RankValues(0, VALUES_NBYTES, ("step",))])
     folder = records.folder_name(step, identity.checkpoint_id)
     run.storage.create(records.checkpoint_key(folder, fmt.NAME), data)

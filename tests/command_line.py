@@ -24,7 +24,7 @@ from holdfast.format.dtypes import DTYPES
 from holdfast.format.records import Place
 from holdfast.format.values import Node, Open
 from holdfast.plan.layout import Mesh, Placed, Placement, Replicate, Shard, TensorLayout
-from holdfast.plan.save import Identity
+from holdfast.plan.save import CheckpointIdentity
 from holdfast.testing.memory_store import MemoryStore
 from tests.published import EPOCHS, RUN_ID, begin, plan, publish, put
 
@@ -158,7 +158,7 @@ def publish_step(
         for rank in mesh.ranks:
             layouts[rank].append(layout)
     step = 100 * place.epoch + place.seq
-    identity = Identity(f"{step:016x}", RUN_ID, place, step, 1.7e9, {})
+    identity = CheckpointIdentity(f"{step:016x}", RUN_ID, place, step, 1.7e9, {})
     table = dict(NODES if nodes is None else nodes)
     publish(storage, plan(layouts, table, identity, diverged), full, table)
 

@@ -32,7 +32,7 @@ from holdfast.errors import CorruptError
 from holdfast.keeper.__main__ import serve
 from holdfast.node_memory.keeper_lock import is_kept
 from holdfast.node_memory.node_folder import NodeFolder
-from holdfast.node_memory.slots import Slot, State, slot_names
+from holdfast.node_memory.slots import Slot, SlotState, slot_names
 from holdfast.store.base import Location
 from holdfast.store.urls import open_store
 from tests import nursery
@@ -45,7 +45,7 @@ WORLD_SIZE: Final = 2
 NUMEL: Final = WORLD_SIZE * 5 * 2**16
 SMALL_NUMEL: Final = WORLD_SIZE * 2**12
 
-_WHOLE: Final = (State.STAGED, State.SEALED, State.COMMITTED, State.SUPERSEDED)
+_WHOLE: Final = (SlotState.STAGED, SlotState.SEALED, SlotState.COMMITTED, SlotState.SUPERSEDED)
 
 
 class Training:

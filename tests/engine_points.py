@@ -42,7 +42,7 @@ from holdfast.control.channel import Channel
 from holdfast.format.container import ALIGNMENT
 from holdfast.io import digest
 from holdfast.node_memory.node_folder import NodeFolder
-from holdfast.node_memory.slots import Record, Slot
+from holdfast.node_memory.slots import Slot, SlotRecord
 from holdfast.store.posix import PosixWriter
 from tests import crash_points
 
@@ -246,10 +246,10 @@ def traced(log: Log, who: str, deeds: Sequence[Deed]) -> Iterator[None]:
         yield
 
 
-def _advance(points: _Points) -> Callable[[Slot, Record], None]:
+def _advance(points: _Points) -> Callable[[Slot, SlotRecord], None]:
     advance = Slot.advance
 
-    def traced_advance(self: Slot, record: Record) -> None:
+    def traced_advance(self: Slot, record: SlotRecord) -> None:
         points.reach(f"{record.state.name}.asked")
         advance(self, record)
         points.reach(record.state.name)
@@ -257,10 +257,10 @@ def _advance(points: _Points) -> Callable[[Slot, Record], None]:
     return traced_advance
 
 
-def _refresh(points: _Points) -> Callable[[Slot], Record]:
+def _refresh(points: _Points) -> Callable[[Slot], SlotRecord]:
     refresh = Slot.refresh
 
-    def traced_refresh(self: Slot) -> Record:
+    def traced_refresh(self: Slot) -> SlotRecord:
         record = refresh(self)
         points.reach(f"awaits {record.state.name}")
         return record

@@ -8,8 +8,8 @@ KEEPER_MUTATIONS = [
     Mutation(  # keeper fenced again
         "test_keeper.py::test_what_is_fenced_is_given_up_with_the_reason",
         "keeper/daemon.py",
-        "            state, text = State.SUPERSEDED, str(error)\n        except Exception",
-        "            state, text = State.SEALED, str(error)\n        except Exception",
+        "            state, text = SlotState.SUPERSEDED, str(error)\n        except Exception",
+        "            state, text = SlotState.SEALED, str(error)\n        except Exception",
     ),
     Mutation(  # keeper no error told
         "test_keeper.py::test_a_store_that_fails_is_told_in_the_slots_and_tried_again",

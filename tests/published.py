@@ -20,7 +20,7 @@ from holdfast.format.values import Node
 from holdfast.io.buffers import BufferPool
 from holdfast.io.writer import write_file
 from holdfast.plan.layout import TensorLayout
-from holdfast.plan.save import Identity, RankValues, encode_plan, plan_save
+from holdfast.plan.save import CheckpointIdentity, RankValues, encode_plan, plan_save
 from holdfast.store.base import Bytes
 from holdfast.testing.memory_store import MemoryStore
 from tests.worlds import World, data_sections
@@ -65,7 +65,7 @@ class BytesSource:
 def plan(
     layouts: Sequence[Sequence[TensorLayout]],
     nodes: Mapping[str, Node],
-    identity: Identity,
+    identity: CheckpointIdentity,
     diverged: Sequence[str] = (),
     writers: Mapping[str, int] | None = None,
 ) -> bytes:

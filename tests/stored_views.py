@@ -10,7 +10,7 @@ import numpy as np
 from holdfast.checkpoint.reading import Checkpoint
 from holdfast.format.records import Place
 from holdfast.format.values import Node, Open
-from holdfast.plan.save import Identity
+from holdfast.plan.save import CheckpointIdentity
 from holdfast.run.history import resolve
 from holdfast.run.paths import parse
 from holdfast.store.base import Bytes, Store
@@ -19,7 +19,7 @@ from holdfast.view import View
 from tests.published import EPOCHS, RUN_ID, begin, plan, publish
 from tests.worlds import World
 
-IDENTITY = Identity("0123456789abcdef", RUN_ID, Place(1, 1), 7, 1.5, {})
+IDENTITY = CheckpointIdentity("0123456789abcdef", RUN_ID, Place(1, 1), 7, 1.5, {})
 
 
 def published(world: World, nodes: Mapping[str, Node] | None = None) -> MemoryStore:

@@ -16,7 +16,7 @@ from holdfast.format.records import Place
 from holdfast.node_memory import arena as arena_module
 from holdfast.node_memory.arena import Arena
 from holdfast.node_memory.node_folder import NodeFolder
-from holdfast.node_memory.slots import Record, Slot, State, slot_names
+from holdfast.node_memory.slots import Slot, SlotRecord, SlotState, slot_names
 from tests.test_posix_storage import mounted
 from tests.test_slots import filled
 
@@ -79,23 +79,23 @@ def test_memory_survives_the_process_and_is_used_again(folder: NodeFolder, memor
 
 def test_of_two_generations_the_older_is_filled_again_when_all_ranks_hold_the_newer(folder: NodeFolder) -> None:
     arena = ready(folder, MIB)
-    first = filled(some(arena.take(None)), State.COMMITTED, seq=1)
-    second = filled(some(arena.take(None)), State.SEALED, seq=2)
+    first = filled(some(arena.take(None)), SlotState.COMMITTED, seq=1)
+    second = filled(some(arena.take(None)), SlotState.SEALED, seq=2)
     assert arena.newest_sealed() == Place(1, 2)
     assert arena.take(Place(1, 1)) is None  # another rank holds no more than the first
     assert arena.take(None) is first  # another rank holds nothing, so no checkpoint is whole in memory
     assert arena.take(Place(1, 2)) is first
-    filled(first, State.STAGED, seq=3)
+    filled(first, SlotState.STAGED, seq=3)
     assert arena.take(Place(1, 2)) is None  # nothing is free: the second is the newest that is whole
     assert arena.newest_sealed() == Place(1, 2)
-    assert second.state == State.SEALED
+    assert second.state == SlotState.SEALED
     arena.close()
 
 
 def test_what_is_not_committed_yet_is_never_filled_again(folder: NodeFolder) -> None:
     arena = ready(folder, MIB)
-    filled(some(arena.take(None)), State.SEALED, seq=1)
-    filled(some(arena.take(None)), State.SEALED, seq=2)
+    filled(some(arena.take(None)), SlotState.SEALED, seq=1)
+    filled(some(arena.take(None)), SlotState.SEALED, seq=2)
     assert arena.take(Place(1, 2)) is None
     arena.close()
 
@@ -103,8 +103,8 @@ def test_what_is_not_committed_yet_is_never_filled_again(folder: NodeFolder) -> 
 def test_before_a_first_save_there_is_room_only_where_a_slot_is_free_or_yet_to_be_made(folder: NodeFolder) -> None:
     # A restarted job took a slot for granted, and found one committed and one that was not durable yet.
     arena = ready(folder, MIB)
-    filled(some(arena.take(None)), State.COMMITTED, seq=1)
-    filled(some(arena.take(None)), State.SEALED, seq=2)
+    filled(some(arena.take(None)), SlotState.COMMITTED, seq=1)
+    filled(some(arena.take(None)), SlotState.SEALED, seq=2)
     arena.close()
     assert Arena(folder, rank=3, num_slots=2).oldest() == (False, Place(1, 1))
     again = ready(folder, MIB, num_slots=2)
@@ -130,7 +130,7 @@ def test_the_first_slot_can_be_filled_while_others_are_being_made(
     assert arena.wait_for_one(60)
     assert not arena.is_ready
     assert arena.oldest() == (True, None)
-    filled(some(arena.take(None)), State.COMMITTED, seq=1)
+    filled(some(arena.take(None)), SlotState.COMMITTED, seq=1)
     assert arena.oldest() == (False, Place(1, 1))  # the other one is not there yet
     go_on.set()
     assert arena.wait(60)
@@ -154,19 +154,19 @@ def test_slots_that_somebody_removed_are_made_anew(folder: NodeFolder) -> None:
 def test_a_slot_that_a_dead_process_was_filling_is_free(folder: NodeFolder) -> None:
     arena = ready(folder, MIB)
     for _ in range(2):
-        filled(some(arena.take(None)), State.WRITING)
+        filled(some(arena.take(None)), SlotState.WRITING)
     assert arena.take(None) is None
     arena.close()  # as the kernel does when the process ends: the locks are gone
     again = ready(folder, MIB)
-    assert some(again.take(None)).record == Record(State.FREE)
+    assert some(again.take(None)).record == SlotRecord(SlotState.FREE)
     again.close()
 
 
 def test_a_slot_that_a_living_process_is_filling_is_left_alone(folder: NodeFolder) -> None:
     arena = ready(folder, MIB)
-    filled(some(arena.take(None)), State.WRITING)
+    filled(some(arena.take(None)), SlotState.WRITING)
     again = ready(folder, MIB)  # of another process, for all that the locks know
-    filled(some(again.take(None)), State.WRITING)
+    filled(some(again.take(None)), SlotState.WRITING)
     assert again.take(None) is None
     again.close()
     arena.close()
@@ -176,13 +176,13 @@ def test_a_larger_state_gets_larger_slots_and_what_the_old_ones_hold_stays_until
     folder: NodeFolder,
 ) -> None:
     arena = ready(folder, MIB)
-    held = filled(some(arena.take(None)), State.COMMITTED, seq=1)
+    held = filled(some(arena.take(None)), SlotState.COMMITTED, seq=1)
     arena.prepare(5 * MIB)
     assert arena.wait(60)
     assert arena.is_ready
     assert sorted((folder.path / name).stat().st_size for name in slot_names(folder)) == [4 * MIB, 8 * MIB, 8 * MIB]
     assert arena.newest_sealed() == Place(1, 1)
-    new = filled(some(arena.take(Place(1, 1))), State.COMMITTED, seq=2)
+    new = filled(some(arena.take(Place(1, 1))), SlotState.COMMITTED, seq=2)
     assert new.nbytes == 6 * MIB
     arena.remove_retired(Place(1, 1))
     assert held.name in slot_names(folder)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 import holdfast
-from holdfast.format.values import Items, Node, Open, PerRank, Plain, Table
+from holdfast.format.values import Items, Node, Open, PerRankNode, Plain, TableNode
 from holdfast.plan.layout import Mesh, Shard
 from tests.command_line import Stored, at_terminal, damage, holdfast_command, rows, stored_run
 
@@ -96,7 +96,7 @@ def test_damage_is_a_failure_and_no_difference(tmp_path: Path) -> None:
 def test_values_that_differ_are_shown_side_by_side(tmp_path: Path) -> None:
     def nodes(lr: Node, *, extra: bool) -> dict[str, Node]:
         table: dict[str, Node] = {"": Open("dict"), "lr": lr, "betas": Items("tuple", 1), "betas/0": Plain(0.9)}
-        return table | ({"extra": Table("dict", ())} if extra else {})
+        return table | ({"extra": TableNode("dict", ())} if extra else {})
 
     a = stored_run(tmp_path / "a", {"w": floats(1)}, nodes(Plain(1), extra=False))
     b = stored_run(tmp_path / "b", {"w": floats(1)}, nodes(Plain(1.0), extra=True))
@@ -115,12 +115,12 @@ def test_values_that_differ_are_shown_side_by_side(tmp_path: Path) -> None:
 
 def test_the_order_of_keys_is_a_difference_and_their_number_is_told_by_the_names(tmp_path: Path) -> None:
     leaves: dict[str, Node] = {"d/a": Plain(1), "d/b": Plain(2)}
-    root: dict[str, Node] = {"": Table("dict", ("d",))}
+    root: dict[str, Node] = {"": TableNode("dict", ("d",))}
     runs = {
         keys: stored_run(
             tmp_path / "-".join(keys),
             {"w": floats(1)},
-            root | {"d": Table("dict", keys)} | {path: leaf for path, leaf in leaves.items() if path[2:] in keys},
+            root | {"d": TableNode("dict", keys)} | {path: leaf for path, leaf in leaves.items() if path[2:] in keys},
         )
         for keys in (("a", "b"), ("b", "a"), ("a",))
     }
@@ -134,7 +134,7 @@ def test_the_order_of_keys_is_a_difference_and_their_number_is_told_by_the_names
 
 def test_values_of_other_numbers_of_ranks_are_told_rank_by_rank(tmp_path: Path) -> None:
     def run(ranks: int) -> Path:
-        nodes: dict[str, Node] = {"": Open("dict"), "rng": PerRank(ranks)}
+        nodes: dict[str, Node] = {"": Open("dict"), "rng": PerRankNode(ranks)}
         nodes |= {f"rng/%rank={rank}": Plain(rank) for rank in range(ranks)}
         return stored_run(tmp_path / str(ranks), {"w": floats(1, 2, 3, 4, ranks=ranks)}, nodes)
 

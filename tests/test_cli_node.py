@@ -9,7 +9,7 @@ import pytest
 
 from holdfast.node_memory.claims import Claim
 from holdfast.node_memory.node_folder import NodeFolder
-from holdfast.node_memory.slots import State
+from holdfast.node_memory.slots import SlotState
 from holdfast.run.history import Run
 from tests import test_keeper
 from tests.command_line import holdfast_command
@@ -25,7 +25,7 @@ def test_the_command_lists_what_lies_in_memory_frees_what_is_durable_and_ends_ke
 ) -> None:
     options = ("--node-dir", folder.node_dir)
     with kept(folder, run.storage.location.url) as process:
-        until(lambda: states(saved) == {State.COMMITTED})
+        until(lambda: states(saved) == {SlotState.COMMITTED})
         with Claim(folder, 0):
             (row,) = holdfast_command("node", *options, "--json").json["runs"]
             assert (row["run"], row["keeper_pid"]) == (run.storage.location.url, process.pid)

@@ -16,10 +16,10 @@ from holdfast.cli.screen import ago
 from holdfast.cli.values import natural
 from holdfast.format.names import join
 from holdfast.format.records import Place
-from holdfast.format.values import Blob, Items, Node, Open, PerRank, Plain, Table, Text
+from holdfast.format.values import Blob, Items, Node, Open, PerRankNode, Plain, TableNode, Text
 from holdfast.geometry import Box, FlatRange
 from holdfast.plan.layout import Mesh, Pieces, Replicate, Shard, TensorLayout
-from holdfast.plan.save import Identity
+from holdfast.plan.save import CheckpointIdentity
 from tests.command_line import Stored, at_terminal, holdfast_command, rows, screen_lines, stored_run
 from tests.published import EPOCHS, RUN_ID, begin, plan, publish, put
 
@@ -28,11 +28,11 @@ def weight(*shape: int, ranks: int = 1) -> Stored:
     return Stored("float32", np.ones(shape, np.float32), *rows(ranks))
 
 
-def tensor(name: str, *, shape: tuple[int, ...] = (2, 2), nbytes: int = 16) -> tree.Tensor:
-    return tree.Tensor(name, "float32", shape, "whole", 1, 1, nbytes)
+def tensor(name: str, *, shape: tuple[int, ...] = (2, 2), nbytes: int = 16) -> tree.ShownTensor:
+    return tree.ShownTensor(name, "float32", shape, "whole", 1, 1, nbytes)
 
 
-def labels(*names: str | tree.Tensor) -> list[str]:
+def labels(*names: str | tree.ShownTensor) -> list[str]:
     made = sorted((tensor(name) if isinstance(name, str) else name for name in names), key=lambda one: one.name)
     return ["  " * line.depth + line.label for line in tree.lines(made)]
 
@@ -93,7 +93,7 @@ def test_every_kind_of_division_has_its_words(tmp_path: Path) -> None:
     free = [TensorLayout("boxes", "uint8", (4, 4), Pieces.boxes(*held)) for held in boxes]
     layouts = [list(pair) for pair in zip(free, ranges, strict=True)]
     nodes: dict[str, Node] = {"": Open("dict")}
-    planned = plan(layouts, nodes, Identity("1" * 16, RUN_ID, Place(1, 1), 1, 1.5, {}))
+    planned = plan(layouts, nodes, CheckpointIdentity("1" * 16, RUN_ID, Place(1, 1), 1, 1.5, {}))
     publish(storage, planned, {name: np.zeros((4, 4, 1), np.uint8) for name in ("ranges", "boxes")}, nodes)
     run = put(storage.objects, tmp_path / "run")
     divided = {one["name"]: one["divided"] for one in holdfast_command("show", "--json", run).json["tensors"]}
@@ -120,7 +120,7 @@ def test_grids_say_into_how_many_parts_each_axis_is_cut(
 
 
 def test_a_long_value_leaves_room_for_its_name(tmp_path: Path) -> None:
-    nodes: dict[str, Node] = {"": Table("dict", ("prompt",)), "prompt": Text(b"x" * 300)}
+    nodes: dict[str, Node] = {"": TableNode("dict", ("prompt",)), "prompt": Text(b"x" * 300)}
     run = stored_run(tmp_path / "run", {"w": weight(2)}, nodes)
     lines = screen_lines(at_terminal("show", "--values", run, columns=80))
     assert [line.split()[:2] for line in lines if "name" in line or "prompt" in line][1:] == [
@@ -174,7 +174,7 @@ def test_json_agrees_with_the_view(tmp_path: Path) -> None:
 
 def test_values_are_listed_in_natural_order_and_lists_on_one_line(tmp_path: Path) -> None:
     nodes: dict[str, Node] = {
-        "": Table("dict", ("betas", "empty", "name", "seen", "raw", "rng", "nan")),
+        "": TableNode("dict", ("betas", "empty", "name", "seen", "raw", "rng", "nan")),
         "betas": Items("tuple", 2),
         "betas/0": Plain(0.9),
         "betas/1": Plain(0.95),
@@ -183,7 +183,7 @@ def test_values_are_listed_in_natural_order_and_lists_on_one_line(tmp_path: Path
         "seen": Plain(7),
         "raw": Blob(bytes(range(20))),
         "nan": Plain(float("nan")),
-        "rng": PerRank(2),
+        "rng": PerRankNode(2),
         **{join("rng", f"%rank={rank}"): Plain(rank) for rank in range(2)},
     }
     run = stored_run(tmp_path / "run", {"w": weight(2, ranks=2)}, nodes)
@@ -209,7 +209,7 @@ def show_values(run: Path) -> list[dict[str, str]]:
 
 def test_many_equal_values_beside_each_other_are_one_line(tmp_path: Path) -> None:
     keys = tuple(f"p{n}" for n in range(9))
-    nodes: dict[str, Node] = {"": Table("dict", ("group_of",)), "group_of": Table("dict", keys)}
+    nodes: dict[str, Node] = {"": TableNode("dict", ("group_of",)), "group_of": TableNode("dict", keys)}
     nodes |= {f"group_of/{key}": Plain(0) for key in keys}
     run = stored_run(tmp_path / "run", {"w": weight(2)}, nodes)
     assert holdfast_command("show", "--values", run).lines[-1].split() == ["group_of/*", "(9", "alike)", "int", "0"]

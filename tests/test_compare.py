@@ -18,7 +18,7 @@ from holdfast.checkpoint.reading import Checkpoint
 from holdfast.format.dtypes import CARRIERS, DTYPES
 from holdfast.format.records import Place
 from holdfast.plan.layout import TensorLayout, Whole
-from holdfast.plan.save import Identity
+from holdfast.plan.save import CheckpointIdentity
 from holdfast.run.history import Run
 from holdfast.testing.memory_store import MemoryStore
 from tests.command_line import NODES
@@ -35,7 +35,7 @@ def opened(storage: MemoryStore) -> Checkpoint:
 
 def stored(world: World) -> Checkpoint:
     storage = begin(RUN_ID, *EPOCHS[:1])
-    identity = Identity("1" * 16, RUN_ID, Place(1, 1), 1, 1.5, {})
+    identity = CheckpointIdentity("1" * 16, RUN_ID, Place(1, 1), 1, 1.5, {})
     publish(storage, plan(world.layouts, NODES, identity), world.full, NODES)
     return opened(storage)
 

@@ -30,8 +30,7 @@ from demo.witness import Witness, tensor_digests, value_digests
 from holdfast.format.records import Place
 from holdfast.keeper.client import ensure_keeper
 from holdfast.node_memory.node_folder import NodeFolder
-from holdfast.node_memory.slots import Contents, Record, Slot
-from holdfast.node_memory.slots import State as SlotState
+from holdfast.node_memory.slots import Contents, Slot, SlotRecord, SlotState
 from tests.ranks import run_ranks
 
 ROOT = Path(__file__).parents[1]
@@ -294,7 +293,7 @@ def filled(slot: Slot, step: int, rank: int, state: SlotState) -> None:
     assert slot.take()
     for each in (SlotState.WRITING, SlotState.STAGED, SlotState.SEALED, SlotState.COMMITTED):
         if each <= state:
-            slot.advance(Record(each, contents))
+            slot.advance(SlotRecord(each, contents))
 
 
 def test_a_look_at_memory_tells_what_is_copied_sealed_and_in_storage_on_all_ranks(tmp_path: Path) -> None:

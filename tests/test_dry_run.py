@@ -34,15 +34,15 @@ from holdfast.io.reader import ReadJob
 from holdfast.loading.dry_run import LoadPlan
 from holdfast.mapping import Fuse, Pad, Rename, Rule, Stack, Transpose
 from holdfast.mapping.apply import mapped
-from holdfast.mapping.draft import Table
-from holdfast.mapping.parts import Stored, as_stored, stored_tensors
+from holdfast.mapping.draft import CheckpointTable
+from holdfast.mapping.parts import StoredTensor, as_stored, stored_tensors
 from holdfast.plan import blocks, layout_rules
-from holdfast.plan.blocks import PerFile, Reading
+from holdfast.plan.blocks import NodeReading, PerFile
 from holdfast.plan.dry_run import Traffic, even_nodes, match, seconds, traffic
 from holdfast.plan.exchange import Bandwidths, divide_job_reads, divide_reads, united
 from holdfast.plan.layout import Mesh, Pieces, Placed, Replicate, Shard, TensorLayout
-from holdfast.plan.layout_rules import Held, Stage, assign, from_toml
-from holdfast.plan.load import Want, plan_load
+from holdfast.plan.layout_rules import HeldTensor, PipelineStage, assign, from_toml
+from holdfast.plan.load import ReadRequest, plan_load
 from holdfast.plan.placements import local_boxes
 from holdfast.plan.save import encode_plan, plan_save
 from holdfast.run.history import resolve
@@ -59,15 +59,15 @@ class Job(NamedTuple):
 
     mesh_shape: Shape
     node_of: Int64s
-    held: dict[str, Held]
+    held: dict[str, HeldTensor]
 
 
-def table_of(files: Files, rules: tuple[Rule, ...] = ()) -> Table:
+def table_of(files: Files, rules: tuple[Rule, ...] = ()) -> CheckpointTable:
     return mapped(rules, stored_tensors(files.manifest), files.manifest.body.aliases, {})
 
 
 @st.composite
-def jobs(draw: st.DrawFn, table: Table) -> Job:
+def jobs(draw: st.DrawFn, table: CheckpointTable) -> Job:
     mesh_shape = tuple(draw(st.lists(st.sampled_from([1, 2, 3]), min_size=1, max_size=3)))
     world_size = math.prod(mesh_shape)
     node_of = even_nodes(world_size, draw(st.integers(1, world_size)))
@@ -78,12 +78,12 @@ def jobs(draw: st.DrawFn, table: Table) -> Job:
             places: list[layout_rules.Place] = list(draw(placements(mesh, stored.shape)))
             for axis, extent in enumerate(mesh_shape):
                 if not draw(st.integers(0, 4)):
-                    places[axis] = Stage(draw(st.integers(0, extent - 1)))
-            held[name] = Held(tuple(places), None)
+                    places[axis] = PipelineStage(draw(st.integers(0, extent - 1)))
+            held[name] = HeldTensor(tuple(places), None)
     return Job(mesh_shape, node_of, held)
 
 
-def rank_by_rank(files: Files, table: Table, job: Job) -> Traffic:
+def rank_by_rank(files: Files, table: CheckpointTable, job: Job) -> Traffic:
     """The same as `traffic`, by the plan of each rank and the plans of nodes."""
     world_size, num_files = len(job.node_of), files.manifest.body.num_files
     numbers = {name: number for number, name in enumerate(files.manifest.body.names)}
@@ -96,7 +96,7 @@ def rank_by_rank(files: Files, table: Table, job: Job) -> Traffic:
                 for part in table.parts.get(name, as_stored(name, stored).parts):
                     met = part.meet(box)
                     if met is not None and part.source is not None:
-                        wants.append(Want(numbers[part.source], met[1]))
+                        wants.append(ReadRequest(numbers[part.source], met[1]))
         needed[rank] = sum(want.box.numel * int(files.itemsizes[want.tensor]) for want in wants)
         runs = [np.zeros((0, 3), np.int64)]
         for reads in plan_load(files, wants):
@@ -117,7 +117,7 @@ def rank_by_rank(files: Files, table: Table, job: Job) -> Traffic:
         read = shared.senders < 0
         np.add.at(once.nbytes, shared.files[read], (shared.stops - shared.starts)[read])
         np.add.at(once.num_requests, shared.files[read], 1)
-    return Traffic(needed, Reading(nodes, apart, once))
+    return Traffic(needed, NodeReading(nodes, apart, once))
 
 
 def nothing(*_: object) -> Any:
@@ -161,7 +161,7 @@ def test_ranges_that_lie_in_the_gaps_of_a_box_are_not_read() -> None:
     shape, ranges = (4, 6), [FlatRange(at, at + 3) for at in range(0, 24, 3)]
     layouts = [[TensorLayout("w", "uint8", shape, Pieces.ranges(each))] for each in ranges]
     files = Files(World(layouts, {}).plan())
-    job = Job((2,), np.asarray([0, 1]), {"w": Held((Shard(1),), None)})
+    job = Job((2,), np.asarray([0, 1]), {"w": HeldTensor((Shard(1),), None)})
     with blocks_of(1):
         found = traffic(files, table_of(files), job.held, job.mesh_shape, job.node_of)
         assert_same(found, rank_by_rank(files, table_of(files), job))
@@ -207,7 +207,7 @@ def test_the_faster_way_is_the_one_that_a_load_chooses(nodes: list[list[tuple[in
     once = united(needs)
     num_bytes = [int((each[:, 2] - each[:, 1]).sum()) for each in (*needs, once)]
     per_file = PerFile(np.asarray(num_bytes[-1:]), np.zeros(1, np.int64))
-    reading = Reading(np.asarray(num_bytes[:-1]), per_file, per_file)
+    reading = NodeReading(np.asarray(num_bytes[:-1]), per_file, per_file)
     for bandwidths in (Bandwidths(1, 2, 1), Bandwidths(2, 2, 9), Bandwidths(1, 9, 1), Bandwidths(3, math.inf, 1)):
         assert seconds(reading, bandwidths).favour_exchange == bandwidths.favour_exchange(needs)
 
@@ -237,18 +237,18 @@ def test_a_405b_checkpoint_of_8960_ranks_is_planned_for_1024_in_seconds() -> Non
 # --- layouts ----------------------------------------------------------------------------------------------------------
 
 MODEL = {
-    "model/embed": Stored("bfloat16", (64, 8)),
-    "model/layers.0.up": Stored("bfloat16", (32, 8)),
-    "model/layers.1.up": Stored("bfloat16", (32, 8)),
-    "model/layers.0.norm": Stored("bfloat16", (8,)),
-    "model/ticks": Stored("int64", ()),
-    "optimizer/state/model/layers.0.up/exp_avg": Stored("float32", (32, 8)),
-    "optimizer/state/model/layers.0.up/step": Stored("float32", ()),
+    "model/embed": StoredTensor("bfloat16", (64, 8)),
+    "model/layers.0.up": StoredTensor("bfloat16", (32, 8)),
+    "model/layers.1.up": StoredTensor("bfloat16", (32, 8)),
+    "model/layers.0.norm": StoredTensor("bfloat16", (8,)),
+    "model/ticks": StoredTensor("int64", ()),
+    "optimizer/state/model/layers.0.up/exp_avg": StoredTensor("float32", (32, 8)),
+    "optimizer/state/model/layers.0.up/step": StoredTensor("float32", ()),
 }
 MESH = "mesh = { dp = 2, tp = 4 }\n"
 
 
-def places(text: str, name: str, tensors: dict[str, Stored] | None = None) -> tuple[object, ...]:
+def places(text: str, name: str, tensors: dict[str, StoredTensor] | None = None) -> tuple[object, ...]:
     return assign(from_toml(MESH + text, path="x.toml"), tensors or MODEL, {})[name].places
 
 
@@ -284,13 +284,13 @@ def test_state_of_an_optimizer_follows_its_parameter_and_its_own_name() -> None:
 
 
 def test_a_stage_is_held_by_the_ranks_of_one_coordinate() -> None:
-    held = Held((Stage(1), Shard(0)), None)
+    held = HeldTensor((PipelineStage(1), Shard(0)), None)
     assert held.placed((2, 3)) == Placed(Mesh((1, 3), (3, 4, 5)), (Replicate(), Shard(0)))
 
 
 def test_without_a_default_nobody_holds_what_no_rule_matches() -> None:
     layout = from_toml(MESH + '[[rule]]\nnames = "optimizer"\n[[rule]]\nnames = "**.up"\n', path="x.toml")
-    matching = match(layout, Table(MODEL, {}, {}, {}, {}), select=Globs("model"), cast=False)
+    matching = match(layout, CheckpointTable(MODEL, {}, {}, {}, {}), select=Globs("model"), cast=False)
     assert matching.unexpected == ("model/embed", "model/layers.0.norm", "model/ticks")
     assert sorted(matching.held) == ["model/layers.0.up", "model/layers.1.up"]
     assert not matching.loads
@@ -298,7 +298,7 @@ def test_without_a_default_nobody_holds_what_no_rule_matches() -> None:
 
 def test_dtypes_are_compared_as_a_load_compares_them() -> None:
     text = 'default = {}\n[[rule]]\nnames = ["**.up", "model/ticks"]\ndtype = "float32"\n'
-    layout, table = from_toml(MESH + text, path="x.toml"), Table(MODEL, {}, {}, {}, {})
+    layout, table = from_toml(MESH + text, path="x.toml"), CheckpointTable(MODEL, {}, {}, {}, {})
     matching = match(layout, table, select=None, cast=Globs(["model/layers.0.*", "model/ticks"]))
     assert [one.name for one in matching.cast] == ["model/layers.0.up"]
     assert [one.name for one in matching.refused] == ["model/layers.1.up", "model/ticks"]
@@ -307,7 +307,7 @@ def test_dtypes_are_compared_as_a_load_compares_them() -> None:
 
 def test_optimizers_are_chosen_as_a_whole_and_keep_their_dtypes() -> None:
     layout = from_toml(MESH + '[[rule]]\nnames = "**"\ndtype = "bfloat16"\n', path="x.toml")
-    table = Table(MODEL, {}, {}, {}, {})
+    table = CheckpointTable(MODEL, {}, {}, {}, {})
     state = [name for name in MODEL if name.startswith("optimizer")]
     assert list(match(layout, table, select=Globs("optimizer"), cast=False).held) == state
     chosen = match(layout, table, select=Globs("**.up"), cast=False)
@@ -317,7 +317,7 @@ def test_optimizers_are_chosen_as_a_whole_and_keep_their_dtypes() -> None:
 
 def test_a_tied_tensor_is_placed_and_chosen_by_any_of_its_names() -> None:
     layout = from_toml(MESH + '[[rule]]\nnames = "model/head"\nplace = { tp = "shard 0" }\n', path="x.toml")
-    table = Table({"model/embed": MODEL["model/embed"]}, {"model/head": "model/embed"}, {}, {}, {})
+    table = CheckpointTable({"model/embed": MODEL["model/embed"]}, {"model/head": "model/embed"}, {}, {}, {})
     matching = match(layout, table, select=Globs("model/head"), cast=False)
     assert matching.held["model/embed"].places == (Replicate(), Shard(0))
 
@@ -326,7 +326,7 @@ def test_a_tied_tensor_is_placed_and_chosen_by_any_of_its_names() -> None:
 def test_globs_that_match_nothing_are_refused(option: str) -> None:
     globs = {"select": None, "cast": False} | {option: Globs("model/layer.0.up")}
     with pytest.raises(IncompatibleError, match=r"did you mean .*layers\.0\.up") as caught:
-        match(layout_rules.fsdp(2), Table(MODEL, {}, {}, {}, {}), **globs)  # type: ignore[arg-type]
+        match(layout_rules.fsdp(2), CheckpointTable(MODEL, {}, {}, {}, {}), **globs)  # type: ignore[arg-type]
     assert caught.value.code == f"incompatible.{option}"
 
 

@@ -20,7 +20,7 @@ import torch
 import holdfast
 from holdfast import Checkpointer, ConfigurationError, DeadlineError, HoldfastError, Memory, StorageError
 from holdfast.latch import Latch
-from holdfast.node_memory.slots import Slot, State, slot_names
+from holdfast.node_memory.slots import Slot, SlotState, slot_names
 from holdfast.snapshot import capture as snapshot_module
 from holdfast.snapshot import device
 from holdfast.snapshot.device import Queued
@@ -198,7 +198,7 @@ def test_an_error_in_the_middle_of_a_copy_frees_the_slot_only_when_nothing_write
         raise RuntimeError("in the middle")
 
     def watched(slot: Slot, record: object) -> None:
-        if slot.state == State.WRITING:
+        if slot.state == SlotState.WRITING:
             were_over.append(stream.is_over)
         advance(slot, record)  # type: ignore[arg-type]
 
@@ -215,7 +215,7 @@ def test_an_error_in_the_middle_of_a_copy_frees_the_slot_only_when_nothing_write
     with folder_of(run, memory.node_dir) as folder:
         states = [Slot(folder, name).state for name in slot_names(folder)]
     assert were_over == ([True] if error is None else [])
-    assert (State.WRITING in states) == (error is not None)
+    assert (SlotState.WRITING in states) == (error is not None)
     if error is None:
         checkpointer.save(3).durable.wait(60)
     with suppress(StorageError):  # of step 2

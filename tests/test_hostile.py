@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from holdfast.format import manifest as fmt
 from holdfast.format import records, sequences
 from holdfast.format import values as value_codec
-from holdfast.format.sequences import Affine, Block, Planes
+from holdfast.format.sequences import Affine, Block, DifferencePlanes
 from tests.attacks.confined import CPU_S, Confined, Verdict
 from tests.attacks.victim import NODES
 from tests.test_manifest import small_manifest
@@ -68,7 +68,7 @@ def plain(value: object) -> Tree:
 
 def seeds() -> dict[str, list[Tree]]:
     """Sound inputs of each kind, as trees."""
-    numbers = [Affine((Block(0, (2,), (6,)),)), Affine((Block(0, (2, 2), (4, 1)),)), Planes(4, 0, 1, 1)]
+    numbers = [Affine((Block(0, (2,), (6,)),)), Affine((Block(0, (2, 2), (4, 1)),)), DifferencePlanes(4, 0, 1, 1)]
     return {
         "manifest": [plain(small_manifest()[0])],
         "values": [plain(sorted(NODES.items())), plain([["a", ["encoded", "x", ["numpy", "<f4", b"1234"]]]])],
@@ -273,7 +273,7 @@ BOMBS: dict[str, tuple[str, Callable[[], bytes]]] = {
     "a NamedTuple of many fields": (
         "values",
         lambda: value_codec.encode(
-            {"a": value_codec.Record("P", names := tuple(f"f{n:04}" for n in range(4096)))}
+            {"a": value_codec.RecordNode("P", names := tuple(f"f{n:04}" for n in range(4096)))}
             | {f"a/{name}": value_codec.Plain(0) for name in names}
         ),
     ),

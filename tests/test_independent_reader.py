@@ -25,11 +25,11 @@ from holdfast.format.container import BLOCK_NBYTES
 from holdfast.format.dtypes import DTYPES
 from holdfast.format.manifest import DecodedManifest
 from holdfast.format.records import Place
-from holdfast.format.values import Node, Open, PerRank, Plain
+from holdfast.format.values import Node, Open, PerRankNode, Plain
 from holdfast.geometry import FlatRange
 from holdfast.plan import replicas
 from holdfast.plan.layout import Mesh, Pieces, Placed, Shard, TensorLayout, Whole
-from holdfast.plan.save import Identity
+from holdfast.plan.save import CheckpointIdentity
 from holdfast.run.history import resolve
 from holdfast.run.paths import parse
 from tests import independent_reader
@@ -237,9 +237,9 @@ def small_run() -> dict[str, bytes]:
     layouts = [TensorLayout("w", "float32", (30, 40), halves), TensorLayout("z", "complex64", (), Whole("split"))]
     rng = np.random.default_rng(5)
     full = {"w": rng.integers(0, 256, (30, 40, 4), np.uint8), "z": rng.integers(0, 256, (8,), np.uint8)}
-    nodes: dict[str, Node] = {"": Open("dict"), "n": PerRank(2), "n/%rank=0": Plain(2**40), "n/%rank=1": Plain(1)}
+    nodes: dict[str, Node] = {"": Open("dict"), "n": PerRankNode(2), "n/%rank=0": Plain(2**40), "n/%rank=1": Plain(1)}
     storage = begin(RUN_ID, *EPOCHS[:1])
-    identity = Identity("0123456789abcdef", RUN_ID, Place(1, 1), 7, 1.5, {"loss": 0.25})
+    identity = CheckpointIdentity("0123456789abcdef", RUN_ID, Place(1, 1), 7, 1.5, {"loss": 0.25})
     publish(storage, plan([layouts, layouts], nodes, identity, ["z"]), full, nodes)
     return storage.objects
 
@@ -295,7 +295,7 @@ def test_damage_ends_the_program_with_status_1_and_a_message(tmp_path: Path) -> 
 def check_world(world: World, root: Path) -> DecodedManifest:
     """Write a world's checkpoint, read it with the other reader, and compare every bit."""
     world_size = len(world.layouts)
-    nodes: dict[str, Node] = {"": Open("dict"), "a": Plain(None), "own": PerRank(world_size)}
+    nodes: dict[str, Node] = {"": Open("dict"), "a": Plain(None), "own": PerRankNode(world_size)}
     nodes |= {f"own/%rank={rank}": Plain(rank) for rank in range(world_size)}
     planned = plan(world.layouts, nodes, IDENTITY)
     storage = begin(IDENTITY.run_id, EPOCHS[0])
@@ -333,7 +333,7 @@ def test_irregular_cuts_go_through_byte_planes(tmp_path: Path) -> None:
     layouts = [[TensorLayout("flat", "uint16", (1000, 1000), Pieces.ranges(part))] for part in parts]
     world = World(layouts, {"flat": rng.integers(0, 256, (1000, 1000, 2), np.uint8)})
     manifest = check_world(world, tmp_path)
-    assert {type(sequence).__name__ for sequence in manifest.body.sequences} == {"Affine", "Planes"}
+    assert {type(sequence).__name__ for sequence in manifest.body.sequences} == {"Affine", "DifferencePlanes"}
 
 
 def test_files_of_several_blocks_are_verified_block_by_block(tmp_path: Path) -> None:

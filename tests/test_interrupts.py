@@ -24,7 +24,7 @@ import torch
 
 import holdfast
 from holdfast import Checkpointer, Memory
-from holdfast.node_memory.slots import Slot, State, slot_names
+from holdfast.node_memory.slots import Slot, SlotState, slot_names
 from holdfast.run.history import Run
 from holdfast.snapshot import capture as snapshot_module
 from holdfast.snapshot import guard as guard_module
@@ -126,7 +126,7 @@ class Victim:
         with folder_of(self._run, self._memory.node_dir) as folder:
             for name in slot_names(folder):
                 with Slot(folder, name) as slot:
-                    assert slot.state != State.WRITING
+                    assert slot.state != SlotState.WRITING
         assert not guard_module._live
         until(lambda: held() == before)
 

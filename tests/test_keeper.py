@@ -26,7 +26,7 @@ from holdfast.node_memory.claims import Claim
 from holdfast.node_memory.generations import generation_ids
 from holdfast.node_memory.keeper_lock import is_kept, try_lock
 from holdfast.node_memory.node_folder import NodeFolder
-from holdfast.node_memory.slots import Record, Slot, State, slot_names
+from holdfast.node_memory.slots import Slot, SlotRecord, SlotState, slot_names
 from holdfast.run.history import Run
 from holdfast.store.posix import PosixStore
 from holdfast.store.timed import TimedStore
@@ -89,7 +89,7 @@ def keeper_of(folder: Path) -> int:
     return int((folder / "keeper.lock").read_text())
 
 
-def states(saved: Saved) -> set[State]:
+def states(saved: Saved) -> set[SlotState]:
     return {slot.refresh().state for slot in saved.slots}
 
 
@@ -97,7 +97,7 @@ def test_what_is_staged_is_committed_by_itself(
     run: Run, saved: Saved, started: Callable[..., subprocess.Popen[bytes]]
 ) -> None:
     started()
-    until(lambda: states(saved) == {State.COMMITTED})
+    until(lambda: states(saved) == {SlotState.COMMITTED})
     assert_loads(run, saved)
 
 
@@ -110,7 +110,7 @@ def test_a_keeper_that_is_killed_is_replaced_by_one_that_goes_on(
         keeper.kill()
         keeper.wait()
     started()
-    until(lambda: states(saved) == {State.COMMITTED})
+    until(lambda: states(saved) == {SlotState.COMMITTED})
     assert_loads(run, saved)
 
 
@@ -121,7 +121,7 @@ def test_on_sigterm_it_persists_first(
     until(lambda: is_kept(folder))
     keeper.send_signal(signal.SIGTERM)
     assert keeper.wait(30) == 0
-    assert states(saved) == {State.COMMITTED}
+    assert states(saved) == {SlotState.COMMITTED}
     assert_loads(run, saved)
 
 
@@ -144,7 +144,7 @@ def test_it_stays_while_a_trainer_lives(
 ) -> None:
     with Claim(folder, 0):
         keeper = started("--idle-s", "0.2")
-        until(lambda: states(saved) == {State.COMMITTED})
+        until(lambda: states(saved) == {SlotState.COMMITTED})
         time.sleep(1.0)
         assert keeper.poll() is None
     assert keeper.wait(30) == 0
@@ -196,7 +196,7 @@ def test_a_keeper_of_another_version_makes_durable_what_is_there_and_gives_way(
     (folder.path / "keeper.protocol").write_text("0\n")  # as one of that version would have written
     ensure_keeper(folder, run.storage.location.url)
     assert other.wait(60) == 0
-    assert states(saved) == {State.COMMITTED}
+    assert states(saved) == {SlotState.COMMITTED}
     until(lambda: keeper_of(folder.path) != first)
     os.kill(keeper_of(folder.path), signal.SIGKILL)
 
@@ -211,7 +211,7 @@ def test_what_another_version_staged_and_could_not_make_durable_is_left_and_said
     ) as caught:
         ensure_keeper(folder, run.storage.location.url)
     assert caught.value.code == "config.keeper_version"
-    assert states(saved) == {State.STAGED}
+    assert states(saved) == {SlotState.STAGED}
     assert started().wait(30) == 2
 
 
@@ -228,7 +228,7 @@ def test_a_keeper_takes_little_memory(
     saved: Saved, folder: NodeFolder, started: Callable[..., subprocess.Popen[bytes]]
 ) -> None:
     keeper = started()
-    until(lambda: states(saved) == {State.COMMITTED})
+    until(lambda: states(saved) == {SlotState.COMMITTED})
     text = Path(f"/proc/{keeper.pid}/smaps_rollup").read_text()
     private = [int(line.split()[1]) for line in text.splitlines() if line.startswith("Private_")]
     assert 0 < sum(private) << 10 < 60 << 20
@@ -242,10 +242,10 @@ def test_a_store_that_fails_is_told_in_the_slots_and_tried_again(
     keeper = Keeper(folder)
     until(lambda: bool(keeper.look() and saved.slots[0].refresh().error))
     assert str(tmp_path / "run") in saved.slots[0].record.error
-    assert states(saved) == {State.SEALED}
+    assert states(saved) == {SlotState.SEALED}
     (tmp_path / "away").rename(tmp_path / "run")
     until(lambda: not (keeper.look() or keeper.owes))
-    assert states(saved) == {State.COMMITTED}
+    assert states(saved) == {SlotState.COMMITTED}
     assert not saved.slots[0].record.error
     keeper.close()
 
@@ -254,7 +254,7 @@ def test_what_is_fenced_is_given_up_with_the_reason(run: Run, saved: Saved, fold
     run.open_epoch(after=1, opened_from=None, why="start", world_size=2, incarnation="1" * 32)
     keeper = Keeper(folder)
     until(lambda: not (keeper.look() or keeper.owes))
-    assert states(saved) == {State.SUPERSEDED}
+    assert states(saved) == {SlotState.SUPERSEDED}
     assert "epoch" in saved.slots[0].record.error
     keeper.close()
 
@@ -266,11 +266,11 @@ def test_generations_are_forgotten_when_their_slots_are_filled_anew(run: Run, sa
     for slot in saved.slots:
         contents = slot.refresh().contents
         assert slot.take()
-        slot.advance(Record(State.WRITING, contents))
+        slot.advance(SlotRecord(SlotState.WRITING, contents))
     keeper.look()
     assert generation_ids(folder) == [saved.generation.checkpoint_id]  # they are about to be of it again
     for slot in saved.slots:
-        slot.advance(Record(State.FREE))
+        slot.advance(SlotRecord(SlotState.FREE))
     keeper.look()
     assert generation_ids(folder) == []
     keeper.close()
@@ -280,7 +280,7 @@ def test_what_is_staged_of_nothing_that_is_known_is_given_up(saved: Saved, folde
     (folder.path / f"generation-{saved.generation.checkpoint_id}").unlink()
     keeper = Keeper(folder)
     keeper.look()
-    assert states(saved) == {State.FREE}
+    assert states(saved) == {SlotState.FREE}
     keeper.close()
 
 
@@ -295,18 +295,18 @@ def test_a_slow_store_does_not_keep_newer_snapshots_from_being_sealed(
         return None
 
     monkeypatch.setattr(writing, "commit", slowly)
-    until(lambda: keeper.look() and states(saved) == {State.SEALED})
+    until(lambda: keeper.look() and states(saved) == {SlotState.SEALED})
     with Slot.create(folder, rank=7, nbytes=saved.slots[0].nbytes) as slot:
         contents = saved.slots[0].record.contents
         slot.data[:] = saved.slots[0].data
         assert slot.take()
-        slot.advance(Record(State.WRITING, contents))
-        slot.advance(Record(State.STAGED, contents))
-        until(lambda: keeper.look() and slot.refresh().state == State.SEALED)
+        slot.advance(SlotRecord(SlotState.WRITING, contents))
+        slot.advance(SlotRecord(SlotState.STAGED, contents))
+        until(lambda: keeper.look() and slot.refresh().state == SlotState.SEALED)
         monkeypatch.undo()
         go_on.set()
         until(lambda: not (keeper.look() or keeper.owes))
-        assert states(saved) == {State.COMMITTED}
+        assert states(saved) == {SlotState.COMMITTED}
     keeper.close()
 
 
@@ -332,7 +332,7 @@ def test_a_keeper_does_not_spin_while_one_of_two_files_is_on_its_way(
     assert sum(at > looks[0] + 0.75 for at in looks) < 10
     go_on.set()
     until(lambda: not (keeper.look() or keeper.owes))
-    assert states(saved) == {State.COMMITTED}
+    assert states(saved) == {SlotState.COMMITTED}
     keeper.close()
 
 
@@ -357,9 +357,9 @@ def test_a_file_that_was_there_before_is_looked_at_before_the_commit(
 def test_a_slot_shows_that_somebody_has_changed_it(saved: Saved, folder: NodeFolder) -> None:
     with Slot(folder, saved.slots[0].name) as slot:
         assert not slot.has_changed()
-        saved.slots[0].advance(Record(State.FREE))
+        saved.slots[0].advance(SlotRecord(SlotState.FREE))
         assert slot.has_changed()
-        assert slot.refresh().state == State.FREE
+        assert slot.refresh().state == SlotState.FREE
         assert not slot.has_changed()
 
 
@@ -380,10 +380,10 @@ def test_what_nobody_comes_back_for_is_given_up_after_a_day(
     saved.slots.pop().remove()  # what the other node held: that node is gone
     (slot,) = saved.slots
     keeper = Keeper(folder)
-    until(lambda: keeper.look() and slot.refresh().state == State.SEALED)
+    until(lambda: keeper.look() and slot.refresh().state == SlotState.SEALED)
     end = time.monotonic() + 1.0
     keeper.run(is_over=lambda: time.monotonic() > end, idle_s=0.2)
-    assert slot.refresh().state == State.SEALED, "as long as a day is not over"
+    assert slot.refresh().state == SlotState.SEALED, "as long as a day is not over"
     keeper.run(is_over=lambda: False, idle_s=0.2, orphaned_s=0.5)
     assert "no trainer came back" in caplog.text
     assert slot_names(folder) == []
@@ -416,8 +416,8 @@ def test_slots_of_ranks_that_are_no_more_go_when_others_have_a_later_checkpoint(
     assert contents is not None
     later = msgspec.structs.replace(contents, place=Place(1, 2))
     assert new.take()
-    for state in (State.WRITING, State.STAGED, State.SEALED, State.COMMITTED):
-        new.advance(Record(state, later))
+    for state in (SlotState.WRITING, SlotState.STAGED, SlotState.SEALED, SlotState.COMMITTED):
+        new.advance(SlotRecord(state, later))
     keeper.look()
     assert slot_names(folder) == [new.name]
     claim.close()
@@ -428,7 +428,7 @@ def test_the_command_keeps_a_run(run: Run, saved: Saved, folder: NodeFolder) -> 
     node_dir = str(folder.path.parent.parent)
     command = [sys.executable, "-m", "holdfast.cli", "keeper", run.storage.location.url, "--node-dir", node_dir]
     with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
-        until(lambda: states(saved) == {State.COMMITTED})
+        until(lambda: states(saved) == {SlotState.COMMITTED})
         process.terminate()
         assert process.wait(30) == 0
     assert_loads(run, saved)

@@ -35,7 +35,7 @@ from holdfast.node_memory.generations import (
 )
 from holdfast.node_memory.keeper_lock import is_kept
 from holdfast.node_memory.node_folder import NodeFolder
-from holdfast.node_memory.slots import Record, Slot, State, slot_names
+from holdfast.node_memory.slots import Slot, SlotRecord, SlotState, slot_names
 from holdfast.run.history import Run
 from holdfast.store.posix import PosixStore
 from holdfast.store.timed import TimedStore
@@ -74,8 +74,8 @@ class Later:
             new.data[:] = slot.data
             held = msgspec.structs.replace(contents, checkpoint_id=checkpoint_id, place=place, step=step)
             assert new.take()
-            new.advance(Record(State.WRITING, held))
-            new.advance(Record(State.STAGED, held))
+            new.advance(SlotRecord(SlotState.WRITING, held))
+            new.advance(SlotRecord(SlotState.STAGED, held))
             self.slots.append(new)
         write_generation(folder, self.generation)
 
@@ -131,7 +131,7 @@ def test_a_store_that_fails_is_left_alone_for_a_while_and_then_asked_again(
     assert num_tries <= 1 + seconds / daemon._RETRY_S
     monkeypatch.undo()
     until(lambda: not (keeper.look() or keeper.owes))
-    assert states(saved) == {State.COMMITTED}
+    assert states(saved) == {SlotState.COMMITTED}
     assert saved.slots[0].record.error == ""
     keeper.close()
 
@@ -142,7 +142,7 @@ def test_a_generation_that_was_given_up_is_not_freed_while_it_is_read(
     folder: NodeFolder,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    found: list[State] = []
+    found: list[SlotState] = []
     keeper = Keeper(folder)
 
     def slowly(*_: object, **__: object) -> bool:
@@ -152,9 +152,9 @@ def test_a_generation_that_was_given_up_is_not_freed_while_it_is_read(
         raise StorageError("no.", code="storage.io", action="Wait.")
 
     monkeypatch.setattr(writing, "persist", slowly)
-    until(lambda: looked(keeper) and states(saved) == {State.FREE})
+    until(lambda: looked(keeper) and states(saved) == {SlotState.FREE})
     assert found
-    assert State.FREE not in found
+    assert SlotState.FREE not in found
     keeper.look()
     assert given_up_ids(folder) == set()
     keeper.close()
@@ -194,14 +194,14 @@ def test_of_ranks_that_are_no_more_only_what_is_older_and_not_owed_goes(
     ):
         for slot in (owed, after):
             assert slot.take()
-        for state in (State.WRITING, State.STAGED, State.SEALED, State.COMMITTED):
-            if state != State.COMMITTED:
-                owed.advance(Record(state, contents))
-            after.advance(Record(state, msgspec.structs.replace(contents, place=Place(1, 3))))
+        for state in (SlotState.WRITING, SlotState.STAGED, SlotState.SEALED, SlotState.COMMITTED):
+            if state != SlotState.COMMITTED:
+                owed.advance(SlotRecord(state, contents))
+            after.advance(SlotRecord(state, msgspec.structs.replace(contents, place=Place(1, 3))))
         keeper._meet()
         keeper._remove_old()
         assert set(slot_names(folder)) == {slot.name for slot in (tended, newest, newest_tended, owed, after)}
-        owed.advance(Record(State.FREE))
+        owed.advance(SlotRecord(SlotState.FREE))
     keeper.close()
 
 
@@ -213,7 +213,7 @@ def test_a_keeper_that_cannot_make_all_durable_ends_in_time_and_says_so(
 ) -> None:
     shutil.rmtree(run.storage.location.url)
     keeper = started("--grace-s", "0.5")
-    until(lambda: states(saved) == {State.SEALED})
+    until(lambda: states(saved) == {SlotState.SEALED})
     assert keeper_of(folder.path) == keeper.pid
     assert os.getpriority(os.PRIO_PROCESS, keeper.pid) == 19
     begun_s = time.monotonic()
@@ -221,7 +221,7 @@ def test_a_keeper_that_cannot_make_all_durable_ends_in_time_and_says_so(
     assert keeper.wait(30) == 1
     assert 0.4 < time.monotonic() - begun_s < 10
     assert "keeper.protocol" in folder.names(), "what is there is still to be understood by its version alone"
-    assert states(saved) == {State.SEALED}
+    assert states(saved) == {SlotState.SEALED}
 
 
 def test_a_keeper_that_owes_nothing_leaves_no_protocol(
@@ -231,7 +231,7 @@ def test_a_keeper_that_owes_nothing_leaves_no_protocol(
     started: Callable[..., subprocess.Popen[bytes]],
 ) -> None:
     keeper = started()
-    until(lambda: states(saved) == {State.COMMITTED})
+    until(lambda: states(saved) == {SlotState.COMMITTED})
     assert "keeper.protocol" in folder.names()
     with Claim(folder, 0):  # a trainer that lives keeps the folder
         keeper.send_signal(signal.SIGTERM)
@@ -262,7 +262,7 @@ def test_a_keeper_that_owes_something_is_not_idle(
     assert len(slot_names(folder)) == 2
     stored.with_name("away").rename(stored)
     assert keeper.finish(grace_s=30)
-    assert states(saved) == {State.COMMITTED}
+    assert states(saved) == {SlotState.COMMITTED}
     keeper.close()
 
 
@@ -278,7 +278,7 @@ def test_what_cannot_be_sealed_is_given_up_and_said(
 
     monkeypatch.setattr(Sealing, "seal", broken)
     keeper = Keeper(folder)
-    until(lambda: looked(keeper) and states(saved) == {State.FREE})
+    until(lambda: looked(keeper) and states(saved) == {SlotState.FREE})
     assert "is given up: no such luck" in caplog.text
     keeper.close()
     assert run.head() is None
@@ -343,7 +343,7 @@ def test_nothing_is_written_into_a_run_that_was_begun_anew_at_the_same_path(
     keeper = Keeper(folder)
     until(lambda: not (keeper.look() or keeper.owes))
     keeper.close()
-    assert states(saved) == {State.SUPERSEDED}
+    assert states(saved) == {SlotState.SUPERSEDED}
     assert "somebody began another one there" in saved.slots[0].record.error
     assert other.storage.list("checkpoints") == []
 

@@ -13,7 +13,7 @@ from holdfast.errors import CorruptError, NotFoundError
 from holdfast.format import records
 from holdfast.format.records import Place
 from holdfast.run.history import Run, resolve
-from holdfast.run.paths import Target
+from holdfast.run.paths import Selection
 from holdfast.run.rollback import rollback
 from holdfast.run.session import Load, Session
 from holdfast.store.base import Location
@@ -77,7 +77,7 @@ def the_head(run: Run) -> None:
 
 def a_step(run: Run) -> None:
     assert run.find(step=3).place == Place(1, 3)
-    assert resolve(Target(Location(""), step=7), run.storage).sealed.seal.step == 7
+    assert resolve(Selection(Location(""), step=7), run.storage).sealed.seal.step == 7
 
 
 def a_place(run: Run) -> None:
@@ -87,7 +87,7 @@ def a_place(run: Run) -> None:
 def a_resume_and_its_saves(run: Run) -> None:
     session = Session()
     for number in range(3):
-        located = resolve(Target(Location("")), run.storage)
+        located = resolve(Selection(Location("")), run.storage)
         assert located.sealed.commit is not None
         if number == 0:
             session.note_loaded(
@@ -140,7 +140,7 @@ def test_a_committed_step_whose_folder_is_lost_is_found_by_its_commit_and_is_dam
     assert run.find(step=123) == commit
     assert asked(run).total() < 60
     with pytest.raises(CorruptError, match=r"123.*is missing"):
-        resolve(Target(Location(""), step=123), run.storage)
+        resolve(Selection(Location(""), step=123), run.storage)
 
 
 def test_ls_of_thousands_of_checkpoints_takes_little_time(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from holdfast.errors import CorruptError, HoldfastError, IncompatibleError
 from holdfast.format import manifest as fmt
 from holdfast.format.container import Files
 from holdfast.format.manifest import Boxes, FlatCuts, Grid, Manifest, Partition, SequenceTable, ValueBlock
-from holdfast.format.sequences import Affine, Block, Planes
+from holdfast.format.sequences import Affine, Block, DifferencePlanes
 from holdfast.geometry import Int64s, Shape
 from tests.worlds import World, worlds
 
@@ -231,8 +231,8 @@ def test_bytes_after_the_compressed_body_are_refused() -> None:
         {"writers": -1},
         {"partition_table": (Grid((0, 99), 0), FlatCuts(0, 0), FlatCuts(0, 0))},
         {"partition_table": (Boxes((0,), (0,), -5), FlatCuts(0, 0), FlatCuts(0, 0))},
-        {"sequences": (Planes(2**40, 0, 0, 8),)},
-        {"sequences": (Planes(0, 0, 0, 8),)},
+        {"sequences": (DifferencePlanes(2**40, 0, 0, 8),)},
+        {"sequences": (DifferencePlanes(0, 0, 0, 8),)},
         {"sequences": ()},
         {"sequences": (Affine((Block(0, (2**27,), (1,)),)),) * 12},
         {"sequences": (Affine((Block(0, (2**18 + 10_000,), (1,)),)),) * 12},

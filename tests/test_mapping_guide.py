@@ -14,8 +14,8 @@ import holdfast
 from holdfast.geometry import Box
 from holdfast.mapping import Fuse, Pad, Rule, from_toml
 from holdfast.mapping.apply import mapped
-from holdfast.mapping.draft import Table
-from holdfast.mapping.parts import Stored
+from holdfast.mapping.draft import CheckpointTable
+from holdfast.mapping.parts import StoredTensor
 
 GUIDE = (Path(__file__).parent.parent / "docs" / "guides" / "mapping.md").read_text()
 BLOCKS: list[str] = re.findall(r"```py\n(.*?)```", GUIDE, re.DOTALL)
@@ -34,13 +34,13 @@ LAYER = {
     "post_attention_layernorm": (WIDTH,),
 }
 LLAMA = {
-    f"model/model.layers.{i}.{name}.weight": Stored("bfloat16", shape)
+    f"model/model.layers.{i}.{name}.weight": StoredTensor("bfloat16", shape)
     for i in range(2)
     for name, shape in LAYER.items()
 } | {
-    "model/model.norm.weight": Stored("bfloat16", (WIDTH,)),
-    "model/model.embed_tokens.weight": Stored("bfloat16", (WORDS, WIDTH)),
-    "model/lm_head.weight": Stored("bfloat16", (WORDS, WIDTH)),
+    "model/model.norm.weight": StoredTensor("bfloat16", (WIDTH,)),
+    "model/model.embed_tokens.weight": StoredTensor("bfloat16", (WORDS, WIDTH)),
+    "model/lm_head.weight": StoredTensor("bfloat16", (WORDS, WIDTH)),
 }
 
 
@@ -52,7 +52,7 @@ def rules(name: str) -> list[Rule]:
     return cast("list[Rule]", space[name])
 
 
-def rows(table: Table, name: str, first: int) -> tuple[str | None, int]:
+def rows(table: CheckpointTable, name: str, first: int) -> tuple[str | None, int]:
     """Which stored tensor row `first` of a tensor comes from, and which row of it."""
     shape = table.stored[name].shape
     met = [(part, part.meet(Box((first, 0), (1, shape[1])))) for part in table.parts[name]]
@@ -95,15 +95,15 @@ def test_the_export_is_the_import_backwards() -> None:
 
 
 def test_layers_are_stacked_and_single_again() -> None:
-    layers = {f"model/layers.{i}.{w}": Stored("float32", (3, 2)) for i in range(4) for w in ("a.weight", "b")}
+    layers = {f"model/layers.{i}.{w}": StoredTensor("float32", (3, 2)) for i in range(4) for w in ("a.weight", "b")}
     stacked = mapped(rules("STACKED"), layers, {}, {})
-    assert stacked.stored == {f"model/stacked.{w}": Stored("float32", (4, 3, 2)) for w in ("a.weight", "b")}
+    assert stacked.stored == {f"model/stacked.{w}": StoredTensor("float32", (4, 3, 2)) for w in ("a.weight", "b")}
     assert mapped([*rules("STACKED"), *rules("SINGLE")], layers, {}, {}).stored == layers
 
 
 def test_pairs_become_halves() -> None:
     name = "model/layers.0.wq.weight"
-    table = mapped(rules("HALVES"), {name: Stored("float32", (4096, 8))}, {}, {})
+    table = mapped(rules("HALVES"), {name: StoredTensor("float32", (4096, 8))}, {}, {})
     pairs = torch.arange(4096).view(32, 64, 2)
     expected = pairs.transpose(1, 2).reshape(-1).tolist()
     found = {part.box.start[0]: part.start[0] for part in table.parts[name]}

@@ -18,8 +18,8 @@ from holdfast import Box, FlatRange, Piecewise
 from holdfast.geometry import coverage_fault
 from holdfast.mapping import Cast, Crop, Drop, Fuse, Pad, Rename, Rule, Split, Stack, Transpose, Unstack
 from holdfast.mapping.apply import mapped
-from holdfast.mapping.draft import Table
-from holdfast.mapping.parts import Stored
+from holdfast.mapping.draft import CheckpointTable
+from holdfast.mapping.parts import StoredTensor
 
 Array = npt.NDArray[Any]
 Shape = tuple[int, ...]
@@ -170,11 +170,11 @@ def chain_of(data: st.DataObject, tensors: dict[str, Array]) -> Chain:
     return chain
 
 
-def table_of(rules: list[Rule], tensors: dict[str, Array]) -> Table:
-    return mapped(rules, {name: Stored("int64", one.shape) for name, one in tensors.items()}, {}, {})
+def table_of(rules: list[Rule], tensors: dict[str, Array]) -> CheckpointTable:
+    return mapped(rules, {name: StoredTensor("int64", one.shape) for name, one in tensors.items()}, {}, {})
 
 
-def assembled(name: str, table: Table, tensors: dict[str, Array]) -> Array:
+def assembled(name: str, table: CheckpointTable, tensors: dict[str, Array]) -> Array:
     """A tensor put together from its parts, coordinate by coordinate."""
     shape = table.stored[name].shape
     if name not in table.parts:

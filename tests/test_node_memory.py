@@ -32,7 +32,7 @@ from holdfast.node_memory.generations import generation_ids, give_up_generation
 from holdfast.node_memory.inventory import give_way, node_memory
 from holdfast.node_memory.keeper_lock import end_keeper, is_kept, try_lock
 from holdfast.node_memory.node_folder import NodeFolder
-from holdfast.node_memory.slots import Contents, Record, Slot, State, slot_names
+from holdfast.node_memory.slots import Contents, Slot, SlotRecord, SlotState, slot_names
 from holdfast.run.history import Run
 from holdfast.store.base import Location
 from holdfast.store.posix import PosixStore
@@ -130,7 +130,7 @@ def _run_of(folder: NodeFolder) -> str:
     return str(folder.node_dir.parent / "run")
 
 
-def state_of(folder: NodeFolder, rank: int) -> State | None:
+def state_of(folder: NodeFolder, rank: int) -> SlotState | None:
     """The state of the only slot of a rank; None where it has none."""
     names = slot_names(folder, rank=rank)
     if not names:
@@ -160,9 +160,9 @@ def test_a_keeper_in_another_pid_namespace_leaves_live_trainers_their_slots(
             [*keeper, "--node-dir", str(folder.node_dir), "--idle-s", "0.2"], stderr=subprocess.DEVNULL
         ) as process,
     ):
-        until(lambda: states(saved) == {State.COMMITTED})
+        until(lambda: states(saved) == {SlotState.COMMITTED})
         time.sleep(1.0)  # it looks four times a second, and would end when it is idle for 0.2
-        assert state_of(folder, 5) == State.WRITING
+        assert state_of(folder, 5) == SlotState.WRITING
         assert process.poll() is None
         filling.kill()
         assert process.wait(30) == 0
@@ -175,13 +175,13 @@ def test_a_trainer_in_another_pid_namespace_is_alive_until_it_is_killed(folder: 
     with trainer(folder, 5, before=_NEW_NAMESPACE) as filling:
         for _ in range(3):
             keeper.look()
-        assert state_of(folder, 5) == State.WRITING
+        assert state_of(folder, 5) == SlotState.WRITING
         assert is_claimed(folder, 5)
         assert not is_claimed(folder, 4)
         filling.kill()
         until(lambda: not is_claimed(folder, 5))
         keeper.look()
-        assert state_of(folder, 5) == State.FREE
+        assert state_of(folder, 5) == SlotState.FREE
 
 
 @in_namespaces
@@ -200,7 +200,7 @@ def test_a_keeper_of_another_version_in_another_pid_namespace_ends_and_no_other_
         assert process.wait(30) == 0
         assert bystander.poll() is None
         bystander.kill()
-    assert states(saved) == {State.COMMITTED}
+    assert states(saved) == {SlotState.COMMITTED}
 
 
 # What the dead leave behind.
@@ -211,14 +211,14 @@ def test_a_slot_whose_trainer_was_killed_while_it_copied_is_free_and_generation_
 ) -> None:
     with trainer(folder, 5):
         until(lambda: not (keeper.look() or keeper.owes))
-        assert state_of(folder, 5) == State.WRITING
+        assert state_of(folder, 5) == SlotState.WRITING
         for slot in saved.slots:
             slot.take()
-            slot.advance(Record(State.FREE))
+            slot.advance(SlotRecord(SlotState.FREE))
         keeper.look()
         assert generation_ids(folder) == []  # also while somebody is filling a slot
     keeper.look()
-    assert state_of(folder, 5) == State.FREE
+    assert state_of(folder, 5) == SlotState.FREE
     keeper.give_back()
     assert slot_names(folder) == []
 
@@ -231,7 +231,7 @@ def test_a_forked_child_that_lives_on_does_not_keep_its_dead_parent_alive(folder
         until(lambda: not is_claimed(folder, 5))
         assert Path(f"/proc/{filling.child}").exists()
         keeper.look()
-        assert state_of(folder, 5) == State.FREE
+        assert state_of(folder, 5) == SlotState.FREE
 
 
 def test_marks_of_generations_that_were_given_up_go_without_a_generation_file(
@@ -274,9 +274,9 @@ def test_a_slot_that_somebody_fills_is_not_removed_and_a_removed_one_is_not_fill
     with Slot.create(folder, rank=0, nbytes=1) as slot, Slot(folder, slot.name) as other:
         assert slot.take()
         assert not other.remove_if(lambda _: True)
-        filled(slot, State.WRITING)
+        filled(slot, SlotState.WRITING)
         assert not other.take()
-        slot.advance(Record(State.FREE))
+        slot.advance(SlotRecord(SlotState.FREE))
         assert other.remove_if(lambda _: True)
         assert not slot.take()
     assert slot_names(folder) == []
@@ -292,14 +292,14 @@ def test_a_file_that_is_staged_after_a_commit_was_tried_is_committed_at_once(
         monkeypatch.setattr(daemon, name, 600.0)  # no clock brings it
     late = saved.slots[1]
     contents = late.record.contents
-    late.advance(Record(State.FREE))
+    late.advance(SlotRecord(SlotState.FREE))
     until(lambda: looked(keeper) and bool(keeper._waiting))
-    assert states(saved) == {State.SEALED, State.FREE}
+    assert states(saved) == {SlotState.SEALED, SlotState.FREE}
     assert late.take()
-    late.advance(Record(State.WRITING, contents))
-    late.advance(Record(State.STAGED, contents))
+    late.advance(SlotRecord(SlotState.WRITING, contents))
+    late.advance(SlotRecord(SlotState.STAGED, contents))
     until(lambda: not (keeper.look() or keeper.owes))
-    assert states(saved) == {State.COMMITTED}
+    assert states(saved) == {SlotState.COMMITTED}
     assert_loads(run, saved)
 
 
@@ -310,19 +310,19 @@ def test_a_slot_that_is_given_up_and_filled_anew_is_not_taken_for_what_it_held(
     first, late = saved.slots
     contents = late.record.contents
     assert contents is not None
-    late.advance(Record(State.FREE))
+    late.advance(SlotRecord(SlotState.FREE))
     until(lambda: looked(keeper) and bool(keeper._waiting))
     first.refresh()
-    first.advance(Record(State.FREE))  # as the keeper does when it is given up
+    first.advance(SlotRecord(SlotState.FREE))  # as the keeper does when it is given up
     assert first.take()
     other = Contents("r", "99", Place(1, 2), 8, 0, 4096, contents.nbytes)
-    for state in (State.WRITING, State.STAGED, State.SEALED):
-        first.advance(Record(state, other))
+    for state in (SlotState.WRITING, SlotState.STAGED, SlotState.SEALED):
+        first.advance(SlotRecord(state, other))
     assert late.take()
-    late.advance(Record(State.WRITING, contents))
-    late.advance(Record(State.STAGED, contents))
-    until(lambda: not keeper.look() and late.refresh().state == State.COMMITTED)
-    assert first.refresh() == Record(State.SEALED, other)
+    late.advance(SlotRecord(SlotState.WRITING, contents))
+    late.advance(SlotRecord(SlotState.STAGED, contents))
+    until(lambda: not keeper.look() and late.refresh().state == SlotState.COMMITTED)
+    assert first.refresh() == SlotRecord(SlotState.SEALED, other)
     assert_loads(run, saved)
 
 
@@ -348,7 +348,7 @@ def kept(folder: NodeFolder, run: str) -> Iterator[subprocess.Popen[bytes]]:
         process.wait()
 
 
-def fill_memory(folder: NodeFolder, *states: State) -> list[str]:
+def fill_memory(folder: NodeFolder, *states: SlotState) -> list[str]:
     """Slots of 40 MiB with their memory, of rank 0, in these states; their names."""
     names = []
     for seq, state in enumerate(states, 1):
@@ -367,7 +367,7 @@ def test_what_a_finished_run_left_in_memory_gives_way_to_the_next_run_at_once(
     Run.create(PosixStore(str(tmp_path / "first")))
     with ExitStack() as stack:
         finished = stack.enter_context(NodeFolder(str(tmp_path / "first"), node_dir=memory))
-        older, newer = fill_memory(finished, State.COMMITTED, State.COMMITTED)
+        older, newer = fill_memory(finished, SlotState.COMMITTED, SlotState.COMMITTED)
         if keeper == "with a keeper":
             stack.enter_context(kept(finished, str(tmp_path / "first")))
         with NodeFolder("second", node_dir=memory) as folder:
@@ -397,9 +397,9 @@ def test_the_next_job_on_a_node_saves_into_the_memory_that_a_finished_one_left(
 def test_what_is_not_durable_or_has_a_trainer_gives_no_way(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arena_module, "_SPARE_NBYTES", 8 * MIB)
     with NodeFolder("first", node_dir=memory) as first, NodeFolder("second", node_dir=memory) as folder:
-        owed = fill_memory(first, State.SEALED)
+        owed = fill_memory(first, SlotState.SEALED)
         with Claim(first, 0):
-            held = fill_memory(first, State.COMMITTED)
+            held = fill_memory(first, SlotState.COMMITTED)
             arena = ready(folder, 40 * MIB)
             assert arena.error is not None
             assert arena.error.code == "config.memory"
@@ -413,7 +413,7 @@ def test_a_keeper_that_is_told_to_end_gives_back_what_is_durable_and_removes_the
     run: Run, saved: Saved, folder: NodeFolder
 ) -> None:
     with kept(folder, run.storage.location.url) as process:
-        until(lambda: states(saved) == {State.COMMITTED})
+        until(lambda: states(saved) == {SlotState.COMMITTED})
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0
     assert not folder.path.exists()
@@ -473,13 +473,13 @@ def test_a_keeper_whose_lock_was_removed_touches_nothing_of_the_one_that_came_af
     before = {name for name in folder.names() if not name.startswith("keeper.")}
     daemon.keep(folder, run.storage.location.url, first, is_over=lambda: True, idle_s=60, grace_s=1)
     assert before | {"keeper.lock", "keeper.protocol"} <= set(folder.names())
-    assert states(saved) == {State.STAGED}
+    assert states(saved) == {SlotState.STAGED}
     for lock in (first, second):
         os.close(lock)
 
 
 def test_memory_of_another_version_is_listed_and_not_freed(folder: NodeFolder) -> None:
-    (name,) = fill_memory(folder, State.COMMITTED)
+    (name,) = fill_memory(folder, SlotState.COMMITTED)
     with open(folder.path / name, "r+b") as file:
         file.write(b"HFSLOT99" + bytes(4088))
     ((held,),) = (found.slots for found in node_memory(folder.node_dir))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import holdfast
 from holdfast.errors import ConfigurationError, NotFoundError
 from holdfast.format.records import Place
-from holdfast.run.paths import Target, parse
+from holdfast.run.paths import Selection, parse
 from holdfast.store.base import Location
 from holdfast.store.urls import location_of, open_store
 
@@ -24,25 +24,27 @@ ordinals = st.integers(1, 9_999_999_999)
 @pytest.mark.parametrize(
     ("text", "target"),
     [
-        ("runs/a", Target(Location("runs/a"))),
-        ("/", Target(Location("/"))),
-        ("runs/a//", Target(Location("runs/a"))),
-        ("runs/a@step=700", Target(Location("runs/a"), step=700)),
-        ("runs/a/@step=0", Target(Location("runs/a"), step=0)),
-        ("runs/a@3.12", Target(Location("runs/a"), place=Place(3, 12))),
-        ("runs/a@latest", Target(Location("runs/a@latest"))),
-        ("runs/a@3", Target(Location("runs/a@3"))),
-        ("runs/a@v1.2.3", Target(Location("runs/a@v1.2.3"))),
-        ("user@host/a", Target(Location("user@host/a"))),
-        ("user@3.12/a", Target(Location("user@3.12/a"))),
-        ("user@step=7/a", Target(Location("user@step=7/a"))),
-        ("a@3.12/", Target(Location("a@3.12"))),
-        ("a@b@3.12", Target(Location("a@b"), place=Place(3, 12))),
+        ("runs/a", Selection(Location("runs/a"))),
+        ("/", Selection(Location("/"))),
+        ("runs/a//", Selection(Location("runs/a"))),
+        ("runs/a@step=700", Selection(Location("runs/a"), step=700)),
+        ("runs/a/@step=0", Selection(Location("runs/a"), step=0)),
+        ("runs/a@3.12", Selection(Location("runs/a"), place=Place(3, 12))),
+        ("runs/a@latest", Selection(Location("runs/a@latest"))),
+        ("runs/a@3", Selection(Location("runs/a@3"))),
+        ("runs/a@v1.2.3", Selection(Location("runs/a@v1.2.3"))),
+        ("user@host/a", Selection(Location("user@host/a"))),
+        ("user@3.12/a", Selection(Location("user@3.12/a"))),
+        ("user@step=7/a", Selection(Location("user@step=7/a"))),
+        ("a@3.12/", Selection(Location("a@3.12"))),
+        ("a@b@3.12", Selection(Location("a@b"), place=Place(3, 12))),
         ("runs/a/checkpoints/step-0000000700-00112233445566ff", None),
     ],
 )
-def test_a_final_selector_selects_and_any_other_at_sign_is_part_of_the_path(text: str, target: Target | None) -> None:
-    expected = target or Target(Location(text))
+def test_a_final_selector_selects_and_any_other_at_sign_is_part_of_the_path(
+    text: str, target: Selection | None
+) -> None:
+    expected = target or Selection(Location(text))
     assert parse(text) == replace(expected, location=Location(str(Path(expected.root).absolute())))
 
 
@@ -83,16 +85,16 @@ def test_a_file_url_is_the_path_in_it(url: str, path: str) -> None:
 
 
 def test_a_path_object_is_as_good_as_text() -> None:
-    assert parse(Path("/runs") / "a@step=7") == Target(Location("/runs/a"), step=7)
+    assert parse(Path("/runs") / "a@step=7") == Selection(Location("/runs/a"), step=7)
 
 
 def test_a_path_is_resolved_when_it_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "home").mkdir()
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
-    assert parse("runs/a@step=7") == Target(Location(f"{tmp_path}/runs/a"), step=7)
-    assert parse("~/runs/a") == Target(Location(f"{tmp_path}/home/runs/a"))
-    assert parse("./~/runs/a") == Target(Location(f"{tmp_path}/~/runs/a"))
+    assert parse("runs/a@step=7") == Selection(Location(f"{tmp_path}/runs/a"), step=7)
+    assert parse("~/runs/a") == Selection(Location(f"{tmp_path}/home/runs/a"))
+    assert parse("./~/runs/a") == Selection(Location(f"{tmp_path}/~/runs/a"))
     with pytest.raises(ConfigurationError, match="knows no home folder for it"):
         parse("~nobody-is-called-so/runs/a")
 
@@ -132,18 +134,18 @@ def test_a_path_in_bytes_is_refused() -> None:
 
 @given(roots, st.integers(0, 10**18 - 1))
 def test_any_root_takes_a_step(root: str, step: int) -> None:
-    assert parse(f"{root}@step={step}") == Target(Location(os.path.normpath(root)), step=step)
+    assert parse(f"{root}@step={step}") == Selection(Location(os.path.normpath(root)), step=step)
 
 
 @given(roots, ordinals, ordinals)
 def test_any_root_takes_a_place(root: str, epoch: int, seq: int) -> None:
-    assert parse(f"{root}@{epoch}.{seq}") == Target(Location(os.path.normpath(root)), place=Place(epoch, seq))
+    assert parse(f"{root}@{epoch}.{seq}") == Selection(Location(os.path.normpath(root)), place=Place(epoch, seq))
 
 
 @given(roots, st.none() | st.integers(0, 10**18 - 1))
 def test_a_target_with_a_selector_prints_as_it_is_written(root: str, step: int | None) -> None:
     root = os.path.normpath(root)
-    target = Target(Location(root), place=Place(2, 3)) if step is None else Target(Location(root), step=step)
+    target = Selection(Location(root), place=Place(2, 3)) if step is None else Selection(Location(root), step=step)
     assert parse(str(target)) == target
 
 

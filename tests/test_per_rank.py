@@ -13,11 +13,11 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from holdfast.errors import CorruptError, IncompatibleError, StateError
 from holdfast.format import values
 from holdfast.format.names import own_part
-from holdfast.format.values import Items, Node, Plain, Stateful, Table, TensorRef
+from holdfast.format.values import Items, Node, Plain, Stateful, TableNode, TensorRef
+from holdfast.mapping.parts import StoredTensor
 from holdfast.plan.layout import Whole
 from holdfast.state.bind import bind
 from holdfast.state.binding import Binding
-from holdfast.state.differences import Stored
 from holdfast.state.flatten import flatten
 from holdfast.state.per_rank import PerRank
 from tests.bound import Loader, State, bits, mlp
@@ -50,7 +50,7 @@ class Saved(NamedTuple):
     """What all ranks saved; `tables` are rank 0's shared nodes and then every rank's own."""
 
     tensors: dict[str, torch.Tensor]
-    stored: dict[str, Stored]
+    stored: dict[str, StoredTensor]
     tables: list[bytes]
 
 
@@ -60,7 +60,7 @@ def save(*states: State) -> Saved:
     locals_ = {name: local for flat in flats for name, local in flat.tensors.items()}
     return Saved(
         {name: local.memory[0].clone() for name, local in locals_.items()},
-        {name: Stored(local.layout.dtype, local.layout.shape) for name, local in locals_.items()},
+        {name: StoredTensor(local.layout.dtype, local.layout.shape) for name, local in locals_.items()},
         [values.encode(nodes) for nodes in (flats[0].nodes, *(flat.own_nodes for flat in flats))],
     )
 
@@ -93,8 +93,8 @@ def own(into: State) -> dict[str, object]:
 def test_what_belongs_to_a_rank_has_nodes_of_its_own_and_tensors_that_only_it_names() -> None:
     cache = torch.zeros(2)
     flat = flatten({"a": {"b": PerRank([1, cache])}, "loader": PerRank(Loader(3))}, rank=2, world_size=4)
-    assert flat.nodes["a/b"] == values.PerRank(4)
-    assert flat.nodes["a"] == Table("dict", ("b",))
+    assert flat.nodes["a/b"] == values.PerRankNode(4)
+    assert flat.nodes["a"] == TableNode("dict", ("b",))
     assert flat.own_nodes == {
         "a/b/%rank=2": Items("list", 2),
         "a/b/%rank=2/0": Plain(1),
@@ -306,4 +306,4 @@ def test_read_by_name_a_part_is_the_value_and_the_whole_a_list_of_all_parts() ->
 @pytest.mark.parametrize("world_size", [0, -1, 1 << 40])
 def test_an_impossible_number_of_ranks_is_corrupt(world_size: int) -> None:
     with pytest.raises(CorruptError, match="impossible number of ranks"):
-        values.decode(values.encode({"x": values.PerRank(world_size)}))
+        values.decode(values.encode({"x": values.PerRankNode(world_size)}))

@@ -29,9 +29,9 @@ from holdfast.node_memory.generations import (
     write_generation,
 )
 from holdfast.node_memory.node_folder import NodeFolder
-from holdfast.node_memory.slots import Contents, Record, Slot, State
+from holdfast.node_memory.slots import Contents, Slot, SlotRecord, SlotState
 from holdfast.plan.layout import Mesh, Placed, Shard, TensorLayout, Whole
-from holdfast.plan.save import Identity, RankValues, encode_plan, plan_save
+from holdfast.plan.save import CheckpointIdentity, RankValues, encode_plan, plan_save
 from holdfast.run.history import Run
 from holdfast.store.posix import PosixStore
 from holdfast.store.timed import TimedStore
@@ -64,7 +64,7 @@ class Saved:
         self.world = world()
         epoch = run.open_epoch(after=0, opened_from=None, why="start", world_size=2, incarnation="0" * 32)
         place = Place(epoch.epoch, 1)
-        identity = Identity(CHECKPOINT, run.run_id, place, 7, 123.5, {})
+        identity = CheckpointIdentity(CHECKPOINT, run.run_id, place, 7, 123.5, {})
         messages, bodies = self.world.sent()
         manifest = encode_plan(plan_save(messages, bodies), identity=identity, values=[RankValues(0, 100, ("a",))])
         folder = records.folder_name(7, CHECKPOINT)
@@ -80,9 +80,9 @@ class Saved:
             slot.data[:] = 0xAB  # what was in it before
             contents = Contents(run.run_id, CHECKPOINT, place, 7, rank, layout.data_start, nbytes)
             assert slot.take()
-            slot.advance(Record(State.WRITING, contents))
+            slot.advance(SlotRecord(SlotState.WRITING, contents))
             slot.data[layout.data_start : nbytes] = np.frombuffer(bytes(section), np.uint8)
-            slot.advance(Record(State.STAGED, contents))
+            slot.advance(SlotRecord(SlotState.STAGED, contents))
             self.slots.append(slot)
             write_generation(folders[rank], self.generation)
 
@@ -128,7 +128,7 @@ def test_a_sealed_slot_is_a_data_file_that_any_reader_takes(saved: Saved, tmp_pa
     sealing = Sealing(saved.generation)
     for slot in saved.slots:
         sealing.seal(slot)
-        assert slot.record.state == State.SEALED
+        assert slot.record.state == SlotState.SEALED
     (tmp_path / "file.safetensors").write_bytes(data_file(saved.slots[0]).tobytes())
     found = load_file(tmp_path / "file.safetensors")
     assert found["model/w@0:500,0:301"].tobytes() == saved.world.full["model/w"][:500].tobytes()
@@ -184,7 +184,7 @@ def test_all_of_it_may_be_done_again(run: Run, saved: Saved) -> None:
     for _ in range(2):
         sealing = Sealing(saved.generation)
         for slot in saved.slots:
-            if slot.state == State.STAGED:
+            if slot.state == SlotState.STAGED:
                 sealing.seal(slot)
             persist_in(run, sealing, slot)
         first, second = commit(run, sealing, []), commit(run, sealing, map(file_seal, saved.slots))

@@ -22,7 +22,7 @@ from holdfast import Box, FlatRange, IncompatibleError, PerRank, Piecewise, Stat
 from holdfast.format.container import Files
 from holdfast.geometry import Shape
 from holdfast.plan import replicas
-from holdfast.plan.load import Want
+from holdfast.plan.load import ReadRequest
 from holdfast.state.memory import LocalPieces, carried
 from holdfast.state.piecewise import describe
 from tests.models import Bits, bits, full, start_new_job
@@ -135,7 +135,7 @@ def test_pieces_of_any_job_fill_the_pieces_of_any_other_bit_for_bit(data: st.Dat
             for held in local.memory:
                 held.zero_()
             targets = LocalPieces(rank).of(local.layout, local.memory)
-            wants = [Want(numbers[local.layout.name], box) for box, _ in targets]
+            wants = [ReadRequest(numbers[local.layout.name], box) for box, _ in targets]
             for (_, view), elements in zip(targets, fill(files, sections, wants, first_file=rank), strict=True):
                 carried(view).copy_(torch.from_numpy(elements.view(np.int32)[..., 0]))
         assert all(is_true(name, item) for name, item in state.items())

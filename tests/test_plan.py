@@ -16,8 +16,8 @@ from holdfast.geometry import Box, FlatRange, Shape
 from holdfast.plan import replicas
 from holdfast.plan.body import RankLayout
 from holdfast.plan.layout import Mesh, PieceReplicas, Pieces, Placed, Replicate, Shard, TensorLayout, Whole
-from holdfast.plan.load import Want
-from holdfast.plan.save import Draft, RankMessage, plan_save
+from holdfast.plan.load import ReadRequest
+from holdfast.plan.save import ManifestTemplate, RankMessage, plan_save
 from tests.worlds import World, data_sections, fill, worlds
 
 
@@ -33,7 +33,7 @@ def test_any_box_of_any_layout_comes_back_bit_for_bit(world: World, data: st.Dat
     files = Files(world.plan())
     names = list(files.manifest.body.names)
     assert names == sorted(world.full)
-    wants = [Want(number, data.draw(boxes_in(files.manifest.shape(number)))) for number in range(len(names))]
+    wants = [ReadRequest(number, data.draw(boxes_in(files.manifest.shape(number)))) for number in range(len(names))]
     filled = fill(files, data_sections(world, files), wants, first_file=data.draw(st.integers(0, 8)))
     for want, got in zip(wants, filled, strict=True):
         assert np.array_equal(got, world.full[names[want.tensor]][want.box.slices()])
@@ -65,7 +65,7 @@ def test_replicas_are_split_without_losing_an_element_whatever_the_share(world: 
         patch.setattr(replicas, "SHARE_NBYTES", share)
         files = Files(world.plan())
     wants = [
-        Want(number, Box((0,) * len(s), s))
+        ReadRequest(number, Box((0,) * len(s), s))
         for number, s in enumerate(map(files.manifest.shape, range(len(world.full))))
     ]
     filled = fill(files, data_sections(world, files), wants, first_file=0)
@@ -154,7 +154,7 @@ def test_identical_pieces_of_several_ranks_are_replicas() -> None:
     layouts = [[TensorLayout("w", "uint8", (2, 4), Pieces.ranges(part))] for part in parts]
     world = World(layouts, {"w": np.arange(8, dtype=np.uint8).reshape(2, 4, 1)})
     files = Files(world.plan())
-    (got,) = fill(files, data_sections(world, files), [Want(0, Box((0, 0), (2, 4)))], 0)
+    (got,) = fill(files, data_sections(world, files), [ReadRequest(0, Box((0, 0), (2, 4)))], 0)
     assert np.array_equal(got, world.full["w"])
 
 
@@ -240,5 +240,5 @@ def test_more_boxes_than_a_reader_could_check_are_refused_when_they_are_planned(
     sent = RankLayout.of([layout], {})
     plan = plan_save([RankMessage(sent.digest, sent.columns)], {sent.digest: sent.body})
     with pytest.raises(StateError) as refused:
-        Draft.of(plan, [])
+        ManifestTemplate.of(plan, [])
     assert refused.value.code == "state.too_many_boxes"

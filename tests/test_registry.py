@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from holdfast.errors import ConfigurationError, IncompatibleError, StateError
 from holdfast.format import values
-from holdfast.format.values import Encoded, Items, Plain, Planes, Undecoded
+from holdfast.format.values import Encoded, Items, Plain, PlanesNode, Undecoded
 from holdfast.state import registry
 from holdfast.state.flatten import flatten
 from holdfast.state.registry import register_tensor, register_value
@@ -234,7 +234,7 @@ def world_of_one() -> Iterator[None]:
 def test_a_registered_tensor_is_stored_as_its_planes_in_live_memory() -> None:
     tensor = quantised(0)
     flat = flatten({"q": tensor})
-    assert flat.nodes["q"] == Planes("tests.int8", ("data", "scale"))
+    assert flat.nodes["q"] == PlanesNode("tests.int8", ("data", "scale"))
     assert list(flat.tensors) == ["q/%plane=data", "q/%plane=scale"]
     assert flat.tensors["q/%plane=data"].layout.dtype == "int8"
     assert flat.tensors["q/%plane=data"].memory[0].data_ptr() == tensor.data8.data_ptr()

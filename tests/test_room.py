@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.node_memory.limits import Room, rooms
+from holdfast.node_memory.limits import MemoryLimit, rooms
 from tests.test_posix_storage import mounted
 
 MIB = 1 << 20
@@ -40,7 +40,7 @@ class System:
         self.write(f"sys/fs/cgroup/memory/{path}/memory.usage_in_bytes", f"{usage}\n")
         self.write(f"sys/fs/cgroup/memory/{path}/memory.stat", stat)
 
-    def tightest(self) -> Room:
+    def tightest(self) -> MemoryLimit:
         return rooms(self.path, system=self.path)[0]
 
 
@@ -50,7 +50,7 @@ def system(tmp_path: Path) -> System:
 
 
 def test_without_cgroups_the_machine_and_the_file_system_are_what_bounds(system: System) -> None:
-    assert system.tightest() == Room(100 * MIB, "the machine's available memory")
+    assert system.tightest() == MemoryLimit(100 * MIB, "the machine's available memory")
     assert len(rooms(system.path, system=system.path)) == 2
 
 
@@ -87,7 +87,7 @@ def test_cgroups_of_the_first_version_count_what_is_below_them_and_may_have_no_l
     system.cgroup_v1("", 9223372036854771712, 30 * MIB)
     system.cgroup_v1("slurm", 50 * MIB, 30 * MIB, f"inactive_file 0\ntotal_inactive_file {4 * MIB}\n")
     system.cgroup_v1("slurm/job_7", 48 * MIB, 20 * MIB)
-    assert system.tightest() == Room(
+    assert system.tightest() == MemoryLimit(
         24 * MIB, f"memory.limit_in_bytes of the cgroup '{system.path}/sys/fs/cgroup/memory/slurm'"
     )
 
@@ -104,7 +104,7 @@ def test_a_small_file_system_in_memory_bounds(tmp_path: Path) -> None:
     with mounted(tmp_path / "shm", "tmpfs", "size=64m") as folder:
         (folder / "other").write_bytes(bytes(16 * MIB))
         room = rooms(folder)[0]
-    assert room == Room(48 * MIB, f"the size of the file system at '{folder}'")
+    assert room == MemoryLimit(48 * MIB, f"the size of the file system at '{folder}'")
 
 
 def test_the_limit_of_locked_memory_counts_where_memory_is_locked(
@@ -113,7 +113,7 @@ def test_the_limit_of_locked_memory_counts_where_memory_is_locked(
     system.write("proc/self/status", "Name: python\nVmLck: 1024 kB\n")
     monkeypatch.setattr(resource, "getrlimit", lambda _: (8 * MIB, 8 * MIB))
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
-    assert rooms(system.path, locked=True, system=system.path)[0] == Room(
+    assert rooms(system.path, locked=True, system=system.path)[0] == MemoryLimit(
         7 * MIB, "the limit of locked memory (ulimit -l)"
     )
     assert system.tightest().free_nbytes == 100 * MIB

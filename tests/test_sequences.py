@@ -13,7 +13,7 @@ from hypothesis.extra.numpy import arrays
 
 from holdfast.errors import CorruptError
 from holdfast.format import sequences
-from holdfast.format.sequences import Affine, Block, Planes, Sequence
+from holdfast.format.sequences import Affine, Block, DifferencePlanes, Sequence
 from holdfast.geometry import Int64s, chunk_cuts
 
 int64s = st.integers(-(2**63), 2**63 - 1)
@@ -49,7 +49,7 @@ def decoded(sequence: Sequence, blob: bytes = b"") -> Int64s:
 @given(any_values)
 def test_what_was_encoded_is_decoded(values: Int64s) -> None:
     sequence, blob = sequences.encode(values)
-    assert len(blob) == (sequence.nbytes if isinstance(sequence, Planes) else 0)
+    assert len(blob) == (sequence.nbytes if isinstance(sequence, DifferencePlanes) else 0)
     assert np.array_equal(decoded(sequence, blob), values)
 
 
@@ -79,7 +79,7 @@ def test_regular_sequences_take_the_same_room_whatever_their_length(size: int) -
 def test_random_cuts_take_about_the_bytes_of_their_differences() -> None:
     cuts = np.sort(np.random.default_rng(1).integers(0, 2**24, 10_000)).astype(np.int64)
     sequence, blob = sequences.encode(cuts)
-    assert isinstance(sequence, Planes)
+    assert isinstance(sequence, DifferencePlanes)
     assert sequence.width == 2
     assert len(blob) == 2 * (len(cuts) - 1)
 
@@ -92,9 +92,9 @@ def test_random_cuts_take_about_the_bytes_of_their_differences() -> None:
         (Affine((Block(5, (), ()), Block(7, (2,), (-7,)))), "", [5, 7, 0]),
         (Affine((Block(5, (0,), (1,)), Block(6, (), ()))), "", [6]),
         (Affine(()), "", []),
-        (Planes(4, 0, 3, 2), "000102000001", [0, 3, 7, 268]),
-        (Planes(1, -9, 0, 8), "", [-9]),
-        (Planes(2, 2**63 - 1, 1, 1), "00", [2**63 - 1, -(2**63)]),
+        (DifferencePlanes(4, 0, 3, 2), "000102000001", [0, 3, 7, 268]),
+        (DifferencePlanes(1, -9, 0, 8), "", [-9]),
+        (DifferencePlanes(2, 2**63 - 1, 1, 1), "00", [2**63 - 1, -(2**63)]),
     ],
 )
 def test_sequences_mean_what_the_specification_says(sequence: Sequence, blob: str, values: list[int]) -> None:
@@ -116,11 +116,11 @@ def test_sequences_mean_what_the_specification_says(sequence: Sequence, blob: st
         Affine((Block(0, (2**26,), (1,)),) * 3),
         Affine((Block(0, (1,) * 33, (1,) * 33),)),
         Affine((Block(0, (), ()),) * 4097),
-        Planes(0, 0, 0, 1),
-        Planes(-1, 0, 0, 1),
-        Planes(2**27 + 1, 0, 0, 1),
-        Planes(3, 0, 0, 0),
-        Planes(3, 0, 0, 9),
+        DifferencePlanes(0, 0, 0, 1),
+        DifferencePlanes(-1, 0, 0, 1),
+        DifferencePlanes(2**27 + 1, 0, 0, 1),
+        DifferencePlanes(3, 0, 0, 0),
+        DifferencePlanes(3, 0, 0, 9),
     ],
     ids=lambda sequence: str(sequence)[:80],
 )
@@ -140,8 +140,8 @@ def test_numbers_beyond_64_signed_bits_are_no_sequence(where: str, number: int) 
         sequences.decode(msgspec.msgpack.decode(wire, type=Sequence), memoryview(b""))
 
 
-@given(st.builds(Planes, st.integers(-2, 5), small, small, st.integers(-1, 9)), st.data())
-def test_planes_of_any_numbers_are_decoded_or_refused(sequence: Planes, data: st.DataObject) -> None:
+@given(st.builds(DifferencePlanes, st.integers(-2, 5), small, small, st.integers(-1, 9)), st.data())
+def test_planes_of_any_numbers_are_decoded_or_refused(sequence: DifferencePlanes, data: st.DataObject) -> None:
     nbytes = max(sequence.nbytes, 0)
     blob = data.draw(st.binary(min_size=nbytes, max_size=nbytes))
     if sequence.length >= 1 and 1 <= sequence.width <= 8:

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from holdfast.errors import ConfigurationError, CorruptError
 from holdfast.format.records import Place
 from holdfast.node_memory.node_folder import NodeFolder
-from holdfast.node_memory.slots import DATA_START, Contents, Record, Slot, State, slot_names
+from holdfast.node_memory.slots import DATA_START, Contents, Slot, SlotRecord, SlotState, slot_names
 from tests.test_posix_storage import mounted
 
 MIB = 1 << 20
@@ -42,21 +42,21 @@ def contents(seq: int = 1) -> Contents:
     return Contents("0123456789abcdef", "00112233445566aa", Place(1, seq), 10 * seq, 0, 4096, 2 * MIB)
 
 
-def record(state: State, seq: int = 1) -> Record:
-    return Record(state, contents(seq) if state >= State.WRITING else None)
+def record(state: SlotState, seq: int = 1) -> SlotRecord:
+    return SlotRecord(state, contents(seq) if state >= SlotState.WRITING else None)
 
 
-def filled(slot: Slot, state: State, seq: int = 1) -> Slot:
+def filled(slot: Slot, state: SlotState, seq: int = 1) -> Slot:
     """`slot` taken through all states up to `state`."""
     assert slot.take()
-    for each in (State.WRITING, State.STAGED, State.SEALED, State.COMMITTED):
+    for each in (SlotState.WRITING, SlotState.STAGED, SlotState.SEALED, SlotState.COMMITTED):
         if each <= state:
             slot.advance(record(each, seq))
     return slot
 
 
 def test_a_new_slot_is_free_and_has_room_from_a_huge_page_on(slot: Slot) -> None:
-    assert slot.record == Record(State.FREE)
+    assert slot.record == SlotRecord(SlotState.FREE)
     assert slot.nbytes == len(slot.data) == 4 * MIB
     assert slot.data.ctypes.data % DATA_START == 0
 
@@ -73,30 +73,30 @@ def test_what_one_process_writes_others_see_and_so_does_who_comes_after_it(folde
     with Slot(folder, slot.name) as seen:
         slot.data[:5] = list(b"bytes")
         assert slot.take()
-        slot.advance(record(State.WRITING))
-        assert seen.state == State.FREE
-        assert seen.refresh() == record(State.WRITING)
+        slot.advance(record(SlotState.WRITING))
+        assert seen.state == SlotState.FREE
+        assert seen.refresh() == record(SlotState.WRITING)
         assert seen.data[:5].tobytes() == b"bytes"
-    slot.advance(record(State.STAGED))
+    slot.advance(record(SlotState.STAGED))
     with Slot(folder, slot.name) as later:
-        assert later.record == record(State.STAGED)
+        assert later.record == record(SlotState.STAGED)
 
 
 def test_a_state_that_does_not_follow_is_a_defect_of_ours(slot: Slot) -> None:
     assert slot.take()
     with pytest.raises(AssertionError, match="FREE does not become SEALED"):
-        slot.advance(record(State.SEALED))
+        slot.advance(record(SlotState.SEALED))
 
 
 def test_a_sealed_slot_is_not_filled_again_before_it_was_committed_or_superseded(slot: Slot) -> None:
-    filled(slot, State.SEALED)
+    filled(slot, SlotState.SEALED)
     assert slot.take()
     with pytest.raises(AssertionError):
-        slot.advance(record(State.WRITING, 2))
+        slot.advance(record(SlotState.WRITING, 2))
     slot.let_go()
-    slot.advance(record(State.SUPERSEDED))
+    slot.advance(record(SlotState.SUPERSEDED))
     assert slot.take()
-    slot.advance(record(State.WRITING, 2))
+    slot.advance(record(SlotState.WRITING, 2))
 
 
 @given(st.integers(0, 5), st.data())
@@ -110,10 +110,10 @@ def test_a_record_that_was_half_written_is_none_and_the_one_before_holds(before:
     ):
         slot = Slot.create(folder, rank=0, nbytes=1)
         for seq in range(before):
-            filled(slot, State.WRITING, seq + 1)
-            slot.advance(Record(State.FREE))
+            filled(slot, SlotState.WRITING, seq + 1)
+            slot.advance(SlotRecord(SlotState.FREE))
         old, page = slot.record, slot._memory[:4096].copy()
-        filled(slot, State.WRITING, 9)
+        filled(slot, SlotState.WRITING, 9)
         changed = np.flatnonzero(slot._memory[:4096] != page)
         # Any of the bytes that were written may be missing.
         missing = data.draw(st.lists(st.sampled_from(changed.tolist()), min_size=1))
@@ -159,7 +159,7 @@ def test_reserved_memory_is_there_before_it_is_written_to(tmp_path: Path) -> Non
         assert 130 * MIB <= slot.path.stat().st_blocks * 512 <= 130 * MIB + 8192
         assert left == [130 * MIB, 66 * MIB, 2 * MIB]
         assert not slot.data.any()
-        assert slot.record == Record(State.FREE)
+        assert slot.record == SlotRecord(SlotState.FREE)
 
 
 def test_what_is_in_a_slot_stays_when_it_is_reserved_again(slot: Slot) -> None:
@@ -235,6 +235,6 @@ def test_a_process_that_is_killed_while_it_changes_a_slot_leaves_a_slot(folder: 
         child.wait()
         with Slot(folder, slot_names(folder)[0]) as slot:
             assert not slot.is_taken
-            was_filled = slot.state == State.WRITING
+            was_filled = slot.state == SlotState.WRITING
             assert slot.free_if_abandoned() == was_filled
             slot.remove()

@@ -21,7 +21,7 @@ from holdfast.plan.layout import TensorLayout, Whole
 from holdfast.snapshot import capture as snapshot_module
 from holdfast.snapshot.capture import Snapshot
 from holdfast.snapshot.guard import Guard
-from holdfast.snapshot.routes import Part, Routes
+from holdfast.snapshot.routes import RoutedPart, Routes
 from holdfast.state.flatten import flatten
 from holdfast.state.gather import LocalTensor
 from holdfast.state.placements import DTYPE_NAMES
@@ -81,12 +81,12 @@ class Routed:
     """Routes of whole tensors into memory of their own."""
 
     def __init__(self, tensors: Mapping[str, LocalTensor]) -> None:
-        parts: list[Part] = []
+        parts: list[RoutedPart] = []
         self._stops: list[int] = []
         nbytes = 0
         for name, local in tensors.items():
             (memory,) = local.memory
-            parts.append(Part(name, Box((0,) * memory.ndim, tuple(memory.shape)), nbytes))
+            parts.append(RoutedPart(name, Box((0,) * memory.ndim, tuple(memory.shape)), nbytes))
             self._stops.append(nbytes + memory.nbytes)
             nbytes += -(-memory.nbytes // 16) * 16
         self._parts = parts
@@ -370,7 +370,7 @@ def test_a_parameter_that_got_other_memory_is_saved_as_it_was(guard: Guard) -> N
 def test_ranges_of_memory_however_it_is_strided(first: int, numel: int, dtype: torch.dtype) -> None:
     for tensor in (torch.randn(5, 7).to(dtype), torch.randn(7, 5).to(dtype).T, torch.randn(5, 14).to(dtype)[:, ::2]):
         data = np.zeros(numel * tensor.element_size(), np.uint8)
-        routes = Routes([Part("x", FlatRange(first, first + numel), 0)], data, rank=0)
+        routes = Routes([RoutedPart("x", FlatRange(first, first + numel), 0)], data, rank=0)
         for _ in range(2):
             data[:] = 0
             snapshot_module._copy(routes.pairs(tensors_of(x=tensor)))

@@ -24,7 +24,7 @@ from holdfast.format import records
 from holdfast.format.records import Commit, Diverged, Place, SealDigest
 from holdfast.format.values import Node, Open, Plain
 from holdfast.plan.layout import Mesh, Placed, Shard, TensorLayout, Whole
-from holdfast.plan.save import Identity
+from holdfast.plan.save import CheckpointIdentity
 from tests import independent_reader
 from tests.published import EPOCHS, RUN_ID, begin, plan, publish, put, run_alone
 
@@ -43,13 +43,13 @@ def example_files(stored: Mapping[str, bytes]) -> dict[str, bytes]:
     second = TensorLayout("model/weight", "bfloat16", (5, 2), halves)
     cases = [
         (
-            Identity("0123456789abcdef", RUN_ID, Place(1, 1), 7, 1700000001.5, {"loss": 0.25}),
+            CheckpointIdentity("0123456789abcdef", RUN_ID, Place(1, 1), 7, 1700000001.5, {"loss": 0.25}),
             [[first]],
             numbers[:6].view(np.uint8).reshape(2, 3, 4),
             3,
         ),
         (
-            Identity("fedcba9876543210", RUN_ID, Place(2, 1), 8, 1700003601.0, {}),
+            CheckpointIdentity("fedcba9876543210", RUN_ID, Place(2, 1), 8, 1700003601.0, {}),
             [[second], [second]],
             numbers.view(np.uint8).reshape(5, 2, 4)[:, :, 2:],
             4,

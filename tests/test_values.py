@@ -16,7 +16,18 @@ from hypothesis import strategies as st
 from holdfast.errors import CorruptError, NotFoundError, StateError
 from holdfast.format import values
 from holdfast.format.names import join
-from holdfast.format.values import Items, Node, Open, Plain, Record, Stateful, Table, TensorRef, Text, TorchValue
+from holdfast.format.values import (
+    Items,
+    Node,
+    Open,
+    Plain,
+    RecordNode,
+    Stateful,
+    TableNode,
+    TensorRef,
+    Text,
+    TorchValue,
+)
 
 keys = st.one_of(st.text("abc%/@", max_size=4), st.integers(), st.booleans(), st.none(), st.binary(max_size=3))
 numpy_scalars = st.one_of(
@@ -151,7 +162,7 @@ def test_an_open_dict_holds_what_the_table_holds_directly_below_it() -> None:
 
 
 def test_an_object_with_a_state_dict_is_the_value_that_it_gave() -> None:
-    nodes: dict[str, Node] = {"s": Stateful(Table("dict", ("n",))), "s/n": Plain(3)}
+    nodes: dict[str, Node] = {"s": Stateful(TableNode("dict", ("n",))), "s/n": Plain(3)}
     assert values.rebuild(values.decode(values.encode(nodes)), "s", no_tensors) == {"n": 3}
 
 
@@ -224,13 +235,13 @@ def encoded(nodes: object) -> bytes:
         [("a", Items("list", 1))],
         [("a", Items("list", -1))],
         [("a", Items("list", 1 << 60))],
-        [("a", Table("dict", ("b",)))],
-        [("a", Table("dict", ("b", "b"))), ("a/b", Plain(1))],
-        [("a", Record("os.system", ()))],
-        [("a", Record("P", ("x=__import__('os')",))), ("a/x=__import__('os')", Plain(1))],
-        [("a", Record("class", ()))],
-        [("a", Record("P", ("class",))), ("a/class", Plain(1))],
-        [("a", Record("P", ("_x",))), ("a/_x", Plain(1))],
+        [("a", TableNode("dict", ("b",)))],
+        [("a", TableNode("dict", ("b", "b"))), ("a/b", Plain(1))],
+        [("a", RecordNode("os.system", ()))],
+        [("a", RecordNode("P", ("x=__import__('os')",))), ("a/x=__import__('os')", Plain(1))],
+        [("a", RecordNode("class", ()))],
+        [("a", RecordNode("P", ("class",))), ("a/class", Plain(1))],
+        [("a", RecordNode("P", ("_x",))), ("a/_x", Plain(1))],
         [("a", values.BigInt(b"\x01"))],
         [("a", values.BigInt((1 << 64).to_bytes(12, "little")))],
         [("a", values.BigInt(b""))],
@@ -251,11 +262,11 @@ def encoded(nodes: object) -> bytes:
         [("a", ["per_rank", 0])],
         [("a/%rank=01", Plain(1))],
         [("a/%plane=x", Plain(1))],
-        [("a", Table("dict", ("%rank=0",))), ("a/%rank=0", Plain(1))],
+        [("a", TableNode("dict", ("%rank=0",))), ("a/%rank=0", Plain(1))],
         [("a", ["plain", "text"])],
         [("a", ["plain", 1, 2])],
-        [("a", Record("P", ("fi", LIGATURE))), ("a/fi", Plain(1)), (f"a/{LIGATURE}", Plain(1))],
-        [("a", Record("P", MANY_FIELDS)), *((f"a/{field}", Plain(1)) for field in MANY_FIELDS)],
+        [("a", RecordNode("P", ("fi", LIGATURE))), ("a/fi", Plain(1)), (f"a/{LIGATURE}", Plain(1))],
+        [("a", RecordNode("P", MANY_FIELDS)), *((f"a/{field}", Plain(1)) for field in MANY_FIELDS)],
         [("a", ["torch", "callable", "os.system", b""])],
         {"a": 1},
         [[[[[[]]]]]],

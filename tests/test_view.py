@@ -24,9 +24,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import holdfast
 from holdfast import CorruptError, NotFoundError, View
 from holdfast.format.records import Place
-from holdfast.format.values import Node, Open, PerRank, Plain, Planes, Stateful, TensorRef
+from holdfast.format.values import Node, Open, PerRankNode, Plain, PlanesNode, Stateful, TensorRef
 from holdfast.plan.layout import TensorLayout, Whole
-from holdfast.plan.save import Identity
+from holdfast.plan.save import CheckpointIdentity
 from tests.command_line import holdfast_command
 from tests.models import build, filled, full, tensors
 from tests.published import EPOCHS, RUN_ID, begin, plan, publish, put
@@ -319,13 +319,15 @@ def test_a_damaged_byte_is_found_when_it_is_read_and_not_before(tmp_path: Path) 
     assert unverified["b"][1000].item() != 0
 
 
-@pytest.mark.parametrize("node", [TensorRef(), Stateful(TensorRef()), Planes("scaled", ("data", "scale"))], ids=repr)
+@pytest.mark.parametrize(
+    "node", [TensorRef(), Stateful(TensorRef()), PlanesNode("scaled", ("data", "scale"))], ids=repr
+)
 def test_values_that_refer_to_a_tensor_that_is_not_there_are_corrupt(tmp_path: Path, node: Node) -> None:
     nodes = {"": Open("dict"), "lost": node, "step": Plain(3)}
     storage = begin(RUN_ID, EPOCHS[0])
     layouts = [TensorLayout(name, "uint8", (1,), Whole("compare")) for name in ("kept", "lost/%plane=data")]
     content = {layout.name: np.zeros((1, 1), np.uint8) for layout in layouts}
-    identity = Identity("0123456789abcdef", RUN_ID, Place(1, 1), 7, 1.5, {})
+    identity = CheckpointIdentity("0123456789abcdef", RUN_ID, Place(1, 1), 7, 1.5, {})
     publish(storage, plan([layouts], nodes, identity), content, nodes)
     view = holdfast.open(put(storage.objects, tmp_path))
     assert view["kept"].numpy().tolist() == [0]
@@ -334,10 +336,10 @@ def test_values_that_refer_to_a_tensor_that_is_not_there_are_corrupt(tmp_path: P
 
 
 def test_a_missing_part_of_a_rank_is_corrupt(tmp_path: Path) -> None:
-    nodes: dict[str, Node] = {"": Open("dict"), "seed": PerRank(2), "seed/%rank=0": Plain(10)}
+    nodes: dict[str, Node] = {"": Open("dict"), "seed": PerRankNode(2), "seed/%rank=0": Plain(10)}
     storage = begin(RUN_ID, EPOCHS[0])
     layouts = [TensorLayout("kept", "uint8", (1,), Whole("compare"))]
-    identity = Identity("0123456789abcdef", RUN_ID, Place(1, 1), 7, 1.5, {})
+    identity = CheckpointIdentity("0123456789abcdef", RUN_ID, Place(1, 1), 7, 1.5, {})
     publish(storage, plan([layouts], nodes, identity), {"kept": np.zeros((1, 1), np.uint8)}, nodes)
     run = put(storage.objects, tmp_path)
     with pytest.raises(CorruptError, match=r"data-00000.*say that there is 'seed/%rank=1', which no data file holds"):
@@ -351,7 +353,7 @@ def test_what_an_open_node_holds_may_lie_in_the_tables_of_several_files(tmp_path
     nodes: dict[str, Node] = {"": Open("dict"), "epoch": Plain(3), "step": Plain(7)}
     storage = begin(RUN_ID, EPOCHS[0])
     layouts = [[TensorLayout("kept", "uint8", (1,), Whole("compare"))]] * 2
-    identity = Identity("0123456789abcdef", RUN_ID, Place(1, 1), 7, 1.5, {})
+    identity = CheckpointIdentity("0123456789abcdef", RUN_ID, Place(1, 1), 7, 1.5, {})
     planned = plan(layouts, nodes, identity, writers={"step": 1})
     publish(storage, planned, {"kept": np.zeros((1, 1), np.uint8)}, nodes)
     run = put(storage.objects, tmp_path)

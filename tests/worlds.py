@@ -31,13 +31,13 @@ from holdfast.plan.layout import (
     TensorLayout,
     Whole,
 )
-from holdfast.plan.load import Want, pieces, plan_load
-from holdfast.plan.save import Identity, RankMessage, RankValues, encode_plan, plan_save
+from holdfast.plan.load import ReadRequest, pieces, plan_load
+from holdfast.plan.save import CheckpointIdentity, RankMessage, RankValues, encode_plan, plan_save
 from holdfast.plan.strips import Strip, moves
 
 T = TypeVar("T")
 
-IDENTITY = Identity("00112233445566aa", "0" * 32, Place(1, 1), 7, 123.5, {})
+IDENTITY = CheckpointIdentity("00112233445566aa", "0" * 32, Place(1, 1), 7, 123.5, {})
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,9 @@ def data_sections(world: World, files: Files) -> list[bytearray]:
     return sections
 
 
-def fill(files: Files, sections: Sequence[bytes | bytearray], wants: list[Want], first_file: int) -> list[np.ndarray]:
+def fill(
+    files: Files, sections: Sequence[bytes | bytearray], wants: list[ReadRequest], first_file: int
+) -> list[np.ndarray]:
     """Execute a load plan on data sections: the raw bytes of each want, in the shape of its box."""
     itemsizes = files.itemsizes
     filled = [np.full((*want.box.size, itemsizes[want.tensor]), 0xDD, np.uint8) for want in wants]

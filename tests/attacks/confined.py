@@ -28,7 +28,7 @@ from holdfast.format import values as value_codec
 from holdfast.format.container import Files
 from holdfast.run.history import resolve
 from holdfast.run.paths import parse
-from holdfast.view.source import Source
+from holdfast.view.source import ViewSource
 
 CPU_S = 1.0
 NBYTES = 256 << 20
@@ -79,7 +79,7 @@ def _sequence(data: bytes) -> None:
 
 def _bare_manifest(sequence: sequences.Sequence) -> fmt.Manifest:
     """A manifest whose one tensor is cut by `sequence`."""
-    length = sequence.length if isinstance(sequence, sequences.Planes) else sequences.affine_length(sequence)
+    length = sequence.length if isinstance(sequence, sequences.DifferencePlanes) else sequences.affine_length(sequence)
     owners = sequences.Block(0, (min(max(length - 1, 1), 1 << 18),), (0,))
     return fmt.Manifest(
         checkpoint_id="0" * 16,
@@ -151,7 +151,7 @@ def _checkpoint(data: bytes) -> None:
     checkpoint = Checkpoint(resolve(parse(data.decode())).sealed)
     _rebuild(dict(checkpoint.nodes))
     for tensor in range(len(checkpoint.manifest.body.names)):
-        Source(checkpoint, verify=True).whole([tensor], private=False)
+        ViewSource(checkpoint, verify=True).whole([tensor], private=False)
     for fault in verify_checkpoint(checkpoint, deep=True):
         raise CorruptError(fault.message, code=fault.code, action="None.", path=fault.path)
 

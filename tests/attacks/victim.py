@@ -19,9 +19,9 @@ from holdfast.format import container, records
 from holdfast.format import manifest as fmt
 from holdfast.format.container import Files
 from holdfast.format.records import Place
-from holdfast.format.values import Node, Open, Plain, Record, Text
+from holdfast.format.values import Node, Open, Plain, RecordNode, Text
 from holdfast.plan.layout import Mesh, Placed, Shard, TensorLayout, Whole
-from holdfast.plan.save import Identity
+from holdfast.plan.save import CheckpointIdentity
 from tests.published import EPOCHS, RUN_ID, begin, plan, publish, put
 
 ID = "0123456789abcdef"
@@ -30,7 +30,7 @@ NODES: dict[str, Node] = {
     "": Open("dict"),
     "model": Open("module"),
     "note": Text(b"hello"),
-    "point": Record("Point", ("x", "y")),
+    "point": RecordNode("Point", ("x", "y")),
     "point/x": Plain(1),
     "point/y": Plain(2.5),
     "progress": Plain(7),
@@ -57,7 +57,12 @@ class Victim:
             for layout, nbytes in zip(layouts, (8, 2, 4), strict=True)
         }
         storage = begin(RUN_ID, EPOCHS[0])
-        publish(storage, plan([layouts, layouts], NODES, Identity(ID, RUN_ID, Place(1, 1), 7, 1.5, {})), full, NODES)
+        publish(
+            storage,
+            plan([layouts, layouts], NODES, CheckpointIdentity(ID, RUN_ID, Place(1, 1), 7, 1.5, {})),
+            full,
+            NODES,
+        )
         return Victim(put(storage.objects, path))
 
     def copied(self, path: Path) -> Victim:

@@ -18,7 +18,7 @@ import holdfast
 from holdfast.format.records import Place
 from holdfast.plan.body import RankLayout
 from holdfast.plan.layout import Mesh, Placed, Shard, TensorLayout
-from holdfast.plan.save import Identity, RankMessage, encode_plan, plan_save
+from holdfast.plan.save import CheckpointIdentity, RankMessage, encode_plan, plan_save
 from holdfast.store.base import Bytes
 from holdfast.store.posix import PosixReader
 from tests.museum.saved import data_file, folder, told_of_calls
@@ -136,7 +136,7 @@ def test_planning_takes_minutes_and_metadata_a_gigabyte() -> None:
     start = time.monotonic()
     rank = RankLayout.of(layouts, {})
     plan = plan_save([RankMessage(rank.digest, rank.columns)] * NUM_RANKS, {rank.digest: rank.body})
-    identity = Identity("0" * 16, "0" * 32, Place(1, 1), 1, 0.0, {})
+    identity = CheckpointIdentity("0" * 16, "0" * 32, Place(1, 1), 1, 0.0, {})
     manifest = encode_plan(plan, identity=identity, values=())
     assert time.monotonic() - start < 20
     assert len(manifest) < 2**20

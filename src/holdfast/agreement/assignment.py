@@ -16,7 +16,7 @@ from holdfast.state.memory import LocalPieces, MemorySource, packed
 
 
 @dataclass(frozen=True)
-class Share:
+class WriteAssignment:
     """A rank's part in a plan: its data file, if it has one. Holds for every save that uses the plan.
 
     `turn` counts the saves that used it.
@@ -28,17 +28,17 @@ class Share:
     turn: int
 
     @staticmethod
-    def in_manifest(plan_id: str, manifest: DecodedManifest, rank: int) -> Share:
+    def in_manifest(plan_id: str, manifest: DecodedManifest, rank: int) -> WriteAssignment:
         """The share of `rank` in the first checkpoint of a plan."""
         writers = manifest.sequence(manifest.body.writers)
         index = int(np.searchsorted(writers, rank))
         has_file = index < len(writers) and writers[index] == rank
-        return Share(plan_id, manifest, Files(manifest).layout(index) if has_file else None, 0)
+        return WriteAssignment(plan_id, manifest, Files(manifest).layout(index) if has_file else None, 0)
 
-    def again(self, **identity: object) -> Share:
+    def again(self, **identity: object) -> WriteAssignment:
         """The same share in the next checkpoint by the plan, whose manifest differs from the last in `identity`."""
         body = msgspec.structs.replace(self.manifest.body, **identity)
-        return Share(self.plan_id, self.manifest.with_body(body), self.layout, self.turn + 1)
+        return WriteAssignment(self.plan_id, self.manifest.with_body(body), self.layout, self.turn + 1)
 
 
 def sources_of(manifest: DecodedManifest, layout: FileLayout, flat: FlatState, rank: int) -> list[Source]:

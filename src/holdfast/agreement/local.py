@@ -21,7 +21,7 @@ NUM_TURNS = 16
 
 
 @dataclass(frozen=True)
-class Local:
+class RankState:
     """State and layout of one rank, which is number `number` of those that save."""
 
     number: int
@@ -33,10 +33,10 @@ class Local:
     _digests: dict[str, dict[str, bytes]] = field(default_factory=dict)
 
     @staticmethod
-    def of(flat: FlatState, *, number: int, rank: int) -> Local:
+    def of(flat: FlatState, *, number: int, rank: int) -> RankState:
         """Describe `flat`; `rank` is that of the job."""
         layout = RankLayout.of([tensor.layout for tensor in flat.tensors.values()], flat.aliases)
-        return Local(number, flat, layout, value_codec.encode(flat.nodes), LocalPieces(rank))
+        return RankState(number, flat, layout, value_codec.encode(flat.nodes), LocalPieces(rank))
 
     def describe(self, turn: int | None, *, plan_id: str, alone: bool) -> Described:
         """This rank's state in brief. `turn` selects the share of tensors to compare (None: all), `plan_id` is the plan

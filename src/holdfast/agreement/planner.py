@@ -13,7 +13,7 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
-from holdfast.agreement.local import NUM_TURNS, Local
+from holdfast.agreement.local import NUM_TURNS, RankState
 from holdfast.agreement.messages import Compare, Described, Details, Digests, Questions
 from holdfast.agreement.replicas import describe, diverged, unite
 from holdfast.checkpoint.reading import pack_values
@@ -21,7 +21,7 @@ from holdfast.errors import StateError
 from holdfast.format import values as value_codec
 from holdfast.format.patterns import check_matched
 from holdfast.format.values import Node
-from holdfast.plan.save import Draft, RankMessage, RankValues, SavePlan, plan_save
+from holdfast.plan.save import ManifestTemplate, RankMessage, RankValues, SavePlan, plan_save
 
 _log = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ class PlanMemory:
     plan_id: str
     layouts: Layouts
     plan: SavePlan
-    draft: Draft
+    draft: ManifestTemplate
     value_paths: tuple[tuple[bytes, bytes], ...]
     values: tuple[RankValues, ...]
     num_saves: int = 0
@@ -96,7 +96,7 @@ class Planner(Generic[P]):
         #: The shared values of all ranks together, on rank 0.
         self.values: Mapping[str, Node] = {}
 
-    def ask(self, messages: list[Described], mine: Local) -> Questions | Compare | P:
+    def ask(self, messages: list[Described], mine: RankState) -> Questions | Compare | P:
         """The answer to what all ranks described: `Questions` where a plan is to be made, else what `_go_on` says."""
         self._messages, self.values = messages, mine.flat.nodes
         check_matched("select", [message.unmatched for message in messages], where="the state")
@@ -136,7 +136,7 @@ class Planner(Generic[P]):
         values = self._reserved(answers)
         if memory is None or memory.plan is not plan or not _covers(memory.values, values):
             paths = tuple((message.value_paths, message.own_paths) for message in self._messages)
-            draft = Draft.of(plan, values)
+            draft = ManifestTemplate.of(plan, values)
             memory = PlanMemory(secrets.token_hex(8), self._layouts(), plan, draft, paths, values)
         return self._go_on(memory)
 

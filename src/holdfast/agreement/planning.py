@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from holdfast.agreement.assignment import Share
-from holdfast.agreement.local import NUM_TURNS, Local
+from holdfast.agreement.assignment import WriteAssignment
+from holdfast.agreement.local import NUM_TURNS, RankState
 from holdfast.agreement.messages import Compare, Described, Details, Digests, Questions
 from holdfast.agreement.planner import PlanMemory, Planner
 from holdfast.control.channel import Channel, Deadline
@@ -24,15 +24,15 @@ P = TypeVar("P")
 
 
 @dataclass
-class Known:
+class PlanCache:
     """What a rank remembers of the last plan for a state: rank 0 what it knows of all ranks, each its share in the
     plan, and what its walk found."""
 
     memory: PlanMemory | None = None
-    share: Share | None = None
+    share: WriteAssignment | None = None
     walk: Sequence[Remembered] = ()
 
-    def remember(self, share: Share, memory: PlanMemory | None) -> None:
+    def remember(self, share: WriteAssignment, memory: PlanMemory | None) -> None:
         """Note this rank's share in what was agreed on, for the next time; on rank 0 with the plan."""
         self.share = share
         if memory is not None:
@@ -52,7 +52,7 @@ class Planning(Generic[P]):
         deadline: Deadline,
         rank: int,
         planner: Planner[P],
-        known: Known,
+        known: PlanCache,
         watch: Stopwatch,
         *,
         answers: object,
@@ -67,11 +67,11 @@ class Planning(Generic[P]):
         self._answers = answers
         self._compares_all = compares_all
 
-    def agree(self, flat: Callable[[], FlatState]) -> tuple[P, Local]:
+    def agree(self, flat: Callable[[], FlatState]) -> tuple[P, RankState]:
         """What was placed for all ranks, and what this one described: its `flat`; where that fails, all hear of it.
         Collective."""
         with self._watch.phase("describe"):
-            mine = attempt(lambda: Local.of(flat(), number=self._channel.rank, rank=self._rank))
+            mine = attempt(lambda: RankState.of(flat(), number=self._channel.rank, rank=self._rank))
             answer: Questions | Compare | P = self._channel.exchange(
                 "describe",
                 told(mine, self._describe),
@@ -85,21 +85,21 @@ class Planning(Generic[P]):
                 answer = self._replied(answer, done(mine))
         return answer, done(mine)
 
-    def values(self, mine: Local) -> dict[str, Node]:
+    def values(self, mine: RankState) -> dict[str, Node]:
         """The values that this rank's data file holds."""
         values = dict(mine.flat.own_nodes)
         if self._channel.rank == 0:
             values.update(self._planner.values)
         return values
 
-    def _describe(self, mine: Local) -> Described:
+    def _describe(self, mine: RankState) -> Described:
         share = self._known.share
         self._known.walk = mine.flat.remembered
         turn = None if share is None or self._compares_all else share.turn % NUM_TURNS
         plan_id = "" if share is None else share.plan_id
         return mine.describe(turn, plan_id=plan_id, alone=self._channel.world_size == 1)
 
-    def _replied(self, asked: Questions | Compare, mine: Local) -> Questions | Compare | P:
+    def _replied(self, asked: Questions | Compare, mine: RankState) -> Questions | Compare | P:
         """The answer to what this rank replies to a question of rank 0. All ranks follow the same answers."""
         if isinstance(asked, Compare):
             digests = attempt(lambda: mine.compare(asked))

@@ -9,7 +9,7 @@ import msgspec
 
 from holdfast.agreement.messages import Digests
 from holdfast.errors import StateError
-from holdfast.format.values import Node, PerRank, Table
+from holdfast.format.values import Node, PerRankNode, TableNode
 from holdfast.wording import count
 
 #: Ranks that have one and the same table of values, and the table.
@@ -60,7 +60,7 @@ def describe(found: Sequence[Divergence]) -> str:
 
 def unite(tables: Sequence[Shared]) -> dict[str, Node]:
     """The tables of all ranks in one. A path that several ranks hold must have one value; dicts may have other keys on
-    other ranks, and are united. What is `PerRank` anywhere must be there on all ranks.
+    other ranks, and are united. What is `PerRankNode` anywhere must be there on all ranks.
 
     Raises:
         StateError: ranks disagree; names the path and the ranks.
@@ -73,8 +73,8 @@ def unite(tables: Sequence[Shared]) -> dict[str, Node]:
                 united[path], origin[path] = node, ranks[0]
                 continue
             known = united[path]
-            if isinstance(known, Table) and isinstance(node, Table) and known.kind == node.kind == "dict":
-                united[path] = Table("dict", tuple(dict.fromkeys((*known.keys, *node.keys))))
+            if isinstance(known, TableNode) and isinstance(node, TableNode) and known.kind == node.kind == "dict":
+                united[path] = TableNode("dict", tuple(dict.fromkeys((*known.keys, *node.keys))))
             elif not _same(known, node):
                 raise StateError(
                     f"Value {path!r} differs between rank {origin[path]} and rank {ranks[0]}.",
@@ -82,7 +82,7 @@ def unite(tables: Sequence[Shared]) -> dict[str, Node]:
                     action="Make it equal on all ranks, or save it as holdfast.PerRank(value).",
                     path=path,
                 )
-    for path in (path for path, node in united.items() if isinstance(node, PerRank)):
+    for path in (path for path, node in united.items() if isinstance(node, PerRankNode)):
         _check_on_all(path, tables)
     return united
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from holdfast.errors import CorruptError, NotFoundError
 from holdfast.format.records import Place
-from holdfast.plan.save import Identity
+from holdfast.plan.save import CheckpointIdentity
 from holdfast.run.history import Run
 from holdfast.run.session import JOB, NEVER_LOADED, Sources
 from holdfast.store.timed import TimedStore
@@ -28,14 +28,14 @@ class SaveRequest:
     created: float
     sources: Sources = NEVER_LOADED
 
-    def take_place(self, *, world_size: int) -> tuple[Run, Identity]:
+    def take_place(self, *, world_size: int) -> tuple[Run, CheckpointIdentity]:
         """Take the next place of the run. Only for a state that can be saved: opening an epoch after a rollback moves
         the head."""
         run = Run.create(self.storage)
         place = JOB.begin(run, takeover=self.takeover, world_size=world_size, sources=self.sources)
         before = JOB.note_step(run, self.step)
         _check_step(run, place, self.step, before)
-        return run, Identity(
+        return run, CheckpointIdentity(
             checkpoint_id=secrets.token_hex(8),
             run_id=run.run_id,
             place=place,

@@ -18,14 +18,14 @@ from holdfast.format import values as value_codec
 from holdfast.format.dtypes import CARRIERS, DTYPES
 from holdfast.format.values import Container, Leaf, Node
 from holdfast.geometry import Box, Shape, flat_boxes
-from holdfast.plan.load import Want
+from holdfast.plan.load import ReadRequest
 from holdfast.store.base import Bytes
 
 #: Bytes of each side that are held at once.
 _BATCH_NBYTES = 32 << 20
 
 
-class Described(msgspec.Struct, frozen=True):
+class TensorFacts(msgspec.Struct, frozen=True):
     """Dtype and global shape of a tensor."""
 
     dtype: str
@@ -45,8 +45,8 @@ class TensorDifference(msgspec.Struct, frozen=True):
     """
 
     name: str
-    a: Described
-    b: Described
+    a: TensorFacts
+    b: TensorFacts
     num_differing: int | None = None
     max_abs: float | int | None = None
     num_not_finite: int = 0
@@ -84,8 +84,8 @@ class Pair:
     name: str
     one: int
     other: int
-    a: Described
-    b: Described
+    a: TensorFacts
+    b: TensorFacts
 
     @property
     def comparable(self) -> bool:
@@ -149,8 +149,8 @@ def _numbers(checkpoint: Checkpoint) -> dict[str, int]:
     return numbers | {alias: numbers[name] for alias, name in checkpoint.manifest.body.aliases.items()}
 
 
-def _describe(checkpoint: Checkpoint, number: int) -> Described:
-    return Described(checkpoint.manifest.dtype(number), checkpoint.manifest.shape(number))
+def _describe(checkpoint: Checkpoint, number: int) -> TensorFacts:
+    return TensorFacts(checkpoint.manifest.dtype(number), checkpoint.manifest.shape(number))
 
 
 def _tensor_differences(
@@ -159,7 +159,7 @@ def _tensor_differences(
     # In the order of a's files, so that each of their blocks is read once or twice.
     comparable = sorted((pair for pair in common if pair.comparable), key=lambda pair: int(a.files.position[pair.one]))
     tallies = {pair.name: Tally(pair.a.dtype, pair.b.dtype) for pair in comparable}
-    parts = (_Part(pair, tallies[pair.name], box) for pair in comparable for box in _boxes(pair))
+    parts = (_ComparedPart(pair, tallies[pair.name], box) for pair in comparable for box in _boxes(pair))
     for batch in _batches(parts):
         _compare_batch(a, b, batch, progress)
     for pair in common:
@@ -171,7 +171,7 @@ def _tensor_differences(
 
 
 @dataclass(frozen=True)
-class _Part:
+class _ComparedPart:
     """A box of a tensor that both sides have, and where its differences count."""
 
     pair: Pair
@@ -189,9 +189,9 @@ def _boxes(pair: Pair) -> Iterator[Box]:
             yield box
 
 
-def _batches(parts: Iterator[_Part]) -> Iterator[list[_Part]]:
+def _batches(parts: Iterator[_ComparedPart]) -> Iterator[list[_ComparedPart]]:
     """Consecutive parts, as many as fit a batch on both sides."""
-    batch: list[_Part] = []
+    batch: list[_ComparedPart] = []
     held = 0
     for part in parts:
         nbytes = part.box.numel * max(part.pair.itemsizes)
@@ -204,19 +204,19 @@ def _batches(parts: Iterator[_Part]) -> Iterator[list[_Part]]:
         yield batch
 
 
-def _compare_batch(a: Checkpoint, b: Checkpoint, batch: list[_Part], progress: Callable[[int], None]) -> None:
+def _compare_batch(a: Checkpoint, b: Checkpoint, batch: list[_ComparedPart], progress: Callable[[int], None]) -> None:
     sides = (
-        _read(a, [Want(part.pair.one, part.box) for part in batch]),
-        _read(b, [Want(part.pair.other, part.box) for part in batch]),
+        _read(a, [ReadRequest(part.pair.one, part.box) for part in batch]),
+        _read(b, [ReadRequest(part.pair.other, part.box) for part in batch]),
     )
     for part, one, other in zip(batch, *sides, strict=True):
         part.tally.add(one, other)
         progress(one.nbytes + other.nbytes)
 
 
-def _read(checkpoint: Checkpoint, wants: list[Want]) -> list[Array]:
+def _read(checkpoint: Checkpoint, wants: list[ReadRequest]) -> list[Array]:
     """The elements of each want, in row-major order, as carriers."""
-    targets = _Arrays(
+    targets = _ComparedArrays(
         [np.empty(want.box.size, CARRIERS[int(checkpoint.files.itemsizes[want.tensor])]) for want in wants]
     )
     checkpoint.read(wants, targets)
@@ -224,7 +224,7 @@ def _read(checkpoint: Checkpoint, wants: list[Want]) -> list[Array]:
 
 
 @dataclass(frozen=True)
-class _Arrays:
+class _ComparedArrays:
     """One array per want."""
 
     arrays: list[Array]

@@ -26,7 +26,7 @@ from holdfast.format.values import Node
 from holdfast.geometry import Box
 from holdfast.io.buffers import pipeline_pool
 from holdfast.io.reader import DataFile, Extent, ReadJob, ReadStats, read_files
-from holdfast.plan.load import FileReads, Want, pieces, plan_load
+from holdfast.plan.load import FileReads, ReadRequest, pieces, plan_load
 from holdfast.plan.strips import Move, Strip, moves
 from holdfast.store.base import Bytes, FileReader
 from holdfast.wording import count
@@ -109,7 +109,7 @@ class Checkpoint:
     def nodes(self) -> Mapping[str, Node]:
         """The table of values. Paths are known; each file's values are read when the first of them is looked up, which
         raises `CorruptError` when the bytes are damaged."""
-        return _Nodes(self.manifest.body.values, self._values)
+        return _LazyValues(self.manifest.body.values, self._values)
 
     @cached_property
     def _paths(self) -> frozenset[str]:
@@ -121,7 +121,9 @@ class Checkpoint:
         blocks = (block for block in self.manifest.body.values if block.file in files)
         return {path: node for block in blocks for path, node in self._values(block).items()}
 
-    def read(self, wants: Sequence[Want], targets: Targets, *, verify: bool = True, first_file: int = 0) -> ReadStats:
+    def read(
+        self, wants: Sequence[ReadRequest], targets: Targets, *, verify: bool = True, first_file: int = 0
+    ) -> ReadStats:
         """Deliver all elements of `wants` to `targets`; returns when every one was delivered, once.
 
         Memory is bounded: three buffers of 2 MiB. With `verify` every block that is touched is checked against the
@@ -137,7 +139,7 @@ class Checkpoint:
 
     def jobs(
         self,
-        wants: Sequence[Want],
+        wants: Sequence[ReadRequest],
         targets: Targets,
         *,
         verify: bool = True,
@@ -202,7 +204,12 @@ class Checkpoint:
         return table
 
     def _job(
-        self, reads: FileReads, wants: Sequence[Want], targets: Targets, verify: bool, open_reader: OpenReader | None
+        self,
+        reads: FileReads,
+        wants: Sequence[ReadRequest],
+        targets: Targets,
+        verify: bool,
+        open_reader: OpenReader | None,
     ) -> ReadJob:
         open_ = partial(
             self.open_file,
@@ -277,7 +284,7 @@ def _wants_nothing(*_: object) -> None:
     raise AssertionError("nothing is delivered where nothing is wanted")
 
 
-class _Nodes(Mapping[str, Node]):
+class _LazyValues(Mapping[str, Node]):
     """Values of all files, read file by file on demand: a rank needs its own and rank 0's, of thousands."""
 
     def __init__(self, blocks: Sequence[ValueBlock], read: Callable[[ValueBlock], dict[str, Node]]) -> None:
@@ -310,7 +317,7 @@ class _Nodes(Mapping[str, Node]):
 class _Delivery:
     """The way of one file's bytes to the wants that they are for."""
 
-    def __init__(self, files: Files, reads: FileReads, wants: Sequence[Want], targets: Targets) -> None:
+    def __init__(self, files: Files, reads: FileReads, wants: Sequence[ReadRequest], targets: Targets) -> None:
         self._files = files
         self._reads = reads
         self._wants = wants

@@ -14,9 +14,9 @@ from typing import Final, Literal, Self, SupportsFloat
 
 from torch.distributed import ProcessGroup
 
-from holdfast.agreement.assignment import Share
+from holdfast.agreement.assignment import WriteAssignment
 from holdfast.agreement.planner import Planner
-from holdfast.agreement.planning import Known, Planning
+from holdfast.agreement.planning import PlanCache, Planning
 from holdfast.agreement.request import SaveRequest
 from holdfast.checkpointer.background import Background
 from holdfast.checkpointer.handle import Handle
@@ -110,7 +110,7 @@ class Checkpointer:
         self._takeover = takeover
         self._when_full = when_full
         self._timeout_s = timeout_s
-        self._known = Known()
+        self._known = PlanCache()
         #: The memory tier of this process, which it shares with others of this run; None before it is needed.
         self._tier: MemoryTier | None = None
         self._is_closed = False
@@ -348,7 +348,7 @@ class Checkpointer:
             job.stager.finish(job.handle, agreed, share, job.slot)
             job.is_finished = True
 
-    def _copy(self, job: Job, background: Background) -> tuple[Agreed, Share]:
+    def _copy(self, job: Job, background: Background) -> tuple[Agreed, WriteAssignment]:
         """Agree with all ranks, and copy the state into a slot."""
         agreed, share, flat, values = self._agree(job)
         job.slot = job.stager.slot_for(agreed, share, needed=job.needed)
@@ -359,7 +359,7 @@ class Checkpointer:
             job.copy(flat, routes)
         return agreed, share
 
-    def _agree(self, job: Job) -> tuple[Agreed, Share, FlatState, dict[str, Node]]:
+    def _agree(self, job: Job) -> tuple[Agreed, WriteAssignment, FlatState, dict[str, Node]]:
         """What all ranks agree on, with memory for it, and what this one has to save."""
         ranks = group_ranks(self._group)
         rank = ranks[job.channel.rank]
@@ -377,7 +377,7 @@ class Checkpointer:
         known.remember(share, planner.memory)
         return agreed, share, mine.flat, planning.values(mine)
 
-    def _prepare(self, job: Job, share: Share) -> None:
+    def _prepare(self, job: Job, share: WriteAssignment) -> None:
         """Have memory for a new plan on all ranks. Raises on all where some rank has not enough."""
 
         def prepare() -> None:

@@ -17,15 +17,15 @@ from holdfast.format import manifest as fmt
 from holdfast.format.records import FileSeal, Place
 from holdfast.node_memory.generations import Generation, read_generation
 from holdfast.node_memory.node_folder import NodeFolder
-from holdfast.node_memory.slots import WHOLE, Slot, State
-from holdfast.run.complete import Stored, encode_seal
+from holdfast.node_memory.slots import WHOLE, Slot, SlotState
+from holdfast.run.complete import StoredManifest, encode_seal
 from holdfast.run.history import Run
 from holdfast.store.base import Store
 
 _log = logging.getLogger(__name__)
 
 
-class Held(msgspec.Struct, frozen=True, array_like=True):
+class HeldFile(msgspec.Struct, frozen=True, array_like=True):
     """A data file that is in the memory of a node, whole; of the run `run_id`, in the epoch opened with `incarnation`
     ("": not recorded)."""
 
@@ -44,7 +44,7 @@ class Inventory(msgspec.Struct, frozen=True, array_like=True):
     """What a rank finds on its node, as far as it knows the manifests; and whether some trainer is filling a slot."""
 
     node: str
-    held: tuple[Held, ...]
+    held: tuple[HeldFile, ...]
     is_filling: bool
 
 
@@ -84,7 +84,7 @@ def inventory(folder: NodeFolder, slots: Sequence[Slot]) -> Inventory:
                 id_ = contents.checkpoint_id
                 generation = known[id_] = known.get(id_) or read_generation(folder, id_)
                 held.append(
-                    Held(
+                    HeldFile(
                         contents.run_id,
                         generation.incarnation,
                         id_,
@@ -93,10 +93,10 @@ def inventory(folder: NodeFolder, slots: Sequence[Slot]) -> Inventory:
                         contents.file,
                         contents.nbytes,
                         record.digest,
-                        record.state == State.COMMITTED,
+                        record.state == SlotState.COMMITTED,
                     )
                 )
-    is_filling = any(slot.state == State.WRITING and slot.is_taken for slot in slots)
+    is_filling = any(slot.state == SlotState.WRITING and slot.is_taken for slot in slots)
     return Inventory(folder.identity(), tuple(held), is_filling)
 
 
@@ -170,7 +170,7 @@ class Survey:
                 return Chosen(seal, manifest, epoch, stored.folder, owners, is_head, tuple(given_up), let_go)
         return Chosen(given_up=tuple(given_up), let_go=let_go)
 
-    def _whole(self, run: Run, checkpoint_id: str) -> tuple[Stored, list[dict[str, FileSeal]]] | None:
+    def _whole(self, run: Run, checkpoint_id: str) -> tuple[StoredManifest, list[dict[str, FileSeal]]] | None:
         """A checkpoint that all nodes together hold, whole, and who holds each of its files; None where they do not."""
         generation = self._generations.get(checkpoint_id)
         if generation is not None:
@@ -178,7 +178,7 @@ class Survey:
                 manifest = fmt.decode(generation.manifest, path=generation.folder)
                 files = _files(self._inventories, checkpoint_id, manifest.body.num_files)
                 if files is not None and manifest.body.run_id == run.run_id:
-                    return Stored(generation.folder, generation.manifest, manifest), files
+                    return StoredManifest(generation.folder, generation.manifest, manifest), files
         return None
 
     def _all_know(self, files: Sequence[Mapping[str, FileSeal]]) -> bool:
@@ -186,7 +186,7 @@ class Survey:
         return {each.node for each in self._inventories} <= {node for holders in files for node in holders}
 
 
-def _foreign(run: Run, held: Sequence[Held]) -> dict[str, Held]:
+def _foreign(run: Run, held: Sequence[HeldFile]) -> dict[str, HeldFile]:
     """By id, the checkpoints in memory that are of another history than the run in storage has: it was restored from an
     older copy, or begun anew.
 
@@ -204,7 +204,7 @@ def _foreign(run: Run, held: Sequence[Held]) -> dict[str, Held]:
     return foreign
 
 
-def _is_of(run: Run, held: Held) -> bool:
+def _is_of(run: Run, held: HeldFile) -> bool:
     """Whether a checkpoint in memory is of the history that `run` has in storage."""
     if held.run_id != run.run_id:
         return False
@@ -218,7 +218,7 @@ def _is_of(run: Run, held: Held) -> bool:
         return run.is_removed(held.place)
 
 
-def _warn_of(run: Run, foreign: Iterable[Held]) -> None:
+def _warn_of(run: Run, foreign: Iterable[HeldFile]) -> None:
     lost = sorted((each.step, str(each.place)) for each in foreign)
     if lost:
         _log.warning(

@@ -31,7 +31,7 @@ from holdfast.loading import Loading, Opened, Options, load
 from holdfast.node_memory.claims import Claim
 from holdfast.node_memory.generations import Generation, give_up_generation, read_generation
 from holdfast.node_memory.node_folder import NodeFolder, unusable_memory
-from holdfast.node_memory.slots import WHOLE, Slot, State, slot_names
+from holdfast.node_memory.slots import WHOLE, Slot, SlotState, slot_names
 from holdfast.phases import LOG, attempt, done, told
 from holdfast.reports import LoadReport
 from holdfast.run.fallback import is_damage
@@ -170,12 +170,12 @@ def _looked_at(
     there is given up."""
     with ExitStack() as stack:
 
-        def look() -> _Node:
+        def look() -> _NodeMemory:
             with unusable_memory(node_dir):
                 folder = stack.enter_context(NodeFolder(run.url, node_dir=node_dir))
                 stack.enter_context(Claim(folder))  # nothing of it gives way while it is looked at
                 slots = stack.enter_context(_sealed_slots(folder, run, timeout_s=deadline.for_storage_s / 2))
-                return _Node(folder, slots, inventory(folder, slots))
+                return _NodeMemory(folder, slots, inventory(folder, slots))
 
         def give_up() -> None:
             with unusable_memory(node_dir):
@@ -191,7 +191,7 @@ def _looked_at(
         yield folder, slots, chosen
 
 
-class _Node(NamedTuple):
+class _NodeMemory(NamedTuple):
     """What this rank finds on its node."""
 
     folder: NodeFolder
@@ -199,7 +199,7 @@ class _Node(NamedTuple):
     inventory: Inventory
 
 
-def _choose(run: Location, node: _Node | Exception, channel: Channel, deadline: Deadline) -> Chosen:
+def _choose(run: Location, node: _NodeMemory | Exception, channel: Channel, deadline: Deadline) -> Chosen:
     """What all ranks choose to go on from. Collective."""
     survey = Survey()
 
@@ -262,10 +262,10 @@ def _sealed_slots(folder: NodeFolder, run: Location, *, timeout_s: float) -> Ite
         for name in slot_names(folder):
             with suppress(FileNotFoundError, CorruptError):
                 slots.append(stack.enter_context(Slot(folder, name)))
-        if any(slot.state in (State.STAGED, State.SEALED) for slot in slots):
+        if any(slot.state in (SlotState.STAGED, SlotState.SEALED) for slot in slots):
             ensure_keeper(folder, run.url)
         end = time.monotonic() + timeout_s
-        while staged := [slot for slot in slots if slot.refresh().state == State.STAGED]:
+        while staged := [slot for slot in slots if slot.refresh().state == SlotState.STAGED]:
             ensure_keeper(folder, run.url)
             if time.monotonic() > end:
                 for slot in staged:
@@ -280,7 +280,7 @@ def _let_go(folder: NodeFolder, slots: Sequence[Slot], checkpoint_ids: Collectio
     for slot in slots:
         contents = slot.record.contents
         if contents is not None and contents.checkpoint_id in checkpoint_ids:
-            if slot.state in (State.STAGED, State.SEALED):
+            if slot.state in (SlotState.STAGED, SlotState.SEALED):
                 give_up_generation(folder, contents.checkpoint_id)
             else:
                 slot.remove()  # the other ranks of this node do the same

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 import torch
 
-from holdfast.agreement.assignment import Share
+from holdfast.agreement.assignment import WriteAssignment
 from holdfast.checkpoint.reading import pack_values
 from holdfast.checkpointer.backoff import Backoff
 from holdfast.checkpointer.handle import Handle
@@ -50,10 +50,10 @@ from holdfast.node_memory.arena import Arena, Register
 from holdfast.node_memory.generations import Generation, give_up_generation, write_generation
 from holdfast.node_memory.keeper_lock import is_locked, open_lock
 from holdfast.node_memory.node_folder import NodeFolder, memory_error, unusable_memory
-from holdfast.node_memory.slots import Contents, Record, Slot, State
+from holdfast.node_memory.slots import Contents, Slot, SlotRecord, SlotState
 from holdfast.snapshot.device import registered
 from holdfast.snapshot.guard import Guard
-from holdfast.snapshot.routes import Part, Routes
+from holdfast.snapshot.routes import RoutedPart, Routes
 from holdfast.store.base import Location
 from holdfast.store.timed import TimedStore
 from holdfast.store.urls import open_store
@@ -152,11 +152,11 @@ class Stager:
         self._first: Place | None = None
         self.run_id: str | None = None
 
-    def fits(self, share: Share) -> bool:
+    def fits(self, share: WriteAssignment) -> bool:
         """Whether there are slots for data files of this size, and as many as are wanted."""
         return _nbytes(share) <= self._prepared_nbytes and self._prepared_slots == self.num_slots
 
-    def prepare(self, share: Share, *, device: torch.device | None, timeout_s: float) -> None:
+    def prepare(self, share: WriteAssignment, *, device: torch.device | None, timeout_s: float) -> None:
         """Have slots for data files of this size, registered with `device` if there is one; returns when there is a
         slot, which takes a second per GiB or so. The others are made in the background.
 
@@ -335,7 +335,7 @@ class Stager:
                     give_up_generation(memory.folder, checkpoint_id)
                     self._untold.discard(checkpoint_id)
 
-    def slot_for(self, agreed: Agreed, share: Share, *, needed: Place | None) -> Slot | None:
+    def slot_for(self, agreed: Agreed, share: WriteAssignment, *, needed: Place | None) -> Slot | None:
         """A slot for this rank's part of what was agreed on. None where this rank has no data file."""
         if self.run_id != agreed.run_id:
             self.belong_to(agreed.run_id)
@@ -348,7 +348,7 @@ class Stager:
             needed = None
         return None if share.layout is None else self._free_slot(needed)
 
-    def begin(self, slot: Slot, agreed: Agreed, share: Share, values: Mapping[str, Node]) -> Routes:
+    def begin(self, slot: Slot, agreed: Agreed, share: WriteAssignment, values: Mapping[str, Node]) -> Routes:
         """Begin to fill `slot`: with the values, and the routes into it for the rest."""
         layout = share.layout
         assert layout is not None
@@ -361,11 +361,11 @@ class Stager:
             layout.data_start,
             _nbytes(share),
         )
-        slot.advance(Record(State.WRITING, contents))
+        slot.advance(SlotRecord(SlotState.WRITING, contents))
         _write_values(slot, layout, values)
         return self._routes_of(share, layout, slot)
 
-    def finish(self, handle: Handle, agreed: Agreed, share: Share, slot: Slot | None) -> None:
+    def finish(self, handle: Handle, agreed: Agreed, share: WriteAssignment, slot: Slot | None) -> None:
         """Hand what is copied into `slot` to the keeper, and watch what becomes of it."""
         nbytes = _nbytes(share)
         if slot is not None:
@@ -383,7 +383,7 @@ class Stager:
                     self._run.options,
                 ),
             )
-            slot.advance(msgspec.structs.replace(slot.record, state=State.STAGED))
+            slot.advance(msgspec.structs.replace(slot.record, state=SlotState.STAGED))
         handle.staged.end(nbytes=nbytes)
         with self._lock:
             self._pending.append(_Pending(handle, agreed.checkpoint_id, slot))
@@ -392,8 +392,8 @@ class Stager:
         """Free `slot`, and have all ranks hear with the next save that this checkpoint can never be whole. Where it is
         the memory that failed, no rank uses it then."""
         # Read anew: an exception may have come between a change of the state and the note of it.
-        if slot is not None and slot.refresh().state == State.WRITING:
-            slot.advance(Record(State.FREE))
+        if slot is not None and slot.refresh().state == SlotState.WRITING:
+            slot.advance(SlotRecord(SlotState.FREE))
         if isinstance(error, OSError):
             self._trouble = memory_error(self.node_dir, error)
         if checkpoint_id not in self._given_up:
@@ -421,14 +421,15 @@ class Stager:
             _log.warning("memory held steps %s %s ('%s'): they are let go", steps, why, self._run)
         self.give_up(cared_for)
 
-    def _routes_of(self, share: Share, layout: FileLayout, slot: Slot) -> Routes:
+    def _routes_of(self, share: WriteAssignment, layout: FileLayout, slot: Slot) -> Routes:
         """The routes into `slot`, which hold as long as the plan does."""
         if share.plan_id != self._routes_plan_id:
             self._routes, self._routes_plan_id = {}, share.plan_id
         if slot.name not in self._routes:
             names = share.manifest.body.names
             parts = [
-                Part(names[entry.tensor], entry.part, layout.data_start + entry.offset) for entry in layout.entries
+                RoutedPart(names[entry.tensor], entry.part, layout.data_start + entry.offset)
+                for entry in layout.entries
             ]
             self._routes[slot.name] = Routes(parts, slot.data, rank=self._rank)
         return self._routes[slot.name]
@@ -484,9 +485,9 @@ class Stager:
                 handle.durable.end(removed(handle.step))
             elif contents is None or contents.checkpoint_id != pending.checkpoint_id:
                 handle.durable.end(incomplete(handle.step))
-            elif record.state == State.COMMITTED:
+            elif record.state == SlotState.COMMITTED:
                 handle.durable.end(nbytes=contents.nbytes)
-            elif record.state == State.SUPERSEDED:
+            elif record.state == SlotState.SUPERSEDED:
                 handle.durable.end(superseded(handle.step, record.error))
             elif slot.is_removed and not is_locked(self._used.lock):
                 # Nobody else can open it any more, and the keeper that had it mapped is dead.
@@ -524,10 +525,10 @@ class Stager:
         return True
 
 
-def next_share(agreed: Agreed, known: Share | None, rank: int) -> Share:
+def next_share(agreed: Agreed, known: WriteAssignment | None, rank: int) -> WriteAssignment:
     """The share of `rank` in what was agreed on; `known` is the last one."""
     if agreed.manifest:
-        return Share.in_manifest(agreed.plan_id, fmt.decode(agreed.manifest, path=agreed.folder), rank)
+        return WriteAssignment.in_manifest(agreed.plan_id, fmt.decode(agreed.manifest, path=agreed.folder), rank)
     assert known is not None
     assert known.plan_id == agreed.plan_id
     return known.again(
@@ -541,7 +542,7 @@ def next_share(agreed: Agreed, known: Share | None, rank: int) -> Share:
     )
 
 
-def _nbytes(share: Share) -> int:
+def _nbytes(share: WriteAssignment) -> int:
     return 0 if share.layout is None else share.layout.data_start + share.layout.data_nbytes
 
 

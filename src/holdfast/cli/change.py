@@ -8,33 +8,33 @@ from itertools import takewhile
 
 import msgspec
 
-from holdfast.cli.runs import Head, open_run
+from holdfast.cli.runs import RunHead, open_run
 from holdfast.cli.screen import confirmed, console, print_json, say, when
 from holdfast.errors import ConfigurationError, printable
 from holdfast.format.records import Commit
 from holdfast.reports import size
 from holdfast.run.history import Run
-from holdfast.run.paths import Target, parse, some
+from holdfast.run.paths import Selection, parse, some
 from holdfast.run.removal import check_unneeded, remove_checkpoint
 from holdfast.run.rollback import rollback as roll_back
 from holdfast.store.urls import open_store
 from holdfast.wording import count
 
 
-class Change(msgspec.Struct, frozen=True):
+class ChangeDocument(msgspec.Struct, frozen=True):
     """What ``rollback --json`` prints: the checkpoint that was meant, and the head before and after."""
 
     run: str
     place: str
     step: int
-    head_before: Head
-    head: Head
+    head_before: RunHead
+    head: RunHead
 
 
 class Removal(msgspec.Struct, frozen=True):
     """What ``rm --json`` prints: what was deleted."""
 
-    deleted: list[Change]
+    deleted: list[ChangeDocument]
 
 
 def rollback(run: str, to: str, *, yes: bool, as_json: bool) -> bool:
@@ -42,7 +42,7 @@ def rollback(run: str, to: str, *, yes: bool, as_json: bool) -> bool:
     found = open_run(run)
     target = _selected(found, to)
     commit = found.find(step=target.step, place=target.place)
-    before = Head.of(found)
+    before = RunHead.of(found)
     if not as_json:
         screen = console()
         say(screen, f"{printable(run)}: the head is {before}")
@@ -104,10 +104,10 @@ def _doomed(path: str) -> _Doomed:
     return _Doomed(run, commit, (run.run_id, str(commit.place)))
 
 
-def _removed(doomed: _Doomed, *, quiet: bool) -> Change:
+def _removed(doomed: _Doomed, *, quiet: bool) -> ChangeDocument:
     """Delete one checkpoint, and say so unless `quiet`."""
     run, commit = doomed.run, doomed.commit
-    before = Head.of(run)
+    before = RunHead.of(run)
     remove_checkpoint(run, commit)
     change = _change(run, commit, before)
     if not quiet:
@@ -116,7 +116,7 @@ def _removed(doomed: _Doomed, *, quiet: bool) -> Change:
     return change
 
 
-def _selected(run: Run, to: str) -> Target:
+def _selected(run: Run, to: str) -> Selection:
     """The checkpoint `to` of `run`."""
     root = run.storage.location.url
     target = parse(f"{root}@{to}")
@@ -133,9 +133,9 @@ def _described(commit: Commit) -> str:
     return f"step {commit.step} at {commit.place}, saved {when(commit.created)}, {size(commit.nbytes)}"
 
 
-def _became(before: Head, head: Head) -> str:
+def _became(before: RunHead, head: RunHead) -> str:
     return f"is still {before}" if head == before else f"was {before} and is {head}"
 
 
-def _change(run: Run, commit: Commit, before: Head) -> Change:
-    return Change(run.storage.location.url, str(commit.place), commit.step, before, Head.of(run))
+def _change(run: Run, commit: Commit, before: RunHead) -> ChangeDocument:
+    return ChangeDocument(run.storage.location.url, str(commit.place), commit.step, before, RunHead.of(run))

@@ -11,7 +11,7 @@ import msgspec
 from rich.console import Console
 from rich.text import Text
 
-from holdfast.checkpoint.compare import Comparison, Described, TensorDifference, compare, pairs
+from holdfast.checkpoint.compare import Comparison, TensorDifference, TensorFacts, compare, pairs
 from holdfast.checkpoint.reading import Checkpoint
 from holdfast.cli.screen import Listing, console, counting, print_json, say, when
 from holdfast.cli.values import kind_of, natural, shortened, text_of
@@ -38,7 +38,7 @@ class Side(msgspec.Struct, frozen=True):
     num_files: int
 
 
-class Value(msgspec.Struct, frozen=True):
+class DifferingValue(msgspec.Struct, frozen=True):
     """A value that differs, as text; null where a side does not have it."""
 
     name: str
@@ -46,7 +46,7 @@ class Value(msgspec.Struct, frozen=True):
     b: str | None
 
 
-class Document(msgspec.Struct, frozen=True):
+class DiffDocument(msgspec.Struct, frozen=True):
     """What ``--json`` prints. With ``--stat`` the lists are empty and only the numbers say what differs."""
 
     equal: bool
@@ -61,7 +61,7 @@ class Document(msgspec.Struct, frozen=True):
     only_a: list[str]
     only_b: list[str]
     tensors: list[TensorDifference]
-    values: list[Value]
+    values: list[DifferingValue]
 
 
 def diff(a: str, b: str, *, stat: bool, names: str, as_json: bool) -> bool:
@@ -88,10 +88,10 @@ def diff(a: str, b: str, *, stat: bool, names: str, as_json: bool) -> bool:
     return found.equal
 
 
-def _document(sides: Sequence[Checkpoint], found: Comparison, *, stat: bool) -> Document:
+def _document(sides: Sequence[Checkpoint], found: Comparison, *, stat: bool) -> DiffDocument:
     largest = [difference.max_abs for difference in found.tensors if difference.max_abs is not None]
     one, other = (_side(checkpoint) for checkpoint in sides)
-    return Document(
+    return DiffDocument(
         equal=found.equal,
         a=one,
         b=other,
@@ -104,7 +104,7 @@ def _document(sides: Sequence[Checkpoint], found: Comparison, *, stat: bool) -> 
         only_a=[] if stat else found.only_a,
         only_b=[] if stat else found.only_b,
         tensors=[] if stat else found.tensors,
-        values=[] if stat else [Value(value.name, _text(value.a), _text(value.b)) for value in found.values],
+        values=[] if stat else [DifferingValue(value.name, _text(value.a), _text(value.b)) for value in found.values],
     )
 
 
@@ -118,7 +118,7 @@ def _text(node: Node | None) -> str | None:
     return None if node is None else text_of(node)
 
 
-def _show(document: Document, found: Comparison, *, stat: bool) -> None:
+def _show(document: DiffDocument, found: Comparison, *, stat: bool) -> None:
     screen = console()
     for name, side in (("A", document.a), ("B", document.b)):
         by = f"{count(side.num_files, 'file')} by {count(side.world_size, 'rank')}"
@@ -133,7 +133,7 @@ def _show(document: Document, found: Comparison, *, stat: bool) -> None:
     say(screen, _verdict(document))
 
 
-def _verdict(document: Document) -> Text:
+def _verdict(document: DiffDocument) -> Text:
     if document.equal:
         what = f" {count(document.num_common, 'tensor')} bit for bit, and all values"
         return Text.assemble(("equal:", "bold green"), what)
@@ -163,7 +163,7 @@ def _print_names(screen: Console, title: str, names: list[str]) -> None:
     _print_rest(screen, len(names))
 
 
-class _Group(NamedTuple):
+class _AlikeDifferences(NamedTuple):
     """Tensors whose names differ in numbers only, or one tensor: what differs in all of them together."""
 
     name: str
@@ -209,16 +209,16 @@ def _print_tensors(screen: Console, tensors: list[TensorDifference]) -> None:
     _print_rest(screen, len(groups))
 
 
-def _groups(tensors: list[TensorDifference], *, merge: bool) -> list[_Group]:
-    found: dict[tuple[str, str], _Group] = {}
+def _groups(tensors: list[TensorDifference], *, merge: bool) -> list[_AlikeDifferences]:
+    found: dict[tuple[str, str], _AlikeDifferences] = {}
     for one in sorted(tensors, key=lambda one: natural(one.name)):
         name = _NUMBER.sub("*", one.name) if merge else one.name
         kinds = "" if one.a == one.b else f"{_kind(one.a)} -> {_kind(one.b)}"
-        found.setdefault((name, kinds), _Group(name, kinds, [])).members.append(one)
+        found.setdefault((name, kinds), _AlikeDifferences(name, kinds, [])).members.append(one)
     return [group if len(group.members) > 1 else group._replace(name=group.members[0].name) for group in found.values()]
 
 
-def _kind(side: Described) -> str:
+def _kind(side: TensorFacts) -> str:
     return f"{side.dtype} {list(side.shape)}"
 
 

@@ -9,7 +9,7 @@ import msgspec
 from rich.padding import Padding
 from rich.text import Text
 
-from holdfast.cli.runs import Head, open_run
+from holdfast.cli.runs import RunHead, open_run
 from holdfast.cli.screen import confirmed, console, counting, explain, print_json, say
 from holdfast.errors import ConfigurationError, HoldfastError, printable
 from holdfast.run import doctor as core
@@ -19,12 +19,12 @@ from holdfast.wording import count
 _STYLES = {"finish": "bold green", "remove": "bold yellow", "wait": "bold yellow", "by hand": "bold red"}
 
 
-class Document(msgspec.Struct, frozen=True):
+class DoctorDocument(msgspec.Struct, frozen=True):
     """What ``--json`` prints: all findings, the paths of those that were repaired, and those that are left."""
 
     run: str
-    head_before: Head
-    head: Head
+    head_before: RunHead
+    head: RunHead
     findings: list[Finding]
     finished: list[str]
     removed: list[str]
@@ -38,7 +38,7 @@ def doctor(run: str, *, deep: bool, finish: bool, remove: bool, force: bool, yes
             "--force says what --remove may delete.", code="config.option", action="Give --remove too, or leave it out."
         )
     found = open_run(run)
-    head_before = Head.of(found)
+    head_before = RunHead.of(found)
     findings = core.examine(found, deep=deep, watch=lambda place, n: counting(f"verifying {place}", n, quiet=as_json))
     if not as_json:
         _show(run, head_before, findings)
@@ -55,10 +55,10 @@ def doctor(run: str, *, deep: bool, finish: bool, remove: bool, force: bool, yes
                 doomed, lambda finding: core.remove(found, finding, force=force), "removed", as_json=as_json
             )
     left = [finding for finding in findings if finding not in finished and finding not in removed]
-    head = Head.of(found)
+    head = RunHead.of(found)
     if as_json:
         root = found.storage.location.url
-        print_json(Document(root, head_before, head, findings, _paths(finished), _paths(removed), left))
+        print_json(DoctorDocument(root, head_before, head, findings, _paths(finished), _paths(removed), left))
     else:
         _conclude(run, head_before, head, left)
     return not left
@@ -85,7 +85,7 @@ def _each(findings: list[Finding], repair: Callable[[Finding], object], done: st
     return repaired
 
 
-def _show(run: str, head: Head, findings: list[Finding]) -> None:
+def _show(run: str, head: RunHead, findings: list[Finding]) -> None:
     screen = console()
     verdict = count(len(findings), "finding") if findings else "nothing is wrong"
     say(screen, f"{printable(run)}: {verdict}; the head is {head}")
@@ -102,7 +102,7 @@ def _label(finding: Finding) -> str:
     return "wait" if finding.code.endswith(".in_progress") else "by hand"
 
 
-def _conclude(run: str, head_before: Head, head: Head, left: list[Finding]) -> None:
+def _conclude(run: str, head_before: RunHead, head: RunHead, left: list[Finding]) -> None:
     """What became of the head, and what can be done next."""
     screen = console()
     if head != head_before:

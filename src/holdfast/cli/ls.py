@@ -37,7 +37,7 @@ class Row(msgspec.Struct, frozen=True):
     abandoned: str = ""
 
 
-class Document(msgspec.Struct, frozen=True):
+class LsDocument(msgspec.Struct, frozen=True):
     """What ``--json`` prints: the head first, then what it descends from; what is not on that line; and records that
     cannot be read."""
 
@@ -51,10 +51,10 @@ class Document(msgspec.Struct, frozen=True):
 def ls(run: str, *, as_json: bool) -> bool:
     """List all committed checkpoints of the run at the path `run`; True where all records are sound."""
     found = open_run(run)
-    listing = _Listing(found)
+    listing = _HistoryReader(found)
     lineage, others = listing.lineage(), listing.others()  # which find the faults
     faults = list(dict.fromkeys(listing.faults))
-    document = Document(found.storage.location.url, found.run_id, lineage, others, faults)
+    document = LsDocument(found.storage.location.url, found.run_id, lineage, others, faults)
     if as_json:
         print_json(document)
     else:
@@ -62,7 +62,7 @@ def ls(run: str, *, as_json: bool) -> bool:
     return not document.findings
 
 
-class _Listing:
+class _HistoryReader:
     """Reads what can be read of a run's records; the rest becomes faults."""
 
     def __init__(self, run: Run) -> None:
@@ -143,7 +143,7 @@ def _row(commit: Commit, *, head: bool, abandoned: str = "") -> Row:
     )
 
 
-def _show(document: Document, name: str) -> None:
+def _show(document: LsDocument, name: str) -> None:
     screen = console()
     if document.lineage:
         say(screen, f"{name}: {_total(document.lineage)}")

@@ -11,7 +11,7 @@ import msgspec
 from holdfast.cli.runs import parse_run
 from holdfast.cli.screen import Listing, age, console, print_json, say
 from holdfast.errors import printable
-from holdfast.node_memory.inventory import Held, RunMemory, give_way, node_memory
+from holdfast.node_memory.inventory import HeldSlot, RunMemory, give_way, node_memory
 from holdfast.node_memory.keeper_lock import end_keeper
 from holdfast.node_memory.node_folder import NodeFolder, not_a_folder
 from holdfast.reports import size
@@ -45,7 +45,7 @@ class RunRow(msgspec.Struct, frozen=True):
     slots: list[SlotRow]
 
 
-class Document(msgspec.Struct, frozen=True):
+class NodeDocument(msgspec.Struct, frozen=True):
     """What ``--json`` prints: what is there in the end, how much was freed, and the folders whose keepers were asked to
     end: those that have ended, and those that have not."""
 
@@ -74,7 +74,7 @@ def node(run: str, *, node_dir: str, free: bool, stop: bool, grace_s: float, as_
                     (ended if end_keeper(folder, timeout_s=grace_s) else not_ended).append(str(found.path))
     freed_nbytes = give_way(where, run=uri) if free else 0
     runs = [_row(found) for found in _of(uri, where)]
-    document = Document(str(where), runs, freed_nbytes, ended, not_ended)
+    document = NodeDocument(str(where), runs, freed_nbytes, ended, not_ended)
     if as_json:
         print_json(document)
     else:
@@ -91,14 +91,14 @@ def _row(found: RunMemory) -> RunRow:
     return RunRow(found.run, str(found.path), found.keeper_pid, slots)
 
 
-def _slot(held: Held, *, is_kept: bool) -> SlotRow:
+def _slot(held: HeldSlot, *, is_kept: bool) -> SlotRow:
     owner = "trainer" if held.has_trainer else "keeper" if is_kept else "nobody"
     state = None if held.state is None else held.state.name.lower()
     age_s = max(time.time() - held.since, 0.0)
     return SlotRow(held.rank, held.step, state, held.nbytes, age_s, owner, held.is_durable)
 
 
-def _show(document: Document, *, freed: bool) -> None:
+def _show(document: NodeDocument, *, freed: bool) -> None:
     screen = console()
     for folder in document.ended:
         say(screen, f"the keeper of '{printable(folder)}' has ended")

@@ -20,10 +20,10 @@ from holdfast.errors import ConfigurationError, printable
 from holdfast.format.manifest import file_name
 from holdfast.format.patterns import Globs
 from holdfast.mapping.apply import mapped
-from holdfast.mapping.draft import Table
+from holdfast.mapping.draft import CheckpointTable
 from holdfast.mapping.parts import stored_tensors
 from holdfast.plan import dry_run, layout_rules
-from holdfast.plan.dry_run import Cast, Matching, Traffic
+from holdfast.plan.dry_run import CastTensor, Matching, Traffic
 from holdfast.plan.exchange import Bandwidths, Seconds
 from holdfast.plan.layout_rules import Layout
 from holdfast.reports import size
@@ -41,7 +41,7 @@ _BAD = "bold red"
 _PREFIXES = ("", "k", "M", "G", "T")
 
 
-class File(msgspec.Struct, frozen=True):
+class PlannedFile(msgspec.Struct, frozen=True):
     """What is read of a data file, by all nodes together: bytes, and requests."""
 
     name: str
@@ -49,7 +49,7 @@ class File(msgspec.Struct, frozen=True):
     num_requests: int
 
 
-class Expected(msgspec.Struct, frozen=True):
+class ExpectedSeconds(msgspec.Struct, frozen=True):
     """Seconds that reading takes at least: where nodes read for themselves, and where each byte is read once and sent
     on, which is null where no network is given; and whether the second way is chosen."""
 
@@ -58,12 +58,14 @@ class Expected(msgspec.Struct, frozen=True):
     once: bool
 
     @staticmethod
-    def of(seconds: Seconds) -> Expected:
+    def of(seconds: Seconds) -> ExpectedSeconds:
         """The same as a document has it, where nothing is infinite."""
-        return Expected(seconds.apart, seconds.once if math.isfinite(seconds.once) else None, seconds.favour_exchange)
+        return ExpectedSeconds(
+            seconds.apart, seconds.once if math.isfinite(seconds.once) else None, seconds.favour_exchange
+        )
 
 
-class Document(msgspec.Struct, frozen=True, kw_only=True):
+class PlanDocument(msgspec.Struct, frozen=True, kw_only=True):
     """What ``--json`` prints. Bytes are those that are stored; lists of them are by rank and by node.
 
     `unexpected` and `refused` are what a load would refuse. `read_once_nbytes` is what the job reads where each byte is
@@ -78,14 +80,14 @@ class Document(msgspec.Struct, frozen=True, kw_only=True):
     num_nodes: int
     num_tensors: int
     unexpected: tuple[str, ...]
-    cast: tuple[Cast, ...]
-    refused: tuple[Cast, ...]
+    cast: tuple[CastTensor, ...]
+    refused: tuple[CastTensor, ...]
     partly_kept: tuple[str, ...]
     needed_nbytes: list[int]
     read_nbytes: list[int]
     read_once_nbytes: int
-    files: list[File]
-    expected: Expected | None
+    files: list[PlannedFile]
+    expected: ExpectedSeconds | None
 
 
 def plan(
@@ -113,7 +115,7 @@ def plan(
     matching = dry_run.match(laid_out, made, select=globs[0], cast=globs[1])
     node_of = dry_run.even_nodes(on, num_nodes)
     moved = dry_run.traffic(checkpoint.files, made, matching.held, laid_out.mesh_shape, node_of)
-    expected = None if speeds is None else Expected.of(dry_run.seconds(moved.reading, speeds))
+    expected = None if speeds is None else ExpectedSeconds.of(dry_run.seconds(moved.reading, speeds))
     document = _document(checkpoint, laid_out, matching, moved, expected)
     if as_json:
         print_json(document)
@@ -137,7 +139,7 @@ def _layout(path: str, on: int) -> Layout:
     return layout
 
 
-def _table(checkpoint: Checkpoint, mapping: str) -> Table:
+def _table(checkpoint: Checkpoint, mapping: str) -> CheckpointTable:
     """What the checkpoint is after the mapping."""
     found = rules.from_toml(_text(mapping, "mapping")) if mapping else ()
     stored = stored_tensors(checkpoint.manifest)
@@ -198,12 +200,12 @@ def _speed(text: str) -> float:
 
 
 def _document(
-    checkpoint: Checkpoint, layout: Layout, matching: Matching, moved: Traffic, expected: Expected | None
-) -> Document:
+    checkpoint: Checkpoint, layout: Layout, matching: Matching, moved: Traffic, expected: ExpectedSeconds | None
+) -> PlanDocument:
     reading = moved.reading
     per_file = reading.once if expected is not None and expected.once else reading.apart
     read = np.flatnonzero(per_file.nbytes).tolist()
-    return Document(
+    return PlanDocument(
         path=checkpoint.folder,
         place=str(checkpoint.manifest.place),
         step=checkpoint.manifest.body.step,
@@ -218,12 +220,12 @@ def _document(
         needed_nbytes=moved.needed.tolist(),
         read_nbytes=reading.nodes.tolist(),
         read_once_nbytes=int(reading.once.nbytes.sum()),
-        files=[File(file_name(n), int(per_file.nbytes[n]), int(per_file.num_requests[n])) for n in read],
+        files=[PlannedFile(file_name(n), int(per_file.nbytes[n]), int(per_file.num_requests[n])) for n in read],
         expected=expected,
     )
 
 
-def _show(screen: Console, checkpoint: Checkpoint, document: Document, *, stated: bool) -> None:
+def _show(screen: Console, checkpoint: Checkpoint, document: PlanDocument, *, stated: bool) -> None:
     body = checkpoint.manifest.body
     say(screen, Text(printable(document.path), "bold"))
     stored = (
@@ -242,7 +244,7 @@ def _show(screen: Console, checkpoint: Checkpoint, document: Document, *, stated
         say(screen, finding)
 
 
-def _figures(document: Document) -> Listing:
+def _figures(document: PlanDocument) -> Listing:
     """Least, median and most of what ranks, nodes and files have to do with."""
     made = Listing("each", "least", "median", "most", right=("least", "median", "most"), spare=("median",))
     files = [file.name.partition(".")[0] for file in document.files]
@@ -260,7 +262,7 @@ def _figures(document: Document) -> Listing:
     return made
 
 
-def _reading(document: Document) -> list[str]:
+def _reading(document: PlanDocument) -> list[str]:
     """What the job reads, and how long that takes."""
     needed, apart, once = map(size, (sum(document.needed_nbytes), sum(document.read_nbytes), document.read_once_nbytes))
     lines = [
@@ -277,7 +279,7 @@ def _reading(document: Document) -> list[str]:
     return lines
 
 
-def _findings(document: Document) -> list[Text]:
+def _findings(document: PlanDocument) -> list[Text]:
     """What changes on the way, and what a load would refuse."""
     kept, nobody = "not all is stored", "no rule matches, and there is no default"
     groups = (

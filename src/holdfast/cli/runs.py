@@ -9,7 +9,7 @@ import msgspec
 from holdfast.errors import ConfigurationError, CorruptError
 from holdfast.format.records import CHECKPOINTS
 from holdfast.run.history import Run, is_folder
-from holdfast.run.paths import Target, parse
+from holdfast.run.paths import Selection, parse
 from holdfast.store.urls import open_store
 
 
@@ -23,7 +23,7 @@ def open_run(path: str) -> Run:
     return Run.open(storage, origin=target.origin)
 
 
-def parse_run(path: str) -> Target:
+def parse_run(path: str) -> Selection:
     """The run that `path` names, there or not: a path that selects one checkpoint is a `ConfigurationError`."""
     target = parse(path)
     if target.step is not None or target.place is not None:
@@ -36,7 +36,7 @@ def _one_checkpoint(path: str, how: str, action: str) -> ConfigurationError:
     return ConfigurationError(what, code="config.path", action=action, path=path)
 
 
-class Head(msgspec.Struct, frozen=True):
+class RunHead(msgspec.Struct, frozen=True):
     """The head of a run. `place` and `step` are null where nothing is committed, or where `damage` says what is wrong
     with its record."""
 
@@ -45,13 +45,13 @@ class Head(msgspec.Struct, frozen=True):
     damage: str | None = None
 
     @staticmethod
-    def of(run: Run) -> Head:
+    def of(run: Run) -> RunHead:
         """What it is now."""
         try:
             head = run.head()
         except CorruptError as error:
-            return Head(damage=error.code)
-        return Head() if head is None else Head(str(head.place), head.step)
+            return RunHead(damage=error.code)
+        return RunHead() if head is None else RunHead(str(head.place), head.step)
 
     def __str__(self) -> str:
         if self.damage is not None:

@@ -13,7 +13,7 @@ from rich.text import Text
 from holdfast.checkpoint.reading import Checkpoint
 from holdfast.cli import values as value_text
 from holdfast.cli.screen import Listing, ago, console, metrics_text, print_json, say, when
-from holdfast.cli.tree import Tensor, lines, tensors_of
+from holdfast.cli.tree import ShownTensor, lines, tensors_of
 from holdfast.errors import NotFoundError, printable
 from holdfast.format.near import near
 from holdfast.reports import size
@@ -25,7 +25,7 @@ from holdfast.wording import count
 _MAX_ALIKE = 4
 
 
-class Value(msgspec.Struct, frozen=True):
+class ShownValue(msgspec.Struct, frozen=True):
     """A value: its type and its text."""
 
     name: str
@@ -33,7 +33,7 @@ class Value(msgspec.Struct, frozen=True):
     text: str
 
 
-class Document(msgspec.Struct, frozen=True, kw_only=True):
+class ShowDocument(msgspec.Struct, frozen=True, kw_only=True):
     """What ``--json`` prints. `values` is null unless asked for; a tensor's `divided` is as on screen."""
 
     path: str
@@ -46,10 +46,10 @@ class Document(msgspec.Struct, frozen=True, kw_only=True):
     metrics: dict[str, str | float]
     num_files: int
     nbytes: int
-    tensors: list[Tensor]
+    tensors: list[ShownTensor]
     aliases: dict[str, str]
     diverged: tuple[str, ...]
-    values: list[Value] | None
+    values: list[ShownValue] | None
 
 
 def show(path: str, *, values: bool, names: str, as_json: bool) -> None:
@@ -68,7 +68,7 @@ def show(path: str, *, values: bool, names: str, as_json: bool) -> None:
     _print_rest(screen, document, checkpoint, by_name=bool(names))
 
 
-def _document(checkpoint: Checkpoint, *, values: bool, names: str) -> Document:
+def _document(checkpoint: Checkpoint, *, values: bool, names: str) -> ShowDocument:
     body = checkpoint.manifest.body
     aliases = {alias: name for alias, name in body.aliases.items() if _wanted(alias, names)}
     # A tied tensor is stored under one of its names, and is meant by each of them.
@@ -77,8 +77,8 @@ def _document(checkpoint: Checkpoint, *, values: bool, names: str) -> Document:
     listed = None
     if values:
         rows = value_text.rows(checkpoint.nodes)
-        listed = [Value(name, value_text.kind_of(node), text) for name, node, text in rows if _wanted(name, names)]
-    return Document(
+        listed = [ShownValue(name, value_text.kind_of(node), text) for name, node, text in rows if _wanted(name, names)]
+    return ShowDocument(
         path=checkpoint.folder,
         place=str(checkpoint.manifest.place),
         step=body.step,
@@ -100,7 +100,7 @@ def _wanted(name: str, pattern: str) -> bool:
     return not pattern or fnmatchcase(name, pattern)
 
 
-def _print_head(screen: Console, document: Document, checkpoint: Checkpoint) -> None:
+def _print_head(screen: Console, document: ShowDocument, checkpoint: Checkpoint) -> None:
     where = "" if document.in_history else ", a folder outside any history"
     facts = f"step {document.step} at {document.place}, saved {when(document.created)}"
     words = (printable(document.path), "bold"), f"\n{facts} ({ago(time.time() - document.created)}){where}"
@@ -111,7 +111,7 @@ def _print_head(screen: Console, document: Document, checkpoint: Checkpoint) -> 
     say(screen, f"{total}, {size(document.nbytes)} in {files} by {ranks}{metrics}\n")
 
 
-def _print_tree(screen: Console, tensors: list[Tensor]) -> None:
+def _print_tree(screen: Console, tensors: list[ShownTensor]) -> None:
     made = Listing(
         "name", "num", "size", "dtype", "shape", "divided", right=("num", "size"), spare=("divided", "num", "dtype")
     )
@@ -122,19 +122,19 @@ def _print_tree(screen: Console, tensors: list[Tensor]) -> None:
     screen.print(made)
 
 
-def _print_tensors(screen: Console, tensors: list[Tensor]) -> None:
+def _print_tensors(screen: Console, tensors: list[ShownTensor]) -> None:
     made = Listing("name", "size", "dtype", "shape", "divided", right=("size",), spare=("divided", "dtype"))
     for tensor in tensors:
         made.add_row(printable(tensor.name), size(tensor.nbytes), *_facts(tensor))
     screen.print(made)
 
 
-def _facts(tensor: Tensor) -> tuple[str, str, str]:
+def _facts(tensor: ShownTensor) -> tuple[str, str, str]:
     files = "" if tensor.num_files == tensor.num_parts else f" in {count(tensor.num_files, 'file')}"
     return tensor.dtype, str(list(tensor.shape)), tensor.divided + files
 
 
-def _print_rest(screen: Console, document: Document, checkpoint: Checkpoint, *, by_name: bool) -> None:
+def _print_rest(screen: Console, document: ShowDocument, checkpoint: Checkpoint, *, by_name: bool) -> None:
     """Other names, marks and values, and how to see more."""
     for alias, name in document.aliases.items():
         say(screen, f"{printable(alias)} is tied to {printable(name)}")
@@ -149,7 +149,7 @@ def _print_rest(screen: Console, document: Document, checkpoint: Checkpoint, *, 
         say(screen, f"\n--values lists the values{more}")
 
 
-def _value_table(values: list[Value]) -> Listing:
+def _value_table(values: list[ShownValue]) -> Listing:
     """Values; many equal ones in one container, such as a map of all parameters to one group, are one row."""
     made = Listing("name", "type", "value", spare=("type",))
     for (parent, kind, text), group in groupby(values, key=lambda value: (_parent(value.name), value.type, value.text)):

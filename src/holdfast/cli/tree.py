@@ -27,7 +27,7 @@ _MAX_LABEL = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Tensor:
+class ShownTensor:
     """A stored tensor, as it is shown. `divided` says how: ``8x1`` parts along the axes, flat ``ranges``, ``boxes``."""
 
     name: str
@@ -57,10 +57,10 @@ class Line(NamedTuple):
     label: str
     num_tensors: int
     nbytes: int
-    tensor: Tensor | None
+    tensor: ShownTensor | None
 
 
-def tensors_of(checkpoint: Checkpoint) -> list[Tensor]:
+def tensors_of(checkpoint: Checkpoint) -> list[ShownTensor]:
     """All tensors, sorted by name."""
     body, manifest = checkpoint.manifest.body, checkpoint.manifest
     divisions: dict[tuple[int, int], tuple[str, int, int, int]] = {}
@@ -73,7 +73,7 @@ def tensors_of(checkpoint: Checkpoint) -> list[Tensor]:
         divided, num_parts, num_files, numel = divisions[key]
         dtype = manifest.dtype(number)
         nbytes = numel * DTYPES[dtype].itemsize
-        found.append(Tensor(name, dtype, manifest.shape(number), divided, num_parts, num_files, nbytes))
+        found.append(ShownTensor(name, dtype, manifest.shape(number), divided, num_parts, num_files, nbytes))
     return found
 
 
@@ -87,14 +87,14 @@ def _divided(cells: Cells) -> str:
     return "x".join(str(len(cuts) - 1) for cuts in cells.cuts)
 
 
-def lines(tensors: Iterable[Tensor]) -> Iterator[Line]:
+def lines(tensors: Iterable[ShownTensor]) -> Iterator[Line]:
     """The tree, line by line, from the top."""
-    root = _Node()
+    root = _NamePart()
     for tensor in tensors:
         node, separator = root, ""
         parts = _SEPARATORS.split(tensor.name)
         for part, following in zip(parts[::2], [*parts[1::2], ""], strict=True):
-            node = node.children.setdefault((separator, part), _Node())
+            node = node.children.setdefault((separator, part), _NamePart())
             separator = following
         node.tensor = tensor
     _measure(root, {}, {})
@@ -102,11 +102,11 @@ def lines(tensors: Iterable[Tensor]) -> Iterator[Line]:
 
 
 @dataclass(slots=True)
-class _Node:
+class _NamePart:
     """A part of a name. Children go by the separator before them and their own part."""
 
-    tensor: Tensor | None = None
-    children: dict[tuple[str, str], _Node] = field(default_factory=dict)
+    tensor: ShownTensor | None = None
+    children: dict[tuple[str, str], _NamePart] = field(default_factory=dict)
     num_tensors: int = 0
     nbytes: int = 0
     #: Equal for nodes that look alike: equal tensors under equal names.
@@ -115,7 +115,7 @@ class _Node:
     num_parts: set[int] = field(default_factory=set)
 
 
-def _measure(node: _Node, known: dict[object, int], num_parts: dict[int, set[int]]) -> None:
+def _measure(node: _NamePart, known: dict[object, int], num_parts: dict[int, set[int]]) -> None:
     """Fill in what follows from the nodes below."""
     for child in node.children.values():
         _measure(child, known, num_parts)
@@ -130,18 +130,18 @@ def _measure(node: _Node, known: dict[object, int], num_parts: dict[int, set[int
         node.num_parts.add(own.num_parts)
 
 
-class _Group(NamedTuple):
+class _AlikeSiblings(NamedTuple):
     """Siblings that look alike, under one label."""
 
     label: str
-    nodes: list[_Node]
+    nodes: list[_NamePart]
 
     @property
-    def first(self) -> _Node:
+    def first(self) -> _NamePart:
         return self.nodes[0]
 
 
-def _below(node: _Node, depth: int, times: int = 1) -> Iterator[Line]:
+def _below(node: _NamePart, depth: int, times: int = 1) -> Iterator[Line]:
     """The lines below a node that stands for `times` alike ones."""
     for group in _groups(node):
         label, count, at = group.label, times * len(group.nodes), group.first
@@ -153,7 +153,7 @@ def _below(node: _Node, depth: int, times: int = 1) -> Iterator[Line]:
         yield from _below(at, depth + 1, count)
 
 
-def _shown(node: _Node, times: int) -> Tensor | None:
+def _shown(node: _NamePart, times: int) -> ShownTensor | None:
     """The tensor of a node that stands for `times` alike ones."""
     tensor = node.tensor
     if tensor is None or times == 1 or len(node.num_parts) == 1:
@@ -163,10 +163,10 @@ def _shown(node: _Node, times: int) -> Tensor | None:
     )
 
 
-def _groups(node: _Node) -> list[_Group]:
+def _groups(node: _NamePart) -> list[_AlikeSiblings]:
     """The children of a node: alike numbered ones together, then the named ones, alike neighbours together."""
-    numbered: dict[tuple[str, int], list[tuple[int, _Node]]] = {}
-    named: list[tuple[str, str, _Node]] = []
+    numbered: dict[tuple[str, int], list[tuple[int, _NamePart]]] = {}
+    named: list[tuple[str, str, _NamePart]] = []
     for (separator, part), child in node.children.items():
         if part.isascii() and part.isdecimal():
             numbered.setdefault((separator, child.likeness), []).append((int(part), child))
@@ -176,14 +176,14 @@ def _groups(node: _Node) -> list[_Group]:
     groups = []
     for separator, alike in ordered:
         numbers, children = zip(*alike, strict=True)
-        groups.append(_Group(separator + _ranges(list(numbers)), list(children)))
+        groups.append(_AlikeSiblings(separator + _ranges(list(numbers)), list(children)))
     for (separator, _), run in groupby(named, key=lambda entry: (entry[0], entry[2].likeness)):
         parts, children = zip(*((part, child) for _, part, child in run), strict=True)
-        groups.append(_Group(separator + _listed(list(parts)), list(children)))
+        groups.append(_AlikeSiblings(separator + _listed(list(parts)), list(children)))
     return groups
 
 
-def _first_number(entry: tuple[str, list[tuple[int, _Node]]]) -> int:
+def _first_number(entry: tuple[str, list[tuple[int, _NamePart]]]) -> int:
     return entry[1][0][0]
 
 

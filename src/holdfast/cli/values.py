@@ -16,10 +16,10 @@ from holdfast.format.values import (
     Node,
     NumpyScalar,
     Open,
-    PerRank,
+    PerRankNode,
     Plain,
-    Record,
-    Table,
+    RecordNode,
+    TableNode,
     Text,
     TorchValue,
 )
@@ -47,9 +47,9 @@ def kind_of(node: Node) -> str:
             kind = f"numpy {dtype}"
         case TorchValue(kind):
             kind = f"torch.{kind}"
-        case Table(kind) | Items(kind) | Open(kind) | Record(kind):
+        case TableNode(kind) | Items(kind) | Open(kind) | RecordNode(kind):
             pass
-        case PerRank():
+        case PerRankNode():
             kind = "per rank"
         case Text():
             kind = "str"
@@ -99,5 +99,5 @@ def rows(nodes: Mapping[str, Node]) -> Iterator[tuple[str, Node, str]]:
             inlined.update(below)
             texts = ", ".join(text_of(nodes[child]) for child in below)
             yield path, node, f"({texts})" if bare.kind == "tuple" else f"[{texts}]"
-        elif isinstance(bare, Leaf) or (not below and isinstance(bare, Table | Items | Record)):
+        elif isinstance(bare, Leaf) or (not below and isinstance(bare, TableNode | Items | RecordNode)):
             yield path, node, text_of(node)

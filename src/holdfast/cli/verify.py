@@ -44,7 +44,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     findings: list[Fault]
 
 
-class Document(msgspec.Struct, frozen=True):
+class VerifyDocument(msgspec.Struct, frozen=True):
     """What ``--json`` prints. `sound` is true where every byte was read and is what was sealed, false where something
     is wrong, and null where nothing is wrong as far as was looked, without ``--deep``. `findings` are of records of the
     run that belong to no checkpoint."""
@@ -79,7 +79,7 @@ def verify(path: str, *, deep: bool, every: bool, as_json: bool) -> bool:
     is_fine = not num_bad and not findings
     if as_json:
         sound = None if is_fine and not deep else is_fine
-        print_json(Document(sound, reports, findings))
+        print_json(VerifyDocument(sound, reports, findings))
         return is_fine
     if findings:
         console().print(Text.assemble((count(len(findings), "finding"), "bold red"), " in the records of the run"))

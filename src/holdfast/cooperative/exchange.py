@@ -17,14 +17,14 @@ from threading import Lock, Thread
 from typing import NamedTuple
 
 from holdfast.cooperative.neighbours import Neighbour, NeighbourGone
-from holdfast.io.reader import Chunk, Offer, Reading
+from holdfast.io.reader import Chunk, ChunkReading, Offer
 
 #: What it is, the number of the chunk, and the number of the sender's, or the receiver's own, buffer.
 _MESSAGE = struct.Struct("<BQI")
 _OFFER, _BACK = 0, 1
 
 
-class Expected(NamedTuple):
+class ExpectedChunk(NamedTuple):
     """A chunk that a neighbour reads, and this rank wants some of."""
 
     rank: int
@@ -34,7 +34,7 @@ class Expected(NamedTuple):
 class Exchange:
     """The messages of one reading: its `Partners`."""
 
-    def __init__(self, others: Mapping[int, Neighbour], expected: Iterable[Expected], buffer_nbytes: int) -> None:
+    def __init__(self, others: Mapping[int, Neighbour], expected: Iterable[ExpectedChunk], buffer_nbytes: int) -> None:
         self._others = others
         self._expected = {each.chunk.number: each for each in expected}
         self._buffer_nbytes = buffer_nbytes
@@ -59,7 +59,7 @@ class Exchange:
         self._send(offer.rank, _BACK, offer.chunk.number, offer.buffer)
 
     @contextmanager
-    def serving(self, reading: Reading) -> Iterator[None]:
+    def serving(self, reading: ChunkReading) -> Iterator[None]:
         """Pass on to `reading` what neighbours send, for the time of a ``with`` block."""
         end = os.eventfd(0, os.EFD_CLOEXEC)
         listener = Thread(target=self._listen, args=(reading, end), name="holdfast-exchange", daemon=True)
@@ -78,7 +78,7 @@ class Exchange:
         except OSError as error:
             raise NeighbourGone([rank]) from error
 
-    def _listen(self, reading: Reading, end: int) -> None:
+    def _listen(self, reading: ChunkReading, end: int) -> None:
         try:
             with selectors.DefaultSelector() as selector:
                 selector.register(end, selectors.EVENT_READ)
@@ -88,7 +88,7 @@ class Exchange:
         except BaseException as error:  # noqa: BLE001 - whatever it is, the reading must not wait in vain
             reading.fail(error)
 
-    def _pass_on(self, reading: Reading, selector: selectors.BaseSelector, end: int) -> None:
+    def _pass_on(self, reading: ChunkReading, selector: selectors.BaseSelector, end: int) -> None:
         while True:
             for key, _ in selector.select():
                 if key.fd == end:
@@ -96,7 +96,7 @@ class Exchange:
                 if not self._receive(key.data, reading):
                     selector.unregister(key.fileobj)
 
-    def _receive(self, rank: int, reading: Reading) -> bool:
+    def _receive(self, rank: int, reading: ChunkReading) -> bool:
         """Take one message of a neighbour; False when there are no more."""
         try:
             message = self._others[rank].connection.recv(_MESSAGE.size)

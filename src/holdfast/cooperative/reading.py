@@ -28,7 +28,7 @@ from holdfast.io.meter import Meter
 from holdfast.io.reader import ReadJob
 from holdfast.phases import attempt
 from holdfast.plan.exchange import Bandwidths, Chunks, divide_job_reads, divide_reads, united
-from holdfast.plan.load import Want
+from holdfast.plan.load import ReadRequest
 from holdfast.store.base import Bytes
 from holdfast.store.timed import TimedStore
 
@@ -57,7 +57,7 @@ class _Here(msgspec.Struct, frozen=True, array_like=True):
     needs: bytes = b""
 
 
-class _Nodes(msgspec.Struct, frozen=True, array_like=True):
+class _NodeMap(msgspec.Struct, frozen=True, array_like=True):
     """Who is on which node: runs of ranks, as the number of a node and a count; a secret of this operation; and whether
     ranks read `apart`, each all that it needs.
 
@@ -80,13 +80,13 @@ class _Nodes(msgspec.Struct, frozen=True, array_like=True):
         return nodes
 
 
-class _Read(msgspec.Struct, frozen=True, array_like=True):
+class _ReadOutcome(msgspec.Struct, frozen=True, array_like=True):
     """How one rank's reading ended: the ranks that it waited for in vain, where it did."""
 
     absent: tuple[int, ...]
 
 
-class Together:
+class CooperativeReading:
     """One load's reading on one rank. All ranks of the channel make the same calls."""
 
     def __init__(
@@ -119,7 +119,9 @@ class Together:
         self._shared: SharedReading | None = None
         self._meter = Meter()
 
-    def read(self, plan: Callable[[], tuple[Sequence[Want], Targets]], *, meter: Meter | None = None) -> ReadCost:
+    def read(
+        self, plan: Callable[[], tuple[Sequence[ReadRequest], Targets]], *, meter: Meter | None = None
+    ) -> ReadCost:
         """Deliver what `plan` wants to its targets, and help other ranks; returns when all ranks have all they want.
 
         What several ranks of a node need is read by one of them, into memory that it shares with the others. With
@@ -135,16 +137,16 @@ class Together:
         self._meter = meter or self._meter
         try:
             prepared = attempt(lambda: self._prepare(*plan()))
-            nodes = self._channel.exchange("share", prepared, self._answer, self._deadline, takes=_Here, gives=_Nodes)
+            nodes = self._channel.exchange("share", prepared, self._answer, self._deadline, takes=_Here, gives=_NodeMap)
             read = attempt(lambda: self._read(nodes))
-            self._channel.exchange("read", read, self._check, self._deadline, takes=_Read, gives=_Read)
+            self._channel.exchange("read", read, self._check, self._deadline, takes=_ReadOutcome, gives=_ReadOutcome)
         finally:
             if self._peers is not None:
                 self._peers.close()
         assert self._shared is not None
         return ReadCost(self._shared.bytes_read, self._shared.verify_s)
 
-    def _prepare(self, wants: Sequence[Want], targets: Targets) -> _Here:
+    def _prepare(self, wants: Sequence[ReadRequest], targets: Targets) -> _Here:
         open_reader = self._storage.direct_reader
         self._jobs = dict(self._checkpoint.jobs(wants, targets, verify=self._verify, open_reader=open_reader))
         ranges = [(file, job.ranges()) for file, job in sorted(self._jobs.items())]
@@ -155,11 +157,11 @@ class Together:
         self._peers = Peers(self._channel.rank)
         return replace(here, address=self._peers.address, needs=zlib.compress(self._needs.tobytes(), 1))
 
-    def _answer(self, ranks: Sequence[_Here]) -> _Nodes:
+    def _answer(self, ranks: Sequence[_Here]) -> _NodeMap:
         """Who is where, and whether nodes exchange what they read."""
         numbers = {node: number for number, node in enumerate(dict.fromkeys(rank.node for rank in ranks))}
         runs = tuple((numbers[node], sum(1 for _ in run)) for node, run in groupby(rank.node for rank in ranks))
-        nodes = _Nodes(secrets.token_bytes(16), runs, self._is_apart(ranks))
+        nodes = _NodeMap(secrets.token_bytes(16), runs, self._is_apart(ranks))
         if len(numbers) > 1 and all(rank.address for rank in ranks):
             needs = [united([_unpacked(ranks[rank].needs) for rank in members]) for members in nodes.members()]
             if self._owners is not None or (self._bandwidths and self._bandwidths.favour_exchange(needs)):
@@ -172,23 +174,23 @@ class Together:
             return False
         return sum(rank.nbytes for rank in ranks) <= _APART * data_nbytes(self._checkpoint.manifest.body)
 
-    def _read(self, nodes: _Nodes) -> _Read:
+    def _read(self, nodes: _NodeMap) -> _ReadOutcome:
         try:
             self._storage.run("read", self._checkpoint.folder, lambda: self._meet(nodes), stop=self._stop)
         except NeighbourGone as gone:
-            return _Read(gone.ranks)
+            return _ReadOutcome(gone.ranks)
         except StorageError as error:
             absent = () if self._shared is None else self._shared.awaited()
             if error.code != "storage.timeout" or not absent:
                 raise
-            return _Read(absent)
-        return _Read(())
+            return _ReadOutcome(absent)
+        return _ReadOutcome(())
 
     def _stop(self) -> None:
         if self._shared is not None:
             self._shared.stop()
 
-    def _meet(self, nodes: _Nodes) -> None:
+    def _meet(self, nodes: _NodeMap) -> None:
         """Find the neighbours, learn what they need, and do what falls to this rank."""
         members = nodes.members()
         node = next(number for number, ranks in enumerate(members) if self._channel.rank in ranks)
@@ -250,7 +252,7 @@ class Together:
         starts = range(0, shared.data_nbytes, BUFFER_NBYTES)
         return neighbours.others, [shared.data[start : start + BUFFER_NBYTES] for start in starts]
 
-    def _connected(self, nodes: _Nodes, chunks: Chunks, end_s: float) -> Peers:
+    def _connected(self, nodes: _NodeMap, chunks: Chunks, end_s: float) -> Peers:
         """The connections to other nodes that the plan asks for."""
         rank = self._channel.rank
         assert self._peers is not None
@@ -259,7 +261,7 @@ class Together:
         self._peers.connect(nodes.token, addresses, to_send=to_send, to_receive=to_receive, end_s=end_s)
         return self._peers
 
-    def _check(self, reads: Sequence[_Read]) -> _Read:
+    def _check(self, reads: Sequence[_ReadOutcome]) -> _ReadOutcome:
         """That no rank was left waiting. Who left it is usually heard of before, as absent or by its own error."""
         for rank, read in enumerate(reads):
             if read.absent:
@@ -271,7 +273,7 @@ class Together:
                     rank=absent[0],
                     absent=absent,
                 )
-        return _Read(())
+        return _ReadOutcome(())
 
 
 def _rows(note: bytes) -> Int64s:

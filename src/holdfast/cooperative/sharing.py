@@ -8,12 +8,12 @@ from functools import partial
 
 import numpy as np
 
-from holdfast.cooperative.exchange import Exchange, Expected
+from holdfast.cooperative.exchange import Exchange, ExpectedChunk
 from holdfast.cooperative.neighbours import Neighbour
 from holdfast.cooperative.network import Peers
 from holdfast.io.buffers import NUM_THREADS
 from holdfast.io.pages import in_huge_pages
-from holdfast.io.reader import Chunk, OnCorrupt, Reading, ReadJob, Target
+from holdfast.io.reader import Chunk, ChunkReading, FileDelivery, OnCorrupt, ReadJob
 from holdfast.plan.exchange import Chunks
 from holdfast.store.base import Bytes
 
@@ -45,13 +45,13 @@ class SharedReading:
         self.nbytes = int((chunks.stops - chunks.starts)[led & (chunks.senders < 0)].sum())
         self._chunks = chunks
         self._peers = peers
-        self._targets = {file: Target(job, num_chunks=counts[file]) for file, job in jobs.items()}
+        self._targets = {file: FileDelivery(job, num_chunks=counts[file]) for file, job in jobs.items()}
         expected = [
-            Expected(chunks.ranks[chunks.leaders[index]], self._chunk(index))
+            ExpectedChunk(chunks.ranks[chunks.leaders[index]], self._chunk(index))
             for index in np.flatnonzero(wanted & ~led).tolist()
         ]
         self._exchange = Exchange(others, expected, len(buffers[0]))
-        self._reading = Reading(
+        self._reading = ChunkReading(
             map(self._led_chunk, np.flatnonzero(led).tolist()),
             buffers,
             on_corrupt,
@@ -86,7 +86,7 @@ class SharedReading:
             self._reading.run()
 
     def stop(self) -> None:
-        """As `Reading.stop`."""
+        """As `ChunkReading.stop`."""
         self._reading.stop()
 
     def _chunk(self, index: int) -> Chunk:

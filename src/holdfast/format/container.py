@@ -47,7 +47,7 @@ class Entry(msgspec.Struct, frozen=True, gc=False):
     nbytes: int
 
 
-class _Cell(NamedTuple):
+class _FileCell(NamedTuple):
     """A cell that a file holds of all tensors with one partition, shape and dtype: where it begins after the tensor's
     first byte in the file, and the header's text after the tensor's quoted name and before the cell's offsets."""
 
@@ -218,7 +218,7 @@ class Files:
         body = self.manifest.body
         entries: list[Entry] = []
         texts: list[str] = []
-        known: dict[tuple[int, int, int, bool], list[_Cell]] = {}
+        known: dict[tuple[int, int, int, bool], list[_FileCell]] = {}
         for tensor, base in zip(self.order.tolist(), columns.offsets[0].tolist(), strict=False):
             name = body.names[tensor]
             key = body.partitions[tensor], body.shapes[tensor], body.dtypes[tensor], name == _RESERVED_NAME
@@ -240,7 +240,7 @@ class Files:
         start = int(columns.data_starts[0])
         return FileLayout(index, entries, ",".join(texts), values, values_offset, start, data_nbytes)
 
-    def _cells_in(self, index: int, tensor: int) -> list[_Cell]:
+    def _cells_in(self, index: int, tensor: int) -> list[_FileCell]:
         """The cells of a tensor that data file number `index` holds."""
         cells, shape, itemsize = self.cells(tensor), self.manifest.shape(tensor), int(self.itemsizes[tensor])
         dtype = DTYPES[self.manifest.dtype(tensor)]
@@ -250,7 +250,7 @@ class Files:
             size = part.size if isinstance(part, Box) else (part.numel,)
             suffix = _suffix(self.manifest.body.names[tensor], shape, part)
             text = _text(dtype.code, suffix, size if dtype.native else (nbytes,))
-            found.append(_Cell(part, int(cells.within[cell]) * itemsize, nbytes, text))
+            found.append(_FileCell(part, int(cells.within[cell]) * itemsize, nbytes, text))
         return found
 
 

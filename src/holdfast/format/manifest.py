@@ -148,7 +148,7 @@ class DecodedManifest:
         self._decoded: dict[int, Int64s] = {}
         self._starts = [0]
         for sequence in body.sequences:
-            taken = sequence.nbytes if isinstance(sequence, sequences.Planes) else 0
+            taken = sequence.nbytes if isinstance(sequence, sequences.DifferencePlanes) else 0
             if taken < 0:
                 raise corrupt("a sequence has a negative length")
             self._starts.append(self._starts[-1] + taken)

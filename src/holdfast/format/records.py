@@ -243,7 +243,7 @@ def max_nbytes(kind: type[Record]) -> int:
     return MAX_SEAL_NBYTES if issubclass(kind, Seal) else MAX_RECORD_NBYTES
 
 
-class _Head(msgspec.Struct):
+class _RecordHead(msgspec.Struct):
     """What every reader of every version can read of a record."""
 
     holdfast: str
@@ -261,7 +261,7 @@ def decode(data: bytes, kind: type[R], *, path: str) -> R:
         raise _corrupt(f"has {count(len(data), 'byte')}, more than any {name!r} record", path=path)
     body = _verified_body(data, path=path)
     try:
-        head = decode_json(body, _Head)
+        head = decode_json(body, _RecordHead)
         if head.holdfast != name:
             found, wanted = with_article(f"{head.holdfast!r:.80}"), with_article(repr(name))
             raise _corrupt(f"holds {found} record where {wanted} record belongs", path=path)

@@ -44,7 +44,7 @@ class Affine(msgspec.Struct, frozen=True, tag="a", array_like=True, forbid_unkno
     blocks: tuple[Block, ...]
 
 
-class Planes(msgspec.Struct, frozen=True, tag="p", array_like=True, forbid_unknown_fields=True):
+class DifferencePlanes(msgspec.Struct, frozen=True, tag="p", array_like=True, forbid_unknown_fields=True):
     """``first``, then ``length - 1`` differences, each ``base`` plus an unsigned number of ``width`` bytes.
 
     The numbers stand in the manifest's blob as ``width`` planes of ``length - 1`` bytes, lowest bytes first; the
@@ -62,7 +62,7 @@ class Planes(msgspec.Struct, frozen=True, tag="p", array_like=True, forbid_unkno
         return (self.length - 1) * self.width
 
 
-Sequence = Affine | Planes
+Sequence = Affine | DifferencePlanes
 
 
 def encode(values: Int64s) -> tuple[Sequence, bytes]:
@@ -79,7 +79,7 @@ def encode(values: Int64s) -> tuple[Sequence, bytes]:
     rest = (steps - base).astype("<u8")
     width = max(1, (int(rest.max()).bit_length() + 7) // 8)
     planes = np.ascontiguousarray(rest.view(np.uint8).reshape(-1, 8)[:, :width].T)
-    return Planes(len(values), int(values[0]), base, width), planes.tobytes()
+    return DifferencePlanes(len(values), int(values[0]), base, width), planes.tobytes()
 
 
 def _affine(values: Int64s) -> Block | None:
@@ -143,7 +143,7 @@ def decode(sequence: Sequence, blob: memoryview) -> Int64s:
 
 def affine_length(sequence: Sequence) -> int:
     """Numbers that affine blocks stand for, checked before memory is taken for them; 0 for planes, which are bytes."""
-    if isinstance(sequence, Planes):
+    if isinstance(sequence, DifferencePlanes):
         return 0
     if len(sequence.blocks) > _MAX_READ_BLOCKS:
         raise _corrupt(f"a sequence of {count(len(sequence.blocks), 'block')}")

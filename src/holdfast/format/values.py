@@ -98,7 +98,7 @@ class TensorRef(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
     """The tensor that has this path as its name."""
 
 
-class Table(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False, tag="dict"):
+class TableNode(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False, tag="dict"):
     """A dictionary; `keys` are components, in the dictionary's order."""
 
     kind: Literal["dict", "ordered", "counter"]
@@ -112,7 +112,7 @@ class Items(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     size: int
 
 
-class Record(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False, tag="record"):
+class RecordNode(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False, tag="record"):
     """A NamedTuple of type `name`; what is below is named by `fields`."""
 
     name: str
@@ -125,21 +125,21 @@ class Open(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     kind: Literal["dict", "module", "optimizer"]
 
 
-class Planes(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False, tag="planes"):
+class PlanesNode(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False, tag="planes"):
     """A tensor of a kind that the user registered as `name`, stored as `planes`: plain tensors named below its path."""
 
     name: str
     planes: tuple[str, ...]
 
 
-class PerRank(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False, tag="per_rank"):
+class PerRankNode(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False, tag="per_rank"):
     """What each of `world_size` ranks holds for itself alone; rank 0's part lies below ``%rank=0``, and so on."""
 
     world_size: int
 
 
 Leaf = Plain | BigInt | Complex | Text | Blob | NumpyScalar | TorchValue
-Container = Table | Items | Record
+Container = TableNode | Items | RecordNode
 
 
 class Encoded(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False, tag="encoded"):
@@ -152,10 +152,10 @@ class Encoded(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 class Stateful(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False, tag="stateful"):
     """What an object's ``state_dict()`` gave; `state` is the node of that value."""
 
-    state: Leaf | TensorRef | Planes | Container | Encoded
+    state: Leaf | TensorRef | PlanesNode | Container | Encoded
 
 
-Bare = Leaf | TensorRef | Planes | PerRank | Container | Open
+Bare = Leaf | TensorRef | PlanesNode | PerRankNode | Container | Open
 Node = Bare | Encoded | Stateful
 
 
@@ -207,7 +207,7 @@ def container(value: object, path: str) -> tuple[Container, list[tuple[str, obje
         children = [(component(key, path=path), child) for key, child in value.items()]
         name: Literal["dict", "ordered", "counter"]
         name = "dict" if kind is dict else "ordered" if kind is OrderedDict else "counter"
-        return Table(name, tuple(key for key, _ in children)), children
+        return TableNode(name, tuple(key for key, _ in children)), children
     if kind in (list, tuple):
         assert isinstance(value, (list, tuple))
         children = [(str(index), child) for index, child in enumerate(value)]
@@ -216,7 +216,7 @@ def container(value: object, path: str) -> tuple[Container, list[tuple[str, obje
         fields = value._fields
         if not _is_record_type(kind.__name__, fields):
             return None
-        return Record(kind.__name__, fields), list(zip(fields, value, strict=True))
+        return RecordNode(kind.__name__, fields), list(zip(fields, value, strict=True))
     return None
 
 
@@ -235,7 +235,7 @@ def is_record(value: object) -> TypeGuard[NamedTupleLike]:
 
 @lru_cache(maxsize=256)
 def record_type(name: str, fields: tuple[str, ...]) -> Callable[..., object]:
-    """A NamedTuple type for a `Record` of which no live type is known; the same for the same arguments."""
+    """A NamedTuple type for a `RecordNode` of which no live type is known; the same for the same arguments."""
     # namedtuple() compiles its arguments; `decode` let only identifiers through. Fields that a live type got from
     # ``rename=True`` ("_1") are accepted only with the same flag.
     return namedtuple(name, fields, rename=True)  # noqa: PYI024
@@ -258,7 +258,7 @@ def decode(data: bytes) -> dict[str, Node]:
     if len(data) > MAX_NBYTES:
         raise _malformed("", f"take {count(len(data), 'byte')}, over the limit of {MAX_NBYTES}")
     try:
-        rows = decode_msgpack(data, list[_Row])
+        rows = decode_msgpack(data, list[_TableRow])
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise _malformed("", f"cannot be decoded ({error})") from error
     nodes = {row.path: row.node for row in rows}
@@ -287,7 +287,7 @@ def bare(node: Node) -> Bare:
 def registration(node: Node) -> str | None:
     """The name of the registration that is needed to decode this very node; None for most."""
     state = node.state if isinstance(node, Stateful) else node
-    return state.name if isinstance(state, (Encoded, Planes)) else None
+    return state.name if isinstance(state, (Encoded, PlanesNode)) else None
 
 
 def tensors(nodes: Mapping[str, Node]) -> Iterator[str]:
@@ -295,14 +295,14 @@ def tensors(nodes: Mapping[str, Node]) -> Iterator[str]:
     for path, node in nodes.items():
         if type(node) is TensorRef:
             yield path
-        elif isinstance(node, Planes | Encoded | Stateful):
+        elif isinstance(node, PlanesNode | Encoded | Stateful):
             yield from tensors_at(path, node)
 
 
 def parts(nodes: Mapping[str, Node]) -> Iterator[str]:
     """The paths of the ranks' own parts, which may be in the tables of other files."""
     for path, node in nodes.items():
-        if isinstance(node, PerRank):
+        if isinstance(node, PerRankNode):
             for rank in range(node.world_size):
                 yield join(path, rank_component(rank))
 
@@ -310,7 +310,7 @@ def parts(nodes: Mapping[str, Node]) -> Iterator[str]:
 def tensors_at(path: str, node: Node) -> list[str]:
     """The names of the tensors that the very node at `path` stands for; none for most."""
     state = bare(node)
-    if isinstance(state, Planes):
+    if isinstance(state, PlanesNode):
         return [join(path, plane_component(plane)) for plane in state.planes]
     return [path] if isinstance(state, TensorRef) else []
 
@@ -318,13 +318,13 @@ def tensors_at(path: str, node: Node) -> list[str]:
 def children(node: Node) -> Iterator[str]:
     """The components that lie below a node; none for leaves, tensors, and for `Open`, which lists nothing."""
     state = bare(node)
-    if isinstance(state, Table):
+    if isinstance(state, TableNode):
         yield from state.keys
-    elif isinstance(state, Record):
+    elif isinstance(state, RecordNode):
         yield from state.fields
     elif isinstance(state, Items):
         yield from map(str, range(state.size))
-    elif isinstance(state, PerRank):
+    elif isinstance(state, PerRankNode):
         yield from map(rank_component, range(state.world_size))
 
 
@@ -369,7 +369,7 @@ def rebuild(
     def build(path: str) -> object:
         node = lookup(nodes, path)
         state, name = bare(node), registration(node)
-        if isinstance(state, Planes):
+        if isinstance(state, PlanesNode):
             value: object = {plane: tensors(join(path, plane_component(plane))) for plane in state.planes}
         elif isinstance(state, TensorRef):
             value = tensors(path)
@@ -386,19 +386,19 @@ def rebuild(
 
 
 def _assemble(
-    state: Container | Open | PerRank,
+    state: Container | Open | PerRankNode,
     names: list[str],
     items: list[object],
     record: Callable[[str, tuple[str, ...]], Callable[..., object]],
 ) -> object:
-    if isinstance(state, PerRank):
+    if isinstance(state, PerRankNode):
         return items
     if isinstance(state, Items):
         return items if state.kind == "list" else tuple(items)
-    if isinstance(state, Record):
+    if isinstance(state, RecordNode):
         return record(state.name, state.fields)(*items)
     pairs = dict(zip(map(parse_component, names), items, strict=True))
-    if isinstance(state, Table) and state.kind != "dict":
+    if isinstance(state, TableNode) and state.kind != "dict":
         return OrderedDict(pairs) if state.kind == "ordered" else Counter(pairs)
     return pairs
 
@@ -440,7 +440,7 @@ def _int_bytes(value: int) -> bytes:
     return value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
 
 
-class _Row(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
+class _TableRow(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
     """An entry of an encoded table."""
 
     path: str
@@ -454,15 +454,15 @@ _ALWAYS_SOUND = frozenset((Plain, Complex, Blob, TorchValue, TensorRef, Open))
 def _check(path: str, node: Node, nodes: Mapping[str, Node]) -> None:
     """Refuse what the schema lets through and `encode` never gives."""
     below = bare(node)
-    if isinstance(below, PerRank):
+    if isinstance(below, PerRankNode):
         if not 0 < below.world_size <= MAX_WORLD_SIZE:
             raise _malformed(path, "belong to an impossible number of ranks")
         return  # the parts are in the tables of their ranks
-    if isinstance(below, Planes) and (not below.planes or len(set(below.planes)) != len(below.planes)):
+    if isinstance(below, PlanesNode) and (not below.planes or len(set(below.planes)) != len(below.planes)):
         raise _malformed(path, "miss or repeat the planes of a tensor")
     if isinstance(below, Items) and not 0 <= below.size <= len(nodes):
         raise _malformed(path, "miss entries of a list")
-    if isinstance(below, Record) and not _is_record_type(below.name, below.fields):
+    if isinstance(below, RecordNode) and not _is_record_type(below.name, below.fields):
         raise _malformed(path, "hold a NamedTuple whose names are no identifiers, or alike")
     listed = list(children(below))
     if any(map(is_rank_component, listed)):

@@ -52,7 +52,7 @@ class Sink(Protocol):
         """Add a node alone."""
 
 
-class Source(Protocol):
+class BindingSource(Protocol):
     """What a framework's live objects are bound to. Names are those of the checkpoint."""
 
     nodes: Mapping[str, Node]

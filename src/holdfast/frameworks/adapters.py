@@ -28,7 +28,7 @@ class Wrapper:
 
 
 @dataclass(frozen=True)
-class Described:
+class WholeObject:
     """An object whose whole state `read` returns and `write` puts back.
 
     `is_random`: restored after everything else. `in_module`: of one inside a module, the part that belongs to the
@@ -38,7 +38,7 @@ class Described:
     read: Callable[[Any], object]
     write: Callable[[Any, Any], object]
     is_random: bool = False
-    in_module: Callable[[Any], Described | None] = lambda _: None
+    in_module: Callable[[Any], WholeObject | None] = lambda _: None
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Refused:
     is_local: bool = False
 
 
-Adapter = Wrapper | Described | Transparent | Refused
+Adapter = Wrapper | WholeObject | Transparent | Refused
 
 
 def adapter_of(item: object) -> Adapter | None:
@@ -98,7 +98,7 @@ def _in_parts(action: str) -> Refused:
     return Refused("runs the job, and is no part of its state", action)
 
 
-_OWN_PART_OF_A_METRIC = Described(metrics.read_own, metrics.write_own)
+_OWN_PART_OF_A_METRIC = WholeObject(metrics.read_own, metrics.write_own)
 _WEIGHTS_OF_4_BITS = Refused(
     "packs its weight into a tensor of its own kind, and keeps the scales beside it",
     "Load these weights from where they came from, and save what is trained: select= takes globs, such as "
@@ -151,28 +151,28 @@ _ADAPTERS: dict[tuple[str, str], Adapter] = {
         "Put the numbers that you need into the state, such as state.best_metric; state.global_step is the "
         "next_step of a report.",
     ),
-    ("holdfast.frameworks.random_generators", "RandomGenerators"): Described(
+    ("holdfast.frameworks.random_generators", "RandomGenerators"): WholeObject(
         RandomGenerators.read, RandomGenerators.write, is_random=True
     ),
-    ("random", "Random"): Described(read_python, write_python, is_random=True),
-    ("numpy.random._generator", "Generator"): Described(
+    ("random", "Random"): WholeObject(read_python, write_python, is_random=True),
+    ("numpy.random._generator", "Generator"): WholeObject(
         lambda generator: generator.bit_generator.state,
         lambda generator, state: _write_bit_generator(generator.bit_generator, state),
         is_random=True,
     ),
-    ("numpy.random.bit_generator", "BitGenerator"): Described(
+    ("numpy.random.bit_generator", "BitGenerator"): WholeObject(
         lambda generator: generator.state, _write_bit_generator, is_random=True
     ),
-    ("numpy.random.mtrand", "RandomState"): Described(read_numpy, write_numpy, is_random=True),
-    ("torchmetrics.metric", "Metric"): Described(
+    ("numpy.random.mtrand", "RandomState"): WholeObject(read_numpy, write_numpy, is_random=True),
+    ("torchmetrics.metric", "Metric"): WholeObject(
         metrics.read_metric,
         metrics.write_metric,
         in_module=lambda metric: _OWN_PART_OF_A_METRIC if metrics.is_persistent(metric) else None,
     ),
-    ("torchmetrics.collections", "MetricCollection"): Described(
+    ("torchmetrics.collections", "MetricCollection"): WholeObject(
         metrics.read_collection, metrics.write_collection, in_module=metrics.share_states
     ),
-    ("torchmetrics.wrappers.tracker", "MetricTracker"): Described(metrics.read_tracker, metrics.write_tracker),
+    ("torchmetrics.wrappers.tracker", "MetricTracker"): WholeObject(metrics.read_tracker, metrics.write_tracker),
     ("bitsandbytes.optim.optimizer", "Optimizer8bit"): Transparent(),
     ("bitsandbytes.nn.modules", "Linear4bit"): _WEIGHTS_OF_4_BITS,
     ("bitsandbytes.nn.modules", "Linear8bitLt"): _WEIGHTS_OF_4_BITS,

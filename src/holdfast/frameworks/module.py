@@ -19,8 +19,8 @@ from torch import nn
 from holdfast.errors import StateError
 from holdfast.format.names import component, join
 from holdfast.format.values import Open
-from holdfast.frameworks import Finish, NamedTensor, Sink, Source
-from holdfast.frameworks.adapters import Described, Transparent, adapter_of, refusal_of, unwrapped
+from holdfast.frameworks import BindingSource, Finish, NamedTensor, Sink
+from holdfast.frameworks.adapters import Transparent, WholeObject, adapter_of, refusal_of, unwrapped
 from holdfast.frameworks.stateful import Description, describe, reading, writing
 from holdfast.plan.layout import Replicas
 
@@ -47,7 +47,7 @@ _HARMLESS_HOOKS = frozenset(
 )
 
 
-class _State(NamedTuple):
+class _ModuleState(NamedTuple):
     """What one module tree holds, under full names. `wants` says which of them are saved or loaded."""
 
     wants: Callable[[str], bool]
@@ -89,7 +89,7 @@ def flatten_module(path: str, module: nn.Module, sink: Sink) -> bool:
     return True
 
 
-def bind_module(path: str, module: nn.Module, source: Source) -> Finish:
+def bind_module(path: str, module: nn.Module, source: BindingSource) -> Finish:
     """Have a module's tensors filled in place; the result sets extra states and runs post-load hooks.
 
     Where FSDP2 keeps shards padded, such a hook of its own takes over those that got memory.
@@ -128,13 +128,13 @@ def innermost(module: nn.Module) -> nn.Module:
     return module if inner is None else innermost(cast("nn.Module", getattr(module, inner)))
 
 
-def _read(path: str, module: nn.Module, wants: Callable[[str], bool]) -> _State:
-    state = _State(wants, [], [], [])
+def _read(path: str, module: nn.Module, wants: Callable[[str], bool]) -> _ModuleState:
+    state = _ModuleState(wants, [], [], [])
     _walk(module, "", path, None, state)
     return state
 
 
-def _walk(module: nn.Module, prefix: str, path: str, unsynced: frozenset[int] | None, state: _State) -> None:
+def _walk(module: nn.Module, prefix: str, path: str, unsynced: frozenset[int] | None, state: _ModuleState) -> None:
     """Add `module` and what is below. `unsynced`: inside DDP, the tensors that DDP leaves alone; else None.
 
     `prefix` is escaped already: a component is escaped letter by letter, so its parts may be escaped one by one.
@@ -196,7 +196,7 @@ def _ignored(module: nn.parallel.DistributedDataParallel) -> frozenset[int]:
 def _extra_of(module: nn.Module, path: str, traits: _Traits) -> Description | None:
     """What a module keeps beside its parameters and buffers; None for most."""
     adapter = adapter_of(module)
-    if isinstance(adapter, Described):
+    if isinstance(adapter, WholeObject):
         own = adapter.in_module(module)
         return None if own is None else describe(path, module, own)
     if not traits.has_extra_state:
@@ -230,7 +230,7 @@ def _refuse_hidden_state(
     is_local = False
     if refusal is not None:
         what, action, is_local = refusal.problem, refusal.action, refusal.is_local
-    elif isinstance(adapter, Described | Transparent):
+    elif isinstance(adapter, WholeObject | Transparent):
         return
     elif traits.overrides is not None:
         what, is_local = f"overrides {traits.overrides}", traits.overrides == "_save_to_state_dict"

@@ -27,8 +27,8 @@ from torch.optim import Optimizer
 
 from holdfast.errors import CorruptError, IncompatibleError, StateError
 from holdfast.format.names import component, join, parse_component, split
-from holdfast.format.values import Node, Open, Plain, Table, TensorRef, Text
-from holdfast.frameworks import Finish, NamedTensor, Sink, Source
+from holdfast.format.values import Node, Open, Plain, TableNode, TensorRef, Text
+from holdfast.frameworks import BindingSource, Finish, NamedTensor, Sink
 from holdfast.frameworks.adapters import Transparent, adapter_of, refusal_of
 from holdfast.frameworks.stateful import writing
 from holdfast.wording import kind_of
@@ -78,7 +78,7 @@ def flatten_optimizer(path: str, optimizer: Optimizer, sink: Sink) -> None:
         sink.tree(join(path, "shared", component(other, path=path)), value)
 
 
-def bind_optimizer(path: str, optimizer: Optimizer, source: Source) -> Finish:
+def bind_optimizer(path: str, optimizer: Optimizer, source: BindingSource) -> Finish:
     """Bind an optimizer to the stored state of its parameters.
 
     The result replaces the state of every parameter that the checkpoint has by the stored slots (slots that are not
@@ -194,7 +194,7 @@ class _Saved(NamedTuple):
     hyper: set[str]
 
 
-def _read_saved(path: str, source: Source) -> _Saved:
+def _read_saved(path: str, source: BindingSource) -> _Saved:
     recorded = source.nodes.get(join(path, "class"))
     kind = recorded.data.decode("utf-8", "replace") if isinstance(recorded, Text) else None
     saved = _Saved(kind, {}, {}, set(), set())
@@ -224,7 +224,7 @@ def _read_saved(path: str, source: Source) -> _Saved:
     return saved
 
 
-def _is_other_class(path: str, optimizer: Optimizer, saved: _Saved, source: Source) -> bool:
+def _is_other_class(path: str, optimizer: Optimizer, saved: _Saved, source: BindingSource) -> bool:
     """Whether an optimizer of another class was saved whose state this one can take.
 
     Raises `IncompatibleError`, code ``incompatible.optimizer_class``, when it cannot, or the load is strict.
@@ -290,7 +290,9 @@ def _other_class(path: str, kind: str, saved: _Saved, foreign: list[str]) -> Inc
     )
 
 
-def _match(path: str, index: int, group: Mapping[str, object], saved: _Saved, source: Source) -> Iterator[NamedTensor]:
+def _match(
+    path: str, index: int, group: Mapping[str, object], saved: _Saved, source: BindingSource
+) -> Iterator[NamedTensor]:
     """The group's parameters that the checkpoint has; the others are reported missing."""
     for entry in _named_parameters(path, index, group, source):
         name = join(path, "group_of", component(entry.name))
@@ -301,7 +303,7 @@ def _match(path: str, index: int, group: Mapping[str, object], saved: _Saved, so
             source.missing(name)
 
 
-def _require_equal_copies(path: str, parameter: str, saved: _Saved, source: Source) -> None:
+def _require_equal_copies(path: str, parameter: str, saved: _Saved, source: BindingSource) -> None:
     """What is stored for a parameter under its other names, too, must be what it gets."""
     state = join(path, "state")
     for copy in source.copies(parameter):
@@ -325,7 +327,7 @@ def _check_holder(path: str, saved: _Saved, found: Sequence[NamedTensor]) -> Non
 
 
 def _origin(
-    path: str, index: int, group: Mapping[str, object], origins: list[int], saved: _Saved, source: Source
+    path: str, index: int, group: Mapping[str, object], origins: list[int], saved: _Saved, source: BindingSource
 ) -> int | None:
     """The stored group whose hyper-parameters a live group takes: its parameters' one; without parameters, by index."""
     if not origins:
@@ -347,7 +349,9 @@ def _origin(
     return first
 
 
-def _origin_of_empty(path: str, index: int, group: Mapping[str, object], saved: _Saved, source: Source) -> int | None:
+def _origin_of_empty(
+    path: str, index: int, group: Mapping[str, object], saved: _Saved, source: BindingSource
+) -> int | None:
     """The stored group of that index; where there is none, any one if all agree; else its keys are missing."""
     group_path = join(path, "param_groups", str(index))
     if group_path in source.nodes:
@@ -360,7 +364,7 @@ def _origin_of_empty(path: str, index: int, group: Mapping[str, object], saved: 
     return None
 
 
-def _differing(path: str, first: int, other: int, source: Source) -> list[str]:
+def _differing(path: str, first: int, other: int, source: BindingSource) -> list[str]:
     """The hyper-parameters in which two stored groups differ, or which are tensors and so are not compared."""
     mine, theirs = (_hyper_nodes(join(path, "param_groups", str(index)), source) for index in (first, other))
     return sorted(
@@ -370,12 +374,12 @@ def _differing(path: str, first: int, other: int, source: Source) -> list[str]:
     )
 
 
-def _hyper_nodes(path: str, source: Source) -> dict[str, Node]:
+def _hyper_nodes(path: str, source: BindingSource) -> dict[str, Node]:
     """The nodes of a stored group's hyper-parameters, by their path below the group's."""
     return {name[len(path) + 1 :]: source.nodes[name] for name in source.stored_below(path) if name in source.nodes}
 
 
-def _bind_hyper(path: str, group: MutableMapping[str, object], own: Container[str], source: Source) -> Finish:
+def _bind_hyper(path: str, group: MutableMapping[str, object], own: Container[str], source: BindingSource) -> Finish:
     values = {
         key: source.live(join(path, component(key, path=path)), value) for key, value in _hyper(group) if key not in own
     }
@@ -386,7 +390,7 @@ def _bind_hyper(path: str, group: MutableMapping[str, object], own: Container[st
     return finish
 
 
-def _flag(path: str, live: object, source: Source) -> bool:
+def _flag(path: str, live: object, source: BindingSource) -> bool:
     """A hyper-parameter as it will be after loading."""
     node = source.nodes.get(path)
     return bool(node.value if isinstance(node, Plain) else live)
@@ -398,7 +402,7 @@ def _bind_slots(
     live: Mapping[object, object],
     parameter: NamedTensor,
     steps_on_device: bool,
-    source: Source,
+    source: BindingSource,
 ) -> dict[object, Finish]:
     slots: dict[object, Finish] = {}
     for text in sorted(texts):
@@ -413,7 +417,7 @@ def _bind_slot(
     live: object,
     parameter: NamedTensor,
     steps_on_device: bool,
-    source: Source,
+    source: BindingSource,
 ) -> Finish:
     """Bind one slot: to the live tensor where it fits, else to new memory of the stored dtype and shape."""
 
@@ -524,7 +528,7 @@ def _no_slots(path: str, key: torch.Tensor, kept: object) -> StateError:
 def _flatten_hyper(path: str, group: Mapping[str, object], sink: Sink) -> None:
     values = {component(key, path=path): value for key, value in _hyper(group)}
     # An ordered table is never united with one of other keys, as dicts are.
-    sink.node(path, Table("ordered", tuple(sorted(values))))
+    sink.node(path, TableNode("ordered", tuple(sorted(values))))
     for key, value in values.items():
         sink.tree(join(path, key), value)
 
@@ -551,7 +555,9 @@ def _below(path: str, name: str) -> str:
     return f"{path}/{component(name)}"
 
 
-def _named_parameters(path: str, index: int, group: Mapping[str, object], owner: Sink | Source) -> list[NamedTensor]:
+def _named_parameters(
+    path: str, index: int, group: Mapping[str, object], owner: Sink | BindingSource
+) -> list[NamedTensor]:
     parameters = cast("list[torch.Tensor]", group["params"])
     entries = list(map(owner.named, parameters))
     named = [entry for entry in entries if entry is not None]

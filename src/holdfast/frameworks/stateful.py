@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from holdfast.errors import HoldfastError, IncompatibleError, StateError
-from holdfast.frameworks.adapters import Described, adapter_of
+from holdfast.frameworks.adapters import WholeObject, adapter_of
 
 
 class SelfDescribing(Protocol):
@@ -43,7 +43,7 @@ def describes_itself(item: object) -> TypeGuard[SelfDescribing]:
 
 def is_described(item: object) -> bool:
     """Whether an adapter says how the state of `item` is read and written, whatever else `item` is."""
-    return isinstance(adapter_of(item), Described)
+    return isinstance(adapter_of(item), WholeObject)
 
 
 def is_stateful(item: object) -> bool:
@@ -61,13 +61,13 @@ def description_of(path: str, item: object) -> Description | None:
     if not is_stateful(item):
         return None
     adapter = adapter_of(item)
-    if isinstance(adapter, Described):
+    if isinstance(adapter, WholeObject):
         return describe(path, item, adapter)
     assert describes_itself(item)
     return _named(path, item, item.state_dict, item.load_state_dict, is_random=False)
 
 
-def describe(path: str, item: object, adapter: Described) -> Description:
+def describe(path: str, item: object, adapter: WholeObject) -> Description:
     """How the object at `path` says its state, in the words of `adapter`; see `description_of`."""
     read, write = adapter.read, adapter.write
     return _named(path, item, lambda: read(item), lambda state: write(item, state), is_random=adapter.is_random)

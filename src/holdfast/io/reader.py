@@ -1,8 +1,8 @@
 """From files to targets: read, verify and deliver in bounded memory, different chunks at the same time.
 
-A `Reading` is what one process does of that. It reads the chunks that are its own, and delivers what its targets want
-of them. Neighbours may want some of a chunk too: then it is offered to them, and its buffer is used again when all of
-them have given it back. What neighbours offer is delivered from their buffers in the same way.
+A `ChunkReading` is what one process does of that. It reads the chunks that are its own, and delivers what its targets
+want of them. Neighbours may want some of a chunk too: then it is offered to them, and its buffer is used again when
+all of them have given it back. What neighbours offer is delivered from their buffers in the same way.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class Chunk(NamedTuple):
     got by that, verified; `send` passes it on to other nodes."""
 
     number: int
-    file: Target
+    file: FileDelivery
     start: int
     stop: int
     wanted_by: Sequence[int] = ()
@@ -123,7 +123,7 @@ class Offer(NamedTuple):
 
 
 class Partners(Protocol):
-    """Neighbours, as a `Reading` sees them. Called from several threads."""
+    """Neighbours, as a `ChunkReading` sees them. Called from several threads."""
 
     def offer(self, chunk: Chunk, buffer: int) -> None:
         """Tell those that want `chunk` that it is in buffer number `buffer`."""
@@ -147,13 +147,13 @@ def read_files(
     def chunks() -> Iterator[Chunk]:
         for job in jobs:
             spans = list(_divided(job.ranges(), pool.buffer_nbytes))
-            target = Target(job, num_chunks=len(spans))
+            target = FileDelivery(job, num_chunks=len(spans))
             needed.append(target.bytes_needed)
             for start, stop in spans:
                 yield Chunk(0, target, start, stop)
 
     with pool.all_buffers() as buffers:
-        reading = Reading(chunks(), buffers, on_corrupt, num_readers=num_threads)
+        reading = ChunkReading(chunks(), buffers, on_corrupt, num_readers=num_threads)
         reading.run()
     return ReadStats(reading.bytes_read, sum(needed))
 
@@ -164,7 +164,7 @@ def _divided(ranges: Int64s, chunk_nbytes: int) -> Iterator[tuple[int, int]]:
             yield at, min(at + chunk_nbytes, stop)
 
 
-class _Run(NamedTuple):
+class _ExtentRun(NamedTuple):
     """Bytes [start, stop) of a data section: extents `first` and following, without a gap."""
 
     first: int
@@ -172,7 +172,7 @@ class _Run(NamedTuple):
     stop: int
 
 
-class Target:
+class FileDelivery:
     """One file with its extents, prepared for finding those that a chunk overlaps. Open while its chunks are read.
 
     `num_chunks` of them are to be read here. Safe for several threads.
@@ -189,7 +189,7 @@ class Target:
         self._stops = stops
         firsts = np.flatnonzero(np.r_[True, starts[1:] != stops[:-1]]) if len(starts) else np.zeros(0, np.int64)
         ends = stops[np.append(firsts[1:], len(stops)) - 1] if len(starts) else stops
-        self._runs = list(map(_Run, firsts.tolist(), starts[firsts].tolist(), ends.tolist()))
+        self._runs = list(map(_ExtentRun, firsts.tolist(), starts[firsts].tolist(), ends.tolist()))
         #: Where the first runs up to each one end; rises even where runs overlap.
         self._reach = list(accumulate((run.stop for run in self._runs), max))
 
@@ -235,7 +235,7 @@ class Target:
         return bisect_right(self._stops, byte, first, behind)
 
 
-class Reading:
+class ChunkReading:
     """Reads `chunks` in turn through `buffers`, and delivers them and `num_offers` that come from neighbours.
 
     Offers are delivered before more is read: a neighbour may have no free buffer until then. A chunk is only begun
@@ -271,7 +271,7 @@ class Reading:
         #: How many still want something of what a buffer holds.
         self._lent: dict[int, int] = {}
         self._offers: deque[Offer] = deque()
-        self._open: set[Target] = set()
+        self._open: set[FileDelivery] = set()
         self._changed = threading.Condition()
         self._exhausted = False
         self._stopped = False

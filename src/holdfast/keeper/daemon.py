@@ -27,7 +27,7 @@ from holdfast.node_memory.generations import generation_ids, given_up_ids, read_
 from holdfast.node_memory.inventory import remove_ended, write_run
 from holdfast.node_memory.keeper_lock import clear_protocol, is_unwanted, note_keeper, write_protocol
 from holdfast.node_memory.node_folder import NodeFolder
-from holdfast.node_memory.slots import OWED, Record, Slot, State, slot_names
+from holdfast.node_memory.slots import OWED, Slot, SlotRecord, SlotState, slot_names
 
 #: After so long without trainers and work a keeper ends, and gives back the memory.
 IDLE_S: Final = 1800.0
@@ -161,7 +161,7 @@ class Keeper:
         busy: list[Future[Any]] = [*self._seals.values()]
         if self._writing is not None:
             busy += self._writing.pending
-        is_awaited = any(slot.state == State.WRITING for slot in self._slots.values())
+        is_awaited = any(slot.state == SlotState.WRITING for slot in self._slots.values())
         glance_s = _SHORT_GLANCE_S if is_awaited else _GLANCE_S
         end = time.monotonic() + _LOOK_S
         if self._writing is None:
@@ -222,13 +222,13 @@ class Keeper:
     def _remove_old(self) -> None:
         """Remove slots of ranks that are no more, when a later checkpoint of those that are is whole and committed, or
         one of another run: that which was here before is gone."""
-        committed = [slot for slot in self._slots.values() if slot.state == State.COMMITTED]
+        committed = [slot for slot in self._slots.values() if slot.state == SlotState.COMMITTED]
         kept = [slot.record.contents for slot in committed if slot.record.contents and self._is_tended(slot)]
         newest = max(kept, key=lambda contents: contents.place, default=None)
         if newest is None:
             return
 
-        def is_old(record: Record) -> bool:
+        def is_old(record: SlotRecord) -> bool:
             contents = record.contents
             return contents is None or contents.run_id != newest.run_id or contents.place < newest.place
 
@@ -241,7 +241,7 @@ class Keeper:
         given_up = given_up_ids(self._folder)
         for slot in self._owed_at_rest():
             if slot.record.contents and slot.record.contents.checkpoint_id in given_up:
-                slot.advance(Record(State.FREE))
+                slot.advance(SlotRecord(SlotState.FREE))
 
     def _abandon(self, orphaned_s: float) -> None:
         """Free what was owed for so long, and nobody came back for it; not while it is being read."""
@@ -265,7 +265,7 @@ class Keeper:
             if error is not None:
                 self._lose(self._slots[name], str(error))
         for slot in self._slots.values():
-            if slot.state == State.STAGED and slot.name not in self._seals:
+            if slot.state == SlotState.STAGED and slot.name not in self._seals:
                 assert slot.record.contents is not None
                 sealing = self._sealing(slot.record.contents.checkpoint_id)
                 if sealing is None:
@@ -276,7 +276,7 @@ class Keeper:
 
     def _lose(self, slot: Slot, why: str) -> None:
         _log.error("'%s' is given up: %s.", slot.path, why.rstrip("."))
-        slot.advance(Record(State.FREE))
+        slot.advance(SlotRecord(SlotState.FREE))
 
     def _sealing(self, checkpoint_id: str) -> Sealing | None:
         """What is known of a checkpoint; None where that is lost."""
@@ -326,27 +326,27 @@ class Keeper:
     def _note(self, writing: Writing) -> None:
         """Say in the slots what came of it, or that it is to be tried again."""
         checkpoint_id = writing.sealing.generation.checkpoint_id
-        state, text = State.SEALED, ""
+        state, text = SlotState.SEALED, ""
         try:
             if writing.outcome():
-                state = State.COMMITTED
+                state = SlotState.COMMITTED
         except FencedError as error:
-            state, text = State.SUPERSEDED, str(error)
+            state, text = SlotState.SUPERSEDED, str(error)
         except Exception as error:  # noqa: BLE001 - also what sealing raised: the keeper must live for all others
             text = str(error) or repr(error)
         if text:
             _log.error("%s", text)
         before = self._retries.pop(checkpoint_id, None)
-        if state == State.SEALED:
+        if state == SlotState.SEALED:
             delay_s = _RETRY_S if text else min(2 * before.delay_s if before else _FIRST_RETRY_S, _RETRY_S)
             self._retries[checkpoint_id] = _Retry(time.monotonic() + delay_s, delay_s)
-        if state == State.SEALED and not text:
+        if state == SlotState.SEALED and not text:
             self._waiting[checkpoint_id] = writing
         else:
             writing.close()
         for slot in writing.slots:
             contents = slot.refresh().contents
-            if slot.state != State.SEALED or contents is None or contents.checkpoint_id != checkpoint_id:
+            if slot.state != SlotState.SEALED or contents is None or contents.checkpoint_id != checkpoint_id:
                 continue  # its seal failed, or is still being made, and is tried again; or it was given up
             record = msgspec.structs.replace(slot.record, state=state, error=_short(text))
             if record != slot.record:

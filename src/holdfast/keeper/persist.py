@@ -19,8 +19,8 @@ from holdfast.format.records import Commit, FileSeal
 from holdfast.io.digest import digest_blocks
 from holdfast.io.writer import write_memory
 from holdfast.node_memory.generations import Generation
-from holdfast.node_memory.slots import Record, Slot, State
-from holdfast.run.complete import Stored, finish, missing_files
+from holdfast.node_memory.slots import Slot, SlotRecord, SlotState
+from holdfast.run.complete import StoredManifest, finish, missing_files
 from holdfast.run.history import Run
 from holdfast.store.base import Bytes
 from holdfast.store.timed import TimedStore
@@ -31,7 +31,7 @@ class Sealing:
 
     def __init__(self, generation: Generation) -> None:
         self.generation = generation
-        self.stored = Stored(
+        self.stored = StoredManifest(
             generation.folder, generation.manifest, fmt.decode(generation.manifest, path=generation.folder)
         )
         self._files = Files(self.stored.manifest)
@@ -45,7 +45,7 @@ class Sealing:
         assert (contents.data_start, contents.nbytes) == (start, stop), "the slot was filled by another manifest"
         table = digest_blocks(slot.data[start:stop])
         slot.data[:start] = np.frombuffer(container.header(self.stored.manifest, layout, table), np.uint8)
-        slot.advance(Record(State.SEALED, contents, xxhash.xxh3_128_hexdigest(table)))
+        slot.advance(SlotRecord(SlotState.SEALED, contents, xxhash.xxh3_128_hexdigest(table)))
 
 
 def data_file(slot: Slot) -> Bytes:

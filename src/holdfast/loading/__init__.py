@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 from holdfast.checkpoint.reading import Checkpoint
 from holdfast.control.channel import Channel, Deadline
 from holdfast.control.torch_store import default_channel, group_ranks
-from holdfast.cooperative.reading import MEMORY_NBYTES, MIN_MEMORY_NBYTES, ReadCost, Together
+from holdfast.cooperative.reading import MEMORY_NBYTES, MIN_MEMORY_NBYTES, CooperativeReading, ReadCost
 from holdfast.errors import ConfigurationError, CorruptError, HoldfastError, StorageError
 from holdfast.format.patterns import Globs
 from holdfast.format.records import Place
@@ -24,7 +24,7 @@ from holdfast.loading.filling import Filling
 from holdfast.loading.names import Names, compared
 from holdfast.mapping import Pad, Rule
 from holdfast.mapping.apply import mapped
-from holdfast.mapping.draft import Table
+from holdfast.mapping.draft import CheckpointTable
 from holdfast.mapping.parts import stored_tensors
 from holdfast.phases import LOG, Stopwatch, attempt, done, told
 from holdfast.plan.exchange import Bandwidths
@@ -32,7 +32,7 @@ from holdfast.progress import PATIENCE_S, of_first_rank, progress
 from holdfast.reports import LoadReport
 from holdfast.run.fallback import Skipped, is_damage, resolve_sound
 from holdfast.run.history import Located, Run, is_folder, resolve
-from holdfast.run.paths import Target, parse
+from holdfast.run.paths import Selection, parse
 from holdfast.run.session import JOB, Load
 from holdfast.state.bind import bind
 from holdfast.state.binding import Binding
@@ -228,12 +228,12 @@ class Opened(NamedTuple):
         return Opened(Checkpoint(located.sealed), located.run)
 
 
-class _Bound(NamedTuple):
+class _BoundLoad(NamedTuple):
     """What is loaded, what its mapping makes of it, how that meets the live state of one rank, and its names."""
 
     opened: Opened
     binding: Binding
-    table: Table
+    table: CheckpointTable
     names: Names
 
 
@@ -259,7 +259,7 @@ class Loading:
         #: Whether tensors that an older checkpoint does not fill may hold parts of a damaged one.
         self._is_mixed = False
 
-    def run(self, target: Target, into: Mapping[str, object]) -> LoadReport:
+    def run(self, target: Selection, into: Mapping[str, object]) -> LoadReport:
         """Load and report. With `fallback`, go on with the next older checkpoint as long as one proves damaged.
 
         All ranks raise the same error for the same phase, so all of them go on together or none does.
@@ -317,7 +317,7 @@ class Loading:
         self._note(bound.opened, epoch, bound.binding, state, is_whole=is_whole)
         return self._report(bound, names, filling, cost, state, skipped)
 
-    def _match(self, into: Mapping[str, object], find: Callable[[], Opened]) -> tuple[_Bound, Names]:
+    def _match(self, into: Mapping[str, object], find: Callable[[], Opened]) -> tuple[_BoundLoad, Names]:
         """Bind `into` on all ranks and compare: return what this rank found, and the names that all ranks agreed on."""
         bound = attempt(lambda: self._bind(find(), into))
         names = self._channel.exchange(
@@ -330,7 +330,7 @@ class Loading:
         )
         return done(bound), names
 
-    def _read(self, together: Together, filling: Filling, *, step: int) -> ReadCost:
+    def _read(self, together: CooperativeReading, filling: Filling, *, step: int) -> ReadCost:
         """Read the bytes into the live state."""
         try:
             what = of_first_rank(f"loading step {step}", self._channel.world_size)
@@ -346,7 +346,7 @@ class Loading:
         self._channel.confirm("finish", state, self._deadline)
         return done(state)
 
-    def _is_whole(self, bound: _Bound, names: Names, filling: Filling) -> bool:
+    def _is_whole(self, bound: _BoundLoad, names: Names, filling: Filling) -> bool:
         """Return True if all that is stored was loaded, as it was stored, into all that is live."""
         if self._options.mapping or filling.cast or names.missing or names.unexpected:
             return False
@@ -355,7 +355,7 @@ class Loading:
 
     def _report(
         self,
-        bound: _Bound,
+        bound: _BoundLoad,
         names: Names,
         filling: Filling,
         cost: ReadCost,
@@ -384,8 +384,8 @@ class Loading:
             skipped=tuple((str(one.place), one.reason) for one in skipped),
         )
 
-    def _together(self, checkpoint: Checkpoint, owners: Sequence[int] | None, *, in_memory: bool) -> Together:
-        return Together(
+    def _together(self, checkpoint: Checkpoint, owners: Sequence[int] | None, *, in_memory: bool) -> CooperativeReading:
+        return CooperativeReading(
             checkpoint,
             self._storage,
             self._channel,
@@ -410,7 +410,7 @@ class Loading:
         memory = TensorMemory(part for target in binding.targets for part in target.local.memory)
         JOB.note_loaded(load, filled, memory)
 
-    def _bind(self, opened: Opened, into: Mapping[str, object]) -> _Bound:
+    def _bind(self, opened: Opened, into: Mapping[str, object]) -> _BoundLoad:
         """Match names on this rank; changes nothing."""
         checkpoint = opened.checkpoint
         options, body = self._options, checkpoint.manifest.body
@@ -427,9 +427,9 @@ class Loading:
             terms=Terms(select, cast, table.equal, table.partly_kept(), is_strict=options.strict),
             device=options.device,
         )
-        return _Bound(opened, binding, table, Names.of(binding, {"select": select, "cast": cast}))
+        return _BoundLoad(opened, binding, table, Names.of(binding, {"select": select, "cast": cast}))
 
-    def _resolve(self, target: Target, skipped: tuple[Skipped, ...]) -> _Resolved:
+    def _resolve(self, target: Selection, skipped: tuple[Skipped, ...]) -> _Resolved:
         """Which checkpoint rank 0 found: a run's head may move while ranks look."""
 
         def find(_: list[bytes]) -> _Resolved:
@@ -448,17 +448,17 @@ class Loading:
                 error.action = self._advice(target, (), error.action)
             raise
 
-    def _find(self, target: Target, skipped: tuple[Skipped, ...]) -> tuple[Located, tuple[Skipped, ...]]:
+    def _find(self, target: Selection, skipped: tuple[Skipped, ...]) -> tuple[Located, tuple[Skipped, ...]]:
         if self._options.fallback and not is_folder(self._storage):
             return resolve_sound(target, self._storage, skipped)
         return resolve(target, self._storage), ()
 
-    def _advice(self, target: Target, skipped: tuple[Skipped, ...], action: str) -> str:
+    def _advice(self, target: Selection, skipped: tuple[Skipped, ...], action: str) -> str:
         """What to do about a damaged checkpoint: which older one loads, as rank 0 finds."""
 
         def look(_: list[bytes]) -> bytes:
             seal = resolve_sound(target, self._storage, skipped)[0].sealed.seal
-            name = Target(target.location, place=seal.place)
+            name = Selection(target.location, place=seal.place)
             return f"Load '{name}' (step {seal.step}), or with fallback=True, or restore what is damaged.".encode()
 
         try:
@@ -472,9 +472,9 @@ class Loading:
             for one in skipped:
                 _log.warning("checkpoint %s is damaged, going back to an older one: %s", one.place, one.reason)
 
-    def _follow(self, target: Target, resolved: _Resolved) -> Located:
+    def _follow(self, target: Selection, resolved: _Resolved) -> Located:
         """The checkpoint that rank 0 found, as this rank sees it."""
-        located = resolve(Target(target.location, place=resolved.place), self._storage)
+        located = resolve(Selection(target.location, place=resolved.place), self._storage)
         if located.sealed.seal.checkpoint_id != resolved.checkpoint_id:
             raise StorageError(
                 f"rank {self._channel.rank} finds another checkpoint at '{target}' than rank 0.",
@@ -485,7 +485,7 @@ class Loading:
             )
         return located
 
-    def _compare(self, ranks: Sequence[Names], mine: _Bound) -> Names:
+    def _compare(self, ranks: Sequence[Names], mine: _BoundLoad) -> Names:
         return compared(
             ranks,
             mine.table.stored,
@@ -501,7 +501,7 @@ def _is_within(names: Sequence[str], path: str) -> bool:
     return names[at : at + 1] == [path] or (below < len(names) and names[below].startswith(path + "/"))
 
 
-def _outside(target: Target) -> ConfigurationError:
+def _outside(target: Selection) -> ConfigurationError:
     return ConfigurationError(
         f"'{target}' is a checkpoint's folder, outside any history, so no run can continue from it.",
         code="config.continues",

@@ -14,7 +14,7 @@ from holdfast.errors import DeadlineError
 from holdfast.geometry import Box
 from holdfast.loading.wanted import Wanted, wanted
 from holdfast.mapping.parts import Parts
-from holdfast.plan.load import Want
+from holdfast.plan.load import ReadRequest
 from holdfast.snapshot.device import await_queued
 from holdfast.snapshot.guard import await_copies
 from holdfast.state.binding import Binding
@@ -47,7 +47,7 @@ class Filling:
         self._rank = rank
         self._wanted = Wanted()
 
-    def plan(self) -> tuple[Sequence[Want], Targets]:
+    def plan(self) -> tuple[Sequence[ReadRequest], Targets]:
         """What is to be read, and where it goes. Returns when no save is copying live state any more. Tensors on the
         meta device get memory.
 
@@ -65,7 +65,7 @@ class Filling:
         await_queued(self._wanted.targets.views)
         return self._wanted.wants, self._wanted.targets
 
-    def plan_check(self) -> tuple[Sequence[Want], Targets]:
+    def plan_check(self) -> tuple[Sequence[ReadRequest], Targets]:
         """The same reads as `plan`, for a check of what is stored: nothing is changed."""
         return wanted(self._checkpoint, self._binding, self._parts, self._rank).wants, _Discarded()
 

@@ -11,8 +11,9 @@ from holdfast.format.names import own_part
 from holdfast.format.patterns import Globs, check_matched
 from holdfast.format.values import Node
 from holdfast.geometry import Shape
+from holdfast.mapping.parts import StoredTensor
 from holdfast.state.binding import Binding
-from holdfast.state.differences import Stored, difference
+from holdfast.state.differences import difference
 from holdfast.state.meta import check_fillable
 
 
@@ -54,7 +55,7 @@ class Names(msgspec.Struct, frozen=True, array_like=True):
 
 def compared(
     ranks: Sequence[Names],
-    stored: Mapping[str, Stored],
+    stored: Mapping[str, StoredTensor],
     nodes: Mapping[str, Node],
     *,
     strict: bool,

@@ -13,9 +13,9 @@ import torch
 from holdfast.checkpoint.reading import Checkpoint
 from holdfast.geometry import Box
 from holdfast.mapping.parts import NO_AXIS, Parts
-from holdfast.plan.load import Want, resharded
+from holdfast.plan.load import ReadRequest, resharded
 from holdfast.state.binding import Binding
-from holdfast.state.match import Target
+from holdfast.state.match import BoundTensor
 from holdfast.state.memory import LocalPieces
 from holdfast.state.targets import MemoryTargets
 
@@ -28,7 +28,7 @@ class Wanted:
     another dtype than they are held in. `owners` names the tensors that a mapping changed, by the wants' numbers.
     """
 
-    wants: list[Want] = field(default_factory=list)
+    wants: list[ReadRequest] = field(default_factory=list)
     targets: MemoryTargets = field(default_factory=MemoryTargets)
     zeros: list[torch.Tensor] = field(default_factory=list)
     cast: set[str] = field(default_factory=set)
@@ -54,13 +54,13 @@ def wanted(checkpoint: Checkpoint, binding: Binding, parts: Mapping[str, Parts],
         number = numbers[target.source]
         dtype = _cast_from(dtype_of(number), target, found)
         for box, view in boxes:
-            wants.append(Want(number, box))
+            wants.append(ReadRequest(number, box))
             targets.add(view, dtype)
     return found
 
 
 def _add_parts(
-    found: Wanted, checkpoint: Checkpoint, target: Target, parts: Parts, box: Box, view: torch.Tensor
+    found: Wanted, checkpoint: Checkpoint, target: BoundTensor, parts: Parts, box: Box, view: torch.Tensor
 ) -> None:
     """Add what a held box of a tensor is made of."""
     for part in parts:
@@ -72,14 +72,14 @@ def _add_parts(
         if part.source is not None:
             number = checkpoint.numbers[part.source]
             found.owners[len(found.wants)] = target.source
-            found.wants.append(Want(number, of_stored))
+            found.wants.append(ReadRequest(number, of_stored))
             dtype = _cast_from(checkpoint.manifest.dtype(number), target, found)
             found.targets.add(_as_stored(held, part.axes), dtype)
         elif part.zero:
             found.zeros.append(held)
 
 
-def _cast_from(stored: str, target: Target, found: Wanted) -> torch.dtype | None:
+def _cast_from(stored: str, target: BoundTensor, found: Wanted) -> torch.dtype | None:
     """The dtype that a target's elements are cast from; None where they are not."""
     if stored == target.local.layout.dtype:
         return None

@@ -13,8 +13,8 @@ from functools import partial
 from holdfast.format.patterns import Pattern, Template
 from holdfast.format.values import Node
 from holdfast.mapping import parts as geometry
-from holdfast.mapping.draft import Draft, Step, Table
-from holdfast.mapping.parts import Made, Stored
+from holdfast.mapping.draft import CheckpointTable, MappingState, Step
+from holdfast.mapping.parts import Made, StoredTensor
 from holdfast.mapping.rules import (
     Cast,
     Crop,
@@ -32,16 +32,16 @@ from holdfast.mapping.rules import (
 
 
 def mapped(
-    rules: Sequence[Rule], stored: Mapping[str, Stored], aliases: Mapping[str, str], nodes: Mapping[str, Node]
-) -> Table:
+    rules: Sequence[Rule], stored: Mapping[str, StoredTensor], aliases: Mapping[str, str], nodes: Mapping[str, Node]
+) -> CheckpointTable:
     """Apply `rules` in order to a checkpoint's tensors, other names of tensors, and values.
 
     Raises `IncompatibleError`, code ``incompatible.mapping``: for a rule that matches nothing, gives a name that is
     there already, or is impossible for the shapes and dtypes that it finds.
     """
     if not rules:
-        return Table(stored, aliases, nodes, {}, {})
-    draft = Draft(stored, aliases, nodes)
+        return CheckpointTable(stored, aliases, nodes, {}, {})
+    draft = MappingState(stored, aliases, nodes)
     for number, rule in enumerate(rules, 1):
         draft.rule = f"Rule {number}, {rule!r}"
         if isinstance(rule, Rename):
@@ -55,7 +55,7 @@ def mapped(
     return draft.table()
 
 
-def _rename(draft: Draft, rule: Rename) -> None:
+def _rename(draft: MappingState, rule: Rename) -> None:
     pattern, to = Pattern(rule.names), Template(rule.to)
     found = ((name, pattern.renamed(name, to)) for name in draft.subjects())
     renamed = {name: new for name, new in found if new is not None}
@@ -64,12 +64,12 @@ def _rename(draft: Draft, rule: Rename) -> None:
     draft.move(renamed)
 
 
-def _drop(draft: Draft, rule: Drop) -> None:
+def _drop(draft: MappingState, rule: Drop) -> None:
     if not draft.drop(Pattern(rule.names)):
         raise draft.unmatched(rule.names)
 
 
-def _cast(draft: Draft, rule: Cast) -> None:
+def _cast(draft: MappingState, rule: Cast) -> None:
     pattern = Pattern(rule.names)
     names = draft.untied((name for name in draft.tensors() if pattern.match(name) is not None), in_place=True)
     for path, parameters in draft.optimizers.items():
@@ -84,7 +84,7 @@ def _cast(draft: Draft, rule: Cast) -> None:
         draft.put(name, draft.make([name], lambda made: [geometry.recast(made[0], rule.dtype)])[0])
 
 
-def _steps(draft: Draft, rule: Split | Fuse | Stack | Unstack | Transpose | Pad | Crop) -> list[Step]:
+def _steps(draft: MappingState, rule: Split | Fuse | Stack | Unstack | Transpose | Pad | Crop) -> list[Step]:
     """What a rule makes of which tensors."""
     if isinstance(rule, Split):
         return _split(draft, rule)
@@ -110,7 +110,7 @@ def _reshaped(rule: Transpose | Pad | Crop, made: Sequence[Made]) -> Sequence[Ma
     return [geometry.crop(tensor, rule.axis, rule.size)]
 
 
-def _split(draft: Draft, rule: Split) -> list[Step]:
+def _split(draft: MappingState, rule: Split) -> list[Step]:
     shares = rule.shares or (1,) * len(rule.to)
 
     def make(made: Sequence[Made]) -> Sequence[Made]:
@@ -123,7 +123,7 @@ def _split(draft: Draft, rule: Split) -> list[Step]:
     ]
 
 
-def _fuse(draft: Draft, rule: Fuse) -> list[Step]:
+def _fuse(draft: MappingState, rule: Fuse) -> list[Step]:
     def make(made: Sequence[Made]) -> Sequence[Made]:
         return [geometry.fuse(made, rule.axis, rule.groups)]
 
@@ -139,7 +139,7 @@ def _fuse(draft: Draft, rule: Fuse) -> list[Step]:
     return steps
 
 
-def _stack(draft: Draft, rule: Stack) -> list[Step]:
+def _stack(draft: MappingState, rule: Stack) -> list[Step]:
     def make(made: Sequence[Made]) -> Sequence[Made]:
         return [geometry.stack(made, rule.axis)]
 
@@ -159,7 +159,7 @@ def _stack(draft: Draft, rule: Stack) -> list[Step]:
     return steps
 
 
-def _unstack(draft: Draft, rule: Unstack) -> list[Step]:
+def _unstack(draft: MappingState, rule: Unstack) -> list[Step]:
     def make(made: Sequence[Made]) -> Sequence[Made]:
         return geometry.unstack(made[0], rule.axis)
 
@@ -171,7 +171,7 @@ def _unstack(draft: Draft, rule: Unstack) -> list[Step]:
     return steps
 
 
-def _whole_matches(draft: Draft, names: str, *, number: str | None = None) -> list[tuple[str, dict[str, str]]]:
+def _whole_matches(draft: MappingState, names: str, *, number: str | None = None) -> list[tuple[str, dict[str, str]]]:
     """The tensors of which the whole name matches, each untied, and their fields; field `number` is one."""
     pattern = Pattern(names)
     matches = ((name, pattern.fields_of(name)) for name in draft.tensors())

@@ -18,7 +18,7 @@ from holdfast.format.names import component, join, parse_component, split
 from holdfast.format.near import near
 from holdfast.format.patterns import Pattern
 from holdfast.format.values import Node, Open
-from holdfast.mapping.parts import ImpossibleError, Made, Parts, Stored, as_stored
+from holdfast.mapping.parts import ImpossibleError, Made, Parts, StoredTensor, as_stored
 
 _SHOWN = 5
 
@@ -27,14 +27,14 @@ Make = Callable[[Sequence[Made]], Sequence[Made]]
 
 
 @dataclass(frozen=True)
-class Table:
+class CheckpointTable:
     """A checkpoint as it is loaded: what is stored under which name, after a mapping or without one.
 
     `parts` has the tensors that are not just the stored tensor of their name. `equal` has optimizer state of one
     element whose parameter was fused from several: the tensors (of `stored`) that must turn out to be equal to it.
     """
 
-    stored: Mapping[str, Stored]
+    stored: Mapping[str, StoredTensor]
     aliases: Mapping[str, str]
     nodes: Mapping[str, Node]
     parts: Mapping[str, Parts]
@@ -55,7 +55,7 @@ class Step(NamedTuple):
     make: Make
 
 
-class _Change:
+class _RuleEffect:
     """What the steps of one rule take away, and what they put in its place."""
 
     def __init__(self) -> None:
@@ -65,10 +65,12 @@ class _Change:
         self.equal: dict[str, dict[str, Made]] = {}
 
 
-class Draft:
+class MappingState:
     """The table that rules rewrite. What cannot be done is refused with an error that names the current `rule`."""
 
-    def __init__(self, stored: Mapping[str, Stored], aliases: Mapping[str, str], nodes: Mapping[str, Node]) -> None:
+    def __init__(
+        self, stored: Mapping[str, StoredTensor], aliases: Mapping[str, str], nodes: Mapping[str, Node]
+    ) -> None:
         self.rule = ""
         self.stored = dict(stored)
         self.aliases = dict(aliases)
@@ -81,7 +83,7 @@ class Draft:
         #: By optimizer and parameter: what lies below ``state/<parameter>``.
         self.optimizers = {path: self._read_optimizer(path) for path in self._optimizer_paths()}
 
-    def table(self) -> Table:
+    def table(self) -> CheckpointTable:
         """What has become of it all."""
         compared = {name: made for others in self._equal.values() for name, made in others.items()}
         for name, made in compared.items():
@@ -89,7 +91,7 @@ class Draft:
                 raise self.refused(f"{name!r} is to be compared with the state of what it was fused to", name)
             self.put(name, made)
         equal = {name: tuple(others) for name, others in self._equal.items()}
-        return Table(self.stored, self.aliases, _Renamed(self._origins, self._nodes), self._parts, equal)
+        return CheckpointTable(self.stored, self.aliases, _Renamed(self._origins, self._nodes), self._parts, equal)
 
     # --- what there is -----------------------------------------------------------------------------------------------
 
@@ -183,7 +185,7 @@ class Draft:
                     raise self.refused(f"{_some(sorted(olds))} would both be {new!r}", new)
 
     def _is_container(self, path: str) -> bool:
-        return path in self._origins and isinstance(self._nodes[self._origins[path]], Open | values.Table)
+        return path in self._origins and isinstance(self._nodes[self._origins[path]], Open | values.TableNode)
 
     def remove(self, names: Collection[str]) -> None:
         """Take subjects away, and names inside optimizers, which must be known to be gone."""
@@ -241,12 +243,12 @@ class Draft:
 
     def put(self, name: str, made: Made) -> None:
         """Have a tensor under that name."""
-        self.stored[name] = Stored(made.dtype, made.shape)
+        self.stored[name] = StoredTensor(made.dtype, made.shape)
         self._parts[name] = made.parts
 
     def run(self, steps: Iterable[Step]) -> None:
         """Take all steps at once, with the state of optimizers for the tensors that are parameters."""
-        steps, change = list(steps), _Change()
+        steps, change = list(steps), _RuleEffect()
         self.untied(self._state_of({name for step in steps for name in step.sources}), in_place=False)
         for step in steps:
             change.gone += step.sources
@@ -270,7 +272,7 @@ class Draft:
             for slot in slots
         ]
 
-    def _take_state(self, path: str, step: Step, change: _Change) -> None:
+    def _take_state(self, path: str, step: Step, change: _RuleEffect) -> None:
         parameters = self.optimizers[path]
         group = self._one_value([_group_of(path, name) for name in step.sources])
         change.origins += [(_group_of(path, name), group) for name in step.targets]
@@ -291,7 +293,7 @@ class Draft:
             del parameters[name]
         parameters.update((name, list(slots)) for name in step.targets)
 
-    def _take_slot(self, slot: str, sources: list[str], targets: list[str], step: Step, change: _Change) -> None:
+    def _take_slot(self, slot: str, sources: list[str], targets: list[str], step: Step, change: _RuleEffect) -> None:
         """A slot of its parameter's shape becomes what its parameter becomes; one element stays, if all agree."""
         shapes = [self._tensor(name).shape for name in step.sources]
         made = [self._tensor(name) for name in sources]
@@ -320,7 +322,7 @@ class Draft:
         assert origins[0] is not None
         return origins[0]
 
-    def _commit(self, change: _Change) -> None:
+    def _commit(self, change: _RuleEffect) -> None:
         for name, count in Counter(change.gone).items():
             if count > 1:
                 raise self.refused(f"{name!r} matches twice", name)

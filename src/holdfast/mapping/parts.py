@@ -27,14 +27,14 @@ _COMPLEX = frozenset(name for name in DTYPES if name.startswith("complex"))
 _INTEGERS = {name: DTYPES[name].itemsize for name in DTYPES if name.startswith(("int", "uint"))}
 
 
-class Stored(NamedTuple):
+class StoredTensor(NamedTuple):
     """A tensor of the checkpoint, or what it becomes on the way in."""
 
     dtype: str
     shape: Shape
 
 
-class Part(msgspec.Struct, frozen=True, gc=False):
+class MappedPart(msgspec.Struct, frozen=True, gc=False):
     """`box` of the logical tensor; its elements are those of the stored tensor `source` from `start` on.
 
     ``axes[j]`` is the logical axis that axis ``j`` of `source` is, or `NO_AXIS` where it has one element; logical axes
@@ -59,7 +59,7 @@ class Part(msgspec.Struct, frozen=True, gc=False):
         )
         return common, Box(start, tuple(1 if axis == NO_AXIS else common.size[axis] for axis in self.axes))
 
-    def between(self, axis: int, low: int, high: int, *, origin: int) -> Part:
+    def between(self, axis: int, low: int, high: int, *, origin: int) -> MappedPart:
         """What of the part lies in ``[low, high)`` along `axis`, which is in it, in coordinates that begin at `origin`
         on that axis."""
         behind = low - self.box.start[axis]
@@ -67,33 +67,33 @@ class Part(msgspec.Struct, frozen=True, gc=False):
             first + behind if mine == axis else first for first, mine in zip(self.start, self.axes, strict=True)
         )
         box = Box(_with(self.box.start, axis, low - origin), _with(self.box.size, axis, high - low))
-        return Part(box, self.source, start, self.axes, self.zero)
+        return MappedPart(box, self.source, start, self.axes, self.zero)
 
-    def moved(self, axis: int, by: int) -> Part:
+    def moved(self, axis: int, by: int) -> MappedPart:
         """The part `by` elements further along `axis`."""
         box = Box(_with(self.box.start, axis, self.box.start[axis] + by), self.box.size)
-        return Part(box, self.source, self.start, self.axes, self.zero)
+        return MappedPart(box, self.source, self.start, self.axes, self.zero)
 
-    def with_axis(self, axis: int, at: int) -> Part:
+    def with_axis(self, axis: int, at: int) -> MappedPart:
         """The part in a tensor with one axis more, at index `at` of it."""
         box = Box(_inserted(self.box.start, axis, at), _inserted(self.box.size, axis, 1))
         axes = tuple(mine + (mine >= axis) for mine in self.axes)
-        return Part(box, self.source, self.start, axes, self.zero)
+        return MappedPart(box, self.source, self.start, axes, self.zero)
 
-    def without_axis(self, axis: int) -> Part:
+    def without_axis(self, axis: int) -> MappedPart:
         """The part, one element along `axis`, in a tensor without that axis."""
         box = Box(_deleted(self.box.start, axis), _deleted(self.box.size, axis))
         axes = tuple(NO_AXIS if mine == axis else mine - (mine > axis) for mine in self.axes)
-        return Part(box, self.source, self.start, axes, self.zero)
+        return MappedPart(box, self.source, self.start, axes, self.zero)
 
-    def permuted(self, order: Sequence[int]) -> Part:
+    def permuted(self, order: Sequence[int]) -> MappedPart:
         """The part in a tensor whose axis ``i`` is axis ``order[i]`` of this one."""
         box = Box(*(tuple(numbers[axis] for axis in order) for numbers in self.box))
         axes = tuple(NO_AXIS if mine == NO_AXIS else order.index(mine) for mine in self.axes)
-        return Part(box, self.source, self.start, axes, self.zero)
+        return MappedPart(box, self.source, self.start, axes, self.zero)
 
 
-Parts = tuple[Part, ...]
+Parts = tuple[MappedPart, ...]
 
 
 class Made(NamedTuple):
@@ -108,10 +108,10 @@ class ImpossibleError(Exception):
     """What a rule wants cannot be made of these tensors; says why."""
 
 
-def as_stored(name: str, stored: Stored) -> Made:
+def as_stored(name: str, stored: StoredTensor) -> Made:
     """A stored tensor as it is."""
     shape = stored.shape
-    part = Part(whole(shape), name, (0,) * len(shape), tuple(range(len(shape))))
+    part = MappedPart(whole(shape), name, (0,) * len(shape), tuple(range(len(shape))))
     return Made(stored.dtype, shape, (part,) if part.box.numel else ())
 
 
@@ -168,7 +168,7 @@ def fuse(tensors: Sequence[Made], axis: int, groups: int) -> Made:
         raise ImpossibleError(f"axis {axis} of shapes {_listed(shapes)} is not divided into {groups} groups")
     dtype = _one_dtype(tensors)
     sizes = [shape[axis] // groups for shape in shapes]
-    parts: list[Part] = []
+    parts: list[MappedPart] = []
     for tensor, size, before in zip(tensors, sizes, accumulate(sizes, initial=0), strict=False):
         slabs = _slabs(tensor.parts, axis, [size * group for group in range(groups + 1)])
         for group, slab in enumerate(slabs):
@@ -211,7 +211,7 @@ def pad(tensor: Made, axis: int, size: int, *, zero: bool) -> Made:
     shape, extent = _with(tensor.shape, axis, size), tensor.shape[axis]
     if size < extent:
         raise ImpossibleError(f"shape {tensor.shape} is no shorter than {shape}")
-    beyond = Part(
+    beyond = MappedPart(
         Box(_with((0,) * len(shape), axis, extent), _with(shape, axis, size - extent)), source=None, zero=zero
     )
     return Made(tensor.dtype, shape, (*tensor.parts, beyond) if beyond.box.numel else tensor.parts)
@@ -227,9 +227,9 @@ def crop(tensor: Made, axis: int, size: int) -> Made:
     return Made(tensor.dtype, shape, tuple(slab) if size else ())
 
 
-def _slabs(parts: Parts, axis: int, cuts: Sequence[int]) -> Iterator[list[Part]]:
+def _slabs(parts: Parts, axis: int, cuts: Sequence[int]) -> Iterator[list[MappedPart]]:
     """The parts between each two neighbours of the ascending `cuts` along `axis`, in coordinates that begin there."""
-    slabs: list[list[Part]] = [[] for _ in cuts[1:]]
+    slabs: list[list[MappedPart]] = [[] for _ in cuts[1:]]
     for part in parts:
         low = part.box.start[axis]
         high = low + part.box.size[axis]
@@ -242,7 +242,7 @@ def _slabs(parts: Parts, axis: int, cuts: Sequence[int]) -> Iterator[list[Part]]
     yield from slabs
 
 
-def _end_to_end(slabs: Sequence[list[Part]], axis: int, size: int) -> Parts:
+def _end_to_end(slabs: Sequence[list[MappedPart]], axis: int, size: int) -> Parts:
     return tuple(part.moved(axis, index * size) for index, slab in enumerate(slabs) for part in slab)
 
 
@@ -276,9 +276,9 @@ def _deleted(shape: Shape, axis: int) -> Shape:
     return (*shape[:axis], *shape[axis + 1 :])
 
 
-def stored_tensors(manifest: DecodedManifest) -> dict[str, Stored]:
+def stored_tensors(manifest: DecodedManifest) -> dict[str, StoredTensor]:
     """Dtype and shape of each tensor of a checkpoint."""
     body = manifest.body
     kinds = list(zip(body.dtypes, body.shapes, strict=True))
-    known = {kind: Stored(body.dtype_table[kind[0]], body.shape_table[kind[1]]) for kind in set(kinds)}
+    known = {kind: StoredTensor(body.dtype_table[kind[0]], body.shape_table[kind[1]]) for kind in set(kinds)}
     return dict(zip(body.names, map(known.__getitem__, kinds), strict=True))

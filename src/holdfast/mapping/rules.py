@@ -177,7 +177,7 @@ class Crop(_OnNames, frozen=True, kw_only=True):
 Rule = Rename | Drop | Cast | Split | Fuse | Stack | Unstack | Transpose | Pad | Crop
 
 
-class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _RulesFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rule: tuple[Rule, ...]
 
 
@@ -187,7 +187,7 @@ def from_toml(text: str) -> tuple[Rule, ...]:
     Raises `ConfigurationError`, code ``config.mapping``, for a text that is no list of rules.
     """
     try:
-        return decode_toml(text, _File).rule
+        return decode_toml(text, _RulesFile).rule
     except (msgspec.DecodeError, ValueError) as error:
         raise ConfigurationError(
             f"The mapping is malformed: {error}.",

@@ -16,9 +16,9 @@ from holdfast.errors import ConfigurationError, CorruptError, HoldfastError
 from holdfast.format.records import Place
 from holdfast.node_memory.claims import Claim
 from holdfast.node_memory.inventory import give_way
-from holdfast.node_memory.limits import Room, rooms
+from holdfast.node_memory.limits import MemoryLimit, rooms
 from holdfast.node_memory.node_folder import NodeFolder, unusable_memory
-from holdfast.node_memory.slots import REUSABLE, WHOLE, Contents, Record, Slot, State, slot_names
+from holdfast.node_memory.slots import REUSABLE, WHOLE, Contents, Slot, SlotRecord, SlotState, slot_names
 from holdfast.store.base import Bytes
 
 #: Makes memory known to an accelerator; returns what ends that.
@@ -123,7 +123,7 @@ class Arena:
                     cared_for.append(contents.checkpoint_id)
                 elif slot.take():
                     if slot.state in REUSABLE:
-                        slot.advance(Record(State.FREE))
+                        slot.advance(SlotRecord(SlotState.FREE))
                     slot.let_go()
         return forgotten, cared_for
 
@@ -249,7 +249,7 @@ class Arena:
                 rank=self._rank,
             )
 
-    def _tightest(self, wanted_nbytes: int) -> Room:
+    def _tightest(self, wanted_nbytes: int) -> MemoryLimit:
         """What bounds the memory most. Where that is less than is wanted, what is durable gives way first, of all runs
         of this user whose trainers are no more."""
         is_locked = self._register is not None

@@ -18,21 +18,21 @@ from holdfast.node_memory.claims import is_claimed, remove_claims
 from holdfast.node_memory.generations import generation_ids, given_up_ids, remove_generation
 from holdfast.node_memory.keeper_lock import clear_protocol, is_kept, keeper_pid, remove_lock, try_lock
 from holdfast.node_memory.node_folder import NodeFolder, node_folders
-from holdfast.node_memory.slots import REUSABLE, Slot, State, rank_of, slot_names
+from holdfast.node_memory.slots import REUSABLE, Slot, SlotState, rank_of, slot_names
 
 _RUN_NAME: Final = "keeper.run"
 #: What keepers say.
 LOG_NAME: Final = "keeper.log"
 
 
-class Held(NamedTuple):
+class HeldSlot(NamedTuple):
     """A slot, as it was found: its `state` (None where it is damaged, or of another version of holdfast); `step`, of
     what it holds, if it holds anything; `since` is when it came into this state, in seconds since 1970; `has_trainer`
     says whether a living trainer has the slots of its rank; `is_durable`, whether nothing would be lost with it."""
 
     name: str
     rank: int
-    state: State | None
+    state: SlotState | None
     step: int | None
     nbytes: int
     since: float
@@ -48,7 +48,7 @@ class RunMemory(NamedTuple):
     path: Path
     is_kept: bool
     keeper_pid: int | None
-    slots: tuple[Held, ...]
+    slots: tuple[HeldSlot, ...]
 
 
 def node_memory(node_dir: Path) -> Iterator[RunMemory]:
@@ -133,7 +133,7 @@ def _remove_unkept(folder: NodeFolder) -> None:
             os.close(lock)
 
 
-def _held_in(folder: NodeFolder) -> Iterator[Held]:
+def _held_in(folder: NodeFolder) -> Iterator[HeldSlot]:
     """The slots in a folder."""
     for name in slot_names(folder):
         with suppress(FileNotFoundError):
@@ -144,14 +144,14 @@ def _held_in(folder: NodeFolder) -> Iterator[Held]:
                 yield _unreadable(folder, name)
 
 
-def _held(folder: NodeFolder, slot: Slot) -> Held:
+def _held(folder: NodeFolder, slot: Slot) -> HeldSlot:
     contents = slot.record.contents
-    is_durable = slot.state in REUSABLE or (slot.state == State.WRITING and not slot.is_taken)
+    is_durable = slot.state in REUSABLE or (slot.state == SlotState.WRITING and not slot.is_taken)
     has_trainer = is_claimed(folder, slot.rank)
     step = contents.step if contents else None
-    return Held(slot.name, slot.rank, slot.state, step, slot.held_nbytes, slot.since, has_trainer, is_durable)
+    return HeldSlot(slot.name, slot.rank, slot.state, step, slot.held_nbytes, slot.since, has_trainer, is_durable)
 
 
-def _unreadable(folder: NodeFolder, name: str) -> Held:
+def _unreadable(folder: NodeFolder, name: str) -> HeldSlot:
     rank, status = rank_of(name), os.stat(name, dir_fd=folder.fileno(), follow_symlinks=False)
-    return Held(name, rank, None, None, status.st_blocks * 512, status.st_mtime, is_claimed(folder, rank), False)
+    return HeldSlot(name, rank, None, None, status.st_blocks * 512, status.st_mtime, is_claimed(folder, rank), False)

@@ -18,7 +18,7 @@ from typing import NamedTuple
 _NO_LIMIT = 1 << 60
 
 
-class Room(NamedTuple):
+class MemoryLimit(NamedTuple):
     """At most `free_nbytes` more, because of `what`."""
 
     free_nbytes: int
@@ -38,7 +38,7 @@ _V1 = _Version("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
 _V2 = _Version("memory.max", "memory.current", "")
 
 
-def rooms(folder: Path, *, locked: bool = False, system: Path = Path("/")) -> list[Room]:
+def rooms(folder: Path, *, locked: bool = False, system: Path = Path("/")) -> list[MemoryLimit]:
     """All that bounds how much memory files in `folder` can take, tightest first; with `locked`, memory that is locked
     (or registered with a device). `system` is where ``proc`` and ``sys`` are.
     """
@@ -48,17 +48,17 @@ def rooms(folder: Path, *, locked: bool = False, system: Path = Path("/")) -> li
     return sorted(found)
 
 
-def _in_file_system(folder: Path) -> Room:
+def _in_file_system(folder: Path) -> MemoryLimit:
     status = os.statvfs(folder)
-    return Room(status.f_bavail * status.f_frsize, f"the size of the file system at '{folder}'")
+    return MemoryLimit(status.f_bavail * status.f_frsize, f"the size of the file system at '{folder}'")
 
 
-def _in_machine(system: Path) -> Iterator[Room]:
+def _in_machine(system: Path) -> Iterator[MemoryLimit]:
     if (found := _counter(system / "proc/meminfo", "MemAvailable:")) is not None:
-        yield Room(found << 10, "the machine's available memory")
+        yield MemoryLimit(found << 10, "the machine's available memory")
 
 
-def _in_cgroups(system: Path) -> Iterator[Room]:
+def _in_cgroups(system: Path) -> Iterator[MemoryLimit]:
     """The memory cgroup of this process, and those above it as far as they are seen."""
     mounts = list(_mounts(system))
     for line in _lines(system / "proc/self/cgroup"):
@@ -87,7 +87,7 @@ def _below(path: str, root: str) -> str:
     return ""
 
 
-def _upwards(top: Path, path: str, version: _Version) -> Iterator[Room]:
+def _upwards(top: Path, path: str, version: _Version) -> Iterator[MemoryLimit]:
     cgroup = top / path
     while True:
         if (room := _in_cgroup(cgroup, version)) is not None:
@@ -97,20 +97,20 @@ def _upwards(top: Path, path: str, version: _Version) -> Iterator[Room]:
         cgroup = cgroup.parent
 
 
-def _in_cgroup(cgroup: Path, version: _Version) -> Room | None:
+def _in_cgroup(cgroup: Path, version: _Version) -> MemoryLimit | None:
     limit, usage = _number(cgroup / version.limit), _number(cgroup / version.usage)
     if limit is None or usage is None or limit >= _NO_LIMIT:
         return None
     # Pages of files on disk are given up where memory is short.
     caches = (_counter(cgroup / "memory.stat", f"{version.total}{kind}_file") for kind in ("inactive", "active"))
-    return Room(max(limit - usage + sum(filter(None, caches)), 0), f"{version.limit} of the cgroup '{cgroup}'")
+    return MemoryLimit(max(limit - usage + sum(filter(None, caches)), 0), f"{version.limit} of the cgroup '{cgroup}'")
 
 
-def _lockable(system: Path) -> Iterator[Room]:
+def _lockable(system: Path) -> Iterator[MemoryLimit]:
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft != resource.RLIM_INFINITY and os.geteuid() != 0:
         locked = _counter(system / "proc/self/status", "VmLck:") or 0
-        yield Room(max(soft - (locked << 10), 0), "the limit of locked memory (ulimit -l)")
+        yield MemoryLimit(max(soft - (locked << 10), 0), "the limit of locked memory (ulimit -l)")
 
 
 def _number(path: Path) -> int | None:

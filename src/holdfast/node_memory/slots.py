@@ -76,7 +76,7 @@ _CELL_NBYTES: Final = 2048
 _CELL: Final = struct.Struct("<8sQI16s")
 
 
-class State(IntEnum):
+class SlotState(IntEnum):
     """What is in a slot."""
 
     FREE = 0
@@ -89,21 +89,21 @@ class State(IntEnum):
 
 #: What each state may become. What was given up becomes FREE.
 _NEXT: Final = {
-    State.FREE: (State.WRITING,),
-    State.WRITING: (State.STAGED, State.FREE),
-    State.STAGED: (State.SEALED, State.FREE),
-    State.SEALED: (State.SEALED, State.COMMITTED, State.SUPERSEDED, State.FREE),
-    State.COMMITTED: (State.WRITING, State.FREE),
-    State.SUPERSEDED: (State.WRITING, State.FREE),
+    SlotState.FREE: (SlotState.WRITING,),
+    SlotState.WRITING: (SlotState.STAGED, SlotState.FREE),
+    SlotState.STAGED: (SlotState.SEALED, SlotState.FREE),
+    SlotState.SEALED: (SlotState.SEALED, SlotState.COMMITTED, SlotState.SUPERSEDED, SlotState.FREE),
+    SlotState.COMMITTED: (SlotState.WRITING, SlotState.FREE),
+    SlotState.SUPERSEDED: (SlotState.WRITING, SlotState.FREE),
 }
 
 
 #: States of slots that hold a whole data file.
-WHOLE: Final = (State.SEALED, State.COMMITTED, State.SUPERSEDED)
+WHOLE: Final = (SlotState.SEALED, SlotState.COMMITTED, SlotState.SUPERSEDED)
 #: States in which nothing is lost with what a slot holds: it is nothing, durable, or not to become so.
-REUSABLE: Final = (State.FREE, State.COMMITTED, State.SUPERSEDED)
+REUSABLE: Final = (SlotState.FREE, SlotState.COMMITTED, SlotState.SUPERSEDED)
 #: States of slots that a keeper is to make durable.
-OWED: Final = (State.STAGED, State.SEALED)
+OWED: Final = (SlotState.STAGED, SlotState.SEALED)
 
 
 class Contents(msgspec.Struct, frozen=True, array_like=True):
@@ -119,22 +119,22 @@ class Contents(msgspec.Struct, frozen=True, array_like=True):
     nbytes: int
 
 
-class Record(msgspec.Struct, frozen=True, array_like=True):
+class SlotRecord(msgspec.Struct, frozen=True, array_like=True):
     """The state of a slot. `contents` is what is in it, or, while it is WRITING, will be; `digest` is of its digest
     table, from SEALED on; `error` says why it did not become durable when that was tried."""
 
-    state: State
+    state: SlotState
     contents: Contents | None = None
     digest: str = ""
     error: str = ""
 
 
-class _Cell(NamedTuple):
+class _WrittenRecord(NamedTuple):
     """A record as it was written: as the change number `sequence`, at the time `since`."""
 
     sequence: int
     since: float
-    record: Record
+    record: SlotRecord
 
 
 class Slot:
@@ -169,7 +169,7 @@ class Slot:
             self._memory = shared(self._fd, size)
             keep_private(self._memory.ctypes.data, size)
             #: The page as it was last read, and what was found in it.
-            self._page, self._found = b"", _Cell(0, 0.0, Record(State.FREE))
+            self._page, self._found = b"", _WrittenRecord(0, 0.0, SlotRecord(SlotState.FREE))
             self.record = self._newest().record
         except BaseException:
             os.close(self._fd)
@@ -182,7 +182,7 @@ class Slot:
         new, fd = folder.create_unnamed()  # until it is one: nobody ever finds half a slot
         try:
             os.ftruncate(fd, DATA_START + -(-nbytes // HUGE_PAGE_NBYTES) * HUGE_PAGE_NBYTES)
-            os.pwrite(fd, _cell(0, Record(State.FREE)), 0)
+            os.pwrite(fd, _cell(0, SlotRecord(SlotState.FREE)), 0)
             folder.rename(new, name)
         except BaseException:
             folder.remove(new)
@@ -197,7 +197,7 @@ class Slot:
         return self._memory[DATA_START:]
 
     @property
-    def state(self) -> State:
+    def state(self) -> SlotState:
         """The state that this process knows."""
         return self.record.state
 
@@ -253,7 +253,7 @@ class Slot:
         """Whether anybody has changed the state since it was last read. Takes microseconds."""
         return self._is_cut() or self._look() != self._page
 
-    def refresh(self) -> Record:
+    def refresh(self) -> SlotRecord:
         """Read what others have made of the slot. Takes microseconds where that is nothing. A slot that is closed here
         says what it said last, and so does a damaged one."""
         with self._lock:
@@ -275,7 +275,7 @@ class Slot:
     def _is_cut(self) -> bool:
         return os.fstat(self._fd).st_size < DATA_START + self.nbytes
 
-    def advance(self, record: Record) -> None:
+    def advance(self, record: SlotRecord) -> None:
         """Change the state. Only for whom the present state allows it, see the module. Survives this process at once,
         and is seen by all others that map the slot. The slot's lock ends with the state WRITING."""
         with self._lock:
@@ -291,16 +291,16 @@ class Slot:
             # One write of the whole cell: a reader sees it, or by its digest that it is not whole.
             self._memory[start : start + len(cell)] = memoryview(cell)
             self.record = record
-            if self._is_mine and record.state != State.WRITING:
+            if self._is_mine and record.state != SlotState.WRITING:
                 self.let_go()  # behind the change: WRITING without a lock says that the writer is dead
 
     def free_if_abandoned(self) -> bool:
         """Free the slot if the process that was filling it is dead. Whether it was."""
-        if self.state != State.WRITING or not self.take():
+        if self.state != SlotState.WRITING or not self.take():
             return False
-        is_abandoned = self.refresh().state == State.WRITING
+        is_abandoned = self.refresh().state == SlotState.WRITING
         if is_abandoned:
-            self.advance(Record(State.FREE))
+            self.advance(SlotRecord(SlotState.FREE))
         else:
             self.let_go()
         return is_abandoned
@@ -322,7 +322,7 @@ class Slot:
                 collapse_pages(self.data.ctypes.data + page, HUGE_PAGE_NBYTES)
                 self._allocate(page, HUGE_PAGE_NBYTES)
 
-    def remove_if(self, is_unneeded: Callable[[Record], bool]) -> bool:
+    def remove_if(self, is_unneeded: Callable[[SlotRecord], bool]) -> bool:
         """Remove the slot for all, if its record, read again under its lock, `is_unneeded` and in a state in which
         nothing is lost with it. Whether it was removed; then it is closed here too."""
         if not self.take():
@@ -367,7 +367,7 @@ class Slot:
                 path=str(self.path),
             ) from error
 
-    def _newest(self) -> _Cell:
+    def _newest(self) -> _WrittenRecord:
         """The newer of the two cells that are whole."""
         page = self._look()
         if page != self._page:
@@ -401,20 +401,20 @@ def rank_of(name: str) -> int:
     return int(name.split("-")[1])
 
 
-def _cell(sequence: int, record: Record) -> bytes:
+def _cell(sequence: int, record: SlotRecord) -> bytes:
     payload = msgspec.msgpack.encode((time.time(), record))
     assert _CELL.size + len(payload) <= _CELL_NBYTES
     return _CELL.pack(_MAGIC, sequence, len(payload), _digest(sequence, payload)) + payload
 
 
-def _read_cell(cell: bytes) -> _Cell | None:
+def _read_cell(cell: bytes) -> _WrittenRecord | None:
     """What is in a cell; None where it is not whole."""
     magic, sequence, nbytes, digest = _CELL.unpack_from(cell)
     payload = cell[_CELL.size : _CELL.size + nbytes]
     if magic != _MAGIC or digest != _digest(sequence, payload):
         return None
-    since, record = decode_msgpack(payload, tuple[float, Record])
-    return _Cell(sequence, since, record)
+    since, record = decode_msgpack(payload, tuple[float, SlotRecord])
+    return _WrittenRecord(sequence, since, record)
 
 
 def _digest(sequence: int, payload: bytes) -> bytes:

@@ -14,7 +14,7 @@ import numpy as np
 
 from holdfast.format.container import BLOCK_NBYTES, Files, num_blocks
 from holdfast.geometry import Int64s
-from holdfast.plan.demands import Want
+from holdfast.plan.demands import WantedKind
 from holdfast.plan.exchange import Bools
 
 #: The most that is read with one request.
@@ -32,7 +32,7 @@ class PerFile:
 
 
 @dataclass(frozen=True)
-class Reading:
+class NodeReading:
     """Bytes that each node reads, and what is read of each file: where nodes read for themselves (`apart`), and where
     what several of them want is read by one of them (`once`)."""
 
@@ -60,10 +60,10 @@ class _Touched(NamedTuple):
     blocks: Bools
 
 
-def count_blocks(files: Files, wants: Sequence[Want], members: Bools) -> Reading:
+def count_blocks(files: Files, wants: Sequence[WantedKind], members: Bools) -> NodeReading:
     """What is read for `wants`; ``members[s]`` says which nodes are in set number ``s``."""
     num_files = files.manifest.body.num_files
-    reading = Reading(
+    reading = NodeReading(
         np.zeros(members.shape[1], np.int64),
         PerFile(*np.zeros((2, num_files), np.int64)),
         PerFile(*np.zeros((2, num_files), np.int64)),
@@ -104,7 +104,7 @@ def _sizes(blocks: Bools, data_nbytes: int) -> tuple[Int64s, Int64s]:
     return nbytes, requests
 
 
-def _touched(files: Files, wants: Sequence[Want], num_sets: int) -> Iterator[_Touched]:
+def _touched(files: Files, wants: Sequence[WantedKind], num_sets: int) -> Iterator[_Touched]:
     """What is wanted of each file of which anything is."""
     wanted = np.zeros((files.manifest.body.num_files, num_sets), np.bool_)
     for want in wants:
@@ -122,7 +122,7 @@ def _touched(files: Files, wants: Sequence[Want], num_sets: int) -> Iterator[_To
 
 
 def _touched_of(
-    files: Files, chunk: Int64s, positions: Int64s, wants: Sequence[Want], wanted: Bools
+    files: Files, chunk: Int64s, positions: Int64s, wants: Sequence[WantedKind], wanted: Bools
 ) -> Iterator[_Touched]:
     """The same of the files `chunk`, of which ``wanted[f, s]`` says whether set ``s`` of nodes wants some."""
     columns = files.columns(chunk, positions)

@@ -201,7 +201,7 @@ class HeldParts:
     numbers: Int64s
 
 
-class Columns:
+class RankColumns:
     """The columns of all ranks that share a body. Vectorised: 10 million parts take seconds, not minutes."""
 
     def __init__(self, ranks: Int64s, columns: Sequence[bytes]) -> None:

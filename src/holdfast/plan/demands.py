@@ -9,14 +9,14 @@ import numpy as np
 
 from holdfast.format.container import Files
 from holdfast.geometry import Box, Int64s, Shape
-from holdfast.mapping.parts import NO_AXIS, Part
+from holdfast.mapping.parts import NO_AXIS, MappedPart
 from holdfast.plan.exchange import Bools
-from holdfast.plan.layout_rules import Held, Place
+from holdfast.plan.layout_rules import HeldTensor, Place
 from holdfast.plan.overlay import overlay
 from holdfast.plan.placements import placed_cells
 
 
-class Want(NamedTuple):
+class WantedKind(NamedTuple):
     """What is wanted of all `tensors` of a kind: of each, elements ``[firsts, lasts)`` of those that file ``owners``
     (ascending) holds of it, by the nodes of set number ``sets``."""
 
@@ -54,7 +54,7 @@ class _Cells(NamedTuple):
     sets: Int64s
 
 
-class _Boxes(NamedTuple):
+class _WantedBoxes(NamedTuple):
     """Boxes of stored tensors that are wanted, by which sets of nodes; and how many elements each rank needs."""
 
     starts: Int64s
@@ -74,10 +74,10 @@ class Demands:
         self._numbers = {name: number for number, name in enumerate(files.manifest.body.names)}
         self._sets: dict[bytes, int] = {}
         self._cells: dict[tuple[tuple[Place, ...], Shape], _Cells] = {}
-        self._boxes: dict[_Geometry, _Boxes] = {}
+        self._boxes: dict[_Geometry, _WantedBoxes] = {}
         self._tensors: dict[_Kind, list[int]] = {}
 
-    def add(self, held: Held, shape: Shape, part: Part, source: str) -> None:
+    def add(self, held: HeldTensor, shape: Shape, part: MappedPart, source: str) -> None:
         """Have a stored part of a tensor of `shape`, which is `held` so, be wanted."""
         body, number = self._files.manifest.body, self._numbers[source]
         geometry = _Geometry(held.places, shape, part.box, part.start, part.axes)
@@ -93,7 +93,7 @@ class Demands:
             total += self._boxes[kind.geometry].numels * int(self._files.itemsizes[numbers].sum())
         return total
 
-    def wants(self) -> list[Want]:
+    def wants(self) -> list[WantedKind]:
         """All of it."""
         return [self._meet(self._boxes[kind.geometry], numbers) for kind, numbers in self._tensors.items()]
 
@@ -101,15 +101,15 @@ class Demands:
         """For each set of nodes (rows), which nodes are in it."""
         return np.frombuffer(b"".join(self._sets), np.bool_).reshape(len(self._sets), self._num_nodes)
 
-    def _meet(self, boxes: _Boxes, numbers: list[int]) -> Want:
+    def _meet(self, boxes: _WantedBoxes, numbers: list[int]) -> WantedKind:
         """Where boxes meet what is stored of tensors of one kind."""
         cells = self._files.cells(numbers[0])
         spans = overlay(cells, self._files.manifest.shape(numbers[0]), boxes.starts, boxes.sizes)
         within = cells.within[spans.cells]
         rows = _merged(cells.owners[spans.cells], boxes.sets[spans.boxes], within + spans.firsts, within + spans.lasts)
-        return Want(np.asarray(numbers, np.int64), *rows)
+        return WantedKind(np.asarray(numbers, np.int64), *rows)
 
-    def _held(self, held: Held, shape: Shape) -> _Cells:
+    def _held(self, held: HeldTensor, shape: Shape) -> _Cells:
         """How a tensor of `shape` is held."""
         key = held.places, shape
         if key not in self._cells:
@@ -126,7 +126,7 @@ class Demands:
         nodes[np.arange(len(holders))[:, None], self._node_of[holders]] = True
         return np.asarray([self._sets.setdefault(row.tobytes(), len(self._sets)) for row in nodes], np.int64)
 
-    def _part(self, held: _Cells, part: Part) -> _Boxes:
+    def _part(self, held: _Cells, part: MappedPart) -> _WantedBoxes:
         """What is held of one part of the tensor, in the coordinates of the stored tensor."""
         low = np.asarray(part.box.start, np.int64)
         starts = np.maximum(held.starts, low)
@@ -141,7 +141,7 @@ class Demands:
             if mine != NO_AXIS:
                 source[:, axis] += starts[:, mine]
                 extents[:, axis] = sizes[:, mine]
-        return _Boxes(source, extents, held.sets[met], numels)
+        return _WantedBoxes(source, extents, held.sets[met], numels)
 
 
 def _merged(owners: Int64s, sets: Int64s, firsts: Int64s, lasts: Int64s) -> tuple[Int64s, Int64s, Int64s, Int64s]:

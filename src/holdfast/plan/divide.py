@@ -14,7 +14,7 @@ import numpy as np
 
 from holdfast.errors import StateError
 from holdfast.geometry import Int64s, Shape, coverage_fault
-from holdfast.plan.body import Columns, DecodedBody, HeldParts, PiecesWire, PlacedWire, WholeWire
+from holdfast.plan.body import DecodedBody, HeldParts, PiecesWire, PlacedWire, RankColumns, WholeWire
 from holdfast.plan.layout import Mesh, Placement
 from holdfast.plan.placements import placed_cells
 
@@ -62,30 +62,30 @@ class Division:
 
 
 @dataclass(frozen=True, eq=False)
-class Group:
+class RankGroup:
     """All ranks that sent one body, and what their columns hold."""
 
     body: DecodedBody
     ranks: Int64s
     #: None where the body has no pieces.
-    columns: Columns | None
+    columns: RankColumns | None
     #: For specs that are pieces: the first one with the same parts on all ranks.
     alike: Mapping[int, int]
 
     @staticmethod
-    def of(encoded: bytes, ranks: Int64s, columns: Sequence[bytes]) -> Group:
+    def of(encoded: bytes, ranks: Int64s, columns: Sequence[bytes]) -> RankGroup:
         """Decode a body and the columns of the ranks that share it."""
         body = DecodedBody(encoded)
         pieces = [(index, spec) for index, spec in enumerate(body.body.spec_table) if isinstance(spec, PiecesWire)]
         if not pieces:
-            return Group(body, ranks, None, {})
-        decoded = Columns(ranks, columns)
+            return RankGroup(body, ranks, None, {})
+        decoded = RankColumns(ranks, columns)
         first = decoded.alike()
         known: dict[PiecesWire, int] = {}
         alike = {
             index: known.setdefault(PiecesWire(first[spec.number], spec.replicas), index) for index, spec in pieces
         }
-        return Group(body, ranks, decoded, alike)
+        return RankGroup(body, ranks, decoded, alike)
 
     def held(self, spec: PiecesWire) -> list[HeldParts]:
         """What the ranks hold of the tensors with that spec."""
@@ -100,7 +100,7 @@ Claim = tuple[int, int]
 class Divider:
     """Turns claims into divisions; equal claims to equally shaped tensors share one division."""
 
-    def __init__(self, groups: Sequence[Group]) -> None:
+    def __init__(self, groups: Sequence[RankGroup]) -> None:
         self.groups = groups
         self._divisions: dict[tuple[tuple[Claim, ...], Shape], Division] = {}
         self._placed: dict[tuple[Mesh, tuple[Placement, ...], Shape], Division] = {}
@@ -153,7 +153,7 @@ class Divider:
         return isinstance(spec, PlacedWire) or spec.replicas != "compare"
 
 
-def spec_replicas(groups: Sequence[Group], claim: Claim) -> str | None:
+def spec_replicas(groups: Sequence[RankGroup], claim: Claim) -> str | None:
     """The replica policy that a claim declares, where it is a plain tensor's."""
     spec = groups[claim[0]].body.body.spec_table[claim[1]]
     return spec.replicas if isinstance(spec, WholeWire) else None

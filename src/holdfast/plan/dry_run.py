@@ -11,15 +11,15 @@ import numpy as np
 from holdfast.format.container import Files
 from holdfast.format.patterns import Globs, unmatched
 from holdfast.geometry import Int64s, Shape
-from holdfast.mapping.draft import Table
+from holdfast.mapping.draft import CheckpointTable
 from holdfast.mapping.parts import as_stored, castable
-from holdfast.plan.blocks import Reading, count_blocks
+from holdfast.plan.blocks import NodeReading, count_blocks
 from holdfast.plan.demands import Demands
 from holdfast.plan.exchange import Bandwidths, Seconds
-from holdfast.plan.layout_rules import Held, Layout, assign, parameter_of
+from holdfast.plan.layout_rules import HeldTensor, Layout, assign, parameter_of
 
 
-class Cast(msgspec.Struct, frozen=True):
+class CastTensor(msgspec.Struct, frozen=True):
     """A tensor that is held in another dtype than it is stored in."""
 
     name: str
@@ -35,10 +35,10 @@ class Matching:
     in. `partly_kept` are tensors of which some elements are not stored and stay what they were.
     """
 
-    held: Mapping[str, Held]
+    held: Mapping[str, HeldTensor]
     unexpected: tuple[str, ...]
-    cast: tuple[Cast, ...]
-    refused: tuple[Cast, ...]
+    cast: tuple[CastTensor, ...]
+    refused: tuple[CastTensor, ...]
     partly_kept: tuple[str, ...]
 
     @property
@@ -52,10 +52,10 @@ class Traffic:
     """What moves, in bytes as they are stored, without values: what each rank needs, and what is read for that."""
 
     needed: Int64s
-    reading: Reading
+    reading: NodeReading
 
 
-def match(layout: Layout, table: Table, *, select: Globs | None, cast: Globs | bool) -> Matching:
+def match(layout: Layout, table: CheckpointTable, *, select: Globs | None, cast: Globs | bool) -> Matching:
     """Which of a checkpoint's tensors a job would load that holds them in `layout`, as far as names and dtypes go.
 
     `select` and `cast` are as in a load; an optimizer is selected as a whole. Raises `IncompatibleError`: for rules as
@@ -68,9 +68,9 @@ def match(layout: Layout, table: Table, *, select: Globs | None, cast: Globs | b
     tied = {name: [name] for name in tensors}
     for alias, name in table.aliases.items():
         tied[name].append(alias)
-    held: dict[str, Held] = {}
+    held: dict[str, HeldTensor] = {}
     unexpected: list[str] = []
-    casts: dict[bool, list[Cast]] = {True: [], False: []}
+    casts: dict[bool, list[CastTensor]] = {True: [], False: []}
     for name, stored in tensors.items():
         owner = parameter_of(name, tensors, table.aliases)
         if select is not None and not _any_in(select, tied[name] if owner is None else owner[:1]):
@@ -82,7 +82,7 @@ def match(layout: Layout, table: Table, *, select: Globs | None, cast: Globs | b
         held[name] = placed[name]
         dtype = placed[name].dtype or stored.dtype
         if dtype != stored.dtype:
-            casts[may_cast and castable(stored.dtype, dtype)].append(Cast(name, stored.dtype, dtype))
+            casts[may_cast and castable(stored.dtype, dtype)].append(CastTensor(name, stored.dtype, dtype))
     for option, globs in (("select", select), ("cast", cast)):
         if isinstance(globs, Globs) and globs.unmatched():
             action = "Give globs of names as they are after the mapping; an optimizer has one name."
@@ -92,7 +92,9 @@ def match(layout: Layout, table: Table, *, select: Globs | None, cast: Globs | b
     return Matching(held, tuple(unexpected), tuple(casts[True]), tuple(casts[False]), kept)
 
 
-def traffic(files: Files, table: Table, held: Mapping[str, Held], mesh_shape: Shape, node_of: Int64s) -> Traffic:
+def traffic(
+    files: Files, table: CheckpointTable, held: Mapping[str, HeldTensor], mesh_shape: Shape, node_of: Int64s
+) -> Traffic:
     """What a load moves when tensors are `held` on a mesh of all ranks, where rank ``r`` is on node ``node_of[r]``."""
     demands = Demands(files, mesh_shape, node_of)
     for name, how in held.items():
@@ -103,7 +105,7 @@ def traffic(files: Files, table: Table, held: Mapping[str, Held], mesh_shape: Sh
     return Traffic(demands.needed(), count_blocks(files, demands.wants(), demands.members()))
 
 
-def seconds(reading: Reading, bandwidths: Bandwidths) -> Seconds:
+def seconds(reading: NodeReading, bandwidths: Bandwidths) -> Seconds:
     """How long reading takes at least, each of the two ways."""
     return bandwidths.seconds(reading.nodes.tolist(), int(reading.once.nbytes.sum()))
 

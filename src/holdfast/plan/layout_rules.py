@@ -33,7 +33,7 @@ from holdfast.format.dtypes import DTYPES
 from holdfast.format.near import near
 from holdfast.format.patterns import Pattern
 from holdfast.geometry import Shape
-from holdfast.mapping.parts import Stored
+from holdfast.mapping.parts import StoredTensor
 from holdfast.plan.layout import Mesh, Placed, Placement, Replicate, Shard
 
 _PLACE = re.compile(r"(replicate)|(shard|stage) +([0-9]{1,6})")
@@ -42,16 +42,16 @@ _STATE = "/state/"
 _SHOWN = 3
 
 
-class Stage(NamedTuple):
+class PipelineStage(NamedTuple):
     """Held by the ranks of one coordinate along a mesh axis, and by no others."""
 
     coordinate: int
 
 
-Place = Placement | Stage
+Place = Placement | PipelineStage
 
 
-class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class PlacementRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Where tensors go whose names match: per mesh axis, and the dtype that they have there (default: as stored).
 
     The dtype does not concern state of optimizers.
@@ -81,7 +81,7 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A mesh by the names and sizes of its axes, and the rules, in order."""
 
     mesh: dict[str, int]
-    rule: tuple[Rule, ...] = ()
+    rule: tuple[PlacementRule, ...] = ()
     default: dict[str, str] | None = None
 
     def __post_init__(self) -> None:
@@ -96,7 +96,7 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             if axis not in self.mesh:
                 raise ValueError(f"{where}: the mesh has no axis {axis!r}; it has {', '.join(self.mesh)}")
             place = _parsed(text)
-            if isinstance(place, Stage) and place.coordinate >= self.mesh[axis]:
+            if isinstance(place, PipelineStage) and place.coordinate >= self.mesh[axis]:
                 raise ValueError(f"{where}: {axis!r} has no {text}; its stages are 0 to {self.mesh[axis] - 1}")
 
     @property
@@ -111,7 +111,7 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldTensor:
     """How a tensor is held: a place per mesh axis, and its dtype there (None: as stored)."""
 
     places: tuple[Place, ...]
@@ -120,10 +120,12 @@ class Held:
     def placed(self, mesh_shape: Shape) -> Placed:
         """The same as placements on the ranks that hold some of it."""
         ranks = np.arange(prod(mesh_shape)).reshape(mesh_shape)
-        stages = [(axis, place.coordinate) for axis, place in enumerate(self.places) if isinstance(place, Stage)]
+        stages = [
+            (axis, place.coordinate) for axis, place in enumerate(self.places) if isinstance(place, PipelineStage)
+        ]
         for axis, coordinate in stages:
             ranks = ranks.take([coordinate], axis)
-        placements = tuple(Replicate() if isinstance(place, Stage) else place for place in self.places)
+        placements = tuple(Replicate() if isinstance(place, PipelineStage) else place for place in self.places)
         return Placed(Mesh(ranks.shape, tuple(ranks.reshape(-1).tolist())), placements)
 
 
@@ -145,7 +147,7 @@ def from_toml(text: str, *, path: str) -> Layout:
         ) from error
 
 
-def assign(layout: Layout, tensors: Mapping[str, Stored], aliases: Mapping[str, str]) -> dict[str, Held]:
+def assign(layout: Layout, tensors: Mapping[str, StoredTensor], aliases: Mapping[str, str]) -> dict[str, HeldTensor]:
     """How each tensor is held that somebody holds. A tied tensor also goes by its other names, `aliases`.
 
     Raises `IncompatibleError`, code ``incompatible.layout``, for a rule that matches nothing, and for one that divides
@@ -160,7 +162,7 @@ def assign(layout: Layout, tensors: Mapping[str, Stored], aliases: Mapping[str, 
         owner = parameter_of(name, tensors, aliases)
         parameter = None if owner is None else owner[1]
         known = [name, *others.get(name, ()), *([] if parameter is None else [parameter])]
-        held = _hold(layout, rules, _Subject(name, known, stored.shape, _shape(parameter, tensors, aliases)))
+        held = _hold(layout, rules, _PlacedTensor(name, known, stored.shape, _shape(parameter, tensors, aliases)))
         if held is not None:
             found[name] = held
     for rule in rules:
@@ -169,7 +171,7 @@ def assign(layout: Layout, tensors: Mapping[str, Stored], aliases: Mapping[str, 
     return found
 
 
-def parameter_of(name: str, tensors: Mapping[str, Stored], aliases: Mapping[str, str]) -> tuple[str, str] | None:
+def parameter_of(name: str, tensors: Mapping[str, StoredTensor], aliases: Mapping[str, str]) -> tuple[str, str] | None:
     """The paths of the optimizer and the parameter that a tensor is state of: ``<path>/state/<parameter>/<slot>``."""
     at = name.find(_STATE)
     while at >= 0:
@@ -182,7 +184,7 @@ def parameter_of(name: str, tensors: Mapping[str, Stored], aliases: Mapping[str,
     return None
 
 
-class _Subject(NamedTuple):
+class _PlacedTensor(NamedTuple):
     """A tensor to be placed: what rules may call it, and the shape of the parameter that it is state of."""
 
     name: str
@@ -196,13 +198,13 @@ class _Compiled:
     """A rule, and whether it has matched anything."""
 
     number: int
-    rule: Rule
+    rule: PlacementRule
     patterns: list[Pattern]
     places: dict[str, Place]
     matched: bool = field(default=False)
 
     @staticmethod
-    def of(number: int, rule: Rule) -> _Compiled:
+    def of(number: int, rule: PlacementRule) -> _Compiled:
         places = {axis: _parsed(text) for axis, text in rule.place.items()}
         return _Compiled(number, rule, [Pattern(text) for text in rule.globs], places)
 
@@ -212,7 +214,7 @@ class _Compiled:
         return found
 
 
-def _hold(layout: Layout, rules: list[_Compiled], subject: _Subject) -> Held | None:
+def _hold(layout: Layout, rules: list[_Compiled], subject: _PlacedTensor) -> HeldTensor | None:
     """How one tensor is held; None where nobody holds it."""
     matching = [rule for rule in rules if rule.match(subject.names)]
     if not matching and layout.default is None:
@@ -232,7 +234,7 @@ def _hold(layout: Layout, rules: list[_Compiled], subject: _Subject) -> Held | N
         places.setdefault(axis, _parsed(text))
     reached = tuple(_within(places.get(axis, Replicate()), num_axes) for axis in layout.mesh)
     dtype = None if is_state else next((rule.rule.dtype for rule in matching if rule.rule.dtype is not None), None)
-    return Held(reached, dtype)
+    return HeldTensor(reached, dtype)
 
 
 def _within(place: Place, num_axes: int) -> Place:
@@ -246,10 +248,10 @@ def _parsed(text: str) -> Place:
     if found[1]:
         return Replicate()
     number = int(found[3])
-    return Shard(number) if found[2] == "shard" else Stage(number)
+    return Shard(number) if found[2] == "shard" else PipelineStage(number)
 
 
-def _shape(name: str | None, tensors: Mapping[str, Stored], aliases: Mapping[str, str]) -> Shape | None:
+def _shape(name: str | None, tensors: Mapping[str, StoredTensor], aliases: Mapping[str, str]) -> Shape | None:
     return None if name is None else tensors[aliases.get(name, name)].shape
 
 
@@ -275,7 +277,7 @@ def _unmatched(rule: _Compiled, names: Iterable[str]) -> IncompatibleError:
     )
 
 
-def _beyond(rule: _Compiled, mesh_axis: str, place: Shard, subject: _Subject) -> IncompatibleError:
+def _beyond(rule: _Compiled, mesh_axis: str, place: Shard, subject: _PlacedTensor) -> IncompatibleError:
     what = f"divides axis {place.axis} along {mesh_axis!r}, and {subject.name!r} of shape {subject.shape} has none"
     return IncompatibleError(
         f"Rule {rule.number} of the layout, {_listed(rule.rule.globs)}, {what}.",

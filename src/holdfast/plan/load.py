@@ -23,14 +23,14 @@ from holdfast.plan.strips import Strip, shared
 _FILES_AT_ONCE = 256
 
 
-class Want(msgspec.Struct, frozen=True, gc=False):
+class ReadRequest(msgspec.Struct, frozen=True, gc=False):
     """A box of a tensor that somebody wants."""
 
     tensor: int
     box: Box
 
 
-class Read(NamedTuple):
+class ByteRead(NamedTuple):
     """Bytes ``[start, stop)`` of a file's data section, which hold what want number `want` and a stored cell share.
 
     The bytes are elements `first` and following of the row-major order of `shape`, a box of the tensor that begins
@@ -46,7 +46,7 @@ class Read(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Meeting:
+class _MeetingCells:
     """Cells that share elements with a wanted box: for each its number, and the span of the cell's row-major order
     from the first to the last shared element; and how the elements lie in both, as rows of `Strip`."""
 
@@ -88,13 +88,13 @@ class FileReads:
     def __len__(self) -> int:
         return len(self._rows)
 
-    def read(self, index: int) -> Read:
+    def read(self, index: int) -> ByteRead:
         """Read number `index` in full."""
         row = int(self._rows[index])
         meeting = self._plan.meetings[int(self._plan.meeting_of[row])]
         before, shape, origin = meeting.frame(int(self._plan.cells[row]))
         first = before + int(self._plan.firsts[row])
-        return Read(int(self.wants[index]), int(self.starts[index]), int(self.stops[index]), first, shape, origin)
+        return ByteRead(int(self.wants[index]), int(self.starts[index]), int(self.stops[index]), first, shape, origin)
 
     def strip(self, index: int) -> Strip | None:
         """How the elements of read number `index`, from its first byte on, lie in it and in its want; None where they
@@ -107,7 +107,7 @@ class FileReads:
 class _Plan:
     """One row per read, in order of wants; `firsts` and `lasts` are elements of the cell."""
 
-    meetings: Sequence[_Meeting]
+    meetings: Sequence[_MeetingCells]
     meeting_of: Int64s
     wants: Int64s
     tensors: Int64s
@@ -120,7 +120,7 @@ class _Plan:
     straight: npt.NDArray[np.bool_]
 
 
-def plan_load(files: Files, wants: Sequence[Want], *, first_file: int = 0) -> Iterator[FileReads]:
+def plan_load(files: Files, wants: Sequence[ReadRequest], *, first_file: int = 0) -> Iterator[FileReads]:
     """The reads that fill `wants`, file by file, beginning with `first_file` (ranks begin at different ones)."""
     plan = _plan(files, wants)
     needed, at = np.unique(plan.owners, return_inverse=True)
@@ -154,13 +154,13 @@ def plan_load(files: Files, wants: Sequence[Want], *, first_file: int = 0) -> It
             )
 
 
-def resharded(files: Files, wants: Sequence[Want]) -> Iterator[int]:
+def resharded(files: Files, wants: Sequence[ReadRequest]) -> Iterator[int]:
     """Indexes of those of `wants` that are not just one stored cell."""
     meetings, meeting_of = _meetings(files, wants)
     return (index for index, meeting in enumerate(meeting_of) if not meetings[meeting].alike)
 
 
-def _plan(files: Files, wants: Sequence[Want]) -> _Plan:
+def _plan(files: Files, wants: Sequence[ReadRequest]) -> _Plan:
     meetings, meeting_of = _meetings(files, wants)
     # The cells of all meetings in one line; each want takes those of its meeting.
     counts = np.asarray([len(meeting.numbers) for meeting in meetings], np.int64)
@@ -186,11 +186,11 @@ def _plan(files: Files, wants: Sequence[Want]) -> _Plan:
     return _Plan(meetings, met, want_of, tensors, cells, owners, withins, firsts, lasts, strips, straight)
 
 
-def _meetings(files: Files, wants: Sequence[Want]) -> tuple[list[_Meeting], list[int]]:
+def _meetings(files: Files, wants: Sequence[ReadRequest]) -> tuple[list[_MeetingCells], list[int]]:
     """How wanted boxes meet stored cells, each way once; and for each want, which of the meetings is its own."""
     partitions, shapes = files.manifest.body.partitions, files.manifest.body.shapes
     known: dict[tuple[int, int, Box], int] = {}
-    meetings: list[_Meeting] = []
+    meetings: list[_MeetingCells] = []
     meeting_of: list[int] = []
     for want in wants:
         tensor, box = want.tensor, want.box
@@ -203,16 +203,16 @@ def _meetings(files: Files, wants: Sequence[Want]) -> tuple[list[_Meeting], list
     return meetings, meeting_of
 
 
-def _meet(cells: Cells, shape: Shape, box: Box) -> _Meeting:
+def _meet(cells: Cells, shape: Shape, box: Box) -> _MeetingCells:
     if not box.numel:
         nothing = np.zeros(0, np.int64)
-        return _Meeting(cells, shape, nothing, nothing, nothing, nothing.reshape(0, 4), alike=True)
+        return _MeetingCells(cells, shape, nothing, nothing, nothing, nothing.reshape(0, 4), alike=True)
     numbers = cells.meeting(shape, box)
     if not isinstance(cells, FlatCells):
         spans = shared(*cells.boxes(numbers), box)
         alike = len(numbers) == 1 and cells.part(int(numbers[0])) == box
-        return _Meeting(cells, shape, numbers, *spans, alike=alike)
-    return _Meeting(cells, shape, *_flat_spans(cells, numbers, shape, box), alike=False)
+        return _MeetingCells(cells, shape, numbers, *spans, alike=alike)
+    return _MeetingCells(cells, shape, *_flat_spans(cells, numbers, shape, box), alike=False)
 
 
 def _flat_spans(cells: FlatCells, numbers: Int64s, shape: Shape, box: Box) -> tuple[Int64s, Int64s, Int64s, Int64s]:
@@ -243,7 +243,7 @@ def _span(shape: Shape, box: Box) -> tuple[int, int]:
     return first, last + 1
 
 
-def pieces(read: Read, box: Box, skipped: int, count: int) -> Iterator[tuple[int, Box, Box, Box]]:
+def pieces(read: ByteRead, box: Box, skipped: int, count: int) -> Iterator[tuple[int, Box, Box, Box]]:
     """Where `count` elements of `read`, after the `skipped` first ones, go in the wanted `box`.
 
     Yields ``(offset, stored, source, target)``: elements from `offset` on are box `stored` in row-major order; of

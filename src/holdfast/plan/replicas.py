@@ -39,7 +39,7 @@ class Writers:
     cut: tuple[Cut, ...] = ()
 
 
-class _Pieces:
+class _SharedCells:
     """Cells that several ranks hold, of all tensors, as columns."""
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ class _Pieces:
 def assign(divisions: Sequence[Division], itemsizes: Sequence[int], world_size: int) -> list[Writers]:
     """Who writes each tensor; a pure function of its arguments."""
     loads = np.zeros(world_size, np.int64)
-    pieces = _Pieces()
+    pieces = _SharedCells()
     writers: list[Writers] = []
     alone: dict[tuple[int, int], tuple[Writers, Int64s]] = {}
     for tensor, (division, itemsize) in enumerate(zip(divisions, itemsizes, strict=True)):
@@ -84,7 +84,7 @@ def assign(divisions: Sequence[Division], itemsizes: Sequence[int], world_size: 
     return writers
 
 
-def _share_out(pieces: _Pieces, loads: Int64s, itemsizes: Sequence[int], writers: list[Writers]) -> None:
+def _share_out(pieces: _SharedCells, loads: Int64s, itemsizes: Sequence[int], writers: list[Writers]) -> None:
     tensors, cells, sets, nbytes, rows = (np.concatenate(column) for column in zip(*pieces.columns, strict=True))
     order = np.lexsort((cells, tensors, sets))
     tensors, cells, sets, nbytes, rows = (column[order] for column in (tensors, cells, sets, nbytes, rows))
@@ -116,7 +116,9 @@ def _share_out(pieces: _Pieces, loads: Int64s, itemsizes: Sequence[int], writers
     _keep(owners, order, cuts, pieces, writers)
 
 
-def _keep(owners: Int64s, order: Int64s, cuts: dict[int, list[Cut]], pieces: _Pieces, writers: list[Writers]) -> None:
+def _keep(
+    owners: Int64s, order: Int64s, cuts: dict[int, list[Cut]], pieces: _SharedCells, writers: list[Writers]
+) -> None:
     """Put what was decided, in the order of holder sets, back to the tensors."""
     as_added = np.empty_like(owners)
     as_added[order] = owners

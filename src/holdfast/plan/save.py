@@ -21,7 +21,7 @@ from holdfast.format.dtypes import DTYPES
 from holdfast.format.partition import is_too_long
 from holdfast.format.records import Place
 from holdfast.geometry import Box, Int64s, Shape, flat_boxes
-from holdfast.plan.divide import Claim, Divider, Division, Group, as_grid, grid_boxes
+from holdfast.plan.divide import Claim, Divider, Division, RankGroup, as_grid, grid_boxes
 from holdfast.plan.replicas import Cut, Writers, assign
 from holdfast.wording import count
 
@@ -52,7 +52,7 @@ class RankMessage:
 
 
 @dataclass(frozen=True)
-class Identity:
+class CheckpointIdentity:
     """Which checkpoint is being planned."""
 
     checkpoint_id: str
@@ -63,7 +63,7 @@ class Identity:
     metrics: Mapping[str, float]
 
 
-class _Tensor(msgspec.Struct, frozen=True, gc=False):
+class _ClaimedTensor(msgspec.Struct, frozen=True, gc=False):
     dtype: str
     shape: Shape
     claims: tuple[Claim, ...]
@@ -74,7 +74,7 @@ class SavePlan:
     """Who writes which part of which tensor; not yet a certain checkpoint."""
 
     ranks: tuple[int, ...]
-    tensors: Mapping[str, _Tensor]
+    tensors: Mapping[str, _ClaimedTensor]
     aliases: Mapping[str, str]
     divisions: Sequence[Division]
     writers: Sequence[Writers]
@@ -113,14 +113,14 @@ def plan_save(
 
 
 @dataclass(frozen=True)
-class Draft:
+class ManifestTemplate:
     """The manifest of all checkpoints that are written by one plan; `body` misses what tells them apart."""
 
     body: fmt.Manifest
     blobs: Sequence[bytes]
 
     @staticmethod
-    def of(plan: SavePlan, values: Sequence[RankValues]) -> Draft:
+    def of(plan: SavePlan, values: Sequence[RankValues]) -> ManifestTemplate:
         """The manifest of `plan`, with room for `values`."""
         tensors = plan.tensors.values()
         ranks = _writing_ranks(plan.writers, [block.rank for block in values], max(plan.ranks) + 1)
@@ -154,9 +154,9 @@ class Draft:
             ),
             sequences=tuple(table.sequences.sequences),
         )
-        return Draft(body, table.sequences.blobs)
+        return ManifestTemplate(body, table.sequences.blobs)
 
-    def encode(self, identity: Identity, diverged: Sequence[str] = ()) -> bytes:
+    def encode(self, identity: CheckpointIdentity, diverged: Sequence[str] = ()) -> bytes:
         """The manifest file of the checkpoint `identity`; `diverged` are names of tensors whose copies were found to
         differ, sorted."""
         body = msgspec.structs.replace(
@@ -173,10 +173,10 @@ class Draft:
 
 
 def encode_plan(
-    plan: SavePlan, *, identity: Identity, values: Sequence[RankValues], diverged: Sequence[str] = ()
+    plan: SavePlan, *, identity: CheckpointIdentity, values: Sequence[RankValues], diverged: Sequence[str] = ()
 ) -> bytes:
     """The manifest file of the one checkpoint `identity` that is written by `plan`."""
-    return Draft.of(plan, values).encode(identity, diverged)
+    return ManifestTemplate.of(plan, values).encode(identity, diverged)
 
 
 def _differ(rows: Int64s) -> bool:
@@ -184,27 +184,29 @@ def _differ(rows: Int64s) -> bool:
     return bool((rows != rows[:, :1]).any())
 
 
-def _groups(messages: Sequence[RankMessage], bodies: Mapping[bytes, bytes], ranks: Sequence[int]) -> list[Group]:
+def _groups(messages: Sequence[RankMessage], bodies: Mapping[bytes, bytes], ranks: Sequence[int]) -> list[RankGroup]:
     """Ranks by body, in order of their first rank."""
     members: dict[bytes, list[tuple[int, bytes]]] = {}
     for rank, message in zip(ranks, messages, strict=True):
         members.setdefault(message.digest, []).append((rank, message.columns))
     return [
-        Group.of(bodies[digest], np.asarray([rank for rank, _ in group], np.int64), [columns for _, columns in group])
+        RankGroup.of(
+            bodies[digest], np.asarray([rank for rank, _ in group], np.int64), [columns for _, columns in group]
+        )
         for digest, group in members.items()
     ]
 
 
-def _collect(groups: Sequence[Group]) -> dict[str, _Tensor]:
+def _collect(groups: Sequence[RankGroup]) -> dict[str, _ClaimedTensor]:
     """All tensors by name, with the claims to each."""
-    tensors: dict[str, _Tensor] = {}
+    tensors: dict[str, _ClaimedTensor] = {}
     for number, group in enumerate(groups):
         body = group.body.body
         for name, dtype_index, shape_index, spec in zip(body.names, body.dtypes, body.shapes, body.specs, strict=True):
             dtype, shape = body.dtype_table[dtype_index], body.shape_table[shape_index]
             known = tensors.get(name)
             if known is None:
-                tensors[name] = _Tensor(dtype, shape, ((number, spec),))
+                tensors[name] = _ClaimedTensor(dtype, shape, ((number, spec),))
                 continue
             if (known.dtype, known.shape) != (dtype, shape):
                 other = groups[known.claims[0][0]].ranks[0]
@@ -215,11 +217,11 @@ def _collect(groups: Sequence[Group]) -> dict[str, _Tensor]:
                     action="Give different tensors different names.",
                     tensor=name,
                 )
-            tensors[name] = _Tensor(dtype, shape, (*known.claims, (number, spec)))
+            tensors[name] = _ClaimedTensor(dtype, shape, (*known.claims, (number, spec)))
     return tensors
 
 
-def _aliases(groups: Sequence[Group], tensors: Mapping[str, _Tensor]) -> dict[str, str]:
+def _aliases(groups: Sequence[RankGroup], tensors: Mapping[str, _ClaimedTensor]) -> dict[str, str]:
     aliases: dict[str, str] = {}
     for group in groups:
         for alias, name in group.body.body.aliases:

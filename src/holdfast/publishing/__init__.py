@@ -15,13 +15,13 @@ from typing import NamedTuple
 import numpy as np
 from torch.distributed import ProcessGroup
 
-from holdfast.agreement.assignment import Share, sources_of
+from holdfast.agreement.assignment import WriteAssignment, sources_of
 from holdfast.agreement.planner import Planner
-from holdfast.agreement.planning import Known, Planning
+from holdfast.agreement.planning import PlanCache, Planning
 from holdfast.checkpoint.reading import Checkpoint
 from holdfast.control.channel import Channel, Deadline
 from holdfast.control.torch_store import default_channel, group_ranks
-from holdfast.cooperative.reading import Together
+from holdfast.cooperative.reading import CooperativeReading
 from holdfast.errors import IncompatibleError
 from holdfast.format import manifest as fmt
 from holdfast.format import values as value_codec
@@ -86,19 +86,19 @@ def transfer(
 
 
 @dataclass
-class _Source:
+class _TransferSource:
     """What a rank knows of the last transfer in a group: the plan of the source, and the checkpoint that it shows.
     Holds for every transfer by one plan, and keeps no memory of a state alive."""
 
-    known: Known
+    known: PlanCache
     checkpoint: Checkpoint | None = None
 
 
 #: By the ranks of a group.
-_sources: dict[tuple[int, ...], _Source] = {}
+_sources: dict[tuple[int, ...], _TransferSource] = {}
 
 
-class _Bound(NamedTuple):
+class _BoundTransfer(NamedTuple):
     """The target of one rank, bound to the source."""
 
     checkpoint: Checkpoint
@@ -120,7 +120,7 @@ class _Transfer:
         self._live = live
         self._storage = storage
         self._watch = Stopwatch()
-        self._source = _sources.setdefault(ranks, _Source(Known()))
+        self._source = _sources.setdefault(ranks, _TransferSource(PlanCache()))
         known = self._source.known
         # Copies that are found to differ are always an error: which of them would be the published one?
         self._planner = Planner(Announcing(), ranks, known.memory, what="transfer", strict=True)
@@ -158,7 +158,7 @@ class _Transfer:
 
     def _match(
         self, announced: Announced, flat: FlatState, target: Mapping[str, object], select: Globs | None
-    ) -> _Bound:
+    ) -> _BoundTransfer:
         """Learn the plan, show the data file of this rank, and match names. Changes no state."""
         checkpoint, share = self._learn(announced)
         if share.layout is not None:
@@ -176,14 +176,14 @@ class _Transfer:
             )
         names = Names.of(binding, {"select": select})
         binding = replace(binding, targets=to_fill(flat.tensors, binding.targets, self._rank))
-        return _Bound(checkpoint, binding, Filling(checkpoint, binding, {}, self._rank, self._deadline), names)
+        return _BoundTransfer(checkpoint, binding, Filling(checkpoint, binding, {}, self._rank, self._deadline), names)
 
-    def _learn(self, announced: Announced) -> tuple[Checkpoint, Share]:
+    def _learn(self, announced: Announced) -> tuple[Checkpoint, WriteAssignment]:
         """The source as a checkpoint, and this rank's share in it: as known where the plan is the same."""
         checkpoint, share = self._source.checkpoint, self._source.known.share
         if checkpoint is None or share is None or share.plan_id != announced.plan_id:
             checkpoint = live_checkpoint(announced.manifest)
-            share = Share.in_manifest(announced.plan_id, checkpoint.manifest, self._rank)
+            share = WriteAssignment.in_manifest(announced.plan_id, checkpoint.manifest, self._rank)
         self._source.checkpoint = checkpoint
         self._source.known.remember(share, self._planner.memory)
         return checkpoint, share
@@ -193,11 +193,11 @@ class _Transfer:
         nbytes = layout.data_start + layout.data_nbytes
         self._live.add(fmt.file_name(layout.index), LiveFile(sources, data_start=layout.data_start, nbytes=nbytes))
 
-    def _together(self, checkpoint: Checkpoint) -> Together:
+    def _together(self, checkpoint: Checkpoint) -> CooperativeReading:
         writers = checkpoint.manifest.sequence(checkpoint.manifest.body.writers)
         order = np.argsort(self._ranks)
         owners = order[np.searchsorted(self._ranks, writers, sorter=order)].tolist()
-        return Together(checkpoint, self._storage, self._channel, self._deadline, verify=False, owners=owners)
+        return CooperativeReading(checkpoint, self._storage, self._channel, self._deadline, verify=False, owners=owners)
 
 
 def _given(state: Mapping[str, object] | None) -> Mapping[str, object]:

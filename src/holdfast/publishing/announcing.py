@@ -10,7 +10,7 @@ from holdfast.agreement.messages import Compare, Questions
 from holdfast.agreement.planner import AgreedPlan
 from holdfast.format import values as value_codec
 from holdfast.format.records import Place
-from holdfast.plan.save import Identity
+from holdfast.plan.save import CheckpointIdentity
 
 
 class Announced(msgspec.Struct, frozen=True, tag="announced"):
@@ -32,6 +32,6 @@ class Announcing:
         """Tell what the plan is."""
         manifest, plan_id = b"", agreed.memory.plan_id
         if not agreed.is_known:
-            identity = Identity(plan_id, "0" * 32, Place(1, 1), step=0, created=0.0, metrics={})
+            identity = CheckpointIdentity(plan_id, "0" * 32, Place(1, 1), step=0, created=0.0, metrics={})
             manifest = agreed.memory.draft.encode(identity, agreed.diverged)
         return Announced(plan_id, manifest, value_codec.encode(agreed.values))

@@ -9,7 +9,7 @@ import torch
 
 from holdfast.errors import StateError
 from holdfast.state.gather import LocalTensor
-from holdfast.state.match import Target
+from holdfast.state.match import BoundTensor
 from holdfast.state.memory import LocalPieces
 from holdfast.state.overlap import MemorySpan
 
@@ -22,7 +22,7 @@ class _Named(NamedTuple):
     is_target: bool
 
 
-def to_fill(sources: Mapping[str, LocalTensor], targets: Sequence[Target], rank: int) -> list[Target]:
+def to_fill(sources: Mapping[str, LocalTensor], targets: Sequence[BoundTensor], rank: int) -> list[BoundTensor]:
     """Those of `targets` that are to be filled: not those that are the very memory of the same part of their source.
 
     Raises:
@@ -42,7 +42,7 @@ def to_fill(sources: Mapping[str, LocalTensor], targets: Sequence[Target], rank:
     return filled
 
 
-def _named(sources: Mapping[str, LocalTensor], targets: Sequence[Target]) -> Iterator[_Named]:
+def _named(sources: Mapping[str, LocalTensor], targets: Sequence[BoundTensor]) -> Iterator[_Named]:
     for name, local in sources.items():
         yield from (_Named(MemorySpan.of(view), name, is_target=False) for view in local.memory if view.numel())
     for target in targets:

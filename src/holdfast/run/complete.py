@@ -31,7 +31,7 @@ from holdfast.store.base import Store
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredManifest:
     """The manifest of a checkpoint that may not be sealed: its folder's name, its bytes, and what they say."""
 
     folder: str
@@ -43,7 +43,7 @@ class Stored:
         return records.checkpoint_key(self.folder, name)
 
 
-def read_manifest(run: Run, folder: str) -> Stored:
+def read_manifest(run: Run, folder: str) -> StoredManifest:
     """The manifest in ``checkpoints/<folder>`` of `run`.
 
     Raises:
@@ -74,10 +74,10 @@ def read_manifest(run: Run, folder: str) -> Stored:
             path=path,
             step=body.step,
         )
-    return Stored(folder, data, manifest)
+    return StoredManifest(folder, data, manifest)
 
 
-def missing_files(storage: Store, stored: Stored) -> list[str]:
+def missing_files(storage: Store, stored: StoredManifest) -> list[str]:
     """Names of the data files that are not there (yet). One request."""
     found = set(storage.list(f"{records.CHECKPOINTS}/{stored.folder}"))
     names = map(fmt.file_name, range(stored.manifest.body.num_files))
@@ -85,7 +85,7 @@ def missing_files(storage: Store, stored: Stored) -> list[str]:
 
 
 def check_files(
-    run: Run, stored: Stored, *, deep: bool, known: Mapping[int, FileSeal] = MappingProxyType({})
+    run: Run, stored: StoredManifest, *, deep: bool, known: Mapping[int, FileSeal] = MappingProxyType({})
 ) -> tuple[FileSeal, ...]:
     """What a seal has to say about the data files, all of which are there and sound.
 
@@ -148,14 +148,16 @@ def complete(run: Run, folder: str, *, deep: bool = True) -> Commit:
     return finish(run, read_manifest(run, folder), deep=deep)
 
 
-def finish(run: Run, stored: Stored, *, deep: bool, known: Mapping[int, FileSeal] = MappingProxyType({})) -> Commit:
+def finish(
+    run: Run, stored: StoredManifest, *, deep: bool, known: Mapping[int, FileSeal] = MappingProxyType({})
+) -> Commit:
     """As `complete`, for whoever has the manifest already, and has written the `known` files, by their numbers."""
     if run.is_removed(stored.manifest.place):
         raise _given_up(run.storage.path(stored.key(fmt.NAME)), "removed", stored)
     return seal_and_commit(run, stored, check_files(run, stored, deep=deep, known=known))
 
 
-def seal_and_commit(run: Run, stored: Stored, files: Sequence[FileSeal]) -> Commit:
+def seal_and_commit(run: Run, stored: StoredManifest, files: Sequence[FileSeal]) -> Commit:
     """Seal and commit a checkpoint whose data files are durable and as `files` says; durable on return."""
     seal, body = encode_seal(stored, files), stored.manifest.body
     key = stored.key(records.SEAL_NAME)
@@ -179,12 +181,12 @@ def seal_and_commit(run: Run, stored: Stored, files: Sequence[FileSeal]) -> Comm
     return commit
 
 
-def encode_seal(stored: Stored, files: Iterable[FileSeal]) -> bytes:
+def encode_seal(stored: StoredManifest, files: Iterable[FileSeal]) -> bytes:
     """The seal of a checkpoint whose data files are as `files` says."""
     return records.encode(_seal(stored, files))
 
 
-def _check_visible(run: Run, stored: Stored) -> None:
+def _check_visible(run: Run, stored: StoredManifest) -> None:
     """Return only when this process sees all files; each was written by a process that said so."""
     storage = run.storage
     # On a network file system a listing may lag behind; a look at the name itself does not.
@@ -216,7 +218,7 @@ def is_abandoned(seal: bytes) -> bool:
     return True
 
 
-def _seal(stored: Stored, files: Iterable[FileSeal]) -> Seal:
+def _seal(stored: StoredManifest, files: Iterable[FileSeal]) -> Seal:
     body = stored.manifest.body
     return Seal(
         checkpoint_id=body.checkpoint_id,
@@ -227,7 +229,7 @@ def _seal(stored: Stored, files: Iterable[FileSeal]) -> Seal:
     )
 
 
-def _check_file(storage: Store, stored: Stored, layout: FileLayout) -> FileSeal:
+def _check_file(storage: Store, stored: StoredManifest, layout: FileLayout) -> FileSeal:
     name = fmt.file_name(layout.index)
     path = storage.path(stored.key(name))
     reader = storage.reader(stored.key(name))
@@ -256,7 +258,7 @@ def _missing(folder: str, names: list[str]) -> NotFoundError:
     )
 
 
-def _unsound(path: str, what: str, stored: Stored) -> CorruptError:
+def _unsound(path: str, what: str, stored: StoredManifest) -> CorruptError:
     return CorruptError(
         f"{path} is damaged: {what}.",
         code="corrupt.file",
@@ -266,7 +268,7 @@ def _unsound(path: str, what: str, stored: Stored) -> CorruptError:
     )
 
 
-def _other_seal(path: str, stored: Stored, found: bytes) -> FencedError | CorruptError:
+def _other_seal(path: str, stored: StoredManifest, found: bytes) -> FencedError | CorruptError:
     if is_abandoned(found):
         return _given_up(path, "given up as unfinished", stored)
     return CorruptError(
@@ -278,7 +280,7 @@ def _other_seal(path: str, stored: Stored, found: bytes) -> FencedError | Corrup
     )
 
 
-def _given_up(path: str, how: str, stored: Stored) -> FencedError:
+def _given_up(path: str, how: str, stored: StoredManifest) -> FencedError:
     return FencedError(
         f"checkpoint {stored.manifest.place} (step {stored.manifest.body.step}) was {how}, and stays so ('{path}').",
         code="fenced.given_up",

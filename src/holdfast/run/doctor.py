@@ -23,7 +23,7 @@ from holdfast.run.complete import check_present, complete
 from holdfast.run.history import Run
 from holdfast.run.lost_epochs import lost_epoch, make_anew
 from holdfast.run.removal import abandon, check_unneeded, remove_place
-from holdfast.run.uncommitted import IN_PROGRESS_S, UNREADABLE, Known, Remedy, Uncommitted
+from holdfast.run.uncommitted import IN_PROGRESS_S, UNREADABLE, Remedy, RunRecords, Uncommitted
 
 
 class Watch(Protocol):
@@ -59,7 +59,7 @@ def examine(run: Run, *, deep: bool = False, watch: Watch = unwatched) -> list[F
     `deep` also every byte of every checkpoint, which `watch` follows for committed ones. A run that is
     being written to may give findings that are gone a moment later.
     """
-    known = Known.of(run)
+    known = RunRecords.of(run)
     return [
         *_names(run),
         *_epochs(run, known),
@@ -73,7 +73,7 @@ def finish(run: Run, finding: Finding) -> Commit:
     """Do what the remedy ``finish`` of a finding is, and return the newest commit that it made visible: complete its
     checkpoint, after reading all of it (see `complete`), or make the lost record of an epoch anew."""
     if finding.remedy == "finish" and finding.code == "epoch.missing":
-        epoch = make_anew(run, Known.of(run), _epoch_of(finding))
+        epoch = make_anew(run, RunRecords.of(run), _epoch_of(finding))
         return run.commit(next(run.history().places_of(epoch.epoch)))
     if finding.remedy != "finish" or finding.folder is None:
         raise _no_remedy(finding, "finish")
@@ -100,7 +100,7 @@ def remove(run: Run, finding: Finding, *, force: bool = False) -> None:
 
 
 def _remove_folder(run: Run, finding: Finding, folder: str, *, force: bool) -> None:
-    known = Known.of(run)
+    known = RunRecords.of(run)
     there = Uncommitted(run, known, folder)
     # Damaged data is found again only by reading it again.
     state = there.state(deep=finding.code == "folder.damaged")
@@ -141,7 +141,7 @@ def _is_ours(folder: str, name: str) -> bool:
     return name in (MARKER_KEY, CHECKPOINTS, EPOCHS, HISTORY)
 
 
-def _epochs(run: Run, known: Known) -> Iterator[Finding]:
+def _epochs(run: Run, known: RunRecords) -> Iterator[Finding]:
     """Epoch records that are missing or bad, and commits that they refer to and that are missing."""
     present = set(run.epochs())
     for number in range(1, known.newest + 1):
@@ -160,7 +160,7 @@ def _epochs(run: Run, known: Known) -> Iterator[Finding]:
             yield Finding("commit.missing", path, f"{what} Restore '{path}' from another copy of the run.", "none")
 
 
-def _missing_epoch(run: Run, known: Known, number: int, path: str) -> Finding:
+def _missing_epoch(run: Run, known: RunRecords, number: int, path: str) -> Finding:
     what = f"The record of epoch {number} is missing, so this copy of the run is incomplete. Restore '{path}'"
     lost = lost_epoch(run, known, number)
     if lost is None:
@@ -181,7 +181,7 @@ def _epoch_of(finding: Finding) -> int:
     return number
 
 
-def _commits(run: Run, known: Known, *, deep: bool, watch: Watch) -> Iterator[Finding]:
+def _commits(run: Run, known: RunRecords, *, deep: bool, watch: Watch) -> Iterator[Finding]:
     """Commits whose record or checkpoint is not what it should be, and what else is in their folders."""
     for place, commit in sorted(known.commits.items(), reverse=True):
         if not isinstance(commit, Commit):
@@ -213,7 +213,7 @@ def _lost(commit: Commit, path: str, what: str) -> Finding:
     return Finding("commit.damaged", path, text, "none", commit.checkpoint)
 
 
-def _folders(run: Run, known: Known, *, deep: bool) -> Iterator[Finding]:
+def _folders(run: Run, known: RunRecords, *, deep: bool) -> Iterator[Finding]:
     """Checkpoints that are not committed, and files in any checkpoint's folder that do not belong there."""
     for folder in run.storage.list(CHECKPOINTS):
         if records.parse_folder(folder) is None:

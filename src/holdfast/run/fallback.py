@@ -12,7 +12,7 @@ from holdfast.errors import CorruptError, HoldfastError, NotFoundError
 from holdfast.format.records import Place
 from holdfast.run.complete import check_present
 from holdfast.run.history import Located, Run, no_head
-from holdfast.run.paths import Target
+from holdfast.run.paths import Selection
 from holdfast.store.base import Store
 
 
@@ -29,7 +29,7 @@ def is_damage(error: HoldfastError) -> bool:
 
 
 def resolve_sound(
-    target: Target, storage: Store, skipped: Sequence[Skipped] = ()
+    target: Selection, storage: Store, skipped: Sequence[Skipped] = ()
 ) -> tuple[Located, tuple[Skipped, ...]]:
     """The newest checkpoint on the lineage of `target` (of the head, for a run) that was not skipped yet and whose
     seal, manifest and files are all there; and what was skipped on the way to it, with what had been before. `storage`
@@ -63,7 +63,7 @@ def resolve_sound(
     )
 
 
-def _candidates(run: Run, target: Target, skipped: Sequence[Skipped]) -> Iterator[Place]:
+def _candidates(run: Run, target: Selection, skipped: Sequence[Skipped]) -> Iterator[Place]:
     """Places of the lineage, from the newest that was not looked at yet."""
     if skipped:
         last = skipped[-1].place

@@ -26,7 +26,7 @@ from holdfast.errors import ConfigurationError, CorruptError, FencedError, NotFo
 from holdfast.format import records
 from holdfast.format.records import Commit, Epoch, Marker, Place, Record, Seal, Why
 from holdfast.format.tombstones import parse_removed_name, removed_key, removed_name
-from holdfast.run.paths import Target, no_run, some
+from holdfast.run.paths import Selection, no_run, some
 from holdfast.store.base import Store
 from holdfast.store.urls import open_store
 from holdfast.wording import count
@@ -429,7 +429,7 @@ class Located:
     epoch: int | None
 
 
-def resolve(target: Target, storage: Store | None = None) -> Located:
+def resolve(target: Selection, storage: Store | None = None) -> Located:
     """Find the checkpoint that `target` names and verify its seal. `storage` is the one at its root.
 
     A run gives its head, or the commit that was selected; a checkpoint folder stands for itself, outside any
@@ -463,7 +463,7 @@ def no_head(run: Run) -> NoReturn:
     )
 
 
-def _lone_folder(storage: Store, target: Target) -> Located:
+def _lone_folder(storage: Store, target: Selection) -> Located:
     if target.step is not None or target.place is not None:
         raise ConfigurationError(
             f"'{target}' selects within '{target.root}', which is one checkpoint and not a run.",

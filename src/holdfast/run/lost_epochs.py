@@ -14,10 +14,10 @@ from holdfast.format import records
 from holdfast.format.records import Commit, Epoch
 from holdfast.run.complete import read_manifest
 from holdfast.run.history import Run
-from holdfast.run.uncommitted import UNREADABLE, Known
+from holdfast.run.uncommitted import UNREADABLE, RunRecords
 
 
-def lost_epoch(run: Run, known: Known, number: int) -> Epoch | None:
+def lost_epoch(run: Run, known: RunRecords, number: int) -> Epoch | None:
     """What the lost record of epoch `number` said; None where the epoch has no commit that can be read. Changes
     nothing."""
     commits = [commit for commit in known.commits.values() if isinstance(commit, Commit)]
@@ -37,7 +37,7 @@ def lost_epoch(run: Run, known: Known, number: int) -> Epoch | None:
     )
 
 
-def make_anew(run: Run, known: Known, number: int) -> Epoch:
+def make_anew(run: Run, known: RunRecords, number: int) -> Epoch:
     """Write the lost record of epoch `number`; durable on return. One that is there already stays.
 
     Raises `ConfigurationError`, code ``config.remedy``, where the epoch has no commit that can be read.

@@ -34,7 +34,7 @@ _EXAMPLES = "Write RUN, RUN@step=700, RUN@3.12 (epoch 3, number 12) or the path 
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class Selection:
     """A parsed path: where it is, and what was selected there (at most one of `step` and `place`). `origin` says, for
     messages, how a path that was not absolute led there."""
 
@@ -54,7 +54,7 @@ class Target:
         return self.root if self.place is None else f"{self.root}@{self.place}"
 
 
-def parse(path: str | os.PathLike[str] | Location) -> Target:
+def parse(path: str | os.PathLike[str] | Location) -> Selection:
     """The run or checkpoint that `path` names: an absolute path, as of now. Nothing is looked up in storage.
 
     A `Location` says with which options the store is opened; its URL may select, too.
@@ -71,14 +71,14 @@ def parse(path: str | os.PathLike[str] | Location) -> Target:
     location = Location(_location(folder, text).url, options)
     origin = _origin(folder)
     if match is None:
-        return Target(location, origin=origin)
+        return Selection(location, origin=origin)
     if match["step"] is not None:
         if not re.fullmatch(r"[0-9]{1,18}", match["step"]):
             raise _malformed(f"the step in '{text}' is not a whole number.", text)
-        return Target(location, step=int(match["step"]), origin=origin)
+        return Selection(location, step=int(match["step"]), origin=origin)
     if not all(re.fullmatch(r"0*[1-9][0-9]{0,9}", match[part]) for part in ("epoch", "seq")):
         raise _malformed(f"'{text}' selects a place that cannot exist: epochs and numbers count from 1.", text)
-    return Target(location, place=Place(int(match["epoch"]), int(match["seq"])), origin=origin)
+    return Selection(location, place=Place(int(match["epoch"]), int(match["seq"])), origin=origin)
 
 
 def _origin(folder: str) -> str | None:
@@ -91,8 +91,8 @@ def _origin(folder: str) -> str | None:
 
 
 def no_run(storage: Store, origin: str | None = None) -> NotFoundError:
-    """The error for a root that holds no run: what is there instead, and what is near. `origin` is that of the `Target`
-    that led there."""
+    """The error for a root that holds no run: what is there instead, and what is near. `origin` is that of the
+    `Selection` that led there."""
     names = storage.list("")
     path = Path(storage.location.url)
     beside = _beside(storage)

@@ -48,7 +48,7 @@ class FilledMemory(Protocol):
         """Forget what is gone, and what is in `newer`. Whether anything is left."""
 
 
-class Part(NamedTuple):
+class StatePart(NamedTuple):
     """An object in a state. `itself` is None where it is known by its memory only; `memory` looks up the numbers of
     that."""
 
@@ -85,7 +85,7 @@ NEVER_LOADED: Final = Sources(frozenset((None,)), 0)
 
 
 @dataclass(slots=True)
-class _RunMemory:
+class _RunNotes:
     """One run: the last place given out in the epoch that this process owns, and the `step` that was saved there; the
     last load of it, and the last one of which the caller said that the run continues from it; and whether this process
     `took_over`, which it may do once. A save has used up loads up to number `used`."""
@@ -110,7 +110,7 @@ class Session:
     """The runs of one job, by their roots as `Store.resolved` gives them. Safe for use by several threads."""
 
     def __init__(self) -> None:
-        self._memories: dict[str, _RunMemory] = {}
+        self._memories: dict[str, _RunNotes] = {}
         self._lock = Lock()
         #: The last load that filled each object, by the key of its identity.
         self._filled: dict[Hashable, tuple[Identity, Load]] = {}
@@ -140,7 +140,7 @@ class Session:
                 if load.continues:
                     remembered.continued = load
 
-    def sources(self, parts: Callable[[], Sequence[Part]]) -> Sources:
+    def sources(self, parts: Callable[[], Sequence[StatePart]]) -> Sources:
         """What the `parts` of a state that is about to be saved were last filled from."""
         with self._lock:
             if not self._unused:
@@ -193,7 +193,7 @@ class Session:
         with self._lock:
             return self._memory(root, run.run_id).incarnation
 
-    def _last(self, part: Part) -> set[Load | None]:
+    def _last(self, part: StatePart) -> set[Load | None]:
         """The loads that last filled a part."""
         whole = None if part.itself is None else self._load_of(part.itself)
         if self._newest_in_memory <= (0 if whole is None else whole.number):
@@ -215,7 +215,7 @@ class Session:
         entry = self._filled.get(identity.key)
         return None if entry is None or not entry[0].is_alive else entry[1]
 
-    def _memory(self, root: str, run_id: str) -> _RunMemory:
+    def _memory(self, root: str, run_id: str) -> _RunNotes:
         memory = self._memories.get(root)
         if memory is None or memory.run_id != run_id:
             # Another run under a known path was deleted and made anew: nothing remembered of the old one holds.
@@ -226,7 +226,7 @@ class Session:
                     root,
                     memory.last,
                 )
-            memory = self._memories[root] = _RunMemory(root, run_id)
+            memory = self._memories[root] = _RunNotes(root, run_id)
         return memory
 
 
@@ -234,7 +234,7 @@ def _number_of(load: Load | None) -> int:
     return 0 if load is None else load.number
 
 
-def _source(run: Run, memory: _RunMemory, sources: Sources) -> Load | None:
+def _source(run: Run, memory: _RunNotes, sources: Sources) -> Load | None:
     """The load from which the state of a save comes; None where it comes from no load since the last save."""
     loads = sources.loads
     if not loads:  # nothing but values: no object tells which load it was
@@ -255,7 +255,7 @@ def _source(run: Run, memory: _RunMemory, sources: Sources) -> Load | None:
     raise _unclear(run, memory, from_here)
 
 
-def _counted(load: Load | None, memory: _RunMemory, number: int) -> Load | None:
+def _counted(load: Load | None, memory: _RunNotes, number: int) -> Load | None:
     """What a load of some object means for the run of `memory`: the load, a later one of which the caller said that the
     run continues from it, or None."""
     continued = memory.continued
@@ -272,7 +272,7 @@ def _is_head(run: Run, load: Load) -> bool:
 
 
 def _next_in_own_epoch(
-    run: Run, memory: _RunMemory, loaded: Load | None, newest: int, *, takeover: bool
+    run: Run, memory: _RunNotes, loaded: Load | None, newest: int, *, takeover: bool
 ) -> Place | None:
     """The next place of the epoch this process owns, or None where another epoch is to be opened."""
     last = memory.last
@@ -291,13 +291,13 @@ def _next_in_own_epoch(
     return Place(last.epoch, last.seq + 1)
 
 
-def _is_own(run: Run, memory: _RunMemory, newest: int) -> bool:
+def _is_own(run: Run, memory: _RunNotes, newest: int) -> bool:
     """Whether this process opened epoch `newest`, though the store told it that it failed."""
     return newest > 0 and run.epoch(newest).incarnation == memory.incarnation
 
 
 def _open_epoch(
-    run: Run, memory: _RunMemory, loaded: Load | None, newest: int, *, takeover: bool, world_size: int
+    run: Run, memory: _RunNotes, loaded: Load | None, newest: int, *, takeover: bool, world_size: int
 ) -> Epoch:
     """Open the epoch after `newest`, from where this process's state comes from."""
     head = run.head()
@@ -318,7 +318,7 @@ def _open_epoch(
     )
 
 
-def _unloaded(run: Run, memory: _RunMemory, head: Commit) -> ConfigurationError:
+def _unloaded(run: Run, memory: _RunNotes, head: Commit) -> ConfigurationError:
     what, action = "this job has loaded nothing from it", "Load the run first to go on from it"
     if memory.loaded is not None and memory.loaded.number > memory.used:
         what = f"this job has loaded {memory.loaded.place} from it, but not into the objects that it saves"
@@ -331,7 +331,7 @@ def _unloaded(run: Run, memory: _RunMemory, head: Commit) -> ConfigurationError:
     )
 
 
-def _unclear(run: Run, memory: _RunMemory, loads: Sequence[Load]) -> ConfigurationError:
+def _unclear(run: Run, memory: _RunNotes, loads: Sequence[Load]) -> ConfigurationError:
     places = " and ".join(dict.fromkeys(str(load.place) for load in loads))
     keeps = "save into another folder" if memory.last is None else f"go on after {memory.last}"
     return ConfigurationError(

@@ -10,7 +10,7 @@ from holdfast.errors import CorruptError, HoldfastError, IncompatibleError, NotF
 from holdfast.format import manifest as fmt
 from holdfast.format import records
 from holdfast.format.records import CHECKPOINTS, SEAL_NAME, Commit, Place, Seal
-from holdfast.run.complete import Stored, check_files, encode_seal, is_abandoned, missing_files, read_manifest
+from holdfast.run.complete import StoredManifest, check_files, encode_seal, is_abandoned, missing_files, read_manifest
 from holdfast.run.history import Run
 from holdfast.run.paths import some
 
@@ -23,7 +23,7 @@ UNREADABLE: Final = (CorruptError, NotFoundError, IncompatibleError)
 
 
 @dataclass(frozen=True)
-class Known:
+class RunRecords:
     """The records of a run: the newest epoch (of which there is a record or a commit), commits by place (an error: why
     it cannot be read), removed places, and the folders of committed checkpoints."""
 
@@ -33,7 +33,7 @@ class Known:
     folders: frozenset[str]
 
     @staticmethod
-    def of(run: Run) -> Known:
+    def of(run: Run) -> RunRecords:
         """What is on storage now."""
         newest, history = run.newest_epoch() or 0, run.history()
         commits: dict[Place, Commit | HoldfastError] = {}
@@ -43,14 +43,14 @@ class Known:
             except UNREADABLE as error:
                 commits[place] = error
         folders = frozenset(commit.checkpoint for commit in commits.values() if isinstance(commit, Commit))
-        return Known(max(newest, history.newest_epoch() or 0), commits, history.removed(), folders)
+        return RunRecords(max(newest, history.newest_epoch() or 0), commits, history.removed(), folders)
 
     def is_committed(self, folder: str) -> bool:
         """Whether a commit names the checkpoint folder `folder`."""
         return folder in self.folders
 
 
-class State(NamedTuple):
+class FolderState(NamedTuple):
     """What is the matter with a folder: a stable code, what it means and what to do, and what can be done for it."""
 
     code: str
@@ -61,7 +61,7 @@ class State(NamedTuple):
 class Uncommitted:
     """One folder in ``checkpoints/``, as it is when this is made."""
 
-    def __init__(self, run: Run, known: Known, folder: str) -> None:
+    def __init__(self, run: Run, known: RunRecords, folder: str) -> None:
         self._run = run
         self._known = known
         self._folder = folder
@@ -73,10 +73,10 @@ class Uncommitted:
         self._given_up = self._seal is not None and is_abandoned(self._seal)
         self._sealed_at = self._sealed_place()
 
-    def state(self, *, deep: bool) -> State | None:
+    def state(self, *, deep: bool) -> FolderState | None:
         """Its state; None where nothing is left that could be removed. With `deep`, all its data is read."""
         if self._known.is_committed(self._folder):
-            return State("folder.committed", f"'{self._path}' is a committed checkpoint.", "none")
+            return FolderState("folder.committed", f"'{self._path}' is a committed checkpoint.", "none")
         if not self._names or (self._given_up and len(self._names) == 1):
             return None
         if self._given_up or self._sealed_at in self._known.removed:
@@ -86,10 +86,10 @@ class Uncommitted:
         except NotFoundError as error:
             return self._unfinished(error.message, young=self._has_young_leftovers())
         except IncompatibleError as error:
-            return State("folder.incompatible", f"{error.message} {error.action}", "none")
+            return FolderState("folder.incompatible", f"{error.message} {error.action}", "none")
         except CorruptError as error:
             if error.code in ("corrupt.run", "corrupt.folder"):
-                return State("folder.foreign", f"{error.message} {error.action}", "none")
+                return FolderState("folder.foreign", f"{error.message} {error.action}", "none")
             return self._damaged(error)
         return self._planned(stored, deep=deep)
 
@@ -104,14 +104,14 @@ class Uncommitted:
             return None
         return place if place in self._known.removed else None
 
-    def _planned(self, stored: Stored, *, deep: bool) -> State:
+    def _planned(self, stored: StoredManifest, *, deep: bool) -> FolderState:
         """The state of a folder with a sound manifest."""
         place = stored.manifest.place
         if place in self._known.removed:
             return self._removal_unfinished()
         if place in self._known.commits:
             text = f"'{self._path}' is of place {place}, which another checkpoint took. Open it by its own path."
-            return State("folder.superseded", text, "none")
+            return FolderState("folder.superseded", text, "none")
         absent = missing_files(self._run.storage, stored)
         if absent:
             began_s = time.time() - stored.manifest.body.created
@@ -122,31 +122,33 @@ class Uncommitted:
         except CorruptError as error:
             return self._damaged(error)
         if self._seal not in (None, seal):
-            return State("folder.damaged", f"The seal in '{self._path}' is not that of its files.", self._remedy())
+            return FolderState(
+                "folder.damaged", f"The seal in '{self._path}' is not that of its files.", self._remedy()
+            )
         return self._complete(stored)
 
-    def _complete(self, stored: Stored) -> State:
+    def _complete(self, stored: StoredManifest) -> FolderState:
         place, step = stored.manifest.place, stored.manifest.body.step
         newer = max(self._known.commits, default=None)
         where = "the head" if place.epoch == self._known.newest and (newer is None or place > newer) else "in its place"
         lacks = "a commit" if self._seal is not None else "a seal and a commit"
         text = f"'{self._path}' (place {place}, step {step}) has all its files and lacks {lacks}. Finish it: it is then"
-        return State("folder.complete", f"{text} {where}. Nothing else changes.", "finish")
+        return FolderState("folder.complete", f"{text} {where}. Nothing else changes.", "finish")
 
-    def _unfinished(self, what: str, *, young: bool) -> State:
+    def _unfinished(self, what: str, *, young: bool) -> FolderState:
         if young:
             text = f"{what} Its save may be in progress: look again when it has ended, or remove it by force."
-            return State("folder.in_progress", text, "none")
+            return FolderState("folder.in_progress", text, "none")
         text = f"{what} Its save did not end, so it was never visible, and nobody can finish it. Remove it."
-        return State("folder.unfinished", text, self._remedy())
+        return FolderState("folder.unfinished", text, self._remedy())
 
-    def _damaged(self, error: CorruptError) -> State:
+    def _damaged(self, error: CorruptError) -> FolderState:
         text = f"{error.message} The checkpoint was not committed. Restore the file to finish it, or remove it."
-        return State("folder.damaged", text, self._remedy())
+        return FolderState("folder.damaged", text, self._remedy())
 
-    def _removal_unfinished(self) -> State:
+    def _removal_unfinished(self) -> FolderState:
         text = f"'{self._path}' is the rest of a checkpoint whose removal was interrupted. Remove it to go on."
-        return State("folder.removal_unfinished", text, "remove")
+        return FolderState("folder.removal_unfinished", text, "remove")
 
     def _remedy(self) -> Remedy:
         # A seal that cannot be read does not say which place it may yet be committed at: that is for people to judge.

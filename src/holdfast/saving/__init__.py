@@ -17,10 +17,10 @@ from typing import Literal, NamedTuple, SupportsFloat
 
 from torch.distributed import ProcessGroup
 
-from holdfast.agreement.assignment import Share
-from holdfast.agreement.local import Local
+from holdfast.agreement.assignment import WriteAssignment
+from holdfast.agreement.local import RankState
 from holdfast.agreement.planner import Planner
-from holdfast.agreement.planning import Known, Planning
+from holdfast.agreement.planning import PlanCache, Planning
 from holdfast.agreement.request import SaveRequest
 from holdfast.control.channel import Channel, Deadline
 from holdfast.control.torch_store import default_channel, group_ranks
@@ -49,7 +49,7 @@ from holdfast.wording import count
 _FINISH_LIMIT_S = 60.0
 
 #: What is remembered of the last save, per run and group.
-_known: dict[tuple[str, tuple[int, ...]], Known] = {}
+_known: dict[tuple[str, tuple[int, ...]], PlanCache] = {}
 
 
 def save(
@@ -133,10 +133,10 @@ def run_location(run: str | os.PathLike[str] | Location) -> Location:
     return target.location
 
 
-class _Part(NamedTuple):
+class _WrittenPart(NamedTuple):
     """What one rank wrote: its data file, by its share in the plan."""
 
-    share: Share
+    share: WriteAssignment
     written: Written
 
 
@@ -161,7 +161,7 @@ class _Saving:
         self._rank = ranks[channel.rank]
         self._watch = Stopwatch()
         key = (request.storage.location.url, tuple(ranks))
-        self._known = _known.setdefault(key, Known())
+        self._known = _known.setdefault(key, PlanCache())
         self._placing = StoredPlace(request, num_ranks=len(ranks))
         what = f"step {request.step}"
         self._planner = Planner(self._placing, ranks, self._known.memory, what=what, strict=is_strict)
@@ -193,12 +193,12 @@ class _Saving:
             seconds=self._watch.seconds,
         )
 
-    def _write(self, planned: Planned, mine: Local, meter: Meter) -> _Part:
+    def _write(self, planned: Planned, mine: RankState, meter: Meter) -> _WrittenPart:
         share = share_in(self._storage, planned, self._rank, self._known.share)
         self._known.remember(share, self._planner.memory)
         await_queued(part for local in mine.flat.tensors.values() for part in local.memory)
         values = self._planning.values(mine)
-        return _Part(
+        return _WrittenPart(
             share, write_share(share, self._storage, planned.folder, mine.flat, values, self._rank, meter=meter)
         )
 

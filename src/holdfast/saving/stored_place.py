@@ -9,7 +9,7 @@ from holdfast.agreement.request import SaveRequest
 from holdfast.format import manifest as fmt
 from holdfast.format import records
 from holdfast.format.records import Commit, FileSeal
-from holdfast.run.complete import Stored, seal_and_commit
+from holdfast.run.complete import StoredManifest, seal_and_commit
 from holdfast.run.history import Run
 from holdfast.saving.messages import Planned, Written
 
@@ -52,5 +52,5 @@ class StoredPlace:
             for index in range(manifest.body.num_files)
         )
         self._run.check_fence(self._planned.place.epoch)
-        stored = Stored(self._planned.folder, self._manifest, manifest)
+        stored = StoredManifest(self._planned.folder, self._manifest, manifest)
         return seal_and_commit(self._run, stored, files)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import xxhash
 
-from holdfast.agreement.assignment import Share, sources_of
+from holdfast.agreement.assignment import WriteAssignment, sources_of
 from holdfast.checkpoint.reading import pack_values
 from holdfast.errors import StorageError
 from holdfast.format import container, records
@@ -23,7 +23,7 @@ from holdfast.store.base import Store
 from holdfast.store.timed import TimedStore
 
 
-def share_in(storage: Store, planned: Planned, rank: int, remembered: Share | None) -> Share:
+def share_in(storage: Store, planned: Planned, rank: int, remembered: WriteAssignment | None) -> WriteAssignment:
     """The share of `rank`: as remembered where the plan is the same, else from the manifest in `storage`.
 
     Raises:
@@ -31,11 +31,11 @@ def share_in(storage: Store, planned: Planned, rank: int, remembered: Share | No
     """
     if remembered is not None and remembered.plan_id == planned.plan_id:
         return remembered.again(checkpoint_id=planned.checkpoint_id)
-    return Share.in_manifest(planned.plan_id, _read_manifest(storage, planned, rank), rank)
+    return WriteAssignment.in_manifest(planned.plan_id, _read_manifest(storage, planned, rank), rank)
 
 
 def write_share(
-    share: Share,
+    share: WriteAssignment,
     storage: TimedStore,
     folder: str,
     flat: FlatState,

@@ -32,7 +32,7 @@ Tensors = Mapping[str, LocalTensor]
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
-class Part(NamedTuple):
+class RoutedPart(NamedTuple):
     """A part of the tensor `name`, and the byte of the slot where it goes."""
 
     name: str
@@ -47,7 +47,7 @@ class Routes:
     kept, and of the state, whose tensors are mostly copied whole, none are made.
     """
 
-    def __init__(self, parts: Sequence[Part], data: Bytes, *, rank: int) -> None:
+    def __init__(self, parts: Sequence[RoutedPart], data: Bytes, *, rank: int) -> None:
         self._parts = parts
         self._rank = rank
         self._data = data

@@ -24,18 +24,19 @@ from holdfast.errors import NotFoundError
 from holdfast.format import values
 from holdfast.format.names import component, join, own_part, rank_component
 from holdfast.format.patterns import Globs
-from holdfast.format.values import Encoded, Node, Open, Planes, Stateful, TensorRef, TorchValue
+from holdfast.format.values import Encoded, Node, Open, PlanesNode, Stateful, TensorRef, TorchValue
 from holdfast.frameworks import Finish, NamedTensor
 from holdfast.frameworks.adapters import unwrapped
 from holdfast.frameworks.module import bind_module
 from holdfast.frameworks.optimizer import bind_optimizer
 from holdfast.frameworks.stateful import Description, description_of, is_described, is_stateful, writing
+from holdfast.mapping.parts import StoredTensor
 from holdfast.plan.layout import Replicas
 from holdfast.state.arrays import array_as_tensor, check_array, is_shareable
 from holdfast.state.binding import Binding
 from holdfast.state.bounds import check_writable
 from holdfast.state.containers import maker, refill
-from holdfast.state.differences import Mismatches, Stored, difference, is_leaf
+from holdfast.state.differences import Mismatches, difference, is_leaf
 from holdfast.state.flatten import check_depth, check_root, name_of_planes, planes_as_tensors
 from holdfast.state.gather import Gatherer, is_describable
 from holdfast.state.match import Matcher, SelectedNodes, Terms
@@ -55,12 +56,12 @@ from holdfast.state.registry import (
 from holdfast.wording import count, kind_of, with_article
 
 #: What is stored for an object whose ``state_dict()`` was empty.
-_NO_STATE = Stateful(values.Table("dict", ()))
+_NO_STATE = Stateful(values.TableNode("dict", ()))
 
 
 def bind(
     into: Mapping[str, object],
-    stored: Mapping[str, Stored],
+    stored: Mapping[str, StoredTensor],
     aliases: Mapping[str, str],
     nodes: Mapping[str, Node],
     *,
@@ -98,7 +99,7 @@ class _Binder:
 
     def __init__(
         self,
-        stored: Mapping[str, Stored],
+        stored: Mapping[str, StoredTensor],
         aliases: Mapping[str, str],
         nodes: Mapping[str, Node],
         terms: Terms,
@@ -205,7 +206,7 @@ class _Binder:
                 continue
             if self._select is not None and not self._covers(self._select, name):
                 continue
-            if name in self._stored or isinstance(values.bare(self.nodes[name]), values.Leaf | values.PerRank):
+            if name in self._stored or isinstance(values.bare(self.nodes[name]), values.Leaf | values.PerRankNode):
                 yield name
 
     def _covers(self, select: Globs, name: str) -> bool:
@@ -214,7 +215,7 @@ class _Binder:
             return False
         for end in (index for index, letter in enumerate(name) if letter == "/"):
             node = self.nodes.get(name[:end])
-            if isinstance(node, Stateful | values.PerRank) or node == Open("optimizer"):
+            if isinstance(node, Stateful | values.PerRankNode) or node == Open("optimizer"):
                 return select.covers(name[:end])
         return True
 
@@ -282,7 +283,7 @@ class _Binder:
             return
         planes = planes_as_tensors(entry, registration)
         node = self.nodes.get(entry.name)
-        expected = Planes(registration.name, tuple(planes))
+        expected = PlanesNode(registration.name, tuple(planes))
         differs = self._matcher.canonical(entry.name) in self._stored or (node is not None and node != expected)
         if differs and self._is_selected(entry.name):
             here = f"{with_article(repr(registration.name))} of planes {', '.join(planes)}"
@@ -413,7 +414,7 @@ class _Binder:
         self.mark(path)
         if node is None:
             self.missing(path)
-        elif not isinstance(node, values.PerRank):
+        elif not isinstance(node, values.PerRankNode):
             self._mismatches.add_kind(path, "a PerRank", node)
         elif node.world_size == self._world_size:
             return self._own(join(path, rank_component(self._rank)), item)
@@ -466,7 +467,7 @@ class _Binder:
         record = values.is_record(item)
         if not record and self._holds_only_values(item):
             return self._whole(path, item, "list" if isinstance(item, list) else "tuple")
-        self._expect(path, item, values.Record if record else values.Items)
+        self._expect(path, item, values.RecordNode if record else values.Items)
         names = item._fields if values.is_record(item) else [str(index) for index in range(len(item))]
         parts = [self.live(join(path, name), part) for name, part in zip(names, item, strict=True)]
         if isinstance(item, list):
@@ -475,7 +476,7 @@ class _Binder:
         return lambda: make(*[part() for part in parts])
 
     def _dict(self, path: str, item: MutableMapping[str, object] | dict[object, object]) -> Finish:
-        self._expect(path, item, values.Table, Open)
+        self._expect(path, item, values.TableNode, Open)
         entries = cast("MutableMapping[object, object]", item)
         prefix = path + "/" if path else ""
         bound = ((key, self._part(prefix + component(key, path=path), entry)) for key, entry in entries.items())
@@ -506,7 +507,7 @@ class _Binder:
     def _whole(self, path: str, item: object, kind: str) -> Finish:
         """Bind a container of values: replaced as a whole, a list or Counter in place."""
         node = self.nodes.get(path)
-        if node is not None and not (isinstance(node, (values.Items, values.Table)) and node.kind == kind):
+        if node is not None and not (isinstance(node, (values.Items, values.TableNode)) and node.kind == kind):
             self._mismatches.add_kind(path, with_article(kind), node)
             return lambda: item
         value = self._value(path, item)
@@ -530,7 +531,7 @@ class _Binder:
         if isinstance(node, Encoded):
             return False
         below = (join(path, name) for name in values.children(node))
-        return isinstance(values.bare(node), TensorRef | Planes | values.PerRank) or any(
+        return isinstance(values.bare(node), TensorRef | PlanesNode | values.PerRankNode) or any(
             self._holds_tensors(name, values.lookup(self.nodes, name)) for name in below
         )
 
@@ -554,7 +555,7 @@ class _Binder:
         node = self.nodes.get(path)
         if node is None:
             self.missing(path)
-        elif isinstance(node, (Open, values.PerRank)):
+        elif isinstance(node, (Open, values.PerRankNode)):
             self._mismatches.add_kind(path, kind_of(item), node)
         elif node == _NO_STATE and description.read() != {}:
             text = f"{kind_of(item)} with a state here, one without in the checkpoint, such as one that is off"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from holdfast.frameworks import Finish
 from holdfast.geometry import Shape
-from holdfast.state.match import Target
+from holdfast.state.match import BoundTensor
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Binding:
     checkpoint lacks.
     """
 
-    targets: list[Target]
+    targets: list[BoundTensor]
     loaded: list[str]
     missing: list[str]
     missing_shapes: dict[str, Shape]

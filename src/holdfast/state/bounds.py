@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 
 from holdfast.errors import StateError
-from holdfast.state.match import Target
+from holdfast.state.match import BoundTensor
 
 _MAPS = Path("/proc/self/maps")
 
 
-def check_writable(targets: Sequence[Target]) -> None:
+def check_writable(targets: Sequence[BoundTensor]) -> None:
     """Refuse targets in memory that is mapped for reading only, such as a file that somebody mapped.
 
     Raises:

@@ -11,12 +11,10 @@ from holdfast.errors import IncompatibleError
 from holdfast.format import values
 from holdfast.format.names import own_part
 from holdfast.format.near import Substitution, near, substitution
-from holdfast.format.values import Encoded, Node, Open, Planes, Stateful, TensorRef, TorchValue
+from holdfast.format.values import Encoded, Node, Open, PlanesNode, Stateful, TensorRef, TorchValue
 from holdfast.geometry import Shape
-from holdfast.mapping.parts import Stored
+from holdfast.mapping.parts import StoredTensor
 from holdfast.wording import count, with_article
-
-__all__ = ["Mismatches", "Stored", "difference", "is_leaf", "listing", "word"]
 
 _SHOWN = 10
 #: Names that are looked at for renamed ones, on the live and on the stored side.
@@ -28,7 +26,7 @@ _NUMBER = re.compile(r"(?<!\d)(?:0|[1-9]\d*)(?!\d)")
 def difference(
     missing: Collection[str],
     unexpected: Collection[str],
-    stored: Mapping[str, Stored],
+    stored: Mapping[str, StoredTensor],
     nodes: Mapping[str, Node],
     shapes: Mapping[str, Shape],
 ) -> IncompatibleError:
@@ -108,7 +106,10 @@ def _without(
 
 
 def _renamed(
-    missing: Collection[str], unexpected: Collection[str], stored: Mapping[str, Stored], shapes: Mapping[str, Shape]
+    missing: Collection[str],
+    unexpected: Collection[str],
+    stored: Mapping[str, StoredTensor],
+    shapes: Mapping[str, Shape],
 ) -> list[str]:
     """Stored names that may be what live ones were called before; of those renamed alike the first."""
     candidates = sorted(unexpected)[:_HINT_CANDIDATES]
@@ -257,16 +258,16 @@ def listing(names: list[str], separator: str = ", ") -> str:
 
 def word(node: Node | None) -> str:
     """What a node is, for messages; None stands for a tensor without a node."""
-    if isinstance(node, (values.Table, values.Items, Open)):
+    if isinstance(node, (values.TableNode, values.Items, Open)):
         return f"a stored {node.kind}"
     if isinstance(node, TorchValue):
         return with_article(node.kind)
-    if isinstance(node, (Encoded, Planes)):
+    if isinstance(node, (Encoded, PlanesNode)):
         return f"a registered {node.name!r}"
     words = {
-        values.PerRank: "a PerRank",
+        values.PerRankNode: "a PerRank",
         TensorRef: "a tensor",
-        values.Record: "a NamedTuple",
+        values.RecordNode: "a NamedTuple",
         Stateful: "an object's state",
     }
     return words.get(type(node), "a plain value") if node is not None else "a tensor"

@@ -18,7 +18,7 @@ from holdfast.errors import StateError
 from holdfast.format import values
 from holdfast.format.names import component, join, own_part, plane_component, rank_component
 from holdfast.format.patterns import Globs
-from holdfast.format.values import Container, Encoded, Leaf, Node, Open, Planes, Stateful, Table, TensorRef
+from holdfast.format.values import Container, Encoded, Leaf, Node, Open, PlanesNode, Stateful, TableNode, TensorRef
 from holdfast.frameworks import NamedTensor
 from holdfast.frameworks.adapters import refusal_of, unwrapped
 from holdfast.frameworks.module import flatten_module
@@ -201,7 +201,7 @@ class Walk:
         if self._planed:
             for name in list(names):
                 node = self._nodes.get(name)
-                if isinstance(node, Planes):
+                if isinstance(node, PlanesNode):
                     names.update(join(name, plane_component(plane)) for plane in node.planes)
         return names & found.keys()
 
@@ -326,7 +326,7 @@ class Walk:
 
     def _add_planes(self, entry: NamedTensor, registration: Registration) -> None:
         planes = planes_as_tensors(entry, registration)
-        self._nodes[entry.name] = Planes(registration.name, tuple(planes))
+        self._nodes[entry.name] = PlanesNode(registration.name, tuple(planes))
         self._tensors.update((plane.name, plane) for plane in planes.values())
         self._planed.append((entry, next(iter(planes.values())).name))
 
@@ -379,8 +379,8 @@ class Walk:
         added = [name for name, child in children if self._visit(join(path, name), child, replicas, live=True)]
         if not added and not (self.wants(path) and not children):
             return False
-        if isinstance(node, Table):
-            node = Table(node.kind, tuple(added))
+        if isinstance(node, TableNode):
+            node = TableNode(node.kind, tuple(added))
         elif len(added) < len(children):
             entries = count(len(children), "entry", "entries")
             raise StateError(
@@ -415,7 +415,7 @@ class Walk:
         if description is None or refusal_of(item) is not None:
             return False
         self._visit(path, description.read(), replicas, live=False)
-        self._nodes[path] = Stateful(cast("Leaf | TensorRef | Planes | Container | Encoded", self._nodes[path]))
+        self._nodes[path] = Stateful(cast("Leaf | TensorRef | PlanesNode | Container | Encoded", self._nodes[path]))
         return True
 
     def _tensor_at(self, path: str, item: torch.Tensor, replicas: Replicas) -> None:
@@ -442,7 +442,7 @@ class Walk:
 
     def _own(self, path: str, item: PerRank[object]) -> None:
         self._per_rank = True
-        self.node(path, values.PerRank(self._world_size))
+        self.node(path, values.PerRankNode(self._world_size))
         self._visit(join(path, rank_component(self._rank)), item.value, "first", live=True)
 
 

@@ -81,7 +81,7 @@ class Remembered(NamedTuple):
     tied: list[tuple[int, int]]
 
 
-class _Read(NamedTuple):
+class _FoundTensors(NamedTuple):
     """Tensors as they are found: their facts, DTensors' specs, and local memory."""
 
     facts: Facts
@@ -165,7 +165,7 @@ class Gatherer:
             names |= {id(entry.tensor): NamedTensor(name, entry.tensor, replicas) for entry in others}
         return names
 
-    def _describe(self, ordered: Sequence[NamedTensor], read: _Read) -> Remembered:
+    def _describe(self, ordered: Sequence[NamedTensor], read: _FoundTensors) -> Remembered:
         # Of tensors that are as they were this was looked at before: a storage that is resized lies elsewhere then.
         if any(
             reaches_beyond(part)
@@ -211,7 +211,7 @@ class Gatherer:
         return homes
 
 
-def _read(ordered: Sequence[NamedTensor], *, meta: bool) -> _Read:
+def _read(ordered: Sequence[NamedTensor], *, meta: bool) -> _FoundTensors:
     """What is to be known about tensors. Raises `StateError` for a tensor that cannot be stored."""
     # By columns, with hardly a line of Python per tensor: every save comes through here.
     tensors = [entry.tensor for entry in ordered]
@@ -247,7 +247,7 @@ def _read(ordered: Sequence[NamedTensor], *, meta: bool) -> _Read:
         strides=list(map(torch.Tensor.stride, parts)),
         addresses=addresses,
     )
-    return _Read(facts, specs, parts)
+    return _FoundTensors(facts, specs, parts)
 
 
 def _shared(items: Iterable[T]) -> list[T]:

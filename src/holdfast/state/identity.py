@@ -23,7 +23,7 @@ from holdfast.format.names import join
 from holdfast.frameworks.adapters import unwrapped
 from holdfast.frameworks.module import innermost
 from holdfast.frameworks.stateful import is_stateful
-from holdfast.run.session import FilledMemory, Identity, Part
+from holdfast.run.session import FilledMemory, Identity, StatePart
 from holdfast.state.per_rank import PerRank
 from holdfast.state.piecewise import Piecewise
 from holdfast.state.placements import local_part
@@ -94,7 +94,7 @@ class Found(NamedTuple):
     itself: Identity
 
 
-def parts_of(state: object) -> list[Part]:
+def parts_of(state: object) -> list[StatePart]:
     """The parts of a state that is saved, by which a load of it is recognised: its modules and optimizers. Where it has
     none, its objects with a ``state_dict``, else its tensors; none where it consists of values."""
     items = [item for _, item in _items(state, "", tensors=True)]
@@ -153,15 +153,17 @@ def _is_object(item: object) -> bool:
     return _is_trained(item) or is_stateful(item)
 
 
-def _parts(items: Sequence[object]) -> Iterator[Part]:
+def _parts(items: Sequence[object]) -> Iterator[StatePart]:
     """How `items` are recognised, if they can be: all loose tensors together, each object by itself."""
     loose = [item for item in items if isinstance(item, (torch.Tensor, Piecewise))]
     if loose:
-        yield Part(None, lambda: [number for item in loose for number in _numbers_of(_memory_of(item)) or [_UNKNOWN]])
+        yield StatePart(
+            None, lambda: [number for item in loose for number in _numbers_of(_memory_of(item)) or [_UNKNOWN]]
+        )
     for item in items:
         itself = None if isinstance(item, (torch.Tensor, Piecewise)) else _object(item)
         if itself is not None:
-            yield Part(itself, partial(_numbers_in, item))
+            yield StatePart(itself, partial(_numbers_in, item))
 
 
 def _object(item: object) -> _Object | None:

@@ -13,13 +13,13 @@ from holdfast.format import values
 from holdfast.format.patterns import Globs
 from holdfast.format.values import Node
 from holdfast.geometry import Shape
-from holdfast.mapping.parts import castable
-from holdfast.state.differences import Mismatches, Stored
+from holdfast.mapping.parts import StoredTensor, castable
+from holdfast.state.differences import Mismatches
 from holdfast.state.gather import LocalTensor
 from holdfast.state.memory import digest_of
 
 
-class Target(msgspec.Struct, frozen=True, gc=False):
+class BoundTensor(msgspec.Struct, frozen=True, gc=False):
     """Memory to fill: the live name, the name of the stored tensor, and the local memory.
 
     One stored tensor may have several targets.
@@ -56,13 +56,13 @@ class Matcher:
 
     def __init__(
         self,
-        stored: Mapping[str, Stored],
+        stored: Mapping[str, StoredTensor],
         aliases: Mapping[str, str],
         nodes: Mapping[str, Node],
         mismatches: Mismatches,
         terms: Terms,
     ) -> None:
-        self.targets: list[Target] = []
+        self.targets: list[BoundTensor] = []
         self.used: set[str] = set()
         self.missing: set[str] = set()
         #: Shapes of the missing tensors.
@@ -74,7 +74,7 @@ class Matcher:
         self._nodes = nodes
         self._mismatches = mismatches
         #: Live memory, and the memory of what must turn out to be equal.
-        self._copies: list[tuple[Target, Target]] = []
+        self._copies: list[tuple[BoundTensor, BoundTensor]] = []
         self._copies_of: dict[str, list[str]] = {}
         self._required: dict[str, list[str]] = {}
         self._terms = terms
@@ -112,7 +112,7 @@ class Matcher:
         if source in self._terms.kept and _on_meta(local):
             text = "on the meta device, so it has nothing to keep where the checkpoint has nothing"
             self._mismatches.add("incompatible.meta", name, text)
-        target = Target(name, source, local)
+        target = BoundTensor(name, source, local)
         self._fill(target)
         if len(sources) > 1 or name in self._required or source in self._terms.equal:
             self._match_copies(
@@ -158,11 +158,11 @@ class Matcher:
         if self._mismatches:
             raise self._mismatches.error()
 
-    def _fill(self, target: Target) -> None:
+    def _fill(self, target: BoundTensor) -> None:
         self.used.add(target.source)
         self.targets.append(target)
 
-    def _match_copies(self, target: Target, others: Sequence[str]) -> None:
+    def _match_copies(self, target: BoundTensor, others: Sequence[str]) -> None:
         others = [other for other in dict.fromkeys(others) if other != target.source]
         self._copies_of[target.source] = others
         for other in others:
@@ -177,7 +177,7 @@ class Matcher:
             if target.source in self._terms.kept and not _on_meta(target.local):
                 for mine, part in zip(memory, target.local.memory, strict=True):
                     mine.copy_(part)
-            copy = Target(target.name, other, LocalTensor(target.local.layout, memory))
+            copy = BoundTensor(target.name, other, LocalTensor(target.local.layout, memory))
             self._fill(copy)
             self._copies.append((target, copy))
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from holdfast.errors import StateError
-from holdfast.state.match import Target
+from holdfast.state.match import BoundTensor
 
 #: How long numpy searches for a common byte of two strided views, in its own unit; beyond, they count as overlapping.
 _MAX_WORK = 1 << 20
@@ -30,9 +30,9 @@ class MemorySpan(NamedTuple):
         return MemorySpan(str(view.device), start, start + (last + 1) * view.element_size())
 
 
-class _Held(NamedTuple):
+class _HeldMemory(NamedTuple):
     span: MemorySpan
-    target: Target
+    target: BoundTensor
     #: Which of the target's parts it is.
     number: int
     view: torch.Tensor
@@ -52,7 +52,7 @@ class _Addresses:
         }
 
 
-def check_disjoint(targets: Sequence[Target]) -> None:
+def check_disjoint(targets: Sequence[BoundTensor]) -> None:
     """Refuse targets of which two elements share memory, in one tensor or in two.
 
     The same memory may be the same part of the same stored tensor twice. Tensors on the meta device have no memory yet.
@@ -62,7 +62,7 @@ def check_disjoint(targets: Sequence[Target]) -> None:
     """
     if _are_apart([view for target in targets for view in target.local.memory if view.numel() and not view.is_meta]):
         return
-    open_: list[_Held] = []
+    open_: list[_HeldMemory] = []
     for held in sorted(_held(targets), key=lambda held: held.span):
         if _may_overlap_itself(held.view):
             layout = f"shape {list(held.view.shape)}, strides {list(held.view.stride())}"
@@ -89,14 +89,14 @@ def _are_apart(views: Sequence[torch.Tensor]) -> bool:
     return bool(np.all(stops[order[:-1]] <= starts[order[1:]]))
 
 
-def _held(targets: Sequence[Target]) -> Iterator[_Held]:
+def _held(targets: Sequence[BoundTensor]) -> Iterator[_HeldMemory]:
     for target in targets:
         for number, view in enumerate(target.local.memory):
             if view.numel() and not view.is_meta:
-                yield _Held(MemorySpan.of(view), target, number, view)
+                yield _HeldMemory(MemorySpan.of(view), target, number, view)
 
 
-def _is_same(a: _Held, b: _Held) -> bool:
+def _is_same(a: _HeldMemory, b: _HeldMemory) -> bool:
     """Whether both get the same elements: nobody notices who is filled last."""
     mine, other = a.target.local.layout, b.target.local.layout
     return (

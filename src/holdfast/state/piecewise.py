@@ -71,14 +71,14 @@ class Piecewise:
         return f"Piecewise({self.shape}, {self.dtype}, [{parts}])"
 
 
-class Described(NamedTuple):
+class DescribedPieces(NamedTuple):
     """One tensor given in pieces, and the names it has; the first is the canonical one."""
 
     names: list[str]
     local: LocalTensor
 
 
-def describe(items: Mapping[str, Piecewise]) -> Iterator[Described]:
+def describe(items: Mapping[str, Piecewise]) -> Iterator[DescribedPieces]:
     """Layout and memory of all `items`, in order of names.
 
     One object under several names is one tensor; the same memory in several objects is not, since each says for itself
@@ -100,7 +100,7 @@ def describe(items: Mapping[str, Piecewise]) -> Iterator[Described]:
                 raise _resized(aliases[0], part, memory)
         spec = Pieces(tuple(part for part, _ in held), item.replicas)
         layout = TensorLayout(aliases[0], DTYPE_NAMES[item.dtype], item.shape, spec)
-        yield Described(aliases, LocalTensor(layout, tuple(memory for _, memory in held)))
+        yield DescribedPieces(aliases, LocalTensor(layout, tuple(memory for _, memory in held)))
 
 
 def _part(part: FlatRange | Box) -> FlatRange | Box:

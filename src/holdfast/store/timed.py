@@ -44,7 +44,7 @@ class TimedStore:
     def __init__(self, storage: Store, *, timeout_s: float) -> None:
         self.location = storage.location
         self._storage = storage
-        self._deadline = _Deadline(timeout_s)
+        self._deadline = _RequestTime(timeout_s)
 
     def resolved(self) -> str:
         """As `Store.resolved`."""
@@ -75,13 +75,13 @@ class TimedStore:
         """As `Store.writer`."""
         begin = partial(self._storage.writer, key, nbytes=nbytes)
         writer = self._ask("create", self.path(key), begin, too_late=lambda late: late.abort())
-        return _TimedWriter(writer, _OpenFile(self._deadline, self.path(key)))
+        return _TimedWriter(writer, _FileRequests(self._deadline, self.path(key)))
 
     def reader(self, key: str) -> FileReader:
         """As `Store.reader`."""
         begin = partial(self._storage.reader, key)
         reader = self._ask("open", self.path(key), begin, too_late=lambda late: late.close())
-        return _TimedReader(reader, _OpenFile(self._deadline, self.path(key)))
+        return _TimedReader(reader, _FileRequests(self._deadline, self.path(key)))
 
     def direct_writer(self, key: str, *, nbytes: int) -> FileWriter:
         """As `writer`, for what is done in a `run`: requests are made by the thread that asks."""
@@ -146,7 +146,7 @@ class TimedStore:
 class _TimedWriter:
     """A `FileWriter` with a time limit."""
 
-    def __init__(self, writer: FileWriter, file: _OpenFile) -> None:
+    def __init__(self, writer: FileWriter, file: _FileRequests) -> None:
         self._writer = writer
         self._file = file
 
@@ -169,7 +169,7 @@ class _TimedReader:
 
     memory = None  # of that, nobody would be told that the time is up
 
-    def __init__(self, reader: FileReader, file: _OpenFile) -> None:
+    def __init__(self, reader: FileReader, file: _FileRequests) -> None:
         self.nbytes = reader.nbytes
         self._reader = reader
         self._file = file
@@ -229,10 +229,10 @@ class _DirectReader:
         self._reader.close()
 
 
-class _OpenFile:
+class _FileRequests:
     """The requests that were made of one open file."""
 
-    def __init__(self, deadline: _Deadline, path: str) -> None:
+    def __init__(self, deadline: _RequestTime, path: str) -> None:
         self._deadline = deadline
         self._path = path
         self._abandoned: list[Future[None]] = []
@@ -256,7 +256,7 @@ class _OpenFile:
         wait([request], timeout=0 if any(not each.done() for each in self._abandoned) else self._deadline.patience_s())
 
 
-class _Deadline:
+class _RequestTime:
     """The time that all requests of a store have together."""
 
     def __init__(self, timeout_s: float) -> None:

@@ -20,7 +20,7 @@ from holdfast.run.paths import parse, some
 from holdfast.state import registry
 from holdfast.store.base import Location
 from holdfast.view.order import Piece, in_file_order
-from holdfast.view.source import Source
+from holdfast.view.source import ViewSource
 from holdfast.view.tensor import LazyTensor, as_numpy, as_torch, numpy_dtype
 from holdfast.view.tree import nested, tensors_in
 from holdfast.wording import count
@@ -39,7 +39,7 @@ class View:
 
     def __init__(self, checkpoint: Checkpoint, *, verify: bool) -> None:
         self._checkpoint = checkpoint
-        self._source = Source(checkpoint, verify=verify)
+        self._source = ViewSource(checkpoint, verify=verify)
 
     def __reduce__(self) -> tuple[object, ...]:
         return _over, (self._source,)
@@ -233,5 +233,5 @@ def _revived(value: TorchValue) -> object:
     return value if value.kind == "generator" else revive(value)
 
 
-def _over(source: Source) -> View:
+def _over(source: ViewSource) -> View:
     return View(source.checkpoint, verify=source.verify)

@@ -36,7 +36,7 @@ class Lattice:
         return all(step == 1 for step in self.step)
 
 
-class Selection(NamedTuple):
+class SlicedElements(NamedTuple):
     """The elements that an index selects, the axes that it turns round, and the shape of the result."""
 
     lattice: Lattice
@@ -44,7 +44,7 @@ class Selection(NamedTuple):
     shape: Shape
 
 
-def select(index: Index | tuple[Index, ...], shape: Shape) -> Selection:
+def select(index: Index | tuple[Index, ...], shape: Shape) -> SlicedElements:
     """What `index` selects, as numpy understands it, of a tensor of `shape`. Raises `IndexError` or `TypeError`."""
     start: list[int] = []
     count: list[int] = []
@@ -67,7 +67,7 @@ def select(index: Index | tuple[Index, ...], shape: Shape) -> Selection:
             start.append(number % extent)
             count.append(1)
             step.append(1)
-    return Selection(Lattice(tuple(start), tuple(count), tuple(step)), tuple(flipped), tuple(kept))
+    return SlicedElements(Lattice(tuple(start), tuple(count), tuple(step)), tuple(flipped), tuple(kept))
 
 
 def _filled(index: Index | tuple[Index, ...], shape: Shape) -> list[int | slice]:

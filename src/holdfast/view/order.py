@@ -17,7 +17,7 @@ from holdfast.io.buffers import BufferPool
 from holdfast.io.digest import first_bad_block
 from holdfast.io.reader import DataFile
 from holdfast.store.base import Bytes
-from holdfast.view.source import Source
+from holdfast.view.source import ViewSource
 from holdfast.view.tensor import as_numpy, numpy_dtype
 
 #: Larger pieces are given in several.
@@ -34,7 +34,7 @@ class Piece(NamedTuple):
     array: npt.NDArray[Any]
 
 
-def in_file_order(source: Source, tensors: Collection[int]) -> Iterator[Piece]:
+def in_file_order(source: ViewSource, tensors: Collection[int]) -> Iterator[Piece]:
     """All stored pieces of some tensors, file by file."""
     for index in range(source.checkpoint.manifest.body.num_files):
         layout = source.checkpoint.files.layout(index)
@@ -50,7 +50,7 @@ def in_file_order(source: Source, tensors: Collection[int]) -> Iterator[Piece]:
             yield from _pieces(source, entry, 0, held)
 
 
-def _read(source: Source, layout: FileLayout, entries: Sequence[Entry]) -> Iterator[Piece]:
+def _read(source: ViewSource, layout: FileLayout, entries: Sequence[Entry]) -> Iterator[Piece]:
     checkpoint = source.checkpoint
     file = checkpoint.open_file(
         layout.index, data_start=layout.data_start, data_nbytes=layout.data_nbytes, verify=source.verify
@@ -70,7 +70,7 @@ def _read(source: Source, layout: FileLayout, entries: Sequence[Entry]) -> Itera
                 yield from _pieces(source, entry, start, data)
 
 
-def _pieces(source: Source, entry: Entry, start: int, data: Bytes) -> Iterator[Piece]:
+def _pieces(source: ViewSource, entry: Entry, start: int, data: Bytes) -> Iterator[Piece]:
     """The bytes of an entry from `start` on as one piece, or as boxes where they are not all of it."""
     manifest, carrier = source.checkpoint.manifest, source.carrier(entry.tensor)
     try:

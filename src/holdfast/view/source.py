@@ -15,9 +15,9 @@ from holdfast.checkpoint.reading import Checkpoint
 from holdfast.errors import NotFoundError
 from holdfast.format.dtypes import CARRIERS
 from holdfast.geometry import Box, whole
-from holdfast.plan.load import Want, plan_load
+from holdfast.plan.load import ReadRequest, plan_load
 from holdfast.run.history import resolve
-from holdfast.run.paths import Target
+from holdfast.run.paths import Selection
 from holdfast.store.base import Bytes
 from holdfast.view.index import Lattice
 from holdfast.view.mapping import CAN_MAP, map_file
@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 Array = npt.NDArray[Any]
 
 
-class Source:
+class ViewSource:
     """The elements of a checkpoint. Safe for several threads."""
 
     def __init__(self, checkpoint: Checkpoint, *, verify: bool) -> None:
@@ -41,7 +41,7 @@ class Source:
     def __reduce__(self) -> tuple[object, ...]:
         """Another process, such as a worker of a data loader, opens the same checkpoint anew."""
         sealed = self.checkpoint.sealed
-        target = Target(sealed.storage.location, place=None if sealed.commit is None else sealed.commit.place)
+        target = Selection(sealed.storage.location, place=None if sealed.commit is None else sealed.commit.place)
         return _reopened, (target, sealed.seal.checkpoint_id, self.verify)
 
     def carrier(self, tensor: int) -> np.dtype[Any]:
@@ -50,14 +50,14 @@ class Source:
 
     def read(self, parts: Sequence[tuple[int, Lattice, Array]]) -> None:
         """Fill arrays with the elements of lattices of tensors: each file is read once, in bounded memory."""
-        wants = [Want(tensor, lattice.box) for tensor, lattice, _ in parts]
+        wants = [ReadRequest(tensor, lattice.box) for tensor, lattice, _ in parts]
         if wants:
-            self.checkpoint.read(wants, _Arrays(parts), verify=self.verify)
+            self.checkpoint.read(wants, _ViewArrays(parts), verify=self.verify)
 
     def whole(self, tensors: Sequence[int], *, private: bool) -> list[Array]:
         """All elements of several tensors, mapped or read."""
         boxes = [whole(self.checkpoint.manifest.shape(tensor)) for tensor in tensors]
-        wants = [Want(tensor, box) for tensor, box in zip(tensors, boxes, strict=True)]
+        wants = [ReadRequest(tensor, box) for tensor, box in zip(tensors, boxes, strict=True)]
         found: list[Array] = []
         parts: list[tuple[int, Lattice, Array]] = []
         for tensor, box, array in zip(tensors, boxes, self.mapped(wants, private=private), strict=True):
@@ -69,7 +69,7 @@ class Source:
         self.read(parts)
         return found
 
-    def mapped(self, wants: Sequence[Want], *, private: bool) -> list[Array | None]:
+    def mapped(self, wants: Sequence[ReadRequest], *, private: bool) -> list[Array | None]:
         """The elements of boxes as they lie in mapped files; None where they are not in one piece, or not mapped.
 
         They are read-only; or `private`: what is written to them stays in this process's memory, and is in no other
@@ -129,7 +129,7 @@ class Source:
             return None
 
 
-def _reopened(target: Target, checkpoint_id: str, verify: bool) -> Source:
+def _reopened(target: Selection, checkpoint_id: str, verify: bool) -> ViewSource:
     sealed = resolve(target).sealed
     if sealed.seal.checkpoint_id != checkpoint_id:
         raise NotFoundError(
@@ -138,10 +138,10 @@ def _reopened(target: Target, checkpoint_id: str, verify: bool) -> Source:
             action="Open it anew.",
             path=target.root,
         )
-    return Source(Checkpoint(sealed), verify=verify)
+    return ViewSource(Checkpoint(sealed), verify=verify)
 
 
-class _Arrays:
+class _ViewArrays:
     """Arrays as targets of `Checkpoint.read`, each for one want."""
 
     def __init__(self, parts: Sequence[tuple[int, Lattice, Array]]) -> None:

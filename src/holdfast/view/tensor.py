@@ -10,9 +10,9 @@ import numpy.typing as npt
 
 from holdfast.format.dtypes import DTYPES
 from holdfast.geometry import Shape
-from holdfast.plan.load import Want
+from holdfast.plan.load import ReadRequest
 from holdfast.view.index import Index, apart, select
-from holdfast.view.source import Array, Source
+from holdfast.view.source import Array, ViewSource
 
 if TYPE_CHECKING:
     import torch
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class LazyTensor:
     """A stored tensor. Indexing reads just what it needs, verified; nothing is kept. Safe for several threads."""
 
-    def __init__(self, source: Source, number: int) -> None:
+    def __init__(self, source: ViewSource, number: int) -> None:
         self._source = source
         #: Its number in the manifest.
         self.number = number
@@ -70,7 +70,7 @@ class LazyTensor:
 
     def _read(self, index: Index | tuple[Index, ...], *, private: bool) -> Array:
         lattice, flipped, shape = select(index, self.shape)
-        (array,) = self._source.mapped([Want(self.number, lattice.box)], private=private)
+        (array,) = self._source.mapped([ReadRequest(self.number, lattice.box)], private=private)
         if array is not None:
             array = _at(array, tuple(slice(None, None, step) for step in lattice.step))
         else:

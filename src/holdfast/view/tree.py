@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from holdfast.format import values as value_codec
-from holdfast.format.values import Node, Open, Table, TensorRef
+from holdfast.format.values import Node, Open, TableNode, TensorRef
 
 
 def nested(nodes: Mapping[str, Node], names: Iterable[str], root: str) -> dict[str, Node]:
@@ -29,8 +29,8 @@ def nested(nodes: Mapping[str, Node], names: Iterable[str], root: str) -> dict[s
             at = above
     for path, below in children.items():
         if isinstance(found.get(path, Open("dict")), Open):
-            found[path] = Table("dict", tuple(below))
-    return {path: Table("dict", ()) if isinstance(node, Open) else node for path, node in found.items()}
+            found[path] = TableNode("dict", tuple(below))
+    return {path: TableNode("dict", ()) if isinstance(node, Open) else node for path, node in found.items()}
 
 
 def tensors_in(nodes: Mapping[str, Node]) -> list[str]:
