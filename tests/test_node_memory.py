@@ -85,14 +85,15 @@ from typing import Any, NamedTuple
 from holdfast.format.records import Place
 from holdfast.node_memory.claims import Claim
 from holdfast.node_memory.node_folder import NodeFolder
-from holdfast.node_memory.slots import Contents, Record, Slot, State
+from holdfast.node_memory.slots import Contents, Slot, SlotRecord, SlotState
 
 run, node_dir, rank, what = sys.argv[1:]
 folder = NodeFolder(run, node_dir=Path(node_dir))
 claim = Claim(folder, int(rank))
 slot = Slot.create(folder, rank=int(rank), nbytes=1 << 20)
 assert slot.take()
-slot.advance(Record(State.WRITING, Contents("0123456789abcdef", "ffeeddccbbaa9988", Place(1, 9), 9, 0, 4096, 1 << 20)))
+held = Contents("0123456789abcdef", "ffeeddccbbaa9988", Place(1, 9), 9, 0, 4096, 1 << 20)
+slot.advance(SlotRecord(SlotState.WRITING, held))
 child = os.fork() if what == "forks" else None
 print(child, flush=True) if child != 0 else None
 time.sleep(600)

@@ -213,15 +213,15 @@ import os, signal, sys
 from pathlib import Path
 from holdfast.format.records import Place
 from holdfast.node_memory.node_folder import NodeFolder
-from holdfast.node_memory.slots import Record, Slot, Contents, State
+from holdfast.node_memory.slots import Contents, Slot, SlotRecord, SlotState
 
 slot = Slot.create(NodeFolder("run", node_dir=Path(sys.argv[1])), rank=0, nbytes=1 << 20)
 for seq in range(1, 1 << 30):
     held = Contents("0123456789abcdef", "00112233445566aa", Place(1, seq), seq, 0, 4096, 1 << 20)
     assert slot.take()
-    slot.advance(Record(State.WRITING, held))
-    slot.advance(Record(State.STAGED, held))
-    slot.advance(Record(State.FREE))
+    slot.advance(SlotRecord(SlotState.WRITING, held))
+    slot.advance(SlotRecord(SlotState.STAGED, held))
+    slot.advance(SlotRecord(SlotState.FREE))
 """
 
 
