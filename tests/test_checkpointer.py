@@ -219,6 +219,27 @@ def test_damaged_memory_is_noticed_and_storage_is_used(
     assert "what is in memory is damaged" in caplog.text
 
 
+@pytest.mark.parametrize("prefix", ["slot-", "generation-"])
+def test_files_in_memory_that_others_may_write_to_are_passed_over_and_storage_is_used(
+    run: str, memory: Memory, prefix: str
+) -> None:
+    loop = Loop()
+    with Checkpointer(run, loop.state, memory=memory) as checkpointer:
+        loop.step()
+        checkpointer.save(1)
+    start_new_job()
+    with folder_of(run, memory.node_dir) as folder:
+        opened_up = [folder.path / name for name in folder.names() if name.startswith(prefix)]
+    assert opened_up
+    for path in opened_up:
+        path.chmod(0o666)
+    assert restored(run, memory)[1:] == (2, loop.bits())
+    with Checkpointer(run, loop.state, memory=memory) as checkpointer:
+        checkpointer.restore()
+        checkpointer.save(2)
+    assert restored(run, memory)[:2] == ("node memory", 3)
+
+
 def test_the_next_save_goes_on_from_what_was_restored(run: str, memory: Memory) -> None:
     loop = Loop()
     with Checkpointer(run, loop.state, memory=memory) as checkpointer:

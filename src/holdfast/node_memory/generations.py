@@ -14,7 +14,7 @@ import msgspec
 import xxhash
 
 from holdfast.decoding import decode_msgpack
-from holdfast.errors import CorruptError
+from holdfast.errors import ConfigurationError, CorruptError
 from holdfast.format.records import Place
 from holdfast.node_memory.node_folder import NodeFolder
 from holdfast.store.base import Location
@@ -56,10 +56,12 @@ def write_generation(folder: NodeFolder, generation: Generation) -> None:
 def read_generation(folder: NodeFolder, checkpoint_id: str) -> Generation:
     """The generation of a checkpoint.
 
-    Raises `FileNotFoundError` where there is none, and `CorruptError` where its file is damaged.
+    Raises `FileNotFoundError` where there is none, and `CorruptError` where its file is damaged, or is not this
+    user's alone.
     """
     name = _PREFIX + checkpoint_id
-    with os.fdopen(folder.open(name), "rb") as file:
+    data = b""
+    with suppress(ConfigurationError), os.fdopen(folder.open(name), "rb") as file:
         data = file.read()
     start = len(_MAGIC) + _DIGEST_NBYTES
     payload = data[start:]

@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from holdfast.errors import ConfigurationError, CorruptError
+from holdfast.errors import CorruptError
 from holdfast.node_memory.claims import is_claimed, remove_claims
 from holdfast.node_memory.generations import generation_ids, given_up_ids, remove_generation
 from holdfast.node_memory.keeper_lock import clear_protocol, is_kept, keeper_pid, remove_lock, try_lock
@@ -140,7 +140,7 @@ def _held_in(folder: NodeFolder) -> Iterator[HeldSlot]:
             try:
                 with Slot(folder, name) as slot:
                     yield _held(folder, slot)
-            except (CorruptError, ConfigurationError):  # damaged, of another version, or no file of ours
+            except CorruptError:  # damaged, of another version, or no file of ours
                 yield _unreadable(folder, name)
 
 

@@ -148,8 +148,7 @@ class Slot:
 
         Raises:
             FileNotFoundError: there is none.
-            CorruptError: it is not a slot, or both cells of its page are damaged.
-            ConfigurationError: it is not a file of this user alone.
+            CorruptError: it is not a slot, others may use it, or both cells of its page are damaged.
         """
         self.name = name
         self.path = folder.path / name
@@ -160,7 +159,10 @@ class Slot:
         #: Whether somebody has cut the file, or written over both its records: what it holds is lost. Known from the
         #: next look at it on.
         self.is_damaged = False
-        self._fd = folder.open(name)
+        try:
+            self._fd = folder.open(name)
+        except ConfigurationError as error:  # others may have written to it
+            raise self._corrupt("it is not a file of this user alone") from error
         try:
             size = os.fstat(self._fd).st_size
             if size <= DATA_START:
