@@ -28,16 +28,20 @@ class Mutation:
     def __str__(self) -> str:
         return self.test.partition("::")[2]
 
-    def fits(self) -> bool:
-        """Whether the library has what it replaces."""
-        return (SOURCE / self.file).read_text().count(self.old) == 1 and self.new != self.old
+    def assert_fits(self) -> None:
+        """The library has what it replaces, and its test exists."""
+        source = (SOURCE / self.file).read_text()
+        assert source.count(self.old) == 1, f"'{self.file}' has changed: mutate what it says now"
+        assert self.new != self.old
+        file, _, name = self.test.partition("::")
+        assert f"def {name.partition('[')[0]}(" in (TESTS / file).read_text(), f"there is no '{self.test}'"
 
 
 def sound_library(folder: Path, mutations: Iterable[Mutation]) -> Path:
     """A copy of the library in `folder`, with which the tests of all `mutations` pass."""
     shutil.copytree(SOURCE, folder / "holdfast", ignore=shutil.ignore_patterns("__pycache__"))
     done = _run_tests(folder, *dict.fromkeys(mutation.test for mutation in mutations))
-    assert done.returncode == 0, done.stdout
+    assert done.returncode == 0, done.stdout + done.stderr
     return folder
 
 

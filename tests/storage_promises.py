@@ -290,7 +290,7 @@ STORAGE_MUTATIONS = [
         "",
     ),
     Mutation(  # timed not retryable
-        "test_transfer.py::test_a_write_that_hangs_is_given_up_and_cleared_away_when_it_ends[write_at]",
+        "test_io.py::test_a_write_that_hangs_is_given_up_and_cleared_away_when_it_ends[write_at]",
         "store/timed.py",
         "            retryable=True,\n",
         "",
@@ -302,7 +302,7 @@ STORAGE_MUTATIONS = [
         "",
     ),
     Mutation(  # timed close keeps helpers
-        "test_transfer.py::test_a_timed_store_answers_as_the_store_does",
+        "test_io.py::test_a_timed_store_answers_as_the_store_does",
         "store/helpers.py",
         "        self._closed = True\n        self._dismiss()",
         "        self._closed = True",
@@ -320,7 +320,7 @@ STORAGE_MUTATIONS = [
         "        if time.monotonic() > self._end_s:",
     ),
     Mutation(  # timed end ignored
-        "test_transfer.py::test_when_the_time_is_up_a_store_is_not_asked_any_more",
+        "test_io.py::test_when_the_time_is_up_a_store_is_not_asked_any_more",
         "store/timed.py",
         "        if self._given_up or time.monotonic() > self._end_s:",
         "        if self._given_up:",
@@ -351,7 +351,7 @@ STORAGE_MUTATIONS = [
         "",
     ),
     Mutation(  # timed not daemon
-        "test_transfer.py::test_a_store_that_hangs_keeps_no_process_alive",
+        "test_io.py::test_a_store_that_hangs_keeps_no_process_alive",
         "store/helpers.py",
         'name="holdfast-helper", daemon=True)',
         'name="holdfast-helper")',

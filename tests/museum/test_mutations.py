@@ -16,8 +16,8 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=str)
-def test_what_a_mutation_replaces_is_there_once(mutation: Mutation) -> None:
-    assert mutation.fits()
+def test_a_mutation_fits_the_library_and_names_a_test(mutation: Mutation) -> None:
+    mutation.assert_fits()
 
 
 @pytest.mark.slow
