@@ -524,16 +524,24 @@ def test_the_report_tells_sizes_phases_and_the_place(tmp_path: Path) -> None:
     assert all(seconds >= 0 for seconds in report.seconds.values())
 
 
-@pytest.mark.parametrize("value", [torch.tensor(0.5), np.float32(0.5), 0.5, 3], ids=repr)
+@pytest.mark.parametrize(
+    "value",
+    [torch.tensor(0.5), torch.ones(1, 1), torch.ones((), requires_grad=True), np.float32(0.5), 0.5, 3],
+    ids=repr,
+)
 def test_metrics_are_any_numbers(tmp_path: Path, value: Any) -> None:
     assert holdfast.save(tmp_path / "run", {}, 1, metrics={"loss": value}).step == 1
     (commit,) = (tmp_path / "run/history").iterdir()
-    assert json.loads(commit.read_text())["metrics"] == {"loss": float(value)}
+    assert json.loads(commit.read_text())["metrics"] == {
+        "loss": value.item() if isinstance(value, torch.Tensor) else value
+    }
 
 
-@pytest.mark.parametrize("value", ["0.5", None, [1.0], 1j], ids=repr)
+@pytest.mark.parametrize(
+    "value", ["0.5", None, [1.0], 1j, torch.ones(2), torch.tensor(1j), torch.ones((), device="meta")], ids=repr
+)
 def test_a_metric_that_is_no_number_is_refused_before_anything_is_written(tmp_path: Path, value: Any) -> None:
-    with pytest.raises(TypeError, match="loss"):
+    with pytest.raises(ValueError if isinstance(value, torch.Tensor) else TypeError, match="loss"):
         holdfast.save(tmp_path / "run", {}, 1, metrics={"loss": value})
     assert not (tmp_path / "run").exists()
 

@@ -15,6 +15,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple, SupportsFloat
 
+import torch
 from torch.distributed import ProcessGroup
 
 from holdfast.agreement.assignment import WriteAssignment
@@ -122,7 +123,15 @@ def numbers_of(metrics: Mapping[str, SupportsFloat]) -> dict[str, float]:
             raise TypeError(f"a metric is a number under a string, not {name!r}: {value!r}")
     if sum(6 * len(name) + 32 for name in metrics) > MAX_RECORD_NBYTES // 2:  # as JSON, at most
         raise ValueError(f"{count(len(metrics), 'metric')} of such long names: a commit record does not hold that much")
-    return {name: float(value) for name, value in metrics.items()}
+    return {name: _number_of(name, value) for name, value in metrics.items()}
+
+
+def _number_of(name: str, value: SupportsFloat) -> float:
+    if not isinstance(value, torch.Tensor):
+        return float(value)
+    if value.numel() != 1 or value.is_complex() or value.is_meta:
+        raise ValueError(f"a metric is one number, not a tensor of shape {tuple(value.shape)}, {value.dtype}: {name!r}")
+    return float(value.detach())  # torch warns of a number with a gradient
 
 
 def run_location(run: str | os.PathLike[str] | Location) -> Location:
