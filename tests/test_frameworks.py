@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 import holdfast
 from holdfast import IncompatibleError, PerRank, StateError
-from holdfast.frameworks.adapters import unwrapped
+from holdfast.frameworks.known_types import unwrapped
 from holdfast.mapping import Rename
 from tests.bound import assert_same, bits
 

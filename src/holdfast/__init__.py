@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from holdfast.checkpointer import Checkpointer, Memory
     from holdfast.checkpointer.handle import Handle
     from holdfast.checkpointer.restoring import RestoreReport
+    from holdfast.frameworks.registry import register_adapter
     from holdfast.geometry import Box, FlatRange
     from holdfast.loading import load
     from holdfast.loading.dry_run import LoadPlan, plan_load
@@ -67,6 +68,7 @@ _HOMES = {
     "Box": "holdfast.geometry",
     "Bandwidths": "holdfast.plan.exchange",
     "Location": "holdfast.store.base",
+    "register_adapter": "holdfast.frameworks.registry",
     "register_tensor": "holdfast.state.registry",
     "register_value": "holdfast.state.registry",
     "transfer": "holdfast.publishing",
@@ -103,6 +105,7 @@ __all__ = [
     "mapping",
     "open",
     "plan_load",
+    "register_adapter",
     "register_tensor",
     "register_value",
     "save",

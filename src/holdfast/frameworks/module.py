@@ -20,8 +20,8 @@ from holdfast.errors import StateError
 from holdfast.format.names import component, join
 from holdfast.format.values import Open
 from holdfast.frameworks import BindingSource, Finish, NamedTensor, Sink
-from holdfast.frameworks.adapters import Transparent, WholeObject, adapter_of, refusal_of, unwrapped
-from holdfast.frameworks.stateful import Description, describe, reading, writing
+from holdfast.frameworks.known_types import Transparent, WholeObject, known_type, refusal_of, type_of, unwrapped
+from holdfast.frameworks.stateful import Description, describe, is_described, reading, writing
 from holdfast.plan.layout import Replicas
 
 if TYPE_CHECKING:
@@ -45,6 +45,26 @@ _HARMLESS_HOOKS = frozenset(
         "torch.nn.utils.spectral_norm",
     }
 )
+
+
+class ModuleAdapter:
+    """Modules, of which a selection may take a part."""
+
+    needs_names = False
+    is_divisible = True
+    spans_ranks = True
+
+    def accepts(self, kind: type) -> bool:
+        """As `Adapter.accepts`."""
+        return issubclass(kind, nn.Module) and not is_described(kind)
+
+    def describe(self, path: str, item: nn.Module, sink: Sink) -> bool:
+        """As `Adapter.describe`."""
+        return flatten_module(path, item, sink)
+
+    def bind(self, path: str, item: nn.Module, source: BindingSource) -> Finish:
+        """As `Adapter.bind`."""
+        return bind_module(path, item, source)
 
 
 class _ModuleState(NamedTuple):
@@ -123,8 +143,7 @@ def bind_module(path: str, module: nn.Module, source: BindingSource) -> Finish:
 def innermost(module: nn.Module) -> nn.Module:
     """What is left of `module` without the wrappers around it: DDP, `torch.compile`, those of other libraries."""
     module = cast("nn.Module", unwrapped(module))
-    kind: type = type(module)
-    inner = _traits(kind).wrapped
+    inner = _traits(type_of(module)).wrapped
     return module if inner is None else innermost(cast("nn.Module", getattr(module, inner)))
 
 
@@ -195,9 +214,9 @@ def _ignored(module: nn.parallel.DistributedDataParallel) -> frozenset[int]:
 
 def _extra_of(module: nn.Module, path: str, traits: _Traits) -> Description | None:
     """What a module keeps beside its parameters and buffers; None for most."""
-    adapter = adapter_of(module)
-    if isinstance(adapter, WholeObject):
-        own = adapter.in_module(module)
+    known = known_type(type_of(module))
+    if isinstance(known, WholeObject):
+        own = known.in_module(module)
         return None if own is None else describe(path, module, own)
     if not traits.has_extra_state:
         return None
@@ -220,8 +239,8 @@ def _refuse_hidden_state(
 
     Where only its own part of the state dict is another one, it may stay in the state as long as that is not wanted.
     """
-    kind = type(module)
-    adapter, refusal = adapter_of(module), refusal_of(module)
+    kind = type_of(module)
+    known, refusal = known_type(kind), refusal_of(module)
     hooks = (*module._state_dict_hooks.values(), *module._state_dict_pre_hooks.values())  # noqa: SLF001
     action = (
         "Keep such state in persistent buffers or in get_extra_state / set_extra_state; or put module.state_dict() "
@@ -230,7 +249,7 @@ def _refuse_hidden_state(
     is_local = False
     if refusal is not None:
         what, action, is_local = refusal.problem, refusal.action, refusal.is_local
-    elif isinstance(adapter, WholeObject | Transparent):
+    elif isinstance(known, WholeObject | Transparent):
         return
     elif traits.overrides is not None:
         what, is_local = f"overrides {traits.overrides}", traits.overrides == "_save_to_state_dict"

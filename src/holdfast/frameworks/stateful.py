@@ -1,4 +1,4 @@
-"""Objects that describe themselves: anything with ``state_dict()`` and ``load_state_dict(state)``, and adapted types.
+"""Objects that describe themselves: anything with ``state_dict()`` and ``load_state_dict(state)``, and known types.
 
 Learning-rate schedulers, gradient scalers, data loaders, samplers, generators of numpy and Python, metrics. What they
 give is opaque: it is saved as it is and handed back whole.
@@ -8,13 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple, Protocol, TypeGuard
+from typing import Final, NamedTuple, Protocol, cast
 
 from torch import nn
 from torch.optim import Optimizer
 
 from holdfast.errors import HoldfastError, IncompatibleError, StateError
-from holdfast.frameworks.adapters import WholeObject, adapter_of
+from holdfast.format.values import Open, PerRankNode, Stateful, TableNode
+from holdfast.frameworks import BindingSource, Finish, Sink
+from holdfast.frameworks.known_types import WholeObject, known_type, refusal_of, type_of
+from holdfast.wording import kind_of
+
+#: What is stored for an object whose ``state_dict()`` was empty.
+_NO_STATE: Final = Stateful(TableNode("dict", ()))
 
 
 class SelfDescribing(Protocol):
@@ -35,42 +41,66 @@ class Description(NamedTuple):
     is_random: bool
 
 
-def describes_itself(item: object) -> TypeGuard[SelfDescribing]:
-    """Whether `item` is an instance whose class has both methods; classes themselves are not."""
-    kind = type(item)
-    return callable(getattr(kind, "state_dict", None)) and callable(getattr(kind, "load_state_dict", None))
+class StatefulAdapter:
+    """Objects that describe themselves, and are no modules or optimizers."""
 
+    needs_names = False
+    is_divisible = False
+    spans_ranks = False
 
-def is_described(item: object) -> bool:
-    """Whether an adapter says how the state of `item` is read and written, whatever else `item` is."""
-    return isinstance(adapter_of(item), WholeObject)
+    def accepts(self, kind: type) -> bool:
+        """As `Adapter.accepts`."""
+        return is_described(kind) or (_describes_itself(kind) and not issubclass(kind, (nn.Module, Optimizer)))
 
-
-def is_stateful(item: object) -> bool:
-    """Whether `item` is saved as what it says of itself."""
-    if is_described(item):
+    def describe(self, path: str, item: object, sink: Sink) -> bool:
+        """As `Adapter.describe`."""
+        if refusal_of(item) is not None:
+            return False
+        sink.whole(path, description_of(path, item).read())
         return True
-    return describes_itself(item) and not isinstance(item, (nn.Module, Optimizer))
+
+    def bind(self, path: str, item: object, source: BindingSource) -> Finish:
+        """As `Adapter.bind`."""
+        description = description_of(path, item)
+        node = source.nodes.get(path)
+        if node is None:
+            source.missing(path)
+        elif isinstance(node, (Open, PerRankNode)):
+            source.differs(path, kind_of(item))
+        elif node == _NO_STATE and description.read() != {}:
+            text = f"{kind_of(item)} with a state here, one without in the checkpoint, such as one that is off"
+            source.refuse("incompatible.no_state", path, text)
+        else:
+            source.restore(description.write, source.opaque(path), is_random=description.is_random)
+        return lambda: item
 
 
-def description_of(path: str, item: object) -> Description | None:
-    """How the object at `path` says its state, where `is_stateful` says that it does.
+def is_described(kind: type) -> bool:
+    """Whether it is known how the state of objects of a type is read and written, whatever else they are."""
+    return isinstance(known_type(kind), WholeObject)
+
+
+def description_of(path: str, item: object) -> Description:
+    """How the object at `path`, of a type that `StatefulAdapter` accepts, says its state.
 
     Both functions raise `HoldfastError` for whatever the object's own code raises.
     """
-    if not is_stateful(item):
-        return None
-    adapter = adapter_of(item)
-    if isinstance(adapter, WholeObject):
-        return describe(path, item, adapter)
-    assert describes_itself(item)
-    return _named(path, item, item.state_dict, item.load_state_dict, is_random=False)
+    known = known_type(type_of(item))
+    if isinstance(known, WholeObject):
+        return describe(path, item, known)
+    itself = cast("SelfDescribing", item)
+    return _named(path, item, itself.state_dict, itself.load_state_dict, is_random=False)
 
 
-def describe(path: str, item: object, adapter: WholeObject) -> Description:
-    """How the object at `path` says its state, in the words of `adapter`; see `description_of`."""
-    read, write = adapter.read, adapter.write
-    return _named(path, item, lambda: read(item), lambda state: write(item, state), is_random=adapter.is_random)
+def describe(path: str, item: object, known: WholeObject) -> Description:
+    """How the object at `path` says its state, of whose type this is `known`; see `description_of`."""
+    return _named(
+        path, item, lambda: known.read(item), lambda state: known.write(item, state), is_random=known.is_random
+    )
+
+
+def _describes_itself(kind: type) -> bool:
+    return callable(getattr(kind, "state_dict", None)) and callable(getattr(kind, "load_state_dict", None))
 
 
 @contextmanager

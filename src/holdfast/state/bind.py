@@ -17,19 +17,16 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import nn
-from torch.optim import Optimizer
 
 from holdfast.errors import NotFoundError
 from holdfast.format import values
 from holdfast.format.names import component, join, own_part, rank_component
 from holdfast.format.patterns import Globs
 from holdfast.format.values import Encoded, Node, Open, PlanesNode, Stateful, TensorRef, TorchValue
-from holdfast.frameworks import Finish, NamedTensor
-from holdfast.frameworks.adapters import unwrapped
-from holdfast.frameworks.module import bind_module
-from holdfast.frameworks.optimizer import bind_optimizer
-from holdfast.frameworks.stateful import Description, description_of, is_described, is_stateful, writing
+from holdfast.frameworks import Adapter, Finish, NamedTensor
+from holdfast.frameworks.known_types import unwrapped
+from holdfast.frameworks.registry import adapter_of
+from holdfast.frameworks.stateful import StatefulAdapter, description_of, writing
 from holdfast.mapping.parts import StoredTensor
 from holdfast.plan.layout import Replicas
 from holdfast.state.arrays import array_as_tensor, check_array, is_shareable
@@ -54,9 +51,6 @@ from holdfast.state.registry import (
     registered,
 )
 from holdfast.wording import count, kind_of, with_article
-
-#: What is stored for an object whose ``state_dict()`` was empty.
-_NO_STATE = Stateful(values.TableNode("dict", ()))
 
 
 def bind(
@@ -95,7 +89,7 @@ def bind(
 
 
 class _Binder:
-    """One walk of a live state; the `Source` of the frameworks."""
+    """One walk of a live state; the `BindingSource` of the adapters."""
 
     def __init__(
         self,
@@ -110,7 +104,7 @@ class _Binder:
     ) -> None:
         self._select, self._kept = terms.select, terms.kept
         self.is_strict = terms.is_strict
-        #: What frameworks see: of modules, only what is selected. Optimizers are selected as a whole.
+        #: What adapters see: of modules, only what is selected. Optimizers are selected as a whole.
         self.nodes = nodes if self._select is None else SelectedNodes(nodes, self._select)
         self._all_nodes = nodes
         self._rank = rank
@@ -130,7 +124,8 @@ class _Binder:
         self._pending: list[NamedTensor] = []
         self._names: dict[int, NamedTensor] = {}
         self._records: dict[tuple[str, tuple[str, ...]], Callable[..., object]] = {}
-        self._optimizers: list[tuple[str, Optimizer]] = []
+        #: Objects that name their state after tensors, with their adapters.
+        self._last: list[tuple[str, object, Adapter]] = []
         self._piecewise: dict[str, Piecewise] = {}
         self._finish_statefuls: list[Finish] = []
         #: Of everything random, which others may use when they are restored.
@@ -138,9 +133,9 @@ class _Binder:
 
     def run(self, into: MutableMapping[str, object]) -> Binding:
         finish_containers = self._dict("", into)
-        self._match(named=bool(self._optimizers))
+        self._match(named=bool(self._last))
         self.nodes = self._all_nodes
-        finish_optimizers = [self._optimizer(path, optimizer) for path, optimizer in self._optimizers]
+        finish_last = [adapter.bind(path, item, self) for path, item, adapter in self._last]
         self._match(named=False)
         for names, local in describe(self._piecewise):
             self._matcher.match(names, local)
@@ -152,7 +147,7 @@ class _Binder:
         def finish() -> object:
             self._matcher.check_copies()
             self._rebuild()
-            for step in (finish_containers, *finish_optimizers, *self._finish_statefuls, *self._finish_generators):
+            for step in (finish_containers, *finish_last, *self._finish_statefuls, *self._finish_generators):
                 step()
             return into
 
@@ -302,6 +297,16 @@ class _Binder:
             if tensor.is_meta and not any(plane.is_meta for plane in planes.values()):
                 become(tensor, cast("torch.Tensor", registration.decode(planes)))
 
+    def restore(self, write: Callable[[object], object], state: Finish, *, is_random: bool) -> None:
+        steps = self._finish_generators if is_random else self._finish_statefuls
+        steps.append(lambda: write(state()))
+
+    def differs(self, path: str, here: str) -> None:
+        self._mismatches.add_kind(path, here, self.nodes.get(path))
+
+    def refuse(self, code: str, path: str, text: str) -> None:
+        self._mismatches.add(code, path, text)
+
     def missing(self, name: str) -> None:
         if self._is_selected(name):
             self._matcher.missing.add(name)
@@ -365,18 +370,16 @@ class _Binder:
             return self._value(path, item)
         if isinstance(item, PerRank):
             return self._per_rank(path, item)
-        if isinstance(item, nn.Module) and not is_described(item):
-            return bind_module(path, item, self)
         if isinstance(item, Piecewise):
             self._piecewise[path] = item
-        elif isinstance(item, Optimizer):
-            self._optimizers.append((path, item))
         elif isinstance(item, torch.Generator):
             self._generator(path, item)
-        elif is_stateful(item):
-            self._stateful(path, item)
-        else:
+        elif (adapter := adapter_of(item)) is None:
             return self._value(path, item)
+        elif adapter.needs_names:
+            self._last.append((path, item, adapter))
+        else:
+            return adapter.bind(path, item, self)
         return None
 
     def _inside(self, wrapper: object, part: Finish | None) -> Finish | None:
@@ -401,7 +404,7 @@ class _Binder:
 
     def _is_whole(self, item: object) -> bool:
         """Whether an item that is no tensor is loaded as a whole or not at all, so that its own name selects it."""
-        if self._select is None or (isinstance(item, nn.Module) and not is_described(item)):
+        if self._select is None or ((adapter := adapter_of(item)) is not None and adapter.is_divisible):
             return False
         if registered(item) is not None or isinstance(item, Counter | torch.Size):
             return True
@@ -450,9 +453,9 @@ class _Binder:
             with writing(path, "on_resize"):
                 return merge(held, self._rank, self._world_size)
 
-        description = None if registered(live) is not None else description_of(path, live)
-        if description is not None:
-            self._restore(description, merged)
+        if registered(live) is None and isinstance(adapter_of(live), StatefulAdapter):
+            description = description_of(path, live)
+            self.restore(description.write, merged, is_random=description.is_random)
             return lambda: item
 
         def finish() -> object:
@@ -494,7 +497,7 @@ class _Binder:
         item = unwrapped(item)
         if registered(item) is not None:
             return not isinstance(item, torch.Tensor | np.ndarray)
-        if isinstance(item, (torch.Tensor, Piecewise, nn.Module, Optimizer, torch.Generator, PerRank)):
+        if isinstance(item, (torch.Tensor, Piecewise, torch.Generator, PerRank)):
             return False
         if isinstance(item, dict):
             return all(self._holds_only_values(part) for part in item.values())
@@ -502,7 +505,7 @@ class _Binder:
             if values.is_record(item):
                 self._records[type(item).__name__, item._fields] = maker(type(item))
             return all(self._holds_only_values(part) for part in item)
-        return not is_stateful(item)
+        return adapter_of(item) is None
 
     def _whole(self, path: str, item: object, kind: str) -> Finish:
         """Bind a container of values: replaced as a whole, a list or Counter in place."""
@@ -548,35 +551,6 @@ class _Binder:
             self._finish_generators.append(lambda: item.set_state(state))
         else:
             self._mismatches.add_kind(path, with_article(f"{item.device.type} Generator"), node)
-
-    def _stateful(self, path: str, item: object) -> None:
-        description = description_of(path, item)
-        assert description is not None
-        node = self.nodes.get(path)
-        if node is None:
-            self.missing(path)
-        elif isinstance(node, (Open, values.PerRankNode)):
-            self._mismatches.add_kind(path, kind_of(item), node)
-        elif node == _NO_STATE and description.read() != {}:
-            text = f"{kind_of(item)} with a state here, one without in the checkpoint, such as one that is off"
-            self._mismatches.add("incompatible.no_state", path, text)
-        else:
-            self._restore(description, self.opaque(path))
-
-    def _restore(self, description: Description, state: Finish) -> None:
-        """Have an object take over what `state` gives, when its turn comes."""
-        steps = self._finish_generators if description.is_random else self._finish_statefuls
-        steps.append(lambda: description.write(state()))
-
-    def _optimizer(self, path: str, optimizer: Optimizer) -> Finish:
-        node = self.nodes.get(path)
-        if node == Open("optimizer"):
-            return bind_optimizer(path, optimizer, self)
-        if node is None:
-            self.missing(path)
-        else:
-            self._mismatches.add_kind(path, "an optimizer", node)
-        return lambda: optimizer
 
     def _record_type(self, name: str, fields: tuple[str, ...]) -> Callable[..., object]:
         return self._records.get((name, fields)) or values.record_type(name, fields)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import islice
 from operator import attrgetter
 from typing import cast
 
@@ -19,19 +19,10 @@ from holdfast.format import values
 from holdfast.format.names import component, join, own_part, plane_component, rank_component
 from holdfast.format.patterns import Globs
 from holdfast.format.values import Container, Encoded, Leaf, Node, Open, PlanesNode, Stateful, TableNode, TensorRef
-from holdfast.frameworks import NamedTensor
-from holdfast.frameworks.adapters import refusal_of, unwrapped
-from holdfast.frameworks.module import flatten_module
-from holdfast.frameworks.optimizer import (
-    Kept,
-    flatten_groups,
-    flatten_optimizer,
-    flatten_slots,
-    is_replayed,
-    read_slots,
-    stepped,
-)
-from holdfast.frameworks.stateful import description_of, is_described, reading
+from holdfast.frameworks import Adapter, Deferred, NamedTensor
+from holdfast.frameworks.known_types import refusal_of, unwrapped
+from holdfast.frameworks.registry import adapter_of
+from holdfast.frameworks.stateful import reading
 from holdfast.plan.layout import Replicas
 from holdfast.state.arrays import Array, check_array
 from holdfast.state.gather import Gatherer, LocalTensor, Remembered, unsupported_tensor
@@ -133,7 +124,7 @@ def name_of_planes(plane_name: str) -> str:
 
 
 class Walk:
-    """One walk of a state, in two parts; the `Sink` of the frameworks.
+    """One walk of a state, in two parts; the `Sink` of the adapters.
 
     When it is made, it has read the whole structure: every tensor, value, group and slot that there is. Only the slots
     in `left`, thousands of plain tensors that nothing but a step changes, have no names yet. `finish` names them.
@@ -159,24 +150,22 @@ class Walk:
         self._nodes: dict[str, Node] = {}
         self._tensors: dict[str, NamedTensor] = {}
         self._names: dict[int, NamedTensor] = {}
-        self._optimizers: list[tuple[str, Optimizer]] = []
+        #: Objects that name their state after tensors, with their adapters.
+        self._last: list[tuple[str, object, Adapter]] = []
+        #: The optimizers that were found: their steps change tensors.
+        self.optimizers: list[Optimizer] = []
         self._piecewise: dict[str, Piecewise] = {}
         self._gatherer = Gatherer(last)
         self._num_gathered = 0
-        self._kept: list[Kept] = []
-        self._later: list[Kept] = []
+        #: Parts that may come later, until it is known which of them do; and then those.
+        self._deferred: list[Deferred] = []
         #: Names of what steps change, and of what something else may change, too.
         self._stepped: set[str] = set()
         self._unsteady: set[str] = set()
-        self._changed_in_forward: list[torch.Tensor] = []
+        self._changed_elsewhere: list[torch.Tensor] = []
         #: The slots that `finish` names.
         self.left = Marked()
         self._begin(state)
-
-    @property
-    def optimizers(self) -> list[Optimizer]:
-        """The optimizers that were found."""
-        return [optimizer for _, optimizer in self._optimizers]
 
     @property
     def remembered(self) -> Sequence[Remembered]:
@@ -207,10 +196,8 @@ class Walk:
 
     def finish(self) -> FlatState:
         """Name the rest. Once, by any thread; what is `left` must be as it was when the walk began."""
-        for kept in self._kept:
-            flatten_groups(kept, self)
-        for kept in self._later:
-            flatten_slots(kept, self)
+        for part in self._deferred:
+            part.describe(self)
         self._gather()
         found = self.found()
         own = {path: node for path, node in self._nodes.items() if own_part(path)} if self._per_rank else {}
@@ -236,38 +223,22 @@ class Walk:
         for entry, plane in self._planed:
             canonical = self._names[id(self._tensors[plane].tensor)].name
             self._names[id(entry.tensor)] = NamedTensor(name_of_planes(canonical), entry.tensor, entry.replicas)
-        self._unsteady.update(self._names[id(tensor)].name for tensor in self._changed_in_forward)
-        held = [self._add_optimizer(path, optimizer) for path, optimizer in self._optimizers]
+        for path, item, adapter in self._last:
+            adapter.describe(path, item, self)
+        self._unsteady.update(self._names[id(tensor)].name for tensor in self._changed_elsewhere)
         self._gather()
         # Memory that is also found elsewhere has its name from there by now.
-        for kept in held:
-            if not self._leave(kept):
+        deferred, self._deferred = self._deferred, []
+        for part in deferred:
+            if not self._leave(part):
                 num_before = len(self._tensors)
-                flatten_slots(kept, self)
+                part.describe(self)
                 self._stepped.update(islice(self._tensors, num_before, None))
         self._gather()
 
-    def _add_optimizer(self, path: str, optimizer: Optimizer) -> Kept:
-        """Add what an optimizer holds, but for the slots that only its steps change; returns those."""
-        flatten_optimizer(path, optimizer, self)
-        kept = read_slots(path, optimizer, self)
-        self._kept.append(kept)
-        if is_replayed(optimizer):
-            self._unsteady.update(entry.name for group in kept.groups for entry in group)
-            trained = []
-        else:
-            trained = stepped(kept)
-            self._stepped.update(map(_name_of, trained))
-        ids = set(map(id, map(_tensor_of, trained)))
-        if ids >= kept.slots.keys():
-            return kept
-        held, free = kept.divided(ids)
-        flatten_slots(free, self)
-        return held
-
-    def _leave(self, kept: Kept) -> bool:
-        """Leave slots for `finish` if they all are plain tensors and constants. Whether they are."""
-        slots = list(chain.from_iterable(map(dict.values, kept.slots.values())))
+    def _leave(self, part: Deferred) -> bool:
+        """Leave a part for `finish` if its slots all are plain tensors and constants. Whether they are."""
+        slots = list(part.slots())
         kinds, dtensor = set(map(type, slots)), dtensor_type()
         if not kinds <= _PLAIN | _CONSTANT | {dtensor}:
             return False
@@ -277,7 +248,7 @@ class Walk:
         parts = cast("list[torch.Tensor]", slots)
         if not self.left.add(parts):
             return False
-        self._later.append(kept)
+        self._deferred.append(part)
         return True
 
     def _gather(self) -> None:
@@ -303,7 +274,16 @@ class Walk:
 
     def unsteady(self, tensors: Iterable[torch.Tensor]) -> None:
         """As `Sink.unsteady`."""
-        self._changed_in_forward += tensors
+        self._changed_elsewhere += tensors
+
+    def steps(self, optimizer: Optimizer, trained: Iterable[NamedTensor]) -> None:
+        """As `Sink.steps`."""
+        self.optimizers.append(optimizer)
+        self._stepped.update(map(_name_of, trained))
+
+    def later(self, part: Deferred) -> None:
+        """As `Sink.later`."""
+        self._deferred.append(part)
 
     def tensors(self, entries: Iterable[NamedTensor]) -> None:
         """As `Sink.tensors`."""
@@ -334,6 +314,11 @@ class Walk:
         """As `Sink.tree`."""
         self._visit(path, value, replicas, live=False)
 
+    def whole(self, path: str, value: object) -> None:
+        """As `Sink.whole`."""
+        self._visit(path, value, "first" if own_part(path) else "compare", live=False)
+        self._nodes[path] = Stateful(cast("Leaf | TensorRef | PlanesNode | Container | Encoded", self._nodes[path]))
+
     def node(self, path: str, node: Node) -> None:
         """As `Sink.node`."""
         if path in self._nodes or path in self._tensors:
@@ -345,8 +330,8 @@ class Walk:
         and the like are allowed, and may be left out."""
         item = item if isinstance(item, torch.Tensor) else unwrapped(item)
         if self._select is not None and live and not own_part(path):
-            if isinstance(item, nn.Module) and not is_described(item):
-                return self._object(path, item, replicas)
+            if (adapter := adapter_of(item)) is not None and adapter.is_divisible:
+                return self._object(path, item)
             if type(item) in _DIVISIBLE or values.is_record(item):
                 return self._part_of(path, item, replicas)
             if path not in self._select:
@@ -366,7 +351,7 @@ class Walk:
             self.node(path, shell[0])
             for name, child in shell[1]:
                 self._visit(join(path, name), child, replicas, live=live)
-        elif not live or not self._object(path, item, replicas):
+        elif not live or not self._object(path, item):
             raise _unsupported_leaf(path, item)
         return True
 
@@ -392,31 +377,18 @@ class Walk:
         self.node(path, node)
         return True
 
-    def _object(self, path: str, item: object, replicas: Replicas) -> bool:
+    def _object(self, path: str, item: object) -> bool:
         """Add an object that can be bound again on loading. False where there is no way to save it, or nothing of it is
         selected."""
-        if is_described(item):
-            return self._described(path, item, replicas)
-        if isinstance(item, (nn.Module, Optimizer, PerRank)) and own_part(path):
-            return False
         if isinstance(item, PerRank):
-            self._own(path, item)
-        elif isinstance(item, nn.Module):
-            return flatten_module(path, item, self)
-        elif isinstance(item, Optimizer):
-            self._optimizers.append((path, item))
-        else:
-            return self._described(path, item, replicas)
-        return True
-
-    def _described(self, path: str, item: object, replicas: Replicas) -> bool:
-        """Add what an object says of its state. False where it says nothing."""
-        description = description_of(path, item)
-        if description is None or refusal_of(item) is not None:
+            return self._own(path, item)
+        adapter = adapter_of(item)
+        if adapter is None or (adapter.spans_ranks and own_part(path)):
             return False
-        self._visit(path, description.read(), replicas, live=False)
-        self._nodes[path] = Stateful(cast("Leaf | TensorRef | PlanesNode | Container | Encoded", self._nodes[path]))
-        return True
+        if adapter.needs_names:
+            self._last.append((path, item, adapter))
+            return True
+        return adapter.describe(path, item, self)
 
     def _tensor_at(self, path: str, item: torch.Tensor, replicas: Replicas) -> None:
         if is_dtensor(item) and own_part(path):
@@ -440,10 +412,13 @@ class Walk:
             )
         self._nodes[path] = Encoded(registration.name, node)
 
-    def _own(self, path: str, item: PerRank[object]) -> None:
+    def _own(self, path: str, item: PerRank[object]) -> bool:
+        if own_part(path):
+            return False
         self._per_rank = True
         self.node(path, values.PerRankNode(self._world_size))
         self._visit(join(path, rank_component(self._rank)), item.value, "first", live=True)
+        return True
 
 
 def _collision(path: str) -> StateError:
@@ -463,7 +438,7 @@ def _unsupported_leaf(path: str, item: object) -> StateError:
         problem, action = refusal.problem, refusal.action
     elif isinstance(item, np.ndarray):
         action = "Put numpy.asarray(array) into the state."
-    elif isinstance(item, (nn.Module, Optimizer, PerRank)):
+    elif isinstance(item, PerRank) or ((adapter := adapter_of(item)) is not None and adapter.spans_ranks):
         action = "Put it into the state itself: not into a PerRank, nor what state_dict() or get_extra_state() returns."
     else:
         plain = plain_form(item, _variable(path))

@@ -15,14 +15,13 @@ from typing import Final, NamedTuple, cast
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from holdfast.errors import HoldfastError
 from holdfast.format import values
 from holdfast.format.names import join
-from holdfast.frameworks.adapters import unwrapped
+from holdfast.frameworks.known_types import unwrapped
 from holdfast.frameworks.module import innermost
-from holdfast.frameworks.stateful import is_stateful
+from holdfast.frameworks.registry import adapter_of
 from holdfast.run.session import FilledMemory, Identity, StatePart
 from holdfast.state.per_rank import PerRank
 from holdfast.state.piecewise import Piecewise
@@ -129,7 +128,7 @@ def _items(item: object, path: str, *, tensors: bool) -> Iterator[tuple[str, obj
             yield path, item
         return
     item = unwrapped(item)
-    if _is_object(item):
+    if adapter_of(item) is not None:
         yield path, item
         return
     if path.count("/") >= values.MAX_DEPTH:
@@ -146,11 +145,8 @@ def _items(item: object, path: str, *, tensors: bool) -> Iterator[tuple[str, obj
 
 
 def _is_trained(item: object) -> bool:
-    return isinstance(item, (nn.Module, Optimizer))
-
-
-def _is_object(item: object) -> bool:
-    return _is_trained(item) or is_stateful(item)
+    adapter = adapter_of(item)
+    return isinstance(item, nn.Module) or (adapter is not None and adapter.spans_ranks)
 
 
 def _parts(items: Sequence[object]) -> Iterator[StatePart]:

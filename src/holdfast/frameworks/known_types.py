@@ -60,34 +60,32 @@ class Refused:
     is_local: bool = False
 
 
-Adapter = Wrapper | WholeObject | Transparent | Refused
-
-
-def adapter_of(item: object) -> Adapter | None:
-    """What is known of the type of `item`; None for most."""
-    kind: type = type(item)  # of any metaclass: mypy doubts that those can be hashed
-    return _adapter_of_type(kind)
+KnownType = Wrapper | WholeObject | Transparent | Refused
 
 
 @lru_cache(maxsize=1024)
-def _adapter_of_type(kind: type) -> Adapter | None:
+def known_type(kind: type) -> KnownType | None:
+    """What is known of a type; None for most."""
     names = ((base.__module__, base.__qualname__) for base in kind.__mro__)
-    return next((_ADAPTERS[name] for name in names if name in _ADAPTERS), None)
+    return next((_KNOWN_TYPES[name] for name in names if name in _KNOWN_TYPES), None)
+
+
+def type_of(item: object) -> type:
+    """The type of `item`, of any metaclass: mypy doubts that those can be hashed."""
+    return type(item)
 
 
 def unwrapped(item: object) -> object:
     """The object that stands for `item`: mostly `item` itself."""
-    adapter = adapter_of(item)
-    while isinstance(adapter, Wrapper):
-        item = getattr(item, adapter.attribute)
-        adapter = adapter_of(item)
+    while isinstance(known := known_type(type_of(item)), Wrapper):
+        item = getattr(item, known.attribute)
     return item
 
 
 def refusal_of(item: object) -> Refused | None:
     """Why `item` cannot be saved as it is, and what works instead."""
-    adapter = adapter_of(item)
-    return adapter if isinstance(adapter, Refused) and adapter.applies(item) else None
+    known = known_type(type_of(item))
+    return known if isinstance(known, Refused) and known.applies(item) else None
 
 
 def _write_bit_generator(generator: Any, state: Any) -> None:
@@ -115,7 +113,7 @@ _SILENT_LOADER = Refused(
     "in a holdfast.PerRank; or put what finds the place again, the epoch and the number of batches, into the state.",
 )
 
-_ADAPTERS: dict[tuple[str, str], Adapter] = {
+_KNOWN_TYPES: dict[tuple[str, str], KnownType] = {
     ("accelerate.optimizer", "AcceleratedOptimizer"): Wrapper("optimizer"),
     ("accelerate.scheduler", "AcceleratedScheduler"): Wrapper("scheduler"),
     **{
@@ -128,9 +126,9 @@ _ADAPTERS: dict[tuple[str, str], Adapter] = {
         )
     },
     **{
-        (f"{package}.{module}", name): adapter
+        (f"{package}.{module}", name): known
         for package in ("lightning.pytorch", "pytorch_lightning")
-        for module, name, adapter in (
+        for module, name, known in (
             ("core.optimizer", "LightningOptimizer", Wrapper("_optimizer")),
             ("utilities.types", "LRSchedulerConfig", Wrapper("scheduler")),
             # Its state_dict leaves out the averages; the averaged model counts what went into them.

@@ -1,0 +1,395 @@
+"""An optimizer bound to what is stored; see ``holdfast.frameworks.optimizer``."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Container, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from itertools import combinations
+from typing import TYPE_CHECKING, NamedTuple, cast
+
+import torch
+from torch.optim import Optimizer
+
+from holdfast.errors import CorruptError, IncompatibleError
+from holdfast.format.names import component, join, parse_component, split
+from holdfast.format.values import Node, Plain, TensorRef, Text
+from holdfast.frameworks import BindingSource, Finish, NamedTensor
+from holdfast.frameworks.optimizer_saving import hyper_parameters, named_parameters
+from holdfast.frameworks.stateful import writing
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.placement_types import Placement
+
+# What schedulers of torch add to the groups of any optimizer.
+_OF_SCHEDULERS = frozenset(("initial_lr", "swa_lr", "min_lr", "max_lr", "base_momentum", "max_momentum"))
+
+
+def bind_optimizer(path: str, optimizer: Optimizer, source: BindingSource) -> Finish:
+    """Bind an optimizer to the stored state of its parameters.
+
+    The result replaces the state of every parameter that the checkpoint has by the stored slots (slots that are not
+    stored are dropped) and sets the hyper-parameters. ``optimizer.state``, the groups and every slot tensor that fits
+    keep their identity. Raises `IncompatibleError`, code ``incompatible.groups``, when parameters of one live group
+    come from groups with different hyper-parameters, ``incompatible.optimizer`` for LBFGS state that belongs to
+    another first parameter, and ``incompatible.optimizer_class`` for state of another class. A load that is not
+    strict takes that where both have the same slots and hyper-parameters, as Adam and AdamW do; flags that the live
+    class sets by itself stay.
+    """
+    saved = _read_saved(path, source)
+    own = _own_flags(optimizer) if _is_other_class(path, optimizer, saved, source) else frozenset[str]()
+    groups: list[Finish] = []
+    states: list[tuple[torch.Tensor, dict[object, Finish]]] = []
+    for index, group in enumerate(optimizer.param_groups):
+        found = list(_match(path, index, group, saved, source))
+        if isinstance(optimizer, torch.optim.LBFGS):
+            _check_holder(path, saved, found)
+        names = [name for entry in found for name in (entry.name, *source.copies(entry.name))]
+        origins = [saved.group_of[name] for name in names if name in saved.group_of]
+        origin = _origin(path, index, group, origins, saved, source)
+        if origin is None:
+            continue
+        origin_path = join(path, "param_groups", str(origin))
+        groups.append(_bind_hyper(origin_path, group, own, source))
+        on_device = any(_flag(join(origin_path, key), group.get(key), source) for key in ("capturable", "fused"))
+        for entry in found:
+            live = optimizer.state.get(entry.tensor, {})
+            slots = _bind_slots(
+                join(path, "state", entry.name), saved.slots[entry.name], live, entry, on_device, source
+            )
+            states.append((entry.tensor, slots))
+            _require_equal_copies(path, entry.name, saved, source)
+    shared = {parse_component(text): source.opaque(join(path, "shared", text)) for text in sorted(saved.shared)}
+
+    def finish() -> Optimizer:
+        for group in groups:
+            group()
+        for parameter, slots in states:
+            _replace(optimizer.state, parameter, {key: slot() for key, slot in slots.items()})
+        state = cast("MutableMapping[object, object]", optimizer.state)
+        for key in [key for key in state if not isinstance(key, torch.Tensor)]:
+            del state[key]
+        state.update((key, value()) for key, value in shared.items())
+        for hook in optimizer._optimizer_load_state_dict_post_hooks.values():  # noqa: SLF001
+            with writing(path, f"a load_state_dict hook of {type(optimizer).__qualname__}"):
+                hook(optimizer)
+        return optimizer
+
+    return finish
+
+
+class _Saved(NamedTuple):
+    """An optimizer in the checkpoint: the name of its class, None where it was not recorded; the group of each
+    parameter; the components of its slots, of shared state, and of the hyper-parameters of all groups."""
+
+    kind: str | None
+    group_of: dict[str, int]
+    slots: dict[str, set[str]]
+    shared: set[str]
+    hyper: set[str]
+
+
+def _read_saved(path: str, source: BindingSource) -> _Saved:
+    recorded = source.nodes.get(join(path, "class"))
+    kind = recorded.data.decode("utf-8", "replace") if isinstance(recorded, Text) else None
+    saved = _Saved(kind, {}, {}, set(), set())
+    depth = len(split(path)) + 1
+    for name in source.stored_below(join(path, "group_of")):
+        node = source.nodes[name]
+        if not isinstance(node, Plain) or type(node.value) is not int:
+            raise CorruptError(
+                f"{name!r} is no index of a parameter group.",
+                code="corrupt.values",
+                action="Use another copy or an older checkpoint.",
+                path=name,
+            )
+        parameter = str(parse_component(split(name)[depth]))
+        saved.group_of[parameter] = node.value
+        saved.slots[parameter] = set()
+    for name in source.stored_below(join(path, "state")):
+        parts = split(name)[depth:]
+        for stop in range(1, len(parts)):
+            slots = saved.slots.get("/".join(parts[:stop]))
+            if slots is not None:
+                slots.add(parts[stop])
+                break
+    saved.shared.update(split(name)[depth] for name in source.stored_below(join(path, "shared")))
+    for name in source.stored_below(join(path, "param_groups")):
+        saved.hyper.update(split(name)[depth + 1 : depth + 2])
+    return saved
+
+
+def _is_other_class(path: str, optimizer: Optimizer, saved: _Saved, source: BindingSource) -> bool:
+    """Whether an optimizer of another class was saved whose state this one can take.
+
+    Raises `IncompatibleError`, code ``incompatible.optimizer_class``, when it cannot, or the load is strict.
+    """
+    kind, name = type(optimizer).__name__, join(path, "class")
+    foreign = _foreign(optimizer, saved)
+    if foreign or (source.is_strict and saved.kind not in (None, kind)):
+        raise _other_class(path, kind, saved, foreign)
+    if saved.kind == kind:
+        source.mark(name)
+    elif saved.kind is not None:
+        source.missing(name)
+    return saved.kind not in (None, kind)
+
+
+def _foreign(optimizer: Optimizer, saved: _Saved) -> list[str]:
+    """How stored state is foreign to an optimizer, in lines.
+
+    Another class must have the same hyper-parameters. Of the same class, or where none was recorded, versions and users
+    add some; only if each side has several that the other lacks, two classes have one name. Options add slots, so it
+    counts when each side has some that the other lacks.
+    """
+    kind = type(optimizer).__name__
+    defaults = {component(key) for key in optimizer.defaults}
+    hyper = defaults | {component(key) for group in optimizer.param_groups for key, _ in hyper_parameters(group)}
+    stored = saved.hyper - _OF_SCHEDULERS
+    theirs, mine = stored - hyper, defaults - stored
+    lines = []
+    if stored and (theirs or mine if saved.kind not in (None, kind) else min(len(theirs), len(mine)) > 1):
+        lines.append(f"hyper-parameters only in the checkpoint: {_list(theirs)}; only here: {_list(mine)}")
+    slots = {component(key) for kept in optimizer.state.values() if isinstance(kept, dict) for key in kept}
+    stored = set().union(*saved.slots.values())
+    if saved.kind != kind and stored - slots and slots - stored:
+        lines.append(f"slots only in the checkpoint: {_list(stored - slots)}; only here: {_list(slots - stored)}")
+    return lines
+
+
+def _list(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names)) or "none"
+
+
+def _own_flags(optimizer: Optimizer) -> frozenset[str]:
+    """Flags in the groups that the class sets by itself: its constructor does not take them. They say what it is."""
+    parameters = inspect.signature(type(optimizer)).parameters
+    if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values()):
+        return frozenset()
+    flags = {key for key, value in optimizer.defaults.items() if isinstance(value, bool)}
+    return frozenset(flags - parameters.keys())
+
+
+def _other_class(path: str, kind: str, saved: _Saved, foreign: list[str]) -> IncompatibleError:
+    stored = f"class {saved.kind}" if saved.kind not in (None, kind) else "another class"
+    slots = _list(set().union(*saved.slots.values()))
+    action = f'Build the optimizer that was saved, or leave this one out, with select="!{path}".'
+    if not foreign:
+        action = f"Build the optimizer that was saved, or have {kind} take over its state with strict=False."
+    return IncompatibleError(
+        f"Optimizer {path!r} is of class {kind} here, of {stored} in the checkpoint, where its slots are: {slots}.",
+        code="incompatible.optimizer_class",
+        action=action,
+        path=path,
+        details=tuple(foreign),
+    )
+
+
+def _match(
+    path: str, index: int, group: Mapping[str, object], saved: _Saved, source: BindingSource
+) -> Iterator[NamedTensor]:
+    """The group's parameters that the checkpoint has; the others are reported missing."""
+    for entry in named_parameters(path, index, group, source):
+        name = join(path, "group_of", component(entry.name))
+        if entry.name in saved.group_of:
+            source.mark(name)
+            yield entry
+        else:
+            source.missing(name)
+
+
+def _require_equal_copies(path: str, parameter: str, saved: _Saved, source: BindingSource) -> None:
+    """What is stored for a parameter under its other names, too, must be what it gets."""
+    state = join(path, "state")
+    for copy in source.copies(parameter):
+        if copy in saved.group_of:
+            source.mark(join(path, "group_of", component(copy)))
+            for slot in sorted(saved.slots[copy] & saved.slots[parameter]):
+                source.require_equal(join(state, parameter, slot), join(state, copy, slot))
+
+
+def _check_holder(path: str, saved: _Saved, found: Sequence[NamedTensor]) -> None:
+    """LBFGS keeps all its state under its first parameter, and would ignore what is stored under another one."""
+    holders = [name for name, slots in saved.slots.items() if slots]
+    if found and holders and found[0].name not in holders:
+        raise IncompatibleError(
+            f"The state of LBFGS optimizer {path!r} is stored under parameter {holders[0]!r}, which was its first one, "
+            f"but the live optimizer's first parameter is {found[0].name!r}.",
+            code="incompatible.optimizer",
+            action="Give the optimizer its parameters in the order they had when the checkpoint was written.",
+            path=path,
+        )
+
+
+def _origin(
+    path: str, index: int, group: Mapping[str, object], origins: list[int], saved: _Saved, source: BindingSource
+) -> int | None:
+    """The stored group whose hyper-parameters a live group takes: its parameters' one; without parameters, by index."""
+    if not origins:
+        return None if group["params"] else _origin_of_empty(path, index, group, saved, source)
+    first, *others = sorted(set(origins))
+    for other in others:
+        differing = _differing(path, first, other, source)
+        if differing:
+            raise IncompatibleError(
+                f"Group {index} of optimizer {path!r} holds parameters of the stored groups {first} and {other}, whose "
+                f"hyper-parameters differ, or are tensors ({', '.join(differing)}).",
+                code="incompatible.groups",
+                action="Group the parameters as they were when the checkpoint was written.",
+                path=path,
+            )
+        other_path = join(path, "param_groups", str(other))
+        for key in _hyper_nodes(other_path, source):
+            source.mark(join(other_path, key))
+    return first
+
+
+def _origin_of_empty(
+    path: str, index: int, group: Mapping[str, object], saved: _Saved, source: BindingSource
+) -> int | None:
+    """The stored group of that index; where there is none, any one if all agree; else its keys are missing."""
+    group_path = join(path, "param_groups", str(index))
+    if group_path in source.nodes:
+        return index
+    candidates = sorted(set(saved.group_of.values()))
+    if candidates and not any(_differing(path, candidates[0], other, source) for other in candidates[1:]):
+        return candidates[0]
+    for key, _ in hyper_parameters(group):
+        source.missing(join(group_path, component(key, path=group_path)))
+    return None
+
+
+def _differing(path: str, first: int, other: int, source: BindingSource) -> list[str]:
+    """The hyper-parameters in which two stored groups differ, or which are tensors and so are not compared."""
+    mine, theirs = (_hyper_nodes(join(path, "param_groups", str(index)), source) for index in (first, other))
+    return sorted(
+        key
+        for key in mine.keys() | theirs.keys()
+        if mine.get(key) != theirs.get(key) or isinstance(mine.get(key), TensorRef)
+    )
+
+
+def _hyper_nodes(path: str, source: BindingSource) -> dict[str, Node]:
+    """The nodes of a stored group's hyper-parameters, by their path below the group's."""
+    return {name[len(path) + 1 :]: source.nodes[name] for name in source.stored_below(path) if name in source.nodes}
+
+
+def _bind_hyper(path: str, group: MutableMapping[str, object], own: Container[str], source: BindingSource) -> Finish:
+    values = {
+        key: source.live(join(path, component(key, path=path)), value)
+        for key, value in hyper_parameters(group)
+        if key not in own
+    }
+
+    def finish() -> None:
+        group.update((key, value()) for key, value in values.items())
+
+    return finish
+
+
+def _flag(path: str, live: object, source: BindingSource) -> bool:
+    """A hyper-parameter as it will be after loading."""
+    node = source.nodes.get(path)
+    return bool(node.value if isinstance(node, Plain) else live)
+
+
+def _bind_slots(
+    path: str,
+    texts: Iterable[str],
+    live: Mapping[object, object],
+    parameter: NamedTensor,
+    steps_on_device: bool,
+    source: BindingSource,
+) -> dict[object, Finish]:
+    slots: dict[object, Finish] = {}
+    for text in sorted(texts):
+        key, name = parse_component(text), join(path, text)
+        slots[key] = _bind_slot(name, key, live.get(key), parameter, steps_on_device, source)
+    return slots
+
+
+def _bind_slot(
+    name: str,
+    key: object,
+    live: object,
+    parameter: NamedTensor,
+    steps_on_device: bool,
+    source: BindingSource,
+) -> Finish:
+    """Bind one slot: to the live tensor where it fits, else to new memory of the stored dtype and shape."""
+
+    def memory(stored: str) -> torch.Tensor:
+        mine = live if isinstance(live, torch.Tensor) and stored == name else None
+        if key == "step":
+            # torch keeps step counters on the host unless a kernel reads them.
+            device = parameter.tensor.device if steps_on_device else torch.device("cpu")
+            return source.memory(stored, live=mine, like=None, device=device)
+        device = parameter.tensor.device if mine is None else mine.device
+        found = source.memory(stored, live=mine, like=parameter.tensor, device=device)
+        like = None if found is mine else _factor_like(parameter.tensor, found.shape)
+        return found if like is None else source.memory(stored, live=None, like=like, device=device)
+
+    if name in source.nodes:
+        return source.opaque(name, memory, parameter.replicas)
+    tensor = memory(name)
+    source.fill(NamedTensor(name, tensor, parameter.replicas))
+    return lambda: tensor
+
+
+def _factor_like(parameter: torch.Tensor, shape: torch.Size) -> torch.Tensor | None:
+    """How a slot of another shape than its parameter's is placed: a DTensor without memory; None for plain memory.
+
+    An optimizer that computes on DTensors keeps DTensors, and the two kinds do not mix. A factor follows its parameter
+    along the axes that it has; along all others, and where that is not clear, it is replicated.
+    """
+    module = sys.modules.get("torch.distributed.tensor")
+    if module is None or not isinstance(parameter, module.DTensor) or not shape or shape == parameter.shape:
+        return None
+    sharded = cast("DTensor", parameter)
+    axes = _shared_axes(sharded.shape, shape)
+    local = list(shape)
+    for mine, theirs in axes.items():
+        local[theirs] = sharded._local_tensor.shape[mine]  # noqa: SLF001
+    return cast("DTensor", module.DTensor).from_local(
+        torch.empty(local, device="meta"),
+        sharded.device_mesh,
+        [_moved(placement, axes) for placement in sharded.placements],
+        run_check=False,
+        shape=shape,
+        stride=torch.empty(shape, device="meta").stride(),
+    )
+
+
+def _shared_axes(whole: torch.Size, factor: torch.Size) -> dict[int, int]:
+    """The axes of a parameter that a factor has, and where: others were dropped or have one element."""
+    if len(factor) == len(whole):
+        reduced = all(extent in (1, full) for extent, full in zip(factor, whole, strict=True))
+        return {axis: axis for axis, extent in enumerate(factor) if extent == whole[axis]} if reduced else {}
+    candidates = combinations(range(len(whole)), len(factor))
+    kept = [axes for axes in candidates if tuple(whole[axis] for axis in axes) == tuple(factor)]
+    return {axis: position for position, axis in enumerate(kept[0])} if len(kept) == 1 else {}
+
+
+def _moved(placement: Placement, axes: Mapping[int, int]) -> Placement:
+    """A parameter's placement as one of a factor that has its `axes`."""
+    types = sys.modules["torch.distributed.tensor.placement_types"]
+    axis = axes.get(getattr(placement, "dim", -1))
+    if axis is None:
+        moved = types.Replicate()
+    elif isinstance(placement, types._StridedShard):  # noqa: SLF001
+        moved = types._StridedShard(axis, split_factor=placement.split_factor)  # noqa: SLF001
+    else:
+        moved = types.Shard(axis)
+    return cast("Placement", moved)
+
+
+def _replace(state: MutableMapping[torch.Tensor, object], parameter: torch.Tensor, slots: dict[object, object]) -> None:
+    live = state.get(parameter)
+    if not slots:
+        state.pop(parameter, None)
+    elif isinstance(live, dict):
+        live.clear()
+        live.update(slots)
+    else:
+        state[parameter] = slots

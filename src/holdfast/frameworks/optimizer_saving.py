@@ -1,0 +1,224 @@
+"""What an optimizer holds, as names and values; see ``holdfast.frameworks.optimizer``."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Mapping, Sequence
+from functools import lru_cache
+from itertools import chain
+from typing import NamedTuple, cast
+
+import torch
+from torch.optim import Optimizer
+
+from holdfast.errors import StateError
+from holdfast.format.names import component, join
+from holdfast.format.values import Open, Plain, TableNode
+from holdfast.frameworks import BindingSource, NamedTensor, Sink
+from holdfast.frameworks.known_types import Transparent, known_type, refusal_of, type_of
+from holdfast.wording import kind_of
+
+# What a group holds to identify its parameters, not to drive them.
+_IDENTITY = ("params", "param_names")
+
+
+class Kept(NamedTuple):
+    """The structure of the optimizer at `path` when it was read: its parameters by group, and the slots that it kept
+    for each, by the id of that tensor. What it adds, drops or regroups later does not show here; the tensors are the
+    live ones. It is `Deferred`."""
+
+    path: str
+    groups: list[list[NamedTensor]]
+    kept: dict[int, dict[object, object]]
+
+    def divided(self, ids: Container[int]) -> tuple[Kept, Kept]:
+        """The slots of the parameters with these ids, and all others."""
+        chosen = {each: slots for each, slots in self.kept.items() if each in ids}
+        others = {each: slots for each, slots in self.kept.items() if each not in ids}
+        return self._replace(kept=chosen), self._replace(kept=others)
+
+    def slots(self) -> Iterable[object]:
+        """As `Deferred.slots`."""
+        return chain.from_iterable(map(dict.values, self.kept.values()))
+
+    def describe(self, sink: Sink) -> None:
+        """Add what the optimizer keeps for its parameters to `sink`."""
+        state = join(self.path, "state")
+        tensors: list[NamedTensor] = []
+        for entry in chain.from_iterable(self.groups):
+            slots = self.kept.get(id(entry.tensor))
+            if slots is not None:
+                _flatten_slots(f"{state}/{entry.name}", slots, entry, sink, tensors)
+        sink.tensors(tensors)
+
+
+class KeptGroups(NamedTuple):
+    """The group of each parameter of what was `kept`. It is `Deferred`."""
+
+    kept: Kept
+
+    def slots(self) -> Iterable[object]:
+        """As `Deferred.slots`: they were read."""
+        return ()
+
+    def describe(self, sink: Sink) -> None:
+        """Add the group of each parameter to `sink`."""
+        group_of = join(self.kept.path, "group_of")
+        for index, group in enumerate(self.kept.groups):
+            of_index = Plain(index)
+            for entry in group:
+                sink.node(_below(group_of, entry.name), of_index)
+
+
+def flatten_optimizer(path: str, optimizer: Optimizer, sink: Sink) -> None:
+    """Add an optimizer's hyper-parameters, and state that belongs to no parameter, to `sink`, which must already know
+    the parameters. What `read_slots` returns adds the rest.
+
+    Raises `StateError`, code ``state.optimizer``, for an optimizer whose state is more than ``state`` and
+    ``param_groups``.
+    """
+    _refuse_hidden_state(path, optimizer)
+    sink.node(path, Open("optimizer"))
+    sink.tree(join(path, "class"), type(optimizer).__name__)
+    groups, group_of = (join(path, name) for name in ("param_groups", "group_of"))
+    sink.node(group_of, Open("dict"))
+    sink.node(groups, Open("dict"))
+    for index, group in enumerate(optimizer.param_groups):
+        _flatten_hyper(join(groups, str(index)), group, sink)
+    for other, value in _shared(optimizer):
+        sink.tree(join(path, "shared", component(other, path=path)), value)
+
+
+def read_slots(path: str, optimizer: Optimizer, sink: Sink) -> Kept:
+    """Read which parameters an optimizer has, and what it keeps for each; adds nothing to `sink`.
+
+    Raises `StateError`: ``state.unnamed_parameter`` for a parameter that is no tensor of the state,
+    ``state.optimizer`` for slots that are no dict, or belong to a tensor that is in no group.
+    """
+    groups = [named_parameters(path, index, group, sink) for index, group in enumerate(optimizer.param_groups)]
+    grouped = {id(entry.tensor) for group in groups for entry in group}
+    slots: dict[int, dict[object, object]] = {}
+    for key, kept in cast("Mapping[object, object]", optimizer.state).items():
+        if id(key) in grouped and isinstance(kept, dict):
+            slots[id(key)] = dict(kept)
+        elif isinstance(key, torch.Tensor):
+            raise _no_slots(path, key, kept) if id(key) in grouped else _ungrouped(path, key)
+    return Kept(path, groups, slots)
+
+
+def stepped(kept: Kept) -> list[NamedTensor]:
+    """The parameters that the next steps will change: those that are trained, and have a gradient or slots."""
+    slots = kept.kept
+    return [
+        entry
+        for entry in chain.from_iterable(kept.groups)
+        if entry.tensor.requires_grad and (slots.get(id(entry.tensor)) or entry.tensor.grad is not None)
+    ]
+
+
+def is_replayed(optimizer: Optimizer) -> bool:
+    """Whether steps may be part of a CUDA graph, whose replay calls no hooks."""
+    return any(group.get("capturable", False) for group in optimizer.param_groups)
+
+
+def named_parameters(
+    path: str, index: int, group: Mapping[str, object], owner: Sink | BindingSource
+) -> list[NamedTensor]:
+    """The parameters of a group, by the names that `owner` has for them; `StateError` where one has none."""
+    parameters = cast("list[torch.Tensor]", group["params"])
+    entries = list(map(owner.named, parameters))
+    named = [entry for entry in entries if entry is not None]
+    if len(named) < len(entries):
+        raise _unnamed(path, index, parameters, entries.index(None))
+    return named
+
+
+def hyper_parameters(group: Mapping[str, object]) -> list[tuple[str, object]]:
+    """What drives the parameters of a group, by key."""
+    return [(key, value) for key, value in group.items() if key not in _IDENTITY]
+
+
+def _shared(optimizer: Optimizer) -> list[tuple[object, object]]:
+    """State under keys that are no tensors."""
+    state = cast("Mapping[object, object]", optimizer.state)
+    return [(key, value) for key, value in state.items() if not isinstance(key, torch.Tensor)]
+
+
+def _flatten_hyper(path: str, group: Mapping[str, object], sink: Sink) -> None:
+    values = {component(key, path=path): value for key, value in hyper_parameters(group)}
+    # An ordered table is never united with one of other keys, as dicts are.
+    sink.node(path, TableNode("ordered", tuple(sorted(values))))
+    for key, value in values.items():
+        sink.tree(join(path, key), value)
+
+
+def _flatten_slots(
+    path: str, slots: Mapping[object, object], parameter: NamedTensor, sink: Sink, tensors: list[NamedTensor]
+) -> None:
+    """Add the slots that are tensors to `tensors`, all others to `sink`."""
+    for name, value in zip(_slot_names(path, *slots), slots.values(), strict=True):
+        if isinstance(value, torch.Tensor):
+            tensors.append(NamedTensor(name, value, parameter.replicas))
+        else:
+            sink.tree(name, value, parameter.replicas)
+
+
+# Names are made once, and not by every save: of thousands, they would take most of a walk.
+@lru_cache(maxsize=1 << 16, typed=True)
+def _slot_names(path: str, *keys: object) -> tuple[str, ...]:
+    return tuple(f"{path}/{component(key, path=path)}" for key in keys)
+
+
+@lru_cache(maxsize=1 << 16)
+def _below(path: str, name: str) -> str:
+    return f"{path}/{component(name)}"
+
+
+def _unnamed(path: str, index: int, parameters: Sequence[torch.Tensor], position: int) -> StateError:
+    return StateError(
+        f"Parameter {position} of group {index} of optimizer {path!r}, of shape {tuple(parameters[position].shape)}, "
+        "is no tensor of the state, so it has no name.",
+        code="state.unnamed_parameter",
+        action="Put the module that owns it into the state.",
+        path=path,
+    )
+
+
+def _ungrouped(path: str, key: torch.Tensor) -> StateError:
+    return StateError(
+        f"Optimizer {path!r} holds state for a tensor of shape {tuple(key.shape)} that is in no group.",
+        code="state.optimizer",
+        action="Delete that state, or add the tensor to a group.",
+        path=path,
+    )
+
+
+def _no_slots(path: str, key: torch.Tensor, kept: object) -> StateError:
+    return StateError(
+        f"Optimizer {path!r} keeps {kind_of(kept)}, not a dict of slots, for a parameter of shape {tuple(key.shape)}.",
+        code="state.optimizer",
+        action="Keep the optimizer's state per parameter in a dict.",
+        path=path,
+    )
+
+
+def _refuse_hidden_state(path: str, optimizer: Optimizer) -> None:
+    kind = type(optimizer)
+    refusal = refusal_of(optimizer)
+    action = "Put the inner optimizer, and the rest as values, into the state."
+    if refusal is not None:
+        what, action = refusal.problem, refusal.action
+    elif not hasattr(optimizer, "_optimizer_state_dict_pre_hooks"):
+        what = "never called Optimizer.__init__, as wrappers of optimizers do"
+    elif kind.state_dict is not Optimizer.state_dict and not isinstance(known_type(type_of(optimizer)), Transparent):
+        what = "overrides state_dict"
+    elif optimizer._optimizer_state_dict_pre_hooks or optimizer._optimizer_state_dict_post_hooks:  # noqa: SLF001
+        what = "has state-dict hooks"
+    else:
+        return
+    raise StateError(
+        f"Optimizer {path!r} ({kind.__module__}.{kind.__qualname__}) {what}, so its slots and groups may not be its "
+        "whole state.",
+        code="state.optimizer",
+        action=action,
+        path=path,
+    )
