@@ -14,6 +14,7 @@ import torch
 from torch.optim import Optimizer
 
 from holdfast.format.values import Node
+from holdfast.mapping.parts import StoredTensor
 from holdfast.plan.layout import Replicas
 
 #: Puts what was read into the live object and returns what belongs in its place: mostly the same object.
@@ -131,12 +132,22 @@ class BindingSource(Protocol):
     def stored_below(self, path: str) -> Iterator[str]:
         """Names below `path`: of tensors, of their aliases, of leaves that are values."""
 
+    def stored(self, name: str) -> StoredTensor | None:
+        """Dtype and shape of the stored tensor of that name; None where there is none."""
+
     def memory(
-        self, name: str, *, live: torch.Tensor | None, like: torch.Tensor | None, device: torch.device
+        self,
+        name: str,
+        *,
+        live: torch.Tensor | None,
+        like: torch.Tensor | None,
+        device: torch.device,
+        cast_to: torch.dtype | None = None,
     ) -> torch.Tensor:
         """Memory for stored tensor `name`: `live` where it fits, else new, on `device`, in the stored dtype and shape.
 
-        Where `like` has that shape, the memory is sharded and strided like it; else it is a plain tensor.
+        Where `like` has that shape, the memory is sharded and strided like it; else it is a plain tensor. It has the
+        dtype `cast_to` instead where the load may cast that tensor to it.
         """
 
     def fill(self, entry: NamedTensor) -> None:

@@ -17,12 +17,15 @@ from holdfast.format.values import Node, Plain, TensorRef, Text
 from holdfast.frameworks import BindingSource, Finish, NamedTensor
 from holdfast.frameworks.optimizer_saving import hyper_parameters, named_parameters
 from holdfast.frameworks.stateful import writing
+from holdfast.geometry import Shape
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.placement_types import Placement
 
-# What schedulers of torch add to the groups of any optimizer.
+#: Optimizers of torch whose slots have other shapes than their parameter.
+_OTHER_SHAPES = (torch.optim.LBFGS, torch.optim.Adafactor)
+#: What schedulers of torch add to the groups of any optimizer.
 _OF_SCHEDULERS = frozenset(("initial_lr", "swa_lr", "min_lr", "max_lr", "base_momentum", "max_momentum"))
 
 
@@ -36,11 +39,16 @@ def bind_optimizer(path: str, optimizer: Optimizer, source: BindingSource) -> Fi
     another first parameter, and ``incompatible.optimizer_class`` for state of another class. A load that is not
     strict takes that where both have the same slots and hyper-parameters, as Adam and AdamW do; flags that the live
     class sets by itself stay.
+
+    State of a parameter that had another shape (``incompatible.slots``), and live groups that differ where the
+    checkpoint has one (``incompatible.groups``), are refused too; a load that is not strict has the state of such a
+    parameter begin anew, and such groups take what is stored.
     """
     saved = _read_saved(path, source)
     own = _own_flags(optimizer) if _is_other_class(path, optimizer, saved, source) else frozenset[str]()
     groups: list[Finish] = []
     states: list[tuple[torch.Tensor, dict[object, Finish]]] = []
+    served: dict[int, int] = {}
     for index, group in enumerate(optimizer.param_groups):
         found = list(_match(path, index, group, saved, source))
         if isinstance(optimizer, torch.optim.LBFGS):
@@ -50,10 +58,13 @@ def bind_optimizer(path: str, optimizer: Optimizer, source: BindingSource) -> Fi
         origin = _origin(path, index, group, origins, saved, source)
         if origin is None:
             continue
+        if source.is_strict and origins:
+            other = served.setdefault(origin, index)
+            _check_alike(path, other, index, origin, optimizer)
         origin_path = join(path, "param_groups", str(origin))
         groups.append(_bind_hyper(origin_path, group, own, source))
         on_device = any(_flag(join(origin_path, key), group.get(key), source) for key in ("capturable", "fused"))
-        for entry in found:
+        for entry in _fitting(path, optimizer, found, saved, source):
             live = optimizer.state.get(entry.tensor, {})
             slots = _bind_slots(
                 join(path, "state", entry.name), saved.slots[entry.name], live, entry, on_device, source
@@ -222,6 +233,68 @@ def _check_holder(path: str, saved: _Saved, found: Sequence[NamedTensor]) -> Non
         )
 
 
+def _fitting(
+    path: str, optimizer: Optimizer, found: Sequence[NamedTensor], saved: _Saved, source: BindingSource
+) -> Sequence[NamedTensor]:
+    """Those of the parameters whose stored state is of the shape that they have here: torch would work with any other
+    as it is, and fused steps write behind the end of what is shorter. The others are refused, or reported missing."""
+    shapes = ((entry, _stored_shape(path, optimizer, entry, saved, source)) for entry in found)
+    others: dict[str, Shape | None] = {
+        entry.name: shape for entry, shape in shapes if shape not in (None, tuple(entry.tensor.shape))
+    }
+    if not others:
+        return found
+    if isinstance(optimizer, torch.optim.LBFGS):  # its state is of all parameters at once
+        others = {entry.name: others.get(entry.name) for entry in found}
+    for entry in found:
+        if entry.name in others and saved.slots[entry.name]:
+            slots = join(path, "state", entry.name)
+            source.missing(slots)
+            if source.is_strict:
+                text = (
+                    f"of a parameter of shape {tuple(entry.tensor.shape)} here, {others[entry.name]} in the checkpoint"
+                )
+                source.refuse("incompatible.slots", slots, text)
+    return [entry for entry in found if entry.name not in others]
+
+
+def _stored_shape(
+    path: str, optimizer: Optimizer, parameter: NamedTensor, saved: _Saved, source: BindingSource
+) -> Shape | None:
+    """The shape that a parameter had when its state was saved; None where nothing tells."""
+    stored = source.stored(parameter.name)
+    if stored is not None:
+        return stored.shape
+    if not type(optimizer).__module__.startswith("torch.optim.") or isinstance(optimizer, _OTHER_SHAPES):
+        return None
+    # The parameter itself was not saved. What these optimizers keep for it has its shape, or is one number.
+    names = (join(path, "state", parameter.name, slot) for slot in sorted(saved.slots[parameter.name]))
+    shapes = (kept.shape for kept in map(source.stored, names) if kept is not None)
+    return next((shape for shape in shapes if shape), None)
+
+
+def _check_alike(path: str, first: int, second: int, origin: int, optimizer: Optimizer) -> None:
+    """Two live groups that come from one stored group would both get its hyper-parameters: theirs must be the same."""
+    groups = (dict(hyper_parameters(optimizer.param_groups[index])) for index in (first, second))
+    mine, theirs = ({key: value for key, value in group.items() if _is_plain(value)} for group in groups)
+    differing = sorted(str(key) for key in mine.keys() & theirs.keys() if mine[key] != theirs[key])
+    if differing:
+        raise IncompatibleError(
+            f"Groups {first} and {second} of optimizer {path!r} differ here ({', '.join(differing)}), but their "
+            f"parameters were in one group, {origin}, when they were saved: both would get what that one had.",
+            code="incompatible.groups",
+            action="Group the parameters as they were saved, or have both take the stored values with strict=False.",
+            path=path,
+        )
+
+
+def _is_plain(value: object) -> bool:
+    """Whether a hyper-parameter can be compared as it is."""
+    if isinstance(value, tuple):
+        return all(map(_is_plain, value))
+    return isinstance(value, bool | int | float | str | None)
+
+
 def _origin(
     path: str, index: int, group: Mapping[str, object], origins: list[int], saved: _Saved, source: BindingSource
 ) -> int | None:
@@ -317,7 +390,14 @@ def _bind_slot(
     steps_on_device: bool,
     source: BindingSource,
 ) -> Finish:
-    """Bind one slot: to the live tensor where it fits, else to new memory of the stored dtype and shape."""
+    """Bind one slot: to the live tensor where it fits, else to new memory of the stored dtype and shape.
+
+    Where the parameter is cast, a slot of the parameter's dtype is cast as well: torch takes both in one dtype only.
+    """
+
+    kept, owner = source.stored(name), source.stored(parameter.name)
+    follows = kept is not None and owner is not None and kept.dtype == owner.dtype and kept.shape
+    cast_to = parameter.tensor.dtype if follows else None
 
     def memory(stored: str) -> torch.Tensor:
         mine = live if isinstance(live, torch.Tensor) and stored == name else None
@@ -326,9 +406,11 @@ def _bind_slot(
             device = parameter.tensor.device if steps_on_device else torch.device("cpu")
             return source.memory(stored, live=mine, like=None, device=device)
         device = parameter.tensor.device if mine is None else mine.device
-        found = source.memory(stored, live=mine, like=parameter.tensor, device=device)
+        found = source.memory(stored, live=mine, like=parameter.tensor, device=device, cast_to=cast_to)
         like = None if found is mine else _factor_like(parameter.tensor, found.shape)
-        return found if like is None else source.memory(stored, live=None, like=like, device=device)
+        if like is None:
+            return found
+        return source.memory(stored, live=None, like=like, device=device, cast_to=cast_to)
 
     if name in source.nodes:
         return source.opaque(name, memory, parameter.replicas)

@@ -27,7 +27,7 @@ from holdfast.frameworks import Adapter, Finish, NamedTensor
 from holdfast.frameworks.known_types import unwrapped
 from holdfast.frameworks.registry import adapter_of
 from holdfast.frameworks.stateful import StatefulAdapter, description_of, writing
-from holdfast.mapping.parts import StoredTensor
+from holdfast.mapping.parts import StoredTensor, castable
 from holdfast.plan.layout import Replicas
 from holdfast.state.arrays import array_as_tensor, check_array, is_shareable
 from holdfast.state.binding import Binding
@@ -238,10 +238,19 @@ class _Binder:
     def require_equal(self, name: str, copy: str) -> None:
         self._matcher.require_equal(name, copy)
 
+    def stored(self, name: str) -> StoredTensor | None:
+        return self._stored.get(self._matcher.canonical(name))
+
     def memory(
-        self, name: str, *, live: torch.Tensor | None, like: torch.Tensor | None, device: torch.device
+        self,
+        name: str,
+        *,
+        live: torch.Tensor | None,
+        like: torch.Tensor | None,
+        device: torch.device,
+        cast_to: torch.dtype | None = None,
     ) -> torch.Tensor:
-        stored = self._stored.get(self._matcher.canonical(name))
+        stored = self.stored(name)
         if stored is None:
             raise NotFoundError(
                 f"The values refer to tensor {name!r}, which is not among the tensors to load.",
@@ -251,9 +260,10 @@ class _Binder:
             )
         alike = like is not None and tuple(like.shape) == stored.shape and registered(like) is None
         like = like if alike else None
+        dtype = self._dtype(name, stored.dtype, cast_to)
         fits = (
             live is not None
-            and live.dtype is getattr(torch, stored.dtype)
+            and live.dtype is getattr(torch, dtype)
             and tuple(live.shape) == stored.shape
             and live.device == device
             and same_placement(live, like)
@@ -263,8 +273,15 @@ class _Binder:
         if device.type == "meta":
             device = self._to_allocate.device_of(like)
         if self._matcher.canonical(name) in self._kept:
-            return empty(stored.dtype, stored.shape, like=like, device=device).zero_()
-        return empty(stored.dtype, stored.shape, like=like, device=device)
+            return empty(dtype, stored.shape, like=like, device=device).zero_()
+        return empty(dtype, stored.shape, like=like, device=device)
+
+    def _dtype(self, name: str, stored: str, cast_to: torch.dtype | None) -> str:
+        """The dtype `cast_to` if a tensor of that name may be cast to it, else the one it is `stored` in."""
+        if cast_to is None:
+            return stored
+        wanted = str(cast_to).removeprefix("torch.")
+        return wanted if castable(stored, wanted) and self._matcher.may_cast([name]) else stored
 
     def fill(self, entry: NamedTensor) -> None:
         registration = registered(entry.tensor)

@@ -212,6 +212,9 @@ _ACTIONS = {
         "Create the live tensor in the stored shape, map the stored one (mapping=), or leave it out, such as with "
         'select="!model/head.*".'
     ),
+    "incompatible.slots": (
+        "Give the parameter the shape that it had, or have the optimizer begin anew for it with strict=False."
+    ),
     "incompatible.kind": "Put the same kind of object into the live state, or leave it out of the state.",
     "incompatible.no_state": "Leave it out of the live state, or out of select=: it then begins anew.",
     "incompatible.per_rank": (

@@ -101,8 +101,7 @@ class Matcher:
             return self.canonical(names[0])
         source, name = next(iter(sources.items()))
         stored, layout = self._stored[source], local.layout
-        # All names are asked for, so that every glob is tried.
-        may_cast = self._cast if self._globs is None else True in [name in self._globs for name in names]
+        may_cast = self.may_cast(names)
         if stored.dtype != layout.dtype and not (may_cast and castable(stored.dtype, layout.dtype)):
             kind = ", which no cast makes of it" if may_cast else ""
             text = f"{layout.dtype} here, {stored.dtype} in the checkpoint{kind}"
@@ -119,6 +118,11 @@ class Matcher:
                 target, [*sources, *self._required.get(name, ()), *self._terms.equal.get(source, ())][1:]
             )
         return source
+
+    def may_cast(self, names: Sequence[str]) -> bool:
+        """Whether a live tensor with these names may have another dtype than the stored one."""
+        # All names are asked for, so that every glob is tried.
+        return self._cast if self._globs is None else True in [name in self._globs for name in names]
 
     def source_of(self, names: Sequence[str]) -> str:
         """The name under which a live tensor with these names is stored; nothing is filled, and nothing noted."""
