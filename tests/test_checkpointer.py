@@ -280,6 +280,41 @@ def test_a_run_with_history_must_be_restored_first(run: str, memory: Memory) -> 
     checkpointer.close()
 
 
+STAGED = """
+import os, signal, sys
+from pathlib import Path
+import torch
+from holdfast import Checkpointer, Memory
+
+checkpointer = Checkpointer(sys.argv[1], {"w": torch.arange(1 << 20)}, memory=Memory(node_dir=Path(sys.argv[2])))
+checkpointer.save(1).staged.wait(60)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_run_whose_checkpoints_are_all_in_memory_is_not_begun_anew_by_a_job_that_restored_nothing(
+    memory: Memory, tmp_path: Path
+) -> None:
+    with mounted(tmp_path / "disk", "tmpfs", "size=1m") as disk:  # it takes the records, and no data
+        run = str(disk / "run")
+        done = subprocess.run([sys.executable, "-c", STAGED, run, str(memory.node_dir)], check=False)
+        assert done.returncode == -signal.SIGKILL
+        into = {"w": torch.zeros(1 << 20, dtype=torch.int64)}
+        second = Checkpointer(run, into, memory=memory)
+        for _ in range(2):
+            with pytest.raises(
+                ConfigurationError, match=r"up to step 1, .*restore\(\) before the first save"
+            ) as caught:
+                second.save(5)
+            assert caught.value.code == "config.unloaded_history"
+        subprocess.run(["mount", "-o", "remount,size=64m", str(disk)], check=True)
+        assert second.restore().step == 1
+        assert torch.equal(into["w"], torch.arange(1 << 20))
+        second.save(2)
+        second.close()
+        assert [commit.step for commit in Run.open(open_store(Location(run))).lineage()] == [2, 1]
+
+
 def test_without_memory_a_save_goes_to_storage_and_returns_when_that_is_done(run: str) -> None:
     loop = Loop()
     with Checkpointer(run, loop.state, memory=None) as checkpointer:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 import holdfast
+from holdfast import Checkpointer
 from holdfast.errors import CorruptError, NotFoundError
 from holdfast.format.records import Place
 from holdfast.mapping import Crop, Pad
@@ -100,6 +101,27 @@ def test_when_none_is_left_the_error_says_what_is_wrong_with_each(run: Path) -> 
     assert caught.value.code == "corrupt.lineage"
     with pytest.raises(NotFoundError):
         holdfast.load(run / "nothing", build("plain", num_steps=0).state, fallback=True)
+
+
+@pytest.mark.parametrize("name", ["seal.json", "manifest.hfm", "data-00000.safetensors"])
+def test_a_lost_file_is_not_taken_for_a_first_start(run: Path, name: str) -> None:
+    file_of(run, 3, name).unlink()
+    with pytest.raises(CorruptError):  # jobs begin anew on NotFoundError
+        holdfast.load(run, build("plain", num_steps=0).state)
+    with pytest.raises(CorruptError):
+        Checkpointer(run, build("plain", num_steps=0).state, memory=None).restore()
+
+
+def test_a_restore_passes_over_a_damaged_head_when_told_to_and_saves_go_on_from_there(run: Path) -> None:
+    flip_last(file_of(run, 3, "data-00000.safetensors"))
+    job = build("plain", num_steps=0)
+    with Checkpointer(run, job.state, memory=None) as checkpointer:
+        report = checkpointer.restore(fallback=True)
+        assert (report.step, report.next_step, differing(job, 2)) == (2, 3, [])
+        assert report.load is not None
+        assert [place for place, _ in report.load.skipped] == ["1.3"]
+        checkpointer.save(3)
+    assert [commit.step for commit in Run.open(open_store(Location(str(run)))).lineage()] == [3, 2, 1]
 
 
 def test_nothing_is_passed_over_where_nothing_is_wrong(run: Path) -> None:

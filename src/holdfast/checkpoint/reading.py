@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property, partial
 from itertools import pairwise
 from threading import Lock
@@ -14,7 +15,7 @@ import numpy.typing as npt
 import xxhash
 
 from holdfast.checkpoint.sealed import Sealed
-from holdfast.errors import CorruptError
+from holdfast.errors import CorruptError, NotFoundError
 from holdfast.format import manifest as fmt
 from holdfast.format import records
 from holdfast.format import values as value_codec
@@ -59,13 +60,13 @@ class Checkpoint:
         """Read and check the manifest.
 
         Raises:
-            CorruptError: the manifest is not the one that was sealed.
-            NotFoundError: it is gone.
+            CorruptError: the manifest is not the one that was sealed, or is gone (``corrupt.incomplete``).
         """
         self.sealed = sealed
         self.storage, self.seal = sealed.storage, sealed.seal
         file = self.seal.manifest
-        data = self.storage.read(sealed.key(file.name), limit=min(file.nbytes, fmt.MAX_FILE_NBYTES))
+        with self._sealed_file(file.name):
+            data = self.storage.read(sealed.key(file.name), limit=min(file.nbytes, fmt.MAX_FILE_NBYTES))
         if len(data) != file.nbytes or xxhash.xxh3_128_hexdigest(data) != file.digest:
             raise self._corrupt(file.name, "it is not the manifest that was sealed")
         self.manifest: DecodedManifest = fmt.decode(data, path=self.path(file.name))
@@ -175,7 +176,8 @@ class Checkpoint:
     ) -> DataFile:
         """Open a data file; its size, and with `verify` its digest table, are checked against the seal."""
         name, sealed = fmt.file_name(index), self.seal.files[index]
-        reader = (open_reader or self.storage.reader)(self.sealed.key(name))
+        with self._sealed_file(name):
+            reader = (open_reader or self.storage.reader)(self.sealed.key(name))
         try:
             if not reader.nbytes == sealed.nbytes == data_start + data_nbytes:
                 raise self._corrupt(name, f"it has {reader.nbytes} bytes instead of {data_start + data_nbytes}")
@@ -268,6 +270,22 @@ class Checkpoint:
                 yield self.manifest.body.names[entry.tensor]
         if layout.values is not None and layout.values_offset < high:
             yield "the values"
+
+    @contextmanager
+    def _sealed_file(self, name: str) -> Iterator[None]:
+        """A ``with`` block that opens a file of the checkpoint. That it is missing is damage: the seal says that it was
+        there, and nobody may take the checkpoint for one that never was."""
+        try:
+            yield
+        except NotFoundError as error:
+            raise CorruptError(
+                f"the checkpoint in '{self.folder}' is incomplete: {name} is missing.",
+                code="corrupt.incomplete",
+                action="Restore the file from another copy of the run, or load an older checkpoint (fallback=True). "
+                "If somebody has just removed the checkpoint, load again.",
+                path=self.path(name),
+                step=self.seal.step,
+            ) from error
 
     def _corrupt(self, name: str, what: str, tensor: str | None = None) -> CorruptError:
         return CorruptError(

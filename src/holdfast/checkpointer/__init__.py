@@ -160,9 +160,11 @@ class Checkpointer:
             self._handles.append(handle)
         return handle
 
-    def restore(self, *, verify: bool = True) -> RestoreReport:
+    def restore(self, *, verify: bool = True, fallback: bool = False) -> RestoreReport:
         """Fill the state from the newest checkpoint on the run's lineage: from the memory of the nodes, if it is there,
-        else from storage. In a run without any, nothing is changed, and ``report.next_step`` is 0.
+        else from storage. In a run without any, nothing is changed, and ``report.next_step`` is 0. What is damaged in
+        memory is left for what is in storage; what is damaged there is passed over with `fallback`, as in
+        `holdfast.load`: the next save then goes on from the older one.
 
         Raises what `holdfast.load` raises; after `close` `ConfigurationError`, code ``config.closed``.
         """
@@ -178,6 +180,7 @@ class Checkpointer:
                 select=self._select,
                 group=self._group,
                 verify=verify,
+                fallback=fallback,
                 timeout_s=self._timeout_s,
             )
             if tier is not None:
@@ -303,7 +306,13 @@ class Checkpointer:
         try:
             taken = self._taken(stager, channel)
             is_as_before = isinstance(taken, Snapshot) and taken.is_as_before
-            free = tier.room(channel, deadline, is_as_before=is_as_before, when_full=self._when_full)
+            free = tier.room(
+                channel,
+                deadline,
+                is_as_before=is_as_before,
+                when_full=self._when_full,
+                may_begin_anew=self._takeover,
+            )
             if free.full and self._when_full == "skip":
                 handle.skip(free.full, free.held_up)
                 return

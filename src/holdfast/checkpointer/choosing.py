@@ -51,7 +51,8 @@ class Inventory(msgspec.Struct, frozen=True, array_like=True):
 class Chosen(msgspec.Struct, frozen=True, tag="chosen"):
     """What all ranks restore: the seal of a checkpoint, the newest epoch of its run, the folder's name, the ranks that
     alone can read each file (empty: all can read all), and whether it is committed. No seal: from storage. `manifest`
-    is for nodes that hold none of its files, and so do not know it; empty where there is no such node.
+    is for nodes that hold none of its files, and so do not know it; empty where there is no such node. With `is_all`
+    storage has no checkpoint of the run yet.
 
     `given_up` are checkpoints that are in memory in part only: those who had the rest are gone. `let_go` are those of
     another history than storage has."""
@@ -62,6 +63,7 @@ class Chosen(msgspec.Struct, frozen=True, tag="chosen"):
     folder: str = ""
     owners: tuple[int, ...] = ()
     committed: bool = True
+    is_all: bool = False
     given_up: tuple[str, ...] = ()
     let_go: tuple[str, ...] = ()
 
@@ -167,7 +169,8 @@ class Survey:
                 seal = encode_seal(stored, [next(iter(holders.values())) for holders in files])
                 manifest = b"" if self._all_know(files) else stored.data
                 owners = _owners(self._inventories, files)
-                return Chosen(seal, manifest, epoch, stored.folder, owners, is_head, tuple(given_up), let_go)
+                alone = head is None
+                return Chosen(seal, manifest, epoch, stored.folder, owners, is_head, alone, tuple(given_up), let_go)
         return Chosen(given_up=tuple(given_up), let_go=let_go)
 
     def _whole(self, run: Run, checkpoint_id: str) -> tuple[StoredManifest, list[dict[str, FileSeal]]] | None:

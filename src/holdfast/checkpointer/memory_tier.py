@@ -153,14 +153,21 @@ class MemoryTier:
     def put_off(self, channel: Channel, deadline: Deadline) -> NoReturn:
         """Tell all ranks that this one leaves memory alone, and raise why. Those that would use it hear that, too.
         Collective."""
-        self.room(channel, deadline, is_as_before=False, when_full="skip")
+        self.room(channel, deadline, is_as_before=False, when_full="skip", may_begin_anew=True)
         raise AssertionError("a rank that leaves memory alone has told why")
 
     def room(
-        self, channel: Channel, deadline: Deadline, *, is_as_before: bool, when_full: Literal["wait", "skip"]
+        self,
+        channel: Channel,
+        deadline: Deadline,
+        *,
+        is_as_before: bool,
+        when_full: Literal["wait", "skip"],
+        may_begin_anew: bool,
     ) -> Room:
         """Room for another snapshot on all ranks; waits for it, unless saves are skipped then. Raises an error that
-        `is_unusable` on all ranks where some rank cannot use its memory, or puts that off. Collective."""
+        `is_unusable` on all ranks where some rank cannot use its memory, or puts that off, and ``config`` errors where
+        this job restored nothing and must not begin the run anew. Collective."""
 
         def look(standings: Sequence[Standing]) -> Room:
             found = Room.of(standings, self.stager.run_id or self._run_id(deadline))
@@ -175,7 +182,7 @@ class MemoryTier:
             if not found.all_looked:
                 # This job did not restore: what is in memory in part only is given up, since whoever had the rest is
                 # gone.
-                self._whole = drop_parts(self._run, self._node_dir, channel, deadline)
+                self._whole = drop_parts(self._run, self._node_dir, channel, deadline, may_begin_anew=may_begin_anew)
                 self._has_looked = True
                 continue
             if self.stager.run_id != found.run_id:

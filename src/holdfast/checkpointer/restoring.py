@@ -19,7 +19,7 @@ from holdfast.checkpoint.sealed import Sealed
 from holdfast.checkpointer.choosing import Chosen, Inventory, Survey, Unknown, inventory, known_of
 from holdfast.control.channel import Channel, Deadline
 from holdfast.control.torch_store import default_channel, group_ranks
-from holdfast.errors import CorruptError, DeadlineError, HoldfastError, NotFoundError
+from holdfast.errors import ConfigurationError, CorruptError, DeadlineError, HoldfastError, NotFoundError
 from holdfast.format import manifest as fmt
 from holdfast.format import records
 from holdfast.format import values as value_codec
@@ -85,6 +85,7 @@ def restore(
     select: str | Sequence[str] | None,
     group: ProcessGroup | None,
     verify: bool,
+    fallback: bool,
     timeout_s: float,
 ) -> Restored:
     """Fill `state` from the newest checkpoint of `run`. Collective over `group`. See `Checkpointer.restore`."""
@@ -101,7 +102,16 @@ def restore(
             if restored is not None:
                 return restored
     try:
-        report = load(run, state, select=select, continues=True, group=group, verify=verify, timeout_s=timeout_s)
+        report = load(
+            run,
+            state,
+            select=select,
+            continues=True,
+            group=group,
+            verify=verify,
+            fallback=fallback,
+            timeout_s=timeout_s,
+        )
     except NotFoundError as error:
         if error.code not in ("not_found.run", "not_found.head"):
             raise
@@ -128,11 +138,31 @@ def await_commit(run: Location, place: Place, *, node_dir: Path, timeout_s: floa
             time.sleep(_LOOK_S)
 
 
-def drop_parts(run: Location, node_dir: Path, channel: Channel, deadline: Deadline) -> Place | None:
+def drop_parts(
+    run: Location, node_dir: Path, channel: Channel, deadline: Deadline, *, may_begin_anew: bool
+) -> Place | None:
     """Give up what is in the memory of the nodes in part only. Returns the newest checkpoint on the lineage of the
-    run's head that is there whole, if one is. Collective."""
+    run's head that is there whole, if one is. Collective.
+
+    Raises:
+        ConfigurationError: all checkpoints of the run are in memory still, so that the caller, who restored none of
+            them, would begin the run anew (``config.unloaded_history``), which it may not.
+    """
     with _looked_at(run, node_dir, channel, deadline) as (folder, _, chosen):
-        return records.decode(chosen.seal, Seal, path=str(folder.path)).place if chosen.seal else None
+        if not chosen.seal:
+            return None
+        seal = records.decode(chosen.seal, Seal, path=str(folder.path))
+        if chosen.is_all and not may_begin_anew:
+            raise ConfigurationError(
+                f"an earlier job saved into run '{run}', up to step {seal.step}, which is in the memory of this job's "
+                "nodes and not in storage yet; this job has restored nothing.",
+                code="config.unloaded_history",
+                action="Call restore() before the first save to go on from there, save into another folder, or begin "
+                "the run anew with takeover=True.",
+                path=run.url,
+                step=seal.step,
+            )
+        return seal.place
 
 
 def _from_memory(

@@ -25,7 +25,7 @@ class Skipped(msgspec.Struct, frozen=True, array_like=True):
 
 def is_damage(error: HoldfastError) -> bool:
     """Whether `error` says that stored bytes are lost or altered, so that another checkpoint may be sound."""
-    return isinstance(error, CorruptError) or (isinstance(error, NotFoundError) and error.code == "not_found.object")
+    return isinstance(error, CorruptError)
 
 
 def resolve_sound(

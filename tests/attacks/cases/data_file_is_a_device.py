@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.attacks.victim import Victim
 
-CODE = "not_found.object"
+CODE = "corrupt.incomplete"
 
 
 def attack(victim: Victim) -> None:

@@ -6,7 +6,7 @@ import os
 
 from tests.attacks.victim import Victim
 
-CODE = "not_found.object"
+CODE = "corrupt.incomplete"
 
 
 def attack(victim: Victim) -> None:
