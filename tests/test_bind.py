@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple, cast
 
 import numpy as np
@@ -13,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LinearLR, MultiStepLR, ReduceLROnPlateau, SequentialLR
 
+import holdfast
 from holdfast.errors import CorruptError, IncompatibleError, StateError
 from holdfast.format import values
 from holdfast.format.values import TorchValue
@@ -244,6 +246,28 @@ def test_different_kinds_of_things_under_one_name_are_refused(stored: object, li
     error = refused(save({"x": stored}), {"x": live})
     assert error.code == "incompatible.kind"
     assert "'x" in str(error)
+
+
+@pytest.mark.parametrize("stored", [{"best": 0.5, "runs": [1, {"a": None}]}, {3: "x", "y": (1, 2)}, {}])
+def test_an_empty_dict_takes_the_values_that_a_dict_had_grown_to(stored: dict[object, object]) -> None:
+    live: dict[object, object] = {}
+    state = {"progress": live, "w": torch.zeros(2)}
+    load(save({"progress": stored, "w": torch.ones(2)}), state)
+    assert state["progress"] is live
+    assert live == stored
+
+
+def test_an_empty_dict_takes_no_tensors() -> None:
+    error = refused(save({"progress": {"best": torch.ones(2)}}), {"progress": {}})
+    assert error.code == "incompatible.names"
+    assert "progress/best" in str(error)
+
+
+def test_an_empty_dict_that_is_not_selected_stays_empty(tmp_path: Path) -> None:
+    holdfast.save(tmp_path / "run", {"progress": {"a": 1}, "w": torch.ones(2)}, 1)
+    state: State = {"progress": {}, "w": torch.zeros(2)}
+    holdfast.load(tmp_path / "run", state, select="w")
+    assert state["progress"] == {}
 
 
 def test_a_whole_missing_optimizer_is_one_line() -> None:

@@ -18,13 +18,13 @@ import pytest
 import torch
 
 import holdfast
-from holdfast import Checkpointer, ConfigurationError, DeadlineError, HoldfastError, Memory, StorageError
+from holdfast import Checkpointer, ConfigurationError, DeadlineError, HoldfastError, Memory, StateError, StorageError
 from holdfast.latch import Latch
 from holdfast.node_memory.slots import Slot, SlotState, slot_names
 from holdfast.snapshot import capture as snapshot_module
 from holdfast.snapshot import device
 from holdfast.snapshot.device import Queued
-from holdfast.snapshot.guard import Guard
+from holdfast.snapshot.guard import Guard, changing
 from holdfast.snapshot.routes import Pair
 from tests import nursery
 from tests.nursery import until
@@ -83,7 +83,7 @@ def test_a_verb_waits_for_a_copy_no_longer_than_its_timeout(run: str) -> None:
     loop = Loop()
     holdfast.save(run, loop.state, 1)
     with ThreadPoolExecutor(1) as pool:
-        hold = pool.submit(Guard().hold).result()
+        hold = pool.submit(Guard().hold, timeout_s=1).result()
         with pytest.raises(DeadlineError) as raised:
             holdfast.load(run, loop.state, timeout_s=0.5)
         assert raised.value.code == "timeout.copy"
@@ -93,11 +93,11 @@ def test_a_verb_waits_for_a_copy_no_longer_than_its_timeout(run: str) -> None:
 
 def test_a_hold_is_over_when_the_thread_that_answers_for_it_is_gone() -> None:
     guard = Guard()
-    thread = threading.Thread(target=guard.hold)
+    thread = threading.Thread(target=lambda: guard.hold(timeout_s=1))
     thread.start()
     thread.join()
     guard.wait()
-    hold = guard.hold()
+    hold = guard.hold(timeout_s=1)
     copier = threading.Thread(target=time.sleep, args=(0.2,))
     copier.start()
     assert copier.native_id is not None
@@ -109,12 +109,113 @@ def test_a_hold_is_over_when_the_thread_that_answers_for_it_is_gone() -> None:
 
 def test_a_hold_that_was_not_passed_on_is_over_when_its_thread_does_something_else() -> None:
     guard = Guard()
-    first = guard.hold()
+    first = guard.hold(timeout_s=1)
     guard.wait()
     assert first.is_over
-    second = guard.hold()
-    guard.hold().release()
+    second = guard.hold(timeout_s=1)
+    guard.hold(timeout_s=1).release()
     assert second.is_over
+
+
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_a_save_waits_until_another_thread_has_ended_its_changes_under_the_guard(
+    run: str, memory: Memory, in_memory: bool
+) -> None:
+    loop = Loop()
+    entered, done = threading.Event(), threading.Event()
+
+    def change(checkpointer: Checkpointer) -> None:
+        with checkpointer.guard(), torch.no_grad():
+            for number, parameter in enumerate(loop.model.parameters()):
+                parameter.fill_(7)
+                if not number:
+                    entered.set()
+                    time.sleep(0.3)
+                    loop.optimizer.step()  # a step in there waits for nothing
+            done.set()
+
+    with Checkpointer(run, loop.state, memory=memory if in_memory else None) as checkpointer:
+        loop.step()
+        checkpointer.save(1)
+        checkpointer.wait()
+        with ThreadPoolExecutor(1) as pool:
+            changed = pool.submit(change, checkpointer)
+            assert entered.wait(10)
+            checkpointer.save(2)
+            assert done.is_set()
+            changed.result()
+            wanted = loop.bits()
+    found = Loop(seed=1)
+    holdfast.load(run, found.state)
+    assert found.bits() == wanted
+
+
+def test_a_thread_that_stays_under_the_guard_is_named_when_a_save_gives_up(run: str, memory: Memory) -> None:
+    loop, leave = Loop(), threading.Event()
+
+    def stay(checkpointer: Checkpointer) -> None:
+        with checkpointer.guard():
+            leave.wait(20)
+
+    with Checkpointer(run, loop.state, memory=memory, timeout_s=1) as checkpointer, ThreadPoolExecutor(1) as pool:
+        staying = pool.submit(stay, checkpointer)
+        with pytest.raises(DeadlineError, match=r"another thread was under the guard") as raised:
+            checkpointer.save(1)
+        assert raised.value.code == "timeout.guard"
+        with checkpointer.guard():  # of several threads, none keeps the others out
+            leave.set()
+        staying.result()
+        checkpointer.save(1)
+        with checkpointer.guard():
+            checkpointer.save(2)  # nor a thread itself
+    assert holdfast.open(run).step == 2
+
+
+def test_a_thread_that_ended_under_the_guard_keeps_nobody_from_saving() -> None:
+    guard, left = Guard(), []
+
+    def leave() -> None:
+        block = changing([guard])
+        block.__enter__()
+        left.append(block)
+
+    thread = threading.Thread(target=leave)
+    thread.start()
+    thread.join()
+    guard.hold(timeout_s=5).release()
+    assert left
+
+
+@pytest.mark.parametrize("aside", [True, False])
+def test_a_buffer_that_another_thread_changes_while_it_is_set_aside_voids_the_save(
+    run: str, memory: Memory, monkeypatch: pytest.MonkeyPatch, aside: bool
+) -> None:
+    loop = Loop()
+    name = "_cloned" if aside else "_copy"
+    copied = getattr(snapshot_module, name)
+
+    def change() -> None:
+        loop.model[1].running_mean.add_(1)  # type: ignore[operator]
+
+    def beside(what: object) -> object:
+        done = copied(what)
+        thread = threading.Thread(target=change)
+        thread.start()
+        thread.join()
+        return done
+
+    with Checkpointer(run, loop.state, memory=memory) as checkpointer:
+        loop.step()
+        checkpointer.save(1).durable.wait(60)
+        with monkeypatch.context() as patched:
+            patched.setattr(snapshot_module, name, beside)
+            if not aside:
+                patched.setattr(snapshot_module, "_ASIDE_NBYTES", 0)
+            with pytest.raises(StateError, match=r"model/1\.running_mean") as raised:
+                checkpointer.save(2).durable.wait(60)
+        assert raised.value.code == "state.changed"
+        checkpointer.save(3)
+    assert holdfast.open(run).step == 3
 
 
 def test_an_interrupted_save_is_void_even_if_the_copy_goes_on(

@@ -6,7 +6,6 @@ import itertools
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import holdfast
-from holdfast.frameworks import registry
 from tests.ranks import run_ranks
 
 GUIDES = Path(__file__).parent.parent / "docs" / "guides"
@@ -123,25 +121,9 @@ def test_trainer_and_inference_ranks_pass_what_they_have() -> None:
 
 
 def test_every_piece_of_code_in_the_guides_is_run_by_a_test() -> None:
-    run = {"ddp": 2, "checkpointer": 1, "loading": 2, "objects": 1, "publishing": 1}
+    run = {"ddp": 2, "checkpointer": 1, "loading": 2, "publishing": 1}
     for guide in GUIDES.glob("*.md"):
         if guide.stem != "mapping":
             assert len(snippets(guide.stem)) == run.get(guide.stem, 0), guide.name
         text = re.sub(r"```.*?```", "", guide.read_text(), flags=re.DOTALL)
         assert re.search(r"\n\n    \S", text) is None, f"fence the indented code of {guide.name}"
-
-
-def test_the_adapter_of_the_guide_saves_and_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_adapters", registry._adapters)
-    names: dict[str, Any] = {"holdfast": holdfast, "torch": torch}
-    (code,) = snippets("objects")
-    exec(code, names)
-    model = nn.Linear(3, 2)
-    saved, loaded = (names["Momentum"](model.parameters(), 0, 1) for _ in range(2))
-    saved.num_steps = 3
-    for _, _, memory in saved.held:
-        memory.uniform_()
-    holdfast.save(tmp_path / "run", {"model": model, "momentum": saved}, 3)
-    holdfast.load(tmp_path / "run", {"model": model, "momentum": loaded})
-    assert loaded.num_steps == 3
-    assert all(torch.equal(one[2], other[2]) for one, other in zip(saved.held, loaded.held, strict=True))

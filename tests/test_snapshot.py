@@ -117,7 +117,7 @@ def guard() -> Iterator[Guard]:
 @contextmanager
 def copying(taken: Taken, guard: Guard, *, after_s: float) -> Iterator[None]:
     """Copy in the background, beginning late, while the block trains."""
-    begin, hold = threading.Event(), guard.hold()
+    begin, hold = threading.Event(), guard.hold(timeout_s=1)
     copier: SimpleQueue[int] = SimpleQueue()
 
     def copy() -> None:
@@ -182,7 +182,7 @@ def test_a_step_waits_for_the_copy_and_the_forward_does_not(guard: Guard) -> Non
     stepped(module, optimizer)
     taken = Taken({"model": module, "optimizer": optimizer}, guard)
     with ThreadPoolExecutor(1) as pool:
-        hold = guard.hold()
+        hold = guard.hold(timeout_s=1)
         trained(module)
         step = pool.submit(optimizer.step)
         with pytest.raises(TimeoutError):

@@ -39,6 +39,7 @@ from holdfast.phases import Stopwatch, attempt
 from holdfast.run.session import JOB
 from holdfast.saving import numbers_of, run_location, save
 from holdfast.snapshot.capture import Snapshot
+from holdfast.snapshot.guard import Guard, changing
 from holdfast.state.flatten import FlatState, check_root
 from holdfast.state.identity import parts_of
 from holdfast.store.base import Location
@@ -116,6 +117,8 @@ class Checkpointer:
         self._is_closed = False
         self._turn = turn_in(self._run)
         self._handles: list[Handle] = []
+        #: Of saves to storage; memory has a guard of its own.
+        self._guard = Guard()
 
     def save(self, step: int, *, metrics: Mapping[str, SupportsFloat] | None = None) -> Handle:
         """Save the state as of now; see the class for what is done when. `step` is the number of the step that was
@@ -189,11 +192,12 @@ class Checkpointer:
 
     @contextmanager
     def guard(self) -> Iterator[None]:
-        """A ``with`` block that is entered when nothing of the state is being copied: for changes that no step of an
-        optimizer in the state makes. Not collective. After `close` nothing is being copied."""
-        if self._tier is not None:
-            self._tier.stager.guard.wait()
-        yield
+        """A ``with`` block that is entered when nothing of the state is being copied, and during which no save of
+        another thread begins: for changes that no step of an optimizer in the state makes. For any thread. Not
+        collective. After `close` nothing is being copied."""
+        tier = self._tier
+        with changing([self._guard] if tier is None else [self._guard, tier.stager.guard]):
+            yield
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Return when all that was saved is durable; what was skipped was not. Raises why something is not, after
@@ -262,16 +266,20 @@ class Checkpointer:
 
     def _save_through(self, handle: Handle, metrics: Mapping[str, SupportsFloat] | None) -> None:
         """Save to storage, and return when that is done."""
-        report = save(
-            self._run,
-            self._state,
-            handle.step,
-            metrics=metrics,
-            select=self._select,
-            group=self._group,
-            takeover=self._takeover,
-            timeout_s=self._timeout_s,
-        )
+        hold = self._guard.hold(timeout_s=self._timeout_s)
+        try:
+            report = save(
+                self._run,
+                self._state,
+                handle.step,
+                metrics=metrics,
+                select=self._select,
+                group=self._group,
+                takeover=self._takeover,
+                timeout_s=self._timeout_s,
+            )
+        finally:
+            hold.drop()
         handle.place = Place.parse(report.place)
         handle.staged.end(nbytes=report.written_nbytes)
         handle.durable.end(nbytes=report.written_nbytes)
@@ -302,7 +310,7 @@ class Checkpointer:
         handle.is_told = channel.rank == 0
         stager = tier.stager
         sources = JOB.sources(lambda: parts_of(self._state))
-        hold = stager.guard.hold()
+        hold = stager.guard.hold(timeout_s=deadline.remaining_s())
         try:
             taken = self._taken(stager, channel)
             is_as_before = isinstance(taken, Snapshot) and taken.is_as_before

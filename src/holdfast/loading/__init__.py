@@ -67,7 +67,8 @@ def load(
 
     Blocking and collective over `group` (default: the job); one plain process is fine too. `path` is a run (its head),
     ``RUN@step=700``, ``RUN@3.12``, or a checkpoint folder. Tensors are filled in place and keep their identity, entries
-    of dicts and lists are replaced in place, tuples are rebuilt (``report.state`` is the whole tree). Optimizer state
+    of dicts and lists are replaced in place, tuples are rebuilt (``report.state`` is the whole tree), and an empty dict
+    takes all values of the stored one. Optimizer state
     is built from the checkpoint in its saved dtype, for an optimizer of the class that was saved; without ``strict``
     also for one with the same slots and hyper-parameters (Adam and AdamW). With ``strict`` every name must be on both
     sides; without, what both have is loaded and the report lists the rest; that there is nothing, or no tensor of all

@@ -21,7 +21,7 @@ from holdfast.snapshot.device import Calls, Queued, devices_of
 from holdfast.snapshot.routes import Pair, Routes, Tensors
 from holdfast.state.flatten import FlatState, Walk
 from holdfast.state.gather import LocalTensor, Remembered
-from holdfast.state.marks import Marked
+from holdfast.state.marks import Marked, address_of
 
 #: So much is copied by one call, for whose time other threads of Python run.
 _CALL_NBYTES = 64 << 20
@@ -59,11 +59,14 @@ class Snapshot:
         rest = {name: local for name, local in found.items() if name not in stepped}
         #: The names of what is copied before `instant` is set.
         self._at_once = frozenset(rest)
+        #: Shows whether another thread changes that meanwhile; the thread that saves does not.
+        self._rest = _marked(rest)
         self._aside: Tensors | None = None
         #: Set when all is set aside that no guard holds, or this has ended.
         self.instant = Latch()
         if sum(part.nbytes for local in rest.values() for part in local.memory) <= _ASIDE_NBYTES:
             self._aside = _cloned(rest)
+            self._check_whole(rest)
             self.instant.set()
         held = chain.from_iterable(local.memory for local in found.values())
         #: What devices had been given to do by then, the clones among it.
@@ -93,7 +96,9 @@ class Snapshot:
         """
         held = {name: local for name, local in tensors.items() if name not in self._at_once}
         if self._aside is None:
-            _copy(routes.pairs({name: local for name, local in tensors.items() if name in self._at_once}))
+            rest = {name: local for name, local in tensors.items() if name in self._at_once}
+            _copy(routes.pairs(rest))
+            self._check_whole(rest)
             self.instant.set()
             _copy(routes.pairs(held))
         else:
@@ -101,6 +106,12 @@ class Snapshot:
         changed = self._marked.changed() | self._walk.left.changed()
         if changed:
             raise _changed(_name_at(changed, held))
+
+    def _check_whole(self, rest: Tensors) -> None:
+        """Return only if no thread changed the `rest` while it was copied."""
+        changed, self._rest = self._rest.changed(), Marked()
+        if changed:
+            raise _changed(_name_at(changed, rest))
 
 
 def _is_as_before(walk: Walk, last: Sequence[Remembered]) -> bool:
@@ -116,8 +127,17 @@ def _memory_of(found: Tensors, names: Collection[str]) -> list[torch.Tensor]:
     return list(chain.from_iterable([local.memory for name, local in found.items() if name in names]))
 
 
+def _marked(tensors: Tensors) -> Marked:
+    """Marks of the tensors of which torch shows that they were changed."""
+    marked = Marked()
+    if not marked.add(_memory_of(tensors, tensors)):
+        for local in tensors.values():
+            marked.add(local.memory)
+    return marked
+
+
 def _name_at(addresses: set[int], tensors: Tensors) -> str:
-    named = (name for name, local in tensors.items() if any(part.data_ptr() in addresses for part in local.memory))
+    named = (name for name, local in tensors.items() if any(address_of(part) in addresses for part in local.memory))
     return next(named, "a parameter, or what an optimizer keeps for it,")
 
 

@@ -9,13 +9,18 @@ first the thread that saves; when `save` returns, the thread that copies. A hold
 
 So no exception leaves a hold behind, not even one that comes in the middle of the clean-up, and none of this needs a
 lock: each step is one operation of a set, or one assignment.
+
+A thread that changes what is guarded says so for as long as it does (`changing`). It enters when nothing is held, and a
+save of another thread begins when nobody changes anything: each says what it is about to do before it looks at the
+other, and takes it back where both did.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from threading import get_native_id
 from typing import Final
 from weakref import WeakKeyDictionary
@@ -23,6 +28,7 @@ from weakref import WeakKeyDictionary
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from holdfast.errors import DeadlineError
 from holdfast.latch import Latch
 
 #: How often a thread that waits looks whether the thread that answers for a hold is alive.
@@ -32,6 +38,8 @@ _LOOK_S: Final = 0.05
 #: `load` and `transfer` are given a state, and must wait for whoever copies it, in whichever `Checkpointer` that is. A
 #: hold stays here for as long as a save copies, no longer.
 _live: Final[set[Hold]] = set()
+#: All blocks of this process in which a thread changes what is guarded.
+_changes: Final[set[_Change]] = set()
 
 
 class Hold:
@@ -88,6 +96,31 @@ class Hold:
         return self._guard is guard
 
 
+class _Change:
+    """A block in which this thread changes what is guarded."""
+
+    def __init__(self) -> None:
+        self._thread = get_native_id()
+        self._over = Latch()
+
+    def end(self) -> None:
+        """Let saves begin."""
+        self._over.set()
+        _changes.discard(self)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Return when it is over, and after `timeout_s` even if it is not. Whether it is; for its own thread it is."""
+        end_s = time.monotonic() + timeout_s
+        if self._thread == get_native_id():
+            return True
+        while not self._over.wait(min(_LOOK_S, max(end_s - time.monotonic(), 0))):
+            if not is_alive(self._thread):
+                self.end()
+            elif time.monotonic() >= end_s:
+                return False
+        return True
+
+
 class Guard:
     """Has the steps of hooked optimizers, and whoever else asks, wait for the holds of one `Checkpointer`. Safe for
     several threads."""
@@ -97,13 +130,34 @@ class Guard:
         #: Seconds that steps, and others, have waited altogether.
         self.waited_s = 0.0
 
-    def hold(self) -> Hold:
-        """Keep others waiting; this thread answers for it, until it passes it on."""
+    def hold(self, *, timeout_s: float) -> Hold:
+        """Keep others waiting; this thread answers for it, until it passes it on. Waits until no other thread changes
+        what is guarded.
+
+        Raises:
+            DeadlineError: one still does after `timeout_s`.
+        """
         for left in tuple(_live):
             left.drop()  # an exception took this thread out of an earlier save
-        hold = Hold(self)
-        _live.add(hold)
-        return hold
+        end_s = time.monotonic() + timeout_s
+        while True:
+            hold = Hold(self)
+            _live.add(hold)
+            changes = [change for change in tuple(_changes) if not change.wait(0)]
+            if not changes:
+                return hold
+            hold.release()
+            if not all(change.wait(max(end_s - time.monotonic(), 0)) for change in changes):
+                raise DeadlineError(
+                    f"another thread was under the guard of a Checkpointer for {timeout_s:.0f} s: no save could begin.",
+                    code="timeout.guard",
+                    action="Have it end its `with checkpointer.guard():` before the next save.",
+                )
+
+    @property
+    def is_held(self) -> bool:
+        """Whether anything is held."""
+        return any(hold.is_of(self) for hold in tuple(_live))
 
     def wait(self) -> None:
         """Return when nothing is held: at once, mostly."""
@@ -126,6 +180,24 @@ class Guard:
         for handle in self._hooks.values():
             handle.remove()
         self._hooks.clear()
+
+
+@contextmanager
+def changing(guards: Sequence[Guard]) -> Iterator[None]:
+    """A ``with`` block that is entered when `guards` hold nothing, and during which no save of another thread begins in
+    this process."""
+    change = _Change()
+    try:
+        while True:
+            for guard in guards:
+                guard.wait()
+            _changes.add(change)
+            if not any(guard.is_held for guard in guards):
+                break
+            _changes.discard(change)
+        yield
+    finally:
+        change.end()
 
 
 def is_alive(thread: int) -> bool:

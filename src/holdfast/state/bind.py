@@ -496,6 +496,8 @@ class _Binder:
         return lambda: make(*[part() for part in parts])
 
     def _dict(self, path: str, item: MutableMapping[str, object] | dict[object, object]) -> Finish:
+        if path and not item and self._is_selected(path) and self._is_dict_of_values(path):
+            return self._whole(path, item, "dict")  # one that grows while the job trains
         self._expect(path, item, values.TableNode, Open)
         entries = cast("MutableMapping[object, object]", item)
         prefix = path + "/" if path else ""
@@ -508,6 +510,11 @@ class _Binder:
             return item
 
         return finish
+
+    def _is_dict_of_values(self, path: str) -> bool:
+        """Whether a dict is stored whose items are all values, so that an empty one can take them."""
+        node = self.nodes.get(path)
+        return isinstance(node, values.TableNode) and node.kind == "dict" and self._is_value(path, node)
 
     def _holds_only_values(self, item: object) -> bool:
         """Whether no part of `item` has to keep its identity. Notes the types of NamedTuples on the way."""
@@ -525,13 +532,13 @@ class _Binder:
         return adapter_of(item) is None
 
     def _whole(self, path: str, item: object, kind: str) -> Finish:
-        """Bind a container of values: replaced as a whole, a list or Counter in place."""
+        """Bind a container of values: replaced as a whole, a list, dict or Counter in place."""
         node = self.nodes.get(path)
         if node is not None and not (isinstance(node, (values.Items, values.TableNode)) and node.kind == kind):
             self._mismatches.add_kind(path, with_article(kind), node)
             return lambda: item
         value = self._value(path, item)
-        return lambda: refill(item, value()) if isinstance(item, (list, Counter)) else value()
+        return lambda: refill(item, value()) if isinstance(item, (list, dict)) else value()
 
     def _value(self, path: str, item: object) -> Finish:
         node = self.nodes.get(path)

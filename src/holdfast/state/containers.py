@@ -1,8 +1,7 @@
-"""Live containers that take loaded items: tuples are made anew, lists and Counters keep their identity."""
+"""Live containers that take loaded items: tuples are made anew, lists, dicts and Counters keep their identity."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from typing import cast
 
@@ -16,11 +15,11 @@ def maker(kind: type) -> Callable[..., object]:
 
 
 def refill(item: object, new: object) -> object:
-    """Replace what a list or Counter holds; nothing was loaded when `new` is `item` itself."""
+    """Replace what a list, dict or Counter holds; nothing was loaded when `new` is `item` itself."""
     if new is not item:
         if isinstance(item, list):
             item[:] = cast("list[object]", new)
-        elif isinstance(item, Counter):
+        elif isinstance(item, dict):
             item.clear()
-            item.update(cast("Counter[object]", new))
+            item.update(cast("dict[object, object]", new))
     return item

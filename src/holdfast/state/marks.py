@@ -38,6 +38,14 @@ class Marked:
         return {address for then, now in marks if then != now for _, address in (then, now)}
 
 
+def address_of(tensor: torch.Tensor) -> int | None:
+    """Where the memory of a tensor begins; None for one that has no address, as sparse ones."""
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:
+        return None
+
+
 def _marks(memory: Sequence[torch.Tensor]) -> list[int]:
     """Two numbers for each tensor."""
     # In one pass, for thousands of tensors are more than a processor's cache holds; and as numbers in one list, which
