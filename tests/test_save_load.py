@@ -17,7 +17,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import holdfast
-from holdfast import CorruptError, IncompatibleError, NotFoundError
+from holdfast import Checkpointer, CorruptError, IncompatibleError, NotFoundError
 from tests.models import Net, bits, build, differing, filled, tensors, unwrapped
 
 
@@ -551,6 +551,14 @@ def test_a_step_that_is_no_whole_number_is_refused(tmp_path: Path, step: Any) ->
     with pytest.raises(ValueError, match="step is a whole number from 0 on"):
         holdfast.save(tmp_path / "run", {}, step)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("step", [np.int64(3), np.uint8(3), torch.tensor(3)], ids=lambda step: type(step).__name__)
+def test_a_step_may_be_a_whole_number_of_numpy_or_torch(tmp_path: Path, step: Any) -> None:
+    report = holdfast.save(tmp_path / "run", {"w": torch.ones(1)}, step)
+    assert (type(report.step), report.step) == (int, 3)
+    with Checkpointer(tmp_path / "run", {"w": torch.ones(1)}, memory=None, takeover=True) as checkpointer:
+        assert type(checkpointer.save(step + 1).step) is int
 
 
 def test_an_empty_state_is_a_checkpoint_too(tmp_path: Path) -> None:

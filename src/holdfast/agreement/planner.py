@@ -34,7 +34,8 @@ Layouts = tuple[tuple[bytes, bytes], ...]
 
 @dataclass(frozen=True)
 class PlanMemory:
-    """The last plan of a group: the layouts that it was made for, and the values that have room in it."""
+    """The last plan of a group: the layouts that it was made for, the values that have room in it, and the names of
+    tensors whose copies differed at the last save."""
 
     plan_id: str
     layouts: Layouts
@@ -43,6 +44,7 @@ class PlanMemory:
     value_paths: tuple[tuple[bytes, bytes], ...]
     values: tuple[RankValues, ...]
     num_saves: int = 0
+    diverged: tuple[str, ...] = ()
 
     def has_room(self, messages: Sequence[Described], ranks: Sequence[int]) -> bool:
         """Whether all ranks' values have the same paths as then, and fit into what was reserved for them."""
@@ -144,17 +146,20 @@ class Planner(Generic[P]):
         """Judge the ranks' copies, and have the plan placed."""
         assert self._next is not None
         found = diverged(self._compare.names, dict(zip(self._ranks, answers, strict=True)))
+        names = tuple(one.name for one in found)
         if found:
             text = describe(found)
             action = "Make the copies equal, shard it as a DTensor, or save it as holdfast.PerRank(tensor)."
             if self.memory is None or self._strict:
                 raise StateError(text, code="state.diverged", action=action, tensor=found[0].name)
-            _log.warning("%s: %s One holder's copy is saved. %s", self._what, text, action)
-        return self._place(self._next, tuple(one.name for one in found))
+            if names != self.memory.diverged:
+                _log.warning("%s: %s One holder's copy is saved. %s", self._what, text, action)
+        return self._place(self._next, names)
 
     def _go_on(self, memory: PlanMemory) -> Compare | P:
         """Go by the plan in `memory`: ask for what must be compared first, else have it placed."""
-        self._compare = Compare(self._suspects(memory))
+        known = () if self.memory is None else self.memory.diverged  # they mark each save until they are equal again
+        self._compare = Compare(tuple(sorted({*self._suspects(memory), *known})))
         if not self._compare.names:
             return self._place(memory, ())
         self._next = memory
@@ -163,7 +168,7 @@ class Planner(Generic[P]):
     def _place(self, memory: PlanMemory, diverged: tuple[str, ...]) -> P:
         is_known = all(message.plan_id == memory.plan_id for message in self._messages)
         placed = self._placing.place(AgreedPlan(memory, diverged, self.values, is_known))
-        self.memory = replace(memory, num_saves=memory.num_saves + 1)
+        self.memory = replace(memory, num_saves=memory.num_saves + 1, diverged=diverged)
         return placed
 
     def _suspects(self, memory: PlanMemory) -> tuple[str, ...]:

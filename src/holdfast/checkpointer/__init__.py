@@ -37,7 +37,7 @@ from holdfast.format.values import Node
 from holdfast.node_memory.node_folder import DEFAULT_NODE_DIR
 from holdfast.phases import Stopwatch, attempt
 from holdfast.run.session import JOB
-from holdfast.saving import numbers_of, run_location, save
+from holdfast.saving import numbers_of, run_location, save, whole
 from holdfast.snapshot.capture import Snapshot
 from holdfast.snapshot.guard import Guard, changing
 from holdfast.state.flatten import FlatState, check_root
@@ -141,10 +141,9 @@ class Checkpointer:
         not affected.
         """
         self._require_open("save")
-        if type(step) is not int or step < 0:
-            raise ValueError(f"step is a whole number from 0 on, not {step!r}")
+        handle = Handle(whole(step))
         with self._turn.taken("save"):
-            return self._save(Handle(step), metrics)
+            return self._save(handle, metrics)
 
     def _save(self, handle: Handle, metrics: Mapping[str, SupportsFloat] | None) -> Handle:
         begun_s = time.perf_counter()

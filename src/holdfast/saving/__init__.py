@@ -11,9 +11,10 @@
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Mapping, Sequence
-from typing import Literal, NamedTuple, SupportsFloat
+from typing import Literal, NamedTuple, SupportsFloat, SupportsIndex
 
 import torch
 from torch.distributed import ProcessGroup
@@ -95,8 +96,7 @@ def save(
         DeadlineError: ranks named in the message did not answer within `timeout_s`.
         FencedError: another job opened a newer epoch of the run.
     """
-    if type(step) is not int or step < 0:
-        raise ValueError(f"step is a whole number from 0 on, not {step!r}")
+    step = whole(step)
     if on_divergence not in ("warn", "error"):
         raise ValueError(f"on_divergence is 'warn' or 'error', not {on_divergence!r}")
     numbers = numbers_of(metrics or {})
@@ -112,6 +112,13 @@ def save(
     if channel.rank == 0:
         LOG.info("saved %s, to %s", report.summary, report.path)
     return report
+
+
+def whole(step: object) -> int:
+    """A step as it is recorded, of numpy's integers too. Raises `ValueError` for what is no step."""
+    if isinstance(step, bool) or not isinstance(step, SupportsIndex) or operator.index(step) < 0:
+        raise ValueError(f"step is a whole number from 0 on, not {step!r}")
+    return operator.index(step)
 
 
 def numbers_of(metrics: Mapping[str, SupportsFloat]) -> dict[str, float]:
