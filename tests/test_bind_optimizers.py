@@ -133,8 +133,9 @@ def split_groups(*rates: float) -> State:
     return {"a": a, "b": b, "o": optimizer}
 
 
-def test_one_saved_group_may_serve_two_live_ones() -> None:
-    fresh = split_groups(0.5, 0.6)
+def test_one_saved_group_may_serve_two_live_ones_that_are_alike() -> None:
+    assert refused(save(split_groups(0.1)), split_groups(0.5, 0.6)).code == "incompatible.groups"
+    fresh = split_groups(0.5, 0.5)
     load(save(split_groups(0.1)), fresh)
     assert [group["lr"] for group in cast("Optimizer", fresh["o"]).param_groups] == [0.1, 0.1]
 
@@ -147,6 +148,16 @@ def test_saved_groups_merge_when_their_hyper_parameters_agree_and_clash_when_not
     error = refused(save(split_groups(0.1, 0.2)), split_groups(0.5))
     assert error.code == "incompatible.groups"
     assert "lr" in str(error)
+
+
+def test_slots_come_in_the_order_in_which_torch_makes_them() -> None:
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters())
+    steps(optimizer)
+    into = mlp()
+    fresh = torch.optim.AdamW(into.parameters())
+    load(save({"m": model, "o": optimizer}), {"m": into, "o": fresh})
+    assert [list(slots) for slots in fresh.state.values()] == [list(slots) for slots in optimizer.state.values()]
 
 
 def test_an_empty_group_gets_the_hyper_parameters_of_its_place() -> None:

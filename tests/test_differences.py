@@ -181,6 +181,24 @@ def test_a_renamed_container_is_one_guess(run: Path) -> None:
     assert [line.strip() for line in error.details if " -> " in line and "perhaps" not in line] == ["model -> modle"]
 
 
+def test_a_container_with_quite_another_name_is_one_guess_and_the_names_of_an_optimizer_one_line(run: Path) -> None:
+    module = model()
+    error = refused(run, {"net": module, "optimizer": stepped(module), "progress": {"epoch": 3}})
+    text = str(error)
+    assert "perhaps renamed (stored -> live):\n    model -> net" in text
+    assert text.count("optimizer (what the optimizer has for these parameters: ") == 2
+    assert "group_of" not in text
+    assert len(text.splitlines()) <= 11
+
+
+def test_what_an_optimizer_lacks_of_its_own_is_listed(run: Path) -> None:
+    module = model()
+    optimizer = stepped(module)
+    optimizer.param_groups[0]["warmup"] = 3
+    error = refused(run, {"model": module, "optimizer": optimizer, "progress": {"epoch": 3}})
+    assert "optimizer/param_groups/0/warmup" in str(error)
+
+
 def test_a_tensor_of_another_shape_is_no_renamed_one(tmp_path: Path) -> None:
     holdfast.save(tmp_path / "run", {"q_proj.weight": torch.zeros(4, 4), "k.weight": torch.zeros(4)}, 1)
     into = {"q_proj.lora_A.weight": torch.zeros(2, 4), "kk.weight": torch.zeros(4)}

@@ -376,7 +376,7 @@ def _bind_slots(
     source: BindingSource,
 ) -> dict[object, Finish]:
     slots: dict[object, Finish] = {}
-    for text in sorted(texts):
+    for text in sorted(texts, key=lambda text: (text != "step", text)):  # mostly torch's own order
         key, name = parse_component(text), join(path, text)
         slots[key] = _bind_slot(name, key, live.get(key), parameter, steps_on_device, source)
     return slots

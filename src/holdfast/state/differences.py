@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from holdfast.errors import IncompatibleError
 from holdfast.format import values
-from holdfast.format.names import own_part
+from holdfast.format.names import own_part, parse_component
 from holdfast.format.near import Substitution, near, substitution
 from holdfast.format.values import Encoded, Node, Open, PlanesNode, Stateful, TensorRef, TorchValue
 from holdfast.geometry import Shape
@@ -37,10 +37,11 @@ def difference(
     shared = {path: nodes[path] for path in nodes if not own_part(path)}
     known = [*stored, *(path for path in shared if is_leaf(path, shared))]
     objects, rest = _collapse(unexpected, known, shared)
-    only_stored = sorted([*objects.values(), *grouped(rest)])
+    optimizers = [path for path, node in shared.items() if node == Open("optimizer") and path not in objects]
+    only_stored = sorted([*objects.values(), *_listed(rest, unexpected, optimizers)])
     message, details = "Names differ.", list[str]()
     for number, what, entries in (
-        (len(missing), "missing from the checkpoint", grouped(missing)),
+        (len(missing), "missing from the checkpoint", _listed(missing, missing, optimizers)),
         (len(unexpected), "in the checkpoint but not in the live state", only_stored),
     ):
         if len(entries) == 1:
@@ -61,6 +62,35 @@ def difference(
         tensor=next(iter(sorted(missing) or sorted(unexpected)), None),
         details=tuple(details),
     )
+
+
+def _listed(names: Collection[str], lacking: Collection[str], optimizers: Sequence[str]) -> list[str]:
+    """`names` in lines. What an optimizer has for parameters that are `lacking` themselves is one line."""
+    lacking = set(lacking)
+    rest, lines = list(names), list[str]()
+    for path in optimizers:
+        own = {name for name in rest if name.startswith(f"{path}/")}
+        following = {name for name in own if _parameter_of(name, path, lacking)}
+        if following and own - following == {name for name in own if name.startswith(f"{path}/param_groups/")}:
+            following = own  # so do its groups
+        if following:
+            rest = [name for name in rest if name not in following]
+            lines.append(f"{path} (what the optimizer has for these parameters: {count(len(following), 'name')})")
+    return sorted([*grouped(rest), *lines])
+
+
+def _parameter_of(name: str, optimizer: str, parameters: Collection[str]) -> str | None:
+    """Which of the `parameters` an optimizer's `name` is about, if it is about one."""
+    group_of, state = f"{optimizer}/group_of/", f"{optimizer}/state/"
+    if name.startswith(group_of):
+        parameter = str(parse_component(name.removeprefix(group_of)))
+        return parameter if parameter in parameters else None
+    parts = name.removeprefix(state).split("/") if name.startswith(state) else []
+    return next((prefix for prefix in map("/".join, _prefixes(parts)) if prefix in parameters), None)
+
+
+def _prefixes(parts: Sequence[str]) -> Iterator[Sequence[str]]:
+    return (parts[:stop] for stop in range(1, len(parts)))
 
 
 def _names_action(missing: Collection[str], unexpected: Collection[str], known: Collection[str]) -> str:
@@ -85,13 +115,17 @@ def _renamed_containers(
     """Whole stored objects that have the names of a live container under another name."""
     found: dict[str, str] = {}
     for old in sorted(objects):
-        below = {name.removeprefix(f"{old}/") for name in unexpected if name.startswith(f"{old}/")}
+        below = _below(old, unexpected)
         end = min(below, default="")
         live = [name.removesuffix(f"/{end}") for name in missing if end and name.endswith(f"/{end}")]
-        for new in near(old, live, count=1):
-            if below == {name.removeprefix(f"{new}/") for name in missing if name.startswith(f"{new}/")}:
-                found[old] = new
+        alike = [new for new in live[:_HINTS] if below == _below(new, missing)]
+        for new in alike if len(alike) == 1 else near(old, alike, count=1):
+            found[old] = new
     return found
+
+
+def _below(container: str, names: Collection[str]) -> set[str]:
+    return {name.removeprefix(f"{container}/") for name in names if name.startswith(f"{container}/")}
 
 
 def _without(
