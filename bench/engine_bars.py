@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from bench.engine_contenders import OURS, OURS_SYNC
 from bench.engine_results import EngineResult, Goal, LoopPart, PythonPart, RestorePart, SavesPart, SaveSummary, Taken
 from bench.errors import RawLimitError
-from bench.results import Traits
+from bench.results import ContenderMetadata
 from bench.statistics import Spread
 from bench.summary import MAX_SHARE_OF_RAW
 
@@ -89,7 +89,7 @@ def _is_full(part: Taken, *, world: int, nbytes: int) -> bool:
     return part.rounds >= MIN_ROUNDS and part.world >= world and part.state.nbytes >= nbytes
 
 
-def _traits(contenders: Sequence[Traits], name: str) -> Traits:
+def _traits(contenders: Sequence[ContenderMetadata], name: str) -> ContenderMetadata:
     (found,) = (each for each in contenders if each.name == name)
     return found
 

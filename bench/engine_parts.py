@@ -7,13 +7,13 @@ from datetime import UTC, datetime
 from bench.caches import how_dropped
 from bench.engine_contenders import BACKGROUND, GENERATIONS, PACKAGES, able
 from bench.engine_loop import LoopJob, run_loops
+from bench.engine_metadata import engine_metadata
 from bench.engine_plan import Plan
 from bench.engine_python import PythonJob, run_python
 from bench.engine_restore import run_restores
 from bench.engine_results import LoopPart, PythonPart, RestorePart, SavesPart
 from bench.engine_saves import SavesJob, num_samples, run_saves
 from bench.engine_summary import summarize_loops, summarize_python, summarize_restores, summarize_saves
-from bench.engine_traits import engine_traits
 from bench.environment import environment, package_versions
 from bench.errors import SetupError
 from bench.progress import progress
@@ -56,7 +56,7 @@ def measure_saves(plan: Plan, gib: float) -> SavesPart:
         torch_threads=TORCH_THREADS,
         caches=how_dropped(),
         packages=package_versions(PACKAGES.values()),
-        contenders=tuple(engine_traits(name, direct=direct) for name in names),
+        contenders=tuple(engine_metadata(name, direct=direct) for name in names),
         not_possible=reasons,
         summaries=summarize_saves(samples, names, raw_ways=tuple(RAW_WAYS), nbytes=size.nbytes),
         samples=samples,

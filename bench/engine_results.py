@@ -9,7 +9,7 @@ from typing import Literal
 import msgspec
 
 from bench.environment import Environment
-from bench.results import NotPossible, StateSize, Traits, read_as
+from bench.results import ContenderMetadata, NotPossible, StateSize, read_as
 from bench.statistics import Spread
 
 Part = Literal["saves", "restore", "python", "loop"]
@@ -76,7 +76,7 @@ class SavesPart(Taken, frozen=True, kw_only=True):
     torch_threads: int
     caches: str
     packages: Mapping[str, str]
-    contenders: tuple[Traits, ...]
+    contenders: tuple[ContenderMetadata, ...]
     not_possible: tuple[NotPossible, ...]
     summaries: tuple[SaveSummary, ...]
     samples: tuple[SaveSample, ...]

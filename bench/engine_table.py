@@ -60,7 +60,7 @@ def _about_saves(part: SavesPart) -> str:
     first = ", ".join(
         f"{summary.contender} {summary.first_blocked_s:.2f}" for summary in part.summaries if summary.contender != RAW
     )
-    synced = "; ".join(f"{traits.name}: {traits.durable}" for traits in part.contenders)
+    synced = "; ".join(f"{contender.name}: {contender.durable}" for contender in part.contenders)
     (raw,) = (summary for summary in part.summaries if summary.contender == RAW)
     ours = [summary for summary in part.summaries if summary.contender == OURS]
     persisting = f" (holdfast, from the end of the copy: {_text(ours[0].persist_share_of_raw)})" if ours else ""

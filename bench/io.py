@@ -11,6 +11,7 @@ import typer
 from bench import contenders, harness
 from bench.caches import how_dropped
 from bench.environment import environment
+from bench.metadata import metadata
 from bench.order import Order
 from bench.progress import describe, progress
 from bench.rank import TORCH_THREADS
@@ -18,7 +19,6 @@ from bench.raw import RAW_WAYS
 from bench.results import RAW, RESULTS, Result, Setup, write_result
 from bench.state import LlamaLike
 from bench.summary import require_raw_limit, summarize
-from bench.traits import traits
 
 
 def io(
@@ -53,7 +53,7 @@ def io(
             caches=how_dropped(),
         ),
         environment=environment(folder),
-        contenders=tuple(traits(name, direct=outcome.direct) for name in names),
+        contenders=tuple(metadata(name, direct=outcome.direct) for name in names),
         summaries=summarize(outcome.samples, names, raw_ways=tuple(RAW_WAYS), nbytes=outcome.state.nbytes),
         samples=outcome.samples,
     )

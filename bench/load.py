@@ -20,6 +20,7 @@ from bench.caches import how_dropped
 from bench.environment import environment, package_versions
 from bench.errors import SetupError
 from bench.harness import Outcome
+from bench.metadata import metadata
 from bench.order import Order
 from bench.progress import describe, progress
 from bench.rank import TORCH_THREADS
@@ -37,7 +38,6 @@ from bench.results import (
 )
 from bench.scenarios import PACKAGES, Scenario, chosen, why_not
 from bench.summary import require_raw_limit, summarize
-from bench.traits import traits
 
 
 def load(
@@ -131,6 +131,6 @@ def _result(
             packages=package_versions(PACKAGES),
         ),
         environment=environment(folder),
-        contenders=tuple(traits(each, direct=direct) for each in names),
+        contenders=tuple(metadata(each, direct=direct) for each in names),
         scenarios=tuple(done),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from bench.environment import in_words
-from bench.results import RAW, LoadResult, ScenarioResult, Summary, Traits, samples_link
+from bench.results import RAW, ContenderMetadata, LoadResult, ScenarioResult, Summary, samples_link
 from bench.statistics import Spread
 
 #: The least share of the raw limit that each scenario is to reach, and what all of them may cost at most.
@@ -24,11 +24,11 @@ def render_load(result: LoadResult) -> str:
         f"| | {' | '.join(scenario.title for scenario in result.scenarios)} |",
         f"|---|{'---|' * len(result.scenarios)}",
     )
-    shares = [_row(result, traits, _share) for traits in result.contenders]
-    costs = [_row(result, traits, _cost) for traits in result.contenders if traits.name != RAW]
+    shares = [_row(result, contender, _share) for contender in result.contenders]
+    costs = [_row(result, contender, _cost) for contender in result.contenders if contender.name != RAW]
     packages = "".join(f", {name} {version}" for name, version in result.setup.packages.items())
     where = f"{in_words(result.environment)}{packages}, {result.date[:10]}. {samples_link(result.name)}."
-    ours = any(traits.name == "holdfast" for traits in result.contenders)
+    ours = any(contender.name == "holdfast" for contender in result.contenders)
     judged = ("", _about_bars(result)) if ours else ()
     return "\n".join(
         (*head, *shares, "", _about_shares(result), "", *head, *costs, "", _about_costs(result), *judged, "", where)
@@ -60,7 +60,7 @@ def _about_bars(result: LoadResult) -> str:
 
 def _about_shares(result: LoadResult) -> str:
     setup = result.setup
-    (raw,) = (traits for traits in result.contenders if traits.name == RAW)
+    (raw,) = (contender for contender in result.contenders if contender.name == RAW)
     sizes = sorted(f"{scenario.state.nbytes / 1e9:.2f}" for scenario in result.scenarios)
     return (
         f"Share of the raw limit (raw seconds / seconds, paired by round), medians of {setup.rounds} interleaved "
@@ -90,9 +90,9 @@ def _about_costs(result: LoadResult) -> str:
     return " ".join((what, *(f"Not possible for {reason}." for reason in reasons)))
 
 
-def _row(result: LoadResult, traits: Traits, cell: Callable[[Summary], str]) -> str:
-    label = _LABELS.get(traits.name, traits.name) + (" (verified)" if traits.verified != "no" else "")
-    return f"| {label} | {' | '.join(_cell(scenario, traits.name, cell) for scenario in result.scenarios)} |"
+def _row(result: LoadResult, contender: ContenderMetadata, cell: Callable[[Summary], str]) -> str:
+    label = _LABELS.get(contender.name, contender.name) + (" (verified)" if contender.verified != "no" else "")
+    return f"| {label} | {' | '.join(_cell(scenario, contender.name, cell) for scenario in result.scenarios)} |"
 
 
 def _cell(scenario: ScenarioResult, name: str, cell: Callable[[Summary], str]) -> str:

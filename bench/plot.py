@@ -11,7 +11,7 @@ def plot_shares(result: Result, path: Path) -> None:
     """Draw median shares of the raw limit, with lowest and highest round, as a PNG at `path`."""
     from matplotlib.figure import Figure
 
-    names = [traits.name for traits in result.contenders if traits.name != RAW]
+    names = [contender.name for contender in result.contenders if contender.name != RAW]
     figure = Figure(figsize=(7, 1 + 0.45 * len(names)), layout="constrained")
     panels = figure.subplots(1, len(MEASURES), sharey=True)
     panels[0].invert_yaxis()

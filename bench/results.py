@@ -48,7 +48,7 @@ class StateSize(msgspec.Struct, frozen=True):
     num_values: int
 
 
-class Traits(msgspec.Struct, frozen=True):
+class ContenderMetadata(msgspec.Struct, frozen=True):
     """What a contender's figures include."""
 
     name: str
@@ -111,7 +111,7 @@ class Result(msgspec.Struct, frozen=True):
     date: str
     setup: Setup
     environment: Environment
-    contenders: tuple[Traits, ...]
+    contenders: tuple[ContenderMetadata, ...]
     summaries: tuple[Summary, ...]
     samples: tuple[Sample, ...]
 
@@ -175,7 +175,7 @@ class SmallResult(msgspec.Struct, frozen=True):
     date: str
     setup: SmallSetup
     environment: Environment
-    contenders: tuple[Traits, ...]
+    contenders: tuple[ContenderMetadata, ...]
     summaries: tuple[SmallSummary, ...]
     walks: tuple[WalkFigure, ...]
     bars: tuple[Bar, ...]
@@ -234,7 +234,7 @@ class LoadResult(msgspec.Struct, frozen=True):
     date: str
     setup: LoadSetup
     environment: Environment
-    contenders: tuple[Traits, ...]
+    contenders: tuple[ContenderMetadata, ...]
     scenarios: tuple[ScenarioResult, ...]
 
 

@@ -13,13 +13,13 @@ from bench import contenders, harness, walks
 from bench.caches import how_dropped
 from bench.environment import environment
 from bench.errors import BenchError, SetupError
+from bench.metadata import metadata
 from bench.order import Order
 from bench.progress import describe, progress
 from bench.rank import TORCH_THREADS
 from bench.results import MODEL_KINDS, RESULTS, Bar, SmallResult, SmallSetup, SmallSummary, WalkFigure, write_result
 from bench.state import SMALL_LOCAL_SHAPE, ManySmall
 from bench.summary import summarize_small
-from bench.traits import traits
 from bench.walks import WalkOrder, run_walks
 
 #: What the bars hold for, and the bars.
@@ -67,7 +67,7 @@ def small(
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         setup=setup,
         environment=environment(folder),
-        contenders=tuple(traits(name, direct=outcome.direct) for name in contenders.SMALL_NAMES),
+        contenders=tuple(metadata(name, direct=outcome.direct) for name in contenders.SMALL_NAMES),
         summaries=summaries,
         walks=figures,
         bars=tuple(bars(setup, summaries, figures)),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bench import contenders, walks
 from bench.environment import in_words
-from bench.results import MEASURES, MODEL_KINDS, Bar, SmallResult, Traits, samples_link
+from bench.results import MEASURES, MODEL_KINDS, Bar, ContenderMetadata, SmallResult, samples_link
 
 _LABELS = {
     "dcp": "dcp",
@@ -24,7 +24,7 @@ def render_small(result: SmallResult) -> str:
     setup = result.setup
     rows, width = setup.local_shape
     peer = result.summary("save", "dcp")
-    durable = "; ".join(f"{traits.name}: {traits.durable}" for traits in result.contenders[:2])
+    durable = "; ".join(f"{contender.name}: {contender.durable}" for contender in result.contenders[:2])
     how = (
         f"{setup.state.num_tensors:,} DTensors (Shard(0), float32, {rows * setup.world} x {width}), {setup.world} "
         f"ranks, gloo; from the first rank's start to the last rank's end. Medians of {setup.rounds} interleaved "
@@ -44,18 +44,18 @@ def _save_rows(result: SmallResult) -> tuple[str, ...]:
     return (
         f"| {result.setup.state.num_tensors:,} tensors | save, s | load, s | CPU of all ranks, s save, load |",
         "|---|---|---|---|",
-        *(_save_row(result, traits) for traits in result.contenders),
+        *(_save_row(result, contender) for contender in result.contenders),
     )
 
 
-def _save_row(result: SmallResult, traits: Traits) -> str:
-    summaries = [result.summary(measure, traits.name) for measure in MEASURES]
-    verified = " (loads verified)" if traits.verified != "no" else ""
+def _save_row(result: SmallResult, contender: ContenderMetadata) -> str:
+    summaries = [result.summary(measure, contender.name) for measure in MEASURES]
+    verified = " (loads verified)" if contender.verified != "no" else ""
     times = [
         summary.seconds.text() if summary.num_rounds > 1 else f"{summary.seconds.median:.2f}" for summary in summaries
     ]
     cpu = ", ".join(f"{summary.cpu_s.median:.1f}" for summary in summaries)
-    return f"| {_LABELS[traits.name]}{verified} | {' | '.join(times)} | {cpu} |"
+    return f"| {_LABELS[contender.name]}{verified} | {' | '.join(times)} | {cpu} |"
 
 
 def _walk_rows(result: SmallResult) -> tuple[str, ...]:

@@ -80,7 +80,7 @@ def require_raw_limit(summaries: Sequence[Summary]) -> None:
 
 def require_valid(result: Result) -> None:
     """`require_raw_limit` for a whole result, from its samples rather than its summaries."""
-    names = [traits.name for traits in result.contenders]
+    names = [contender.name for contender in result.contenders]
     setup = result.setup
     require_raw_limit(summarize(result.samples, names, raw_ways=setup.raw_ways, nbytes=setup.state.nbytes))
 

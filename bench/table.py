@@ -19,9 +19,9 @@ from bench.results import (
     MEASURES,
     RAW,
     RESULTS,
+    ContenderMetadata,
     Result,
     Summary,
-    Traits,
     read_load,
     read_result,
     read_small,
@@ -74,8 +74,8 @@ def table(
 def render(result: Result) -> str:
     """The figures of `result` as Markdown."""
     setup = result.setup
-    rows = [_row(result, traits) for traits in result.contenders]
-    (raw,) = (traits for traits in result.contenders if traits.name == RAW)
+    rows = [_row(result, contender) for contender in result.contenders]
+    (raw,) = (contender for contender in result.contenders if contender.name == RAW)
     saving, loading = (result.summary(measure, RAW).raw_way for measure in MEASURES)
     how = (
         f"{setup.state.nbytes / 1e9:.2f} GB ({setup.state.num_tensors} tensors), {setup.world} ranks, "
@@ -88,18 +88,18 @@ def render(result: Result) -> str:
     return "\n".join((*HEAD, *rows, "", how, "", where))
 
 
-def _row(result: Result, traits: Traits) -> str:
-    save, load = (result.summary(measure, traits.name) for measure in MEASURES)
+def _row(result: Result, contender: ContenderMetadata) -> str:
+    save, load = (result.summary(measure, contender.name) for measure in MEASURES)
     cpu = f"{save.cpu_s_per_gb.median:.2f}, {load.cpu_s_per_gb.median:.2f}"
     memory = ", ".join(f"{part.peak_extra_nbytes_per_rank / 1e6:.0f}" for part in (save, load))
-    cells = (_label(traits), *_times(save), *_times(load), cpu, memory)
+    cells = (_label(contender), *_times(save), *_times(load), cpu, memory)
     return f"| {' | '.join(cells)} |"
 
 
-def _label(traits: Traits) -> str:
-    if traits.name == RAW:
+def _label(contender: ContenderMetadata) -> str:
+    if contender.name == RAW:
         return "raw limit"
-    return f"{traits.name} (loads verified)" if traits.verified != "no" else traits.name
+    return f"{contender.name} (loads verified)" if contender.verified != "no" else contender.name
 
 
 def _times(summary: Summary) -> tuple[str, str]:

@@ -18,8 +18,8 @@ from torch.distributed.fsdp import fully_shard
 from bench.rank import TORCH_THREADS
 from bench.results import MODEL_KINDS, ModelKind, WalkFigure
 from bench.statistics import rotated, spread
+from holdfast.state.collect import WalkCache
 from holdfast.state.flatten import FlatState, flatten
-from holdfast.state.gather import Remembered
 
 #: Each with a weight and a bias, to which AdamW adds three slots each.
 LINEARS_PER_LAYER = 5
@@ -81,7 +81,7 @@ class _Walker:
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._state = {"model": model, "optimizer": optimizer, "progress": {"step": 1}}
-        self._remembered: Sequence[Remembered] = ()
+        self._remembered: Sequence[WalkCache] = ()
 
     def first(self) -> FlatState:
         """Walk as the first save of a run does."""

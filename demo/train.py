@@ -26,9 +26,9 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import holdfast
 from demo.model import GPT, Shape, loss_of
+from demo.recorder import Recorder
 from demo.records import Restored
 from demo.text import Batches, standard_library
-from demo.witness import Witness
 
 _BATCH_SIZE = 32
 _LEARNING_RATE = 3e-3
@@ -71,7 +71,7 @@ def _train(options: Options) -> None:
     optimizer = _optimizer(model)
     schedule = LambdaLR(optimizer, lambda step: learning_rate_factor(step, options.steps))
     batches = Batches(standard_library(), size=_BATCH_SIZE, context=shape.context, seed=_SEED)
-    witness = Witness(options.witness, rank=rank)
+    witness = Recorder(options.witness, rank=rank)
 
     state: dict[str, object] = {"model": model, "optimizer": optimizer, "schedule": schedule}
     with _checkpointer(options, state) as checkpointer:

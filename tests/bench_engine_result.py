@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bench.engine_bars import bars
 from bench.engine_contenders import OURS, OURS_SYNC, THREAD
+from bench.engine_metadata import engine_metadata
 from bench.engine_results import (
     NO_SAVES,
     EngineResult,
@@ -17,7 +18,6 @@ from bench.engine_results import (
     SavesPart,
 )
 from bench.engine_summary import summarize_loops, summarize_python, summarize_restores, summarize_saves
-from bench.engine_traits import engine_traits
 from bench.results import RAW, WARM_UP, NotPossible, StateSize, raw_name
 from tests.bench_results import MACHINE, RAW_WAYS
 
@@ -83,7 +83,7 @@ def saves_part(
         torch_threads=1,
         caches="dropped",
         packages={"torchsnapshot": "0.1"},
-        contenders=tuple(engine_traits(name, direct=True) for name in NAMES),
+        contenders=tuple(engine_metadata(name, direct=True) for name in NAMES),
         not_possible=(NotPossible("torchsnapshot-async", "it is from 2023"),),
         summaries=summarize_saves(samples, NAMES, raw_ways=RAW_WAYS, nbytes=nbytes),
         samples=tuple(samples),

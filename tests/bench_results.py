@@ -6,10 +6,12 @@ from collections.abc import Mapping
 
 from bench.contenders import LATER, SMALL_NAMES
 from bench.environment import Environment
+from bench.metadata import metadata
 from bench.results import (
     LOAD_ONLY,
     MEASURES,
     MODEL_KINDS,
+    ContenderMetadata,
     LoadResult,
     LoadSetup,
     Measure,
@@ -22,7 +24,6 @@ from bench.results import (
     SmallSetup,
     StateSize,
     TimedSeries,
-    Traits,
     ViewResult,
     WalkFigure,
     raw_name,
@@ -30,7 +31,6 @@ from bench.results import (
 from bench.small import bars
 from bench.statistics import spread
 from bench.summary import summarize, summarize_small
-from bench.traits import traits
 from bench.view import NOTHING
 from bench.view import bars as view_bars
 from bench.walks import FIRST, GET_STATE_DICT, STATE_DICTS
@@ -97,7 +97,7 @@ def result(seconds: Mapping[str, tuple[float, ...]]) -> Result:
         ),
         environment=MACHINE,
         contenders=tuple(
-            Traits(name=name, description="loops", durable="fsync", verified="no", io="") for name in names
+            ContenderMetadata(name=name, description="loops", durable="fsync", verified="no", io="") for name in names
         ),
         summaries=summarize(taken, names, raw_ways=RAW_WAYS, nbytes=NBYTES),
         samples=taken,
@@ -127,7 +127,7 @@ def small_result(*, num_tensors: int = 10_000, save_s: float = 0.9, later_walk_s
         date="2030-01-02T03:04:05+00:00",
         setup=setup,
         environment=MACHINE,
-        contenders=tuple(traits(name, direct=True) for name in SMALL_NAMES),
+        contenders=tuple(metadata(name, direct=True) for name in SMALL_NAMES),
         summaries=summaries,
         walks=walks,
         bars=tuple(bars(setup, summaries, walks)),
@@ -161,7 +161,7 @@ def load_result(seconds: Mapping[str, tuple[float, ...]]) -> LoadResult:
         date="2030-01-02T03:04:05+00:00",
         setup=setup,
         environment=MACHINE,
-        contenders=tuple(traits(name, direct=True) for name in names),
+        contenders=tuple(metadata(name, direct=True) for name in names),
         scenarios=(scenario,),
     )
 

@@ -45,7 +45,7 @@ WORLD_SIZE: Final = 2
 NUMEL: Final = WORLD_SIZE * 5 * 2**16
 SMALL_NUMEL: Final = WORLD_SIZE * 2**12
 
-_WHOLE: Final = (SlotState.STAGED, SlotState.SEALED, SlotState.COMMITTED, SlotState.SUPERSEDED)
+_WHOLE: Final = (SlotState.STAGED, SlotState.SEALED, SlotState.COMMITTED, SlotState.FENCED)
 
 
 class Training:

@@ -8,7 +8,7 @@ KEEPER_MUTATIONS = [
     Mutation(  # keeper fenced again
         "test_keeper.py::test_what_is_fenced_is_given_up_with_the_reason",
         "keeper/daemon.py",
-        "            state, text = SlotState.SUPERSEDED, str(error)\n        except Exception",
+        "            state, text = SlotState.FENCED, str(error)\n        except Exception",
         "            state, text = SlotState.SEALED, str(error)\n        except Exception",
     ),
     Mutation(  # keeper no error told

@@ -20,9 +20,9 @@ from bench import engine as command
 from bench.engine import chosen, engine
 from bench.engine_bars import bars, require_limit
 from bench.engine_contenders import NAMES, OURS, OURS_SYNC, THREAD, able, discard, folder_of
+from bench.engine_metadata import engine_metadata
 from bench.engine_results import PARTS, EngineResult, read_earlier, read_engine
 from bench.engine_table import render_engine
-from bench.engine_traits import engine_traits
 from bench.errors import BenchError, RawLimitError, SetupError
 from bench.live import STEPPED, Live, Work
 from bench.processes import cpu_s, held, keepers, node_memory, tree
@@ -142,7 +142,7 @@ def test_contenders_are_known_by_name_and_each_says_what_its_figures_include() -
     with pytest.raises(SetupError, match=r"no contender zip.*raw, torch.save, dcp, .*holdfast"):
         able(("zip",))
     assert able((OURS, RAW))[0] == (RAW, OURS)
-    assert {engine_traits(name, direct=True).name for name in NAMES} == set(NAMES)
+    assert {engine_metadata(name, direct=True).name for name in NAMES} == set(NAMES)
 
 
 def test_a_package_that_is_not_installed_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,7 +211,7 @@ def test_a_durable_save_that_beats_the_raw_limit_is_an_error_of_the_harness() ->
     fast = saves_part(nbytes=FULL, thread_s=0.9)
     with pytest.raises(RawLimitError, match=r"dcp-async-thread reached 1\.11 of the raw limit"):
         require_limit(fast)
-    synced_nothing = tuple(msgspec.structs.replace(traits, durable="no") for traits in fast.contenders)
+    synced_nothing = tuple(msgspec.structs.replace(contender, durable="no") for contender in fast.contenders)
     require_limit(msgspec.structs.replace(fast, contenders=synced_nothing))
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from holdfast.checkpoint import compare as module
 from holdfast.checkpoint.compare import compare, pairs
-from holdfast.checkpoint.elements import Tally
+from holdfast.checkpoint.elements import ElementDiff
 from holdfast.checkpoint.reading import Checkpoint
 from holdfast.format.dtypes import CARRIERS, DTYPES
 from holdfast.format.records import Place
@@ -100,7 +100,7 @@ def carriers(dtype: str, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
     "dtype", sorted(name for name in DTYPES if name not in ("bool", "complex32", "float4_e2m1fn_x2", "float8_e8m0fnu"))
 )
 def test_numbers_of_every_dtype_are_subtracted(dtype: str) -> None:
-    tally = Tally(dtype, dtype)
+    tally = ElementDiff(dtype, dtype)
     tally.add(carriers(dtype, np.asarray([1, 8, 4, 0])), carriers(dtype, np.asarray([1, 2, 4, 1])))
     assert (tally.num_differing, tally.max_abs, tally.num_not_finite) == (2, 6, 0)
     assert isinstance(tally.max_abs, int) == ("int" in dtype)
@@ -116,17 +116,17 @@ def test_numbers_of_every_dtype_are_subtracted(dtype: str) -> None:
     ],
 )
 def test_numbers_of_rare_dtypes_are_subtracted(dtype: str, a: list[int], b: list[int], max_abs: float) -> None:
-    tally = Tally(dtype, dtype)
+    tally = ElementDiff(dtype, dtype)
     tally.add(np.asarray(a, np.uint8), np.asarray(b, np.uint8))
     assert (tally.num_differing, tally.max_abs) == (1, max_abs)
 
 
 def test_complex_numbers_differ_by_the_length_of_their_difference() -> None:
-    half = Tally("complex32", "complex32")
+    half = ElementDiff("complex32", "complex32")
     halves = np.asarray([[3, 0], [1, 1]], np.float16), np.asarray([[0, 4], [1, 1]], np.float16)
     half.add(*(side.reshape(-1).view(np.int32) for side in halves))
     assert (half.num_differing, half.max_abs) == (1, 5.0)
-    full = Tally("complex128", "complex128")
+    full = ElementDiff("complex128", "complex128")
     full.add(np.asarray([3 + 0j, 0.0]), np.asarray([4j, -0.0]))
     assert (full.num_differing, full.max_abs) == (2, 5.0), "-0.0 has other bits"
     full.add(np.asarray([1 + 1j]), np.asarray([1 - 7j]))
@@ -137,14 +137,14 @@ def test_complex_numbers_differ_by_the_length_of_their_difference() -> None:
     ("dtype", "a", "b"), [("int64", -(2**63), 2**63 - 1), ("uint64", 2**64 - 1, 0), ("int64", 2**62 + 1, 2**62)]
 )
 def test_differences_of_integers_are_exact(dtype: str, a: int, b: int) -> None:
-    tally = Tally(dtype, dtype)
+    tally = ElementDiff(dtype, dtype)
     tally.add(*(np.asarray([value], dtype).view(np.int64) for value in (a, b)))
     assert tally.max_abs == a - b if a > b else b - a
 
 
 def test_nans_and_infinities_are_counted_apart() -> None:
     nan, inf = float("nan"), float("inf")
-    tally = Tally("float32", "float32")
+    tally = ElementDiff("float32", "float32")
     sides = ([nan, nan, inf, -inf, 1.0], [nan, 1.0, -inf, -inf, 3.0])
     tally.add(*(np.asarray(side, np.float32).view(np.int32) for side in sides))
     assert (tally.num_differing, tally.num_not_finite, tally.max_abs) == (3, 2, 2.0)
@@ -153,12 +153,12 @@ def test_nans_and_infinities_are_counted_apart() -> None:
 
 
 def test_other_dtypes_are_compared_as_numbers() -> None:
-    tally = Tally("float32", "int64")
+    tally = ElementDiff("float32", "int64")
     tally.add(np.asarray([1.0, 2.5, float("nan")], np.float32).view(np.int32), np.asarray([1, 2, 0]))
     assert (tally.num_differing, tally.num_not_finite, tally.max_abs) == (2, 1, 0.5)
 
 
 def test_huge_differences_are_infinite_and_warn_nobody() -> None:
-    tally = Tally("float64", "float64")
+    tally = ElementDiff("float64", "float64")
     tally.add(*(np.asarray([value]).view(np.int64) for value in (1.7e308, -1.7e308)))
     assert tally.max_abs == float("inf")

@@ -22,11 +22,11 @@ from demo.launch import DemoError, Training, running
 from demo.memory import Look, keepers, look, node_memory
 from demo.model import GPT, Shape, loss_of
 from demo.promises import LOSS_TOLERANCE, close_losses, newest_from_memory, read_once, same_losses, same_state
+from demo.recorder import Recorder, tensor_digests, value_digests
 from demo.records import LOSSES, Restored, Save, State, read_losses, read_restored, read_saves, read_states
 from demo.show import Curves, draw
 from demo.text import Batches, standard_library
 from demo.train import learning_rate_factor
-from demo.witness import Witness, tensor_digests, value_digests
 from holdfast.format.records import Place
 from holdfast.keeper.client import ensure_keeper
 from holdfast.node_memory.node_folder import NodeFolder
@@ -148,7 +148,7 @@ def test_digests_of_sharded_tensors_are_those_of_the_whole() -> None:
 def test_a_witness_notes_losses_and_states_that_read_back_with_every_bit(tmp_path: Path, text: Tensor) -> None:
     model, optimizer, schedule, losses = trained(2, text)
     for rank in (1, 0):
-        witness = Witness(tmp_path, rank=rank)
+        witness = Recorder(tmp_path, rank=rank)
         for step, loss in enumerate(losses, start=1):
             witness.loss(step, loss)
         witness.state("saved", 2, model, optimizer, schedule)
@@ -160,7 +160,7 @@ def test_a_witness_notes_losses_and_states_that_read_back_with_every_bit(tmp_pat
 
 def test_a_witness_notes_saves_of_rank_0_and_what_each_rank_restored(tmp_path: Path) -> None:
     for rank in (1, 0):
-        witness = Witness(tmp_path, rank=rank)
+        witness = Recorder(tmp_path, rank=rank)
         witness.saved(2, 0.25 * (1 + rank))
         witness.saved(4, 0.5)
         witness.restored(Restored(4, "storage", nbytes=rank, seconds=0.1))

@@ -254,7 +254,7 @@ def test_what_is_fenced_is_given_up_with_the_reason(run: Run, saved: Saved, fold
     run.open_epoch(after=1, opened_from=None, why="start", world_size=2, incarnation="1" * 32)
     keeper = Keeper(folder)
     until(lambda: not (keeper.look() or keeper.owes))
-    assert states(saved) == {SlotState.SUPERSEDED}
+    assert states(saved) == {SlotState.FENCED}
     assert "epoch" in saved.slots[0].record.error
     keeper.close()
 

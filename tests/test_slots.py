@@ -94,7 +94,7 @@ def test_a_sealed_slot_is_not_filled_again_before_it_was_committed_or_superseded
     with pytest.raises(AssertionError):
         slot.advance(record(SlotState.WRITING, 2))
     slot.let_go()
-    slot.advance(record(SlotState.SUPERSEDED))
+    slot.advance(record(SlotState.FENCED))
     assert slot.take()
     slot.advance(record(SlotState.WRITING, 2))
 

@@ -22,8 +22,8 @@ from holdfast.snapshot import capture as snapshot_module
 from holdfast.snapshot.capture import Snapshot
 from holdfast.snapshot.guard import Guard
 from holdfast.snapshot.routes import RoutedPart, Routes
+from holdfast.state.collect import LocalTensor
 from holdfast.state.flatten import flatten
-from holdfast.state.gather import LocalTensor
 from holdfast.state.placements import DTYPE_NAMES
 from tests.bound import bits
 

@@ -33,7 +33,7 @@ from holdfast.plan.layout import (
 )
 from holdfast.plan.load import ReadRequest, pieces, plan_load
 from holdfast.plan.save import CheckpointIdentity, RankMessage, RankValues, encode_plan, plan_save
-from holdfast.plan.strips import Strip, moves
+from holdfast.plan.strided_runs import StridedRun, copy_spans
 
 T = TypeVar("T")
 
@@ -169,17 +169,17 @@ def fill(
             for at, stored, source, target in pieces(read, want.box, 0, len(rows)):
                 held = rows[at : at + stored.numel].reshape(*stored.size, itemsize)
                 filled[read.want][target.slices()] = held[source.slices()]
-            _check_strip(reads.strip(number), rows, filled[read.want])
+            _check_run(reads.strided_run(number), rows, filled[read.want])
             assert not reads.straight[number] or np.array_equal(filled[read.want].reshape(rows.shape), rows)
     return filled
 
 
-def _check_strip(strip: Strip | None, rows: np.ndarray, filled: np.ndarray) -> None:
-    """What strips say of a read is what its boxes said."""
-    if strip is None:
+def _check_run(run: StridedRun | None, rows: np.ndarray, filled: np.ndarray) -> None:
+    """What runs say of a read is what its boxes said."""
+    if run is None:
         return
     elements = filled.reshape(-1, rows.shape[-1])
-    for at, place, num_rows, size in moves(strip, 0, len(rows)):
+    for at, place, num_rows, size in copy_spans(run, 0, len(rows)):
         for row in range(num_rows):
-            source, target = at + row * strip.step, place + row * strip.pitch
+            source, target = at + row * run.step, place + row * run.pitch
             assert np.array_equal(rows[source : source + size], elements[target : target + size])

@@ -15,7 +15,7 @@ import numpy as np
 
 from holdfast.agreement.local import NUM_TURNS, RankState
 from holdfast.agreement.messages import Compare, Described, Details, Digests, Questions
-from holdfast.agreement.replicas import describe, diverged, unite
+from holdfast.agreement.replicas import describe, diverged, merge_values
 from holdfast.checkpoint.reading import pack_values
 from holdfast.errors import StateError
 from holdfast.format import values as value_codec
@@ -124,7 +124,7 @@ class Planner(Generic[P]):
         if questions.values:
             ranks = [[self._ranks[number] for number in numbers] for numbers in self._by_values]
             tables = [value_codec.decode(answers[number].values) for number in questions.values]
-            self.values = unite(list(zip(ranks, tables, strict=True)))
+            self.values = merge_values(list(zip(ranks, tables, strict=True)))
         memory = self.memory
         if memory is None or questions.bodies:
             bodies = {self._messages[number].layout: answers[number].body for number in questions.bodies}

@@ -17,8 +17,8 @@ from holdfast.agreement.planner import PlanMemory, Planner
 from holdfast.control.channel import Channel, Deadline
 from holdfast.format.values import Node
 from holdfast.phases import Stopwatch, attempt, done, told
+from holdfast.state.collect import WalkCache
 from holdfast.state.flatten import FlatState
-from holdfast.state.gather import Remembered
 
 P = TypeVar("P")
 
@@ -30,7 +30,7 @@ class PlanCache:
 
     memory: PlanMemory | None = None
     share: WriteAssignment | None = None
-    walk: Sequence[Remembered] = ()
+    walk: Sequence[WalkCache] = ()
 
     def remember(self, share: WriteAssignment, memory: PlanMemory | None) -> None:
         """Note this rank's share in what was agreed on, for the next time; on rank 0 with the plan."""

@@ -58,7 +58,7 @@ def describe(found: Sequence[Divergence]) -> str:
     )
 
 
-def unite(tables: Sequence[Shared]) -> dict[str, Node]:
+def merge_values(tables: Sequence[Shared]) -> dict[str, Node]:
     """The tables of all ranks in one. A path that several ranks hold must have one value; dicts may have other keys on
     other ranks, and are united. What is `PerRankNode` anywhere must be there on all ranks.
 

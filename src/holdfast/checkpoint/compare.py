@@ -12,7 +12,7 @@ from math import prod
 import msgspec
 import numpy as np
 
-from holdfast.checkpoint.elements import Array, Tally
+from holdfast.checkpoint.elements import Array, ElementDiff
 from holdfast.checkpoint.reading import Checkpoint
 from holdfast.format import values as value_codec
 from holdfast.format.dtypes import CARRIERS, DTYPES
@@ -41,7 +41,7 @@ class TensorDifference(msgspec.Struct, frozen=True):
     """A tensor that both sides have and that differs.
 
     Where the shapes differ, no elements are compared and `num_differing` is None. `max_abs` and `num_not_finite` are
-    those of `Tally`.
+    those of `ElementDiff`.
     """
 
     name: str
@@ -158,7 +158,7 @@ def _tensor_differences(
 ) -> Iterator[TensorDifference]:
     # In the order of a's files, so that each of their blocks is read once or twice.
     comparable = sorted((pair for pair in common if pair.comparable), key=lambda pair: int(a.files.position[pair.one]))
-    tallies = {pair.name: Tally(pair.a.dtype, pair.b.dtype) for pair in comparable}
+    tallies = {pair.name: ElementDiff(pair.a.dtype, pair.b.dtype) for pair in comparable}
     parts = (_ComparedPart(pair, tallies[pair.name], box) for pair in comparable for box in _boxes(pair))
     for batch in _batches(parts):
         _compare_batch(a, b, batch, progress)
@@ -175,7 +175,7 @@ class _ComparedPart:
     """A box of a tensor that both sides have, and where its differences count."""
 
     pair: Pair
-    tally: Tally
+    tally: ElementDiff
     box: Box
 
 

@@ -15,7 +15,7 @@ Array = npt.NDArray[Any]
 
 
 @dataclass
-class Tally:
+class ElementDiff:
     """How many elements of a tensor differ on two sides, and by how much, as far as they have been seen.
 
     Equal dtypes are compared bit for bit, others as numbers. `max_abs` is the largest absolute difference of two finite

@@ -28,7 +28,7 @@ from holdfast.geometry import Box
 from holdfast.io.buffers import pipeline_pool
 from holdfast.io.reader import DataFile, Extent, ReadJob, ReadStats, read_files
 from holdfast.plan.load import FileReads, ReadRequest, pieces, plan_load
-from holdfast.plan.strips import Move, Strip, moves
+from holdfast.plan.strided_runs import CopySpan, StridedRun, copy_spans
 from holdfast.store.base import Bytes, FileReader
 from holdfast.wording import count
 
@@ -376,11 +376,11 @@ class _Delivery:
         number = int(self._reads.wants[index])
         want = self._wants[number]
         itemsize = int(self._files.itemsizes[want.tensor])
-        strip, skipped, numel = self._reads.strip(index), offset // itemsize, len(data) // itemsize
-        memory = None if strip is None else self._targets.memory(number)
-        if strip is not None and memory is not None:
-            for move in moves(strip, skipped, numel):
-                _copy(move, strip, data, memory)
+        run, skipped, numel = self._reads.strided_run(index), offset // itemsize, len(data) // itemsize
+        memory = None if run is None else self._targets.memory(number)
+        if run is not None and memory is not None:
+            for span in copy_spans(run, skipped, numel):
+                _copy(span, run, data, memory)
             return
         elements = data.view(CARRIERS[itemsize])
         for at, stored, source, target in pieces(self._reads.read(index), want.box, skipped, numel):
@@ -388,11 +388,11 @@ class _Delivery:
             self._targets.put(number, target, held[source.slices()])
 
 
-def _copy(move: Move, strip: Strip, data: Bytes, memory: npt.NDArray[Any]) -> None:
+def _copy(span: CopySpan, run: StridedRun, data: Bytes, memory: npt.NDArray[Any]) -> None:
     """Copy elements of `data` to `memory`. (Making strided arrays is quicker in this way than by `as_strided`.)"""
-    shape, dtype, itemsize = (move.rows, move.size), memory.dtype, memory.itemsize
-    source = np.ndarray(shape, dtype, data, move.at * itemsize, (strip.step * itemsize, itemsize))
-    target = np.ndarray(shape, dtype, memory, move.place * itemsize, (strip.pitch * itemsize, itemsize))
+    shape, dtype, itemsize = (span.rows, span.size), memory.dtype, memory.itemsize
+    source = np.ndarray(shape, dtype, data, span.at * itemsize, (run.step * itemsize, itemsize))
+    target = np.ndarray(shape, dtype, memory, span.place * itemsize, (run.pitch * itemsize, itemsize))
     target[...] = source
 
 

@@ -16,7 +16,7 @@ from weakref import WeakSet
 
 from holdfast.checkpointer.background import Background
 from holdfast.checkpointer.backoff import Backoff
-from holdfast.checkpointer.messages import Room, Standing
+from holdfast.checkpointer.messages import RankMemory, SnapshotRoom
 from holdfast.checkpointer.restoring import Restored, await_commit, drop_parts
 from holdfast.checkpointer.save_errors import is_unusable, too_slow
 from holdfast.checkpointer.staging import Stager
@@ -164,13 +164,13 @@ class MemoryTier:
         is_as_before: bool,
         when_full: Literal["wait", "skip"],
         may_begin_anew: bool,
-    ) -> Room:
+    ) -> SnapshotRoom:
         """Room for another snapshot on all ranks; waits for it, unless saves are skipped then. Raises an error that
         `is_unusable` on all ranks where some rank cannot use its memory, or puts that off, and ``config`` errors where
         this job restored nothing and must not begin the run anew. Collective."""
 
-        def look(standings: Sequence[Standing]) -> Room:
-            found = Room.of(standings, self.stager.run_id or self._run_id(deadline))
+        def look(standings: Sequence[RankMemory]) -> SnapshotRoom:
+            found = SnapshotRoom.of(standings, self.stager.run_id or self._run_id(deadline))
             is_late = deadline.remaining_s() < _LATE * deadline.timeout_s
             if found.full and found.trouble is None and when_full == "wait" and is_late:
                 raise too_slow(found, deadline.timeout_s)
@@ -197,11 +197,16 @@ class MemoryTier:
             time.sleep(_LOOK_S)
 
     def _found(
-        self, channel: Channel, deadline: Deadline, look: Callable[[list[Standing]], Room], *, is_as_before: bool
-    ) -> Room:
+        self,
+        channel: Channel,
+        deadline: Deadline,
+        look: Callable[[list[RankMemory]], SnapshotRoom],
+        *,
+        is_as_before: bool,
+    ) -> SnapshotRoom:
         """What all ranks find when they look at their memory once."""
 
-        def stand() -> Standing:
+        def stand() -> RankMemory:
             return self.stager.standing(
                 is_as_before=is_as_before,
                 has_looked=self._has_looked,
@@ -210,7 +215,7 @@ class MemoryTier:
                 put_off=self._trouble if self.is_put_off else None,
             )
 
-        found = channel.exchange("memory", attempt(stand), look, deadline, takes=Standing, gives=Room)
+        found = channel.exchange("memory", attempt(stand), look, deadline, takes=RankMemory, gives=SnapshotRoom)
         self.stager.give_up(found.given_up)
         self.stager.give_up_beyond(found.reached)
         if found.trouble is not None:

@@ -13,7 +13,7 @@ from holdfast.errors import ErrorWire
 from holdfast.format.records import Place
 
 
-class Standing(msgspec.Struct, frozen=True, array_like=True):
+class RankMemory(msgspec.Struct, frozen=True, array_like=True):
     """How a rank's memory stands before a save.
 
     `sealed` is the newest checkpoint that memory holds whole, as far as this rank can tell (None: of none): this job
@@ -43,7 +43,7 @@ class Standing(msgspec.Struct, frozen=True, array_like=True):
         return self.is_free or (self.oldest is not None and needed is not None and self.oldest < needed)
 
 
-class Room(msgspec.Struct, frozen=True, array_like=True):
+class SnapshotRoom(msgspec.Struct, frozen=True, array_like=True):
     """Whether there is room for another snapshot on all ranks: those in `full` have none yet.
 
     `run_id` is that of the run ("": there is none yet), from which checkpoints of an earlier one are told apart. What
@@ -67,7 +67,7 @@ class Room(msgspec.Struct, frozen=True, array_like=True):
     held_up: str
 
     @staticmethod
-    def of(standings: Sequence[Standing], run_id: str) -> Room:
+    def of(standings: Sequence[RankMemory], run_id: str) -> SnapshotRoom:
         """Whether all ranks have room for another snapshot of the run `run_id`, from how the memory of each stands."""
         sealed = [each.sealed for each in standings]
         needed = None if None in sealed else min(each for each in sealed if each is not None)
@@ -80,7 +80,7 @@ class Room(msgspec.Struct, frozen=True, array_like=True):
         all_looked = all(standing.has_looked for standing in standings)
         backoff = Backoff.merged([standing.backoff for standing in standings])
         held_up = next((standings[number].held_up for number in full if standings[number].held_up), "")
-        return Room(run_id, needed, full, given_up, as_before, trouble, reached, all_looked, backoff, held_up)
+        return SnapshotRoom(run_id, needed, full, given_up, as_before, trouble, reached, all_looked, backoff, held_up)
 
 
 class Agreed(msgspec.Struct, frozen=True, tag="agreed"):

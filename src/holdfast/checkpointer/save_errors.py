@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Final
 
 from holdfast.checkpointer.handle import last_try
-from holdfast.checkpointer.messages import Room
+from holdfast.checkpointer.messages import SnapshotRoom
 from holdfast.errors import DeadlineError, FencedError, HoldfastError, StateError, StorageError
 
 #: Codes of errors after which saves go to storage for a while: this node's memory cannot be used now.
@@ -80,7 +80,7 @@ def superseded(step: int, why: str) -> HoldfastError:
     return incomplete(step)
 
 
-def too_slow(found: Room, timeout_s: float) -> DeadlineError:
+def too_slow(found: SnapshotRoom, timeout_s: float) -> DeadlineError:
     """A save found no slot in time."""
     names = ", ".join(map(str, found.full[:8]))
     return DeadlineError(

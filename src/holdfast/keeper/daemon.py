@@ -331,7 +331,7 @@ class Keeper:
             if writing.outcome():
                 state = SlotState.COMMITTED
         except FencedError as error:
-            state, text = SlotState.SUPERSEDED, str(error)
+            state, text = SlotState.FENCED, str(error)
         except Exception as error:  # noqa: BLE001 - also what sealing raised: the keeper must live for all others
             text = str(error) or repr(error)
         if text:

@@ -10,7 +10,7 @@ Who may change a slot follows from its state, so that at any time it is one proc
     STAGED      the keeper                all is copied
     SEALED      the keeper                hashed, with its header: a data file like any other, read until it is durable
     COMMITTED   who has the slot's lock   its checkpoint is in the history of the run
-    SUPERSEDED  who has the slot's lock   it is not to become durable: a newer complete generation is in memory
+    FENCED      who has the slot's lock   it must not become durable: another job took over the run
 
 The slot's lock is a lock on its file (`file_locks`), the keeper's right a lock on the folder's: the kernel drops both
 when their holder dies. So no process has to judge whether another one lives, and the proof that no death leaves a slot
@@ -20,10 +20,10 @@ torn or without an owner is short:
    process that may change the record writes the older cell, so the newer one, which holds, is never touched. Whoever is
    killed while it writes leaves a cell whose digest is wrong, and the state is what it was before. The next change
    writes that same cell again.
-2. *Two processes never change it at once.* FREE, COMMITTED, SUPERSEDED -> WRITING, and the removal of the file, need
+2. *Two processes never change it at once.* FREE, COMMITTED, FENCED -> WRITING, and the removal of the file, need
    the lock, and who got it reads the record again before it goes by it. Only the holder takes the slot from WRITING to
    STAGED, and lets go of the lock behind that. From STAGED on the keeper alone changes it, until it is COMMITTED,
-   SUPERSEDED or FREE, after which the keeper changes it no more without the lock. There is one keeper, by its lock.
+   FENCED or FREE, after which the keeper changes it no more without the lock. There is one keeper, by its lock.
 3. *No slot is lost to a dead process.* WRITING is held as long as the writer lives: whoever finds WRITING and gets the
    lock knows that the writer is dead, and frees it (the keeper does at its next look, or the next trainer of the rank).
    STAGED and SEALED wait for the next keeper, which begins that step again: sealing reads only what was staged, and
@@ -84,7 +84,7 @@ class SlotState(IntEnum):
     STAGED = 2
     SEALED = 3
     COMMITTED = 4
-    SUPERSEDED = 5
+    FENCED = 5
 
 
 #: What each state may become. What was given up becomes FREE.
@@ -92,16 +92,16 @@ _NEXT: Final = {
     SlotState.FREE: (SlotState.WRITING,),
     SlotState.WRITING: (SlotState.STAGED, SlotState.FREE),
     SlotState.STAGED: (SlotState.SEALED, SlotState.FREE),
-    SlotState.SEALED: (SlotState.SEALED, SlotState.COMMITTED, SlotState.SUPERSEDED, SlotState.FREE),
+    SlotState.SEALED: (SlotState.SEALED, SlotState.COMMITTED, SlotState.FENCED, SlotState.FREE),
     SlotState.COMMITTED: (SlotState.WRITING, SlotState.FREE),
-    SlotState.SUPERSEDED: (SlotState.WRITING, SlotState.FREE),
+    SlotState.FENCED: (SlotState.WRITING, SlotState.FREE),
 }
 
 
 #: States of slots that hold a whole data file.
-WHOLE: Final = (SlotState.SEALED, SlotState.COMMITTED, SlotState.SUPERSEDED)
+WHOLE: Final = (SlotState.SEALED, SlotState.COMMITTED, SlotState.FENCED)
 #: States in which nothing is lost with what a slot holds: it is nothing, durable, or not to become so.
-REUSABLE: Final = (SlotState.FREE, SlotState.COMMITTED, SlotState.SUPERSEDED)
+REUSABLE: Final = (SlotState.FREE, SlotState.COMMITTED, SlotState.FENCED)
 #: States of slots that a keeper is to make durable.
 OWED: Final = (SlotState.STAGED, SlotState.SEALED)
 

@@ -14,8 +14,8 @@ import numpy as np
 
 from holdfast.format.container import BLOCK_NBYTES, Files, num_blocks
 from holdfast.geometry import Int64s
-from holdfast.plan.demands import WantedKind
 from holdfast.plan.exchange import Bools
+from holdfast.plan.requirements import WantedKind
 
 #: The most that is read with one request.
 REQUEST_NBYTES = 2 << 20

@@ -14,9 +14,9 @@ from holdfast.geometry import Int64s, Shape
 from holdfast.mapping.draft import CheckpointTable
 from holdfast.mapping.parts import as_stored, castable
 from holdfast.plan.blocks import NodeReading, count_blocks
-from holdfast.plan.demands import Demands
 from holdfast.plan.exchange import Bandwidths, Seconds
 from holdfast.plan.layout_rules import HeldTensor, Layout, assign, parameter_of
+from holdfast.plan.requirements import ReadRequirements
 
 
 class CastTensor(msgspec.Struct, frozen=True):
@@ -96,13 +96,13 @@ def traffic(
     files: Files, table: CheckpointTable, held: Mapping[str, HeldTensor], mesh_shape: Shape, node_of: Int64s
 ) -> Traffic:
     """What a load moves when tensors are `held` on a mesh of all ranks, where rank ``r`` is on node ``node_of[r]``."""
-    demands = Demands(files, mesh_shape, node_of)
+    requirements = ReadRequirements(files, mesh_shape, node_of)
     for name, how in held.items():
         stored, parts = table.stored[name], table.parts.get(name)
         for part in as_stored(name, stored).parts if parts is None else parts:
             if part.source is not None:
-                demands.add(how, stored.shape, part, part.source)
-    return Traffic(demands.needed(), count_blocks(files, demands.wants(), demands.members()))
+                requirements.add(how, stored.shape, part, part.source)
+    return Traffic(requirements.needed(), count_blocks(files, requirements.wants(), requirements.members()))
 
 
 def seconds(reading: NodeReading, bandwidths: Bandwidths) -> Seconds:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from holdfast.format.container import Files
 from holdfast.format.partition import Cells, FlatCells
 from holdfast.geometry import Box, FlatRange, Int64s, Shape, flat_boxes, intersect
-from holdfast.plan.strips import Strip, shared
+from holdfast.plan.strided_runs import StridedRun, shared
 
 #: Offsets are computed for this many files at once (bounds memory).
 _FILES_AT_ONCE = 256
@@ -48,14 +48,14 @@ class ByteRead(NamedTuple):
 @dataclass(frozen=True)
 class _MeetingCells:
     """Cells that share elements with a wanted box: for each its number, and the span of the cell's row-major order
-    from the first to the last shared element; and how the elements lie in both, as rows of `Strip`."""
+    from the first to the last shared element; and how the elements lie in both, as rows of `StridedRun`."""
 
     cells: Cells
     shape: Shape
     numbers: Int64s
     firsts: Int64s
     lasts: Int64s
-    strips: Int64s
+    runs: Int64s
     #: Whether the wanted box is just one cell.
     alike: bool
 
@@ -96,11 +96,11 @@ class FileReads:
         first = before + int(self._plan.firsts[row])
         return ByteRead(int(self.wants[index]), int(self.starts[index]), int(self.stops[index]), first, shape, origin)
 
-    def strip(self, index: int) -> Strip | None:
+    def strided_run(self, index: int) -> StridedRun | None:
         """How the elements of read number `index`, from its first byte on, lie in it and in its want; None where they
-        are no strips."""
-        place, size, step, pitch = self._plan.strips[self._rows[index]].tolist()
-        return None if place < 0 else Strip(place, size, step, pitch)
+        are no runs."""
+        place, size, step, pitch = self._plan.runs[self._rows[index]].tolist()
+        return None if place < 0 else StridedRun(place, size, step, pitch)
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class _Plan:
     withins: Int64s
     firsts: Int64s
     lasts: Int64s
-    strips: Int64s
+    runs: Int64s
     straight: npt.NDArray[np.bool_]
 
 
@@ -179,11 +179,11 @@ def _plan(files: Files, wants: Sequence[ReadRequest]) -> _Plan:
     )
     nothing = np.zeros(0, np.int64)
     cells, owners, withins, firsts, lasts = (np.concatenate([nothing, *column])[taken] for column in columns)
-    strips = np.concatenate([np.zeros((0, 4), np.int64), *(meeting.strips for meeting in meetings)])[taken]
+    runs = np.concatenate([np.zeros((0, 4), np.int64), *(meeting.runs for meeting in meetings)])[taken]
     tensors, numels = np.asarray([(want.tensor, want.box.numel) for want in wants], np.int64).reshape(-1, 2)[want_of].T
-    straight = (strips[:, 0] == 0) & (strips[:, 1] == numels)
+    straight = (runs[:, 0] == 0) & (runs[:, 1] == numels)
     met = of_want[want_of]
-    return _Plan(meetings, met, want_of, tensors, cells, owners, withins, firsts, lasts, strips, straight)
+    return _Plan(meetings, met, want_of, tensors, cells, owners, withins, firsts, lasts, runs, straight)
 
 
 def _meetings(files: Files, wants: Sequence[ReadRequest]) -> tuple[list[_MeetingCells], list[int]]:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from holdfast.errors import StateError
-from holdfast.state.gather import LocalTensor
+from holdfast.state.collect import LocalTensor
 from holdfast.state.match import BoundTensor
 from holdfast.state.memory import LocalPieces
 from holdfast.state.overlap import MemorySpan

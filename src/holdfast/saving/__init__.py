@@ -36,8 +36,8 @@ from holdfast.reports import SaveReport
 from holdfast.run.paths import parse
 from holdfast.run.session import JOB
 from holdfast.saving.messages import ANSWERS, Planned, Written
+from holdfast.saving.rank_loss import commit_after_rank_loss, is_desertion
 from holdfast.saving.stored_place import StoredPlace
-from holdfast.saving.survivor import finish_alone, is_desertion
 from holdfast.saving.writing import share_in, write_share
 from holdfast.snapshot.device import await_queued
 from holdfast.state.flatten import flatten
@@ -232,5 +232,5 @@ class _Saving:
                 # The time of the save is over: this has some of its own.
                 limit_s = min(self._deadline.timeout_s, _FINISH_LIMIT_S)
                 with TimedStore(open_store(self._storage.location), timeout_s=limit_s) as storage:
-                    error.message += " " + finish_alone(storage, planned, step, number=number, absent=absent)
+                    error.message += " " + commit_after_rank_loss(storage, planned, step, number=number, absent=absent)
             raise

@@ -19,8 +19,8 @@ from holdfast.format.patterns import Globs
 from holdfast.latch import Latch
 from holdfast.snapshot.device import Calls, Queued, devices_of
 from holdfast.snapshot.routes import Pair, Routes, Tensors
+from holdfast.state.collect import LocalTensor, WalkCache
 from holdfast.state.flatten import FlatState, Walk
-from holdfast.state.gather import LocalTensor, Remembered
 from holdfast.state.marks import Marked, address_of
 
 #: So much is copied by one call, for whose time other threads of Python run.
@@ -44,7 +44,7 @@ class Snapshot:
         *,
         rank: int,
         world_size: int,
-        last: Sequence[Remembered] = (),
+        last: Sequence[WalkCache] = (),
         select: Globs | None = None,
     ) -> None:
         """As `flatten`, without what the walk can leave for later."""
@@ -114,7 +114,7 @@ class Snapshot:
             raise _changed(_name_at(changed, rest))
 
 
-def _is_as_before(walk: Walk, last: Sequence[Remembered]) -> bool:
+def _is_as_before(walk: Walk, last: Sequence[WalkCache]) -> bool:
     seen = len(walk.remembered)
     return (
         len(last) == seen + 1

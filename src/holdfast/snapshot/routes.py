@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from holdfast.geometry import Box, FlatRange, flat_boxes
-from holdfast.state.gather import LocalTensor
+from holdfast.state.collect import LocalTensor
 from holdfast.state.memory import LocalPieces, carried
 from holdfast.store.base import Bytes
 

@@ -32,10 +32,10 @@ from holdfast.plan.layout import Replicas
 from holdfast.state.arrays import array_as_tensor, check_array, is_shareable
 from holdfast.state.binding import Binding
 from holdfast.state.bounds import check_writable
+from holdfast.state.collect import TensorCollector, is_describable
 from holdfast.state.containers import maker, refill
 from holdfast.state.differences import Mismatches, difference, is_leaf
 from holdfast.state.flatten import check_depth, check_root, name_of_planes, planes_as_tensors
-from holdfast.state.gather import Gatherer, is_describable
 from holdfast.state.match import Matcher, SelectedNodes, Terms
 from holdfast.state.meta import MetaTensors, become, check_alone, check_fillable
 from holdfast.state.overlap import check_disjoint
@@ -173,9 +173,9 @@ class _Binder:
         planed, self._planed = self._planed, []
         canonical = {}
         self._to_allocate.look_for_meshes(pending)
-        gatherer = Gatherer(meta=True)
-        gatherer.add(pending)
-        for tied in gatherer.tied():
+        collector = TensorCollector(meta=True)
+        collector.add(pending)
+        for tied in collector.tied():
             names = [entry.name for entry in tied.entries]
             chosen = names if self._select is None else [name for name in names if name in self._select]
             source = self._matcher.match(chosen, tied.local) if chosen else self._matcher.source_of(names)

@@ -25,7 +25,7 @@ from holdfast.frameworks.registry import adapter_of
 from holdfast.frameworks.stateful import reading
 from holdfast.plan.layout import Replicas
 from holdfast.state.arrays import Array, check_array
-from holdfast.state.gather import Gatherer, LocalTensor, Remembered, unsupported_tensor
+from holdfast.state.collect import LocalTensor, TensorCollector, WalkCache, unsupported_tensor
 from holdfast.state.marks import Marked
 from holdfast.state.per_rank import PerRank
 from holdfast.state.piecewise import Piecewise, describe
@@ -60,7 +60,7 @@ class FlatState:
     aliases: dict[str, str]
     nodes: dict[str, Node]
     own_nodes: dict[str, Node]
-    remembered: Sequence[Remembered]
+    remembered: Sequence[WalkCache]
     unmatched: Mapping[str, list[str]]
 
 
@@ -69,7 +69,7 @@ def flatten(
     *,
     rank: int = 0,
     world_size: int = 1,
-    last: Sequence[Remembered] = (),
+    last: Sequence[WalkCache] = (),
     select: Globs | None = None,
 ) -> FlatState:
     """Name everything in `state`. Nothing is copied: tensors share the live memory, values are read now.
@@ -136,7 +136,7 @@ class Walk:
         *,
         rank: int = 0,
         world_size: int = 1,
-        last: Sequence[Remembered] = (),
+        last: Sequence[WalkCache] = (),
         select: Globs | None = None,
     ) -> None:
         """As `flatten`."""
@@ -155,8 +155,8 @@ class Walk:
         #: The optimizers that were found: their steps change tensors.
         self.optimizers: list[Optimizer] = []
         self._piecewise: dict[str, Piecewise] = {}
-        self._gatherer = Gatherer(last)
-        self._num_gathered = 0
+        self._collector = TensorCollector(last)
+        self._num_collected = 0
         #: Parts that may come later, until it is known which of them do; and then those.
         self._deferred: list[Deferred] = []
         #: Names of what steps change, and of what something else may change, too.
@@ -168,16 +168,16 @@ class Walk:
         self._begin(state)
 
     @property
-    def remembered(self) -> Sequence[Remembered]:
+    def remembered(self) -> Sequence[WalkCache]:
         """What the next walk is to know of this one."""
-        return self._gatherer.remembered
+        return self._collector.remembered
 
     def found(self) -> dict[str, LocalTensor]:
         """The tensors that were seen so far."""
-        found = {local.layout.name: local for local in self._gatherer.found}
+        found = {local.layout.name: local for local in self._collector.found}
         for (name, *others), local in describe(self._piecewise):
             found[name] = local
-            self._gatherer.aliases.update(dict.fromkeys(others, name))
+            self._collector.aliases.update(dict.fromkeys(others, name))
         return found
 
     def stepped(self, found: Mapping[str, LocalTensor]) -> set[str]:
@@ -203,7 +203,7 @@ class Walk:
         own = {path: node for path, node in self._nodes.items() if own_part(path)} if self._per_rank else {}
         return FlatState(
             {name: found[name] for name in sorted(found)},
-            self._gatherer.aliases,
+            self._collector.aliases,
             {path: node for path, node in self._nodes.items() if path not in own} if own else self._nodes,
             own,
             self.remembered,
@@ -217,7 +217,7 @@ class Walk:
             self._visit(component(key), item, "compare", live=True)
         # Optimizers name their state after parameters, so they come when every parameter has its canonical name.
         self._gather()
-        self._names = self._gatherer.names()
+        self._names = self._collector.names()
         for entry in sorted(self._left_out, key=_name_of):
             self._names.setdefault(id(entry.tensor), entry)
         for entry, plane in self._planed:
@@ -253,8 +253,8 @@ class Walk:
 
     def _gather(self) -> None:
         """Describe the tensors that were added since the last call."""
-        self._gatherer.add(islice(self._tensors.values(), self._num_gathered, None))
-        self._num_gathered = len(self._tensors)
+        self._collector.add(islice(self._tensors.values(), self._num_collected, None))
+        self._num_collected = len(self._tensors)
 
     def named(self, tensor: torch.Tensor) -> NamedTensor | None:
         """As `Sink.named`."""

@@ -14,8 +14,8 @@ from holdfast.format.patterns import Globs
 from holdfast.format.values import Node
 from holdfast.geometry import Shape
 from holdfast.mapping.parts import StoredTensor, castable
+from holdfast.state.collect import LocalTensor
 from holdfast.state.differences import Mismatches
-from holdfast.state.gather import LocalTensor
 from holdfast.state.memory import digest_of
 
 

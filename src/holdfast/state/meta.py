@@ -13,8 +13,8 @@ import torch
 
 from holdfast.errors import ConfigurationError, IncompatibleError, StateError
 from holdfast.frameworks import NamedTensor
+from holdfast.state.collect import Tied
 from holdfast.state.differences import listing
-from holdfast.state.gather import Tied
 from holdfast.state.placements import dtensor_type, is_dtensor, local_part
 from holdfast.wording import count
 

@@ -80,7 +80,7 @@ def _filled(index: Index | tuple[Index, ...], shape: Shape) -> list[int | slice]
     return [*given[:at], *[slice(None)] * (len(shape) - len(given)), *given[at:]]
 
 
-def apart(lattice: Lattice, itemsize: int) -> Iterator[tuple[Lattice, tuple[slice, ...]]]:
+def independent(lattice: Lattice, itemsize: int) -> Iterator[tuple[Lattice, tuple[slice, ...]]]:
     """`lattice` in parts between which there is nothing to read, or too little to be worth a request.
 
     Yields each part, and where it goes in the result.

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from holdfast.format.dtypes import DTYPES
 from holdfast.geometry import Shape
 from holdfast.plan.load import ReadRequest
-from holdfast.view.index import Index, apart, select
+from holdfast.view.index import Index, independent, select
 from holdfast.view.source import Array, ViewSource
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class LazyTensor:
             array = _at(array, tuple(slice(None, None, step) for step in lattice.step))
         else:
             array = np.empty(lattice.count, self._source.carrier(self.number))
-            parts = apart(lattice, array.itemsize)
+            parts = independent(lattice, array.itemsize)
             self._source.read([(self.number, part, _at(array, to)) for part, to in parts])
         return np.flip(array.reshape(shape), flipped) if flipped else array.reshape(shape)
 

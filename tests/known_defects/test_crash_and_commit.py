@@ -17,8 +17,8 @@ import torch
 import holdfast
 from holdfast import CorruptError, NotFoundError, StorageError
 from holdfast.store.posix import PosixStore
+from tests.known_defects.saved import content, data_file, failing, folder, record, told_of_calls
 from tests.models import start_new_job
-from tests.museum.saved import content, data_file, failing, folder, record, told_of_calls
 from tests.ranks import RanksFailedError, run_processes
 
 

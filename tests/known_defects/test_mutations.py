@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.museum.mutations import MUTATIONS
+from tests.known_defects.mutations import MUTATIONS
 from tests.mutants import Mutation, assert_found, sound_library
 
 

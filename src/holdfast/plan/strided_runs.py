@@ -1,6 +1,6 @@
-"""What a stored cell and a wanted box share, as strips: runs of elements that are adjacent on both sides. Pure.
+"""What a stored cell and a wanted box share, as strided runs of elements that are adjacent on both sides. Pure.
 
-Nearly all that resharding moves is like this: rows of a matrix, columns of it, or slices along any one axis. It takes
+Nearly all that resharding copies is like this: rows of a matrix, columns of it, or slices along any one axis. It takes
 four numbers whatever the shapes are, and few copies.
 """
 
@@ -17,8 +17,8 @@ from holdfast.geometry import Box, Int64s
 Bools = npt.NDArray[np.bool_]
 
 
-class Strip(NamedTuple):
-    """Strips of `size` elements: they begin `step` elements apart in the cell and `pitch` apart in the box, both in
+class StridedRun(NamedTuple):
+    """Runs of `size` elements: they begin `step` elements apart in the cell and `pitch` apart in the box, both in
     row-major order, the first one at element `place` of the box."""
 
     place: int
@@ -27,7 +27,7 @@ class Strip(NamedTuple):
     pitch: int
 
 
-class Move(NamedTuple):
+class CopySpan(NamedTuple):
     """`rows` times `size` elements, from element `at` of what is there to element `place` of the box, each time a step
     and a pitch further."""
 
@@ -37,32 +37,32 @@ class Move(NamedTuple):
     size: int
 
 
-def moves(strip: Strip, skipped: int, count: int) -> Iterator[Move]:
-    """Where `count` elements of the cell go, which follow the `skipped` first ones from the first strip on.
+def copy_spans(run: StridedRun, skipped: int, count: int) -> Iterator[CopySpan]:
+    """Where `count` elements of the cell go, which follow the `skipped` first ones from the first run on.
 
-    At most three moves: the rest of a strip, whole strips, and the beginning of one.
+    At most three spans: the rest of a run, whole runs, and the beginning of one.
     """
-    place, size, step, pitch = strip
+    place, size, step, pitch = run
     stop = skipped + count
     row, within = divmod(skipped, step)
     if within:
         rest = min(size - within, count)
         if rest > 0:
-            yield Move(0, place + row * pitch + within, 1, rest)
+            yield CopySpan(0, place + row * pitch + within, 1, rest)
         row += 1
     rows = (stop - size) // step + 1 - row
     if rows > 0:
-        yield Move(row * step - skipped, place + row * pitch, rows, size)
+        yield CopySpan(row * step - skipped, place + row * pitch, rows, size)
         row += rows
     if row * step < stop:
-        yield Move(row * step - skipped, place + row * pitch, 1, stop - row * step)
+        yield CopySpan(row * step - skipped, place + row * pitch, 1, stop - row * step)
 
 
 def shared(starts: Int64s, sizes: Int64s, box: Box) -> tuple[Int64s, Int64s, Int64s]:
     """What cells share with `box`; all of them do. `starts` and `sizes` have the shape ``[cells, axes]``.
 
-    Returns, of each cell, the first shared element of its row-major order, the one behind the last, and its `Strip` as
-    a row, with place -1 where the shared elements are no strips.
+    Returns, of each cell, the first shared element of its row-major order, the one behind the last, and its
+    `StridedRun` as a row, with place -1 where the shared elements are no runs.
     """
     box_start, box_size = np.asarray(box.start, np.int64), np.asarray(box.size, np.int64)
     lows, highs = np.maximum(starts, box_start), np.minimum(starts + sizes, box_start + box_size)

@@ -21,7 +21,7 @@ class Spans(NamedTuple):
     lasts: Int64s
 
 
-def overlay(cells: Cells, shape: Shape, starts: Int64s, sizes: Int64s) -> Spans:
+def intersect(cells: Cells, shape: Shape, starts: Int64s, sizes: Int64s) -> Spans:
     """All meetings of `cells` of a tensor of `shape` with boxes of it, none of them empty (``[boxes, axes]``)."""
     if isinstance(cells, GridCells):
         return _on_grid(cells, starts, starts + sizes)

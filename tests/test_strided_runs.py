@@ -1,4 +1,4 @@
-"""Strips against brute force: which element of a cell goes to which element of a box."""
+"""Runs against brute force: which element of a cell goes to which element of a box."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.geometry import Box, Shape
-from holdfast.plan.strips import Move, Strip, moves, shared
+from holdfast.plan.strided_runs import CopySpan, StridedRun, copy_spans, shared
 
 Numbers = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
@@ -29,16 +29,16 @@ def overlapping(draw: st.DrawFn) -> tuple[Shape, Box, Box]:
     return shape, box(), box()
 
 
-def _strip(cell: Box, box: Box) -> tuple[int, int, Strip]:
-    firsts, lasts, strips = shared(np.asarray([cell.start]), np.asarray([cell.size]), box)
-    return int(firsts[0]), int(lasts[0]), Strip(*strips[0].tolist())
+def _run(cell: Box, box: Box) -> tuple[int, int, StridedRun]:
+    firsts, lasts, runs = shared(np.asarray([cell.start]), np.asarray([cell.size]), box)
+    return int(firsts[0]), int(lasts[0]), StridedRun(*runs[0].tolist())
 
 
-def _move(source: Numbers, strip: Strip, move: Move, target: Numbers) -> None:
-    for row in range(move.rows):
-        at, place = move.at + row * strip.step, move.place + row * strip.pitch
-        assert np.all(target[place : place + move.size] == -1), "an element was moved twice"
-        target[place : place + move.size] = source[at : at + move.size]
+def _move(source: Numbers, run: StridedRun, span: CopySpan, target: Numbers) -> None:
+    for row in range(span.rows):
+        at, place = span.at + row * run.step, span.place + row * run.pitch
+        assert np.all(target[place : place + span.size] == -1), "an element was moved twice"
+        target[place : place + span.size] = source[at : at + span.size]
 
 
 def _elements(shape: Shape, cell: Box, box: Box) -> tuple[Numbers, Numbers]:
@@ -53,18 +53,18 @@ def test_moves_bring_every_shared_element_to_its_place_once_however_the_bytes_ar
     case: tuple[Shape, Box, Box], data: st.DataObject
 ) -> None:
     stored, wanted = _elements(*case)
-    first, last, strip = _strip(*case[1:])
+    first, last, run = _run(*case[1:])
     among = np.flatnonzero(np.isin(stored, wanted))
     assert (first, last) == (among[0], among[-1] + 1)
-    if strip.place < 0:
+    if run.place < 0:
         return
     filled = np.full(len(wanted), -1)
     cuts = data.draw(st.sets(st.integers(first, last), max_size=5)) | {first, last}
     for low, high in pairwise(sorted(cuts)):
-        parts = list(moves(strip, low - first, high - low))
+        parts = list(copy_spans(run, low - first, high - low))
         assert len(parts) <= 3
         for part in parts:
-            _move(stored[low:high], strip, part, filled)
+            _move(stored[low:high], run, part, filled)
     assert np.array_equal(filled, wanted)
 
 
@@ -72,8 +72,8 @@ def test_moves_bring_every_shared_element_to_its_place_once_however_the_bytes_ar
 def test_two_axes_and_slices_along_one_axis_are_always_strips(case: tuple[Shape, Box, Box]) -> None:
     shape, cell, box = case
     cut = [axis for axis, extent in enumerate(shape) if cell.size[axis] < extent or box.size[axis] < extent]
-    strip = _strip(cell, box)[2]
-    assert strip.place >= 0 or (len(shape) > 2 and len(cut) > 1)
+    run = _run(cell, box)[2]
+    assert run.place >= 0 or (len(shape) > 2 and len(cut) > 1)
 
 
 def test_cells_are_looked_at_together() -> None:
@@ -86,10 +86,10 @@ def test_cells_are_looked_at_together() -> None:
 
 def test_gaps_of_two_widths_are_no_strips() -> None:
     cell = Box((0, 0, 0), (2, 3, 3))
-    assert _strip(cell, Box((0, 0, 0), (2, 3, 1)))[2] == Strip(0, 1, 3, 1)
-    assert _strip(cell, Box((0, 0, 0), (2, 2, 1)))[2].place == -1  # elements 0, 3, 9 and 12
+    assert _run(cell, Box((0, 0, 0), (2, 3, 1)))[2] == StridedRun(0, 1, 3, 1)
+    assert _run(cell, Box((0, 0, 0), (2, 2, 1)))[2].place == -1  # elements 0, 3, 9 and 12
 
 
 @pytest.mark.parametrize("count", [0, 1])
 def test_nothing_is_moved_of_what_lies_between_strips(count: int) -> None:
-    assert not list(moves(Strip(0, 2, 5, 2), 3, count))
+    assert not list(copy_spans(StridedRun(0, 2, 5, 2), 3, count))

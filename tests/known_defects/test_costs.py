@@ -21,7 +21,7 @@ from holdfast.plan.layout import Mesh, Placed, Shard, TensorLayout
 from holdfast.plan.save import CheckpointIdentity, RankMessage, encode_plan, plan_save
 from holdfast.store.base import Bytes
 from holdfast.store.posix import PosixReader
-from tests.museum.saved import data_file, folder, told_of_calls
+from tests.known_defects.saved import data_file, folder, told_of_calls
 
 
 @contextmanager

@@ -13,8 +13,8 @@ from torch.optim import AdamW
 import holdfast
 from holdfast import CorruptError, FlatRange, HoldfastError, IncompatibleError, Piecewise, StateError
 from holdfast.io.buffers import BUFFER_NBYTES
+from tests.known_defects.saved import data_file, flip_bit, folder, offset_of
 from tests.models import start_new_job
-from tests.museum.saved import data_file, flip_bit, folder, offset_of
 from tests.ranks import run_ranks
 
 

@@ -70,9 +70,9 @@ class Facts(NamedTuple):
     addresses: list[int]
 
 
-class Remembered(NamedTuple):
-    """One call of `Gatherer.add`: numbers and layouts of the tensors whose memory is new; of all others the number and
-    the place in `found` that they are tied to. Specs are kept so that their ids stay their own."""
+class WalkCache(NamedTuple):
+    """What one call of `TensorCollector.add` found: numbers and layouts of the tensors whose memory is new; of all
+    others the number and the place in `found` that they are tied to. It keeps specs, so that their ids stay their own."""
 
     facts: Facts
     specs: Sequence[object]
@@ -105,17 +105,17 @@ class _Home(msgspec.Struct, frozen=True, gc=False):
         return (part.device, part.dtype, part.shape, part.stride(), layout.shape, spec, offset)
 
 
-class Gatherer:
+class TensorCollector:
     """Describes tensors, each memory once.
 
     Tensors are tied when they are one object, or the same memory seen with one shape, stride and dtype. Overlapping
     memory alone is no tie.
 
-    `last` is what the gatherer of the last walk of the state has `remembered`: tensors that are as they were then are
+    `last` is what the collector of the last walk of the state has `remembered`: tensors that are as they were then are
     not described anew. It keeps no memory alive. With `meta`, tensors on the meta device are described, too.
     """
 
-    def __init__(self, last: Sequence[Remembered] = (), *, meta: bool = False) -> None:
+    def __init__(self, last: Sequence[WalkCache] = (), *, meta: bool = False) -> None:
         self._meta = meta
         #: Each memory, the first of its names, and by its place here all others. (Columns: thousands are found.)
         self.found: list[LocalTensor] = []
@@ -123,7 +123,7 @@ class Gatherer:
         self._others: dict[int, list[NamedTensor]] = {}
         #: The canonical name of every other name.
         self.aliases: dict[str, str] = {}
-        self.remembered: list[Remembered] = []
+        self.remembered: list[WalkCache] = []
         self._last = deque(last)
         self._placements = PlacementReader()
 
@@ -165,7 +165,7 @@ class Gatherer:
             names |= {id(entry.tensor): NamedTensor(name, entry.tensor, replicas) for entry in others}
         return names
 
-    def _describe(self, ordered: Sequence[NamedTensor], read: _FoundTensors) -> Remembered:
+    def _describe(self, ordered: Sequence[NamedTensor], read: _FoundTensors) -> WalkCache:
         # Of tensors that are as they were this was looked at before: a storage that is resized lies elsewhere then.
         if any(
             reaches_beyond(part)
@@ -177,7 +177,7 @@ class Gatherer:
             raise _unsupported(ordered, read.parts, meta=self._meta)
         # Equal shapes and strides as one object: they are kept from save to save.
         facts = read.facts._replace(shapes=_shared(read.facts.shapes), strides=_shared(read.facts.strides))
-        known = Remembered(facts, read.specs, [], [], [])
+        known = WalkCache(facts, read.specs, [], [], [])
         homes = self._homes(facts.addresses)
         rows = zip(ordered, read.parts, read.specs, facts.addresses, strict=True)
         for number, (entry, part, placed, address) in enumerate(rows):

@@ -14,7 +14,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 import holdfast
 from holdfast import ConfigurationError, StateError
-from tests.museum.saved import data_file
+from tests.known_defects.saved import data_file
 
 
 def test_keys_become_strings_and_empty_containers_vanish(tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ from holdfast.format.container import Files
 from holdfast.geometry import Box, Int64s, Shape
 from holdfast.mapping.parts import NO_AXIS, MappedPart
 from holdfast.plan.exchange import Bools
+from holdfast.plan.intersect import intersect
 from holdfast.plan.layout_rules import HeldTensor, Place
-from holdfast.plan.overlay import overlay
 from holdfast.plan.placements import placed_cells
 
 
@@ -63,7 +63,7 @@ class _WantedBoxes(NamedTuple):
     numels: Int64s
 
 
-class Demands:
+class ReadRequirements:
     """Wants on a mesh of all ranks; rank ``r`` is on node ``node_of[r]``."""
 
     def __init__(self, files: Files, mesh_shape: Shape, node_of: Int64s) -> None:
@@ -104,7 +104,7 @@ class Demands:
     def _meet(self, boxes: _WantedBoxes, numbers: list[int]) -> WantedKind:
         """Where boxes meet what is stored of tensors of one kind."""
         cells = self._files.cells(numbers[0])
-        spans = overlay(cells, self._files.manifest.shape(numbers[0]), boxes.starts, boxes.sizes)
+        spans = intersect(cells, self._files.manifest.shape(numbers[0]), boxes.starts, boxes.sizes)
         within = cells.within[spans.cells]
         rows = _merged(cells.owners[spans.cells], boxes.sets[spans.boxes], within + spans.firsts, within + spans.lasts)
         return WantedKind(np.asarray(numbers, np.int64), *rows)

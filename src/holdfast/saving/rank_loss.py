@@ -29,7 +29,7 @@ def is_desertion(error: HoldfastError) -> bool:
     return isinstance(error, DeadlineError) or error.code == "storage.control"
 
 
-def finish_alone(storage: Store, planned: Planned, step: int, *, number: int, absent: Sequence[int]) -> str:
+def commit_after_rank_loss(storage: Store, planned: Planned, step: int, *, number: int, absent: Sequence[int]) -> str:
     """Commit what `planned` says if all its data files are durable; returns a sentence that says what came of it.
 
     `number` is that of this rank, which wrote its part; `absent` are those that are gone, as far as known. Blocking:

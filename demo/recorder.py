@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from demo.records import LOSSES, SAVES, Loss, Restored, Save, Started, State, restored_file, started_file, state_file
 
 
-class Witness:
+class Recorder:
     """Writes down what one rank of a training sees."""
 
     def __init__(self, folder: Path, *, rank: int) -> None:

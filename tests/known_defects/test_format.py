@@ -14,7 +14,7 @@ from safetensors import safe_open
 import holdfast
 from holdfast import CorruptError, IncompatibleError
 from holdfast.format import records
-from tests.museum.saved import data_file
+from tests.known_defects.saved import data_file
 
 
 class Payload:
