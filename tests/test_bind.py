@@ -213,7 +213,7 @@ def test_bind_changes_nothing() -> None:
 def test_a_dtype_difference_names_both_sides() -> None:
     error = refused(save({"m": nn.Linear(2, 2)}), {"m": nn.Linear(2, 2).bfloat16()})
     assert (error.code, error.tensor) == ("incompatible.dtype", "m/bias")
-    expected = ("2 names differ", "m/{bias, weight}", "bfloat16 here", "float32 in the checkpoint", "stored dtype")
+    expected = ("Under 2 names", "m/{bias, weight}", "bfloat16 here", "float32 in the checkpoint", "stored dtype")
     assert all(part in str(error) for part in expected)
 
 

@@ -216,7 +216,7 @@ def test_damaged_memory_is_noticed_and_storage_is_used(
             with Slot(folder, name) as slot:
                 slot.data[5000] ^= 1
     assert restored(run, memory) == ("storage", 2, loop.bits())
-    assert "what is in memory is damaged" in caplog.text
+    assert "what is in memory cannot be used" in caplog.text
 
 
 @pytest.mark.parametrize("prefix", ["slot-", "generation-"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 import signal
 import socket
@@ -105,6 +106,7 @@ def test_a_path_that_is_not_shared_is_found_on_saving(tmp_path: Path) -> None:
     error = same_on_all([error for error, _ in outcomes])
     assert (error.kind, error.code, error.rank) == ("StorageError", "storage.not_shared", 1)
     assert "rank 1 does not see" in error.text
+    assert re.search(r"'/.*/1/run/.*manifest.*', which rank 0 has just written as '/.*/0/run/", error.text)
     assert [place for _, place in outcomes] == ["1.1", "1.1"]
     with pytest.raises(NotFoundError, match="no committed checkpoint"):
         holdfast.open(tmp_path / "0/run")
@@ -313,7 +315,7 @@ def test_renamed_modules_are_recognised(tmp_path: Path) -> None:
         (
             4,
             "incompatible.kind",
-            "1 name differs between the live state and the checkpoint: 'weight': an int here, a tensor in",
+            "Under 1 name the live state and the checkpoint differ: 'weight': an int here, a tensor in",
         ),
         ({"a": 1}, "incompatible.kind", "a dict here, a tensor in the checkpoint"),
         (nn.Linear(1, 1), "incompatible", "weight"),

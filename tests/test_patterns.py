@@ -129,3 +129,20 @@ def glob_ends(name: str, glob: str, at: int = 0) -> set[int]:
             ends |= glob_ends(name, tail, at)
         return ends
     return glob_ends(name, glob[1:], at + 1) if name[at : at + 1] == glob[0] else set()
+
+
+@pytest.mark.parametrize(
+    ("glob", "meant"),
+    [
+        ("model/backbone.0", ["model/backbone.0.*"]),
+        ("backbone.*", ["model/backbone.*"]),
+        ("!head.weight", ["model/head.weight"]),
+    ],
+)
+def test_a_part_of_a_module_and_a_name_without_its_beginning_lead_to_what_was_meant(
+    glob: str, meant: list[str]
+) -> None:
+    globs = Globs([glob])
+    for name in ("model/backbone.0.weight", "model/backbone.1.weight", "model/head.weight", "optimizer"):
+        assert (name in globs) == glob.startswith("!")
+    assert globs.unmatched() == {glob: meant}

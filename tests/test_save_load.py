@@ -546,7 +546,7 @@ def test_a_metric_that_is_no_number_is_refused_before_anything_is_written(tmp_pa
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("step", [-1, True, 1.0, "3", None])
+@pytest.mark.parametrize("step", [-1, True, 1.0, "3", None, 1 << 63])
 def test_a_step_that_is_no_whole_number_is_refused(tmp_path: Path, step: Any) -> None:
     with pytest.raises(ValueError, match="step is a whole number from 0 on"):
         holdfast.save(tmp_path / "run", {}, step)

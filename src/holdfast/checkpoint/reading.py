@@ -281,8 +281,8 @@ class Checkpoint:
             raise CorruptError(
                 f"the checkpoint in '{self.folder}' is incomplete: {name} is missing.",
                 code="corrupt.incomplete",
-                action="Restore the file from another copy of the run, or load an older checkpoint (fallback=True). "
-                "If somebody has just removed the checkpoint, load again.",
+                action="Restore the file from another copy of the run, or load an older checkpoint. If somebody "
+                "has just removed the checkpoint, load again.",
                 path=self.path(name),
                 step=self.seal.step,
             ) from error

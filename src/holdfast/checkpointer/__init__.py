@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Final, Literal, Self, SupportsFloat
+from typing import Literal, Self, SupportsFloat
 
 from torch.distributed import ProcessGroup
 
@@ -21,7 +22,7 @@ from holdfast.agreement.request import SaveRequest
 from holdfast.checkpointer.background import Background
 from holdfast.checkpointer.handle import Handle
 from holdfast.checkpointer.job import Job
-from holdfast.checkpointer.memory_tier import MemoryTier, tier_for
+from holdfast.checkpointer.memory_tier import PATIENCE_S, MemoryTier, tier_for
 from holdfast.checkpointer.messages import ANSWERS, Agreed
 from holdfast.checkpointer.restoring import RestoreReport, restore
 from holdfast.checkpointer.save_errors import interrupted, is_unusable
@@ -45,9 +46,6 @@ from holdfast.state.identity import parts_of
 from holdfast.store.base import Location
 from holdfast.store.timed import TimedStore
 from holdfast.store.urls import absolute, open_store
-
-#: After an error of the training, ranks that may have ended are waited for no longer than this.
-_PATIENCE_S: Final = 5.0
 
 _log = logging.getLogger(__name__)
 
@@ -207,9 +205,10 @@ class Checkpointer:
     def close(self) -> None:
         """Wait until all that was saved is durable, and let go of the memory, which stays. Raises why something is not
         durable. May be called again. Afterwards `save` and `restore` raise ``config.closed``. In a forked process
-        nothing is waited for: the saves are the parent's."""
+        nothing is waited for: the saves are the parent's; nor while the interpreter ends, which stops all threads:
+        what is staged becomes durable."""
         self._is_closed = True
-        if self._turn.is_of_parent:
+        if self._turn.is_of_parent or sys.is_finalizing():
             return
         try:
             self.wait()
@@ -228,13 +227,13 @@ class Checkpointer:
             return
         # What ended training must not be hidden, nor wait for storage: the keeper goes on.
         self._is_closed = True
-        if self._turn.is_of_parent:
+        if self._turn.is_of_parent or sys.is_finalizing():
             return
         self._report()
-        self._let_go(patience_s=_PATIENCE_S)
+        self._let_go(patience_s=PATIENCE_S)
 
     def _require_open(self, verb: str) -> None:
-        if self._is_closed:
+        if self._is_closed or sys.is_finalizing():
             raise ConfigurationError(
                 f"{verb} was called on a Checkpointer of '{self._run}' that is closed.",
                 code="config.closed",

@@ -147,7 +147,7 @@ class Survey:
         except NotFoundError:
             return Chosen()
         held = [each for inventory in self._inventories for each in inventory.held]
-        epoch, head = run.newest_epoch() or 0, run.head()
+        epoch, head = run.newest_epoch() or 0, run.head_place()
         foreign = _foreign(run, held)
         let_go = tuple(sorted(foreign))
         _warn_of(run, foreign.values())
@@ -163,8 +163,8 @@ class Survey:
                 if not is_filling and checkpoint_id not in committed:
                     given_up.append(checkpoint_id)
                 continue
-            is_head = head is not None and head.checkpoint_id == checkpoint_id
-            if is_head or (place.epoch == epoch and (head is None or head.place < place)):
+            is_head = place == head and run.commit(place).checkpoint_id == checkpoint_id
+            if is_head or (place.epoch == epoch and (head is None or head < place)):
                 stored, files = whole
                 seal = encode_seal(stored, [next(iter(holders.values())) for holders in files])
                 manifest = b"" if self._all_know(files) else stored.data

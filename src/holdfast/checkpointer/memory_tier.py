@@ -5,6 +5,7 @@ A rank has one set of slots per run, so all `Checkpointer`s of a process on one 
 
 from __future__ import annotations
 
+import atexit
 import logging
 import math
 import os
@@ -35,6 +36,8 @@ _LOOK_S: Final = 0.01
 _LATE: Final = 0.1
 #: After so long it is said what a save waits for.
 _PATIENCE_S: Final = 5.0
+#: At the end of a job, ranks that may have ended are waited for no longer than this.
+PATIENCE_S: Final = 5.0
 
 _log = logging.getLogger(__name__)
 
@@ -60,6 +63,16 @@ def tier_for(user: object, run: Location, node_dir: Path, *, rank: int, num_slot
     tier.stager.num_slots = max(tier.stager.num_slots, num_slots)
     tier.users.add(user)
     return tier
+
+
+@atexit.register
+def _leave_all() -> None:
+    """Finish copying, and close what nobody closed. Threads of Python stop for good when the interpreter ends, also in
+    the middle of what they hold; whoever waits for one after that waits for ever."""
+    for key, tier in tuple(_tiers.items()):
+        if key.pid == os.getpid() and tier.join(PATIENCE_S):
+            del _tiers[key]
+            tier.stager.close()
 
 
 class MemoryTier:

@@ -96,8 +96,7 @@ def restore(
         except HoldfastError as error:
             if not is_damage(error) and error.code != "storage.memory":
                 raise
-            what = "is damaged" if is_damage(error) else "cannot be read"
-            _log.warning("what is in memory %s, going to storage: %s", what, error)
+            _log.warning("what is in memory cannot be used, going to storage: %s", error)
         else:
             if restored is not None:
                 return restored

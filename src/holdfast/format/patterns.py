@@ -132,9 +132,16 @@ class Globs:
         return {text: self._meant(text.removeprefix("!"), names) for text in lost}
 
     def _meant(self, text: str, names: Collection[str]) -> list[str]:
-        """The names that a lost glob may have meant: of the object that is selected as a whole, or near ones."""
+        """What a lost glob may have meant: the object that is selected as a whole; what lies below a part of a module;
+        names without their beginning; or names that are near."""
         wholes = [name for name in self._asked if text.startswith(f"{name}/")]
-        return [max(wholes, key=len)] if wholes else near(text, names)
+        if wholes:
+            return [max(wholes, key=len)]
+        if any(name.startswith(f"{text}.") for name in names):
+            return [f"{text}.*"]
+        pattern = Pattern(text)
+        cut = {name[:at] for name in names for at in _ends(name) if pattern.match(name[at + 1 :]) is not None}
+        return [f"{container}/{text}" for container in sorted(cut)[:3]] or near(text, names)
 
 
 def _ends(name: str) -> list[int]:

@@ -32,6 +32,7 @@ from holdfast.format.names import (
     plane_component,
     rank_component,
 )
+from holdfast.format.near import near
 from holdfast.wording import count
 
 #: Bounds on what is encoded and decoded: components of a path, bytes of an encoded table, ranks.
@@ -340,10 +341,11 @@ def lookup(nodes: Mapping[str, Node], path: str) -> Node:
     """The node at `path`. Raises `NotFoundError`, code ``not_found.value``."""
     node = nodes.get(path)
     if node is None:
+        close = near(path, nodes.keys())
         raise NotFoundError(
             f"The checkpoint has no value {path!r}.",
             code="not_found.value",
-            action="List the names that it has.",
+            action=f"Did you mean {' or '.join(map(repr, close))}?" if close else "holdfast show --names lists them.",
             path=path,
         )
     return node

@@ -118,13 +118,13 @@ def check_present(checkpoint: Checkpoint) -> None:
     """Return only when all files of a sealed checkpoint are there and have the sealed sizes. One request per file.
 
     Raises:
-        CorruptError: some are missing or cut; code ``corrupt.incomplete``.
+        CorruptError: some are missing, or have another size; code ``corrupt.incomplete``.
     """
     storage, sealed = checkpoint.storage, checkpoint.sealed
     bad = [file.name for file in sealed.seal.files if storage.nbytes(sealed.key(file.name)) != file.nbytes]
     if bad:
         raise CorruptError(
-            f"the checkpoint in '{checkpoint.folder}' is incomplete; missing or cut: {some(bad)}.",
+            f"the checkpoint in '{checkpoint.folder}' is incomplete; missing, or not of the sealed size: {some(bad)}.",
             code="corrupt.incomplete",
             action="Restore the files from another copy of the run, or load an older checkpoint. To copy a run that is "
             "being saved into, copy `history` first and `checkpoints` last.",

@@ -14,13 +14,14 @@ import msgspec
 
 from holdfast.checkpoint.reading import Checkpoint
 from holdfast.checkpoint.verify import verify_checkpoint
-from holdfast.errors import ConfigurationError
+from holdfast.errors import ConfigurationError, CorruptError, HoldfastError
 from holdfast.format import manifest as fmt
 from holdfast.format import records
 from holdfast.format.records import CHECKPOINTS, EPOCHS, HISTORY, MARKER_KEY, SEAL_NAME, Commit, Place
 from holdfast.format.tombstones import parse_removed_name
 from holdfast.run.complete import check_present, complete
 from holdfast.run.history import Run
+from holdfast.run.lost_commits import commit_anew, published_folder
 from holdfast.run.lost_epochs import lost_epoch, make_anew
 from holdfast.run.removal import abandon, check_unneeded, remove_place
 from holdfast.run.uncommitted import IN_PROGRESS_S, UNREADABLE, Remedy, RunRecords, Uncommitted
@@ -71,13 +72,18 @@ def examine(run: Run, *, deep: bool = False, watch: Watch = unwatched) -> list[F
 
 def finish(run: Run, finding: Finding) -> Commit:
     """Do what the remedy ``finish`` of a finding is, and return the newest commit that it made visible: complete its
-    checkpoint, after reading all of it (see `complete`), or make the lost record of an epoch anew."""
-    if finding.remedy == "finish" and finding.code == "epoch.missing":
-        epoch = make_anew(run, RunRecords.of(run), _epoch_of(finding))
-        return run.commit(next(run.history().places_of(epoch.epoch)))
-    if finding.remedy != "finish" or finding.folder is None:
+    checkpoint, after reading all of it (see `complete`), or make a lost or damaged record of an epoch or of a commit
+    anew."""
+    if finding.remedy != "finish":
         raise _no_remedy(finding, "finish")
-    return complete(run, finding.folder)
+    name = finding.path.rpartition("/")[2]
+    number, place = records.parse_epoch_name(name), records.parse_commit_name(name)
+    if number is not None:
+        epoch = make_anew(run, RunRecords.of(run), number)
+        return run.commit(next(run.history().places_of(epoch.epoch)))
+    if finding.folder is None:
+        raise _no_remedy(finding, "finish")
+    return complete(run, finding.folder) if place is None else commit_anew(run, place, finding.folder)
 
 
 def remove(run: Run, finding: Finding, *, force: bool = False) -> None:
@@ -152,7 +158,7 @@ def _epochs(run: Run, known: RunRecords) -> Iterator[Finding]:
         try:
             origin = run.epoch(number).opened_from
         except UNREADABLE as error:
-            yield Finding("record.damaged", path, f"{error.message} {error.action}", "none")
+            yield _damaged_epoch(run, known, number, path, error)
             continue
         if origin is not None and origin not in known.commits and origin not in known.removed:
             path = run.storage.path(records.commit_key(origin))
@@ -173,20 +179,30 @@ def _missing_epoch(run: Run, known: RunRecords, number: int, path: str) -> Findi
     return Finding("epoch.missing", path, text, "finish")
 
 
-def _epoch_of(finding: Finding) -> int:
-    """The epoch whose record a finding is about."""
-    number = records.parse_epoch_name(finding.path.rpartition("/")[2])
-    if number is None:
-        raise _no_remedy(finding, "finish")
-    return number
+def _damaged_epoch(run: Run, known: RunRecords, number: int, path: str, error: HoldfastError) -> Finding:
+    if isinstance(error, CorruptError) and lost_epoch(run, known, number) is not None:
+        text = f"{error.message} Restore the file from another copy of the run; or finish it: it is made anew."
+        return Finding("record.damaged", path, text, "finish")
+    return Finding("record.damaged", path, f"{error.message} {error.action}", "none")
+
+
+def _damaged_commit(run: Run, known: RunRecords, place: Place, error: HoldfastError) -> Finding:
+    path = run.storage.path(records.commit_key(place))
+    folder = published_folder(run, known, place) if isinstance(error, CorruptError) else None
+    if folder is None:
+        return Finding("record.damaged", path, f"{error.message} {error.action}", "none")
+    text = (
+        f"{error.message} Restore the file from another copy of the run; or finish it: its checkpoint, "
+        f"'{run.storage.path(f'{CHECKPOINTS}/{folder}')}', says what it was, and it is made anew."
+    )
+    return Finding("record.damaged", path, text, "finish", folder)
 
 
 def _commits(run: Run, known: RunRecords, *, deep: bool, watch: Watch) -> Iterator[Finding]:
     """Commits whose record or checkpoint is not what it should be, and what else is in their folders."""
     for place, commit in sorted(known.commits.items(), reverse=True):
         if not isinstance(commit, Commit):
-            path = run.storage.path(records.commit_key(place))
-            yield Finding("record.damaged", path, f"{commit.message} {commit.action}", "none")
+            yield _damaged_commit(run, known, place, commit)
             continue
         try:
             checkpoint = Checkpoint(run.locate(commit))

@@ -135,6 +135,10 @@ class Run:
         """
         return next(self.lineage(), None)
 
+    def head_place(self) -> Place | None:
+        """The place of the head, whose record may be damaged. None while nothing is committed."""
+        return next(self.lineage_places(), None)
+
     def lineage(self) -> Iterator[Commit]:
         """The head, what it descends from, and so on, newest first; one request per commit.
 
@@ -275,12 +279,35 @@ class Run:
         commits prove that there was a newer one, whose record is lost: the head would silently be an older checkpoint.
         """
         proven = history.newest_epoch()
+        if proven is None:
+            self._check_not_lost(history)
         if proven is None or (newest is not None and proven <= newest):
             return newest
         newest = self.newest_epoch()
         if newest is not None and proven <= newest:
             return newest
         raise self._lost_epoch(proven)
+
+    def _check_not_lost(self, history: History) -> None:
+        """Return only where a `history` without commits is that of a run that has none. A save that dies may leave one
+        sealed checkpoint without a commit; several prove that there were commits."""
+        sealed: list[str] = []
+        for folder in self.storage.list(records.CHECKPOINTS):
+            try:
+                seal = _read(self.storage, records.checkpoint_key(folder, records.SEAL_NAME), Seal)
+            except (NotFoundError, CorruptError, ValueError):
+                continue  # unfinished, given up, or no checkpoint
+            if not history.is_removed(seal.place):
+                sealed.append(folder)
+            if len(sealed) > 1:
+                raise CorruptError(
+                    f"'{self.storage.location}' has no commits, but sealed checkpoints, as {' and '.join(sealed)}: its "
+                    "history was lost, or not copied.",
+                    code="corrupt.history",
+                    action="Restore the history folder from another copy of the run, or have holdfast doctor --finish "
+                    "commit the checkpoints again.",
+                    path=self.storage.path(records.HISTORY),
+                )
 
     def _needed_epoch(self, number: int) -> Epoch:
         """The record of an epoch of a lineage."""
@@ -458,7 +485,7 @@ def no_head(run: Run) -> NoReturn:
     raise NotFoundError(
         f"run '{run.storage.location}' has no committed checkpoint.",
         code="not_found.head",
-        action="Save into it first, or name another run.",
+        action="Save into it first, or name another run. Holdfast doctor says whether a checkpoint can be finished.",
         path=run.storage.location.url,
     )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import secrets
 
-from holdfast.errors import ConfigurationError
+from holdfast.errors import ConfigurationError, CorruptError
 from holdfast.format import records
 from holdfast.format.records import Commit, Epoch
 from holdfast.run.complete import read_manifest
@@ -38,7 +38,7 @@ def lost_epoch(run: Run, known: RunRecords, number: int) -> Epoch | None:
 
 
 def make_anew(run: Run, known: RunRecords, number: int) -> Epoch:
-    """Write the lost record of epoch `number`; durable on return. One that is there already stays.
+    """Write the lost or damaged record of epoch `number`; durable on return. One that can be read stays.
 
     Raises `ConfigurationError`, code ``config.remedy``, where the epoch has no commit that can be read.
     """
@@ -50,7 +50,13 @@ def make_anew(run: Run, known: RunRecords, number: int) -> Epoch:
             action="Restore the record from another copy of the run.",
             path=run.storage.path(records.epoch_key(number)),
         )
-    run.storage.create(records.epoch_key(number), records.encode(epoch))
+    key = records.epoch_key(number)
+    if not run.storage.create(key, records.encode(epoch)):
+        try:
+            return run.epoch(number)
+        except CorruptError:
+            run.storage.delete(key)
+            run.storage.create(key, records.encode(epoch))
     return run.epoch(number)
 
 

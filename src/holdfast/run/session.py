@@ -267,8 +267,7 @@ def _counted(load: Load | None, memory: _RunNotes, number: int) -> Load | None:
 
 
 def _is_head(run: Run, load: Load) -> bool:
-    head = run.head()
-    return head is not None and head.place == load.place
+    return load.place is not None and run.head_place() == load.place
 
 
 def _next_in_own_epoch(
@@ -300,15 +299,14 @@ def _open_epoch(
     run: Run, memory: _RunNotes, loaded: Load | None, newest: int, *, takeover: bool, world_size: int
 ) -> Epoch:
     """Open the epoch after `newest`, from where this process's state comes from."""
-    head = run.head()
-    at = head.place if head is not None else None
+    at = run.head_place()  # not the record: a load with fallback=True passed over a damaged one
     origin: Place | None
     why: Why
     if loaded is not None:
         origin, why = loaded.place, "resume" if loaded.place == at else "rollback"
     elif takeover and newest:
         origin, why = at, "takeover"
-    elif head is None:
+    elif at is None or (head := run.head()) is None:
         # Nothing to load, so nothing to lose: earlier epochs, if any, ended before their first commit.
         origin, why = None, "start"
     else:

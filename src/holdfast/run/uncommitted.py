@@ -104,11 +104,13 @@ class Uncommitted:
             return None
         return place if place in self._known.removed else None
 
-    def _planned(self, stored: StoredManifest, *, deep: bool) -> FolderState:
+    def _planned(self, stored: StoredManifest, *, deep: bool) -> FolderState | None:
         """The state of a folder with a sound manifest."""
         place = stored.manifest.place
         if place in self._known.removed:
             return self._removal_unfinished()
+        if isinstance(self._known.commits.get(place), HoldfastError) and self._sealed_at == place:
+            return None  # it was committed: the damaged record of its commit is a finding of its own
         if place in self._known.commits:
             text = f"'{self._path}' is of place {place}, which another checkpoint took. Open it by its own path."
             return FolderState("folder.superseded", text, "none")

@@ -116,9 +116,10 @@ def save(
 
 def whole(step: object) -> int:
     """A step as it is recorded, of numpy's integers too. Raises `ValueError` for what is no step."""
-    if isinstance(step, bool) or not isinstance(step, SupportsIndex) or operator.index(step) < 0:
-        raise ValueError(f"step is a whole number from 0 on, not {step!r}")
-    return operator.index(step)
+    number = operator.index(step) if isinstance(step, SupportsIndex) and not isinstance(step, bool) else -1
+    if not 0 <= number < 1 << 63:
+        raise ValueError(f"step is a whole number from 0 on, of 63 bits at most, not {step!r}")
+    return number
 
 
 def numbers_of(metrics: Mapping[str, SupportsFloat]) -> dict[str, float]:

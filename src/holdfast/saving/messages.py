@@ -11,12 +11,13 @@ from holdfast.format.records import Place
 
 
 class Planned(msgspec.Struct, frozen=True, tag="planned"):
-    """Which checkpoint is being written: where its manifest is, and its digest.
+    """Which checkpoint is being written: the full `path` of its manifest on rank 0, and its digest.
 
     `plan_id` names the plan; a rank that has taken part in it before knows its share already. `diverged` are the names
     of tensors whose copies were found to differ.
     """
 
+    path: str
     folder: str
     checkpoint_id: str
     place: Place

@@ -29,8 +29,10 @@ class StoredPlace:
         self._run, identity = self._request.take_place(world_size=self._num_ranks)
         self._manifest = agreed.memory.draft.encode(identity, agreed.diverged)
         folder = records.folder_name(identity.step, identity.checkpoint_id)
-        self._request.storage.create(records.checkpoint_key(folder, fmt.NAME), self._manifest)
+        key = records.checkpoint_key(folder, fmt.NAME)
+        self._request.storage.create(key, self._manifest)
         self._planned = Planned(
+            self._request.storage.path(key),
             folder,
             identity.checkpoint_id,
             identity.place,

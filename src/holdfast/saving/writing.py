@@ -74,10 +74,12 @@ def _read_manifest(storage: Store, planned: Planned, rank: int) -> DecodedManife
     key = records.checkpoint_key(planned.folder, fmt.NAME)
     path = storage.path(key)
     if storage.nbytes(key) is None:
+        other = "" if path == planned.path else f" as '{planned.path}'"
+        action = "Give all ranks one path on a file system that all nodes share"
         raise StorageError(
-            f"rank {rank} does not see '{path}', which rank 0 has just written.",
+            f"rank {rank} does not see '{path}', which rank 0 has just written{other}.",
             code="storage.not_shared",
-            action="Give all ranks one path on a file system that all nodes share.",
+            action=f"{action}, and have them save into several runs in one order." if other else f"{action}.",
             path=path,
             rank=rank,
         )

@@ -72,7 +72,7 @@ class Facts(NamedTuple):
 
 class WalkCache(NamedTuple):
     """What one call of `TensorCollector.add` found: numbers and layouts of the tensors whose memory is new; of all
-    others the number and the place in `found` that they are tied to. It keeps specs, so that their ids stay their own."""
+    others the number and the place in `found` that they are tied to. Specs are kept, so their ids stay their own."""
 
     facts: Facts
     specs: Sequence[object]

@@ -229,15 +229,20 @@ class Mismatches:
         for _, name, text in self._found:
             alike.setdefault(text, []).append(name)
         lines = [f"{name if ' ' in name else repr(name)}: {text}" for text in alike for name in grouped(alike[text])]
-        verb = "differs" if len(self._found) == 1 else "differ"
-        message = f"{count(len(self._found), 'name')} {verb} between the live state and the checkpoint"
+        message = f"Under {count(len(self._found), 'name')} the live state and the checkpoint differ"
         return IncompatibleError(
             f"{message}: {lines[0]}." if len(lines) == 1 else f"{message}.",
             code=first.code,
-            action=_ACTIONS[first.code],
+            action=_ACTIONS[first.code] + _and_slots({code for code, _, _ in self._found}),
             tensor=first.name,
             details=tuple(_first(lines)) if len(lines) > 1 else (),
         )
+
+
+def _and_slots(codes: Collection[str]) -> str:
+    """What is to be said of optimizer state that does not fit beside tensors that do not."""
+    both = "incompatible.shape" in codes and "incompatible.slots" in codes
+    return " With strict=False the optimizer begins anew for it." if both else ""
 
 
 _ACTIONS = {
