@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -351,6 +352,32 @@ def test_a_file_that_was_there_before_is_looked_at_before_the_commit(
     Path(path).unlink()
     until(lambda: not (keeper.look() or keeper.owes))
     keeper.close()
+    assert_loads(run, saved)
+
+
+def test_a_file_that_was_there_before_and_is_gone_at_the_commit_is_written_at_the_next_try(
+    run: Run, saved: Saved
+) -> None:
+    sealing = Sealing(saved.generation)
+    contents = saved.slots[0].record.contents
+    assert contents is not None
+    path = Path(run.storage.path(sealing.stored.key(file_name(contents.file))))
+    path.parent.mkdir(parents=True)
+    path.write_bytes(bytes(contents.nbytes))
+    for slot in saved.slots:
+        sealing.seal(slot)
+    with ThreadPoolExecutor(2) as pool:
+        moved = writing.Writing(sealing, pool)
+        for slot in saved.slots:
+            moved.join(slot, None)
+        until(lambda: len(moved.pending) > 1 and all(file.done() for file in moved.pending))
+        path.unlink()
+        until(moved.is_over)
+        assert not moved.outcome()
+        moved.retry(dict.fromkeys(saved.slots))
+        until(moved.is_over)
+        assert moved.outcome()
+        moved.close()
     assert_loads(run, saved)
 
 

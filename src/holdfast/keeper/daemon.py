@@ -300,7 +300,7 @@ class Keeper:
             if oldest is None:
                 return False
             self._writing = self._waiting.pop(checkpoint_id, None) or Writing(oldest, self._writers)
-            self._writing.retry()
+            self._writing.retry({slot: self._seals.get(slot.name) for slot in owed[checkpoint_id]})
         for slot in owed.get(self._writing.sealing.generation.checkpoint_id, ()):
             self._writing.join(slot, self._seals.get(slot.name))
         return True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any, Final
@@ -34,7 +34,7 @@ class Writing:
         self._storage = self._stack.enter_context(storage)
         self._slots: dict[str, Slot] = {}
         #: Of each slot, what is sealed of its file, if that was written here.
-        self._files: list[Future[FileSeal | None]] = []
+        self._files: dict[str, Future[FileSeal | None]] = {}
         self._committed: Future[bool] | None = None
         self._run: Future[Run] = pool.submit(self._open)
 
@@ -51,7 +51,7 @@ class Writing:
     @property
     def pending(self) -> Sequence[Future[Any]]:
         """What is to be waited for before there is more to do."""
-        return self._files if self._committed is None else [self._committed]
+        return list(self._files.values()) if self._committed is None else [self._committed]
 
     def join(self, slot: Slot, sealed: Future[None] | None) -> bool:
         """Write this slot too; `sealed` is about to be (None: it is). False, and nothing done, where that has begun, or
@@ -59,18 +59,23 @@ class Writing:
         if slot.name in self._slots or (self._committed is not None and not self._committed.done()):
             return False
         self._slots[slot.name] = slot
-        self._files.append(self._pool.submit(self._persist, slot, sealed))
+        self._files[slot.name] = self._pool.submit(self._persist, slot, sealed)
         self._committed = None
         return True
 
-    def retry(self) -> None:
-        """Try the commit again: by now others may have written the files that were missing."""
+    def retry(self, slots: Mapping[Slot, Future[None] | None]) -> None:
+        """Try the commit again: by now others may have written the files that were missing. The files of `slots`, each
+        with when it is sealed, that were in storage already may have gone since: those are looked at again."""
         self._committed = None
+        for slot, sealed in slots.items():
+            file = self._files.get(slot.name)
+            if file is not None and file.done() and file.exception() is None and file.result() is None:
+                self._files[slot.name] = self._pool.submit(self._persist, slot, sealed)
 
     def is_over(self) -> bool:
         """Begin with the commit when all files are written. Whether that is over too, or something has failed."""
-        if self._committed is None and all(file.done() for file in self._files):
-            if any(file.exception() for file in self._files):
+        if self._committed is None and all(file.done() for file in self._files.values()):
+            if any(file.exception() for file in self._files.values()):
                 return True
             self._committed = self._pool.submit(self._commit)
         return self._committed is not None and self._committed.done()
@@ -78,7 +83,7 @@ class Writing:
     def outcome(self) -> bool:
         """Whether it was committed: it is when all nodes have written their files. Raises the first error. Call when
         it is over."""
-        for file in self._files:
+        for file in self._files.values():
             file.result()
         assert self._committed is not None
         return self._committed.result()
@@ -99,7 +104,7 @@ class Writing:
 
     def _commit(self) -> bool:
         # Noted when they were written: while the checkpoint waits for other files, a slot may be given up and refilled.
-        written = [seal for file in self._files if (seal := file.result()) is not None]
+        written = [seal for file in self._files.values() if (seal := file.result()) is not None]
         return commit(self._run.result(), self.sealing, written) is not None
 
     def _persist(self, slot: Slot, sealed: Future[None] | None) -> FileSeal | None:
