@@ -248,7 +248,9 @@ def test_different_kinds_of_things_under_one_name_are_refused(stored: object, li
     assert "'x" in str(error)
 
 
-@pytest.mark.parametrize("stored", [{"best": 0.5, "runs": [1, {"a": None}]}, {3: "x", "y": (1, 2)}, {}])
+@pytest.mark.parametrize(
+    "stored", [{"best": 0.5, "runs": [1, {"a": None}]}, {3: "x", "y": (1, 2)}, {}, OrderedDict(b=1, a=2)]
+)
 def test_an_empty_dict_takes_the_values_that_a_dict_had_grown_to(stored: dict[object, object]) -> None:
     live: dict[object, object] = {}
     state = {"progress": live, "w": torch.zeros(2)}

@@ -312,6 +312,16 @@ def test_a_missing_coordinator_is_named_by_the_others() -> None:
         assert error.message == f"rank 0 did not reach 'plan' of {LABEL} within 0.3 s (rank 0 made no call yet)."
 
 
+def test_who_does_not_come_is_named_long_before_the_time_is_up(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("holdfast.control.channel._PATIENCE_S", 0.1)
+    on_ranks(4, lambda c: c.confirm("plan", b"", Deadline(0.5)), absent=(2, 3))
+    told = [record.getMessage() for record in caplog.records if "waits for rank" in record.getMessage()]
+    assert len(told) == 1
+    assert "waits for rank 2, 3 since 0 s: all ranks have to call it" in told[0]
+
+
 def test_a_late_rank_finds_the_verdict_and_does_not_wait() -> None:
     store = dist.HashStore()
 

@@ -171,6 +171,30 @@ def test_a_thread_that_stays_under_the_guard_is_named_when_a_save_gives_up(run: 
     assert holdfast.open(run).step == 2
 
 
+def test_blocks_of_several_threads_that_overlap_without_end_do_not_hold_up_saves(run: str, memory: Memory) -> None:
+    loop, over = Loop(), threading.Event()
+
+    def change(checkpointer: Checkpointer) -> int:
+        num = 0
+        while not over.is_set():
+            with checkpointer.guard():
+                num += 1
+                with checkpointer.guard():
+                    time.sleep(0.01)
+        return num
+
+    with Checkpointer(run, loop.state, memory=memory, timeout_s=10) as checkpointer, ThreadPoolExecutor(3) as pool:
+        changing_ = [pool.submit(change, checkpointer) for _ in range(3)]
+        try:
+            for step in range(5):
+                loop.step(step)
+                checkpointer.save(step)
+        finally:
+            over.set()
+        assert all(each.result() > 1 for each in changing_)
+    assert holdfast.open(run).step == 4
+
+
 def test_a_thread_that_ended_under_the_guard_keeps_nobody_from_saving() -> None:
     guard, left = Guard(), []
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import stat
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from holdfast.errors import ConfigurationError
+from holdfast.errors import ConfigurationError, StorageError
 from holdfast.node_memory.node_folder import DEFAULT_NODE_DIR, NodeFolder
 
 RUN = "/shared/runs/gpt"
@@ -116,3 +118,20 @@ def test_what_is_no_private_file_is_refused_at_once(folder: NodeFolder, kind: st
         path.touch(mode=0o644)
     with pytest.raises(ConfigurationError, match="not a private place"):
         folder.open("slot")
+
+
+def test_too_many_open_files_are_no_reason_to_remove_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with NodeFolder("file:///runs/a", node_dir=tmp_path):
+        pass
+    opened = os.open
+
+    def full(path: str, *args: Any, **options: Any) -> int:
+        if options.get("dir_fd") is not None:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return opened(path, *args, **options)
+
+    monkeypatch.setattr(os, "open", full)
+    with pytest.raises(StorageError, match="Too many open files") as caught:
+        NodeFolder("file:///runs/a", node_dir=tmp_path)
+    assert caught.value.code == "storage.memory"
+    assert "Remove it" not in str(caught.value)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import holdfast
-from holdfast import Checkpointer, Memory
+from holdfast import Checkpointer, ConfigurationError, Memory
 from holdfast.run.history import Run
 from holdfast.store.base import Location
 from holdfast.store.urls import open_store
@@ -59,3 +59,20 @@ def test_every_verb_knows_the_home_folder(home: Path) -> None:
     assert holdfast.plan_load("~/runs/a", into).needed_nbytes == 16
     assert holdfast_command("ls", "~/runs/a").status == 0
     assert list((home / "elsewhere").iterdir()) == []
+
+
+def test_a_path_of_other_bytes_than_utf_8_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="not UTF-8") as caught:
+        holdfast.save("/tmp/\udcff", {}, 1)
+    assert caught.value.code == "config.path"
+
+
+def test_a_run_that_was_moved_while_its_job_ran_is_said_to_be_one(tmp_path: Path) -> None:
+    state = {"w": torch.zeros(3)}
+    holdfast.save(tmp_path / "run", state, 1)
+    (tmp_path / "run").rename(tmp_path / "moved")
+    (tmp_path / "run").symlink_to(tmp_path / "moved")
+    with pytest.raises(ConfigurationError, match=r"knows it by another path, '.*/run', .*Load the run first"):
+        holdfast.save(tmp_path / "run", state, 2)
+    holdfast.load(tmp_path / "run", state)
+    assert holdfast.save(tmp_path / "run", state, 2).place == "2.1"

@@ -44,6 +44,8 @@ GROUP_SIZE: Final = 64
 #: torch's TCPStore drops the connection of a client that sends a value over 8 MiB.
 _CHUNK_NBYTES: Final = 4 * 2**20
 _NUM_CHUNKS: Final = struct.Struct(">I")
+#: After so long it is said which ranks have not come.
+_PATIENCE_S: Final = 30.0
 #: Of so many absent ranks an error tells where they are.
 _MAX_TOLD: Final = 64
 #: Ranks that try an operation again together do so within so long.
@@ -374,7 +376,7 @@ class Channel:
         members = self._members(self.rank)[1:]
         keys = [f"up/{number}/{member}" for member in members]
         self._await(members, keys, lambda rank: self._up(own.phase, _ended(rank), is_first=False))
-        absent = self._absent(members, keys, deadline.remaining_s())
+        absent = self._absent(members, keys, deadline.remaining_s(), is_first=number == 0)
         if absent:
             return _GroupUps((), tuple(absent))
         ups = [own, *(self._take(key, _Up) for key in keys)]
@@ -386,7 +388,7 @@ class Channel:
         leaders = range(self._group_size, self.world_size, self._group_size)
         keys = [f"group/{number}/{leader}" for leader in leaders]
         self._await(leaders, keys, lambda leader: _GroupUps((), (leader,)))
-        missing = self._absent(leaders, keys, deadline.remaining_s(graces=1))
+        missing = self._absent(leaders, keys, deadline.remaining_s(graces=1), is_first=number == 0)
         arrived = [key for leader, key in zip(leaders, keys, strict=True) if leader not in missing]
         groups = [own, *(self._take(key, _GroupUps) for key in arrived)]
         absent = {rank for group in groups for rank in group.absent}
@@ -419,11 +421,18 @@ class Channel:
     def _members(self, leader: int) -> range:
         return range(leader, min(leader + self._group_size, self.world_size))
 
-    def _absent(self, ranks: Sequence[int], keys: Sequence[str], timeout_s: float) -> list[int]:
-        """Those of `ranks` whose key did not appear in time."""
-        if not keys or self._shared.wait(keys, timeout_s):
+    def _absent(self, ranks: Sequence[int], keys: Sequence[str], timeout_s: float, *, is_first: bool) -> list[int]:
+        """Those of `ranks` whose key did not appear in time. Before the first exchange they may not be on their way at
+        all, so it is said early who is waited for."""
+        early_s = min(timeout_s, _PATIENCE_S) if is_first else timeout_s
+        if not keys or self._shared.wait(keys, early_s):
             return []
-        return [rank for rank, key in zip(ranks, keys, strict=True) if not self._shared.check(key)]
+        absent = [rank for rank, key in zip(ranks, keys, strict=True) if not self._shared.check(key)]
+        if early_s == timeout_s or not absent:
+            return absent
+        who = _ranges(absent)
+        _log.warning("%s waits for rank %s since %.0f s: all ranks have to call it", self.label, who, early_s)
+        return self._absent(ranks, keys, timeout_s - early_s, is_first=False)
 
     def _send_down(self, phase: str, outcome: Outcome, *, step: int | None = None) -> None:
         """Broadcast `outcome`; an error about the operation of `step` (default: of this one)."""

@@ -7,6 +7,7 @@ user and nobody else.
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import stat
@@ -24,6 +25,8 @@ from holdfast.node_memory import file_locks
 #: Memory that is a file system, on every Linux.
 DEFAULT_NODE_DIR: Final = Path("/dev/shm")  # noqa: S108 - what is made in it is private
 
+#: Why a folder of this user cannot be opened when it is none: a link, a file, a folder of somebody else.
+_NOT_OURS: Final = (errno.ELOOP, errno.ENOTDIR, errno.EACCES, errno.EPERM)
 _NEW_PREFIX: Final = "new-"
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -241,8 +244,10 @@ def _private(parent: int, name: str, path: Path, *, make: bool) -> int:
         fd = os.open(name, _FOLDER, dir_fd=parent)
     except FileNotFoundError:
         raise
-    except OSError as error:  # a link, a file, a folder of somebody else
-        raise _not_private(path, error.strerror or "it cannot be opened") from error
+    except OSError as error:
+        if error.errno in _NOT_OURS:
+            raise _not_private(path, error.strerror or "it cannot be opened") from error
+        raise memory_error(path, error) from error  # too many open files, say
     try:
         _require_private(os.fstat(fd), path, stat.S_ISDIR)
     except BaseException:

@@ -145,6 +145,8 @@ def _location(root: str, text: str) -> Location:
         raise _malformed(f"'{text}' names no folder." if text else "the path is empty.", text)
     if "\0" in root:
         raise _malformed("the path contains a NUL character.", text)
+    if not root.isascii() and any("\ud800" <= letter <= "\udfff" for letter in root):
+        raise _malformed("the path contains bytes that are not UTF-8.", ascii(text))
     return location_of(root)
 
 

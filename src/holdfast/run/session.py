@@ -169,7 +169,15 @@ class Session:
             takeover = takeover and not memory.took_over
             place = _next_in_own_epoch(run, memory, loaded, newest, takeover=takeover)
             if place is None:
-                epoch = _open_epoch(run, memory, loaded, newest, takeover=takeover, world_size=world_size)
+                epoch = _open_epoch(
+                    run,
+                    memory,
+                    loaded,
+                    newest,
+                    takeover=takeover,
+                    world_size=world_size,
+                    moved_from=self._other_root(memory),
+                )
                 place = Place(epoch.epoch, 1)
             memory.last = place
             memory.took_over |= takeover
@@ -214,6 +222,11 @@ class Session:
     def _load_of(self, identity: Identity) -> Load | None:
         entry = self._filled.get(identity.key)
         return None if entry is None or not entry[0].is_alive else entry[1]
+
+    def _other_root(self, memory: _RunNotes) -> str | None:
+        """Another path by which this process knows the same run; None where there is none."""
+        same = (each for each in self._memories.values() if each.run_id == memory.run_id and each is not memory)
+        return next((each.root for each in same), None)
 
     def _memory(self, root: str, run_id: str) -> _RunNotes:
         memory = self._memories.get(root)
@@ -296,7 +309,14 @@ def _is_own(run: Run, memory: _RunNotes, newest: int) -> bool:
 
 
 def _open_epoch(
-    run: Run, memory: _RunNotes, loaded: Load | None, newest: int, *, takeover: bool, world_size: int
+    run: Run,
+    memory: _RunNotes,
+    loaded: Load | None,
+    newest: int,
+    *,
+    takeover: bool,
+    world_size: int,
+    moved_from: str | None,
 ) -> Epoch:
     """Open the epoch after `newest`, from where this process's state comes from."""
     at = run.head_place()  # not the record: a load with fallback=True passed over a damaged one
@@ -310,14 +330,16 @@ def _open_epoch(
         # Nothing to load, so nothing to lose: earlier epochs, if any, ended before their first commit.
         origin, why = None, "start"
     else:
-        raise _unloaded(run, memory, head)
+        raise _unloaded(run, memory, head, moved_from=moved_from)
     return run.open_epoch(
         after=newest, opened_from=origin, why=why, world_size=world_size, incarnation=memory.incarnation
     )
 
 
-def _unloaded(run: Run, memory: _RunNotes, head: Commit) -> ConfigurationError:
+def _unloaded(run: Run, memory: _RunNotes, head: Commit, *, moved_from: str | None) -> ConfigurationError:
     what, action = "this job has loaded nothing from it", "Load the run first to go on from it"
+    if moved_from is not None:
+        what = f"this job knows it by another path, '{moved_from}', from where it was moved or copied"
     if memory.loaded is not None and memory.loaded.number > memory.used:
         what = f"this job has loaded {memory.loaded.place} from it, but not into the objects that it saves"
         action = "Load it with continues=True to go on from that checkpoint"

@@ -12,7 +12,9 @@ lock: each step is one operation of a set, or one assignment.
 
 A thread that changes what is guarded says so for as long as it does (`changing`). It enters when nothing is held, and a
 save of another thread begins when nobody changes anything: each says what it is about to do before it looks at the
-other, and takes it back where both did.
+other. Where both did, the change is taken back. So a save waits for those that change something already, and keeps all
+others out meanwhile: blocks of several threads that overlap without end do not hold it up. Until a save has begun, its
+hold keeps nobody else waiting, for they may be in such a block.
 """
 
 from __future__ import annotations
@@ -51,6 +53,8 @@ class Hold:
         self._owner = get_native_id()
         self._decided = Latch()
         self._over = Latch()
+        #: Whether it waits no more for those that change what is guarded.
+        self.is_begun = False
 
     @property
     def is_over(self) -> bool:
@@ -103,6 +107,11 @@ class _Change:
         self._thread = get_native_id()
         self._over = Latch()
 
+    @property
+    def is_mine(self) -> bool:
+        """Whether it is a block of this thread."""
+        return self._thread == get_native_id()
+
     def end(self) -> None:
         """Let saves begin."""
         self._over.set()
@@ -111,7 +120,7 @@ class _Change:
     def wait(self, timeout_s: float) -> bool:
         """Return when it is over, and after `timeout_s` even if it is not. Whether it is; for its own thread it is."""
         end_s = time.monotonic() + timeout_s
-        if self._thread == get_native_id():
+        if self.is_mine:
             return True
         while not self._over.wait(min(_LOOK_S, max(end_s - time.monotonic(), 0))):
             if not is_alive(self._thread):
@@ -140,32 +149,34 @@ class Guard:
         for left in tuple(_live):
             left.drop()  # an exception took this thread out of an earlier save
         end_s = time.monotonic() + timeout_s
-        while True:
-            hold = Hold(self)
-            _live.add(hold)
-            changes = [change for change in tuple(_changes) if not change.wait(0)]
-            if not changes:
-                return hold
+        hold = Hold(self)
+        _live.add(hold)
+        try:
+            while changes := [change for change in tuple(_changes) if not change.wait(0)]:
+                if not all(change.wait(max(end_s - time.monotonic(), 0)) for change in changes):
+                    raise DeadlineError(
+                        f"another thread was under the guard of a Checkpointer for {timeout_s:.0f} s: no save could "
+                        "begin.",
+                        code="timeout.guard",
+                        action="Have it end its `with checkpointer.guard():` before the next save.",
+                    )
+        except BaseException:
             hold.release()
-            if not all(change.wait(max(end_s - time.monotonic(), 0)) for change in changes):
-                raise DeadlineError(
-                    f"another thread was under the guard of a Checkpointer for {timeout_s:.0f} s: no save could begin.",
-                    code="timeout.guard",
-                    action="Have it end its `with checkpointer.guard():` before the next save.",
-                )
+            raise
+        hold.is_begun = True
+        return hold
 
-    @property
-    def is_held(self) -> bool:
-        """Whether anything is held."""
-        return any(hold.is_of(self) for hold in tuple(_live))
+    def holds(self) -> list[Hold]:
+        """What is held, or about to be."""
+        return [hold for hold in tuple(_live) if hold.is_of(self)]
 
     def wait(self) -> None:
         """Return when nothing is held: at once, mostly."""
         if not _live:
             return
         start_s = time.perf_counter()
-        for hold in tuple(_live):
-            if hold.is_of(self):
+        for hold in self.holds():
+            if hold.is_begun:
                 hold.wait()
         self.waited_s += time.perf_counter() - start_s
 
@@ -186,15 +197,17 @@ class Guard:
 def changing(guards: Sequence[Guard]) -> Iterator[None]:
     """A ``with`` block that is entered when `guards` hold nothing, and during which no save of another thread begins in
     this process."""
+    # In a block within a block nothing can have begun, and what waits to begin waits for the outer one.
+    is_inner = any(change.is_mine for change in tuple(_changes))
     change = _Change()
     try:
-        while True:
-            for guard in guards:
-                guard.wait()
+        _changes.add(change)
+        while not is_inner and (holds := [hold for guard in guards for hold in guard.holds()]):
+            change.end()
+            for hold in holds:
+                hold.wait()
+            change = _Change()
             _changes.add(change)
-            if not any(guard.is_held for guard in guards):
-                break
-            _changes.discard(change)
         yield
     finally:
         change.end()
@@ -215,4 +228,4 @@ def await_copies(*, timeout_s: float) -> bool:
     it has, and a copy takes less time than a load.
     """
     end_s = time.monotonic() + timeout_s
-    return all(hold.wait(max(end_s - time.monotonic(), 0)) for hold in tuple(_live))
+    return all(hold.wait(max(end_s - time.monotonic(), 0)) for hold in tuple(_live) if hold.is_begun)

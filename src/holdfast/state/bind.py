@@ -52,6 +52,9 @@ from holdfast.state.registry import (
 )
 from holdfast.wording import count, kind_of, with_article
 
+#: Kinds of dicts whose items an empty one can take.
+_DICTS = ("dict", "ordered")
+
 
 def bind(
     into: Mapping[str, object],
@@ -497,7 +500,7 @@ class _Binder:
 
     def _dict(self, path: str, item: MutableMapping[str, object] | dict[object, object]) -> Finish:
         if path and not item and self._is_selected(path) and self._is_dict_of_values(path):
-            return self._whole(path, item, "dict")  # one that grows while the job trains
+            return self._whole(path, item, *_DICTS)  # one that grows while the job trains
         self._expect(path, item, values.TableNode, Open)
         entries = cast("MutableMapping[object, object]", item)
         prefix = path + "/" if path else ""
@@ -514,7 +517,7 @@ class _Binder:
     def _is_dict_of_values(self, path: str) -> bool:
         """Whether a dict is stored whose items are all values, so that an empty one can take them."""
         node = self.nodes.get(path)
-        return isinstance(node, values.TableNode) and node.kind == "dict" and self._is_value(path, node)
+        return isinstance(node, values.TableNode) and node.kind in _DICTS and self._is_value(path, node)
 
     def _holds_only_values(self, item: object) -> bool:
         """Whether no part of `item` has to keep its identity. Notes the types of NamedTuples on the way."""
@@ -531,11 +534,11 @@ class _Binder:
             return all(self._holds_only_values(part) for part in item)
         return adapter_of(item) is None
 
-    def _whole(self, path: str, item: object, kind: str) -> Finish:
-        """Bind a container of values: replaced as a whole, a list, dict or Counter in place."""
+    def _whole(self, path: str, item: object, *kinds: str) -> Finish:
+        """Bind a container of values, of one of the `kinds`: replaced as a whole, a list, dict or Counter in place."""
         node = self.nodes.get(path)
-        if node is not None and not (isinstance(node, (values.Items, values.TableNode)) and node.kind == kind):
-            self._mismatches.add_kind(path, with_article(kind), node)
+        if node is not None and not (isinstance(node, (values.Items, values.TableNode)) and node.kind in kinds):
+            self._mismatches.add_kind(path, with_article(kinds[0]), node)
             return lambda: item
         value = self._value(path, item)
         return lambda: refill(item, value()) if isinstance(item, (list, dict)) else value()
