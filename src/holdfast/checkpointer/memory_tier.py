@@ -17,7 +17,7 @@ from weakref import WeakSet
 
 from holdfast.checkpointer.background import Background
 from holdfast.checkpointer.backoff import Backoff
-from holdfast.checkpointer.messages import RankMemory, SnapshotRoom
+from holdfast.checkpointer.messages import MemoryStatus, SnapshotRoom
 from holdfast.checkpointer.restoring import Restored, await_commit, drop_parts
 from holdfast.checkpointer.save_errors import is_unusable, too_slow
 from holdfast.checkpointer.staging import Stager
@@ -182,7 +182,7 @@ class MemoryTier:
         `is_unusable` on all ranks where some rank cannot use its memory, or puts that off, and ``config`` errors where
         this job restored nothing and must not begin the run anew. Collective."""
 
-        def look(standings: Sequence[RankMemory]) -> SnapshotRoom:
+        def look(standings: Sequence[MemoryStatus]) -> SnapshotRoom:
             found = SnapshotRoom.of(standings, self.stager.run_id or self._run_id(deadline))
             is_late = deadline.remaining_s() < _LATE * deadline.timeout_s
             if found.full and found.trouble is None and when_full == "wait" and is_late:
@@ -213,13 +213,13 @@ class MemoryTier:
         self,
         channel: Channel,
         deadline: Deadline,
-        look: Callable[[list[RankMemory]], SnapshotRoom],
+        look: Callable[[list[MemoryStatus]], SnapshotRoom],
         *,
         is_as_before: bool,
     ) -> SnapshotRoom:
         """What all ranks find when they look at their memory once."""
 
-        def stand() -> RankMemory:
+        def stand() -> MemoryStatus:
             return self.stager.standing(
                 is_as_before=is_as_before,
                 has_looked=self._has_looked,
@@ -228,7 +228,7 @@ class MemoryTier:
                 put_off=self._trouble if self.is_put_off else None,
             )
 
-        found = channel.exchange("memory", attempt(stand), look, deadline, takes=RankMemory, gives=SnapshotRoom)
+        found = channel.exchange("memory", attempt(stand), look, deadline, takes=MemoryStatus, gives=SnapshotRoom)
         self.stager.give_up(found.given_up)
         self.stager.give_up_beyond(found.reached)
         if found.trouble is not None:

@@ -13,7 +13,7 @@ from holdfast.errors import ErrorWire
 from holdfast.format.records import Place
 
 
-class RankMemory(msgspec.Struct, frozen=True, array_like=True):
+class MemoryStatus(msgspec.Struct, frozen=True, array_like=True):
     """How a rank's memory stands before a save.
 
     `sealed` is the newest checkpoint that memory holds whole, as far as this rank can tell (None: of none): this job
@@ -67,7 +67,7 @@ class SnapshotRoom(msgspec.Struct, frozen=True, array_like=True):
     held_up: str
 
     @staticmethod
-    def of(standings: Sequence[RankMemory], run_id: str) -> SnapshotRoom:
+    def of(standings: Sequence[MemoryStatus], run_id: str) -> SnapshotRoom:
         """Whether all ranks have room for another snapshot of the run `run_id`, from how the memory of each stands."""
         sealed = [each.sealed for each in standings]
         needed = None if None in sealed else min(each for each in sealed if each is not None)

@@ -22,7 +22,7 @@ from holdfast.agreement.assignment import WriteAssignment
 from holdfast.checkpoint.reading import pack_values
 from holdfast.checkpointer.backoff import Backoff
 from holdfast.checkpointer.handle import Handle
-from holdfast.checkpointer.messages import Agreed, RankMemory
+from holdfast.checkpointer.messages import Agreed, MemoryStatus
 from holdfast.checkpointer.save_errors import (
     incomplete,
     is_unusable,
@@ -192,7 +192,7 @@ class Stager:
         whole: Place | None,
         backoff: Backoff,
         put_off: ErrorWire | None = None,
-    ) -> RankMemory:
+    ) -> MemoryStatus:
         """How the memory of this rank stands; its state `is_as_before`, or not, and it `has_looked` at what memory held
         before this job, or not: then `whole` is the newest checkpoint that memory held whole.
 
@@ -203,7 +203,7 @@ class Stager:
         Raises:
             ConfigurationError: memory could not be used from the beginning, because of how it was set up.
         """
-        known = RankMemory(
+        known = MemoryStatus(
             None,
             is_free=False,
             oldest=None,
@@ -230,7 +230,7 @@ class Stager:
         # Where there are no slots yet, a plan must be made known, and memory taken, before the save returns.
         return msgspec.structs.replace(found, is_as_before=is_as_before and self._prepared_nbytes >= 0)
 
-    def _look_at_slots(self, known: RankMemory, whole: Place | None) -> RankMemory:
+    def _look_at_slots(self, known: MemoryStatus, whole: Place | None) -> MemoryStatus:
         """`known`, with what the slots say."""
         memory = self._opened()
         if memory.is_removed:
