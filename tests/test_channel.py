@@ -18,7 +18,8 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.control.channel import Channel, Deadline
+from holdfast.control.channel import Channel
+from holdfast.control.deadline import Deadline
 from holdfast.control.torch_store import GroupStore, TorchMeeting, TorchStore, default_channel
 from holdfast.errors import ConfigurationError, DeadlineError, HoldfastError, StateError, StorageError
 from tests.ranks import RankDiedError, RanksFailedError, run_ranks

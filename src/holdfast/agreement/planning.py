@@ -14,7 +14,8 @@ from holdfast.agreement.assignment import WriteAssignment
 from holdfast.agreement.local import NUM_TURNS, RankState
 from holdfast.agreement.messages import Compare, Described, Details, Digests, Questions
 from holdfast.agreement.planner import PlanMemory, Planner
-from holdfast.control.channel import Channel, Deadline
+from holdfast.control.channel import Channel
+from holdfast.control.deadline import Deadline
 from holdfast.format.values import Node
 from holdfast.phases import Stopwatch, attempt, done, told
 from holdfast.state.collect import WalkCache

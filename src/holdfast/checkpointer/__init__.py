@@ -29,7 +29,8 @@ from holdfast.checkpointer.save_errors import interrupted, is_unusable
 from holdfast.checkpointer.staged_place import StagedPlace
 from holdfast.checkpointer.staging import Stager, next_share
 from holdfast.checkpointer.turn import turn_in
-from holdfast.control.channel import Channel, Deadline, check_timeout
+from holdfast.control.channel import Channel
+from holdfast.control.deadline import Deadline, check_timeout
 from holdfast.control.torch_store import default_channel, global_rank, group_ranks
 from holdfast.errors import ConfigurationError, HoldfastError
 from holdfast.format.patterns import Globs

@@ -10,7 +10,8 @@ from holdfast.checkpointer.background import Background
 from holdfast.checkpointer.handle import Handle
 from holdfast.checkpointer.messages import Agreed
 from holdfast.checkpointer.staging import Stager
-from holdfast.control.channel import Channel, Deadline
+from holdfast.control.channel import Channel
+from holdfast.control.deadline import Deadline
 from holdfast.errors import HoldfastError, StorageError
 from holdfast.format.records import Place
 from holdfast.node_memory.node_folder import memory_error

@@ -21,7 +21,8 @@ from holdfast.checkpointer.messages import MemoryStatus, SnapshotRoom
 from holdfast.checkpointer.restoring import Restored, await_commit, drop_parts
 from holdfast.checkpointer.save_errors import is_unusable, too_slow
 from holdfast.checkpointer.staging import Stager
-from holdfast.control.channel import Channel, Deadline
+from holdfast.control.channel import Channel
+from holdfast.control.deadline import Deadline
 from holdfast.errors import ErrorWire, FencedError, HoldfastError, NotFoundError, from_wire, to_wire
 from holdfast.format.records import Place
 from holdfast.phases import attempt

@@ -17,7 +17,8 @@ from torch.distributed import ProcessGroup
 from holdfast.checkpoint.reading import Checkpoint
 from holdfast.checkpoint.sealed import Sealed
 from holdfast.checkpointer.choosing import Chosen, Inventory, Survey, Unknown, inventory, known_of
-from holdfast.control.channel import Channel, Deadline
+from holdfast.control.channel import Channel
+from holdfast.control.deadline import Deadline
 from holdfast.control.torch_store import default_channel, group_ranks
 from holdfast.errors import ConfigurationError, CorruptError, DeadlineError, HoldfastError, NotFoundError
 from holdfast.format import manifest as fmt

@@ -26,13 +26,27 @@ raised, unless rank 0 tries the same again, which the rank joins.
 from __future__ import annotations
 
 import logging
-import struct
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Final, NamedTuple, SupportsFloat, TypeVar, overload
+from typing import Any, Final, NamedTuple, TypeVar, overload
 
 import msgspec
 
+from holdfast.control.deadline import Deadline
+from holdfast.control.envelopes import (
+    NUM_CHUNKS,
+    Broadcast,
+    GroupEnvelope,
+    Outcome,
+    RankEnvelope,
+    decoded,
+    encoded,
+    encoded_outcome,
+    error_wire,
+    first_chunk,
+    packed,
+    payload_of,
+)
 from holdfast.control.meeting import KeyValueStore, Meeting
 from holdfast.control.processes import Process
 from holdfast.decoding import decode_msgpack
@@ -43,7 +57,6 @@ GROUP_SIZE: Final = 64
 
 #: torch's TCPStore drops the connection of a client that sends a value over 8 MiB.
 _CHUNK_NBYTES: Final = 4 * 2**20
-_NUM_CHUNKS: Final = struct.Struct(">I")
 #: After so long it is said which ranks have not come.
 _PATIENCE_S: Final = 30.0
 #: Of so many absent ranks an error tells where they are.
@@ -55,73 +68,10 @@ _READ_S: Final = 2.0
 
 _log = logging.getLogger(__name__)
 
-Clock = Callable[[], float]
-Outcome = bytes | Exception
 T = TypeVar("T")
 M = TypeVar("M")
 R = TypeVar("R")
 S = TypeVar("S", bound=msgspec.Struct)
-
-
-def check_timeout(timeout_s: float) -> None:
-    """Raise `TypeError` or `ValueError` for what is no positive number of seconds."""
-    if not isinstance(timeout_s, SupportsFloat):
-        raise TypeError(f"a timeout is a number of seconds, not {timeout_s!r}")
-    if not timeout_s > 0:
-        raise ValueError(f"a timeout is positive, not {timeout_s}")
-
-
-class Deadline:
-    """A point in time, `timeout_s` from now, by a monotonic clock."""
-
-    def __init__(self, timeout_s: float, *, clock: Clock = time.monotonic) -> None:
-        check_timeout(timeout_s)
-        self.timeout_s = timeout_s
-        self._clock = clock
-        self._end_s = clock() + timeout_s
-
-    @property
-    def for_storage_s(self) -> float:
-        """Seconds that a store may take: nine tenths of all, so that the rank on which it hangs can tell the others."""
-        return 0.9 * self.timeout_s
-
-    def remaining_s(self, *, graces: int = 0) -> float:
-        """Seconds that are left, at least 1 ms (stores take 0 for "for ever").
-
-        Each grace adds a tenth of the timeout, but 1 to 30 s. Who waits for a rank that itself waits for others
-        waits one grace longer, so that the rank nearest to the absent ones speaks first and names them.
-        """
-        return max(self._end_s + graces * min(max(0.1 * self.timeout_s, 1.0), 30.0) - self._clock(), 0.001)
-
-
-class _Up(msgspec.Struct, frozen=True, array_like=True):
-    """One rank's contribution to a gather. The first of an operation says which process the rank is."""
-
-    phase: str
-    label: str
-    step: int | None
-    payload: bytes
-    error: ErrorWire | None
-    process: Process | None = None
-
-
-class _GroupUps(msgspec.Struct, frozen=True, array_like=True):
-    """What the first rank of a group collected from its members, in rank order, and who was missing."""
-
-    members: tuple[_Up, ...]
-    absent: tuple[int, ...]
-
-
-class _Down(msgspec.Struct, frozen=True, array_like=True):
-    """A broadcast. The first of an operation says which process rank 0 is. An error is about the operation of `step`,
-    which may be an earlier one than that of rank 0."""
-
-    phase: str
-    label: str
-    step: int | None
-    payload: bytes
-    error: ErrorWire | None
-    process: Process | None = None
 
 
 class _Awaited(NamedTuple):
@@ -203,7 +153,7 @@ class Channel:
         `DeadlineError` naming rank 0 on ranks that heard nothing from it in time.
         """
         if self.rank != 0:
-            return _payload(self._ask(lambda: self._receive_down(phase, deadline), deadline))
+            return payload_of(self._ask(lambda: self._receive_down(phase, deadline), deadline))
         if outcome is None:
             raise ValueError("rank 0 broadcasts a payload or an error")
         self._ask(lambda: self._send_down(phase, outcome), deadline)
@@ -258,9 +208,9 @@ class Channel:
         """
 
         def answer_encoded(payloads: list[bytes]) -> bytes:
-            return _encoded(answer([_decoded(payload, takes) for payload in payloads]))
+            return encoded(answer([decoded(payload, takes) for payload in payloads]))
 
-        return _decoded(self._exchange_bytes(phase, _encoded_outcome(outcome), answer_encoded, deadline), gives)
+        return decoded(self._exchange_bytes(phase, encoded_outcome(outcome), answer_encoded, deadline), gives)
 
     def _exchange_bytes(
         self, phase: str, outcome: Outcome, answer: Callable[[list[bytes]], bytes], deadline: Deadline
@@ -282,12 +232,12 @@ class Channel:
     def _exchange(
         self, phase: str, outcome: Outcome, answer: Callable[[list[bytes]], bytes], deadline: Deadline
     ) -> bytes:
-        def gather_and_receive() -> _Down:
+        def gather_and_receive() -> Broadcast:
             self._gather(phase, outcome, deadline)
             return self._receive_down(phase, deadline)
 
         if self.rank != 0:
-            return _payload(self._ask(gather_and_receive, deadline))
+            return payload_of(self._ask(gather_and_receive, deadline))
         ups = self._ask(lambda: self._gather(phase, outcome, deadline), deadline)
         assert ups is not None
         return self.broadcast(phase, self._verdict(phase, ups, answer), deadline)
@@ -313,7 +263,7 @@ class Channel:
         # Not at the first look: what a rank sent just before it ended may still be on its way.
         for rank in ended & self._found_ended:
             # Whatever it did store stays, and is what counts.
-            self._meeting.claim(awaited.keys[rank], _packed(awaited.obituary(rank)))
+            self._meeting.claim(awaited.keys[rank], packed(awaited.obituary(rank)))
         self._found_ended = ended
 
     def _catch_up(self, why: str) -> None:
@@ -331,7 +281,7 @@ class Channel:
         """
         self.exchange(phase, outcome if isinstance(outcome, Exception) else b"", lambda _: b"", deadline)
 
-    def _verdict(self, phase: str, ups: list[_Up], answer: Callable[[list[bytes]], bytes]) -> Outcome:
+    def _verdict(self, phase: str, ups: list[RankEnvelope], answer: Callable[[list[bytes]], bytes]) -> Outcome:
         """What rank 0 is to broadcast."""
         failed = [(rank, up.error) for rank, up in enumerate(ups) if up.error is not None]
         if failed:
@@ -343,7 +293,7 @@ class Channel:
         except Exception as error:  # noqa: BLE001 - whatever it is, no rank may wait for an answer in vain
             return error
 
-    def _gather(self, phase: str, outcome: Outcome, deadline: Deadline) -> list[_Up] | None:
+    def _gather(self, phase: str, outcome: Outcome, deadline: Deadline) -> list[RankEnvelope] | None:
         number, self._num_gathers = self._num_gathers, self._num_gathers + 1
         up = self._up(phase, outcome, is_first=number == 0)
         if number == 0 and self.world_size > 1 and self._meeting is not None:
@@ -363,7 +313,7 @@ class Channel:
         self._compare(ups, phase, deadline, is_first=number == 0)
         return ups
 
-    def _report_group(self, number: int, own: _Up, deadline: Deadline) -> None:
+    def _report_group(self, number: int, own: RankEnvelope, deadline: Deadline) -> None:
         """Send what the group of this rank, its first, contributes."""
         # While it waits for members, its own key shows rank 0 that it is there.
         here = f"up/{number}/{self.rank}"
@@ -371,26 +321,26 @@ class Channel:
         self._put(f"group/{number}/{self.rank}", self._collect_group(number, own, deadline))
         self._shared.delete(here)
 
-    def _collect_group(self, number: int, own: _Up, deadline: Deadline) -> _GroupUps:
+    def _collect_group(self, number: int, own: RankEnvelope, deadline: Deadline) -> GroupEnvelope:
         """The contributions of this rank's group, as far as they came in time."""
         members = self._members(self.rank)[1:]
         keys = [f"up/{number}/{member}" for member in members]
         self._await(members, keys, lambda rank: self._up(own.phase, _ended(rank), is_first=False))
         absent = self._absent(members, keys, deadline.remaining_s(), is_first=number == 0)
         if absent:
-            return _GroupUps((), tuple(absent))
-        ups = [own, *(self._take(key, _Up) for key in keys)]
+            return GroupEnvelope((), tuple(absent))
+        ups = [own, *(self._take(key, RankEnvelope) for key in keys)]
         self._learn({rank: up.process for rank, up in enumerate(ups, self.rank)})
-        return _GroupUps(tuple(ups), ())
+        return GroupEnvelope(tuple(ups), ())
 
-    def _collect_groups(self, number: int, own: _GroupUps, phase: str, deadline: Deadline) -> list[_Up]:
+    def _collect_groups(self, number: int, own: GroupEnvelope, phase: str, deadline: Deadline) -> list[RankEnvelope]:
         """All contributions, in rank order. On rank 0 only."""
         leaders = range(self._group_size, self.world_size, self._group_size)
         keys = [f"group/{number}/{leader}" for leader in leaders]
-        self._await(leaders, keys, lambda leader: _GroupUps((), (leader,)))
+        self._await(leaders, keys, lambda leader: GroupEnvelope((), (leader,)))
         missing = self._absent(leaders, keys, deadline.remaining_s(graces=1), is_first=number == 0)
         arrived = [key for leader, key in zip(leaders, keys, strict=True) if leader not in missing]
-        groups = [own, *(self._take(key, _GroupUps) for key in arrived)]
+        groups = [own, *(self._take(key, GroupEnvelope) for key in arrived)]
         absent = {rank for group in groups for rank in group.absent}
         for leader in missing:
             # No word from a group: look who of it is there. Where all are, its first rank stopped half-way.
@@ -402,7 +352,7 @@ class Channel:
         self._learn({rank: up.process for rank, up in enumerate(ups)})
         return ups
 
-    def _compare(self, ups: Sequence[_Up], phase: str, deadline: Deadline, *, is_first: bool) -> None:
+    def _compare(self, ups: Sequence[RankEnvelope], phase: str, deadline: Deadline, *, is_first: bool) -> None:
         """Return if all ranks are where this one is, rank 0."""
         if is_first and self.world_size > 1 and self._shared.check("left"):
             late = self._late([0], phase, deadline)
@@ -439,7 +389,7 @@ class Channel:
         number, self._num_broadcasts = self._num_broadcasts, self._num_broadcasts + 1
         if self.world_size > 1:
             up = self._up(phase, outcome, is_first=number == 0)
-            down = _Down(*msgspec.structs.astuple(up))
+            down = Broadcast(*msgspec.structs.astuple(up))
             self._put(f"down/{number}", down if step is None else msgspec.structs.replace(down, step=step))
 
     def _await_readers(self) -> None:
@@ -450,10 +400,10 @@ class Channel:
         while (self._shared.check(key) or self._shared.check(f"{key}/read")) and time.monotonic() < end_s:
             time.sleep(_READ_S / 400)
 
-    def _receive_down(self, phase: str, deadline: Deadline) -> _Down:
+    def _receive_down(self, phase: str, deadline: Deadline) -> Broadcast:
         number, self._num_broadcasts = self._num_broadcasts, self._num_broadcasts + 1
         key, readers = f"down/{number}", f"down/{number}/read"
-        self._await([0], [key], lambda rank: _Down(phase, self.label, self._step, b"", to_wire(_ended(rank))))
+        self._await([0], [key], lambda rank: Broadcast(phase, self.label, self._step, b"", to_wire(_ended(rank))))
         if not self._shared.wait([key], deadline.remaining_s(graces=2)):
             late = self._late([0], phase, deadline)
             self._shared.set("left", b"")
@@ -462,7 +412,7 @@ class Channel:
         if self._shared.add(readers, 1) == self.world_size - 1:
             self._remove(key, num_chunks)
             self._shared.delete(readers)
-        down = decode_msgpack(data, _Down)
+        down = decode_msgpack(data, Broadcast)
         self._learn({0: down.process})
         if number == 0 and down.error is not None and self._is_past(down, down.error):
             raise _OverError(down.error.message)
@@ -470,7 +420,7 @@ class Channel:
             raise _out_of_step(self.rank, self._what(phase), _what(down.phase, down.label))
         return down
 
-    def _is_past(self, down: _Down, error: ErrorWire) -> bool:
+    def _is_past(self, down: Broadcast, error: ErrorWire) -> bool:
         """Whether the first error that this rank hears is about an operation that it skipped."""
         if self._step is not None and down.step is not None and self._step != down.step:
             return self._step > down.step
@@ -503,14 +453,14 @@ class Channel:
         # The key itself comes last: who sees it finds all chunks.
         for index, chunk in enumerate(chunks[1:], start=1):
             self._shared.set(f"{key}/{index}", chunk)
-        self._shared.set(key, _head(len(chunks), chunks[0]))
+        self._shared.set(key, first_chunk(len(chunks), chunks[0]))
 
     def _read(self, key: str) -> tuple[int, bytes]:
         """The number of chunks and the data under a key that exists."""
         first = self._shared.get(key)
-        (num_chunks,) = _NUM_CHUNKS.unpack_from(first)
+        (num_chunks,) = NUM_CHUNKS.unpack_from(first)
         rest = (self._shared.get(f"{key}/{index}") for index in range(1, num_chunks))
-        return num_chunks, b"".join((first[_NUM_CHUNKS.size :], *rest))
+        return num_chunks, b"".join((first[NUM_CHUNKS.size :], *rest))
 
     def _take(self, key: str, kind: type[S]) -> S:
         """The message under a key that exists, which is removed."""
@@ -527,9 +477,9 @@ class Channel:
         assert self._meeting is not None, "a world of one sends no messages"
         return self._meeting.store
 
-    def _up(self, phase: str, outcome: Outcome, *, is_first: bool) -> _Up:
-        payload, error = (outcome, None) if isinstance(outcome, bytes) else (b"", _wire(outcome))
-        return _Up(phase, self.label, self._step, payload, error, Process.current() if is_first else None)
+    def _up(self, phase: str, outcome: Outcome, *, is_first: bool) -> RankEnvelope:
+        payload, error = (outcome, None) if isinstance(outcome, bytes) else (b"", error_wire(outcome))
+        return RankEnvelope(phase, self.label, self._step, payload, error, Process.current() if is_first else None)
 
     def _what(self, phase: str) -> str:
         return _what(phase, self.label)
@@ -560,36 +510,6 @@ class Channel:
         return f" ({told})" if told else ""
 
 
-def _encoded(message: object) -> bytes:
-    return message if isinstance(message, bytes) else msgspec.msgpack.encode(message)
-
-
-def _encoded_outcome(outcome: object) -> Outcome:
-    try:
-        return outcome if isinstance(outcome, Exception) else _encoded(outcome)
-    except Exception as error:  # noqa: BLE001 - the other ranks wait for a message
-        return error
-
-
-def _decoded(payload: bytes, kind: Any) -> Any:
-    return payload if kind is bytes else decode_msgpack(payload, kind)
-
-
-def _payload(down: _Down) -> bytes:
-    if down.error is not None:
-        raise from_wire(down.error)
-    return down.payload
-
-
-def _packed(message: msgspec.Struct) -> bytes:
-    """A small message as it is stored under its key."""
-    return _head(1, msgspec.msgpack.encode(message))
-
-
-def _head(num_chunks: int, first: bytes) -> bytes:
-    return _NUM_CHUNKS.pack(num_chunks) + first
-
-
 def _what(phase: str, label: str) -> str:
     return f"'{phase}' of {label}"
 
@@ -607,17 +527,6 @@ def _ended(rank: int) -> DeadlineError:
         rank=rank,
         absent=(rank,),
     )
-
-
-def _wire(error: Exception) -> ErrorWire:
-    if isinstance(error, HoldfastError):
-        return to_wire(error)
-    unexpected = HoldfastError(
-        f"{type(error).__name__}: {error}.",
-        code="unexpected",
-        action="The log of the rank that failed has the traceback.",
-    )
-    return to_wire(unexpected)
 
 
 def _with_local_traceback(error: HoldfastError, outcome: Exception, *, rank: int, is_alone: bool) -> HoldfastError:

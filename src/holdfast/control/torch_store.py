@@ -15,7 +15,8 @@ from weakref import WeakKeyDictionary, ref
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from holdfast.control.channel import Channel, Deadline
+from holdfast.control.channel import Channel
+from holdfast.control.deadline import Deadline
 from holdfast.control.meeting import KeyValueStore
 from holdfast.control.processes import Process
 from holdfast.control.requests import Requests, lost

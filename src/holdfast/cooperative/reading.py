@@ -16,7 +16,8 @@ import numpy as np
 from msgspec.structs import replace
 
 from holdfast.checkpoint.reading import Checkpoint, Targets
-from holdfast.control.channel import Channel, Deadline
+from holdfast.control.channel import Channel
+from holdfast.control.deadline import Deadline
 from holdfast.cooperative.neighbours import Neighbour, NeighbourGone, Neighbours, SharedMemory, node_id
 from holdfast.cooperative.network import Peers
 from holdfast.cooperative.sharing import SharedReading, sent_and_received

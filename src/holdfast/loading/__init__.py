@@ -14,7 +14,8 @@ import torch
 from torch.distributed import ProcessGroup
 
 from holdfast.checkpoint.reading import Checkpoint
-from holdfast.control.channel import Channel, Deadline
+from holdfast.control.channel import Channel
+from holdfast.control.deadline import Deadline
 from holdfast.control.torch_store import default_channel, group_ranks
 from holdfast.cooperative.reading import MEMORY_NBYTES, MIN_MEMORY_NBYTES, CooperativeReading, ReadCost
 from holdfast.errors import ConfigurationError, CorruptError, HoldfastError, StorageError

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 
 from holdfast.checkpoint.reading import Checkpoint, Targets
-from holdfast.control.channel import Deadline
+from holdfast.control.deadline import Deadline
 from holdfast.errors import DeadlineError
 from holdfast.geometry import Box
 from holdfast.loading.wanted import Wanted, wanted

@@ -19,7 +19,8 @@ from holdfast.agreement.assignment import WriteAssignment, sources_of
 from holdfast.agreement.planner import Planner
 from holdfast.agreement.planning import PlanCache, Planning
 from holdfast.checkpoint.reading import Checkpoint
-from holdfast.control.channel import Channel, Deadline
+from holdfast.control.channel import Channel
+from holdfast.control.deadline import Deadline
 from holdfast.control.torch_store import default_channel, group_ranks
 from holdfast.cooperative.reading import CooperativeReading
 from holdfast.errors import IncompatibleError

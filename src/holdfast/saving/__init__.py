@@ -24,7 +24,8 @@ from holdfast.agreement.local import RankState
 from holdfast.agreement.planner import Planner
 from holdfast.agreement.planning import PlanCache, Planning
 from holdfast.agreement.request import SaveRequest
-from holdfast.control.channel import Channel, Deadline
+from holdfast.control.channel import Channel
+from holdfast.control.deadline import Deadline
 from holdfast.control.torch_store import default_channel, group_ranks
 from holdfast.errors import HoldfastError
 from holdfast.format.patterns import Globs

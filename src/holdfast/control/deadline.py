@@ -1,0 +1,40 @@
+"""How long an operation may take, and what of that its parts have."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import SupportsFloat
+
+Clock = Callable[[], float]
+
+
+def check_timeout(timeout_s: float) -> None:
+    """Raise `TypeError` or `ValueError` for what is no positive number of seconds."""
+    if not isinstance(timeout_s, SupportsFloat):
+        raise TypeError(f"a timeout is a number of seconds, not {timeout_s!r}")
+    if not timeout_s > 0:
+        raise ValueError(f"a timeout is positive, not {timeout_s}")
+
+
+class Deadline:
+    """A point in time, `timeout_s` from now, by a monotonic clock."""
+
+    def __init__(self, timeout_s: float, *, clock: Clock = time.monotonic) -> None:
+        check_timeout(timeout_s)
+        self.timeout_s = timeout_s
+        self._clock = clock
+        self._end_s = clock() + timeout_s
+
+    @property
+    def for_storage_s(self) -> float:
+        """Seconds that a store may take: nine tenths of all, so that the rank on which it hangs can tell the others."""
+        return 0.9 * self.timeout_s
+
+    def remaining_s(self, *, graces: int = 0) -> float:
+        """Seconds that are left, at least 1 ms (stores take 0 for "for ever").
+
+        Each grace adds a tenth of the timeout, but 1 to 30 s. Who waits for a rank that itself waits for others
+        waits one grace longer, so that the rank nearest to the absent ones speaks first and names them.
+        """
+        return max(self._end_s + graces * min(max(0.1 * self.timeout_s, 1.0), 30.0) - self._clock(), 0.001)
