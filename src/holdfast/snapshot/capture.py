@@ -21,7 +21,7 @@ from holdfast.snapshot.device import Calls, Queued, devices_of
 from holdfast.snapshot.routes import Pair, Routes, Tensors
 from holdfast.state.collect import LocalTensor, WalkCache
 from holdfast.state.flatten import FlatState, Walk
-from holdfast.state.marks import Marked, address_of
+from holdfast.state.marks import Marked, Versions
 
 #: So much is copied by one call, for whose time other threads of Python run.
 _CALL_NBYTES = 64 << 20
@@ -60,7 +60,7 @@ class Snapshot:
         #: The names of what is copied before `instant` is set.
         self._at_once = frozenset(rest)
         #: Shows whether another thread changes that meanwhile; the thread that saves does not.
-        self._rest = _marked(rest)
+        self._versions: Versions | None = Versions(_memory_of(rest, rest))
         self._aside: Tensors | None = None
         #: Set when all is set aside that no guard holds, or this has ended.
         self.instant = Latch()
@@ -109,9 +109,11 @@ class Snapshot:
 
     def _check_whole(self, rest: Tensors) -> None:
         """Return only if no thread changed the `rest` while it was copied."""
-        changed, self._rest = self._rest.changed(), Marked()
+        versions, self._versions = self._versions, None
+        changed = {id(part) for part in versions.changed()} if versions is not None else set()
         if changed:
-            raise _changed(_name_at(changed, rest))
+            named = (name for name, local in rest.items() if any(id(part) in changed for part in local.memory))
+            raise _changed(next(named, "a tensor"))
 
 
 def _is_as_before(walk: Walk, last: Sequence[WalkCache]) -> bool:
@@ -127,17 +129,8 @@ def _memory_of(found: Tensors, names: Collection[str]) -> list[torch.Tensor]:
     return list(chain.from_iterable([local.memory for name, local in found.items() if name in names]))
 
 
-def _marked(tensors: Tensors) -> Marked:
-    """Marks of the tensors of which torch shows that they were changed."""
-    marked = Marked()
-    if not marked.add(_memory_of(tensors, tensors)):
-        for local in tensors.values():
-            marked.add(local.memory)
-    return marked
-
-
 def _name_at(addresses: set[int], tensors: Tensors) -> str:
-    named = (name for name, local in tensors.items() if any(address_of(part) in addresses for part in local.memory))
+    named = (name for name, local in tensors.items() if any(part.data_ptr() in addresses for part in local.memory))
     return next(named, "a parameter, or what an optimizer keeps for it,")
 
 

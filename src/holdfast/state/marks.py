@@ -38,12 +38,30 @@ class Marked:
         return {address for then, now in marks if then != now for _, address in (then, now)}
 
 
-def address_of(tensor: torch.Tensor) -> int | None:
-    """Where the memory of a tensor begins; None for one that has no address, as sparse ones."""
-    try:
-        return tensor.data_ptr()
-    except RuntimeError:
-        return None
+class Versions:
+    """Which tensors of a few milliseconds are written to: less than `Marked` tells, in half the time.
+
+    Of inference tensors torch counts no changes, so they count as unchanged.
+    """
+
+    def __init__(self, memory: Sequence[torch.Tensor]) -> None:
+        self._memory = memory
+        try:
+            self._then = _versions(memory)
+        except RuntimeError:
+            self._memory = [part for part in memory if not part.is_inference()]
+            self._then = _versions(self._memory)
+
+    def changed(self) -> list[torch.Tensor]:
+        """Those that were written to since."""
+        now = _versions(self._memory)
+        if now == self._then:
+            return []
+        return [part for part, then, after in zip(self._memory, self._then, now, strict=True) if then != after]
+
+
+def _versions(memory: Sequence[torch.Tensor]) -> list[int]:
+    return [part._version for part in memory]  # noqa: SLF001
 
 
 def _marks(memory: Sequence[torch.Tensor]) -> list[int]:
