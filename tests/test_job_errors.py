@@ -85,7 +85,7 @@ def test_an_empty_folder_becomes_a_run(tmp_path: Path) -> None:
 
 def test_one_checkpoint_of_a_run_is_no_place_to_save(tmp_path: Path) -> None:
     save_small(str(tmp_path / "run"), 1)
-    with pytest.raises(ValueError, match="save takes a run"):
+    with pytest.raises(ConfigurationError, match="is one checkpoint; saves go into a run"):
         save_small(str(tmp_path / "run@step=1"), 2)
     with pytest.raises(ConfigurationError) as raised:
         save_small(holdfast.open(tmp_path / "run").path, 2)

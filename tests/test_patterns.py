@@ -137,6 +137,8 @@ def glob_ends(name: str, glob: str, at: int = 0) -> set[int]:
         ("model/backbone.0", ["model/backbone.0.*"]),
         ("backbone.*", ["model/backbone.*"]),
         ("!head.weight", ["model/head.weight"]),
+        ("model.head.weight", ["model/head.weight"]),
+        ("model.backbone", ["model/backbone.*"]),
     ],
 )
 def test_a_part_of_a_module_and_a_name_without_its_beginning_lead_to_what_was_meant(

@@ -139,6 +139,11 @@ class Globs:
             return [max(wholes, key=len)]
         if any(name.startswith(f"{text}.") for name in names):
             return [f"{text}.*"]
+        slashed = text.replace(".", "/", 1)
+        if slashed in names:
+            return [slashed]
+        if slashed != text and any(name.startswith(f"{slashed}.") for name in names):
+            return [f"{slashed}.*"]
         pattern = Pattern(text)
         cut = {name[:at] for name in names for at in _ends(name) if pattern.match(name[at + 1 :]) is not None}
         return [f"{container}/{text}" for container in sorted(cut)[:3]] or near(text, names)

@@ -62,9 +62,10 @@ def parse(path: str | os.PathLike[str] | Location) -> Selection:
     A malformed selector, an empty path, the home of an unknown user and the URL of an object store are a
     `ConfigurationError`, code ``config.path`` or ``config.scheme``.
     """
-    text, options = (path.url, path.options) if isinstance(path, Location) else (os.fspath(path), ())
+    text, options = (path.url, path.options) if isinstance(path, Location) else (path, ())
+    text = os.fspath(text) if isinstance(text, os.PathLike) else text
     if not isinstance(text, str):
-        raise TypeError(f"a path is a str or an os.PathLike of str, not of {type(text).__name__}")
+        raise TypeError(f"the path of a run is a str or an os.PathLike of str, not a {type(text).__name__}")
     text = local_path(text)
     match = _SELECTOR.fullmatch(text)
     folder = text if match is None else match["root"]

@@ -27,7 +27,7 @@ from holdfast.agreement.request import SaveRequest
 from holdfast.control.channel import Channel
 from holdfast.control.deadline import Deadline
 from holdfast.control.torch_store import default_channel, group_ranks
-from holdfast.errors import HoldfastError
+from holdfast.errors import ConfigurationError, HoldfastError
 from holdfast.format.patterns import Globs
 from holdfast.format.records import MAX_RECORD_NBYTES, Commit, now
 from holdfast.io.meter import Meter
@@ -147,7 +147,13 @@ def run_location(run: str | os.PathLike[str] | Location) -> Location:
     """Where the run is that `run` names, which must not be one checkpoint of it."""
     target = parse(run)
     if target.step is not None or target.place is not None:
-        raise ValueError(f"save takes a run, not one checkpoint of it: '{target}'")
+        raise ConfigurationError(
+            f"'{target}' is one checkpoint; saves go into a run.",
+            code="config.path",
+            action=f"Name the run, '{target.root}'. To go on from an older checkpoint, load it first: "
+            f"holdfast.load('{target}', into=state, continues=True).",
+            path=target.root,
+        )
     return target.location
 
 

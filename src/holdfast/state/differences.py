@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from holdfast.errors import IncompatibleError
@@ -233,16 +233,20 @@ class Mismatches:
         return IncompatibleError(
             f"{message}: {lines[0]}." if len(lines) == 1 else f"{message}.",
             code=first.code,
-            action=_ACTIONS[first.code] + _and_slots({code for code, _, _ in self._found}),
+            action=_action(dict.fromkeys(code for code, _, _ in self._found)),
             tensor=first.name,
             details=tuple(_first(lines)) if len(lines) > 1 else (),
         )
 
 
-def _and_slots(codes: Collection[str]) -> str:
-    """What is to be said of optimizer state that does not fit beside tensors that do not."""
-    both = "incompatible.shape" in codes and "incompatible.slots" in codes
-    return " With strict=False the optimizer begins anew for it." if both else ""
+def _action(codes: Iterable[str]) -> str:
+    """What to do about differences of the first two of these kinds."""
+    first, *others = codes
+    if not others:
+        return _ACTIONS[first]
+    if (first, others[0]) == ("incompatible.shape", "incompatible.slots"):
+        return f"{_ACTIONS[first]} With strict=False the optimizer begins anew for it."
+    return f"{_ACTIONS[first]} {_ACTIONS[others[0]]}"
 
 
 _ACTIONS = {
