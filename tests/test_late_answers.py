@@ -31,8 +31,8 @@ def late(call: Callable[..., Any], times: list[int]) -> Callable[..., Any]:
     """`call`, which works, and then raises in those of its `times` what its caller gets when the answer is late."""
     count = iter(range(1000))
 
-    def made(*arguments: object) -> object:
-        answer = call(*arguments)
+    def made(*arguments: object, **options: object) -> object:
+        answer = call(*arguments, **options)
         if next(count) in times:
             raise DeadlineError("late.", code="timeout.ranks", action="Wait.")
         return answer

@@ -20,9 +20,9 @@ MUTATIONS = [
     Mutation(  # optimizer state is made in the dtype of its parameter
         "known_defects/test_wrong_bytes.py::test_moments_are_rounded_to_the_dtype_of_the_weight",
         "state/bind.py",
-        "        return empty(stored.dtype, stored.shape, like=like, device=device)\n",
+        "        return empty(dtype, stored.shape, like=like, device=device)\n\n",
         '        return empty(str(getattr(like, "dtype", None)).removeprefix("torch."), stored.shape, like=like, '
-        "device=device)\n",
+        "device=device)\n\n",
     ),
     Mutation(  # copies that differ are not told
         "known_defects/test_wrong_bytes.py::test_of_two_ranks_different_state_under_one_name_an_arbitrary_one_survives",

@@ -132,7 +132,8 @@ class Uncommitted:
     def _complete(self, stored: StoredManifest) -> FolderState:
         place, step = stored.manifest.place, stored.manifest.body.step
         newer = max(self._known.commits, default=None)
-        where = "the head" if place.epoch == self._known.newest and (newer is None or place > newer) else "in its place"
+        is_newest = place.epoch == self._known.newest and (newer is None or place > newer)
+        where = "the head, unless a later one is finished too" if is_newest else "in its place"
         lacks = "a commit" if self._seal is not None else "a seal and a commit"
         text = f"'{self._path}' (place {place}, step {step}) has all its files and lacks {lacks}. Finish it: it is then"
         return FolderState("folder.complete", f"{text} {where}. Nothing else changes.", "finish")
