@@ -101,8 +101,8 @@ class Handle:
 
     def fail(self, error: HoldfastError) -> None:
         """Note that nothing will come of it."""
+        self.durable.end(error)  # first: who hears of the other finds both
         self.staged.end(error)
-        self.durable.end(error)
 
     def _tell(self) -> None:
         if self.is_told:
