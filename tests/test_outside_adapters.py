@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import holdfast
-from holdfast.errors import ConfigurationError, IncompatibleError, StateError
+from holdfast.errors import ConfigurationError, HoldfastError, IncompatibleError, StateError
 from holdfast.frameworks import BindingSource, Finish, Sink, registry
 from tests.outside_adapter import ShardedMomentum, ShardedMomentumAdapter
 from tests.ranks import run_ranks
@@ -175,3 +176,51 @@ def test_what_lacks_a_part_of_the_protocol_is_no_adapter() -> None:
     with pytest.raises(ConfigurationError, match="it has no describe, bind") as caught:
         holdfast.register_adapter(Half())  # type: ignore[arg-type]
     assert caught.value.code == "config.adapter"
+
+
+class Broken(ShardedMomentumAdapter):
+    """Fails in one of its methods."""
+
+    def __init__(self, method: str) -> None:
+        self._method = method
+
+    def accepts(self, kind: type) -> bool:
+        self._fail_in("accepts")
+        return super().accepts(kind)
+
+    def describe(self, path: str, item: Any, sink: Sink) -> bool:
+        self._fail_in("describe")
+        return super().describe(path, item, sink)
+
+    def bind(self, path: str, item: Any, source: BindingSource) -> Finish:
+        self._fail_in("bind")
+        finish = super().bind(path, item, source)
+
+        def failing() -> object:
+            self._fail_in("finish")
+            return finish()
+
+        return failing
+
+    def _fail_in(self, method: str) -> None:
+        if method == self._method:
+            raise ZeroDivisionError("of the user")
+
+
+@pytest.mark.parametrize(
+    ("method", "code"),
+    [
+        ("accepts", "config.adapter"),
+        ("describe", "state.object"),
+        ("bind", "incompatible.object"),
+        ("finish", "incompatible.object"),
+    ],
+)
+def test_what_an_adapter_of_others_raises_names_it(tmp_path: Path, method: str, code: str) -> None:
+    state, _ = job(seed=0)
+    holdfast.save(tmp_path / "run", state, 1)
+    holdfast.register_adapter(Broken(method))
+    call = partial(holdfast.save, step=2) if method == "describe" else holdfast.load
+    with pytest.raises(HoldfastError, match=r"Broken raised ZeroDivisionError.*of the user") as caught:
+        call(tmp_path / "run", state)
+    assert caught.value.code == code

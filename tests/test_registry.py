@@ -350,3 +350,13 @@ def test_planes_that_could_not_be_filled_are_refused(
 def test_only_tensor_subclasses_are_registered_as_tensors(kind: type[torch.Tensor]) -> None:
     with pytest.raises(ConfigurationError, match=r"config\.registration"):
         register_tensor(kind, lambda tensor: {"all": tensor}, lambda planes: planes["all"], name="x")
+
+
+def test_an_encoder_that_gives_what_it_was_given_is_refused() -> None:
+    class Itself:
+        pass
+
+    register_value(Itself, lambda value: value, lambda value: value, name="tests.Itself")
+    with pytest.raises(StateError, match="encoded to another registered type") as caught:
+        flatten({"x": Itself()})
+    assert caught.value.code == "state.encoded"

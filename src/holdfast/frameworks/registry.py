@@ -5,14 +5,16 @@ The registry is one per process, as types are: `save` and `load` are functions, 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from functools import lru_cache
 
 from holdfast.errors import ConfigurationError
-from holdfast.frameworks import Adapter
+from holdfast.frameworks import Adapter, BindingSource, Finish
 from holdfast.frameworks.known_types import type_of
 from holdfast.frameworks.module import ModuleAdapter
 from holdfast.frameworks.optimizer import OptimizerAdapter
-from holdfast.frameworks.stateful import StatefulAdapter
+from holdfast.frameworks.stateful import StatefulAdapter, reading, writing
 from holdfast.wording import kind_of
 
 #: In the order in which they are asked. Replaced as a whole, so that other threads see all of it or none.
@@ -47,6 +49,48 @@ def adapter_of(item: object) -> Adapter | None:
     return _adapter_of_type(type_of(item))
 
 
+@contextmanager
+def describing(path: str, adapter: Adapter) -> Iterator[None]:
+    """A ``with`` block in which `adapter` describes the object at `path`: what code of others raises is a `StateError`,
+    code ``state.object``, which names it."""
+    with nullcontext() if _is_ours(adapter) else reading(path, _name(adapter)):
+        yield
+
+
+def bound(path: str, adapter: Adapter, item: object, source: BindingSource) -> Finish:
+    """What `adapter` binds `item` at `path` to. What code of others raises, then or when it puts values in place, is an
+    `IncompatibleError`, code ``incompatible.object``, which names it."""
+    if _is_ours(adapter):
+        return adapter.bind(path, item, source)
+    with writing(path, _name(adapter)):
+        finish = adapter.bind(path, item, source)
+
+    def named() -> object:
+        with writing(path, _name(adapter)):
+            return finish()
+
+    return named
+
+
+def _is_ours(adapter: Adapter) -> bool:
+    return type(adapter).__module__.startswith("holdfast.")
+
+
+def _name(adapter: Adapter) -> str:
+    return f"the adapter {type(adapter).__qualname__}"
+
+
 @lru_cache(maxsize=1024)
 def _adapter_of_type(kind: type) -> Adapter | None:
-    return next((adapter for adapter in _adapters if adapter.accepts(kind)), None)
+    return next((adapter for adapter in _adapters if _accepts(adapter, kind)), None)
+
+
+def _accepts(adapter: Adapter, kind: type) -> bool:
+    try:
+        return adapter.accepts(kind)
+    except Exception as error:
+        raise ConfigurationError(
+            f"{_name(adapter)} raised {type(error).__name__} when it was asked about {kind.__qualname__}: {error}",
+            code="config.adapter",
+            action="Correct its method accepts.",
+        ) from error

@@ -26,6 +26,7 @@ from holdfast.format.values import Encoded, Node, Open, PlanesNode, Stateful, Te
 from holdfast.frameworks import Adapter, Finish, NamedTensor
 from holdfast.frameworks.known_types import unwrapped
 from holdfast.frameworks.registry import adapter_of
+from holdfast.frameworks.registry import bound as adapted
 from holdfast.frameworks.stateful import StatefulAdapter, description_of, writing
 from holdfast.mapping.parts import StoredTensor, castable
 from holdfast.plan.layout import Replicas
@@ -138,7 +139,7 @@ class _Binder:
         finish_containers = self._dict("", into)
         self._match(named=bool(self._last))
         self.nodes = self._all_nodes
-        finish_last = [adapter.bind(path, item, self) for path, item, adapter in self._last]
+        finish_last = [adapted(path, adapter, item, self) for path, item, adapter in self._last]
         self._match(named=False)
         for names, local in describe(self._piecewise):
             self._matcher.match(names, local)
@@ -399,7 +400,7 @@ class _Binder:
         elif adapter.needs_names:
             self._last.append((path, item, adapter))
         else:
-            return adapter.bind(path, item, self)
+            return adapted(path, adapter, item, self)
         return None
 
     def _inside(self, wrapper: object, part: Finish | None) -> Finish | None:

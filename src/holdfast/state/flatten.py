@@ -21,7 +21,7 @@ from holdfast.format.patterns import Globs
 from holdfast.format.values import Container, Encoded, Leaf, Node, Open, PlanesNode, Stateful, TableNode, TensorRef
 from holdfast.frameworks import Adapter, Deferred, NamedTensor
 from holdfast.frameworks.known_types import refusal_of, unwrapped
-from holdfast.frameworks.registry import adapter_of
+from holdfast.frameworks.registry import adapter_of, describing
 from holdfast.frameworks.stateful import reading
 from holdfast.plan.layout import Replicas
 from holdfast.state.arrays import Array, check_array
@@ -224,7 +224,8 @@ class Walk:
             canonical = self._names[id(self._tensors[plane].tensor)].name
             self._names[id(entry.tensor)] = NamedTensor(name_of_planes(canonical), entry.tensor, entry.replicas)
         for path, item, adapter in self._last:
-            adapter.describe(path, item, self)
+            with describing(path, adapter):
+                adapter.describe(path, item, self)
         self._unsteady.update(self._names[id(tensor)].name for tensor in self._changed_elsewhere)
         self._gather()
         # Memory that is also found elsewhere has its name from there by now.
@@ -388,7 +389,8 @@ class Walk:
         if adapter.needs_names:
             self._last.append((path, item, adapter))
             return True
-        return adapter.describe(path, item, self)
+        with describing(path, adapter):
+            return adapter.describe(path, item, self)
 
     def _tensor_at(self, path: str, item: torch.Tensor, replicas: Replicas) -> None:
         if is_dtensor(item) and own_part(path):
@@ -401,8 +403,9 @@ class Walk:
             check_array(path, cast("Array", item))
         with reading(path, f"the encode function of {registration.name!r}"):
             encoded = registration.encode(item)
-        self._visit(path, encoded, replicas, live=False)
-        node = self._nodes[path]
+        if registered(encoded) is None:  # one that gives what it was given would go on for ever
+            self._visit(path, encoded, replicas, live=False)
+        node = self._nodes.get(path)
         if not isinstance(node, Leaf | TensorRef | Container):
             raise StateError(
                 f"{path!r} was encoded to another registered type by {registration.name!r}.",
