@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import signal
@@ -755,6 +756,28 @@ def save_side_by_side(folder: str) -> list[bool]:
                 handle.durable.wait(20)
                 done.append(handle.durable.is_done)
     return done
+
+
+def descriptors_of_saves(folder: str) -> int:
+    """How many more descriptors a rank has after 30 saves than after the first few, without the garbage collector."""
+    start_new_job()
+    state = sharded(0, dim=0)
+    memory = Memory(node_dir=Path(folder))
+    gc.disable()
+    try:
+        with Checkpointer(f"{folder}/run", state, memory=memory, timeout_s=20.0) as checkpointer:
+            for step in range(5):
+                checkpointer.save(step).durable.wait(60)
+            before = len(os.listdir("/proc/self/fd"))
+            for step in range(5, 35):
+                checkpointer.save(step).durable.wait(60)
+            return len(os.listdir("/proc/self/fd")) - before
+    finally:
+        gc.enable()
+
+
+def test_saves_in_the_background_leave_no_connection_behind_though_nobody_collects_garbage(tmp_path: Path) -> None:
+    assert max(run_ranks(2, descriptors_of_saves, str(tmp_path))) <= 3
 
 
 def test_two_checkpointers_of_one_job_save_in_the_background_side_by_side(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import holdfast
-from holdfast import FlatRange, Piecewise
+from holdfast import Checkpointer, FlatRange, Memory, Piecewise
 from holdfast.control.channel import Channel
 from holdfast.errors import StateError
 from holdfast.format import manifest as fmt
@@ -277,6 +277,33 @@ def test_the_mark_stands_in_the_manifest_and_in_the_commit_of_the_save_that_foun
     last = NUM_SAVES - 1
     (folder,) = (tmp_path / "run" / "checkpoints").glob(f"step-{last:010}-*")
     assert independent_reader.read(folder).step == last
+
+
+def grow(folder: str, through: str) -> str:
+    """A state that gets a tensor of each rank's own at its second save."""
+    start_new_job()
+    state = {"scale": torch.ones(100)}
+    if through == "save":
+        holdfast.save(f"{folder}/run", state, 0)
+        state["mine"] = torch.full((100,), float(dist.get_rank()))
+        with pytest.raises(StateError, match="'mine' is held by several ranks") as caught:
+            holdfast.save(f"{folder}/run", state, 1)
+    else:
+        Path(f"{folder}/node").mkdir(exist_ok=True)
+        with Checkpointer(f"{folder}/run", state, memory=Memory(node_dir=Path(folder) / "node")) as checkpointer:
+            checkpointer.save(0).durable.wait(60)
+            state["mine"] = torch.full((100,), float(dist.get_rank()))
+            with pytest.raises(StateError, match="'mine' is held by several ranks") as caught:
+                checkpointer.save(1).durable.wait(60)
+            del state["mine"]
+            checkpointer.save(2).durable.wait(60)
+    return caught.value.code
+
+
+@pytest.mark.parametrize("through", ["save", "Checkpointer"])
+def test_a_tensor_that_comes_later_and_differs_is_an_error_as_at_the_first_save(tmp_path: Path, through: str) -> None:
+    assert run_ranks(2, grow, str(tmp_path), through) == ["state.diverged"] * 2
+    assert "mine" not in holdfast.open(tmp_path / "run").names()
 
 
 def drift_strictly(folder: str, alike: bool) -> str:

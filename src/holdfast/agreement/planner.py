@@ -148,13 +148,20 @@ class Planner(Generic[P]):
         found = diverged(self._compare.names, dict(zip(self._ranks, answers, strict=True)))
         names = tuple(one.name for one in found)
         if found:
-            text = describe(found)
+            # What was equal before has drifted since. What was never compared may be meant to differ.
+            before = self._compared()
+            new = found if self._strict else [one for one in found if one.name not in before]
+            text = describe(new or found)
             action = "Make the copies equal, shard it as a DTensor, or save it as holdfast.PerRank(tensor)."
-            if self.memory is None or self._strict:
-                raise StateError(text, code="state.diverged", action=action, tensor=found[0].name)
-            if names != self.memory.diverged:
+            if new:
+                raise StateError(text, code="state.diverged", action=action, tensor=new[0].name)
+            if self.memory is not None and names != self.memory.diverged:
                 _log.warning("%s: %s One holder's copy is saved. %s", self._what, text, action)
         return self._place(self._next, names)
+
+    def _compared(self) -> set[str]:
+        """The tensors that the last plan was made with, when all their copies were equal."""
+        return set() if self.memory is None else set(self.memory.plan.undeclared(np.arange(max(self._ranks) + 1)))
 
     def _go_on(self, memory: PlanMemory) -> Compare | P:
         """Go by the plan in `memory`: ask for what must be compared first, else have it placed."""

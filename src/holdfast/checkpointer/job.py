@@ -86,6 +86,7 @@ class Job:
         """Give back what it holds, and where it did not finish, tell in the handle and the log that nothing will come
         of it."""
         self.release()
+        self.channel.leave()
         if self.is_finished:
             return
         if self.agreed is not None:

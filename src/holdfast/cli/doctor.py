@@ -41,7 +41,7 @@ def doctor(run: str, *, deep: bool, finish: bool, remove: bool, force: bool, yes
     head_before = RunHead.of(found)
     findings = core.examine(found, deep=deep, watch=lambda place, n: counting(f"verifying {place}", n, quiet=as_json))
     if not as_json:
-        _show(run, head_before, findings)
+        _show(run, head_before, findings, deep=deep)
     finished: list[Finding] = []
     if finish:
         complete = [finding for finding in findings if finding.remedy == "finish"]
@@ -85,9 +85,10 @@ def _each(findings: list[Finding], repair: Callable[[Finding], object], done: st
     return repaired
 
 
-def _show(run: str, head: RunHead, findings: list[Finding]) -> None:
+def _show(run: str, head: RunHead, findings: list[Finding], *, deep: bool) -> None:
     screen = console()
-    verdict = count(len(findings), "finding") if findings else "nothing is wrong"
+    nothing = "nothing is wrong" if deep else "nothing is wrong in records, names and sizes (--deep reads the data)"
+    verdict = count(len(findings), "finding") if findings else nothing
     say(screen, f"{printable(run)}: {verdict}; the head is {head}")
     for finding in findings:
         label = _label(finding)

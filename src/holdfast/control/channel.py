@@ -139,6 +139,11 @@ class Channel:
             group_size=self._group_size,
         )
 
+    def leave(self) -> None:
+        """Say that the operation is over: others may have its connection. Nothing is to be exchanged any more."""
+        if self._meeting is not None:
+            self._meeting.leave()
+
     def gather(self, phase: str, payload: bytes, deadline: Deadline) -> list[bytes] | None:
         """Bring every rank's `payload` to rank 0, which gets them in rank order; the others get None at once.
 
@@ -247,8 +252,11 @@ class Channel:
         if self._meeting is None:
             return call()
         self._awaited = None
-        # `call` has the deadline itself, with up to two graces. Only requests that hang take longer.
-        return self._meeting.ask(call, deadline.remaining_s(graces=3), meanwhile=self._look_after)
+        try:
+            # `call` has the deadline itself, with up to two graces. Only requests that hang take longer.
+            return self._meeting.ask(call, deadline.remaining_s(graces=3), meanwhile=self._look_after)
+        finally:
+            self._awaited = None  # it refers to this channel, which is to go without the garbage collector
 
     def _look_after(self) -> None:
         """Answer for ranks of this node that have ended before they stored what this one waits for."""
@@ -490,7 +498,8 @@ class Channel:
             f"{who} {_ranges(absent)} did not reach {self._what(phase)} within {deadline.timeout_s:g} s"
             f"{self._strayed(absent)}.",
             code="timeout.ranks",
-            action=f"Look at the log of {who} {_ranges(absent)}; where they are only slow, raise timeout_s.",
+            action=f"Look at the log of {who} {_ranges(absent)}. All ranks have to make the call; where they "
+            "are only slow, raise timeout_s.",
             rank=absent[0] if len(absent) == 1 else None,
             absent=tuple(absent),
         )

@@ -67,3 +67,6 @@ class Meeting(Protocol):
 
     def in_background(self) -> Meeting:
         """A second meeting of this operation, for another thread."""
+
+    def leave(self) -> None:
+        """Let others have its connection: the operation is over."""

@@ -122,6 +122,11 @@ class _Connection:
         #: The meeting in the background that has it; what is over is nobody's.
         self.user: ref[TorchMeeting] | None = None
 
+    def let_go(self, user: TorchMeeting) -> None:
+        """Note that `user` needs it no more."""
+        if self.user is not None and self.user() is user:
+            self.user = None
+
     @property
     def is_free(self) -> bool:
         """Whether another meeting in the background may have it."""
@@ -233,6 +238,10 @@ class TorchMeeting:
     def in_background(self) -> TorchMeeting:
         """As `Meeting.in_background`."""
         return TorchMeeting(self._job, self._members, self._number, deadline=self._deadline, background=True)
+
+    def leave(self) -> None:
+        """As `Meeting.leave`."""
+        self._connection.let_go(self)
 
     def _place(self, rank: int) -> tuple[int, str] | None:
         """The number and the label of the operation that `rank` came to last."""

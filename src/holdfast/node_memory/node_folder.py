@@ -25,8 +25,8 @@ from holdfast.node_memory import file_locks
 #: Memory that is a file system, on every Linux.
 DEFAULT_NODE_DIR: Final = Path("/dev/shm")  # noqa: S108 - what is made in it is private
 
-#: Why a folder of this user cannot be opened when it is none: a link, a file, a folder of somebody else.
-_NOT_OURS: Final = (errno.ELOOP, errno.ENOTDIR, errno.EACCES, errno.EPERM)
+#: Why something of this user cannot be opened when it is none: a link, a file, a folder, a socket, of somebody else.
+_NOT_OURS: Final = (errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.ENXIO)
 _NEW_PREFIX: Final = "new-"
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -119,8 +119,8 @@ class NodeFolder:
             fd = os.open(name, _FILE | os.O_NONBLOCK, dir_fd=self._fd)
         except FileNotFoundError:
             raise
-        except OSError as error:  # a link, a folder, a socket, a file of somebody else
-            raise _not_private(self.path / name, error.strerror or "it cannot be opened") from error
+        except OSError as error:
+            raise _cannot_open(self.path / name, error) from error
         try:
             _require_private(os.fstat(fd), self.path / name, stat.S_ISREG)
         except BaseException:
@@ -225,7 +225,7 @@ def node_folders(node_dir: Path) -> Iterator[NodeFolder]:
     except FileNotFoundError:
         return
     except OSError as error:
-        raise _not_private(path, error.strerror or "it cannot be listed") from error
+        raise _cannot_open(path, error) from error
     for name in names:
         with suppress(FileNotFoundError, ConfigurationError), NodeFolder.at(path / name) as folder:
             yield folder
@@ -245,15 +245,20 @@ def _private(parent: int, name: str, path: Path, *, make: bool) -> int:
     except FileNotFoundError:
         raise
     except OSError as error:
-        if error.errno in _NOT_OURS:
-            raise _not_private(path, error.strerror or "it cannot be opened") from error
-        raise memory_error(path, error) from error  # too many open files, say
+        raise _cannot_open(path, error) from error
     try:
         _require_private(os.fstat(fd), path, stat.S_ISDIR)
     except BaseException:
         os.close(fd)
         raise
     return fd
+
+
+def _cannot_open(path: Path, error: OSError) -> ConfigurationError | StorageError:
+    """The error for what cannot be opened: it is none of this user's, or memory cannot be used now."""
+    if error.errno in _NOT_OURS:
+        return _not_private(path, error.strerror or "it cannot be opened")
+    return memory_error(path, error)  # too many open files, say
 
 
 def _require_private(found: os.stat_result, path: Path, is_kind: Callable[[int], bool]) -> None:
