@@ -10,7 +10,7 @@ import signal
 import time
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Event, Thread
@@ -22,7 +22,6 @@ import torch
 from holdfast import Checkpointer, Memory
 from holdfast.checkpointer.staging import Stager
 from holdfast.snapshot import capture as snapshot
-from holdfast.snapshot.routes import Tensors
 from tests.engine_job import SMALL_NUMEL, Spec, Training, Truth, keepers, node_memory
 from tests.nursery import until
 
@@ -140,9 +139,9 @@ def in_use_nbytes() -> int:
 def test_what_a_save_set_aside_is_let_go_before_anybody_hears_that_it_is_staged(
     spec: Spec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def cloned(tensors: Tensors) -> Tensors:
-        clones = clone(tensors)
-        aside.extend(weakref.ref(part) for local in clones.values() for part in local.memory)
+    def cloned(memory: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        clones = clone(memory)
+        aside.extend(map(weakref.ref, clones))
         return clones
 
     def finish(*args: Any) -> None:

@@ -27,6 +27,7 @@ from holdfast.run.foreign import file_kind, folder_kind
 from holdfast.store.base import Location, Store
 from holdfast.store.posix_errors import in_the_way
 from holdfast.store.urls import local_path, location_of, open_store
+from holdfast.wording import with_article
 
 _SELECTOR = re.compile(r"(?P<root>.*)@(?:step=(?P<step>[^/@]*)|(?P<epoch>[0-9]+)\.(?P<seq>[0-9]+))", re.DOTALL)
 _MAX_LISTED = 20
@@ -65,7 +66,7 @@ def parse(path: str | os.PathLike[str] | Location) -> Selection:
     text, options = (path.url, path.options) if isinstance(path, Location) else (path, ())
     text = os.fspath(text) if isinstance(text, os.PathLike) else text
     if not isinstance(text, str):
-        raise TypeError(f"the path of a run is a str or an os.PathLike of str, not a {type(text).__name__}")
+        raise TypeError(f"the path of a run is a str or an os.PathLike of str, not {with_article(type(text).__name__)}")
     text = local_path(text)
     match = _SELECTOR.fullmatch(text)
     folder = text if match is None else match["root"]

@@ -7,9 +7,10 @@ FAST'21, calls it the snapshot phase; DataStates-LLM, HPDC'24, copies lazily for
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, islice
+from operator import attrgetter
 
 import torch
 
@@ -27,6 +28,9 @@ from holdfast.state.marks import Marked, Versions
 _CALL_NBYTES = 64 << 20
 #: So much is set aside in memory of its own; where more has to be, whoever saves waits until it is in the slot.
 _ASIDE_NBYTES = 64 << 20
+
+
+_memory = attrgetter("memory")
 
 
 class Snapshot:
@@ -54,18 +58,23 @@ class Snapshot:
         #: Whether it looks like what the last walk saw.
         self.is_as_before = _is_as_before(self._walk, last)
         self._marked = Marked()
-        if not self._marked.add(_memory_of(found, stepped)):  # of some torch would not show that they were changed
+        if not self._marked.add(
+            _memory_of(map(found.__getitem__, stepped))
+        ):  # of some torch would not show that they were changed
             stepped = {name for name in stepped if self._marked.add(found[name].memory)}
-        rest = {name: local for name, local in found.items() if name not in stepped}
+        rest = {name: local for name, local in found.items() if name not in stepped} if stepped else found
         #: The names of what is copied before `instant` is set.
         self._at_once = frozenset(rest)
+        memory = _memory_of(rest.values())
         #: Shows whether another thread changes that meanwhile; the thread that saves does not.
-        self._versions: Versions | None = Versions(_memory_of(rest, rest))
-        self._aside: Tensors | None = None
+        self._versions: Versions | None = Versions(memory)
+        #: What is set aside of it, tensor by tensor. (Whoever saves waits, so nothing but tensors is made.)
+        self._aside: list[torch.Tensor] | None = None
+        self._rest: Tensors = {}
         #: Set when all is set aside that no guard holds, or this has ended.
         self.instant = Latch()
-        if sum(part.nbytes for local in rest.values() for part in local.memory) <= _ASIDE_NBYTES:
-            self._aside = _cloned(rest)
+        if sum(part.nbytes for part in memory) <= _ASIDE_NBYTES:
+            self._aside, self._rest = _cloned(memory), rest
             self._check_whole(rest)
             self.instant.set()
         held = chain.from_iterable(local.memory for local in found.values())
@@ -80,12 +89,19 @@ class Snapshot:
     def end(self) -> None:
         """Have nobody wait any more, and let go of what was set aside: it is copied, or will not be."""
         self.instant.set()
-        self._aside = None
+        self._aside, self._rest = None, {}
 
     def flat(self) -> FlatState:
         """All of the state; what is set aside as that."""
         flat = self._walk.finish()
-        return flat if self._aside is None else replace(flat, tensors={**flat.tensors, **self._aside})
+        if self._aside is None:
+            return flat
+        parts = iter(self._aside)
+        aside = {
+            name: LocalTensor(local.layout, tuple(islice(parts, len(local.memory))))
+            for name, local in self._rest.items()
+        }
+        return replace(flat, tensors={**flat.tensors, **aside})
 
     def copy(self, tensors: Tensors, routes: Routes) -> None:
         """Copy `tensors`, those of `flat`, along `routes`.
@@ -125,8 +141,8 @@ def _is_as_before(walk: Walk, last: Sequence[WalkCache]) -> bool:
     )
 
 
-def _memory_of(found: Tensors, names: Collection[str]) -> list[torch.Tensor]:
-    return list(chain.from_iterable([local.memory for name, local in found.items() if name in names]))
+def _memory_of(tensors: Iterable[LocalTensor]) -> list[torch.Tensor]:
+    return list(chain.from_iterable(map(_memory, tensors)))
 
 
 def _name_at(addresses: set[int], tensors: Tensors) -> str:
@@ -134,10 +150,8 @@ def _name_at(addresses: set[int], tensors: Tensors) -> str:
     return next(named, "a parameter, or what an optimizer keeps for it,")
 
 
-def _cloned(tensors: Tensors) -> Tensors:
-    return {
-        name: LocalTensor(local.layout, tuple(part.clone() for part in local.memory)) for name, local in tensors.items()
-    }
+def _cloned(memory: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [part.clone() for part in memory]
 
 
 def _copy(pairs: Iterable[Pair]) -> None:
