@@ -22,7 +22,7 @@ from holdfast.agreement.request import SaveRequest
 from holdfast.checkpointer.background import Background
 from holdfast.checkpointer.handle import Handle
 from holdfast.checkpointer.job import Job
-from holdfast.checkpointer.memory_tier import PATIENCE_S, MemoryTier, tier_for
+from holdfast.checkpointer.memory_tier import LEAVING_S, MemoryTier, tier_for
 from holdfast.checkpointer.messages import ANSWERS, Agreed
 from holdfast.checkpointer.restoring import RestoreReport, restore
 from holdfast.checkpointer.save_errors import interrupted, is_unusable
@@ -231,7 +231,7 @@ class Checkpointer:
         if self._turn.is_of_parent or sys.is_finalizing():
             return
         self._report()
-        self._let_go(patience_s=PATIENCE_S)
+        self._let_go(patience_s=LEAVING_S)
 
     def _require_open(self, verb: str) -> None:
         if self._is_closed or sys.is_finalizing():

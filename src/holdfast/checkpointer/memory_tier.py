@@ -38,7 +38,7 @@ _LATE: Final = 0.1
 #: After so long it is said what a save waits for.
 _PATIENCE_S: Final = 5.0
 #: At the end of a job, ranks that may have ended are waited for no longer than this.
-PATIENCE_S: Final = 5.0
+LEAVING_S: Final = 5.0
 
 _log = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ def _leave_all() -> None:
     """Finish copying, and close what nobody closed. Threads of Python stop for good when the interpreter ends, also in
     the middle of what they hold; whoever waits for one after that waits for ever."""
     for key, tier in tuple(_tiers.items()):
-        if key.pid == os.getpid() and tier.join(PATIENCE_S):
+        if key.pid == os.getpid() and tier.join(LEAVING_S):
             del _tiers[key]
             tier.stager.close()
 
