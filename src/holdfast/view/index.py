@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from holdfast.format.container import BLOCK_NBYTES
 from holdfast.geometry import Box, Shape
+from holdfast.wording import kind_of
 
 #: What a lazy tensor can be indexed with.
 Index = int | slice | EllipsisType
@@ -61,13 +62,23 @@ def select(index: Index | tuple[Index, ...], shape: Shape) -> SlicedElements:
                 flipped.append(len(kept))
             kept.append(len(picked))
         else:
-            number = operator.index(item)
+            number = _number(item)
             if not -extent <= number < extent:
                 raise IndexError(f"index {number} is out of range for an axis of {extent}")
             start.append(number % extent)
             count.append(1)
             step.append(1)
     return SlicedElements(Lattice(tuple(start), tuple(count), tuple(step)), tuple(flipped), tuple(kept))
+
+
+def _number(item: object) -> int:
+    """An integer that picks one place of an axis."""
+    try:
+        if not isinstance(item, bool):
+            return operator.index(item)  # type: ignore[arg-type]  # it raises for what is none
+    except TypeError:
+        pass
+    raise TypeError(f"a stored tensor is read by integers, slices and ..., not by {kind_of(item)}: index what was read")
 
 
 def _filled(index: Index | tuple[Index, ...], shape: Shape) -> list[int | slice]:
