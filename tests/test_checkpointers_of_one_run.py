@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import holdfast
-from holdfast import Checkpointer, ConfigurationError, DeadlineError, Memory
+from holdfast import Checkpointer, ConfigurationError, DeadlineError, Memory, PerRank
 from tests.bound import bits
 from tests.models import start_new_job
 from tests.ranks import run_ranks
@@ -55,6 +56,40 @@ def save_in_turns(run: str, node_dir: Path) -> list[int]:
                     tensor.fill_(step)
             handles.append(both[number].save(step))
     return [handle.step for handle in handles if handle.durable.is_done]
+
+
+def save_where_a_rank_has_nothing_to_write(folder: str, case: str) -> list[int]:
+    """Each second save has no part for rank 1, which holds nothing but its own value in the others."""
+    start_new_job()
+    memory = Memory(node_dir=Path(folder) / "node")
+    shared: dict[str, object] = {"w": torch.zeros(1000)}
+    own = {"mine": PerRank({"rank": dist.get_rank()})}
+    handles = []
+    with ExitStack() as stack:
+        whole = {**shared, **own}
+        first = stack.enter_context(Checkpointer(f"{folder}/run", whole, memory=memory, timeout_s=20))
+        second = first
+        if case == "two":
+            second = Checkpointer(f"{folder}/run", shared, memory=memory, timeout_s=20)
+        elif case == "select":
+            second = Checkpointer(f"{folder}/run", whole, select="w", memory=memory, timeout_s=20)
+        if second is not first:
+            stack.enter_context(second)
+        for step in range(8):
+            if case == "comes and goes":
+                whole.pop("mine", None)
+                whole.update(own if step % 2 == 0 else {})
+            handles.append((first, second)[step % 2].save(step))
+            handles[-1].durable.wait(60)
+    return [handle.step for handle in handles if handle.durable.is_done]
+
+
+@pytest.mark.parametrize("case", ["comes and goes", "select", "two"])
+def test_a_rank_that_has_nothing_to_write_in_some_saves_does_not_hold_up_the_others(
+    tmp_path: Path, memory: Memory, case: str
+) -> None:
+    done = run_ranks(2, save_where_a_rank_has_nothing_to_write, str(tmp_path), case)
+    assert done == [list(range(8))] * 2
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])

@@ -150,6 +150,8 @@ class Stager:
         self.last: Place | None = None
         #: The first place that this job staged for.
         self._first: Place | None = None
+        #: The last checkpoint of which this rank had nothing to write, so that no slot tells of it: its place, and id.
+        self._partless: tuple[Place, str] | None = None
         self.run_id: str | None = None
 
     def fits(self, share: WriteAssignment) -> bool:
@@ -251,7 +253,10 @@ class Stager:
             # of it are gone or long replaced, since the last job ran without this rank, or without its node.
             arena.is_left = lambda contents: contents.place != whole and not self._is_of_this_job(contents.place)
         newest, (is_free, oldest) = arena.newest_sealed(), arena.oldest()
-        sealed = newest if newest is not None and self._is_of_this_job(newest) else whole
+        mine = [newest] if newest is not None and self._is_of_this_job(newest) else []
+        if self._partless is not None:
+            mine.append(self._partless[0])  # all of its part is there
+        sealed = max(mine, default=whole)
         return msgspec.structs.replace(known, sealed=sealed, is_free=is_free, oldest=oldest)
 
     def _is_of_this_job(self, place: Place) -> bool:
@@ -307,6 +312,8 @@ class Stager:
         unheard = [each for each in checkpoint_ids if each not in self._heard]
         self._heard.extend(unheard)
         self._untold.update(unheard)
+        if self._partless is not None and self._partless[1] in unheard:
+            self._partless = None
         for pending in self._pending_now():
             if pending.checkpoint_id in unheard:
                 pending.handle.durable.end(incomplete(pending.handle.step))
@@ -341,6 +348,8 @@ class Stager:
             self.belong_to(agreed.run_id)
         # Places rise along a history, so what has this one, or a later one, is of another.
         self._forget(lambda contents: contents.place >= agreed.place, "of another history than storage has")
+        if self._partless is not None and self._partless[0] >= agreed.place:
+            self._partless = None
         self.last = agreed.place
         if self._first is None or self.last < self._first:
             self._first = self.last
@@ -384,6 +393,8 @@ class Stager:
                 ),
             )
             slot.advance(msgspec.structs.replace(slot.record, state=SlotState.STAGED))
+        else:
+            self._partless = (agreed.place, agreed.checkpoint_id)
         handle.staged.end(nbytes=nbytes)
         with self._lock:
             self._pending.append(_Pending(handle, agreed.checkpoint_id, slot))
