@@ -132,7 +132,7 @@ def test_the_example_of_a_framework_goes_on_bit_for_bit_on_as_many_ranks(name: s
     script, (call, *_) = example(guide)
     last = int(call.arguments[0])
     found: list[dict[str, bytes | str]] = []
-    for folder, stops in (("whole", [last]), ("parts", [last - 3, last])):
+    for folder, stops in (("whole", [last]), ("parts", [last - 1, last])):  # in the middle of a later epoch
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "train.py").write_text(script)
         for stop in stops:
