@@ -13,10 +13,8 @@ from holdfast import Checkpointer, CorruptError, Memory, NotFoundError
 from holdfast.format import records
 from holdfast.format.records import Place
 from holdfast.run.doctor import examine, finish
-from holdfast.run.history import Run
-from holdfast.store.base import Location
-from holdfast.store.urls import open_store
 from tests.models import start_new_job
+from tests.test_lost_epochs import opened
 
 
 @pytest.fixture
@@ -28,10 +26,6 @@ def root(tmp_path: Path) -> Path:
         holdfast.save(tmp_path / "run", state, step)
     start_new_job()
     return tmp_path / "run"
-
-
-def opened(root: Path) -> Run:
-    return Run.open(open_store(Location(str(root))))
 
 
 def damage(root: Path, key: str, how: str) -> None:

@@ -68,8 +68,11 @@ def tier_for(user: object, run: Location, node_dir: Path, *, rank: int, num_slot
 
 @atexit.register
 def _leave_all() -> None:
-    """Finish copying, and close what nobody closed. Threads of Python stop for good when the interpreter ends, also in
-    the middle of what they hold; whoever waits for one after that waits for ever."""
+    """Finish copying, and close all tiers that are still open.
+
+    The interpreter stops its threads for good when it ends, even one that holds a lock. A thread that waits for such a
+    lock later would wait for ever, so this has to happen before.
+    """
     for key, tier in tuple(_tiers.items()):
         if key.pid == os.getpid() and tier.join(LEAVING_S):
             del _tiers[key]

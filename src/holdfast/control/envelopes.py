@@ -35,16 +35,9 @@ class GroupEnvelope(msgspec.Struct, frozen=True, array_like=True):
     absent: tuple[int, ...]
 
 
-class Broadcast(msgspec.Struct, frozen=True, array_like=True):
-    """A broadcast. The first of an operation says which process rank 0 is. An error is about the operation of `step`,
-    which may be an earlier one than that of rank 0."""
-
-    phase: str
-    label: str
-    step: int | None
-    payload: bytes
-    error: ErrorWire | None
-    process: Process | None = None
+class Broadcast(RankEnvelope, frozen=True, array_like=True):
+    """What rank 0 tells all ranks. The first of an operation says which process rank 0 is. An error is about the
+    operation of `step`, which may be an earlier one than that of rank 0."""
 
 
 def encoded(message: object) -> bytes:

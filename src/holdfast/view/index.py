@@ -72,13 +72,14 @@ def select(index: Index | tuple[Index, ...], shape: Shape) -> SlicedElements:
 
 
 def _number(item: object) -> int:
-    """An integer that picks one place of an axis."""
+    """An integer that picks one place of an axis. Raises `TypeError` for anything else."""
+    refusal = f"a stored tensor is read by integers, slices and ..., not by {kind_of(item)}: index what was read"
+    if isinstance(item, bool):  # numpy takes it for a mask
+        raise TypeError(refusal)
     try:
-        if not isinstance(item, bool):
-            return operator.index(item)  # type: ignore[arg-type]  # it raises for what is none
-    except TypeError:
-        pass
-    raise TypeError(f"a stored tensor is read by integers, slices and ..., not by {kind_of(item)}: index what was read")
+        return operator.index(item)  # type: ignore[arg-type]  # it raises for what is none
+    except TypeError as error:
+        raise TypeError(refusal) from error
 
 
 def _filled(index: Index | tuple[Index, ...], shape: Shape) -> list[int | slice]:
