@@ -58,9 +58,8 @@ class Snapshot:
         #: Whether it looks like what the last walk saw.
         self.is_as_before = _is_as_before(self._walk, last)
         self._marked = Marked()
-        if not self._marked.add(
-            _memory_of(map(found.__getitem__, stepped))
-        ):  # of some torch would not show that they were changed
+        are_all_marked = self._marked.add(_memory_of(map(found.__getitem__, stepped)))
+        if not are_all_marked:  # of some torch would not show that they were changed
             stepped = {name for name in stepped if self._marked.add(found[name].memory)}
         rest = {name: local for name, local in found.items() if name not in stepped} if stepped else found
         #: The names of what is copied before `instant` is set.
