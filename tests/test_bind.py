@@ -230,7 +230,6 @@ def test_a_shape_difference_is_an_error_also_when_not_strict() -> None:
         (1, torch.zeros(1)),
         ({"a": 1}, [1]),
         ([1], {"a": 1}),
-        ([torch.zeros(1)], []),
         ([torch.zeros(1)], None),
         (Loader(1), None),
         (nn.Linear(1, 1), 3),
@@ -263,6 +262,14 @@ def test_an_empty_dict_takes_no_tensors() -> None:
     error = refused(save({"progress": {"best": torch.ones(2)}}), {"progress": {}})
     assert error.code == "incompatible.names"
     assert "progress/best" in str(error)
+
+
+@pytest.mark.parametrize("empty", [[], ()])
+def test_a_list_of_values_that_was_stored_with_tensors_names_the_items(empty: object) -> None:
+    stored = type(empty)([torch.ones(2)])  # type: ignore[call-arg]
+    error = refused(save({"queue": stored}), {"queue": empty})
+    assert error.code == "incompatible.names"
+    assert "queue/0" in str(error)
 
 
 def test_an_empty_dict_that_is_not_selected_stays_empty(tmp_path: Path) -> None:

@@ -54,13 +54,18 @@ def test_the_command_says_which_keeper_does_not_end(run: Run, folder: NodeFolder
         done = holdfast_command("node", "--node-dir", folder.node_dir, "--stop", "--grace-s", "0.2")
         process.send_signal(signal.SIGCONT)
         assert done.status == 3
-        assert "has not ended yet" in done.out
+        assert f"{run.storage.location.url}: its keeper has not ended yet" in done.out
         assert process.poll() is None, "a request ends with whoever made it"
 
 
 def test_the_command_makes_nothing_where_nothing_is(tmp_path: Path) -> None:
     assert "0 runs" in holdfast_command("node", "--node-dir", tmp_path).out
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_without_memory_is_named_and_not_counted_as_zero_runs(tmp_path: Path) -> None:
+    done = holdfast_command("node", tmp_path / "run", "--node-dir", tmp_path)
+    assert done.out == f"{tmp_path}: no snapshots of {tmp_path / 'run'}\n"
 
 
 def test_a_node_dir_that_is_not_there_is_an_error_and_not_an_empty_node(tmp_path: Path) -> None:

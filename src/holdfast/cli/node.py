@@ -7,11 +7,12 @@ import time
 from pathlib import Path
 
 import msgspec
+from rich.console import Console
 
 from holdfast.cli.runs import parse_run
 from holdfast.cli.screen import Listing, age, console, print_json, say
 from holdfast.errors import printable
-from holdfast.node_memory.inventory import HeldSlot, RunMemory, give_way, node_memory
+from holdfast.node_memory.inventory import LOG_NAME, HeldSlot, RunMemory, give_way, node_memory
 from holdfast.node_memory.keeper_lock import end_keeper
 from holdfast.node_memory.node_folder import NodeFolder, not_a_folder
 from holdfast.reports import size
@@ -65,20 +66,27 @@ def node(run: str, *, node_dir: str, free: bool, stop: bool, grace_s: float, as_
     except OSError as error:
         raise not_a_folder(where, error) from error
     uri = parse_run(run).root if run else None
-    ended: list[str] = []
-    not_ended: list[str] = []
+    ended: list[RunMemory] = []
+    not_ended: list[RunMemory] = []
     if stop:
         for found in _of(uri, where):
             if found.is_kept:
                 with NodeFolder.at(found.path) as folder:
-                    (ended if end_keeper(folder, timeout_s=grace_s) else not_ended).append(str(found.path))
+                    (ended if end_keeper(folder, timeout_s=grace_s) else not_ended).append(found)
     freed_nbytes = give_way(where, run=uri) if free else 0
     runs = [_row(found) for found in _of(uri, where)]
-    document = NodeDocument(str(where), runs, freed_nbytes, ended, not_ended)
     if as_json:
-        print_json(document)
+        folders = [str(found.path) for found in ended], [str(found.path) for found in not_ended]
+        print_json(NodeDocument(str(where), runs, freed_nbytes, *folders))
+        return not not_ended
+    screen = console()
+    _show_ends(screen, ended, not_ended)
+    if free:
+        say(screen, f"freed {size(freed_nbytes)}")
+    if uri and not runs:
+        say(screen, f"{printable(str(where))}: no snapshots of {printable(uri)}")
     else:
-        _show(document, freed=free)
+        _show(screen, where, runs)
     return not not_ended
 
 
@@ -98,18 +106,19 @@ def _slot(held: HeldSlot, *, is_kept: bool) -> SlotRow:
     return SlotRow(held.rank, held.step, state, held.nbytes, age_s, owner, held.is_durable)
 
 
-def _show(document: NodeDocument, *, freed: bool) -> None:
-    screen = console()
-    for folder in document.ended:
-        say(screen, f"the keeper of '{printable(folder)}' has ended")
-    for folder in document.not_ended:
-        say(screen, f"the keeper of '{printable(folder)}' has not ended yet: see its keeper.log")
-    if freed:
-        say(screen, f"freed {size(document.freed_nbytes)}")
-    slots = [slot for row in document.runs for slot in row.slots]
-    total = f"{count(len(document.runs), 'run')}, {size(sum(slot.nbytes for slot in slots))}"
-    say(screen, f"{printable(document.node_dir)}: {total}")
-    for row in document.runs:
+def _show_ends(screen: Console, ended: list[RunMemory], not_ended: list[RunMemory]) -> None:
+    for found in ended:
+        say(screen, f"{printable(found.run or _UNKNOWN)}: its keeper has ended")
+    for found in not_ended:
+        log = printable(str(found.path / LOG_NAME))
+        say(screen, f"{printable(found.run or _UNKNOWN)}: its keeper has not ended yet; '{log}' says what it is doing")
+
+
+def _show(screen: Console, node_dir: Path, runs: list[RunRow]) -> None:
+    slots = [slot for row in runs for slot in row.slots]
+    total = f"{count(len(runs), 'run')}, {size(sum(slot.nbytes for slot in slots))}"
+    say(screen, f"{printable(str(node_dir))}: {total}")
+    for row in runs:
         kept = "no keeper" if row.keeper_pid is None else f"keeper {row.keeper_pid}"
         say(screen, f"\n{printable(row.run or _UNKNOWN)}: {kept}; {printable(row.folder)}")
         if row.slots:

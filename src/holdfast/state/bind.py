@@ -489,8 +489,9 @@ class _Binder:
         if isinstance(item, dict):
             return self._whole(path, item, "counter") if isinstance(item, Counter) else self._dict(path, item)
         record = values.is_record(item)
-        if not record and self._holds_only_values(item):
-            return self._whole(path, item, "list" if isinstance(item, list) else "tuple")
+        kind = "list" if isinstance(item, list) else "tuple"
+        if not record and self._holds_only_values(item) and not self._has_tensors(path, kind):
+            return self._whole(path, item, kind)
         self._expect(path, item, values.RecordNode if record else values.Items)
         names = item._fields if values.is_record(item) else [str(index) for index in range(len(item))]
         parts = [self.live(join(path, name), part) for name, part in zip(names, item, strict=True)]
@@ -565,6 +566,11 @@ class _Binder:
         return isinstance(values.bare(node), TensorRef | PlanesNode | values.PerRankNode) or any(
             self._holds_tensors(name, values.lookup(self.nodes, name)) for name in below
         )
+
+    def _has_tensors(self, path: str, kind: str) -> bool:
+        """Whether a list or tuple of that kind is stored and has tensors: it is compared item by item."""
+        node = self.nodes.get(path)
+        return isinstance(node, values.Items) and node.kind == kind and self._holds_tensors(path, node)
 
     def _generator(self, path: str, item: torch.Generator) -> None:
         node = self.nodes.get(path)
