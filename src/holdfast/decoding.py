@@ -1,8 +1,8 @@
 """Decoding of messages and records: bytes to values of given types.
 
-msgspec builds what it knows of a type when the type is first decoded, and two threads that do so at once crash the
-interpreter (seen with msgspec 0.22). So one lock is held while that is built, for all types of the package; decoding
-itself needs none.
+msgspec builds its description of a type when it first decodes that type. Two threads that build at once crash the
+interpreter (seen with msgspec 0.22), so one lock for all types of the package is held during the building. Decoding
+itself needs no lock.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def decode_msgpack(data: bytes, kind: type[T]) -> T: ...
 @overload
 def decode_msgpack(data: bytes, kind: object) -> Any: ...
 def decode_msgpack(data: bytes, kind: Any) -> Any:
-    """The value of `kind` that MessagePack `data` holds. Raises `msgspec.DecodeError` where it holds none."""
+    """Decode a value of `kind` from MessagePack. Raises `msgspec.DecodeError` for any other `data`."""
     decoder = _msgpack.get(kind)
     if decoder is None:
         with _lock:
@@ -33,7 +33,7 @@ def decode_msgpack(data: bytes, kind: Any) -> Any:
 
 
 def decode_json(data: bytes, kind: type[T]) -> T:
-    """The value of `kind` that JSON `data` holds. Raises `msgspec.DecodeError` where it holds none."""
+    """Decode a value of `kind` from JSON. Raises `msgspec.DecodeError` for any other `data`."""
     decoder = _json.get(kind)
     if decoder is None:
         with _lock:
@@ -43,6 +43,6 @@ def decode_json(data: bytes, kind: type[T]) -> T:
 
 
 def decode_toml(text: str, kind: type[T]) -> T:
-    """The value of `kind` that TOML `text` holds. Raises `msgspec.DecodeError` where it holds none."""
+    """Decode a value of `kind` from TOML. Raises `msgspec.DecodeError` for any other `text`."""
     with _lock:
         return msgspec.toml.decode(text, type=kind)

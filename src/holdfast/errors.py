@@ -22,7 +22,7 @@ import msgspec
 
 
 def printable(text: str) -> str:
-    """`text` without what a terminal would obey, or what would turn its text around: that is escaped."""
+    """`text` with every unprintable character escaped: control characters would act on a terminal or reorder text."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
@@ -48,9 +48,9 @@ class ErrorWire(msgspec.Struct, frozen=True, omit_defaults=True):
 class HoldfastError(Exception):
     """Root of all errors that holdfast raises for causes outside its own code.
 
-    ``code`` is stable across releases; ``action`` is what to do next; ``path``, ``tensor``, ``rank``,
-    ``step`` and ``tier`` say where, as far as known. ``details`` are lines of their own below the message, such as
-    one per name that differs.
+    ``code`` is stable across releases. ``action`` tells the user what to do next. ``path``, ``tensor``, ``rank``,
+    ``step`` and ``tier`` say where it happened, as far as known. ``details`` are further lines that are printed below
+    the message, such as one per name that differs.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class HoldfastError(Exception):
         self.details = details
 
     def __str__(self) -> str:
-        # Names and paths come from files that anybody may have written, so nothing in them may act on a terminal.
+        # Anybody may have written the files that names and paths come from, so nothing in them may act on a terminal.
         head = printable(f"[{self.code}] {self.message}")
         if not self.details:
             return f"{head} {printable(self.action)}"

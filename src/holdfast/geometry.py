@@ -36,7 +36,7 @@ class Box(NamedTuple):
         return tuple(a + n for a, n in zip(self.start, self.size, strict=True))
 
     def relative_to(self, origin: Shape) -> Box:
-        """The same box in coordinates that start at `origin`."""
+        """The same box in coordinates whose zero is `origin`."""
         return Box(tuple(a - o for a, o in zip(self.start, origin, strict=True)), self.size)
 
     def slices(self) -> tuple[slice, ...]:
@@ -101,7 +101,7 @@ def flat_boxes(shape: Shape, start: int, stop: int) -> Iterator[tuple[int, Box]]
     strides = [prod(shape[axis + 1 :]) for axis in range(len(shape))]
     position = start
     while position < stop:
-        # The widest box that begins here: whole rows of the outermost axis at which we are aligned.
+        # The widest box that begins at this position: whole rows of the outermost axis that the position is aligned to.
         axis = next(
             (k for k, stride in enumerate(strides) if position % stride == 0 and stride <= stop - position), None
         )
@@ -124,7 +124,7 @@ def chunk_cuts(extent: int, parts: int) -> Int64s:
 
 @dataclass(frozen=True, slots=True)
 class CoverageFault:
-    """The first element, in row-major order, that is not covered exactly once."""
+    """The first element, in row-major order, that boxes do not cover exactly once; they cover it `times` times."""
 
     tensor: int
     index: Shape
@@ -149,7 +149,7 @@ def coverage_fault(shapes: Sequence[Shape], tensor: Int64s, starts: Int64s, size
     lows = np.concatenate([starts, np.zeros((len(filled), num_axes), np.int64)])
     highs = np.concatenate([starts + sizes, extents[filled]])
     weights = np.concatenate([np.ones(len(tensor), np.int64), -np.ones(len(filled), np.int64)])
-    # An axis that every box spans wholly only doubles the corners: leave it out.
+    # Leave out each axis that every box spans completely: it would only double the number of corners.
     axes = [k for k in range(num_axes) if (lows[:, k] != 0).any() or (highs[:, k] != extents[owners, k]).any()]
     corners, masses = _corners(owners, lows[:, axes], highs[:, axes], weights)
     order = _row_major_order(corners)
@@ -184,7 +184,10 @@ def _corners(owners: Int64s, lows: Int64s, highs: Int64s, weights: Int64s) -> tu
 
 
 def _row_major_order(rows: Int64s) -> npt.NDArray[np.intp]:
-    """The order that sorts non-negative `rows` lexicographically; one sort of packed keys where they fit 63 bits."""
+    """The order that sorts non-negative `rows` lexicographically.
+
+    One sort of packed keys where the keys fit into 63 bits, which is faster than a sort per column.
+    """
     radices = [int(radix) + 1 for radix in rows.max(axis=0)] if len(rows) else []
     if prod(radices) >= 2**63:
         return np.lexsort(rows.T[::-1])

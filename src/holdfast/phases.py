@@ -1,4 +1,4 @@
-"""Small helpers of collective operations: work that may fail on one rank, seconds per phase, the log."""
+"""Small helpers of collective operations: work that may fail on one rank, the duration of phases, the log."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final, TypeVar
 
-#: Where each save and each load is one line of INFO, on the first rank.
+#: The logger to which the first rank writes one line of INFO for each save and each load.
 LOG: Final = logging.getLogger("holdfast")
 
 T = TypeVar("T")
@@ -16,7 +16,10 @@ M = TypeVar("M")
 
 
 def attempt(work: Callable[[], T]) -> T | Exception:
-    """What `work` returns, or what it raises: the other ranks must hear of a failure before it is raised here."""
+    """Return the result of `work`, or the exception that it raises.
+
+    The exception is not raised here, because the other ranks must hear of the failure first.
+    """
     try:
         return work()
     except Exception as error:  # noqa: BLE001 - whatever it is, it is raised after the exchange
@@ -24,20 +27,20 @@ def attempt(work: Callable[[], T]) -> T | Exception:
 
 
 def told(outcome: T | Exception, message: Callable[[T], M]) -> M | Exception:
-    """The message to the other ranks about an attempt: `message` of what came of it, or why nothing did."""
+    """The message to the other ranks about an attempt: `message(outcome)`, or the exception that ended the attempt."""
     if isinstance(outcome, Exception):
         return outcome
     return attempt(lambda: message(outcome))
 
 
 def done(outcome: T | Exception) -> T:
-    """What came of an attempt that all ranks have heard of: a failure would have been raised there."""
+    """The result of an attempt whose outcome the ranks have exchanged; the exchange would have raised a failure."""
     assert not isinstance(outcome, Exception), "an exchange raises what failed"
     return outcome
 
 
 class Stopwatch:
-    """Seconds per named phase."""
+    """A stopwatch that adds up the seconds of each named phase."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}

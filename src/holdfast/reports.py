@@ -1,4 +1,4 @@
-"""What `save` and `load` tell about what they did."""
+"""The reports that `save`, `load` and `transfer` return."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from holdfast.wording import count
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
-#: Names of each kind that a report prints.
+#: Most names that a report prints of each kind.
 _NAMED = 3
 
 
 def size(nbytes: int) -> str:
-    """`nbytes` for people."""
+    """`nbytes` as text for people, such as ``1.5 GiB``."""
     number = float(nbytes)
     for unit in _UNITS:
         if number < 1024 or unit == _UNITS[-1]:
@@ -27,8 +27,9 @@ class SaveReport:
     """A committed, durable checkpoint.
 
     `place` is its place in the run's history, `path` its folder. ``nbytes`` counts the tensors and values of the whole
-    checkpoint, ``written_nbytes`` what this rank wrote. `diverged` are tensors whose undeclared copies were found to
-    differ at this save; one holder's copy of each was saved. ``seconds`` says how long each phase took on this rank.
+    checkpoint, ``written_nbytes`` the bytes that this rank wrote. `diverged` are the tensors whose undeclared copies
+    differed between ranks at this save; the save wrote one holder's copy of each. ``seconds`` says how long each phase
+    took on this rank.
     """
 
     step: int
@@ -42,12 +43,12 @@ class SaveReport:
 
     @property
     def next_step(self) -> int:
-        """The step that a loop does after this one."""
+        """The number of the step that a training loop does after this one."""
         return self.step + 1
 
     @property
     def summary(self) -> str:
-        """What was saved, in a line."""
+        """One line about the save: step, place, number of tensors, size and duration."""
         total_s = sum(self.seconds.values())
         saved = f"{count(self.num_tensors, 'tensor')}, {size(self.nbytes)}"
         return f"step {self.step} at {self.place}: {saved} in {total_s:.2f} s"
@@ -63,13 +64,14 @@ class LoadReport:
 
     `loaded`, `missing` and `unexpected` are names of tensors and values; with ``strict`` the last two are empty.
     `resharded` are tensors whose local part is not one stored piece, `cast` those that this rank holds in another dtype
-    than they are stored in. With a mapping, all names are those after its rules. ``read_nbytes`` came from storage,
-    ``needed_nbytes`` is what this rank holds of it. Ranks read for each other, and whole digest blocks, so of both
-    only the sums over all ranks compare. ``verify_s`` are seconds that this rank's threads spent on digests.
-    `on_meta` are tensors that still have no memory, on the meta device: with ``strict`` only what was not selected.
-    `reseeded` are `RandomState` entries that another number of ranks saved: their generators do not go on where they
-    were. `diverged` is what the checkpoint says of its tensors, as in `SaveReport`. `skipped` are newer checkpoints
-    that were passed over with ``fallback=True``, newest first: the place of each, and what is wrong with it.
+    than they are stored in. With a mapping, all names are those after its rules. ``read_nbytes`` is the number of bytes
+    that this rank read from storage, ``needed_nbytes`` the number that its state holds of them. Ranks read for each
+    other, and they read whole digest blocks, so only the sums of both over all ranks can be compared. ``verify_s`` is
+    the time that this rank's threads spent on digests. `on_meta` are tensors that still have no memory, on the meta
+    device: with ``strict`` only tensors that were not selected. `reseeded` are `RandomState` entries that another
+    number of ranks saved: their generators do not continue where they were. `diverged` are the tensors that the
+    checkpoint marks so, as in `SaveReport`. `skipped` are newer checkpoints that ``fallback=True`` passed over, newest
+    first: the place of each, and what is wrong with it.
     """
 
     step: int
@@ -92,12 +94,12 @@ class LoadReport:
 
     @property
     def next_step(self) -> int:
-        """The step that a loop does first that goes on from here."""
+        """The number of the first step of a training loop that continues from this checkpoint."""
         return self.step + 1
 
     @property
     def summary(self) -> str:
-        """What was loaded, in a line."""
+        """One line about the load: step, place, number of names, size and duration."""
         total_s = sum(self.seconds.values())
         loaded = f"{count(len(self.loaded), 'name')}, {size(self.needed_nbytes)}"
         return f"step {self.step} at {self.place}: {loaded} in {total_s:.2f} s"
@@ -121,9 +123,10 @@ class LoadReport:
 class TransferReport:
     """A target that was filled from a source. `state` is the whole tree of the target (tuples in it are new).
 
-    `loaded` are the names of tensors and values that this rank's target got, ``received_nbytes`` the size of its parts
-    of those tensors. ``moved_nbytes`` is what this rank copied out of its part of the source, for itself and others,
-    once for all of them. ``seconds`` says how long each phase took on this rank.
+    `loaded` are the names of the tensors and values that this rank's target got, ``received_nbytes`` the size of its
+    parts of those tensors. ``moved_nbytes`` counts the bytes that this rank copied out of its part of the source, for
+    itself and other ranks; bytes that several ranks get count once. ``seconds`` says how long each phase took on this
+    rank.
     """
 
     loaded: tuple[str, ...]
@@ -138,11 +141,11 @@ class TransferReport:
 
 
 def listed(what: str, names: Sequence[str]) -> list[str]:
-    """A line about `names`; none where there are none."""
+    """A list of one line that counts `names` and gives the first of them; an empty list where there are no names."""
     more = f" and {len(names) - _NAMED:,} more" if len(names) > _NAMED else ""
     return [f"{len(names):,} {what}: {', '.join(names[:_NAMED])}{more}"] if names else []
 
 
 def printed(kind: str, first: str, *lines: str) -> str:
-    """How an object of a kind prints: what matters most, and further lines."""
+    """The ``repr`` of a report of a kind: the most important line first, then further lines."""
     return "\n  ".join([f"<{kind} {first}", *lines]) + ">"

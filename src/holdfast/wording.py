@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 
-#: What is spoken with a vowel first: most words that begin with one, and abbreviations such as LBFGS or SGD.
+#: Nouns that take "an": most words that begin with a vowel, and abbreviations whose first letter is spoken with one,
+#: such as LBFGS or SGD.
 _VOWEL_FIRST = re.compile(r"['\"]?(?:(?i:(?!eu|one|uni)(?:[aeio]|u[lmnp]))|[AEFHILMNORSX](?=[A-Z0-9]))")
 
 
 def count(number: int, noun: str, plural: str | None = None) -> str:
-    """The noun with its number: ``1 file``, ``2 files``. Say the plural where it is not the noun with an s."""
+    """The noun with its number: ``1 file``, ``2 files``. Pass `plural` where the plural is not the noun with an s."""
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 

@@ -1,4 +1,4 @@
-"""The progress of long work, shown at a terminal and nowhere else. Neither rich nor torch is imported for silence."""
+"""Progress of long work, shown only at a terminal. A process that draws no bar imports neither rich nor torch here."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from typing import Final
 
 from holdfast.io.meter import Meter
 
-#: Saves and loads that end sooner show nothing.
+#: Saves and loads that end sooner than this show no bar.
 PATIENCE_S: Final = 3.0
 _LOOK_S = 0.1
 
 
 @contextmanager
 def progress(description: str, *, shown: bool = True, after_s: float = 0.0) -> Iterator[Meter]:
-    """Show on standard error, while the block runs, what its meter says; only where that is a terminal, and `shown`.
+    """Show a bar on standard error while the block runs, fed by the meter that the block gets.
 
-    The bar appears after `after_s`, and is gone when the block ends. It is drawn by a thread of its own, which looks
-    at the meter now and then: the work does not notice.
+    Shows nothing where standard error is no terminal or `shown` is false. The bar appears after `after_s` seconds and
+    disappears when the block ends. A thread of its own reads the meter and draws the bar, so the work does not wait
+    for it.
     """
     meter = Meter()
     if not shown or not _is_at_terminal():
@@ -38,7 +39,7 @@ def progress(description: str, *, shown: bool = True, after_s: float = 0.0) -> I
 
 
 def of_first_rank(what: str, world_size: int) -> str:
-    """`what` the first rank does; with a word on the others, where there are any, since it counts its own bytes."""
+    """The description `what`, with a note that only rank 0's bytes are counted where there are several ranks."""
     return what if world_size == 1 else f"{what} (rank 0 of {world_size})"
 
 

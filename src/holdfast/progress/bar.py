@@ -1,4 +1,4 @@
-"""The progress bar. Apart from what shows it, because only long work at a terminal waits for the import of rich."""
+"""The progress bar. A module of its own, so that only long work at a terminal waits for the import of rich."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from holdfast.reports import size
 
 
 class _Bytes(ProgressColumn):
-    """How many bytes are done, of how many, and how fast, on one line; nothing where bytes are not counted."""
+    """A column with the bytes done, the bytes in all and the speed on one line; empty where the total is not known."""
 
     def get_table_column(self) -> Column:
         return Column(no_wrap=True)
@@ -25,7 +25,7 @@ class _Bytes(ProgressColumn):
 
 
 class _Time(ProgressColumn):
-    """The time that is left; where that cannot be told, the time that has passed."""
+    """A column with the time left, or with the time passed where the time left is not known."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class _Time(ProgressColumn):
 
 
 class _Screen(Console):
-    """Standard error, whose cursor stays: a process that is killed could not bring it back."""
+    """A console on standard error that never hides the cursor: a killed process could not show it again."""
 
     def show_cursor(self, show: bool = True) -> bool:
         """Do nothing."""
@@ -44,8 +44,11 @@ class _Screen(Console):
 
 
 def bar() -> Progress:
-    """A bar on standard error that is gone when its work is done. Whoever updates it draws it: no thread, and standard
-    output and standard error are left as they are."""
+    """A bar on standard error that disappears when its work is done.
+
+    The thread that updates the bar draws it: rich starts no thread and redirects neither standard output nor standard
+    error.
+    """
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
