@@ -5,22 +5,22 @@ has a phase name, which all ranks must agree on and which messages use.
 
 Keys of one channel, and who removes them:
 
-``up/<g>/<rank>``    what a rank contributes to gather ``g``; removed by the first rank of its group, which collects it
-``group/<g>/<rank>`` what a group's first rank collected; removed by rank 0
-``down/<b>``         broadcast ``b``; removed by the last of its readers, who count themselves in ``down/<b>/read``
+``up/<g>/<rank>``    a rank's contribution to gather ``g``; the first rank of its group collects and removes it
+``group/<g>/<rank>`` the contributions that a group's first rank collected; rank 0 removes them
+``down/<b>``         broadcast ``b``; its readers count themselves in ``down/<b>/read``, and the last one removes both
+``left``             set by a rank that stopped waiting for rank 0 and goes on to its next operation; never removed
 
-``left``             a rank stopped waiting for rank 0, and goes on to its next operation
+So an operation that succeeds, or fails with an error that a rank reported, leaves no keys behind, and no later call
+has to clean up. An operation that ran into a deadline leaves its last messages, so that a late rank still finds rank
+0's verdict.
 
-So an operation that succeeds, or fails with an error that a rank reported, leaves nothing behind, and no later call is
-needed to clean up. One that ran into a deadline leaves its last messages, so that a late rank still finds the verdict.
-
-Operations are numbered on each rank, and the number is part of their keys. A rank that skipped one would be one number
-behind for ever, and every later operation would run into its deadline. But the ranks that waited for it have left
-something under the number that it comes to next: the verdict of rank 0 on the operation that it skipped, or, where
-rank 0 itself skipped it, word that they left. A rank that finds this goes on to the next number and meets the others
-there. Where the others still wait in an earlier step, they fail at once, and the rank that is ahead waits for them
-under the next number. A verdict on an operation of the same name may be meant for a rank that is only late: it is
-raised, unless rank 0 tries the same again, which the rank joins.
+Each rank numbers its operations, and the number is part of their keys. A rank that skipped an operation would stay one
+number behind for ever, and every later operation would run into its deadline. But the ranks that waited for it have
+left a message under the number that it uses next: rank 0's verdict on the skipped operation or, where rank 0 itself
+skipped it, the key ``left``. A rank that finds such a message goes on to the next number and meets the others there.
+Where the others still wait in an operation of an earlier step, they fail at once, and the rank that is ahead waits for
+them under the next number. A verdict on an operation with the same label may also be meant for a rank that is only
+late. The late rank raises it, unless rank 0 tries the same operation again: then the rank joins rank 0 there.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ GROUP_SIZE: Final = 64
 
 #: torch's TCPStore drops the connection of a client that sends a value over 8 MiB.
 _CHUNK_NBYTES: Final = 4 * 2**20
-#: After so long it is said which ranks have not come.
+#: Wait in an operation's first gather after which a warning names the ranks that have not come.
 _PATIENCE_S: Final = 30.0
-#: Of so many absent ranks an error tells where they are.
+#: Number of absent ranks whose last operation an error names.
 _MAX_TOLD: Final = 64
-#: Ranks that try an operation again together do so within so long.
+#: Time within which ranks that try an operation again together all enter it.
 _TOGETHER_S: Final = 0.5
-#: So long rank 0 waits for others to read an error: it may serve the store, and end with the error.
+#: Time that rank 0 gives the others to read an error: its process may serve the store, and end with the error.
 _READ_S: Final = 2.0
 
 _log = logging.getLogger(__name__)
@@ -75,15 +75,16 @@ S = TypeVar("S", bound=msgspec.Struct)
 
 
 class _Awaited(NamedTuple):
-    """The keys that a rank waits for, by the rank that is to store each, and what to store for one that has ended."""
+    """The keys that a rank waits for, by the rank that should store each, and `obituary`, which makes the message to
+    store for a rank that has ended."""
 
     keys: dict[int, str]
     obituary: Callable[[int], msgspec.Struct]
 
 
 class _OverError(Exception):
-    """These keys were those of another operation, which this rank skipped; `why` is what was said there. Stays
-    inside."""
+    """The keys under this rank's number belong to an earlier operation; `why` is the error found there. The rank has to
+    go on to the next number. Never leaves this module."""
 
     def __init__(self, why: str) -> None:
         super().__init__(why)
@@ -91,11 +92,12 @@ class _OverError(Exception):
 
 
 class Channel:
-    """Small messages between the ranks of one operation. Rank 0 is the coordinator.
+    """A channel for small messages between the ranks of one operation. Rank 0 is the coordinator.
 
-    `label` names the operation in messages ("save of step 700"); `step` orders it among others. `meeting` may be None
-    in a world of one. Calls block until their part is done or the deadline is over, even where the store hangs;
-    payloads may be large (they are sent in chunks). A rank of this node that was killed is named at once.
+    `label` names the operation in error texts ("save of step 700"); `step` orders it among others. `meeting` may be
+    None in a world of one. A call blocks until this rank's part is done or the deadline has passed, even where the
+    store hangs. Payloads may be large: they are sent in chunks. Where a rank of the same node was killed, the ranks
+    that wait for it fail at once and name it.
     """
 
     def __init__(
@@ -120,15 +122,15 @@ class Channel:
         self._group_size = group_size
         self._num_gathers = 0
         self._num_broadcasts = 0
-        #: Set by the thread that makes requests, read by the one that waits for it.
+        #: Set by the thread that makes the requests, read by the thread that waits for it.
         self._awaited: _Awaited | None = None
         self._found_ended: set[int] = set()
-        #: What this rank was told when it met the others in an operation that it had skipped.
+        #: The message that made this rank go on to the next number; empty while it never had to.
         self._strayed_why = ""
 
     def in_background(self) -> Channel:
-        """A channel of the same operation between the same ranks, for another thread; all of them have exchanged
-        something through this one."""
+        """A second channel of the same operation between the same ranks, for another thread. Call it after all ranks
+        have exchanged a message through this channel."""
         meeting = None if self._meeting is None else self._meeting.in_background()
         return Channel(
             meeting,
@@ -140,22 +142,25 @@ class Channel:
         )
 
     def leave(self) -> None:
-        """Say that the operation is over: others may have its connection. Nothing is to be exchanged any more."""
+        """Release the connection for other operations. Call it when the operation is over: the channel must not be used
+        afterwards."""
         if self._meeting is not None:
             self._meeting.leave()
 
     def gather(self, phase: str, payload: bytes, deadline: Deadline) -> list[bytes] | None:
-        """Bring every rank's `payload` to rank 0, which gets them in rank order; the others get None at once.
+        """Send every rank's `payload` to rank 0, which gets them in rank order. The other ranks get None; only the
+        first rank of a group waits, for its group.
 
-        `DeadlineError` on rank 0 when ranks are missing. The others learn of that at their next `broadcast`.
+        Raises `DeadlineError` on rank 0 when ranks are missing. The others hear of it in their next `broadcast`.
         """
         ups = self._ask(lambda: self._gather(phase, payload, deadline), deadline)
         return None if ups is None else [up.payload for up in ups]
 
     def broadcast(self, phase: str, outcome: Outcome | None, deadline: Deadline) -> bytes:
-        """Bring rank 0's `outcome` to every rank (the others pass None). An error is raised on every rank.
+        """Send rank 0's `outcome` to every rank (the others pass None). Every rank returns the payload, or raises the
+        error.
 
-        `DeadlineError` naming rank 0 on ranks that heard nothing from it in time.
+        Raises `DeadlineError` naming rank 0 on ranks that rank 0 did not reach in time.
         """
         if self.rank != 0:
             return payload_of(self._ask(lambda: self._receive_down(phase, deadline), deadline))
@@ -204,12 +209,12 @@ class Channel:
         takes: Any = bytes,
         gives: Any = bytes,
     ) -> Any:
-        """Bring every rank's message to rank 0, and rank 0's `answer` to them back to every rank. Messages are of the
-        type `takes`, and the answer of `gives`, which may be a union; either travels as MessagePack, or as it is where
-        it is bytes.
+        """Send every rank's message to rank 0, and rank 0's `answer` to them back to every rank. Messages have the type
+        `takes`, and the answer has the type `gives`, which may be a union. Both travel as MessagePack, except that
+        bytes travel unchanged.
 
-        A rank that failed passes its error as `outcome`: then all ranks raise the error of the lowest rank that
-        failed, with how many did. What `answer` raises is raised on all ranks too; it runs on rank 0 alone.
+        A rank that failed passes its error as `outcome`. Then all ranks raise the error of the lowest rank that failed,
+        and the error says how many ranks failed. `answer` runs on rank 0 alone; if it raises, all ranks raise.
         """
 
         def answer_encoded(payloads: list[bytes]) -> bytes:
@@ -248,18 +253,18 @@ class Channel:
         return self.broadcast(phase, self._verdict(phase, ups, answer), deadline)
 
     def _ask(self, call: Callable[[], T], deadline: Deadline) -> T:
-        """Make the requests of `call`, and see meanwhile whether ranks have ended that it waits for."""
+        """Make the requests of `call`, and meanwhile check whether the ranks that it waits for have ended."""
         if self._meeting is None:
             return call()
         self._awaited = None
         try:
-            # `call` has the deadline itself, with up to two graces. Only requests that hang take longer.
+            # `call` keeps the deadline itself, with up to two graces. Only a request that hangs takes longer.
             return self._meeting.ask(call, deadline.remaining_s(graces=3), meanwhile=self._look_after)
         finally:
-            self._awaited = None  # it refers to this channel, which is to go without the garbage collector
+            self._awaited = None  # breaks a reference cycle, so that the channel is freed without the garbage collector
 
     def _look_after(self) -> None:
-        """Answer for ranks of this node that have ended before they stored what this one waits for."""
+        """Store obituaries for ranks of this node that ended before they stored the keys that this rank waits for."""
         awaited = self._awaited
         if awaited is None or self._meeting is None:
             return
@@ -268,14 +273,14 @@ class Channel:
             for rank in awaited.keys
             if (process := self._meeting.processes.get(rank)) is not None and process.has_ended()
         }
-        # Not at the first look: what a rank sent just before it ended may still be on its way.
+        # Only at the second look: a message that a rank sent just before it ended may still be on its way.
         for rank in ended & self._found_ended:
-            # Whatever it did store stays, and is what counts.
+            # `claim` leaves a message that the rank did store.
             self._meeting.claim(awaited.keys[rank], packed(awaited.obituary(rank)))
         self._found_ended = ended
 
     def _catch_up(self, why: str) -> None:
-        """Go on to the keys of the next operation, and wait for the others there."""
+        """Go on to the keys of the next operation, where this rank waits for the others."""
         assert self._meeting is not None
         self._strayed_why = why
         _log.warning("%s waits for the other ranks to come to it: %s", self.label, why)
@@ -283,14 +288,14 @@ class Channel:
         self._num_gathers = self._num_broadcasts = 0
 
     def confirm(self, phase: str, outcome: object, deadline: Deadline) -> None:
-        """Return once it is certain that no rank failed. One that did passes its error as `outcome`.
+        """Return once all ranks have reported success. A rank that failed passes its error as `outcome`.
 
-        Like `exchange` in how it fails: with the same error on every rank.
+        Fails as `exchange` does: with the same error on every rank.
         """
         self.exchange(phase, outcome if isinstance(outcome, Exception) else b"", lambda _: b"", deadline)
 
     def _verdict(self, phase: str, ups: list[RankEnvelope], answer: Callable[[list[bytes]], bytes]) -> Outcome:
-        """What rank 0 is to broadcast."""
+        """The outcome that rank 0 broadcasts: the answer to all contributions, or the first rank's error."""
         failed = [(rank, up.error) for rank, up in enumerate(ups) if up.error is not None]
         if failed:
             rank, wire = failed[0]
@@ -322,15 +327,15 @@ class Channel:
         return ups
 
     def _report_group(self, number: int, own: RankEnvelope, deadline: Deadline) -> None:
-        """Send what the group of this rank, its first, contributes."""
-        # While it waits for members, its own key shows rank 0 that it is there.
+        """Collect and send the contributions of the group whose first rank is this one."""
+        # While this rank waits for its members, its own key shows rank 0 that it has come.
         here = f"up/{number}/{self.rank}"
         self._shared.set(here, b"")
         self._put(f"group/{number}/{self.rank}", self._collect_group(number, own, deadline))
         self._shared.delete(here)
 
     def _collect_group(self, number: int, own: RankEnvelope, deadline: Deadline) -> GroupEnvelope:
-        """The contributions of this rank's group, as far as they came in time."""
+        """The contributions of this rank's group, or the ranks that did not contribute in time."""
         members = self._members(self.rank)[1:]
         keys = [f"up/{number}/{member}" for member in members]
         self._await(members, keys, lambda rank: self._up(own.phase, _ended(rank), is_first=False))
@@ -342,7 +347,7 @@ class Channel:
         return GroupEnvelope(tuple(ups), ())
 
     def _collect_groups(self, number: int, own: GroupEnvelope, phase: str, deadline: Deadline) -> list[RankEnvelope]:
-        """All contributions, in rank order. On rank 0 only."""
+        """The contributions of all ranks, in rank order. On rank 0 only."""
         leaders = range(self._group_size, self.world_size, self._group_size)
         keys = [f"group/{number}/{leader}" for leader in leaders]
         self._await(leaders, keys, lambda leader: GroupEnvelope((), (leader,)))
@@ -351,7 +356,8 @@ class Channel:
         groups = [own, *(self._take(key, GroupEnvelope) for key in arrived)]
         absent = {rank for group in groups for rank in group.absent}
         for leader in missing:
-            # No word from a group: look who of it is there. Where all are, its first rank stopped half-way.
+            # The group sent no message: its absent ranks have no key. Where none is absent, its first rank stopped
+            # half-way, and is the absent one.
             members = self._members(leader)
             absent.update([m for m in members if not self._shared.check(f"up/{number}/{m}")] or [leader])
         if absent:
@@ -361,7 +367,8 @@ class Channel:
         return ups
 
     def _compare(self, ups: Sequence[RankEnvelope], phase: str, deadline: Deadline, *, is_first: bool) -> None:
-        """Return if all ranks are where this one is, rank 0."""
+        """Return if all ranks are in the same phase of the same operation as rank 0, which this rank is; else send all
+        ranks the error and raise."""
         if is_first and self.world_size > 1 and self._shared.check("left"):
             late = self._late([0], phase, deadline)
             self._send_down(phase, late)  # for those that still wait here
@@ -380,8 +387,8 @@ class Channel:
         return range(leader, min(leader + self._group_size, self.world_size))
 
     def _absent(self, ranks: Sequence[int], keys: Sequence[str], timeout_s: float, *, is_first: bool) -> list[int]:
-        """Those of `ranks` whose key did not appear in time. Before the first exchange they may not be on their way at
-        all, so it is said early who is waited for."""
+        """The `ranks` whose key did not appear in time. In the first exchange a rank may have made no call at all, so
+        this warns early which ranks are awaited."""
         early_s = min(timeout_s, _PATIENCE_S) if is_first else timeout_s
         if not keys or self._shared.wait(keys, early_s):
             return []
@@ -393,7 +400,7 @@ class Channel:
         return self._absent(ranks, keys, timeout_s - early_s, is_first=False)
 
     def _send_down(self, phase: str, outcome: Outcome, *, step: int | None = None) -> None:
-        """Broadcast `outcome`; an error about the operation of `step` (default: of this one)."""
+        """Broadcast `outcome`; an error concerns the operation of `step` (default: of this channel)."""
         number, self._num_broadcasts = self._num_broadcasts, self._num_broadcasts + 1
         if self.world_size > 1:
             up = self._up(phase, outcome, is_first=number == 0)
@@ -401,10 +408,10 @@ class Channel:
             self._put(f"down/{number}", down if step is None else msgspec.structs.replace(down, step=step))
 
     def _await_readers(self) -> None:
-        """Return when all ranks have read what was sent down last, or when they took too long."""
+        """Return when all ranks have read the last broadcast, or after `_READ_S`."""
         key = f"down/{self._num_broadcasts - 1}"
         end_s = time.monotonic() + _READ_S
-        # The last reader removes both, the count of readers last.
+        # The last reader removes both keys, the count of readers last.
         while (self._shared.check(key) or self._shared.check(f"{key}/read")) and time.monotonic() < end_s:
             time.sleep(_READ_S / 400)
 
@@ -429,7 +436,7 @@ class Channel:
         return down
 
     def _is_past(self, down: Broadcast, error: ErrorWire) -> bool:
-        """Whether the first error that this rank hears is about an operation that it skipped."""
+        """Whether the first error that this rank receives concerns an operation that it skipped."""
         if self._step is not None and down.step is not None and self._step != down.step:
             return self._step > down.step
         if not isinstance(from_wire(error), DeadlineError):
@@ -437,7 +444,8 @@ class Channel:
         return down.label != self.label or (self.rank in error.absent and self._tries_rank_0_again())
 
     def _tries_rank_0_again(self) -> bool:
-        """Whether rank 0 has come to the same operation again, or does so in a moment: ranks try again together."""
+        """Whether rank 0 has entered the same operation again, or does so within `_TOGETHER_S`: ranks try again
+        together."""
         assert self._meeting is not None
         end_s = time.monotonic() + _TOGETHER_S
         while not self._meeting.has_come_again(0, self.label):
@@ -447,31 +455,31 @@ class Channel:
         return True
 
     def _await(self, ranks: Sequence[int], keys: Sequence[str], obituary: Callable[[int], msgspec.Struct]) -> None:
-        """Note what this rank is going to wait for."""
+        """Note the `keys` that this rank is about to wait for."""
         self._awaited = _Awaited(dict(zip(ranks, keys, strict=True)), obituary)
 
     def _learn(self, processes: dict[int, Process | None]) -> None:
-        """Remember which process each rank is, as far as it told."""
+        """Remember the process of each rank that reported one."""
         if self._meeting is not None:
             self._meeting.processes.update({rank: process for rank, process in processes.items() if process})
 
     def _put(self, key: str, message: msgspec.Struct) -> None:
         data = msgspec.msgpack.encode(message)
         chunks = [data[start : start + _CHUNK_NBYTES] for start in range(0, len(data), _CHUNK_NBYTES)]
-        # The key itself comes last: who sees it finds all chunks.
+        # Store the key itself last, so that a reader that sees it finds all chunks.
         for index, chunk in enumerate(chunks[1:], start=1):
             self._shared.set(f"{key}/{index}", chunk)
         self._shared.set(key, first_chunk(len(chunks), chunks[0]))
 
     def _read(self, key: str) -> tuple[int, bytes]:
-        """The number of chunks and the data under a key that exists."""
+        """The number of chunks and the joined data under a key that exists."""
         first = self._shared.get(key)
         (num_chunks,) = NUM_CHUNKS.unpack_from(first)
         rest = (self._shared.get(f"{key}/{index}") for index in range(1, num_chunks))
         return num_chunks, b"".join((first[NUM_CHUNKS.size :], *rest))
 
     def _take(self, key: str, kind: type[S]) -> S:
-        """The message under a key that exists, which is removed."""
+        """Remove the message under a key that exists, and return it."""
         num_chunks, data = self._read(key)
         self._remove(key, num_chunks)
         return decode_msgpack(data, kind)
@@ -505,7 +513,8 @@ class Channel:
         )
 
     def _strayed(self, absent: Sequence[int]) -> str:
-        """Where the first few of the `absent` are, as far as that is elsewhere."""
+        """For an error text: the last operations of the first `_MAX_TOLD` absent ranks, where they differ from this
+        one."""
         assert self._meeting is not None
         strayed: dict[str | None, list[int]] = {}
         for rank in absent[:_MAX_TOLD]:
@@ -528,7 +537,7 @@ def _is_ahead(step: int | None, of: int | None) -> bool:
 
 
 def _ended(rank: int) -> DeadlineError:
-    """The error that a rank contributes whose process has ended."""
+    """The error that is contributed for a rank whose process has ended."""
     return DeadlineError(
         f"the process of rank {rank} has ended.",
         code="timeout.rank_ended",
@@ -539,11 +548,12 @@ def _ended(rank: int) -> DeadlineError:
 
 
 def _with_local_traceback(error: HoldfastError, outcome: Exception, *, rank: int, is_alone: bool) -> HoldfastError:
-    """The `error` that all ranks raise, on a rank that failed with `outcome`, whose traceback is worth more than the
-    news that some rank failed: that error itself where it is this rank's, else with it as the only cause."""
+    """The error to raise on a rank that failed with `outcome`, when all ranks raise `error`. The traceback of `outcome`
+    helps more than the news that some rank failed: so this returns `outcome` itself where `error` reports it, else
+    `error` with `outcome` as its only cause."""
     if isinstance(outcome, HoldfastError):
         if is_alone:
-            return outcome  # without the news that of one rank one failed
+            return outcome  # "1 of 1 ranks failed" tells nothing new
         if error.rank == rank and error.message.endswith(outcome.message):
             outcome.message, outcome.rank = error.message, error.rank
             return outcome
@@ -562,7 +572,7 @@ def _out_of_step(rank: int, what: str, expected: str) -> ConfigurationError:
 
 
 def _ranges(ranks: Sequence[int]) -> str:
-    """Sorted `ranks` for a message, runs of three and more written ``64-127``."""
+    """Sorted `ranks` as text for a message, runs of three and more as ``64-127``."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][-1] + 1:

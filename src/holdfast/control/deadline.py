@@ -1,4 +1,4 @@
-"""How long an operation may take, and what of that its parts have."""
+"""The time limit of an operation, and how its parts share it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Clock = Callable[[], float]
 
 
 def check_timeout(timeout_s: float) -> None:
-    """Raise `TypeError` or `ValueError` for what is no positive number of seconds."""
+    """Raise `TypeError` or `ValueError` unless `timeout_s` is a positive number of seconds."""
     if not isinstance(timeout_s, SupportsFloat):
         raise TypeError(f"a timeout is a number of seconds, not {timeout_s!r}")
     if not timeout_s > 0:
@@ -28,13 +28,14 @@ class Deadline:
 
     @property
     def for_storage_s(self) -> float:
-        """Seconds that a store may take: nine tenths of all, so that the rank on which it hangs can tell the others."""
+        """Seconds that a store may take: nine tenths of the timeout, so that a rank whose store hangs has time to tell
+        the others."""
         return 0.9 * self.timeout_s
 
     def remaining_s(self, *, graces: int = 0) -> float:
-        """Seconds that are left, at least 1 ms (stores take 0 for "for ever").
+        """Seconds that are left, at least 1 ms (stores take 0 as "no limit").
 
-        Each grace adds a tenth of the timeout, but 1 to 30 s. Who waits for a rank that itself waits for others
-        waits one grace longer, so that the rank nearest to the absent ones speaks first and names them.
+        Each grace adds a tenth of the timeout, at least 1 s and at most 30 s. A rank that waits for a rank that itself
+        waits for others takes one grace more, so that the rank nearest to the absent ones fails first and names them.
         """
         return max(self._end_s + graces * min(max(0.1 * self.timeout_s, 1.0), 30.0) - self._clock(), 0.001)

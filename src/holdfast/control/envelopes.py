@@ -1,4 +1,4 @@
-"""What ranks put under keys for each other: messages with their errors, encoded."""
+"""The envelopes that ranks store under keys for each other: encoded messages, or the errors in their place."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from holdfast.control.processes import Process
 from holdfast.decoding import decode_msgpack
 from holdfast.errors import ErrorWire, HoldfastError, from_wire, to_wire
 
-#: A message goes in chunks; the first begins with how many there are.
+#: Head of a message's first chunk: the number of its chunks.
 NUM_CHUNKS: Final = struct.Struct(">I")
-#: A message for others, or why there is none.
+#: A message for other ranks, or the error that takes its place.
 Outcome = bytes | Exception
 
 
 class RankEnvelope(msgspec.Struct, frozen=True, array_like=True):
-    """One rank's contribution to a gather. The first of an operation says which process the rank is."""
+    """One rank's contribution to a gather. The first one of an operation carries the rank's process."""
 
     phase: str
     label: str
@@ -29,24 +29,24 @@ class RankEnvelope(msgspec.Struct, frozen=True, array_like=True):
 
 
 class GroupEnvelope(msgspec.Struct, frozen=True, array_like=True):
-    """What the first rank of a group collected from its members, in rank order, and who was missing."""
+    """The contributions that the first rank of a group collected, in rank order, and the ranks that were absent."""
 
     members: tuple[RankEnvelope, ...]
     absent: tuple[int, ...]
 
 
 class Broadcast(RankEnvelope, frozen=True, array_like=True):
-    """What rank 0 tells all ranks. The first of an operation says which process rank 0 is. An error is about the
-    operation of `step`, which may be an earlier one than that of rank 0."""
+    """A message of rank 0 to all ranks. The first one of an operation carries the process of rank 0. An error concerns
+    the operation of `step`, which may be earlier than the operation that rank 0 is in."""
 
 
 def encoded(message: object) -> bytes:
-    """A message as MessagePack; bytes as they are."""
+    """Encode a message as MessagePack; bytes stay as they are."""
     return message if isinstance(message, bytes) else msgspec.msgpack.encode(message)
 
 
 def encoded_outcome(outcome: object) -> Outcome:
-    """The same, or the error that is there in its place, or that encoding raises."""
+    """Encode a message as `encoded` does. Returns an error that is passed in its place, or that encoding raises."""
     try:
         return outcome if isinstance(outcome, Exception) else encoded(outcome)
     except Exception as error:  # noqa: BLE001 - the other ranks wait for a message
@@ -54,29 +54,29 @@ def encoded_outcome(outcome: object) -> Outcome:
 
 
 def decoded(payload: bytes, kind: Any) -> Any:
-    """The message of type `kind` that `encoded` wrote."""
+    """Decode a message of type `kind` that `encoded` wrote."""
     return payload if kind is bytes else decode_msgpack(payload, kind)
 
 
 def payload_of(down: Broadcast) -> bytes:
-    """What was broadcast; raises the error that was."""
+    """The payload of a broadcast; raises its error where it carries one."""
     if down.error is not None:
         raise from_wire(down.error)
     return down.payload
 
 
 def packed(message: msgspec.Struct) -> bytes:
-    """A small message as it is stored under its key."""
+    """A message of one chunk, in the form in which it is stored under its key."""
     return first_chunk(1, msgspec.msgpack.encode(message))
 
 
 def first_chunk(num_chunks: int, first: bytes) -> bytes:
-    """The first chunk of a message as it is stored."""
+    """The first chunk of a message, in the form in which it is stored."""
     return NUM_CHUNKS.pack(num_chunks) + first
 
 
 def error_wire(error: Exception) -> ErrorWire:
-    """An error as it travels; one that is none of ours is ``unexpected``."""
+    """An error in the form in which it is sent; one outside the `HoldfastError` tree gets the code ``unexpected``."""
     if isinstance(error, HoldfastError):
         return to_wire(error)
     unexpected = HoldfastError(

@@ -1,6 +1,7 @@
-"""Where the ranks of one operation meet: the store that they share, and what each says of where it is.
+"""The meeting point of the ranks of one operation: a store that they share, and the operation that each rank entered
+last.
 
-`holdfast.control.channel` sends messages through a `Meeting`; `holdfast.control.torch_store` makes one of a TCPStore.
+`holdfast.control.channel` sends messages through a `Meeting`; `holdfast.control.torch_store` makes one from a TCPStore.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ T = TypeVar("T")
 
 
 class KeyValueStore(Protocol):
-    """A store that all ranks share. Used by one thread at a time."""
+    """A store that all ranks share. Only one thread at a time uses it."""
 
     def set(self, key: str, value: bytes) -> None:
         """Store `value` under `key`."""
@@ -36,31 +37,31 @@ class KeyValueStore(Protocol):
 
 
 class Meeting(Protocol):
-    """Where the ranks of one operation meet. Used by one thread at a time."""
+    """The meeting point of the ranks of one operation. Only one thread at a time uses it."""
 
     @property
     def store(self) -> KeyValueStore:
-        """Keys of this operation alone. Requests go through `ask`."""
+        """A store that holds the keys of this operation alone. Make its requests inside `ask`."""
 
     @property
     def processes(self) -> dict[int, Process]:
-        """The process of each rank, as far as it has told; kept from one operation to the next."""
+        """The process of each rank that has reported it; kept from one operation to the next."""
 
     def ask(self, call: Callable[[], T], timeout_s: float, *, meanwhile: Callable[[], None]) -> T:
-        """Return or raise what `call` returns or raises, which makes requests of the store; call `meanwhile` now and
-        then while it does. `StorageError`, code ``storage.control``, after `timeout_s`."""
+        """Run `call`, which makes requests to the store, and return its result or raise its error; call `meanwhile` now
+        and then until it ends. Raises `StorageError`, code ``storage.control``, after `timeout_s`."""
 
     def claim(self, key: str, value: bytes) -> None:
-        """Store `value` under `key` unless something is there already. While an `ask` is under way."""
+        """Store `value` under `key` unless the key exists. May be called while an `ask` is under way."""
 
     def announce(self, rank: int, label: str) -> None:
-        """Say that `rank` has come to the operation `label`."""
+        """Record that `rank` has entered the operation `label`."""
 
     def whereabouts(self, rank: int) -> str | None:
-        """The operation that `rank` came to last; None before its first."""
+        """The last operation that `rank` entered; None before its first."""
 
     def has_come_again(self, rank: int, label: str) -> bool:
-        """Whether `rank` has come to an operation `label` that is later than this one."""
+        """Whether `rank` has entered an operation `label` that is later than this one."""
 
     def next(self) -> Meeting:
         """The meeting of the operation after this one."""
@@ -69,4 +70,4 @@ class Meeting(Protocol):
         """A second meeting of this operation, for another thread."""
 
     def leave(self) -> None:
-        """Let others have its connection: the operation is over."""
+        """Release the connection for other meetings: the operation is over."""

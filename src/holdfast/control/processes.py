@@ -1,4 +1,4 @@
-"""Which process a rank is, so that others on its node see at once when it ends."""
+"""The identity of a rank's process, so that other ranks of its node notice at once when it ends."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from typing import Final
 import msgspec
 
 _PROC: Final = Path("/proc")
-#: Fields of ``stat`` behind the name of the program: the state is the first, the start time is number 22 of all.
+#: Index of the start time among the fields of ``stat`` after the program's name. The start time is field 22 of the
+#: whole line, and the state, field 3, is the first one after the name.
 _START_FIELD: Final = 22 - 3
 
 
 class Process(msgspec.Struct, frozen=True, array_like=True):
-    """A process: its number, when it was started (in ticks since boot), and where that number is valid (which boot, and
-    which PID namespace)."""
+    """The identity of a process: its PID, its start time in ticks since boot, and `where` that PID is valid (which
+    boot, and which PID namespace)."""
 
     pid: int
     started: int
@@ -24,19 +25,19 @@ class Process(msgspec.Struct, frozen=True, array_like=True):
 
     @staticmethod
     def current() -> Process | None:
-        """This one; None where the system does not tell."""
+        """The identity of the calling process; None where the system has no ``/proc``."""
         started = _started(os.getpid())
         return None if started is None else Process(os.getpid(), started, _where())
 
     def has_ended(self) -> bool:
-        """Whether it certainly runs no more. (A process that nobody has waited for yet has ended.) False for a process
-        of another node or another PID namespace, of which nothing can be seen from here."""
+        """Whether the process has certainly ended. A zombie counts as ended. False for a process of another node or
+        another PID namespace, because this process cannot see it."""
         return self.where == _where() != "" and _started(self.pid) != self.started
 
 
 @cache
 def _where() -> str:
-    """What tells this boot and this PID namespace from all others; empty where the system does not tell."""
+    """An identifier of this boot and this PID namespace; empty where the system has no ``/proc``."""
     try:
         boot_id = (_PROC / "sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot_id}:{(_PROC / 'self/ns/pid').stat().st_ino}"
@@ -45,10 +46,10 @@ def _where() -> str:
 
 
 def _started(pid: int) -> int | None:
-    """When process `pid` was started; None where there is none, or it is dead already."""
+    """The start time of process `pid` in ticks since boot; None where no such process runs (a zombie does not)."""
     try:
         text = (_PROC / str(pid) / "stat").read_text(encoding="utf-8", errors="surrogateescape")
     except OSError:
         return None
-    state, *fields = text.rpartition(")")[2].split()  # the name of the program may hold anything
+    state, *fields = text.rpartition(")")[2].split()  # the program's name may contain spaces and parentheses
     return None if state in "ZX" else int(fields[_START_FIELD - 1])

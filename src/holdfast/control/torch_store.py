@@ -24,16 +24,17 @@ from holdfast.errors import ConfigurationError
 
 _PREFIX: Final = "holdfast"
 _MAX_POLL_S: Final = 0.5
-#: How long a word for a rank that has ended may take to be stored; it is tried again.
+#: Time limit for storing a key on behalf of a rank that has ended; a later look tries again.
 _CLAIM_S: Final = 2.0
 
 T = TypeVar("T")
 
 
 class TorchStore:
-    """A torch store as a `KeyValueStore`. A store that is gone is a `StorageError`, code ``storage.control``.
+    """A torch store as a `KeyValueStore`. Where the store is gone, its methods raise a `StorageError`, code
+    ``storage.control``.
 
-    With ``blocking=False`` it polls instead of blocking in the store, for a connection that others use too.
+    With ``blocking=False`` it polls instead of blocking in the store, for a connection that other code uses too.
     """
 
     def __init__(self, store: dist.Store, *, blocking: bool) -> None:
@@ -91,7 +92,7 @@ class TorchStore:
     def claim(self, key: str, value: bytes) -> None:
         """Store `value` under `key` unless something is there."""
         try:
-            # A missing key is set where the value that is expected there is empty.
+            # torch sets a missing key when the expected value is empty.
             self._store.compare_set(key, "", value)  # type: ignore[arg-type]
         except dist.DistError as error:
             raise lost(error) from error
@@ -102,42 +103,43 @@ class TorchStore:
             waited = time.monotonic() - start
             if waited >= timeout_s:
                 return False
-            # In proportion to the wait so far: quick answers come quickly, and long waits cost few requests.
+            # The pause grows with the wait so far: quick answers come quickly, and long waits cost few requests.
             time.sleep(min(max(waited / 8, 0.001), _MAX_POLL_S, timeout_s - waited))
         return True
 
 
 class _Connection:
-    """A client of a process group's store for one thread at a time: our own, or, where the store cannot be cloned,
-    torch's."""
+    """A client of a process group's store, for one thread at a time: a clone of our own, or torch's client where the
+    store cannot be cloned."""
 
     def __init__(self, store: dist.Store, timeout_s: float) -> None:
-        """Waits up to `timeout_s` for the store: torch itself would try for 30 minutes to connect to one that is gone.
-        `StorageError`, code ``storage.control``."""
+        """Connect within `timeout_s`, or raise `StorageError`, code ``storage.control``: torch itself would try for 30
+        minutes to connect to a store that is gone."""
         self.requests = Requests()
         own = self.requests.ask(lambda: _clone(store), timeout_s)
         self.client = own or store
-        # A wait holds a client for as long as it lasts. On a clone that is nobody else's matter; torch's own is polled.
+        # A wait occupies its client until it ends. Our clone may block; torch's client also serves torch, so we poll.
         self.is_own = own is not None
-        #: The meeting in the background that has it; what is over is nobody's.
+        #: The background meeting that uses this connection, if any; a weak reference, so a dead meeting frees it.
         self.user: ref[TorchMeeting] | None = None
 
     def let_go(self, user: TorchMeeting) -> None:
-        """Note that `user` needs it no more."""
+        """Note that `user` no longer needs this connection."""
         if self.user is not None and self.user() is user:
             self.user = None
 
     @property
     def is_free(self) -> bool:
-        """Whether another meeting in the background may have it."""
+        """Whether another background meeting may take this connection."""
         return (self.user is None or self.user() is None) and not self.requests.is_busy
 
 
 class GroupStore:
-    """What a process knows of one process group's store: its connections, and the operations so far."""
+    """One process's view of a process group's store: its connections, the count of operations per group of ranks, and
+    the processes of those ranks."""
 
     def __init__(self, store: dist.Store) -> None:
-        # A weak reference: the store is the key under which this is kept.
+        # A weak reference: the store is the key of the weak dictionary `_jobs`, which holds this object.
         self._store = ref(store)
         self._connection: _Connection | None = None
         self._in_background: list[_Connection] = []
@@ -153,13 +155,14 @@ class GroupStore:
         return store
 
     def connection(self, timeout_s: float) -> _Connection:
-        """The one for whoever waits; anew where a request hangs in the last."""
+        """The connection of the operation in the foreground; a new one where a request hangs in the last."""
         if self._connection is None or self._connection.requests.is_busy:
             self._connection = _Connection(self.store, timeout_s)
         return self._connection
 
     def in_background(self, user: TorchMeeting, timeout_s: float) -> _Connection:
-        """One for `user` alone, as long as that lives: several Checkpointers may save in the background at a time."""
+        """A connection for `user` alone, until it leaves or is collected: several Checkpointers may save in the
+        background at the same time."""
         connection = next((each for each in self._in_background if each.is_free), None)
         if connection is None:
             connection = _Connection(self.store, timeout_s)
@@ -169,26 +172,27 @@ class GroupStore:
         return connection
 
     def next_number(self, members: str) -> int:
-        """The number of the next operation of a group."""
+        """The number of the next operation of the group `members`."""
         return next(self._numbers[members])
 
     def processes(self, members: str) -> dict[int, Process]:
-        """The processes of a group's ranks, as far as they are known."""
+        """The known processes of a group, by rank; updated in place."""
         return self._processes[members]
 
     def claim(self, key: str, value: bytes) -> None:
-        """Store `value` under `key` unless something is there, on torch's own connection, since ours are waiting."""
+        """Store `value` under `key` unless the key exists. Uses torch's own connection, since ours are waiting; does
+        nothing while the last claim still hangs."""
         if not self._claims.is_busy:
             store = TorchStore(self.store, blocking=False)
             self._claims.ask(lambda: store.claim(key, value), _CLAIM_S)
 
 
-# Bound to the store object, so that a new process group starts to count anew on all of its ranks.
+# Keyed by the store object, so that a new process group counts operations from zero on all of its ranks.
 _jobs: WeakKeyDictionary[dist.Store, GroupStore] = WeakKeyDictionary()
 
 
 class TorchMeeting:
-    """A `Meeting` at a process group's store. `members` tells the group from others."""
+    """A `Meeting` at a process group's store. `members` is a key prefix that is unique to the group of ranks."""
 
     def __init__(
         self, job: GroupStore, members: str, number: int, *, deadline: Deadline, background: bool = False
@@ -244,7 +248,7 @@ class TorchMeeting:
         self._connection.let_go(self)
 
     def _place(self, rank: int) -> tuple[int, str] | None:
-        """The number and the label of the operation that `rank` came to last."""
+        """The number and the label of the last operation that `rank` entered; None before its first."""
         key = str(rank)
         if not self._places.check(key):
             return None
@@ -257,7 +261,7 @@ class TorchMeeting:
 
 
 def group_ranks(group: dist.ProcessGroup | None) -> tuple[int, ...]:
-    """Global ranks of `group` (default: of the job), in its order; ``(0,)`` in one plain process."""
+    """The global ranks of `group` (default: of the job), in the group's order; ``(0,)`` in one plain process."""
     if not dist.is_available() or not dist.is_initialized():
         return (0,)
     return tuple(range(dist.get_world_size()) if group is None else dist.get_process_group_ranks(group))
@@ -271,10 +275,12 @@ def global_rank() -> int:
 def default_channel(
     label: str, group: dist.ProcessGroup | None = None, *, deadline: Deadline, step: int | None = None
 ) -> Channel:
-    """A channel between the ranks of `group` (default: all ranks of the job); of this process alone where it is alone.
+    """A channel between the ranks of `group` (default: all ranks of the job); in one plain process, a channel of that
+    process alone.
 
-    Every rank of a group makes its channels in the same order: the count is what gives an operation its keys. All
-    channels of a process share one connection, so only one may be in use at a time. Never calls a collective.
+    Every rank of a group must make its channels in the same order, because an operation's keys contain the count of
+    channels so far. All channels of a process share one connection, so only one may be in use at a time. Never calls a
+    collective.
 
     Raises:
         ConfigurationError: ``config.no_process_group``: a rank of several has no process group.
@@ -296,13 +302,14 @@ def default_channel(
     if job is None:
         job = _jobs[store] = GroupStore(store)
     members = _PREFIX + ("" if group is None else "-" + hashlib.sha256(repr(ranks).encode()).hexdigest()[:16])
-    # Counted even where the store does not answer: the other ranks count this operation too.
+    # Count the operation even where the store does not answer: the other ranks count it too.
     meeting = TorchMeeting(job, members, job.next_number(members), deadline=deadline)
     return Channel(meeting, rank=ranks.index(dist.get_rank()), world_size=len(ranks), label=label, step=step)
 
 
 def _refuse_lonely_ranks() -> None:
-    """Started as one of several, but without a process group: each rank would take itself for the whole job."""
+    """Raise if this process was started as one of several ranks but has no process group: each rank would take itself
+    for the whole job."""
     world_size = os.environ.get("WORLD_SIZE", "1")
     if world_size not in ("", "0", "1"):
         raise ConfigurationError(
@@ -313,9 +320,9 @@ def _refuse_lonely_ranks() -> None:
 
 
 def _clone(store: dist.Store) -> dist.Store | None:
-    """A second client of `store`; None where torch (before 2.8) or the kind of store offers none."""
+    """A second client of `store`; None where torch (before 2.8) or this kind of store cannot clone."""
     try:
-        # A server that is gone shows at once on the connection that is there; a new one would be tried for long.
+        # The existing connection fails at once where the server is gone; a new connection would be tried for long.
         store.check([_PREFIX])
         clone: dist.Store = store.clone()  # type: ignore[attr-defined]  # the stubs lack it
     except dist.DistError as error:
