@@ -1,1 +1,1 @@
-"""The bytes on storage: names, values, manifest, containers and records. Pure: no torch, no input or output."""
+"""The bytes on storage: names, values, manifest, containers and records. Pure: no torch, no reading or writing."""

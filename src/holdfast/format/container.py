@@ -1,8 +1,9 @@
 """Data files: one writer's pieces and values in a safetensors file whose layout is a function of the manifest.
 
 Order, names, header length and offsets follow from the manifest alone, so a reader plans without reading any
-header and a verifier compares the header byte for byte. The header is as long as an upper bound that needs no
-text to compute (SPEC, "Data files"): finding every offset in thousands of files stays a few array operations.
+header and a verifier compares the header byte for byte. The header is as long as an upper bound that can be computed
+without making the header's text (SPEC, "Data files"), so a few array operations find every offset in thousands of
+files.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ from holdfast.geometry import Box, FlatRange, Int64s, Shape, whole
 ALIGNMENT = 4096
 #: Data bytes per digest.
 BLOCK_NBYTES = 1 << 20
-#: Where the digest table begins in every data file: ``8 + len('{"__metadata__":{"blocks":"')``.
+#: Offset of the digest table in every data file.
 TABLE_OFFSET = 8 + len('{"__metadata__":{"blocks":"')
 VALUES_NAME = "@values"
-#: Tensors of so many bytes in all are small: many ranks want them, and find them in a few blocks.
+#: Tensors of at most this many bytes in all are small: many ranks read them, and find them together in a few blocks.
 SMALL_NBYTES = 64 << 10
-#: What safetensors files may not call a tensor.
+#: A tensor may not have this name in a safetensors file.
 _RESERVED_NAME = "__metadata__"
-#: Of an entry's header text, what is neither name, dtype code nor the tensor's own numbers (an upper bound).
+#: Upper bound of the rest of an entry's header text: all but the name, the dtype code and the tensor's own numbers.
 _ENTRY_NBYTES = 96
 
 
@@ -48,8 +49,11 @@ class Entry(msgspec.Struct, frozen=True, gc=False):
 
 
 class _FileCell(NamedTuple):
-    """A cell that a file holds of all tensors with one partition, shape and dtype: where it begins after the tensor's
-    first byte in the file, and the header's text after the tensor's quoted name and before the cell's offsets."""
+    """A cell that a file holds of each tensor with one partition, shape and dtype.
+
+    `offset` counts from the tensor's first byte in the file. `text` is the part of the header between the tensor's
+    quoted name and the cell's offsets.
+    """
 
     part: Box | FlatRange
     offset: int
@@ -59,7 +63,10 @@ class _FileCell(NamedTuple):
 
 @dataclass(frozen=True)
 class FileLayout:
-    """All that a data file holds and where; ``data_start`` is the header's length, ``text`` what it says of entries."""
+    """The content of a data file and its offsets.
+
+    ``data_start`` is the length of the header, ``text`` the header's text about the entries.
+    """
 
     index: int
     entries: Sequence[Entry]
@@ -72,8 +79,11 @@ class FileLayout:
 
 @dataclass(frozen=True)
 class FileColumns:
-    """Layouts of several files as arrays: ``offsets[k, i]`` is where the tensor at the `i`-th of the asked positions of
-    the order of entries (all: and, at last, where all of them end) begins in file ``files[k]``."""
+    """Layouts of several files as arrays.
+
+    ``offsets[k, i]`` is the offset in file ``files[k]`` of the tensor at the `i`-th requested position of the order of
+    entries. Where all positions were requested, a last column has the offsets at which the last tensor ends.
+    """
 
     files: Int64s
     offsets: Int64s
@@ -120,13 +130,15 @@ class Files:
 
     @cached_property
     def order(self) -> Int64s:
-        """Tensor numbers in the order of entries: largest elements first (so nothing is misaligned), then by name;
-        small tensors behind the others of their element size where the manifest says so."""
+        """Tensor numbers in the order of entries: largest elements first (so that all are aligned), then by name.
+
+        Where the manifest has the feature `SMALL_LAST`, small tensors come behind the others of their element size.
+        """
         return np.lexsort((self._is_small, -self.itemsizes))
 
     @cached_property
     def _is_small(self) -> npt.NDArray[np.bool_]:
-        """Whether each tensor lies behind those that are not."""
+        """Whether each tensor lies behind the others of its element size as a small one; never without `SMALL_LAST`."""
         body = self.manifest.body
         if SMALL_LAST not in body.reader_features:
             return np.zeros(len(body.names), np.bool_)
@@ -135,7 +147,7 @@ class Files:
 
     @cached_property
     def position(self) -> Int64s:
-        """Where each tensor stands in `order`."""
+        """The position of each tensor in `order`."""
         return np.argsort(self.order, kind="stable")
 
     @cached_property
@@ -150,8 +162,7 @@ class Files:
 
     @cached_property
     def _per_partition(self) -> tuple[Int64s, Int64s]:
-        """Per partition: bytes of one element of each of its tensors together, and upper bounds of the header text of
-        one piece of each of them together."""
+        """Per partition, two sums over its tensors: bytes of an element, and upper bounds of a piece's header text."""
         body = self.manifest.body
         codes = np.asarray([len(DTYPES[name].code) for name in body.dtype_table], np.int64)
         numbers = [max(len(shape), 1) * (3 * len(str(prod(shape))) + 3) for shape in body.shape_table]
@@ -180,7 +191,7 @@ class Files:
         counts = np.zeros_like(numels)
         for index, tensor in zip(*np.unique(self._partitions, return_index=True), strict=True):
             cells = self.cells(int(tensor))
-            if (np.diff(cells.owners) > 0).all():  # one cell per file, the usual case: several times as fast
+            if (np.diff(cells.owners) > 0).all():  # at most one cell per file, the usual case: several times as fast
                 numels[index, cells.owners] = cells.numels
                 counts[index, cells.owners] = 1
             else:
@@ -189,8 +200,10 @@ class Files:
         return numels, counts
 
     def columns(self, files: Int64s, positions: Int64s | None = None) -> FileColumns:
-        """Offsets in `files` of the tensors at some `positions` of the order of entries, ascending (all: of all), and
-        the sizes of those files. O(tensors x files) array work, less for few positions."""
+        """Offsets in `files` of the tensors at `positions` of the order of entries, and the sizes of those files.
+
+        `positions` ascend; None asks for all. O(tensors x files) array work, less for few positions.
+        """
         (numels, counts), (nbytes, bounds), (capacities, of_values) = self._totals, self._per_partition, self._of_values
         numels = numels[:, files]
         data_nbytes = nbytes @ numels + capacities[files]
@@ -203,7 +216,8 @@ class Files:
         """Offsets of tensors in files that hold `numels` elements per partition (rows) and file (columns)."""
         partitions, itemsizes = self._in_order
         if positions is not None and len(positions) * len(numels) <= len(partitions):
-            # Of each partition, the bytes of one element of all tensors before a position, times the elements.
+            # For each partition: the bytes of one element of each of its tensors that come before a position, summed.
+            # Times the partition's elements in a file, that is the offset.
             behind = np.searchsorted(positions, np.arange(len(partitions)), side="right")
             cells = behind * len(numels) + partitions
             before = np.bincount(cells, itemsizes, minlength=(len(positions) + 1) * len(numels)).astype(np.int64)
@@ -213,7 +227,7 @@ class Files:
         return offsets if positions is None else offsets[:, positions]
 
     def layout(self, index: int) -> FileLayout:
-        """Everything about data file number `index`."""
+        """The whole layout of data file number `index`."""
         columns = self.columns(np.asarray([index], np.int64))
         body = self.manifest.body
         entries: list[Entry] = []
@@ -255,12 +269,12 @@ class Files:
 
 
 def num_blocks(data_nbytes: int) -> int:
-    """Digests that a data section of `data_nbytes` has."""
+    """Number of digests of a data section of `data_nbytes` bytes."""
     return -(-data_nbytes // BLOCK_NBYTES)
 
 
 def parse_table(text: bytes) -> bytes:
-    """The digest table that stands as `text` in a header; empty where it is none."""
+    """The digest table that a header holds as the hexadecimal `text`; empty where `text` is no hexadecimal text."""
     try:
         return bytes.fromhex(text.decode("ascii"))
     except ValueError:
@@ -283,7 +297,10 @@ def _metadata(manifest: DecodedManifest, index: int, table: str) -> str:
 
 
 def _suffix(name: str, shape: Shape, part: Box | FlatRange) -> str:
-    """What a piece's name says after the tensor's: which part it is; only a whole tensor keeps its bare name."""
+    """The suffix of a piece's name that says which part of the tensor it is; empty for a whole tensor.
+
+    A tensor with the reserved name always gets a suffix.
+    """
     is_whole = part == whole(shape) or (len(shape) == 1 and part == FlatRange(0, *shape))
     if is_whole and name != _RESERVED_NAME:
         return ""
@@ -292,6 +309,6 @@ def _suffix(name: str, shape: Shape, part: Box | FlatRange) -> str:
 
 
 def _text(code: str, suffix: str, shape: Shape) -> str:
-    """A header's text of an entry, from the end of the tensor's name up to the offsets."""
+    """The header's text about an entry, from the end of the tensor's name up to the offsets."""
     dims = ",".join(map(str, shape))
     return f'{suffix}":{{"dtype":"{code}","shape":[{dims}],"data_offsets":['

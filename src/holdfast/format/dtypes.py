@@ -1,8 +1,8 @@
-"""Logical dtypes and how each is stored.
+"""Logical dtypes and how data files store each.
 
-A logical dtype is named as torch names it. Data files are safetensors files: a dtype that every
-safetensors reader knows keeps its own code, every other one is stored as bytes (``U8``) and its logical
-dtype stands in the manifest, because one unknown code makes a whole file unreadable to others.
+A logical dtype has torch's name. Data files are safetensors files: a dtype that every safetensors reader knows keeps
+its own code. Tensors of any other dtype are stored as bytes (``U8``), and the manifest names their logical dtype,
+because one unknown code makes a whole file unreadable to other readers.
 """
 
 from __future__ import annotations
@@ -54,5 +54,6 @@ DTYPES: dict[str, DType] = {
     )
 }
 
-#: Types that carry elements of each size: values are only ever moved, never looked at. Torch has the same ones.
+#: The numpy type that carries elements of each size where elements are only moved and never interpreted. Torch has
+#: the same types.
 CARRIERS: dict[int, npt.DTypeLike] = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64, 16: np.complex128}

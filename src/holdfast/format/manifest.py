@@ -1,7 +1,7 @@
-"""The manifest: tensors, partitions, owners and files; everything needed to find any byte of a checkpoint.
+"""The manifest: tensors, partitions, owners and files; everything that a reader needs to find any byte of a checkpoint.
 
-Its size is O(tensors) for regular sharding: partitions are rules, stored once for all tensors divided alike, and
-their integer sequences are compressed (`holdfast.format.sequences`).
+Its size is O(tensors) for regular sharding: partitions are rules, stored once for all tensors that are divided alike,
+and `holdfast.format.sequences` compresses their integer sequences.
 """
 
 from __future__ import annotations
@@ -30,31 +30,33 @@ from holdfast.wording import count
 NAME = "manifest.hfm"
 MAGIC = b"HFMANI01"
 _HEAD = struct.Struct("<8sQQQ16s")
-#: A manifest that claims more is refused before memory is taken (random cuts of 8,960 ranks need 32 MiB).
+#: A reader refuses a manifest that claims more before it allocates memory (random cuts of 8,960 ranks need 32 MiB).
 MAX_NBYTES = 1 << 30
 MAX_FILE_NBYTES = _HEAD.size + 2 * MAX_NBYTES
-#: Nor is a body believed that unfolds to more than this many times its compressed size, beyond a first MiB.
+#: A reader refuses a body that claims to decompress to more than this many times its size, beyond a first MiB.
 _MAX_RATIO = 64
 _FREE_PACKED_NBYTES = 1 << 20
-#: No tensor of a sound manifest has more elements, and all together no more bytes, so sums stay within 64 bits.
+#: Most elements of one tensor, and most bytes of all data, so that sums stay within 64 bits.
 MAX_NUMEL = 1 << 56
 _MAX_DATA_NBYTES = 1 << 62
-#: As many axes as an array can have.
+#: Most axes of a tensor: a numpy array cannot have more.
 MAX_AXES = 64
 MAX_FILES = 1 << 17
 _FILE_NAME = re.compile(r"data-[0-9]{5,}\.safetensors")
-#: Numbers that affine sequences may stand for, which cost no bytes: so many, and so many per partition and file.
+#: Most numbers that affine sequences may stand for, since these cost no bytes: a free amount, and a further amount per
+#: partition and file.
 _FREE_NUMBERS = 1 << 18
 _NUMBERS_PER_CELL = 64
-#: Small tensors lie together in a data file, behind the others of their element size.
+#: The feature of checkpoints whose small tensors lie together in a data file, behind the others of their element size.
 SMALL_LAST: Final = "small-last"
 KNOWN_FEATURES: Final = frozenset({SMALL_LAST})
 
 
 class Grid(msgspec.Struct, frozen=True, tag="grid", array_like=True, forbid_unknown_fields=True):
-    """Cells between cut points; `cuts` are sequence indexes, one per axis, `owners` names a file per cell, row-major.
+    """Cells between cut points. `cuts` has one sequence index per axis; `owners` is the sequence of the cells' files.
 
-    Cut points rise strictly from 0 to the axis's extent, so an axis of extent 0 has one cut and no cell.
+    Cells are in row-major order. Cut points rise strictly from 0 to the axis's extent, so an axis of extent 0 has one
+    cut and no cell.
     """
 
     cuts: tuple[int, ...]
@@ -62,14 +64,14 @@ class Grid(msgspec.Struct, frozen=True, tag="grid", array_like=True, forbid_unkn
 
 
 class FlatCuts(msgspec.Struct, frozen=True, tag="flat", array_like=True, forbid_unknown_fields=True):
-    """Flat ranges between cut points that rise strictly from 0 to the number of elements; a file per range."""
+    """Flat ranges between cut points that rise strictly from 0 to the number of elements; one owner file per range."""
 
     cuts: int
     owners: int
 
 
 class Boxes(msgspec.Struct, frozen=True, tag="boxes", array_like=True, forbid_unknown_fields=True):
-    """Free boxes in row-major order of their starts: sequences of starts and sizes per axis, and a file per box."""
+    """Free boxes in row-major order of their starts: sequences of starts and sizes per axis; one owner file per box."""
 
     starts: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -88,12 +90,12 @@ class ValueBlock(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One checkpoint's logical content and where each part of it lies.
+    """The body of a manifest: a checkpoint's logical content, and the data file that holds each part of it.
 
     Tensor ``i`` is ``names[i]`` (sorted), of ``dtype_table[dtypes[i]]`` and ``shape_table[shapes[i]]``, divided by
     ``partition_table[partitions[i]]``. Owners in partitions are data files; file ``f`` was written by rank
-    ``writers[f]`` and is called `file_name(f)`. `diverged` names (sorted) tensors whose copies on several ranks
-    were found to differ when this checkpoint was saved; one holder's copy was stored.
+    ``writers[f]`` and is called `file_name(f)`. `diverged` names (sorted) the tensors whose copies on several ranks
+    differed when this checkpoint was saved; one holder's copy of each was stored.
     """
 
     checkpoint_id: Hex16
@@ -120,7 +122,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SequenceTable:
-    """Sequences of a manifest under construction; equal ones are stored once."""
+    """The integer sequences of a manifest under construction; equal sequences are stored once."""
 
     def __init__(self) -> None:
         self.sequences: list[sequences.Sequence] = []
@@ -128,7 +130,7 @@ class SequenceTable:
         self._index: dict[bytes, int] = {}
 
     def add(self, values: Int64s) -> int:
-        """The index of `values`, stored on first sight."""
+        """Store the sequence `values` unless an equal one is stored. Returns its index."""
         key = values.tobytes()
         index = self._index.get(key)
         if index is None:
@@ -159,13 +161,13 @@ class DecodedManifest:
             raise corrupt(f"its sequences claim {count(claimed, 'number')} for {count(body.num_files, 'file')}")
 
     def with_body(self, body: Manifest) -> DecodedManifest:
-        """Another body over the same sequences, which stay decoded."""
+        """This manifest with another body. Both share the sequences that are decoded already."""
         other = DecodedManifest(body, self._blob)
         other._decoded = self._decoded
         return other
 
     def encode(self) -> bytes:
-        """The manifest file that this is."""
+        """The bytes of this manifest's file."""
         return encode(self.body, [self._blob])
 
     @property
@@ -174,7 +176,7 @@ class DecodedManifest:
         return Place(*self.body.place)
 
     def sequence(self, index: int) -> Int64s:
-        """Integers of sequence `index`. Do not write to them."""
+        """The integers of sequence `index`. They are shared: callers must not write to them."""
         values = self._decoded.get(index)
         if values is None:
             blob = self._blob[self._starts[index] : self._starts[index + 1]]
@@ -196,7 +198,7 @@ def file_name(index: int) -> str:
 
 
 def is_file_name(name: str) -> bool:
-    """Whether `file_name` gives names such as `name`."""
+    """Whether `name` is the name of a data file, as `file_name` makes them."""
     return _FILE_NAME.fullmatch(name) is not None
 
 
@@ -205,7 +207,7 @@ def encode(body: Manifest, blobs: Iterable[bytes | memoryview]) -> bytes:
     packed = msgspec.msgpack.encode(body)
     compressed = zlib.compress(packed, 6)
     if len(packed) > _unfolded_limit(len(compressed)):
-        # Names that repeat themselves so much are squeezed less: a reader could not tell them from a bomb.
+        # Very repetitive names are compressed less: a reader could not tell them from a decompression bomb.
         plain = zlib.compressobj(6, strategy=zlib.Z_HUFFMAN_ONLY)
         compressed = plain.compress(packed) + plain.flush()
     blob = b"".join(blobs)
@@ -259,7 +261,8 @@ def _unfolded_limit(compressed_nbytes: int) -> int:
     return max(_FREE_PACKED_NBYTES, _MAX_RATIO * compressed_nbytes)
 
 
-#: What msgspec raises for bytes that are not of a type: strings that are no UTF-8 and nesting have errors of their own.
+#: The errors that msgspec raises for bytes that do not hold a type: a `ValueError` for strings that are not UTF-8, a
+#: `RecursionError` for deep nesting.
 _UNDECODABLE = (msgspec.MsgspecError, ValueError, RecursionError)
 
 
@@ -273,7 +276,7 @@ class _Maps(msgspec.Struct):
 
 
 def _check_keys(packed: bytes, body: Manifest) -> None:
-    """Raise `ValueError` where a key stands twice, of which decoding kept the last: readers must not differ."""
+    """Raise `ValueError` where a map has a key twice: msgspec keeps the last value, and another reader the first."""
     maps = decode_msgpack(packed, _Maps)
     sizes = [
         (packed, len(body.__struct_fields__)),
@@ -285,13 +288,13 @@ def _check_keys(packed: bytes, body: Manifest) -> None:
 
 
 def _map_size(head: bytes) -> int:
-    """Entries of a MessagePack map, by its first bytes."""
+    """Number of entries of a MessagePack map, read from its first bytes."""
     width = {0xDE: 2, 0xDF: 4}.get(head[0])
     return head[0] & 0x0F if width is None else int.from_bytes(head[1 : 1 + width], "big")
 
 
 def _unreadable(packed: bytes, error: Exception) -> HoldfastError:
-    """A body that this version cannot type: an unknown feature says why, anything else is damage."""
+    """The error for a body that this version cannot decode: `IncompatibleError` for an unknown feature, else damage."""
     try:
         _check_features(decode_msgpack(packed, _Features).reader_features)
     except IncompatibleError as unknown:
@@ -312,7 +315,7 @@ def _check_features(features: tuple[str, ...]) -> None:
 
 
 def _check_tensors(body: Manifest) -> None:
-    """Every index points into its table, names are sorted and unique, shapes and dtypes are possible."""
+    """Refuse indexes outside their tables, names that are not sorted and unique, impossible shapes and dtypes."""
     num_tensors = len(body.names)
     if not num_tensors == len(body.dtypes) == len(body.shapes) == len(body.partitions):
         raise corrupt("its tensor columns have different lengths")
@@ -337,10 +340,10 @@ def _check_tensors(body: Manifest) -> None:
 
 
 def _check_sizes(body: Manifest) -> None:
-    for shape in set(body.shape_table):  # a hostile table repeats the shape of one byte a million times
+    for shape in set(body.shape_table):  # each distinct shape once: a hostile table may repeat one a million times
         if len(shape) > MAX_AXES or min(shape, default=0) < 0:
             raise corrupt("a shape has a negative extent or too many axes")
-        if prod(filter(None, shape)) > MAX_NUMEL:  # extents of 0 hide nothing: no array can have the others either
+        if prod(filter(None, shape)) > MAX_NUMEL:  # extents of 0 do not count: no array can have the others either
             raise corrupt("a shape has more elements than any file can hold")
     total = data_nbytes(body)
     if total > _MAX_DATA_NBYTES:
@@ -348,7 +351,7 @@ def _check_sizes(body: Manifest) -> None:
 
 
 def data_nbytes(body: Manifest) -> int:
-    """Bytes of all tensors and of what is reserved for values: all that the data sections hold."""
+    """Bytes of all data sections: those of all tensors, and those reserved for values."""
     kinds = Counter(zip(body.dtypes, body.shapes, strict=True))
     itemsizes = [DTYPES[name].itemsize for name in body.dtype_table]
     tensors = sum(n * itemsizes[dtype] * prod(body.shape_table[shape]) for (dtype, shape), n in kinds.items())
@@ -387,7 +390,7 @@ def _sequences_of(partition: Partition) -> tuple[int, ...]:
 
 
 def corrupt(what: str) -> CorruptError:
-    """The error for a manifest of which `what` is wrong."""
+    """The error for a damaged manifest; `what` is a clause that names the damage."""
     return CorruptError(
         f"The manifest is damaged: {what:.400}.",
         code="corrupt.manifest",

@@ -1,11 +1,11 @@
 """Names of tensors and values: ``/``-joined components, each an escaped dictionary key or list index.
 
-A string key stands as it is, with ``%``, ``/`` and ``@`` written ``%25``, ``%2F`` and ``%40``. Every other key is
-tagged, ``%int=3``, which no string key can look like, because a literal ``%`` is always ``%25``. List and tuple
-indexes are plain decimals: whether ``0`` is an index or the key ``"0"`` is recorded in the structure, not in the name.
+A string key is its own component, with ``%``, ``/`` and ``@`` written ``%25``, ``%2F`` and ``%40``. Every other key is
+tagged, such as ``%int=3``; no string key can look like that, because a literal ``%`` is always ``%25``. List and tuple
+indexes are plain decimals: the structure, not the name, records whether ``0`` is an index or the key ``"0"``.
 
-Two components are reserved, so no key gives them: ``%rank=3`` holds what belongs to rank 3 alone, and ``%plane=data``
-is one plain tensor of several that make up a tensor.
+Two components are reserved, and no key gives them: values and tensors of rank 3 alone lie below ``%rank=3``, and
+``%plane=data`` is one of the plain tensors that make up a tensor.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _PARSERS: dict[str, Callable[[str], Key]] = {
 
 
 def component(key: object, *, path: str = "") -> str:
-    """The name component of a dictionary key; `path` says where the key stands, for the message.
+    """The name component of a dictionary key; `path` is the dictionary's path, for the message.
 
     Raises `StateError`, code ``state.key``, for a key that is neither a string that UTF-8 can encode nor an int (of
     at most 1024 bits), float, bool, bytes or None. Subclasses of these are refused: their type would be lost.
@@ -66,7 +66,7 @@ def component(key: object, *, path: str = "") -> str:
 
 @lru_cache(maxsize=1 << 16)
 def _escaped(key: str) -> str | None:
-    """The component of a string; None where UTF-8 cannot encode it. Every save asks for the same ones."""
+    """The component of a string; None where UTF-8 cannot encode it. Cached: every save asks for the same keys."""
     if not key:
         return "%empty"
     if not _SPECIAL.search(key):
@@ -77,7 +77,7 @@ def _escaped(key: str) -> str | None:
 
 
 def parse_component(text: str) -> Key:
-    """The key that `text` is the component of. Raises `CorruptError` for text that `component` never gives."""
+    """The key whose component is `text`. Raises `CorruptError` for text that `component` never gives."""
     try:
         key = _parse(text)
         canonical = component(key) == text
@@ -89,8 +89,8 @@ def parse_component(text: str) -> Key:
 
 
 def check_components(name: str) -> None:
-    """Raise `CorruptError` when a component of `name` is neither that of a key nor of a rank."""
-    if _STRINGS.fullmatch(name):  # string keys and indexes alone, as in nearly all names
+    """Raise `CorruptError` when a component of `name` is neither that of a key nor that of a rank."""
+    if _STRINGS.fullmatch(name):  # only string keys and indexes, as in nearly all names
         return
     for text in split(name):
         if not (_ONE_STRING.fullmatch(text) or is_rank_component(text)):
@@ -98,12 +98,12 @@ def check_components(name: str) -> None:
 
 
 def rank_component(rank: int) -> str:
-    """The component below which that lies which belongs to `rank` alone."""
+    """The component below which the values and tensors of `rank` alone lie."""
     return f"%rank={rank}"
 
 
 def plane_component(plane: str) -> str:
-    """The component of one of the planes of a tensor. Raises `StateError` for names that are no strings in UTF-8."""
+    """The component of one of the planes of a tensor. Raises `StateError` for names that UTF-8 cannot encode."""
     return f"%plane={component(plane)}"
 
 
@@ -113,18 +113,18 @@ def is_rank_component(text: str) -> bool:
 
 
 def shown(name: str) -> str:
-    """`name` for a message: what would act on a terminal, or turn its text around, is escaped."""
+    """`name` for a message: escaped when it has characters that would act on a terminal or reorder its text."""
     return name if name.isprintable() else ascii(name)[1:-1]
 
 
 def own_part(name: str) -> str | None:
-    """The path, up to ``%rank=``, of the part of one rank that `name` is in; None for what belongs to all ranks."""
+    """The path, up to and with ``%rank=N``, of the rank's own part that holds `name`; None for a name of all ranks."""
     found = _OWN_PART.match(name) if "/%rank=" in name else None
     return found.group() if found else None
 
 
 def join(path: str, *components: str) -> str:
-    """The name of what lies `components` below `path`; the root's path is empty."""
+    """`path` with `components` appended; the root's path is empty."""
     return "/".join((path, *components)) if path else "/".join(components)
 
 

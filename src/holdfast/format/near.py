@@ -1,4 +1,4 @@
-"""Names that somebody may have meant who wrote another one."""
+"""Names that a user may have meant when they wrote a name that does not exist."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from typing import NamedTuple
 _COMPONENTS = re.compile(r"[/.]")
 #: A component of a pattern that stands for any other.
 _WILD = re.compile(r"\*+|\{\w+(?::\*+)?\}")
-#: How alike two words are that a slip of the finger, or a shorter form, sets apart.
+#: Least likeness (a ratio of `difflib`) of two words that differ by a typing error only.
 _ALIKE = 0.75
 _SHORTEST_STEM = 3
-#: Names whose likeness is compared letter by letter, which is slow.
+#: Most names that are ranked by comparing them letter by letter, which is slow.
 _MAX_RANKED = 500
 
 
 class Substitution(NamedTuple):
-    """The part in which two near names differ: what stands for what."""
+    """The part in which two near names differ, in the one and in the other."""
 
     old: str
     new: str
 
 
 def near(name: str, candidates: Collection[str], *, count: int = 3) -> list[str]:
-    """Those of `candidates` that somebody who wrote `name` may have meant, the most alike first; `count` at most.
+    """At most `count` of `candidates` that a user who wrote `name` may have meant, the most alike first.
 
-    `name` may be a pattern: a component that is a wildcard or a field stands for the one in its place. One that begins
-    with ``*`` is compared with the end of each name, one that ends with ``**`` with the beginning.
+    `name` may be a pattern: a component that is a wildcard or a field matches any component in its place. A pattern
+    that begins with ``*`` is compared with the end of each name, one that ends with ``**`` with the beginning.
     """
     own = _COMPONENTS.split(name)
     close = [other for other in candidates if other != name and _may_be_meant(own, _COMPONENTS.split(other))]
@@ -42,7 +42,7 @@ def near(name: str, candidates: Collection[str], *, count: int = 3) -> list[str]
 
 
 def _may_be_meant(own: Sequence[str], other: Sequence[str]) -> bool:
-    """Whether the components `other` are near those of a name or pattern `own`."""
+    """Whether the components `other` of a name are near the components `own` of a name or pattern."""
     if own[0].startswith("*"):
         other = other[-len(own) :]
     elif own[-1] == "**":
@@ -53,22 +53,23 @@ def _may_be_meant(own: Sequence[str], other: Sequence[str]) -> bool:
 
 
 def substitution(old: str, new: str) -> Substitution | None:
-    """What one of two names has instead of what is in the other, where one may be a renamed form of the other."""
+    """The part in which two names differ, where one may be a renamed form of the other; else None."""
     found = _differing(_COMPONENTS.split(old), _COMPONENTS.split(new))
     return None if found is None else Substitution(*map(".".join, found))
 
 
 def _differing(a: Sequence[str], b: Sequence[str]) -> tuple[Sequence[str], Sequence[str]] | None:
-    """The components in the middle that differ, where they are alike one by one, or only one name has them.
+    """The components in the middle in which two names differ, or None where neither name is a form of the other.
 
-    Names that share all but unlike components, such as ``groups/0/eps`` and ``groups/0/momentum``, are no forms of one
-    another, however long the part is that they share.
+    The differing components must be alike one by one, or only one of the names may have any. Names that differ in
+    unlike components, such as ``groups/0/eps`` and ``groups/0/momentum``, are no forms of one another, however long
+    the part is that they share.
     """
     start = _num_equal(a, b)
     stop = _num_equal(a[start:][::-1], b[start:][::-1])
     middle_a, middle_b = a[start : len(a) - stop], b[start : len(b) - stop]
     if not middle_a or not middle_b:
-        # Something was put in, such as the name of a wrapper: what is below it is the same.
+        # One name has components that the other lacks, such as a wrapper's; the components below them must be equal.
         return (middle_a, middle_b) if stop else None
     if len(middle_a) != len(middle_b):
         return None
@@ -77,7 +78,7 @@ def _differing(a: Sequence[str], b: Sequence[str]) -> tuple[Sequence[str], Seque
 
 
 def _num_equal(a: Sequence[str], b: Sequence[str]) -> int:
-    """How many components both begin with."""
+    """Number of components that both begin with."""
     for number, (one, other) in enumerate(zip(a, b, strict=False)):
         if one != other:
             return number
@@ -86,7 +87,7 @@ def _num_equal(a: Sequence[str], b: Sequence[str]) -> int:
 
 def _alike(one: str, other: str) -> bool:
     if one.isdecimal() or other.isdecimal():
-        return False  # another layer is another thing
+        return False  # numbers name different layers or groups, not slips of one name
     shorter, longer = sorted((one.lower(), other.lower()), key=len)
     if (
         longer[:-1] == shorter
@@ -110,6 +111,6 @@ def _is_transposed(one: str, other: str) -> bool:
 
 
 def _is_short_form(shorter: str, longer: str) -> bool:
-    """Whether the one begins like the other and has its letters in their order, such as ``attn`` and ``attention``."""
+    """Whether `shorter` begins like `longer` and has only letters of it, in order: ``attn`` and ``attention``."""
     letters = iter(longer)
     return longer[:2] == shorter[:2] and all(letter in letters for letter in shorter)

@@ -1,4 +1,4 @@
-"""Partitions of a manifest as cells: which part of a tensor each cell is, which file owns it, where they meet a box."""
+"""Partitions of a manifest as cells: each cell's part of the tensor and owner file, and the cells that meet a box."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from holdfast.format.manifest import Boxes, DecodedManifest, FlatCuts, Grid, Par
 from holdfast.geometry import Box, FlatRange, Int64s, Shape, coverage_fault
 from holdfast.wording import count
 
-#: Checking boxes takes this many numbers: the coordinates of all their corners.
+#: Most numbers (the coordinates of all corners) that the check of a list of boxes may take.
 _MAX_CORNER_NUMBERS = 1 << 23
 
 
 @dataclass(frozen=True)
 class _Columns:
-    """What all kinds of cells have; arrays have one row per cell, in canonical order."""
+    """The fields that all kinds of cells share; arrays have one row per cell, in canonical order."""
 
     #: File index of each cell.
     owners: Int64s
@@ -25,7 +25,7 @@ class _Columns:
     numels: Int64s
     #: Elements of the same tensor in the same file that come before the cell.
     within: Int64s
-    #: Extent per axis, or ``(numel,)`` for flat cuts: what a tensor's shape must be to be divided so.
+    #: The shape that a tensor must have to be divided like this, or its ``(numel,)`` for flat cuts.
     extents: Shape
 
 
@@ -45,7 +45,7 @@ class GridCells(_Columns):
         return Box(tuple(reversed(start)), tuple(reversed(size)))
 
     def meeting(self, shape: Shape, box: Box) -> Int64s:
-        """Cells between the cut points around the box: all of them do meet it."""
+        """Numbers of the cells that share elements with `box`."""
         numbers = np.zeros(1, np.int64)
         for cuts, start, stop in zip(self.cuts, box.start, box.stop, strict=True):
             first = int(np.searchsorted(cuts, start, side="right")) - 1
@@ -74,7 +74,7 @@ class FlatCells(_Columns):
         return FlatRange(int(self.cuts[cell]), int(self.cuts[cell + 1]))
 
     def meeting(self, shape: Shape, box: Box) -> Int64s:
-        """Ranges between the box's first and last element."""
+        """Numbers of the cells between the first and the last element of `box`; some may share no element with it."""
         low = high = 0
         for extent, start, stop in zip(shape, box.start, box.stop, strict=True):
             low = low * extent + start
@@ -95,7 +95,7 @@ class BoxCells(_Columns):
         return Box(tuple(self.starts[cell].tolist()), tuple(self.sizes[cell].tolist()))
 
     def meeting(self, shape: Shape, box: Box) -> Int64s:
-        """Boxes that do share elements with `box`."""
+        """Numbers of the cells that share elements with `box`."""
         meets = (self.starts < np.asarray(box.stop)) & (self.starts + self.sizes > np.asarray(box.start))
         return np.flatnonzero(meets.all(axis=1))
 
@@ -108,7 +108,7 @@ Cells = GridCells | FlatCells | BoxCells
 
 
 def cells_of(manifest: DecodedManifest, partition: Partition) -> Cells:
-    """Decode and check one partition: cells cover the tensor exactly once and belong to files that exist.
+    """Decode one partition, and check that its cells cover a tensor exactly once and belong to files that exist.
 
     Raises:
         CorruptError: the partition does not describe a division of any tensor.
@@ -165,7 +165,7 @@ def _boxes(manifest: DecodedManifest, partition: Boxes, owners: Int64s) -> BoxCe
 
 
 def is_too_long(num_boxes: int, num_axes: int) -> bool:
-    """Whether a list of so many boxes takes too much to be checked, so that readers refuse it."""
+    """Whether a list of this many boxes would take too much memory to check; readers refuse such a list."""
     return num_boxes * (num_axes + 1) << num_axes > _MAX_CORNER_NUMBERS
 
 
@@ -177,7 +177,7 @@ def _check_cuts(cuts: Int64s) -> None:
 def _within(owners: Int64s, numels: Int64s) -> Int64s:
     """Running sum of `numels` per owner, exclusive."""
     if (np.diff(owners) > 0).all():
-        return np.zeros_like(numels)  # one cell per file
+        return np.zeros_like(numels)  # at most one cell per file
     order = np.argsort(owners, kind="stable")
     totals = np.cumsum(numels[order])
     before = totals - numels[order]

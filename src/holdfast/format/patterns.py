@@ -1,9 +1,9 @@
 """Patterns of names: globs that select, and patterns whose fields make other names.
 
-``*`` stands for any text without ``/``, so it crosses the dots of a module's names; ``**`` for any text. ``{field}``
-stands for one component between dots and slashes, ``{field:*}`` and ``{field:**}`` for what ``*`` and ``**`` stand
-for; a field that occurs twice has one text. ``{{`` and ``}}`` are braces. A pattern that matches the name of a
-container matches all that lies below it, so ``model`` is everything of the model.
+``*`` matches any text without ``/``, so it crosses the dots of a module's names; ``**`` matches any text. ``{field}``
+matches one component between dots and slashes, ``{field:*}`` and ``{field:**}`` match like ``*`` and ``**``. A field
+that occurs twice must match the same text both times. ``{{`` and ``}}`` are braces. A pattern that matches the name of
+a container matches every name below it, so ``model`` matches everything of the model.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _STANDS_FOR = {"*": "[^/]*", "**": ".*", None: "[^./]+"}
 
 
 class Pattern:
-    """One pattern. Raises `ValueError` for a malformed one, `TypeError` for what is no string."""
+    """A pattern of names. Raises `ValueError` for a malformed one, `TypeError` for anything but a string."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -40,23 +40,23 @@ class Pattern:
         self._above = re.compile(f"(?:{self._regex.pattern})(?=/|\\Z)", re.DOTALL)
 
     def match(self, name: str) -> int | None:
-        """How much of `name` matches: all of it, or what names a container that it lies in; None when nothing does."""
+        """Length of the part of `name` that matches: all of it, or the name of a container above it; None for none."""
         found = self._above.match(name)
         return found.end() if found else None
 
     def fields_of(self, name: str) -> dict[str, str] | None:
-        """The text of each field where all of `name` matches, else None."""
+        """The text that each field matched, where the pattern matches all of `name`; else None."""
         found = self._regex.fullmatch(name)
         return found.groupdict() if found else None
 
     def renamed(self, name: str, to: Template) -> str | None:
-        """`name` with what matches written as `to`; None when nothing matches."""
+        """`name` with its matching part replaced by the filled template `to`; None when nothing matches."""
         found = self._above.match(name)
         return to.fill(found.groupdict()) + name[found.end() :] if found else None
 
 
 class Template:
-    """A name with fields to be filled. Raises `ValueError` for a malformed one, `TypeError` for what is no string."""
+    """A name with fields to fill. Raises `ValueError` for a malformed one, `TypeError` for anything but a string."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -68,12 +68,12 @@ class Template:
         self.fields = tuple(dict.fromkeys(field for _, field in self._pieces if field is not None))
 
     def fill(self, fields: Mapping[str, str]) -> str:
-        """The name in which each field is written as `fields` says."""
+        """The name in which each field is replaced by its text in `fields`."""
         return "".join(literal + ("" if field is None else fields[field]) for literal, field in self._pieces)
 
 
 def _tokens(text: str) -> Iterable[tuple[str, str, str | None, str | None]]:
-    """Literal text, the token behind it, and where that is a field, its name and what it stands for."""
+    """The tokens of a pattern, each as: the literal text before it, the token, and its field's name and wildcard."""
     if not isinstance(text, str):
         raise TypeError(f"a pattern of names is a string, not {text!r}")
     if not text:
@@ -88,10 +88,10 @@ def _tokens(text: str) -> Iterable[tuple[str, str, str | None, str | None]]:
 
 
 class Globs:
-    """A set of names, given by globs: those that a glob matches, without those that a glob behind ``!`` matches.
+    """A set of names, given by globs: the names that a glob matches, without those that a glob behind ``!`` matches.
 
-    Where all globs are negative, all other names are in the set. Remembers what it was asked about, so that it can say
-    which globs matched nothing. Raises `ValueError` and `TypeError` for malformed globs.
+    Where all globs are negative, the set has all other names. It remembers the names that it was asked about, so that
+    it can say which globs matched none of them. Raises `ValueError` and `TypeError` for malformed globs.
     """
 
     def __init__(self, globs: str | Sequence[str]) -> None:
@@ -106,7 +106,7 @@ class Globs:
         self._asked: dict[str, bool] = {}
 
     def __contains__(self, name: str) -> bool:
-        """Whether the live `name` is in the set."""
+        """Whether the live `name` is in the set. The globs that match it count as matched."""
         known = self._asked.get(name)
         if known is None:
             hits = [(text, negative) for text, pattern, negative in self._globs if pattern.match(name) is not None]
@@ -115,7 +115,7 @@ class Globs:
         return known
 
     def covers(self, name: str) -> bool:
-        """The same of a name that is not live: it does not count as matched."""
+        """Whether a name that is not live is in the set. The globs that match it do not count as matched."""
         hits = [negative for _, pattern, negative in self._globs if pattern.match(name) is not None]
         return self._decide(hits)
 
@@ -123,8 +123,11 @@ class Globs:
         return not any(hits) and (bool(hits) or self._all_negative)
 
     def unmatched(self) -> dict[str, list[str]]:
-        """The globs that matched none of the names that were asked about, and for each some names that are near. Where
-        each matched some, but all that is matched is excluded, too: all globs, as one."""
+        """The globs that matched none of the live names that were asked about, each with some near names.
+
+        Where each glob matched some names, but the set has none of the names, the result is one entry that joins all
+        globs.
+        """
         lost = [text for text, _, _ in self._globs if text not in self._matched]
         if not lost and self._asked and not any(self._asked.values()):
             return {", ".join(text for text, _, _ in self._globs): []}
@@ -132,8 +135,11 @@ class Globs:
         return {text: self._meant(text.removeprefix("!"), names) for text in lost}
 
     def _meant(self, text: str, names: Collection[str]) -> list[str]:
-        """What a lost glob may have meant: the object that is selected as a whole; what lies below a part of a module;
-        names without their beginning; or names that are near."""
+        """Globs or names that the user may have meant by a glob that matched nothing.
+
+        These are: the object above it that is selected only as a whole; the names below a part of a module; the same
+        glob with a slash for its first dot, or with the container that it lacks; or near names.
+        """
         wholes = [name for name in self._asked if text.startswith(f"{name}/")]
         if wholes:
             return [max(wholes, key=len)]
@@ -150,7 +156,7 @@ class Globs:
 
 
 def _ends(name: str) -> list[int]:
-    """Where the names of the containers of `name`, and its own, end."""
+    """The positions at which the names of the containers of `name` end, and at which `name` itself ends."""
     return [index for index, letter in enumerate(name) if letter == "/"] + [len(name)]
 
 
@@ -161,7 +167,10 @@ def _checked(text: object) -> str:
 
 
 def check_matched(option: str, ranks: Sequence[Mapping[str, Collection[str]]], *, where: str) -> None:
-    """Refuse globs of an option that match nothing on any rank: `ranks` has those of each, with names that are near."""
+    """Raise `IncompatibleError` for globs of an option that match nothing on any rank.
+
+    `ranks` has, for each rank, the globs that matched nothing there, with near names.
+    """
     nowhere = set(ranks[0]).intersection(*ranks[1:])
     if nowhere:
         close = {glob: sorted({name for rank in ranks for name in rank[glob]})[:3] for glob in sorted(nowhere)}
@@ -170,7 +179,7 @@ def check_matched(option: str, ranks: Sequence[Mapping[str, Collection[str]]], *
 
 
 def unmatched(option: str, globs: Mapping[str, Collection[str]], *, where: str, action: str) -> IncompatibleError:
-    """The error for globs of an option that match no name there; with each, names that are near."""
+    """The error for globs of an option that match no name in `where`; `globs` gives near names for each."""
     lines = []
     for glob, close in globs.items():
         hint = f" (did you mean {', '.join(map(repr, close))}?)" if close else ""

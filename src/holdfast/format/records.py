@@ -2,10 +2,10 @@
 
 A record is one line of JSON: ``P`` + ``,"digest":"<32 hex>"}`` + newline, where ``P`` is a JSON object without its
 closing brace and the digest is the xxh3-128 of ``P``. ``P`` begins with ``"holdfast"`` (the kind of record) and
-``"reader_features"`` (what a reader must know; anything else in a record may be ignored by an older reader). It is
-canonical: fixed member order, no spaces, ASCII, so two writers of one record write the same bytes.
+``"reader_features"`` (the features that a reader must have; an older reader may ignore members that it does not know).
+``P`` is canonical: fixed member order, no spaces, ASCII, so two writers of one record write the same bytes.
 
-Names count down at a fixed width, so a listing in name order begins with the newest.
+The names of epoch and commit records count down at a fixed width, so a listing in name order begins with the newest.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from holdfast.wording import count, kind_of, with_article
 
 FORMAT: Final = "1"
 READER_FEATURES: Final[frozenset[str]] = frozenset()
-#: Limits on what is believed to be a record: seals grow with the number of files, the others with the metrics.
+#: Largest files that readers accept as records: seals grow with the number of files, commits with the metrics.
 MAX_SEAL_NBYTES: Final = 16 * 2**20
 MAX_RECORD_NBYTES: Final = 2**20
-#: A commit names no more tensors than so many; the manifest names all.
+#: Most diverged tensors that a commit names; the manifest names all.
 MAX_DIVERGED_NAMES: Final = 16
 
 MARKER_KEY: Final = "holdfast.json"
@@ -51,24 +51,24 @@ Ordinal = Annotated[int, msgspec.Meta(ge=1, le=_COUNTDOWN)]
 Hex16 = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{16}\Z")]
 Hex32 = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{32}\Z")]
 _FileName = Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,254}\Z")]
-#: The end of the year 9999, which is the last that calendars know, in unix seconds.
+#: The end of the year 9999 in unix seconds: `datetime` knows no later year.
 LAST_S: Final = 253_402_300_799
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=LAST_S)]
 
-#: JSON has no name for these numbers, so records carry them as text.
+#: JSON cannot write nan and infinities as numbers, so records carry them as text.
 Metric = float | Literal["nan", "inf", "-inf"]
 Why = Literal["start", "resume", "rollback", "takeover"]
 
 
 class Place(msgspec.Struct, frozen=True, order=True):
-    """Where a checkpoint stands in its run: epoch, then number within the epoch, both counted from 1."""
+    """The place of a checkpoint in its run: epoch, then number within the epoch, both counted from 1."""
 
     epoch: Ordinal
     seq: Ordinal
 
     @staticmethod
     def parse(text: str) -> Place:
-        """The place that is written as `text`, such as 3.12."""
+        """The place whose text form is `text`, such as ``3.12``."""
         epoch, seq = text.split(".")
         return Place(int(epoch), int(seq))
 
@@ -77,13 +77,13 @@ class Place(msgspec.Struct, frozen=True, order=True):
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, tag_field="holdfast", tag="record"):
-    """What all records carry."""
+    """The base of all records: the reader features that a record needs."""
 
     reader_features: tuple[str, ...] = ()
 
 
 class Marker(Record, frozen=True, kw_only=True, tag="marker"):
-    """Makes a folder a run; never changes. `created` is in unix seconds."""
+    """The record that makes a folder a run; it never changes. `created` is in unix seconds."""
 
     run_id: Hex32
     format: str
@@ -92,7 +92,7 @@ class Marker(Record, frozen=True, kw_only=True, tag="marker"):
 
 
 class Epoch(Record, frozen=True, kw_only=True, tag="epoch"):
-    """One incarnation of the job on a run. `incarnation` is random: it tells who won a race for the number."""
+    """One incarnation of the job on a run. `incarnation` is random: it tells which job won a race for the number."""
 
     epoch: Ordinal
     opened_from: Place | None
@@ -122,7 +122,7 @@ class FileSeal(msgspec.Struct, frozen=True):
 
 
 class Seal(Record, frozen=True, kw_only=True, tag="seal"):
-    """What a complete checkpoint consists of; written after its data."""
+    """The list of the files of a complete checkpoint, with sizes and digests; written after its data."""
 
     checkpoint_id: Hex16
     place: Place
@@ -144,7 +144,7 @@ class SealDigest(msgspec.Struct, frozen=True):
 
 
 class Diverged(msgspec.Struct, frozen=True):
-    """Tensors whose copies on several ranks were found to differ at a save: how many, and the first of their names."""
+    """The tensors whose copies on several ranks differed at a save: how many, and the first of their names."""
 
     num_tensors: Count
     names: tuple[str, ...]
@@ -162,10 +162,10 @@ class Diverged(msgspec.Struct, frozen=True):
 
 
 class Commit(Record, frozen=True, kw_only=True, tag="commit"):
-    """Publishes a seal at its place; created once, never changed.
+    """The record that publishes a seal at its place; created once, never changed.
 
-    `checkpoint` is the folder's name, `nbytes` the size of all data. Everything is a function of manifest and seal
-    (`created`, `metrics` and `diverged` too), so whoever finishes a checkpoint writes the same record.
+    `checkpoint` is the folder's name, `nbytes` the size of all data. Every field is a function of manifest and seal
+    (`created`, `metrics` and `diverged` too), so all processes that may finish a checkpoint write the same record.
     """
 
     place: Place
@@ -189,8 +189,8 @@ R = TypeVar("R", bound=Record)
 
 
 def writer() -> str:
-    """What wrote a record: the name and version of this package."""
-    # Readers have no use for it, and it takes 20 ms to import.
+    """The name and version of this package, which records name as their writer."""
+    # Imported here: readers do not need it, and the import takes 20 ms.
     from importlib.metadata import PackageNotFoundError, version
 
     try:
@@ -202,13 +202,13 @@ def writer() -> str:
 def now() -> float:
     """The time for a record.
 
-    A clock that shows a year before 1970 or after 9999 keeps nobody from saving: its time is brought into that range.
+    A clock outside the years 1970 to 9999 does not make saves fail: its time is clamped to that range.
     """
     return min(max(time.time(), 0.0), LAST_S)
 
 
 def to_metric(value: float) -> Metric:
-    """`value` as records carry it; ``float()`` of the result gives it back."""
+    """`value` in the form that records carry; ``float()`` of the result gives `value` back."""
     value = float(value)
     if math.isnan(value):
         return "nan"
@@ -223,9 +223,9 @@ def digest(data: bytes) -> str:
 
 
 def encode(record: Record) -> bytes:
-    """The bytes of `record`. A record that its own reader would refuse is a ValueError."""
+    """The bytes of `record`. Raises `ValueError` for a record that `decode` would refuse."""
     try:
-        # Reading it back turns what a caller may pass (2 for a float) into what every reader sees (2.0).
+        # Decoding once turns a value that a caller may pass (2 for a float) into the one that readers see (2.0).
         canonical = decode_json(msgspec.json.encode(record), type(record))
         text = msgspec.json.encode(canonical).decode()
     except msgspec.MsgspecError as error:
@@ -239,22 +239,23 @@ def encode(record: Record) -> bytes:
 
 
 def max_nbytes(kind: type[Record]) -> int:
-    """The most bytes that a record of `kind` has: read no more of a file."""
+    """Largest size of a record of `kind` in bytes; readers need not read more of a file."""
     return MAX_SEAL_NBYTES if issubclass(kind, Seal) else MAX_RECORD_NBYTES
 
 
 class _RecordHead(msgspec.Struct):
-    """What every reader of every version can read of a record."""
+    """The members of a record that readers of every version can read."""
 
     holdfast: str
     reader_features: tuple[str, ...]
 
 
 def decode(data: bytes, kind: type[R], *, path: str) -> R:
-    """The record of `kind` in `data`, checked in full; `path` is for messages.
+    """Decode the record of `kind` in `data` and check it in full; `path` is for messages.
 
-    Damage, another kind or impossible content is a `CorruptError`, code ``corrupt.record``. A record that asks for
-    a reader feature or a format that this version does not know is an `IncompatibleError`.
+    Raises:
+        CorruptError: code ``corrupt.record``: `data` is damaged, or holds another kind or impossible content.
+        IncompatibleError: the record needs a reader feature or a format that this version does not know.
     """
     name = str(kind.__struct_config__.tag)
     if len(data) > max_nbytes(kind):
@@ -269,7 +270,8 @@ def decode(data: bytes, kind: type[R], *, path: str) -> R:
             if feature not in READER_FEATURES:
                 raise _unknown(f"needs the reader feature {feature!r:.80}", path=path)
         record = decode_json(body, kind)
-        # What is written as we write it has every member once; else it is another writer's text, or one stands twice.
+        # Text that equals our own encoding has every member once. Other text comes from another writer, or has a
+        # member twice, which only a second look can tell.
         if msgspec.json.encode(record) != body and encode(record) != data:
             json.loads(body, object_pairs_hook=_unique, parse_int=str, parse_float=str)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
@@ -280,13 +282,13 @@ def decode(data: bytes, kind: type[R], *, path: str) -> R:
 
 
 def _unique(members: list[tuple[str, object]]) -> None:
-    """Raise `ValueError` where a key stands twice, of which decoding kept the last: readers must not differ."""
+    """Raise `ValueError` where an object has a key twice: msgspec keeps the last value, another reader the first."""
     if len(dict(members)) != len(members):
         raise ValueError("a key stands twice")
 
 
 def _verified_body(data: bytes, *, path: str) -> bytes:
-    """The JSON text that the digest of a record vouches for."""
+    """The JSON text of a record, without its digest. Raises `CorruptError` where the digest does not match it."""
     body, tail = data[:-_TAIL_NBYTES], data[-_TAIL_NBYTES:]
     if tail != _DIGEST_OPENER + digest(body).encode("ascii") + b'"}\n':
         raise _corrupt("does not match its own digest: it was cut or altered", path=path)
@@ -317,7 +319,7 @@ def epoch_key(epoch: int) -> str:
 
 
 def parse_epoch_name(name: str) -> int | None:
-    """The epoch whose record has file name `name`, or None where no record is ever named so."""
+    """The epoch whose record has file name `name`, or None where `name` is not the name of an epoch's record."""
     match = re.fullmatch(r"([0-9]{10})\.json", name)
     return (_COUNTDOWN - int(match[1])) or None if match else None
 
@@ -328,12 +330,12 @@ def commit_key(place: Place) -> str:
 
 
 def commit_name(place: Place) -> str:
-    """The name of that record in ``history/``."""
+    """The file name in ``history/`` of the commit at `place`."""
     return f"{_count_down(place.epoch)}-{_count_down(place.seq)}.json"
 
 
 def parse_commit_name(name: str) -> Place | None:
-    """The place whose commit has file name `name`, or None where no commit is ever named so."""
+    """The place whose commit has file name `name`, or None where `name` is not the name of a commit."""
     match = re.fullmatch(r"([0-9]{10})-([0-9]{10})\.json", name)
     if match is None:
         return None
@@ -356,13 +358,13 @@ def folder_name(step: int, checkpoint_id: str) -> str:
 
 
 def parse_folder(name: str) -> tuple[int, str] | None:
-    """Step and checkpoint id of a checkpoint folder's name, or None where no checkpoint is named so."""
+    """Step and checkpoint id of a checkpoint folder's name, or None where `name` is not the name of one."""
     match = re.fullmatch(r"step-([0-9]{10}|[1-9][0-9]{10,17})-([0-9a-f]{16})", name)
     return (int(match[1]), match[2]) if match else None
 
 
 def folders_of(step: int, names: Sequence[str]) -> list[str]:
-    """Those of the names in ``checkpoints/`` that are of checkpoints of `step`."""
+    """Those of `names` in ``checkpoints/`` that are folders of checkpoints of `step`."""
     prefix = f"step-{step:010d}-"
     return [name for name in names if name.startswith(prefix) and parse_folder(name) is not None]
 

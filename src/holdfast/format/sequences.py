@@ -1,9 +1,9 @@
 """Integer sequences (cut points, owners) in few bytes.
 
-A sequence is stored as *affine blocks* when it is regular, each block ``start + sum(index[k] * steps[k])`` over a small
-grid of ``counts`` in row-major order, or else as its differences in *byte planes*: all lowest bytes, all second bytes,
-and so on, as many as the largest difference needs. Regular sharding over any number of ranks costs one block;
-random cuts cost about the entropy of the cuts.
+A regular sequence is stored as *affine blocks*, each block ``start + sum(index[k] * steps[k])`` over a small grid of
+``counts`` in row-major order. Any other sequence is stored as its differences in *byte planes*: all lowest bytes, all
+second bytes, and so on, as many as the largest difference needs. Regular sharding over any number of ranks costs one
+block; random cuts cost about the entropy of the cuts.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from holdfast.errors import CorruptError
 from holdfast.geometry import Int64s
 from holdfast.wording import count
 
-#: Above this number of runs a sequence counts as irregular.
+#: A sequence of more blocks than this counts as irregular.
 _MAX_BLOCKS = 64
-#: No sequence of a sound manifest is longer; a larger count is refused before memory is taken.
+#: Most numbers in one sequence; a reader refuses more before it allocates memory.
 MAX_LENGTH = 1 << 27
-#: No sequence has more blocks, and no block more axes: each costs time, and next to no bytes.
+#: Most blocks in one sequence and most axes of a block: each costs time to decode, and next to no bytes.
 _MAX_READ_BLOCKS = 4096
 _MAX_AXES = 32
 
@@ -47,8 +47,8 @@ class Affine(msgspec.Struct, frozen=True, tag="a", array_like=True, forbid_unkno
 class DifferencePlanes(msgspec.Struct, frozen=True, tag="p", array_like=True, forbid_unknown_fields=True):
     """``first``, then ``length - 1`` differences, each ``base`` plus an unsigned number of ``width`` bytes.
 
-    The numbers stand in the manifest's blob as ``width`` planes of ``length - 1`` bytes, lowest bytes first; the
-    sequences take their planes from the blob one after another, in table order.
+    The manifest's blob holds the numbers as ``width`` planes of ``length - 1`` bytes, lowest bytes first. The planes
+    of all sequences follow one another in the blob, in the order of the table of sequences.
     """
 
     length: _Int64
@@ -58,7 +58,7 @@ class DifferencePlanes(msgspec.Struct, frozen=True, tag="p", array_like=True, fo
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the sequence takes from the blob."""
+        """Number of bytes of the blob that belong to the sequence."""
         return (self.length - 1) * self.width
 
 
@@ -66,7 +66,7 @@ Sequence = Affine | DifferencePlanes
 
 
 def encode(values: Int64s) -> tuple[Sequence, bytes]:
-    """`values` as a sequence and the bytes it adds to the blob."""
+    """`values` as a sequence, and the bytes that it adds to the blob."""
     block = _affine(values)
     if block is not None:
         return Affine((block,)), b""
@@ -83,7 +83,7 @@ def encode(values: Int64s) -> tuple[Sequence, bytes]:
 
 
 def _affine(values: Int64s) -> Block | None:
-    """The one block that is `values`, if there is one."""
+    """The one block that stands for `values`, or None when it takes several."""
     counts: list[int] = []
     steps: list[int] = []
     rest = values
@@ -105,7 +105,7 @@ def _affine(values: Int64s) -> Block | None:
 
 
 def _runs(values: Int64s) -> Iterable[Block]:
-    """Greedy arithmetic progressions, left to right."""
+    """Divide `values` into arithmetic progressions, greedily from left to right."""
     steps = np.diff(values)
     changes = [*(np.flatnonzero(np.diff(steps)) + 1).tolist(), len(steps)]
     at = 0
@@ -123,7 +123,7 @@ def _runs(values: Int64s) -> Iterable[Block]:
 
 
 def decode(sequence: Sequence, blob: memoryview) -> Int64s:
-    """The integers of `sequence`; `blob` is exactly what it takes from the manifest's blob."""
+    """The integers of `sequence`; `blob` is exactly its part of the manifest's blob."""
     if isinstance(sequence, Affine):
         affine_length(sequence)
         blocks = [_expand(block) for block in sequence.blocks]
@@ -142,7 +142,10 @@ def decode(sequence: Sequence, blob: memoryview) -> Int64s:
 
 
 def affine_length(sequence: Sequence) -> int:
-    """Numbers that affine blocks stand for, checked before memory is taken for them; 0 for planes, which are bytes."""
+    """How many numbers affine blocks stand for, checked before memory is allocated for them; 0 for byte planes.
+
+    Raises `CorruptError` for more blocks, axes or numbers than a sequence may have.
+    """
     if isinstance(sequence, DifferencePlanes):
         return 0
     if len(sequence.blocks) > _MAX_READ_BLOCKS:

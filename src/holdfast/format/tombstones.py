@@ -1,8 +1,8 @@
-"""Records that something will never be: a checkpoint that was given up, a commit whose checkpoint was deleted.
+"""Tombstones: permanent records of a checkpoint that was given up, or of a commit whose checkpoint was deleted.
 
-A name that is free again after a deletion could be taken once more by a process that slept meanwhile. So what is
-deleted leaves one small record for ever, under a name that such a process would have to take, or that hides what it
-would write.
+A process that slept during a deletion could later create the deleted names again. So each deletion leaves one small
+record for ever. Either the record has the name that such a process would have to create, or it hides the record that
+the process would write.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ _REMOVED_SUFFIX = ".removed.json"
 
 
 class Abandoned(Record, frozen=True, kw_only=True, tag="abandoned"):
-    """Stands where the seal of `checkpoint` would: it was given up unfinished, and nobody can seal it any more."""
+    """The record in place of the seal of `checkpoint`, which was given up unfinished: nobody can seal it any more."""
 
     checkpoint: str
 
 
 class Removed(Record, frozen=True, kw_only=True, tag="removed"):
-    """Hides the commit at `place`, whether its record is there or not: its `checkpoint` was, or is being, deleted."""
+    """The record that hides the commit at `place`, existing or not: its `checkpoint` was, or is being, deleted."""
 
     place: Place
     checkpoint: str
@@ -32,10 +32,10 @@ def removed_key(place: Place) -> str:
 
 
 def removed_name(place: Place) -> str:
-    """The name of that record in ``history/``."""
+    """The file name in ``history/`` of the record that hides the commit at `place`."""
     return commit_name(place).removesuffix(_SUFFIX) + _REMOVED_SUFFIX
 
 
 def parse_removed_name(name: str) -> Place | None:
-    """The place that a file of this name in ``history/`` hides, or None where it hides none."""
+    """The place whose commit a file of this name in ``history/`` hides, or None where it hides none."""
     return parse_commit_name(name.removesuffix(_REMOVED_SUFFIX) + _SUFFIX) if name.endswith(_REMOVED_SUFFIX) else None

@@ -1,10 +1,11 @@
 """Values: the part of a state that is not tensors, as a flat table ``{path: node}``. No torch, no pickle.
 
 A node is a leaf (a value), a reference to the tensor of the same name, or a container that says which components
-lie below its path. Types are exact: a subclass would come back as something else, so it is not a value. Values that
+lie below its path. Types are exact: a subclass would come back as another type, so it is not a value. Values that
 only torch can build (`TorchValue`) stay plain records here; ``holdfast.state`` turns them into torch's objects.
 
-`Open` containers list nothing, so the tables of several ranks can be united: what is below is what the table holds.
+`Open` containers list no children, so the tables of several ranks can be merged: their children are the nodes that the
+table has below them.
 """
 
 from __future__ import annotations
@@ -35,15 +36,15 @@ from holdfast.format.names import (
 from holdfast.format.near import near
 from holdfast.wording import count
 
-#: Bounds on what is encoded and decoded: components of a path, bytes of an encoded table, ranks.
+#: Limits of encoding and decoding: components of a path, bytes of an encoded table, ranks.
 MAX_DEPTH = 128
 MAX_NBYTES = 1 << 30
 MAX_WORLD_SIZE = 1 << 20
-#: Fields of a NamedTuple; making the type takes time for each.
+#: Most fields of a NamedTuple: each makes the creation of the type slower.
 _MAX_FIELDS = 4096
 
-# Numpy scalars that their dtype string describes in full: numbers and times. Records and objects are not among them.
-# Extended floats are not written: they differ between machines, and their padding differs between two saves.
+# The kinds of numpy scalars that their dtype string describes in full: numbers and times, but no records or objects.
+# Extended floats are refused: they differ between machines, and their padding differs between two saves.
 _NUMPY_KINDS = "biufcmM"
 _NUMPY_DTYPE = re.compile(rf"[<>|]([{_NUMPY_KINDS}])(\d{{1,2}})(\[\w+\])?")
 _EXTENDED = "gG"
@@ -69,7 +70,7 @@ class Complex(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 
 
 class Text(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False, tag="str"):
-    """A string in UTF-8; lone surrogates (undecodable file names) are kept, as Python's ``surrogatepass`` does."""
+    """A string in UTF-8. Lone surrogates (of undecodable file names) are kept, as by Python's ``surrogatepass``."""
 
     data: bytes
 
@@ -81,7 +82,7 @@ class Blob(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
 
 
 class NumpyScalar(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False, tag="numpy"):
-    """A numpy scalar: its dtype string and its memory. Strings: ``U`` and UTF-8, byte strings: ``S``."""
+    """A numpy scalar: its dtype string and the bytes of its memory. Strings: ``U`` and UTF-8; byte strings: ``S``."""
 
     dtype: str
     data: bytes
@@ -107,34 +108,34 @@ class TableNode(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
 
 
 class Items(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False, tag="list"):
-    """A list or tuple; what is below is named ``0`` to ``size - 1``."""
+    """A list or tuple; its items are the components ``0`` to ``size - 1``."""
 
     kind: Literal["list", "tuple"]
     size: int
 
 
 class RecordNode(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False, tag="record"):
-    """A NamedTuple of type `name`; what is below is named by `fields`."""
+    """A NamedTuple of type `name`; the components below it are its `fields`."""
 
     name: str
     fields: tuple[str, ...]
 
 
 class Open(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False, tag="open"):
-    """A dictionary, module or optimizer that holds whatever the table and the tensors' names hold below it."""
+    """A dictionary, module or optimizer; its children are all nodes and tensors whose names lie below it."""
 
     kind: Literal["dict", "module", "optimizer"]
 
 
 class PlanesNode(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False, tag="planes"):
-    """A tensor of a kind that the user registered as `name`, stored as `planes`: plain tensors named below its path."""
+    """A tensor of a type that the user registered as `name`, stored as plain tensors below its path: its `planes`."""
 
     name: str
     planes: tuple[str, ...]
 
 
 class PerRankNode(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False, tag="per_rank"):
-    """What each of `world_size` ranks holds for itself alone; rank 0's part lies below ``%rank=0``, and so on."""
+    """A value of which each of `world_size` ranks has a part of its own: rank 0's lies below ``%rank=0``, and so on."""
 
     world_size: int
 
@@ -144,14 +145,14 @@ Container = TableNode | Items | RecordNode
 
 
 class Encoded(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False, tag="encoded"):
-    """A value of a type that the user registered as `name`; `state` is the node of what it was encoded to."""
+    """A value of a type that the user registered as `name`; `state` is the node of its encoded form."""
 
     name: str
     state: Leaf | TensorRef | Container
 
 
 class Stateful(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False, tag="stateful"):
-    """What an object's ``state_dict()`` gave; `state` is the node of that value."""
+    """An object saved through its ``state_dict()``; `state` is the node of the value that this returned."""
 
     state: Leaf | TensorRef | PlanesNode | Container | Encoded
 
@@ -161,8 +162,9 @@ Node = Bare | Encoded | Stateful
 
 
 class Undecoded(NamedTuple):
-    """A value or tensor of a registered type as it is stored, where nobody decodes it: the name of the registration,
-    and the plain value, or the planes by name.
+    """A value or tensor of a registered type in its stored form, for readers without the registration.
+
+    `name` is the name of the registration, `value` the plain value, or the planes by name.
     """
 
     name: str
@@ -170,7 +172,7 @@ class Undecoded(NamedTuple):
 
 
 def leaf(value: object) -> Leaf | None:
-    """`value` as a leaf, or None when it is no torch-free value."""
+    """`value` as a leaf, or None when it is no leaf that can be made without torch."""
     kind = type(value)
     if value is None or kind in (bool, float):
         return Plain(value)  # type: ignore[arg-type]
@@ -201,7 +203,7 @@ def _numpy_leaf(value: np.generic) -> NumpyScalar | None:
 
 
 def container(value: object, path: str) -> tuple[Container, list[tuple[str, object]]] | None:
-    """`value` as a container with its children by component, or None when it is none. `path` is for messages."""
+    """`value` as a container with its children by component, or None for anything else. `path` is for messages."""
     kind = type(value)
     if kind in (dict, OrderedDict, Counter):
         assert isinstance(value, dict)
@@ -222,7 +224,7 @@ def container(value: object, path: str) -> tuple[Container, list[tuple[str, obje
 
 
 class NamedTupleLike(Protocol):
-    """What NamedTuples share; no common type says so."""
+    """The attributes that all NamedTuples share; Python has no common type for them."""
 
     _fields: tuple[str, ...]
 
@@ -236,14 +238,14 @@ def is_record(value: object) -> TypeGuard[NamedTupleLike]:
 
 @lru_cache(maxsize=256)
 def record_type(name: str, fields: tuple[str, ...]) -> Callable[..., object]:
-    """A NamedTuple type for a `RecordNode` of which no live type is known; the same for the same arguments."""
-    # namedtuple() compiles its arguments; `decode` let only identifiers through. Fields that a live type got from
-    # ``rename=True`` ("_1") are accepted only with the same flag.
+    """A NamedTuple type for a `RecordNode` whose live type is not known; the same type for the same arguments."""
+    # namedtuple() compiles its arguments, but `decode` lets only identifiers through. It accepts the fields that a
+    # live type got from ``rename=True`` ("_1") only with the same flag.
     return namedtuple(name, fields, rename=True)  # noqa: PYI024
 
 
 def encode(nodes: Mapping[str, Node]) -> bytes:
-    """The table as bytes, the same for equal tables. Raises `StateError` when it is over `MAX_NBYTES`."""
+    """The bytes of a table; equal tables give equal bytes. Raises `StateError` for more than `MAX_NBYTES`."""
     data = msgspec.msgpack.encode(sorted(nodes.items()))
     if len(data) > MAX_NBYTES:
         raise StateError(
@@ -255,7 +257,7 @@ def encode(nodes: Mapping[str, Node]) -> bytes:
 
 
 def decode(data: bytes) -> dict[str, Node]:
-    """The table that `encode` gave. Raises `CorruptError`, code ``corrupt.values``, for anything else."""
+    """The table that `encode` turned into `data`. Raises `CorruptError`, code ``corrupt.values``, for other bytes."""
     if len(data) > MAX_NBYTES:
         raise _malformed("", f"take {count(len(data), 'byte')}, over the limit of {MAX_NBYTES}")
     try:
@@ -286,13 +288,13 @@ def bare(node: Node) -> Bare:
 
 
 def registration(node: Node) -> str | None:
-    """The name of the registration that is needed to decode this very node; None for most."""
+    """The name of the registration that decodes this node itself; None for most nodes."""
     state = node.state if isinstance(node, Stateful) else node
     return state.name if isinstance(state, (Encoded, PlanesNode)) else None
 
 
 def tensors(nodes: Mapping[str, Node]) -> Iterator[str]:
-    """The names of all tensors that the nodes of a table stand for."""
+    """The names of all tensors that the nodes of a table refer to."""
     for path, node in nodes.items():
         if type(node) is TensorRef:
             yield path
@@ -301,7 +303,7 @@ def tensors(nodes: Mapping[str, Node]) -> Iterator[str]:
 
 
 def parts(nodes: Mapping[str, Node]) -> Iterator[str]:
-    """The paths of the ranks' own parts, which may be in the tables of other files."""
+    """The paths of the single ranks' parts of per-rank values; other files' tables may hold them."""
     for path, node in nodes.items():
         if isinstance(node, PerRankNode):
             for rank in range(node.world_size):
@@ -309,7 +311,7 @@ def parts(nodes: Mapping[str, Node]) -> Iterator[str]:
 
 
 def tensors_at(path: str, node: Node) -> list[str]:
-    """The names of the tensors that the very node at `path` stands for; none for most."""
+    """The names of the tensors that the node at `path` itself refers to; none for most nodes."""
     state = bare(node)
     if isinstance(state, PlanesNode):
         return [join(path, plane_component(plane)) for plane in state.planes]
@@ -317,7 +319,7 @@ def tensors_at(path: str, node: Node) -> list[str]:
 
 
 def children(node: Node) -> Iterator[str]:
-    """The components that lie below a node; none for leaves, tensors, and for `Open`, which lists nothing."""
+    """The components that a node lists as its children; none for leaves, tensors and `Open` containers."""
     state = bare(node)
     if isinstance(state, TableNode):
         yield from state.keys
@@ -330,7 +332,7 @@ def children(node: Node) -> Iterator[str]:
 
 
 def walk(nodes: Mapping[str, Node], path: str) -> Iterator[tuple[str, Node]]:
-    """The nodes at and below `path`, not descending into `Open` containers."""
+    """The nodes at and below `path`, without those below `Open` containers."""
     node = lookup(nodes, path)
     yield path, node
     for child in children(node):
@@ -360,12 +362,12 @@ def rebuild(
     record: Callable[[str, tuple[str, ...]], Callable[..., object]] = record_type,
     decode: Callable[[str, object], object] = Undecoded,
 ) -> object:
-    """The Python object at `path`; what belongs to each rank alone is a list of all ranks' parts.
+    """Build the Python object at `path`. A per-rank value becomes the list of all ranks' parts.
 
     `tensors` gives the tensor of a name, `revive` the object of a torch value (default: the record itself), `record`
-    the constructor of a NamedTuple, `decode` the object of a registration's name and what was stored for it. Raises
-    `NotFoundError` where there is no value: also for modules and optimizers, which are tensors under names of their
-    own.
+    the constructor of a NamedTuple, and `decode` the object of a registration's name and stored value. Raises
+    `NotFoundError` where there is no value, also for modules and optimizers, which are not values: their tensors have
+    names of their own.
     """
 
     def build(path: str) -> object:
@@ -443,18 +445,18 @@ def _int_bytes(value: int) -> bytes:
 
 
 class _TableRow(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
-    """An entry of an encoded table."""
+    """One row of an encoded table."""
 
     path: str
     node: Node
 
 
-#: Nodes of which the schema lets nothing through that `encode` never gives.
+#: Node types that need no `_check`: the schema already refuses everything that `encode` never gives.
 _ALWAYS_SOUND = frozenset((Plain, Complex, Blob, TorchValue, TensorRef, Open))
 
 
 def _check(path: str, node: Node, nodes: Mapping[str, Node]) -> None:
-    """Refuse what the schema lets through and `encode` never gives."""
+    """Raise `CorruptError` for a node that the schema accepts but `encode` never gives."""
     below = bare(node)
     if isinstance(below, PerRankNode):
         if not 0 < below.world_size <= MAX_WORLD_SIZE:
@@ -478,7 +480,7 @@ def _check(path: str, node: Node, nodes: Mapping[str, Node]) -> None:
 def _is_sound(node: Text | BigInt | NumpyScalar) -> bool:
     try:
         if isinstance(node, NumpyScalar) and node.dtype not in ("U", "S"):
-            # Other byte orders, and other texts of one dtype (``<i1``), are sound, though `leaf` does not give them.
+            # `leaf` gives one text per dtype, but other byte orders and other texts (``<i1``) are sound, too.
             return _NUMPY_DTYPE.fullmatch(node.dtype) is not None and np.dtype(node.dtype).itemsize == len(node.data)
         return leaf(_python(node)) == node
     except (ValueError, TypeError, IndexError):
@@ -488,11 +490,11 @@ def _is_sound(node: Text | BigInt | NumpyScalar) -> bool:
 def _is_record_type(name: str, fields: tuple[str, ...]) -> bool:
     if len(fields) > _MAX_FIELDS or not all(map(str.isidentifier, (name, *fields))):
         return False
-    # Python takes identifiers that are written differently for the same one.
+    # Python normalises identifiers, so differently written ones can be the same.
     alike = {unicodedata.normalize("NFKC", field) for field in fields}
     if len(alike) != len(fields) or any(map(keyword.iskeyword, (name, *fields))):
         return False
-    # A field that begins with an underscore is one that Python has renamed by its index.
+    # A field may begin with an underscore only where Python renamed it to its index.
     return all(field == f"_{index}" for index, field in enumerate(fields) if field.startswith("_"))
 
 
