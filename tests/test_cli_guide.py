@@ -1,4 +1,4 @@
-"""The guide to the command line shows what the commands print."""
+"""The guides show what the commands print."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from tests.rank_worker import HOST
 from tests.ranks import run_processes
 from tests.test_guides import example, run_script
 
-GUIDE = Path(__file__).parent.parent / "docs" / "guides" / "command_line.md"
+GUIDES = Path(__file__).parent.parent / "docs" / "guides"
+GUIDE = GUIDES / "command_line.md"
 
 #: What is another in every run, and what stands for it.
 VARIABLE = (
@@ -36,8 +37,8 @@ class Call(NamedTuple):
     output: list[str]
 
 
-def calls() -> list[Call]:
-    blocks = re.findall(r"```text\n(.*?)```", GUIDE.read_text(), re.DOTALL)
+def calls(guide: Path) -> list[Call]:
+    blocks = re.findall(r"```text\n(.*?)```", guide.read_text(), re.DOTALL)
     found = [call.splitlines() for block in blocks for call in block.split("$ ")[1:]]
     return [Call(command, output) for command, *output in found]
 
@@ -49,18 +50,26 @@ def normalized(lines: list[str]) -> list[str]:
     return [line.strip() for line in text.splitlines()]
 
 
-def test_the_screens_of_the_guide_are_what_the_commands_print(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    script, trainings = example(GUIDE)
-    (tmp_path / "train.py").write_text(script)
+def trained(guide: Path, folder: Path) -> None:
+    """Run the script of a guide in `folder` as the guide does."""
+    script, trainings = example(guide)
+    (folder / "train.py").write_text(script)
     for training in trainings:
         with socket.socket() as free:
             free.bind((HOST, 0))
             port = free.getsockname()[1]
-        run_processes(training.num_ranks, run_script, str(tmp_path), training, port)
-    (layout,) = re.findall(r"```toml\n(.*?)```", GUIDE.read_text(), re.DOTALL)
-    (tmp_path / "layout.toml").write_text(layout)
+        run_processes(training.num_ranks, run_script, str(folder), training, port)
+
+
+@pytest.mark.parametrize("guide", [GUIDE, GUIDES / "single-process.md"], ids=lambda guide: guide.stem)
+def test_the_screens_of_a_guide_are_what_the_commands_print(
+    guide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained(guide, tmp_path)
+    for layout in re.findall(r"```toml\n(.*?)```", guide.read_text(), re.DOTALL):
+        (tmp_path / "layout.toml").write_text(layout)
     monkeypatch.chdir(tmp_path)
-    for call in calls():
+    for call in calls(guide):
         name, *arguments = shlex.split(call.command)
         if name == "holdfast":
             assert normalized(holdfast_command(*arguments).lines) == normalized(call.output), call.command
@@ -69,5 +78,5 @@ def test_the_screens_of_the_guide_are_what_the_commands_print(tmp_path: Path, mo
 
 
 def test_the_guide_shows_every_command() -> None:
-    shown = {shlex.split(call.command)[1] for call in calls() if call.command.startswith("holdfast")}
+    shown = {shlex.split(call.command)[1] for call in calls(GUIDE) if call.command.startswith("holdfast")}
     assert shown == {"ls", "show", "verify", "diff", "plan", "rollback", "rm", "doctor"}
