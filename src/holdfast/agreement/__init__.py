@@ -1,1 +1,1 @@
-"""How the ranks of a job agree on one description of their state, one plan and one place for a checkpoint."""
+"""The agreement of a job's ranks on one description of their state, one plan and one place for a checkpoint."""

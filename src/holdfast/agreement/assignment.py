@@ -1,4 +1,4 @@
-"""What one rank writes, derived from the manifest as any reader would."""
+"""One rank's share of the writes, derived from the manifest as any reader would derive it."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ from holdfast.state.memory import LocalPieces, MemorySource, packed
 
 @dataclass(frozen=True)
 class WriteAssignment:
-    """A rank's part in a plan: its data file, if it has one. Holds for every save that uses the plan.
-
-    `turn` counts the saves that used it.
+    """A rank's share in a plan: the layout of its data file, or None if it writes none. The share is the same in every
+    save by the plan, which `turn` counts.
     """
 
     plan_id: str
@@ -36,18 +35,19 @@ class WriteAssignment:
         return WriteAssignment(plan_id, manifest, Files(manifest).layout(index) if has_file else None, 0)
 
     def again(self, **identity: object) -> WriteAssignment:
-        """The same share in the next checkpoint by the plan, whose manifest differs from the last in `identity`."""
+        """The same share in the next checkpoint by the plan. Its manifest differs from the last one in `identity`."""
         body = msgspec.structs.replace(self.manifest.body, **identity)
         return WriteAssignment(self.plan_id, self.manifest.with_body(body), self.layout, self.turn + 1)
 
 
 def sources_of(manifest: DecodedManifest, layout: FileLayout, flat: FlatState, rank: int) -> list[Source]:
-    """The tensors of a data file, in the order of its entries, from what `rank` holds; small ones together."""
+    """The memory of `rank` from which a data file's tensors are written, in the order of its entries; runs of small
+    tensors are packed into one source."""
     return list(packed(memory_of(manifest, layout, flat, rank)))
 
 
 def memory_of(manifest: DecodedManifest, layout: FileLayout, flat: FlatState, rank: int) -> Iterator[MemorySource]:
-    """The memory of each entry of a data file, from what `rank` holds."""
+    """The memory of `rank` that holds each entry of a data file, in the order of its entries."""
     names, pieces = manifest.body.names, LocalPieces(rank)
     for entry in layout.entries:
         held = flat.tensors[names[entry.tensor]]

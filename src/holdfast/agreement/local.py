@@ -16,31 +16,31 @@ from holdfast.plan.layout import Whole
 from holdfast.state.flatten import FlatState
 from holdfast.state.memory import LocalPieces, digest_of
 
-#: Later saves compare one of so many parts of the undeclared replicas.
+#: Number of shares of the undeclared replicas; a save by a known plan compares one of them.
 NUM_TURNS = 16
 
 
 @dataclass(frozen=True)
 class RankState:
-    """State and layout of one rank, which is number `number` of those that save."""
+    """One rank's state and layout. `number` is the rank's index among the ranks that save."""
 
     number: int
     flat: FlatState
     layout: RankLayout
     values: bytes
     _pieces: LocalPieces
-    #: What was digested already, by name: the state stays as it is during a save.
+    #: Digests made so far, by tensor name and part: the state does not change during a save.
     _digests: dict[str, dict[str, bytes]] = field(default_factory=dict)
 
     @staticmethod
     def of(flat: FlatState, *, number: int, rank: int) -> RankState:
-        """Describe `flat`; `rank` is that of the job."""
+        """Make the description of `flat`; `rank` is this process's rank in the job."""
         layout = RankLayout.of([tensor.layout for tensor in flat.tensors.values()], flat.aliases)
         return RankState(number, flat, layout, value_codec.encode(flat.nodes), LocalPieces(rank))
 
     def describe(self, turn: int | None, *, plan_id: str, alone: bool) -> Described:
-        """This rank's state in brief. `turn` selects the share of tensors to compare (None: all), `plan_id` is the plan
-        that this rank knows; `alone`: there is nobody to compare with."""
+        """A summary of this rank's state. `turn` selects the share of tensors to compare (None: all), `plan_id` names
+        the plan that this rank knows; with `alone`, there is no other rank to compare with."""
         own = self.flat.own_nodes
         compared = [] if alone else [part for name in self._replicas(turn) for part in self._digested(name).values()]
         return Described(
@@ -58,26 +58,27 @@ class RankState:
         )
 
     def answer(self, questions: Questions) -> Details:
-        """What rank 0 asks for."""
+        """The details that rank 0 asks this rank for."""
         body = self.layout.body if self.number in questions.bodies else b""
         values = self.values if self.number in questions.values else b""
         columns = self.layout.columns if questions.bodies else b""
         return Details(body, columns, tuple(sorted(self.flat.own_nodes)), values)
 
     def compare(self, asked: Compare) -> Digests:
-        """The digests of the tensors that are asked for."""
+        """The digests of this rank's parts of the tensors that rank 0 asks for."""
         return tuple(self._digested(name) for name in asked.names)
 
     def _replicas(self, turn: int | None) -> Iterator[str]:
-        """Names of tensors that other ranks are likely to hold whole too, though nobody declared it."""
+        """Names of the tensors that other ranks probably hold whole too, without a declaration; those of share `turn`,
+        or (None) all."""
         compared = Whole("compare")
         for number, (name, tensor) in enumerate(self.flat.tensors.items()):
             if turn in (None, number % NUM_TURNS) and tensor.layout.spec == compared:
                 yield name
 
     def _digested(self, name: str) -> dict[str, bytes]:
-        """The digest of each part of a tensor that this rank holds and that others must hold alike: none where the
-        lowest holder's copy counts."""
+        """The digest of each part that this rank holds of a tensor, for comparison with other holders' copies. Empty
+        for a tensor of which the lowest holder's copy is saved, because its copies may differ."""
         known = self._digests.get(name)
         if known is None:
             tensor = self.flat.tensors.get(name)

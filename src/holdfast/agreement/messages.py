@@ -1,4 +1,4 @@
-"""What ranks tell each other until they agree on a plan."""
+"""The messages with which ranks agree on a plan."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import msgspec
 
 
 class Described(msgspec.Struct, frozen=True, array_like=True):
-    """A rank's state in brief.
+    """A summary of a rank's state.
 
-    `layout` digests the layout's body, `columns` its columns (empty: there are none, so no pieces). `compared` digests
-    tensors that are held whole and that other ranks may hold too without having declared it: the share `turn` of them,
-    or (None) all. `values` digests the shared table of values, `value_paths` its paths; ``own_nbytes`` and `own_paths`
-    are for the values of this rank alone. `plan_id` names the last plan that this rank took part in ("": none, or it
-    takes part in it no more). `unmatched` are globs of the selection that match nothing on this rank, with
-    names that are near.
+    `layout` is the digest of the layout's body, `columns` that of its columns (empty: it has none, so no pieces).
+    `compared` is a digest of the tensors that this rank holds whole and that other ranks may hold too without a
+    declaration: of their share `turn`, or (None) of all. `values` is the digest of the shared table of values,
+    `value_paths` that of its paths; ``own_nbytes`` and `own_paths` are for the values of this rank alone. `plan_id`
+    names the last plan that this rank took part in (empty: it has none, or it has left it). `unmatched` maps each glob
+    of the selection that matches nothing on this rank to similar names.
     """
 
     layout: bytes
@@ -30,8 +30,9 @@ class Described(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Questions(msgspec.Struct, frozen=True, tag="questions"):
-    """What rank 0 must know before it can plan: the body from each rank in `bodies` (and then columns from all; no body
-    where the last plan still fits), and the values of each rank in `values`. The answers are `Details`."""
+    """Rank 0's questions before it can plan: it asks each rank in `bodies` for its body (and then all ranks for their
+    columns; `bodies` is empty where the last plan still fits), and each rank in `values` for its values. The ranks
+    answer with `Details`."""
 
     bodies: tuple[int, ...]
     values: tuple[int, ...]
@@ -47,7 +48,8 @@ class Details(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Compare(msgspec.Struct, frozen=True, tag="compare"):
-    """Asks for the digests of tensors that several ranks hold undeclared. The answers are `Digests`."""
+    """A request for the digests of tensors that several ranks hold without a declaration. The ranks answer with
+    `Digests`."""
 
     names: tuple[str, ...]
 

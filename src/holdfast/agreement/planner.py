@@ -1,6 +1,6 @@
-"""What rank 0 does while ranks agree on a plan: reuse the last one or plan anew, judge copies, have the plan placed.
+"""Rank 0's side of the agreement on a plan: reuse the last plan or make one, compare copies, have the plan placed.
 
-It knows layouts, values and copies, and nothing of runs: what follows from a plan is a `Placing`.
+It knows layouts, values and copies, and nothing of runs: a `Placing` acts on the finished plan.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from holdfast.plan.save import ManifestTemplate, RankMessage, RankValues, SavePl
 
 _log = logging.getLogger(__name__)
 
-#: What is said to all ranks of a plan that was placed.
+#: The message that tells all ranks about a placed plan.
 P = TypeVar("P")
 P_co = TypeVar("P_co", covariant=True)
 
@@ -34,8 +34,8 @@ Layouts = tuple[tuple[bytes, bytes], ...]
 
 @dataclass(frozen=True)
 class PlanMemory:
-    """The last plan of a group: the layouts that it was made for, the values that have room in it, and the names of
-    tensors whose copies differed at the last save."""
+    """The last plan of a group of ranks: the layouts that it was made for, the room that it reserves for values, the
+    number of saves by it, and the names of the tensors whose copies differed at the last save."""
 
     plan_id: str
     layouts: Layouts
@@ -47,7 +47,8 @@ class PlanMemory:
     diverged: tuple[str, ...] = ()
 
     def has_room(self, messages: Sequence[Described], ranks: Sequence[int]) -> bool:
-        """Whether all ranks' values have the same paths as then, and fit into what was reserved for them."""
+        """Whether all ranks' values have the paths that the plan was made for, and fit into the room reserved for
+        them."""
         if tuple((message.value_paths, message.own_paths) for message in messages) != self.value_paths:
             return False
         room = {block.rank: block.capacity for block in self.values}
@@ -57,8 +58,8 @@ class PlanMemory:
 
 
 class AgreedPlan(NamedTuple):
-    """A plan that holds for all ranks. `diverged` are names of tensors whose copies differ, `values` the shared values
-    of all ranks together. `is_known`: every rank has taken part in it before."""
+    """A plan that holds for all ranks. `diverged` are the names of the tensors whose copies differ, `values` the merged
+    shared values of all ranks. `is_known` says whether every rank has taken part in this plan before."""
 
     memory: PlanMemory
     diverged: tuple[str, ...]
@@ -67,17 +68,17 @@ class AgreedPlan(NamedTuple):
 
 
 class Placing(Protocol[P_co]):
-    """What follows from a plan, on rank 0: it gets its place, and all ranks are told."""
+    """Rank 0's action on a finished plan, such as giving the checkpoint its place."""
 
     def place(self, agreed: AgreedPlan) -> P_co:
-        """Act, and return what to tell all ranks. What it raises, all ranks raise."""
+        """Act on the plan, and return the message for all ranks. If it raises, all ranks raise the same error."""
 
 
 class Planner(Generic[P]):
-    """Rank 0's side of one agreement; on other ranks it only stands by.
+    """Rank 0's side of one agreement. Other ranks have one too, but nothing calls its methods there.
 
-    `what` names the operation in a warning. Copies that differ are an error with `strict`, and while there is no
-    `memory` of an earlier plan.
+    `what` names the operation in a warning. Copies that differ are an error with `strict`; else they are an error only
+    if they have not been found equal at an earlier plan, which `memory` keeps.
     """
 
     def __init__(
@@ -88,18 +89,18 @@ class Planner(Generic[P]):
         self._what = what
         self._strict = strict
         self._messages: list[Described] = []
-        #: Numbers of the ranks of each distinct table of values.
+        #: For each distinct table of values, the numbers of the ranks that have it.
         self._by_values: list[list[int]] = []
         self._compare = Compare(())
-        #: What is to be placed once that is compared.
+        #: The plan to place once the ranks' copies have been compared.
         self._next: PlanMemory | None = None
-        #: The plan that was used, to be remembered for the next agreement.
+        #: The last plan; the caller keeps it for the next agreement.
         self.memory = memory
-        #: The shared values of all ranks together, on rank 0.
+        #: The merged shared values of all ranks, on rank 0.
         self.values: Mapping[str, Node] = {}
 
     def ask(self, messages: list[Described], mine: RankState) -> Questions | Compare | P:
-        """The answer to what all ranks described: `Questions` where a plan is to be made, else what `_go_on` says."""
+        """Answer all ranks' descriptions: with `Questions` where a plan has to be made, else as `_go_on` does."""
         self._messages, self.values = messages, mine.flat.nodes
         check_matched("select", [message.unmatched for message in messages], where="the state")
         by_layout: dict[bytes, int] = {}
@@ -120,7 +121,7 @@ class Planner(Generic[P]):
         return self._go_on(memory)
 
     def plan(self, questions: Questions, answers: list[Details]) -> Compare | P:
-        """Plan with what all ranks answered (anew where layouts changed), and go on."""
+        """Make the plan from all ranks' answers (or keep the last one where no layout changed), and go on with it."""
         if questions.values:
             ranks = [[self._ranks[number] for number in numbers] for numbers in self._by_values]
             tables = [value_codec.decode(answers[number].values) for number in questions.values]
@@ -143,12 +144,17 @@ class Planner(Generic[P]):
         return self._go_on(memory)
 
     def compare(self, answers: list[Digests]) -> P:
-        """Judge the ranks' copies, and have the plan placed."""
+        """Compare the ranks' copies, and have the plan placed.
+
+        Raises:
+            StateError: copies differ that must be equal, code ``state.diverged``.
+        """
         assert self._next is not None
         found = diverged(self._compare.names, dict(zip(self._ranks, answers, strict=True)))
         names = tuple(one.name for one in found)
         if found:
-            # What was equal before has drifted since. What was never compared may be meant to differ.
+            # Copies that were equal before have drifted since: warn. Copies that were never compared may differ on
+            # purpose, so that saving one holder's would lose the others': raise.
             before = self._compared()
             new = found if self._strict else [one for one in found if one.name not in before]
             text = describe(new or found)
@@ -160,12 +166,13 @@ class Planner(Generic[P]):
         return self._place(self._next, names)
 
     def _compared(self) -> set[str]:
-        """The tensors that the last plan was made with, when all their copies were equal."""
+        """The undeclared tensors of the last plan: all their copies were equal when it was made."""
         return set() if self.memory is None else set(self.memory.plan.undeclared(np.arange(max(self._ranks) + 1)))
 
     def _go_on(self, memory: PlanMemory) -> Compare | P:
-        """Go by the plan in `memory`: ask for what must be compared first, else have it placed."""
-        known = () if self.memory is None else self.memory.diverged  # they mark each save until they are equal again
+        """Use the plan in `memory`: ask for the digests that must be compared first, or have it placed at once."""
+        # Tensors that diverged mark each save until their copies are equal again.
+        known = () if self.memory is None else self.memory.diverged
         self._compare = Compare(tuple(sorted({*self._suspects(memory), *known})))
         if not self._compare.names:
             return self._place(memory, ())
@@ -179,11 +186,13 @@ class Planner(Generic[P]):
         return placed
 
     def _suspects(self, memory: PlanMemory) -> tuple[str, ...]:
-        """Tensors whose copies have to be compared one by one.
+        """The tensors whose copies have to be compared one by one.
 
-        Ranks of one layout without pieces have compared one digest of all, or of a share, already. What they hold in
-        common with others, and everything where that digest covers less than it should, is compared when a plan is
-        made, and once per turn later; where digests differ, everything is, to find out what does.
+        Ranks that share a layout without pieces have sent one digest of all their undeclared copies, or of one share of
+        them, so their copies are compared already. The tensors that they hold in common with other ranks are compared
+        one by one when a plan is made, and at every `NUM_TURNS`-th save by it. All undeclared tensors are compared one
+        by one when a plan is made and the digest of a rank covers one share only, and when those digests differ, to
+        find the tensors that do.
         """
         alike = np.zeros(max(self._ranks) + 1, np.int64)
         first: dict[bytes, int] = {}
@@ -201,7 +210,7 @@ class Planner(Generic[P]):
         return tuple((message.layout, message.columns) for message in self._messages)
 
     def _reserved(self, answers: Sequence[Details]) -> tuple[RankValues, ...]:
-        """What each rank's file must have room for."""
+        """The values that each rank's file must have room for."""
         blocks = []
         for number, (rank, answer) in enumerate(zip(self._ranks, answers, strict=True)):
             paths, nbytes = answer.own_paths, self._messages[number].own_nbytes
@@ -214,7 +223,7 @@ class Planner(Generic[P]):
 
 
 def _covers(reserved: Sequence[RankValues], needed: Sequence[RankValues]) -> bool:
-    """Whether all values have room where they had it, under the same paths."""
+    """Whether the `needed` values have the same ranks and paths as the `reserved` ones, and fit into their room."""
     return len(reserved) == len(needed) and all(
         (old.rank, old.paths) == (new.rank, new.paths) and new.nbytes <= old.capacity
         for old, new in zip(reserved, needed, strict=True)

@@ -1,6 +1,6 @@
-"""How all ranks agree on a plan, on one rank: describe the state, answer what rank 0 asks, hear what was placed.
+"""One rank's side of the agreement on a plan: describe the state, answer rank 0's questions, receive the placed plan.
 
-The one protocol of a save, of a save in the background and of a transfer, which differ in what follows from a plan (see
+A save, a save in the background and a transfer share this protocol. They differ in how they act on a plan (see
 `holdfast.agreement.planner.Placing`).
 """
 
@@ -26,25 +26,26 @@ P = TypeVar("P")
 
 @dataclass
 class PlanCache:
-    """What a rank remembers of the last plan for a state: rank 0 what it knows of all ranks, each its share in the
-    plan, and what its walk found."""
+    """A rank's memory of the last plan for a state: its own share in the plan, the caches of its walk through the
+    state, and on rank 0 also the plan of all ranks."""
 
     memory: PlanMemory | None = None
     share: WriteAssignment | None = None
     walk: Sequence[WalkCache] = ()
 
     def remember(self, share: WriteAssignment, memory: PlanMemory | None) -> None:
-        """Note this rank's share in what was agreed on, for the next time; on rank 0 with the plan."""
+        """Keep this rank's share for the next agreement, and on rank 0 the plan too."""
         self.share = share
         if memory is not None:
             self.memory = memory
 
 
 class Planning(Generic[P]):
-    """One agreement on one rank, which is number `rank` of the job. What was placed is a `P`, for which `answers` are
+    """One agreement on one rank, whose rank in the job is `rank`. Its result is a `P`, and `answers` is the union of
     the types that rank 0 may send: `Questions`, `Compare` and P.
 
-    Undeclared copies are compared in rotating shares while a plan is known; with `compares_all` all of them each time.
+    While a plan is known, each agreement compares one rotating share of the undeclared copies; with `compares_all`, it
+    compares all of them.
     """
 
     def __init__(
@@ -69,8 +70,8 @@ class Planning(Generic[P]):
         self._compares_all = compares_all
 
     def agree(self, flat: Callable[[], FlatState]) -> tuple[P, RankState]:
-        """What was placed for all ranks, and what this one described: its `flat`; where that fails, all hear of it.
-        Collective."""
+        """Describe the state that `flat` returns, agree with all ranks, and return rank 0's message about the placed
+        plan and this rank's description. Collective. Where one rank fails, `flat` included, all ranks raise."""
         with self._watch.phase("describe"):
             mine = attempt(lambda: RankState.of(flat(), number=self._channel.rank, rank=self._rank))
             answer: Questions | Compare | P = self._channel.exchange(
@@ -101,7 +102,8 @@ class Planning(Generic[P]):
         return mine.describe(turn, plan_id=plan_id, alone=self._channel.world_size == 1)
 
     def _replied(self, asked: Questions | Compare, mine: RankState) -> Questions | Compare | P:
-        """The answer to what this rank replies to a question of rank 0. All ranks follow the same answers."""
+        """Reply to a question of rank 0, and return its next message. All ranks get the same messages, so they take the
+        same steps."""
         if isinstance(asked, Compare):
             digests = attempt(lambda: mine.compare(asked))
             return self._channel.exchange(

@@ -1,4 +1,4 @@
-"""What several ranks hold under one name: is it the same?"""
+"""Comparison of the copies and values that several ranks hold under one name."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from holdfast.errors import StateError
 from holdfast.format.values import Node, PerRankNode, TableNode
 from holdfast.wording import count
 
-#: Ranks that have one and the same table of values, and the table.
+#: A table of values, and the ranks that all have it.
 Shared = tuple[Sequence[int], Mapping[str, Node]]
 
 
 @dataclass(frozen=True)
 class Divergence:
-    """A tensor whose copies differ: the first part that does ("" where all is one part), and the groups of ranks that
-    hold the same there, the lowest rank's group first."""
+    """A tensor whose copies differ: the first part that differs ("" if the tensor has only one part), and the groups of
+    ranks with equal copies of that part, the lowest rank's group first."""
 
     name: str
     part: str
@@ -27,7 +27,7 @@ class Divergence:
 
 
 def diverged(names: Sequence[str], digests: Mapping[int, Digests]) -> tuple[Divergence, ...]:
-    """Those of the tensors `names` of which ranks hold different copies, in that order; `digests` are by rank."""
+    """The tensors among `names` whose copies differ between ranks, in that order; `digests` are by rank."""
     return tuple(
         found
         for index, name in enumerate(names)
@@ -47,7 +47,7 @@ def _divergence(name: str, held: Mapping[int, Mapping[str, bytes]]) -> Divergenc
 
 
 def describe(found: Sequence[Divergence]) -> str:
-    """What to say about diverged tensors, of which there are some."""
+    """The error text about diverged tensors, of which there is at least one."""
     first = found[0]
     more = f" (and {count(len(found) - 1, 'more tensor')})" if len(found) > 1 else ""
     sides = " and ".join(_listed(group) for group in first.groups[:2])
@@ -59,11 +59,12 @@ def describe(found: Sequence[Divergence]) -> str:
 
 
 def merge_values(tables: Sequence[Shared]) -> dict[str, Node]:
-    """The tables of all ranks in one. A path that several ranks hold must have one value; dicts may have other keys on
-    other ranks, and are united. What is `PerRankNode` anywhere must be there on all ranks.
+    """Merge the tables of all ranks into one. A path that several ranks hold must have one value, except that dicts may
+    have different keys on different ranks, which are merged. A path that is a `PerRankNode` on one rank must exist on
+    all ranks.
 
     Raises:
-        StateError: ranks disagree; names the path and the ranks.
+        StateError: ranks disagree; the error names the path and the ranks.
     """
     united: dict[str, Node] = {}
     origin: dict[str, int] = {}
@@ -100,7 +101,7 @@ def _check_on_all(path: str, tables: Iterable[Shared]) -> None:
 
 
 def _same(a: Node, b: Node) -> bool:
-    """Equality of type and bits: 1, True and 1.0 differ, and so do 0.0 and -0.0."""
+    """Whether two values are equal in type and bits: 1, True and 1.0 differ, and so do 0.0 and -0.0."""
     return type(a) is type(b) and msgspec.msgpack.encode(a) == msgspec.msgpack.encode(b)
 
 

@@ -1,4 +1,4 @@
-"""One call of `save`: what is to be saved, and its place in the history of the run."""
+"""One call of `save`, and how it takes its place in the history of the run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SaveRequest:
-    """One call of `save`; `sources` says what the state was loaded from."""
+    """One call of `save`; `sources` says which checkpoints the state was loaded from."""
 
     storage: TimedStore
     step: int
@@ -29,8 +29,8 @@ class SaveRequest:
     sources: Sources = NEVER_LOADED
 
     def take_place(self, *, world_size: int) -> tuple[Run, CheckpointIdentity]:
-        """Take the next place of the run. Only for a state that can be saved: opening an epoch after a rollback moves
-        the head."""
+        """Take the next place of the run. Call it only once the state is known to be savable: opening an epoch after a
+        rollback moves the head."""
         run = Run.create(self.storage)
         place = JOB.begin(run, takeover=self.takeover, world_size=world_size, sources=self.sources)
         before = JOB.note_step(run, self.step)
@@ -46,9 +46,9 @@ class SaveRequest:
 
 
 def _check_step(run: Run, place: Place, step: int, before: int | None) -> None:
-    """Warn where a save has a lower step than the one `before` it in its epoch, and where the first save of an epoch
-    has no greater step than the checkpoint that the epoch goes on from: the loop repeats a step, or counts in another
-    way than `step` does. Reads two small records, once per epoch."""
+    """Warn where a save has a lower step than the save `before` it in its epoch, or where the first save of an epoch
+    does not have a greater step than the checkpoint that the epoch was opened from. In both cases the loop repeats a
+    step, or its count is not that of `step`. Reads two small records, once per epoch."""
     if before is not None and step < before:
         _log.warning(
             "step %d is saved after step %d: `step` is the number of the step that was finished last, and it rises "
@@ -58,7 +58,7 @@ def _check_step(run: Run, place: Place, step: int, before: int | None) -> None:
         )
     if place.seq > 1:
         return
-    with suppress(CorruptError, NotFoundError):  # whatever is wrong with the history, this is only a hint
+    with suppress(CorruptError, NotFoundError):  # the warning is only a hint: a damaged history must not fail a save
         epoch = run.epoch(place.epoch)
         if epoch.opened_from is None or epoch.why == "takeover":
             return
