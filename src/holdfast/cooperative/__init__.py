@@ -1,1 +1,2 @@
-"""Ranks that read for each other: what several of them need is read once, and passed on through memory or TCP."""
+"""Ranks that read for each other: one rank reads the bytes that several need, and passes them on through shared memory
+or TCP."""

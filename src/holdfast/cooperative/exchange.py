@@ -1,8 +1,8 @@
-"""What neighbours tell each other while they read for each other: which buffer holds which chunk, and that it is done.
+"""The messages between neighbours that read for each other: a buffer holds a chunk, and a receiver is done with it.
 
-Two kinds of messages go through the sockets: an offer says that a chunk is in a buffer of the sender, and the same
-message comes back when the receiver wants nothing more of it. A connection that ends while either is still due means
-that the neighbour failed or died.
+Two kinds of messages go through the sockets. An offer says that a chunk is in a buffer of the sender. The receiver
+sends the same message back when it needs that buffer no longer. A connection that ends while either message is still
+due means that the neighbour failed or died.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from typing import NamedTuple
 from holdfast.cooperative.neighbours import Neighbour, NeighbourGone
 from holdfast.io.reader import Chunk, ChunkReading, Offer
 
-#: What it is, the number of the chunk, and the number of the sender's, or the receiver's own, buffer.
+#: Kind of message, number of the chunk, and number of the buffer: always a buffer of the rank that offered it.
 _MESSAGE = struct.Struct("<BQI")
 _OFFER, _BACK = 0, 1
 
 
 class ExpectedChunk(NamedTuple):
-    """A chunk that a neighbour reads, and this rank wants some of."""
+    """A chunk that a neighbour reads and of which this rank needs some bytes."""
 
     rank: int
     chunk: Chunk
 
 
 class Exchange:
-    """The messages of one reading: its `Partners`."""
+    """The exchange of messages with neighbours during one reading, as its `Partners`."""
 
     def __init__(self, others: Mapping[int, Neighbour], expected: Iterable[ExpectedChunk], buffer_nbytes: int) -> None:
         self._others = others
@@ -43,24 +43,24 @@ class Exchange:
         self._lock = Lock()
 
     def awaited(self) -> list[int]:
-        """The neighbours that still have something to send."""
+        """The neighbours that still have messages to send."""
         with self._lock:
             return sorted(rank for rank, due in self._due.items() if due)
 
     def offer(self, chunk: Chunk, buffer: int) -> None:
-        """Tell those that want `chunk` that it is in buffer number `buffer`."""
+        """Tell the neighbours that want `chunk` that it is in buffer number `buffer`."""
         with self._lock:
             self._due.update(chunk.wanted_by)
         for rank in chunk.wanted_by:
             self._send(rank, _OFFER, chunk.number, buffer)
 
     def give_back(self, offer: Offer) -> None:
-        """Tell the neighbour that nothing is wanted any more of what it offered."""
+        """Tell the neighbour that it may reuse the buffer that it offered."""
         self._send(offer.rank, _BACK, offer.chunk.number, offer.buffer)
 
     @contextmanager
     def serving(self, reading: ChunkReading) -> Iterator[None]:
-        """Pass on to `reading` what neighbours send, for the time of a ``with`` block."""
+        """Pass the messages of neighbours on to `reading` while the ``with`` block runs, from a thread of its own."""
         end = os.eventfd(0, os.EFD_CLOEXEC)
         listener = Thread(target=self._listen, args=(reading, end), name="holdfast-exchange", daemon=True)
         listener.start()
@@ -72,7 +72,7 @@ class Exchange:
             os.close(end)
 
     def _send(self, rank: int, kind: int, number: int, buffer: int) -> None:
-        # Never blocks for long: no more messages can be under way than there are buffers.
+        # Never blocks for long: there are at most as many messages under way as buffers.
         try:
             self._others[rank].connection.send(_MESSAGE.pack(kind, number, buffer))
         except OSError as error:
@@ -97,7 +97,7 @@ class Exchange:
                     selector.unregister(key.fileobj)
 
     def _receive(self, rank: int, reading: ChunkReading) -> bool:
-        """Take one message of a neighbour; False when there are no more."""
+        """Handle one message of a neighbour; False when its connection has ended."""
         try:
             message = self._others[rank].connection.recv(_MESSAGE.size)
         except OSError:

@@ -1,9 +1,9 @@
-"""Ranks of one node that pass each other what they read: memory that they share, and sockets to say what is in it.
+"""Connections between ranks of one node that read for each other: shared memory for the bytes, sockets for messages.
 
-Each rank fills memory that the others see; a message says which part of it holds what, and another one
-that it may be used again. The memory is a ``memfd``, which is passed through the sockets and has no name, and the
-sockets have abstract addresses: nothing of it is in any file system, limited by the size of one, or left behind by a
-rank that is killed. The death of a rank closes its sockets, which the others notice at once.
+Each rank fills memory that the others see. One message says which chunk a part of it holds, and another one that the
+part may be reused. The memory is a ``memfd``, which has no name and is passed through the sockets, and the sockets have
+abstract addresses. So neither uses a file system or its space, and a killed rank leaves nothing behind. The death of a
+rank closes its sockets, and the others notice at once.
 """
 
 from __future__ import annotations
@@ -26,16 +26,17 @@ from holdfast.io import pages
 from holdfast.store.base import Bytes
 
 _CREDENTIALS = struct.Struct("iII")
-#: Who greets, and how much memory it shares: for data, and behind that for its note.
+#: The rank that greets, and the bytes of memory that it shares: first those of its data, then those of its note.
 _HELLO = struct.Struct("<IQQ")
-#: How long a rank waits before it tries again to reach one that does not listen yet.
+#: Pause before the next attempt to reach a rank that does not listen yet.
 _RETRY_S = 0.002
 
 
 def node_id() -> bytes:
-    """16 bytes that are the same for processes that can reach each other as neighbours, and for no others.
+    """16 bytes that are equal on two processes exactly when they can be neighbours.
 
-    Random, so that there are no neighbours, where the system does not offer what they need.
+    Where the system lacks what neighbours need (``memfd`` or abstract sockets), the bytes are random, so that the
+    process has no neighbours.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").replace("-", "")
@@ -48,8 +49,9 @@ def node_id() -> bytes:
     return mixed.to_bytes(16, "little")
 
 
-class NeighbourGone(Exception):  # noqa: N818 - no error of this rank: what happened, the other one knows
-    """Ranks that others wait for did not go on. Stays inside: raised is what they report, or that they are absent."""
+class NeighbourGone(Exception):  # noqa: N818 - no error of this rank: the other rank knows what happened
+    """The ranks that this rank waited for and that failed, died or were late. Never reaches a caller: all ranks raise
+    the error that those ranks report, or a `DeadlineError` that names them."""
 
     def __init__(self, ranks: Iterable[int]) -> None:
         self.ranks = tuple(sorted(ranks))
@@ -57,7 +59,8 @@ class NeighbourGone(Exception):  # noqa: N818 - no error of this rank: what happ
 
 
 class SharedMemory:
-    """`data_nbytes` that this process fills again and again, and a `note`, for its neighbours to read."""
+    """Memory of this process that its neighbours can read: `data_nbytes` of data, which it fills again and again, and
+    a `note`, which never changes."""
 
     def __init__(self, data_nbytes: int, note: bytes) -> None:
         self.data_nbytes = data_nbytes
@@ -65,7 +68,7 @@ class SharedMemory:
         self._fd = os.memfd_create("holdfast", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(self._fd, data_nbytes + len(note))
-            # Memory that shrank would kill whoever reads it.
+            # If the memory shrank, a neighbour that reads it would be killed by SIGBUS.
             fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
             os.pwrite(self._fd, note, data_nbytes)
             self.data = pages.shared(self._fd, data_nbytes)
@@ -74,7 +77,7 @@ class SharedMemory:
             raise
 
     def fileno(self) -> int:
-        """Descriptor of the memory."""
+        """The file descriptor of the memory."""
         return self._fd
 
     def __enter__(self) -> Self:
@@ -83,7 +86,7 @@ class SharedMemory:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close the descriptor. The memory goes when nothing refers to `data` any more, here and at the neighbours."""
+        """Close the descriptor. The system frees the memory when no process refers to `data` any more."""
         os.close(self._fd)
 
 
@@ -96,9 +99,9 @@ class Neighbour(NamedTuple):
 
 
 class Neighbours:
-    """The neighbours of `rank`. Use as a context manager, whose end closes all connections.
+    """The neighbours of `rank`. Use it as a context manager, which closes all connections at its end.
 
-    The constructor listens, `connect` finds the others. `token` is known to the ranks of one operation alone.
+    The constructor listens, and `connect` finds the others. Only the ranks of one operation know its `token`.
     """
 
     def __init__(self, token: bytes, rank: int) -> None:
@@ -111,9 +114,10 @@ class Neighbours:
         self._listener.listen(1024)
 
     def connect(self, ranks: Iterable[int], shared: SharedMemory, *, end_s: float) -> None:
-        """Meet all other `ranks`, and exchange memory with each, until `end_s` of the monotonic clock.
+        """Connect to all other `ranks`, and exchange memory with each. Blocks until `end_s` of the monotonic clock at
+        most.
 
-        Raises `NeighbourGone` for ranks that were not met.
+        Raises `NeighbourGone` for ranks that it could not connect to.
         """
         lower = sorted(rank for rank in ranks if rank < self.rank)
         waiting = {rank for rank in ranks if rank > self.rank}
@@ -129,7 +133,7 @@ class Neighbours:
             neighbour.connection.settimeout(None)
 
     def close(self) -> None:
-        """Close all connections, which tells the neighbours that this rank does nothing more. Never raises."""
+        """Close all connections, which tells the neighbours that this rank has stopped. Never raises."""
         for connection in (self._listener, *self._connections):
             connection.close()
 
@@ -177,7 +181,7 @@ class Neighbours:
             raise NeighbourGone(expected)
         with os.fdopen(fds[0], "rb") as file:
             rank, data_nbytes, note_nbytes = _HELLO.unpack(hello)
-            # Not read-only, though nothing is written: torch warns of memory that is.
+            # Mapped writable although nothing writes to it: torch warns about read-only memory.
             memory = mmap.mmap(file.fileno(), data_nbytes + note_nbytes)
         assert rank in expected, f"rank {rank} took the address of another"
         data = np.frombuffer(memory, np.uint8, data_nbytes)

@@ -1,8 +1,8 @@
-"""Ranks of other nodes that send each other what they read, over TCP.
+"""TCP connections through which ranks of different nodes send each other the chunks that they read.
 
-Both ends know in which order chunks go from one to the other, so nothing is asked for: the sender writes the next one
-when it has it, and the receiver reads it into memory of its own. Every chunk carries a digest, since the checksums of
-networks miss what storage must not. A connection that breaks means that the other rank failed or died.
+Both ends know the order in which chunks go from one to the other, so there are no requests: the sender writes the next
+chunk when it has it, and the receiver reads it into its own memory. Every chunk carries a digest, because the checksums
+of networks miss errors that must not reach a tensor. A connection that breaks means that the other rank failed or died.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from holdfast.errors import StorageError
 from holdfast.store.base import Bytes
 
 _HELLO = struct.Struct("<16sI")
-#: Number, size and digest of what follows.
+#: Header of a chunk: its number, its size in bytes and its digest.
 _CHUNK = struct.Struct("<QQ8s")
 _RETRY_S = 0.01
 
 
 class Peers:
-    """Connections of `rank` to ranks of other nodes. Use as a context manager, whose end closes them all.
+    """The connections of `rank` to ranks of other nodes. Use it as a context manager, which closes them at its end.
 
     The constructor listens at `address`, ``host:port``; `connect` finds the others.
     """
@@ -53,12 +53,13 @@ class Peers:
         to_receive: Mapping[int, Sequence[int]],
         end_s: float,
     ) -> None:
-        """Meet all ranks with whom there is something `to_send` or `to_receive`: numbers of chunks, in their order.
+        """Connect to all ranks with chunks `to_send` or `to_receive`, which give the numbers of the chunks in their
+        order.
 
-        `token` is known to the ranks of one operation alone. `end_s` of the monotonic clock is the end of all waiting
-        for others, in sending and receiving too.
+        Only the ranks of one operation know its `token`. `end_s` of the monotonic clock ends the waiting for others, in
+        sending and receiving too.
 
-        Raises `NeighbourGone` for ranks that were not met.
+        Raises `NeighbourGone` for ranks that it could not connect to.
         """
         ranks = {rank for plan in (to_send, to_receive) for rank, numbers in plan.items() if numbers}
         waiting = {rank for rank in ranks if rank > self._rank}
@@ -71,7 +72,7 @@ class Peers:
             self._links[rank] = _Link(rank, connection, to_send.get(rank, ()), to_receive.get(rank, ()), end_s)
 
     def send(self, rank: int, number: int, data: Bytes) -> None:
-        """Send chunk `number` in its turn; returns when the system has taken all of it."""
+        """Send chunk `number` in its turn; returns when the system has accepted all its bytes."""
         self._links[rank].send(number, data)
 
     def receive(self, rank: int, number: int, out: Bytes) -> None:
@@ -81,7 +82,7 @@ class Peers:
     def close(self) -> None:
         """End all sending and receiving. Never raises."""
         for connection in (self._listener, *self._connections):
-            with suppress(OSError):  # it was never connected, or is gone: there is nothing left to end
+            with suppress(OSError):  # it was never connected, or its other end is gone
                 connection.shutdown(socket.SHUT_RDWR)
             connection.close()
         for link in self._links.values():
@@ -120,7 +121,7 @@ class Peers:
                 _fill(connection, memoryview(hello))
             except TimeoutError as error:
                 raise NeighbourGone(waiting) from error
-            except OSError:  # somebody knocked and went
+            except OSError:  # the client closed the connection before its greeting
                 continue
             secret, rank = _HELLO.unpack(hello)
             if secret == token and rank in waiting:
@@ -128,7 +129,7 @@ class Peers:
 
 
 class _Link:
-    """The connection to one rank."""
+    """The connection to one rank, with the order of the chunks in both directions."""
 
     def __init__(
         self, rank: int, connection: socket.socket, to_send: Sequence[int], to_receive: Sequence[int], end_s: float
@@ -168,13 +169,13 @@ class _Link:
             raise NeighbourGone([self._rank]) from error
 
     def end(self) -> None:
-        """Let those go on who wait for their turn."""
+        """Release the threads that wait for their turn."""
         self._sending.end()
         self._receiving.end()
 
 
 class _Turns:
-    """Has threads that come in any order do one thing after the other, in the order of `numbers`."""
+    """The turns of threads that come in any order: each gets its turn in the order of `numbers`, one at a time."""
 
     def __init__(self, numbers: Sequence[int]) -> None:
         self._numbers = deque(numbers)
@@ -191,18 +192,18 @@ class _Turns:
             self._changed.notify_all()
 
     def end(self) -> None:
-        """Let all go on: nothing can be done any more, and each finds that out."""
+        """Release all waiting threads. The connection is broken, so each fails at its next use of it."""
         with self._changed:
             self._numbers.clear()
             self._changed.notify_all()
 
 
 def _own_host() -> str:
-    """The address of this host in the network in which the job's ranks meet."""
+    """The address of this host in the network through which it reaches the job's ``MASTER_ADDR``."""
     master = os.environ.get("MASTER_ADDR", "")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect((master or socket.gethostname(), 9))  # sends nothing: asks which way it would go
+            probe.connect((master or socket.gethostname(), 9))  # sends nothing: only makes the system choose a route
             return str(probe.getsockname()[0])
         except OSError:
             return "127.0.0.1"

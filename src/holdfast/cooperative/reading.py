@@ -1,4 +1,4 @@
-"""Ranks that read together: what several ranks need is read from storage by one of them."""
+"""Cooperative reading: one rank reads from storage the bytes that several ranks need."""
 
 from __future__ import annotations
 
@@ -33,24 +33,24 @@ from holdfast.plan.load import ReadRequest
 from holdfast.store.base import Bytes
 from holdfast.store.timed import TimedStore
 
-#: Memory through which a rank reads for others of its node: by default, and at least.
+#: Memory through which a rank reads for others of its node: the default and the minimum.
 MEMORY_NBYTES = 16 << 20
 MIN_MEMORY_NBYTES = NUM_THREADS * BUFFER_NBYTES
-#: What is in memory each rank of a node reads for itself, while all of them together read no more than this times what
-#: there is: to wait for another rank takes longer than to verify some of it twice.
+#: From files in memory, each rank reads for itself if all ranks together read at most this times the checkpoint's data:
+#: waiting for another rank takes longer than verifying some bytes twice.
 _APART = 1.5
 
 
 class ReadCost(NamedTuple):
-    """What this rank did: bytes that it read from storage, and seconds that its threads spent on their digests."""
+    """The work of this rank: bytes that it read from storage, and seconds that its threads spent on their digests."""
 
     read_nbytes: int
     verify_s: float
 
 
 class _Here(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank tells: its node, how much it needs, and, where bytes may be exchanged between nodes, its address and
-    what that is."""
+    """A rank's message: its node, the bytes that it needs and, where nodes may exchange bytes, its address and its
+    needed byte ranges, compressed."""
 
     node: bytes
     nbytes: int
@@ -59,10 +59,10 @@ class _Here(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _NodeMap(msgspec.Struct, frozen=True, array_like=True):
-    """Who is on which node: runs of ranks, as the number of a node and a count; a secret of this operation; and whether
-    ranks read `apart`, each all that it needs.
+    """The nodes of all ranks: `runs` of consecutive ranks, as the number of a node and a count; a secret `token` of
+    this operation; and whether ranks read `apart`, each all the bytes that it needs.
 
-    Where bytes are exchanged between nodes, also the addresses of all ranks and what they need.
+    Where nodes exchange bytes, it also has the addresses of all ranks and their needed byte ranges.
     """
 
     token: bytes
@@ -82,13 +82,13 @@ class _NodeMap(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _ReadOutcome(msgspec.Struct, frozen=True, array_like=True):
-    """How one rank's reading ended: the ranks that it waited for in vain, where it did."""
+    """The end of one rank's reading: the ranks that it waited for in vain, if any."""
 
     absent: tuple[int, ...]
 
 
 class CooperativeReading:
-    """One load's reading on one rank. All ranks of the channel make the same calls."""
+    """The cooperative reading of one load, on one rank. All ranks of the channel make the same calls."""
 
     def __init__(
         self,
@@ -103,8 +103,8 @@ class CooperativeReading:
         owners: Sequence[int] | None = None,
         in_memory: bool = False,
     ) -> None:
-        """`owners` are the ranks that alone can read each data file; without, all ranks can read all of them. Files
-        that are `in_memory` are read by as many threads as there are cores for this rank: nothing is waited for."""
+        """`owners` gives for each data file the only rank that can read it; without it, every rank can read every file.
+        With `in_memory`, this rank reads with as many threads as it has cores, because reads of memory do not wait."""
         self._checkpoint = checkpoint
         self._storage = storage
         self._channel = channel
@@ -123,17 +123,18 @@ class CooperativeReading:
     def read(
         self, plan: Callable[[], tuple[Sequence[ReadRequest], Targets]], *, meter: Meter | None = None
     ) -> ReadCost:
-        """Deliver what `plan` wants to its targets, and help other ranks; returns when all ranks have all they want.
+        """Deliver the bytes that `plan` requests to its targets, and read for other ranks. Collective; blocks until all
+        ranks have all their bytes.
 
-        What several ranks of a node need is read by one of them, into memory that it shares with the others. With
-        `bandwidths` that favour it, what several nodes need is read by one of them, and sent to the others. With
-        `owners` each of them reads what others need, and sends it to their nodes. `meter` is told how much of its own
-        share this rank has read.
+        One rank of a node reads the bytes that several of its ranks need, into memory that it shares with them. Where
+        `bandwidths` favour it, one node reads the bytes that several nodes need, and sends them to the others. With
+        `owners`, each owner reads the bytes of its files that others need, and sends them to their nodes. `meter`
+        follows how much of its own share this rank has read.
 
         Raises:
-            CorruptError: bytes are missing or altered; names the file and the tensors.
+            CorruptError: bytes are missing or altered; the error names the file and the tensors.
             StorageError: the store failed, or did not answer in time.
-            DeadlineError: a rank died, or did not go on.
+            DeadlineError: a rank died, or was too late.
         """
         self._meter = meter or self._meter
         try:
@@ -159,7 +160,7 @@ class CooperativeReading:
         return replace(here, address=self._peers.address, needs=zlib.compress(self._needs.tobytes(), 1))
 
     def _answer(self, ranks: Sequence[_Here]) -> _NodeMap:
-        """Who is where, and whether nodes exchange what they read."""
+        """Rank 0's answer: the nodes of all ranks, and whether nodes exchange the bytes that they read."""
         numbers = {node: number for number, node in enumerate(dict.fromkeys(rank.node for rank in ranks))}
         runs = tuple((numbers[node], sum(1 for _ in run)) for node, run in groupby(rank.node for rank in ranks))
         nodes = _NodeMap(secrets.token_bytes(16), runs, self._is_apart(ranks))
@@ -192,12 +193,13 @@ class CooperativeReading:
             self._shared.stop()
 
     def _meet(self, nodes: _NodeMap) -> None:
-        """Find the neighbours, learn what they need, and do what falls to this rank."""
+        """Connect to the neighbours, learn their needs, and do this rank's share of the reading."""
         members = nodes.members()
         node = next(number for number, ranks in enumerate(members) if self._channel.rank in ranks)
         ranks = [self._channel.rank] if nodes.apart else members[node]
         num_cores = len(os.sched_getaffinity(0)) // len(members[node])
-        # Sooner than the store is given up: who waits for a rank blames it, and who waits for the store, the store.
+        # Ends before the store's time limit does, so that a rank that waits for another rank blames that rank, and only
+        # a rank that waits for the store blames the store.
         end_s = time.monotonic() + 0.8 * self._deadline.remaining_s()
         with ExitStack() as stack:
             others, buffers = self._neighbours(stack, nodes.token, ranks, end_s)
@@ -226,14 +228,14 @@ class CooperativeReading:
             shared.run()
 
     def _divided(self, ranks: Sequence[int], others: Mapping[int, Neighbour], first_file: int) -> Chunks:
-        """What `ranks`, which get nothing from other nodes, read, beginning with `first_file`."""
+        """The chunks that `ranks` of this node read, beginning with `first_file`, when nodes exchange no bytes."""
         needs = [self._needs if rank == self._channel.rank else _rows(others[rank].note) for rank in ranks]
         if self._owners is not None:
             return divide_job_reads([ranks], [needs], 0, chunk_nbytes=BUFFER_NBYTES, owners=self._owners)
         return divide_reads(ranks, needs, chunk_nbytes=BUFFER_NBYTES, first_file=first_file)
 
     def _idle_jobs(self, chunks: Chunks) -> dict[int, ReadJob]:
-        """Jobs for the files that this rank brings to others, and wants nothing of."""
+        """Jobs for the files that this rank reads for others only."""
         led = chunks.files[chunks.leaders == chunks.ranks.index(self._channel.rank)]
         open_reader = self._storage.direct_reader
         return {
@@ -244,7 +246,7 @@ class CooperativeReading:
     def _neighbours(
         self, stack: ExitStack, token: bytes, ranks: Sequence[int], end_s: float
     ) -> tuple[Mapping[int, Neighbour], Sequence[Bytes]]:
-        """The other ranks of the node, and the buffers through which all that this one brings goes."""
+        """The other ranks of the node, and the buffers into which this rank reads."""
         if len(ranks) == 1:
             return {}, stack.enter_context(stack.enter_context(pipeline_pool()).all_buffers())
         shared = stack.enter_context(SharedMemory(self._num_buffers * BUFFER_NBYTES, self._needs.tobytes()))
@@ -254,7 +256,7 @@ class CooperativeReading:
         return neighbours.others, [shared.data[start : start + BUFFER_NBYTES] for start in starts]
 
     def _connected(self, nodes: _NodeMap, chunks: Chunks, end_s: float) -> Peers:
-        """The connections to other nodes that the plan asks for."""
+        """The connections to other nodes that `chunks` need, all of them made."""
         rank = self._channel.rank
         assert self._peers is not None
         to_send, to_receive = sent_and_received(chunks, rank)
@@ -263,7 +265,8 @@ class CooperativeReading:
         return self._peers
 
     def _check(self, reads: Sequence[_ReadOutcome]) -> _ReadOutcome:
-        """That no rank was left waiting. Who left it is usually heard of before, as absent or by its own error."""
+        """Raise if a rank waited in vain. Usually the rank that it waited for is named before, by its own error or as
+        absent."""
         for rank, read in enumerate(reads):
             if read.absent:
                 absent, names = read.absent, ", ".join(map(str, read.absent))

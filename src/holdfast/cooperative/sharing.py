@@ -1,4 +1,4 @@
-"""One rank's part of what several ranks read together, by a plan that says who reads what."""
+"""One rank's share of a cooperative reading, by a plan that assigns each chunk to a rank."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from holdfast.store.base import Bytes
 
 
 class SharedReading:
-    """Fills what `jobs` (by file, of all that the rank wants or reads) want, as `chunks` say.
+    """The reading of the files in `jobs`, by the plan in `chunks`: `jobs` has every file that this rank needs or reads
+    for others.
 
-    `others` are the neighbours of `rank`, `buffers` the memory that they see, in parts of the size of the largest
-    chunk, and `peers` what connects it to other nodes, where chunks come from or go to those. `num_readers` threads
-    read.
+    `others` are the neighbours of `rank`. `buffers` are parts of the memory that they see, each as large as the largest
+    chunk. `peers` connects this rank to other nodes, where chunks come from or go to them. `num_readers` threads read.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class SharedReading:
         me = chunks.ranks.index(rank)
         led, wanted = chunks.leaders == me, chunks.wanted[:, me]
         counts = Counter(chunks.files[led & (chunks.senders < 0)].tolist())
-        #: Bytes that this rank reads from storage in all.
+        #: All the bytes that this rank is to read from storage.
         self.nbytes = int((chunks.stops - chunks.starts)[led & (chunks.senders < 0)].sum())
         self._chunks = chunks
         self._peers = peers
@@ -65,22 +65,23 @@ class SharedReading:
 
     @property
     def bytes_read(self) -> int:
-        """Bytes that this rank read from storage so far."""
+        """The bytes that this rank has read from storage so far."""
         return self._reading.bytes_read
 
     @property
     def verify_s(self) -> float:
-        """Seconds of its threads that this rank spent on digests so far."""
+        """The seconds that this rank's threads have spent on digests so far."""
         return self._reading.verify_s
 
     def awaited(self) -> tuple[int, ...]:
-        """The neighbours that are waited for; none while this rank waits for storage itself."""
+        """The neighbours that this rank waits for; none while it reads from storage itself."""
         return () if self._reading.is_reading else tuple(self._exchange.awaited())
 
     def run(self) -> None:
-        """Do it; returns when this rank has all it wants, and the others have all that it brings them.
+        """Read; blocks until this rank has all bytes that it needs, and the others have all bytes that it reads for
+        them.
 
-        Raises what reading raises, and `NeighbourGone` when a rank failed or died that is still waited for.
+        Raises what `ChunkReading.run` raises, and `NeighbourGone` when a rank failed or died that this one waits for.
         """
         with self._exchange.serving(self._reading):
             self._reading.run()
@@ -112,7 +113,8 @@ def _to_all(peers: Peers, receivers: Sequence[int], number: int) -> Callable[[By
 
 
 def sent_and_received(chunks: Chunks, rank: int) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
-    """Which chunks `rank` sends to each rank of another node, and which it gets from each, in their order."""
+    """The numbers of the chunks that `rank` sends to each rank of another node, and of those that it receives from
+    each, in their order."""
     to_send: defaultdict[int, list[int]] = defaultdict(list)
     to_receive: defaultdict[int, list[int]] = defaultdict(list)
     for index in np.flatnonzero(chunks.leaders == chunks.ranks.index(rank)).tolist():
