@@ -1,4 +1,4 @@
-"""What a checkpoint's tensors become when they are loaded: rules for ``holdfast.load(..., mapping=rules)``.
+"""Rules that change a checkpoint's names, shapes and dtypes on loading: ``holdfast.load(..., mapping=rules)``.
 
     >>> from holdfast.mapping import Drop, Fuse, Rename
     >>> rules = [
@@ -7,15 +7,15 @@
     ...     Drop("optimizer"),
     ... ]
 
-Rules apply in order, each to the names as the rules before it left them: first to what is stored, last what is
-compared with the live state. A name that no rule matches stays as it is. Nothing is read and nothing copied for a rule:
-elements go from where they are stored to where they belong.
+Rules apply in order, each to the names as the rules before it left them: the first rule sees the stored names, and the
+names after the last rule are compared with the live state. A name that no rule matches stays as it is. Rules cost no
+reads and no copies: a load writes each stored element directly to its place in the live state.
 
-The first field of a rule, `names`, is a pattern (``holdfast.format.patterns`` says what it matches). What matches a
-parameter applies to its state in all optimizers, too.
+The first field of a rule, `names`, is a pattern (``holdfast.format.patterns`` says what it matches). A rule that
+matches a parameter also applies to the parameter's state in all optimizers.
 
-A rule that matches nothing, makes a name that is there already, or does not fit the shapes is refused
-(`IncompatibleError`, code ``incompatible.mapping``); one that makes no sense by itself is a `ValueError`.
+A load refuses a rule that matches nothing, makes a name that exists already, or does not fit the shapes
+(`IncompatibleError`, code ``incompatible.mapping``). Making a rule that is wrong by itself raises `ValueError`.
 """
 
 from holdfast.mapping.rules import (

@@ -1,7 +1,7 @@
-"""Rules applied to the names, tensors and values of a checkpoint: what it is to whoever loads with a mapping. Pure.
+"""Application of a mapping's rules to the names, tensors and values of a checkpoint. Pure.
 
-Every rule rewrites a table of names; no live state is looked at. So the result can be compared with a live state, and
-be planned for, as if it had been saved so, and a wrong mapping shows as a difference.
+Every rule rewrites a table of names without looking at the live state. So a load compares and plans with the result as
+if the checkpoint had been saved like that, and a wrong mapping shows as a difference from the live state.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from holdfast.mapping.rules import (
 def mapped(
     rules: Sequence[Rule], stored: Mapping[str, StoredTensor], aliases: Mapping[str, str], nodes: Mapping[str, Node]
 ) -> CheckpointTable:
-    """Apply `rules` in order to a checkpoint's tensors, other names of tensors, and values.
+    """Apply `rules` in order to a checkpoint's tensors, the other names (`aliases`) of its tensors, and its values.
 
-    Raises `IncompatibleError`, code ``incompatible.mapping``: for a rule that matches nothing, gives a name that is
-    there already, or is impossible for the shapes and dtypes that it finds.
+    Raises `IncompatibleError`, code ``incompatible.mapping``, for a rule that matches nothing, gives a name that
+    exists already, or is impossible for the shapes and dtypes of the tensors that it matches.
     """
     if not rules:
         return CheckpointTable(stored, aliases, nodes, {}, {})
@@ -85,7 +85,7 @@ def _cast(draft: MappingState, rule: Cast) -> None:
 
 
 def _steps(draft: MappingState, rule: Split | Fuse | Stack | Unstack | Transpose | Pad | Crop) -> list[Step]:
-    """What a rule makes of which tensors."""
+    """The steps of a rule: one for each tensor, or set of tensors, that it changes."""
     if isinstance(rule, Split):
         return _split(draft, rule)
     if isinstance(rule, Fuse):
@@ -172,7 +172,7 @@ def _unstack(draft: MappingState, rule: Unstack) -> list[Step]:
 
 
 def _whole_matches(draft: MappingState, names: str, *, number: str | None = None) -> list[tuple[str, dict[str, str]]]:
-    """The tensors of which the whole name matches, each untied, and their fields; field `number` is one."""
+    """The tensors whose whole name matches, each untied, with their fields; field `number` must be a number."""
     pattern = Pattern(names)
     matches = ((name, pattern.fields_of(name)) for name in draft.tensors())
     found = {name: fields for name, fields in matches if fields is not None}

@@ -22,16 +22,17 @@ from holdfast.mapping.parts import ImpossibleError, Made, Parts, StoredTensor, a
 
 _SHOWN = 5
 
-#: What a rule makes of tensors. Raises `ImpossibleError`.
+#: Makes the tensors that a rule gives from those that it takes. Raises `ImpossibleError`.
 Make = Callable[[Sequence[Made]], Sequence[Made]]
 
 
 @dataclass(frozen=True)
 class CheckpointTable:
-    """A checkpoint as it is loaded: what is stored under which name, after a mapping or without one.
+    """A checkpoint as a load sees it: its tensors, aliases and values by name, after a mapping or without one.
 
-    `parts` has the tensors that are not just the stored tensor of their name. `equal` has optimizer state of one
-    element whose parameter was fused from several: the tensors (of `stored`) that must turn out to be equal to it.
+    `parts` has an entry for each tensor that is not simply the stored tensor of its name. `equal` has an entry for each
+    optimizer state of one element whose parameter was fused from several: the names (in `stored`) of the tensors that
+    must be equal to it.
     """
 
     stored: Mapping[str, StoredTensor]
@@ -41,14 +42,14 @@ class CheckpointTable:
     equal: Mapping[str, Sequence[str]]
 
     def partly_kept(self) -> frozenset[str]:
-        """The tensors of which some elements are to stay what they were."""
+        """The names of the tensors of which some elements are not stored and keep their live values."""
         return frozenset(
             name for name, parts in self.parts.items() if any(part.source is None and not part.zero for part in parts)
         )
 
 
 class Step(NamedTuple):
-    """Tensors that become others."""
+    """One step of a rule: `make` turns the tensors named `sources` into those named `targets`."""
 
     sources: tuple[str, ...]
     targets: tuple[str, ...]
@@ -56,7 +57,7 @@ class Step(NamedTuple):
 
 
 class _RuleEffect:
-    """What the steps of one rule take away, and what they put in its place."""
+    """The names that the steps of one rule take away, and the tensors and values that they put in their place."""
 
     def __init__(self) -> None:
         self.gone: list[str] = []
@@ -66,7 +67,7 @@ class _RuleEffect:
 
 
 class MappingState:
-    """The table that rules rewrite. What cannot be done is refused with an error that names the current `rule`."""
+    """The table that rules rewrite. Its errors name the current `rule`."""
 
     def __init__(
         self, stored: Mapping[str, StoredTensor], aliases: Mapping[str, str], nodes: Mapping[str, Node]
@@ -75,16 +76,16 @@ class MappingState:
         self.stored = dict(stored)
         self.aliases = dict(aliases)
         self._nodes = nodes
-        #: The stored path of each value, by its path now.
+        #: The stored path of each value, by its current path.
         self._origins = dict(zip(nodes, nodes, strict=True))
         self._parts: dict[str, Parts] = {}
-        #: What must be equal to optimizer state of one element, by the names that it had.
+        #: For each optimizer state of one element, by name: the tensors that must be equal to it, by their old names.
         self._equal: dict[str, dict[str, Made]] = {}
-        #: By optimizer and parameter: what lies below ``state/<parameter>``.
+        #: For each optimizer and parameter, the paths below ``state/<parameter>``: its slots.
         self.optimizers = {path: self._read_optimizer(path) for path in self._optimizer_paths()}
 
     def table(self) -> CheckpointTable:
-        """What has become of it all."""
+        """The table after all rules."""
         compared = {name: made for others in self._equal.values() for name, made in others.items()}
         for name, made in compared.items():
             if name in self.stored or name in self.aliases:
@@ -93,28 +94,34 @@ class MappingState:
         equal = {name: tuple(others) for name, others in self._equal.items()}
         return CheckpointTable(self.stored, self.aliases, _Renamed(self._origins, self._nodes), self._parts, equal)
 
-    # --- what there is -----------------------------------------------------------------------------------------------
+    # --- content -----------------------------------------------------------------------------------------------------
 
     def subjects(self) -> list[str]:
-        """All names but those inside the state of optimizers, which follow their parameters."""
+        """All names that rules match: those of the table without the names inside optimizers, plus their parameters'.
+
+        The names inside an optimizer follow its parameters.
+        """
         names = dict.fromkeys(chain(self.stored, self.aliases, self._origins))
         for name in self._inside_optimizers():
             names.pop(name, None)
         return list(names | dict.fromkeys(chain(*self.optimizers.values())))
 
     def tensors(self) -> list[str]:
-        """The names of tensors among the subjects, tied ones under all their names."""
+        """The names of the tensors outside optimizers, tied ones under all their names."""
         inside = self._inside_optimizers()
         return [name for name in chain(self.stored, self.aliases) if name not in inside]
 
     def slots_matching(self, pattern: Pattern, path: str, parameter: str) -> list[str]:
-        """The names of a parameter's state in an optimizer that a pattern matches by more than where they lie."""
+        """The names of a parameter's optimizer state that `pattern` matches down into the slot's own name.
+
+        A pattern that only matches a container above the slots does not count.
+        """
         least = len(_slot(path, parameter, ""))
         names = [_slot(path, parameter, slot) for slot in self.optimizers[path][parameter]]
         return [name for name in names if (pattern.match(name) or 0) > least]
 
     def make(self, sources: Sequence[str], make: Make) -> Sequence[Made]:
-        """What `make` makes of tensors."""
+        """The tensors that `make` makes of those named `sources`. Raises `IncompatibleError` where it cannot."""
         try:
             return make([self._tensor(name) for name in sources])
         except ImpossibleError as error:
@@ -156,7 +163,7 @@ class MappingState:
     # --- names -------------------------------------------------------------------------------------------------------
 
     def move(self, renamed: Mapping[str, str]) -> None:
-        """Give subjects other names, all at once, and the state of optimizers with them."""
+        """Rename subjects, all at once; the names inside optimizers follow. `renamed` has the new name of each."""
         moves = dict(renamed)
         optimizers: dict[str, dict[str, list[str]]] = {}
         for path, parameters in self.optimizers.items():
@@ -173,7 +180,7 @@ class MappingState:
         self.aliases = {moves.get(name, name): moves.get(of, of) for name, of in self.aliases.items()}
         self._parts = {moves.get(name, name): parts for name, parts in self._parts.items()}
         self._equal = {moves.get(name, name): others for name, others in self._equal.items()}
-        # Of containers that become one the first stays, and all that lies below them does.
+        # Where several containers get one name, the node of the first stays, and so do all names below them.
         self._origins = {moves.get(path, path): self._origins[path] for path in reversed(self._origins)}
 
     def _refuse_meeting(self, moves: Mapping[str, str]) -> None:
@@ -188,7 +195,7 @@ class MappingState:
         return path in self._origins and isinstance(self._nodes[self._origins[path]], Open | values.TableNode)
 
     def remove(self, names: Collection[str]) -> None:
-        """Take subjects away, and names inside optimizers, which must be known to be gone."""
+        """Remove `names` from the table: subjects, and names inside optimizers that the caller has found to be gone."""
         for name in names:
             self.stored.pop(name, None)
             self.aliases.pop(name, None)
@@ -197,7 +204,7 @@ class MappingState:
             self._origins.pop(name, None)
 
     def drop(self, pattern: Pattern) -> bool:
-        """Take away what a pattern matches; a tied tensor lives on under its other names. False for nothing."""
+        """Remove the names that a pattern matches; a tied tensor keeps its other names. Returns whether any matched."""
         gone = {name for name in self.subjects() if pattern.match(name) is not None}
         heirs = {of: name for name, of in self.aliases.items() if of in gone and name not in gone}
         gone.difference_update(heirs)
@@ -218,9 +225,10 @@ class MappingState:
         return bool(gone or heirs)
 
     def untied(self, names: Iterable[str], *, in_place: bool) -> list[str]:
-        """`names`, each a tensor of its own: the other names of what is tied stay what they are.
+        """Untie `names`: make each a tensor of its own, while the other names of tied tensors keep what they have.
 
-        What is to be changed in place under all its names stays tied, and is named once.
+        With `in_place`, a tensor all of whose names are in `names` stays tied. Returns `names`, with each tensor that
+        stays tied once.
         """
         names = list(names)
         chosen = set(names)
@@ -242,12 +250,12 @@ class MappingState:
     # --- tensors -----------------------------------------------------------------------------------------------------
 
     def put(self, name: str, made: Made) -> None:
-        """Have a tensor under that name."""
+        """Put the tensor `made` into the table under `name`."""
         self.stored[name] = StoredTensor(made.dtype, made.shape)
         self._parts[name] = made.parts
 
     def run(self, steps: Iterable[Step]) -> None:
-        """Take all steps at once, with the state of optimizers for the tensors that are parameters."""
+        """Take all steps at once. Where tensors are parameters, their state in optimizers changes in the same way."""
         steps, change = list(steps), _RuleEffect()
         self.untied(self._state_of({name for step in steps for name in step.sources}), in_place=False)
         for step in steps:
@@ -294,7 +302,10 @@ class MappingState:
         parameters.update((name, list(slots)) for name in step.targets)
 
     def _take_slot(self, slot: str, sources: list[str], targets: list[str], step: Step, change: _RuleEffect) -> None:
-        """A slot of its parameter's shape becomes what its parameter becomes; one element stays, if all agree."""
+        """Change a slot of its parameter's shape like the parameter; keep a slot of one element, to be compared.
+
+        A load later checks that such elements of all `sources` are equal.
+        """
         shapes = [self._tensor(name).shape for name in step.sources]
         made = [self._tensor(name) for name in sources]
         if slot != "step" and [one.shape for one in made] == shapes:
@@ -311,7 +322,7 @@ class MappingState:
         change.equal |= {name: others for name in targets if others}
 
     def _one_value(self, paths: Sequence[str]) -> str:
-        """The stored path of the value that all `paths` have."""
+        """The stored path of the plain value that all `paths` share. Refuses values that differ."""
         origins = [self._origins.get(path) for path in paths]
         found = [None if origin is None else self._nodes[origin] for origin in origins]
         for path, node in zip(paths, found, strict=True):
@@ -326,7 +337,7 @@ class MappingState:
         for name, count in Counter(change.gone).items():
             if count > 1:
                 raise self.refused(f"{name!r} matches twice", name)
-        # What keeps its name keeps its node, which refers to it.
+        # A tensor that keeps its name keeps its node, which refers to it.
         kept = {name: self._origins[name] for name, _ in change.made if name in self._origins}
         self.remove(change.gone)
         for name, count in Counter(name for name, _ in change.made).items():
@@ -344,13 +355,13 @@ class MappingState:
     # --- errors ------------------------------------------------------------------------------------------------------
 
     def unmatched(self, names: str) -> IncompatibleError:
-        """The error for a pattern that matches nothing that its rule is for."""
+        """The error for a pattern that matches nothing that its rule can change."""
         close = near(names, self.subjects())
         hint = f"; did you mean {_some(close)}?" if close else "."
         return self.refused(f"{names!r} matches nothing that such a rule changes{hint}")
 
     def refused(self, text: str, tensor: str | None = None) -> IncompatibleError:
-        """The error for what a rule cannot do."""
+        """The error for a rule that cannot be applied; `text` says why, `tensor` names the tensor."""
         return IncompatibleError(
             f"{self.rule}: {text}{'' if text.endswith(('?', '.')) else '.'}",
             code="incompatible.mapping",
@@ -360,7 +371,7 @@ class MappingState:
 
 
 class _Renamed(Mapping[str, Node]):
-    """Values under other paths; each is looked up when it is asked for."""
+    """The nodes of a checkpoint under other paths; each is looked up when it is asked for."""
 
     def __init__(self, origins: Mapping[str, str], nodes: Mapping[str, Node]) -> None:
         self._origins = origins
@@ -388,7 +399,7 @@ def _group_of(path: str, parameter: str) -> str:
 
 
 def _inside(path: str, parameter: str, slots: Iterable[str]) -> list[str]:
-    """The names that follow a parameter."""
+    """The names inside an optimizer that follow a parameter: its group, and its slots."""
     return [_group_of(path, parameter), *(_slot(path, parameter, slot) for slot in slots)]
 
 

@@ -1,8 +1,8 @@
-"""What a logical tensor is made of: parts of stored tensors, each at its place. Pure.
+"""Logical tensors as parts of stored tensors, each at its place. Pure.
 
 A part is a box of the logical tensor and, element by element, a box of one stored tensor, perhaps with its axes in
-another order, or with axes of one element more or fewer. So what was fused, split, stacked or transposed is read by
-boxes, like anything else, and where it goes is a view of memory.
+another order, or with more or fewer axes of one element. So a load reads a fused, split, stacked or transposed tensor
+by boxes, like any other tensor, and the target of each read is a view of memory.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from holdfast.format.dtypes import DTYPES
 from holdfast.format.manifest import DecodedManifest
 from holdfast.geometry import Box, Shape, intersect, whole
 
-#: An axis of a stored tensor that the logical one lacks.
+#: The logical axis of a stored tensor's axis that the logical tensor lacks.
 NO_AXIS = -1
 
 _FLOATS = frozenset(name for name in DTYPES if name.startswith(("float", "bfloat"))) - {"float4_e2m1fn_x2"}
@@ -28,18 +28,18 @@ _INTEGERS = {name: DTYPES[name].itemsize for name in DTYPES if name.startswith((
 
 
 class StoredTensor(NamedTuple):
-    """A tensor of the checkpoint, or what it becomes on the way in."""
+    """Dtype and shape of a tensor of the checkpoint, as it is stored or after a mapping."""
 
     dtype: str
     shape: Shape
 
 
 class MappedPart(msgspec.Struct, frozen=True, gc=False):
-    """`box` of the logical tensor; its elements are those of the stored tensor `source` from `start` on.
+    """A part of a logical tensor: `box`, whose elements are those of the stored tensor `source` from `start` on.
 
-    ``axes[j]`` is the logical axis that axis ``j`` of `source` is, or `NO_AXIS` where it has one element; logical axes
-    that are none of them have one element. Without a `source` nothing is stored: the elements are 0 where `zero`, else
-    what they were.
+    ``axes[j]`` is the logical axis that corresponds to axis ``j`` of `source`, or `NO_AXIS` where none does. An axis
+    without a counterpart on the other side has one element in the part. Without a `source` nothing is stored: the
+    elements are 0 where `zero` is true, else they keep their live values.
     """
 
     box: Box
@@ -49,7 +49,7 @@ class MappedPart(msgspec.Struct, frozen=True, gc=False):
     zero: bool = False
 
     def meet(self, box: Box) -> tuple[Box, Box] | None:
-        """What the part shares with `box`, and the box of the stored tensor that this is; None for nothing."""
+        """The intersection of the part with `box`, and its box in the stored tensor; None for no intersection."""
         common = intersect(self.box, box)
         if common is None:
             return None
@@ -60,8 +60,10 @@ class MappedPart(msgspec.Struct, frozen=True, gc=False):
         return common, Box(start, tuple(1 if axis == NO_AXIS else common.size[axis] for axis in self.axes))
 
     def between(self, axis: int, low: int, high: int, *, origin: int) -> MappedPart:
-        """What of the part lies in ``[low, high)`` along `axis`, which is in it, in coordinates that begin at `origin`
-        on that axis."""
+        """The slice ``[low, high)`` of the part along `axis`, in coordinates that begin at `origin` on that axis.
+
+        The slice must lie in the part.
+        """
         behind = low - self.box.start[axis]
         start = tuple(
             first + behind if mine == axis else first for first, mine in zip(self.start, self.axes, strict=True)
@@ -70,12 +72,12 @@ class MappedPart(msgspec.Struct, frozen=True, gc=False):
         return MappedPart(box, self.source, start, self.axes, self.zero)
 
     def moved(self, axis: int, by: int) -> MappedPart:
-        """The part `by` elements further along `axis`."""
+        """The part, moved `by` elements along `axis`."""
         box = Box(_with(self.box.start, axis, self.box.start[axis] + by), self.box.size)
         return MappedPart(box, self.source, self.start, self.axes, self.zero)
 
     def with_axis(self, axis: int, at: int) -> MappedPart:
-        """The part in a tensor with one axis more, at index `at` of it."""
+        """The part in a tensor with one more axis, before axis number `axis`; the part is at index `at` of it."""
         box = Box(_inserted(self.box.start, axis, at), _inserted(self.box.size, axis, 1))
         axes = tuple(mine + (mine >= axis) for mine in self.axes)
         return MappedPart(box, self.source, self.start, axes, self.zero)
@@ -97,7 +99,7 @@ Parts = tuple[MappedPart, ...]
 
 
 class Made(NamedTuple):
-    """A logical tensor and its parts, which cover it exactly once. An empty tensor has none."""
+    """A logical tensor and its parts, which cover it exactly once. An empty tensor has no parts."""
 
     dtype: str
     shape: Shape
@@ -105,18 +107,21 @@ class Made(NamedTuple):
 
 
 class ImpossibleError(Exception):
-    """What a rule wants cannot be made of these tensors; says why."""
+    """A rule cannot be applied to these tensors; the message says why."""
 
 
 def as_stored(name: str, stored: StoredTensor) -> Made:
-    """A stored tensor as it is."""
+    """The logical tensor that is the stored tensor `name`, unchanged."""
     shape = stored.shape
     part = MappedPart(whole(shape), name, (0,) * len(shape), tuple(range(len(shape))))
     return Made(stored.dtype, shape, (part,) if part.box.numel else ())
 
 
 def castable(stored: str, dtype: str) -> bool:
-    """Whether elements may become `dtype` when somebody asks for it: precision may change, the kind of number not."""
+    """Whether a user may ask for a cast from `stored` to `dtype`: the precision may change, the kind of number not.
+
+    Integers become only integer types that hold all their values.
+    """
     if stored in _INTEGERS and dtype in _INTEGERS:
         unsigned, wanted_unsigned = stored.startswith("u"), dtype.startswith("u")
         if unsigned == wanted_unsigned:
@@ -126,7 +131,7 @@ def castable(stored: str, dtype: str) -> bool:
 
 
 def is_floating(dtype: str) -> bool:
-    """Whether a cast can make other floating elements of these."""
+    """Whether `dtype` is a floating dtype that casts convert from and to."""
     return dtype in _FLOATS
 
 
@@ -159,7 +164,7 @@ def split(tensor: Made, axis: int, shares: Sequence[int], groups: int) -> list[M
 
 
 def fuse(tensors: Sequence[Made], axis: int, groups: int) -> Made:
-    """Lay tensors end to end along `axis`; with `groups` the equal groups of each, in turn."""
+    """Lay tensors end to end along `axis`. With `groups`, the equal groups of the tensors alternate."""
     axis = _axis(tensors[0], axis)
     shapes = [tensor.shape for tensor in tensors]
     if any(len(shape) <= axis or _deleted(shape, axis) != _deleted(shapes[0], axis) for shape in shapes):
@@ -190,7 +195,7 @@ def stack(tensors: Sequence[Made], axis: int) -> Made:
 
 
 def unstack(tensor: Made, axis: int) -> list[Made]:
-    """One tensor of each index of `axis`."""
+    """One tensor for each index of `axis`, without that axis."""
     axis = _axis(tensor, axis)
     slabs = _slabs(tensor.parts, axis, range(tensor.shape[axis] + 1))
     shape = _deleted(tensor.shape, axis)
@@ -206,7 +211,7 @@ def transpose(tensor: Made, order: Sequence[int]) -> Made:
 
 
 def pad(tensor: Made, axis: int, size: int, *, zero: bool) -> Made:
-    """The tensor with `size` elements along `axis`, the new ones of which are not stored."""
+    """The tensor with `size` elements along `axis`. Added elements are 0 with `zero`, else they keep live values."""
     axis = _axis(tensor, axis)
     shape, extent = _with(tensor.shape, axis, size), tensor.shape[axis]
     if size < extent:
@@ -218,7 +223,7 @@ def pad(tensor: Made, axis: int, size: int, *, zero: bool) -> Made:
 
 
 def crop(tensor: Made, axis: int, size: int) -> Made:
-    """The first `size` elements along `axis`."""
+    """The tensor's first `size` elements along `axis`."""
     axis = _axis(tensor, axis)
     shape = _with(tensor.shape, axis, size)
     if size > tensor.shape[axis]:
@@ -228,7 +233,7 @@ def crop(tensor: Made, axis: int, size: int) -> Made:
 
 
 def _slabs(parts: Parts, axis: int, cuts: Sequence[int]) -> Iterator[list[MappedPart]]:
-    """The parts between each two neighbours of the ascending `cuts` along `axis`, in coordinates that begin there."""
+    """The parts between neighbouring `cuts` (ascending) along `axis`, in coordinates that begin at the lower cut."""
     slabs: list[list[MappedPart]] = [[] for _ in cuts[1:]]
     for part in parts:
         low = part.box.start[axis]

@@ -1,4 +1,4 @@
-"""The rules of a mapping as values, checked when they are made, and their TOML."""
+"""The rules of a mapping as values that are checked when they are made, and their form in TOML."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from holdfast.wording import count
 
 
 class _Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag=str.lower):
-    """What all rules are: values with a kind."""
+    """The base of all rules: a value whose ``kind`` is its class's name in lower case."""
 
 
 class _OnNames(_Rule, frozen=True):
@@ -39,7 +39,7 @@ class _ManyToOne(_Rule, frozen=True):
 
 
 class Rename(_OneToOne, frozen=True):
-    """Give what matches `names` the name `to`: tensors, values, and whole containers with all that lies below.
+    """Rename tensors, values and whole containers, with all that lies below them, from `names` to `to`.
 
     Fields of `names` can be used in `to`: ``Rename("net/{x:**}.gamma", "net/{x}.weight")``.
     """
@@ -49,15 +49,15 @@ class Rename(_OneToOne, frozen=True):
 
 
 class Drop(_OnNames, frozen=True):
-    """Leave what matches `names` out: tensors, values, and whole containers. It need not be in the live state."""
+    """Leave out tensors, values and whole containers that match `names`. The live state need not have them."""
 
 
 class Cast(_OnNames, frozen=True):
-    """Have tensors that match `names` arrive in `dtype`, as ``tensor.to(dtype)`` would make them. A tensor is converted
-    once: of several casts of it, the last one counts, so a later rule can make an exception from an earlier one.
+    """Convert tensors that match `names` to `dtype`, as ``tensor.to(dtype)`` would. A tensor is converted once: the
+    last cast of it counts, so a later rule can make an exception from an earlier one.
 
-    As for ``module.to``, a floating dtype concerns floating tensors alone, and of optimizer state only what is matched
-    by its own name, never step counters. Integers become wider integers only.
+    As with ``module.to``, a floating dtype concerns floating tensors only. Optimizer state is cast only where `names`
+    matches its own name, and step counters never. Integers become wider integers only.
     """
 
     dtype: str
@@ -69,11 +69,11 @@ class Cast(_OnNames, frozen=True):
 
 
 class Split(_OneToMany, frozen=True, kw_only=True):
-    """Divide tensors along `axis` into those named `to`, which get `shares` of it (default: equal ones).
+    """Divide tensors along `axis` into tensors named `to`, which get `shares` of the axis (default: equal shares).
 
-    With `groups` the axis is as many equal groups, and each one is divided so: grouped-query attention that is stored
-    as q q q q k v per key-value head is ``shares=(4, 1, 1), groups=<key-value heads>``. Only the ratio of the shares
-    counts, so the sizes of the results serve as well.
+    With `groups` the axis consists of that many equal groups, and each group is divided like this: for grouped-query
+    attention stored as q q q q k v per key-value head, give ``shares=(4, 1, 1), groups=<key-value heads>``. Only the
+    ratio of the shares counts, so you can also give the sizes of the results.
     """
 
     shares: Sequence[int] | None = None
@@ -90,9 +90,9 @@ class Split(_OneToMany, frozen=True, kw_only=True):
 
 
 class Fuse(_ManyToOne, frozen=True, kw_only=True):
-    """Lay tensors that match `names`, one each, end to end along `axis` as the tensor named `to`.
+    """Lay tensors, one for each pattern in `names`, end to end along `axis` as the tensor named `to`.
 
-    With `groups` each of them is as many equal groups, and the groups alternate: q, k and v with
+    With `groups` each of the tensors consists of that many equal groups, and the groups alternate: q, k and v with
     ``groups=<key-value heads>`` give q q q q k v per key-value head.
     """
 
@@ -106,7 +106,7 @@ class Fuse(_ManyToOne, frozen=True, kw_only=True):
 
 
 class Stack(_OneToOne, frozen=True, kw_only=True):
-    """Make one tensor named `to` of tensors that are alike, along a new `axis`, in order of the field that `to` lacks.
+    """Stack tensors of one shape along a new `axis` as the tensor named `to`, in order of the field that `to` lacks.
 
     ``Stack("model/layers.{i}.{w:*}", "model/layers.{w}")`` stacks layer 0, 1 and so on; `first` is the first number.
     """
@@ -120,7 +120,7 @@ class Stack(_OneToOne, frozen=True, kw_only=True):
 
 
 class Unstack(_OneToOne, frozen=True, kw_only=True):
-    """Make one tensor of each index of `axis`, which goes away; `to` has one field more than `names`, for the index.
+    """Make one tensor for each index of `axis`, without that axis; `to` has one more field than `names`, the index.
 
     ``Unstack("model/layers.{w:*}", "model/layers.{i}.{w}")`` gives layer 0, 1 and so on; `first` is the first number.
     """
@@ -134,7 +134,7 @@ class Unstack(_OneToOne, frozen=True, kw_only=True):
 
 
 class Transpose(_OnNames, frozen=True):
-    """Reorder the axes of tensors: axis ``axes[i]`` of the stored one is axis ``i``."""
+    """Reorder the axes of tensors: axis ``axes[i]`` of the stored tensor becomes axis ``i``."""
 
     axes: Sequence[int] = (1, 0)
 
@@ -146,10 +146,10 @@ class Transpose(_OnNames, frozen=True):
 
 
 class Pad(_OnNames, frozen=True, kw_only=True):
-    """Make tensors longer: `size` elements along `axis`. What is beyond the stored ones is `fill`.
+    """Make tensors longer: `size` elements along `axis`. `fill` says what the elements beyond the stored ones become.
 
-    ``"zero"`` makes it 0. ``"keep"`` leaves it as it is in the live state, as for rows of a vocabulary that are to be
-    trained; where optimizer state is built anew it is 0.
+    ``"zero"`` makes them 0. ``"keep"`` leaves them as they are in the live state, such as new rows of a vocabulary that
+    are still to be trained; in optimizer state that the load creates they are 0.
     """
 
     size: int
@@ -164,7 +164,7 @@ class Pad(_OnNames, frozen=True, kw_only=True):
 
 
 class Crop(_OnNames, frozen=True, kw_only=True):
-    """Make tensors shorter: the first `size` elements along `axis`, without the rest, such as padding."""
+    """Make tensors shorter: keep the first `size` elements along `axis`, and drop the rest, such as padding."""
 
     size: int
     axis: int = 0
@@ -182,7 +182,7 @@ class _RulesFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def from_toml(text: str) -> tuple[Rule, ...]:
-    """The rules that a TOML text lists: tables ``[[rule]]``, each with its ``kind`` and the fields of that rule.
+    """The rules of a TOML text: tables ``[[rule]]``, each with its ``kind`` and the fields of that rule.
 
     Raises `ConfigurationError`, code ``config.mapping``, for a text that is no list of rules.
     """
@@ -197,12 +197,12 @@ def from_toml(text: str) -> tuple[Rule, ...]:
 
 
 def index_field(rule: Stack | Unstack) -> str:
-    """The field that counts along the axis that a rule makes or takes away."""
+    """The field whose number is the index along the axis that a rule adds or removes."""
     return _index_field(rule.names, rule.to) if isinstance(rule, Stack) else _index_field(rule.to, rule.names)
 
 
 def _keep_as_tuples(rule: _Rule, *fields: str) -> None:
-    """Have a rule that was made with lists be the value that it is with tuples."""
+    """Turn the lists in `fields` into tuples, so that a rule made with lists equals the one made with tuples."""
     for field in fields:
         if not isinstance(getattr(rule, field), tuple | str | None):
             msgspec.structs.force_setattr(rule, field, tuple(getattr(rule, field)))
@@ -246,7 +246,7 @@ def _check_size(size: int) -> None:
 
 
 def _index_field(single: str, stacked: str) -> str:
-    """The one field of the name of a single tensor that the name of the stacked one lacks."""
+    """The one field that the name of a single tensor has and the name of the stacked tensor lacks."""
     fields, others = Pattern(single).fields, Pattern(stacked).fields
     lost = [field for field in fields if field not in others]
     if len(lost) != 1 or set(others) - set(fields):
