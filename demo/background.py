@@ -3,6 +3,7 @@ on from the memory of the node."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -12,7 +13,7 @@ from demo.kill import AllKilled, kill_all_in_copy
 from demo.launch import Training, running
 from demo.memory import node_memory
 from demo.promises import Promise, newest_from_memory, same_losses, same_state
-from demo.records import read_restored, read_saves, read_states
+from demo.records import Restored, read_restored, read_saves, read_states
 from demo.show import chapter, say
 
 
@@ -51,13 +52,20 @@ def _tell_times(plain: Training, *in_memory: Training) -> None:
         f"  the median of {len(blocked_s)} saves held training up for {median(blocked_s) * 1e3:.0f} ms, that of "
         f"{len(plain_s)} into storage for {median(plain_s) * 1e3:.0f} ms"
     )
-    seconds, plain_seconds = (_restoring_s(training) for training in (in_memory[-1], plain))
-    say(f"  restoring took {seconds * 1e3:.0f} ms from memory, {plain_seconds * 1e3:.0f} ms from storage")
+    restored, plainly = (
+        read_restored(training.folder, world_size=training.world_size) for training in (in_memory[-1], plain)
+    )
+    say(f"  restoring took {_slowest_ms(restored):.0f} ms from memory, {_slowest_ms(plainly):.0f} ms from storage")
+    nbytes = sum(rank.nbytes for rank in restored)
+    say(
+        f"  (Do not compare these two: the state has only {nbytes / 1e6:.0f} MB, so the ranks spend most of the time "
+        "agreeing on what to load, and the system still has the files in its cache. docs/benchmarks.md compares the "
+        "two for gigabytes that come from the disk.)"
+    )
 
 
-def _restoring_s(training: Training) -> float:
-    """The time of the slowest rank."""
-    return max(restored.seconds for restored in read_restored(training.folder, world_size=training.world_size))
+def _slowest_ms(restored: Sequence[Restored]) -> float:
+    return max(rank.seconds for rank in restored) * 1e3
 
 
 def _judge(reference: Training, job: Training, following: Training, killed: AllKilled) -> list[Promise]:
