@@ -1,1 +1,1 @@
-"""What lies in the memory of a node, and who may change it: slots that outlive their processes. No torch."""
+"""The contents of a node's memory, and who may change them: slots that outlive their processes. No torch."""

@@ -1,7 +1,7 @@
 """The arena of a rank: its slots in the memory of its node, prepared while training goes on.
 
-Fresh memory costs ten times as much as the copy into it, so it is taken in the background, once, and used again and
-again: by this process and by those that come after it.
+Taking fresh memory costs ten times as much as the copy into it. So the arena takes it in the background, once, and this
+process and its successors use it again and again.
 """
 
 from __future__ import annotations
@@ -21,49 +21,50 @@ from holdfast.node_memory.node_folder import NodeFolder, unusable_memory
 from holdfast.node_memory.slots import REUSABLE, WHOLE, Contents, Slot, SlotRecord, SlotState, slot_names
 from holdfast.store.base import Bytes
 
-#: Makes memory known to an accelerator; returns what ends that.
+#: Registers memory with an accelerator; returns a function that unregisters it.
 Register: TypeAlias = Callable[[Bytes], Callable[[], None]]
 
-#: What is left for others.
+#: Memory that the arena leaves free for others.
 _SPARE_NBYTES = 256 << 20
-#: Keepers see within so long that slots are gone, on a busy machine: they give way to all other work.
+#: Time in which keepers notice removed slots and release their memory, even on a busy machine: they run at the lowest
+#: priority.
 _GIVEN_WAY_S = 10.0
 _LOOK_S = 0.02
 
 
 class Arena:
-    """`num_slots` slots of `rank` in `folder`, beginning with those that are there. Until `close`, which leaves all
-    there, this process has a claim to them. Used by one thread of one process per rank."""
+    """The arena of `rank`: `num_slots` slots in `folder`, beginning with those that are there. This process has a claim
+    to them until `close`, which leaves the slots in place. Only one thread of one process per rank uses it."""
 
     def __init__(self, folder: NodeFolder, *, rank: int, num_slots: int) -> None:
         self._folder = folder
         self._rank = rank
-        #: How many there are to be, from the next preparation on.
+        #: The number of slots; a change takes effect at the next preparation.
         self.num_slots = num_slots
         self._slots: list[Slot] = []
         self._retired: list[Slot] = []
         self._stopped = False
         self._register: Register | None = None
-        #: What ends the registration of a slot, by its name.
+        #: The function that unregisters a slot, by the slot's name.
         self._registered: dict[str, Callable[[], None]] = {}
-        #: Whether a checkpoint is of an earlier job, and nobody goes back to it: its slot may be filled, whatever is
-        #: needed, when it is durable.
+        #: Whether a checkpoint is from an earlier job and no rank will load it again: its slot may be filled once it
+        #: is durable, whatever checkpoint is needed.
         self.is_left: Callable[[Contents], bool] = lambda _: False
         self._one = Event()
         self._done = Event()
         #: Whether all slots are ready.
         self.is_ready = False
         self._thread: Thread | None = None
-        #: What ended the preparation, and how long it took.
+        #: The error that ended the preparation, if any, and the seconds that the preparation took.
         self.error: HoldfastError | None = None
         self.seconds = 0.0
         self._claim = Claim(folder, rank)
         self._take_over()
 
     def prepare(self, nbytes: int, *, register: Register | None = None) -> None:
-        """Begin to make ready slots for data files of up to `nbytes`: those that are there and have the room, and new
-        ones; with `register` each of them is registered. Blocks only until what was begun before is over; `wait` does.
-        What earlier slots hold stays as long as it may be needed."""
+        """Begin to prepare slots for data files of up to `nbytes`, in the background: existing slots that are large
+        enough, and new ones; with `register`, each is registered. Blocks only until an earlier preparation has ended;
+        `wait` waits for this one. All other existing slots keep their contents as long as these may be needed."""
         if self._thread is not None:
             self._thread.join()  # slots of another size may still be being made
         self._register = register
@@ -74,37 +75,38 @@ class Arena:
         self._thread.start()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until all slots are ready, or the preparation has failed (`error`). False when that takes longer."""
+        """Wait until all slots are ready, or the preparation has failed (`error`). False when `timeout_s` passed
+        first."""
         return self._done.wait(timeout_s)
 
     def wait_for_one(self, timeout_s: float | None = None) -> bool:
-        """As `wait`, but for the first new slot; the others go on being made."""
+        """As `wait`, but only for the first new slot; the preparation of the others goes on."""
         return self._one.wait(timeout_s)
 
     @property
     def is_short(self) -> bool:
-        """Whether slots are missing that nobody is making: somebody has removed them."""
+        """Whether some process has removed slots after they were ready, so that a new preparation is needed."""
         return self.is_ready and any(slot.is_removed for slot in self._slots)
 
     def take(self, needed: Place | None) -> Slot | None:
-        """A slot that may be filled, whose lock this process has from now on: it is free, or holds a committed or
-        superseded checkpoint that comes before `needed`, the newest one that all ranks hold sealed, or that an earlier
-        job left (`is_left`). None where there is none now.
+        """Take the lock of a slot that may be filled, and return the slot; None where there is none now. A slot may be
+        filled if it is free, or if it holds a committed or fenced checkpoint that comes before `needed`, the newest one
+        that all ranks hold sealed, or that an earlier job left (`is_left`).
 
-        Where `needed` is None, some rank holds nothing, so no checkpoint is whole in memory; then it must come before
-        the newest one of this rank.
+        Where `needed` is None, some rank holds nothing, so no checkpoint is whole in memory. Then the slot's checkpoint
+        must come before the newest one of this rank.
         """
         needed = needed or self.newest_sealed()
         for slot in self._slots:
             if self._is_reusable(slot, needed) and slot.take():
                 if self._is_reusable(slot, needed):
                     return slot
-                slot.let_go()  # another job of this rank has filled it since
+                slot.let_go()  # another job's trainer of this rank has filled it since
         return None
 
     def oldest(self) -> tuple[bool, Place | None]:
-        """Whether there is a slot that holds nothing, or none was made yet and there will be; and the oldest checkpoint
-        in one that might be filled."""
+        """Whether a slot holds nothing that is needed (it is empty, or an earlier job left its checkpoint) or the first
+        preparation will make one; and the oldest checkpoint in the other slots that might be filled."""
         there = [slot for slot in self._slots if not slot.is_removed]
         contents = [slot.record.contents for slot in there if slot.refresh().state in REUSABLE]
         places = [each.place for each in contents if each is not None and not self.is_left(each)]
@@ -112,8 +114,9 @@ class Arena:
         return is_free, min(places, default=None)
 
     def forget(self, is_foreign: Callable[[Contents], bool]) -> tuple[list[Contents], list[str]]:
-        """Free slots that hold checkpoints foreign to the history that is saved into. Returns what they hold, and the
-        ids of those checkpoints that a keeper still cares for, whose slots are not freed here."""
+        """Free slots whose checkpoints are foreign to the history that this job saves into. Returns the contents of
+        all such slots, and the ids of the checkpoints among them that a keeper still has to make durable, whose slots
+        this does not free."""
         forgotten, cared_for = [], []
         for slot in (*self._slots, *self._retired):
             contents = slot.refresh().contents
@@ -128,37 +131,37 @@ class Arena:
         return forgotten, cared_for
 
     def remove_retired(self, needed: Place | None) -> None:
-        """Remove slots that are too small by now, or too many, as far as they could be filled again, as `take`."""
+        """Remove the slots that are too small by now or too many, once they may be filled by the rules of `take`."""
         needed = needed or self.newest_sealed()
         for slot in [slot for slot in self._retired if slot.is_removed or self._is_reusable(slot, needed)]:
             if slot.refresh().state not in REUSABLE:
-                continue  # somebody removed it, and the keeper still makes durable what it has mapped
+                continue  # its file is removed, but the keeper has it mapped and still makes it durable
             self._retired.remove(slot)
             self._unregister(slot)
             if not slot.remove_if(lambda _: True):
-                slot.close()  # it is gone already, or another job's
+                slot.close()  # it is gone already, or another job has it
 
     def newest_sealed(self) -> Place | None:
-        """The newest checkpoint of which this rank's data file is in memory, whole."""
+        """The place of the newest checkpoint whose data file of this rank is complete in memory."""
         records = [slot.refresh() for slot in (*self._slots, *self._retired) if not slot.is_removed]
         places = [record.contents.place for record in records if record.contents and record.state in WHOLE]
         return max(places, default=None)
 
     def give_back(self, *, watched: Collection[Slot] = ()) -> bool:
-        """Stop preparing, and remove the slots that hold nothing that is still to become durable, but for those that
-        are `watched`. Returns whether none is left. Call it again when the keeper has done more; nothing else follows
-        but `close`."""
+        """Stop preparing, and remove the slots whose contents need not become durable any more, except for the
+        `watched` ones. Returns whether no slot is left. Call it again when the keeper has made progress; afterwards
+        only `close` may be called."""
         self._stop()
         for slots in (self._slots, self._retired):
             for slot in [slot for slot in slots if slot not in watched and slot.refresh().state in REUSABLE]:
                 slots.remove(slot)
                 self._unregister(slot)
                 if not slot.remove_if(lambda _: True):
-                    slot.close()  # it is gone already, or another job's
+                    slot.close()  # it is gone already, or another job has it
         return not (self._slots or self._retired)
 
     def close(self) -> None:
-        """Stop preparing, and close the slots, which stay where they are."""
+        """Stop preparing, and close the slots, which stay in the folder."""
         self._stop()
         for slot in (*self._slots, *self._retired):
             self._unregister(slot)
@@ -178,7 +181,7 @@ class Arena:
                 self._sort(nbytes)
                 self._look((self.num_slots - len(self._slots)) * nbytes)
                 for slot in self._slots:
-                    if not slot.is_reserved:  # whoever made it was killed before
+                    if not slot.is_reserved:  # the process that made it was killed before it had reserved it
                         slot.reserve(before=self._look)
                     self._make_known(slot)
                 while len(self._slots) < self.num_slots:
@@ -193,7 +196,7 @@ class Arena:
             self._one.set()
 
     def _take_over(self) -> None:
-        """Take over what slots the rank has from a process that had it before."""
+        """Take over the slots that an earlier trainer of this rank left."""
         for name in slot_names(self._folder, rank=self._rank):
             with suppress(FileNotFoundError, CorruptError):
                 slot = Slot(self._folder, name)
@@ -207,7 +210,7 @@ class Arena:
         return contents is None or self.is_left(contents) or (needed is not None and contents.place < needed)
 
     def _sort(self, nbytes: int) -> None:
-        """Retire slots that are too small, too many, or were removed by somebody."""
+        """Retire slots that are too small, too many, or removed."""
         fit = [slot for slot in self._slots if slot.nbytes >= nbytes and not slot.is_removed][: self.num_slots]
         self._retired += [slot for slot in self._slots if slot not in fit]
         self._slots = fit
@@ -230,10 +233,10 @@ class Arena:
     def _unregister(self, slot: Slot) -> None:
         end = self._registered.pop(slot.name, None)
         if end is not None:
-            end()  # while it is mapped
+            end()  # before the slot is unmapped
 
     def _look(self, left_nbytes: int) -> None:
-        """Raise where `left_nbytes` more do not fit."""
+        """Raise where `left_nbytes` more do not fit into memory, or the arena is being closed."""
         if self._stopped:
             raise _Stopped
         if not left_nbytes:
@@ -250,8 +253,8 @@ class Arena:
             )
 
     def _tightest(self, wanted_nbytes: int) -> MemoryLimit:
-        """What bounds the memory most. Where that is less than is wanted, what is durable gives way first, of all runs
-        of this user whose trainers are no more."""
+        """The tightest limit on memory. Where it leaves less than `wanted_nbytes`, this first removes durable slots of
+        ranks without a trainer, of all runs of this user, and waits for their memory."""
         is_locked = self._register is not None
         tightest = rooms(self._folder.path, locked=is_locked)[0]
         missing_nbytes = wanted_nbytes - tightest.free_nbytes
@@ -263,5 +266,5 @@ class Arena:
         return tightest
 
 
-class _Stopped(Exception):  # noqa: N818 - nothing is wrong
+class _Stopped(Exception):  # noqa: N818 - it is no error
     """The arena is being closed."""

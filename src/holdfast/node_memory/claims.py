@@ -1,8 +1,9 @@
-"""Which ranks have a trainer on this node: each trainer has a byte of one file locked, shared, as long as it lives.
+"""The claims of trainers to their ranks' slots: each trainer locks a byte of one file, shared, as long as it lives.
 
-A claim says whose memory it is, and so what is nobody's. It is not what keeps two processes from changing a slot (see
-`holdfast.node_memory.slots`). It also keeps the folder: whoever removes the folder of a run that has ended locks all
-bytes for itself first, so a claim holds only on a file that still has its name.
+Claims tell which slots belong to a living trainer, and so which belong to none. They are not what keeps two processes
+from changing a slot (see `holdfast.node_memory.slots`). A claim also keeps the folder from being removed: a process
+that removes the folder of a run that has ended locks all bytes for itself first. So a claim is valid only on a file
+that still has its name.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ from holdfast.node_memory import file_locks
 from holdfast.node_memory.node_folder import NodeFolder
 
 _NAME: Final = "trainers.lock"
-#: Whoever removes a folder has it locked for microseconds.
+#: Pause between attempts: a process that removes a folder holds the lock for microseconds.
 _TURN_S: Final = 0.001
 _TIMEOUT_S: Final = 30.0
 
 
 class Claim:
-    """Says that this process has the slots of `rank` (None: of all ranks) in `folder`, until it is closed or this
-    process ends. The folder is made anew where it was removed, and is not removed as long as the claim lasts.
+    """The claim of this process to the slots of `rank` (None: of all ranks) in `folder`, until it is closed or this
+    process ends. The folder is created again if it was removed, and cannot be removed as long as the claim lasts.
 
-    Takes no memory beside a file's name. Several processes may have a claim to the same rank.
+    Takes no memory except for a file name. Several processes may have a claim to the same rank.
 
     Raises:
         OSError: the folder cannot be used.
@@ -58,8 +59,8 @@ class Claim:
 
 
 def is_claimed(folder: NodeFolder, rank: int | None = None) -> bool:
-    """Whether a living process has the slots of `rank` (None: of any). True where nobody can tell, because somebody has
-    put something else in the place of the file."""
+    """Whether a living process has a claim to the slots of `rank` (None: of any rank). True where that is unknown,
+    because something else lies in the place of the file."""
     try:
         fd = folder.open(_NAME)
     except FileNotFoundError:
@@ -73,8 +74,8 @@ def is_claimed(folder: NodeFolder, rank: int | None = None) -> bool:
 
 
 def remove_claims(folder: NodeFolder) -> bool:
-    """Remove the file of the claims, so that a claim that comes from now on finds that the folder is to be made anew.
-    Whether nobody has a claim; else nothing is removed."""
+    """Remove the file of the claims, if no process has a claim; so a process that claims from now on creates the file
+    and the folder again. Returns False, and removes nothing, where a process has a claim."""
     with suppress(FileNotFoundError):
         fd = folder.open(_NAME)
         try:
@@ -87,5 +88,5 @@ def remove_claims(folder: NodeFolder) -> bool:
 
 
 def _bytes_of(rank: int | None) -> tuple[int, int]:
-    """The bytes that stand for a rank: where they begin, and how many; 0 for all that follow."""
+    """The bytes that stand for a rank: their start and their number, where 0 means all that follow."""
     return (0, 0) if rank is None else (rank, 1)

@@ -1,7 +1,8 @@
-"""What the slots of one place are parts of: the manifest of the checkpoint, and the run that it belongs to.
+"""Generations: the manifest of the checkpoint whose data files lie in slots, and the run that it belongs to.
 
-Beside the slots of a node lies one file per generation, which says what a keeper, or a job that comes later, must know
-to make a checkpoint of them. It is created whole, by whichever rank of the node comes first; all would write the same.
+Beside the slots of a node lies one file per generation. It holds all that a keeper, or a later job, needs to make a
+checkpoint of the slots. The first rank of the node to reach that point creates it atomically; all ranks would write the
+same bytes.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ _DIGEST_NBYTES: Final = 16
 
 
 class Generation(msgspec.Struct, frozen=True, array_like=True):
-    """A checkpoint that is in memory: `manifest`, encoded, which is to become ``checkpoints/<folder>`` of the run at
-    `run`, which is opened with `options`. Its epoch was opened with `incarnation` ("": that was not recorded)."""
+    """A checkpoint in memory, with its encoded `manifest`. It will be written to ``checkpoints/<folder>`` of the run at
+    `run`, whose store is opened with `options`. Its epoch was opened with `incarnation` (empty: not recorded)."""
 
     run: str
     folder: str
@@ -40,12 +41,12 @@ class Generation(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def location(self) -> Location:
-        """Where the run is."""
+        """The location of the run."""
         return Location(self.run, self.options)
 
 
 def write_generation(folder: NodeFolder, generation: Generation) -> None:
-    """Have `folder` hold `generation`; does nothing where it does already."""
+    """Write `generation` to `folder`; does nothing if it is there already."""
     name = _PREFIX + generation.checkpoint_id
     if name in folder.names():
         return
@@ -54,10 +55,10 @@ def write_generation(folder: NodeFolder, generation: Generation) -> None:
 
 
 def read_generation(folder: NodeFolder, checkpoint_id: str) -> Generation:
-    """The generation of a checkpoint.
+    """Read the generation of a checkpoint.
 
-    Raises `FileNotFoundError` where there is none, and `CorruptError` where its file is damaged, or is not this
-    user's alone.
+    Raises `FileNotFoundError` where there is none, and `CorruptError` where its file is damaged, or other users may
+    use it.
     """
     name = _PREFIX + checkpoint_id
     data = b""
@@ -77,8 +78,9 @@ def read_generation(folder: NodeFolder, checkpoint_id: str) -> Generation:
 
 
 def give_up_generation(folder: NodeFolder, checkpoint_id: str) -> None:
-    """Have the keeper free the slots of a generation: some rank has no part of it, so it can never be whole."""
-    with suppress(FileExistsError, FileNotFoundError):  # in a folder that was removed is nothing to be freed
+    """Tell the keeper to free the slots of a generation that can never be whole, because some rank has no part of
+    it."""
+    with suppress(FileExistsError, FileNotFoundError):  # a folder that was removed has no slots to free
         os.close(folder.create(_GIVEN_UP_PREFIX + checkpoint_id))
 
 
@@ -88,11 +90,11 @@ def given_up_ids(folder: NodeFolder) -> set[str]:
 
 
 def remove_generation(folder: NodeFolder, checkpoint_id: str) -> None:
-    """Forget a generation, if it is there."""
+    """Remove the files about a generation, if they are there."""
     folder.remove(_PREFIX + checkpoint_id)
     folder.remove(_GIVEN_UP_PREFIX + checkpoint_id)
 
 
 def generation_ids(folder: NodeFolder) -> list[str]:
-    """The checkpoint ids of all generations that `folder` knows of."""
+    """The checkpoint ids of all generations in `folder`."""
     return [name.removeprefix(_PREFIX) for name in folder.names() if name.startswith(_PREFIX)]

@@ -1,7 +1,7 @@
-"""All that lies in the memory of this node, of all runs of this user: who has it, and giving it back.
+"""The memory that all runs of this user have on this node: a list of it, and the release of unneeded slots.
 
-What a keeper would give back when it is idle, others may take before: slots that hold nothing that is not durable, of
-ranks that have no trainer any more. Nobody needs the keeper for that, see `holdfast.node_memory.slots`; it notices that
+An idle keeper releases the slots of ranks without a trainer whose contents are all durable. Other processes may release
+such slots before that. They need no help of the keeper for it (see `holdfast.node_memory.slots`); it notices that the
 files are gone.
 """
 
@@ -21,14 +21,15 @@ from holdfast.node_memory.node_folder import NodeFolder, node_folders
 from holdfast.node_memory.slots import REUSABLE, Slot, SlotState, rank_of, slot_names
 
 _RUN_NAME: Final = "keeper.run"
-#: What keepers say.
+#: The log of the run's keepers on this node.
 LOG_NAME: Final = "keeper.log"
 
 
 class HeldSlot(NamedTuple):
-    """A slot, as it was found: its `state` (None where it is damaged, or of another version of holdfast); `step`, of
-    what it holds, if it holds anything; `since` is when it came into this state, in seconds since 1970; `has_trainer`
-    says whether a living trainer has the slots of its rank; `is_durable`, whether nothing would be lost with it."""
+    """A slot as it was found. `state` is None where the slot is damaged or of another version of holdfast. `step` is
+    that of its checkpoint, if it holds one. `since` is the time at which it came into this state, in seconds since
+    1970. `has_trainer` says whether a living trainer has a claim to its rank's slots, and `is_durable` whether the slot
+    can be removed without losing anything."""
 
     name: str
     rank: int
@@ -41,8 +42,8 @@ class HeldSlot(NamedTuple):
 
 
 class RunMemory(NamedTuple):
-    """What one run has in the memory of this node. `run` is None where no keeper has said which one it is; `keeper_pid`
-    is the process that keeps it, by the number that it has in its own PID namespace, None where none does."""
+    """The memory of one run on this node. `run` is None where no keeper has recorded the run's name. `keeper_pid` is
+    the keeper's PID in its own PID namespace, None where there is no keeper."""
 
     run: str | None
     path: Path
@@ -52,7 +53,7 @@ class RunMemory(NamedTuple):
 
 
 def node_memory(node_dir: Path) -> Iterator[RunMemory]:
-    """What all runs of this user have in the memory of this node. Changes nothing."""
+    """The memory of all runs of this user on this node. Changes nothing."""
     for folder in node_folders(node_dir):
         kept = is_kept(folder)
         slots = tuple(_held_in(folder))
@@ -60,10 +61,10 @@ def node_memory(node_dir: Path) -> Iterator[RunMemory]:
 
 
 def give_way(node_dir: Path, nbytes: int | None = None, *, run: str | None = None) -> int:
-    """Remove slots that hold nothing that is not durable, and of whose ranks no trainer lives: those that were changed
-    longest ago first, until they had `nbytes` of memory (None: all); of this `run` (None: of all of this user). Folders
-    in which nothing is left are removed, where no keeper is at work. Returns how much memory they had; it is free when
-    keepers have seen that they are gone."""
+    """Remove slots of ranks without a living trainer whose contents are all durable: those that changed longest ago
+    first, until the removed ones had `nbytes` of memory (None: all); of this `run` (None: of all runs of this user).
+    Also removes folders that have no slots and no keeper. Returns the bytes of memory that the removed slots had; they
+    are free once the keepers have noticed the removal."""
     found = [
         (held.since, folder.path, held.name)
         for folder in node_folders(node_dir)
@@ -87,12 +88,12 @@ def give_way(node_dir: Path, nbytes: int | None = None, *, run: str | None = Non
 
 
 def write_run(folder: NodeFolder, run: str) -> None:
-    """Say in `folder` which run it is of. For its keeper."""
+    """Record in `folder` the run that it belongs to. For its keeper."""
     folder.write(_RUN_NAME, run.encode())
 
 
 def run_of(folder: NodeFolder) -> str | None:
-    """Which run `folder` is of; None where that was not said."""
+    """The run that `folder` belongs to; None where no keeper has recorded it."""
     try:
         with os.fdopen(folder.open(_RUN_NAME), "rb") as file:
             return file.read().decode(errors="replace")
@@ -101,12 +102,12 @@ def run_of(folder: NodeFolder) -> str | None:
 
 
 def remove_ended(folder: NodeFolder) -> bool:
-    """Remove the folder of a run that has no slots and no trainers here any more. Only for who has its keeper's lock,
-    and has closed all of it. Whether it was removed.
+    """Remove the folder of a run that has no slots and no trainers on this node any more. Only for the holder of its
+    keeper's lock, which has closed all slots. Returns whether the folder was removed.
 
-    Nobody is left with half a folder: claims are taken away first, so a trainer that comes from then on makes the
-    folder anew; and so does a keeper that finds that the lock it got has no name any more (`try_lock`). What either of
-    them makes before the folder itself is gone keeps it.
+    No process is left with half a folder. The file of the claims goes first, so a trainer that comes later creates the
+    folder again. So does a keeper that finds that the lock file it has locked was removed (`try_lock`). A file that
+    either of them creates before the folder itself is removed keeps the folder.
     """
     if slot_names(folder) or not remove_claims(folder):
         return False
@@ -119,13 +120,13 @@ def remove_ended(folder: NodeFolder) -> bool:
     remove_lock(folder)
     try:
         folder.path.rmdir()
-    except OSError:  # somebody has made something in it: it is theirs
+    except OSError:  # another process has created a file in it, and has the folder now
         return False
     return True
 
 
 def _remove_unkept(folder: NodeFolder) -> None:
-    """Remove a folder in which nothing is left, and that no keeper has."""
+    """Remove a folder that has no slots and no keeper."""
     if not slot_names(folder) and (lock := try_lock(folder)) is not None:
         try:
             remove_ended(folder)
@@ -140,7 +141,7 @@ def _held_in(folder: NodeFolder) -> Iterator[HeldSlot]:
             try:
                 with Slot(folder, name) as slot:
                     yield _held(folder, slot)
-            except CorruptError:  # damaged, of another version, or no file of ours
+            except CorruptError:  # damaged, of another version, or not a file of this user alone
                 yield _unreadable(folder, name)
 
 

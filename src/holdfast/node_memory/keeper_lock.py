@@ -1,4 +1,4 @@
-"""Who keeps a folder: one process has its lock, and says by which protocol it understands what is in it."""
+"""The keeper's lock on a folder, which one process has, and the protocol version of the folder's contents."""
 
 from __future__ import annotations
 
@@ -12,22 +12,24 @@ from holdfast.errors import ConfigurationError, StorageError
 from holdfast.node_memory import file_locks
 from holdfast.node_memory.node_folder import NodeFolder
 
-#: Changes with the records of slots and generations, and with who may do what in which state.
+#: Version of the records of slots and generations, and of the rules by which processes change them.
 PROTOCOL: Final = 2
 
 _LOCK_NAME: Final = "keeper.lock"
 _PROTOCOL_NAME: Final = "keeper.protocol"
-#: Bytes of the lock file: the keeper has the first one locked, and who wants it to end the second one, shared. So a
-#: request reaches a keeper in another PID namespace, and never another process; and it ends with whoever made it.
+#: Bytes of the lock file: the keeper locks the first one, and a process that wants the keeper to end locks the second
+#: one, shared. So a request reaches a keeper in another PID namespace, and never the wrong process; and it ends with
+#: the process that made it.
 _KEPT: Final = 0
 _UNWANTED: Final = 1
 _LOOK_S: Final = 0.05
 
 
 def try_lock(folder: NodeFolder) -> int | None:
-    """The right to be the keeper of `folder`, as a descriptor, for as long as it is open; None where another has it.
+    """Take the right to be the keeper of `folder`. Returns a descriptor, which holds the right as long as it is open;
+    None where another process has it.
 
-    It goes with the process that holds it, and the children that it forks, however they end.
+    The right ends with this process and the children that it forks, however they end.
     """
     while True:
         fd = open_lock(folder)
@@ -36,46 +38,48 @@ def try_lock(folder: NodeFolder) -> int | None:
             return None
         if os.fstat(fd).st_nlink:
             return fd
-        os.close(fd)  # a keeper that ended has removed it
+        os.close(fd)  # a keeper that ended has removed the file
 
 
 def is_kept(folder: NodeFolder) -> bool:
-    """Whether a keeper of `folder` is at work."""
+    """Whether a process keeps `folder`."""
     with _lock_file(folder) as fd:
         return fd is not None and is_locked(fd)
 
 
 def open_lock(folder: NodeFolder) -> int:
-    """A descriptor of the file that the keeper of `folder` locks, made where it is not there."""
+    """Open the file that the keeper of `folder` locks, and return its descriptor. Creates the file if it is missing."""
     return folder.open_or_create(_LOCK_NAME)
 
 
 def is_locked(fd: int) -> bool:
-    """Whether a keeper holds the lock that `fd` is open for, also where its file was removed since."""
+    """Whether a keeper holds the lock on the open file `fd`; also where that file has been removed since."""
     return file_locks.is_locked(fd, _KEPT)
 
 
 def note_keeper(lock: int) -> None:
-    """Say in the lock file which process keeps the folder, for people: it is not known in other PID namespaces."""
+    """Write the PID of this keeper into the lock file. Only for people: the PID means nothing in other PID
+    namespaces."""
     text = b"%d\n" % os.getpid()
     os.pwrite(lock, text, 0)
     os.ftruncate(lock, len(text))
 
 
 def keeper_pid(folder: NodeFolder) -> int | None:
-    """What `note_keeper` said last; only for people."""
+    """The PID that `note_keeper` wrote last; only for people. None where there is none."""
     with _lock_file(folder) as fd, suppress(ValueError):
         return None if fd is None else int(os.pread(fd, 32, 0))
     return None
 
 
 def is_unwanted(lock: int) -> bool:
-    """Whether somebody wants the keeper that has the `lock` to end."""
+    """Whether some process wants the keeper that has the `lock` to end."""
     return file_locks.is_locked(lock, _UNWANTED)
 
 
 def end_keeper(folder: NodeFolder, *, timeout_s: float) -> bool:
-    """Ask the keeper of `folder` to make durable what is there, and to end; waits for that. Whether there is none."""
+    """Ask the keeper of `folder` to make its slots durable and to end, and wait for up to `timeout_s`. Returns whether
+    no keeper is left."""
     with _lock_file(folder) as fd:
         if fd is None:
             return True
@@ -88,7 +92,7 @@ def end_keeper(folder: NodeFolder, *, timeout_s: float) -> bool:
 
 @contextmanager
 def _lock_file(folder: NodeFolder) -> Iterator[int | None]:
-    """The lock file, if there is one."""
+    """The descriptor of the lock file; None if there is no such file."""
     try:
         fd = folder.open(_LOCK_NAME)
     except FileNotFoundError:
@@ -101,28 +105,29 @@ def _lock_file(folder: NodeFolder) -> Iterator[int | None]:
 
 
 def remove_lock(folder: NodeFolder) -> None:
-    """Remove the lock file, with the folder. Only for its keeper: who comes after it finds no name, and makes a new
-    one."""
+    """Remove the lock file, before the folder is removed. Only for its keeper: the next keeper finds no file, and makes
+    a new one."""
     folder.remove(_LOCK_NAME)
 
 
 def write_protocol(folder: NodeFolder) -> None:
-    """Say that what is in `folder` follows `PROTOCOL`. Only for its keeper."""
+    """Record that the contents of `folder` follow `PROTOCOL`. Only for its keeper."""
     folder.write(_PROTOCOL_NAME, b"%d\n" % PROTOCOL)
 
 
 def clear_protocol(folder: NodeFolder) -> None:
-    """Say that nothing is in `folder` that is not durable: a keeper of any protocol may come. Only for its keeper."""
+    """Record that all contents of `folder` are durable, so that a keeper of any protocol may follow. Only for its
+    keeper."""
     folder.remove(_PROTOCOL_NAME)
 
 
 def require_protocol(folder: NodeFolder, *, timeout_s: float) -> None:
-    """Return when `folder` is no other version's: a keeper of another protocol is told to end, and makes durable first
-    what is there.
+    """Return when this version of holdfast can use the contents of `folder`. Asks a keeper of another protocol to end,
+    which makes its slots durable first. Blocks for up to `timeout_s`.
 
     Raises:
-        ConfigurationError: it did not end, or could not make everything durable, within `timeout_s`.
-        StorageError: the file that says the protocol is damaged, and there is no keeper.
+        ConfigurationError: that keeper did not end, or could not make everything durable, within `timeout_s`.
+        StorageError: the file that holds the protocol is damaged, and there is no keeper.
     """
     protocol = _protocol_of(folder)
     if protocol != PROTOCOL and is_kept(folder):
@@ -148,8 +153,8 @@ def require_protocol(folder: NodeFolder, *, timeout_s: float) -> None:
 
 
 def _protocol_of(folder: NodeFolder) -> int | None:
-    """What the last keeper of `folder` followed, if it left anything that is not durable; else the one of this. None
-    where it does not say."""
+    """The protocol of the last keeper of `folder`, if it has not cleared it; else this version's. None where the file
+    is damaged."""
     try:
         with os.fdopen(folder.open(_PROTOCOL_NAME), "rb") as file:
             return int(file.read())

@@ -1,7 +1,8 @@
-"""How much memory a node has left for slots, before any of it is taken.
+"""The memory that a node has left for slots, checked before any is taken.
 
-Files in memory are promised, not given: who writes to more than there is gets SIGBUS where the file system is full, and
-is killed where a cgroup or the machine is. (docker gives /dev/shm 64 MiB; kubernetes counts it as the pod's memory.)
+The system does not reserve memory for a file in memory when its size is set. A process that then writes more than there
+is gets SIGBUS where the file system is full, and is killed where its cgroup or the machine is. (docker gives /dev/shm
+64 MiB; kubernetes counts it as the pod's memory.)
 """
 
 from __future__ import annotations
@@ -14,19 +15,19 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-#: A cgroup of version 1 without a limit has one that is larger than any memory.
+#: Limits above this mean no limit: a cgroup of version 1 that has none reports a number larger than any memory.
 _NO_LIMIT = 1 << 60
 
 
 class MemoryLimit(NamedTuple):
-    """At most `free_nbytes` more, because of `what`."""
+    """A limit on memory: `what` leaves room for `free_nbytes` more."""
 
     free_nbytes: int
     what: str
 
 
 class _Version(NamedTuple):
-    """Where a version of cgroups says what."""
+    """The file names and counter names of a version of memory cgroups."""
 
     limit: str
     usage: str
@@ -39,8 +40,8 @@ _V2 = _Version("memory.max", "memory.current", "")
 
 
 def rooms(folder: Path, *, locked: bool = False, system: Path = Path("/")) -> list[MemoryLimit]:
-    """All that bounds how much memory files in `folder` can take, tightest first; with `locked`, memory that is locked
-    (or registered with a device). `system` is where ``proc`` and ``sys`` are.
+    """All limits on the memory that files in `folder` can take, tightest first; with `locked`, also those on memory
+    that is locked (or registered with a device). `system` is the folder that holds ``proc`` and ``sys``.
     """
     found = [_in_file_system(folder), *_in_machine(system), *_in_cgroups(system)]
     if locked:
@@ -59,7 +60,7 @@ def _in_machine(system: Path) -> Iterator[MemoryLimit]:
 
 
 def _in_cgroups(system: Path) -> Iterator[MemoryLimit]:
-    """The memory cgroup of this process, and those above it as far as they are seen."""
+    """The limits of this process's memory cgroup, and of those above it that are visible."""
     mounts = list(_mounts(system))
     for line in _lines(system / "proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)
@@ -69,7 +70,7 @@ def _in_cgroups(system: Path) -> Iterator[MemoryLimit]:
 
 
 def _mounts(system: Path) -> Iterator[tuple[_Version, str, str]]:
-    """Mounted memory cgroups: version, which cgroup it is that is mounted, and where."""
+    """The mounts of memory cgroups: version, the cgroup that is mounted, and the mount point."""
     for line in _lines(system / "proc/self/mountinfo"):
         fields, _, more = line.partition(" - ")
         kind, _, options = more.split(" ", 2)
@@ -81,7 +82,8 @@ def _mounts(system: Path) -> Iterator[tuple[_Version, str, str]]:
 
 
 def _below(path: str, root: str) -> str:
-    """The cgroup `path`, seen from where `root` is mounted. (In a container that may be where it is itself.)"""
+    """The path of the cgroup `path` below the mount of the cgroup `root`; empty where it is the mount itself, as in
+    most containers, or lies outside of it."""
     if root in ("/", path) or path.startswith(root + "/"):
         return path[len(root.rstrip("/")) :].strip("/")
     return ""
@@ -101,7 +103,7 @@ def _in_cgroup(cgroup: Path, version: _Version) -> MemoryLimit | None:
     limit, usage = _number(cgroup / version.limit), _number(cgroup / version.usage)
     if limit is None or usage is None or limit >= _NO_LIMIT:
         return None
-    # Pages of files on disk are given up where memory is short.
+    # The kernel drops cached pages of files on disk when memory is short, so they count as free.
     caches = (_counter(cgroup / "memory.stat", f"{version.total}{kind}_file") for kind in ("inactive", "active"))
     return MemoryLimit(max(limit - usage + sum(filter(None, caches)), 0), f"{version.limit} of the cgroup '{cgroup}'")
 
@@ -114,7 +116,7 @@ def _lockable(system: Path) -> Iterator[MemoryLimit]:
 
 
 def _number(path: Path) -> int | None:
-    """What a file has in it; None where there is no such file, or it says ``max``."""
+    """The number in a file; None where there is no such file, or it says ``max``."""
     with suppress(OSError, ValueError):
         return int(path.read_text(encoding="ascii"))
     return None

@@ -1,8 +1,8 @@
-"""A private folder in a node's memory, where slots live: ``<node_dir>/holdfast-<user>/<run>``.
+"""A private folder in a node's memory that holds the slots of one run: ``<node_dir>/holdfast-<user>/<run>``.
 
-Files in memory survive the processes that made them, which is the point; and anybody on the node can make files beside
-them. So nothing here trusts a name: every folder and file is opened without following links, and must belong to this
-user and nobody else.
+Files in memory survive the processes that made them, as slots must. But every user of the node can make files beside
+them. So nothing here trusts a name: it opens every folder and file without following links, and requires that only this
+user can use it.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ import xxhash
 from holdfast.errors import ConfigurationError, StorageError
 from holdfast.node_memory import file_locks
 
-#: Memory that is a file system, on every Linux.
+#: A file system in memory that every Linux has.
 DEFAULT_NODE_DIR: Final = Path("/dev/shm")  # noqa: S108 - what is made in it is private
 
-#: Why something of this user cannot be opened when it is none: a link, a file, a folder, a socket, of somebody else.
+#: Errors of opening something that is not a file or folder of this user: a link, another kind of file, a socket, or a
+#: file of another user.
 _NOT_OURS: Final = (errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.ENXIO)
 _NEW_PREFIX: Final = "new-"
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
@@ -34,12 +35,12 @@ _FILE = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class NodeFolder:
-    """The folder of one run in the memory of this node, made where it is not there. Use as a context manager.
+    """The folder of one run in the memory of this node, created if it is missing. Use it as a context manager.
 
-    `run` is what names the run on all nodes. Safe for several threads and processes.
+    `run` is the name of the run, the same on all nodes. Safe for several threads and processes.
 
     Raises:
-        ConfigurationError: `node_dir` is no folder, or somebody else has made what should be private.
+        ConfigurationError: `node_dir` is not a folder, or the folder is not private to this user.
     """
 
     def __init__(self, run: str, *, node_dir: Path = DEFAULT_NODE_DIR) -> None:
@@ -47,7 +48,7 @@ class NodeFolder:
 
     @classmethod
     def at(cls, path: Path) -> Self:
-        """The folder of some run at `path`; FileNotFoundError where there is none."""
+        """Open the folder of a run at `path`; FileNotFoundError where there is none."""
         folder = cls.__new__(cls)
         folder._open(path, make=False)  # noqa: SLF001 - another constructor
         return folder
@@ -58,22 +59,22 @@ class NodeFolder:
 
     @property
     def node_dir(self) -> Path:
-        """The folder in memory that it was made in."""
+        """The folder in memory that holds the folders of all users."""
         return self.path.parent.parent
 
     def identity(self) -> str:
-        """What tells this folder from those of other nodes, and of this one before it was booted."""
+        """An identifier that differs from that of folders of other nodes, and of this node before its last boot."""
         status = os.fstat(self._fd)
         return f"{_BOOT_ID.read_text(encoding='ascii').strip()}-{status.st_dev}-{status.st_ino}"
 
     def remake(self) -> None:
-        """Make the folder anew, where somebody has removed it."""
+        """Create the folder again after some process has removed it."""
         fd = self._opened(make=True)
         os.dup2(fd, self._fd, inheritable=False)
         os.close(fd)
 
     def _opened(self, *, make: bool) -> int:
-        """A descriptor of the folder, made where it is not there."""
+        """A descriptor of the folder; with `make`, created if it is missing."""
         try:
             root = os.open(self.node_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError as error:
@@ -88,32 +89,33 @@ class NodeFolder:
             os.close(above)
 
     def fileno(self) -> int:
-        """Descriptor of the folder."""
+        """The descriptor of the folder."""
         return self._fd
 
     def changed_ns(self) -> int:
-        """When a file last came or went, as far as the system's clock for that tells instants apart."""
+        """The time of the last creation or removal of a file, in the resolution of the system's clock for file
+        times."""
         return os.fstat(self._fd).st_mtime_ns
 
     @property
     def is_removed(self) -> bool:
-        """Whether somebody has removed the folder: nothing can be created in it any more."""
+        """Whether some process has removed the folder: no file can be created in it."""
         return os.fstat(self._fd).st_nlink == 0
 
     def names(self) -> list[str]:
-        """Names of the files in the folder, sorted; none in a folder that was removed."""
+        """The names of the files in the folder, sorted; empty for a folder that was removed."""
         with suppress(FileNotFoundError):
             return sorted(os.listdir(self._fd))  # noqa: PTH208 - it takes a descriptor
         return []
 
     def create(self, name: str) -> int:
-        """A descriptor of the new file `name`; FileExistsError where there is one."""
+        """Create the file `name`, and return its descriptor; FileExistsError where it exists."""
         return os.open(name, _FILE | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=self._fd)
 
     def open(self, name: str) -> int:
-        """A descriptor of the file `name`; FileNotFoundError where there is none.
+        """Open the file `name`, and return its descriptor; FileNotFoundError where there is none.
 
-        Raises `ConfigurationError` where it is not a file of this user alone.
+        Raises `ConfigurationError` where it is not a file that only this user can use.
         """
         try:
             fd = os.open(name, _FILE | os.O_NONBLOCK, dir_fd=self._fd)
@@ -129,9 +131,9 @@ class NodeFolder:
         return fd
 
     def open_or_create(self, name: str) -> int:
-        """A descriptor of the file `name`, made where it is not there; so is the folder."""
+        """Open the file `name`, and return its descriptor. Creates the file, and the folder, if they are missing."""
         while True:
-            with suppress(FileNotFoundError):  # removed since it was created
+            with suppress(FileNotFoundError):  # another process removed it between its creation and its opening
                 try:
                     with suppress(FileExistsError):
                         os.close(self.create(name))
@@ -140,7 +142,7 @@ class NodeFolder:
                 return self.open(name)
 
     def write(self, name: str, data: bytes) -> None:
-        """Have the file `name` hold `data`, whole; what is called so already is replaced."""
+        """Write `data` as the file `name`, atomically; an existing file is replaced."""
         new, fd = self.create_unnamed()
         try:
             with os.fdopen(os.dup(fd), "wb") as file:
@@ -153,17 +155,18 @@ class NodeFolder:
             file_locks.close(fd)
 
     def create_unnamed(self) -> tuple[str, int]:
-        """A new file that is to be renamed when it is whole: what it is called until then, and a descriptor, to be
-        closed by `file_locks.close`. The file is this process's as long as that is open: its lock says so."""
+        """Create a file that the caller renames once it is complete. Returns its temporary name, and a descriptor that
+        the caller closes with `file_locks.close`. Until then, the descriptor's lock shows other processes that the file
+        has an owner."""
         while True:
             name = f"{_NEW_PREFIX}{secrets.token_hex(8)}"
             fd = self.create(name)
             if file_locks.try_lock(fd) and os.fstat(fd).st_nlink:
                 return name, fd
-            file_locks.close(fd)  # it was taken for a dead process's, before it was locked
+            file_locks.close(fd)  # before it was locked here, another process took its owner for dead
 
     def remove_unnamed(self) -> None:
-        """Remove files that got no name of their own, because the processes that made them have ended."""
+        """Remove the files that `create_unnamed` made in processes that have ended before they renamed them."""
         for name in self.names():
             if name.startswith(_NEW_PREFIX):
                 with suppress(FileNotFoundError):
@@ -173,16 +176,16 @@ class NodeFolder:
                     file_locks.close(fd)
 
     def rename(self, name: str, new: str) -> None:
-        """Rename a file. What is called `new` already is replaced."""
+        """Rename a file. An existing file `new` is replaced."""
         os.rename(name, new, src_dir_fd=self._fd, dst_dir_fd=self._fd)
 
     def remove(self, name: str) -> None:
-        """Remove a file, if it is there. Its memory goes when nobody has it mapped."""
+        """Remove a file, if it is there. The system frees its memory when no process has it mapped."""
         with suppress(FileNotFoundError):
             os.unlink(name, dir_fd=self._fd)
 
     def close(self) -> None:
-        """Close the folder; its files stay."""
+        """Close the descriptor of the folder; its files stay."""
         os.close(self._fd)
 
     def __enter__(self) -> Self:
@@ -196,7 +199,7 @@ class NodeFolder:
 
 @contextmanager
 def unusable_memory(path: Path) -> Iterator[None]:
-    """Turn what the operating system reports of the node memory at `path` into a `StorageError`."""
+    """Turn an `OSError` about the node memory at `path` into a `StorageError`."""
     try:
         yield
     except OSError as error:
@@ -204,7 +207,7 @@ def unusable_memory(path: Path) -> Iterator[None]:
 
 
 def memory_error(path: Path, error: OSError) -> StorageError:
-    """What the operating system reported of the node memory at `path`, for a user."""
+    """The error for a user about an `OSError` from the node memory at `path`."""
     why = "somebody removed its folder" if isinstance(error, FileNotFoundError) else error.strerror or str(error)
     return StorageError(
         f"The memory of this node at '{path}' cannot be used: {why}.",
@@ -217,8 +220,8 @@ def memory_error(path: Path, error: OSError) -> StorageError:
 
 
 def node_folders(node_dir: Path) -> Iterator[NodeFolder]:
-    """The folders of all runs of this user in the memory of this node, each open for its turn. Makes none, and passes
-    over what is no folder of this user alone: no run has made it."""
+    """The folders of all runs of this user in the memory of this node, each open until the next one. Creates none, and
+    skips everything that is not a folder that only this user can use: no run made it."""
     path = _user_folder(node_dir)
     try:
         names = sorted(os.listdir(path))  # noqa: PTH208 - names alone
@@ -236,7 +239,8 @@ def _user_folder(node_dir: Path) -> Path:
 
 
 def _private(parent: int, name: str, path: Path, *, make: bool) -> int:
-    """A descriptor of the folder `name` in `parent`; where it is not there, it is made, or FileNotFoundError raised."""
+    """A descriptor of the folder `name` in `parent`. If it is missing, creates it with `make`, else raises
+    FileNotFoundError."""
     if make:
         with suppress(FileExistsError):
             os.mkdir(name, 0o700, dir_fd=parent)
@@ -255,10 +259,10 @@ def _private(parent: int, name: str, path: Path, *, make: bool) -> int:
 
 
 def _cannot_open(path: Path, error: OSError) -> ConfigurationError | StorageError:
-    """The error for what cannot be opened: it is none of this user's, or memory cannot be used now."""
+    """The error for a path that cannot be opened: it is not this user's, or memory cannot be used now."""
     if error.errno in _NOT_OURS:
         return _not_private(path, error.strerror or "it cannot be opened")
-    return memory_error(path, error)  # too many open files, say
+    return memory_error(path, error)  # for example, too many open files
 
 
 def _require_private(found: os.stat_result, path: Path, is_kind: Callable[[int], bool]) -> None:

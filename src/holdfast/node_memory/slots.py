@@ -1,36 +1,37 @@
 """A slot: one rank's region of node memory for one snapshot.
 
-A slot is a file in a `NodeFolder`. Its first page says what state it is in; from `DATA_START` on lies the data file of
-a checkpoint, byte for byte as it will be on disk.
+A slot is a file in a `NodeFolder`. Its first page holds its state; its data file of a checkpoint begins at
+`DATA_START`, byte for byte as it will be on disk.
 
-Who may change a slot follows from its state, so that at any time it is one process:
+The state of a slot decides which process may change it, so that at any time only one may:
 
-    FREE        who has the slot's lock   nothing is in it
-    WRITING     who has the slot's lock   it is being filled; of no use if the process that does it dies
-    STAGED      the keeper                all is copied
-    SEALED      the keeper                hashed, with its header: a data file like any other, read until it is durable
-    COMMITTED   who has the slot's lock   its checkpoint is in the history of the run
-    FENCED      who has the slot's lock   it must not become durable: another job took over the run
+    FREE        the lock's holder   the slot holds nothing
+    WRITING     the lock's holder   the holder is filling the slot; if it dies, the contents are useless
+    STAGED      the keeper          the copy is complete
+    SEALED      the keeper          hashed, with its header: a data file like any other, read until it is durable
+    COMMITTED   the lock's holder   the checkpoint is in the history of the run
+    FENCED      the lock's holder   the contents must not become durable: another job took over the run
 
-The slot's lock is a lock on its file (`file_locks`), the keeper's right a lock on the folder's: the kernel drops both
-when their holder dies. So no process has to judge whether another one lives, and the proof that no death leaves a slot
-torn or without an owner is short:
+The slot's lock is a lock on its file (`file_locks`), and the keeper's right is a lock on a file of the folder
+(`keeper_lock`): the kernel drops both when their holder dies. So no process has to judge whether another one lives, and
+the proof that no death leaves a slot torn or without an owner is short:
 
 1. *The record is whole.* The page has two cells, written in turn, each with a sequence number and a digest. The one
-   process that may change the record writes the older cell, so the newer one, which holds, is never touched. Whoever is
-   killed while it writes leaves a cell whose digest is wrong, and the state is what it was before. The next change
-   writes that same cell again.
-2. *Two processes never change it at once.* FREE, COMMITTED, FENCED -> WRITING, and the removal of the file, need
-   the lock, and who got it reads the record again before it goes by it. Only the holder takes the slot from WRITING to
-   STAGED, and lets go of the lock behind that. From STAGED on the keeper alone changes it, until it is COMMITTED,
-   FENCED or FREE, after which the keeper changes it no more without the lock. There is one keeper, by its lock.
-3. *No slot is lost to a dead process.* WRITING is held as long as the writer lives: whoever finds WRITING and gets the
-   lock knows that the writer is dead, and frees it (the keeper does at its next look, or the next trainer of the rank).
-   STAGED and SEALED wait for the next keeper, which begins that step again: sealing reads only what was staged, and
-   persisting and committing write what is there already.
-4. *What was removed is never filled.* The file is removed under its lock, and only in a state in which nothing is lost
-   with it. Whoever gets the lock later finds a file without a name (`is_removed`), and does not use it. Those who have
-   it mapped for reading keep its memory.
+   process that may change the record writes the older cell, and never touches the newer one, which is valid. A process
+   that is killed while it writes leaves a cell with a wrong digest, so the state is still the one before. The next
+   change writes that same cell again.
+2. *Two processes never change it at once.* A process needs the lock to take the slot from FREE, COMMITTED or FENCED to
+   WRITING, and to remove the file, and it reads the record again after it got the lock and before it relies on it. Only
+   the lock's holder takes the slot from WRITING to STAGED, and it releases the lock after that change. From STAGED on
+   only the keeper changes the slot, until it is COMMITTED, FENCED or FREE; after that the keeper needs the lock too.
+   The keeper's own lock makes sure that there is one keeper.
+3. *No dead process keeps a slot.* The writer holds the lock in WRITING as long as it lives. So a process that finds
+   WRITING and gets the lock knows that the writer is dead, and frees the slot (the keeper does so at its next look, or
+   the rank's next trainer). STAGED and SEALED slots wait for the next keeper, which repeats the step: sealing reads
+   only the staged bytes, and persisting and committing write the same bytes again.
+4. *No process fills a removed slot.* A process removes the file under its lock, and only in a state in which nothing is
+   lost with it. A process that gets the lock later finds that the file has no name (`is_removed`), and does not use it.
+   Processes that have it mapped for reading keep its memory.
 """
 
 from __future__ import annotations
@@ -60,10 +61,10 @@ from holdfast.store.base import Bytes
 from holdfast.store.linux import collapse_pages, keep_private
 from holdfast.wording import count
 
-#: Where the data file begins in a slot: at a huge page. What lies between takes no memory.
+#: Offset of the data file in a slot: the start of a huge page. The gap after the state's page takes no memory.
 DATA_START: Final = HUGE_PAGE_NBYTES
 
-#: How much is reserved between two looks at what is left.
+#: Bytes that are reserved between two checks of the free memory.
 _RESERVED_NBYTES: Final = 64 << 20
 
 _PREFIX: Final = "slot-"
@@ -72,12 +73,12 @@ _NAME: Final = re.compile(r"slot-(\d+)-\w+")
 _log = logging.getLogger(__name__)
 _MAGIC: Final = b"HFSLOT02"
 _CELL_NBYTES: Final = 2048
-#: Magic, sequence number, size and digest of what follows.
+#: Header of a cell: magic, sequence number, and the size and digest of the payload.
 _CELL: Final = struct.Struct("<8sQI16s")
 
 
 class SlotState(IntEnum):
-    """What is in a slot."""
+    """The state of a slot; the module's docstring says what each means and who may change it."""
 
     FREE = 0
     WRITING = 1
@@ -87,7 +88,7 @@ class SlotState(IntEnum):
     FENCED = 5
 
 
-#: What each state may become. What was given up becomes FREE.
+#: The states that may follow each state. A slot whose contents were given up becomes FREE.
 _NEXT: Final = {
     SlotState.FREE: (SlotState.WRITING,),
     SlotState.WRITING: (SlotState.STAGED, SlotState.FREE),
@@ -100,15 +101,15 @@ _NEXT: Final = {
 
 #: States of slots that hold a whole data file.
 WHOLE: Final = (SlotState.SEALED, SlotState.COMMITTED, SlotState.FENCED)
-#: States in which nothing is lost with what a slot holds: it is nothing, durable, or not to become so.
+#: States in which a slot may be overwritten or removed: its contents are nothing, durable, or must not become durable.
 REUSABLE: Final = (SlotState.FREE, SlotState.COMMITTED, SlotState.FENCED)
-#: States of slots that a keeper is to make durable.
+#: States of slots that a keeper still has to make durable.
 OWED: Final = (SlotState.STAGED, SlotState.SEALED)
 
 
 class Contents(msgspec.Struct, frozen=True, array_like=True):
-    """What a slot is filled with: the data file number `file` of a checkpoint of the run `run_id`, `nbytes` with its
-    header of `data_start`."""
+    """The contents of a slot: data file number `file` of a checkpoint of the run `run_id`. The file has `nbytes`, of
+    which the first `data_start` are its header."""
 
     run_id: str
     checkpoint_id: str
@@ -120,8 +121,9 @@ class Contents(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SlotRecord(msgspec.Struct, frozen=True, array_like=True):
-    """The state of a slot. `contents` is what is in it, or, while it is WRITING, will be; `digest` is of its digest
-    table, from SEALED on; `error` says why it did not become durable when that was tried."""
+    """The record of a slot: its state, and its `contents`, which are those to come while it is WRITING. `digest` is the
+    digest of the data file's digest table, from SEALED on. `error` says why the last attempt to make it durable
+    failed."""
 
     state: SlotState
     contents: Contents | None = None
@@ -130,7 +132,7 @@ class SlotRecord(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _WrittenRecord(NamedTuple):
-    """A record as it was written: as the change number `sequence`, at the time `since`."""
+    """A record read from its cell: it was written as change number `sequence`, at the time `since`."""
 
     sequence: int
     since: float
@@ -138,30 +140,30 @@ class _WrittenRecord(NamedTuple):
 
 
 class Slot:
-    """A slot, mapped into this process; safe for its threads. Use as a context manager, or `close` it.
+    """A slot, mapped into this process; safe for several threads. Use it as a context manager, or `close` it.
 
-    `data` is the region for the data file, `nbytes` of it.
+    `data` is the region for the data file; it has `nbytes`.
     """
 
     def __init__(self, folder: NodeFolder, name: str) -> None:
         """Open the slot called `name`.
 
         Raises:
-            FileNotFoundError: there is none.
-            CorruptError: it is not a slot, others may use it, or both cells of its page are damaged.
+            FileNotFoundError: there is no such slot.
+            CorruptError: the file is not a slot, other users may use it, or both cells of its page are damaged.
         """
         self.name = name
         self.path = folder.path / name
         self._folder = folder
         self._lock = Lock()
-        #: Whether this has the slot's lock.
+        #: Whether this object has the slot's lock.
         self._is_mine = False
-        #: Whether somebody has cut the file, or written over both its records: what it holds is lost. Known from the
-        #: next look at it on.
+        #: Whether some process has truncated the file or overwritten both its records: its contents are lost. Set by
+        #: the first read of the record that finds it.
         self.is_damaged = False
         try:
             self._fd = folder.open(name)
-        except ConfigurationError as error:  # others may have written to it
+        except ConfigurationError as error:  # other users may have written to it
             raise self._corrupt("it is not a file of this user alone") from error
         try:
             size = os.fstat(self._fd).st_size
@@ -170,7 +172,7 @@ class Slot:
             self.nbytes = size - DATA_START
             self._memory = shared(self._fd, size)
             keep_private(self._memory.ctypes.data, size)
-            #: The page as it was last read, and what was found in it.
+            #: The page as it was last read, and the record in it.
             self._page, self._found = b"", _WrittenRecord(0, 0.0, SlotRecord(SlotState.FREE))
             self.record = self._newest().record
         except BaseException:
@@ -179,9 +181,9 @@ class Slot:
 
     @staticmethod
     def create(folder: NodeFolder, *, rank: int, nbytes: int) -> Slot:
-        """A new slot for data files of up to `nbytes`, free. It takes memory when it is reserved, or written to."""
+        """Create a FREE slot for data files of up to `nbytes`. It takes memory only when it is reserved or written."""
         name = f"{_PREFIX}{rank}-{secrets.token_hex(8)}"
-        new, fd = folder.create_unnamed()  # until it is one: nobody ever finds half a slot
+        new, fd = folder.create_unnamed()  # gets its name once it is complete: no process ever finds half a slot
         try:
             os.ftruncate(fd, DATA_START + -(-nbytes // HUGE_PAGE_NBYTES) * HUGE_PAGE_NBYTES)
             os.pwrite(fd, _cell(0, SlotRecord(SlotState.FREE)), 0)
@@ -200,43 +202,43 @@ class Slot:
 
     @property
     def state(self) -> SlotState:
-        """The state that this process knows."""
+        """The state as this process last read or wrote it."""
         return self.record.state
 
     @property
     def rank(self) -> int:
-        """The rank whose snapshots it is for."""
+        """The rank whose snapshots the slot is for."""
         return rank_of(self.name)
 
     @property
     def is_reserved(self) -> bool:
-        """Whether it has its memory: a write where there is none, and none is left, would end the process."""
+        """Whether the slot has all its memory. Otherwise a write to it kills the process when no memory is left."""
         return os.fstat(self._fd).st_blocks * 512 >= self.nbytes
 
     @property
     def is_removed(self) -> bool:
-        """Whether somebody has removed it, or damaged it: what is written to it then, nobody finds."""
+        """Whether some process has removed or damaged the slot: no process would find a snapshot written to it."""
         with self._lock:
             return self._fd >= 0 and (self.is_damaged or os.fstat(self._fd).st_nlink == 0)
 
     @property
     def since(self) -> float:
-        """When it came into the state that this process knows, in seconds since 1970."""
+        """The time at which the slot came into its known `state`, in seconds since 1970."""
         return self._found.since
 
     @property
     def held_nbytes(self) -> int:
-        """The memory that it takes."""
+        """The bytes of memory that the slot takes now."""
         return os.fstat(self._fd).st_blocks * 512
 
     @property
     def is_taken(self) -> bool:
-        """Whether another process has its lock: the one that fills it, which lives."""
+        """Whether another process, which then is alive, has the slot's lock."""
         return file_locks.is_locked(self._fd)
 
     def take(self) -> bool:
-        """Take the slot's lock, if nobody else has it, and read the record again. Whether this process has it now, and
-        somebody will find what it does: the file has not been removed."""
+        """Take the slot's lock if it is free, and read the record again. Returns whether this process has the lock now;
+        it does not take the lock of a slot that was removed."""
         if self._fd < 0 or not file_locks.try_lock(self._fd):
             return False
         self._is_mine = True
@@ -247,27 +249,27 @@ class Slot:
         return True
 
     def let_go(self) -> None:
-        """Let go of the slot's lock."""
+        """Release the slot's lock."""
         self._is_mine = False
         file_locks.unlock(self._fd)
 
     def has_changed(self) -> bool:
-        """Whether anybody has changed the state since it was last read. Takes microseconds."""
+        """Whether any process has changed the slot's record since it was last read here. Takes microseconds."""
         return self._is_cut() or self._look() != self._page
 
     def refresh(self) -> SlotRecord:
-        """Read what others have made of the slot. Takes microseconds where that is nothing. A slot that is closed here
-        says what it said last, and so does a damaged one."""
+        """Read the record again, and return it. Takes microseconds where it has not changed. For a slot that is closed
+        here or damaged, returns the last known record."""
         with self._lock:
             self._find_damage()
             return self.record
 
     def _find_damage(self) -> None:
-        """Read the record, or note that there is none any more."""
+        """Read the record, or note that the slot is damaged."""
         if self._fd < 0 or self.is_damaged:
             return
         try:
-            if self._is_cut():  # whoever looks at memory behind the end of its file is killed
+            if self._is_cut():  # reading mapped memory behind the end of its file kills the process
                 raise self._corrupt("somebody has cut it")
             self.record = self._newest().record
         except CorruptError as error:
@@ -278,8 +280,9 @@ class Slot:
         return os.fstat(self._fd).st_size < DATA_START + self.nbytes
 
     def advance(self, record: SlotRecord) -> None:
-        """Change the state. Only for whom the present state allows it, see the module. Survives this process at once,
-        and is seen by all others that map the slot. The slot's lock ends with the state WRITING."""
+        """Write a new record. The present state says which process may call this (see the module). On return, all
+        processes that map the slot see the record, and it survives this process. (The record of a damaged slot changes
+        in this object only.) Also releases the slot's lock, if this process has it, unless the new state is WRITING."""
         with self._lock:
             self._find_damage()
             if self.is_damaged:
@@ -290,14 +293,14 @@ class Slot:
             assert self._is_mine or self.state in OWED, f"{self.state.name} changes only who has the slot's lock"
             cell = _cell(last.sequence + 1, record)
             start = (last.sequence + 1) % 2 * _CELL_NBYTES
-            # One write of the whole cell: a reader sees it, or by its digest that it is not whole.
+            # A reader sees the whole cell, or its digest tells the reader that the cell is not whole yet.
             self._memory[start : start + len(cell)] = memoryview(cell)
             self.record = record
             if self._is_mine and record.state != SlotState.WRITING:
-                self.let_go()  # behind the change: WRITING without a lock says that the writer is dead
+                self.let_go()  # after the change, because WRITING without a lock means that the writer is dead
 
     def free_if_abandoned(self) -> bool:
-        """Free the slot if the process that was filling it is dead. Whether it was."""
+        """Free the slot if the process that was filling it is dead. Returns whether it freed the slot."""
         if self.state != SlotState.WRITING or not self.take():
             return False
         is_abandoned = self.refresh().state == SlotState.WRITING
@@ -308,10 +311,10 @@ class Slot:
         return is_abandoned
 
     def reserve(self, *, before: Callable[[int], None] = lambda _: None) -> None:
-        """Take memory for all of the slot, in huge pages where the system has them; what was not there yet is zero.
+        """Allocate memory for the whole slot, in huge pages where the system has them; new memory is zero.
 
-        Takes long (a second per GiB or so). `before` is called with the bytes that are still to come, again and again,
-        and may end it with an error.
+        Blocks for long (about a second per GiB). Calls `before` with the number of bytes left, again and again; an
+        error that it raises ends the reservation.
 
         Raises:
             ConfigurationError: the file system is full.
@@ -319,14 +322,14 @@ class Slot:
         for start in range(0, self.nbytes, _RESERVED_NBYTES):
             before(self.nbytes - start)
             for page in range(start, min(start + _RESERVED_NBYTES, self.nbytes), HUGE_PAGE_NBYTES):
-                # A small page, around which the huge one is made; and where that failed, the other small ones.
+                # First a small page, around which the system makes a huge one; where that failed, the other small ones.
                 self._allocate(page, 4096)
                 collapse_pages(self.data.ctypes.data + page, HUGE_PAGE_NBYTES)
                 self._allocate(page, HUGE_PAGE_NBYTES)
 
     def remove_if(self, is_unneeded: Callable[[SlotRecord], bool]) -> bool:
-        """Remove the slot for all, if its record, read again under its lock, `is_unneeded` and in a state in which
-        nothing is lost with it. Whether it was removed; then it is closed here too."""
+        """Remove the slot for all processes if nothing is lost with it and `is_unneeded` is true of its record, which
+        this reads again under the slot's lock. Returns whether it removed the slot, which then is closed here too."""
         if not self.take():
             return False
         if self.state in REUSABLE and is_unneeded(self.record):
@@ -336,14 +339,14 @@ class Slot:
         return False
 
     def remove(self) -> None:
-        """Remove the slot for all, and close it here; its memory goes when nobody has it mapped. For who has the slot's
-        lock, or has just made it."""
+        """Remove the slot for all processes, and close it here. The system frees its memory when no process has it
+        mapped. Only for the holder of the slot's lock, or for the process that has just made the slot."""
         self._folder.remove(self.name)
         self.close()
 
     def close(self) -> None:
-        """Close the slot here, and let go of its lock. Its memory stays mapped as long as something refers to what
-        `data` was."""
+        """Close the slot here, and release its lock. Its memory stays mapped as long as anything refers to the array
+        that `data` returned."""
         with self._lock:
             if self._fd >= 0:
                 file_locks.close(self._fd)
@@ -370,7 +373,7 @@ class Slot:
             ) from error
 
     def _newest(self) -> _WrittenRecord:
-        """The newer of the two cells that are whole."""
+        """The newest record whose cell is whole."""
         page = self._look()
         if page != self._page:
             found = [cell for start in (0, _CELL_NBYTES) if (cell := _read_cell(page[start : start + _CELL_NBYTES]))]
@@ -380,7 +383,7 @@ class Slot:
         return self._found
 
     def _look(self) -> bytes:
-        return self._memory[: 2 * _CELL_NBYTES].tobytes()  # others may be writing one of them
+        return self._memory[: 2 * _CELL_NBYTES].tobytes()  # a copy: another process may be writing one of the cells
 
     def _corrupt(self, what: str) -> CorruptError:
         return CorruptError(
@@ -393,7 +396,7 @@ class Slot:
 
 
 def slot_names(folder: NodeFolder, *, rank: int | None = None) -> list[str]:
-    """Names of all slots in a folder, or of those of one rank, sorted."""
+    """The names of all slots in a folder, or of one rank's slots, sorted."""
     names = [name for name in folder.names() if _NAME.fullmatch(name)]
     return [name for name in names if rank is None or rank_of(name) == rank]
 
@@ -410,7 +413,7 @@ def _cell(sequence: int, record: SlotRecord) -> bytes:
 
 
 def _read_cell(cell: bytes) -> _WrittenRecord | None:
-    """What is in a cell; None where it is not whole."""
+    """The record in a cell; None where the cell is not whole."""
     magic, sequence, nbytes, digest = _CELL.unpack_from(cell)
     payload = cell[_CELL.size : _CELL.size + nbytes]
     if magic != _MAGIC or digest != _digest(sequence, payload):
