@@ -1,1 +1,1 @@
-"""The keeper: the process of a node that makes durable what trainers have staged. Never imports torch."""
+"""The keeper: the process of a node that makes staged snapshots of trainers durable. Never imports torch."""

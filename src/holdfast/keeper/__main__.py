@@ -1,6 +1,6 @@
-"""``python -m holdfast.keeper RUN``: the process itself. Mostly started by `ensure_keeper`; ends when it is idle.
+"""``python -m holdfast.keeper RUN``: the keeper's process. Usually `ensure_keeper` starts it; it ends when it is idle.
 
-Exit codes: 0 it owes nothing, 1 it was told to end and could not make everything durable in time, 2 wrong usage.
+Exit codes: 0 everything is durable, 1 it was told to end and could not make everything durable in time, 2 wrong usage.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 
 
 def main(arguments: list[str]) -> int:
-    """Keep the run that `arguments` name; the exit code."""
+    """Keep the run that `arguments` name, and return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m holdfast.keeper", description="Keep the snapshots of one run.")
     parser.add_argument("run", help="the run, as trainers name it")
     parser.add_argument("--node-dir", default=str(DEFAULT_NODE_DIR), help="a folder in memory")
@@ -43,10 +43,11 @@ def main(arguments: list[str]) -> int:
 
 
 def serve(run: str, *, node_dir: str, idle_s: float, grace_s: float, detach: bool = False) -> bool:
-    """Keep `run` on this node until SIGTERM, or until there is nothing to keep. Whether everything is durable then, or
-    another keeper is at work. With `detach` in the background: this process ends once the run is kept.
+    """Keep `run` on this node until SIGTERM, or until there is nothing to keep. Returns whether everything is durable
+    then, or another keeper is at work. With `detach`, a child does this in the background, and the calling process
+    ends once the keeper's lock is taken.
 
-    Raises `ConfigurationError` for a `node_dir` that cannot be used, or whose contents are another version's.
+    Raises `ConfigurationError` where `node_dir` cannot be used, or its contents are another version's.
     """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     over = Event()
@@ -61,8 +62,8 @@ def serve(run: str, *, node_dir: str, idle_s: float, grace_s: float, detach: boo
             _log.info("another keeper is at work in '%s'", folder.path)
             return True
         _log.info("keeping the snapshots of '%s' in '%s'", uri, folder.path)
-        # The lock is the child's, too. It is nobody's child from then on: what ends whole trees of processes, or
-        # waits for them, does not find it.
+        # The child shares the lock. Once its parent has ended, no program that ends whole trees of processes, or waits
+        # for them, finds it.
         if detach and os.fork():
             os._exit(0)
         return keep(folder, uri, lock, is_over=over.is_set, idle_s=idle_s, grace_s=grace_s)

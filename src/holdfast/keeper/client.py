@@ -1,4 +1,4 @@
-"""How a trainer gets a keeper: by finding one at work, or by starting one that outlives it."""
+"""The trainer's way to a keeper: find one at work, or start one that outlives the trainer."""
 
 from __future__ import annotations
 
@@ -18,18 +18,20 @@ from holdfast.node_memory.node_folder import NodeFolder
 
 _NUM_TRIES: Final = 3
 _KILLED: Final = -9
-#: A keeper that takes longer to begin (because Python itself lies on a file system that hangs, say) is killed.
+#: A keeper that takes longer to start is killed. (Python itself may lie on a file system that hangs.)
 _START_LIMIT_S: Final = 20.0
 
 
 def ensure_keeper(folder: NodeFolder, run: str) -> None:
-    """Return when a keeper of `folder` is at work; starts one where there is none, in a few tenths of a second.
+    """Return when a keeper of `folder` is at work. Starts one where there is none, which takes a few tenths of a
+    second.
 
-    It has a session of its own, no parent and none of this process's descriptors, so that nothing that ends this
-    process ends it, but for the end of a container or of a Slurm step. Any number of processes may call this at once.
+    The keeper has its own session, no parent and none of this process's descriptors. So whatever ends this process does
+    not end the keeper, except for the end of a container or of a Slurm step. Any number of processes may call this at
+    the same time.
 
     Raises:
-        ConfigurationError: a keeper was started and could not begin, and says why; or what is there is another
+        ConfigurationError: the keeper could not start; the error says why. Or the contents of `folder` are another
             version's, see `require_protocol`.
     """
     require_protocol(folder, timeout_s=2 * GRACE_S)
@@ -52,8 +54,8 @@ def ensure_keeper(folder: NodeFolder, run: str) -> None:
 
 
 def _started(run: str, node_dir: Path, log: int) -> int:
-    """Start a keeper. Its status when it keeps the run, or could not; below 0 if something killed it before, or it took
-    too long to begin."""
+    """Start a keeper, and wait until it keeps the run or fails. Returns its exit status: 0 if it keeps the run, below 0
+    if a signal killed it before or it took too long to start."""
     try:
         return subprocess.run(
             [sys.executable, "-m", "holdfast.keeper", run, "--node-dir", str(node_dir), "--detach"],
@@ -71,7 +73,7 @@ def _started(run: str, node_dir: Path, log: int) -> int:
 
 
 def _import_paths() -> list[str]:
-    """Where the keeper finds this very holdfast."""
+    """The import paths by which the keeper finds this same holdfast package."""
     before = os.environ.get("PYTHONPATH")
     return [str(Path(holdfast.__file__).parent.parent), *([before] if before else [])]
 

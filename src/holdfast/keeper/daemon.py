@@ -1,10 +1,12 @@
-"""The keeper: one process per node, user and run, which makes durable what trainers have staged, and outlives them.
+"""The keeper: one process per node, user and run, which makes staged snapshots durable and outlives the trainers.
 
-It looks at the slots of its folder again and again: what is staged it seals, what is sealed it writes to storage, and
-when all files of a checkpoint are there, from whichever nodes, it commits. All that it knows stands in the slots, so a
-keeper that is killed at any instant is replaced by another that goes on where it was.
+It looks at the slots of its folder again and again. It seals staged slots, writes sealed slots to storage, and commits
+a checkpoint when all its files are in storage, whichever nodes wrote them. Everything that it must know is in the slots
+and in the generations' files beside them. So when a keeper is killed, at whatever instant, the next one goes on from
+there.
 
-Trainers find what became of their snapshots in the slots too: nobody waits for an answer that a death could keep back.
+Trainers read the fate of their snapshots from the slots too, so no trainer waits for an answer that a dead keeper would
+never send.
 """
 
 from __future__ import annotations
@@ -29,53 +31,53 @@ from holdfast.node_memory.keeper_lock import clear_protocol, is_unwanted, note_k
 from holdfast.node_memory.node_folder import NodeFolder
 from holdfast.node_memory.slots import OWED, Slot, SlotRecord, SlotState, slot_names
 
-#: After so long without trainers and work a keeper ends, and gives back the memory.
+#: Time without trainers and work after which a keeper removes its slots and ends.
 IDLE_S: Final = 1800.0
-#: After so long without trainers what could not be made durable is given up: parts of checkpoints whose other parts
-#: were in the memory of nodes that are gone, or of a run whose storage is.
+#: Time without trainers after which a keeper frees slots that it could not make durable: parts of checkpoints whose
+#: other parts were in the memory of lost nodes, or of a run whose storage is gone.
 ORPHANED_S: Final = 86400.0
-#: What is staged when a keeper is told to end, it makes durable for so long.
+#: Time that a keeper spends on making its slots durable after it was told to end.
 GRACE_S: Final = 60.0
 
-#: How often a keeper looks at everything, and how often whether a trainer has changed something, which costs next to
-#: nothing; also while a trainer fills a slot. Trainers need not wake it.
+#: Interval of a keeper's looks at everything; and of its glances at whether a trainer has changed something, which cost
+#: almost nothing: in general, and while a trainer fills a slot. So trainers need not wake the keeper.
 _LOOK_S: Final = 0.25
 _GLANCE_S: Final = 0.05
 _SHORT_GLANCE_S: Final = 0.01
-#: Slots that are sealed, and files that are written, at the same time.
+#: Number of slots sealed, and of files written, at the same time.
 _NUM_SEALERS: Final = 2
 _NUM_WRITERS: Final = 4
-#: After a store failed, it is left alone for so long.
+#: Pause after a store has failed.
 _RETRY_S: Final = 1.0
-#: While files of other nodes are missing, it is asked for them after so long, and each time after twice as long, up to
-#: the time above. A slot of this node that is staged meanwhile makes it be asked at once.
+#: While files of other nodes are missing, pause before the keeper asks the store for them again. It doubles each time,
+#: up to `_RETRY_S`. When a slot of this node is staged meanwhile, the keeper asks at once.
 _FIRST_RETRY_S: Final = 0.05
-#: Longer texts of errors would not fit into the record of a slot.
+#: Limit for an error's text, which has to fit into the record of a slot.
 _MAX_ERROR_NBYTES: Final = 1200
 
 _log = logging.getLogger(__name__)
 
 
 class _Retry(NamedTuple):
-    """When a generation is tried again, and how long that was put off."""
+    """The time at which a generation is tried again, and the delay that led to it."""
 
     at_s: float
     delay_s: float
 
 
 class Keeper:
-    """Keeps `folder`; the caller holds its lock. Used by one thread; others hash and write meanwhile, so that a slow
-    store does not keep newer snapshots from being sealed.
+    """The keeper of `folder`, whose lock the caller holds. Only one thread uses it. Its own threads hash and write
+    meanwhile, so that a slow store does not delay the sealing of newer snapshots.
 
-    What the keeper changes in a slot, it changes as `holdfast.node_memory.slots` allows: it is the owner of STAGED and
-    SEALED slots, and takes the lock of all others. Its threads share that right without a race: a sealer alone has a
-    slot from STAGED to SEALED (`_seals` names it meanwhile), writers only read, and every other change is made by the
-    one thread that uses this, which leaves alone what is being sealed, and does not free what is being read.
+    The keeper changes a slot only as `holdfast.node_memory.slots` allows: it owns STAGED and SEALED slots, and takes
+    the lock of any other slot. Its threads share that right without a race. Only the sealer changes a slot from STAGED
+    to SEALED (`_seals` has the slot's name meanwhile). Writers only read. The one thread that uses this object makes
+    every other change: it does not change a slot that is being sealed, and does not free a slot that is being read.
     """
 
     def __init__(self, folder: NodeFolder, lock: int | None = None) -> None:
         self._folder = folder
-        #: What it holds to be the only keeper of the folder; None where the caller sees to that.
+        #: The descriptor that holds the folder's lock; None where the caller makes sure that there is one keeper.
         self._lock = lock
         self._slots: dict[str, Slot] = {}
         self._generations: dict[str, Sealing] = {}
@@ -83,16 +85,18 @@ class Keeper:
         self._writers = ThreadPoolExecutor(_NUM_WRITERS, thread_name_prefix="holdfast-persist")
         #: Slots that are being sealed, by name.
         self._seals: dict[str, Future[None]] = {}
-        #: What is being written; and what has been, of checkpoints whose other files are missing.
+        #: The checkpoint that is being written; and those whose slots here are written but whose other files are
+        #: missing.
         self._writing: Writing | None = None
         self._waiting: dict[str, Writing] = {}
         self._retries: dict[str, _Retry] = {}
-        #: When a file had last come or gone as of the last look.
+        #: The folder's time of change (`NodeFolder.changed_ns`) at the last look.
         self._met_ns = 0
 
     def run(self, *, is_over: Callable[[], bool], idle_s: float, orphaned_s: float = ORPHANED_S) -> None:
-        """Work until `is_over`, or until for `idle_s` no trainer lived and nothing was to be done; then the memory is
-        given back. What cannot be made durable is to be done until no trainer has lived for `orphaned_s`."""
+        """Work until `is_over`, or until there was no trainer and no work for `idle_s`; in that case, remove the slots.
+        A slot that cannot be made durable counts as work until there was no trainer for `orphaned_s`, when it is freed.
+        Also ends when the lock's file was removed and all slots are durable."""
         busy_at = tended_at = time.monotonic()
         while not is_over():
             is_tended = is_claimed(self._folder)
@@ -110,7 +114,7 @@ class Keeper:
             self._rest()
 
     def finish(self, *, grace_s: float) -> bool:
-        """Make durable what is staged or sealed, for `grace_s` at most. Whether all of it is."""
+        """Make STAGED and SEALED slots durable, within `grace_s`. Returns whether all of them are durable."""
         end = time.monotonic() + grace_s
         self.look()
         while self.owes and time.monotonic() < end:
@@ -119,8 +123,9 @@ class Keeper:
         return not self.owes
 
     def look(self) -> bool:
-        """Begin what is to be done now, and take note of what was. Whether there was anything."""
-        # Listed before the slots are looked at: a generation gets its file when a slot says already that it is of it.
+        """Start the work that is due, and record the results of finished work. Returns whether there is work."""
+        # List these before looking at the slots: a slot names its generation before the generation gets its file, so
+        # every generation in this list is named by its slots by the time they are read.
         known = {*generation_ids(self._folder), *given_up_ids(self._folder)}
         self._meet()
         if not self.is_displaced:
@@ -132,11 +137,11 @@ class Keeper:
 
     @property
     def owes(self) -> bool:
-        """Whether anything is staged or sealed that is not durable."""
+        """Whether any slot is STAGED or SEALED, and so not durable yet."""
         return any(slot.state in OWED for slot in self._slots.values())
 
     def give_back(self) -> None:
-        """Remove all slots that hold nothing that is not durable, and whose trainers are no more; and what nobody needs
+        """Remove all slots without a living trainer whose contents are durable, and the generations that no slot needs
         then."""
         self._meet()
         if self.is_displaced:
@@ -147,7 +152,7 @@ class Keeper:
         self._forget({*generation_ids(self._folder), *given_up_ids(self._folder)})
 
     def close(self) -> None:
-        """Close all slots, which stay where they are; waits for what is being hashed or written."""
+        """Close all slots, which stay in the folder; waits for running hashes and writes."""
         self._sealers.shutdown()
         self._writers.shutdown()
         for writing in (*self._waiting.values(), *([self._writing] if self._writing else [])):
@@ -157,7 +162,7 @@ class Keeper:
         self._slots.clear()
 
     def _rest(self) -> None:
-        """Wait for what is being done, or for what others do, or until it is time to look again."""
+        """Wait until a thread of the keeper has finished, a trainer has changed something, or the next look is due."""
         busy: list[Future[Any]] = [*self._seals.values()]
         if self._writing is not None:
             busy += self._writing.pending
@@ -178,13 +183,14 @@ class Keeper:
 
     @property
     def is_displaced(self) -> bool:
-        """Whether somebody has removed the file of its lock, mostly with the whole folder. Another keeper may be at
-        work there by now, and what has a name there is that one's. This one alone still has what was removed: it makes
-        that durable, and ends."""
+        """Whether some process has removed the file of the keeper's lock, usually with the whole folder. Another keeper
+        may be at work at that path by now, and owns the files that are there. Only this keeper still has the removed
+        slots: it makes them durable, and ends."""
         return self._lock is not None and os.fstat(self._lock).st_nlink == 0
 
     def _meet(self) -> None:
-        """Open slots that are new, and close those that are gone, once they hold nothing that is to become durable."""
+        """Open new slots, and close removed ones once their contents need not become durable any more. Also drop
+        damaged slots, and free those whose writer is dead."""
         self._met_ns = self._folder.changed_ns()
         names = set() if self.is_displaced else set(slot_names(self._folder))
         for name in self._slots.keys() - names:
@@ -196,7 +202,7 @@ class Keeper:
                 try:
                     self._slots[name] = Slot(self._folder, name)
                 except CorruptError as error:
-                    _log.error("%s", error)  # also of what another version left when it owed nothing
+                    _log.error("%s", error)  # also for durable slots that another version left
                     self._folder.remove(name)
         for name, slot in list(self._slots.items()):
             slot.refresh()
@@ -207,8 +213,8 @@ class Keeper:
                 _log.warning("'%s' is freed: the process that was filling it is dead", slot.path)
 
     def _forget(self, known: Collection[str]) -> None:
-        """Forget those of the `known` generations of which no slot holds anything, nor is about to; and remove what
-        processes left that were killed."""
+        """Forget those of the `known` generations that no slot's contents name, and remove the unnamed files of killed
+        processes."""
         held = {slot.record.contents.checkpoint_id for slot in self._slots.values() if slot.record.contents}
         for checkpoint_id in set(known) - held:
             remove_generation(self._folder, checkpoint_id)
@@ -220,8 +226,8 @@ class Keeper:
         self._folder.remove_unnamed()
 
     def _remove_old(self) -> None:
-        """Remove slots of ranks that are no more, when a later checkpoint of those that are is whole and committed, or
-        one of another run: that which was here before is gone."""
+        """Remove dead ranks' slots once a newer checkpoint of living ranks has been committed. Slots of another run are
+        older too: the run that was here before is gone."""
         committed = [slot for slot in self._slots.values() if slot.state == SlotState.COMMITTED]
         kept = [slot.record.contents for slot in committed if slot.record.contents and self._is_tended(slot)]
         newest = max(kept, key=lambda contents: contents.place, default=None)
@@ -237,29 +243,30 @@ class Keeper:
                 del self._slots[name]
 
     def _give_up(self) -> None:
-        """Free what can never become whole; not while it is being read."""
+        """Free the slots of given-up generations, which can never become whole, unless they are being read."""
         given_up = given_up_ids(self._folder)
         for slot in self._owed_at_rest():
             if slot.record.contents and slot.record.contents.checkpoint_id in given_up:
                 slot.advance(SlotRecord(SlotState.FREE))
 
     def _abandon(self, orphaned_s: float) -> None:
-        """Free what was owed for so long, and nobody came back for it; not while it is being read."""
+        """Release unpersisted slots whose trainers never returned, unless they are being read."""
         for slot in self._owed_at_rest():
             self._lose(slot, f"no trainer came back for {orphaned_s:.0f} s. {slot.record.error or 'Parts are missing'}")
 
     def _owed_at_rest(self) -> list[Slot]:
-        """What is owed, and is not being read."""
+        """The slots that still have to become durable and that no thread is reading."""
         being_read = self._being_read
         return [slot for name, slot in self._slots.items() if slot.state in OWED and name not in being_read]
 
     @property
     def _being_read(self) -> set[str]:
-        """Names of the slots that are being hashed or written. (What waits for files of others has been.)"""
+        """The names of the slots that are being hashed or written. (Those that wait for other nodes' files already
+        were.)"""
         return set(self._seals) if self._writing is None else {*self._seals, *self._writing.names}
 
     def _seal_all(self) -> bool:
-        """Begin to seal what is staged. Whether anything is being sealed."""
+        """Start to seal STAGED slots. Returns whether any slot is being sealed."""
         for name in [name for name, seal in self._seals.items() if seal.done()]:
             error = self._seals.pop(name).exception()
             if error is not None:
@@ -279,7 +286,7 @@ class Keeper:
         slot.advance(SlotRecord(SlotState.FREE))
 
     def _sealing(self, checkpoint_id: str) -> Sealing | None:
-        """What is known of a checkpoint; None where that is lost."""
+        """The `Sealing` of a checkpoint; None where its generation's file is lost."""
         if checkpoint_id not in self._generations:
             try:
                 self._generations[checkpoint_id] = Sealing(read_generation(self._folder, checkpoint_id))
@@ -289,7 +296,8 @@ class Keeper:
         return self._generations[checkpoint_id]
 
     def _write(self) -> bool:
-        """Write the oldest generation that is not durable, and take note of how that ended. Whether any is written."""
+        """Record the result of a finished write, and write the oldest generation that is not durable. Returns whether
+        one is being written."""
         if self._writing is not None and self._writing.is_over():
             self._note(self._writing)
             self._writing = None
@@ -306,7 +314,7 @@ class Keeper:
         return True
 
     def _owed(self) -> dict[str, list[Slot]]:
-        """What is to be written now, by checkpoint."""
+        """The slots to write now, by checkpoint."""
         owed: dict[str, list[Slot]] = {}
         for slot in self._slots.values():
             contents = slot.record.contents
@@ -315,8 +323,8 @@ class Keeper:
         return {each: slots for each, slots in owed.items() if self._is_due(each, slots)}
 
     def _is_due(self, checkpoint_id: str, slots: Iterable[Slot]) -> bool:
-        """Whether it is time to write a checkpoint: it was not tried, or so long ago that it is tried again, or one of
-        its slots was staged since, which may be the one that was missing."""
+        """Whether it is time to write a checkpoint: it was not tried yet, its retry is due, or one of its slots was
+        staged since the last try, and may be the one that was missing."""
         retry = self._retries.get(checkpoint_id)
         if retry is None or retry.at_s <= time.monotonic():
             return True
@@ -324,7 +332,7 @@ class Keeper:
         return waiting is not None and any(slot.name not in waiting.names for slot in slots)
 
     def _note(self, writing: Writing) -> None:
-        """Say in the slots what came of it, or that it is to be tried again."""
+        """Record the outcome of `writing` in its slots, or plan a retry."""
         checkpoint_id = writing.sealing.generation.checkpoint_id
         state, text = SlotState.SEALED, ""
         try:
@@ -332,7 +340,7 @@ class Keeper:
                 state = SlotState.COMMITTED
         except FencedError as error:
             state, text = SlotState.FENCED, str(error)
-        except Exception as error:  # noqa: BLE001 - also what sealing raised: the keeper must live for all others
+        except Exception as error:  # noqa: BLE001 - errors of sealing too: the keeper must survive for the other slots
             text = str(error) or repr(error)
         if text:
             _log.error("%s", text)
@@ -347,13 +355,13 @@ class Keeper:
         for slot in writing.slots:
             contents = slot.refresh().contents
             if slot.state != SlotState.SEALED or contents is None or contents.checkpoint_id != checkpoint_id:
-                continue  # its seal failed, or is still being made, and is tried again; or it was given up
+                continue  # its seal failed or is not finished, and is tried again; or the slot was given up
             record = msgspec.structs.replace(slot.record, state=state, error=_short(text))
             if record != slot.record:
                 slot.advance(record)
 
     def _is_tended(self, slot: Slot) -> bool:
-        """Whether a trainer that lives has the slots of its rank."""
+        """Whether a living trainer has a claim to the slot's rank."""
         return is_claimed(self._folder, slot.rank)
 
 
@@ -364,9 +372,9 @@ def _short(text: str) -> str:
 def keep(
     folder: NodeFolder, run: str, lock: int, *, is_over: Callable[[], bool], idle_s: float, grace_s: float
 ) -> bool:
-    """Keep `folder` of `run`, whose `lock` this process has, until `is_over` or idle, or somebody wants the keeper to
-    end. Whether everything is durable then; the memory of trainers that are no more is given back, and the folder
-    removed, if nothing is left in it."""
+    """Keep `folder` of `run`, whose `lock` this process has, until `is_over`, until idle for `idle_s`, or until a
+    process asks the keeper to end. Then makes its slots durable within `grace_s`, removes the durable slots of dead
+    trainers, and removes the folder if nothing is left in it. Returns whether everything is durable."""
     note_keeper(lock)
     write_run(folder, run)
     write_protocol(folder)

@@ -1,7 +1,7 @@
-"""From staged slots to a durable, committed checkpoint: seal, persist, commit. What a keeper does, step by step.
+"""The keeper's steps from staged slots to a committed checkpoint: seal, persist, commit.
 
-Each step is safe to begin again after a death in the middle of it: a slot is sealed from what was staged in it, a file
-appears in storage whole or not at all, and who commits writes what everybody else would.
+Each step can be repeated after a death in the middle of it. Sealing reads only the staged bytes of a slot. A file
+appears in storage whole or not at all. A commit has the same content whichever process writes it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from holdfast.store.timed import TimedStore
 
 
 class Sealing:
-    """What is needed to seal slots of one generation: its manifest, decoded once."""
+    """The sealing of one generation's slots, by its manifest, which is decoded once."""
 
     def __init__(self, generation: Generation) -> None:
         self.generation = generation
@@ -37,7 +37,8 @@ class Sealing:
         self._files = Files(self.stored.manifest)
 
     def seal(self, slot: Slot) -> None:
-        """Hash what is staged in `slot`, and write its header: from then on it is a data file like any other."""
+        """Hash the staged bytes of `slot`, write the header before them, and make the slot SEALED: from then on its
+        contents are a data file like any other."""
         contents = slot.record.contents
         assert contents is not None
         layout = self._files.layout(contents.file)
@@ -55,18 +56,18 @@ def data_file(slot: Slot) -> Bytes:
 
 
 def publish_manifest(storage: TimedStore, sealing: Sealing) -> None:
-    """Have storage hold the manifest; it comes before all files. Raises `StorageError` when the store fails."""
+    """Create the manifest in storage, before any data file. Raises `StorageError` when the store fails."""
     storage.create(sealing.stored.key(fmt.NAME), sealing.stored.data)
 
 
 def persist(
     storage: TimedStore, sealing: Sealing, slot: Slot, *, await_seal: Callable[[], None] = lambda: None
 ) -> bool:
-    """Write the data file in a slot to storage; durable on return. Whether it was: where one is there already, nothing
-    is done.
+    """Write the data file in a slot to storage; it is durable on return. Returns whether this call wrote it: where
+    storage has the file already, nothing is done.
 
-    The slot need not be sealed yet: its data is on its way while another thread hashes it, until `await_seal` returns.
-    Raises `StorageError` when the store fails.
+    The slot need not be sealed yet: this writes its data while another thread hashes it, and the header after
+    `await_seal` has returned. Raises `StorageError` when the store fails.
     """
     stored, contents = sealing.stored, slot.record.contents
     assert contents is not None
@@ -93,19 +94,19 @@ def persist(
 
 
 def file_seal(slot: Slot) -> FileSeal:
-    """What the seal of the checkpoint says of the data file in a sealed slot."""
+    """The entry of the checkpoint's seal for the data file in a sealed slot."""
     contents = slot.record.contents
     assert contents is not None
     return FileSeal(fmt.file_name(contents.file), contents.nbytes, slot.record.digest)
 
 
 def commit(run: Run, sealing: Sealing, written: Iterable[FileSeal]) -> Commit | None:
-    """Commit the checkpoint, if all its data files are in storage, whichever nodes they come from. Else None. Files
-    that were `written` by this process are not looked at again.
+    """Commit the checkpoint, and return its commit, if all its data files are in storage, whichever nodes wrote them;
+    else return None. Files that this process has `written` are not read again.
 
     Raises:
         FencedError: another job opened a newer epoch of the run, or the checkpoint was given up.
-        CorruptError: a file is not what the manifest demands.
+        CorruptError: a file does not fit the manifest.
     """
     run.check_fence(sealing.generation.place.epoch)
     if missing_files(run.storage, sealing.stored):

@@ -1,4 +1,4 @@
-"""One generation on its way to storage: its files side by side, and when all are there, its commit."""
+"""The writing of one generation to storage: its files in parallel, and when all are there, its commit."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from holdfast.run.history import Run
 from holdfast.store.timed import TimedStore
 from holdfast.store.urls import open_store
 
-#: How long a store may take to answer.
+#: Time limit for a store to answer.
 _STORE_TIMEOUT_S: Final = 600.0
 
 
 class Writing:
-    """Makes slots of one generation durable, by the threads of `pool`. Used by one thread, which need not wait.
+    """The writing of one generation's slots, by the threads of `pool`. Only one thread uses it, and asks `is_over`
+    instead of waiting.
 
-    Slots join as they are staged. When all that have joined are written, a commit is tried; while files are missing,
-    which other nodes write, or ranks of this one have not staged yet, that is tried again, by `join` or `retry`.
+    Slots join as they are staged. When all joined slots are written, it tries to commit. While files are missing,
+    because other nodes write them or ranks of this node have not staged them yet, `join` or `retry` make it try again.
     """
 
     def __init__(self, sealing: Sealing, pool: ThreadPoolExecutor) -> None:
@@ -33,29 +34,29 @@ class Writing:
         storage = TimedStore(open_store(sealing.generation.location), timeout_s=_STORE_TIMEOUT_S)
         self._storage = self._stack.enter_context(storage)
         self._slots: dict[str, Slot] = {}
-        #: Of each slot, what is sealed of its file, if that was written here.
+        #: By slot name, the seal's entry for the slot's file; None where storage had the file already.
         self._files: dict[str, Future[FileSeal | None]] = {}
         self._committed: Future[bool] | None = None
         self._run: Future[Run] = pool.submit(self._open)
 
     @property
     def names(self) -> Iterable[str]:
-        """Names of the slots."""
+        """The names of the joined slots."""
         return self._slots
 
     @property
     def slots(self) -> Iterable[Slot]:
-        """What is being made durable."""
+        """The joined slots."""
         return self._slots.values()
 
     @property
     def pending(self) -> Sequence[Future[Any]]:
-        """What is to be waited for before there is more to do."""
+        """The futures to wait for before there is more to do."""
         return list(self._files.values()) if self._committed is None else [self._committed]
 
     def join(self, slot: Slot, sealed: Future[None] | None) -> bool:
-        """Write this slot too; `sealed` is about to be (None: it is). False, and nothing done, where that has begun, or
-        a commit is being tried."""
+        """Write this slot too. `sealed` is done when the slot is sealed (None: it is sealed). Returns False, and does
+        nothing, where the slot has joined already or a commit is being tried."""
         if slot.name in self._slots or (self._committed is not None and not self._committed.done()):
             return False
         self._slots[slot.name] = slot
@@ -64,8 +65,9 @@ class Writing:
         return True
 
     def retry(self, slots: Mapping[Slot, Future[None] | None]) -> None:
-        """Try the commit again: by now others may have written the files that were missing. The files of `slots`, each
-        with when it is sealed, that were in storage already may have gone since: those are looked at again."""
+        """Make `is_over` try the commit again: by now other nodes may have written the missing files. Where storage
+        already had the file of one of `slots`, the file may be gone by now: this writes it again if so. Each of `slots`
+        comes with the future that is done when it is sealed."""
         self._committed = None
         for slot, sealed in slots.items():
             file = self._files.get(slot.name)
@@ -73,7 +75,7 @@ class Writing:
                 self._files[slot.name] = self._pool.submit(self._persist, slot, sealed)
 
     def is_over(self) -> bool:
-        """Begin with the commit when all files are written. Whether that is over too, or something has failed."""
+        """Start the commit once all files are written. Returns whether the commit is over too, or a file has failed."""
         if self._committed is None and all(file.done() for file in self._files.values()):
             if any(file.exception() for file in self._files.values()):
                 return True
@@ -81,19 +83,19 @@ class Writing:
         return self._committed is not None and self._committed.done()
 
     def outcome(self) -> bool:
-        """Whether it was committed: it is when all nodes have written their files. Raises the first error. Call when
-        it is over."""
+        """Whether the generation was committed, which happens once all nodes have written their files. Raises the first
+        error. Call it only when `is_over`."""
         for file in self._files.values():
             file.result()
         assert self._committed is not None
         return self._committed.result()
 
     def close(self) -> None:
-        """Let go of the store; nothing is pending any more."""
+        """Close the store. Call it only when nothing is pending."""
         self._stack.close()
 
     def _open(self) -> Run:
-        run = Run.open(self._storage)  # first: nothing is written where it is not, or not any more
+        run = Run.open(self._storage)  # first, so that nothing is written where the run does not exist (any more)
         if run.run_id != self.sealing.stored.manifest.body.run_id:
             raise _replaced(run)
         generation = self.sealing.generation
@@ -103,7 +105,8 @@ class Writing:
         return run
 
     def _commit(self) -> bool:
-        # Noted when they were written: while the checkpoint waits for other files, a slot may be given up and refilled.
+        # Uses the seals noted at the time of writing: while the checkpoint waits for other files, a slot may be given
+        # up and refilled.
         written = [seal for file in self._files.values() if (seal := file.result()) is not None]
         return commit(self._run.result(), self.sealing, written) is not None
 
