@@ -1,1 +1,1 @@
-"""Planning: who writes and who reads which bytes. Pure functions of layouts, in numpy."""
+"""Planning: which rank writes and which rank reads which bytes. Pure functions of layouts, in numpy."""

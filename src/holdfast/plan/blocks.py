@@ -1,7 +1,7 @@
 """The blocks of data files that nodes read, counted for all files and nodes. Pure.
 
-A load reads whole blocks, each once per node whatever ranks and tensors want some of it, in requests of neighbouring
-ones. Sets of nodes that want the same are counted once.
+A load reads whole blocks, each once per node however many ranks and tensors want some of it, and neighbouring blocks in
+one request. Nodes that want the same blocks of a file are counted together.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from holdfast.geometry import Int64s
 from holdfast.plan.exchange import Bools
 from holdfast.plan.requirements import WantedKind
 
-#: The most that is read with one request.
+#: Largest size of one read request.
 REQUEST_NBYTES = 2 << 20
-#: So many offsets of pieces, and blocks, are looked at together (bounds memory).
+#: Most offsets of pieces and blocks that are in memory at once.
 _AT_ONCE = 1 << 22
 
 
 @dataclass(frozen=True)
 class PerFile:
-    """What is read of each data file, by all nodes together."""
+    """Bytes and requests that all nodes together read from each data file."""
 
     nbytes: Int64s
     num_requests: Int64s
@@ -33,8 +33,10 @@ class PerFile:
 
 @dataclass(frozen=True)
 class NodeReading:
-    """Bytes that each node reads, and what is read of each file: where nodes read for themselves (`apart`), and where
-    what several of them want is read by one of them (`once`)."""
+    """The bytes that each node reads for itself, and the reads of each data file in two ways.
+
+    `apart`: each node reads all it wants by itself. `once`: one node reads each block that several nodes want.
+    """
 
     nodes: Int64s
     apart: PerFile
@@ -42,8 +44,11 @@ class NodeReading:
 
 
 class _Classes(NamedTuple):
-    """Nodes that want the same of a file: class ``of[i]`` of node ``nodes[i]``, how many are in each, and in which of
-    the sets those of a class are (rows). The last class, of no node, is in all sets."""
+    """Classes of nodes that want the same blocks of a file.
+
+    Node ``nodes[i]`` is of class ``of[i]``; ``counts`` has the number of nodes of each class, and ``rows`` the sets of
+    nodes that each class belongs to. The last class has no nodes and belongs to all sets.
+    """
 
     nodes: Int64s
     of: Int64s
@@ -52,7 +57,7 @@ class _Classes(NamedTuple):
 
 
 class _Touched(NamedTuple):
-    """The blocks of a file that each of some sets of nodes wants (rows); a column more than there are blocks."""
+    """The blocks of a file that each of `sets` of nodes wants: a row per set, and an empty last column."""
 
     file: int
     nbytes: int
@@ -61,7 +66,7 @@ class _Touched(NamedTuple):
 
 
 def count_blocks(files: Files, wants: Sequence[WantedKind], members: Bools) -> NodeReading:
-    """What is read for `wants`; ``members[s]`` says which nodes are in set number ``s``."""
+    """Count the reads for `wants`; ``members[s]`` says which nodes are in set number ``s``."""
     num_files = files.manifest.body.num_files
     reading = NodeReading(
         np.zeros(members.shape[1], np.int64),
@@ -92,11 +97,11 @@ def _classes(members: Bools) -> _Classes:
 
 
 def _sizes(blocks: Bools, data_nbytes: int) -> tuple[Int64s, Int64s]:
-    """The bytes of the blocks of each row, and the requests that bring them; the last block may be a short one."""
+    """The bytes and the requests that read the blocks of each row; the last block of a file may be short."""
     width = blocks.shape[1]
     beyond = (width - 1) * BLOCK_NBYTES - data_nbytes
     nbytes = blocks.sum(axis=1) * BLOCK_NBYTES - blocks[:, -2] * beyond
-    # No run goes on in the next row: nothing is in the last column.
+    # No run continues in the next row, because the last column is empty.
     edges = np.flatnonzero(np.diff(blocks.reshape(-1), prepend=False))
     begins, lengths = edges[::2], edges[1::2] - edges[::2]
     requests = np.zeros(len(blocks), np.int64)
@@ -105,7 +110,7 @@ def _sizes(blocks: Bools, data_nbytes: int) -> tuple[Int64s, Int64s]:
 
 
 def _touched(files: Files, wants: Sequence[WantedKind], num_sets: int) -> Iterator[_Touched]:
-    """What is wanted of each file of which anything is."""
+    """The wanted blocks of each file of which any node wants some, in groups of files that bound memory."""
     wanted = np.zeros((files.manifest.body.num_files, num_sets), np.bool_)
     for want in wants:
         wanted[want.owners, want.sets] = True
@@ -124,10 +129,10 @@ def _touched(files: Files, wants: Sequence[WantedKind], num_sets: int) -> Iterat
 def _touched_of(
     files: Files, chunk: Int64s, positions: Int64s, wants: Sequence[WantedKind], wanted: Bools
 ) -> Iterator[_Touched]:
-    """The same of the files `chunk`, of which ``wanted[f, s]`` says whether set ``s`` of nodes wants some."""
+    """The wanted blocks of the files `chunk`; ``wanted[f, s]`` says whether node set ``s`` wants any of file ``f``."""
     columns = files.columns(chunk, positions)
     widths = -(-columns.data_nbytes // BLOCK_NBYTES) + 1
-    # The blocks of each file and set in one line, each with a place behind it.
+    # The blocks of each file and set on one line, each followed by one empty place.
     lengths = np.where(wanted, widths[:, None], 0).reshape(-1)
     ends = np.cumsum(lengths)
     heads = (ends - lengths).reshape(wanted.shape)

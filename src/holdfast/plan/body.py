@@ -1,9 +1,9 @@
-"""What ranks tell each other about their layouts.
+"""The messages in which ranks describe their layouts to the planner.
 
-The *body* is rank-free: equal for all ranks that shard alike. Of `Pieces` it only says which tensors are held so, and
-each rank adds *columns* with its own parts. Tensors with equal parts share one slot of the columns, so thousands of
-tensors that are cut alike cost one entry; which tensor has which slot is the rank's own, too, since ranks that hold
-nothing of many tensors share other slots than the rest.
+The *body* is rank-free: equal for all ranks that shard alike. For tensors held in `Pieces` it only says that they are,
+and each rank adds *columns* with its own parts. Tensors with equal parts share one slot of the columns, so thousands
+of tensors that are cut alike cost one entry. Each rank also sends its own map from tensors to slots, because a rank
+that holds nothing of many tensors shares other slots than the rest.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from holdfast.plan.layout import (
     Whole,
 )
 
-#: A slot's number of axes stands above this bit of its head, its number of parts below.
+#: In a slot's head, the number of axes is above this bit, the number of parts below it.
 _AXES_BIT = 32
 
 
 class MeshWire(msgspec.Struct, frozen=True, array_like=True):
-    """A mesh, its ranks as affine blocks where they are regular."""
+    """`Mesh` with its ranks encoded as an integer sequence: affine blocks where they are regular."""
 
     shape: Shape
     ranks: sequences.Sequence
@@ -58,7 +58,7 @@ class WholeWire(msgspec.Struct, frozen=True, array_like=True, tag="whole"):
 
 
 class PiecesWire(msgspec.Struct, frozen=True, array_like=True, tag="pieces"):
-    """`Pieces`: those of number `number` in the rank's columns."""
+    """`Pieces`, whose parts are in the rank's columns under number `number`."""
 
     number: int
     replicas: PieceReplicas
@@ -68,7 +68,7 @@ SpecWire = PlacedWire | WholeWire | PiecesWire
 
 
 class Body(msgspec.Struct, frozen=True, array_like=True):
-    """The rank-free part of a layout: tensor ``i`` is ``names[i]``, of the dtype, shape and spec with those indexes."""
+    """The rank-free part of a layout. Tensor ``i`` is ``names[i]``, with indexes of its dtype, shape and spec."""
 
     names: tuple[str, ...]
     dtype_table: tuple[str, ...]
@@ -83,12 +83,14 @@ class Body(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True)
 class RankLayout:
-    """One rank's layout as it is sent: `digest` of the encoded body, the body itself, and the rank's columns.
+    """One rank's layout in its encoded form: the body, its `digest`, and the rank's columns.
 
-    Columns are little-endian int64; there are none without `Pieces`. Two numbers of what follows: slots, and words of
-    the map. The map: per number of a `PiecesWire` its slot, as differences in int32, deflated and padded. Per slot a
-    head: its number of parts and, from bit 32 on, of axes (0: flat ranges). Then all parts one after another, each
-    ``start, stop`` (flat) or ``start..., size...`` (box).
+    Columns are little-endian int64; they are empty without `Pieces`. They hold, in this order:
+
+    * the number of slots, and the number of words of the map;
+    * the map: the slot of each number of a `PiecesWire`, as differences in int32, deflated and padded;
+    * a head per slot: its number of parts and, from bit 32 on, its number of axes (0: flat ranges);
+    * all parts one after another, each ``start, stop`` (flat) or ``start..., size...`` (box).
     """
 
     digest: bytes
@@ -97,7 +99,7 @@ class RankLayout:
 
     @staticmethod
     def of(tensors: Sequence[TensorLayout], aliases: dict[str, str]) -> RankLayout:
-        """The layout of `tensors`, which are sorted by name."""
+        """The layout of `tensors`, which must be sorted by name."""
         interner = _Interner()
         specs = [interner.spec(tensor) for tensor in tensors]
         dtypes = [interner.dtypes.setdefault(tensor.dtype, len(interner.dtypes)) for tensor in tensors]
@@ -118,7 +120,7 @@ class RankLayout:
 
 
 class _Interner:
-    """Tables of distinct dtypes, shapes, meshes and specs."""
+    """The tables of distinct dtypes, shapes, meshes, specs and slots of a layout under construction."""
 
     def __init__(self) -> None:
         self.dtypes: dict[str, int] = {}
@@ -127,7 +129,7 @@ class _Interner:
         self.specs: dict[SpecWire, int] = {}
         self._slots: dict[tuple[Box | FlatRange, ...], int] = {}
         self._slot_of: list[int] = []
-        #: Numbers of specs by id: hashing a mesh of thousands of ranks for each tensor would dominate.
+        #: Numbers of specs by ``id``: hashing a mesh of thousands of ranks for each tensor would take most of the time.
         self._known: dict[int, int] = {}
 
     def spec(self, tensor: TensorLayout) -> int:
@@ -136,7 +138,7 @@ class _Interner:
         if number is None:
             wire = self._wire(spec, tensor.shape)
             number = self.specs.setdefault(wire, len(self.specs))
-            if not isinstance(spec, Pieces):  # whose parts are numbered tensor by tensor
+            if not isinstance(spec, Pieces):  # each tensor in pieces gets a number of its own
                 self._known[id(spec)] = number
         return number
 
@@ -163,17 +165,17 @@ class _Interner:
 
 
 def _described(spec: Pieces, shape: Shape) -> tuple[Box | FlatRange, ...]:
-    """The parts as the columns have them: those of a tensor without axes as flat ranges."""
+    """The parts in the form of the columns: a tensor without axes has flat ranges."""
     return spec.parts if shape else tuple(FlatRange(0, part.numel) for part in spec.parts)
 
 
 def _num_axes(parts: Sequence[Box | FlatRange]) -> int:
-    """The number of axes of boxes; 0 for flat ranges, and for no part at all."""
+    """The number of axes of boxes; 0 for flat ranges, and where there are no parts."""
     return len(parts[0].size) if parts and isinstance(parts[0], Box) else 0
 
 
 class DecodedBody:
-    """A body as the planner reads it."""
+    """A decoded body, for the planner."""
 
     def __init__(self, encoded: bytes) -> None:
         self.body = decode_msgpack(encoded, Body)
@@ -193,8 +195,11 @@ class DecodedBody:
 
 @dataclass(frozen=True)
 class HeldParts:
-    """Parts of one tensor that several ranks hold in one way: flat ranges ``[parts, 2]`` where `num_axes` is 0, else
-    boxes ``[parts, 2 * num_axes]``; `holders` has a rank for each."""
+    """Parts of one tensor that ranks hold, all of one kind.
+
+    `numbers` are flat ranges ``[parts, 2]`` where `num_axes` is 0, else boxes ``[parts, 2 * num_axes]``; `holders` has
+    the rank that holds each part.
+    """
 
     num_axes: int
     holders: Int64s
@@ -229,12 +234,12 @@ class RankColumns:
         self._maps = np.stack([_unpacked(data) for data in packed])
 
     def alike(self) -> list[int]:
-        """For each number, the lowest one with equal parts on all ranks."""
+        """For each number of a `PiecesWire`, the lowest number that has the same parts on every rank."""
         first: dict[bytes, int] = {}
         return [first.setdefault(column.tobytes(), number) for number, column in enumerate(self._maps.T)]
 
     def parts(self, number: int) -> list[HeldParts]:
-        """What the ranks hold of the tensors of `number`, by kind; ranks that hold nothing do not appear."""
+        """The parts that the ranks hold of the tensors of `number`, by kind; ranks without parts do not appear."""
         slots = self._rows + self._maps[self._map_of, number]
         heads = self._heads[slots]
         counts, axes = heads & (1 << _AXES_BIT) - 1, heads >> _AXES_BIT
@@ -250,7 +255,7 @@ class RankColumns:
 
 
 def _widths(axes: Int64s) -> Int64s:
-    """Numbers per part."""
+    """How many numbers describe one part."""
     return np.where(axes > 0, 2 * axes, 2)
 
 

@@ -1,4 +1,4 @@
-"""Divisions: what the ranks' claims to a tensor add up to, before anybody decides who writes.
+"""Divisions: the cells of a tensor and their holders, merged from the ranks' claims before writers are chosen.
 
 A *claim* is one body's spec for one tensor, with the ranks that sent the body. All claims to a tensor must make up
 one division: cells that cover the tensor exactly once, each with its holders.
@@ -24,8 +24,8 @@ class Division:
     """Cells of a tensor and their holders (``[cells, holders]``, ascending, padded at the end by repeating the last).
 
     ``kind`` says what ``geometry`` is: one array of cuts per axis (``grid``), one array of flat cuts (``flat``), or
-    one array ``[cells, 2 * axes]`` of starts and sizes (``boxes``). Where holders are `declared` replicas, a cell may
-    be written in parts by several of them; else it is written by one, so that copies that differ are never mixed.
+    one array ``[cells, 2 * axes]`` of starts and sizes (``boxes``). Where holders are `declared` replicas, several of
+    them may write parts of a cell; else one holder writes the whole cell, so that copies that differ are never mixed.
     """
 
     kind: str
@@ -63,13 +63,13 @@ class Division:
 
 @dataclass(frozen=True, eq=False)
 class RankGroup:
-    """All ranks that sent one body, and what their columns hold."""
+    """All ranks that sent one body, with their columns."""
 
     body: DecodedBody
     ranks: Int64s
     #: None where the body has no pieces.
     columns: RankColumns | None
-    #: For specs that are pieces: the first one with the same parts on all ranks.
+    #: For each spec that is pieces, by index: the first spec with the same parts on all ranks.
     alike: Mapping[int, int]
 
     @staticmethod
@@ -88,12 +88,12 @@ class RankGroup:
         return RankGroup(body, ranks, decoded, alike)
 
     def held(self, spec: PiecesWire) -> list[HeldParts]:
-        """What the ranks hold of the tensors with that spec."""
+        """The parts that the ranks hold of the tensors with that spec."""
         assert self.columns is not None
         return self.columns.parts(spec.number)
 
 
-#: A claim: number of the group, and of the spec in the group's body.
+#: A claim: the number of the group, and the number of the spec in the group's body.
 Claim = tuple[int, int]
 
 
@@ -142,9 +142,9 @@ class Divider:
         if not prod(shape):
             return Division("grid", tuple(_whole_cuts(extent) for extent in shape), np.zeros((0, 1), np.int64))
         if all(spec_replicas(self.groups, claim) == "first" for claim in claims):
-            parts = parts[:1]  # groups come in order of their lowest rank: the lowest holder's copy counts
+            parts = parts[:1]  # groups come in order of their lowest rank: keep the lowest holder's copy
         merged = _merge(name, shape, parts)
-        # A mesh declares what its own ranks hold alike, not that another mesh holds the same.
+        # A mesh declares which of its own ranks hold replicas. It says nothing about the copies on another mesh.
         one_mesh = len({mesh for mesh, _ in senders}) <= 1
         return replace(merged, declared=one_mesh and all(self._is_declared(claim) for claim in claims))
 
@@ -154,7 +154,7 @@ class Divider:
 
 
 def spec_replicas(groups: Sequence[RankGroup], claim: Claim) -> str | None:
-    """The replica policy that a claim declares, where it is a plain tensor's."""
+    """The replica policy of a claim to a plain tensor; None for other claims."""
     spec = groups[claim[0]].body.body.spec_table[claim[1]]
     return spec.replicas if isinstance(spec, WholeWire) else None
 
@@ -165,7 +165,7 @@ def _whole_cuts(extent: int) -> Int64s:
 
 def _pieces(shape: Shape, held: HeldParts) -> Iterable[Division]:
     numbers, holders = held.numbers, held.holders[:, None]
-    if len(shape) == 1 and held.num_axes:  # boxes of a vector are ranges: one kind less to merge
+    if len(shape) == 1 and held.num_axes:  # turn boxes of a vector into ranges: one kind less to merge
         numbers = np.stack([numbers[:, 0], numbers.sum(axis=1)], axis=1)
     if held.num_axes > 1:
         filled = (numbers[:, held.num_axes :] > 0).all(axis=1)
@@ -173,7 +173,7 @@ def _pieces(shape: Shape, held: HeldParts) -> Iterable[Division]:
     else:
         filled = numbers[:, 1] > numbers[:, 0]
         kind = "ranges"
-    if filled.any():  # ranks that hold nothing do not say how the others hold the tensor
+    if filled.any():  # empty parts do not say how other ranks hold the tensor
         yield Division(kind, (numbers[filled],), holders[filled])
 
 
@@ -189,7 +189,7 @@ def _check_senders(name: str, mesh: Mesh, ranks: set[int]) -> None:
 
 
 def _merge(name: str, shape: Shape, parts: list[Division]) -> Division:
-    """One division out of those of all claims."""
+    """Merge the divisions of all claims into one. Raises `StateError` where they do not fit together."""
     if not parts:
         raise _coverage_error(name, "no rank holds any of it")
     if len(parts) == 1 and parts[0].kind == "grid":
@@ -212,7 +212,7 @@ def _merge(name: str, shape: Shape, parts: list[Division]) -> Division:
 
 
 def _as_ranges(part: Division) -> Division:
-    """Cells of a vector, or of a tensor without axes, as ranges."""
+    """The cells of a vector, or of a tensor without axes, as ranges with one holder each."""
     if part.kind == "ranges":
         return part
     cuts = part.geometry[0] if part.geometry else np.asarray([0, 1], np.int64)
@@ -226,7 +226,7 @@ def _same_cuts(a: Division, b: Division) -> bool:
 
 
 def _union(columns: Sequence[Int64s]) -> Int64s:
-    """Rows of holders put together: sorted, duplicates moved to the end as repeats of the largest."""
+    """The holders of each row in one row: sorted, with duplicates moved to the end as repeats of the largest."""
     holders = np.sort(np.concatenate(columns, axis=1), axis=1)
     if holders.shape[1] > 1:
         repeated = np.zeros(holders.shape, bool)
@@ -279,8 +279,10 @@ def _merge_boxes(name: str, shape: Shape, parts: list[Division]) -> Division:
 
 
 def as_grid(boxes: Int64s, shape: Shape) -> tuple[Int64s, ...] | None:
-    """The cut points per axis if `boxes` (rows of starts and sizes, in row-major order of starts) are all cells of a
-    grid over `shape`."""
+    """The cut points per axis where `boxes` are all cells of a grid over `shape`, else None.
+
+    `boxes` are rows of starts and sizes, in row-major order of starts.
+    """
     starts = [np.unique(column) for column in boxes[:, : len(shape)].T]
     if prod(len(column) for column in starts) != len(boxes):
         return None
@@ -298,7 +300,7 @@ def grid_boxes(cuts: tuple[Int64s, ...]) -> Int64s:
 def _group_equal(numbers: Int64s, ranks: Int64s) -> tuple[Int64s, Int64s]:
     """Distinct rows in lexicographic order, and the holders of each as a padded matrix."""
     if len(numbers) < 2 or (np.diff(numbers[:, 0]) > 0).all():
-        return numbers, ranks[:, None]  # in order and distinct already, as flat cuts in rank order are
+        return numbers, ranks[:, None]  # in order and distinct already, such as flat cuts in rank order
     order = np.lexsort((ranks, *numbers.T[::-1]))
     numbers, ranks = numbers[order], ranks[order]
     fresh = np.r_[True, (numbers[1:] != numbers[:-1]).any(axis=1)] if len(numbers) else np.zeros(0, bool)

@@ -1,4 +1,4 @@
-"""What a load on another world would do, from the manifest and a layout alone. Pure, and for all ranks at once."""
+"""The dry run of a load on another world, from the manifest and a layout alone. Pure, and for all ranks at once."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from holdfast.plan.requirements import ReadRequirements
 
 
 class CastTensor(msgspec.Struct, frozen=True):
-    """A tensor that is held in another dtype than it is stored in."""
+    """A tensor that the job holds in another dtype than the stored one."""
 
     name: str
     stored: str
@@ -29,10 +29,11 @@ class CastTensor(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Matching:
-    """What is loaded, by name, and how it is held; and what a load would stumble over.
+    """The comparison of a checkpoint with a layout: the tensors that a load fills, and those that would make it fail.
 
-    `unexpected` are tensors that nobody holds, `refused` those whose dtype may not become the one that they are held
-    in. `partly_kept` are tensors of which some elements are not stored and stay what they were.
+    `held` says how the ranks hold each loaded tensor. `unexpected` are stored tensors that no rank holds, `refused`
+    those whose dtype may not be cast to the one that the ranks hold. `partly_kept` are tensors of which some elements
+    are not stored and keep their live values.
     """
 
     held: Mapping[str, HeldTensor]
@@ -43,25 +44,25 @@ class Matching:
 
     @property
     def loads(self) -> bool:
-        """Whether a load would find nothing wrong."""
+        """Whether names and dtypes would let a load succeed."""
         return not (self.unexpected or self.refused)
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """What moves, in bytes as they are stored, without values: what each rank needs, and what is read for that."""
+    """The bytes of a load, as stored, without values: those that each rank needs, and those that nodes read for it."""
 
     needed: Int64s
     reading: NodeReading
 
 
 def match(layout: Layout, table: CheckpointTable, *, select: Globs | None, cast: Globs | bool) -> Matching:
-    """Which of a checkpoint's tensors a job would load that holds them in `layout`, as far as names and dtypes go.
+    """Compare names and dtypes of a checkpoint with those of a job that holds its tensors in `layout`.
 
-    `select` and `cast` are as in a load; an optimizer is selected as a whole. Raises `IncompatibleError`: for rules as
-    `assign`, and for globs that match nothing (``incompatible.select``, ``incompatible.cast``).
+    `select` and `cast` are as in a load; an optimizer is selected as a whole. Raises `IncompatibleError` for rules, as
+    `assign` does, and for globs that match nothing (``incompatible.select``, ``incompatible.cast``).
     """
-    # What is only compared with another tensor is read by whoever holds that one.
+    # A tensor that a load only compares with another one is read by the ranks that hold that other one.
     compared = {other: name for name, others in table.equal.items() for other in others}
     tensors = {name: stored for name, stored in table.stored.items() if name not in compared}
     placed = assign(layout, tensors, table.aliases)
@@ -95,7 +96,7 @@ def match(layout: Layout, table: CheckpointTable, *, select: Globs | None, cast:
 def traffic(
     files: Files, table: CheckpointTable, held: Mapping[str, HeldTensor], mesh_shape: Shape, node_of: Int64s
 ) -> Traffic:
-    """What a load moves when tensors are `held` on a mesh of all ranks, where rank ``r`` is on node ``node_of[r]``."""
+    """The traffic of a load of tensors `held` on a mesh of all ranks, where rank ``r`` is on node ``node_of[r]``."""
     requirements = ReadRequirements(files, mesh_shape, node_of)
     for name, how in held.items():
         stored, parts = table.stored[name], table.parts.get(name)
@@ -106,14 +107,14 @@ def traffic(
 
 
 def seconds(reading: NodeReading, bandwidths: Bandwidths) -> Seconds:
-    """How long reading takes at least, each of the two ways."""
+    """The least time that reading takes, for each of the two ways."""
     return bandwidths.seconds(reading.nodes.tolist(), int(reading.once.nbytes.sum()))
 
 
 def even_nodes(world_size: int, num_nodes: int) -> Int64s:
-    """The node of each rank where nodes have as many ranks each, or one more, in order."""
+    """The node of each rank, where consecutive ranks share a node and node sizes differ by at most one."""
     return np.arange(world_size) * num_nodes // world_size
 
 
 def _any_in(globs: Globs, names: Sequence[str]) -> bool:
-    return True in [name in globs for name in names]  # all are asked for, so that every glob is tried
+    return True in [name in globs for name in names]  # no short cut: `globs` must note every glob that matches

@@ -1,9 +1,9 @@
-"""The read plan of several ranks: each byte that any of them needs is read by one of them. Pure.
+"""The read plan of several ranks: one of them reads each byte that any of them needs. Pure.
 
-What a rank needs is runs of bytes of data sections, as rows ``file, start, stop``. The runs of all ranks are united and
-divided into chunks. One rank of a node, its *leader* for the chunk, brings it there, and gives it to those that want
-some of it. It reads it from storage, or gets it from the leader of another node. All ranks compute the same plan from
-the same needs, so no plan is exchanged.
+A rank's needs are runs of bytes of data sections, as rows ``file, start, stop``. The plan unites the runs of all ranks
+and divides them into chunks. One rank of a node, its *leader* for the chunk, brings the chunk to the node, and gives it
+to the ranks that want some of it. The leader reads the chunk from storage, or receives it from the leader of another
+node. All ranks compute the same plan from the same needs, so no plan is exchanged.
 """
 
 from __future__ import annotations
@@ -22,20 +22,23 @@ Bools = npt.NDArray[np.bool_]
 
 
 class Seconds(NamedTuple):
-    """How long reading takes at least: where nodes read for themselves, where each byte is read once and sent on."""
+    """The least time of a load: where each node reads for itself (`apart`), or each byte is read `once` and sent."""
 
     apart: float
     once: float
 
     @property
     def favour_exchange(self) -> bool:
-        """Whether the second way is the shorter one."""
+        """Whether reading each byte once and sending it takes less time."""
         return self.once < self.apart
 
 
 class Bandwidths(msgspec.Struct, frozen=True, array_like=True):
-    """What a job's storage and network carry, in bytes per second: what one node reads at most, what all nodes together
-    read at most, and what one node receives from others."""
+    """Bandwidths of a job's storage and network, in bytes per second.
+
+    `node_storage` is the most that one node reads, `all_storage` the most that all nodes together read, `node_network`
+    the most that one node receives from others.
+    """
 
     node_storage: float
     all_storage: float
@@ -46,10 +49,10 @@ class Bandwidths(msgspec.Struct, frozen=True, array_like=True):
             raise ValueError("bandwidths are positive")
 
     def seconds(self, nodes: Sequence[int], once: int) -> Seconds:
-        """How long a load takes at least whose `nodes` need so many bytes each, and `once` different ones together.
+        """The least time of a load in which the nodes need `nodes` bytes each, and `once` different bytes together.
 
-        Both ways take as long as their slowest part: the storage of the busiest node, all storage together, and with an
-        exchange what the busiest node receives.
+        Each way takes as long as its slowest part: the storage of the busiest node, all storage together, and with an
+        exchange the bytes that the busiest node receives.
         """
         most, total = max(nodes), sum(nodes)
         received = most - most * once / max(total, 1)
@@ -59,19 +62,22 @@ class Bandwidths(msgspec.Struct, frozen=True, array_like=True):
         )
 
     def favour_exchange(self, nodes: Sequence[Int64s]) -> bool:
-        """Whether a load is over sooner when each byte is read once and sent to the other nodes that need it; `nodes`
-        are their needs."""
+        """Whether a load ends sooner when one node reads each byte and sends it to the others that need it.
+
+        `nodes` are the needs of each node.
+        """
         return self.seconds([_num_bytes(runs) for runs in nodes], _num_bytes(united(nodes))).favour_exchange
 
 
 @dataclass(frozen=True)
 class Chunks:
-    """What one node needs, in the order in which it comes: bytes ``[starts[i], stops[i])`` of the data section of file
-    ``files[i]``, at most a buffer, which all nodes know as number ``numbers[i]``.
+    """The chunks that one node needs, in the order of their arrival.
 
-    ``leaders[i]`` is the index in `ranks` (those of the node) of the leader, and ``wanted[i, k]`` says whether the rank
-    with index `k` needs some of it. The leader gets it from the rank ``senders[i]`` of another node, or, where that is
-    -1, reads it and sends it to ``receivers[i]``, ranks of other nodes.
+    Chunk ``i`` is bytes ``[starts[i], stops[i])`` of the data section of file ``files[i]``, at most one buffer; all
+    nodes know it by the number ``numbers[i]``. ``leaders[i]`` is the index of its leader in `ranks`, the ranks of the
+    node, and ``wanted[i, k]`` says whether the rank with index `k` needs some of it. Where ``senders[i]`` is -1, the
+    leader reads the chunk and sends it to ``receivers[i]``, ranks of other nodes; else it receives the chunk from the
+    rank ``senders[i]`` of another node.
     """
 
     ranks: tuple[int, ...]
@@ -94,10 +100,10 @@ class Chunks:
 
 
 def divide_reads(ranks: Sequence[int], needs: Sequence[Int64s], *, chunk_nbytes: int, first_file: int = 0) -> Chunks:
-    """Chunks of at most `chunk_nbytes` for the `ranks` of a node that reads all it needs by itself.
+    """Plan the reads of a node that reads all it needs by itself: chunks of at most `chunk_nbytes` for its `ranks`.
 
-    Reading begins with `first_file` (nodes begin at different ones) and goes round. Of the ranks that need some of a
-    chunk, the one that has least to read leads.
+    Reading begins with `first_file` (nodes begin with different files) and goes round. Of the ranks that need some of
+    a chunk, the one with the least to read leads.
     """
     files, starts, stops = _divided(needs, chunk_nbytes, first_file)
     wanted = _wanted(files, starts, stops, needs)
@@ -115,12 +121,11 @@ def divide_job_reads(
     chunk_nbytes: int,
     owners: Sequence[int] | None = None,
 ) -> Chunks:
-    """Chunks for number `node` of the nodes of a job that reads each byte once; `nodes` are their ranks, and `needs`
-    what each of these needs.
+    """Plan the reads of a job that reads each byte once: the chunks for node number `node`.
 
-    The nodes that need some of a chunk take turns in reading one, and so do the ranks of a node in leading, whether
-    they need it or not: so every rank knows who leads on another node. With `owners` each file is read by one rank, its
-    owner, and by no other.
+    `nodes` are the ranks of each node, `needs` the needs of each of these ranks. The nodes that need some of a chunk
+    take turns in reading chunks. The ranks of a node take turns in leading, whether they need the chunk or not, so
+    every rank knows the leaders of other nodes. With `owners`, only the owner of a file, a rank, reads it.
     """
     united_needs = [united(each) for each in needs]
     files, starts, stops = _divided(united_needs, chunk_nbytes, 0)
@@ -162,7 +167,7 @@ def _in_turn(ranks: Sequence[int], turns: Int64s) -> Int64s:
 
 
 def united(needs: Sequence[Int64s]) -> Int64s:
-    """Runs that hold just what some of `needs` hold, sorted and apart from each other."""
+    """The union of `needs`: sorted runs with gaps between them."""
     return np.stack(_merged(needs, 0), axis=1)
 
 
@@ -172,7 +177,8 @@ def _merged(needs: Sequence[Int64s], first_file: int) -> tuple[Int64s, Int64s, I
     files, starts, stops = runs.T
     if not len(runs):
         return files, starts, stops
-    # The furthest stop so far in the same file: each file's stops are lifted above those of the files before it.
+    # The furthest stop so far in the same file. Each file's stops are lifted above those of the files before it, so
+    # that one running maximum serves all.
     turn = np.r_[0, np.cumsum(files[1:] != files[:-1])]
     lift = turn * (int(stops.max()) + 1)
     reach = np.maximum.accumulate(stops + lift) - lift
@@ -196,8 +202,8 @@ def _wanted(files: Int64s, starts: Int64s, stops: Int64s, needs: Sequence[Int64s
 
 
 def _touched(files: Int64s, starts: Int64s, stops: Int64s, runs: Int64s) -> Bools:
-    """For each chunk, whether one of `runs` (sorted, apart from each other) shares a byte with it."""
-    # All files in one line, each behind the longest reach into the one before.
+    """For each chunk, whether one of `runs` (sorted, with gaps between them) shares a byte with it."""
+    # Lay all files on one line, each behind the furthest byte of the one before.
     known = np.unique(np.concatenate([files, runs[:, 0]]))
     reach = np.zeros(len(known) + 1, np.int64)
     here, there = np.searchsorted(known, files), np.searchsorted(known, runs[:, 0])
@@ -214,7 +220,7 @@ def _touched(files: Int64s, starts: Int64s, stops: Int64s, runs: Int64s) -> Bool
 def _least_loaded(wanted: Bools, sizes: Int64s) -> Int64s:
     alone = np.where(wanted.sum(axis=1) == 1, wanted.argmax(axis=1), -1) if wanted.size else np.zeros(0, np.int64)
     leaders = alone.tolist()
-    # What nobody else can read comes first, wherever it lies: it is known before anything is shared out.
+    # Count the chunks that only one rank wants first, wherever they lie, so that the shared ones balance them.
     load = [int(sizes[alone == rank].sum()) for rank in range(wanted.shape[1])]
     for chunk in np.flatnonzero(alone < 0).tolist():
         leaders[chunk] = min(np.flatnonzero(wanted[chunk]).tolist(), key=load.__getitem__)

@@ -1,4 +1,4 @@
-"""Where many boxes of a tensor meet its stored cells, all at once: what `holdfast.plan.load` finds box by box. Pure."""
+"""Intersections of many boxes of a tensor with its stored cells, all at once (`plan.load`: box by box). Pure."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from holdfast.geometry import Int64s, Shape
 
 
 class Spans(NamedTuple):
-    """Columns: number of a box, number of a cell that it meets, and the elements ``[first, last)`` of the cell's own
-    row-major order from the first shared one to behind the last."""
+    """Intersections of boxes and cells, as columns: the number of a box, the number of a cell, and a span of the cell.
+
+    The span ``[first, last)`` reaches from the first to the last shared element, in the cell's own row-major order.
+    """
 
     boxes: Int64s
     cells: Int64s
@@ -22,7 +24,7 @@ class Spans(NamedTuple):
 
 
 def intersect(cells: Cells, shape: Shape, starts: Int64s, sizes: Int64s) -> Spans:
-    """All meetings of `cells` of a tensor of `shape` with boxes of it, none of them empty (``[boxes, axes]``)."""
+    """All intersections of `cells` of a tensor of `shape` with boxes of it (``[boxes, axes]``), none of them empty."""
     if isinstance(cells, GridCells):
         return _on_grid(cells, starts, starts + sizes)
     if isinstance(cells, FlatCells):
@@ -31,7 +33,7 @@ def intersect(cells: Cells, shape: Shape, starts: Int64s, sizes: Int64s) -> Span
 
 
 def _on_grid(cells: GridCells, starts: Int64s, stops: Int64s) -> Spans:
-    """Between the cut points around a box every cell meets it."""
+    """Intersections with the cells of a grid: all cells between the cut points around a box."""
     lows, counts = [], []
     for axis, cuts in enumerate(cells.cuts):
         lows.append(np.searchsorted(cuts, starts[:, axis], side="right") - 1)
@@ -54,7 +56,7 @@ def _on_grid(cells: GridCells, starts: Int64s, stops: Int64s) -> Spans:
 
 
 def _on_ranges(cells: FlatCells, shape: Shape, starts: Int64s, sizes: Int64s) -> Spans:
-    """Ranges between a box's first and last element, without those that fall into its gaps."""
+    """Intersections with flat ranges: those between a box's first and last element, without those in its gaps."""
     strides = _strides(shape)
     low = starts @ strides
     high = (starts + sizes - 1) @ strides + 1
@@ -87,7 +89,7 @@ def _on_boxes(cells: BoxCells, starts: Int64s, stops: Int64s) -> Spans:
 
 
 def _expanded(counts: Int64s) -> tuple[Int64s, Int64s]:
-    """Row ``i`` as often as ``counts[i]`` says, and how many like it come before."""
+    """Row numbers, each ``i`` repeated ``counts[i]`` times, and for each the number of equal ones before it."""
     rows = np.repeat(np.arange(len(counts)), counts)
     return rows, np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
 
@@ -97,7 +99,7 @@ def _strides(shape: Shape) -> Int64s:
 
 
 def _num_before(positions: Int64s, shape: Shape, starts: Int64s, sizes: Int64s) -> Int64s:
-    """How many elements of each box come before a position of the flat order."""
+    """How many elements of each box come before its position in the flat order of the tensor."""
     found = np.zeros(len(positions), np.int64)
     inside = np.ones(len(positions), np.bool_)
     rest = positions

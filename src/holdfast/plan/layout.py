@@ -1,7 +1,7 @@
-"""Layouts: for each logical tensor, which parts are held where. Rank-free wherever the sharding is regular.
+"""Layouts: for each logical tensor, the parts that ranks hold. Rank-free wherever the sharding is regular.
 
-Ranks that shard alike produce the same *body*, byte for byte: tensors with their specs, where a spec speaks of a
-mesh and placements and never of "my part". So each rank sends a 16-byte digest, and one rank per distinct body
+Ranks that shard alike produce the same *body*, byte for byte: tensors with their specs, where a spec names a
+mesh and placements and never "my part". So each rank sends a 16-byte digest, and one rank per distinct body
 sends the body. Only specs that no rule describes (flat ranges, free boxes) add columns of the rank's own.
 """
 
@@ -48,11 +48,11 @@ class Placed(msgspec.Struct, frozen=True):
     placements: tuple[Placement, ...]
 
 
-#: What is known of plain tensors that several ranks hold under one name:
-#: ``split``: declared replicated, so holders share the writing; ``first``: the lowest holder's copy counts (DDP's
-#: buffers differ legitimately); ``compare``: nobody declared it, so the copies are compared before one is dropped.
+#: What a rank declares about plain tensors that several ranks hold under one name.
+#: ``split``: they are replicated, so holders share the writing; ``first``: the lowest holder's copy is saved (DDP's
+#: buffers differ legitimately); ``compare``: nothing is declared, so a save compares the copies before it drops one.
 Replicas = Literal["split", "first", "compare"]
-#: The same of equal pieces that several ranks hold.
+#: The same for equal pieces that several ranks hold.
 PieceReplicas = Literal["split", "compare"]
 
 
@@ -65,9 +65,9 @@ class Whole(msgspec.Struct, frozen=True):
 class Pieces(msgspec.Struct, frozen=True):
     """Held in parts that only this rank knows, each with its own local memory: flat ranges, or boxes.
 
-    A rank that holds no part says nothing about the kind of the others' parts. Tensors with equal parts on all ranks
-    (a parameter's optimizer slots, tensors cut alike) are described to the planner once. What several ranks hold in
-    equal parts is ``split`` between them where that is declared, else ``compare``d and written by one of them.
+    A rank that holds no part says nothing about the kind of the others' parts. A rank describes tensors with equal
+    parts (a parameter's optimizer slots, tensors cut alike) to the planner once. Where several ranks hold equal parts,
+    they ``split`` the writing if that is declared; else a save ``compare``s the parts and one of the ranks writes them.
     """
 
     parts: tuple[Box | FlatRange, ...]
@@ -75,12 +75,12 @@ class Pieces(msgspec.Struct, frozen=True):
 
     @staticmethod
     def ranges(*parts: FlatRange, replicas: PieceReplicas = "compare") -> Pieces:
-        """Parts that are flat ranges."""
+        """A spec of flat ranges."""
         return Pieces(parts, replicas)
 
     @staticmethod
     def boxes(*parts: Box, replicas: PieceReplicas = "compare") -> Pieces:
-        """Parts that are boxes."""
+        """A spec of boxes."""
         return Pieces(parts, replicas)
 
 

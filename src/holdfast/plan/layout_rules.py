@@ -1,19 +1,19 @@
 """Layouts as people write them: a mesh, and rules that place tensors on it by their names. Pure.
 
     mesh = { dp = 8, tp = 8 }        # ranks 0 to 63 in row-major order: the last axis varies fastest
-    default = { dp = "shard 0" }     # for what no rule says otherwise
+    default = { dp = "shard 0" }     # for tensors and mesh axes that no rule covers
 
     [[rule]]
     names = ["model/**.wq.weight", "model/**.w1.weight"]
     place = { tp = "shard 0", dp = "shard 1" }
 
-Along a mesh axis a tensor is divided (``shard N``: along its axis N), held alike (``replicate``), or held by the ranks
-of one coordinate alone (``stage K``). The first rule that matches a tensor and says something about a mesh axis counts
-for that axis, then `default`; what nothing is said about is held alike. Without a `default` nobody holds what no rule
+Along a mesh axis, ranks divide a tensor (``shard N``: along its axis N), all hold it (``replicate``), or only those of
+one coordinate hold it (``stage K``). For each mesh axis, the first rule that matches a tensor and names the axis
+decides; then `default`; else the tensor is replicated. Without a `default`, no rank holds a tensor that no rule
 matches.
 
-State that an optimizer keeps for a parameter has two names: its own, and the parameter's. A tensor that has no such
-axis as `default` divides is held alike, and so is state of another shape than its parameter's.
+Rules match the state that an optimizer keeps for a parameter by two names: its own, and the parameter's. A tensor that
+lacks the axis that `default` divides is replicated, and so is state of another shape than its parameter's.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _SHOWN = 3
 
 
 class PipelineStage(NamedTuple):
-    """Held by the ranks of one coordinate along a mesh axis, and by no others."""
+    """Held only by the ranks of one coordinate along a mesh axis."""
 
     coordinate: int
 
@@ -52,9 +52,9 @@ Place = Placement | PipelineStage
 
 
 class PlacementRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where tensors go whose names match: per mesh axis, and the dtype that they have there (default: as stored).
+    """The placement of tensors whose names match: a place per mesh axis, and their dtype (default: as stored).
 
-    The dtype does not concern state of optimizers.
+    The dtype does not apply to state of optimizers.
     """
 
     names: str | tuple[str, ...]
@@ -73,7 +73,7 @@ class PlacementRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def globs(self) -> tuple[str, ...]:
-        """The names as several."""
+        """The globs in `names`, also where that is one string."""
         return (self.names,) if isinstance(self.names, str) else self.names
 
 
@@ -118,7 +118,7 @@ class HeldTensor:
     dtype: str | None
 
     def placed(self, mesh_shape: Shape) -> Placed:
-        """The same as placements on the ranks that hold some of it."""
+        """These places as placements on the mesh of the ranks that hold some of the tensor."""
         ranks = np.arange(prod(mesh_shape)).reshape(mesh_shape)
         stages = [
             (axis, place.coordinate) for axis, place in enumerate(self.places) if isinstance(place, PipelineStage)
@@ -130,12 +130,12 @@ class HeldTensor:
 
 
 def fsdp(world_size: int) -> Layout:
-    """Every tensor divided along its first axis over all ranks."""
+    """The layout that divides every tensor along its first axis over all ranks."""
     return Layout({"fsdp": world_size}, (), {"fsdp": "shard 0"})
 
 
 def from_toml(text: str, *, path: str) -> Layout:
-    """The layout that a TOML text describes. Raises `ConfigurationError`, code ``config.layout``, which says where."""
+    """The layout in a TOML text. Raises `ConfigurationError`, code ``config.layout``, which says where the fault is."""
     try:
         return decode_toml(text, Layout)
     except (msgspec.DecodeError, ValueError) as error:
@@ -148,7 +148,7 @@ def from_toml(text: str, *, path: str) -> Layout:
 
 
 def assign(layout: Layout, tensors: Mapping[str, StoredTensor], aliases: Mapping[str, str]) -> dict[str, HeldTensor]:
-    """How each tensor is held that somebody holds. A tied tensor also goes by its other names, `aliases`.
+    """How ranks hold each tensor; tensors that no rank holds are left out. Rules match a tied tensor by all its names.
 
     Raises `IncompatibleError`, code ``incompatible.layout``, for a rule that matches nothing, and for one that divides
     a tensor along an axis that it does not have.
@@ -172,7 +172,7 @@ def assign(layout: Layout, tensors: Mapping[str, StoredTensor], aliases: Mapping
 
 
 def parameter_of(name: str, tensors: Mapping[str, StoredTensor], aliases: Mapping[str, str]) -> tuple[str, str] | None:
-    """The paths of the optimizer and the parameter that a tensor is state of: ``<path>/state/<parameter>/<slot>``."""
+    """The paths of the optimizer and of the parameter of a tensor ``<path>/state/<parameter>/<slot>``, else None."""
     at = name.find(_STATE)
     while at >= 0:
         parameter = name[at + len(_STATE) :].rpartition("/")[0]
@@ -185,7 +185,7 @@ def parameter_of(name: str, tensors: Mapping[str, StoredTensor], aliases: Mappin
 
 
 class _PlacedTensor(NamedTuple):
-    """A tensor to be placed: what rules may call it, and the shape of the parameter that it is state of."""
+    """A tensor to place: the names by which rules match it, and for optimizer state the shape of its parameter."""
 
     name: str
     names: list[str]
@@ -195,7 +195,7 @@ class _PlacedTensor(NamedTuple):
 
 @dataclass
 class _Compiled:
-    """A rule, and whether it has matched anything."""
+    """A rule with its parsed patterns and places, and whether it has matched any tensor."""
 
     number: int
     rule: PlacementRule
@@ -215,7 +215,7 @@ class _Compiled:
 
 
 def _hold(layout: Layout, rules: list[_Compiled], subject: _PlacedTensor) -> HeldTensor | None:
-    """How one tensor is held; None where nobody holds it."""
+    """How ranks hold one tensor; None where no rank holds it."""
     matching = [rule for rule in rules if rule.match(subject.names)]
     if not matching and layout.default is None:
         return None
@@ -256,7 +256,7 @@ def _shape(name: str | None, tensors: Mapping[str, StoredTensor], aliases: Mappi
 
 
 def _located(message: str, text: str) -> str:
-    """A message with rules as people count them, and the lines where they begin."""
+    """`message` with rules counted from 1, each with the line on which it begins."""
     lines = [number for number, line in enumerate(text.splitlines(), 1) if _TABLE.match(line)]
 
     def told(found: re.Match[str]) -> str:

@@ -1,7 +1,7 @@
-"""The load plan: from a manifest and the boxes that a rank wants to the reads that bring them. Pure.
+"""The load plan: from a manifest and the boxes that a rank wants to the reads that fill them. Pure.
 
-Stored cells and wanted boxes meet in global coordinates, so it does not matter how either side was divided. A plan is
-columns of numbers; what is the same for all tensors that are divided and wanted alike is worked out once.
+Stored cells and wanted boxes are intersected in global coordinates, so it does not matter how either side was divided.
+A plan is columns of numbers. Intersections are computed once for all tensors that are divided and wanted alike.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _FILES_AT_ONCE = 256
 
 
 class ReadRequest(msgspec.Struct, frozen=True, gc=False):
-    """A box of a tensor that somebody wants."""
+    """A box of a tensor that a caller wants to read."""
 
     tensor: int
     box: Box
 
 
 class ByteRead(NamedTuple):
-    """Bytes ``[start, stop)`` of a file's data section, which hold what want number `want` and a stored cell share.
+    """Bytes ``[start, stop)`` of a file's data section: the intersection of want number `want` and a stored cell.
 
     The bytes are elements `first` and following of the row-major order of `shape`, a box of the tensor that begins
     at `origin`.
@@ -47,8 +47,11 @@ class ByteRead(NamedTuple):
 
 @dataclass(frozen=True)
 class _MeetingCells:
-    """Cells that share elements with a wanted box: for each its number, and the span of the cell's row-major order
-    from the first to the last shared element; and how the elements lie in both, as rows of `StridedRun`."""
+    """The cells that share elements with a wanted box.
+
+    For each cell: its number, the span of its row-major order from the first to the last shared element, and, as a row
+    of `StridedRun`, the positions of the shared elements in cell and box.
+    """
 
     cells: Cells
     shape: Shape
@@ -56,11 +59,14 @@ class _MeetingCells:
     firsts: Int64s
     lasts: Int64s
     runs: Int64s
-    #: Whether the wanted box is just one cell.
+    #: Whether the wanted box equals one cell.
     alike: bool
 
     def frame(self, cell: int) -> tuple[int, Shape, Shape]:
-        """What a cell's elements are elements of: how many come before, and shape and origin of the box."""
+        """The box that a cell's elements count in: the elements before the cell, the shape and the origin of the box.
+
+        That is the cell's own box, or for a flat range the whole tensor.
+        """
         part = self.cells.part(cell)
         if isinstance(part, FlatRange):
             return part.start, self.shape, (0,) * len(self.shape)
@@ -72,7 +78,7 @@ class FileReads:
     """All reads from one data file, ascending; ``data_start`` and ``data_nbytes`` are the file's.
 
     Read ``i`` is bytes ``[starts[i], stops[i])`` of the data section, for want number ``wants[i]``. Where
-    ``straight[i]``, they are just the elements of that want, all of them, in row-major order.
+    ``straight[i]`` is true, these bytes are exactly the elements of that want in row-major order.
     """
 
     file: int
@@ -97,15 +103,17 @@ class FileReads:
         return ByteRead(int(self.wants[index]), int(self.starts[index]), int(self.stops[index]), first, shape, origin)
 
     def strided_run(self, index: int) -> StridedRun | None:
-        """How the elements of read number `index`, from its first byte on, lie in it and in its want; None where they
-        are no runs."""
+        """The runs in which read number `index` and its want share elements, from the read's first byte on.
+
+        None where the shared elements are not runs.
+        """
         place, size, step, pitch = self._plan.runs[self._rows[index]].tolist()
         return None if place < 0 else StridedRun(place, size, step, pitch)
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """One row per read, in order of wants; `firsts` and `lasts` are elements of the cell."""
+    """All reads as columns, with one row per read in the order of wants; `firsts` and `lasts` count in the cell."""
 
     meetings: Sequence[_MeetingCells]
     meeting_of: Int64s
@@ -121,7 +129,7 @@ class _Plan:
 
 
 def plan_load(files: Files, wants: Sequence[ReadRequest], *, first_file: int = 0) -> Iterator[FileReads]:
-    """The reads that fill `wants`, file by file, beginning with `first_file` (ranks begin at different ones)."""
+    """The reads that fill `wants`, file by file, beginning with `first_file` (ranks begin with different files)."""
     plan = _plan(files, wants)
     needed, at = np.unique(plan.owners, return_inverse=True)
     order = np.argsort(at, kind="stable")
@@ -155,14 +163,14 @@ def plan_load(files: Files, wants: Sequence[ReadRequest], *, first_file: int = 0
 
 
 def resharded(files: Files, wants: Sequence[ReadRequest]) -> Iterator[int]:
-    """Indexes of those of `wants` that are not just one stored cell."""
+    """Indexes of those of `wants` that do not equal one stored cell."""
     meetings, meeting_of = _meetings(files, wants)
     return (index for index, meeting in enumerate(meeting_of) if not meetings[meeting].alike)
 
 
 def _plan(files: Files, wants: Sequence[ReadRequest]) -> _Plan:
     meetings, meeting_of = _meetings(files, wants)
-    # The cells of all meetings in one line; each want takes those of its meeting.
+    # The cells of all meetings stand in one line; each want takes the cells of its meeting.
     counts = np.asarray([len(meeting.numbers) for meeting in meetings], np.int64)
     heads = np.cumsum(counts) - counts
     of_want = np.asarray(meeting_of, np.int64)
@@ -187,7 +195,7 @@ def _plan(files: Files, wants: Sequence[ReadRequest]) -> _Plan:
 
 
 def _meetings(files: Files, wants: Sequence[ReadRequest]) -> tuple[list[_MeetingCells], list[int]]:
-    """How wanted boxes meet stored cells, each way once; and for each want, which of the meetings is its own."""
+    """The distinct intersections of wanted boxes with stored cells, and for each want the index of its own."""
     partitions, shapes = files.manifest.body.partitions, files.manifest.body.shapes
     known: dict[tuple[int, int, Box], int] = {}
     meetings: list[_MeetingCells] = []
@@ -216,11 +224,11 @@ def _meet(cells: Cells, shape: Shape, box: Box) -> _MeetingCells:
 
 
 def _flat_spans(cells: FlatCells, numbers: Int64s, shape: Shape, box: Box) -> tuple[Int64s, Int64s, Int64s, Int64s]:
-    """The flat ranges that share elements with `box`, and of each what `shared` gives."""
+    """The numbers of the flat ranges that share elements with `box`, followed by the columns that `shared` returns."""
     low, high = _span(shape, box)
     begins, ends = cells.cuts[numbers], cells.cuts[numbers + 1]
     firsts, lasts = np.maximum(low - begins, 0), np.minimum(high, ends) - begins
-    is_run = high - low == box.numel  # of the flat order, so every range meets it
+    is_run = high - low == box.numel  # then every range between shares elements with the box
     if not is_run:
         spans = np.stack([begins + firsts, begins + lasts], axis=1).tolist()
         kept = np.asarray([_meets(shape, box, *span) for span in spans], np.bool_)
@@ -244,7 +252,7 @@ def _span(shape: Shape, box: Box) -> tuple[int, int]:
 
 
 def pieces(read: ByteRead, box: Box, skipped: int, count: int) -> Iterator[tuple[int, Box, Box, Box]]:
-    """Where `count` elements of `read`, after the `skipped` first ones, go in the wanted `box`.
+    """The places in the wanted `box` of `count` elements of `read` after the first `skipped` ones.
 
     Yields ``(offset, stored, source, target)``: elements from `offset` on are box `stored` in row-major order; of
     it, `source` (relative to `stored`) goes to `target` (relative to the wanted box).

@@ -3,9 +3,10 @@
 The division is replayed placement by placement: shards by ``torch.chunk``, strided shards by chunks of chunks. A
 strided shard may leave a rank with several boxes, where torch's own offset helper knows only one.
 
-Torch also writes a strided shard where the mesh axes divide a tensor in another order than that of the mesh: FSDP2
-divides what tensor parallelism left to a rank. `division_order` finds that order. Left to right over a mesh whose axes
-stand in it, the replay gives the rows that the ranks hold, also where the last chunk is smaller than the others.
+Torch also uses a strided shard where the mesh axes divide a tensor in another order than that of the mesh: FSDP2
+divides the part that tensor parallelism left to a rank. `division_order` finds that order. Replayed from left to right
+over a mesh whose axes are in that order, the placements give the rows that the ranks hold, also where the last chunk is
+smaller than the others.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ Interval = tuple[int, int]
 
 @dataclass(frozen=True)
 class AxisDivision:
-    """How one tensor axis is divided: non-empty intervals in order, and who holds each.
+    """The division of one tensor axis: non-empty intervals in order, and the mesh coordinates that hold each.
 
     ``coordinates[i]`` are the coordinates of interval ``i`` along ``mesh_axes``.
     """
@@ -45,10 +46,10 @@ class PlacedCells:
 
 
 def division_order(mesh_shape: Shape, placements: tuple[Placement, ...]) -> tuple[int, ...] | None:
-    """All mesh axes, those that divide a tensor axis in the order in which they divide it, then the others.
+    """All mesh axes: first those that divide a tensor axis, in the order in which they divide it, then the others.
 
-    A strided shard comes after the mesh axes behind it that make up its split factor. None where its split factor is
-    not that of any order, so that it divides as it says.
+    A strided shard comes after the mesh axes behind it whose sizes make up its split factor. None where no order gives
+    the split factor: then the strided shard divides chunks of chunks, as it says.
     """
     orders: dict[int, list[int]] = {}
     for mesh_axis in reversed(range(len(placements))):
@@ -92,8 +93,10 @@ def placed_cells(spec: Placed, shape: Shape) -> PlacedCells:
 
 
 def local_boxes(spec: Placed, shape: Shape, rank: int) -> list[tuple[Box, Box]]:
-    """What `rank` holds: pairs of a box in global coordinates and the same box in its local tensor. Empty when it
-    holds nothing or is not in the mesh."""
+    """The boxes that `rank` holds, each as a pair: in global coordinates, and in the rank's local tensor.
+
+    Empty when the rank holds nothing or is not in the mesh.
+    """
     coordinates = _coordinates(spec.mesh).get(rank)
     if coordinates is None:
         return []
@@ -110,7 +113,7 @@ def local_boxes(spec: Placed, shape: Shape, rank: int) -> list[tuple[Box, Box]]:
 
 
 def local_shape(spec: Placed, shape: Shape, rank: int) -> Shape:
-    """The shape of what `rank`, one of the mesh, holds."""
+    """The shape of the local tensor of `rank`, which must be in the mesh."""
     coordinates = _coordinates(spec.mesh)[rank]
     per_axis = (
         local_intervals(spec.mesh.shape, spec.placements, axis, extent, coordinates)

@@ -1,9 +1,10 @@
-"""Who writes what several ranks hold: equal shares of the bytes.
+"""The writers of replicas: the holders of equal pieces write equal shares of their bytes.
 
-All pieces with the same holders form one line of bytes, cut into equal shares among the least loaded holders; a share
-is at least 32 MiB, so that small state is not scattered. A piece on a border is cut there, at a whole row of the piece
-where rows are small against a share (pieces stay boxes, and regular sharding stays regular), else at an element. Pieces
-that nobody declared replicated are never cut: their copies may differ unseen.
+All pieces with the same holders form one line of bytes, which is cut into equal shares for the least loaded holders. A
+group has no more writers than shares of 32 MiB, so that small state is not scattered. A piece on a border between two
+shares is cut: at a whole row of the piece where rows are small against a share (pieces stay boxes, and regular sharding
+stays regular), else at an element. Pieces that nobody declared replicated are never cut, because their copies may
+differ without anybody noticing.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from holdfast.plan.divide import Division
 
 #: Borders move to whole rows that are at most this part of a share.
 _ROW_PART = 256
-#: No more writers share a group's bytes than give each this many.
+#: A group of pieces has at most one writer per this many bytes.
 SHARE_NBYTES = 32 << 20
 
 
 @dataclass(frozen=True)
 class Cut:
-    """A cell that several holders write: element ranges of the cell's own row-major order, and a rank for each."""
+    """A cell that several holders write: element ranges of the cell's own row-major order, with a writer for each."""
 
     cell: int
     cuts: tuple[int, ...]
@@ -33,14 +34,14 @@ class Cut:
 
 @dataclass(frozen=True)
 class Writers:
-    """Who writes a tensor: a rank per cell, except for the cells in `cut`."""
+    """The writers of a tensor: one rank per cell, except for the cells in `cut`."""
 
     owners: Int64s
     cut: tuple[Cut, ...] = ()
 
 
 class _SharedCells:
-    """Cells that several ranks hold, of all tensors, as columns."""
+    """The cells of all tensors that several ranks hold, as columns."""
 
     def __init__(self) -> None:
         self.sets: dict[bytes, int] = {}
@@ -62,7 +63,7 @@ class _SharedCells:
 
 
 def assign(divisions: Sequence[Division], itemsizes: Sequence[int], world_size: int) -> list[Writers]:
-    """Who writes each tensor; a pure function of its arguments."""
+    """The writers of each tensor; a pure function of its arguments."""
     loads = np.zeros(world_size, np.int64)
     pieces = _SharedCells()
     writers: list[Writers] = []
@@ -119,7 +120,7 @@ def _share_out(pieces: _SharedCells, loads: Int64s, itemsizes: Sequence[int], wr
 def _keep(
     owners: Int64s, order: Int64s, cuts: dict[int, list[Cut]], pieces: _SharedCells, writers: list[Writers]
 ) -> None:
-    """Put what was decided, in the order of holder sets, back to the tensors."""
+    """Set the writers of each tensor from `owners`, which are in the order of holder sets, and from `cuts`."""
     as_added = np.empty_like(owners)
     as_added[order] = owners
     low = 0
@@ -132,14 +133,14 @@ def _keep(
 
 
 def _choose(holders: Int64s, loads: Int64s, total: int) -> tuple[Int64s, int]:
-    """The writers of a group, least loaded holders first chosen, and the bytes of each."""
+    """The writers of a group, which are its least loaded holders, and the number of bytes for each."""
     num_writers = min(len(holders), -(-total // SHARE_NBYTES))
     chosen = np.sort(holders[np.argsort(loads[holders], kind="stable")[:num_writers]])
     return chosen, -(-total // num_writers)
 
 
 def _cut(before: int, after: int, share: int, chosen: Int64s, granule: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Byte ranges of a piece at ``[before, after)`` of its group's line, and who writes each."""
+    """Byte ranges of a piece at ``[before, after)`` of its group's line, and the writer of each."""
     cuts, ranks = [0], [int(chosen[before // share])]
     for number in range(before // share + 1, (after - 1) // share + 1):
         border = (number * share - before) // granule * granule

@@ -1,4 +1,4 @@
-"""What all ranks of a job want of a checkpoint, by kinds of tensors: what is divided and held alike is one. Pure."""
+"""Read requirements of all ranks of a job, grouped by kinds of tensors: those sharded and stored alike. Pure."""
 
 from __future__ import annotations
 
@@ -17,8 +17,11 @@ from holdfast.plan.placements import placed_cells
 
 
 class WantedKind(NamedTuple):
-    """What is wanted of all `tensors` of a kind: of each, elements ``[firsts, lasts)`` of those that file ``owners``
-    (ascending) holds of it, by the nodes of set number ``sets``."""
+    """The read requirements for all `tensors` of one kind, as columns.
+
+    For each of the tensors, the nodes of set number ``sets`` want elements ``[firsts, lasts)`` of those that file
+    ``owners`` (ascending) holds of it.
+    """
 
     tensors: Int64s
     owners: Int64s
@@ -28,7 +31,7 @@ class WantedKind(NamedTuple):
 
 
 class _Geometry(NamedTuple):
-    """How a part of a tensor is held: all that the boxes of stored tensors follow from."""
+    """How ranks hold a part of a tensor: everything that determines the wanted boxes of the stored tensor."""
 
     places: tuple[Place, ...]
     shape: Shape
@@ -38,7 +41,7 @@ class _Geometry(NamedTuple):
 
 
 class _Kind(NamedTuple):
-    """Stored tensors that are divided alike, of one shape, and held alike."""
+    """The key of stored tensors that have one partition and shape, and that ranks hold alike."""
 
     geometry: _Geometry
     partition: int
@@ -46,7 +49,7 @@ class _Kind(NamedTuple):
 
 
 class _Cells(NamedTuple):
-    """The boxes of a tensor that ranks hold, the ranks that hold each, and the set of their nodes."""
+    """The boxes of a tensor that ranks hold: the ranks that hold each box, and the number of the set of their nodes."""
 
     starts: Int64s
     stops: Int64s
@@ -55,7 +58,7 @@ class _Cells(NamedTuple):
 
 
 class _WantedBoxes(NamedTuple):
-    """Boxes of stored tensors that are wanted, by which sets of nodes; and how many elements each rank needs."""
+    """The wanted boxes of stored tensors, the set of nodes that wants each, and the elements that each rank needs."""
 
     starts: Int64s
     sizes: Int64s
@@ -64,7 +67,7 @@ class _WantedBoxes(NamedTuple):
 
 
 class ReadRequirements:
-    """Wants on a mesh of all ranks; rank ``r`` is on node ``node_of[r]``."""
+    """The read requirements of a mesh of all ranks, by kinds of tensors; rank ``r`` is on node ``node_of[r]``."""
 
     def __init__(self, files: Files, mesh_shape: Shape, node_of: Int64s) -> None:
         self._files = files
@@ -78,7 +81,7 @@ class ReadRequirements:
         self._tensors: dict[_Kind, list[int]] = {}
 
     def add(self, held: HeldTensor, shape: Shape, part: MappedPart, source: str) -> None:
-        """Have a stored part of a tensor of `shape`, which is `held` so, be wanted."""
+        """Add the stored part `part`, of stored tensor `source`, of a tensor of `shape` that ranks hold as `held`."""
         body, number = self._files.manifest.body, self._numbers[source]
         geometry = _Geometry(held.places, shape, part.box, part.start, part.axes)
         if geometry not in self._boxes:
@@ -87,14 +90,14 @@ class ReadRequirements:
         self._tensors.setdefault(kind, []).append(number)
 
     def needed(self) -> Int64s:
-        """Bytes that each rank needs, as they are stored."""
+        """Stored bytes that each rank needs."""
         total = np.zeros(len(self._node_of), np.int64)
         for kind, numbers in self._tensors.items():
             total += self._boxes[kind.geometry].numels * int(self._files.itemsizes[numbers].sum())
         return total
 
     def wants(self) -> list[WantedKind]:
-        """All of it."""
+        """The requirements of all kinds of tensors."""
         return [self._meet(self._boxes[kind.geometry], numbers) for kind, numbers in self._tensors.items()]
 
     def members(self) -> Bools:
@@ -102,7 +105,7 @@ class ReadRequirements:
         return np.frombuffer(b"".join(self._sets), np.bool_).reshape(len(self._sets), self._num_nodes)
 
     def _meet(self, boxes: _WantedBoxes, numbers: list[int]) -> WantedKind:
-        """Where boxes meet what is stored of tensors of one kind."""
+        """The requirements of one kind of tensors: the spans of stored cells that `boxes` share elements with."""
         cells = self._files.cells(numbers[0])
         spans = intersect(cells, self._files.manifest.shape(numbers[0]), boxes.starts, boxes.sizes)
         within = cells.within[spans.cells]
@@ -110,7 +113,7 @@ class ReadRequirements:
         return WantedKind(np.asarray(numbers, np.int64), *rows)
 
     def _held(self, held: HeldTensor, shape: Shape) -> _Cells:
-        """How a tensor of `shape` is held."""
+        """The boxes in which ranks hold a tensor of `shape`, with their holders."""
         key = held.places, shape
         if key not in self._cells:
             placed = placed_cells(held.placed(self._mesh_shape), shape)
@@ -121,13 +124,13 @@ class ReadRequirements:
         return self._cells[key]
 
     def _sets_of(self, holders: Int64s) -> Int64s:
-        """The set of nodes of each row of ranks."""
+        """The number of the set of nodes of each row of ranks."""
         nodes = np.zeros((len(holders), self._num_nodes), np.bool_)
         nodes[np.arange(len(holders))[:, None], self._node_of[holders]] = True
         return np.asarray([self._sets.setdefault(row.tobytes(), len(self._sets)) for row in nodes], np.int64)
 
     def _part(self, held: _Cells, part: MappedPart) -> _WantedBoxes:
-        """What is held of one part of the tensor, in the coordinates of the stored tensor."""
+        """The boxes that ranks hold of one part of the tensor, in the coordinates of the stored tensor."""
         low = np.asarray(part.box.start, np.int64)
         starts = np.maximum(held.starts, low)
         sizes = np.minimum(held.stops, low + np.asarray(part.box.size, np.int64)) - starts
@@ -145,12 +148,13 @@ class ReadRequirements:
 
 
 def _merged(owners: Int64s, sets: Int64s, firsts: Int64s, lasts: Int64s) -> tuple[Int64s, Int64s, Int64s, Int64s]:
-    """The same in order, where what follows without a gap, or overlaps, is one row."""
+    """Sort the rows, and merge rows of one file and set that overlap or follow each other without a gap."""
     order = np.lexsort((firsts, sets, owners))
     owners, sets, firsts, lasts = owners[order], sets[order], firsts[order], lasts[order]
     if not len(order):
         return owners, sets, firsts, lasts
-    # The furthest element so far of the same file and set: those of each are lifted above those before them.
+    # The furthest element so far of the same file and set. The elements of each file and set are lifted above those
+    # before them, so that one running maximum serves all.
     turn = np.r_[0, np.cumsum((owners[1:] != owners[:-1]) | (sets[1:] != sets[:-1]))]
     lift = turn * (int(lasts.max()) + 1)
     reach = np.maximum.accumulate(lasts + lift) - lift
@@ -159,5 +163,5 @@ def _merged(owners: Int64s, sets: Int64s, firsts: Int64s, lasts: Int64s) -> tupl
 
 
 def _columns(axes: Sequence[Int64s], num_rows: int) -> Int64s:
-    """Coordinates on a grid as rows, also on one without axes, which has one point."""
+    """The points of a grid as rows of coordinates. A grid without axes has one point."""
     return np.stack(axes, axis=-1).reshape(num_rows, len(axes)) if axes else np.zeros((num_rows, 0), np.int64)

@@ -1,8 +1,8 @@
 """The save plan: from all ranks' layouts to a manifest. Pure.
 
-Which rank writes which bytes stands in the manifest itself: its owners are data files, and each data file has one
+The manifest itself says which rank writes which bytes: its owners are data files, and each data file has one
 writer. Every rank derives its own share from the manifest as any reader would, so there is one algorithm for
-order and offsets, and no share has to be sent.
+order and offsets, and nobody has to send shares.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from holdfast.plan.divide import Claim, Divider, Division, RankGroup, as_grid, g
 from holdfast.plan.replicas import Cut, Writers, assign
 from holdfast.wording import count
 
-#: Reserved bytes of values are multiples of this, so that a counter that grows a digit does not change the plan.
+#: Space for values is reserved in multiples of this, so that a counter that gains a digit does not change the plan.
 _VALUES_GRANULE = 4096
 
 
@@ -39,13 +39,13 @@ class RankValues:
 
     @property
     def capacity(self) -> int:
-        """The bytes that are reserved for them."""
+        """The number of bytes that the file reserves for the values."""
         return -(-self.nbytes // _VALUES_GRANULE) * _VALUES_GRANULE
 
 
 @dataclass(frozen=True)
 class RankMessage:
-    """What the planner gets from one rank: the digest of its body, and its columns."""
+    """One rank's message to the planner: the digest of its body, and its columns."""
 
     digest: bytes
     columns: bytes
@@ -53,7 +53,7 @@ class RankMessage:
 
 @dataclass(frozen=True)
 class CheckpointIdentity:
-    """Which checkpoint is being planned."""
+    """The fields of a manifest that tell one checkpoint from another of the same plan."""
 
     checkpoint_id: str
     run_id: str
@@ -71,7 +71,7 @@ class _ClaimedTensor(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True)
 class SavePlan:
-    """Who writes which part of which tensor; not yet a certain checkpoint."""
+    """The plan of a save: which rank writes which part of which tensor. Several checkpoints may share it."""
 
     ranks: tuple[int, ...]
     tensors: Mapping[str, _ClaimedTensor]
@@ -80,9 +80,9 @@ class SavePlan:
     writers: Sequence[Writers]
 
     def undeclared(self, alike: Int64s) -> tuple[str, ...]:
-        """Names of tensors of which several ranks hold one part, though nobody declared it replicated.
+        """Names of tensors of which several ranks hold one part without having declared it replicated.
 
-        Ranks with one number in `alike` (by rank) count as one: what they hold in common has been compared already.
+        Ranks with equal numbers in `alike` (indexed by rank) count as one: their common parts have been compared.
         """
         several: dict[int, bool] = {}
         for division in self.divisions:
@@ -96,8 +96,8 @@ def plan_save(
 ) -> SavePlan:
     """Plan a save of the state that all ranks described.
 
-    `messages` has one entry per rank of the job (of `ranks`, where only some of them save), `bodies` the body of each
-    digest in it.
+    `messages` has one entry per rank of the job (or per rank of `ranks`, where only these save), `bodies` the body of
+    each digest in `messages`.
 
     Raises:
         StateError: ranks disagree about a tensor, or their pieces do not cover it exactly once.
@@ -114,14 +114,14 @@ def plan_save(
 
 @dataclass(frozen=True)
 class ManifestTemplate:
-    """The manifest of all checkpoints that are written by one plan; `body` misses what tells them apart."""
+    """The common manifest of all checkpoints of one plan; its `body` lacks the fields of a `CheckpointIdentity`."""
 
     body: fmt.Manifest
     blobs: Sequence[bytes]
 
     @staticmethod
     def of(plan: SavePlan, values: Sequence[RankValues]) -> ManifestTemplate:
-        """The manifest of `plan`, with room for `values`."""
+        """The template for `plan`, with space for `values`."""
         tensors = plan.tensors.values()
         ranks = _writing_ranks(plan.writers, [block.rank for block in values], max(plan.ranks) + 1)
         table = _PartitionTable(ranks, max(plan.ranks) + 1)
@@ -157,8 +157,7 @@ class ManifestTemplate:
         return ManifestTemplate(body, table.sequences.blobs)
 
     def encode(self, identity: CheckpointIdentity, diverged: Sequence[str] = ()) -> bytes:
-        """The manifest file of the checkpoint `identity`; `diverged` are names of tensors whose copies were found to
-        differ, sorted."""
+        """The bytes of the manifest of checkpoint `identity`; `diverged` are the sorted names of diverged tensors."""
         body = msgspec.structs.replace(
             self.body,
             checkpoint_id=identity.checkpoint_id,
@@ -175,17 +174,17 @@ class ManifestTemplate:
 def encode_plan(
     plan: SavePlan, *, identity: CheckpointIdentity, values: Sequence[RankValues], diverged: Sequence[str] = ()
 ) -> bytes:
-    """The manifest file of the one checkpoint `identity` that is written by `plan`."""
+    """The bytes of the manifest of the checkpoint `identity` that `plan` writes."""
     return ManifestTemplate.of(plan, values).encode(identity, diverged)
 
 
 def _differ(rows: Int64s) -> bool:
-    """Whether some row holds several numbers."""
+    """Whether some row has different numbers."""
     return bool((rows != rows[:, :1]).any())
 
 
 def _groups(messages: Sequence[RankMessage], bodies: Mapping[bytes, bytes], ranks: Sequence[int]) -> list[RankGroup]:
-    """Ranks by body, in order of their first rank."""
+    """Ranks grouped by body; groups are in the order of their lowest ranks."""
     members: dict[bytes, list[tuple[int, bytes]]] = {}
     for rank, message in zip(ranks, messages, strict=True):
         members.setdefault(message.digest, []).append((rank, message.columns))
@@ -198,7 +197,7 @@ def _groups(messages: Sequence[RankMessage], bodies: Mapping[bytes, bytes], rank
 
 
 def _collect(groups: Sequence[RankGroup]) -> dict[str, _ClaimedTensor]:
-    """All tensors by name, with the claims to each."""
+    """All tensors by name, with the claims to each. Raises `StateError` where dtypes or shapes differ between ranks."""
     tensors: dict[str, _ClaimedTensor] = {}
     for number, group in enumerate(groups):
         body = group.body.body
@@ -236,7 +235,7 @@ def _aliases(groups: Sequence[RankGroup], tensors: Mapping[str, _ClaimedTensor])
 
 
 def _writing_ranks(writers: Sequence[Writers], value_ranks: Sequence[int], num_ranks: int) -> Int64s:
-    """Ranks with a data file: those that write tensors or values."""
+    """The ranks that write a data file: those with tensors or values to write."""
     writes = np.zeros(num_ranks, bool)
     writes[list(value_ranks)] = True
     for owners in {id(w.owners): w.owners for w in writers}.values():
@@ -248,7 +247,7 @@ def _writing_ranks(writers: Sequence[Writers], value_ranks: Sequence[int], num_r
 
 
 class _PartitionTable:
-    """Distinct partitions of a manifest under construction."""
+    """The distinct partitions of a manifest under construction."""
 
     def __init__(self, ranks: Int64s, world_size: int) -> None:
         self.partitions: list[fmt.Partition] = []
@@ -259,10 +258,10 @@ class _PartitionTable:
         self._by_owner_array: dict[tuple[int, int], int] = {}
 
     def add(self, shape: Shape, division: Division, writers: Writers) -> int:
-        """The index of the partition of a tensor that is divided and written so."""
+        """The index of the partition of a tensor with this division and these writers; adds it on first sight."""
         if writers.cut:
             return self._append(self._cut(shape, division, writers))
-        quick = (id(division), id(writers.owners))  # arrays are shared by all tensors divided alike
+        quick = (id(division), id(writers.owners))  # tensors that are divided alike share these objects
         if quick not in self._by_owner_array:
             owners = self._files[writers.owners]
             key = (id(division), owners.tobytes())
@@ -296,7 +295,7 @@ class _PartitionTable:
         return fmt.Boxes(tuple(columns[:num_axes]), tuple(columns[num_axes:]), self.sequences.add(owners))
 
     def _cut(self, shape: Shape, division: Division, writers: Writers) -> fmt.Partition:
-        """A partition whose cells are further divided between replicas."""
+        """The partition whose cells are cut further between replicas."""
         by_cell = {cut.cell: cut for cut in writers.cut}
         if division.kind == "flat":
             return self._cut_ranges(division.geometry[0].tolist(), writers, by_cell)
@@ -324,7 +323,7 @@ class _PartitionTable:
         return fmt.Grid(tuple(self.sequences.add(axis) for axis in cuts), self.sequences.add(owners))
 
     def _cut_whole(self, shape: Shape, cut: Cut) -> fmt.Partition:
-        """A whole tensor cut between its holders: a grid of rows if it is cut at rows."""
+        """The partition of a whole tensor cut between its holders: a grid if all cuts are at rows, else flat cuts."""
         owners = self.sequences.add(self._files[np.asarray(cut.ranks, np.int64)])
         cuts, row = np.asarray(cut.cuts, np.int64), prod(shape[1:])
         if (cuts % row).any():

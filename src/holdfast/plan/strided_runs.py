@@ -1,7 +1,7 @@
-"""What a stored cell and a wanted box share, as strided runs of elements that are adjacent on both sides. Pure.
+"""The intersection of a stored cell and a wanted box, as strided runs of elements that are adjacent in both. Pure.
 
-Nearly all that resharding copies is like this: rows of a matrix, columns of it, or slices along any one axis. It takes
-four numbers whatever the shapes are, and few copies.
+Nearly all intersections in resharding are like this: rows or columns of a matrix, or slices along any one axis. Four
+numbers describe one, whatever the shapes are, and few calls copy it.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ Bools = npt.NDArray[np.bool_]
 
 
 class StridedRun(NamedTuple):
-    """Runs of `size` elements: they begin `step` elements apart in the cell and `pitch` apart in the box, both in
-    row-major order, the first one at element `place` of the box."""
+    """Runs of `size` elements that begin `step` elements apart in the cell and `pitch` elements apart in the box.
+
+    Both in row-major order; the first run begins at element `place` of the box.
+    """
 
     place: int
     size: int
@@ -28,8 +30,10 @@ class StridedRun(NamedTuple):
 
 
 class CopySpan(NamedTuple):
-    """`rows` times `size` elements, from element `at` of what is there to element `place` of the box, each time a step
-    and a pitch further."""
+    """`rows` runs of `size` elements each, to copy from element `at` of the data at hand to element `place` of the box.
+
+    Each run begins one step further in the data and one pitch further in the box.
+    """
 
     at: int
     place: int
@@ -38,7 +42,7 @@ class CopySpan(NamedTuple):
 
 
 def copy_spans(run: StridedRun, skipped: int, count: int) -> Iterator[CopySpan]:
-    """Where `count` elements of the cell go, which follow the `skipped` first ones from the first run on.
+    """The spans that copy `count` elements of the cell, after the first `skipped` elements from the first run on.
 
     At most three spans: the rest of a run, whole runs, and the beginning of one.
     """
@@ -59,10 +63,10 @@ def copy_spans(run: StridedRun, skipped: int, count: int) -> Iterator[CopySpan]:
 
 
 def shared(starts: Int64s, sizes: Int64s, box: Box) -> tuple[Int64s, Int64s, Int64s]:
-    """What cells share with `box`; all of them do. `starts` and `sizes` have the shape ``[cells, axes]``.
+    """The elements that each cell shares with `box`; each must share some. `starts` and `sizes` are ``[cells, axes]``.
 
-    Returns, of each cell, the first shared element of its row-major order, the one behind the last, and its
-    `StridedRun` as a row, with place -1 where the shared elements are no runs.
+    Returns for each cell: the first shared element of its row-major order, the one behind the last, and its
+    `StridedRun` as a row, with place -1 where the shared elements are not runs.
     """
     box_start, box_size = np.asarray(box.start, np.int64), np.asarray(box.size, np.int64)
     lows, highs = np.maximum(starts, box_start), np.minimum(starts + sizes, box_start + box_size)
@@ -77,8 +81,10 @@ def shared(starts: Int64s, sizes: Int64s, box: Box) -> tuple[Int64s, Int64s, Int
 
 
 def _inner(partial: Bools) -> Bools:
-    """The last axis of each row along which more is there than is shared, and the axes behind it; all where there is
-    none. Along those behind it everything is shared, so they make no gap."""
+    """A mask of the innermost axis of each row on which the overlap is only `partial`, and of the axes behind it.
+
+    All axes where no overlap is partial. The axes behind it overlap completely, so they make no gaps.
+    """
     numbers = np.arange(partial.shape[1])
     last: Int64s = np.max(np.where(partial, numbers, 0), axis=1, initial=0, keepdims=True)
     return numbers >= last
