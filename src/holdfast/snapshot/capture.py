@@ -1,8 +1,8 @@
-"""A snapshot: the state of one rank at one instant, on its way into a slot.
+"""A snapshot: a copy of one rank's state at one instant, made into a slot.
 
-Most of a training state changes only when an optimizer steps. That part is copied while the next forward and backward
-run, and the `Guard` keeps the step back until the copy is done; everything else is set aside at once. (CheckFreq,
-FAST'21, calls it the snapshot phase; DataStates-LLM, HPDC'24, copies lazily for the same reason.)
+Most of a training state changes only when an optimizer steps. A snapshot copies that part while the next forward and
+backward run, and the `Guard` delays the step until the copy is done. It copies everything else at once. (CheckFreq,
+FAST'21, calls this the snapshot phase; DataStates-LLM, HPDC'24, copies lazily for the same reason.)
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from holdfast.state.collect import LocalTensor, WalkCache
 from holdfast.state.flatten import FlatState, Walk
 from holdfast.state.marks import Marked, Versions
 
-#: So much is copied by one call, for whose time other threads of Python run.
+#: Bytes that one call copies; other Python threads run during the call.
 _CALL_NBYTES = 64 << 20
-#: So much is set aside in memory of its own; where more has to be, whoever saves waits until it is in the slot.
+#: Limit of the bytes that are cloned into fresh memory; where there are more, the saving thread waits until they are in
+#: the slot.
 _ASIDE_NBYTES = 64 << 20
 
 
@@ -34,12 +35,11 @@ _memory = attrgetter("memory")
 
 
 class Snapshot:
-    """The state of this rank at the instant when `instant` is set, for as long as a guard is held; taken by one thread,
-    and copied by another.
+    """The state of this rank at one instant. The saving thread makes it, and another thread copies it.
 
-    The whole structure is read here: which tensors there are, values, groups, slots. Guarded are tensors that only
-    steps of the optimizers change, see `Walk.stepped`: nothing may change those until `copy` has returned, see `Guard`.
-    Everything else may change when `instant` is set.
+    The constructor reads the whole structure: the tensors, values, groups and slots that exist. Tensors that only steps
+    of the optimizers change (see `Walk.stepped`) are guarded: nothing may change them until `copy` has returned, and
+    the caller holds a `Guard` so long. Everything else may change once `instant` is set.
     """
 
     def __init__(
@@ -51,33 +51,35 @@ class Snapshot:
         last: Sequence[WalkCache] = (),
         select: Globs | None = None,
     ) -> None:
-        """As `flatten`, without what the walk can leave for later."""
+        """Walk the state; the arguments are those of `flatten`. Slots that `Walk` can leave for later get no names
+        yet."""
         self._walk = Walk(state, rank=rank, world_size=world_size, last=last, select=select)
         found = self._walk.found()
         stepped = self._walk.stepped(found)
-        #: Whether it looks like what the last walk saw.
+        #: Whether this walk found the same tensors as the last one.
         self.is_as_before = _is_as_before(self._walk, last)
         self._marked = Marked()
         are_all_marked = self._marked.add(_memory_of(map(found.__getitem__, stepped)))
-        if not are_all_marked:  # of some torch would not show that they were changed
+        if not are_all_marked:  # torch would not show changes of some of them, so those are copied at once
             stepped = {name for name in stepped if self._marked.add(found[name].memory)}
         rest = {name: local for name, local in found.items() if name not in stepped} if stepped else found
-        #: The names of what is copied before `instant` is set.
+        #: The names of the tensors that are copied before `instant` is set.
         self._at_once = frozenset(rest)
         memory = _memory_of(rest.values())
-        #: Shows whether another thread changes that meanwhile; the thread that saves does not.
+        #: Shows whether another thread changes those tensors during the copy; the saving thread does not.
         self._versions: Versions | None = Versions(memory)
-        #: What is set aside of it, tensor by tensor. (Whoever saves waits, so nothing but tensors is made.)
+        #: Their clones, in order, where they are small enough. (Only the tensors, because the saving thread waits for
+        #: this.)
         self._aside: list[torch.Tensor] | None = None
         self._rest: Tensors = {}
-        #: Set when all is set aside that no guard holds, or this has ended.
+        #: Set when all unguarded tensors are copied, or the snapshot has ended.
         self.instant = Latch()
         if sum(part.nbytes for part in memory) <= _ASIDE_NBYTES:
             self._aside, self._rest = _cloned(memory), rest
             self._check_whole(rest)
             self.instant.set()
         held = chain.from_iterable(local.memory for local in found.values())
-        #: What devices had been given to do by then, the clones among it.
+        #: The work that was queued on devices by then, the clones included.
         self.queued = Queued(devices_of(chain(held, self._walk.left.memory)))
 
     @property
@@ -86,12 +88,13 @@ class Snapshot:
         return self._walk.optimizers
 
     def end(self) -> None:
-        """Have nobody wait any more, and let go of what was set aside: it is copied, or will not be."""
+        """Set `instant`, so that no thread waits any more, and release the clones: they are in the slot, or not
+        needed."""
         self.instant.set()
         self._aside, self._rest = None, {}
 
     def flat(self) -> FlatState:
-        """All of the state; what is set aside as that."""
+        """The whole state, with the clones in place of the tensors that they were made of."""
         flat = self._walk.finish()
         if self._aside is None:
             return flat
@@ -103,11 +106,11 @@ class Snapshot:
         return replace(flat, tensors={**flat.tensors, **aside})
 
     def copy(self, tensors: Tensors, routes: Routes) -> None:
-        """Copy `tensors`, those of `flat`, along `routes`.
+        """Copy `tensors`, those of `flat`, along `routes`. Blocks until they are in the slot.
 
         Raises:
-            StateError: a tensor was changed meanwhile, so that what was copied is of no instant; names it, as far as
-                `Marked` shows it.
+            StateError: a tensor was changed during the copy, so the copy is not of one instant. The error names the
+                tensor where `Marked` shows which one it is.
         """
         held = {name: local for name, local in tensors.items() if name not in self._at_once}
         if self._aside is None:
@@ -123,7 +126,7 @@ class Snapshot:
             raise _changed(_name_at(changed, held))
 
     def _check_whole(self, rest: Tensors) -> None:
-        """Return only if no thread changed the `rest` while it was copied."""
+        """Raise `StateError` if a thread changed one of the `rest` while they were copied."""
         versions, self._versions = self._versions, None
         changed = {id(part) for part in versions.changed()} if versions is not None else set()
         if changed:
@@ -154,7 +157,7 @@ def _cloned(memory: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _copy(pairs: Iterable[Pair]) -> None:
-    """Copy in calls of limited size; returns when all is there."""
+    """Copy in calls of limited size; returns when all targets are filled."""
     calls = Calls()
     targets: list[torch.Tensor] = []
     sources: list[torch.Tensor] = []
@@ -176,7 +179,7 @@ def _copy(pairs: Iterable[Pair]) -> None:
 
 
 def _parts(target: torch.Tensor, source: torch.Tensor) -> Iterator[tuple[list[torch.Tensor], list[torch.Tensor]]]:
-    """A pair in parts for one call each: an accelerator takes one copy as one, however large. Both are contiguous."""
+    """Split a contiguous pair into parts for one call each: an accelerator does not interrupt a copy, however large."""
     numel = _CALL_NBYTES // target.element_size()
     for part in zip(torch.split(target.view(-1), numel), torch.split(source.view(-1), numel), strict=True):
         yield [part[0]], [part[1]]

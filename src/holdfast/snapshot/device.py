@@ -1,11 +1,12 @@
-"""Accelerators: what is copied from them, when, and when it is there.
+"""Copies from accelerators: the instant that they capture, and when they have arrived.
 
-Kernels run later than the calls that queue them, in the order of their stream. So the state of an instant is what it
-is when the work has run that was queued until then; it is copied by streams of our own, which wait for that, and run
-beside what is queued later. Copies are issued in calls of limited size, of which few are under way at the same time:
-those of training that come in between, of a loss that is printed, do not wait behind gigabytes.
+Kernels run later than the calls that queue them, in the order of their stream. So the state at an instant is the state
+after all work that was queued until then. Streams of our own wait for that work, and then copy beside the work that is
+queued later. The copies are issued in calls of limited size, and few of them are under way at the same time, so that a
+small copy of the training, such as of a loss to print, does not wait behind gigabytes.
 
-Nothing here waits for a whole device. Without tensors on accelerators nothing is done. (CUDA, and ROCm by that name.)
+Nothing here waits for a whole device, and without tensors on accelerators nothing is done. (These are CUDA devices, and
+ROCm's, which torch calls CUDA too.)
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ import torch
 
 from holdfast.store.base import Bytes
 
-#: So many calls are under way at the same time: one, and the next.
+#: Number of calls under way at the same time: one, and the next.
 _NUM_CALLS: Final = 2
-#: Of ``cudaHostRegister``: for all contexts of the process.
+#: Flag of ``cudaHostRegister``: register for all contexts of the process.
 _PORTABLE: Final = 1
 
 _log = logging.getLogger(__name__)
@@ -33,32 +34,32 @@ _log = logging.getLogger(__name__)
 def devices_of(tensors: Iterable[torch.Tensor]) -> frozenset[torch.device]:
     """The accelerators that hold any of `tensors`."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        return frozenset()  # so none is on one, and thousands need not be looked at
+        return frozenset()  # no tensor can be on one, and a check of thousands of tensors takes time
     return frozenset(tensor.device for tensor in tensors if tensor.is_cuda)
 
 
 def await_queued(tensors: Iterable[torch.Tensor]) -> None:
-    """Return when the work has run that this thread queued on the current streams of the devices of `tensors`: other
-    threads see what it wrote, and it does not write over what they do."""
+    """Wait until the work has run that this thread has queued on the current streams of the devices of `tensors`. Then
+    other threads see its results, and it cannot overwrite theirs."""
     for device in devices_of(tensors):
         torch.cuda.current_stream(device).synchronize()
 
 
 class Queued:
-    """The instant at which all has run that the current streams of `devices` hold when this is made."""
+    """The instant at which all work has run that the current streams of `devices` hold when this object is made."""
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
         self._events = {device: torch.cuda.current_stream(device).record_event() for device in devices}
 
     @property
     def device(self) -> torch.device | None:
-        """One of the devices; None where there is none."""
+        """One of the devices; None if there are none."""
         return next(iter(self._events), None)
 
     @contextmanager
     def passed(self) -> Iterator[None]:
-        """A ``with`` block in which everything that this thread queues on those devices runs after that instant, beside
-        what other threads queue."""
+        """A ``with`` block in which all work that this thread queues on those devices runs after that instant, in
+        parallel with other threads' work."""
         with ExitStack() as stack:
             for device, event in self._events.items():
                 stream = _stream(device)
@@ -67,22 +68,22 @@ class Queued:
             yield
 
     def await_copies(self) -> None:
-        """Return when everything has run that copies of this process had queued on those devices."""
+        """Wait until all copies have run that this process has queued on those devices."""
         for device in self._events:
             _stream(device).synchronize()
 
 
 class Calls:
-    """Copies into host memory, issued by this thread call by call; from accelerators they go on after the call."""
+    """The calls by which this thread copies into host memory. Copies from accelerators go on after their call."""
 
     def __init__(self) -> None:
         self._under_way: deque[list[torch.cuda.Event]] = deque()
 
     def copy(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-        """Copy in one call; returns when few enough are under way."""
+        """Copy in one call; blocks until at most `_NUM_CALLS` calls are under way."""
         devices = devices_of(sources)
-        # One call for all of them: of single copies, each would wait for the interpreter beside a busy thread. Of
-        # accelerators of other kinds, nobody would know when the copies are over.
+        # One call for all of them: beside a busy thread, each single copy would wait for the interpreter. It blocks for
+        # accelerators of other kinds, because nothing here tells when their copies are over.
         torch._foreach_copy_(targets, sources, non_blocking=bool(devices))
         if devices:
             self._under_way.append([_marked(device) for device in devices])
@@ -90,7 +91,7 @@ class Calls:
             self._await_oldest()
 
     def finish(self) -> None:
-        """Return when all are over."""
+        """Wait until all copies are over."""
         while self._under_way:
             self._await_oldest()
 
@@ -100,12 +101,12 @@ class Calls:
 
 
 def registered(data: Bytes, device: torch.device) -> Callable[[], None]:
-    """Have accelerators copy into `data` by themselves, past the processor; returns what ends that, to be called before
-    `data` is unmapped. Takes about as long as to fill the memory. Where the driver refuses, it is said, and copies take
-    longer."""
+    """Register `data` with the driver, so that accelerators copy into it without the processor. Returns a function that
+    unregisters it, to be called before `data` is unmapped. Takes about as long as filling the memory. Where the driver
+    refuses, this logs a warning, and copies take longer."""
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     address, start_s = data.ctypes.data, time.perf_counter()
-    with torch.cuda.device(device):  # else the first device gets a context of this process, and memory for it
+    with torch.cuda.device(device):  # otherwise this process would make a context, which takes memory, on device 0
         status = int(runtime.cudaHostRegister(address, data.nbytes, _PORTABLE))
     if status:
         _log.warning(
@@ -122,7 +123,7 @@ def registered(data: Bytes, device: torch.device) -> Callable[[], None]:
 
 
 def _marked(device: torch.device) -> torch.cuda.Event:
-    """An event behind what this thread has queued; who waits for it sleeps."""
+    """An event after all work that this thread has queued; a thread that waits for it sleeps."""
     event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
     event.record(torch.cuda.current_stream(device))
     return event
@@ -130,5 +131,5 @@ def _marked(device: torch.device) -> torch.cuda.Event:
 
 @cache
 def _stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream of this process that snapshots are copied on."""
+    """The stream on which this process copies snapshots from `device`."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

@@ -1,20 +1,20 @@
-"""The guard: nobody changes what a save is still copying.
+"""The guard: it delays changes to memory that a save is still copying.
 
-A `Hold` is one save's claim on the memory that it copies after it has returned. Exactly one thread answers for a hold:
-first the thread that saves; when `save` returns, the thread that copies. A hold is over when it is released, and also
+A `Hold` is one save's claim on the memory that it copies after it has returned. Exactly one thread is responsible for a
+hold: first the saving thread; when `save` returns, the copying thread. A hold is over when that thread releases it, and
+also
 
-- when the thread that answers for it has ended, and
-- when the thread that saved waits for its own hold: then an exception took it out of the save, and `pass_on` was never
-  reached.
+- when that thread has ended, and
+- when the saving thread waits for its own hold: then an exception has left the save before it reached `pass_on`.
 
-So no exception leaves a hold behind, not even one that comes in the middle of the clean-up, and none of this needs a
-lock: each step is one operation of a set, or one assignment.
+So no exception leaves a hold behind, not even one in the middle of the clean-up. None of this needs a lock: each step
+is one operation on a set, or one assignment.
 
-A thread that changes what is guarded says so for as long as it does (`changing`). It enters when nothing is held, and a
-save of another thread begins when nobody changes anything: each says what it is about to do before it looks at the
-other. Where both did, the change is taken back. So a save waits for those that change something already, and keeps all
-others out meanwhile: blocks of several threads that overlap without end do not hold it up. Until a save has begun, its
-hold keeps nobody else waiting, for they may be in such a block.
+A thread that changes guarded memory registers the change for as long as it lasts (`changing`). It enters the block when
+there is no hold, and a save of another thread begins when there is no change. Each registers its intention before it
+looks for the other's; where both have registered, the change withdraws. So a save waits for the changes that have
+begun, and keeps all new ones out meanwhile: blocks of several threads that overlap without end cannot starve it. Until
+a save has begun, steps and other waiters do not wait for its hold, for their thread may be inside such a block.
 """
 
 from __future__ import annotations
@@ -33,59 +33,62 @@ from torch.utils.hooks import RemovableHandle
 from holdfast.errors import DeadlineError
 from holdfast.latch import Latch
 
-#: How often a thread that waits looks whether the thread that answers for a hold is alive.
+#: Interval at which a waiting thread checks that the thread it waits for is alive.
 _LOOK_S: Final = 0.05
 
-#: All holds of this process that are not over. One registry for the process, because live state belongs to the process:
-#: `load` and `transfer` are given a state, and must wait for whoever copies it, in whichever `Checkpointer` that is. A
-#: hold stays here for as long as a save copies, no longer.
+#: All holds of this process that are not over. There is one registry per process, because live state belongs to the
+#: process: `load` and `transfer` are given a state, and must wait for any `Checkpointer` that copies it. A hold stays
+#: here only as long as its save copies.
 _live: Final[set[Hold]] = set()
-#: All blocks of this process in which a thread changes what is guarded.
+#: All blocks of this process in which a thread changes guarded memory.
 _changes: Final[set[_Change]] = set()
 
 
 class Hold:
-    """One save's claim on the memory that it is copying. Made by the thread that saves."""
+    """One save's claim on the memory that it is copying. The saving thread makes it."""
 
     def __init__(self, guard: Guard) -> None:
         self._guard = guard
-        #: The thread that answers for it, by its number in the kernel.
+        #: The kernel's number of the responsible thread.
         self._owner = get_native_id()
         self._decided = Latch()
         self._over = Latch()
-        #: Whether it waits no more for those that change what is guarded.
+        #: Whether the save has begun: it no longer waits for changes of other threads.
         self.is_begun = False
 
     @property
     def is_over(self) -> bool:
-        """Whether it keeps nobody waiting any more."""
+        """Whether the hold is over, so that no thread waits for it."""
         return self._over.is_set
 
     def pass_on(self, copier: int) -> None:
-        """Have the thread `copier` answer for it from now on. The last step of a save: everything else is set aside."""
+        """Make the thread `copier` responsible from now on. The last step of a save, when all unguarded state is
+        copied."""
         self._owner = copier
         self._decided.set()
 
     def is_passed_on(self, timeout_s: float) -> bool:
-        """Whether the save ended well, and left the hold to this thread, which copies. Waits until that is known."""
+        """Whether the save succeeded and passed the hold on to the calling thread, which copies. Waits for up to
+        `timeout_s` until that is known."""
         end_s = time.monotonic() + timeout_s
         while not self._decided.wait(_LOOK_S) and is_alive(self._owner) and time.monotonic() < end_s:
             pass
         return self._owner == get_native_id() and not self._over.is_set
 
     def release(self) -> None:
-        """End it."""
+        """End the hold."""
         self._over.set()
         self._decided.set()
         _live.discard(self)
 
     def drop(self) -> None:
-        """End it if this thread, which saves, still answers for it."""
+        """End the hold if the calling thread is responsible for it."""
         if self._owner == get_native_id():
             self.release()
 
     def wait(self, timeout_s: float = float("inf")) -> bool:
-        """Return when it is over, and after `timeout_s` even if it is not. Whether it is."""
+        """Wait until the hold is over, for `timeout_s` at most. Returns whether it is over. Ends the hold where its
+        responsible thread is the calling one or has ended."""
         self.drop()
         end_s = time.monotonic() + timeout_s
         while not self._over.wait(min(_LOOK_S, max(end_s - time.monotonic(), 0))):
@@ -96,12 +99,12 @@ class Hold:
         return self._over.is_set
 
     def is_of(self, guard: Guard) -> bool:
-        """Whether `guard` made it."""
+        """Whether `guard` made this hold."""
         return self._guard is guard
 
 
 class _Change:
-    """A block in which this thread changes what is guarded."""
+    """A block in which the thread that made this object changes guarded memory."""
 
     def __init__(self) -> None:
         self._thread = get_native_id()
@@ -109,16 +112,17 @@ class _Change:
 
     @property
     def is_mine(self) -> bool:
-        """Whether it is a block of this thread."""
+        """Whether it is a block of the calling thread."""
         return self._thread == get_native_id()
 
     def end(self) -> None:
-        """Let saves begin."""
+        """End the block, so that saves can begin."""
         self._over.set()
         _changes.discard(self)
 
     def wait(self, timeout_s: float) -> bool:
-        """Return when it is over, and after `timeout_s` even if it is not. Whether it is; for its own thread it is."""
+        """Wait until the block is over, for `timeout_s` at most. Returns whether it is over; to its own thread it
+        always is."""
         end_s = time.monotonic() + timeout_s
         if self.is_mine:
             return True
@@ -131,23 +135,23 @@ class _Change:
 
 
 class Guard:
-    """Has the steps of hooked optimizers, and whoever else asks, wait for the holds of one `Checkpointer`. Safe for
-    several threads."""
+    """The guard of one `Checkpointer`: steps of hooked optimizers, and other callers of `wait`, wait for its holds.
+    Safe for several threads."""
 
     def __init__(self) -> None:
         self._hooks: WeakKeyDictionary[Optimizer, RemovableHandle] = WeakKeyDictionary()
-        #: Seconds that steps, and others, have waited altogether.
+        #: Seconds that steps and other callers have waited in total.
         self.waited_s = 0.0
 
     def hold(self, *, timeout_s: float) -> Hold:
-        """Keep others waiting; this thread answers for it, until it passes it on. Waits until no other thread changes
-        what is guarded.
+        """Make a hold, for which the calling thread is responsible until it passes it on. Waits until no other thread
+        changes guarded memory.
 
         Raises:
-            DeadlineError: one still does after `timeout_s`.
+            DeadlineError: a thread still does after `timeout_s`.
         """
         for left in tuple(_live):
-            left.drop()  # an exception took this thread out of an earlier save
+            left.drop()  # an exception ended an earlier save of this thread before it passed its hold on
         end_s = time.monotonic() + timeout_s
         hold = Hold(self)
         _live.add(hold)
@@ -167,11 +171,11 @@ class Guard:
         return hold
 
     def holds(self) -> list[Hold]:
-        """What is held, or about to be."""
+        """The holds of this guard, including those whose save has not begun yet."""
         return [hold for hold in tuple(_live) if hold.is_of(self)]
 
     def wait(self) -> None:
-        """Return when nothing is held: at once, mostly."""
+        """Wait until the holds of this guard are over whose saves have begun. Usually returns at once."""
         if not _live:
             return
         start_s = time.perf_counter()
@@ -181,13 +185,13 @@ class Guard:
         self.waited_s += time.perf_counter() - start_s
 
     def hook(self, optimizers: Iterable[Optimizer]) -> None:
-        """Have steps of `optimizers` wait, those that do not yet."""
+        """Make the steps of `optimizers` wait for holds, where they do not yet."""
         for optimizer in optimizers:
             if optimizer not in self._hooks:
                 self._hooks[optimizer] = optimizer.register_step_pre_hook(lambda *_: self.wait())
 
     def unhook(self) -> None:
-        """Have no steps wait any more."""
+        """Make steps stop waiting for holds."""
         for handle in self._hooks.values():
             handle.remove()
         self._hooks.clear()
@@ -195,9 +199,9 @@ class Guard:
 
 @contextmanager
 def changing(guards: Sequence[Guard]) -> Iterator[None]:
-    """A ``with`` block that is entered when `guards` hold nothing, and during which no save of another thread begins in
-    this process."""
-    # In a block within a block nothing can have begun, and what waits to begin waits for the outer one.
+    """A ``with`` block in which the calling thread changes guarded memory. It is entered when `guards` have no holds,
+    and no save of another thread begins in this process while it lasts."""
+    # Inside an outer block of this thread no save can have begun, and one that waits to begin waits for the outer one.
     is_inner = any(change.is_mine for change in tuple(_changes))
     change = _Change()
     try:
@@ -214,17 +218,17 @@ def changing(guards: Sequence[Guard]) -> Iterator[None]:
 
 
 def is_alive(thread: int) -> bool:
-    """Whether this process has the thread with this number. The kernel's word: `Thread.is_alive` is wrong for good when
-    an exception came in the middle of a `join` (bpo-45274), and after a fork the child has none of its parent's."""
-    return os.path.exists(f"/proc/self/task/{thread}")  # noqa: PTH110 - every step of a loop that waits comes here
+    """Whether this process has the thread with this kernel number. Asks the kernel, because `Thread.is_alive` stays
+    wrong after an exception in the middle of a `join` (bpo-45274), and a forked child has no threads of its parent."""
+    return os.path.exists(f"/proc/self/task/{thread}")  # noqa: PTH110 - fast, because waiting loops call it often
 
 
 def await_copies(*, timeout_s: float) -> bool:
-    """Return when no save in this process is copying any more, whichever `Checkpointer` made it, and after `timeout_s`
-    even if one is. Whether live state may be changed.
+    """Wait until no save in this process is copying, of whichever `Checkpointer`, for `timeout_s` at most. Returns
+    whether live state may be changed now.
 
-    For whoever fills live state by other means than a step: `load`, `restore`, `transfer`. They wait for all saves, not
-    only for those that copy their targets: an object that fills itself (``load_state_dict``) does not say what memory
+    For `load`, `restore` and `transfer`, which fill live state by other means than a step. They wait for all saves, not
+    only for those that copy their targets: an object that fills itself (``load_state_dict``) does not tell which memory
     it has, and a copy takes less time than a load.
     """
     end_s = time.monotonic() + timeout_s

@@ -1,4 +1,4 @@
-"""Routes: where in a slot each part of a state goes. Worked out once per plan and slot, for all saves that follow."""
+"""Routes: the place in a slot of each part of a state, computed once per plan and slot for all saves that follow."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from holdfast.state.collect import LocalTensor
 from holdfast.state.memory import LocalPieces, carried
 from holdfast.store.base import Bytes
 
-#: A copy within one of these types keeps every bit (one of bools, say, keeps what they mean); each with the type of
-#: numpy whose memory looks the same.
+#: Dtypes that torch copies bit for bit (a copy of bools, for example, only keeps their truth values), each with the
+#: numpy type of the same size.
 _EXACT: dict[torch.dtype, type[np.generic]] = {
     torch.float64: np.float64,
     torch.float32: np.float32,
@@ -28,12 +28,12 @@ _EXACT: dict[torch.dtype, type[np.generic]] = {
 }
 
 Tensors = Mapping[str, LocalTensor]
-#: Where elements go, and where they are: of one dtype and shape.
+#: Target and source of a copy, of one dtype and shape.
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 class RoutedPart(NamedTuple):
-    """A part of the tensor `name`, and the byte of the slot where it goes."""
+    """A part of the tensor `name`, and the offset in the slot where it starts, in bytes."""
 
     name: str
     part: Box | FlatRange
@@ -41,21 +41,21 @@ class RoutedPart(NamedTuple):
 
 
 class Routes:
-    """The way of each of `parts`, which `rank` holds, into `data`. Keeps no memory of the state alive.
+    """The routes of `parts`, which `rank` holds, into `data`. Keeps no memory of the state alive.
 
-    Thousands of views cost more time than the copy of what they show, and saves come often. So those of the slot are
-    kept, and of the state, whose tensors are mostly copied whole, none are made.
+    Making thousands of views costs more time than the copy itself, and saves come often. So this keeps the views of the
+    slot, and makes none of the state's tensors that are copied whole, as most are.
     """
 
     def __init__(self, parts: Sequence[RoutedPart], data: Bytes, *, rank: int) -> None:
         self._parts = parts
         self._rank = rank
         self._data = data
-        #: Where parts go that are all that this rank holds of a tensor, as far as they were copied before.
+        #: The targets of parts that are all that this rank holds of a tensor, once they have been copied.
         self._whole: list[torch.Tensor | None] = [None] * len(parts)
 
     def pairs(self, tensors: Tensors) -> Iterator[Pair]:
-        """What is to be copied for the parts of `tensors`, as they are now."""
+        """The pairs to copy for the parts of `tensors`."""
         pieces = LocalPieces(self._rank)
         for number, (part, target) in enumerate(zip(self._parts, self._whole, strict=True)):
             held = tensors.get(part.name)
@@ -86,7 +86,7 @@ class Routes:
 
 def _like(tensor: torch.Tensor, data: Bytes, start: int) -> torch.Tensor:
     """The bytes of `data` from `start` on, with the dtype and shape of `tensor`."""
-    # Beside a loop of Python, each of thousands of views that torch makes may cost a thread its turn, for torch lets go
-    # of the interpreter meanwhile. numpy does not.
+    # torch releases the interpreter while it makes a view, so that beside a busy Python thread each of thousands of
+    # views may cost this thread its turn. numpy keeps the interpreter.
     view = torch.from_numpy(np.ndarray(tuple(tensor.shape), _EXACT[tensor.dtype], data, start))
     return view if view.dtype == tensor.dtype else view.view(tensor.dtype)
