@@ -8,7 +8,7 @@
 VENV := .venv
 export PYTHON TORCH_INDEX
 
-.PHONY: demo test test-slow test-frameworks test-gpu lint bench clean
+.PHONY: demo test test-slow test-frameworks test-gpu lint bench tables clean
 .NOTPARALLEL: # one pip at a time in one .venv
 
 demo: $(VENV)/peers.stamp
@@ -37,6 +37,10 @@ lint: $(VENV)/dev.stamp
 
 bench: $(VENV)/peers.stamp
 	$(VENV)/bin/python -m bench
+
+# The tables of docs/benchmarks.md and the figures of the README again, from the results in bench/results.
+tables: $(VENV)/dev.stamp
+	$(VENV)/bin/python -m bench table
 
 clean:
 	rm -rf $(VENV)

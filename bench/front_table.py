@@ -1,29 +1,37 @@
-"""The README's table: a few figures of all benchmarks, for whoever sees the project first."""
+"""The README's figures: a few of all benchmarks, for whoever sees the project first."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from bench.engine_contenders import OURS, THREAD
 from bench.engine_results import EngineResult, SavesPart
-from bench.results import MEASURES, LoadResult, Result, ScenarioResult, SmallResult
+from bench.results import MEASURES, LoadResult, Result, ScenarioResult, SmallResult, Summary
 
-_CONTENDERS = {"holdfast": "Holdfast", "dcp": "PyTorch DCP", "torch.save": "torch.save"}
+CONTENDERS = {"holdfast": "Holdfast", "dcp": "PyTorch DCP", "torch.save": "torch.save"}
 #: Who of the columns saves in the background.
 _BACKGROUND = {"holdfast": OURS, "dcp": THREAD}
-_SHARE = "share of the disk's speed"
 _NO_FIGURE = "-"
 
 
-def render_front(saves: Result, loads: LoadResult, engine: EngineResult, small: SmallResult) -> str:
+def render_front(saves: Result, engine: EngineResult, small: SmallResult) -> str:
     """A few figures of each result as Markdown."""
-    rows = [[f"{measure}, {_SHARE}", *_shares(saves, number)] for number, measure in enumerate(MEASURES)]
-    rows += [[f"load {each.title}, {_SHARE}", *_moved(each)] for each in loads.scenarios if each.name == "fsdp-tp"]
+    rows = []
     if engine.saves is not None:
         rows.append(["background save, ms: the call + what the next step waits", *_waits(engine.saves)])
     many = f"save of {small.setup.state.num_tensors:,} small tensors, {small.setup.world} ranks, s"
     rows.append([many, *_small(small)])
-    lines = [f"| | {' | '.join(_CONTENDERS.values())} |", f"|---|{'---|' * len(_CONTENDERS)}"]
+    rows.append(["CPU of a save + a load, s per GB", *_both(saves, lambda part: f"{part.cpu_s_per_gb.median:.2f}")])
+    extra = _both(saves, lambda part: f"{part.peak_extra_nbytes_per_rank / 1e6:,.0f}")
+    rows.append(["extra memory of a rank in a save + in a load, MB", *extra])
+    lines = [f"| | {' | '.join(CONTENDERS.values())} |", f"|---|{'---|' * len(CONTENDERS)}"]
     lines += [f"| {' | '.join(row)} |" for row in rows]
     return "\n".join((*lines, "", _how(saves)))
+
+
+def moved_onto_other_layout(loads: LoadResult) -> list[ScenarioResult]:
+    """The loads onto another layout that the README shows."""
+    return [each for each in loads.scenarios if each.name == "fsdp-tp"]
 
 
 def _how(saves: Result) -> str:
@@ -34,15 +42,10 @@ def _how(saves: Result) -> str:
     )
 
 
-def _shares(result: Result, number: int) -> list[str]:
-    of = {each.contender: each for each in result.summaries if each.measure == MEASURES[number]}
-    return [f"{of[name].share_of_raw.median:.2f}" if name in of else _NO_FIGURE for name in _CONTENDERS]
-
-
-def _moved(scenario: ScenarioResult) -> list[str]:
-    unable = {each.contender for each in scenario.not_possible}
-    of = {each.contender: f"{each.share_of_raw.median:.2f}" for each in scenario.summaries}
-    return ["not possible" if name in unable else of.get(name, _NO_FIGURE) for name in _CONTENDERS]
+def _both(result: Result, figure: Callable[[Summary], str]) -> list[str]:
+    """A figure of the save and one of the load, for each column."""
+    of = {(each.contender, each.measure): figure(each) for each in result.summaries}
+    return [" + ".join(of.get((name, measure), _NO_FIGURE) for measure in MEASURES) for name in CONTENDERS]
 
 
 def _waits(part: SavesPart) -> list[str]:
@@ -51,9 +54,9 @@ def _waits(part: SavesPart) -> list[str]:
         for each in part.summaries
         if each.blocked_s is not None and each.step_wait_s is not None
     }
-    return [of.get(_BACKGROUND.get(name, ""), _NO_FIGURE) for name in _CONTENDERS]
+    return [of.get(_BACKGROUND.get(name, ""), _NO_FIGURE) for name in CONTENDERS]
 
 
 def _small(result: SmallResult) -> list[str]:
     of = {each.contender: f"{each.seconds.median:.2f}" for each in result.summaries if each.measure == "save"}
-    return [of.get(name, _NO_FIGURE) for name in _CONTENDERS]
+    return [of.get(name, _NO_FIGURE) for name in CONTENDERS]

@@ -8,6 +8,8 @@ from bench.errors import MarkersError
 
 README = Path("README.md")
 TABLES = Path("docs/benchmarks.md")
+#: Drawn anew as a whole, without markers.
+CHART = Path("docs/figures/speed.svg")
 
 
 def rewrite(document: Path, name: str, rendered: str) -> None:

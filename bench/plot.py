@@ -1,27 +1,83 @@
-"""The shares of the raw limit as a picture."""
+"""The README's chart: how much of the disk's speed saves and loads reach, as a picture for light and dark pages."""
 
 from __future__ import annotations
 
+import io
+from collections.abc import Iterable
 from pathlib import Path
 
-from bench.results import MEASURES, RAW, Result
+from bench.front_table import CONTENDERS, moved_onto_other_layout
+from bench.results import MEASURES, LoadResult, Result, Summary
+
+_COLORS = ("#2f81f7", "#8b949e", "#c9ced6")
+_HEIGHT = 0.26
+#: matplotlib writes colours into each element; on a dark page these take their place.
+_STYLE = """<style>
+@media (prefers-color-scheme: dark) {
+  text { fill: #e6edf3 !important }
+  #limit path { stroke: #e6edf3 !important }
+}
+</style>
+"""
+_NO_METADATA = {"Date": None, "Creator": None, "Format": None, "Type": None}
 
 
-def plot_shares(result: Result, path: Path) -> None:
-    """Draw median shares of the raw limit, with lowest and highest round, as a PNG at `path`."""
+def draw_front(saves: Result, loads: LoadResult, path: Path) -> None:
+    """Draw the median shares of the disk's speed as an SVG at `path`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(render_chart(saves, loads))
+
+
+def render_chart(saves: Result, loads: LoadResult) -> str:
+    """The chart as SVG. Equal figures give equal bytes, so that a test can compare the file with the results."""
+    import matplotlib as mpl
     from matplotlib.figure import Figure
 
-    names = [contender.name for contender in result.contenders if contender.name != RAW]
-    figure = Figure(figsize=(7, 1 + 0.45 * len(names)), layout="constrained")
-    panels = figure.subplots(1, len(MEASURES), sharey=True)
-    panels[0].invert_yaxis()
-    for axes, measure in zip(panels, MEASURES, strict=True):
-        shares = [result.summary(measure, name).share_of_raw for name in names]
-        below = [share.median - share.low for share in shares]
-        above = [share.high - share.median for share in shares]
-        axes.barh(names, [share.median for share in shares], xerr=(below, above), color="#4878a8", ecolor="#404040")
-        axes.axvline(1, color="#404040", linestyle="--", linewidth=1)
-        axes.set_title(f"{measure}: share of the raw limit", fontsize=10)
-        axes.set_xlim(left=0)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    groups = _groups(saves, loads)
+    with mpl.rc_context({"svg.hashsalt": "holdfast", "svg.fonttype": "none", "font.size": 10}):
+        figure = Figure(figsize=(7.4, 0.5 + 0.85 * len(groups)), layout="constrained")
+        figure.patch.set_alpha(0)
+        axes = figure.subplots()
+        axes.patch.set_alpha(0)
+        for number, (name, label) in enumerate(CONTENDERS.items()):
+            found = [shares.get(name) for shares in groups.values()]
+            places = [group + (number - 1) * _HEIGHT for group in range(len(groups))]
+            axes.barh(places, [share or 0 for share in found], 0.9 * _HEIGHT, color=_COLORS[number], label=label)
+            for place, share in zip(places, found, strict=True):
+                axes.text(
+                    _label_at(share or 0), place, "not possible" if share is None else f"{share:.2f}", va="center"
+                )
+        limit = axes.axvline(1, color="#1f2328", linestyle="--", linewidth=1)
+        limit.set_gid("limit")
+        axes.set_yticks(range(len(groups)), list(groups))
+        axes.invert_yaxis()
+        axes.set_xlim(0, 1.19)
+        axes.set_xticks([])
+        axes.text(1.01, -0.62, "the disk's limit", va="center", fontsize=9)
+        axes.tick_params(left=False)
+        axes.spines[:].set_visible(False)
+        figure.legend(loc="outside lower center", ncols=len(CONTENDERS), frameon=False, handlelength=1)
+        written = io.StringIO()
+        figure.savefig(written, format="svg", metadata=_NO_METADATA)
+    before, tag, after = written.getvalue().partition("<defs>")
+    return "\n".join(line.rstrip() for line in f"{before}{_STYLE}{tag}{after}".splitlines()) + "\n"
+
+
+def _label_at(share: float) -> float:
+    """Where the figure behind a bar begins: where it would lie on the line of the limit, behind that."""
+    return (1 if 0.92 < share < 1 else share) + 0.01
+
+
+def _groups(saves: Result, loads: LoadResult) -> dict[str, dict[str, float]]:
+    """Medians by contender, for each group of bars by its label. Who cannot take part is missing."""
+    groups: dict[str, dict[str, float]] = {}
+    for measure in MEASURES:
+        groups[measure] = _medians(each for each in saves.summaries if each.measure == measure)
+    groups |= {
+        f"load {each.title}".replace("-> ", "->\n"): _medians(each.summaries) for each in moved_onto_other_layout(loads)
+    }
+    return groups
+
+
+def _medians(summaries: Iterable[Summary]) -> dict[str, float]:
+    return {each.contender: each.share_of_raw.median for each in summaries}

@@ -1,4 +1,5 @@
-"""``python -m bench table``: the tables of all benchmarks but `plan` and `history`, from their result files."""
+"""``python -m bench table``: the tables of all benchmarks but `plan` and `history`, and the README's chart, from their
+result files."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ from bench.engine_table import render_engine
 from bench.environment import in_words
 from bench.front_table import render_front
 from bench.load_table import render_load, ways_in_words
-from bench.marked import README, TABLES, read_marked, rewrite
-from bench.plot import plot_shares
+from bench.marked import CHART, README, TABLES, read_marked, rewrite
+from bench.plot import draw_front
 from bench.results import (
     MEASURES,
     RAW,
@@ -48,9 +49,9 @@ def table(
     views: Annotated[Path, typer.Option("--view", help="The result file of `bench view`.")] = RESULTS / "view.json",
     document: Annotated[Path, typer.Option(help="The file whose tables are rewritten.")] = TABLES,
     readme: Annotated[Path, typer.Option(help="The file whose short table is rewritten.")] = README,
-    plot: Annotated[Path | None, typer.Option(help="Also draw the shares of the raw limit as this PNG.")] = None,
+    chart: Annotated[Path, typer.Option(help="The chart that is drawn anew, as SVG.")] = CHART,
 ) -> None:
-    """Rewrite the tables between the markers of two files: all, or where something is wrong none."""
+    """Rewrite the tables between the markers of two files and draw the chart: all, or where something is wrong none."""
     figures, small_figures = read_result(result), read_small(small)
     load_figures, view_figures = read_load(loads), read_view(views)
     engine_figures = read_engine(engines)
@@ -66,9 +67,8 @@ def table(
     rewrite(document, "load", render_load(load_figures))
     rewrite(document, "engine", render_engine(engine_figures))
     rewrite(document, "view", render_view(view_figures))
-    rewrite(readme, "front", render_front(figures, load_figures, engine_figures, small_figures))
-    if plot is not None:
-        plot_shares(figures, plot)
+    rewrite(readme, "front", render_front(figures, engine_figures, small_figures))
+    draw_front(figures, load_figures, chart)
 
 
 def render(result: Result) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 import time
 from pathlib import Path
 
@@ -13,21 +14,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.contenders import LATER, SMALL_NAMES, folder_of
+from bench.engine_results import read_engine
 from bench.engine_table import render_engine
 from bench.environment import filesystem
 from bench.errors import MarkersError, RankFailedError, RawLimitError, SetupError, WrongBytesError
 from bench.front_table import render_front
 from bench.harness import collect, require_space
 from bench.load_table import render_load
-from bench.marked import markers, read_marked, replace_part
+from bench.marked import CHART, README, TABLES, markers, read_marked, replace_part
 from bench.meter import Meter
 from bench.order import Order
+from bench.plot import render_chart
 from bench.rank import Failure, require_same
 from bench.raw import RAW_WAYS, RawFile, RawImage, RawWay, takes_direct
 from bench.results import (
     LOAD_ONLY,
     MEASURES,
     MODEL_KINDS,
+    RESULTS,
     WARM_UP,
     LoadResult,
     Result,
@@ -37,6 +41,7 @@ from bench.results import (
     read_load,
     read_result,
     read_small,
+    read_view,
     write_result,
 )
 from bench.small import small
@@ -49,6 +54,7 @@ from bench.view_table import render_view
 from tests.bench_engine_result import engine_result
 from tests.bench_results import SECONDS, load_result, result, sample, small_result, view_result
 
+ROOT = Path(__file__).parents[1]
 START, END = markers("bench")
 LOADS = load_result(SECONDS)
 SMALL_PLACE, LOAD_PLACE, ENGINE_PLACE, VIEW_PLACE = (
@@ -375,12 +381,12 @@ def test_a_missing_file_is_an_error_that_names_it(tmp_path: Path) -> None:
         read_marked(tmp_path / "README.md", "bench")
 
 
-def test_the_table_command_rewrites_the_tables_and_draws_the_plot(tmp_path: Path) -> None:
-    document, plot = tmp_path / "benchmarks.md", tmp_path / "figures" / "shares.png"
+def test_the_table_command_rewrites_the_tables_and_draws_the_chart(tmp_path: Path) -> None:
+    document, chart = tmp_path / "benchmarks.md", tmp_path / "figures" / "speed.svg"
     document.write_text(
         f"# Title\n{START}\nold\n{END}\nMiddle\n{SMALL_PLACE}\n{LOAD_PLACE}\n{ENGINE_PLACE}\n{VIEW_PLACE}\nEnd\n"
     )
-    front = run_table(result(SECONDS), document, plot=plot)
+    front = run_table(result(SECONDS), document, chart=chart)
     (small_start, small_end), (load_start, load_end), (engine_start, engine_end), (view_start, view_end) = (
         markers(part) for part in ("small", "load", "engine", "view")
     )
@@ -391,19 +397,50 @@ def test_the_table_command_rewrites_the_tables_and_draws_the_plot(tmp_path: Path
         f"{engine_start}\n{render_engine(engine_result())}\n{engine_end}\n"
         f"{view_start}\n{render_view(view_result())}\n{view_end}\nEnd\n"
     )
-    assert front == render_front(result(SECONDS), load_result(SECONDS), engine_result(), small_result())
-    assert plot.read_bytes().startswith(b"\x89PNG")
+    assert front == render_front(result(SECONDS), engine_result(), small_result())
+    assert chart.read_text() == render_chart(result(SECONDS), load_result(SECONDS))
 
 
 def test_the_short_table_takes_its_figures_from_all_benchmarks() -> None:
+    lines = render_front(result(SECONDS), engine_result(), small_result()).splitlines()
+    assert lines[2].startswith("| background save, ms: the call + what the next step waits | 10 + ")
+    assert lines[3] == "| save of 10,000 small tensors, 8 ranks, s | 0.90 | 40.00 | - |"
+    assert lines[4] == "| CPU of a save + a load, s per GB | - + - | 1.00 + 1.00 | - + - |"
+    assert lines[5] == "| extra memory of a rank in a save + in a load, MB | - + - | 3 + 3 | - + - |"
+
+
+def test_the_chart_and_the_short_table_of_the_readme_are_those_of_the_results() -> None:
+    saves, loads = read_result(ROOT / RESULTS / "io.json"), read_load(ROOT / RESULTS / "load.json")
+    engine, small = read_engine(ROOT / RESULTS / "engine.json"), read_small(ROOT / RESULTS / "small.json")
+    readme, (start, end) = (ROOT / README).read_text(), markers("front")
+    advice = "run `make tables`"
+    assert f"{start}\n{render_front(saves, engine, small)}\n{end}" in readme, advice
+    assert (ROOT / CHART).read_text() == render_chart(saves, loads), advice
+
+
+def test_the_tables_of_the_benchmarks_are_those_of_the_results() -> None:
+    page, results = (ROOT / TABLES).read_text(), ROOT / RESULTS
+    rendered = {
+        "bench": render(read_result(results / "io.json")),
+        "small": render_small(read_small(results / "small.json")),
+        "load": render_load(read_load(results / "load.json")),
+        "engine": render_engine(read_engine(results / "engine.json")),
+        "view": render_view(read_view(results / "view.json")),
+    }
+    for name, text in rendered.items():
+        start, end = markers(name)
+        assert f"{start}\n{text}\n{end}" in page, f"the table {name} is another one: run `make tables`"
+
+
+def test_the_chart_says_who_cannot_take_part_and_has_colours_for_dark_pages() -> None:
     loads = load_result(SECONDS)
     moved = msgspec.structs.replace(loads.scenarios[0], name="fsdp-tp", title="FSDP onto TP")
-    loads = msgspec.structs.replace(loads, scenarios=(moved,))
-    lines = render_front(result(SECONDS), loads, engine_result(), small_result()).splitlines()
-    assert lines[2:4] == [f"| {measure}, share of the disk's speed | - | 0.50 | - |" for measure in MEASURES]
-    assert lines[4] == "| load FSDP onto TP, share of the disk's speed | - | 0.50 | - |"
-    assert lines[5].startswith("| background save, ms: the call + what the next step waits | 10 + ")
-    assert lines[6] == "| save of 10,000 small tensors, 8 ranks, s | 0.90 | 40.00 | - |"
+    chart = render_chart(result(SECONDS), msgspec.structs.replace(loads, scenarios=(moved,)))
+    texts = re.findall(r"<text[^>]*>([^<]+)</text>", chart)
+    assert texts.count("0.50") == 3
+    assert texts.count("not possible") == 6
+    assert {"save", "load", "load FSDP onto TP", "PyTorch DCP"} <= set(texts)
+    assert "prefers-color-scheme: dark" in chart
 
 
 def test_no_table_is_written_from_a_run_that_did_not_reach_the_raw_limit(tmp_path: Path) -> None:
@@ -434,7 +471,7 @@ def test_where_one_table_has_no_place_no_table_is_written(tmp_path: Path, places
     assert "old" in readme.read_text()
 
 
-def run_table(figures: Result, document: Path, *, plot: Path | None = None, loads: LoadResult = LOADS) -> str:
+def run_table(figures: Result, document: Path, *, chart: Path | None = None, loads: LoadResult = LOADS) -> str:
     """`bench table` of `figures`, of `loads`, and of runs of the other benchmarks. Return the short table."""
     folder = document.parent / "results"
     readme, (start, end) = document.with_name("front.md"), markers("front")
@@ -447,6 +484,6 @@ def run_table(figures: Result, document: Path, *, plot: Path | None = None, load
         views=write_result(view_result(), folder),
         document=document,
         readme=readme,
-        plot=plot,
+        chart=chart or folder / "speed.svg",
     )
     return readme.read_text().removeprefix(f"{start}\n").removesuffix(f"\n{end}\n")

@@ -6,7 +6,7 @@ import ast
 import inspect
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from operator import attrgetter
 from pathlib import Path
 
@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import holdfast
+from tests.test_checkpointer import end_keepers
 
 ROOT = Path(__file__).parent.parent
 
@@ -68,20 +69,43 @@ def test_every_code_in_the_text_of_the_troubleshooting_page_has_a_row() -> None:
 
 def test_the_readme_is_short_and_names_the_commands_that_show_and_test() -> None:
     text = (ROOT / "README.md").read_text()
-    assert len(text.splitlines()) <= 130, "tables belong into docs/benchmarks.md, details into the guides"
+    assert len(text.splitlines()) <= 120, "tables belong into docs/benchmarks.md, details into the guides"
     assert all(f"\nmake {command} " in text for command in ("demo", "test", "test-slow"))
 
 
-def test_the_ten_lines_of_the_readme_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def memory(tmp_path: Path) -> Iterator[holdfast.Memory]:
+    """Memory of a node of its own; its keepers end with the test."""
+    (tmp_path / "node").mkdir()
+    yield holdfast.Memory(node_dir=tmp_path / "node")
+    end_keepers(tmp_path / "node")
+
+
+def test_the_eight_lines_of_the_readme_train_stop_and_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory: holdfast.Memory
+) -> None:
     (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert len([line for line in example.splitlines() if line]) == 8
     monkeypatch.chdir(tmp_path)
     embedding = torch.nn.Embedding(100, 8)
     model = torch.nn.ModuleDict({"tok_emb": embedding})
     optimizer = torch.optim.AdamW(model.parameters())
-    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
-    names: dict[str, object] = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "step": 700}
-    code = example.replace('view["model/tok_emb.weight"][10:20]', 'rows = view["model/tok_emb.weight"][10:20]')
-    exec(code, names)
+    trained: list[int] = []
+
+    def train(step: int) -> None:
+        trained.append(step)
+        embedding.weight.square().sum().backward()  # type: ignore[no-untyped-call]  # torch does not say
+        optimizer.step()
+
+    names: dict[str, object] = {"model": model, "optimizer": optimizer, "train": train}
+    names["scheduler"] = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    names["memory"] = memory
+    code = example.replace('holdfast.open("runs/gpt")[', 'rows = holdfast.open("runs/gpt")[')
+    code = code.replace("state) as", "state, memory=memory) as")
+    for num_steps in (2, 5):
+        exec(code, names | {"num_steps": num_steps})
+    exec(code, names := names | {"num_steps": 5})  # nothing is left to do
+    assert trained == [0, 1, 2, 3, 4]
     rows = names["rows"]
     assert isinstance(rows, torch.Tensor)
     assert torch.equal(rows, embedding.weight[10:20])
