@@ -1,4 +1,4 @@
-"""What bounds a pipeline: a fixed amount of buffer memory and a fixed number of threads."""
+"""The bounds of a pipeline: a fixed amount of buffer memory and a fixed number of threads."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from holdfast.format.container import BLOCK_NBYTES
 from holdfast.io.pages import anonymous
 from holdfast.store.base import Bytes
 
-#: What goes through the pipeline at a time. Buffers of this size stay in the processor's cache, from the device to the
-#: digest and the copy; those of 8 MiB took a fifth longer.
+#: Size of one chunk in a pipeline. Buffers of this size stay in the processor's cache from the device to the digest and
+#: the copy; buffers of 8 MiB took a fifth longer.
 BUFFER_NBYTES = 2 * BLOCK_NBYTES
-#: Threads of a pipeline: while one copies and hashes, the others wait for the device.
+#: Number of threads of a pipeline: while one copies and hashes, the others wait for the device.
 NUM_THREADS = 3
 
 
 class BufferPool:
     """`nbytes` of memory as page-aligned buffers of `buffer_nbytes` (a multiple of 1 MiB), shared by threads.
 
-    Memory is taken from the operating system as buffers are first used, and returned by `close`.
+    The operating system gives the memory as buffers are first used; `close` returns it.
     """
 
     def __init__(self, nbytes: int, *, buffer_nbytes: int = BUFFER_NBYTES) -> None:
@@ -42,10 +42,10 @@ class BufferPool:
 
     @contextmanager
     def buffer(self) -> Iterator[Bytes]:
-        """A buffer for the time of a ``with`` block, with arbitrary content. Blocks while all are taken.
+        """A buffer for the duration of a ``with`` block, with arbitrary content. Waits while all buffers are taken.
 
-        A block that ends with an error gives its buffer up, and the pool takes other memory instead: a store that did
-        not answer in time may still read from the buffer, or write to it.
+        After a block that ends with an error the pool replaces the buffer by new memory: a store that did not answer
+        in time may still read from the old buffer, or write to it.
         """
         buffer = self._free.get()
         try:
@@ -58,12 +58,12 @@ class BufferPool:
 
     @contextmanager
     def all_buffers(self) -> Iterator[list[Bytes]]:
-        """All buffers, in the way of `buffer`."""
+        """All buffers for the duration of a ``with`` block, each taken as by `buffer`."""
         with ExitStack() as stack:
             yield [stack.enter_context(self.buffer()) for _ in range(self.num_buffers)]
 
     def close(self) -> None:
-        """Return the memory to the operating system. No buffer may be taken."""
+        """Return the memory to the operating system. The caller must have given back all buffers."""
         assert self._free.qsize() == self.num_buffers, "a buffer is still in use"
         # Tracebacks may hold views of buffers, so the mapping itself cannot be closed here.
         self._memory.mapping.madvise(mmap.MADV_DONTNEED)
@@ -78,15 +78,15 @@ class BufferPool:
 
 
 def pipeline_pool() -> BufferPool:
-    """Buffers for one pipeline: one per thread, as much as `write_file` and `read_files` use by default."""
+    """A pool for one pipeline: one buffer per thread, as many as `write_file` and `read_files` use by default."""
     return BufferPool(NUM_THREADS * BUFFER_NBYTES)
 
 
 def run_threads(num_threads: int, work: Callable[[], None], *, stop: Callable[[], None]) -> None:
-    """Run `work` in each of `num_threads` threads; returns, or raises the first error, when all have ended.
+    """Run `work` in each of `num_threads` threads. Returns, or raises the first error, when all threads have ended.
 
     `stop` is called once on the first error (or an interrupt of the caller) and must make `work` return soon. There is
-    no deadline here: what waits for a store that may hang does so through a `TimedStore`, and as daemons the threads
+    no deadline here: work that waits for a store that may hang uses a `TimedStore`. The threads are daemons, so they
     keep no process alive.
     """
     outcomes: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()

@@ -16,13 +16,13 @@ def table_nbytes(data_nbytes: int) -> int:
 
 
 def digest_blocks(data: Bytes) -> bytes:
-    """The table of the blocks in `data`, which begins at a block's start; the last block may be short."""
+    """The digest table of the blocks in `data`. `data` must begin at the start of a block; the last may be short."""
     starts = range(0, len(data), BLOCK_NBYTES)
     return b"".join(xxhash.xxh3_128_digest(data[start : start + BLOCK_NBYTES].data) for start in starts)
 
 
 def first_bad_block(data: Bytes, table: bytes, *, first: int) -> int | None:
-    """The first block of `data` that differs from `table`, or None. `data` holds whole blocks from block `first`."""
+    """The number of the first block whose digest differs from `table`, or None. `data` holds blocks from `first` on."""
     digests = digest_blocks(data)
     expected = table[first * DIGEST_NBYTES : first * DIGEST_NBYTES + len(digests)]
     if digests == expected:

@@ -1,4 +1,4 @@
-"""How far a transfer has come, for whoever shows it."""
+"""The progress of a transfer in bytes, for a progress bar."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 
 class Meter:
-    """Bytes that are done, and their `total`; None while that is not known.
+    """The bytes done of a transfer, and their `total`, which is None while it is not known.
 
-    What moves bytes says once where they are counted; whoever shows them looks there now and then. So nothing is added
-    to the way of a byte.
+    The transfer gives the meter a function that reads its own count, and the display calls that function now and then.
+    So the meter costs the transfer nothing per byte.
     """
 
     def __init__(self) -> None:
@@ -18,10 +18,10 @@ class Meter:
 
     @property
     def done(self) -> int:
-        """Bytes that are done so far."""
+        """Bytes done so far."""
         return self._look()
 
     def follow(self, total: int, look: Callable[[], int]) -> None:
-        """Have `look` say how many bytes of `total` are done. Where there are none, nothing is counted."""
+        """Use `look` to count the bytes done of `total`. A `total` of 0 counts as not known."""
         self._look = look
         self.total = total or None

@@ -1,8 +1,8 @@
 """Memory in huge pages, for buffers that a device fills and empties.
 
-A device takes one request for memory that is contiguous. Pages of 4096 bytes lie anywhere: 8 MiB of them can be sixteen
-requests, which halves the speed of a disk, and each page costs time when it is first touched. Where the system has no
-huge pages for us, the memory works all the same.
+A device needs one request for each contiguous range of memory. Pages of 4096 bytes lie anywhere in memory: 8 MiB of
+them can take sixteen requests, which halves the speed of a disk, and the first touch of each page costs time. Where the
+system gives no huge pages, the memory works all the same.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ HUGE_PAGE_NBYTES = 2 << 20
 
 
 class Mapped(NamedTuple):
-    """Memory: `data`, somewhere in `mapping`, which goes when nothing refers to it any more."""
+    """Memory: `data` lies in `mapping`, which is unmapped when nothing refers to it any more."""
 
     mapping: mmap.mmap
     data: Bytes
 
 
 def anonymous(nbytes: int) -> Mapped:
-    """New memory of this process, which begins at a huge page. It is taken from the system as it is touched."""
+    """New memory of this process that begins at a huge page. The system gives its pages when they are first touched."""
     memory = _room(nbytes)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.mapping.madvise(mmap.MADV_HUGEPAGE)
@@ -35,20 +35,20 @@ def anonymous(nbytes: int) -> Mapped:
 
 
 def shared(fd: int, nbytes: int) -> Bytes:
-    """The first bytes of the memory file `fd`, which begin at a huge page. See `in_huge_pages`."""
+    """Map the first `nbytes` bytes of the memory file `fd`, beginning at a huge page. See `in_huge_pages`."""
     data = _room(nbytes).data
-    # Over the middle of a mapping of our own, with which it goes.
+    # Mapped over the middle of a mapping of our own, so that both are unmapped together.
     protection = mmap.PROT_READ | mmap.PROT_WRITE
     map_file(fd, nbytes, protection=protection, flags=mmap.MAP_SHARED, address=data.ctypes.data)
     return data
 
 
 def in_huge_pages() -> Callable[[Bytes], None]:
-    """A function that makes huge pages of memory of a `shared` mapping when it sees it for the first time.
+    """A function that turns parts of a `shared` mapping into huge pages, each when the function first sees it.
 
-    The system gives a memory file small pages, each of which costs time. The function may be called from any thread,
-    for parts that begin at huge pages, and have none in common at the same time; the memory's content is lost the first
-    time. What is less than a huge page at the end of a part stays as it is.
+    The system gives a memory file small pages, each of which costs time. Any thread may call the function, for parts
+    that begin at huge pages; calls at the same time must be for different huge pages. The first call for a huge page
+    loses its content. A rest at the end of a part that is less than a huge page stays as it is.
     """
     done: set[int] = set()
 
@@ -57,7 +57,7 @@ def in_huge_pages() -> Callable[[Bytes], None]:
         for start in range(0, len(part) - HUGE_PAGE_NBYTES + 1, HUGE_PAGE_NBYTES):
             if first + start not in done:
                 done.add(first + start)
-                part[start] = 0  # a small page, around which the huge one is made
+                part[start] = 0  # touches one small page, around which the system makes the huge one
                 collapse_pages(first + start, HUGE_PAGE_NBYTES)
 
     return make

@@ -1,8 +1,8 @@
 """From files to targets: read, verify and deliver in bounded memory, different chunks at the same time.
 
-A `ChunkReading` is what one process does of that. It reads the chunks that are its own, and delivers what its targets
-want of them. Neighbours may want some of a chunk too: then it is offered to them, and its buffer is used again when
-all of them have given it back. What neighbours offer is delivered from their buffers in the same way.
+A `ChunkReading` is one process's part of that. It reads the chunks that are its own, and delivers to its targets the
+bytes that they want. Where neighbours want some of a chunk, too, it offers them the chunk, and uses the buffer again
+when all of them have given it back. It delivers chunks that neighbours offer from their buffers in the same way.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from holdfast.io.digest import first_bad_block, table_nbytes
 from holdfast.store.base import Bytes, FileReader
 
 _PAGE_NBYTES = 4096
-#: Gaps up to this size are read through: a request of its own would cost more.
+#: Gaps up to this size are read together with the bytes around them: a second request would cost more.
 _BRIDGE_NBYTES = 64 << 10
 
 
 @dataclass(frozen=True)
 class DataFile:
-    """An open data file. With `table` (digests of its data section) every block that is touched is verified."""
+    """An open data file. With a `table` (the digests of its data section), every block that is read is verified."""
 
     reader: FileReader
     path: str
@@ -52,20 +52,19 @@ class Extent(NamedTuple):
     stop: int
 
 
-#: Takes bytes of extents that follow each other without a gap: the first one's index, the offset in it, the bytes,
-#: valid during the call only. They may begin and end in the middle of an extent.
+#: Takes bytes of extents that follow each other without a gap: the first extent's index, the offset in it, and the
+#: bytes, which are valid during the call only. The bytes may begin and end in the middle of an extent.
 Deliver = Callable[[int, int, Bytes], None]
 #: Makes the error for a block that does not match its digest.
 OnCorrupt = Callable[[DataFile, int], CorruptError]
 
 
 class ReadJob(NamedTuple):
-    """What is wanted of one file with `data_nbytes` of data: `extents` sorted by start (they may overlap), or an array
-    of such pairs.
+    """The reads from one file with `data_nbytes` of data: `extents` sorted by start, which may overlap.
 
-    `open` is called when the file's turn comes, and gives a table where `verify` says so; its reader is closed after
-    the file's last request. `deliver` gets every byte of every extent exactly once, in runs of extents, from several
-    threads at once. Both are called from threads.
+    `extents` may be an array ``[extents, 2]``. `open` is called when the file's turn comes, and its result has a table
+    where `verify` is true; the reader is closed after the file's last request. `deliver` gets every byte of every
+    extent exactly once, in runs of extents, from several threads at once. Threads call both.
     """
 
     data_nbytes: int
@@ -75,8 +74,10 @@ class ReadJob(NamedTuple):
     verify: bool = True
 
     def ranges(self) -> Int64s:
-        """What to read, as rows ``start, stop``: whole blocks of the data section (pages where nothing is verified),
-        neighbours merged."""
+        """The ranges to read, as rows ``start, stop``: whole blocks of the data section, with neighbours merged.
+
+        Without verification, whole pages instead of blocks. Raises `ValueError` for extents out of order or bounds.
+        """
         starts, stops = np.asarray(self.extents, np.int64).reshape(-1, 2).T
         wrong = (starts > stops) | (stops > self.data_nbytes) | (starts < np.r_[0, starts[:-1]])
         if wrong.any():
@@ -93,16 +94,18 @@ class ReadJob(NamedTuple):
 
 
 class ReadStats(NamedTuple):
-    """Bytes read from storage, and the bytes of the extents they were read for."""
+    """Numbers of bytes: those read from storage, and those of the extents that they were read for."""
 
     bytes_read: int
     bytes_needed: int
 
 
 class Chunk(NamedTuple):
-    """Bytes [start, stop) of the data section of one file, at most one buffer, which number `number` names among
-    ranks. `wanted_by` are the neighbours that want some of it. It is read from the file, or, where `receive` is given,
-    got by that, verified; `send` passes it on to other nodes."""
+    """Bytes [start, stop) of the data section of one file, at most one buffer; ranks know the chunk by `number`.
+
+    `wanted_by` are the neighbours that want some of it. Where `receive` is given, it fetches the chunk from another
+    node, already verified; else the chunk is read from the file. `send` sends it to other nodes.
+    """
 
     number: int
     file: FileDelivery
@@ -114,7 +117,7 @@ class Chunk(NamedTuple):
 
 
 class Offer(NamedTuple):
-    """A chunk that neighbour `rank` holds in its buffer number `buffer`, which is `data`, until it is given back."""
+    """A chunk that neighbour `rank` holds in its buffer number `buffer`, with bytes `data`, until it is given back."""
 
     rank: int
     buffer: int
@@ -123,24 +126,24 @@ class Offer(NamedTuple):
 
 
 class Partners(Protocol):
-    """Neighbours, as a `ChunkReading` sees them. Called from several threads."""
+    """The messages that a `ChunkReading` sends to its neighbours. Several threads call the methods."""
 
     def offer(self, chunk: Chunk, buffer: int) -> None:
-        """Tell those that want `chunk` that it is in buffer number `buffer`."""
+        """Tell the neighbours that want `chunk` that it is in buffer number `buffer`."""
 
     def give_back(self, offer: Offer) -> None:
-        """Tell the neighbour that nothing is wanted any more of what it offered."""
+        """Tell the neighbour that this process is done with the chunk that it offered."""
 
 
 def read_files(
     jobs: Iterable[ReadJob], *, pool: BufferPool, on_corrupt: OnCorrupt, num_threads: int = NUM_THREADS
 ) -> ReadStats:
-    """Read and deliver what `jobs` want, in their order; returns when all is delivered.
+    """Read and deliver the extents of `jobs`, in their order. Blocks until all bytes are delivered.
 
-    Extents are widened to whole 1 MiB blocks, which are verified before they are delivered (to 4096 bytes where
-    nothing is verified), merged, and read in requests of at most one buffer. A block that fails raises what
-    `on_corrupt` makes of it. The first error ends everything promptly, with part of the bytes delivered. `jobs` is
-    consumed as reading proceeds and few files are open at a time. Takes all buffers of `pool`.
+    Extents are widened to whole 1 MiB blocks (to 4096 bytes where nothing is verified), merged, and read in requests
+    of at most one buffer. Blocks are verified before they are delivered; a block that fails raises the error that
+    `on_corrupt` makes. The first error ends everything promptly, with part of the bytes delivered. `jobs` is consumed
+    as reading proceeds, and few files are open at a time. Takes all buffers of `pool`.
     """
     needed: list[int] = []
 
@@ -173,9 +176,9 @@ class _ExtentRun(NamedTuple):
 
 
 class FileDelivery:
-    """One file with its extents, prepared for finding those that a chunk overlaps. Open while its chunks are read.
+    """The delivery of one file's extents: finds the extents that a chunk overlaps, and delivers the chunk's bytes.
 
-    `num_chunks` of them are to be read here. Safe for several threads.
+    The file is open while its chunks are read; this process reads `num_chunks` of them. Safe for several threads.
     """
 
     def __init__(self, job: ReadJob, *, num_chunks: int) -> None:
@@ -190,18 +193,18 @@ class FileDelivery:
         firsts = np.flatnonzero(np.r_[True, starts[1:] != stops[:-1]]) if len(starts) else np.zeros(0, np.int64)
         ends = stops[np.append(firsts[1:], len(stops)) - 1] if len(starts) else stops
         self._runs = list(map(_ExtentRun, firsts.tolist(), starts[firsts].tolist(), ends.tolist()))
-        #: Where the first runs up to each one end; rises even where runs overlap.
+        #: The furthest stop of all runs up to each one; it rises even where runs overlap.
         self._reach = list(accumulate((run.stop for run in self._runs), max))
 
     def open(self) -> DataFile:
-        """The file, opened by whoever comes first."""
+        """The file. The first call opens it."""
         with self._lock:
             if self._file is None:
                 self._file = self._job.open()
             return self._file
 
     def was_read(self) -> bool:
-        """Count a chunk as read and done with; True for the last one, which closes the file."""
+        """Count one chunk as read and finished. After the last one closes the file and returns True."""
         with self._lock:
             self._num_left -= 1
             last = self._num_left == 0
@@ -217,7 +220,7 @@ class FileDelivery:
             file.reader.close()
 
     def deliver(self, start: int, data: Bytes) -> None:
-        """Deliver what the extents want of `data`, which begins at `start` of the data section."""
+        """Deliver the bytes of `data` that extents want; `data` begins at `start` of the data section."""
         stop = start + len(data)
         for number in range(bisect_right(self._reach, start), len(self._runs)):
             run = self._runs[number]
@@ -236,12 +239,13 @@ class FileDelivery:
 
 
 class ChunkReading:
-    """Reads `chunks` in turn through `buffers`, and delivers them and `num_offers` that come from neighbours.
+    """One process's reading of `chunks`, in turn, through `buffers`, and its delivery of them and of offers.
 
-    Offers are delivered before more is read: a neighbour may have no free buffer until then. A chunk is only begun
-    when a buffer is free, and at most `num_readers` at a time. Where chunks come from other nodes, `num_deliverers` is
-    1: all readers may be waiting for ranks that wait for a neighbour to deliver what is offered. `interrupt` makes all
-    receiving and sending of chunks end soon, with an error. `prepare` sees memory before it is filled.
+    Neighbours make `num_offers` offers. They are delivered before more chunks are read, because a neighbour may have no
+    free buffer until then. A chunk is begun only when a buffer is free, and at most `num_readers` are in progress at a
+    time. Where chunks come from other nodes, `num_deliverers` must be 1: all readers may wait for ranks that wait for a
+    neighbour to deliver the chunks offered to it. `interrupt` makes all receiving and sending of chunks end soon, with
+    an error. `prepare` is called with memory before it is filled.
     """
 
     def __init__(
@@ -268,7 +272,7 @@ class ChunkReading:
         self._prepare = prepare
         # Last in, first out: few threads touch few buffers, and those stay in the cache.
         self._free = list(range(len(buffers)))
-        #: How many still want something of what a buffer holds.
+        #: For each taken buffer, how many ranks still want some of its chunk.
         self._lent: dict[int, int] = {}
         self._offers: deque[Offer] = deque()
         self._open: set[FileDelivery] = set()
@@ -284,11 +288,11 @@ class ChunkReading:
 
     @property
     def is_reading(self) -> bool:
-        """Whether an answer from storage is waited for."""
+        """Whether a thread waits for an answer from storage."""
         return self._num_reading > 0
 
     def run(self) -> None:
-        """Do all of it; returns when nothing is left to do, for this process and for its neighbours."""
+        """Read and deliver everything. Blocks until this process and its neighbours are done with all chunks."""
         try:
             run_threads(self._num_threads, self._work, stop=self.stop)
         finally:
@@ -298,7 +302,7 @@ class ChunkReading:
             raise self._error
 
     def stop(self) -> None:
-        """Begin nothing more, and deliver nothing after the return. What is being read may go on."""
+        """Stop: begin no more chunks, and deliver nothing after the return. Reads in progress may continue."""
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
@@ -306,7 +310,7 @@ class ChunkReading:
         self._interrupt()
 
     def fail(self, error: BaseException) -> None:
-        """Have `run` end with `error`."""
+        """Make `run` end and raise `error`, unless it has failed already."""
         with self._changed:
             self._error = self._error or error
             self._stopped = True
@@ -314,13 +318,13 @@ class ChunkReading:
         self._interrupt()
 
     def offered(self, offer: Offer) -> None:
-        """Take what a neighbour offers."""
+        """Take a neighbour's offer, to deliver it later."""
         with self._changed:
             self._offers.append(offer)
             self._changed.notify()
 
     def given_back(self, buffer: int) -> None:
-        """Note that one of those who wanted some of what buffer number `buffer` holds has it."""
+        """Note that one of the ranks that wanted some of the chunk in buffer number `buffer` is done with it."""
         with self._changed:
             self._lent[buffer] -= 1
             if not self._lent[buffer]:
@@ -338,7 +342,7 @@ class ChunkReading:
                 self._serve(*item)
 
     def _take(self) -> Offer | tuple[Chunk, int] | None:
-        """The next thing to do; None when there is none, and none can come."""
+        """The next offer or chunk to work on. Waits for one; None when there is none and none can come."""
         with self._changed:
             while not self._stopped:
                 if self._offers:
@@ -349,7 +353,7 @@ class ChunkReading:
                     if chunk is not None:
                         return chunk, self._lend(chunk)
                     self._exhausted = True
-                    self._chunks = iter(())  # what made them may lead back here, and would keep the buffers
+                    self._chunks = iter(())  # the old iterator may refer to this object and would keep its buffers
                 if self._exhausted and not self._num_offers and not self._lent:
                     self._changed.notify_all()
                     break
@@ -357,7 +361,7 @@ class ChunkReading:
         return None
 
     def _lend(self, chunk: Chunk) -> int:
-        """A free buffer for a chunk."""
+        """Take a free buffer for a chunk."""
         self._num_begun += 1
         if chunk.receive is None:
             self._open.add(chunk.file)
@@ -387,7 +391,7 @@ class ChunkReading:
         self.given_back(buffer)
 
     def _read(self, chunk: Chunk, buffer: Bytes) -> Bytes:
-        """The bytes of a chunk, verified: in `buffer`, unless they are in memory, and nobody else wants them."""
+        """Read and verify a chunk, into `buffer` unless the file is in memory and no neighbour wants the chunk."""
         file = chunk.file.open()
         start = file.data_start + chunk.start
         if file.reader.memory is None or chunk.wanted_by:

@@ -1,4 +1,4 @@
-"""Where bytes that are written come from."""
+"""Sources of the bytes that a writer writes."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from holdfast.store.base import Bytes
 
 
 class Source(Protocol):
-    """Bytes to be written. `read_into` is called from several threads, for disjoint ranges."""
+    """Bytes to write. Several threads call `read_into` at once, for disjoint ranges."""
 
     @property
     def nbytes(self) -> int:
-        """Size; does not change."""
+        """Number of bytes; it does not change."""
 
     def read_into(self, start: int, out: Bytes) -> None:
         """Copy bytes [start, start + len(out)) to `out`."""
 
 
 class BytesSource:
-    """Bytes that are there."""
+    """A source of bytes in memory."""
 
     def __init__(self, data: bytes) -> None:
         self._data = np.frombuffer(data, np.uint8)
 
     @property
     def nbytes(self) -> int:
-        """Size."""
+        """Number of bytes."""
         return len(self._data)
 
     def read_into(self, start: int, out: Bytes) -> None:
@@ -40,7 +40,7 @@ class BytesSource:
 
 
 class JoinedSources:
-    """Sources one after another."""
+    """Several sources, one after another, as one."""
 
     def __init__(self, sources: Sequence[Source]) -> None:
         self._sources = sources
@@ -48,7 +48,7 @@ class JoinedSources:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all of them."""
+        """Number of bytes of all sources together."""
         return self._offsets[-1]
 
     def read_into(self, start: int, out: Bytes) -> None:

@@ -15,7 +15,7 @@ from holdfast.io.sources import JoinedSources, Source
 from holdfast.store.base import Bytes, FileWriter
 from holdfast.wording import count
 
-#: From memory that nothing is copied from, a device takes more at a time.
+#: Size of one write from memory that is not copied to a buffer first: larger than a buffer, for fewer requests.
 _REQUEST_NBYTES = 16 << 20
 
 
@@ -29,12 +29,12 @@ def write_file(
     num_threads: int = NUM_THREADS,
     meter: Meter | None = None,
 ) -> bytes:
-    """Write and publish one file; returns the digest table of its data section, durable and visible.
+    """Write and publish one file, and return the digest table of its data section. Blocks until the file is durable.
 
     The data section is `sources`, packed one after another from `data_start` (a multiple of 4096). When it is
     written, `header` is called with its digest table and returns the first `data_start` bytes of the file.
-    On any error the writer is aborted and the first error raised. Takes one buffer per thread from `pool`. `meter` is
-    told how far it is, as chunks are begun.
+    On any error the writer is aborted and the first error raised. Takes one buffer per thread from `pool`. `meter`
+    follows the number of chunks begun.
     """
     try:
         if data_start % ALIGNMENT:
@@ -61,11 +61,12 @@ def write_memory(
     await_head: Callable[[], None],
     num_threads: int = 2,
 ) -> None:
-    """Write and publish a file that is in memory: the first `nbytes` of `data`; durable and visible on return.
+    """Write and publish a file that is in memory: the first `nbytes` of `data`. It is durable and visible on return.
 
-    Its head (a multiple of 4096 bytes) is written last: `await_head` returns when it is in `data`, too.
-    `data` goes to the device straight from where it is, so it should be aligned as the writer says; of what is behind
-    `nbytes`, up to the next multiple of that, anything may be read. On any error the writer is aborted.
+    The file's head (`head_nbytes`, a multiple of 4096) is written last, after `await_head` has returned: by then the
+    caller must have completed the head in `data`. The device reads `data` in place, so `data` should have the writer's
+    alignment; bytes behind `nbytes` are read up to the next multiple of that alignment. On any error the writer is
+    aborted.
     """
     starts = iter(range(head_nbytes, nbytes, _REQUEST_NBYTES))
     stopped = threading.Event()
@@ -91,7 +92,7 @@ def write_memory(
 
 
 class _DataSection:
-    """The data section, divided into chunks of one buffer each; threads take the next chunk until none is left."""
+    """The data section, in chunks of one buffer each. Each thread takes the next chunk until none is left."""
 
     def __init__(self, writer: FileWriter, sources: Sequence[Source], data_start: int, pool: BufferPool) -> None:
         self._writer = writer
@@ -124,7 +125,7 @@ class _DataSection:
         nbytes = min(len(buffer), self.nbytes - start)
         self._sources.read_into(start, buffer[:nbytes])
         self.digests[chunk] = digest_blocks(buffer[:nbytes])
-        # The last chunk is padded to whole blocks, so that it too goes to the device directly; publish cuts it.
+        # Pad the last chunk to whole blocks, so that it goes to the device directly, too; publish cuts the padding off.
         padded = nbytes + -nbytes % self._writer.alignment
         buffer[nbytes:padded] = 0
         self._writer.write_at(self._data_start + start, buffer[:padded])
