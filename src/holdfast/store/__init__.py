@@ -1,1 +1,1 @@
-"""Where bytes live: one small protocol (`holdfast.store.base`), its backends, and their deadlines."""
+"""Stores of bytes: one small protocol (`holdfast.store.base`), its backends, and their deadlines."""

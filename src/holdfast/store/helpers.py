@@ -1,4 +1,4 @@
-"""Threads that make calls for others, who may stop waiting: no system call on a file or a socket has a deadline."""
+"""Helper threads that make calls for callers who may stop waiting: system calls on files have no deadline."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from typing import Final, TypeAlias, TypeVar
 
 T = TypeVar("T")
 
-#: Makes a call; returns what tells the outcome.
+#: Makes a call, and returns the function that tells its outcome to the caller.
 _Call: TypeAlias = Callable[[], Callable[[], None]]
 _Inbox: TypeAlias = "SimpleQueue[_Call | None]"
 
-#: After so long without work a helper ends.
+#: A helper without work ends after this time.
 _IDLE_S: Final = 10.0
 
 
 class Helpers:
-    """Daemon threads, as many as there are calls at once: a call that hangs keeps no process alive."""
+    """A pool of daemon threads, as many as there are calls at once. A call that hangs keeps no process alive."""
 
     def __init__(self) -> None:
-        #: Where each idle helper waits for work. The last one is taken first: callers in turn keep to one helper.
+        #: The inboxes of idle helpers. The last one is taken first, so that calls in sequence use one helper.
         self._idle: deque[_Inbox] = deque()
         self._closed = False
 
     def start(self, call: Callable[[], T]) -> Future[T]:
-        """Have a helper make `call`, at once."""
+        """Let a helper make `call` at once. Returns its future without waiting."""
         request: Future[T] = Future()
         try:
             inbox = self._idle.pop()
@@ -41,15 +41,15 @@ class Helpers:
         return request
 
     def close(self) -> None:
-        """End the helpers, each when it has no work any more. Returns at once."""
+        """End each helper as soon as it has no work. Returns at once."""
         self._closed = True
         self._dismiss()
 
     def _help(self, inbox: _Inbox) -> None:
         while (work := self._next(inbox)) is not None:
             tell = work()
-            # Idle before the caller goes on, so that its next call finds this helper. Looking for the end comes last:
-            # of a helper that becomes idle and a `close` at the same time, one sees the other.
+            # Become idle before the caller continues, so that its next call finds this helper. Check for the end last:
+            # where a helper becomes idle while another thread calls `close`, one of the two sees the other.
             self._idle.append(inbox)
             tell()
             del work, tell  # an idle helper must not hold buffers
@@ -57,17 +57,17 @@ class Helpers:
                 self._dismiss()
 
     def _next(self, inbox: _Inbox) -> _Call | None:
-        """The next call to make; None when there will be none.
+        """Wait for the next call to make; None when the helper should end.
 
-        An exception (Ctrl-C) can keep a caller from closing this, or from giving work to the helper that it has just
-        taken. So a helper that had no work for a while ends.
+        An exception (Ctrl-C) can keep a caller from closing the pool, or from giving work to a helper that it has just
+        taken. So a helper that has had no work for a while ends.
         """
         with suppress(Empty):
             return inbox.get(timeout=_IDLE_S)
         with suppress(ValueError):
             self._idle.remove(inbox)
             return None
-        with suppress(Empty):  # a caller has taken it: it gives work now, or never
+        with suppress(Empty):  # a caller has taken this helper: it gives work now, or never
             return inbox.get(timeout=_IDLE_S)
         return None
 
@@ -80,7 +80,7 @@ class Helpers:
 
 
 def _made(call: Callable[[], T], request: Future[T]) -> Callable[[], None]:
-    """Make `call`; returns what tells the outcome."""
+    """Make `call`, and return the function that sets the outcome of `request`."""
     try:
         result = call()
     except BaseException as error:  # noqa: BLE001 - it is raised to whoever asked

@@ -1,4 +1,4 @@
-"""What Linux offers and Python does not: space reservation, a rename that never replaces, direct I/O, huge pages."""
+"""System calls of Linux that Python lacks: space reservation, a rename that never replaces, direct I/O, huge pages."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _MADV_DONTDUMP = 16
 _MADV_COLLAPSE = 25
 _STATX_DIOALIGN = 0x2000
 _STATX_NBYTES = 256
-#: Of ``struct statx``: the mask of what was filled in, and the alignment of direct I/O in memory and in the file.
+#: Fields of ``struct statx``: the mask of filled fields, and the alignment of direct I/O in memory and in the file.
 _STATX_DIRECT = struct.Struct("=I148x2I")
 
 _STATFS_NBYTES = 256
-#: Of ``struct statfs``: the kind of file system.
+#: A field of ``struct statfs``: the kind of file system.
 _STATFS_TYPE = struct.Struct("@l")
 #: File systems that only one machine mounts: ext2 to ext4, xfs, btrfs, tmpfs, overlayfs, zfs, f2fs.
 _LOCAL = frozenset({0xEF53, 0x58465342, 0x9123683E, 0x01021994, 0x794C7630, 0x2FC12FC1, 0xF2F52010})
@@ -34,7 +34,7 @@ _Argument = int | bytes | ctypes.c_int64 | ctypes.c_size_t | ctypes.c_void_p | c
 
 
 def _call(name: str, *arguments: _Argument) -> int:
-    """Call a function of the C library: 0 or the error number."""
+    """Call a function of the C library. Returns 0 or the error number."""
     function = getattr(_C_LIBRARY, name, None)
     if function is None:
         return errno.ENOSYS
@@ -42,7 +42,10 @@ def _call(name: str, *arguments: _Argument) -> int:
 
 
 def rename_without_replace(source: str, target: str) -> bool:
-    """Rename `source` to `target` unless that exists, atomically. OSError where that cannot be had."""
+    """Rename `source` to `target` atomically. Returns False where `target` exists.
+
+    Raises `OSError` for other failures, such as a file system without this kind of rename.
+    """
     names = os.fsencode(source), os.fsencode(target)
     failed = _call("renameat2", _AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_NOREPLACE)
     if failed in (0, errno.EEXIST):
@@ -51,7 +54,10 @@ def rename_without_replace(source: str, target: str) -> bool:
 
 
 def reserve(descriptor: int, nbytes: int) -> None:
-    """Reserve space where the file system can. (``posix_fallocate`` writes to every block where it cannot.)"""
+    """Reserve `nbytes` of space for a file, where the file system can; else do nothing.
+
+    (``posix_fallocate`` would write to every block where the file system cannot.)
+    """
     failed = errno.EINTR if nbytes else 0
     while failed == errno.EINTR:
         failed = _call("fallocate", descriptor, 0, ctypes.c_int64(0), ctypes.c_int64(nbytes))
@@ -60,7 +66,7 @@ def reserve(descriptor: int, nbytes: int) -> None:
 
 
 def is_local(descriptor: int) -> bool:
-    """Whether only this machine sees the file, so that all processes that do see each other's locks of it."""
+    """Whether only this machine can open the file, so that all processes with it open see each other's locks."""
     status = ctypes.create_string_buffer(_STATFS_NBYTES)
     return _call("fstatfs", descriptor, status) == 0 and _STATFS_TYPE.unpack_from(status)[0] in _LOCAL
 
@@ -68,9 +74,10 @@ def is_local(descriptor: int) -> bool:
 def map_file(
     descriptor: int, nbytes: int, *, start: int = 0, protection: int, flags: int, address: int | None = None
 ) -> int:
-    """The address of `nbytes` of a file from `start` on, now memory; with `address` there, in place of what is mapped.
+    """Map `nbytes` of a file from `start` on into memory, and return the address.
 
-    (Python's own mappings keep a descriptor each, and have no say in where they are.)
+    With `address` the mapping is made there and replaces the one that exists. (A mapping of Python's `mmap` keeps a
+    descriptor open, and cannot choose its address.)
     """
     call = _C_LIBRARY.mmap
     call.restype = ctypes.c_void_p
@@ -85,12 +92,12 @@ def map_file(
 
 
 def unmap(address: int, nbytes: int) -> None:
-    """Give back memory that `map_file` mapped."""
+    """Unmap memory that `map_file` mapped."""
     _call("munmap", ctypes.c_void_p(address), ctypes.c_size_t(nbytes))
 
 
 def collapse_pages(address: int, nbytes: int) -> None:
-    """Make huge pages of the memory at `address`, of which some is touched, where the system can."""
+    """Turn the memory at `address`, of which some must be touched, into huge pages where the system can."""
     _call("madvise", ctypes.c_void_p(address), ctypes.c_size_t(nbytes), _MADV_COLLAPSE)
 
 
@@ -101,7 +108,7 @@ def keep_private(address: int, nbytes: int) -> None:
 
 
 def open_direct(path: str, access: int) -> int | None:
-    """`path` opened for direct I/O in blocks of 4096 bytes; None where the file system has no such thing."""
+    """Open `path` for direct I/O in blocks of 4096 bytes. Returns None where the file system does not support it."""
     flag: int | None = getattr(os, "O_DIRECT", None)
     if flag is None:
         return None
@@ -117,5 +124,5 @@ def open_direct(path: str, access: int) -> int | None:
         if mask & _STATX_DIOALIGN and not 0 < max(in_memory, in_file) <= ALIGNMENT:
             os.close(descriptor)
             return None
-    # Where the kernel does not say, the first transfer shows.
+    # Where the kernel does not say, the first transfer shows whether direct I/O works.
     return descriptor

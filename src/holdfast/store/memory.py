@@ -1,4 +1,4 @@
-"""Memory as a storage: objects that are there already, to be read like files."""
+"""Memory as a store: existing bytes in memory, read like files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from holdfast.store.base import Bytes, Capabilities, FileReader, Location
 
 
 class FilesInMemory:
-    """A `Store` of what is in memory that this process sees, called `name` in messages. It is read only."""
+    """A read-only `Store` of objects in memory that this process sees. Messages call it `name`."""
 
     capabilities = Capabilities()
 
@@ -21,19 +21,19 @@ class FilesInMemory:
         self._objects: dict[str, FileReader] = {}
 
     def add(self, key: str, data: FileReader) -> None:
-        """Show `data` under `key`."""
+        """Add the object `data` under `key`."""
         self._objects[key] = data
 
     def resolved(self) -> str:
-        """Its only name."""
+        """The name of the store."""
         return str(self.location)
 
     def path(self, key: str) -> str:
-        """What messages call the object."""
+        """The name of the object in messages."""
         return f"{self.location}/{key}"
 
     def read(self, key: str, *, start: int = 0, nbytes: int | None = None, limit: int | None = None) -> bytes:
-        """As `Store.read`; nothing here is larger than who put it there knows, so there is no `limit`."""
+        """As `Store.read`, but `limit` is ignored: the caller of `add` knows the size of each object."""
         reader = self.reader(key)
         out = np.empty(reader.nbytes - start if nbytes is None else nbytes, np.uint8)
         reader.read_at(start, out)
@@ -106,4 +106,4 @@ class MemoryFile:
         np.copyto(out, self.memory[offset : offset + len(out)])
 
     def close(self) -> None:
-        """Does nothing: who has mapped the memory lets go of it."""
+        """Does nothing: the code that mapped the memory unmaps it."""

@@ -1,9 +1,9 @@
 """Objects as files of a POSIX file system.
 
-A file is built under a temporary name, made durable, and then given its name by ``link``, which never replaces
-anything; the folder that got the name is made durable before anyone is told. Large files bypass the page cache
-(``O_DIRECT``), which is what reaches a disk's speed; where the file system has no direct I/O the same calls go
-through the page cache.
+A writer builds a file under a temporary name, makes it durable, and then gives it its name by ``link``, which never
+replaces a file. It makes the folder with the new name durable before it reports success. Data files bypass the page
+cache (``O_DIRECT``), because only that reaches a disk's speed; where the file system has no direct I/O, the same calls
+go through the page cache.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 TEMPORARY_PREFIX = ".tmp-"
 _BUFFERED_ALIGNMENT = 1
-#: A file may be without the lock of its writer for so long.
+#: Longest time from the creation of a temporary file to its writer's lock.
 _UNLOCKED_S = 2.0
 
 _MISSING = (FileNotFoundError, NotADirectoryError)
@@ -51,7 +51,7 @@ class PosixStore:
         self._durable_folders: set[str] = set()
 
     def resolved(self) -> str:
-        """The root, with links resolved as they are now."""
+        """The path of the root, with its current links resolved."""
         with reported("look at", self._root):
             return os.path.realpath(self._root)
 
@@ -66,8 +66,10 @@ class PosixStore:
         return self.path(folder) if folder else self._root
 
     def read(self, key: str, *, start: int = 0, nbytes: int | None = None, limit: int | None = None) -> bytes:
-        """The bytes of an object, or `nbytes` of them from `start`. Fewer than `nbytes`, and an object of more than
-        `limit`, are a `CorruptError`."""
+        """Read the bytes of an object, or `nbytes` of them from `start`.
+
+        Raises `CorruptError` for fewer than `nbytes`, and for an object of more than `limit` bytes.
+        """
         path = self.path(key)
         with reported("read", path), open(_open_existing(path), "rb") as file:
             found = os.fstat(file.fileno()).st_size
@@ -90,12 +92,14 @@ class PosixStore:
         return status.st_size if stat.S_ISREG(status.st_mode) else None
 
     def list(self, folder: str) -> builtins.list[str]:
-        """Names directly below `folder`, sorted; ``""`` is the root; empty where there is no such folder."""
+        """The names directly below `folder`, sorted; ``""`` is the root; empty where there is no such folder."""
         return sorted(name for name in _names(self._folder(folder)) if not name.startswith(TEMPORARY_PREFIX))
 
     def create(self, key: str, data: bytes) -> bool:
-        """Publish `data` under `key`, atomically and durably. False (and no change) when the key exists; it is
-        durable then as well, whoever created it."""
+        """Publish `data` under `key`, atomically and durably. Returns False, and changes nothing, when the key exists.
+
+        The existing object, too, is durable on return, whichever process created it.
+        """
         path = self._path_to_create(key)
         temporary = _temporary_beside(path)
         with reported("create", path, nbytes=len(data)):
@@ -112,7 +116,7 @@ class PosixStore:
         return created
 
     def writer(self, key: str, *, nbytes: int) -> PosixWriter:
-        """Begin an object of `nbytes`; a disk too full for it is a `StorageError`, code ``storage.full``, here."""
+        """Begin an object of `nbytes`. Raises `StorageError`, code ``storage.full``, where the disk lacks the space."""
         return PosixWriter(self._path_to_create(key), nbytes=nbytes)
 
     def reader(self, key: str) -> PosixReader:
@@ -120,7 +124,9 @@ class PosixStore:
         return PosixReader(self.path(key))
 
     def delete(self, key: str) -> bool:
-        """Remove an object, durably; False where there was none. A checkpoint's folder goes with its last object."""
+        """Delete an object, durably. Returns False where there was none. Removes a checkpoint's folder with its last
+        object.
+        """
         folder, _, name = key.rpartition("/")
         path = os.path.join(self._folder(folder), name) if name.startswith(TEMPORARY_PREFIX) else self.path(key)
         parent = os.path.dirname(path)
@@ -130,15 +136,18 @@ class PosixStore:
             except _MISSING:
                 return False
             _fsync_folder(parent)
-        # Only below the top: somebody may create in `epochs` and `history` at any time, and relies on the folder.
+        # Remove only folders below the top level: a writer may create records in `epochs` and `history` at any time,
+        # and relies on these folders.
         if "/" in folder:
             with suppress(OSError):
                 os.rmdir(parent)
         return True
 
     def leftovers(self, folder: str, *, older_than_s: float = 0.0) -> builtins.list[str]:
-        """Temporary names directly below `folder`, sorted, of files to which nothing was written for `older_than_s`,
-        or whose writer is known to be dead."""
+        """Temporary names directly below `folder`, sorted.
+
+        Lists only files to which nothing was written for `older_than_s` seconds, or whose writer is known to be dead.
+        """
         folder = self._folder(folder)
         temporary = (name for name in _names(folder) if name.startswith(TEMPORARY_PREFIX))
         return sorted(name for name in temporary if _is_abandoned(os.path.join(folder, name), older_than_s))
@@ -150,10 +159,10 @@ class PosixStore:
         return path
 
     def _make_folder(self, folder: str) -> None:
-        """Create `folder` and what is missing above it. On return its entry and those up to the root's are durable.
+        """Create `folder` and its missing parents. On return its entry and those up to the root's are durable.
 
-        Another process may have created a level and died before its fsync, so levels that exist are fsynced too,
-        once per folder and storage.
+        Another process may have created a level and died before its fsync. So existing levels are fsynced, too, once
+        per folder and store.
         """
         if folder in self._durable_folders and os.path.isdir(folder):
             return
@@ -168,14 +177,14 @@ class PosixStore:
         try:
             _fsync_folder(parent)
         except PermissionError:
-            # Above a root that was there already this user need not have any rights: its owner answers for it.
+            # This user need not have any rights above a root that existed already: its owner answers for it.
             if below_root or not existed:
                 raise
         self._durable_folders.add(folder)
 
 
 class _OpenFile:
-    """A file open twice: for direct I/O where the file system has it, and through the page cache."""
+    """A file that is open twice: for direct I/O, where the file system has it, and through the page cache."""
 
     def __init__(self, path: str, descriptor: int, direct: int | None) -> None:
         self._path = path
@@ -186,16 +195,16 @@ class _OpenFile:
             _log.info("no direct I/O for %s: reading and writing through the page cache", path)
 
     def _direct_for(self, offset: int, data: Bytes) -> int | None:
-        """The descriptor for direct I/O where `data` can start at `offset` with it."""
+        """The descriptor for direct I/O, where offset and address are aligned for it; else None."""
         if self.alignment != ALIGNMENT or offset % ALIGNMENT:
             return None
         address: int = data.__array_interface__["data"][0]
         return None if address % ALIGNMENT else self._direct
 
     def _check_refused(self, error: OSError) -> None:
-        """Go on through the page cache where direct I/O proves to be refused after all; else raise `error`.
+        """Fall back to the page cache where `error` says that the file system refuses direct I/O; else raise `error`.
 
-        The descriptor stays open: other threads may be using it.
+        The descriptor for direct I/O stays open, because other threads may be using it.
         """
         if error.errno != errno.EINVAL:
             raise error
@@ -204,7 +213,7 @@ class _OpenFile:
             _log.info("direct I/O was refused for %s: going on through the page cache", self._path)
 
     def close(self) -> None:
-        """Release the object. Does nothing the second time."""
+        """Close the file. Does nothing the second time."""
         descriptors = self._descriptor, self._direct
         self._descriptor, self._direct = -1, None
         for descriptor in descriptors:
@@ -215,9 +224,9 @@ class _OpenFile:
 class PosixWriter(_OpenFile):
     """One file under construction, see `FileWriter`.
 
-    Writes whose offset, address and length are multiples of `alignment` go to the device directly. What is over at
-    the end of an aligned write, and all of an unaligned one, goes through the page cache: keep to whole aligned
-    blocks when writing from several threads, so that one block is never written both ways.
+    Writes whose offset, address and length are multiples of `alignment` go to the device directly. The incomplete last
+    block of an aligned write, and all of an unaligned one, go through the page cache. Threads that write at once must
+    write whole aligned blocks, so that one block is never written both ways.
     """
 
     def __init__(self, path: str, *, nbytes: int) -> None:
@@ -226,7 +235,7 @@ class PosixWriter(_OpenFile):
             descriptor = os.open(self._temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
             try:
                 _show_life(descriptor)
-                # A last block that is padded to the alignment must not grow the file: that would serialise writes.
+                # Reserve the padding of the last block, too: a write that grows the file would serialise the others.
                 reserve(descriptor, nbytes + -nbytes % ALIGNMENT)
                 super().__init__(path, descriptor, open_direct(self._temporary, os.O_WRONLY))
             except BaseException:
@@ -255,8 +264,10 @@ class PosixWriter(_OpenFile):
         return os.pwrite(self._descriptor, data.data, offset)
 
     def publish(self, nbytes: int) -> None:
-        """Cut to `nbytes`, make durable, and make visible under the key. When the key is taken: `StorageError`,
-        code ``storage.exists``."""
+        """Cut the file to `nbytes`, make it durable, and make it visible under its key.
+
+        Raises `StorageError`, code ``storage.exists``, when the key exists.
+        """
         with reported("publish", self._path):
             os.ftruncate(self._descriptor, nbytes)
             os.fsync(self._descriptor)
@@ -271,21 +282,20 @@ class PosixWriter(_OpenFile):
         self._finish()
 
     def abort(self) -> None:
-        """Drop what was written. Does nothing after `publish`; never raises."""
+        """Drop the file and all bytes written. Does nothing after `publish`; never raises."""
         self._finish()
 
     def _finish(self) -> None:
         if self._descriptor < 0:
             return
-        # What was published is durable already, what is aborted need not be: closing has nothing to report.
+        # A published file is durable already, and an aborted one need not be, so an error of closing does not matter.
         with suppress(OSError):
             self.close()
         _remove(self._temporary)
 
 
 class PosixReader(_OpenFile):
-    """An open file, see `FileReader`. Reads whose offset and address are multiples of `alignment` are direct,
-    whatever their length."""
+    """An open file, see `FileReader`. Reads with aligned offset and address are direct, whatever their length."""
 
     memory = None
 
@@ -300,7 +310,7 @@ class PosixReader(_OpenFile):
                 raise
 
     def read_at(self, offset: int, out: Bytes) -> None:
-        """Fill `out` from `offset`; a short file is a `CorruptError`, code ``corrupt.short``."""
+        """Fill `out` with the bytes from `offset` on. Raises `CorruptError`, code ``corrupt.short``, where they end."""
         done = 0
         with reported("read", self._path):
             while done < len(out):
@@ -323,7 +333,7 @@ def _read_direct(direct: int, offset: int, out: Bytes) -> int:
     over = len(out) % ALIGNMENT
     if not over:
         return os.preadv(direct, [out.data], offset)
-    # The device reads whole blocks: the last one goes to a block of its own, in the same call.
+    # The device reads whole blocks. So the same call reads the last one to a block of its own.
     whole = len(out) - over
     with mmap.mmap(-1, ALIGNMENT) as block:
         num_read = min(os.preadv(direct, [out[:whole].data, block] if whole else [block], offset), len(out))
@@ -333,12 +343,12 @@ def _read_direct(direct: int, offset: int, out: Bytes) -> int:
 
 
 def _open_existing(path: str) -> int:
-    """`path` opened for reading; a folder or nothing is a `NotFoundError`."""
+    """Open the file `path` for reading. Raises `NotFoundError` where it does not exist or is no regular file."""
     try:
-        # Without waiting: a pipe under the name of a file would wait for a writer. Files do not care.
+        # O_NONBLOCK, because opening a pipe under the name of a file would wait for a writer. Files ignore it.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except _MISSING:
-        raise not_found(path) from None  # it says all that the system said
+        raise not_found(path) from None  # the message says as much as the system's error
     if stat.S_ISREG(os.fstat(descriptor).st_mode):
         return descriptor
     os.close(descriptor)
@@ -346,7 +356,7 @@ def _open_existing(path: str) -> int:
 
 
 def _names(folder: str) -> list[str]:
-    """Names in `folder`; none where there is no such folder."""
+    """All names in `folder`; none where there is no such folder."""
     with reported("list", folder):
         try:
             return os.listdir(folder)
@@ -355,18 +365,21 @@ def _names(folder: str) -> list[str]:
 
 
 def _show_life(descriptor: int) -> None:
-    """Hold a lock of a file under construction, which ends with this process. Only on file systems where everybody who
-    sees the file sees the lock: a server of locks could hang, or answer for its own node only."""
+    """Lock a file under construction, as a sign that its writer lives: the lock ends with this process.
+
+    Only on local file systems, where every process that sees the file sees the lock: a lock server could hang, or
+    answer for its own node only.
+    """
     if is_local(descriptor):
-        with suppress(OSError):  # without a lock a file counts as being written for some time
+        with suppress(OSError):  # without a lock, other processes only wait longer until they call the file abandoned
             fcntl.flock(descriptor, fcntl.LOCK_SH)
 
 
 def _is_abandoned(path: str, older_than_s: float) -> bool:
-    """Whether nobody writes to the file `path` any more: it is old enough, or its writer let go of it by dying."""
+    """Whether no process writes to the file `path` any more: it is old enough, or its writer's lock ended with it."""
     if _is_older(path, older_than_s):
         return True
-    # A writer takes its lock just after it created the file.
+    # A writer locks its file just after it has created it.
     return _is_older(path, _UNLOCKED_S) and _is_unlocked(path)
 
 
@@ -388,7 +401,7 @@ def _is_unlocked(path: str) -> bool:
 
 
 def _is_older(path: str, seconds: float) -> bool:
-    """Whether the file `path` is there and was not written to for so long."""
+    """Whether the file `path` exists and nobody wrote to it for `seconds`."""
     with reported("look at", path):
         try:
             return seconds <= 0 or os.stat(path).st_mtime <= time.time() - seconds
@@ -401,7 +414,7 @@ def _temporary_beside(path: str) -> str:
 
 
 def _remove(temporary: str) -> None:
-    # A temporary name that stays is invisible and harmless; the error that brought us here matters more.
+    # A temporary name that stays is invisible and harmless, and an error of the caller matters more.
     with suppress(OSError):
         os.unlink(temporary)
 
@@ -412,7 +425,7 @@ def _give_name(temporary: str, path: str) -> bool:
         os.link(temporary, path)
         return True
     except FileExistsError:
-        # A network file system may repeat a call whose answer was lost, and then meets its own success.
+        # A network file system may repeat a call whose answer was lost, and then finds the name it has created itself.
         return os.path.samestat(os.lstat(temporary), os.lstat(path))
     except OSError as error:
         if error.errno not in _UNSUPPORTED:
@@ -430,7 +443,7 @@ def _fsync_folder(folder: str) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        # Some network file systems know no fsync of a folder: there is nothing more to ask of them.
+        # Some network file systems have no fsync for folders: there is nothing more that we could do.
         if error.errno != errno.EINVAL:
             raise
     finally:

@@ -1,4 +1,4 @@
-"""What the operating system reports about files, as errors that say what to do."""
+"""Errors of the operating system about files, turned into errors that say what to do."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ _TRANSIENT = frozenset(
 )
 
 
-#: What creating one object takes at most: its file, and on some file systems its second name.
+#: Most inodes that the creation of an object takes: its file, and on some file systems its second name.
 _NUM_INODES = 2
 
 
 @contextmanager
 def reported(operation: str, path: str, *, nbytes: int | None = None) -> Iterator[None]:
-    """Turn what the operating system reports into `StorageError`. `nbytes` is the space that the operation needs."""
+    """Turn an `OSError` of the block into a `StorageError`. `nbytes` is the space that the operation needs."""
     try:
         yield
     except OSError as error:
@@ -72,7 +72,7 @@ def _storage_error(operation: str, path: str, error: OSError, nbytes: int | None
 
 
 def _space(folder: str, nbytes: int | None) -> str:
-    """What is known about the space on a full disk: for a message."""
+    """A clause for a message about the space on a full disk; empty where the space is not known."""
     try:
         space = os.statvfs(folder)
     except OSError:
@@ -81,14 +81,16 @@ def _space(folder: str, nbytes: int | None) -> str:
     if space.f_files and space.f_favail < _NUM_INODES:
         return f" (no more files can be created; {free:,} bytes free)"
     if nbytes is None or nbytes <= free:
-        # A quota, or space that others took and gave back: what the file system has is not what is missing.
+        # The cause is a quota, or others took the space and gave it back: the free space does not explain the error.
         return f" ({free:,} bytes free)"
     return f" ({nbytes:,} bytes needed, {free:,} bytes free: {nbytes - free:,} bytes are missing)"
 
 
 def in_the_way(path: str) -> str | None:
-    """What stands where a folder should be, at `path` or above it: a file, or a link that leads nowhere. None where
-    nothing does."""
+    """A clause that names the obstacle in place of a folder, at `path` or above it: a file or a dangling link.
+
+    None where there is no obstacle.
+    """
     for each in (Path(path), *Path(path).parents):
         if each.is_symlink() and not each.exists():
             return f"'{each}' is a link to '{each.readlink()}', which does not exist"
@@ -98,7 +100,7 @@ def in_the_way(path: str) -> str | None:
 
 
 def not_found(path: str) -> NotFoundError:
-    """The error for a file that is not there."""
+    """The error for a file that does not exist."""
     return NotFoundError(
         f"there is no file {path}.",
         code="not_found.object",
@@ -118,7 +120,7 @@ def short(path: str, *, start: int, wanted: int, found: int) -> CorruptError:
 
 
 def long(path: str, *, limit: int, found: int) -> CorruptError:
-    """The error for a file that is larger than what it should hold can be."""
+    """The error for a file that is larger than its content can be."""
     return CorruptError(
         f"{path} is too long: it has {found:,} bytes, and at most {limit:,} are possible.",
         code="corrupt.size",

@@ -1,9 +1,9 @@
-"""A store that is not waited for longer than agreed: a hanging file server must not hang a training job.
+"""A store with a time limit: a hanging file server must not hang a training job.
 
-No system call on a file can be given a deadline, so every request is made by a helper thread, and who asked stops
-waiting when the time is up. A helper whose request hangs is abandoned with all that the request may still touch: the
-file is dropped by a helper once the request has ended and not before, because its descriptors could be another file's
-by then; the buffer is not used again (see `BufferPool.buffer`).
+No system call on a file accepts a deadline. So a helper thread makes every request, and the caller stops waiting when
+the time is up. A helper whose request hangs is abandoned, with everything that the request may still touch. The file is
+closed only after the request has ended, by a helper, because a descriptor that is closed earlier could already belong
+to another file. The buffer is not used again (see `BufferPool.buffer`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from holdfast.errors import StorageError
 from holdfast.store.base import Bytes, Capabilities, FileReader, FileWriter, Store
 from holdfast.store.helpers import Helpers
 
-#: How long dropping a file is waited for when the time is up, and how long what was given up before that.
+#: Grace period for closing a file after the deadline, and longest wait for a request that was given up before it.
 _GRACE_S = 0.1
 _LAST_S = 1.0
 
@@ -28,17 +28,17 @@ T = TypeVar("T")
 
 
 class TimedStore:
-    """`storage`, whose requests must end within `timeout_s` from now, all of them.
+    """The store `storage` with one deadline for all requests: `timeout_s` from the construction of this object.
 
-    A request that does not answer by then raises `StorageError`, code ``storage.timeout``, which names the path. The
-    request itself may end later and take effect, which does no harm: an object appears whole or not at all, and never
-    in place of another. To be used in a ``with`` block, whose end waits for nothing.
+    A request without an answer by then raises `StorageError`, code ``storage.timeout``, which names the path. The
+    request itself may end later and take effect. That does no harm: an object appears whole or not at all, and never
+    replaces another. Use it in a ``with`` block, whose end does not wait.
 
-    Handing every request to another thread costs a quarter of the speed where much data goes through (measured: each
-    wakes two sleeping cores more). Work of that kind is handed over as a whole, to `run`, and makes direct requests.
+    Passing every request to another thread costs a quarter of the speed where much data moves (measured: each request
+    wakes two more sleeping cores). Callers pass such work as a whole to `run`, and it makes direct requests.
     """
 
-    #: Not those of `storage`: who reads through a mapping asks nobody, and cannot be told that the time is up.
+    #: None of those of `storage`: mapped reads cannot be given a deadline.
     capabilities = Capabilities()
 
     def __init__(self, storage: Store, *, timeout_s: float) -> None:
@@ -84,20 +84,20 @@ class TimedStore:
         return _TimedReader(reader, _FileRequests(self._deadline, self.path(key)))
 
     def direct_writer(self, key: str, *, nbytes: int) -> FileWriter:
-        """As `writer`, for what is done in a `run`: requests are made by the thread that asks."""
+        """As `writer`, for work inside `run`: the calling thread makes the requests itself."""
         check = partial(self._deadline.check, "write", self.path(key))
         check()
         return _DirectWriter(self._storage.writer(key, nbytes=nbytes), check)
 
     def direct_reader(self, key: str) -> FileReader:
-        """As `reader`, for what is done in a `run`: requests are made by the thread that asks."""
+        """As `reader`, for work inside `run`: the calling thread makes the requests itself."""
         check = partial(self._deadline.check, "read", self.path(key))
         check()
         return _DirectReader(self._storage.reader(key), check)
 
     def delete(self, key: str) -> bool:
         """As `Store.delete`."""
-        # A temporary name is a key here, and `path` knows none of those.
+        # A temporary name is a key here, and `path` would refuse it.
         return self._ask("delete", f"{self.location}/{key}", partial(self._storage.delete, key))
 
     def leftovers(self, folder: str, *, older_than_s: float = 0.0) -> builtins.list[str]:
@@ -106,11 +106,11 @@ class TimedStore:
         return self._ask("list", self._folder(folder), call)
 
     def run(self, operation: str, path: str, call: Callable[[], T], *, stop: Callable[[], None] = lambda: None) -> T:
-        """Have `call`, which does all of `operation` on what is at `path`, made and waited for as one request.
+        """Let a helper make `call`, which does all of `operation` on `path`, and wait for it as for one request.
 
-        When the time is up, or the caller is interrupted, no request begins any more, so `call` ends, and clears away,
-        as soon as the one that hangs has ended. Until then it may read whatever it was given; when `stop`, which is
-        called first, has returned, it must not write to anything that the caller goes on to use.
+        When the time is up, or the caller is interrupted, no further request begins. So `call` ends, and cleans up, as
+        soon as its hanging request has ended. Until then it may read from all memory that it was given. `stop` is
+        called first; after it has returned, `call` must not write to any memory that the caller continues to use.
         """
         request = self._deadline.begin(call, operation, path)
         try:
@@ -167,7 +167,7 @@ class _TimedWriter:
 class _TimedReader:
     """A `FileReader` with a time limit."""
 
-    memory = None  # of that, nobody would be told that the time is up
+    memory = None  # mapped reads cannot be given a deadline
 
     def __init__(self, reader: FileReader, file: _FileRequests) -> None:
         self.nbytes = reader.nbytes
@@ -230,7 +230,7 @@ class _DirectReader:
 
 
 class _FileRequests:
-    """The requests that were made of one open file."""
+    """The requests for one open file."""
 
     def __init__(self, deadline: _RequestTime, path: str) -> None:
         self._deadline = deadline
@@ -246,7 +246,7 @@ class _FileRequests:
             raise
 
     def drop(self, call: Callable[[], None]) -> None:
-        """Make the file's last call, once those that were abandoned have ended; never raises for the time."""
+        """Make the file's last call once its abandoned requests have ended. Never raises for the time limit."""
 
         def last() -> None:
             wait(self._abandoned)
@@ -257,7 +257,7 @@ class _FileRequests:
 
 
 class _RequestTime:
-    """The time that all requests of a store have together."""
+    """The common deadline of all requests to a store, and the helpers that make them."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
@@ -266,39 +266,39 @@ class _RequestTime:
         self._given_up = False
 
     def begin(self, call: Callable[[], T], operation: str, path: str) -> Future[T]:
-        """Have `call` made, unless the time is up already."""
+        """Let a helper make `call`. Raises `StorageError` where the time is up already."""
         self.check(operation, path)
         return self.start(call)
 
     def check(self, operation: str, path: str) -> None:
-        """Return only while there is time left."""
+        """Raise `StorageError` where the time is up."""
         if self._given_up or time.monotonic() > self._end_s:
             raise self._late(operation, path)
 
     def start(self, call: Callable[[], T]) -> Future[T]:
-        """Have `call` made."""
+        """Let a helper make `call`, also after the deadline."""
         return self._helpers.start(call)
 
     def answer(self, request: Future[T], operation: str, path: str) -> T:
-        """What the call of `request` returns or raises, as soon as it does."""
+        """Wait for `request`; return or raise what its call does. Raises `StorageError` when the time is up."""
         try:
             return request.result(max(self._end_s - time.monotonic(), 0))
         except TimeoutError as error:
-            if request.done():  # meanwhile, or with an error of this kind
+            if request.done():  # it ended meanwhile, or its call raised a TimeoutError
                 return request.result()
             raise self._late(operation, path) from error
 
     def give_up(self) -> None:
-        """Begin no request any more."""
+        """Refuse all further requests, and shorten the deadline to `_LAST_S` from now."""
         self._given_up = True
         self._end_s = min(self._end_s, time.monotonic() + _LAST_S)
 
     def patience_s(self) -> float:
-        """How long what cannot fail for the time may be waited for."""
+        """How long a caller may wait for work that must not fail for the time limit."""
         return max(self._end_s - time.monotonic(), _GRACE_S)
 
     def close(self) -> None:
-        """End the helpers, each when it has no work any more."""
+        """End each helper as soon as it has no work."""
         self._helpers.close()
 
     def _late(self, operation: str, path: str) -> StorageError:

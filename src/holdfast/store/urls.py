@@ -1,8 +1,8 @@
-"""From what a user writes to a store.
+"""From the path or URL that a user writes to a store.
 
-`location_of` is the one place that turns a user's path into a `Location`, and `open_store` the one that knows the kinds
-of stores. A kind of store from outside the package is registered by its scheme: with `register_store` in a process, or
-for all processes, keepers too, as an entry point of the group ``holdfast.stores`` of an installed package.
+Only `location_of` turns a user's path into a `Location`, and only `open_store` knows the kinds of stores. Packages
+register a further kind of store by its URL scheme: with `register_store` for one process, or, for all processes and
+keepers, as an entry point of the group ``holdfast.stores`` of an installed package.
 """
 
 from __future__ import annotations
@@ -21,20 +21,22 @@ _GROUP = "holdfast.stores"
 
 Opener: TypeAlias = Callable[[Location], Store]
 
-# Of the process, because `save` and `load` are functions of it. Files need no entry: they have no scheme.
+# One table for the whole process, because `save` and `load` are plain functions. Folders have no scheme and no entry.
 _openers: dict[str, Opener] = {}
 
 
 def register_store(scheme: str, opener: Opener) -> None:
-    """Have this process open what begins with ``scheme://`` by `opener`. Raises `ValueError` for ``file``, and for a
-    scheme that another opener has."""
+    """Make this process open URLs that begin with ``scheme://`` with `opener`.
+
+    Raises `ValueError` for ``file``, and for a scheme that has another opener.
+    """
     scheme = scheme.lower()
     if scheme == "file" or _openers.setdefault(scheme, opener) is not opener:
         raise ValueError(f"{scheme}:// is opened by another store already")
 
 
 def open_store(location: Location) -> Store:
-    """The store at `location`, which need not exist."""
+    """Open the store at `location`; its root need not exist. Raises `ConfigurationError` for unknown schemes."""
     scheme = SCHEME.match(location.url)
     if scheme is None:
         return PosixStore(location.url)
@@ -45,8 +47,9 @@ def open_store(location: Location) -> Store:
 
 
 def location_of(path: str) -> Location:
-    """The place that a user calls `path`, from the root of the file system, with ``~`` and the working directory as
-    they are now. ``file://`` is a path, too. Nothing is looked up in a store.
+    """The location of the path or URL that a user wrote. Does not access a store.
+
+    A path becomes absolute, with the current ``~`` and working directory; so does a ``file://`` URL.
 
     Raises `ConfigurationError`, code ``config.scheme`` for a URL of no known store, and ``config.path`` where the
     working directory or a user does not exist.
@@ -56,9 +59,9 @@ def location_of(path: str) -> Location:
 
 
 def absolute(path: str) -> str:
-    """`path` from the root of the file system, with ``~`` and the working directory as they are now.
+    """`path` as an absolute path, with the current ``~`` and working directory.
 
-    `ConfigurationError`, code ``config.path``, where one of them does not exist.
+    Raises `ConfigurationError`, code ``config.path``, where one of them does not exist.
     """
     expanded = os.path.expanduser(path)  # noqa: PTH111 - a Path raises a bare RuntimeError for an unknown user
     if expanded.startswith("~"):
@@ -81,7 +84,7 @@ def absolute(path: str) -> str:
 
 
 def local_path(text: str) -> str:
-    """The path that `text` is, which may be a ``file://`` URL; the URL of another store as it is.
+    """The path in `text`, which may be a path or a ``file://`` URL; the URL of another store is returned unchanged.
 
     Raises `ConfigurationError`, code ``config.scheme``, where `text` is the URL of no known store.
     """
