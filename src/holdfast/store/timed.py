@@ -284,7 +284,7 @@ class _RequestTime:
         try:
             return request.result(max(self._end_s - time.monotonic(), 0))
         except TimeoutError as error:
-            if request.done():  # it ended meanwhile, or its call raised a TimeoutError
+            if request.done():  # meanwhile, or with an error of this kind
                 return request.result()
             raise self._late(operation, path) from error
 
