@@ -1,1 +1,1 @@
-"""A nested live state <-> named tensors in local memory, plus a flat table of values."""
+"""The translation between a nested live state and named tensors in local memory with a flat table of values."""

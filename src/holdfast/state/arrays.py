@@ -1,4 +1,4 @@
-"""Arrays of numpy in a live state: tensors over the same memory."""
+"""numpy arrays in a live state, as tensors over the same memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:  # a view gives arrays without torch
 
 Array = npt.NDArray[Any]
 
-#: What to do with an array of a dtype that torch does not have, by the kind of the dtype.
+#: The advice for an array whose dtype torch does not have, by the kind of the dtype.
 _ACTIONS: Final = {
     "S": "Put array.tolist() into the state.",
     "U": "Put array.tolist() into the state.",
@@ -31,7 +31,7 @@ def check_array(path: str, array: Array) -> None:
     """Refuse the array at `path` if torch does not have its dtype.
 
     Raises:
-        StateError: code ``state.unsupported_leaf``; says how to turn it into something that can be saved.
+        StateError: code ``state.unsupported_leaf``; it says how to turn the array into something that can be saved.
     """
     dtype = array.dtype
     if _has_torch(dtype):
@@ -53,18 +53,18 @@ def _has_torch(dtype: np.dtype[Any]) -> bool:
 
     try:
         torch.from_numpy(np.empty(0, dtype))
-    except (TypeError, ValueError):  # a dtype that it does not have, and a byte order
+    except (TypeError, ValueError):  # for a missing dtype, and for the other byte order
         return False
     return True
 
 
 def array_as_tensor(array: Array) -> torch.Tensor:
-    """A tensor over the memory of `array`; over a copy where torch cannot use the memory as it is."""
+    """A tensor over the memory of `array`, or over a copy where torch cannot use that memory directly."""
     import torch
 
     return torch.from_numpy(array if is_shareable(array) else array.copy())
 
 
 def is_shareable(array: Array) -> bool:
-    """Whether torch can use the memory of `array` as it is, and write to it."""
+    """Whether torch can use the memory of `array` directly, and write to it."""
     return array.flags.writeable and all(stride >= 0 for stride in array.strides) and _has_torch(array.dtype)

@@ -1,7 +1,7 @@
-"""A checkpoint's names bound to a live state: the loading side.
+"""The loading side: a checkpoint's names are bound to a live state.
 
-`bind` says which local memory is to be filled from which stored tensor and where names, dtypes and shapes differ; it
-changes nothing. `Binding.allocate` gives memory to what is on the meta device, and when all memory has been filled,
+`bind` finds out which stored tensor fills which local memory, and where names, dtypes and shapes differ; it changes
+nothing. `Binding.allocate` gives memory to tensors on the meta device, and when all memory has been filled,
 `Binding.finish` puts the values in place.
 """
 
@@ -71,16 +71,16 @@ def bind(
 ) -> Binding:
     """Match a live state with a checkpoint's tensors, other names of tensors, and values.
 
-    `rank` of `world_size` says which part of what belongs to each rank alone this one gets. `nodes` may read its values
-    on demand: looked up are those that the live state needs, and those that belong to all ranks and are not needed.
-    Without `terms` everything is loaded, and nothing may differ. `device` is where what is on the meta device gets its
+    `rank` and `world_size` select this rank's parts of `PerRank` entries. `nodes` may read its values on demand: this
+    looks up the values that the live state needs, and unneeded ones that belong to all ranks. Without `terms`,
+    everything is loaded and nothing may differ. `device` is the device on which tensors on the meta device get their
     memory (see `MetaTensors`).
 
-    Raises `IncompatibleError` when a dtype, a shape or a kind differs, and with `strict` also when a name is on one
-    side only (code ``incompatible.names``) or a tensor would stay on meta (``incompatible.meta``). Ranks that hold
-    different parts of a model see names of other ranks as unexpected: they bind without `strict`, compare, and raise
-    `difference` and `check_fillable` themselves. Raises `StateError` for a live state that could not be saved, and for
-    targets that have memory in common.
+    Raises `IncompatibleError` when a dtype, a shape or a kind differs, and with `strict` also when only one side has a
+    name (code ``incompatible.names``) or a tensor would stay on the meta device (``incompatible.meta``). Ranks that
+    hold different parts of a model see names of other ranks as unexpected: they bind without `strict`, compare, and
+    raise `difference` and `check_fillable` themselves. Raises `StateError` for a live state that could not be saved,
+    and for targets that share memory.
     """
     check_root(into)
     binder = _Binder(stored, aliases, nodes, terms or Terms(), rank, world_size, device=device)
@@ -93,7 +93,7 @@ def bind(
 
 
 class _Binder:
-    """One walk of a live state; the `BindingSource` of the adapters."""
+    """One walk of a live state to bind it; it is the `BindingSource` of the adapters."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class _Binder:
     ) -> None:
         self._select, self._kept = terms.select, terms.kept
         self.is_strict = terms.is_strict
-        #: What adapters see: of modules, only what is selected. Optimizers are selected as a whole.
+        #: The nodes that adapters see: for modules only the selected ones. Optimizers are selected as a whole.
         self.nodes = nodes if self._select is None else SelectedNodes(nodes, self._select)
         self._all_nodes = nodes
         self._rank = rank
@@ -123,16 +123,16 @@ class _Binder:
         self._on_meta: set[str] = set()
         self._unfillable: set[str] = set()
         self._reseeded: list[str] = []
-        #: Tensors on meta of registered types that are made anew of their planes.
+        #: Tensors of registered types on the meta device, which are rebuilt from their planes.
         self._to_rebuild: list[tuple[torch.Tensor, Registration, dict[str, torch.Tensor]]] = []
         self._pending: list[NamedTensor] = []
         self._names: dict[int, NamedTensor] = {}
         self._records: dict[tuple[str, tuple[str, ...]], Callable[..., object]] = {}
-        #: Objects that name their state after tensors, with their adapters.
+        #: Objects whose state has names of tensors in its own names, with their adapters.
         self._last: list[tuple[str, object, Adapter]] = []
         self._piecewise: dict[str, Piecewise] = {}
         self._finish_statefuls: list[Finish] = []
-        #: Of everything random, which others may use when they are restored.
+        #: The last steps of all: other objects may draw random numbers while they are restored.
         self._finish_generators: list[Finish] = []
 
     def run(self, into: MutableMapping[str, object]) -> Binding:
@@ -172,7 +172,7 @@ class _Binder:
         )
 
     def _match(self, *, named: bool) -> None:
-        """Find the source of every tensor that was added since the last call; with `named`, note what it is called."""
+        """Find the source of every tensor that was added since the last call; with `named`, note its stored name."""
         pending, self._pending = self._pending, []
         planed, self._planed = self._planed, []
         canonical = {}
@@ -198,7 +198,7 @@ class _Binder:
                 self._names[id(entry.tensor)] = NamedTensor(name, entry.tensor, entry.replicas)
 
     def _unexpected(self) -> Iterator[str]:
-        """Unused names of tensors, of values, and of what belongs to each rank as a whole."""
+        """The unused names of tensors, of values, and of whole `PerRank` entries."""
         used = self._matcher.used
         for name in chain(self._stored, self.nodes):
             if name in used or own_part(name) not in self._own_parts:
@@ -209,7 +209,8 @@ class _Binder:
                 yield name
 
     def _covers(self, select: Globs, name: str) -> bool:
-        """Whether a stored name is selected, and so is the object that it is a part of, if that is loaded whole."""
+        """Whether a stored name is selected; if it belongs to an object that is loaded as a whole, whether that object
+        is selected too."""
         if not select.covers(name):
             return False
         for end in (index for index, letter in enumerate(name) if letter == "/"):
@@ -281,7 +282,7 @@ class _Binder:
         return empty(dtype, stored.shape, like=like, device=device)
 
     def _dtype(self, name: str, stored: str, cast_to: torch.dtype | None) -> str:
-        """The dtype `cast_to` if a tensor of that name may be cast to it, else the one it is `stored` in."""
+        """The dtype `cast_to` if the tensor `name` may be cast to it, else the dtype that is `stored`."""
         if cast_to is None:
             return stored
         wanted = str(cast_to).removeprefix("torch.")
@@ -291,7 +292,7 @@ class _Binder:
         registration = registered(entry.tensor)
         if registration is None:
             if self._select is not None and not self._is_selected(entry.name) and not is_describable(entry.tensor):
-                # Whatever it is, it stays as it is; an optimizer may ask for its name.
+                # It is not loaded, so it need not be describable; but an optimizer may ask for its name.
                 source = self._matcher.source_of([entry.name])
                 self._names[id(entry.tensor)] = NamedTensor(source, entry.tensor, entry.replicas)
             else:
@@ -313,7 +314,7 @@ class _Binder:
             self._to_rebuild.append((entry.tensor, registration, of_tensor))
 
     def _rebuild(self) -> None:
-        """Have tensors of registered types be on the device of their planes, where those got memory."""
+        """Rebuild tensors of registered types on the meta device from their planes, once those have memory."""
         for tensor, registration, planes in self._to_rebuild:
             if tensor.is_meta and not any(plane.is_meta for plane in planes.values()):
                 become(tensor, cast("torch.Tensor", registration.decode(planes)))
@@ -366,7 +367,8 @@ class _Binder:
         return self._part(path, item) or (lambda: item)
 
     def _part(self, path: str, item: object) -> Finish | None:
-        """Bind a live item; None when it stays as it is, as tensors do: most states are tensors by the thousand."""
+        """Bind a live item. Returns None when its container keeps the same object, as it does tensors: most states have
+        thousands of them."""
         if isinstance(item, torch.Tensor):
             self.fill(NamedTensor(path, item, "compare"))
             return None
@@ -386,7 +388,7 @@ class _Binder:
         return self._object(path, item)
 
     def _object(self, path: str, item: object) -> Finish | None:
-        """As `_part`, of what is neither a tensor nor a container."""
+        """As `_part`, for an item that is neither a tensor nor a container."""
         if registered(item) is not None:
             return self._value(path, item)
         if isinstance(item, PerRank):
@@ -404,7 +406,7 @@ class _Binder:
         return None
 
     def _inside(self, wrapper: object, part: Finish | None) -> Finish | None:
-        """Bind what a wrapper wraps; the wrapper stays where it is."""
+        """The finish of a wrapped object, with the wrapper as its result: the wrapper keeps its place."""
         if part is None:
             return None
 
@@ -415,7 +417,7 @@ class _Binder:
         return finish
 
     def _array(self, path: str, item: npt.NDArray[Any]) -> Finish | None:
-        """Bind an array: it is filled in place, as a tensor over its memory."""
+        """Bind an array as a tensor over its memory, so that it is filled in place."""
         node = self.nodes.get(path)
         if not isinstance(node, TensorRef | Encoded | None) or (isinstance(node, Encoded) and node.name != ARRAY.name):
             self._mismatches.add_kind(path, "a numpy array", node)
@@ -424,7 +426,8 @@ class _Binder:
         return None
 
     def _is_whole(self, item: object) -> bool:
-        """Whether an item that is no tensor is loaded as a whole or not at all, so that its own name selects it."""
+        """Whether an item, which is not a tensor, is loaded as a whole or not at all, so that its own name selects
+        it."""
         if self._select is None or ((adapter := adapter_of(item)) is not None and adapter.is_divisible):
             return False
         if registered(item) is not None or isinstance(item, Counter | torch.Size):
@@ -502,7 +505,7 @@ class _Binder:
 
     def _dict(self, path: str, item: MutableMapping[str, object] | dict[object, object]) -> Finish:
         if path and not item and self._is_selected(path) and self._is_dict_of_values(path):
-            return self._whole(path, item, *_DICTS)  # one that grows while the job trains
+            return self._whole(path, item, *_DICTS)  # a dict that the job fills while it trains
         self._expect(path, item, values.TableNode, Open)
         entries = cast("MutableMapping[object, object]", item)
         prefix = path + "/" if path else ""
@@ -517,7 +520,7 @@ class _Binder:
         return finish
 
     def _is_dict_of_values(self, path: str) -> bool:
-        """Whether a dict is stored whose items are all values, so that an empty one can take them."""
+        """Whether `path` has a stored dict whose items are all values, so that an empty dict can take them."""
         node = self.nodes.get(path)
         return isinstance(node, values.TableNode) and node.kind in _DICTS and self._is_value(path, node)
 
@@ -537,7 +540,8 @@ class _Binder:
         return adapter_of(item) is None
 
     def _whole(self, path: str, item: object, *kinds: str) -> Finish:
-        """Bind a container of values, of one of the `kinds`: replaced as a whole, a list, dict or Counter in place."""
+        """Bind a container of values that is of one of the `kinds`. It is replaced as a whole; a list, dict or Counter
+        takes the new contents in place."""
         node = self.nodes.get(path)
         if node is not None and not (isinstance(node, (values.Items, values.TableNode)) and node.kind in kinds):
             self._mismatches.add_kind(path, with_article(kinds[0]), node)
@@ -556,7 +560,7 @@ class _Binder:
         return lambda: item
 
     def _is_value(self, path: str, node: Node) -> bool:
-        """Whether a stored node can take the place of a live value; tensors belong into live tensors."""
+        """Whether a stored node can replace a live value. It cannot if it has tensors, which fill live tensors."""
         return not isinstance(node, (Open, Stateful)) and not self._holds_tensors(path, node)
 
     def _holds_tensors(self, path: str, node: Node) -> bool:
@@ -568,7 +572,7 @@ class _Binder:
         )
 
     def _has_tensors(self, path: str, kind: str) -> bool:
-        """Whether a list or tuple of that kind is stored and has tensors: it is compared item by item."""
+        """Whether `path` has a stored list or tuple of that kind with tensors, which is bound item by item."""
         node = self.nodes.get(path)
         return isinstance(node, values.Items) and node.kind == kind and self._holds_tensors(path, node)
 

@@ -1,4 +1,4 @@
-"""How a checkpoint meets a live state: the memory to fill, the names on one side only, and how to finish."""
+"""The binding of a checkpoint to a live state: the memory to fill, the names that differ, and the last steps."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ from holdfast.state.match import BoundTensor
 
 @dataclass(frozen=True)
 class Binding:
-    """What `bind` found. Name lists are sorted and hold tensors and values alike.
+    """The result of `bind`. Lists of names are sorted, and contain names of tensors and of values.
 
-    `loaded` and `unexpected` are stored names, `missing` are live ones; a live object that the checkpoint lacks wholly
-    is missing under its path; `missing_shapes` are those of missing tensors.
-    What belongs to other ranks alone is not unexpected; names of this rank's own part
-    (``own_part`` says which) are unexpected for the whole job, whatever other ranks expect. `on_meta` are live tensors
-    that stay on the meta device, and `unfillable` those of them that are selected, but that no checkpoint has.
-    `reseeded` are the `RandomState` entries that another number of ranks saved, `num_lost` counts live tensors that the
-    checkpoint lacks.
+    `loaded` and `unexpected` are stored names, `missing` are live ones. A live object that the checkpoint does not have
+    at all is missing under its path. `missing_shapes` are the shapes of the missing tensors. Names that belong to other
+    ranks alone are not unexpected. Unexpected names of this rank's own part (see ``own_part``) are unexpected for the
+    whole job, whatever other ranks expect. `on_meta` are live tensors that stay on the meta device, and `unfillable`
+    the selected ones among them that no checkpoint can have. `reseeded` are the `RandomState` entries that were saved
+    by another number of ranks, and `num_lost` counts the live tensors that the checkpoint does not have.
     """
 
     targets: list[BoundTensor]
@@ -33,10 +32,10 @@ class Binding:
     reseeded: list[str]
     num_lost: int
     allocate: Callable[[], None]
-    """Gives targets on the meta device memory, uninitialised, in place; to be called once, before any is filled."""
+    """Gives targets on the meta device uninitialised memory, in place. Call it once, before any target is filled."""
     finish: Finish
-    """Puts the values in place and returns the whole tree; to be called once, after all targets were filled.
+    """Puts the values in place and returns the whole tree. Call it once, after all targets were filled.
 
-    Order: containers and extra states, optimizers, objects with ``load_state_dict``, and random generators last. Before
-    any of it, raises `IncompatibleError`, code ``incompatible.tied``, when tensors that are one live tensor differ.
+    Order: containers and extra states, optimizers, objects with ``load_state_dict``, and random generators last. First
+    it raises `IncompatibleError`, code ``incompatible.tied``, if stored tensors differ that fill one live tensor.
     """

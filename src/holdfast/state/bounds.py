@@ -1,4 +1,4 @@
-"""Memory that a process would die of touching: beyond the end of a storage, or mapped for reading only."""
+"""The check that targets of a load are not in memory mapped for reading only: a write there kills the process."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _MAPS = Path("/proc/self/maps")
 
 
 def check_writable(targets: Sequence[BoundTensor]) -> None:
-    """Refuse targets in memory that is mapped for reading only, such as a file that somebody mapped.
+    """Refuse targets in memory that is mapped for reading only, such as that of a mapped file.
 
     Raises:
-        StateError: code ``state.read_only``; names the tensor.
+        StateError: code ``state.read_only``; the error names the tensor.
     """
     names = [target.name for target in targets for part in target.local.memory if part.is_cpu and part.numel()]
     parts = [part for target in targets for part in target.local.memory if part.is_cpu and part.numel()]
@@ -31,9 +31,9 @@ def check_writable(targets: Sequence[BoundTensor]) -> None:
 
 
 def _read_only_maps() -> list[tuple[int, int]]:
-    """The first address of each mapping that this process must not write to, and the one behind its last; sorted."""
+    """The start and the end of each mapping that this process must not write to, sorted."""
     lines: Iterable[str] = ()
-    with suppress(OSError):  # a system without /proc cannot say it
+    with suppress(OSError):  # a system without /proc does not tell
         lines = _MAPS.read_text().splitlines()
     fields = (line.split(maxsplit=2) for line in lines)
     return [

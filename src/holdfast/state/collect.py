@@ -1,4 +1,4 @@
-"""Named live tensors as layouts and local memory, each memory once."""
+"""The translation of named live tensors into layouts and local memory, each memory once."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _WHOLE: dict[Replicas, Whole] = {"split": Whole("split"), "first": Whole("first"), "compare": Whole("compare")}
-#: Types of tensors that are nothing but their memory.
+#: Types of tensors that consist of their memory alone.
 _PLAIN = {torch.Tensor, nn.Parameter}
 
 _by_name = attrgetter("name")
@@ -37,10 +37,10 @@ _shape_of = attrgetter("shape")
 
 
 class LocalTensor(msgspec.Struct, frozen=True, gc=False):
-    """A logical tensor and the memory of this rank's part.
+    """A logical tensor's layout, and the memory of this rank's part of it.
 
-    `memory` holds detached tensors that share the live memory: one for `Placed` and `Whole`, one per part for
-    `Pieces`. They need not be contiguous.
+    `memory` has detached tensors that share the live memory: one for `Placed` and `Whole`, one per part for `Pieces`.
+    They need not be contiguous.
     """
 
     layout: TensorLayout
@@ -48,17 +48,17 @@ class LocalTensor(msgspec.Struct, frozen=True, gc=False):
 
 
 class Tied(msgspec.Struct, frozen=True, gc=False):
-    """One memory and every name it has; the first is the canonical one."""
+    """A tensor's memory, and all entries of the state that share it; the first entry has the canonical name."""
 
     local: LocalTensor
     entries: list[NamedTensor]
 
 
 class Facts(NamedTuple):
-    """What a description of tensors depends on, tensor by tensor: equal facts, equal description.
+    """The facts that determine the description of tensors, by column: equal facts mean an equal description.
 
     Dtypes, shapes and strides are those of local parts. `specs` are the ids of DTensors' specs. The address of an empty
-    tensor stands for the tensor itself, that of one on meta for its storage.
+    tensor identifies the tensor object, and that of a tensor on the meta device its storage.
     """
 
     names: list[str]
@@ -71,8 +71,9 @@ class Facts(NamedTuple):
 
 
 class WalkCache(NamedTuple):
-    """What one call of `TensorCollector.add` found: numbers and layouts of the tensors whose memory is new; of all
-    others the number and the place in `found` that they are tied to. Specs are kept, so their ids stay their own."""
+    """The result of one call of `TensorCollector.add`: the numbers and layouts of the tensors whose memory is new
+    (`new`, `layouts`), and for each other tensor its number and the place in `found` of the tensor that it is tied to
+    (`tied`). It keeps the specs alive, so that no other spec gets their ids."""
 
     facts: Facts
     specs: Sequence[object]
@@ -82,7 +83,7 @@ class WalkCache(NamedTuple):
 
 
 class _FoundTensors(NamedTuple):
-    """Tensors as they are found: their facts, DTensors' specs, and local memory."""
+    """The facts, DTensor specs and local memory of tensors, before they are compared with the last walk."""
 
     facts: Facts
     specs: Sequence[DTensorSpec | None]
@@ -90,7 +91,7 @@ class _FoundTensors(NamedTuple):
 
 
 class _Home(msgspec.Struct, frozen=True, gc=False):
-    """Memory that was found, and its place in `found`."""
+    """A tensor whose memory was found, and its place in `TensorCollector.found`."""
 
     layout: TensorLayout
     part: torch.Tensor
@@ -98,7 +99,8 @@ class _Home(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def key(self) -> tuple[object, ...]:
-        """Equal for tensors at one address that are one memory: also globally, where the local part is one of many."""
+        """A key that is equal for two tensors at one address if they are tied: their local parts have one form, and
+        they are the same part of tensors with one global shape and placement."""
         part, layout = self.part, self.layout
         spec = layout.spec if isinstance(layout.spec, Placed) else None
         offset = part.storage_offset() if part.is_meta else None
@@ -106,18 +108,19 @@ class _Home(msgspec.Struct, frozen=True, gc=False):
 
 
 class TensorCollector:
-    """Describes tensors, each memory once.
+    """The descriptions of tensors, each memory once.
 
-    Tensors are tied when they are one object, or the same memory seen with one shape, stride and dtype. Overlapping
-    memory alone is no tie.
+    Tensors are tied when they are one object, or the same memory with one shape, stride and dtype. Memory that merely
+    overlaps does not tie them.
 
-    `last` is what the collector of the last walk of the state has `remembered`: tensors that are as they were then are
-    not described anew. It keeps no memory alive. With `meta`, tensors on the meta device are described, too.
+    `last` is `remembered` of the collector of the last walk of the state: tensors that have not changed since are not
+    described again. It keeps no memory alive. With `meta`, tensors on the meta device are described too.
     """
 
     def __init__(self, last: Sequence[WalkCache] = (), *, meta: bool = False) -> None:
         self._meta = meta
-        #: Each memory, the first of its names, and by its place here all others. (Columns: thousands are found.)
+        #: Each memory; at the same place the entry with its first name; and by place its other entries. (In columns,
+        #: because there are thousands.)
         self.found: list[LocalTensor] = []
         self._first: list[NamedTensor] = []
         self._others: dict[int, list[NamedTensor]] = {}
@@ -133,7 +136,7 @@ class TensorCollector:
         read = _read(ordered, meta=self._meta)
         known = self._last.popleft() if self._last else None
         if known is None or known.facts != read.facts:
-            self._last.clear()  # what comes later may be tied to what has changed
+            self._last.clear()  # later tensors may be tied to the changed ones
             known = self._describe(ordered, read)
         parts = map(read.parts.__getitem__, known.new)
         self.found += [
@@ -150,7 +153,7 @@ class TensorCollector:
         self.remembered.append(known)
 
     def tied(self) -> Iterator[Tied]:
-        """All that was found, with all names."""
+        """All memory that was found, each with all its entries."""
         for place, local in enumerate(self.found):
             yield Tied(local, self._entries(place))
 
@@ -158,7 +161,7 @@ class TensorCollector:
         return [self._first[place], *self._others.get(place, ())]
 
     def names(self) -> dict[int, NamedTensor]:
-        """All tensors, by id, each with its canonical name and what was said first about its copies."""
+        """All tensors by id, each with its canonical name and with the `replicas` of its first entry."""
         names = {id(entry.tensor): entry for entry in self._first}
         for place, others in self._others.items():
             name, replicas = self._first[place].name, self._first[place].replicas
@@ -166,16 +169,16 @@ class TensorCollector:
         return names
 
     def _describe(self, ordered: Sequence[NamedTensor], read: _FoundTensors) -> WalkCache:
-        # Of tensors that are as they were this was looked at before: a storage that is resized lies elsewhere then.
+        # Unchanged tensors passed this check in an earlier walk: a storage gets another address when it is resized.
         if any(
             reaches_beyond(part)
             for part in read.parts
-            # What most tensors pass is said here, not in the function: thousands of calls cost more than the look.
+            # The quick test that most tensors pass is inline: thousands of calls cost more than the test.
             if not part.is_contiguous()
             or part.untyped_storage().nbytes() < part.storage_offset() * part.itemsize + part.nbytes
         ):
             raise _unsupported(ordered, read.parts, meta=self._meta)
-        # Equal shapes and strides as one object: they are kept from save to save.
+        # One object for equal shapes and strides, since they are kept from save to save.
         facts = read.facts._replace(shapes=_shared(read.facts.shapes), strides=_shared(read.facts.strides))
         known = WalkCache(facts, read.specs, [], [], [])
         homes = self._homes(facts.addresses)
@@ -198,7 +201,7 @@ class TensorCollector:
         return known
 
     def _homes(self, addresses: Sequence[int]) -> dict[int, list[_Home]]:
-        """What was found so far at those of the addresses that several tensors have: few, and mostly none."""
+        """The tensors found so far, by address, for those `addresses` that several tensors have: few or none."""
         counts = Counter(addresses)
         before = counts.keys() & set(chain.from_iterable(known.facts.addresses for known in self.remembered))
         homes: dict[int, list[_Home]] = {address: [] for address in counts if counts[address] > 1 or address in before}
@@ -212,8 +215,8 @@ class TensorCollector:
 
 
 def _read(ordered: Sequence[NamedTensor], *, meta: bool) -> _FoundTensors:
-    """What is to be known about tensors. Raises `StateError` for a tensor that cannot be stored."""
-    # By columns, with hardly a line of Python per tensor: every save comes through here.
+    """Read the facts, specs and local parts of tensors. Raises `StateError` for a tensor that cannot be stored."""
+    # By columns, with almost no Python code per tensor: every save runs this.
     tensors = [entry.tensor for entry in ordered]
     dtensor = dtensor_type()
     specs = [tensor._spec if type(tensor) is dtensor else None for tensor in tensors]  # noqa: SLF001
@@ -234,9 +237,9 @@ def _read(ordered: Sequence[NamedTensor], *, meta: bool) -> _FoundTensors:
     if not all(addresses):
         raise _unsupported(ordered, parts, meta=meta)
     try:
-        # As plain tuples of numbers, which Python's collector leaves alone once it has seen them.
+        # As plain tuples of numbers, which the garbage collector stops tracking after its first pass.
         shapes = list(map(tuple, map(_shape_of, parts)))
-    except RuntimeError as error:  # nested tensors in the strided layout look like others, but have none
+    except RuntimeError as error:  # a nested tensor in the strided layout passes the checks above, but has no shape
         raise _unsupported(ordered, parts, meta=meta) from error
     facts = Facts(
         names=list(map(_by_name, ordered)),
@@ -251,20 +254,21 @@ def _read(ordered: Sequence[NamedTensor], *, meta: bool) -> _FoundTensors:
 
 
 def _shared(items: Iterable[T]) -> list[T]:
-    """The same items, equal ones as one object."""
+    """The same items, with one object for equal ones."""
     known: dict[T, T] = {}
     return [known.setdefault(item, item) for item in items]
 
 
 def _address(tensor: torch.Tensor, part: torch.Tensor, *, meta: bool) -> int:
-    """Where the local memory of `tensor` is; what is empty is nowhere, but one object, and so is a storage on meta."""
+    """The address of the local memory of `tensor`; a negative number that identifies the tensor where it is empty, and
+    its storage where it is on the meta device; 0 if it has no memory and should have."""
     if part.is_meta and part.nbytes:
         return -part.untyped_storage()._cdata if meta else 0  # noqa: SLF001
     return part.data_ptr() if part.nbytes else -id(tensor)
 
 
 def reaches_beyond(part: torch.Tensor) -> bool:
-    """Whether a tensor has elements beyond the end of its storage, which somebody made smaller."""
+    """Whether a tensor has elements beyond the end of its storage, because some code made the storage smaller."""
     if part.is_meta or not part.numel():
         return False
     if part.is_contiguous():
@@ -299,10 +303,10 @@ def unsupported_tensor(name: str, tensor: torch.Tensor, problem: str) -> StateEr
 
 
 def check_shape(name: str, shape: Sequence[int]) -> None:
-    """Refuse a shape that no manifest can have: extents of 0 hide nothing.
+    """Refuse a shape that no manifest can hold. An extent of 0 does not excuse other extents that are too large.
 
     Raises:
-        StateError: code ``state.unsupported_tensor``; names the tensor.
+        StateError: code ``state.unsupported_tensor``; the error names the tensor.
     """
     if len(shape) > MAX_AXES:
         problem = f"{count(len(shape), 'axis', 'axes')}, and a checkpoint has at most {MAX_AXES}"
@@ -325,12 +329,12 @@ def _unsupported(ordered: Sequence[NamedTensor], parts: Sequence[torch.Tensor], 
 
 
 def is_describable(tensor: torch.Tensor) -> bool:
-    """Whether a tensor, which may be on the meta device, is one of those that can be stored."""
+    """Whether a tensor, which may be on the meta device, can be stored."""
     return _problem(local_part(tensor), meta=True) is None
 
 
 def _problem(part: torch.Tensor, *, meta: bool) -> str | None:
-    """Why the memory of a tensor cannot be read as it stands."""
+    """The reason why the memory of a tensor cannot be read directly; None if it can."""
     if nn.parameter.is_lazy(part):
         return "no shape yet"
     if part.is_nested:
@@ -347,7 +351,7 @@ def _problem(part: torch.Tensor, *, meta: bool) -> str | None:
 
 
 def _lacking(part: torch.Tensor, *, meta: bool) -> str | None:
-    """What memory a dense tensor lacks."""
+    """The memory that a dense tensor lacks; None if it has all of it."""
     if part.nbytes and not part.data_ptr() and not (meta and part.is_meta):
         return f"no memory ({'it is on the meta device' if part.is_meta else 'it was released'})"
     if reaches_beyond(part):

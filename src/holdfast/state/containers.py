@@ -1,4 +1,4 @@
-"""Live containers that take loaded items: tuples are made anew, lists, dicts and Counters keep their identity."""
+"""Live containers that take loaded items: tuples are rebuilt; lists, dicts and Counters keep their identity."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import cast
 
 
 def maker(kind: type) -> Callable[..., object]:
-    """The constructor of a tuple type from its items."""
+    """A function that makes a tuple of type `kind` from its items."""
     make = getattr(kind, "_make", None)
     if make is not None:
         return lambda *items: make(items)
@@ -15,7 +15,8 @@ def maker(kind: type) -> Callable[..., object]:
 
 
 def refill(item: object, new: object) -> object:
-    """Replace what a list, dict or Counter holds; nothing was loaded when `new` is `item` itself."""
+    """Replace the contents of a list, dict or Counter by those of `new`, and return `item`. Does nothing when `new` is
+    `item` itself, which means that nothing was loaded."""
     if new is not item:
         if isinstance(item, list):
             item[:] = cast("list[object]", new)

@@ -1,4 +1,4 @@
-"""What to say when a checkpoint and a live state do not have the same names or kinds."""
+"""The errors for a checkpoint and a live state that differ in names or kinds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from holdfast.mapping.parts import StoredTensor
 from holdfast.wording import count, with_article
 
 _SHOWN = 10
-#: Names that are looked at for renamed ones, on the live and on the stored side.
+#: Numbers of names among which renamed ones are searched, on the live and on the stored side.
 _HINTS = 50
 _HINT_CANDIDATES = 1000
 _NUMBER = re.compile(r"(?<!\d)(?:0|[1-9]\d*)(?!\d)")
@@ -30,9 +30,9 @@ def difference(
     nodes: Mapping[str, Node],
     shapes: Mapping[str, Shape],
 ) -> IncompatibleError:
-    """The error that says which names are on one side only; a whole unexpected object is one entry.
+    """The error that lists the names that only one side has; a whole unexpected object is one entry.
 
-    `shapes` are those of the missing tensors: a stored tensor of another shape is no renamed one.
+    `shapes` are those of the missing tensors: a stored tensor of another shape is not a renamed one.
     """
     shared = {path: nodes[path] for path in nodes if not own_part(path)}
     known = [*stored, *(path for path in shared if is_leaf(path, shared))]
@@ -65,14 +65,14 @@ def difference(
 
 
 def _listed(names: Collection[str], lacking: Collection[str], optimizers: Sequence[str]) -> list[str]:
-    """`names` in lines. What an optimizer has for parameters that are `lacking` themselves is one line."""
+    """`names` as lines. The names of an optimizer for parameters that are `lacking` themselves are one line."""
     lacking = set(lacking)
     rest, lines = list(names), list[str]()
     for path in optimizers:
         own = {name for name in rest if name.startswith(f"{path}/")}
         following = {name for name in own if _parameter_of(name, path, lacking)}
         if following and own - following == {name for name in own if name.startswith(f"{path}/param_groups/")}:
-            following = own  # so do its groups
+            following = own  # only names of its groups are left, and they follow too
         if following:
             rest = [name for name in rest if name not in following]
             lines.append(f"{path} (what the optimizer has for these parameters: {count(len(following), 'name')})")
@@ -80,7 +80,7 @@ def _listed(names: Collection[str], lacking: Collection[str], optimizers: Sequen
 
 
 def _parameter_of(name: str, optimizer: str, parameters: Collection[str]) -> str | None:
-    """Which of the `parameters` an optimizer's `name` is about, if it is about one."""
+    """The one of `parameters` to which an optimizer's `name` belongs; None if it belongs to none."""
     group_of, state = f"{optimizer}/group_of/", f"{optimizer}/state/"
     if name.startswith(group_of):
         parameter = str(parse_component(name.removeprefix(group_of)))
@@ -94,7 +94,8 @@ def _prefixes(parts: Sequence[str]) -> Iterator[Sequence[str]]:
 
 
 def _names_action(missing: Collection[str], unexpected: Collection[str], known: Collection[str]) -> str:
-    """What to do about names that differ; where the checkpoint only has more entries than were given, select these."""
+    """The advice for names that differ. Where the checkpoint only has additional entries, it is to select the given
+    ones."""
     unwanted = set(unexpected)
     entries = sorted({_entry(name) for name in known if name not in unwanted})
     if missing or not entries or not set(entries).isdisjoint(map(_entry, unexpected)):
@@ -105,14 +106,14 @@ def _names_action(missing: Collection[str], unexpected: Collection[str], known: 
 
 
 def _entry(name: str) -> str:
-    """The entry of the state that `name` is in."""
+    """The entry of the state that contains `name`."""
     return name.partition("/")[0]
 
 
 def _renamed_containers(
     missing: Collection[str], unexpected: Collection[str], objects: Collection[str]
 ) -> dict[str, str]:
-    """Whole stored objects that have the names of a live container under another name."""
+    """The unexpected stored objects whose names are all missing in one live container: stored path -> live path."""
     found: dict[str, str] = {}
     for old in sorted(objects):
         below = _below(old, unexpected)
@@ -131,7 +132,8 @@ def _below(container: str, names: Collection[str]) -> set[str]:
 def _without(
     containers: Mapping[str, str], missing: Collection[str], unexpected: Collection[str]
 ) -> tuple[Collection[str], Collection[str]]:
-    """Live and stored names that no renamed container explains. An optimizer's names hold those of parameters."""
+    """The live and stored names that no renamed container explains. (An optimizer's names contain names of parameters,
+    so a renamed container changes them too.)"""
     for old, new in containers.items():
         moved = {name.replace(f"/{old}%2F", f"/{new}%2F") for name in unexpected if f"/{old}%2F" in name}
         missing = [name for name in missing if name not in moved and not name.startswith(f"{new}/")]
@@ -145,7 +147,7 @@ def _renamed(
     stored: Mapping[str, StoredTensor],
     shapes: Mapping[str, Shape],
 ) -> list[str]:
-    """Stored names that may be what live ones were called before; of those renamed alike the first."""
+    """Lines about stored names that may be former names of live ones; of several with the same change, the first."""
     candidates = sorted(unexpected)[:_HINT_CANDIDATES]
     alike: dict[Substitution | None, list[str]] = {}
     for name in sorted(missing)[:_HINTS]:
@@ -157,8 +159,8 @@ def _renamed(
 
 
 def grouped(names: Collection[str]) -> list[str]:
-    """`names`, sorted, as few lines: those that differ in one number, such as of a layer, are one; and so are several
-    plain keys of one container."""
+    """`names`, sorted, as few lines: names that differ in one number only, such as a layer's, are one line, and so are
+    several plain keys of one container."""
     by_pattern: dict[str, list[str]] = {}
     for name in sorted(names):
         by_pattern.setdefault(_NUMBER.sub("*", name), []).append(name)
@@ -194,7 +196,7 @@ def _numbered(names: Sequence[str]) -> str:
 
 
 def _first(lines: Sequence[str]) -> list[str]:
-    """The first lines, and how many more there are."""
+    """The first `_SHOWN` lines, and the number of the others."""
     more = [f"and {len(lines) - _SHOWN:,} more"] if len(lines) > _SHOWN else []
     return [*lines[:_SHOWN], *more]
 
@@ -206,7 +208,7 @@ class _Mismatch(NamedTuple):
 
 
 class Mismatches:
-    """Tensors and values that have one name on both sides, but do not fit each other."""
+    """The tensors and values that both sides have under one name but that do not fit each other."""
 
     def __init__(self) -> None:
         self._found: list[_Mismatch] = []
@@ -219,11 +221,13 @@ class Mismatches:
         self._found.append(_Mismatch(code, name, text))
 
     def add_kind(self, name: str, here: str, node: Node | None) -> None:
-        """Note that what `here` says has the name of another kind of thing in the checkpoint (see `word`)."""
+        """Note that the live object `name`, which `here` describes, is of another kind in the checkpoint (see
+        `word`)."""
         self.add("incompatible.kind", name, f"{here} here, {word(node)} in the checkpoint")
 
     def error(self) -> IncompatibleError:
-        """The error that says all of it, with the code of the first. What differs alike is one line."""
+        """The error that lists all mismatches, with the code of the first one. Equal differences are grouped in
+        lines."""
         first = self._found[0]
         alike: dict[str, list[str]] = {}
         for _, name, text in self._found:
@@ -240,7 +244,7 @@ class Mismatches:
 
 
 def _action(codes: Iterable[str]) -> str:
-    """What to do about differences of the first two of these kinds."""
+    """The advice for the first two of these codes."""
     first, *others = codes
     if not others:
         return _ACTIONS[first]
@@ -277,7 +281,7 @@ _ACTIONS = {
 def _collapse(
     names: Collection[str], known: Collection[str], nodes: Mapping[str, Node]
 ) -> tuple[dict[str, str], list[str]]:
-    """Stored objects of which all names are among `names`, each with a line about it, and the names of no such one."""
+    """The stored objects all of whose names are in `names`, each with a line about it; and the other names."""
     objects = {
         path: node.kind if isinstance(node, Open) else "object with a state_dict"
         for path, node in nodes.items()
@@ -298,12 +302,12 @@ def _collapse(
 
 
 def listing(names: list[str], separator: str = ", ") -> str:
-    """The first names, and how many more there are."""
+    """The first names, and the number of the others, as one text."""
     return separator.join(_first(names))
 
 
 def word(node: Node | None) -> str:
-    """What a node is, for messages; None stands for a tensor without a node."""
+    """The kind of a node in words, for messages; None stands for a tensor without a node."""
     if isinstance(node, (values.TableNode, values.Items, Open)):
         return f"a stored {node.kind}"
     if isinstance(node, TorchValue):
@@ -320,6 +324,6 @@ def word(node: Node | None) -> str:
 
 
 def is_leaf(name: str, nodes: Mapping[str, Node]) -> bool:
-    """Whether a stored name is that of a value."""
+    """Whether a stored name belongs to a value that is not a container."""
     node = nodes.get(name)
     return node is not None and isinstance(values.bare(node), values.Leaf)

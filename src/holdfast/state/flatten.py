@@ -1,4 +1,4 @@
-"""A nested state as named tensors in local memory and a flat table of values: the saving side."""
+"""The saving side: a nested state becomes named tensors in local memory and a flat table of values."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ from holdfast.state.registry import ARRAY, Registration, any_registered, planes_
 from holdfast.wording import count, kind_of, with_article
 
 _TENSOR = TensorRef()
-#: Containers of which a selection may take a part. (Of a list it takes all entries, but of each entry a part.)
+#: Containers of which a selection may take a part. (It takes all entries of a list or none, but may take a part of each
+#: entry.)
 _DIVISIBLE = frozenset((dict, OrderedDict, list, tuple))
 
-#: Types of slots that `Walk` may leave for later: tensors that are nothing but their memory, and values that stay as
-#: they are.
+#: Types of slots that `Walk` may leave for later: tensors that consist of their memory alone, and immutable values.
 _PLAIN = {torch.Tensor, nn.Parameter}
 _CONSTANT = {type(None), bool, int, float, complex, str, bytes}
 
@@ -49,11 +49,11 @@ _tensor_of = attrgetter("tensor")
 
 @dataclass(frozen=True)
 class FlatState:
-    """A state, flat: tensors by canonical name (sorted), other names of the same memory, and the table of values.
+    """A flat state: tensors by canonical name (sorted), other names of the same memory, and the table of values.
 
     `own_nodes` are the values that belong to this rank alone: the contents of its `PerRank` parts. `remembered` makes
-    the next walk cheaper, and keeps no memory alive. `unmatched` are globs of the selection that
-    match nothing here, with names that are near.
+    the next walk cheaper, and keeps no memory alive. `unmatched` maps each glob of the selection that matches nothing
+    on this rank to similar names.
     """
 
     tensors: dict[str, LocalTensor]
@@ -72,21 +72,21 @@ def flatten(
     last: Sequence[WalkCache] = (),
     select: Globs | None = None,
 ) -> FlatState:
-    """Name everything in `state`. Nothing is copied: tensors share the live memory, values are read now.
+    """Name everything in `state`. Copies nothing: tensors share the live memory. Reads the values now.
 
     Leaves may be modules, optimizers, objects with ``state_dict`` and ``load_state_dict``, tensors, values (see
     ``holdfast.format.values``) and registered types; containers are dicts, lists, tuples, NamedTuples, OrderedDicts
-    and Counters. What a `PerRank` holds is named after `rank`; that there are `world_size` such parts is recorded.
-    `last` is what the last walk of this state `remembered`: tensors that have not changed are not described anew.
-    Of what is not in `select` nothing is read: optimizers, objects and values are in it by their own names, lists only
-    with all their entries. Raises `StateError`, which names the path and the type, for anything else, for names that
+    and Counters. Names inside a `PerRank` contain `rank`, and its node records that there are `world_size` such parts.
+    `last` is `remembered` of the last walk of this state: tensors that have not changed since are not described again.
+    Reads only the parts in `select`: it selects optimizers, objects and values by their own names, and lists only with
+    all their entries. Raises `StateError`, which names the path and the type, for any other leaf, for names that
     collide, for cycles, and for tensors without a layout.
     """
     return Walk(state, rank=rank, world_size=world_size, last=last, select=select).finish()
 
 
 def check_root(state: Mapping[str, object]) -> None:
-    """Refuse a root that is no dict with string keys."""
+    """Refuse a root that is not a dict with string keys."""
     problem = None
     if not isinstance(state, MutableMapping):
         problem = f"The state is {kind_of(state)}, not a dict."
@@ -101,7 +101,7 @@ def check_root(state: Mapping[str, object]) -> None:
 
 
 def check_depth(path: str) -> None:
-    """Refuse a container so deep that it is likely to contain itself."""
+    """Refuse a container at such a depth that it probably contains itself."""
     if path.count("/") >= values.MAX_DEPTH - 1:
         raise StateError(
             f"The containers at {path!r:.200} contain themselves, or are nested more than {values.MAX_DEPTH} deep.",
@@ -112,7 +112,7 @@ def check_depth(path: str) -> None:
 
 
 def planes_as_tensors(entry: NamedTensor, registration: Registration) -> dict[str, NamedTensor]:
-    """The planes of a tensor of a registered type, by their own names, as entries of a state."""
+    """The planes of a tensor of a registered type, as entries of a state by plane name."""
     planes = planes_of(entry.name, entry.tensor, registration)
     names = {plane: join(entry.name, plane_component(plane)) for plane in planes}
     return {plane: NamedTensor(names[plane], tensor, entry.replicas) for plane, tensor in planes.items()}
@@ -124,10 +124,10 @@ def name_of_planes(plane_name: str) -> str:
 
 
 class Walk:
-    """One walk of a state, in two parts; the `Sink` of the adapters.
+    """One walk of a state, in two parts; it is the `Sink` of the adapters.
 
-    When it is made, it has read the whole structure: every tensor, value, group and slot that there is. Only the slots
-    in `left`, thousands of plain tensors that nothing but a step changes, have no names yet. `finish` names them.
+    The constructor reads the whole structure: every tensor, value, group and slot. Only the slots in `left`, thousands
+    of plain tensors that only a step changes, have no names yet. `finish` names them.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class Walk:
         last: Sequence[WalkCache] = (),
         select: Globs | None = None,
     ) -> None:
-        """As `flatten`."""
+        """Read the structure of `state`; the arguments are those of `flatten`."""
         self._select = select
         #: Tensors that are not saved, but may have optimizer state that is.
         self._left_out: list[NamedTensor] = []
@@ -150,16 +150,16 @@ class Walk:
         self._nodes: dict[str, Node] = {}
         self._tensors: dict[str, NamedTensor] = {}
         self._names: dict[int, NamedTensor] = {}
-        #: Objects that name their state after tensors, with their adapters.
+        #: Objects whose state has names of tensors in its own names, with their adapters.
         self._last: list[tuple[str, object, Adapter]] = []
-        #: The optimizers that were found: their steps change tensors.
+        #: The optimizers in the state; their steps change tensors.
         self.optimizers: list[Optimizer] = []
         self._piecewise: dict[str, Piecewise] = {}
         self._collector = TensorCollector(last)
         self._num_collected = 0
-        #: Parts that may come later, until it is known which of them do; and then those.
+        #: Parts that `finish` may name; once the constructor has decided, only those that it does name.
         self._deferred: list[Deferred] = []
-        #: Names of what steps change, and of what something else may change, too.
+        #: The names of tensors that steps change, and of those that something else may change too.
         self._stepped: set[str] = set()
         self._unsteady: set[str] = set()
         self._changed_elsewhere: list[torch.Tensor] = []
@@ -169,11 +169,11 @@ class Walk:
 
     @property
     def remembered(self) -> Sequence[WalkCache]:
-        """What the next walk is to know of this one."""
+        """The caches of this walk, to pass to the next one as `last`."""
         return self._collector.remembered
 
     def found(self) -> dict[str, LocalTensor]:
-        """The tensors that were seen so far."""
+        """The tensors that were named so far."""
         found = {local.layout.name: local for local in self._collector.found}
         for (name, *others), local in describe(self._piecewise):
             found[name] = local
@@ -181,10 +181,11 @@ class Walk:
         return found
 
     def stepped(self, found: Mapping[str, LocalTensor]) -> set[str]:
-        """Of the tensors that were `found` so far, the names of those that only steps of the optimizers change: trained
-        parameters that have a gradient or slots, and those slots, however they are nested.
+        """The names of those of the `found` tensors that only steps of the optimizers change: trained parameters that
+        have a gradient or slots, and those slots, however they are nested.
 
-        Not parameters that a forward changes, too; nor what steps in a CUDA graph, whose replay calls no hooks.
+        Excludes parameters that a forward changes too, and tensors that steps in a CUDA graph change, because a replay
+        calls no hooks.
         """
         names = self._stepped - self._unsteady
         if self._planed:
@@ -195,7 +196,8 @@ class Walk:
         return names & found.keys()
 
     def finish(self) -> FlatState:
-        """Name the rest. Once, by any thread; what is `left` must be as it was when the walk began."""
+        """Name the slots in `left`, and return the flat state. Any thread may call it, once; the slots must not have
+        changed since the walk began."""
         for part in self._deferred:
             part.describe(self)
         self._gather()
@@ -215,7 +217,7 @@ class Walk:
         self._nodes[""] = Open("dict")
         for key, item in state.items():
             self._visit(component(key), item, "compare", live=True)
-        # Optimizers name their state after parameters, so they come when every parameter has its canonical name.
+        # An optimizer's names contain those of parameters, so every parameter must have its canonical name first.
         self._gather()
         self._names = self._collector.names()
         for entry in sorted(self._left_out, key=_name_of):
@@ -228,7 +230,7 @@ class Walk:
                 adapter.describe(path, item, self)
         self._unsteady.update(self._names[id(tensor)].name for tensor in self._changed_elsewhere)
         self._gather()
-        # Memory that is also found elsewhere has its name from there by now.
+        # By now, memory that the state also has elsewhere has got its canonical name from there.
         deferred, self._deferred = self._deferred, []
         for part in deferred:
             if not self._leave(part):
@@ -238,7 +240,7 @@ class Walk:
         self._gather()
 
     def _leave(self, part: Deferred) -> bool:
-        """Leave a part for `finish` if its slots all are plain tensors and constants. Whether they are."""
+        """Leave a part for `finish` if all its slots are plain tensors and constants. Returns whether it is left."""
         slots = list(part.slots())
         kinds, dtensor = set(map(type, slots)), dtensor_type()
         if not kinds <= _PLAIN | _CONSTANT | {dtensor}:
@@ -288,7 +290,7 @@ class Walk:
 
     def tensors(self, entries: Iterable[NamedTensor]) -> None:
         """As `Sink.tensors`."""
-        # With hardly a line of Python per tensor: every save comes through here.
+        # With almost no Python code per tensor: every save runs this.
         listed = list(entries)
         added = {entry.name: entry for entry in listed}
         known = (self._tensors.keys(), self._nodes.keys())
@@ -327,8 +329,8 @@ class Walk:
         self._nodes[path] = node
 
     def _visit(self, path: str, item: object, replicas: Replicas, *, live: bool) -> bool:
-        """Add what lies at `path`; False where it is not selected. `live`: it can be bound again on loading, so modules
-        and the like are allowed, and may be left out."""
+        """Add the item at `path`; returns False where it is not selected. With `live`, a load can bind it again, so
+        modules and the like are allowed, and the selection applies."""
         item = item if isinstance(item, torch.Tensor) else unwrapped(item)
         if self._select is not None and live and not own_part(path):
             if (adapter := adapter_of(item)) is not None and adapter.is_divisible:
@@ -357,7 +359,7 @@ class Walk:
         return True
 
     def _part_of(self, path: str, item: object, replicas: Replicas) -> bool:
-        """Add those entries of a container that are selected; False where there are none."""
+        """Add the selected entries of a container; returns False where there are none."""
         check_depth(path)
         shell = values.container(item, path)
         assert shell is not None
@@ -379,7 +381,7 @@ class Walk:
         return True
 
     def _object(self, path: str, item: object) -> bool:
-        """Add an object that can be bound again on loading. False where there is no way to save it, or nothing of it is
+        """Add an object that a load can bind again. Returns False where it cannot be saved, or no part of it is
         selected."""
         if isinstance(item, PerRank):
             return self._own(path, item)
@@ -403,7 +405,7 @@ class Walk:
             check_array(path, cast("Array", item))
         with reading(path, f"the encode function of {registration.name!r}"):
             encoded = registration.encode(item)
-        if registered(encoded) is None:  # one that gives what it was given would go on for ever
+        if registered(encoded) is None:  # an encode function that returns its argument would recurse for ever
             self._visit(path, encoded, replicas, live=False)
         node = self._nodes.get(path)
         if not isinstance(node, Leaf | TensorRef | Container):
@@ -456,6 +458,6 @@ def _unsupported_leaf(path: str, item: object) -> StateError:
 
 
 def _variable(path: str) -> str:
-    """The last component of `path` where a variable may be called so."""
+    """The last component of `path` if it is a valid name of a variable, else "value"."""
     last = path.rpartition("/")[2]
     return last if last.isidentifier() else "value"

@@ -1,8 +1,9 @@
-"""The objects that a state consists of, recognised again from one call to the next.
+"""The identity of a state's objects, by which a save recognises the objects that a load has filled.
 
-A load that fills the very objects that are saved later makes a job go on from what it loaded; a load into other
-objects, such as a teacher, only reads. Objects are recognised without being kept alive: modules, optimizers and objects
-with a ``state_dict`` by themselves, tensors by their memory, so that ``model.state_dict()`` is as good as ``model``.
+A load that fills the same objects that are saved later makes the job continue from the loaded checkpoint; a load into
+other objects, such as a teacher, only reads. Objects are recognised without keeping them alive: modules, optimizers and
+objects with a ``state_dict`` by identity, tensors by their memory, so that ``model.state_dict()`` is as good as
+``model``.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ from holdfast.state.per_rank import PerRank
 from holdfast.state.piecewise import Piecewise
 from holdfast.state.placements import local_part
 
-#: The number of memory that is not recognised; no storage is there.
+#: The number for memory that cannot be recognised; no storage has this address.
 _UNKNOWN: Final = 0
 
 
 class _Object:
-    """An object, by itself."""
+    """The identity of an object."""
 
     def __init__(self, item: object) -> None:
         self.key: Hashable = ("object", id(item))
@@ -43,8 +44,8 @@ class _Object:
         return self._ref() is not None
 
 
-# The calls behind torch's own StorageWeakRef, bound early: an interpreter that ends has no torch any more,
-# and no names of this module.
+# The calls behind torch's own StorageWeakRef. Bound here, because an interpreter that shuts down has cleared torch and
+# the names of this module before `__del__` runs.
 _is_gone = cast("Callable[[int], bool]", torch.UntypedStorage._expired)  # noqa: SLF001
 _free = cast("Callable[[int], None]", torch.UntypedStorage._free_weak_ref)  # noqa: SLF001
 
@@ -55,11 +56,11 @@ def _release(numbers: Iterable[int], free: Callable[[int], None] = _free) -> Non
 
 
 class TensorMemory:
-    """The memory of tensors, whichever tensors show it; see `FilledMemory`. That of tensors of kinds that have no
-    storage is not recognised.
+    """The memory of tensors, recognised through any tensor that shares it; see `FilledMemory`. Memory of tensors that
+    have no storage is not recognised.
 
-    Its numbers are addresses of storages, of which it has weak references, as
-    `torch.multiprocessing.reductions.StorageWeakRef` does for one: so no other storage gets such an address.
+    Its numbers are addresses of storages. It holds weak references to the storages, as
+    `torch.multiprocessing.reductions.StorageWeakRef` does, so that no other storage gets such an address.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -87,28 +88,28 @@ class TensorMemory:
 
 
 class Found(NamedTuple):
-    """Where in a state an object is, and how it is recognised."""
+    """An object in a state: its path and its identity."""
 
     path: str
     itself: Identity
 
 
 def parts_of(state: object) -> list[StatePart]:
-    """The parts of a state that is saved, by which a load of it is recognised: its modules and optimizers. Where it has
-    none, its objects with a ``state_dict``, else its tensors; none where it consists of values."""
+    """The parts of a saved state by which a load of it is recognised: its modules and optimizers; if it has none, its
+    objects with a ``state_dict``; if it has none of these, its tensors. Empty for a state that consists of values."""
     items = [item for _, item in _items(state, "", tensors=True)]
     objects = [item for item in items if not isinstance(item, (torch.Tensor, Piecewise))]
     return list(_parts([item for item in objects if _is_trained(item)] or objects or items))
 
 
 def found_in(state: object) -> list[Found]:
-    """The objects in a state that was loaded: its modules, optimizers and objects with a ``state_dict``."""
+    """The objects in a loaded state: its modules, optimizers and objects with a ``state_dict``."""
     items = ((path, _object(item)) for path, item in _items(state, "", tensors=False))
     return [Found(path, itself) for path, itself in items if itself is not None]
 
 
 def _numbers_of(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """By what `TensorMemory` recognises the memory of local tensors."""
+    """The numbers by which `TensorMemory` recognises the memory of local tensors."""
     return [storage._cdata for storage in map(_storage, tensors) if storage is not None]  # noqa: SLF001
 
 
@@ -120,7 +121,7 @@ def _storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
 
 
 def _items(item: object, path: str, *, tensors: bool) -> Iterator[tuple[str, object]]:
-    """Objects in `item`, with their paths, and with `tensors` tensors too, with the path of what holds them."""
+    """The objects in `item` with their paths; with `tensors`, the tensors too, each with the path of its container."""
     if isinstance(item, PerRank):
         item = item.value
     if isinstance(item, (torch.Tensor, Piecewise)):
@@ -136,7 +137,7 @@ def _items(item: object, path: str, *, tensors: bool) -> Iterator[tuple[str, obj
     try:
         shell = values.container(item, path)
     except HoldfastError:
-        return  # a key that has no name: the save says so when it names the state
+        return  # a key that cannot be a name: the save raises that error when it names the state
     for name, child in shell[1] if shell is not None else ():
         if not isinstance(child, torch.Tensor):
             yield from _items(child, join(path, name), tensors=tensors)
@@ -150,7 +151,7 @@ def _is_trained(item: object) -> bool:
 
 
 def _parts(items: Sequence[object]) -> Iterator[StatePart]:
-    """How `items` are recognised, if they can be: all loose tensors together, each object by itself."""
+    """The parts for `items` that can be recognised: one for all loose tensors together, and one for each object."""
     loose = [item for item in items if isinstance(item, (torch.Tensor, Piecewise))]
     if loose:
         yield StatePart(
@@ -163,7 +164,7 @@ def _parts(items: Sequence[object]) -> Iterator[StatePart]:
 
 
 def _object(item: object) -> _Object | None:
-    """How an object is recognised; None for one of a class whose instances take no weak references."""
+    """The identity of an object; None if its class does not support weak references."""
     try:
         return _Object(innermost(item) if isinstance(item, nn.Module) else item)
     except TypeError:
@@ -171,7 +172,7 @@ def _object(item: object) -> _Object | None:
 
 
 def _numbers_in(item: object) -> list[int]:
-    """By what the memory of a module's parameters is recognised; other objects have none that is looked at."""
+    """The numbers by which the memory of a module's parameters is recognised; empty for other objects."""
     if not isinstance(item, nn.Module):
         return []
     return _numbers_of(local_part(each) for each in innermost(item).parameters())

@@ -1,4 +1,4 @@
-"""What shows that tensors were changed, or are other memory now."""
+"""Marks by which a copy finds out that tensors were changed or moved to other memory meanwhile."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import torch
 
 
 class Marked:
-    """Tensors, and how each of them was when it was added: the number of changes that torch had counted, its address.
+    """Tensors with the marks of each when it was added: its address, and the number of changes that torch had counted.
 
-    What does not show: writes through ``.data``, and kernels that do not tell torch what they write to.
+    The marks miss writes through ``.data``, and writes of kernels that do not tell torch about them.
     """
 
     def __init__(self) -> None:
@@ -19,8 +19,8 @@ class Marked:
         self._then: list[int] = []
 
     def add(self, memory: Sequence[torch.Tensor]) -> bool:
-        """Mark tensors as they are now. False, and nothing is added, if one of them is an inference tensor, of which
-        torch counts no changes, or has no address, as sparse ones."""
+        """Add tensors with their present marks. Returns False, and adds nothing, if one of them has no marks: torch
+        counts no changes of inference tensors, and sparse tensors have no address."""
         try:
             marks = _marks(memory)
         except RuntimeError:
@@ -30,7 +30,7 @@ class Marked:
         return True
 
     def changed(self) -> set[int]:
-        """The addresses, then and now, of those that are not as they were."""
+        """The addresses, then and now, of the tensors whose marks have changed."""
         present = _marks(self.memory)
         if present == self._then:
             return set()
@@ -39,9 +39,10 @@ class Marked:
 
 
 class Versions:
-    """Which tensors of a few milliseconds are written to: less than `Marked` tells, in half the time.
+    """The versions of tensors, to find those that are written to during a few milliseconds: they tell less than
+    `Marked`, in half the time.
 
-    Of inference tensors torch counts no changes, so they count as unchanged.
+    torch counts no changes of inference tensors, so these count as unchanged.
     """
 
     def __init__(self, memory: Sequence[torch.Tensor]) -> None:
@@ -53,7 +54,7 @@ class Versions:
             self._then = _versions(self._memory)
 
     def changed(self) -> list[torch.Tensor]:
-        """Those that were written to since."""
+        """The tensors that were written to since."""
         now = _versions(self._memory)
         if now == self._then:
             return []
@@ -65,9 +66,9 @@ def _versions(memory: Sequence[torch.Tensor]) -> list[int]:
 
 
 def _marks(memory: Sequence[torch.Tensor]) -> list[int]:
-    """Two numbers for each tensor."""
-    # In one pass, for thousands of tensors are more than a processor's cache holds; and as numbers in one list, which
-    # the garbage collector does not look at.
+    """The version and the address of each tensor, one after the other."""
+    # In one pass, because thousands of tensors do not fit a processor's cache; and as numbers in one list, which the
+    # garbage collector does not track one by one.
     return [mark for part in memory for mark in (part._version, part.data_ptr())]  # noqa: SLF001
 
 

@@ -1,4 +1,4 @@
-"""Live tensors matched with stored ones: which memory is filled from which source."""
+"""The matching of live tensors with stored ones: which stored tensor fills which memory."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from holdfast.state.memory import digest_of
 
 
 class BoundTensor(msgspec.Struct, frozen=True, gc=False):
-    """Memory to fill: the live name, the name of the stored tensor, and the local memory.
+    """A live tensor to fill: its name, the name of the stored tensor that fills it, and its local memory.
 
-    One stored tensor may have several targets.
+    One stored tensor may fill several live ones.
     """
 
     name: str
@@ -31,12 +31,13 @@ class BoundTensor(msgspec.Struct, frozen=True, gc=False):
 
 
 class Terms(NamedTuple):
-    """What of a checkpoint is loaded, and what may differ.
+    """The terms of a load: which part of a checkpoint it loads, and which differences it allows.
 
-    Live tensors, values and objects whose names are not in `select` are left as they are, and nothing of them is
-    missing or unexpected. `cast` says which live tensors may have another dtype than the stored ones. Of a
-    mapping: `equal` are stored tensors that must be equal to the one of that name, `kept` those that do not fill the
-    whole of a live one. With `is_strict`, optimizers must be of the class that was saved.
+    Live tensors, values and objects whose names are not in `select` keep their contents, and none of their names counts
+    as missing or unexpected. `cast` says which live tensors may have another dtype than the stored ones. Two fields
+    come from a mapping: `equal` gives for a stored name other stored tensors that must be equal to that one, and `kept`
+    has the stored tensors that fill only a part of a live one, which keeps the rest. With `is_strict`, optimizers must
+    be of the class that was saved.
     """
 
     select: Globs | None = None
@@ -47,11 +48,11 @@ class Terms(NamedTuple):
 
 
 class Matcher:
-    """The tensors of a checkpoint, found by the names that live tensors have.
+    """The search for stored tensors by the names of live ones.
 
-    A live tensor that has several names may find several stored ones, where ranks that did not share its memory saved
-    it under one name each. They must be equal: the first one fills it, the others fill memory of their own on the host,
-    and `check_copies` compares.
+    A live tensor with several names may match several stored ones, if it was saved where they did not share memory.
+    They must be equal: the first one fills the live tensor, the others fill extra memory on the host, and
+    `check_copies` compares them.
     """
 
     def __init__(
@@ -67,13 +68,13 @@ class Matcher:
         self.missing: set[str] = set()
         #: Shapes of the missing tensors.
         self.missing_shapes: dict[str, Shape] = {}
-        #: How many live tensors the checkpoint does not have.
+        #: The number of live tensors that the checkpoint does not have.
         self.num_lost = 0
         self._stored = stored
         self._aliases = aliases
         self._nodes = nodes
         self._mismatches = mismatches
-        #: Live memory, and the memory of what must turn out to be equal.
+        #: Pairs of a live tensor and a copy that must prove equal to it.
         self._copies: list[tuple[BoundTensor, BoundTensor]] = []
         self._copies_of: dict[str, list[str]] = {}
         self._required: dict[str, list[str]] = {}
@@ -82,13 +83,13 @@ class Matcher:
         self._globs = terms.cast if isinstance(terms.cast, Globs) else None
 
     def canonical(self, name: str) -> str:
-        """The name under which a tensor of that name is stored."""
+        """The name under which the tensor `name` is stored: `name` itself unless it is an alias."""
         return self._aliases.get(name, name)
 
     def match(self, names: Sequence[str], local: LocalTensor) -> str:
         """Find the source of a live tensor with these names (sorted); returns the name under which it is stored.
 
-        What does not fit is noted as missing or as a mismatch.
+        Notes the tensor as missing, or a mismatch, where no stored tensor fits it.
         """
         sources: dict[str, str] = {}
         for name in names:
@@ -121,11 +122,11 @@ class Matcher:
 
     def may_cast(self, names: Sequence[str]) -> bool:
         """Whether a live tensor with these names may have another dtype than the stored one."""
-        # All names are asked for, so that every glob is tried.
+        # Look up all names, so that every glob is tried and none counts as unmatched.
         return self._cast if self._globs is None else True in [name in self._globs for name in names]
 
     def source_of(self, names: Sequence[str]) -> str:
-        """The name under which a live tensor with these names is stored; nothing is filled, and nothing noted."""
+        """The name under which a live tensor with these names is stored. Fills and notes nothing."""
         sources = map(self.canonical, names)
         return next((source for source in sources if source in self._stored), self.canonical(names[0]))
 
@@ -134,9 +135,9 @@ class Matcher:
         return self._copies_of.get(name, ())
 
     def require_equal(self, name: str, copy: str) -> None:
-        """Have what is stored as `copy`, a tensor or a value, compared with what is stored as `name`.
+        """Require that the tensor or value stored as `copy` is equal to the one stored as `name`.
 
-        Tensors are to be matched under `name` later.
+        Values are compared at once; tensors are compared after the caller has matched `name`.
         """
         if copy not in self._nodes:
             self._required.setdefault(name, []).append(self.canonical(copy))
@@ -152,7 +153,7 @@ class Matcher:
                 self._required.setdefault(tensor, []).append(self.canonical(other))
 
     def check_copies(self) -> None:
-        """Compare all copies, when everything was read. Raises `IncompatibleError` where one differs."""
+        """Compare all copies. Call it after everything was read. Raises `IncompatibleError` where one differs."""
         for target, copy in self._copies:
             pairs = zip(target.local.memory, copy.local.memory, strict=True)
             if any(digest_of(mine) != digest_of(other) for mine, other in pairs):
@@ -203,7 +204,7 @@ def _separately(names: Sequence[str], how: str) -> str:
 
 
 class SelectedNodes(Mapping[str, Node]):
-    """Those of the nodes that are selected."""
+    """A view of `nodes` that shows the selected ones only."""
 
     def __init__(self, nodes: Mapping[str, Node], select: Globs) -> None:
         self._nodes = nodes

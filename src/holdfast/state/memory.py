@@ -1,4 +1,4 @@
-"""Local tensor memory: the pieces that a rank holds, and their bytes for a writer. No copies are made beforehand."""
+"""Local tensor memory: the pieces that a rank holds, and their bytes for a writer, read without an extra copy."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from holdfast.store.base import Bytes
 
 _TORCH_CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
-#: Sources up to this size are packed, up to that many bytes together.
+#: The largest size of a source that is packed, and of a pack.
 _SMALL_NBYTES = 16 << 10
 _PACKED_NBYTES = 1 << 20
 
-#: At most so much is copied at a time. What fits a processor's second-level cache the C library copies by its string
-#: instructions, and in a loop of copies alone half as fast again.
+#: The largest size of one copy. For sizes that fit a processor's second-level cache, the C library copies by string
+#: instructions, and a loop of such copies runs half as fast again.
 _COPY_NBYTES = 512 << 10
 
 Array = npt.NDArray[Any]
 
 
 def copy_elements(target: Array, source: Array) -> None:
-    """Copy `source` into `target`, of the same shape and type, both in host memory."""
+    """Copy `source` into `target`; both have one shape and type and are in host memory."""
     assert target.shape == source.shape, "numpy would broadcast"
     if target.nbytes <= _COPY_NBYTES or not (target.flags.c_contiguous and source.flags.c_contiguous):
         target[...] = source
@@ -45,13 +45,13 @@ def copy_elements(target: Array, source: Array) -> None:
 
 
 def carried(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor` seen as elements of a plain type of the same size (shares memory)."""
+    """A view of `tensor` with elements of a plain type of the same size."""
     carrier = _TORCH_CARRIERS[tensor.element_size()]
     return tensor if tensor.dtype == carrier else tensor.view(carrier)
 
 
 class MemorySource(msgspec.Struct, frozen=True, gc=False):
-    """Elements ``[first, first + numel)`` of the row-major order of `view`, as a source of bytes."""
+    """A source of bytes: elements ``[first, first + numel)`` of the row-major order of `view`."""
 
     view: torch.Tensor
     first: int
@@ -59,11 +59,11 @@ class MemorySource(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the source."""
+        """The size of the source in bytes."""
         return self.numel * self.view.element_size()
 
     def elements(self) -> torch.Tensor:
-        """All elements in row-major order, of the carrier type; a copy where they are not contiguous."""
+        """All elements in row-major order, as carriers; a copy where they are not contiguous."""
         flat = carried(self.view).reshape(-1)
         return flat if flat.numel() == self.numel else flat[self.first : self.first + self.numel]
 
@@ -83,7 +83,7 @@ class MemorySource(msgspec.Struct, frozen=True, gc=False):
 
 
 class PackedSource(JoinedSources):
-    """Small sources of one element size on one device, one after another: copied together, by few calls."""
+    """A sequence of small sources of one element size on one device, which are copied together in few calls."""
 
     def __init__(self, sources: Sequence[MemorySource]) -> None:
         super().__init__(sources)
@@ -99,7 +99,7 @@ class PackedSource(JoinedSources):
 
 
 def packed(sources: Iterable[MemorySource]) -> Iterator[MemorySource | PackedSource]:
-    """The same bytes in the same order, with runs of small sources packed."""
+    """Pack runs of small `sources`; the bytes and their order stay the same."""
     run: list[MemorySource] = []
     run_kind: tuple[int, torch.device] | None = None
     run_nbytes = 0
@@ -120,7 +120,7 @@ def packed(sources: Iterable[MemorySource]) -> Iterator[MemorySource | PackedSou
 
 
 def digest_of(tensor: torch.Tensor) -> bytes:
-    """xxh3-128 of a tensor's elements in row-major order, in bounded memory."""
+    """The xxh3-128 digest of a tensor's elements in row-major order. Uses bounded memory."""
     source = MemorySource(tensor, 0, tensor.numel())
     digest = xxhash.xxh3_128()
     buffer = np.empty(min(source.nbytes, BUFFER_NBYTES), np.uint8)
@@ -132,11 +132,12 @@ def digest_of(tensor: torch.Tensor) -> bytes:
 
 
 class LocalPieces:
-    """The boxes of tensors that one rank holds. What is placed alike is worked out once; lives as long as one walk."""
+    """The boxes of tensors that one rank holds. Computes them once for all tensors of one spec and shape; use one
+    object per walk."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        #: By spec and shape; with each, the spec itself, so that its id stays its own.
+        #: By the spec's id and the shape. Each value keeps its spec alive, so that no other spec gets that id.
         self._boxes: dict[tuple[int, Shape], tuple[Placed, list[tuple[Box, tuple[slice, ...] | None]]]] = {}
 
     def of(self, layout: TensorLayout, memory: tuple[torch.Tensor, ...]) -> list[tuple[Box, torch.Tensor]]:
@@ -152,7 +153,7 @@ class LocalPieces:
         return [(whole(layout.shape), memory[0])]
 
     def _placed(self, spec: Placed, shape: Shape) -> list[tuple[Box, tuple[slice, ...] | None]]:
-        """Boxes, and where each is in the local tensor; None where it is all of it."""
+        """The boxes, each with its slices of the local tensor; None where it is the whole local tensor."""
         known = self._boxes.get((id(spec), shape))
         if known is None:
             boxes = local_boxes(spec, shape, self._rank)
@@ -174,7 +175,7 @@ class LocalPieces:
             for held, flat in zip(layout.spec.parts, memory, strict=True):
                 if isinstance(held, FlatRange) and held.start <= part.start and part.stop <= held.stop:
                     return MemorySource(flat.reshape(-1), part.start - held.start, part.numel)
-                if held == whole(layout.shape):  # a box that several ranks hold may be shared out in ranges
+                if held == whole(layout.shape):  # holders of one box may each write a flat range of it
                     return MemorySource(flat, part.start, part.numel)
         else:
             return MemorySource(memory[0], part.start, part.numel)

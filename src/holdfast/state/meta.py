@@ -1,7 +1,7 @@
-"""Memory for tensors on the meta device, made when it is known that all of it will be filled.
+"""Memory for tensors on the meta device, allocated once it is certain that a load fills all of it.
 
 A tensor gets its memory in place: it stays the object that modules and optimizers hold, with its hooks and attributes.
-Tensors that share a storage on meta share one afterwards.
+Tensors that share a storage on the meta device share one afterwards.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ from holdfast.state.differences import listing
 from holdfast.state.placements import dtensor_type, is_dtensor, local_part
 from holdfast.wording import count
 
-# Offsets in a storage stay what they are, up to multiples of this: no element is larger.
+# Offsets in a storage shift by multiples of this only, which keeps them aligned: no element is larger.
 _ALIGNMENT = 16
 
 
 class MetaTensors:
-    """The tensors of one live state that are on the meta device, and get memory.
+    """The tensors of one live state that are on the meta device and get memory.
 
-    It is on `device`; by default a DTensor's is where its mesh is, and so is all other memory of a state with DTensors.
-    Without any it is where torch makes new tensors (``torch.set_default_device``).
+    The memory is on `device`. By default a DTensor's memory is on the device of its mesh, and so is all other memory of
+    a state with DTensors. In a state without DTensors it is where torch makes new tensors
+    (``torch.set_default_device``).
     """
 
     def __init__(self, device: torch.device | None) -> None:
@@ -35,14 +36,14 @@ class MetaTensors:
         self._found: list[Tied] = []
 
     def look_for_meshes(self, entries: Iterable[NamedTensor]) -> None:
-        """Learn from DTensors where plain tensors beside them belong."""
+        """Take the device for plain tensors from the meshes of the DTensors among `entries`."""
         if self._mesh_device is None:
             meshes = (entry.tensor.device_mesh for entry in entries if is_dtensor(entry.tensor))
             mesh = next(meshes, None)
             self._mesh_device = None if mesh is None else torch.device(mesh.device_type)
 
     def device_of(self, tensor: torch.Tensor | None) -> torch.device:
-        """Where the memory for a tensor is to be; None stands for any that is no DTensor.
+        """The device for a tensor's memory; None stands for any tensor that is not a DTensor.
 
         Raises `ConfigurationError`, code ``config.device``, when that is the meta device.
         """
@@ -61,14 +62,15 @@ class MetaTensors:
         return device
 
     def add(self, tied: Tied) -> None:
-        """Have tensors get memory with the next call of `allocate`. Raises `StateError` for one that cannot."""
+        """Add tensors to which the next call of `allocate` gives memory. Raises `StateError` for one that cannot get
+        memory."""
         for entry in tied.entries:
             check_alone(entry)
         self.device_of(tied.entries[0].tensor)
         self._found.append(tied)
 
     def allocate(self) -> None:
-        """Give all of them uninitialised memory, each storage once."""
+        """Give all added tensors uninitialised memory, once per storage."""
         with torch.no_grad():
             entries = [entry for tied in self._found for entry in tied.entries]
             storages: dict[int, dict[int, torch.Tensor]] = {}
@@ -84,14 +86,15 @@ class MetaTensors:
             for entry in entries:
                 _become_dtensor(entry.tensor)
             for tied in self._found:
-                # What is to be filled may be another view of the same memory.
+                # The tensor to be filled may be another view of the same memory.
                 if tied.local.memory[0].is_meta:
                     become(tied.local.memory[0], local_part(tied.entries[0].tensor).detach())
         self._found.clear()
 
 
 def check_alone(entry: NamedTensor) -> None:
-    """Raise `StateError` for a tensor on meta that something else than Python refers to: it cannot get memory."""
+    """Raise `StateError` for a tensor on the meta device that torch itself refers to, since it cannot get memory in
+    place."""
     if entry.tensor._use_count() > 1:  # type: ignore[attr-defined]  # noqa: SLF001
         raise StateError(
             f"Tensor {entry.name!r} is on the meta device and cannot get memory in place: a view of it, an autograd "
@@ -103,9 +106,10 @@ def check_alone(entry: NamedTensor) -> None:
 
 
 def become(tensor: torch.Tensor, fresh: torch.Tensor) -> None:
-    """Have `tensor` be what `fresh` is: the same object with its own hooks and attributes, and other memory."""
-    # torch.utils.swap_tensors refuses tensors that are weakly referenced, as the weights of RNNs are, and takes hooks
-    # and attributes along.
+    """Give `tensor` the memory and properties of `fresh`; it stays the same object, with its own hooks and
+    attributes."""
+    # torch.utils.swap_tensors refuses tensors that are weakly referenced, as the weights of RNNs are, and swaps hooks
+    # and attributes too.
     fresh.requires_grad_(tensor.requires_grad)
     hooks = {name: getattr(tensor, name) for name in ("_backward_hooks", "_post_accumulate_grad_hooks")}
     torch._C._swap_tensor_impl(tensor, fresh)  # noqa: SLF001
@@ -119,7 +123,8 @@ def become(tensor: torch.Tensor, fresh: torch.Tensor) -> None:
 
 
 def check_fillable(names: Collection[str]) -> None:
-    """Raise `IncompatibleError`, code ``incompatible.meta``, when tensors on meta are such that no checkpoint has."""
+    """Raise `IncompatibleError`, code ``incompatible.meta``, if there are `names` of tensors on the meta device that no
+    checkpoint can hold."""
     if names:
         raise IncompatibleError(
             f"No checkpoint has {count(len(names), 'tensor')} on the meta device, because buffers that are not "
@@ -134,7 +139,7 @@ def check_fillable(names: Collection[str]) -> None:
 
 
 def _memory(parts: list[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    """Tensors like `parts`, which share one storage, that share one on `device`, no larger than they need."""
+    """Make tensors like `parts`, which share one storage: they share a storage on `device`, no larger than needed."""
     if len(parts) == 1:
         (part,) = parts
         return [torch.empty_strided(part.shape, part.stride(), dtype=part.dtype, device=device)]
@@ -151,7 +156,7 @@ def _memory(parts: list[torch.Tensor], device: torch.device) -> list[torch.Tenso
 
 
 def _span(part: torch.Tensor) -> tuple[int, int]:
-    """The bytes of its storage from a tensor's first element to its last."""
+    """The range of bytes in its storage from a tensor's first element to its last."""
     start = int(part.storage_offset()) * part.itemsize
     if not part.numel():
         return start, start
@@ -160,7 +165,7 @@ def _span(part: torch.Tensor) -> tuple[int, int]:
 
 
 def _become_dtensor(tensor: torch.Tensor) -> None:
-    """Make a DTensor whose local tensor got memory a tensor of that device itself."""
+    """Move a DTensor from the meta device to that of its local tensor, where that has got memory."""
     kind = dtensor_type()
     if kind is not None and is_dtensor(tensor) and tensor.is_meta:
         become(tensor, kind(tensor._local_tensor, tensor._spec, requires_grad=False))  # noqa: SLF001

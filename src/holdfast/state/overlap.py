@@ -1,4 +1,4 @@
-"""Memory that several targets of a load have in common: it would hold what was loaded last, and nobody would know."""
+"""The check that targets of a load share no memory: shared memory would silently hold whichever was loaded last."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ import torch
 from holdfast.errors import StateError
 from holdfast.state.match import BoundTensor
 
-#: How long numpy searches for a common byte of two strided views, in its own unit; beyond, they count as overlapping.
+#: Limit of numpy's search for a common byte of two strided views, in its own unit; beyond it, they count as
+#: overlapping.
 _MAX_WORK = 1 << 20
 
 
 class MemorySpan(NamedTuple):
-    """Memory on one device from the first byte of a tensor to behind its last one."""
+    """A tensor's span of memory on its device: from its first byte to the one after its last."""
 
     device: str
     start: int
@@ -33,13 +34,13 @@ class MemorySpan(NamedTuple):
 class _HeldMemory(NamedTuple):
     span: MemorySpan
     target: BoundTensor
-    #: Which of the target's parts it is.
+    #: The number of the part of the target.
     number: int
     view: torch.Tensor
 
 
 class _Addresses:
-    """A tensor as numpy sees it, on any device: by addresses, which nobody reads."""
+    """A tensor on any device, presented to numpy as an array: numpy only compares its addresses and reads nothing."""
 
     def __init__(self, view: torch.Tensor) -> None:
         strides = tuple(stride * view.element_size() for stride in view.stride())
@@ -53,12 +54,13 @@ class _Addresses:
 
 
 def check_disjoint(targets: Sequence[BoundTensor]) -> None:
-    """Refuse targets of which two elements share memory, in one tensor or in two.
+    """Refuse targets if two of their elements share memory, in one tensor or in two.
 
-    The same memory may be the same part of the same stored tensor twice. Tensors on the meta device have no memory yet.
+    Two targets may share memory if they are the same part of the same stored tensor. Tensors on the meta device are
+    skipped, because they have no memory yet.
 
     Raises:
-        StateError: code ``state.overlap``; names the tensors.
+        StateError: code ``state.overlap``; the error names the tensors.
     """
     if _are_apart([view for target in targets for view in target.local.memory if view.numel() and not view.is_meta]):
         return
@@ -80,7 +82,8 @@ def check_disjoint(targets: Sequence[BoundTensor]) -> None:
 
 
 def _are_apart(views: Sequence[torch.Tensor]) -> bool:
-    """Whether views without holes on one device lie one after another, as those of most states do: all at once."""
+    """Whether all views are on one device, have no holes and lie one after another, as in most states. A quick test,
+    which is done for all views at once."""
     if not all(map(torch.Tensor.is_contiguous, views)) or len({view.device for view in views}) > 1:
         return False
     starts = np.fromiter(map(torch.Tensor.data_ptr, views), np.uint64, len(views))
@@ -97,7 +100,7 @@ def _held(targets: Sequence[BoundTensor]) -> Iterator[_HeldMemory]:
 
 
 def _is_same(a: _HeldMemory, b: _HeldMemory) -> bool:
-    """Whether both get the same elements: nobody notices who is filled last."""
+    """Whether both get the same elements, so that the order in which they are filled does not matter."""
     mine, other = a.target.local.layout, b.target.local.layout
     return (
         (a.span, a.number, a.target.source) == (b.span, b.number, b.target.source)
@@ -107,7 +110,8 @@ def _is_same(a: _HeldMemory, b: _HeldMemory) -> bool:
 
 
 def _may_overlap_itself(view: torch.Tensor) -> bool:
-    """Whether an axis steps into what the axes of smaller strides reach. Wrong only of views that nobody makes."""
+    """Whether an axis steps into the memory that the axes of smaller strides reach. True for some contrived views
+    without overlap too."""
     if view.is_contiguous():
         return False
     reach = 0

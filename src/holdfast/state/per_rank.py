@@ -11,14 +11,15 @@ T = TypeVar("T")
 
 @dataclass(eq=False)
 class PerRank(Generic[T]):
-    """Marks a part of a state that every rank has for itself, under one path, and that is never compared or divided.
+    """A part of a state that every rank has for itself under the same path, and that is never compared or divided.
 
     `value` is a tensor, a value, an object with a ``state_dict``, or a dict, list or tuple of them; modules, optimizers
-    and DTensors span ranks and do not belong here. Loading on as many ranks as saved gives each rank its own part
-    back, bit for bit and in place. `on_resize` says what loading on another number of ranks does: ``"error"`` raises
-    `IncompatibleError`; ``"first"`` gives every rank what rank 0 had; a function is called as ``on_resize(parts, rank,
-    world_size)`` with the parts of all ranks that saved (objects as their state, tensors on the CPU) and the live rank
-    and number of ranks: what it returns becomes `value`, or is what an object with a ``state_dict`` loads.
+    and DTensors span ranks and do not belong here. A load on the same number of ranks as in the save gives each rank
+    its own part back, bit for bit and in place. `on_resize` says how a load on another number of ranks behaves:
+    ``"error"`` raises `IncompatibleError`; ``"first"`` gives every rank the part of rank 0; a function is called as
+    ``on_resize(parts, rank, world_size)`` with the parts of all ranks of the save (objects as their state, tensors on
+    the CPU) and the rank and number of ranks of the load. Its result becomes `value`, or is the state that an object
+    with a ``state_dict`` loads.
     """
 
     value: T

@@ -1,4 +1,4 @@
-"""Tensors of which this rank holds parts that no DTensor describes: flat ranges, or boxes, in memory of any owner."""
+"""Tensors of which this rank holds parts that are not a DTensor's: flat ranges or boxes, each in its own memory."""
 
 from __future__ import annotations
 
@@ -21,29 +21,31 @@ from holdfast.wording import count, kind_of
 
 
 class Piecewise:
-    """Stands in a state for one logical tensor of global `shape`, of which this rank holds `pieces`.
+    """An entry of a state that stands for one logical tensor of global `shape`, of which this rank holds `pieces`.
 
     Each piece is a part of the tensor with the memory that holds it: ``(FlatRange(a, b), memory)`` for elements
     ``[a, b)`` of the row-major order, where `memory` has ``b - a`` elements and is contiguous or 1-d; or
-    ``(Box(start, size), memory)`` with `memory` of shape `size` and any strides. One tensor is held in one of the two
-    ways on all ranks; the pieces of one rank are disjoint. A rank that holds nothing gives no pieces and says the
+    ``(Box(start, size), memory)`` with `memory` of shape `size` and any strides. All ranks hold one tensor in the same
+    one of the two ways; the pieces of one rank are disjoint. A rank that holds nothing passes no pieces and the
     `dtype`.
 
-    It is saved and loaded as any tensor of that name, dtype and shape, and nothing is gathered. Together the ranks must
-    hold every element (else `StateError`, code ``state.coverage``). What was saved in pieces loads into plain tensors,
-    DTensors and other pieces on any number of ranks, and they load into pieces, whose memory is filled in place.
+    Save and load treat it as any tensor of that name, dtype and shape, and gather nothing. Together the ranks must hold
+    every element (else `StateError`, code ``state.coverage``). A tensor that was saved in pieces loads into plain
+    tensors, DTensors and other pieces on any number of ranks, and these load into pieces, whose memory is filled in
+    place.
 
     Ranks may hold equal pieces, which are stored once; pieces that overlap otherwise are refused. With
     ``replicas="compare"`` the copies are compared, and copies that differ are refused (``state.diverged``);
     ``replicas="split"`` declares them equal, so that they are not compared and their holders share the writing.
 
-    As under ZeRO-1, each rank holds elements ``[a, b)`` of the fp32 master weight of a parameter::
+    For example, under ZeRO-1 each rank holds elements ``[a, b)`` of the fp32 master weight of a parameter::
 
         master = torch.zeros(b - a)
         state = {"master": {"0.weight": holdfast.Piecewise((16, 8), [(holdfast.FlatRange(a, b), master)])}}
 
-    Raises `ValueError` for parts outside the shape, overlapping, or of another size than their memory, and for dtypes
-    that differ or cannot be stored; `TypeError` for parts of both kinds, and for memory that is no plain tensor.
+    Raises `ValueError` for parts that lie outside the shape, overlap, or differ in size from their memory, and for
+    dtypes that differ or cannot be stored; `TypeError` for parts of both kinds, and for memory that is not a plain
+    tensor.
     """
 
     def __init__(
@@ -72,17 +74,18 @@ class Piecewise:
 
 
 class DescribedPieces(NamedTuple):
-    """One tensor given in pieces, and the names it has; the first is the canonical one."""
+    """A tensor given in pieces, and its names; the first one is canonical."""
 
     names: list[str]
     local: LocalTensor
 
 
 def describe(items: Mapping[str, Piecewise]) -> Iterator[DescribedPieces]:
-    """Layout and memory of all `items`, in order of names.
+    """The layout and memory of all `items`, sorted by name.
 
-    One object under several names is one tensor; the same memory in several objects is not, since each says for itself
-    what it is a part of. Raises `StateError` where one stands in a `PerRank`, or its memory was released or resized.
+    One object under several names is one tensor. The same memory in several objects is not, since each object says
+    which tensor it is a part of. Raises `StateError` where an item lies in a `PerRank`, or its memory was released or
+    resized.
     """
     names: dict[int, list[str]] = {}
     for name in sorted(items):
@@ -113,7 +116,7 @@ def _part(part: FlatRange | Box) -> FlatRange | Box:
 
 
 def _dtype(pieces: Sequence[tuple[FlatRange | Box, torch.Tensor]], declared: torch.dtype | None) -> torch.dtype:
-    """The dtype of all pieces. Refuses pieces of two kinds, and memory that is no plain tensor."""
+    """The dtype of all pieces. Refuses pieces of two kinds, and memory that is not a plain tensor."""
     if len({type(part) for part, _ in pieces}) > 1:
         raise TypeError("the pieces of a tensor are all flat ranges, or all boxes")
     for part, memory in pieces:
@@ -165,7 +168,7 @@ def _check_disjoint(parts: Sequence[FlatRange | Box]) -> None:
     for at, (box, part) in enumerate(boxes):
         for other, other_part in islice(boxes, at + 1, None):
             if box.start and other.start[0] >= box.stop[0]:
-                break  # and so do all that follow
+                break  # all that follow start behind this box too
             if intersect(box, other) is not None:
                 raise ValueError(f"{part} and {other_part} overlap; the pieces of one rank are disjoint")
 

@@ -1,4 +1,4 @@
-"""What torch calls things and what a layout calls them: dtypes, meshes, placements, torch's own values."""
+"""The translation of torch's dtypes, meshes, placements and own values into those of a layout, and back."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ DTYPE_NAMES: dict[torch.dtype, str] = {
 
 
 def dtensor_type() -> type[DTensor] | None:
-    """The type of DTensors. Does not import ``torch.distributed.tensor`` (half a second): without it there are none."""
+    """The type of DTensors; None while ``torch.distributed.tensor`` is not imported, since then there are none. Does
+    not import it, which would take half a second."""
     module = sys.modules.get("torch.distributed.tensor")
     return None if module is None else module.DTensor
 
@@ -45,15 +46,16 @@ def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a tensor: of a DTensor its local tensor, else the tensor itself."""
+    """This rank's part of a tensor: the local tensor of a DTensor, else the tensor itself."""
     return tensor._local_tensor if is_dtensor(tensor) else tensor  # noqa: SLF001
 
 
 class PlacementReader:
-    """Translates DTensors' meshes and placements. Equal ones share one object; lives as long as one walk of a state.
+    """A translator of DTensors' meshes and placements for one walk of a state. Equal ones share one object.
 
-    The axes of a translated mesh stand in the order in which they divide the tensor, and the ranks along an axis in the
-    order of their process group: these orders decide who holds what (``docs/design/012-what-ranks-really-hold.md``).
+    A translated mesh has its axes in the order in which they divide the tensor, and the ranks along an axis in the
+    order of their process group: these orders decide which rank holds which part
+    (``docs/design/012-what-ranks-really-hold.md``).
     """
 
     def __init__(self) -> None:
@@ -62,15 +64,15 @@ class PlacementReader:
         self._shapes: dict[tuple[int, Shape], Shape] = {}
 
     def spec(self, described: DTensorSpec, part: torch.Tensor, name: str) -> Placed:
-        """How the DTensor `name` is placed, of which `part` is this rank's.
+        """The spec of the DTensor `name`, whose local part on this rank is `part`.
 
         Raises:
-            StateError: placements without a layout (code ``state.placement``), or a part of another shape than they
-                say (``state.local_shape``).
+            StateError: the placements have no layout (code ``state.placement``), or `part` does not have the shape that
+                they imply (``state.local_shape``).
         """
         mesh, placements = described.mesh, described.placements
         order = getattr(described, "shard_order", None)
-        # The mesh is kept alive by `_meshes`, so its id stays its own.
+        # `_meshes` keeps the mesh alive, so that no other mesh gets its id.
         key = (id(mesh), placements, order)
         spec = self._specs.get(key)
         if spec is None:
@@ -116,10 +118,10 @@ class PlacementReader:
 def _axes(
     mesh_shape: Shape, placements: tuple[Placement, ...], shard_order: ShardOrder | None
 ) -> tuple[int, ...] | None:
-    """The mesh axes in the order in which they divide the tensor; None where that is the order of the mesh, and where
-    strided shards divide it as they say."""
+    """The mesh axes in the order in which they divide the tensor. None where that is the order of the mesh, or where
+    strided shards describe the division themselves."""
     if any(isinstance(placement, StridedShard) for placement in placements):
-        # Torch gives an order of its own to the few strided shards that are none: those of flattened axes.
+        # Where torch gives a shard order beside strided shards, these are of flattened axes and do not mean an order.
         return None if shard_order else division_order(mesh_shape, placements)
     dividing = [axis for _, axes in shard_order or () for axis in axes]
     if all(list(axes) == sorted(axes) for _, axes in shard_order or ()):
@@ -128,7 +130,8 @@ def _axes(
 
 
 def _in_order(placements: tuple[Placement, ...], axes: tuple[int, ...] | None) -> tuple[Placement, ...]:
-    """The placements of the mesh axes `axes`: strided shards were nothing but the order."""
+    """The placements in the order of the mesh axes `axes`. Strided shards become plain ones, because they only
+    expressed that order."""
     if axes is None:
         return placements
     turned = (placements[axis] for axis in axes)
@@ -138,8 +141,8 @@ def _in_order(placements: tuple[Placement, ...], axes: tuple[int, ...] | None) -
 def _in_group_order(mesh: DeviceMesh, axes: Sequence[int], name: str) -> npt.NDArray[np.int64]:
     """The ranks of a mesh; along `axes`, in the order of the process groups of these axes.
 
-    Torch divides a tensor by a rank's number in the group. It sorts the ranks of the groups that it makes, so a mesh of
-    ranks in another order places the parts otherwise than its coordinates say.
+    torch divides a tensor by a rank's number in the group, and it sorts the ranks of the groups that it makes. So where
+    a mesh has its ranks in another order, its coordinates do not say which rank holds which part.
     """
     ranks: npt.NDArray[np.int64] = mesh.mesh.numpy().astype(np.int64)
     is_sorted = _groups_are_sorted(mesh, ranks, axes, name)
@@ -156,8 +159,8 @@ def _in_group_order(mesh: DeviceMesh, axes: Sequence[int], name: str) -> npt.NDA
 
 
 def _groups_are_sorted(mesh: DeviceMesh, ranks: npt.NDArray[np.int64], axes: Sequence[int], name: str) -> bool:
-    """Whether ranks stand in ascending order in the groups along `axes`, as torch has them unless it was given the
-    groups; else they stand there as in the mesh. All that is known are the groups of this rank."""
+    """Whether the groups along `axes` have their ranks in ascending order, as those do that torch makes. False where
+    they have the order of the mesh, as groups can that torch was given. This rank knows its own groups only."""
     own = mesh.get_coordinate()
     if own is None:
         return True
@@ -171,14 +174,14 @@ def _groups_are_sorted(mesh: DeviceMesh, ranks: npt.NDArray[np.int64], axes: Seq
 
 
 def same_placement(tensor: torch.Tensor, like: torch.Tensor | None) -> bool:
-    """Whether `tensor` is divided among ranks as `like` is; None divides nothing in particular."""
+    """Whether `tensor` is divided among ranks as `like` is, or is not a DTensor where `like` is None."""
     if like is None or not is_dtensor(like):
         return like is None or not is_dtensor(tensor)
     return is_dtensor(tensor) and tensor.device_mesh == like.device_mesh and tensor.placements == like.placements
 
 
 def empty(dtype: str, shape: Shape, *, like: torch.Tensor | None, device: torch.device) -> torch.Tensor:
-    """Uninitialised memory for a tensor: placed and strided like `like` (of the same shape), else plain."""
+    """A tensor with uninitialised memory: placed and strided like `like`, which has the same shape, else plain."""
     torch_dtype: torch.dtype = getattr(torch, dtype)
     if like is None:
         return torch.empty(shape, dtype=torch_dtype, device=device)
@@ -205,7 +208,7 @@ def torch_value(item: object) -> TorchValue | None:
 
 
 def revive(value: TorchValue) -> object:
-    """The inverse of `torch_value`; a Generator comes back as a new one in the saved state."""
+    """Make the object from which `torch_value` made `value`; for a Generator, a new one in the saved state."""
     if value.kind == "generator":
         generator = torch.Generator(device=value.text)
         generator.set_state(generator_state(value))
@@ -224,7 +227,7 @@ def revive(value: TorchValue) -> object:
 
 
 def generator_state(value: TorchValue) -> torch.Tensor:
-    """What ``Generator.set_state`` takes."""
+    """The saved state of a Generator, as ``Generator.set_state`` takes it."""
     return torch.frombuffer(bytearray(value.data), dtype=torch.uint8)
 
 

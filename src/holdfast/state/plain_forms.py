@@ -1,4 +1,4 @@
-"""What to save instead of objects of Python's own types that a checkpoint cannot hold."""
+"""Plain values to save in place of common objects that a checkpoint cannot hold."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pathlib import PurePath
 from types import FunctionType, ModuleType, SimpleNamespace
 from uuid import UUID
 
-#: The expression that gives the plain form of an object of these types; the first row that fits counts.
+#: Expressions that give the plain form of an object of these types; the first row that fits applies.
 _EXPRESSIONS: tuple[tuple[tuple[type, ...], str], ...] = (
     ((Enum,), "{}.value"),
     ((argparse.Namespace, SimpleNamespace), "vars({})"),
@@ -34,7 +34,8 @@ _EXPRESSIONS: tuple[tuple[tuple[type, ...], str], ...] = (
 
 
 def plain_form(item: object, name: str) -> str | None:
-    """The expression that turns `item`, in the variable `name`, into what can be saved; None where none is known."""
+    """The expression that turns `item`, in the variable `name`, into a value that can be saved; None where none is
+    known."""
     if isinstance(item, (type, FunctionType, ModuleType)):
         return None
     if dataclasses.is_dataclass(item):

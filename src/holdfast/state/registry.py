@@ -1,6 +1,6 @@
-"""Types that users registered: how to turn them into plain values or tensors, and back.
+"""The registry of users' types: functions that turn their objects into plain values or tensors, and back.
 
-A checkpoint holds the name of a registration, never code. The functions that decode are those that this process
+A checkpoint holds the name of a registration, never code. A load decodes with the functions that this process has
 registered under that name.
 """
 
@@ -36,7 +36,7 @@ _NEED_NO_PLANES = (
 
 @dataclass(frozen=True)
 class Registration:
-    """A registered type. `encode` gives plain values, or the planes of a tensor; `decode` is its inverse."""
+    """A registered type. `encode` returns plain values, or the planes of a tensor; `decode` is its inverse."""
 
     name: str
     kind: type
@@ -44,7 +44,7 @@ class Registration:
     decode: Callable[[object], object]
 
 
-#: Arrays are tensors in a checkpoint, and arrays again where they are loaded. (A lazy tensor has `numpy`, too.)
+#: A checkpoint stores arrays as tensors, and a load makes arrays of them again. (A lazy tensor has `numpy` too.)
 ARRAY = Registration(
     "numpy.ndarray",
     np.ndarray,
@@ -59,11 +59,11 @@ _BY_NAME: dict[str, Registration] = {ARRAY.name: ARRAY}
 def register_value(
     kind: type[T], encode: Callable[[T], EncodedT], decode: Callable[[EncodedT], T], *, name: str
 ) -> None:
-    """Have objects of exactly the type `kind` saved as what `encode` gives, and loaded by `decode`.
+    """Save objects of exactly the type `kind` as the result of `encode`, and load them with `decode`.
 
-    `encode` gives values, tensors, and nested containers of them; `decode` gets equal ones, tensors on the CPU. `name`
-    is what checkpoints call the type: keep it when the class moves. Register in every process, before saving and
-    loading. The object is replaced on loading, not changed. Raises `ConfigurationError` when the type or the name is
+    `encode` returns values, tensors, and nested containers of them; `decode` gets equal ones, with tensors on the CPU.
+    `name` is the type's name in checkpoints: keep it when the class moves. Register in every process, before saving and
+    loading. A load replaces the object and does not change it. Raises `ConfigurationError` when the type or the name is
     registered with something else, and for types that need no registration.
     """
     if kind in _BUILT_IN or _is_tensor(kind):
@@ -83,12 +83,13 @@ def register_tensor(
     *,
     name: str,
 ) -> None:
-    """Have tensors of exactly the type `kind` saved as their planes: the plain tensors that they consist of.
+    """Save tensors of exactly the type `kind` as their planes: the plain tensors that they consist of.
 
-    `planes` gives the live memory itself, not copies, under the same names every time: loading fills it in place, so
-    the tensor keeps its identity. `rebuild` makes a tensor from loaded planes where there is none to fill: state of a
-    fresh optimizer, what an object's ``state_dict()`` held. What a tensor needs besides (a scheme, a block size) goes
-    into planes too. `name` is what checkpoints call the type. Raises `ConfigurationError` as `register_value` does.
+    `planes` returns the live memory itself, not copies, under the same names every time: a load fills it in place, so
+    the tensor keeps its identity. `rebuild` makes a tensor from loaded planes where there is no tensor to fill, as for
+    the state of a fresh optimizer or for tensors in an object's ``state_dict()``. Put everything else that a tensor
+    needs (a scheme, a block size) into planes too. `name` is the type's name in checkpoints. Raises
+    `ConfigurationError` as `register_value` does.
     """
     if not _is_tensor(kind) or _full_name(kind) in _NEED_NO_PLANES:
         raise ConfigurationError(
@@ -101,7 +102,7 @@ def register_tensor(
 
 
 def registered(item: object) -> Registration | None:
-    """The registration of exactly the type of `item`."""
+    """The registration of exactly the type of `item`; None if there is none."""
     return _BY_TYPE.get(type(item))
 
 
@@ -111,7 +112,7 @@ def any_registered(kinds: Iterable[type]) -> bool:
 
 
 def planes_of(name: str, tensor: torch.Tensor, registration: Registration) -> dict[str, torch.Tensor]:
-    """The planes of a tensor, by their names. Raises `StateError` when they are not live memory."""
+    """The planes of a tensor, by name. Raises `StateError` when they are not live memory."""
     planes, again = (cast("Mapping[str, torch.Tensor]", registration.encode(tensor)) for _ in range(2))
     problem = None
     if not planes:
@@ -142,7 +143,7 @@ def check_registered(name: str, path: str) -> None:
 
 
 def decode(name: str, value: object) -> object:
-    """The object that `value` was encoded from; `Undecoded` when nothing is registered as `name`."""
+    """Decode the object that was encoded as `value`; returns `Undecoded` when nothing is registered as `name`."""
     registration = _BY_NAME.get(name)
     return Undecoded(name, value) if registration is None else registration.decode(value)
 

@@ -1,4 +1,4 @@
-"""Local tensor memory as a place for what a reader delivers."""
+"""Local tensor memory as the target of a reader's deliveries."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ from holdfast.store.base import Bytes
 
 Array = npt.NDArray[Any]
 
-#: Dtypes whose elements torch copies bit for bit, whatever they are; others are copied as their carriers. Nearly all
-#: tensors have one of these, and a view of each as its carrier would cost as much as the copy.
+#: Dtypes whose elements torch copies bit for bit; elements of others are copied as their carriers. Nearly all tensors
+#: have one of these dtypes, and for those a view as the carrier would cost as much as the copy.
 _COPIED_AS_THEY_ARE = {torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32}
 
 _nbytes = attrgetter("nbytes")
 
 
 class MemoryTargets:
-    """Local memory of wanted boxes, numbered in the order in which it was added, as a place to put elements.
+    """The local memory of requested boxes, as targets of elements, numbered in the order in which they were added.
 
-    Safe for several threads that fill disjoint memory.
+    Several threads may fill disjoint memory at the same time.
     """
 
     def __init__(self) -> None:
         self.nbytes = 0
         self._views: list[torch.Tensor] = []
-        #: The dtype in which elements arrive, where it is not that of the memory.
+        #: The dtype in which elements arrive, by number, where it differs from that of the memory.
         self._casts: dict[int, torch.dtype] = {}
-        #: What `memory` gave.
+        #: The results of `memory`, by number.
         self._rows: dict[int, Array | None] = {}
 
     def add(self, view: torch.Tensor, dtype: torch.dtype | None = None) -> None:
-        """Add the memory of one box. Elements of another `dtype` than its own are cast on their way into it."""
+        """Add the memory of one box. Elements arrive in `dtype`, and are cast where the memory has another one."""
         if dtype is None or dtype is view.dtype:
             self.nbytes += view.nbytes
         else:
@@ -55,7 +55,7 @@ class MemoryTargets:
         return self._views
 
     def put(self, want: int, at: Box, elements: Array) -> None:
-        """Copy `elements` (an array of the carrier type) to `at`, relative to the box."""
+        """Copy `elements` (an array of the carrier type) into box number `want`, to `at`, which is relative to it."""
         if want in self._casts:
             self._cast(want, at, elements)
             return
@@ -75,10 +75,11 @@ class MemoryTargets:
         return self._rows[want]
 
     def fill(self, wants: Sequence[int], data: Bytes) -> None:
-        """Copy all elements of several boxes: `data` has those of one after the other, each in row-major order.
+        """Copy all elements of the boxes `wants`: `data` has the elements of one box after the other, each in row-major
+        order.
 
-        Contiguous host memory is filled in one call for all neighbours of one dtype: calls for each from Python cost
-        more than the copies, and hold up all other threads.
+        Fills a run of boxes in contiguous host memory and of one dtype in one call: single calls from Python cost more
+        than the copies, and delay all other threads.
         """
         targets = [self._views[want] for want in wants]
         kinds = [view.dtype if view.is_cpu and view.is_contiguous() else None for view in targets]
@@ -96,7 +97,7 @@ class MemoryTargets:
             first, data = last, data[nbytes:]
 
     def _put_each(self, wants: Sequence[int], data: Bytes) -> int:
-        """Copy boxes one by one from the beginning of `data`; returns how many bytes they took."""
+        """Copy boxes one by one from the beginning of `data`; returns the number of bytes that they took."""
         taken = 0
         for want in wants:
             view = self._views[want]
@@ -108,15 +109,15 @@ class MemoryTargets:
         return taken
 
     def _cast(self, want: int, at: Box, elements: Array) -> None:
-        """Copy elements of another dtype, as ``tensor.to`` casts them: to a device in their own size."""
+        """Copy elements of another dtype, cast as ``tensor.to`` does. They go to a device before the cast."""
         with torch.inference_mode():
             arrived = torch.from_numpy(np.asarray(elements, order="C")).view(self._casts[want])
             self._views[want][at.slices()].copy_(arrived)
 
 
 def _copy(views: list[torch.Tensor], data: Bytes) -> None:
-    """Fill tensors of one dtype, one after the other."""
-    # Inference mode: nothing is recorded, and memory that was made in it can be written, too.
+    """Fill tensors of one dtype, one after the other, from `data`."""
+    # In inference mode autograd records nothing, and inference tensors can be written too.
     with torch.inference_mode():
         elements = torch.from_numpy(data).view(views[0].dtype)
         torch._foreach_copy_(views, unflatten_dense_tensors(elements, views))
