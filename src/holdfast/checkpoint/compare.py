@@ -1,6 +1,6 @@
-"""Two checkpoints side by side: names, shapes, dtypes, values, and every element of every tensor, in bounded memory.
+"""Comparison of two checkpoints: names, shapes, dtypes, values, and every element of every tensor, in bounded memory.
 
-How either side is divided into files does not matter: equal boxes of both are read and compared.
+The division of each side into files does not matter: the same boxes of both are read and compared.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from holdfast.geometry import Box, Shape, flat_boxes
 from holdfast.plan.load import ReadRequest
 from holdfast.store.base import Bytes
 
-#: Bytes of each side that are held at once.
+#: Most bytes of each side that are in memory at once.
 _BATCH_NBYTES = 32 << 20
 
 
@@ -53,7 +53,7 @@ class TensorDifference(msgspec.Struct, frozen=True):
 
 
 class ValueDifference(msgspec.Struct, frozen=True):
-    """A value that differs, or is on one side only: then the other node is None."""
+    """A value that differs, or that only one side has: then the other node is None."""
 
     name: str
     a: Node | None
@@ -62,11 +62,11 @@ class ValueDifference(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Comparison:
-    """What two checkpoints have in common and what not; all lists are sorted by name."""
+    """The result of comparing two checkpoints; all lists are sorted by name."""
 
     only_a: list[str]
     only_b: list[str]
-    #: Tensors of both sides, those that differ included.
+    #: Number of tensors that both sides have, with those that differ.
     num_common: int
     tensors: list[TensorDifference]
     values: list[ValueDifference]
@@ -79,7 +79,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Pair:
-    """A tensor that both sides have: its number on each, and what it is there."""
+    """A tensor that both sides have: its number, dtype and shape on each."""
 
     name: str
     one: int
@@ -89,8 +89,10 @@ class Pair:
 
     @property
     def comparable(self) -> bool:
-        """Whether the elements of both sides correspond. An element of the packed type is two numbers, so its shape is
-        not that of other types."""
+        """Whether the elements of both sides correspond.
+
+        An element of the packed type is two numbers, so its shapes do not correspond to those of other types.
+        """
         packed = "float4_e2m1fn_x2"
         return self.a.shape == self.b.shape and (
             self.a.dtype == self.b.dtype or packed not in (self.a.dtype, self.b.dtype)
@@ -98,7 +100,7 @@ class Pair:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that comparing it reads, of both sides."""
+        """Bytes that the comparison reads, of both sides together."""
         return prod(self.a.shape) * sum(self.itemsizes) if self.comparable else 0
 
     @property
@@ -108,7 +110,7 @@ class Pair:
 
 
 def pairs(a: Checkpoint, b: Checkpoint, *, wanted: Callable[[str], bool] = lambda _: True) -> list[Pair]:
-    """Each tensor that both sides have under one `wanted` name, an alias or not; sorted, ties once."""
+    """The tensors that both sides have under one `wanted` name, which may be an alias; sorted, tied tensors once."""
     found: dict[tuple[int, int], Pair] = {}
     of_a, of_b = _numbers(a), _numbers(b)
     for name in sorted(filter(wanted, of_a.keys() & of_b.keys())):
@@ -172,7 +174,7 @@ def _tensor_differences(
 
 @dataclass(frozen=True)
 class _ComparedPart:
-    """A box of a tensor that both sides have, and where its differences count."""
+    """A box of a tensor that both sides have, and the tally that counts its differences."""
 
     pair: Pair
     tally: ElementDiff
@@ -180,7 +182,7 @@ class _ComparedPart:
 
 
 def _boxes(pair: Pair) -> Iterator[Box]:
-    """Boxes that make up a tensor, none of more than a batch's bytes on either side; whole rows where they fit."""
+    """Boxes that make up a tensor, each of at most a batch's bytes on either side; whole rows where they fit."""
     shape = pair.a.shape
     numel, row, limit = prod(shape), prod(shape[1:]), _BATCH_NBYTES // max(pair.itemsizes)
     step = limit // row * row if 0 < row <= limit else limit
@@ -215,7 +217,7 @@ def _compare_batch(a: Checkpoint, b: Checkpoint, batch: list[_ComparedPart], pro
 
 
 def _read(checkpoint: Checkpoint, wants: list[ReadRequest]) -> list[Array]:
-    """The elements of each want, in row-major order, as carriers."""
+    """Read the elements of each want, in row-major order, as carriers."""
     targets = _ComparedArrays(
         [np.empty(want.box.size, CARRIERS[int(checkpoint.files.itemsizes[want.tensor])]) for want in wants]
     )
@@ -225,7 +227,7 @@ def _read(checkpoint: Checkpoint, wants: list[ReadRequest]) -> list[Array]:
 
 @dataclass(frozen=True)
 class _ComparedArrays:
-    """One array per want."""
+    """The targets of a comparison's reads: one array per want."""
 
     arrays: list[Array]
 
@@ -258,12 +260,12 @@ def _value_differences(a: Checkpoint, b: Checkpoint) -> Iterator[ValueDifference
 
 
 def _told_by_names(node: Node) -> bool:
-    """Whether something on one side only is told of by the names below it, or the names of tensors."""
+    """Whether other differences report a node that only one side has: those of names below it, or of tensors."""
     bare = value_codec.bare(node)
     return not isinstance(bare, Leaf) and not (isinstance(bare, Container) and not list(value_codec.children(node)))
 
 
 def _told_by_children(one: Node, other: Node) -> bool:
-    """Whether two containers of one kind hold different names, which are differences of their own."""
+    """Whether two containers of one kind hold different names, which are reported as differences of their own."""
     kinds = [(type(bare), getattr(bare, "kind", None)) for bare in map(value_codec.bare, (one, other))]
     return kinds[0] == kinds[1] and set(value_codec.children(one)) != set(value_codec.children(other))

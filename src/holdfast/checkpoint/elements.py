@@ -1,4 +1,4 @@
-"""Elements of two sides, compared as bits and as numbers, without torch."""
+"""Comparison of the elements of two tensors, as bits and as numbers, without torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-#: Elements that are looked at at once (bounds memory).
+#: Most elements that are compared at once (bounds memory).
 _AT_ONCE = 1 << 20
 
 Array = npt.NDArray[Any]
@@ -16,11 +16,11 @@ Array = npt.NDArray[Any]
 
 @dataclass
 class ElementDiff:
-    """How many elements of a tensor differ on two sides, and by how much, as far as they have been seen.
+    """How many elements of a tensor differ on two sides, and by how much, among the elements added so far.
 
     Equal dtypes are compared bit for bit, others as numbers. `max_abs` is the largest absolute difference of two finite
-    numbers: an int where both are integers, None while no such pair differs. `num_not_finite` counts differing pairs of
-    which one is a nan or infinite.
+    numbers: an int where both are integers, None while no such pair differs. `num_not_finite` counts the differing
+    pairs in which a number is a nan or infinite.
     """
 
     dtype_a: str
@@ -30,7 +30,7 @@ class ElementDiff:
     num_not_finite: int = 0
 
     def add(self, one: Array, other: Array) -> None:
-        """Count the differences of equally many elements of both sides, given as carriers."""
+        """Count the differences between equally many elements of both sides, given as carriers."""
         for start in range(0, len(one), _AT_ONCE):
             part = slice(start, start + _AT_ONCE)
             self._add(one[part], other[part])
@@ -54,15 +54,15 @@ class ElementDiff:
 
 
 def _bits_differ(one: Array, other: Array) -> npt.NDArray[np.bool_]:
-    """Which elements of two rows of carriers differ."""
-    # The carrier of 16 bytes is complex, and its equal numbers may have other bits; all others are integers.
+    """A mask of the elements that differ between two rows of carriers."""
+    # The carrier of 16 bytes is complex, and equal complex numbers may differ in bits; all others are integers.
     words = np.uint64 if one.itemsize == 16 else one.dtype
     differ: npt.NDArray[np.bool_] = np.not_equal(one.view(words), other.view(words))
     return differ[0::2] | differ[1::2] if one.itemsize == 16 else differ
 
 
 def _as_numbers(carriers: Array, dtype: str) -> Array:
-    """Carriers as int64, uint64, float64 or complex128, whichever holds all numbers of `dtype` exactly."""
+    """The numbers in `carriers` as int64, uint64, float64 or complex128, whichever holds all of `dtype` exactly."""
     numbers: Array
     if dtype == "complex32":
         numbers = carriers.view(np.float16).astype(np.float32).view(np.complex64).astype(np.complex128)

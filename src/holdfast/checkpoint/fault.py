@@ -1,4 +1,4 @@
-"""What is wrong with a checkpoint or a record, as a value. Apart from what finds it, which needs numpy."""
+"""Faults of a checkpoint or a record, as values. A module of its own, because the code that finds them needs numpy."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import msgspec
 
 from holdfast.errors import HoldfastError
 
-#: How many tensors, and how many blocks, a fault names at most.
+#: Most tensors, and most blocks, that a fault names.
 MAX_NAMED = 16
 
 
 class Fault(msgspec.Struct, frozen=True):
-    """One thing that is wrong: a stable code, the file, what to know, and the first of the tensors that it hits."""
+    """One fault: a stable code, the file, a message, and the first of the tensors that it damages."""
 
     code: str
     path: str
@@ -23,6 +23,6 @@ class Fault(msgspec.Struct, frozen=True):
 
     @staticmethod
     def of(error: HoldfastError, tensors: Iterable[str] = ()) -> Fault:
-        """What an error of reading says, as a fault."""
+        """The fault that an error of reading reports; `tensors` are the damaged ones."""
         hit = tuple(dict.fromkeys(tensors))
         return Fault(error.code, error.path or "", error.message, hit[:MAX_NAMED], len(hit))

@@ -1,4 +1,4 @@
-"""One stored checkpoint, read by parts: its manifest, values, and any boxes of its tensors, verified on the way."""
+"""Partial reads of one stored checkpoint: its manifest, values, and any boxes of its tensors, verified on the way."""
 
 from __future__ import annotations
 
@@ -34,33 +34,33 @@ from holdfast.wording import count
 
 OpenReader = Callable[[str], FileReader]
 
-#: Digest tables of so many bytes are kept: those of 256 GiB of data, which many small reads go to.
+#: Most bytes of digest tables that are kept, for many small reads: those of 256 GiB of data.
 _TABLES_NBYTES = 4 << 20
-#: Wants up to this size are filled many at a time, where they are whole in what came.
+#: Wants up to this size are filled many at a time, where a run of bytes has all of their elements.
 _FILLED_NBYTES = 1 << 20
 
 
 class Targets(Protocol):
-    """Where wanted elements go, by the numbers of the wants. Called from several threads, for disjoint elements."""
+    """The targets of a read, by the numbers of the wants. Several threads call the methods, for disjoint elements."""
 
     def put(self, want: int, at: Box, elements: npt.NDArray[Any]) -> None:
-        """Take elements (of the carrier type) for box `at`, relative to the wanted one."""
+        """Take elements (of the carrier type) for box `at`, relative to the wanted box."""
 
     def fill(self, wants: Sequence[int], data: Bytes) -> None:
-        """Take all elements of several wants: `data` has those of one after the other, each in row-major order."""
+        """Take all elements of several wants: `data` has those of one want after another, each in row-major order."""
 
     def memory(self, want: int) -> npt.NDArray[Any] | None:
-        """All elements of a want in row-major order, to be written to as carriers; None where `put` is to be called."""
+        """The memory of a want in row-major order, to write carriers to; None where the reader must call `put`."""
 
 
 class Checkpoint:
-    """A checkpoint whose seal has been found. Reads open nothing and change nothing; safe for several threads."""
+    """A sealed checkpoint, for reading. Reads open no epoch and change nothing. Safe for several threads."""
 
     def __init__(self, sealed: Sealed) -> None:
         """Read and check the manifest.
 
         Raises:
-            CorruptError: the manifest is not the one that was sealed, or is gone (``corrupt.incomplete``).
+            CorruptError: the manifest is not the one that was sealed, or is missing (``corrupt.incomplete``).
         """
         self.sealed = sealed
         self.storage, self.seal = sealed.storage, sealed.seal
@@ -71,13 +71,13 @@ class Checkpoint:
             raise self._corrupt(file.name, "it is not the manifest that was sealed")
         self.manifest: DecodedManifest = fmt.decode(data, path=self.path(file.name))
         self.files = Files(self.manifest)
-        #: Digest tables that were verified lately, by file.
+        #: Verified digest tables that were read last, by file.
         self._tables: dict[int, bytes] = {}
         self._lock = Lock()
         self._check_seal()
 
     def _check_seal(self) -> None:
-        """Manifest, seal and run are of one checkpoint."""
+        """Raise `CorruptError` unless manifest, seal and run belong to one checkpoint."""
         body, seal, run_id = self.manifest.body, self.seal, self.sealed.run_id
         if (seal.checkpoint_id, seal.place, seal.step) != (body.checkpoint_id, self.manifest.place, body.step):
             raise self._corrupt(records.SEAL_NAME, "it seals another checkpoint than its manifest describes")
@@ -88,7 +88,7 @@ class Checkpoint:
             raise self._corrupt(
                 records.SEAL_NAME, f"it does not list the {count(body.num_files, 'data file')} of its manifest"
             )
-        # Before anybody takes memory for what the manifest claims.
+        # Checked before any caller allocates memory for the tensors that the manifest claims.
         if fmt.data_nbytes(body) > sum(file.nbytes for file in seal.files):
             raise self._corrupt(records.SEAL_NAME, "its files are smaller than the tensors of its manifest")
 
@@ -108,8 +108,10 @@ class Checkpoint:
 
     @cached_property
     def nodes(self) -> Mapping[str, Node]:
-        """The table of values. Paths are known; each file's values are read when the first of them is looked up, which
-        raises `CorruptError` when the bytes are damaged."""
+        """The table of values by path. Listing paths reads nothing.
+
+        Looking up the first value of a file reads all values of that file; it raises `CorruptError` for damaged bytes.
+        """
         return _LazyValues(self.manifest.body.values, self._values)
 
     @cached_property
@@ -118,16 +120,16 @@ class Checkpoint:
         return frozenset(path for block in self.manifest.body.values for path in block.paths)
 
     def values_in(self, files: Collection[int]) -> dict[str, Node]:
-        """The part of the table of values that lies in some data files; raises as looking up `nodes`."""
+        """The part of the table of values that lies in `files`. Raises the same errors as looking up `nodes`."""
         blocks = (block for block in self.manifest.body.values if block.file in files)
         return {path: node for block in blocks for path, node in self._values(block).items()}
 
     def read(
         self, wants: Sequence[ReadRequest], targets: Targets, *, verify: bool = True, first_file: int = 0
     ) -> ReadStats:
-        """Deliver all elements of `wants` to `targets`; returns when every one was delivered, once.
+        """Deliver every element of `wants` to `targets`, each once. Blocks until all are delivered.
 
-        Memory is bounded: three buffers of 2 MiB. With `verify` every block that is touched is checked against the
+        Memory is bounded: three buffers of 2 MiB. With `verify`, every block that is read is checked against the
         seal before its elements are delivered.
 
         Raises:
@@ -147,12 +149,15 @@ class Checkpoint:
         first_file: int = 0,
         open_reader: OpenReader | None = None,
     ) -> Iterator[tuple[int, ReadJob]]:
-        """What `read` does, file by file, with the index of each; files are opened with `open_reader`, by key."""
+        """The jobs that `read` runs, one per file, each with the index of its file.
+
+        `open_reader` opens files by key (default: the store's `reader`).
+        """
         for reads in plan_load(self.files, wants, first_file=first_file):
             yield reads.file, self._job(reads, wants, targets, verify, open_reader)
 
     def idle_job(self, file: int, *, verify: bool, open_reader: OpenReader | None = None) -> ReadJob:
-        """A job that wants nothing of a file, for who reads it for others."""
+        """A job without extents, for a rank that reads a file only for others."""
         columns = self.files.columns(np.asarray([file], np.int64))
         data_start, data_nbytes = int(columns.data_starts[0]), int(columns.data_nbytes[0])
         open_ = partial(
@@ -174,7 +179,7 @@ class Checkpoint:
         verify: bool = True,
         open_reader: OpenReader | None = None,
     ) -> DataFile:
-        """Open a data file; its size, and with `verify` its digest table, are checked against the seal."""
+        """Open a data file, and check its size, and with `verify` its digest table, against the seal."""
         name, sealed = fmt.file_name(index), self.seal.files[index]
         with self._sealed_file(name):
             reader = (open_reader or self.storage.reader)(self.sealed.key(name))
@@ -254,7 +259,7 @@ class Checkpoint:
         return nodes
 
     def corrupt_block(self, file: DataFile, block: int) -> CorruptError:
-        """The error for a block that fails its digest; names the tensors that lie in it."""
+        """The error for a block that does not match its digest; names the tensors that lie in it."""
         name = file.path.rsplit("/", 1)[-1]
         index = next(i for i in range(len(self.seal.files)) if fmt.file_name(i) == name)
         low, high = block * BLOCK_NBYTES, (block + 1) * BLOCK_NBYTES
@@ -273,8 +278,11 @@ class Checkpoint:
 
     @contextmanager
     def _sealed_file(self, name: str) -> Iterator[None]:
-        """A ``with`` block that opens a file of the checkpoint. That it is missing is damage: the seal says that it was
-        there, and nobody may take the checkpoint for one that never was."""
+        """Turn a missing file, in a ``with`` block that opens one of the checkpoint's, into a `CorruptError`.
+
+        The seal proves that the file existed, so its absence is damage. The checkpoint must not seem never to have
+        existed.
+        """
         try:
             yield
         except NotFoundError as error:
@@ -303,7 +311,7 @@ def _wants_nothing(*_: object) -> None:
 
 
 class _LazyValues(Mapping[str, Node]):
-    """Values of all files, read file by file on demand: a rank needs its own and rank 0's, of thousands."""
+    """The values of all files, read file by file on demand: of thousands, a rank needs its own and rank 0's."""
 
     def __init__(self, blocks: Sequence[ValueBlock], read: Callable[[ValueBlock], dict[str, Node]]) -> None:
         self._home = {path: block for block in blocks for path in block.paths}
@@ -333,7 +341,7 @@ class _LazyValues(Mapping[str, Node]):
 
 
 class _Delivery:
-    """The way of one file's bytes to the wants that they are for."""
+    """The delivery of one file's bytes to the wants whose elements they are."""
 
     def __init__(self, files: Files, reads: FileReads, wants: Sequence[ReadRequest], targets: Targets) -> None:
         self._files = files
@@ -341,7 +349,7 @@ class _Delivery:
         self._wants = wants
         self._targets = targets
         sizes = reads.stops - reads.starts
-        #: Where each read begins when all are laid end to end, and where the last one ends.
+        #: The offset of each read when all are laid end to end, and the end of the last one.
         self._line = np.r_[0, np.cumsum(sizes)].tolist()
         self._filled = reads.straight & (sizes <= _FILLED_NBYTES)
 
@@ -352,7 +360,7 @@ class _Delivery:
         if end <= line[first + 1] and not self._filled[first]:
             self._part(first, offset, data)
             return
-        # Reads [low, high) are there in full.
+        # `data` has all bytes of reads [low, high).
         low, high = first + (offset > 0), bisect_right(line, end) - 1
         if offset:
             self._part(first, offset, data[: line[low] - begin])
@@ -366,7 +374,7 @@ class _Delivery:
             self._part(high, 0, data[line[high] - begin :])
 
     def _groups(self, low: int, high: int) -> Iterator[tuple[int, int]]:
-        """Ranges of reads that make up ``[low, high)``: those that are filled together, each other one by itself."""
+        """Ranges of reads that make up ``[low, high)``: reads that are filled together, and each other read alone."""
         filled = self._filled[low:high]
         cuts = low + 1 + np.flatnonzero(~(filled[1:] & filled[:-1]))
         return pairwise((low, *cuts.tolist(), high)) if low < high else iter(())
@@ -389,7 +397,7 @@ class _Delivery:
 
 
 def _copy(span: CopySpan, run: StridedRun, data: Bytes, memory: npt.NDArray[Any]) -> None:
-    """Copy elements of `data` to `memory`. (Making strided arrays is quicker in this way than by `as_strided`.)"""
+    """Copy elements of `data` to `memory`. (``np.ndarray`` makes strided arrays faster than ``as_strided``.)"""
     shape, dtype, itemsize = (span.rows, span.size), memory.dtype, memory.itemsize
     source = np.ndarray(shape, dtype, data, span.at * itemsize, (run.step * itemsize, itemsize))
     target = np.ndarray(shape, dtype, memory, span.place * itemsize, (run.pitch * itemsize, itemsize))
@@ -404,7 +412,7 @@ def pack_values(nodes: dict[str, Node], *, capacity: int | None = None) -> bytes
 
 
 def unpack_values(data: bytes, *, path: str) -> dict[str, Node]:
-    """Values of an ``@values`` entry. Raises `CorruptError` for malformed ones."""
+    """The values in the bytes of an ``@values`` entry. Raises `CorruptError` for malformed bytes."""
     nbytes = int.from_bytes(data[:8], "little")
     if nbytes > len(data) - 8:
         raise CorruptError(

@@ -1,4 +1,4 @@
-"""A checkpoint that was found: its seal, and where its files are."""
+"""A sealed checkpoint: its seal, and the store and prefix of its files."""
 
 from __future__ import annotations
 

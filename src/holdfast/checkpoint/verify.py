@@ -1,4 +1,4 @@
-"""Is a checkpoint what was sealed? Its structure, or every byte of it."""
+"""Verification that a checkpoint is as it was sealed: its structure, or every byte of it."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from holdfast.wording import count
 def verify_checkpoint(
     checkpoint: Checkpoint, *, deep: bool, progress: Callable[[int], None] = lambda _: None
 ) -> list[Fault]:
-    """All that is wrong with the files of `checkpoint`. Blocking, in bounded memory; a bad file does not stop others.
+    """Find all faults in the files of `checkpoint`. Blocking, in bounded memory; a bad file does not stop the others.
 
-    Each data file must be there with the sealed size and the sealed digest table, its header must be the one that the
-    manifest demands, byte for byte, and its values must be sound. With `deep`, all data is read as well and compared
+    Each data file must exist with the sealed size and the sealed digest table, its header must be the one that the
+    manifest demands, byte for byte, and its values must be sound. With `deep`, all data is read, too, and compared
     with the digests, and `progress` gets the bytes done since its last call. Files that the seal does not list are
-    faults too (code ``extra.file``), although nothing reads them.
+    faults, too (code ``extra.file``), although nothing reads them.
     """
     faults: list[Fault] = []
     with pipeline_pool() as pool:
@@ -39,7 +39,7 @@ def verify_checkpoint(
 def _verify_file(
     checkpoint: Checkpoint, index: int, pool: BufferPool | None, progress: Callable[[int], None]
 ) -> list[Fault]:
-    """The faults of one data file; its blocks are read with `pool`, or not at all."""
+    """The faults of one data file. Reads its blocks only where a `pool` is given."""
     layout = checkpoint.files.layout(index)
     try:
         file = checkpoint.open_file(index, data_start=layout.data_start, data_nbytes=layout.data_nbytes)
@@ -51,7 +51,7 @@ def _verify_file(
         if bad:
             faults.append(_block_fault(checkpoint, layout, file.path, bad))
         elif layout.values is not None and layout.values.paths:
-            checkpoint.nodes[layout.values.paths[0]]  # one value brings, and checks, all of its file
+            checkpoint.nodes[layout.values.paths[0]]  # looking up one value reads and checks all values of its file
     except (CorruptError, NotFoundError, StorageError) as error:
         return [Fault.of(error, _tensors_in(checkpoint, layout, range(container.num_blocks(layout.data_nbytes))))]
     return faults
@@ -73,7 +73,7 @@ def _header_faults(checkpoint: Checkpoint, layout: FileLayout, file: DataFile) -
 def _bad_blocks(
     checkpoint: Checkpoint, layout: FileLayout, pool: BufferPool, progress: Callable[[int], None]
 ) -> list[int]:
-    """The blocks of a file that are not what their digests say, ascending."""
+    """The numbers of a file's blocks that do not match their digests, ascending."""
     bad: list[int] = []
     file = checkpoint.open_file(layout.index, data_start=layout.data_start, data_nbytes=layout.data_nbytes)
     table = file.table
@@ -91,7 +91,7 @@ def _bad_blocks(
         )
         progress(len(data))
 
-    # Handed on without its table: the reader would stop at the first bad block, and all of them are wanted here.
+    # Passed on without its table: the reader would stop at the first bad block, and we want all of them.
     unchecked = DataFile(file.reader, file.path, file.data_start, file.data_nbytes, None)
     job = ReadJob(layout.data_nbytes, lambda: unchecked, [Extent(0, layout.data_nbytes)], take)
     read_files([job], pool=pool, on_corrupt=checkpoint.corrupt_block)
@@ -108,7 +108,7 @@ def _block_fault(checkpoint: Checkpoint, layout: FileLayout, path: str, bad: lis
 
 
 def _tensors_in(checkpoint: Checkpoint, layout: FileLayout, blocks: Sequence[int]) -> Iterator[str]:
-    """What lies in some blocks (ascending) of a file; the values count as a tensor here."""
+    """The names of the tensors that lie in some blocks (ascending) of a file; the values count as a tensor here."""
 
     def hit(start: int, stop: int) -> bool:
         at = bisect_left(blocks, start // BLOCK_NBYTES)
