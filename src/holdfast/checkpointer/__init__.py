@@ -15,38 +15,28 @@ from typing import Literal, Self, SupportsFloat
 
 from torch.distributed import ProcessGroup
 
-from holdfast.agreement.assignment import WriteAssignment
-from holdfast.agreement.planner import Planner
-from holdfast.agreement.planning import PlanCache, Planning
-from holdfast.agreement.request import SaveRequest
+from holdfast.agreement.planning import PlanCache
 from holdfast.checkpointer.background import Background
+from holdfast.checkpointer.background_save import BackgroundSave, SavingJob, capture
 from holdfast.checkpointer.handle import Handle
-from holdfast.checkpointer.job import Job
 from holdfast.checkpointer.memory_tier import LEAVING_S, MemoryTier, tier_for
-from holdfast.checkpointer.messages import ANSWERS, Agreed
 from holdfast.checkpointer.restoring import RestoreReport, restore
-from holdfast.checkpointer.save_errors import interrupted, is_unusable
-from holdfast.checkpointer.staged_place import StagedPlace
-from holdfast.checkpointer.staging import Stager, next_share
+from holdfast.checkpointer.save_errors import is_unusable
 from holdfast.checkpointer.turn import turn_in
-from holdfast.control.channel import Channel
 from holdfast.control.deadline import Deadline, check_timeout
 from holdfast.control.torch_store import default_channel, global_rank, group_ranks
 from holdfast.errors import ConfigurationError, HoldfastError
 from holdfast.format.patterns import Globs
-from holdfast.format.records import Place, now
-from holdfast.format.values import Node
+from holdfast.format.records import Place
 from holdfast.node_memory.node_folder import DEFAULT_NODE_DIR
-from holdfast.phases import Stopwatch, attempt
 from holdfast.run.session import JOB
 from holdfast.saving import numbers_of, run_location, save, whole
 from holdfast.snapshot.capture import Snapshot
 from holdfast.snapshot.guard import Guard, changing
-from holdfast.state.flatten import FlatState, check_root
+from holdfast.state.flatten import check_root
 from holdfast.state.identity import parts_of
 from holdfast.store.base import Location
-from holdfast.store.timed import TimedStore
-from holdfast.store.urls import absolute, open_store
+from holdfast.store.urls import absolute
 
 _log = logging.getLogger(__name__)
 
@@ -311,7 +301,7 @@ class Checkpointer:
         sources = JOB.sources(lambda: parts_of(self._state))
         hold = stager.guard.hold(timeout_s=deadline.remaining_s())
         try:
-            taken = self._taken(stager, channel)
+            taken = capture(self._state, select=self._globs, stager=stager, channel=channel, known=self._known)
             is_as_before = isinstance(taken, Snapshot) and taken.is_as_before
             free = tier.room(
                 channel,
@@ -323,14 +313,22 @@ class Checkpointer:
             if free.full and self._when_full == "skip":
                 handle.skip(free.full, free.held_up)
                 return
-            is_awaited = not free.as_before
-            later = channel.in_background()
-            job = Job(
-                handle, metrics, later, deadline, stager, hold, taken, sources, free.needed, is_awaited, self._go_on
+            saving = BackgroundSave(
+                SavingJob(run=self._run, ranks=group_ranks(self._group), known=self._known, takeover=self._takeover),
+                handle,
+                metrics,
+                channel.in_background(),
+                deadline,
+                stager,
+                hold,
+                taken,
+                sources,
+                needed=free.needed,
+                is_awaited=not free.as_before,
             )
-            background = Background(job)
+            background = Background(saving)
             copier = tier.begin(background)
-            if is_awaited:
+            if saving.is_awaited:
                 background.wait()
                 if background.error is not None:
                     raise background.error
@@ -339,65 +337,3 @@ class Checkpointer:
             hold.pass_on(copier)
         finally:
             hold.drop()  # unless it was passed on: else nothing comes of this save
-
-    def _taken(self, stager: Stager, channel: Channel) -> Snapshot | Exception:
-        """The state as of now, under the guard; or why it cannot be saved, of which all ranks must hear."""
-        if self._known.share is not None and not stager.fits(self._known.share):
-            self._known.share = None  # so that the next plan is made known to all, who take memory for it
-        try:
-            number, world_size, walk = channel.rank, channel.world_size, self._known.walk
-            taken = Snapshot(self._state, rank=number, world_size=world_size, last=walk, select=self._globs)
-            stager.guard.hook(taken.optimizers)
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is raised when all have heard of it
-            return error
-        return taken
-
-    def _go_on(self, job: Job, background: Background) -> None:
-        """Agree with all ranks, copy, and hand over to the keeper. In the background; whatever is raised, `job` gives
-        back what it holds."""
-        with job.queued.passed():
-            agreed, share = self._copy(job, background)
-            if not job.hold.is_passed_on(job.deadline.remaining_s()):
-                raise interrupted(job.handle.step)
-            # First: who hears that it is staged counts on the memory of what was set aside.
-            job.release()
-            job.stager.finish(job.handle, agreed, share, job.slot)
-            job.is_finished = True
-
-    def _copy(self, job: Job, background: Background) -> tuple[Agreed, WriteAssignment]:
-        """Agree with all ranks, and copy the state into a slot."""
-        agreed, share, flat, values = self._agree(job)
-        job.slot = job.stager.slot_for(agreed, share, needed=job.needed)
-        routes = None if job.slot is None else job.stager.begin(job.slot, agreed, share, values)
-        job.handle.place = agreed.place
-        job.settle(background)
-        if routes is not None:
-            job.copy(flat, routes)
-        return agreed, share
-
-    def _agree(self, job: Job) -> tuple[Agreed, WriteAssignment, FlatState, dict[str, Node]]:
-        """What all ranks agree on, with memory for it, and what this one has to save."""
-        ranks = group_ranks(self._group)
-        rank = ranks[job.channel.rank]
-        with TimedStore(open_store(self._run), timeout_s=job.deadline.for_storage_s) as storage:
-            step, known = job.handle.step, self._known
-            request = SaveRequest(storage, step, job.metrics, self._takeover, now(), job.sources)
-            placing = StagedPlace(request, num_ranks=len(ranks))
-            planner = Planner(placing, ranks, known.memory, what=f"step {step}", strict=False)
-            planning = Planning(job.channel, job.deadline, rank, planner, known, Stopwatch(), answers=ANSWERS)
-            agreed, mine = planning.agree(job.flat)
-            job.agreed = agreed
-        share = next_share(agreed, known.share, rank)
-        if agreed.manifest:
-            self._prepare(job, share)
-        known.remember(share, planner.memory)
-        return agreed, share, mine.flat, planning.values(mine)
-
-    def _prepare(self, job: Job, share: WriteAssignment) -> None:
-        """Have memory for a new plan on all ranks. Raises on all where some rank has not enough."""
-
-        def prepare() -> None:
-            if not job.stager.fits(share):
-                job.stager.prepare(share, device=job.queued.device, timeout_s=job.deadline.for_storage_s)
-
-        job.channel.confirm("memory", attempt(prepare), job.deadline)

@@ -1,0 +1,198 @@
+"""One save, as far as it goes on in the background: everything that it has taken, and how it gives that back."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from holdfast.agreement.assignment import WriteAssignment
+from holdfast.agreement.planner import Planner
+from holdfast.agreement.planning import PlanCache, Planning
+from holdfast.agreement.request import SaveRequest
+from holdfast.checkpointer.background import Background
+from holdfast.checkpointer.handle import Handle
+from holdfast.checkpointer.messages import ANSWERS, Agreed
+from holdfast.checkpointer.save_errors import interrupted
+from holdfast.checkpointer.staged_place import StagedPlace
+from holdfast.checkpointer.staging import Stager, next_share
+from holdfast.control.channel import Channel
+from holdfast.control.deadline import Deadline
+from holdfast.errors import HoldfastError, StorageError
+from holdfast.format.patterns import Globs
+from holdfast.format.records import Place, now
+from holdfast.format.values import Node
+from holdfast.node_memory.node_folder import memory_error
+from holdfast.node_memory.slots import Slot
+from holdfast.phases import Stopwatch, attempt
+from holdfast.run.session import Sources
+from holdfast.snapshot.capture import Snapshot
+from holdfast.snapshot.device import Queued
+from holdfast.snapshot.guard import Hold
+from holdfast.state.flatten import FlatState
+from holdfast.store.base import Location
+from holdfast.store.timed import TimedStore
+from holdfast.store.urls import open_store
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavingJob:
+    """What all background saves of one `Checkpointer` have in common: the run, the ranks of the job, by their global
+    numbers, the plan that was agreed on last, and whether the job takes the run over."""
+
+    run: Location
+    ranks: Sequence[int]
+    known: PlanCache
+    takeover: bool
+
+
+def capture(
+    state: Mapping[str, object], *, select: Globs | None, stager: Stager, channel: Channel, known: PlanCache
+) -> Snapshot | Exception:
+    """The state as of now, under the guard of `stager`; or why it cannot be saved, of which all ranks must hear."""
+    if known.share is not None and not stager.fits(known.share):
+        known.share = None  # so that the next plan is made known to all, who take memory for it
+    try:
+        snapshot = Snapshot(state, rank=channel.rank, world_size=channel.world_size, last=known.walk, select=select)
+        stager.guard.hook(snapshot.optimizers)
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is raised when all have heard of it
+        return error
+    return snapshot
+
+
+@dataclass
+class BackgroundSave:
+    """The owner of one save in the background. It holds the guard (`hold`), and from when all ranks have agreed the
+    checkpoint's id (`agreed`: the others count on this rank's part) and a slot. `end` gives all of that back.
+
+    `taken` is the state, or why there is none, and `sources` what it was loaded from. `is_awaited`: whoever saves waits
+    until this is settled, and raises what fails until then.
+    """
+
+    job: SavingJob
+    handle: Handle
+    metrics: dict[str, float]
+    channel: Channel
+    deadline: Deadline
+    stager: Stager
+    hold: Hold
+    taken: Snapshot | Exception
+    sources: Sources
+    needed: Place | None
+    is_awaited: bool
+    agreed: Agreed | None = None
+    slot: Slot | None = None
+    is_settled: bool = False
+    is_finished: bool = False
+
+    def run(self, background: Background) -> None:
+        """Agree with all ranks, copy, and hand over to the keeper. Whatever is raised, `end` gives back what it
+        holds."""
+        with self._queued.passed():
+            agreed, share = self._copy(background)
+            if not self.hold.is_passed_on(self.deadline.remaining_s()):
+                raise interrupted(self.handle.step)
+            # First: who hears that it is staged counts on the memory of what was set aside.
+            self._release()
+            self.stager.finish(self.handle, agreed, share, self.slot)
+            self.is_finished = True
+
+    def end(self, error: BaseException | None) -> None:
+        """Give back what it holds, and where it did not finish, tell in the handle and the log that nothing will come
+        of it."""
+        self._release()
+        self.channel.leave()
+        if self.is_finished:
+            return
+        if self.agreed is not None:
+            self.stager.fail(self.agreed.checkpoint_id, self._quiet_slot(), error)
+        if not self.is_awaited or self.is_settled:
+            self._tell(error)
+        self.is_finished = True
+
+    def _copy(self, background: Background) -> tuple[Agreed, WriteAssignment]:
+        """Agree with all ranks, and copy the state into a slot."""
+        agreed, share, flat, values = self._agree()
+        self.slot = self.stager.slot_for(agreed, share, needed=self.needed)
+        routes = None if self.slot is None else self.stager.begin(self.slot, agreed, share, values)
+        self.handle.place = agreed.place
+        # There is a place for it in the history, and a slot: the next save may come.
+        self.is_settled = True
+        background.settle()
+        if routes is not None:
+            assert isinstance(self.taken, Snapshot)
+            self.taken.copy(flat.tensors, routes)
+        return agreed, share
+
+    def _agree(self) -> tuple[Agreed, WriteAssignment, FlatState, dict[str, Node]]:
+        """What all ranks agree on, with memory for it, and what this one has to save."""
+        job, known = self.job, self.job.known
+        rank, step = job.ranks[self.channel.rank], self.handle.step
+        with TimedStore(open_store(job.run), timeout_s=self.deadline.for_storage_s) as storage:
+            request = SaveRequest(storage, step, self.metrics, job.takeover, now(), self.sources)
+            placing = StagedPlace(request, num_ranks=len(job.ranks))
+            planner = Planner(placing, job.ranks, known.memory, what=f"step {step}", strict=False)
+            planning = Planning(self.channel, self.deadline, rank, planner, known, Stopwatch(), answers=ANSWERS)
+            agreed, mine = planning.agree(self._flat)
+            self.agreed = agreed
+        share = next_share(agreed, known.share, rank)
+        if agreed.manifest:
+            self._prepare(share)
+        known.remember(share, planner.memory)
+        return agreed, share, mine.flat, planning.values(mine)
+
+    def _prepare(self, share: WriteAssignment) -> None:
+        """Have memory for a new plan on all ranks. Raises on all where some rank has not enough."""
+
+        def prepare() -> None:
+            if not self.stager.fits(share):
+                self.stager.prepare(share, device=self._queued.device, timeout_s=self.deadline.for_storage_s)
+
+        self.channel.confirm("memory", attempt(prepare), self.deadline)
+
+    def _flat(self) -> FlatState:
+        """All of the state."""
+        if isinstance(self.taken, Exception):
+            raise self.taken
+        return self.taken.flat()
+
+    @property
+    def _queued(self) -> Queued:
+        """What devices had been given to do by then: what is done with the state in the background comes after it."""
+        return self.taken.queued if isinstance(self.taken, Snapshot) else Queued(())
+
+    def _release(self) -> None:
+        """Let training change what it likes: it is copied, or will not be."""
+        if isinstance(self.taken, Snapshot):
+            self.taken.end()
+        self.hold.release()
+
+    def _quiet_slot(self) -> Slot | None:
+        """The slot, when nothing writes to it any more: an error in the middle of a copy leaves calls under way that
+        devices were given before. None where a device cannot say; its slot is not used again."""
+        try:
+            self._queued.await_copies()
+        except RuntimeError:
+            _log.exception("a slot is lost: nobody knows whether step %d is still being copied to it", self.handle.step)
+            return None
+        return self.slot
+
+    def _tell(self, error: BaseException | None) -> None:
+        step = self.handle.step
+        if isinstance(error, OSError):
+            error = memory_error(self.stager.node_dir, error)
+        if isinstance(error, HoldfastError):
+            self.handle.fail(error)
+            _log.error("step %d is not saved: %s", step, error)
+            return
+        self.handle.fail(
+            StorageError(
+                f"step {step} could not be staged: {error!r}.",
+                code="storage.memory",
+                action="Look at the traceback in the log; the next save is another chance.",
+                step=step,
+            )
+        )
+        _log.error("step %d could not be staged", step, exc_info=error)
