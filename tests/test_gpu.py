@@ -108,7 +108,7 @@ def test_slots_are_registered_so_that_the_device_fills_them_by_itself(run: str, 
     with Checkpointer(run, loop.state, memory=memory) as checkpointer:
         checkpointer.save(0).durable.wait()
         assert checkpointer._tier is not None
-        arena = checkpointer._tier.stager._used.arena
+        arena = checkpointer._tier.stager._memory.used.arena
         assert arena.wait(60)
         slots = arena._slots
         assert [torch.from_numpy(slot.data).is_pinned() for slot in slots] == [True, True]
