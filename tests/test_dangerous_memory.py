@@ -9,8 +9,9 @@ import pytest
 import torch
 
 import holdfast
-from holdfast import StateError
+from holdfast import Checkpointer, StateError
 from tests.models import start_new_job
+from tests.ranks import run_ranks
 
 
 def mapped(folder: Path, access: int) -> torch.Tensor:
@@ -53,3 +54,22 @@ def test_a_target_whose_storage_was_made_smaller_is_refused(tmp_path: Path, tens
     with pytest.raises(StateError, match="beyond the end") as raised:
         holdfast.load(tmp_path / "run", {"w": tensor})
     assert (raised.value.code, raised.value.tensor) == ("state.unsupported_tensor", "w")
+
+
+def grow(run: str, num_rows: int) -> list[torch.Tensor]:
+    """Tensors after each of our verbs, which somebody has made larger then."""
+    state, target, moved = ({"rows": torch.full((num_rows, 3), float(fill))} for fill in range(3))
+    holdfast.save(run, state, 1)
+    holdfast.load(run, target)
+    holdfast.transfer(state, moved)
+    with Checkpointer(run, target, memory=None) as checkpointer:
+        checkpointer.save(2)
+        checkpointer.restore()
+    return [each["rows"].resize_(2 * num_rows, 3)[:num_rows] for each in (state, target, moved)]
+
+
+@pytest.mark.parametrize("num_rows", [20, 200_000])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_buffer_that_was_saved_or_filled_can_still_grow(tmp_path: Path, world_size: int, num_rows: int) -> None:
+    for tensors in run_ranks(world_size, grow, str(tmp_path / "run"), num_rows):
+        assert all(tensor.shape == (num_rows, 3) and tensor.eq(0).all() for tensor in tensors)

@@ -23,7 +23,7 @@ import torch
 
 import holdfast
 from holdfast import Checkpointer, DeadlineError, Memory, StorageError
-from holdfast.checkpointer import staging
+from holdfast.checkpointer import watcher
 from holdfast.keeper import client
 from holdfast.node_memory.slots import Slot, slot_names
 from tests import nursery
@@ -405,7 +405,7 @@ def test_a_watcher_goes_on_after_an_error_that_nobody_expected(
     training = Training(spec.numel)
     with Checkpointer(spec.run, training.state, memory=memory_of(spec)) as checkpointer:
         saved(training, checkpointer, 0).durable.wait(60)
-        monkeypatch.setattr(staging, "ensure_keeper", ensure_keeper)
+        monkeypatch.setattr(watcher, "ensure_keeper", ensure_keeper)
         with stopped(keeper_of(spec)):
             handle = saved(training, checkpointer, 1)
             assert failed.wait(30)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import PurePosixPath
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -335,8 +335,11 @@ def test_a_dtensor_over_a_registered_tensor_is_refused_by_name() -> None:
         (lambda _: {}, "gave no planes"),
         (lambda tensor: {"scale": tensor.scale.clone()}, "gave copies"),
         (lambda tensor: {f"call {next(CALLS)}": tensor.scale}, "gave other planes"),
+        (lambda _: {"scale": 1}, "gave an int as 'scale', and no tensor"),
+        (lambda tensor: {0: tensor.scale}, "gave a Tensor as 0, and no tensor under a name"),
+        (lambda tensor: [tensor.scale], "gave a list, and no dict of planes"),
     ],
-    ids=["none", "copies", "changing names"],
+    ids=["none", "copies", "changing names", "no tensor", "no name", "no dict"],
 )
 def test_planes_that_could_not_be_filled_are_refused(
     planes: Callable[[Quantised], Mapping[str, torch.Tensor]], reason: str
@@ -350,6 +353,25 @@ def test_planes_that_could_not_be_filled_are_refused(
 def test_only_tensor_subclasses_are_registered_as_tensors(kind: type[torch.Tensor]) -> None:
     with pytest.raises(ConfigurationError, match=r"config\.registration"):
         register_tensor(kind, lambda tensor: {"all": tensor}, lambda planes: planes["all"], name="x")
+
+
+@pytest.mark.usefixtures("no_registrations")
+@pytest.mark.parametrize(
+    ("kind", "planes", "name", "reason"),
+    [
+        ("Quantised", list, "x", "a type to register, not a str"),
+        (Quantised, None, "x", "planes is a function, not a NoneType"),
+        (Quantised, list, "", "not ''"),
+        (Quantised, list, 1, "not 1"),
+    ],
+)
+def test_a_registration_with_arguments_of_other_types_registers_nothing(
+    kind: Any, planes: Any, name: Any, reason: str
+) -> None:
+    for register in (register_tensor, register_value):
+        with pytest.raises(TypeError, match=reason if register is register_tensor else "not"):
+            register(kind, planes, lambda stored: quantised(0), name=name)
+    assert not registry._BY_NAME
 
 
 def test_an_encoder_that_gives_what_it_was_given_is_refused() -> None:

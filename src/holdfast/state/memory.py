@@ -50,6 +50,35 @@ def carried(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.dtype == carrier else tensor.view(carrier)
 
 
+class AddressedMemory:
+    """The memory of a tensor as numpy takes it, by address; arrays made of this keep the tensor alive. On a device the
+    addresses are its own, and nobody may read there."""
+
+    __slots__ = ("__array_interface__", "_tensor")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        itemsize = tensor.element_size()
+        self._tensor = tensor
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (tensor.data_ptr(), False),
+            "typestr": np.dtype(CARRIERS[itemsize]).str,
+            "shape": tuple(tensor.shape),
+            "strides": tuple(stride * itemsize for stride in tensor.stride()),
+        }
+
+
+def array_of(tensor: torch.Tensor) -> Array:
+    """The memory of a host tensor as an array of the carrier type.
+
+    `Tensor.numpy` would do, but it marks the storage as one that cannot be resized, for as long as it lives: a replay
+    buffer could not grow any more after a save, and FSDP could not free parameters.
+    """
+    if not tensor.numel():
+        return np.empty(tuple(tensor.shape), CARRIERS[tensor.element_size()])
+    return np.asarray(AddressedMemory(tensor))
+
+
 class MemorySource(msgspec.Struct, frozen=True, gc=False):
     """A source of bytes: elements ``[first, first + numel)`` of the row-major order of `view`."""
 
@@ -73,7 +102,7 @@ class MemorySource(msgspec.Struct, frozen=True, gc=False):
         first = self.first + start // itemsize
         count = len(out) // itemsize
         if self.view.is_contiguous() and self.view.device.type == "cpu":
-            flat = carried(self.view).reshape(-1).numpy().view(np.uint8)
+            flat = array_of(self.view).reshape(-1).view(np.uint8)
             copy_elements(out, flat[first * itemsize : (first + count) * itemsize])
             return
         elements = torch.from_numpy(out.view(CARRIERS[itemsize]))

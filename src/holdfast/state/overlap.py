@@ -10,6 +10,7 @@ import torch
 
 from holdfast.errors import StateError
 from holdfast.state.match import BoundTensor
+from holdfast.state.memory import AddressedMemory
 
 #: Limit of numpy's search for a common byte of two strided views, in its own unit; beyond it, they count as
 #: overlapping.
@@ -37,20 +38,6 @@ class _HeldMemory(NamedTuple):
     #: The number of the part of the target.
     number: int
     view: torch.Tensor
-
-
-class _Addresses:
-    """A tensor on any device, presented to numpy as an array: numpy only compares its addresses and reads nothing."""
-
-    def __init__(self, view: torch.Tensor) -> None:
-        strides = tuple(stride * view.element_size() for stride in view.stride())
-        self.__array_interface__ = {
-            "version": 3,
-            "data": (view.data_ptr(), False),
-            "typestr": f"|V{view.element_size()}",
-            "shape": tuple(view.shape),
-            "strides": strides,
-        }
 
 
 def check_disjoint(targets: Sequence[BoundTensor]) -> None:
@@ -124,7 +111,8 @@ def _may_overlap_itself(view: torch.Tensor) -> bool:
 
 def _share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
     try:
-        return np.shares_memory(np.asarray(_Addresses(a)), np.asarray(_Addresses(b)), max_work=_MAX_WORK)  # type: ignore[arg-type]  # any limit is taken
+        arrays = np.asarray(AddressedMemory(a)), np.asarray(AddressedMemory(b))
+        return np.shares_memory(*arrays, max_work=_MAX_WORK)  # type: ignore[arg-type]  # any limit is taken
     except np.exceptions.TooHardError:
         return True
 

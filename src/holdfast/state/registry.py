@@ -16,6 +16,7 @@ import numpy as np
 from holdfast.errors import ConfigurationError, IncompatibleError, StateError
 from holdfast.format.values import Undecoded
 from holdfast.state.arrays import Array, array_as_tensor
+from holdfast.wording import kind_of
 
 if TYPE_CHECKING:  # a view decodes values without torch
     import torch
@@ -64,8 +65,9 @@ def register_value(
     `encode` returns values, tensors, and nested containers of them; `decode` gets equal ones, with tensors on the CPU.
     `name` is the type's name in checkpoints: keep it when the class moves. Register in every process, before saving and
     loading. A load replaces the object and does not change it. Raises `ConfigurationError` when the type or the name is
-    registered with something else, and for types that need no registration.
+    registered with something else, and for types that need no registration; `TypeError` for arguments of other types.
     """
+    _check_types(kind, name, encode=encode, decode=decode)
     if kind in _BUILT_IN or _is_tensor(kind):
         raise ConfigurationError(
             f"{kind.__qualname__} cannot be registered as a value.",
@@ -88,9 +90,10 @@ def register_tensor(
     `planes` returns the live memory itself, not copies, under the same names every time: a load fills it in place, so
     the tensor keeps its identity. `rebuild` makes a tensor from loaded planes where there is no tensor to fill, as for
     the state of a fresh optimizer or for tensors in an object's ``state_dict()``. Put everything else that a tensor
-    needs (a scheme, a block size) into planes too. `name` is the type's name in checkpoints. Raises
-    `ConfigurationError` as `register_value` does.
+    needs (a scheme, a block size) into planes too. `name` is the type's name in checkpoints. Raises what
+    `register_value` raises.
     """
+    _check_types(kind, name, planes=planes, rebuild=rebuild)
     if not _is_tensor(kind) or _full_name(kind) in _NEED_NO_PLANES:
         raise ConfigurationError(
             f"{kind.__qualname__} is no subclass of torch.Tensor that needs planes.",
@@ -113,14 +116,8 @@ def any_registered(kinds: Iterable[type]) -> bool:
 
 def planes_of(name: str, tensor: torch.Tensor, registration: Registration) -> dict[str, torch.Tensor]:
     """The planes of a tensor, by name. Raises `StateError` when they are not live memory."""
-    planes, again = (cast("Mapping[str, torch.Tensor]", registration.encode(tensor)) for _ in range(2))
-    problem = None
-    if not planes:
-        problem = "gave no planes"
-    elif planes.keys() != again.keys():
-        problem = "gave other planes on the second call"
-    elif any(plane.data_ptr() != again[key].data_ptr() for key, plane in planes.items()):
-        problem = "gave copies: what is loaded into them would be lost"
+    planes, again = registration.encode(tensor), registration.encode(tensor)
+    problem = _problem_of(planes, again)
     if problem is not None:
         raise StateError(
             f"The planes function that is registered as {registration.name!r} {problem}, for tensor {name!r}.",
@@ -128,7 +125,23 @@ def planes_of(name: str, tensor: torch.Tensor, registration: Registration) -> di
             action="Return the tensors that the subclass holds, under fixed names.",
             tensor=name,
         )
-    return dict(planes)
+    return dict(cast("Mapping[str, torch.Tensor]", planes))
+
+
+def _problem_of(planes: object, again: object) -> str | None:
+    """Why a tensor cannot be filled by what its planes function gave at two calls."""
+    if not isinstance(planes, Mapping) or not isinstance(again, Mapping):
+        return f"gave {kind_of(planes)}, and no dict of planes"
+    for key, plane in planes.items():
+        if not isinstance(key, str) or not _is_tensor(type(plane)):
+            return f"gave {kind_of(plane)} as {key!r}, and no tensor under a name"
+    if not planes:
+        return "gave no planes"
+    if planes.keys() != again.keys():
+        return "gave other planes on the second call"
+    if any(plane.data_ptr() != again[key].data_ptr() for key, plane in planes.items()):
+        return "gave copies: what is loaded into them would be lost"
+    return None
 
 
 def check_registered(name: str, path: str) -> None:
@@ -146,6 +159,16 @@ def decode(name: str, value: object) -> object:
     """Decode the object that was encoded as `value`; returns `Undecoded` when nothing is registered as `name`."""
     registration = _BY_NAME.get(name)
     return Undecoded(name, value) if registration is None else registration.decode(value)
+
+
+def _check_types(kind: object, name: object, **functions: object) -> None:
+    if not isinstance(kind, type):
+        raise TypeError(f"the first argument is a type to register, not {kind_of(kind)}")
+    for what, function in functions.items():
+        if not callable(function):
+            raise TypeError(f"{what} is a function, not {kind_of(function)}")
+    if not isinstance(name, str) or not name:
+        raise TypeError(f"name is the text that checkpoints call {kind.__qualname__} by, not {name!r}")
 
 
 def _register(new: Registration) -> None:

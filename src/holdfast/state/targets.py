@@ -14,7 +14,7 @@ from torch._C._nn import unflatten_dense_tensors
 
 from holdfast.format.dtypes import CARRIERS
 from holdfast.geometry import Box, whole
-from holdfast.state.memory import carried, copy_elements
+from holdfast.state.memory import array_of, carried, copy_elements
 from holdfast.store.base import Bytes
 
 Array = npt.NDArray[Any]
@@ -59,11 +59,11 @@ class MemoryTargets:
         if want in self._casts:
             self._cast(want, at, elements)
             return
-        view = carried(self._views[want])
+        view = self._views[want]
         if view.is_cpu:
-            copy_elements(view[at.slices()].numpy(), elements)
+            copy_elements(array_of(view)[at.slices()], elements)
         else:
-            view[at.slices()].copy_(torch.from_numpy(np.asarray(elements)))
+            carried(view)[at.slices()].copy_(torch.from_numpy(np.asarray(elements)))
 
     def memory(self, want: int) -> Array | None:
         """All elements of one box in row-major order, as carriers; None where they are not contiguous host memory of
@@ -71,7 +71,7 @@ class MemoryTargets:
         if want not in self._rows:
             view = self._views[want]
             flat = want not in self._casts and view.is_cpu and view.is_contiguous()
-            self._rows[want] = carried(view).reshape(-1).numpy() if flat else None
+            self._rows[want] = array_of(view).reshape(-1) if flat else None
         return self._rows[want]
 
     def fill(self, wants: Sequence[int], data: Bytes) -> None:
