@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -167,6 +168,27 @@ def test_a_bad_epoch_record_is_reported_by_verify_as_well_as_by_doctor(
         assert (done.status, str(record) in done.out) == (1, True), command
     (fault,) = holdfast_command("verify", "--json", *options, copy).json["findings"]
     assert fault["path"] == str(record)
+
+
+@pytest.mark.parametrize("lost", ["epochs/9999999997.json", "history"])
+@pytest.mark.parametrize("options", [[], ["--deep", "--all"]])
+def test_a_run_whose_head_nobody_can_load_is_not_called_sound(
+    run: Path, tmp_path: Path, options: list[str], lost: str
+) -> None:
+    copy = copy_of(run, tmp_path)
+    into = {f"w{n}": torch.zeros(300_000) for n in range(4)} | {"epoch": 0}
+    holdfast.load(f"{copy}@step=2", into=into)
+    holdfast.save(copy, into, 3)
+    if lost == "history":
+        shutil.rmtree(copy / lost)
+    else:
+        (copy / lost).unlink()
+    with pytest.raises(holdfast.CorruptError, match=r"corrupt\.history"):
+        holdfast.load(copy, into=into)
+    done = holdfast_command("verify", copy, *options, "--json")
+    assert done.status == 1
+    assert not done.json["sound"]
+    assert done.json["findings"] or done.json["checkpoints"][0]["findings"]
 
 
 def test_a_damaged_header_is_reported_by_doctor_as_well_as_by_verify(run: Path, tmp_path: Path) -> None:

@@ -93,7 +93,7 @@ def test_the_doctor_makes_lost_records_anew_from_the_commits_of_their_epochs(roo
     assert holdfast_command("ls", root).status == 1
     found = holdfast_command("doctor", root, "--json")
     assert [each["code"] for each in found.json["findings"]] == ["epoch.missing"] * 2
-    assert "By their steps the epoch went on from 1.2" in found.json["findings"][1]["text"]
+    assert "From their steps doctor guesses that the epoch went on from 1.2" in found.json["findings"][1]["text"]
     done = holdfast_command("doctor", root, "--finish", "--json")
     assert (done.status, done.json["head"]["place"]) == (0, "2.2")
     run = opened(root)

@@ -287,7 +287,7 @@ class Checkpoint:
             yield
         except NotFoundError as error:
             raise CorruptError(
-                f"the checkpoint of step {self.seal.step} is incomplete: {self.path(name)} is missing.",
+                f"the checkpoint of step {self.seal.step} is incomplete: {error.message}",
                 code="corrupt.incomplete",
                 action="Restore the file from another copy of the run, or load an older checkpoint. If somebody "
                 "has just removed the checkpoint, load again.",

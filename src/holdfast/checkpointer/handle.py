@@ -38,7 +38,8 @@ class Stage:
         return self._over.is_set and self.error is None
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Return when it is done. Raises why it failed, and `DeadlineError` after `timeout_s`."""
+        """Return when it is done. Raises why it failed, and `DeadlineError` after `timeout_s`; with None it waits as
+        long as that takes, which is for ever while storage is full, say (`trouble` says why)."""
         if not self._over.wait(timeout_s):
             raise DeadlineError(
                 f"{self._what} was not done within {timeout_s} s.",

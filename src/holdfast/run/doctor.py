@@ -173,8 +173,8 @@ def _missing_epoch(run: Run, known: RunRecords, number: int, path: str) -> Findi
         return Finding("epoch.missing", path, f"{what} from another copy.", "none")
     origin = "began anew" if lost.opened_from is None else f"went on from {lost.opened_from}"
     text = (
-        f"{what} from another copy; or finish it: its checkpoints prove that it was there, and it is made anew. By "
-        f"their steps the epoch {origin}."
+        f"{what} from another copy; or finish it: its checkpoints prove that it was there, and it is made anew. From "
+        f"their steps doctor guesses that the epoch {origin}: if it did not, only the other copy says so."
     )
     return Finding("epoch.missing", path, text, "finish")
 

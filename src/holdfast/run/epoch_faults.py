@@ -11,14 +11,23 @@ from holdfast.run.history import Run
 
 
 def epoch_faults(run: Run) -> Iterator[Fault]:
-    """What is wrong with the epoch records of `run`, which say what its head is: missing ones, and damaged ones."""
+    """What is wrong with the epoch records of `run`, which say what its head is: missing ones, damaged ones, and what
+    else hides the head from a load."""
     present = set(run.epochs())
-    for number in range(1, max(present, default=0) + 1):
+    found: set[str | None] = set()
+    for number in range(1, max(run.history().newest_epoch() or 0, *present, 0) + 1):
         path = run.storage.path(records.epoch_key(number))
         if number not in present:
+            found.add(path)
             yield Fault("epoch.missing", path, f"The record of epoch {number}, '{path}', is missing.")
             continue
         try:
             run.epoch(number)
         except (CorruptError, NotFoundError, IncompatibleError) as error:
+            found.add(path)
+            yield Fault.of(error)
+    try:
+        run.head()
+    except CorruptError as error:
+        if error.path not in found:
             yield Fault.of(error)

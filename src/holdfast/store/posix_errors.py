@@ -100,9 +100,10 @@ def in_the_way(path: str) -> str | None:
 
 
 def not_found(path: str) -> NotFoundError:
-    """The error for a file that does not exist."""
+    """The error for a file that is not there."""
+    other = " (what has its name is no file: a folder, a pipe or a device)" if os.path.lexists(path) else ""
     return NotFoundError(
-        f"there is no file {path}.",
+        f"there is no file {path}{other}.",
         code="not_found.object",
         action="Check the path, and that the copy it is part of is complete.",
         path=path,
