@@ -540,3 +540,33 @@ def test_the_memory_of_a_model_is_taken_once(tmp_path: Path) -> None:
         [sys.executable, "-c", _MEASURED, tmp_path / "run"], check=True, capture_output=True, text=True, timeout=100
     )
     assert 500 << 20 < int(done.stdout) < (512 + 128) << 20
+
+
+# --- inference mode ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("verb", ["load", "restore", "transfer"])
+def test_what_was_filled_in_inference_mode_can_be_trained(tmp_path: Path, verb: str) -> None:
+    def training() -> tuple[nn.Linear, AdamW]:
+        model = nn.Linear(3, 2)
+        return model, AdamW(model.parameters())
+
+    (model, optimizer), (other, fresh) = training(), training()
+    model(torch.ones(3)).sum().backward()
+    optimizer.step()
+    state: dict[str, object] = {"model": model, "optimizer": optimizer}
+    into: dict[str, object] = {"model": other, "optimizer": fresh}
+    holdfast.save(tmp_path / "run", state, 1)
+    with torch.inference_mode():
+        if verb == "load":
+            holdfast.load(tmp_path / "run", into)
+        elif verb == "transfer":
+            holdfast.transfer(state, into)
+        else:
+            holdfast.Checkpointer(tmp_path / "run", into, memory=None).restore()
+        assert torch.is_inference_mode_enabled()
+    for trained, by in ((model, optimizer), (other, fresh)):
+        by.zero_grad()
+        trained(torch.ones(3)).sum().backward()
+        by.step()
+    assert other.weight.equal(model.weight)

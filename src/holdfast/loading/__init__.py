@@ -21,7 +21,7 @@ from holdfast.cooperative.reading import MEMORY_NBYTES, MIN_MEMORY_NBYTES, Coope
 from holdfast.errors import ConfigurationError, CorruptError, HoldfastError, StorageError
 from holdfast.format.patterns import Globs
 from holdfast.format.records import Place
-from holdfast.loading.filling import Filling
+from holdfast.loading.filling import Filling, outside_inference_mode
 from holdfast.loading.names import Names, compared
 from holdfast.mapping import Pad, Rule
 from holdfast.mapping.apply import mapped
@@ -288,6 +288,7 @@ class Loading:
                     raise
                 self._warn(skipped[-1:])
 
+    @outside_inference_mode()
     def fill(
         self,
         into: Mapping[str, object],

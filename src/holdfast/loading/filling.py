@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy.typing as npt
@@ -19,6 +20,17 @@ from holdfast.snapshot.device import await_queued
 from holdfast.snapshot.guard import await_copies
 from holdfast.state.binding import Binding
 from holdfast.store.base import Bytes
+
+
+@contextmanager
+def outside_inference_mode() -> Iterator[None]:
+    """A ``with`` block, or a decorator, in which torch makes tensors that can be trained: slots that were made in
+    inference mode, which the caller may be in, could not be changed by any later step."""
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 class _Discarded:

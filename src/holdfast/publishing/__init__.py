@@ -28,7 +28,7 @@ from holdfast.format import manifest as fmt
 from holdfast.format import values as value_codec
 from holdfast.format.container import FileLayout
 from holdfast.format.patterns import Globs
-from holdfast.loading.filling import Filling
+from holdfast.loading.filling import Filling, outside_inference_mode
 from holdfast.loading.names import Names, compared
 from holdfast.mapping.parts import stored_tensors
 from holdfast.phases import Stopwatch, attempt, done, told
@@ -129,6 +129,7 @@ class _Transfer:
             channel, deadline, self._rank, self._planner, known, self._watch, answers=ANSWERS, compares_all=True
         )
 
+    @outside_inference_mode()
     def run(self, source: Mapping[str, object], target: Mapping[str, object], select: Globs | None) -> TransferReport:
         """Transfer and report."""
         number, world_size, walk = self._channel.rank, self._channel.world_size, self._source.known.walk

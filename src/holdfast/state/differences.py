@@ -263,8 +263,8 @@ _ACTIONS = {
         "Give the parameter the shape that it had, or have the optimizer begin anew for it with strict=False."
     ),
     "incompatible.kind": (
-        "Put the same kind of object into the live state, or leave it out of the state. A dict that was stored, such as "
-        "a state_dict(), is read with holdfast.open(path).tree(name)."
+        "Put the same kind of object into the live state, or leave it out of the state. A dict that was stored, such "
+        "as a state_dict(), is read with holdfast.open(path).tree(name)."
     ),
     "incompatible.no_state": "Leave it out of the live state, or out of select=: it then begins anew.",
     "incompatible.per_rank": (
