@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -159,3 +160,11 @@ def test_a_rule_that_makes_no_sense_by_itself_is_a_value_error(make: Callable[[]
     with pytest.raises(ValueError) as caught:  # noqa: PT011 - the words are compared below, without escapes
         make()
     assert word in str(caught.value)
+
+
+def test_a_path_in_place_of_a_text_is_refused_with_the_way_to_read_it(tmp_path: Path) -> None:
+    (tmp_path / "rules.toml").write_text('[[rule]]\nkind = "leave_out"\nnames = "a"\n')
+    with pytest.raises(ConfigurationError, match="Give the text of a file, and not its path"):
+        from_toml(str(tmp_path / "rules.toml"))
+    with pytest.raises(TypeError, match=r"Path\(\.\.\.\)\.read_text\(\), not a PosixPath"):
+        from_toml(tmp_path / "rules.toml")  # type: ignore[arg-type]  # what is tested

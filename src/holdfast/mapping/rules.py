@@ -11,7 +11,7 @@ from holdfast.decoding import decode_toml
 from holdfast.errors import ConfigurationError
 from holdfast.format.dtypes import DTYPES
 from holdfast.format.patterns import Pattern, Template
-from holdfast.wording import count
+from holdfast.wording import count, kind_of
 
 
 class _Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag=str.lower):
@@ -186,13 +186,16 @@ def from_toml(text: str) -> tuple[Rule, ...]:
 
     Raises `ConfigurationError`, code ``config.mapping``, for a text that is no list of rules.
     """
+    if not isinstance(text, str):
+        raise TypeError(f"from_toml takes the text of a file, such as Path(...).read_text(), not {kind_of(text)}")
     try:
         return decode_toml(text, _RulesFile).rule
     except (msgspec.DecodeError, ValueError) as error:
         raise ConfigurationError(
             f"The mapping is malformed: {error}.",
             code="config.mapping",
-            action='Write rules as tables: [[rule]], kind = "rename", names = "...", to = "...".',
+            action="Give the text of a file, and not its path. "
+            'Write rules as tables: [[rule]], kind = "rename", names = "...", to = "...".',
         ) from error
 
 
