@@ -100,8 +100,12 @@ def in_the_way(path: str) -> str | None:
 
 
 def not_found(path: str) -> NotFoundError:
-    """The error for a file that is not there."""
-    other = " (what has its name is no file: a folder, a pipe or a device)" if os.path.lexists(path) else ""
+    """The error for a file that does not exist."""
+    other = (
+        " (what has its name is no file: a folder, a link to nothing, a pipe or a device)"
+        if os.path.lexists(path)
+        else ""
+    )
     return NotFoundError(
         f"there is no file {path}{other}.",
         code="not_found.object",
