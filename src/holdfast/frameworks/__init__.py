@@ -1,7 +1,7 @@
-"""Live framework objects <-> named tensors and values: one `Adapter` for each kind of object.
+"""The translation between live framework objects and named tensors and values: one `Adapter` per kind of object.
 
-Nothing else in holdfast knows what a module, an optimizer or a scheduler is. An adapter reads live objects and talks to
-a `Sink` when they are saved, to a `BindingSource` when they are loaded; ``holdfast.state`` implements both.
+Nothing else in holdfast knows modules, optimizers or schedulers. An adapter reads live objects and talks to a `Sink` in
+a save, and to a `BindingSource` in a load; ``holdfast.state`` implements both.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from holdfast.format.values import Node
 from holdfast.mapping.parts import StoredTensor
 from holdfast.plan.layout import Replicas
 
-#: Puts what was read into the live object and returns what belongs in its place: mostly the same object.
+#: Puts the loaded state into a live object, and returns the object that belongs in its place: mostly the same one.
 Finish = Callable[[], object]
 
 
 class NamedTensor(msgspec.Struct, frozen=True, gc=False):
-    """A live tensor, its name, and what is known of its copies on other ranks."""
+    """A live tensor, its name, and how its copies on other ranks relate to it."""
 
     name: str
     tensor: torch.Tensor
@@ -30,110 +30,114 @@ class NamedTensor(msgspec.Struct, frozen=True, gc=False):
 
 
 class Adapter(Protocol):
-    """How objects of one kind are saved and loaded. `holdfast.register_adapter` adds one from outside.
+    """An adapter: saves and loads objects of one kind. `holdfast.register_adapter` adds one from outside.
 
-    Its methods are called by the thread that saves or loads, on every rank, for one object after another. They gather
-    nothing and communicate with nobody: a rank describes what it holds itself.
+    The thread that saves or loads calls its methods, on every rank, for one object after another. They must not gather
+    or communicate: a rank describes only what it holds itself.
     """
 
     @property
     def needs_names(self) -> bool:
-        """Whether the objects name their state after tensors of other objects, as optimizers do: they come last."""
+        """Whether the names of the objects' state contain names of other objects' tensors, as those of optimizers do.
+        Such objects are described and bound last."""
 
     @property
     def is_divisible(self) -> bool:
-        """Whether ``select=`` may take a part of an object. Else its path stands for the whole object."""
+        """Whether ``select=`` may take a part of an object. If not, its path selects the whole object."""
 
     @property
     def spans_ranks(self) -> bool:
-        """Whether an object is what the job trains, of which each rank may hold a part: modules and optimizers. A load
-        into such objects is what a job goes on from; they do not belong into a `PerRank`."""
+        """Whether the job trains the objects, and each rank may hold a part of them, as of modules and optimizers. A
+        load into such objects makes the job continue from it; they do not belong into a `PerRank`."""
 
     def accepts(self, kind: type) -> bool:
-        """Whether objects of type `kind` are of this kind. Asked once for each type."""
+        """Whether the adapter handles objects of type `kind`. Called once for each type."""
 
     def describe(self, path: str, item: Any, sink: Sink) -> bool:
-        """Add what `item` at `path` holds to `sink`, by names below `path`. False where there is nothing to be added:
-        it says nothing of its state, or nothing of it is selected."""
+        """Add the state of `item` at `path` to `sink`, by names below `path`. Returns False where there is nothing to
+        add: the object does not tell its state, or no part of it is selected."""
 
     def bind(self, path: str, item: Any, source: BindingSource) -> Finish:
-        """Have the tensors of `item` filled from what is stored below `path`, and say how values are put in place.
+        """Bind the tensors of `item` to the stored ones below `path`, which fill them, and return the last step.
 
-        Changes nothing itself: the result does, when all tensors were filled, and returns what belongs at `path`.
+        Changes no object. Once all tensors are filled, the returned function puts the values in place, and returns the
+        object that belongs at `path`.
         """
 
 
 class Deferred(Protocol):
-    """A part of an object whose values were read, and whose names may come later, when training goes on already."""
+    """A part of an object whose values were read, and whose names may be made later, after training has gone on."""
 
     def slots(self) -> Iterable[object]:
-        """The live values of it that only steps of an optimizer change, tensors among them."""
+        """Its live values that only steps of an optimizer change, including tensors."""
 
     def describe(self, sink: Sink) -> None:
-        """Add it to `sink`."""
+        """Add the part to `sink`."""
 
 
 class Sink(Protocol):
-    """Where the state of objects goes when it is saved. Tensors are given, not copied: what copies them comes later."""
+    """The receiver of objects' state in a save. It takes tensors without copying them: another part copies them
+    later."""
 
     def named(self, tensor: torch.Tensor) -> NamedTensor | None:
-        """The entry of the state that is this very tensor object, by its canonical name."""
+        """The entry for this tensor object, with its canonical name; None if it is not in the state."""
 
     def wants(self, name: str) -> bool:
-        """Whether what has this name is saved: everything is, unless a selection says otherwise."""
+        """Whether the save includes the part with this name, as it does unless a selection excludes it."""
 
     def chosen(self, entries: Sequence[NamedTensor]) -> Sequence[NamedTensor]:
-        """Those of the entries that are saved. Optimizers find the names of all of them with `named`."""
+        """The entries that the save includes. Optimizers find the names of all entries with `named`."""
 
     def tensors(self, entries: Iterable[NamedTensor]) -> None:
         """Add tensors that need no nodes, because their owner finds them by name."""
 
     def unsteady(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Note which of the tensors something else than the step of an optimizer changes, too: a forward."""
+        """Note that these tensors are changed not only by steps of an optimizer, but also, say, by a forward."""
 
     def steps(self, optimizer: Optimizer, trained: Iterable[NamedTensor]) -> None:
         """Note that the steps of `optimizer`, and nothing else, change the `trained` tensors.
 
-        What nobody notes is copied before `save` returns, so it may change in any way.
+        All other tensors are copied before `save` returns, so they may change in any way.
         """
 
     def later(self, part: Deferred) -> None:
-        """Add a part when there is time: in the background, as long as nothing but a step can change its slots."""
+        """Add a part, in the background if nothing but a step can change its slots."""
 
     def tree(self, path: str, value: object, replicas: Replicas = "compare") -> None:
         """Add a value, a tensor, a `Piecewise`, or nested containers of them, with their nodes."""
 
     def whole(self, path: str, value: object) -> None:
-        """Add the same as the state of an object that takes it back as a whole."""
+        """Add a value as `tree` does, as the state of an object that takes it back as a whole."""
 
     def node(self, path: str, node: Node) -> None:
         """Add a node alone."""
 
 
 class BindingSource(Protocol):
-    """What live objects are bound to when they are loaded. Names are those of the checkpoint."""
+    """The checkpoint's side of a load, to which adapters bind live objects. Names are those of the checkpoint."""
 
     nodes: Mapping[str, Node]
-    #: Whether everything must be on both sides, and the same.
+    #: Whether both sides must have the same names and optimizer classes.
     is_strict: bool
 
     def named(self, tensor: torch.Tensor) -> NamedTensor | None:
-        """The entry of the live state that is this very tensor object, by its canonical name in the checkpoint."""
+        """The entry for this live tensor object, with its canonical name in the checkpoint; None if it has none."""
 
     def copies(self, name: str) -> Sequence[str]:
-        """Other names under which the live tensor of that name is stored, too: not tied then, but tied now."""
+        """Other names under which the live tensor `name` is stored too: it was not tied in the save, but is tied
+        now."""
 
     def require_equal(self, name: str, copy: str) -> None:
-        """Refuse the load when what is stored as `copy`, tensors or values, differs from what is stored as `name`."""
+        """Refuse the load if the tensors or values stored as `copy` differ from those stored as `name`."""
 
     def wants(self, name: str) -> bool:
-        """Whether what has this live name is loaded."""
+        """Whether the load includes the part with this live name."""
 
     def stored_below(self, path: str) -> Iterator[str]:
-        """Names below `path`: of tensors, of their aliases, of leaves that are values."""
+        """The names below `path`: of tensors, of their aliases, and of values."""
 
     def stored(self, name: str) -> StoredTensor | None:
-        """Dtype and shape of the stored tensor of that name; None where there is none."""
+        """The dtype and shape of the stored tensor `name`; None if there is none."""
 
     def memory(
         self,
@@ -144,14 +148,15 @@ class BindingSource(Protocol):
         device: torch.device,
         cast_to: torch.dtype | None = None,
     ) -> torch.Tensor:
-        """Memory for stored tensor `name`: `live` where it fits, else new, on `device`, in the stored dtype and shape.
+        """Memory for the stored tensor `name`: `live` if it fits, else new memory on `device`, in the stored dtype and
+        shape.
 
-        Where `like` has that shape, the memory is sharded and strided like it; else it is a plain tensor. It has the
-        dtype `cast_to` instead where the load may cast that tensor to it.
+        New memory is sharded and strided like `like` if that has the same shape; else it is a plain tensor. It has the
+        dtype `cast_to` instead if the load may cast that tensor to it.
         """
 
     def fill(self, entry: NamedTensor) -> None:
-        """Have a live tensor filled in place from the stored tensor of that name; without one, report it missing."""
+        """Fill a live tensor in place from the stored tensor of its name; if there is none, report it missing."""
 
     def live(self, path: str, item: object) -> Finish:
         """Bind a live item, as `Sink.tree` adds it: its tensors are filled in place, its values replaced."""
@@ -159,22 +164,25 @@ class BindingSource(Protocol):
     def opaque(
         self, path: str, memory: Callable[[str], torch.Tensor] | None = None, replicas: Replicas = "compare"
     ) -> Finish:
-        """Bind whatever is stored at `path`, its tensors in what `memory` gives for their names (default: CPU)."""
+        """Bind everything that is stored at `path`. `memory` returns the memory for a tensor's name (default: new
+        memory on the CPU)."""
 
     def restore(self, write: Callable[[object], object], state: Finish, *, is_random: bool) -> None:
-        """Have `write` called with what `state` gives, after containers and optimizers; of random generators last."""
+        """Call `write` with the result of `state` at the end of the load, after containers and optimizers; with
+        `is_random` after everything else."""
 
     def differs(self, path: str, here: str) -> None:
-        """Refuse the load: what is stored at `path` is of another kind than what is `here`, such as "an optimizer"."""
+        """Refuse the load: the stored object at `path` is of another kind than the live one, which `here` names, such
+        as "an optimizer"."""
 
     def refuse(self, code: str, path: str, text: str) -> None:
         """Refuse the load for another reason; `text` follows the path in the error."""
 
     def missing(self, name: str) -> None:
-        """Report a live name that the checkpoint lacks."""
+        """Report a live name that the checkpoint does not have."""
 
     def unfillable(self, name: str) -> None:
-        """Report a live tensor on the meta device that no checkpoint has."""
+        """Report a live tensor on the meta device that no checkpoint can have."""
 
     def mark(self, name: str) -> None:
         """Report a stored value as used."""

@@ -1,6 +1,6 @@
 """Types of other libraries that need more than the common protocols: one table, by the names of the types.
 
-Nothing is imported for it. A type is found under its own name or under that of a base.
+It imports none of these libraries. A type is found under its own name or that of a base class.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from holdfast.frameworks.random_generators import (
 
 @dataclass(frozen=True)
 class Wrapper:
-    """An object without state of its own: the object in `attribute` stands for it."""
+    """An object without state of its own: the object in `attribute` is saved and loaded in its place."""
 
     attribute: str
 
@@ -31,8 +31,8 @@ class Wrapper:
 class WholeObject:
     """An object whose whole state `read` returns and `write` puts back.
 
-    `is_random`: restored after everything else. `in_module`: of one inside a module, the part that belongs to the
-    module's state, beside its parameters, its buffers and the modules inside it.
+    With `is_random`, it is restored after everything else. `in_module` is for an object inside a module: it returns the
+    part that belongs to the module's state, beside its parameters, its buffers and the modules inside it, or None.
     """
 
     read: Callable[[Any], object]
@@ -48,10 +48,10 @@ class Transparent:
 
 @dataclass(frozen=True)
 class Refused:
-    """An object that cannot be saved as it is: `problem` completes "it ...", `action` says what works instead.
+    """An object that cannot be saved: `problem` completes "it ...", `action` says what works instead.
 
-    `applies` says to which objects of the type. `is_local`: it concerns the module's own parameters, and not those of
-    modules below it.
+    `applies` tells whether an object of the type is refused. With `is_local`, only the module's own parameters are
+    refused, and not those of modules below it.
     """
 
     problem: str
@@ -65,25 +65,25 @@ KnownType = Wrapper | WholeObject | Transparent | Refused
 
 @lru_cache(maxsize=1024)
 def known_type(kind: type) -> KnownType | None:
-    """What is known of a type; None for most."""
+    """The table's entry for a type or one of its bases; None for most types."""
     names = ((base.__module__, base.__qualname__) for base in kind.__mro__)
     return next((_KNOWN_TYPES[name] for name in names if name in _KNOWN_TYPES), None)
 
 
 def type_of(item: object) -> type:
-    """The type of `item`, of any metaclass: mypy doubts that those can be hashed."""
+    """The type of `item`, in a form that mypy takes as hashable: it doubts that types of any metaclass are."""
     return type(item)
 
 
 def unwrapped(item: object) -> object:
-    """The object that stands for `item`: mostly `item` itself."""
+    """The object inside all wrappers around `item`: mostly `item` itself."""
     while isinstance(known := known_type(type_of(item)), Wrapper):
         item = getattr(item, known.attribute)
     return item
 
 
 def refusal_of(item: object) -> Refused | None:
-    """Why `item` cannot be saved as it is, and what works instead."""
+    """The refusal of `item`, which says why it cannot be saved and what works instead; None if it can be saved."""
     known = known_type(type_of(item))
     return known if isinstance(known, Refused) and known.applies(item) else None
 
@@ -131,7 +131,7 @@ _KNOWN_TYPES: dict[tuple[str, str], KnownType] = {
         for module, name, known in (
             ("core.optimizer", "LightningOptimizer", Wrapper("_optimizer")),
             ("utilities.types", "LRSchedulerConfig", Wrapper("scheduler")),
-            # Its state_dict leaves out the averages; the averaged model counts what went into them.
+            # Its state_dict leaves out the averages; the averaged model holds them and their count.
             ("callbacks.weight_averaging", "WeightAveraging", Wrapper("_average_model")),
             ("trainer.trainer", "Trainer", _LIGHTNING_TRAINER),
         )

@@ -1,7 +1,7 @@
 """torchmetrics: metrics, collections and trackers, with the metrics inside them.
 
-Wrappers of metrics and sums of metrics hold others, so the state of a metric is that of all metrics below it, by their
-names. torchmetrics itself writes only states that are persistent, and those of one metric at a time.
+Wrappers of metrics and sums of metrics hold other metrics, so the state of a metric contains those of all metrics below
+it, by name. torchmetrics itself writes only persistent states, and only those of one metric at a time.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def write_metric(metric: Any, state: Any) -> None:
 
 
 def read_own(metric: Any) -> dict[str, Any]:
-    """What a module's state has of a metric inside it, beside its buffers and the metrics inside it."""
+    """A metric's own state, without its buffers and the metrics inside it: its part in a module's state."""
     state = {"update_count": metric.update_count, "state": metric.metric_state}
     names = [name for kind in type(metric).__mro__ for name in _COUNTERS.get(kind.__name__, ())]
     return state | {"counters": {name: getattr(metric, name) for name in names}} if names else state
@@ -39,7 +39,7 @@ def read_own(metric: Any) -> dict[str, Any]:
 
 def write_own(metric: Any, state: Any) -> None:
     """The inverse of `read_own`."""
-    metric.reset()  # forgets a result that was computed before
+    metric.reset()  # drops the cached result
     metric._update_count = state["update_count"]  # noqa: SLF001 - torchmetrics has no other way to say it
     for name, value in (state["state"] | state.get("counters", {})).items():
         setattr(metric, name, _on(metric.device, value))
@@ -58,7 +58,7 @@ def write_collection(collection: Any, state: Any) -> None:
 
 def read_tracker(tracker: Any) -> list[dict[str, Any]]:
     """The state of each step of a tracker."""
-    _, *steps = tracker  # the first one is what each step begins as
+    _, *steps = tracker  # the first one is the template of each step
     return [read_collection(step) if hasattr(step, "compute_groups") else read_metric(step) for step in steps]
 
 
@@ -73,7 +73,7 @@ def write_tracker(tracker: Any, state: Any) -> None:
 
 
 def share_states(collection: Any) -> None:
-    """Have all members of a collection hold their state: within a group, only the first one is up to date."""
+    """Update the state of all members of a collection: within a group, only the first one is up to date."""
     _members(collection)
 
 
@@ -96,7 +96,7 @@ def _write_part(metric: Any, state: Any) -> None:
 
 
 def _inner(metric: Any) -> Iterator[tuple[str, Any]]:
-    """The metrics inside a metric, by their names. Collections are first told to share their states."""
+    """The metrics inside a metric, with their names. First makes collections share their states."""
     parts = list(metric.named_modules())[1:]
     for _, part in parts:
         if hasattr(part, "compute_groups"):

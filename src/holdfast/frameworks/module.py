@@ -1,8 +1,8 @@
 """torch.nn modules: parameters, persistent buffers and extra state under canonical names.
 
-The tree of modules is walked directly: ``state_dict()`` is slow and runs user hooks. What a direct walk could miss
-(modules that rewrite their own state dict) is refused. Wrappers are stripped by their type, so an attribute of the
-user's that happens to be called ``module`` keeps its name.
+This walks the tree of modules directly, because ``state_dict()`` is slow and runs user hooks. It refuses modules that
+rewrite their own state dict, whose state a direct walk could miss. Wrappers are stripped by their type, so a user's
+attribute that happens to be called ``module`` keeps its name.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from holdfast.plan.layout import Replicas
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
 
-# Wrapper types, by name: importing some of these modules takes seconds. The values are the attributes that hold what
-# is wrapped.
+# Wrapper types, by name: importing some of these modules takes seconds. The values are the attributes that hold the
+# wrapped module.
 _WRAPPERS = {
     ("torch.nn.parallel.distributed", "DistributedDataParallel"): "module",
     ("torch.nn.parallel.data_parallel", "DataParallel"): "module",
@@ -36,8 +36,8 @@ _WRAPPERS = {
     ("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "ActivationWrapper"): "_checkpoint_wrapped_module",
 }
 
-# Where torch defines state-dict hooks that leave the state as a direct walk finds it: FSDP2 re-shards (done here too),
-# activation checkpointing strips its prefix, spectral norm adds a version number.
+# Modules of torch that define harmless state-dict hooks, after which the state is still what a direct walk finds: FSDP2
+# re-shards (as this walk does), activation checkpointing strips its prefix, spectral norm adds a version number.
 _HARMLESS_HOOKS = frozenset(
     {
         "torch.distributed.fsdp._fully_shard._fsdp_param_group",
@@ -48,7 +48,7 @@ _HARMLESS_HOOKS = frozenset(
 
 
 class ModuleAdapter:
-    """Modules, of which a selection may take a part."""
+    """The adapter for modules. A selection may take a part of a module."""
 
     needs_names = False
     is_divisible = True
@@ -68,18 +68,18 @@ class ModuleAdapter:
 
 
 class _ModuleState(NamedTuple):
-    """What one module tree holds, under full names. `wants` says which of them are saved or loaded."""
+    """The state of one module tree under full names. `wants` says which names are saved or loaded."""
 
     wants: Callable[[str], bool]
     tensors: list[NamedTensor]
     extras: list[tuple[str, Description]]
-    #: Every module, and what its tensors' names start with.
+    #: Every module, with the prefix of its tensors' names.
     modules: list[tuple[str, nn.Module]]
 
 
 class _Traits(NamedTuple):
-    """Of a type of modules: the attribute that holds what it wraps, the method that makes its state dict another one,
-    whether it has extra state, whether it is DDP, and whether it is FSDP2."""
+    """The traits of a type of modules: the attribute that holds the module it wraps, the method by which it changes its
+    state dict, whether it has extra state, whether it is DDP, and whether it is FSDP2."""
 
     wrapped: str | None
     overrides: str | None
@@ -89,7 +89,7 @@ class _Traits(NamedTuple):
 
 
 def flatten_module(path: str, module: nn.Module, sink: Sink) -> bool:
-    """Add a module's parameters, persistent buffers and extra states to `sink`. False where it wants none of them.
+    """Add a module's parameters, persistent buffers and extra states to `sink`. Returns False if it wants none of them.
 
     FSDP2 modules are resharded first, as their ``state_dict()`` does. Raises `StateError`, code
     ``state.module_hooks``, for modules whose state a walk of parameters and buffers would miss.
@@ -105,14 +105,14 @@ def flatten_module(path: str, module: nn.Module, sink: Sink) -> bool:
         sink.tree(name, extra.read())
     embeddings = (owner for _, owner in state.modules if isinstance(owner, (nn.Embedding, nn.EmbeddingBag)))
     weights = (owner._parameters.get("weight") for owner in embeddings if owner.max_norm is not None)  # noqa: SLF001
-    sink.unsteady([weight for weight in weights if weight is not None])  # weight_norm and the like compute theirs
+    sink.unsteady([weight for weight in weights if weight is not None])  # with weight_norm and the like it is None
     return True
 
 
 def bind_module(path: str, module: nn.Module, source: BindingSource) -> Finish:
-    """Have a module's tensors filled in place; the result sets extra states and runs post-load hooks.
+    """Bind a module's tensors, which are filled in place; the result sets extra states and runs post-load hooks.
 
-    Where FSDP2 keeps shards padded, such a hook of its own takes over those that got memory.
+    Where FSDP2 keeps shards padded, its own post-load hook takes over the shards that got memory.
     """
     state = _read(path, module, source.wants)
     for entry in state.tensors:
@@ -141,7 +141,7 @@ def bind_module(path: str, module: nn.Module, source: BindingSource) -> Finish:
 
 
 def innermost(module: nn.Module) -> nn.Module:
-    """What is left of `module` without the wrappers around it: DDP, `torch.compile`, those of other libraries."""
+    """The module inside all wrappers around `module`: DDP, `torch.compile`, those of other libraries."""
     module = cast("nn.Module", unwrapped(module))
     inner = _traits(type_of(module)).wrapped
     return module if inner is None else innermost(cast("nn.Module", getattr(module, inner)))
@@ -154,7 +154,7 @@ def _read(path: str, module: nn.Module, wants: Callable[[str], bool]) -> _Module
 
 
 def _walk(module: nn.Module, prefix: str, path: str, unsynced: frozenset[int] | None, state: _ModuleState) -> None:
-    """Add `module` and what is below. `unsynced`: inside DDP, the tensors that DDP leaves alone; else None.
+    """Add `module` and the modules below it. `unsynced` are the tensors that DDP ignores; None outside of DDP.
 
     `prefix` is escaped already: a component is escaped letter by letter, so its parts may be escaped one by one.
     """
@@ -164,7 +164,7 @@ def _walk(module: nn.Module, prefix: str, path: str, unsynced: frozenset[int] | 
     base = join(path, prefix)
     _refuse_hidden_state(module, traits, path, prefix, state.wants)
     if traits.shards:
-        # Between forward and backward there may be unsharded parameters in place, also in modules below.
+        # Between forward and backward, unsharded parameters may be in place, in modules below too.
         cast("FSDPModule", module).reshard()
     if traits.synchronizes:
         unsynced = _ignored(cast("nn.parallel.DistributedDataParallel", module))
@@ -189,7 +189,7 @@ def _walk(module: nn.Module, prefix: str, path: str, unsynced: frozenset[int] | 
 def _unstored_on_meta(module: nn.Module, stored: Collection[int]) -> Iterator[str]:
     """The names of a module's own tensors on the meta device that are not part of its state: all but the `stored` ones.
 
-    Not those that a hook computes before each forward, as weight_norm and spectral_norm do.
+    Leaves out tensors that a hook computes before each forward, as weight_norm and spectral_norm do.
     """
     computed = {getattr(hook, "name", None) for hook in module._forward_pre_hooks.values()}  # noqa: SLF001
     for name, item in chain(vars(module).items(), module._buffers.items()):  # noqa: SLF001
@@ -198,13 +198,13 @@ def _unstored_on_meta(module: nn.Module, stored: Collection[int]) -> Iterator[st
 
 
 def _entry(name: str, tensor: torch.Tensor, declared: Replicas, unsynced: frozenset[int] | None) -> NamedTensor:
-    """A tensor whose copies are as `declared` where DDP keeps them so."""
+    """The entry of a tensor. Its replicas are as `declared` if DDP keeps its copies equal, else they are compared."""
     synced = unsynced is not None and id(tensor) not in unsynced
     return NamedTensor(name, tensor, declared if synced else "compare")
 
 
 def _ignored(module: nn.parallel.DistributedDataParallel) -> frozenset[int]:
-    """Tensors that this DDP module neither broadcasts nor reduces."""
+    """The tensors that this DDP module neither broadcasts nor reduces."""
     names = module.parameters_to_ignore
     if not names:
         return frozenset()
@@ -213,7 +213,7 @@ def _ignored(module: nn.parallel.DistributedDataParallel) -> frozenset[int]:
 
 
 def _extra_of(module: nn.Module, path: str, traits: _Traits) -> Description | None:
-    """What a module keeps beside its parameters and buffers; None for most."""
+    """The state that a module has beside its parameters and buffers; None for most modules."""
     known = known_type(type_of(module))
     if isinstance(known, WholeObject):
         own = known.in_module(module)
@@ -235,9 +235,10 @@ def _extra_of(module: nn.Module, path: str, traits: _Traits) -> Description | No
 def _refuse_hidden_state(
     module: nn.Module, traits: _Traits, path: str, prefix: str, wants: Callable[[str], bool]
 ) -> None:
-    """Refuse a module that gives another state dict than its parameters, buffers and extra state.
+    """Refuse a module whose state dict is not just its parameters, buffers and extra state.
 
-    Where only its own part of the state dict is another one, it may stay in the state as long as that is not wanted.
+    If only the module's own part of the state dict differs, it may stay in the state as long as that part is not
+    wanted.
     """
     kind = type_of(module)
     known, refusal = known_type(kind), refusal_of(module)
@@ -273,7 +274,7 @@ def _refuse_hidden_state(
 
 @lru_cache(maxsize=1024)
 def _traits(kind: type) -> _Traits:
-    """What a walk must know about modules of type `kind`."""
+    """The traits of modules of type `kind` that a walk needs."""
     plain = ("_save_to_state_dict", "state_dict")
     fsdp = sys.modules.get("torch.distributed.fsdp")
     names = ((base.__module__, base.__qualname__) for base in kind.__mro__)

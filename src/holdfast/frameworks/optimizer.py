@@ -2,15 +2,15 @@
 
 Below an optimizer's path: ``state/<parameter name>/<slot>``, ``param_groups/<i>/<key>``, ``group_of/<parameter name
 as one component>`` (the group's index), ``shared/<key>`` for state that belongs to no parameter, and ``class``, the
-name of the optimizer's type without its module. Parameters are matched by name, so groups may be cut differently when
-loading. Checkpoints of the first development versions have no ``class``.
+name of the optimizer's type without its module. Parameters are matched by name, so a load may group them differently.
+Checkpoints of the first development versions have no ``class``.
 
-Ranks that hold different parameters (pipeline stages, experts) add up to one optimizer: ``state``, ``group_of`` and
-``param_groups`` list nothing, so they unite. One group lists its keys, so that ranks with the same group must agree on
-all of its hyper-parameters.
+Ranks that hold different parameters (pipeline stages, experts) add up to one optimizer: the nodes of ``state``,
+``group_of`` and ``param_groups`` do not list their entries, so those of several ranks merge. The node of one group
+lists its keys, so that ranks with the same group must agree on all of its hyper-parameters.
 
-State is built from what is stored, in its stored dtype. ``Optimizer.load_state_dict`` is not used: it casts fp32 state
-of a bf16 parameter to bf16, and a fresh optimizer has no state to load into.
+A load builds the state from the stored slots, in their stored dtype. It does not use ``Optimizer.load_state_dict``,
+which casts fp32 state of a bf16 parameter to bf16, and cannot load into a fresh optimizer, which has no state.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from holdfast.frameworks.optimizer_saving import KeptGroups, flatten_optimizer, 
 
 
 class OptimizerAdapter:
-    """torch optimizers. Names are those of their parameters, so they come when all modules have been described."""
+    """The adapter for torch optimizers. Their names contain those of parameters, so they come after all modules."""
 
     needs_names = True
     is_divisible = False
@@ -35,7 +35,7 @@ class OptimizerAdapter:
         return issubclass(kind, Optimizer)
 
     def describe(self, path: str, item: Optimizer, sink: Sink) -> bool:
-        """As `Adapter.describe`. The slots that only steps change come `Sink.later`."""
+        """As `Adapter.describe`. Passes the slots that only steps change to `Sink.later`."""
         flatten_optimizer(path, item, sink)
         kept = read_slots(path, item, sink)
         sink.later(KeptGroups(kept))

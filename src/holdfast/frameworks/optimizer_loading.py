@@ -1,4 +1,4 @@
-"""An optimizer bound to what is stored; see ``holdfast.frameworks.optimizer``."""
+"""The binding of an optimizer to its stored state; see ``holdfast.frameworks.optimizer``."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 #: Optimizers of torch whose slots have other shapes than their parameter.
 _OTHER_SHAPES = (torch.optim.LBFGS, torch.optim.Adafactor)
-#: What schedulers of torch add to the groups of any optimizer.
+#: Keys that torch's schedulers add to the groups of any optimizer.
 _OF_SCHEDULERS = frozenset(("initial_lr", "swa_lr", "min_lr", "max_lr", "base_momentum", "max_momentum"))
 
 
@@ -36,13 +36,13 @@ def bind_optimizer(path: str, optimizer: Optimizer, source: BindingSource) -> Fi
     stored are dropped) and sets the hyper-parameters. ``optimizer.state``, the groups and every slot tensor that fits
     keep their identity. Raises `IncompatibleError`, code ``incompatible.groups``, when parameters of one live group
     come from groups with different hyper-parameters, ``incompatible.optimizer`` for LBFGS state that belongs to
-    another first parameter, and ``incompatible.optimizer_class`` for state of another class. A load that is not
-    strict takes that where both have the same slots and hyper-parameters, as Adam and AdamW do; flags that the live
-    class sets by itself stay.
+    another first parameter, and ``incompatible.optimizer_class`` for state of another class. A load that is not strict
+    accepts the state of another class if both have the same slots and hyper-parameters, as Adam and AdamW do; it keeps
+    the flags that the live class sets by itself.
 
-    State of a parameter that had another shape (``incompatible.slots``), and live groups that differ where the
-    checkpoint has one (``incompatible.groups``), are refused too; a load that is not strict has the state of such a
-    parameter begin anew, and such groups take what is stored.
+    A strict load also refuses the state of a parameter that had another shape (``incompatible.slots``), and live groups
+    that differ from each other but come from one stored group (``incompatible.groups``). A load that is not strict does
+    not load the state of such a parameter, and gives such groups the stored hyper-parameters.
     """
     saved = _read_saved(path, source)
     own = _own_flags(optimizer) if _is_other_class(path, optimizer, saved, source) else frozenset[str]()
@@ -91,8 +91,8 @@ def bind_optimizer(path: str, optimizer: Optimizer, source: BindingSource) -> Fi
 
 
 class _Saved(NamedTuple):
-    """An optimizer in the checkpoint: the name of its class, None where it was not recorded; the group of each
-    parameter; the components of its slots, of shared state, and of the hyper-parameters of all groups."""
+    """An optimizer in the checkpoint: the name of its class (None if not recorded), the group of each parameter, the
+    slots of each, and the components of the shared state and of the hyper-parameters of all groups."""
 
     kind: str | None
     group_of: dict[str, int]
@@ -132,9 +132,9 @@ def _read_saved(path: str, source: BindingSource) -> _Saved:
 
 
 def _is_other_class(path: str, optimizer: Optimizer, saved: _Saved, source: BindingSource) -> bool:
-    """Whether an optimizer of another class was saved whose state this one can take.
+    """Whether the saved optimizer is of another class whose state this one can take.
 
-    Raises `IncompatibleError`, code ``incompatible.optimizer_class``, when it cannot, or the load is strict.
+    Raises `IncompatibleError`, code ``incompatible.optimizer_class``, if it cannot take it, or the load is strict.
     """
     kind, name = type(optimizer).__name__, join(path, "class")
     foreign = _foreign(optimizer, saved)
@@ -148,11 +148,11 @@ def _is_other_class(path: str, optimizer: Optimizer, saved: _Saved, source: Bind
 
 
 def _foreign(optimizer: Optimizer, saved: _Saved) -> list[str]:
-    """How stored state is foreign to an optimizer, in lines.
+    """Lines that say why stored state is foreign to an optimizer; empty if it is not.
 
-    Another class must have the same hyper-parameters. Of the same class, or where none was recorded, versions and users
-    add some; only if each side has several that the other lacks, two classes have one name. Options add slots, so it
-    counts when each side has some that the other lacks.
+    Another class must have the same hyper-parameters. For the same class, or one that was not recorded, versions and
+    users add some, so only several on each side that the other lacks show that two classes have one name. Options add
+    slots, so slots are foreign only if each side has some that the other lacks.
     """
     kind = type(optimizer).__name__
     defaults = {component(key) for key in optimizer.defaults}
@@ -174,7 +174,8 @@ def _list(names: Iterable[str]) -> str:
 
 
 def _own_flags(optimizer: Optimizer) -> frozenset[str]:
-    """Flags in the groups that the class sets by itself: its constructor does not take them. They say what it is."""
+    """The flags in the groups that the class sets by itself, since its constructor does not take them. They belong to
+    the class and are not loaded from another one."""
     parameters = inspect.signature(type(optimizer)).parameters
     if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values()):
         return frozenset()
@@ -200,7 +201,7 @@ def _other_class(path: str, kind: str, saved: _Saved, foreign: list[str]) -> Inc
 def _match(
     path: str, index: int, group: Mapping[str, object], saved: _Saved, source: BindingSource
 ) -> Iterator[NamedTensor]:
-    """The group's parameters that the checkpoint has; the others are reported missing."""
+    """The group's parameters that the checkpoint has. Reports the others as missing."""
     for entry in named_parameters(path, index, group, source):
         name = join(path, "group_of", component(entry.name))
         if entry.name in saved.group_of:
@@ -211,7 +212,7 @@ def _match(
 
 
 def _require_equal_copies(path: str, parameter: str, saved: _Saved, source: BindingSource) -> None:
-    """What is stored for a parameter under its other names, too, must be what it gets."""
+    """Require that slots stored for a parameter under its other names are equal to those that it gets."""
     state = join(path, "state")
     for copy in source.copies(parameter):
         if copy in saved.group_of:
@@ -221,7 +222,8 @@ def _require_equal_copies(path: str, parameter: str, saved: _Saved, source: Bind
 
 
 def _check_holder(path: str, saved: _Saved, found: Sequence[NamedTensor]) -> None:
-    """LBFGS keeps all its state under its first parameter, and would ignore what is stored under another one."""
+    """Raise if the stored state belongs to another parameter than the first one: LBFGS keeps all its state under its
+    first parameter, and ignores state under any other."""
     holders = [name for name, slots in saved.slots.items() if slots]
     if found and holders and found[0].name not in holders:
         raise IncompatibleError(
@@ -236,8 +238,9 @@ def _check_holder(path: str, saved: _Saved, found: Sequence[NamedTensor]) -> Non
 def _fitting(
     path: str, optimizer: Optimizer, found: Sequence[NamedTensor], saved: _Saved, source: BindingSource
 ) -> Sequence[NamedTensor]:
-    """Those of the parameters whose stored state is of the shape that they have here: torch would work with any other
-    as it is, and fused steps write behind the end of what is shorter. The others are refused, or reported missing."""
+    """The parameters whose stored state fits the shape that they have here. Refuses the others, or reports their state
+    as missing: torch would use state of another shape without a check, and fused steps would write beyond the end of a
+    shorter slot."""
     shapes = ((entry, _stored_shape(path, optimizer, entry, saved, source)) for entry in found)
     others: dict[str, Shape | None] = {
         entry.name: shape for entry, shape in shapes if shape not in (None, tuple(entry.tensor.shape))
@@ -261,20 +264,20 @@ def _fitting(
 def _stored_shape(
     path: str, optimizer: Optimizer, parameter: NamedTensor, saved: _Saved, source: BindingSource
 ) -> Shape | None:
-    """The shape that a parameter had when its state was saved; None where nothing tells."""
+    """The shape that a parameter had when its state was saved; None if it is unknown."""
     stored = source.stored(parameter.name)
     if stored is not None:
         return stored.shape
     if not type(optimizer).__module__.startswith("torch.optim.") or isinstance(optimizer, _OTHER_SHAPES):
         return None
-    # The parameter itself was not saved. What these optimizers keep for it has its shape, or is one number.
+    # The parameter itself was not saved. The slots of these optimizers have its shape, or are one number.
     names = (join(path, "state", parameter.name, slot) for slot in sorted(saved.slots[parameter.name]))
     shapes = (kept.shape for kept in map(source.stored, names) if kept is not None)
     return next((shape for shape in shapes if shape), None)
 
 
 def _check_alike(path: str, first: int, second: int, origin: int, optimizer: Optimizer) -> None:
-    """Two live groups that come from one stored group would both get its hyper-parameters: theirs must be the same."""
+    """Raise if two live groups that come from one stored group differ: both would get its hyper-parameters."""
     groups = (dict(hyper_parameters(optimizer.param_groups[index])) for index in (first, second))
     mine, theirs = ({key: value for key, value in group.items() if _is_plain(value)} for group in groups)
     differing = sorted(str(key) for key in mine.keys() & theirs.keys() if mine[key] != theirs[key])
@@ -289,7 +292,7 @@ def _check_alike(path: str, first: int, second: int, origin: int, optimizer: Opt
 
 
 def _is_plain(value: object) -> bool:
-    """Whether a hyper-parameter can be compared as it is."""
+    """Whether a hyper-parameter can be compared with ``==``."""
     if isinstance(value, tuple):
         return all(map(_is_plain, value))
     return isinstance(value, bool | int | float | str | None)
@@ -298,7 +301,8 @@ def _is_plain(value: object) -> bool:
 def _origin(
     path: str, index: int, group: Mapping[str, object], origins: list[int], saved: _Saved, source: BindingSource
 ) -> int | None:
-    """The stored group whose hyper-parameters a live group takes: its parameters' one; without parameters, by index."""
+    """The stored group whose hyper-parameters a live group takes: that of its parameters; for a group without
+    parameters, the one of its index."""
     if not origins:
         return None if group["params"] else _origin_of_empty(path, index, group, saved, source)
     first, *others = sorted(set(origins))
@@ -321,7 +325,8 @@ def _origin(
 def _origin_of_empty(
     path: str, index: int, group: Mapping[str, object], saved: _Saved, source: BindingSource
 ) -> int | None:
-    """The stored group of that index; where there is none, any one if all agree; else its keys are missing."""
+    """The stored group of that index; if there is none, the first one if all agree. Otherwise reports the group's keys
+    as missing, and returns None."""
     group_path = join(path, "param_groups", str(index))
     if group_path in source.nodes:
         return index
@@ -334,7 +339,8 @@ def _origin_of_empty(
 
 
 def _differing(path: str, first: int, other: int, source: BindingSource) -> list[str]:
-    """The hyper-parameters in which two stored groups differ, or which are tensors and so are not compared."""
+    """The hyper-parameters in which two stored groups differ; tensors count as different, because they are not
+    compared."""
     mine, theirs = (_hyper_nodes(join(path, "param_groups", str(index)), source) for index in (first, other))
     return sorted(
         key
@@ -362,7 +368,7 @@ def _bind_hyper(path: str, group: MutableMapping[str, object], own: Container[st
 
 
 def _flag(path: str, live: object, source: BindingSource) -> bool:
-    """A hyper-parameter as it will be after loading."""
+    """The value that a flag will have after the load."""
     node = source.nodes.get(path)
     return bool(node.value if isinstance(node, Plain) else live)
 
@@ -390,9 +396,9 @@ def _bind_slot(
     steps_on_device: bool,
     source: BindingSource,
 ) -> Finish:
-    """Bind one slot: to the live tensor where it fits, else to new memory of the stored dtype and shape.
+    """Bind one slot: to the live tensor if it fits, else to new memory of the stored dtype and shape.
 
-    Where the parameter is cast, a slot of the parameter's dtype is cast as well: torch takes both in one dtype only.
+    If the parameter is cast, a slot of the parameter's stored dtype is cast too: torch requires one dtype for both.
     """
 
     kept, owner = source.stored(name), source.stored(parameter.name)
@@ -420,10 +426,12 @@ def _bind_slot(
 
 
 def _factor_like(parameter: torch.Tensor, shape: torch.Size) -> torch.Tensor | None:
-    """How a slot of another shape than its parameter's is placed: a DTensor without memory; None for plain memory.
+    """The placement of a slot (a factor) whose shape differs from its parameter's, as a DTensor without memory; None
+    for plain memory.
 
-    An optimizer that computes on DTensors keeps DTensors, and the two kinds do not mix. A factor follows its parameter
-    along the axes that it has; along all others, and where that is not clear, it is replicated.
+    An optimizer that computes on DTensors keeps DTensors, and torch does not mix them with plain tensors. A factor is
+    divided as its parameter along the axes that they share. Along all others, and where the shared axes are not clear,
+    it is replicated.
     """
     module = sys.modules.get("torch.distributed.tensor")
     if module is None or not isinstance(parameter, module.DTensor) or not shape or shape == parameter.shape:
@@ -444,7 +452,8 @@ def _factor_like(parameter: torch.Tensor, shape: torch.Size) -> torch.Tensor | N
 
 
 def _shared_axes(whole: torch.Size, factor: torch.Size) -> dict[int, int]:
-    """The axes of a parameter that a factor has, and where: others were dropped or have one element."""
+    """The axes of a parameter that a factor shares, each with its position in the factor; the others were dropped or
+    have one element."""
     if len(factor) == len(whole):
         reduced = all(extent in (1, full) for extent, full in zip(factor, whole, strict=True))
         return {axis: axis for axis, extent in enumerate(factor) if extent == whole[axis]} if reduced else {}
@@ -454,7 +463,7 @@ def _shared_axes(whole: torch.Size, factor: torch.Size) -> dict[int, int]:
 
 
 def _moved(placement: Placement, axes: Mapping[int, int]) -> Placement:
-    """A parameter's placement as one of a factor that has its `axes`."""
+    """The placement of a factor for a parameter's `placement`; `axes` are the axes that they share."""
     types = sys.modules["torch.distributed.tensor.placement_types"]
     axis = axes.get(getattr(placement, "dim", -1))
     if axis is None:

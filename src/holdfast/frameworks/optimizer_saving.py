@@ -1,4 +1,4 @@
-"""What an optimizer holds, as names and values; see ``holdfast.frameworks.optimizer``."""
+"""The state of an optimizer as names and values; see ``holdfast.frameworks.optimizer``."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from holdfast.frameworks import BindingSource, NamedTensor, Sink
 from holdfast.frameworks.known_types import Transparent, known_type, refusal_of, type_of
 from holdfast.wording import kind_of
 
-# What a group holds to identify its parameters, not to drive them.
+# Keys of a group that identify its parameters; all others are hyper-parameters.
 _IDENTITY = ("params", "param_names")
 
 
 class Kept(NamedTuple):
-    """The structure of the optimizer at `path` when it was read: its parameters by group, and the slots that it kept
-    for each, by the id of that tensor. What it adds, drops or regroups later does not show here; the tensors are the
-    live ones. It is `Deferred`."""
+    """The structure of the optimizer at `path` when it was read: its parameters by group, and the slots of each, by the
+    id of the parameter. Later additions, removals and regroupings do not show here, but the tensors are the live ones.
+    It is `Deferred`."""
 
     path: str
     groups: list[list[NamedTensor]]
     kept: dict[int, dict[object, object]]
 
     def divided(self, ids: Container[int]) -> tuple[Kept, Kept]:
-        """The slots of the parameters with these ids, and all others."""
+        """Two parts of this object: with the slots of the parameters with these ids, and with all others."""
         chosen = {each: slots for each, slots in self.kept.items() if each in ids}
         others = {each: slots for each, slots in self.kept.items() if each not in ids}
         return self._replace(kept=chosen), self._replace(kept=others)
@@ -41,7 +41,7 @@ class Kept(NamedTuple):
         return chain.from_iterable(map(dict.values, self.kept.values()))
 
     def describe(self, sink: Sink) -> None:
-        """Add what the optimizer keeps for its parameters to `sink`."""
+        """Add the slots of the optimizer's parameters to `sink`."""
         state = join(self.path, "state")
         tensors: list[NamedTensor] = []
         for entry in chain.from_iterable(self.groups):
@@ -52,12 +52,12 @@ class Kept(NamedTuple):
 
 
 class KeptGroups(NamedTuple):
-    """The group of each parameter of what was `kept`. It is `Deferred`."""
+    """The group of each parameter in `kept`. It is `Deferred`."""
 
     kept: Kept
 
     def slots(self) -> Iterable[object]:
-        """As `Deferred.slots`: they were read."""
+        """As `Deferred.slots`: none, because the groups were read already."""
         return ()
 
     def describe(self, sink: Sink) -> None:
@@ -71,7 +71,7 @@ class KeptGroups(NamedTuple):
 
 def flatten_optimizer(path: str, optimizer: Optimizer, sink: Sink) -> None:
     """Add an optimizer's hyper-parameters, and state that belongs to no parameter, to `sink`, which must already know
-    the parameters. What `read_slots` returns adds the rest.
+    the parameters. The results of `read_slots` and `KeptGroups` add the rest.
 
     Raises `StateError`, code ``state.optimizer``, for an optimizer whose state is more than ``state`` and
     ``param_groups``.
@@ -89,10 +89,10 @@ def flatten_optimizer(path: str, optimizer: Optimizer, sink: Sink) -> None:
 
 
 def read_slots(path: str, optimizer: Optimizer, sink: Sink) -> Kept:
-    """Read which parameters an optimizer has, and what it keeps for each; adds nothing to `sink`.
+    """Read the parameters of an optimizer and the slots of each; adds nothing to `sink`.
 
-    Raises `StateError`: ``state.unnamed_parameter`` for a parameter that is no tensor of the state,
-    ``state.optimizer`` for slots that are no dict, or belong to a tensor that is in no group.
+    Raises `StateError`: ``state.unnamed_parameter`` for a parameter that is not a tensor of the state,
+    ``state.optimizer`` for slots that are not a dict, or belong to a tensor that is in no group.
     """
     groups = [named_parameters(path, index, group, sink) for index, group in enumerate(optimizer.param_groups)]
     grouped = {id(entry.tensor) for group in groups for entry in group}
@@ -106,7 +106,7 @@ def read_slots(path: str, optimizer: Optimizer, sink: Sink) -> Kept:
 
 
 def stepped(kept: Kept) -> list[NamedTensor]:
-    """The parameters that the next steps will change: those that are trained, and have a gradient or slots."""
+    """The parameters that the next steps will change: those that require a gradient, and have one or have slots."""
     slots = kept.kept
     return [
         entry
@@ -123,7 +123,7 @@ def is_replayed(optimizer: Optimizer) -> bool:
 def named_parameters(
     path: str, index: int, group: Mapping[str, object], owner: Sink | BindingSource
 ) -> list[NamedTensor]:
-    """The parameters of a group, by the names that `owner` has for them; `StateError` where one has none."""
+    """The parameters of a group with their names in `owner`; raises `StateError` if one has none."""
     parameters = cast("list[torch.Tensor]", group["params"])
     entries = list(map(owner.named, parameters))
     named = [entry for entry in entries if entry is not None]
@@ -133,19 +133,19 @@ def named_parameters(
 
 
 def hyper_parameters(group: Mapping[str, object]) -> list[tuple[str, object]]:
-    """What drives the parameters of a group, by key."""
+    """The hyper-parameters of a group, each with its key."""
     return [(key, value) for key, value in group.items() if key not in _IDENTITY]
 
 
 def _shared(optimizer: Optimizer) -> list[tuple[object, object]]:
-    """State under keys that are no tensors."""
+    """The state under keys that are not tensors."""
     state = cast("Mapping[object, object]", optimizer.state)
     return [(key, value) for key, value in state.items() if not isinstance(key, torch.Tensor)]
 
 
 def _flatten_hyper(path: str, group: Mapping[str, object], sink: Sink) -> None:
     values = {component(key, path=path): value for key, value in hyper_parameters(group)}
-    # An ordered table is never united with one of other keys, as dicts are.
+    # An ordered table is never merged with one of other keys, as dicts are.
     sink.node(path, TableNode("ordered", tuple(sorted(values))))
     for key, value in values.items():
         sink.tree(join(path, key), value)
@@ -162,7 +162,7 @@ def _flatten_slots(
             sink.tree(name, value, parameter.replicas)
 
 
-# Names are made once, and not by every save: of thousands, they would take most of a walk.
+# Cached, because making thousands of names again would take most of a walk.
 @lru_cache(maxsize=1 << 16, typed=True)
 def _slot_names(path: str, *keys: object) -> tuple[str, ...]:
     return tuple(f"{path}/{component(key, path=path)}" for key in keys)

@@ -1,6 +1,6 @@
-"""The random generators that code uses without naming one, and how the states of generators are written down.
+"""The process's global random generators, and the states of generators as plain values.
 
-States are plain values: each rank has its own, and a tensor for each rank would cost every rank a line of the manifest.
+Each rank has its own states, and a tensor for each would cost the manifest an entry per rank.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import torch
 
 
 class GeneratorStates(TypedDict):
-    """The states of a process's generators. `cuda` is by device, and empty where CUDA was not in use; `device` is the
-    one that was current."""
+    """The states of a process's generators. `cuda` has one state per device, and is empty if CUDA was not in use;
+    `device` is the device that was current."""
 
     python: dict[str, Any]
     numpy: dict[str, Any]
@@ -28,7 +28,7 @@ class RandomGenerators:
     """The generators of ``random``, ``numpy.random``, ``torch`` and ``torch.cuda`` that this process uses."""
 
     def read(self) -> GeneratorStates:
-        """Their states as of now. Does not start CUDA."""
+        """Read the generators' present states. Does not initialise CUDA."""
         uses_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         return GeneratorStates(
             python=read_python(random),
@@ -39,9 +39,9 @@ class RandomGenerators:
         )
 
     def write(self, states: GeneratorStates) -> None:
-        """Have them go on from `states`.
+        """Set the generators to `states`.
 
-        The device that is current goes on from the one that was, all others from the one of their number.
+        The current device gets the state of the device that was current, and every other one that of its number.
         """
         write_python(random, states["python"])
         write_numpy(np.random, states["numpy"])
@@ -52,13 +52,13 @@ class RandomGenerators:
             torch.cuda.set_rng_state(_tensor(states["cuda"][states["device"]]), torch.cuda.current_device())
 
     def reseed(self, rank: int) -> None:
-        """Seed all of them by where they are and by `rank`: differently on each."""
+        """Seed all generators from their present states and `rank`, so that each rank gets other seeds."""
         states = self.read()
         held = states["python"]["words"], states["numpy"]["words"], states["torch"], rank.to_bytes(8, "little")
         seed = hashlib.sha256(b"".join(held)).digest()
         random.seed(seed)
         np.random.seed(np.frombuffer(seed, "<u4"))  # noqa: NPY002 - the global generator is the legacy one
-        torch.manual_seed(int.from_bytes(seed[:8], "little"))  # CUDA's generators, too
+        torch.manual_seed(int.from_bytes(seed[:8], "little"))  # seeds CUDA's generators too
 
 
 def read_python(generator: Any) -> dict[str, Any]:

@@ -1,6 +1,7 @@
-"""Which adapter an object is saved and loaded by.
+"""The registry of adapters, which finds the adapter for an object.
 
-The registry is one per process, as types are: `save` and `load` are functions, and objects stand deep inside a state.
+There is one registry per process, as there is one of each type: `save` and `load` are functions, and objects lie deep
+inside a state.
 """
 
 from __future__ import annotations
@@ -17,16 +18,16 @@ from holdfast.frameworks.optimizer import OptimizerAdapter
 from holdfast.frameworks.stateful import StatefulAdapter, reading, writing
 from holdfast.wording import kind_of
 
-#: In the order in which they are asked. Replaced as a whole, so that other threads see all of it or none.
+#: In the order in which they are asked. Always replaced as a whole, so that other threads see a complete tuple.
 _adapters: tuple[Adapter, ...] = (ModuleAdapter(), OptimizerAdapter(), StatefulAdapter())
 
 
 def register_adapter(adapter: Adapter) -> None:
-    """Save and load objects of another kind with `adapter`, which says of which types they are.
+    """Save and load objects of another kind with `adapter`, whose `accepts` says which types it handles.
 
-    It is asked before the adapters that were registered earlier, and before holdfast's own. Tensors, containers,
-    values and types of `register_value` and `register_tensor` are no objects: no adapter is asked of those. Register it
-    in every process that saves or loads, before the first call. For any thread.
+    It is asked before the adapters that were registered earlier, and before holdfast's own. Adapters are not asked
+    about tensors, containers, values, and types of `register_value` and `register_tensor`. Register it in every process
+    that saves or loads, before the first call. Any thread may call this.
 
     Raises:
         ConfigurationError: `adapter` lacks a part of `holdfast.frameworks.Adapter` (code ``config.adapter``).
@@ -45,21 +46,21 @@ def register_adapter(adapter: Adapter) -> None:
 
 
 def adapter_of(item: object) -> Adapter | None:
-    """The adapter of an object; None for what is no object of any kind that is known."""
+    """The adapter for an object; None if no adapter accepts its type."""
     return _adapter_of_type(type_of(item))
 
 
 @contextmanager
 def describing(path: str, adapter: Adapter) -> Iterator[None]:
-    """A ``with`` block in which `adapter` describes the object at `path`: what code of others raises is a `StateError`,
-    code ``state.object``, which names it."""
+    """A ``with`` block in which `adapter` describes the object at `path`. Turns any error of an adapter that is not
+    holdfast's own into a `StateError`, code ``state.object``, which names the object."""
     with nullcontext() if _is_ours(adapter) else reading(path, _name(adapter)):
         yield
 
 
 def bound(path: str, adapter: Adapter, item: object, source: BindingSource) -> Finish:
-    """What `adapter` binds `item` at `path` to. What code of others raises, then or when it puts values in place, is an
-    `IncompatibleError`, code ``incompatible.object``, which names it."""
+    """The result of `adapter.bind` for `item` at `path`. Turns any error of an adapter that is not holdfast's own, in
+    `bind` or in its result, into an `IncompatibleError`, code ``incompatible.object``, which names the object."""
     if _is_ours(adapter):
         return adapter.bind(path, item, source)
     with writing(path, _name(adapter)):

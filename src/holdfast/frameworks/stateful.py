@@ -1,7 +1,7 @@
 """Objects that describe themselves: anything with ``state_dict()`` and ``load_state_dict(state)``, and known types.
 
-Learning-rate schedulers, gradient scalers, data loaders, samplers, generators of numpy and Python, metrics. What they
-give is opaque: it is saved as it is and handed back whole.
+They are learning-rate schedulers, gradient scalers, data loaders, samplers, generators of numpy and Python, metrics.
+Their state is opaque: it is saved unchanged, and handed back as a whole.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from holdfast.frameworks import BindingSource, Finish, Sink
 from holdfast.frameworks.known_types import WholeObject, known_type, refusal_of, type_of
 from holdfast.wording import kind_of
 
-#: What is stored for an object whose ``state_dict()`` was empty.
+#: The node that is stored for an object whose ``state_dict()`` was empty.
 _NO_STATE: Final = Stateful(TableNode("dict", ()))
 
 
@@ -30,11 +30,12 @@ class SelfDescribing(Protocol):
         """The object's state."""
 
     def load_state_dict(self, state: object, /) -> object:
-        """Take over a state that `state_dict` gave."""
+        """Take over a state that `state_dict` returned."""
 
 
 class Description(NamedTuple):
-    """How to read and write the state of one object. `is_random`: it is written after everything else."""
+    """The functions that read and write the state of one object. With `is_random`, it is written after everything
+    else."""
 
     read: Callable[[], object]
     write: Callable[[object], object]
@@ -42,7 +43,7 @@ class Description(NamedTuple):
 
 
 class StatefulAdapter:
-    """Objects that describe themselves, and are no modules or optimizers."""
+    """The adapter for objects that describe themselves and are not modules or optimizers."""
 
     needs_names = False
     is_divisible = False
@@ -76,14 +77,14 @@ class StatefulAdapter:
 
 
 def is_described(kind: type) -> bool:
-    """Whether it is known how the state of objects of a type is read and written, whatever else they are."""
+    """Whether `kind` is a known type with functions of its own to read and write its state, even if it is a module."""
     return isinstance(known_type(kind), WholeObject)
 
 
 def description_of(path: str, item: object) -> Description:
-    """How the object at `path`, of a type that `StatefulAdapter` accepts, says its state.
+    """The description of the object at `path`, of a type that `StatefulAdapter` accepts.
 
-    Both functions raise `HoldfastError` for whatever the object's own code raises.
+    Both of its functions turn any error of the object's own code into a `HoldfastError`.
     """
     known = known_type(type_of(item))
     if isinstance(known, WholeObject):
@@ -93,7 +94,7 @@ def description_of(path: str, item: object) -> Description:
 
 
 def describe(path: str, item: object, known: WholeObject) -> Description:
-    """How the object at `path` says its state, of whose type this is `known`; see `description_of`."""
+    """The description of the object at `path` by the entry `known` of its type; see `description_of`."""
     return _named(
         path, item, lambda: known.read(item), lambda state: known.write(item, state), is_random=known.is_random
     )
@@ -105,9 +106,8 @@ def _describes_itself(kind: type) -> bool:
 
 @contextmanager
 def reading(path: str, what: str) -> Iterator[None]:
-    """Say where code of an object in the state failed while it was read; `what` names the code.
-
-    Raises `StateError`, code ``state.object``.
+    """A ``with`` block that reads the object at `path`. Turns an error of the object's code, which `what` names, into a
+    `StateError`, code ``state.object``.
     """
     try:
         yield
@@ -124,7 +124,8 @@ def reading(path: str, what: str) -> Iterator[None]:
 
 @contextmanager
 def writing(path: str, what: str) -> Iterator[None]:
-    """The same of what is loaded. Raises `IncompatibleError`, code ``incompatible.object``."""
+    """A ``with`` block that loads the object at `path`. Turns an error of the object's code, which `what` names, into
+    an `IncompatibleError`, code ``incompatible.object``."""
     try:
         yield
     except HoldfastError:
