@@ -8,7 +8,7 @@
 VENV := .venv
 export PYTHON TORCH_INDEX
 
-.PHONY: demo test test-slow test-frameworks test-gpu lint bench tables clean
+.PHONY: demo test test-slow test-frameworks test-gpu lint bench tables docs clean
 .NOTPARALLEL: # one pip at a time in one .venv
 
 demo: $(VENV)/peers.stamp
@@ -42,11 +42,15 @@ bench: $(VENV)/peers.stamp
 tables: $(VENV)/dev.stamp
 	$(VENV)/bin/python -m bench table
 
+# The guides and an API reference as a site, in site/index.html. What leads nowhere fails the build.
+docs: $(VENV)/dev.stamp
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet
+
 clean:
 	rm -rf $(VENV)
 
 $(VENV)/torch.stamp: constraints/core.txt
-$(VENV)/dev.stamp: $(VENV)/torch.stamp pyproject.toml constraints/dev.txt constraints/frameworks.txt
+$(VENV)/dev.stamp: $(VENV)/torch.stamp pyproject.toml constraints/dev.txt constraints/docs.txt constraints/frameworks.txt
 $(VENV)/peers.stamp: $(VENV)/torch.stamp pyproject.toml constraints/frameworks.txt constraints/peers.txt
 
 $(VENV)/%.stamp: tools/install

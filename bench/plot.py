@@ -11,9 +11,12 @@ from bench.results import MEASURES, LoadResult, Result, Summary
 
 _COLORS = ("#2f81f7", "#8b949e", "#c9ced6")
 _HEIGHT = 0.26
-#: matplotlib writes colours into each element; on a dark page these take their place.
+#: matplotlib writes colours into each element; where the reader prefers dark pages, these take their place. The
+#: background goes with them, for a page may be light for a reader who prefers dark ones.
 _STYLE = """<style>
+svg { background: #ffffff }
 @media (prefers-color-scheme: dark) {
+  svg { background: #0d1117 }
   text { fill: #e6edf3 !important }
   #limit path { stroke: #e6edf3 !important }
 }
