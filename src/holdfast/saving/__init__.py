@@ -1,8 +1,8 @@
-"""`save`: describe, plan, write, commit. Small messages only coordinate; storage alone decides.
+"""`save`: describe, plan, write, commit. Messages only coordinate; storage alone decides whether a checkpoint exists.
 
 1. *describe*: every rank sends digests of its layout, its values and its undeclared replicas.
-2. *plan*, where the last plan does not fit: one rank per distinct layout sends it, and rank 0 plans anew.
-3. *compare*, where the plan shows that ranks of different layouts hold one part undeclared, or where replicas are
+2. *plan*, if the last plan does not fit: one rank per distinct layout sends that layout, and rank 0 makes a new plan.
+3. *compare*, if the plan shows that ranks of different layouts hold one part without a declaration, or if replicas are
    known to differ: the ranks send digests of those tensors. In any case rank 0 then takes the next place of the run and
    publishes the manifest.
 4. *commit*: every rank derives its share from the manifest (once per plan) and writes its data file; rank 0 seals and
@@ -48,10 +48,10 @@ from holdfast.store.timed import TimedStore
 from holdfast.store.urls import open_store
 from holdfast.wording import count
 
-#: How long a save may go on at most to commit alone when ranks are gone.
+#: Time limit for the commit of a save by a single rank after other ranks are gone.
 _FINISH_LIMIT_S = 60.0
 
-#: What is remembered of the last save, per run and group.
+#: The last plan, per run and group.
 _known: dict[tuple[str, tuple[int, ...]], PlanCache] = {}
 
 
@@ -70,30 +70,30 @@ def save(
     """Save `state` into `run` and return when the checkpoint is committed and durable.
 
     Blocking and collective over `group` (default: all ranks of the job): every rank calls it with the same `run` and
-    `step`; one plain process is fine too. `step` is the number of the step that was finished last; a save after a load
-    that has no greater one than what was loaded is logged as a warning. `run` is created where nothing is. A run that
-    has a history must have been loaded from by this job, unless ``takeover=True``. `metrics` are recorded with the
-    commit. Extra memory is three buffers of 2 MiB. While layouts stay as they are, later saves exchange a few kilobytes
-    per rank and no plan.
+    `step`; one plain process may call it too. `step` is the number of the step that was finished last. A save after a
+    load logs a warning if its `step` is not greater than that of the loaded checkpoint. `save` creates `run` if it does
+    not exist. If it has a history, this job must have loaded from it, unless ``takeover=True``. `metrics` are recorded
+    with the commit. Extra memory is three buffers of 2 MiB. While layouts do not change, later saves exchange a few
+    kilobytes per rank and no plan.
 
-    `select` are globs of names, as in `load`: only what they match is saved, such as the adapters of a model
-    (``"**lora_*"``), and nothing else is looked at. Optimizers, objects and values are selected by their own names; of
-    a list all entries are, or none. What was saved is loaded with the same `select`.
+    `select` are globs of names, as in `load`. Only the names that they match are saved, such as the adapters of a model
+    (``"**lora_*"``), and nothing else is read. Optimizers, objects and values are selected by their own names, and a
+    list with all its entries or none. Load such a checkpoint with the same `select`.
 
-    Plain tensors that several ranks hold under one name without declaring it (by DTensor, by DDP) are compared: all of
+    Plain tensors that several ranks hold under one name without a declaration (by DTensor or DDP) are compared: all of
     them at the first save and whenever a plan is made, a rotating share later. Copies that differ are an error at the
-    first save; later ``on_divergence="warn"`` logs a warning, one holder's copy is saved whole, and the checkpoint and
-    the report say which tensors these are.
+    first save. Later, with ``on_divergence="warn"``, `save` logs a warning and saves one holder's copy whole, and the
+    checkpoint and the report list these tensors.
 
-    On any error every rank raises, no part of the checkpoint becomes visible, and the head stays what it was; after a
-    load of an older checkpoint the head is the one that was loaded as soon as a save begins to write. One exception: if
+    On any error every rank raises, no part of the checkpoint becomes visible, and the head does not change. (After a
+    load of an older checkpoint, that checkpoint becomes the head as soon as a save begins to write.) One exception: if
     a rank dies when all data files are durable, the others commit them, and the error says so.
 
     Raises:
-        StateError: something in `state` cannot be saved truthfully, or ranks disagree about it.
+        StateError: a part of `state` cannot be saved truthfully, or ranks disagree about it.
         IncompatibleError: a glob of `select` matches nothing on any rank.
-        ConfigurationError: `run` is not a run, or holds a history that was not loaded.
-        StorageError: the store failed, or did not answer within nine tenths of `timeout_s`; names the path.
+        ConfigurationError: `run` is not a run, or has a history from which this job has not loaded.
+        StorageError: the store failed, or did not answer within nine tenths of `timeout_s`; the error names the path.
         DeadlineError: ranks named in the message did not answer within `timeout_s`.
         FencedError: another job opened a newer epoch of the run.
     """
@@ -116,7 +116,8 @@ def save(
 
 
 def whole(step: object) -> int:
-    """A step as it is recorded, of numpy's integers too. Raises `ValueError` for what is no step."""
+    """Convert a step, which may be one of numpy's integers, to the int that is recorded. Raises `ValueError` for
+    anything that is not a step."""
     number = operator.index(step) if isinstance(step, SupportsIndex) and not isinstance(step, bool) else -1
     if not 0 <= number < 1 << 63:
         raise ValueError(f"step is a whole number from 0 on, of 63 bits at most, not {step!r}")
@@ -124,7 +125,8 @@ def whole(step: object) -> int:
 
 
 def numbers_of(metrics: Mapping[str, SupportsFloat]) -> dict[str, float]:
-    """`metrics` as they are recorded. Raises `TypeError` or `ValueError` for what is no metric."""
+    """Convert `metrics` to the floats that are recorded. Raises `TypeError` or `ValueError` for anything that is not a
+    metric."""
     if not isinstance(metrics, Mapping):
         raise TypeError(f"metrics are a dict of numbers, not {metrics!r}")
     for name, value in metrics.items():
@@ -140,11 +142,11 @@ def _number_of(name: str, value: SupportsFloat) -> float:
         return float(value)
     if value.numel() != 1 or value.is_complex() or value.is_meta:
         raise ValueError(f"a metric is one number, not a tensor of shape {tuple(value.shape)}, {value.dtype}: {name!r}")
-    return float(value.detach())  # torch warns of a number with a gradient
+    return float(value.detach())  # torch warns about the conversion of a number with a gradient
 
 
 def run_location(run: str | os.PathLike[str] | Location) -> Location:
-    """Where the run is that `run` names, which must not be one checkpoint of it."""
+    """The location of the run that `run` names. Raises `ConfigurationError` if it names one checkpoint."""
     target = parse(run)
     if target.step is not None or target.place is not None:
         raise ConfigurationError(
@@ -158,7 +160,7 @@ def run_location(run: str | os.PathLike[str] | Location) -> Location:
 
 
 class _WrittenPart(NamedTuple):
-    """What one rank wrote: its data file, by its share in the plan."""
+    """One rank's part of a save: its share in the plan, and the data file that it wrote."""
 
     share: WriteAssignment
     written: Written
@@ -227,17 +229,18 @@ class _Saving:
         )
 
     def _commit(self, planned: Planned, written: Written | Exception) -> Commit:
-        """Have rank 0 commit. When ranks are gone, this one tries by itself; the error then says what came of it."""
+        """Let rank 0 commit. If ranks are gone, this rank tries to commit by itself, and the error says whether it
+        succeeded."""
         try:
             return self._channel.exchange(
                 "commit", written, self._placing.commit, self._deadline, takes=Written, gives=Commit
             )
         except HoldfastError as error:
             if isinstance(written, Written) and is_desertion(error):
-                # Without word from the store of the group, rank 0 counts as gone: it usually serves it.
+                # If the group's store does not answer, rank 0 counts as gone, because it usually serves that store.
                 absent = error.absent or (0,)
                 number, step = self._channel.rank, self._request.step
-                # The time of the save is over: this has some of its own.
+                # The deadline of the save has passed, so this has a time limit of its own.
                 limit_s = min(self._deadline.timeout_s, _FINISH_LIMIT_S)
                 with TimedStore(open_store(self._storage.location), timeout_s=limit_s) as storage:
                     error.message += " " + commit_after_rank_loss(storage, planned, step, number=number, absent=absent)

@@ -1,4 +1,4 @@
-"""What ranks tell each other in a save, once they have agreed on a plan."""
+"""The messages between ranks in a save after they have agreed on a plan."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from holdfast.format.records import Place
 
 
 class Planned(msgspec.Struct, frozen=True, tag="planned"):
-    """Which checkpoint is being written: the full `path` of its manifest on rank 0, and its digest.
+    """The checkpoint that the ranks are to write. `path` is the full path of its manifest on rank 0, and `nbytes` and
+    `digest` are the manifest's.
 
     `plan_id` names the plan; a rank that has taken part in it before knows its share already. `diverged` are the names
-    of tensors whose copies were found to differ.
+    of tensors whose copies differ.
     """
 
     path: str
@@ -27,7 +28,7 @@ class Planned(msgspec.Struct, frozen=True, tag="planned"):
     diverged: tuple[str, ...]
 
 
-#: What rank 0 sends until the plan is placed.
+#: The messages that rank 0 may send until the plan is placed, and the one that tells its place.
 ANSWERS: Final = Questions | Compare | Planned
 
 

@@ -1,8 +1,9 @@
-"""The end of a save in which a rank is gone: storage alone says whether the checkpoint is complete.
+"""The commit of a save in which a rank died: storage alone tells whether the checkpoint is complete.
 
-When a rank dies between its last byte and the commit, all that was saved is durable, and only nobody has said so.
-Every rank that is left looks, the lowest one at once and the others in turn, so that not thousands of them read the
-headers of thousands of files. That several finish at once is harmless: they write the same bytes.
+When a rank dies between its last byte and the commit, all data files are durable and only the commit is missing. So
+every remaining rank checks the files: the lowest one at once, the others in turn, so that thousands of ranks do not
+read the headers of thousands of files at the same time. It is safe for several ranks to commit at once, because they
+write the same bytes.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from holdfast.run.history import Run
 from holdfast.saving.messages import Planned
 from holdfast.store.base import Store
 
-#: A survivor gives each one before it so much time, and all of them together no more than so much.
+#: Time that a remaining rank gives to each remaining rank before it, and the limit of that wait in total.
 _TURN_S: Final = 2.0
 _MAX_WAIT_S: Final = 30.0
 _POLL_S: Final = 0.5
@@ -30,10 +31,11 @@ def is_desertion(error: HoldfastError) -> bool:
 
 
 def commit_after_rank_loss(storage: Store, planned: Planned, step: int, *, number: int, absent: Sequence[int]) -> str:
-    """Commit what `planned` says if all its data files are durable; returns a sentence that says what came of it.
+    """Commit the checkpoint of `planned` if all its data files are durable; returns a sentence about the outcome.
 
-    `number` is that of this rank, which wrote its part; `absent` are those that are gone, as far as known. Blocking:
-    waits up to 30 s for others to do it before it does the work itself. Never raises `HoldfastError`.
+    `number` is this rank's number in the group; it has written its data file. `absent` are the numbers of the ranks
+    known to be gone. Blocks: waits up to 30 s for other ranks to commit before it does so itself. Never raises
+    `HoldfastError`.
     """
     num_before = sum(other not in absent for other in range(number))
     try:

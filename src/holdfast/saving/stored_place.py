@@ -1,4 +1,4 @@
-"""What rank 0 does in a save when all ranks have agreed on a plan: publish the manifest, then seal and commit."""
+"""Rank 0's steps in a save after all ranks have agreed on a plan: publish the manifest, then seal and commit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from holdfast.saving.messages import Planned, Written
 
 
 class StoredPlace:
-    """A plan becomes a checkpoint in storage, written by `num_ranks` ranks."""
+    """The `Placing` of a save: it turns a plan into a checkpoint in storage, written by `num_ranks` ranks."""
 
     def __init__(self, request: SaveRequest, *, num_ranks: int) -> None:
         self._request = request
@@ -44,7 +44,11 @@ class StoredPlace:
         return self._planned
 
     def commit(self, written: list[Written]) -> Commit:
-        """Seal and commit: all data files are durable."""
+        """Seal and commit the checkpoint. Call it once all data files are durable; `written` has one entry per rank.
+
+        Raises:
+            FencedError: another job opened a newer epoch of the run.
+        """
         assert self._planned is not None
         assert self._run is not None
         manifest = fmt.decode(self._manifest, path=self._planned.folder)

@@ -1,4 +1,4 @@
-"""What one rank writes in a save: its share in the manifest that rank 0 published."""
+"""One rank's writes in a save: its share in the manifest that rank 0 published."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from holdfast.store.timed import TimedStore
 
 
 def share_in(storage: Store, planned: Planned, rank: int, remembered: WriteAssignment | None) -> WriteAssignment:
-    """The share of `rank`: as remembered where the plan is the same, else from the manifest in `storage`.
+    """The share of `rank`: the `remembered` one if the plan is the same, else from the manifest in `storage`.
 
     Raises:
-        StorageError: this rank does not see what rank 0 wrote.
+        StorageError: this rank does not see the manifest that rank 0 wrote.
     """
     if remembered is not None and remembered.plan_id == planned.plan_id:
         return remembered.again(checkpoint_id=planned.checkpoint_id)
@@ -44,7 +44,7 @@ def write_share(
     *,
     meter: Meter,
 ) -> Written:
-    """Write this rank's data file; durable when it returns. `values` are what its file holds."""
+    """Write this rank's data file, which is durable on return. `values` are the values that the file holds."""
     layout = share.layout
     if layout is None:
         return Written(-1, 0, "")
