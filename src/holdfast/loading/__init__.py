@@ -66,59 +66,62 @@ def load(
 ) -> LoadReport:
     """Fill `into` from a checkpoint, whatever layout it was saved from, and return when everything is in place.
 
-    Blocking and collective over `group` (default: the job); one plain process is fine too. `path` is a run (its head),
-    ``RUN@step=700``, ``RUN@3.12``, or a checkpoint folder. Tensors are filled in place and keep their identity, entries
-    of dicts and lists are replaced in place, tuples are rebuilt (``report.state`` is the whole tree), and an empty dict
-    takes all values of the stored one. Optimizer state
-    is built from the checkpoint in its saved dtype, for an optimizer of the class that was saved; without ``strict``
-    also for one with the same slots and hyper-parameters (Adam and AdamW). With ``strict`` every name must be on both
-    sides; without, what both have is loaded and the report lists the rest; that there is nothing, or no tensor of all
-    that the state has, is an error unless ``allow_empty=True``. ``verify=False`` skips the digests of tensor data.
+    Blocking and collective over `group` (default: the job); one plain process may call it too. `path` is a run (its
+    head), ``RUN@step=700``, ``RUN@3.12``, or a checkpoint folder. Tensors are filled in place and keep their identity.
+    Entries of dicts and lists are replaced in place, tuples are rebuilt (``report.state`` is the whole tree), and an
+    empty dict takes all values of the stored one. Optimizer state is built from the checkpoint in its saved dtype, for
+    an optimizer of the class that was saved; without ``strict`` also for one with the same slots and hyper-parameters
+    (Adam and AdamW). With ``strict``, both sides must have every name. Without it, `load` loads the names that both
+    sides have, and the report lists the others; it is an error if that loads nothing, or no tensor into a state with
+    tensors, unless ``allow_empty=True``. ``verify=False`` skips the digests of tensor data.
 
-    `select` are globs of live names: only what they match is loaded, and all else in `into` stays as it is. ``*``
-    stands for any text without ``/``, ``**`` for any text, and a glob that matches a container matches all that is in
-    it: ``"model"``, ``"model/layers.0.*"``. What matches a glob behind ``!`` is left out. Optimizers, objects with a
-    ``load_state_dict`` and lists of plain values are loaded as a whole, so they are selected by their own name.
+    `select` are globs of live names: only the names that they match are loaded, and the rest of `into` does not change.
+    ``*`` stands for any text without ``/``, ``**`` for any text, and a glob that matches a container matches all names
+    in it: ``"model"``, ``"model/layers.0.*"``. A glob after ``!`` excludes the names that it matches. Optimizers,
+    objects with a ``load_state_dict`` and lists of plain values are loaded as a whole, so select them by their own
+    name.
 
-    `mapping` says what the stored tensors become on the way, by rules of `holdfast.mapping`, in order; everything else
-    here concerns the names, shapes and dtypes after them. Nothing is copied for it.
+    `mapping` has rules of `holdfast.mapping` that change stored tensors on their way, in order; everything else here
+    concerns the names, shapes and dtypes after them. It copies nothing.
 
     `cast` says which live tensors may have another dtype than the stored ones: all (``True``), or those that globs
     match. Elements are cast as they arrive, as ``tensor.to`` does: floating ones to floating, complex ones to complex
-    and integers to wider integers; ``report.cast`` lists them. State of torch optimizers keeps its stored dtype.
+    and integers to wider integers; ``report.cast`` lists the tensors. State of torch optimizers keeps its stored dtype.
 
-    Tensors on the meta device get their memory here, in place, when it is known that all of it will be filled: on
-    `device`, or by default where their mesh is (DTensors, and whatever is in a state with DTensors), else where torch
-    makes new tensors. With ``strict`` nothing that is selected stays on meta: buffers that are not persistent, and
-    tensors that are plain attributes of modules, are no part of a checkpoint and have to be made before. All that stays
-    there is in ``report.on_meta``.
+    Tensors on the meta device get their memory here, in place, once it is certain that all of it will be filled: on
+    `device`, or by default on the device of the mesh (DTensors, and all other tensors of a state with DTensors), else
+    where torch makes new tensors. With ``strict``, no selected tensor stays on the meta device: buffers that are not
+    persistent, and tensors that are plain attributes of modules, are not part of a checkpoint, so make them before.
+    ``report.on_meta`` lists the tensors that stay there.
 
-    With ``fallback`` a checkpoint that turns out to be damaged or incomplete is passed over, on all ranks together, and
-    the next older one on its lineage is loaded instead; each is logged as a warning, and ``report.skipped`` says why.
-    Without, the error says which older one to load. Where tensors may stay as they are (``strict=False``, or a rule
-    that keeps elements), all data is read and checked before any of it goes into them, so it is read twice.
+    With ``fallback``, all ranks together skip a checkpoint that proves damaged or incomplete, and load the next older
+    one on its lineage instead; each is logged as a warning, and ``report.skipped`` says why. Without it, the error says
+    which older one to load. Where tensors may keep their contents (``strict=False``, or a rule that keeps elements),
+    all data is read and checked before any of it goes into them, so it is read twice.
 
-    A job continues a run from what it loaded when the load filled, whole, the very objects that it saves later, without
-    `select`, `mapping` or cast: the next save then opens an epoch that descends from there, and to load an older
-    checkpoint is a rollback. Any other load, of a teacher from the same run, say, only reads. ``continues=True`` says
-    that the next save into this run continues from here in any case, and ``continues=False`` that it does not. Where
-    only a part of what is saved was loaded, the save is refused until one of them is said.
+    A job continues a run from the checkpoint that it loaded if the load filled completely the same objects that it
+    saves later, without `select`, `mapping` or cast. Then the next save opens an epoch that descends from that
+    checkpoint, and a load of an older checkpoint is a rollback. Any other load only reads, for example that of a
+    teacher from the same run. ``continues=True`` makes the next save into this run continue from here in any case, and
+    ``continues=False`` prevents it. If only a part of the saved objects was loaded, the save is refused until you pass
+    one of the two.
 
-    Each byte is read once per node: what several of its ranks need goes through memory that they share, `memory_budget`
-    bytes per rank at most (6 MiB where a rank has no neighbours). With `bandwidths` of storage and network that favour
-    it (`Bandwidths.favour_exchange`), it is read once per job, and sent to the other nodes over TCP.
+    Each byte is read once per node: bytes that several of its ranks need go through memory that they share, with at
+    most `memory_budget` bytes per rank (6 MiB where a rank has no neighbours). If `bandwidths` of storage and network
+    favour it (`Bandwidths.favour_exchange`), each byte is read once per job, and sent to the other nodes over TCP.
 
     Names, dtypes and shapes are compared before anything is changed. An error after that leaves `into` partly filled,
     on every rank: load again, from this or another checkpoint, before using it.
 
     Raises:
-        NotFoundError: nothing is there; says what is near.
-        IncompatibleError: names, dtypes or shapes differ; lists them. Globs that match nothing
-            (``incompatible.select``, ``incompatible.cast``), rules that do not fit (``incompatible.mapping``), tensors
-            that would stay on the meta device (``incompatible.meta``).
-        StateError: tensors of `into` share memory, or could not be saved; names them.
+        NotFoundError: there is no such run or checkpoint; the error lists similar ones.
+        IncompatibleError: names, dtypes or shapes differ; the error lists them. Or globs match nothing
+            (``incompatible.select``, ``incompatible.cast``), rules do not fit (``incompatible.mapping``), or tensors
+            would stay on the meta device (``incompatible.meta``).
+        StateError: tensors of `into` share memory, or could not be saved; the error names them.
         ConfigurationError: `path` is a checkpoint's folder, outside any history, and ``continues=True``.
-        CorruptError: stored bytes are damaged; names the file and the tensors. With ``fallback``: of all checkpoints.
+        CorruptError: stored bytes are damaged; the error names the file and the tensors. With ``fallback``: no older
+            checkpoint is left either.
         StorageError, DeadlineError: as in `save`.
     """
     target = parse(path)
@@ -146,7 +149,8 @@ def load(
 
 
 class Options:
-    """How to load, checked. Globs remember what they matched, so they are made anew for each checkpoint."""
+    """The checked options of a load. Globs remember their matches, so `select` and `cast` make new ones for each
+    checkpoint."""
 
     def __init__(
         self,
@@ -185,20 +189,20 @@ class Options:
 
     @property
     def may_keep(self) -> bool:
-        """Whether tensors that are filled from one checkpoint may stay as they are, wholly or in part, with another."""
+        """Whether tensors that one checkpoint fills may keep contents, all or a part, in a load of another one."""
         return not self.strict or any(isinstance(rule, Pad) and rule.fill == "keep" for rule in self.mapping)
 
     def select(self) -> Globs | None:
-        """What is loaded; None for everything."""
+        """New globs of the names to load; None for everything."""
         return None if self._select is None else Globs(self._select)
 
     def cast(self) -> Globs | bool:
-        """What may be cast."""
+        """New globs of the tensors that may be cast, or whether all may."""
         return self._cast if isinstance(self._cast, bool) else Globs(self._cast)
 
 
 def _rules(mapping: Iterable[Rule]) -> tuple[Rule, ...]:
-    """The rules of a mapping. Raises `TypeError` for what is no list of them."""
+    """The rules of a mapping. Raises `TypeError` for anything but a list of rules."""
     if not isinstance(mapping, Iterable):
         raise TypeError(f"mapping is a list of rules of holdfast.mapping, not {mapping!r}")
     rules = tuple(mapping)
@@ -209,8 +213,8 @@ def _rules(mapping: Iterable[Rule]) -> tuple[Rule, ...]:
 
 
 class _Resolved(msgspec.Struct, frozen=True, array_like=True):
-    """Which checkpoint all ranks load: its place in the run (None for a folder outside any history) and its id, the
-    newest epoch of the run before it was looked up, and what was passed over."""
+    """The checkpoint that all ranks load: its place in the run (None for a folder outside any history) and its id, the
+    newest epoch of the run before the look-up, and the checkpoints that were skipped."""
 
     place: Place | None
     checkpoint_id: str
@@ -219,19 +223,20 @@ class _Resolved(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Opened(NamedTuple):
-    """A checkpoint to load, and the run that it is of; None outside any history."""
+    """A checkpoint to load, and its run; None for a checkpoint outside any history."""
 
     checkpoint: Checkpoint
     run: Run | None
 
     @staticmethod
     def of(located: Located) -> Opened:
-        """What was found by its path, opened."""
+        """Open the checkpoint that was found by its path."""
         return Opened(Checkpoint(located.sealed), located.run)
 
 
 class _BoundLoad(NamedTuple):
-    """What is loaded, what its mapping makes of it, how that meets the live state of one rank, and its names."""
+    """A checkpoint bound to the live state of one rank: the opened checkpoint, the binding, the table of its tensors
+    and values after the mapping, and the names that differ."""
 
     opened: Opened
     binding: Binding
@@ -256,7 +261,7 @@ class Loading:
         self._deadline = deadline
         self._options = options
         self._watch = Stopwatch()
-        #: What rank 0 has found.
+        #: The checkpoint that rank 0 has found; None on other ranks.
         self._located: Located | None = None
         #: Whether tensors that an older checkpoint does not fill may hold parts of a damaged one.
         self._is_mixed = False
@@ -299,8 +304,9 @@ class Loading:
         owners: Sequence[int] | None = None,
         in_memory: bool = False,
     ) -> LoadReport:
-        """Fill `into` from the checkpoint that `find` gives; `epoch` was the newest of its run before that. `owners`
-        are the ranks that alone can read each of its data files, which may be `in_memory`."""
+        """Fill `into` from the checkpoint that `find` returns; `epoch` was the newest epoch of its run before that.
+        `owners` gives for each data file the only rank that can read it. `in_memory` says that the data files are in
+        memory."""
         with self._watch.phase("match"):
             bound, names = self._match(into, find)
         checkpoint = bound.opened.checkpoint
@@ -321,7 +327,8 @@ class Loading:
         return self._report(bound, names, filling, cost, state, skipped)
 
     def _match(self, into: Mapping[str, object], find: Callable[[], Opened]) -> tuple[_BoundLoad, Names]:
-        """Bind `into` on all ranks and compare: return what this rank found, and the names that all ranks agreed on."""
+        """Bind `into` on all ranks and compare the names. Returns this rank's binding, and the names that differ on all
+        ranks together."""
         bound = attempt(lambda: self._bind(find(), into))
         names = self._channel.exchange(
             "match",
@@ -350,10 +357,10 @@ class Loading:
         return done(state)
 
     def _is_whole(self, bound: _BoundLoad, names: Names, filling: Filling) -> bool:
-        """Return True if all that is stored was loaded, as it was stored, into all that is live."""
+        """Whether everything stored was loaded unchanged, and everything live was filled."""
         if self._options.mapping or filling.cast or names.missing or names.unexpected:
             return False
-        # A selection may leave nothing out: what was saved with it is all there is.
+        # A selection may exclude nothing, as where the checkpoint was saved with the same one.
         return self._options.select() is None or bound.table.stored.keys() <= set(bound.binding.loaded)
 
     def _report(
@@ -401,7 +408,7 @@ class Loading:
         )
 
     def _note(self, opened: Opened, epoch: int | None, binding: Binding, state: object, *, is_whole: bool) -> None:
-        """Have this process remember which objects of `state` were filled, and from what."""
+        """Record for this process which objects of `state` were filled, and from which checkpoint."""
         (checkpoint, run), continues = opened, self._options.continues
         if run is None:
             load = Load(checkpoint.storage.resolved(), "", None, 0, continues, is_whole)
@@ -433,7 +440,7 @@ class Loading:
         return _BoundLoad(opened, binding, table, Names.of(binding, {"select": select, "cast": cast}))
 
     def _resolve(self, target: Selection, skipped: tuple[Skipped, ...]) -> _Resolved:
-        """Which checkpoint rank 0 found: a run's head may move while ranks look."""
+        """The checkpoint that rank 0 finds, for all ranks: a run's head may move, so each rank might find another."""
 
         def find(_: list[bytes]) -> _Resolved:
             located, passed = self._find(target, skipped)
@@ -457,7 +464,7 @@ class Loading:
         return resolve(target, self._storage), ()
 
     def _advice(self, target: Selection, skipped: tuple[Skipped, ...], action: str) -> str:
-        """What to do about a damaged checkpoint: which older one loads, as rank 0 finds."""
+        """The advice about a damaged checkpoint: the next older one that loads, which rank 0 looks for."""
 
         def look(_: list[bytes]) -> bytes:
             seal = resolve_sound(target, self._storage, skipped)[0].sealed.seal
@@ -467,7 +474,7 @@ class Loading:
         try:
             return self._channel.exchange("advice", b"", look, self._deadline).decode()
         except HoldfastError:
-            # There is none, or it cannot be found out; what went wrong before matters more.
+            # There is no older one, or the search failed; the error before that matters more.
             return action
 
     def _warn(self, skipped: Sequence[Skipped]) -> None:

@@ -28,11 +28,11 @@ from holdfast.wording import count
 
 @dataclass(frozen=True, repr=False)
 class LoadPlan:
-    """What a load would do on one rank, as far as this rank can tell alone.
+    """The outcome of a load on one rank, as far as this rank can predict it alone.
 
-    Names are as in `LoadReport`, but of this rank: another one may hold what is `unexpected` here. `unmatched` are
-    globs of ``select`` and ``cast`` that match no live name here. `read_nbytes` has for each data file the bytes of the
-    whole blocks that this rank needs some of; ranks of one node share the reading of what several of them need.
+    Names are as in `LoadReport`, but of this rank: another rank may hold names that are `unexpected` here. `unmatched`
+    are globs of ``select`` and ``cast`` that match no live name here. `read_nbytes` has for each data file the bytes of
+    the blocks that this rank needs, wholly or in part; the ranks of a node read a block only once that several need.
     """
 
     step: int
@@ -69,12 +69,12 @@ def plan_load(
     cast: bool | str | Sequence[str] | None = None,
     group: ProcessGroup | None = None,
 ) -> LoadPlan:
-    """Say what `load` would do with the same arguments on this rank. Nothing is loaded, and `into` stays as it is.
+    """Predict what `load` would do with the same arguments on this rank. Loads nothing, and does not change `into`.
 
-    Blocking, but not collective: any rank may call it, alone. Reads the records, the manifest and values, no tensors.
-    Takes memory for optimizer state that the live optimizers do not have yet, until it returns.
+    Blocking, but not collective: any rank may call it alone. Reads the records, the manifest and values, but no
+    tensors. Until it returns, it takes memory for optimizer state that the live optimizers do not have yet.
 
-    Raises as `load` does, except for names that are on one side only and globs that match nothing, which it lists.
+    Raises as `load` does, except for names that only one side has and globs that match nothing: it lists those.
     """
     checkpoint = Checkpoint(resolve(parse(path)).sealed)
     ranks = group_ranks(group)

@@ -1,4 +1,4 @@
-"""What a load fills: all that this rank's targets need, and the memory for it."""
+"""The filling of one rank's targets in a load."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def outside_inference_mode() -> Iterator[None]:
 
 
 class _Discarded:
-    """Takes elements, and keeps none."""
+    """Targets that discard all elements."""
 
     def put(self, want: int, at: Box, elements: npt.NDArray[Any]) -> None:
         pass
@@ -47,7 +47,8 @@ class _Discarded:
 
 
 class Filling:
-    """The wants of one rank's targets. `parts` has what tensors are made of that a mapping changed."""
+    """The filling of one rank's targets: the plan of its reads, and the last steps after them. `parts` has, for the
+    tensors that a mapping changed, the stored parts that they are made of."""
 
     def __init__(
         self, checkpoint: Checkpoint, binding: Binding, parts: Mapping[str, Parts], rank: int, deadline: Deadline
@@ -60,11 +61,11 @@ class Filling:
         self._wanted = Wanted()
 
     def plan(self) -> tuple[Sequence[ReadRequest], Targets]:
-        """What is to be read, and where it goes. Returns when no save is copying live state any more. Tensors on the
-        meta device get memory.
+        """The read requests, and the targets of their elements. First waits until no save is copying live state, and
+        gives memory to tensors on the meta device.
 
         Raises:
-            DeadlineError: a save went on copying until the deadline.
+            DeadlineError: a save was still copying at the deadline.
         """
         if not await_copies(timeout_s=self._deadline.remaining_s()):
             raise DeadlineError(
@@ -78,11 +79,13 @@ class Filling:
         return self._wanted.wants, self._wanted.targets
 
     def plan_check(self) -> tuple[Sequence[ReadRequest], Targets]:
-        """The same reads as `plan`, for a check of what is stored: nothing is changed."""
+        """The same read requests as `plan`, to check the stored bytes: the targets discard all elements, and nothing
+        changes."""
         return wanted(self._checkpoint, self._binding, self._parts, self._rank).wants, _Discarded()
 
     def finish(self) -> object:
-        """When all was read: set what is not stored to 0, and put the values in place; returns the whole tree."""
+        """Set memory for which nothing is stored to 0, and put the values in place; returns the whole tree. Call it
+        after everything was read."""
         with torch.inference_mode():
             for memory in self._wanted.zeros:
                 memory.zero_()
@@ -100,5 +103,5 @@ class Filling:
 
     @property
     def needed_nbytes(self) -> int:
-        """Bytes of all that is wanted, as it is stored."""
+        """The bytes of all elements that this rank needs, in their stored dtypes."""
         return self._wanted.targets.nbytes

@@ -1,4 +1,4 @@
-"""The names of a checkpoint and those of a live state, as all ranks together see them."""
+"""The comparison of a checkpoint's names with those of a live state, over all ranks."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from holdfast.state.meta import check_fillable
 
 
 class Names(msgspec.Struct, frozen=True, array_like=True):
-    """What one rank sees: names on one side only; tensors that stay on the meta device, and those of them that no
-    checkpoint has; globs that match no live name, each by the option that it was given with, with names that are near.
-    `missing_shapes` are those of missing tensors.
-    `num_loaded` counts the names that are loaded, `num_filled` and `num_lost` the live tensors that the checkpoint has,
-    and those that it lacks.
+    """The differences in names that one rank finds, or all ranks together: names that only one side has, tensors that
+    stay on the meta device (`on_meta`), and those of them that no checkpoint can have (`unfillable`).
+
+    `unmatched` has for each option its globs that match no live name, each with similar names. `missing_shapes` are the
+    shapes of missing tensors. `num_loaded` counts the names that are loaded, `num_filled` the live tensors that the
+    checkpoint has, and `num_lost` those that it does not have.
     """
 
     missing: tuple[str, ...]
@@ -37,7 +38,7 @@ class Names(msgspec.Struct, frozen=True, array_like=True):
 
     @staticmethod
     def of(binding: Binding, globs: Mapping[str, Globs | bool | None]) -> Names:
-        """What one rank found; `globs` are those of each option, which have been asked for all live names."""
+        """The names that one rank found; `globs` are those of each option, after a look-up of all live names."""
         unmatched = {option: given.unmatched() for option, given in globs.items() if isinstance(given, Globs)}
         missing, unexpected = tuple(binding.missing), tuple(binding.unexpected)
         return Names(
@@ -61,18 +62,19 @@ def compared(
     strict: bool,
     allow_empty: bool = False,
 ) -> Names:
-    """Names that some rank misses, and names that no rank expects; and what stays on the meta device on some rank.
+    """The names that some rank misses, the names that no rank expects, and the tensors that stay on the meta device on
+    some rank.
 
-    `stored` and `nodes` are what is loaded.
+    `stored` and `nodes` are the checkpoint's tensors and values, after a mapping.
 
     Raises:
-        IncompatibleError: with `strict`, there are such names, or tensors on meta that no checkpoint has; a glob
-            matches no live name of any rank; nothing is loaded, or no tensor of all that are there, and that is not
-            allowed with `allow_empty`.
+        IncompatibleError: with `strict`, there are such names, or tensors on the meta device that no checkpoint can
+            have; a glob matches no live name of any rank; without `allow_empty`, nothing is loaded, or no tensor into
+            a state with tensors.
     """
     missing = sorted(set().union(*(rank.missing for rank in ranks)))
     shared = set(ranks[0].unexpected).intersection(*(rank.unexpected for rank in ranks[1:]))
-    # Of what belongs to one rank alone, only that rank can say that it expects it.
+    # Only the rank to which a name belongs alone can expect it.
     own = {name for rank in ranks for name in rank.unexpected if own_part(name) is not None}
     unexpected = sorted(shared | own)
     for option in ranks[0].unmatched:
@@ -90,7 +92,7 @@ def compared(
 
 
 def _is_empty(ranks: Sequence[Names]) -> bool:
-    """Whether nothing is loaded, or only values into a state of tensors: most likely, names are misspelt."""
+    """Whether nothing is loaded, or only values into a state with tensors: then names are probably misspelt."""
     if any(rank.num_filled for rank in ranks):
         return False
     return any(rank.num_lost for rank in ranks) or not any(rank.num_loaded for rank in ranks)

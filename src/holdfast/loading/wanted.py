@@ -1,6 +1,6 @@
-"""What one rank needs of a checkpoint, and the memory that each part of it goes to.
+"""The parts of a checkpoint that one rank needs, and the memory that each of them fills.
 
-A function of the binding and the checkpoint alone: however the bytes are moved, these boxes go to these places.
+They follow from the binding and the checkpoint alone, and do not depend on how the bytes are moved.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from holdfast.state.targets import MemoryTargets
 
 @dataclass
 class Wanted:
-    """Boxes of stored tensors, and the memory of each in `targets`, under the number of the want.
+    """The needs of one rank: boxes of stored tensors (`wants`), and in `targets` the memory of each, by its number.
 
-    `zeros` is memory that is to be 0, because nothing is stored for it. `cast` are the tensors that are stored in
-    another dtype than they are held in. `owners` names the tensors that a mapping changed, by the wants' numbers.
+    `zeros` is memory to set to 0, because nothing is stored for it. `cast` are the tensors whose stored dtype differs
+    from the live one. `owners` maps numbers of wants to the names of the tensors that a mapping made of them.
     """
 
     wants: list[ReadRequest] = field(default_factory=list)
@@ -41,7 +41,8 @@ class Wanted:
 
 
 def wanted(checkpoint: Checkpoint, binding: Binding, parts: Mapping[str, Parts], rank: int) -> Wanted:
-    """What all targets of the binding need on `rank`. `parts` has what tensors are made of that a mapping changed."""
+    """The needs of all targets of the binding on `rank`. `parts` has, for the tensors that a mapping changed, the
+    stored parts that they are made of."""
     found, pieces = Wanted(), LocalPieces(rank)
     wants, targets, numbers, dtype_of = found.wants, found.targets, checkpoint.numbers, checkpoint.manifest.dtype
     for target in binding.targets:
@@ -62,7 +63,7 @@ def wanted(checkpoint: Checkpoint, binding: Binding, parts: Mapping[str, Parts],
 def _add_parts(
     found: Wanted, checkpoint: Checkpoint, target: BoundTensor, parts: Parts, box: Box, view: torch.Tensor
 ) -> None:
-    """Add what a held box of a tensor is made of."""
+    """Add the stored parts of which a held box of a tensor is made."""
     for part in parts:
         met = part.meet(box)
         if met is None:
@@ -80,7 +81,7 @@ def _add_parts(
 
 
 def _cast_from(stored: str, target: BoundTensor, found: Wanted) -> torch.dtype | None:
-    """The dtype that a target's elements are cast from; None where they are not."""
+    """The dtype that a target's elements are cast from; None if they are not cast."""
     if stored == target.local.layout.dtype:
         return None
     found.cast.add(target.source)
@@ -89,7 +90,8 @@ def _cast_from(stored: str, target: BoundTensor, found: Wanted) -> torch.dtype |
 
 
 def _as_stored(view: torch.Tensor, axes: tuple[int, ...]) -> torch.Tensor:
-    """Memory of a logical tensor with the axes of the stored one: its axis ``j`` is ``axes[j]``."""
+    """A view of a logical tensor's memory with the axes of the stored one, whose axis ``j`` is axis ``axes[j]`` of
+    `view`."""
     if axes == tuple(range(view.dim())):
         return view
     used = [axis for axis in axes if axis != NO_AXIS]
