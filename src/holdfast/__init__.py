@@ -115,7 +115,7 @@ __all__ = [
 
 def __getattr__(name: str) -> object:
     if name == "__version__":
-        # It takes 20 ms to import, and few ask.
+        # Imported here because it takes 20 ms, and few programs need it.
         from importlib.metadata import version
 
         return version("holdfast")

@@ -1,8 +1,8 @@
-"""`transfer`: from one live layout to another. A save whose files are the memory of its ranks, and a load of it.
+"""`transfer`: from one live layout to another. It is a save whose files are the memory of its ranks, and a load of it.
 
-1. *describe*, *plan*: as in a save. The manifest is told to all ranks, and stored nowhere; so are the values.
+1. *describe*, *plan*: as in a save. Rank 0 sends the manifest and the values to all ranks, and stores them nowhere.
 2. *match*: as in a load, for the target.
-3. *move*: as in a load whose data files can be read by the ranks that own them, and by no others.
+3. *move*: as in a load in which each data file can be read only by the rank that owns it.
 """
 
 from __future__ import annotations
@@ -52,28 +52,28 @@ def transfer(
     group: ProcessGroup | None = None,
     timeout_s: float = 600.0,
 ) -> TransferReport:
-    """Fill `target_state` from `source_state`, however each of them is laid out over the ranks, through no file.
+    """Fill `target_state` from `source_state` without files, whatever layouts the two have over the ranks.
 
     Blocking and collective over `group` (default: the job). A rank passes its part of both states, or None for a state
-    of which it holds nothing: the ranks of source and target may be the same, some the same, or others. When it
-    returns, all targets are filled, and the sources may be changed again. Extra memory is 16 MiB per rank; data between
-    ranks of one node goes through shared memory, and between nodes over TCP, once to each node that needs it.
+    of which it holds nothing: source and target may be on the same ranks, on other ranks, or overlap. On return, all
+    targets are filled, and the sources may be changed again. Extra memory is 16 MiB per rank; data between ranks of one
+    node goes through shared memory, and between nodes over TCP, once to each node that needs it.
 
     Names, dtypes and shapes must be the same on both sides, as in a strict `load`. The target is filled as in a load:
     tensors in place, entries of dicts and lists replaced in place, tuples rebuilt (``report.state``). `select` are
-    globs of names of the target: what they do not match is neither filled, nor needed in it.
+    globs of names of the target: names that they do not match are not filled, and the target need not have them.
 
     Plain tensors that several ranks hold under one name in the source are compared, as at a first `save`. While the
-    source keeps its layout, later transfers in the group make no new plan of it.
+    source keeps its layout, later transfers in the group make no new plan for it.
 
-    Source and target must not share memory, except where a rank holds one part of a tensor as both: that stays as it
-    is. Memory that one process shares with another is not recognised. An error after names were compared leaves targets
-    partly filled, on every rank; sources never change.
+    Source and target must not share memory, except where a rank passes the same part of a tensor in both: nothing is
+    done for that part. Memory that one process shares with another is not recognised. An error after the comparison of
+    names leaves targets partly filled, on every rank; sources never change.
 
     Raises:
-        StateError: a state could not be saved truthfully, ranks disagree about it, or tensors of the target have memory
-            in common, with each other or with the source (``state.overlap``).
-        IncompatibleError: names, dtypes or shapes differ; lists them. Globs that match nothing.
+        StateError: a state could not be saved truthfully, ranks disagree about it, or tensors of the target share
+            memory with each other or with the source (``state.overlap``).
+        IncompatibleError: names, dtypes or shapes differ; the error lists them. Or globs match nothing.
         DeadlineError: ranks named in the message died, or did not answer within `timeout_s`.
         StorageError: a network or the store of the process group failed.
     """
@@ -88,14 +88,14 @@ def transfer(
 
 @dataclass
 class _TransferSource:
-    """What a rank knows of the last transfer in a group: the plan of the source, and the checkpoint that it shows.
-    Holds for every transfer by one plan, and keeps no memory of a state alive."""
+    """A rank's memory of the last transfer in a group: the plan of the source, and the source as a checkpoint. It is
+    valid for every transfer by that plan, and keeps no memory of a state alive."""
 
     known: PlanCache
     checkpoint: Checkpoint | None = None
 
 
-#: By the ranks of a group.
+#: The last transfer's source, by the ranks of the group.
 _sources: dict[tuple[int, ...], _TransferSource] = {}
 
 
@@ -123,7 +123,7 @@ class _Transfer:
         self._watch = Stopwatch()
         self._source = _sources.setdefault(ranks, _TransferSource(PlanCache()))
         known = self._source.known
-        # Copies that are found to differ are always an error: which of them would be the published one?
+        # Copies that differ are always an error, since any choice of one to publish would be arbitrary.
         self._planner = Planner(Announcing(), ranks, known.memory, what="transfer", strict=True)
         self._planning = Planning(
             channel, deadline, self._rank, self._planner, known, self._watch, answers=ANSWERS, compares_all=True
@@ -161,7 +161,7 @@ class _Transfer:
     def _match(
         self, announced: Announced, flat: FlatState, target: Mapping[str, object], select: Globs | None
     ) -> _BoundTransfer:
-        """Learn the plan, show the data file of this rank, and match names. Changes no state."""
+        """Learn the plan, offer this rank's data file to the reading, and match names. Changes no state."""
         checkpoint, share = self._learn(announced)
         if share.layout is not None:
             self._show(checkpoint, share.layout, flat)
@@ -181,7 +181,7 @@ class _Transfer:
         return _BoundTransfer(checkpoint, binding, Filling(checkpoint, binding, {}, self._rank, self._deadline), names)
 
     def _learn(self, announced: Announced) -> tuple[Checkpoint, WriteAssignment]:
-        """The source as a checkpoint, and this rank's share in it: as known where the plan is the same."""
+        """The source as a checkpoint, and this rank's share in it: the known ones if the plan is the same."""
         checkpoint, share = self._source.checkpoint, self._source.known.share
         if checkpoint is None or share is None or share.plan_id != announced.plan_id:
             checkpoint = live_checkpoint(announced.manifest)
@@ -208,7 +208,7 @@ def _given(state: Mapping[str, object] | None) -> Mapping[str, object]:
 
 @contextmanager
 def _in_words_of_transfer() -> Iterator[None]:
-    """Say in errors about what differs what it is here."""
+    """A ``with`` block that words errors about differences in terms of a transfer: source and target."""
     try:
         yield
     except IncompatibleError as error:

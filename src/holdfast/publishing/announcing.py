@@ -1,4 +1,4 @@
-"""What rank 0 does in a transfer when all ranks have agreed on a plan: it tells all of them the manifest."""
+"""Rank 0's step in a transfer after all ranks have agreed on a plan: send the manifest to all of them."""
 
 from __future__ import annotations
 
@@ -14,22 +14,23 @@ from holdfast.plan.save import CheckpointIdentity
 
 
 class Announced(msgspec.Struct, frozen=True, tag="announced"):
-    """The plan: the manifest of the source (empty: all ranks know it), and the values that belong to all ranks."""
+    """The plan of a transfer: the manifest of the source (empty: all ranks know it), and the values that belong to all
+    ranks."""
 
     plan_id: str
     manifest: bytes
     values: bytes
 
 
-#: What rank 0 sends until the plan is placed.
+#: The messages that rank 0 may send until all ranks know the plan.
 ANSWERS: Final = Questions | Compare | Announced
 
 
 class Announcing:
-    """A plan has no place in any history, and is stored nowhere."""
+    """The `Placing` of a transfer: its plan gets no place in any history, and is stored nowhere."""
 
     def place(self, agreed: AgreedPlan) -> Announced:
-        """Tell what the plan is."""
+        """The message about the plan, with the manifest unless all ranks know it."""
         manifest, plan_id = b"", agreed.memory.plan_id
         if not agreed.is_known:
             identity = CheckpointIdentity(plan_id, "0" * 32, Place(1, 1), step=0, created=0.0, metrics={})

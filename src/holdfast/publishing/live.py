@@ -1,7 +1,7 @@
-"""A state in memory as a checkpoint: its manifest is on all ranks, each data file in the memory of one rank alone.
+"""A live state as a checkpoint: all ranks have its manifest, and each data file is in the memory of one rank alone.
 
-Nothing is copied to make it. A data file is the sources that a save would write it from, and has no digests: what is
-read from memory was not stored.
+Making it copies nothing. A data file consists of the sources from which a save would write it. It has no digests,
+because its bytes were never stored.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from holdfast.io.sources import BytesSource, JoinedSources, Source
 from holdfast.store.base import Bytes
 from holdfast.store.memory import FilesInMemory
 
-#: What messages call it.
+#: The name of the source in messages.
 NAME: Final = "the source of the transfer"
 _NO_DIGEST: Final = "0" * 32
 
 
 class LiveFile:
-    """A file of `nbytes` as a `FileReader`: `sources` one after another from `data_start` on, and zeros elsewhere."""
+    """The `FileReader` of a live data file of `nbytes`: `sources` one after another from `data_start` on, and zeros
+    elsewhere."""
 
     alignment = 1
     memory = None
@@ -38,7 +39,7 @@ class LiveFile:
         self._sources = JoinedSources(sources)
 
     def read_at(self, offset: int, out: Bytes) -> None:
-        """As `FileReader.read_at`; of sources, whole elements."""
+        """As `FileReader.read_at`; reads of sources must be of whole elements."""
         start = offset - self._data_start
         first, last = max(start, 0), min(start + len(out), self._sources.nbytes)
         out[: first - start] = 0
@@ -47,11 +48,11 @@ class LiveFile:
             self._sources.read_into(first, out[first - start : last - start])
 
     def close(self) -> None:
-        """Does nothing: the memory is the state's."""
+        """Do nothing: the memory belongs to the state."""
 
 
 def live_checkpoint(manifest: bytes) -> Checkpoint:
-    """The checkpoint that `manifest` describes; its data files are opened elsewhere."""
+    """The checkpoint that `manifest` describes; the transfer adds its data files elsewhere."""
     decoded = fmt.decode(manifest, path=NAME)
     body = decoded.body
     columns = Files(decoded).columns(np.arange(body.num_files), np.zeros(1, np.int64))

@@ -1,4 +1,4 @@
-"""Memory that is source and target at once: what is read would change while it is read."""
+"""The check that source and target share no memory: a source would change while it is read."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from holdfast.state.overlap import MemorySpan
 
 
 class _Named(NamedTuple):
-    """The memory of a tensor of the source or the target."""
+    """The memory span of a tensor of the source or the target."""
 
     span: MemorySpan
     name: str
@@ -23,10 +23,10 @@ class _Named(NamedTuple):
 
 
 def to_fill(sources: Mapping[str, LocalTensor], targets: Sequence[BoundTensor], rank: int) -> list[BoundTensor]:
-    """Those of `targets` that are to be filled: not those that are the very memory of the same part of their source.
+    """The `targets` to fill: all except those that share their memory with the same part of their source.
 
     Raises:
-        StateError: a target has memory in common with a source; code ``state.overlap``, names both.
+        StateError: another target shares memory with a source; code ``state.overlap``, and the error names both.
     """
     pieces = LocalPieces(rank)
     filled = [each for each in targets if not _is_same(sources.get(each.source), each.local, pieces)]
@@ -51,7 +51,7 @@ def _named(sources: Mapping[str, LocalTensor], targets: Sequence[BoundTensor]) -
 
 
 def _is_same(source: LocalTensor | None, target: LocalTensor, pieces: LocalPieces) -> bool:
-    """Whether a rank holds the same boxes of both, in the same memory."""
+    """Whether this rank holds the same boxes of both tensors, in the same memory."""
     if source is None or [view.data_ptr() for view in source.memory] != [view.data_ptr() for view in target.memory]:
         return False
     held, wanted = (pieces.of(local.layout, local.memory) for local in (source, target))
