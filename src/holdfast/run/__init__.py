@@ -1,1 +1,1 @@
-"""A run on storage: its paths, its epochs and commits, and what one process remembers of it."""
+"""A run on storage: its paths, its epochs and commits, and the memory that one process keeps of it."""

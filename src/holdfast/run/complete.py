@@ -1,8 +1,8 @@
-"""From data files to a commit: what may be sealed, and the one way to seal and commit it.
+"""From data files to a commit: the checks before sealing, and the one way to seal and commit a checkpoint.
 
-Seal and commit are functions of the manifest and of the data files. So whoever finds all files of a manifest present
-and sound may finish the checkpoint: the coordinator of the save, a rank that survives it, ``holdfast doctor`` days
-later. They all end in `seal_and_commit`, and write the same bytes however many of them there are.
+Seal and commit are functions of the manifest and of the data files. So any process that finds all files of a manifest
+present and sound may finish the checkpoint: the coordinator of the save, a surviving rank, ``holdfast doctor`` days
+later. They all call `seal_and_commit` in the end, and all write the same bytes, also at the same time.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from holdfast.store.base import Store
 
 @dataclass(frozen=True)
 class StoredManifest:
-    """The manifest of a checkpoint that may not be sealed: its folder's name, its bytes, and what they say."""
+    """The manifest of a checkpoint that may be unsealed: the name of its folder, its bytes, and their decoded form."""
 
     folder: str
     data: bytes
@@ -44,7 +44,7 @@ class StoredManifest:
 
 
 def read_manifest(run: Run, folder: str) -> StoredManifest:
-    """The manifest in ``checkpoints/<folder>`` of `run`.
+    """Read the manifest in ``checkpoints/<folder>`` of `run`.
 
     Raises:
         NotFoundError: there is none; code ``not_found.file``.
@@ -78,7 +78,7 @@ def read_manifest(run: Run, folder: str) -> StoredManifest:
 
 
 def missing_files(storage: Store, stored: StoredManifest) -> list[str]:
-    """Names of the data files that are not there (yet). One request."""
+    """Names of the data files that do not exist (yet). One request."""
     found = set(storage.list(f"{records.CHECKPOINTS}/{stored.folder}"))
     names = map(fmt.file_name, range(stored.manifest.body.num_files))
     return [name for name in names if name not in found]
@@ -87,9 +87,9 @@ def missing_files(storage: Store, stored: StoredManifest) -> list[str]:
 def check_files(
     run: Run, stored: StoredManifest, *, deep: bool, known: Mapping[int, FileSeal] = MappingProxyType({})
 ) -> tuple[FileSeal, ...]:
-    """What a seal has to say about the data files, all of which are there and sound.
+    """Check that all data files exist and are sound, and return their seals.
 
-    Compared are sizes and headers, byte for byte, but for the `known` files; with `deep` also all data with the
+    Compares sizes and headers, byte for byte, except for the `known` files; with `deep` also all data with the
     digests. Blocking; reads each header, and with `deep` everything, in bounded memory.
 
     Raises:
@@ -115,7 +115,7 @@ def check_files(
 
 
 def check_present(checkpoint: Checkpoint) -> None:
-    """Return only when all files of a sealed checkpoint are there and have the sealed sizes. One request per file.
+    """Check that all files of a sealed checkpoint exist and have the sealed sizes. One request per file.
 
     Raises:
         CorruptError: some are missing, or have another size; code ``corrupt.incomplete``.
@@ -134,11 +134,11 @@ def check_present(checkpoint: Checkpoint) -> None:
 
 
 def complete(run: Run, folder: str, *, deep: bool = True) -> Commit:
-    """Commit the checkpoint in ``checkpoints/<folder>``, sealing it first where that was not done; durable on return.
+    """Commit the checkpoint in ``checkpoints/<folder>``, after sealing it where it is unsealed; durable on return.
 
-    Blocking; reads all data files, without `deep` only their headers (enough for a rank that took part in the save:
-    files appear whole). It lands at its own place: it is the head only where no newer one is. Finishing again, or by
-    several at once, gives the same commit.
+    Blocking; reads all data files, or without `deep` only their headers (enough for a rank that took part in the save:
+    files appear whole). The commit lands at its own place: it is the head only where no newer one exists. Repeated and
+    concurrent calls give the same commit.
 
     Raises:
         NotFoundError: files are missing; names them; code ``not_found.file``.
@@ -151,20 +151,20 @@ def complete(run: Run, folder: str, *, deep: bool = True) -> Commit:
 def finish(
     run: Run, stored: StoredManifest, *, deep: bool, known: Mapping[int, FileSeal] = MappingProxyType({})
 ) -> Commit:
-    """As `complete`, for whoever has the manifest already, and has written the `known` files, by their numbers."""
+    """As `complete`, for a caller that has the manifest, and knows the seals of files it wrote (`known`, by number)."""
     if run.is_removed(stored.manifest.place):
         raise _given_up(run.storage.path(stored.key(fmt.NAME)), "removed", stored)
     return seal_and_commit(run, stored, check_files(run, stored, deep=deep, known=known))
 
 
 def seal_and_commit(run: Run, stored: StoredManifest, files: Sequence[FileSeal]) -> Commit:
-    """Seal and commit a checkpoint whose data files are durable and as `files` says; durable on return."""
+    """Seal and commit a checkpoint whose data files are durable and match `files`; durable on return."""
     seal, body = encode_seal(stored, files), stored.manifest.body
     key = stored.key(records.SEAL_NAME)
-    # The name of the seal is where finishing and giving up meet: one of them gets it, and the other stops here.
+    # A process that finishes the checkpoint and one that gives it up both create the seal's name: only one succeeds.
     if not run.storage.create(key, seal) and (found := run.storage.read(key)) != seal:
         raise _other_seal(run.storage.path(key), stored, found)
-    # Sealed before looked at: the seal's own folder is made anew where the checkpoint's was removed meanwhile.
+    # Seal before the check: where the folder was removed meanwhile, creating the seal has made the folder anew.
     _check_visible(run, stored)
     commit = Commit(
         place=stored.manifest.place,
@@ -182,21 +182,21 @@ def seal_and_commit(run: Run, stored: StoredManifest, files: Sequence[FileSeal])
 
 
 def encode_seal(stored: StoredManifest, files: Iterable[FileSeal]) -> bytes:
-    """The seal of a checkpoint whose data files are as `files` says."""
+    """The bytes of the seal of a checkpoint whose data files match `files`."""
     return records.encode(_seal(stored, files))
 
 
 def _check_visible(run: Run, stored: StoredManifest) -> None:
-    """Return only when this process sees all files; each was written by a process that said so."""
+    """Raise `StorageError` unless this process sees all files, which their writers have reported as written."""
     storage = run.storage
-    # On a network file system a listing may lag behind; a look at the name itself does not.
+    # On a network file system a listing may lag behind, but a request for the name itself does not.
     manifest = stored.manifest
     absent = [name for name in missing_files(storage, stored) if storage.nbytes(stored.key(name)) is None]
     if storage.nbytes(stored.key(fmt.NAME)) is None:
         absent.insert(0, fmt.NAME)
     if absent:
         path = storage.path(stored.key(absent[0]))
-        if run.is_removed(stored.manifest.place):  # somebody else finished it, and then it was removed
+        if run.is_removed(stored.manifest.place):  # another process finished it, and then it was removed
             raise _given_up(path, "removed", stored)
         writers = manifest.sequence(manifest.body.writers)
         rank = 0 if absent[0] == fmt.NAME else int(writers[[*map(fmt.file_name, range(len(writers)))].index(absent[0])])
@@ -210,7 +210,7 @@ def _check_visible(run: Run, stored: StoredManifest) -> None:
 
 
 def is_abandoned(seal: bytes) -> bool:
-    """Whether what stands in the place of a seal says that the checkpoint was given up."""
+    """Whether the bytes in the place of a seal are the record of a checkpoint that was given up."""
     try:
         records.decode(seal, Abandoned, path="")
     except CorruptError:
@@ -242,7 +242,7 @@ def _check_file(storage: Store, stored: StoredManifest, layout: FileLayout) -> F
     finally:
         reader.close()
     found = header.tobytes()
-    # Whatever the table says, the header must be the one that the manifest gives for it: that binds it to this file.
+    # The header must be the one that the manifest gives for the table: that binds the table to this file.
     table = container.parse_table(found[TABLE_OFFSET : TABLE_OFFSET + 2 * table_nbytes(layout.data_nbytes)])
     if len(table) != table_nbytes(layout.data_nbytes) or found != container.header(stored.manifest, layout, table):
         raise _unsound(path, "its header is not the one that the manifest demands", stored)

@@ -1,7 +1,7 @@
-"""What is not as it should be in a run, what that means, and what can be done about it.
+"""The doctor: it finds what is wrong in a run, says what that means, and offers remedies.
 
-Nothing is ever repaired by guessing: a checkpoint is finished when all of it is there, what nobody can finish may be
-removed, and of what was lost it is said where to get it from. Examining changes nothing.
+It never repairs by guessing. It finishes a checkpoint only when all of its files exist, removes only what nobody can
+finish, and for lost files says where to get them. `examine` changes nothing.
 """
 
 from __future__ import annotations
@@ -28,22 +28,26 @@ from holdfast.run.uncommitted import IN_PROGRESS_S, UNREADABLE, Remedy, RunRecor
 
 
 class Watch(Protocol):
-    """Follows the reading of a checkpoint."""
+    """A callback that follows the reading of a checkpoint, for a progress bar."""
 
     def __call__(self, place: Place, nbytes: int, /) -> AbstractContextManager[Callable[[int], None]]:
-        """For the time in which `nbytes` are read: gives what is told the bytes done since its last call."""
+        """A context for reading `nbytes` of the checkpoint at a place.
+
+        It gives a function that the doctor calls with the number of bytes read since the last call.
+        """
 
 
 def unwatched(_: Place, __: int, /) -> AbstractContextManager[Callable[[int], None]]:
-    """Nobody follows."""
+    """A `Watch` that shows nothing."""
     return nullcontext(lambda _: None)
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """One thing that is not as it should be.
+    """One finding of the doctor.
 
-    `code` is stable, `path` says where, `text` what it means and what to do. `remedy` is what `finish` or `remove` can
-    do about it; `folder` names the checkpoint's folder in ``checkpoints/``, where it is about one.
+    `code` is stable, `path` names the file or folder, `text` says what the finding means and what to do. `remedy` says
+    whether `finish` or `remove` helps. `folder` is the name of the checkpoint's folder in ``checkpoints/``, where the
+    finding concerns one.
     """
 
     code: str
@@ -54,11 +58,11 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 def examine(run: Run, *, deep: bool = False, watch: Watch = unwatched) -> list[Finding]:
-    """All findings of `run`; empty where everything is as it should be. Blocking; changes nothing.
+    """Find everything that is wrong in `run`; an empty list where nothing is. Blocking; changes nothing.
 
-    Reads all records, manifests, values and headers of data files, and looks at the names and sizes of all files; with
-    `deep` also every byte of every checkpoint, which `watch` follows for committed ones. A run that is
-    being written to may give findings that are gone a moment later.
+    Reads all records, manifests, values and headers of data files, and checks the names and sizes of all files; with
+    `deep` also every byte of every checkpoint, which `watch` follows for committed ones. While a job saves into the
+    run, findings may be gone a moment later.
     """
     known = RunRecords.of(run)
     return [
@@ -71,9 +75,11 @@ def examine(run: Run, *, deep: bool = False, watch: Watch = unwatched) -> list[F
 
 
 def finish(run: Run, finding: Finding) -> Commit:
-    """Do what the remedy ``finish`` of a finding is, and return the newest commit that it made visible: complete its
-    checkpoint, after reading all of it (see `complete`), or make a lost or damaged record of an epoch or of a commit
-    anew."""
+    """Apply the remedy ``finish`` of a finding, and return the newest commit that became visible.
+
+    That completes the finding's checkpoint, after reading all of it (see `complete`), or makes a lost or damaged record
+    of an epoch or of a commit anew. Raises `ConfigurationError`, code ``config.remedy``, for another remedy.
+    """
     if finding.remedy != "finish":
         raise _no_remedy(finding, "finish")
     name = finding.path.rpartition("/")[2]
@@ -87,10 +93,10 @@ def finish(run: Run, finding: Finding) -> Commit:
 
 
 def remove(run: Run, finding: Finding, *, force: bool = False) -> None:
-    """Delete what a finding with the remedy ``remove`` is about; durable on return.
+    """Apply the remedy ``remove`` of a finding: delete the checkpoint or file that it names; durable on return.
 
-    Looks again first: what is gone already is fine, and what the head or a commit needs is never deleted. What may be
-    in progress is deleted with `force` only: its writers then fail, and the head stays what it is.
+    Examines it again first: does nothing where it is gone already, and never deletes files that the head or a commit
+    needs. Deletes a save that may be in progress only with `force`: its writers then fail, and the head stays the same.
 
     Raises:
         ConfigurationError: there is another remedy, or none (``config.remedy``); or it is needed (``config.needed``).
@@ -108,7 +114,7 @@ def remove(run: Run, finding: Finding, *, force: bool = False) -> None:
 def _remove_folder(run: Run, finding: Finding, folder: str, *, force: bool) -> None:
     known = RunRecords.of(run)
     there = Uncommitted(run, known, folder)
-    # Damaged data is found again only by reading it again.
+    # Only another full read finds damaged data again.
     state = there.state(deep=finding.code == "folder.damaged")
     if state is None:
         return
@@ -129,7 +135,7 @@ def _is_removable(finding: Finding, *, force: bool) -> bool:
 
 
 def _names(run: Run) -> Iterator[Finding]:
-    """Names that nothing of a run has."""
+    """Names that do not belong to a run."""
     for folder in ("", CHECKPOINTS, EPOCHS, HISTORY):
         for name in run.storage.list(folder):
             if not _is_ours(folder, name):
@@ -148,7 +154,7 @@ def _is_ours(folder: str, name: str) -> bool:
 
 
 def _epochs(run: Run, known: RunRecords) -> Iterator[Finding]:
-    """Epoch records that are missing or bad, and commits that they refer to and that are missing."""
+    """Epoch records that are missing or damaged, and missing commits that epoch records refer to."""
     present = set(run.epochs())
     for number in range(1, known.newest + 1):
         path = run.storage.path(records.epoch_key(number))
@@ -199,7 +205,7 @@ def _damaged_commit(run: Run, known: RunRecords, place: Place, error: HoldfastEr
 
 
 def _commits(run: Run, known: RunRecords, *, deep: bool, watch: Watch) -> Iterator[Finding]:
-    """Commits whose record or checkpoint is not what it should be, and what else is in their folders."""
+    """Commits whose record is damaged, or whose checkpoint is damaged or incomplete."""
     for place, commit in sorted(known.commits.items(), reverse=True):
         if not isinstance(commit, Commit):
             yield _damaged_commit(run, known, place, commit)
@@ -230,7 +236,7 @@ def _lost(commit: Commit, path: str, what: str) -> Finding:
 
 
 def _folders(run: Run, known: RunRecords, *, deep: bool) -> Iterator[Finding]:
-    """Checkpoints that are not committed, and files in any checkpoint's folder that do not belong there."""
+    """Checkpoint folders without a commit, and files in any checkpoint's folder that do not belong there."""
     for folder in run.storage.list(CHECKPOINTS):
         if records.parse_folder(folder) is None:
             continue
@@ -245,7 +251,7 @@ def _folders(run: Run, known: RunRecords, *, deep: bool) -> Iterator[Finding]:
 
 
 def _leftovers(run: Run) -> Iterator[tuple[str, Finding]]:
-    """What was being written when its writer died, or is being written, each with its key."""
+    """Temporary files, of dead writers or of writers still at work, each with its key."""
     storage, root = run.storage, run.storage.path("x").removesuffix("/x")
     for folder in ("", CHECKPOINTS, EPOCHS, HISTORY, *(f"{CHECKPOINTS}/{name}" for name in storage.list(CHECKPOINTS))):
         names = storage.leftovers(folder)

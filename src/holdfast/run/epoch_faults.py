@@ -1,4 +1,4 @@
-"""What is wrong with the epoch records of a run, which say what its head is."""
+"""Faults of the epoch records of a run, which determine its head."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from holdfast.run.history import Run
 
 
 def epoch_faults(run: Run) -> Iterator[Fault]:
-    """What is wrong with the epoch records of `run`, which say what its head is: missing ones, damaged ones, and what
-    else hides the head from a load."""
+    """The faults of `run` that hide its head from a load: missing and damaged epoch records, and others."""
     present = set(run.epochs())
     found: set[str | None] = set()
     for number in range(1, max(run.history().newest_epoch() or 0, *present, 0) + 1):

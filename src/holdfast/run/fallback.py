@@ -1,4 +1,4 @@
-"""Which older checkpoint to load when one is damaged: the next one on its lineage all of whose files are there."""
+"""The fallback of a load from a damaged checkpoint: the next older one on its lineage that has all its files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from holdfast.store.base import Store
 
 
 class Skipped(msgspec.Struct, frozen=True, array_like=True):
-    """A checkpoint that was passed over, and why."""
+    """A checkpoint that a load passed over, and the reason."""
 
     place: Place
     reason: str
@@ -31,14 +31,14 @@ def is_damage(error: HoldfastError) -> bool:
 def resolve_sound(
     target: Selection, storage: Store, skipped: Sequence[Skipped] = ()
 ) -> tuple[Located, tuple[Skipped, ...]]:
-    """The newest checkpoint on the lineage of `target` (of the head, for a run) that was not skipped yet and whose
-    seal, manifest and files are all there; and what was skipped on the way to it, with what had been before. `storage`
-    is the one at the root of `target`.
+    """Find the newest checkpoint on the lineage of `target` (of the head, for a run) whose files all exist.
 
-    Data is not read, so it may still turn out to be damaged.
+    Returns the checkpoint, and all checkpoints passed over: those in `skipped`, which earlier calls returned, and those
+    that this call passed over. `storage` is the store at the root of `target`. Checks seal, manifest and sizes of
+    files, but does not read data, so the data may still turn out to be damaged.
 
     Raises:
-        CorruptError: none is left (``corrupt.lineage``), or records that say what the lineage is are damaged.
+        CorruptError: none is left (``corrupt.lineage``), or records of the lineage itself are damaged.
         NotFoundError: there is no such run or commit.
     """
     run = Run.open(storage)
@@ -64,7 +64,7 @@ def resolve_sound(
 
 
 def _candidates(run: Run, target: Selection, skipped: Sequence[Skipped]) -> Iterator[Place]:
-    """Places of the lineage, from the newest that was not looked at yet."""
+    """Places of the lineage, from the newest one that was not checked yet."""
     if skipped:
         last = skipped[-1].place
         return dropwhile(lambda place: place >= last, run.lineage_places(skipped[0].place))

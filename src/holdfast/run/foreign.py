@@ -1,4 +1,4 @@
-"""What other programs left where somebody looked for a run: files and folders that people mistake for one."""
+"""Files and folders of other programs that users mistake for runs."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ _TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 
 
 class Foreign(NamedTuple):
-    """What something is, after "it is", and what to do with it."""
+    """The kind of a foreign file or folder, as text that follows "it is", and the next action for the user."""
 
     what: str
     action: str
 
 
 def file_kind(path: PurePath) -> Foreign:
-    """What the file `path` is, by its name."""
-    from holdfast.format import manifest as fmt  # imports numpy, which a command that finds its run does not need
+    """The kind of the file `path`, judged by its name."""
+    from holdfast.format import manifest as fmt  # imports numpy, which a command needs only if it finds no run
 
     if path.name == MARKER_KEY:
         return Foreign("the marker of a run", f"Name the folder: {path.parent}.")
@@ -37,7 +37,7 @@ def file_kind(path: PurePath) -> Foreign:
 
 
 def folder_kind(names: Collection[str]) -> Foreign | None:
-    """What a folder that holds `names` is; None where nobody knows."""
+    """The kind of a folder that holds `names`; None where it is not known."""
 
     def holds(*patterns: str) -> bool:
         return any(fnmatchcase(name, pattern) for name in names for pattern in patterns)

@@ -1,14 +1,14 @@
 """A run: its epochs, its commits, its head, and the rule that place, not arrival, orders checkpoints.
 
-Every record is created once and never changed, so a reader takes no lock and a writer's only weapon is a
-create-only name: who creates epoch ``n`` owns the run until somebody creates ``n + 1``.
+Every record is created once and never changed. So readers take no lock, and writers exclude each other only by names
+that can be created once: the job that creates epoch ``n`` owns the run until another job creates ``n + 1``.
 
-A checkpoint that is deleted leaves a tombstone beside its commit (`holdfast.format.tombstones`): the place counts as
-not committed from then on, whoever writes there.
+The deletion of a checkpoint leaves a tombstone beside its commit (`holdfast.format.tombstones`): from then on the place
+counts as not committed, even if a process writes a commit there again.
 
 Names in ``epochs/`` and ``history/`` that no writer ever produces (other than 10 digits, or 10-10 digits, and
 ``.json``; a number below 1) cannot be records and are ignored. Everything else must be a sound record: a bad one
-raises `CorruptError`, because a skipped record would silently change what the head is.
+raises `CorruptError`, because a skipped record would silently change the head.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from holdfast.wording import count
 
 R = TypeVar("R", bound=Record)
 
-#: An error names the steps of so many checkpoints.
+#: Most checkpoints whose steps an error names.
 _MAX_TOLD: Final = 16
 
 
 class Run:
-    """One run on a storage. Made by `open` or `create`; holds no state of the run but its identity."""
+    """One run in a store. Made by `open` or `create`. It keeps only the run's identity, and reads the rest anew."""
 
     def __init__(self, storage: Store, marker: Marker) -> None:
         self.storage = storage
@@ -46,13 +46,15 @@ class Run:
 
     @property
     def run_id(self) -> str:
-        """The run's random name, made when the run was created."""
+        """The random id that the run got when it was created."""
         return self.marker.run_id
 
     @classmethod
     def open(cls, storage: Store, *, origin: str | None = None) -> Run:
-        """The run at the root of `storage`. `NotFoundError` where there is none, saying what is near, and the `origin`
-        of the path."""
+        """Open the run at the root of `storage`.
+
+        Raises `NotFoundError` where there is none; the error names runs that are near, and the `origin` of the path.
+        """
         try:
             return cls(storage, _read(storage, records.MARKER_KEY, Marker))
         except NotFoundError as error:
@@ -60,10 +62,10 @@ class Run:
 
     @classmethod
     def create(cls, storage: Store) -> Run:
-        """The run at the root of `storage`, begun durably where there was none.
+        """Open the run at the root of `storage`; create it durably where there is none.
 
-        Any number of processes may race: all of them get the one run. A folder that holds something else is a
-        `ConfigurationError`, code ``config.not_a_run``.
+        Any number of processes may race: all of them get the same run. Raises `ConfigurationError`, code
+        ``config.not_a_run``, for a folder that holds anything else.
         """
         names = storage.list("")
         if names and records.MARKER_KEY not in names:
@@ -78,7 +80,7 @@ class Run:
                 run_id=secrets.token_hex(16), format=records.FORMAT, writer=records.writer(), created=records.now()
             )
             storage.create(records.MARKER_KEY, records.encode(marker))
-        # Whoever created the marker, the one on storage is the run's.
+        # Another process may have created the marker first: the one on storage counts.
         return cls.open(storage)
 
     def epochs(self) -> list[int]:
@@ -99,7 +101,7 @@ class Run:
         return record
 
     def commit(self, place: Place) -> Commit:
-        """The record of the commit at `place`, on the head's lineage or not, removed or not."""
+        """The record of the commit at `place`, whether or not it is on the head's lineage, or removed."""
         key = records.commit_key(place)
         record = _read(self.storage, key, Commit)
         if record.place != place:
@@ -115,7 +117,7 @@ class Run:
         return list(self.history().places())
 
     def history(self) -> History:
-        """The names of all commits and of what was removed, as of now. One request."""
+        """The names of all commits and tombstones, as of now. One request."""
         return History(self.storage.list(records.HISTORY))
 
     def is_committed(self, place: Place) -> bool:
@@ -131,7 +133,7 @@ class Run:
 
         None while nothing is committed. A few requests, whatever the length of the history.
 
-        `CorruptError`, code ``corrupt.history``: there are commits of an epoch whose record is missing.
+        Raises `CorruptError`, code ``corrupt.history``, where the record of an epoch with commits is missing.
         """
         return next(self.lineage(), None)
 
@@ -140,18 +142,20 @@ class Run:
         return next(self.lineage_places(), None)
 
     def lineage(self) -> Iterator[Commit]:
-        """The head, what it descends from, and so on, newest first; one request per commit.
+        """The head and its ancestors, newest first; one request per commit.
 
-        Commits of abandoned futures, and commits that arrived in an epoch after a later one was opened from an
-        earlier place, are not on it.
+        Commits of abandoned futures are not on it. Nor are commits that arrived in an epoch after a later epoch was
+        opened from an earlier place.
         """
         return filter(None, map(self.needed_commit, self.lineage_places()))
 
     def lineage_places(self, start: Place | None = None) -> Iterator[Place]:
-        """The places of the head's lineage, newest first; of the lineage of `start`, beginning there, where it is
-        given. One request per epoch, and two."""
-        # Epochs are listed before commits: whatever an epoch was opened from was committed before the epoch began,
-        # so it is in the later listing. The other order could miss it.
+        """The places of the head's lineage, newest first, or of the lineage of `start`, beginning with it.
+
+        One request per epoch, and two.
+        """
+        # List epochs before commits: the place that an epoch was opened from was committed before the epoch began, so
+        # the later listing has it. The other order could miss it.
         newest = self.newest_epoch()
         history = self.history()
         newest = self._proven(newest, history)
@@ -164,16 +168,16 @@ class Run:
             origin = self._needed_epoch(epoch).opened_from
             if origin is None:
                 return
-            # A place may be removed at the moment an epoch is opened from it. What came before it stays.
+            # A place may be removed at the moment when an epoch is opened from it. The places before it stay.
             if not history.is_removed(origin):
                 yield origin
             epoch, before = origin.epoch, origin
 
     def find(self, *, step: int | None = None, place: Place | None = None) -> Commit:
-        """The commit at `place`, or the newest one of `step` on the head's lineage: a few requests, however many
-        checkpoints there are.
+        """Find the commit at `place`, or the newest one of `step` on the head's lineage.
 
-        `NotFoundError`, code ``not_found.commit``, lists what there is instead.
+        A few requests, however many checkpoints there are. Raises `NotFoundError`, code ``not_found.commit``, which
+        lists the places or steps that exist.
         """
         if place is not None and step is None:
             return self._find_place(place)
@@ -186,17 +190,17 @@ class Run:
     ) -> Epoch:
         """Make the caller the owner of the run, durably, by creating epoch ``after + 1``.
 
-        `after` is the newest epoch that the caller knows (0 for none): whoever decided on an older view of the run
-        loses, with `FencedError`, code ``fenced.lost_race``. `opened_from` must be committed. It may have been removed
-        since: whoever has its state goes on from that, and until the first commit what came before it is the head.
-        By `incarnation` (default: a new one) a process knows its own record again.
+        `after` is the newest epoch that the caller knows (0 for none): a caller that decided on an older view of the
+        run loses, with `FencedError`, code ``fenced.lost_race``. `opened_from` must be committed. It may have been
+        removed since: a job that has its state continues from that, and until the job's first commit the checkpoint
+        before it is the head. A process recognises its own record by `incarnation` (default: a new one).
         """
-        # Commits that nobody's epoch accounts for would become those of the new one.
+        # Commits of an epoch without a record would become those of the new epoch.
         self._proven(after, self.history())
         if opened_from is not None and not self.is_removed(opened_from):
             self.find(place=opened_from)
         if opened_from is not None and opened_from.epoch > after:
-            # The head that the caller goes on from is of an epoch that it did not know of.
+            # The caller continues from a place in an epoch that it did not know.
             raise self._lost_race(after + 1)
         mine = Epoch(
             epoch=after + 1,
@@ -207,16 +211,16 @@ class Run:
             incarnation=incarnation or secrets.token_hex(16),
         )
         if not self.storage.create(records.epoch_key(mine.epoch), records.encode(mine)):
-            # A store that retried a request it had served says "exists" of our own record: ask whose it is.
+            # A store that repeated a request after serving it reports our own record as existing: check whose it is.
             theirs = self.epoch(mine.epoch)
             if theirs.incarnation != mine.incarnation:
                 raise self._lost_race(mine.epoch)
         return mine
 
     def check_fence(self, epoch: int) -> None:
-        """Return only while `epoch` is the newest; else raise `FencedError`.
+        """Raise `FencedError` unless `epoch` is the newest.
 
-        Code ``fenced.newer_epoch``, or ``fenced.epoch_lost`` where the record of `epoch` itself is gone.
+        Its code is ``fenced.newer_epoch``, or ``fenced.epoch_lost`` where the record of `epoch` itself is gone.
         """
         newest = self.newest_epoch()
         if newest is None or newest < epoch:
@@ -229,8 +233,10 @@ class Run:
             )
 
     def check_incarnation(self, epoch: int, incarnation: str) -> None:
-        """Return only where `epoch` is the one that was opened with `incarnation`; else raise `FencedError`, code
-        ``fenced.history``: the run was restored from an older copy, and went on from there."""
+        """Raise `FencedError`, code ``fenced.history``, unless `epoch` is the one that was opened with `incarnation`.
+
+        Otherwise somebody restored the run from an older copy, and a job continued from there.
+        """
         try:
             is_known = self.epoch(epoch).incarnation == incarnation
         except NotFoundError:
@@ -245,10 +251,10 @@ class Run:
             )
 
     def publish(self, commit: Commit) -> None:
-        """Make `commit` visible and durable at its place. Success too when the very same record is there already.
+        """Make `commit` visible and durable at its place. Also succeeds when the same record exists already.
 
-        It may arrive late or from a process that no longer owns the run: its place says where it belongs, so it
-        never displaces the head. A different commit at the place is a `FencedError`, code ``fenced.place_taken``.
+        The commit may arrive late, or from a process that no longer owns the run: it lands at its own place and never
+        displaces the head. Raises `FencedError`, code ``fenced.place_taken``, for another commit at the place.
         """
         key, data = records.commit_key(commit.place), records.encode(commit)
         if self.storage.create(key, data):
@@ -260,7 +266,7 @@ class Run:
             raise self._fenced("fenced.place_taken", what)
 
     def locate(self, commit: Commit) -> Sealed:
-        """The checkpoint that `commit` published, its seal verified against the commit."""
+        """The checkpoint that `commit` published. Reads its seal and verifies it against the commit."""
         prefix = records.checkpoint_key(commit.checkpoint, "")
         key = prefix + records.SEAL_NAME
         try:
@@ -275,8 +281,10 @@ class Run:
         return Sealed(self.storage, prefix, seal, self.run_id, commit)
 
     def _proven(self, newest: int | None, history: History) -> int | None:
-        """`newest`, which was the newest epoch before `history` was listed, or one that was opened since. Raises where
-        commits prove that there was a newer one, whose record is lost: the head would silently be an older checkpoint.
+        """The newest epoch: `newest`, which was listed before `history`, or one that was opened since.
+
+        Raises `CorruptError` where commits prove a newer epoch, whose record is lost: without it the head would
+        silently be an older checkpoint.
         """
         proven = history.newest_epoch()
         if proven is None:
@@ -289,14 +297,16 @@ class Run:
         raise self._lost_epoch(proven)
 
     def _check_not_lost(self, history: History) -> None:
-        """Return only where a `history` without commits is that of a run that has none. A save that dies may leave one
-        sealed checkpoint without a commit; several prove that there were commits."""
+        """Raise `CorruptError` where a `history` without commits has lost them.
+
+        A save that dies may leave one sealed checkpoint without a commit; several prove that there were commits.
+        """
         sealed: list[str] = []
         for folder in self.storage.list(records.CHECKPOINTS):
             try:
                 seal = _read(self.storage, records.checkpoint_key(folder, records.SEAL_NAME), Seal)
             except (NotFoundError, CorruptError, ValueError):
-                continue  # unfinished, given up, or no checkpoint
+                continue  # unfinished, given up, or not a checkpoint
             if not history.is_removed(seal.place):
                 sealed.append(folder)
             if len(sealed) > 1:
@@ -310,7 +320,7 @@ class Run:
                 )
 
     def _needed_epoch(self, number: int) -> Epoch:
-        """The record of an epoch of a lineage."""
+        """The record of an epoch on a lineage. Raises `CorruptError` where it is missing."""
         try:
             return self.epoch(number)
         except NotFoundError as error:
@@ -327,7 +337,7 @@ class Run:
         )
 
     def _find_step(self, step: int) -> Commit:
-        """The newest commit of `step` on the head's lineage. The names of checkpoints' folders say which have it."""
+        """The newest commit of `step` on the head's lineage, found by the names of checkpoint folders."""
         places = list(self.lineage_places())
         lineage = set(places)
         found = [
@@ -337,7 +347,7 @@ class Run:
         ]
         if found:
             return max(found, key=lambda commit: commit.place)
-        # A committed checkpoint may have lost its folder. Steps mostly rise along a lineage.
+        # A committed checkpoint may have lost its folder. Steps mostly rise along a lineage, so search by bisection.
         at = bisect_left(places, -step, key=lambda place: -_step_of(self.needed_commit(place)))
         commit = self.needed_commit(places[at]) if at < len(places) else None
         if commit is not None and commit.step == step:
@@ -348,17 +358,19 @@ class Run:
         raise self._no_commit(f"of step {step} on the lineage of its head", "steps", told)
 
     def _commit_of(self, folder: str) -> Commit | None:
-        """The commit of the checkpoint in ``checkpoints/<folder>``; None where it has none that can be read."""
+        """The commit of the checkpoint in ``checkpoints/<folder>``; None where it has no readable commit."""
         try:
             seal = _read(self.storage, records.checkpoint_key(folder, records.SEAL_NAME), Seal)
             commit = self.commit(seal.place)
         except (NotFoundError, CorruptError):
-            return None  # unfinished, given up, removed or damaged; who loads it by its place is told which
+            return None  # unfinished, given up, removed or damaged; a load by place reports which
         return commit if commit.checkpoint == folder else None
 
     def needed_commit(self, place: Place) -> Commit | None:
-        """The commit at a `place` that was listed, or None where it has been removed since. `CorruptError`, code
-        ``corrupt.history``, where its record is not there."""
+        """The commit at a `place` that was listed; None where the checkpoint has been removed since.
+
+        Raises `CorruptError`, code ``corrupt.history``, where its record is missing.
+        """
         try:
             return self.commit(place)
         except NotFoundError as error:
@@ -404,8 +416,10 @@ class Run:
 
 
 class History:
-    """The names in ``history/``, as of one listing. Names count down, so they are sorted newest first, and those that
-    nobody asks for are not looked at."""
+    """The names in ``history/``, as of one listing.
+
+    Names count down, so the listing is sorted newest first, and methods parse only the names that they need.
+    """
 
     def __init__(self, names: list[str]) -> None:
         self._names = names
@@ -415,7 +429,7 @@ class History:
         return self._from(0)
 
     def places_of(self, epoch: int, *, before: Place | None = None) -> Iterator[Place]:
-        """Those of `epoch`, or of them those that come before a place in it."""
+        """The committed places of `epoch`, newest first; with `before`, only those that are older than that place."""
         if before is None:
             at = bisect_left(self._names, records.commit_name(Place(epoch, records.MAX_SEQ)))
         else:
@@ -423,7 +437,7 @@ class History:
         return takewhile(lambda place: place.epoch == epoch, self._from(at))
 
     def newest_epoch(self) -> int | None:
-        """The newest epoch of which something is or was committed."""
+        """The newest epoch that has a commit or a tombstone."""
         places = (records.parse_commit_name(name) or parse_removed_name(name) for name in self._names)
         return next((place.epoch for place in places if place is not None), None)
 
@@ -448,7 +462,7 @@ class History:
 class Located:
     """A checkpoint that was found by its path.
 
-    `run` is None for a folder outside any history. `epoch` is the newest one that the run had before it was looked up.
+    `run` is None for a folder outside any history. `epoch` is the newest epoch of the run before the search.
     """
 
     sealed: Sealed
@@ -457,16 +471,16 @@ class Located:
 
 
 def resolve(target: Selection, storage: Store | None = None) -> Located:
-    """Find the checkpoint that `target` names and verify its seal. `storage` is the one at its root.
+    """Find the checkpoint that `target` names, and verify its seal. `storage` is the store at its root.
 
-    A run gives its head, or the commit that was selected; a checkpoint folder stands for itself, outside any
-    history. `NotFoundError` says what is near; a seal that is not the committed one is a `CorruptError`.
+    For a run that is its head, or the selected commit. A checkpoint folder is taken by itself, outside any history.
+    Raises `NotFoundError`, which names what is near, and `CorruptError` for a seal that is not the committed one.
     """
     storage = storage or open_store(target.location)
     if is_folder(storage):
         return _lone_folder(storage, target)
     run = Run.open(storage, origin=target.origin)
-    # Asked before the head: a job may save on what it loads only where nobody opened an epoch since it looked.
+    # Read before the head: a job may continue from what it loads only if no epoch was opened after this look.
     epoch = run.newest_epoch() or 0
     if target.step is not None or target.place is not None:
         commit = run.find(step=target.step, place=target.place)
@@ -506,7 +520,7 @@ def _read(storage: Store, key: str, kind: type[R]) -> R:
 
 
 def _step_of(commit: Commit | None) -> int:
-    """The step of a commit; of one that was removed meanwhile, one that comes after all others."""
+    """The step of a commit; for a commit that was removed meanwhile, the largest step."""
     return records.MAX_STEP if commit is None else commit.step
 
 

@@ -1,6 +1,6 @@
-"""The record of a commit that was damaged, made anew from the checkpoint that it published.
+"""Repair of a commit's damaged record from the checkpoint that it published.
 
-The record is a function of the manifest and the data files, so the checkpoint itself says what it was.
+The record is a function of the manifest and the data files, so the checkpoint determines its bytes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from holdfast.run.uncommitted import UNREADABLE, RunRecords
 
 
 def published_folder(run: Run, known: RunRecords, place: Place) -> str | None:
-    """The folder of the sealed checkpoint of `place`, whose commit cannot be read; None where there is none."""
+    """The folder of the checkpoint that is sealed at `place` and that no readable commit names; None without one."""
     for folder in run.storage.list(CHECKPOINTS):
         if records.parse_folder(folder) is None or known.is_committed(folder):
             continue
@@ -28,14 +28,14 @@ def published_folder(run: Run, known: RunRecords, place: Place) -> str | None:
 
 
 def commit_anew(run: Run, place: Place, folder: str) -> Commit:
-    """Replace the damaged record of the commit at `place` by what the checkpoint in `folder` says, after reading all of
-    it; durable on return. A sound record stays.
+    """Replace the damaged record of the commit at `place` by a new one, made from the checkpoint in `folder`.
 
-    Where this is interrupted the record is missing, and the checkpoint is one to be finished.
+    Blocking; reads the whole checkpoint first. Durable on return. A sound record stays. After an interruption the
+    record is missing, and the doctor can finish the checkpoint.
 
     Raises:
-        CorruptError: the checkpoint is damaged too.
-        ConfigurationError: it is not of that place (``config.remedy``).
+        CorruptError: the checkpoint is damaged, too.
+        ConfigurationError: the checkpoint is not that of `place` (``config.remedy``).
     """
     try:
         return run.commit(place)

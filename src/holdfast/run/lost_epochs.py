@@ -1,8 +1,8 @@
-"""The record of an epoch that was lost, made anew from the commits of that epoch.
+"""Repair of an epoch's lost record from the commits of that epoch.
 
-Without it the head would be an older checkpoint, and checkpoints that were committed would be lost from sight. Commits
-prove that the epoch was there; what it was opened from they do not say. Training counts steps up, so it was the newest
-checkpoint of the epochs before whose step is below those of this epoch.
+Without the record the head would be an older checkpoint, and committed checkpoints would be invisible. Commits prove
+that the epoch existed, but they do not say which checkpoint it was opened from. Training counts steps up, so that was
+the newest checkpoint of earlier epochs whose step is below the first step of this epoch.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ from holdfast.run.uncommitted import UNREADABLE, RunRecords
 
 
 def lost_epoch(run: Run, known: RunRecords, number: int) -> Epoch | None:
-    """What the lost record of epoch `number` said; None where the epoch has no commit that can be read. Changes
-    nothing."""
+    """The likely content of the lost record of epoch `number`; None where the epoch has no readable commit.
+
+    Changes nothing.
+    """
     commits = [commit for commit in known.commits.values() if isinstance(commit, Commit)]
     first = min((commit for commit in commits if commit.place.epoch == number), key=_place, default=None)
     if first is None:
@@ -38,9 +40,9 @@ def lost_epoch(run: Run, known: RunRecords, number: int) -> Epoch | None:
 
 
 def make_anew(run: Run, known: RunRecords, number: int) -> Epoch:
-    """Write the lost or damaged record of epoch `number`; durable on return. One that can be read stays.
+    """Write the lost or damaged record of epoch `number` anew; durable on return. A readable record stays.
 
-    Raises `ConfigurationError`, code ``config.remedy``, where the epoch has no commit that can be read.
+    Raises `ConfigurationError`, code ``config.remedy``, where the epoch has no readable commit.
     """
     epoch = lost_epoch(run, known, number)
     if epoch is None:
@@ -68,4 +70,4 @@ def _world_size(run: Run, commit: Commit) -> int:
     try:
         return read_manifest(run, commit.checkpoint).manifest.body.world_size
     except UNREADABLE:
-        return 1  # for people only
+        return 1  # messages show this number, and nothing else uses it

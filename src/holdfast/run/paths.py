@@ -1,4 +1,4 @@
-"""What a user writes to name a run or a checkpoint: one grammar for the library and the command line.
+"""The paths by which users name a run or a checkpoint: one grammar for the library and the command line.
 
 ====================  ==================================================
 ``RUN``               the head of the run in folder RUN
@@ -7,10 +7,11 @@
 ``RUN/checkpoints/X`` a checkpoint folder
 ====================  ==================================================
 
-Only a final ``@step=...`` or ``@<int>.<int>`` selects; any other ``@`` belongs to the path. (A folder whose own
-name ends like a selector is named with a slash after it.)
+Only a final ``@step=...`` or ``@<int>.<int>`` is a selector; any other ``@`` belongs to the path. (For a folder whose
+own name ends like a selector, write a slash after the name.)
 
-`parse` makes every path absolute and expands a leading ``~``, so a later change of the working directory moves nothing.
+`parse` makes every path absolute and expands a leading ``~``, so a later change of the working directory does not
+change which run a path means.
 """
 
 from __future__ import annotations
@@ -36,8 +37,10 @@ _EXAMPLES = "Write RUN, RUN@step=700, RUN@3.12 (epoch 3, number 12) or the path 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """A parsed path: where it is, and what was selected there (at most one of `step` and `place`). `origin` says, for
-    messages, how a path that was not absolute led there."""
+    """A parsed path: its location, and the checkpoint selected there (at most one of `step` and `place`).
+
+    `origin` says, for messages, how a path that was not absolute led to the location.
+    """
 
     location: Location
     step: int | None = None
@@ -56,12 +59,12 @@ class Selection:
 
 
 def parse(path: str | os.PathLike[str] | Location) -> Selection:
-    """The run or checkpoint that `path` names: an absolute path, as of now. Nothing is looked up in storage.
+    """Parse the path of a run or checkpoint, and make it absolute. Does not access storage.
 
-    A `Location` says with which options the store is opened; its URL may select, too.
+    A `Location` gives the options for opening the store; its URL may end with a selector, too.
 
-    A malformed selector, an empty path, the home of an unknown user and the URL of an object store are a
-    `ConfigurationError`, code ``config.path`` or ``config.scheme``.
+    Raises `ConfigurationError`, code ``config.path`` or ``config.scheme``, for a malformed selector, an empty path, the
+    home of an unknown user, and the URL of an unknown kind of store.
     """
     text, options = (path.url, path.options) if isinstance(path, Location) else (path, ())
     text = os.fspath(text) if isinstance(text, os.PathLike) else text
@@ -84,7 +87,7 @@ def parse(path: str | os.PathLike[str] | Location) -> Selection:
 
 
 def _origin(folder: str) -> str | None:
-    """How `folder`, which exists or not, became an absolute path; None for one that was absolute."""
+    """How the path `folder` became absolute, for messages; None for a path that was absolute already."""
     if os.path.isabs(folder) or "://" in folder:  # noqa: PTH117 - a string, as in `location_of`
         return None
     if folder.startswith("~"):
@@ -93,8 +96,10 @@ def _origin(folder: str) -> str | None:
 
 
 def no_run(storage: Store, origin: str | None = None) -> NotFoundError:
-    """The error for a root that holds no run: what is there instead, and what is near. `origin` is that of the
-    `Selection` that led there."""
+    """The error for a root that holds no run: it says what is there instead, and names runs that are near.
+
+    `origin` is that of the `Selection` that led there.
+    """
     names = storage.list("")
     path = Path(storage.location.url)
     beside = _beside(storage)
@@ -136,13 +141,13 @@ def some(names: list[str]) -> str:
 
 
 def _beside(storage: Store) -> Store | None:
-    """The folder that would hold the root of `storage`; None where that is no folder."""
+    """The parent folder of the root of `storage`, as a store; None where the root is no folder."""
     folder = storage.location.folder
     return None if folder is None else open_store(Location(str(folder.parent)))
 
 
 def _location(root: str, text: str) -> Location:
-    """Where `root` is, refused where it names nothing."""
+    """The location of `root`. Raises `ConfigurationError` where it is not a possible path."""
     if not root.strip():
         raise _malformed(f"'{text}' names no folder." if text else "the path is empty.", text)
     if "\0" in root:

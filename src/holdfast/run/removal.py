@@ -1,15 +1,15 @@
-"""Deleting checkpoints, so that a crash in between leaves no visible one that cannot be loaded.
+"""Deletion of checkpoints: a crash in the middle never leaves a visible checkpoint that cannot be loaded.
 
-Two kinds are deleted, and each is made invisible by one creation before anything of it is touched:
+There are two kinds, and for each the creation of one record makes the checkpoint invisible before any file is deleted:
 
 *a committed checkpoint*: its tombstone in ``history/`` hides its place from every reader at once. Then the commit, the
-seal, the data files and last the manifest go; as long as it is there, what is left can be told from an unfinished save.
-The tombstone stays for ever. A process that found the checkpoint complete before, slept, and now writes the seal or the
-commit again (their names are free) changes nothing that a reader sees.
+seal, the data files and last the manifest are deleted; as long as the manifest exists, the rest can be told from an
+unfinished save. The tombstone stays for ever. A process that found the checkpoint complete before, slept, and now
+writes the seal or the commit again (their names are free) changes nothing that a reader sees.
 
-*an unfinished save*: the name of its seal is taken by a record that says so. From then on nobody can seal it, hence not
-commit it. If the seal was there first, the checkpoint is finished or being finished, and nothing is deleted. That
-record stays for ever too; the other files go, the manifest last.
+*an unfinished save*: a record that says so takes the name of its seal. From then on nobody can seal the checkpoint, and
+so nobody can commit it. If the seal existed first, the checkpoint is finished or being finished, and nothing is
+deleted. The record stays for ever, too; the other files are deleted, the manifest last.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from holdfast.run.history import Run
 
 
 def remove_checkpoint(run: Run, commit: Commit) -> None:
-    """Delete the checkpoint of `commit`; durable on return. Doing it again finishes what a crash interrupted.
+    """Delete the checkpoint of `commit`; durable on return. A second call finishes a deletion that a crash interrupted.
 
-    It is not visible any more, to anybody, from the first change on. Jobs that are reading it fail.
+    From the first change on, no reader sees the checkpoint any more. Jobs that are reading it fail.
 
     Raises:
         ConfigurationError: it is the head, or an epoch was opened from it; code ``config.needed``.
@@ -36,8 +36,8 @@ def remove_checkpoint(run: Run, commit: Commit) -> None:
 
 
 def check_unneeded(run: Run, place: Place) -> None:
-    """Return only where neither the head nor an epoch needs the checkpoint at `place`."""
-    # In this order: an epoch that is opened in between is among those looked at below.
+    """Raise `ConfigurationError` where the checkpoint at `place` is the head, or an epoch was opened from it."""
+    # The head first, so that the check of epochs below sees an epoch that is opened in between.
     if next(run.lineage_places(), None) == place:
         raise _needed(run, place, "it is the head of the run")
     for number in run.epochs():
@@ -46,9 +46,9 @@ def check_unneeded(run: Run, place: Place) -> None:
 
 
 def remove_place(run: Run, place: Place, folder: str) -> None:
-    """Hide whatever is committed at `place`, then delete the commit and what is in ``checkpoints/<folder>``.
+    """Hide the commit at `place`, if any, then delete the commit and the files in ``checkpoints/<folder>``.
 
-    An epoch that is opened from the place at this very moment has the next older checkpoint as its head then.
+    If an epoch is opened from the place at the same moment, its head is the next older checkpoint.
     """
     run.storage.create(removed_key(place), records.encode(Removed(place=place, checkpoint=folder)))
     run.storage.delete(records.commit_key(place))
@@ -60,7 +60,7 @@ def abandon(run: Run, folder: str) -> None:
     """Delete the unfinished checkpoint in ``checkpoints/<folder>``; durable on return.
 
     Raises:
-        ConfigurationError: it was sealed meanwhile, so it is complete; code ``config.needed``.
+        ConfigurationError: another process sealed it meanwhile, so it is complete; code ``config.needed``.
     """
     key = records.checkpoint_key(folder, SEAL_NAME)
     created = run.storage.create(key, records.encode(Abandoned(checkpoint=folder)))
@@ -75,7 +75,7 @@ def abandon(run: Run, folder: str) -> None:
 
 
 def _delete_files(run: Run, folder: str) -> None:
-    """Delete the data files, what died while it was written, and last the manifest; files of others stay."""
+    """Delete the data files, temporary files of dead writers, and last the manifest; keep files of other programs."""
     data = [name for name in run.storage.list(f"{CHECKPOINTS}/{folder}") if fmt.is_file_name(name)]
     leftovers = run.storage.leftovers(f"{CHECKPOINTS}/{folder}")
     for name in (*data, *leftovers, fmt.NAME):

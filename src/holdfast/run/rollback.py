@@ -1,4 +1,4 @@
-"""Going back: an older checkpoint becomes the head, and what came after it an abandoned future."""
+"""Rollback: an older checkpoint becomes the head, and the checkpoints after it become an abandoned future."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from holdfast.run.history import Run
 def rollback(run: Run, to: Place | int) -> Commit:
     """Make the commit at a place, or the newest one of a step on the head's lineage, the head; durable on return.
 
-    A new epoch is opened from it. So the next job that loads the run goes on from there, a job that is running, or
-    that loaded before, is stopped (`FencedError`) at its next save, and whatever it still commits lands in the
-    abandoned future. That stays in the history, and another rollback can go back to it. Nothing is deleted.
+    Opens a new epoch from that commit. So the next job that loads the run continues from there. A job that is running,
+    or that loaded before, stops with `FencedError` at its next save, and its late commits land in the abandoned future.
+    That future stays in the history, and another rollback can return to it. Nothing is deleted.
 
     Raises:
         NotFoundError: there is no such commit, or it was removed meanwhile.

@@ -1,11 +1,11 @@
-"""What one process remembers of the runs it has loaded from and saved to, and the right to save that follows.
+"""One process's memory of the runs that it loaded from and saved to, and its right to save that follows from it.
 
-A place that was given out is never given out again, whether its checkpoint was committed or not: a number is used
-up when a save begins. So an aborted save leaves a gap, and a late commit of it cannot meet another checkpoint.
+A place that a save got is never given out again, whether its checkpoint was committed or not: the start of a save
+uses up a number. So an aborted save leaves a gap, and its late commit cannot collide with another checkpoint.
 
-A load moves a run only when it filled, whole, the very objects that are saved later, or when its caller said so. What
-each object was last filled from is remembered by object, so that the order of loads decides, and a load into other
-objects (a teacher, say) changes nothing. Where the objects of a save come from several places, the save is refused.
+A load moves a run only when it filled, completely, the very objects that are saved later, or when its caller said so.
+The session remembers for each object the load that filled it last. So the order of loads decides, and a load into other
+objects (such as a teacher model) changes nothing. A save whose objects come from several places is refused.
 """
 
 from __future__ import annotations
@@ -26,31 +26,36 @@ _log = logging.getLogger(__name__)
 
 
 class Identity(Protocol):
-    """Recognises an object or its memory without keeping it alive."""
+    """Recognises an object or its memory, without keeping it alive."""
 
     @property
     def key(self) -> Hashable:
-        """The same for the same object, and another for any other that is alive."""
+        """A key that is equal for the same object, and differs between objects that are alive."""
 
     @property
     def is_alive(self) -> bool:
-        """Whether the object is still there; else another one may have its key."""
+        """Whether the object still exists; else another one may have its key."""
 
 
 class FilledMemory(Protocol):
-    """Recognises the memory of many tensors, by a number each, without keeping it alive. One object for all of them:
-    Python's collector goes through the whole process when objects per tensor stay, load after load."""
+    """Recognises the memory of many tensors, by a number each, without keeping it alive.
+
+    One object stands for all of them: if each load left one object per tensor, Python's garbage collector would walk
+    the whole process.
+    """
 
     def among(self, numbers: AbstractSet[int]) -> AbstractSet[int]:
-        """Those of `numbers` whose memory is one of them, and still there."""
+        """Those of `numbers` whose memory belongs to these tensors and still exists."""
 
     def forget(self, newer: FilledMemory | None) -> bool:
-        """Forget what is gone, and what is in `newer`. Whether anything is left."""
+        """Forget memory that no longer exists, and memory that is in `newer`. Returns whether anything is left."""
 
 
 class StatePart(NamedTuple):
-    """An object in a state. `itself` is None where it is known by its memory only; `memory` looks up the numbers of
-    that."""
+    """An object in a state.
+
+    `itself` is None where the object is recognised only by its memory; `memory` returns the numbers of its memory.
+    """
 
     itself: Identity | None
     memory: Callable[[], Sequence[int]]
@@ -58,10 +63,11 @@ class StatePart(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """One load of `place` of the run with id `run_id` at `root`, which was looked up when epoch `seen` was the newest.
+    """One load of `place` of the run with id `run_id` at `root`, found when epoch `seen` was the newest.
 
-    `continues` is what the caller said about it, if anything. `is_whole`: all of the checkpoint and all of the state
-    that was given, without a selection, a mapping or a cast. `number` counts loads and saves of this process.
+    `continues` is the caller's statement whether the run continues from it, or None. `is_whole`: the load filled the
+    whole state that was given with the whole checkpoint, without a selection, a mapping or a cast. `number` counts the
+    loads of this process.
     """
 
     root: str
@@ -74,21 +80,25 @@ class Load:
 
 
 class Sources(NamedTuple):
-    """What the objects of a save were last filled from (None: never loaded), as of load `number`."""
+    """The loads that last filled the objects of a save (None: never loaded), as of load `number`."""
 
     loads: frozenset[Load | None]
     number: int
 
 
-#: Of a state of which nothing was loaded.
+#: The sources of a state of which nothing was loaded.
 NEVER_LOADED: Final = Sources(frozenset((None,)), 0)
 
 
 @dataclass(slots=True)
 class _RunNotes:
-    """One run: the last place given out in the epoch that this process owns, and the `step` that was saved there; the
-    last load of it, and the last one of which the caller said that the run continues from it; and whether this process
-    `took_over`, which it may do once. A save has used up loads up to number `used`."""
+    """The notes of a session about one run.
+
+    `last` is the last place given out in the epoch that this process owns, `step` the step saved there. `loaded` is
+    the last load of the run, `continued` the last one of which the caller said that the run continues from it. `used`
+    is the number of the last load that a save has taken into account. `took_over` says whether this process took the
+    run over, which it may do once.
+    """
 
     root: str
     run_id: str
@@ -102,27 +112,27 @@ class _RunNotes:
 
     @property
     def unused(self) -> int:
-        """The number of the last load, where no save of this run came after it; else 0."""
+        """The number of the last load where no save of this run came after it, else 0."""
         return 0 if self.loaded is None or self.loaded.number <= self.used else self.loaded.number
 
 
 class Session:
-    """The runs of one job, by their roots as `Store.resolved` gives them. Safe for use by several threads."""
+    """The runs of one job, by their roots as `Store.resolved` gives them. Safe for several threads."""
 
     def __init__(self) -> None:
         self._memories: dict[str, _RunNotes] = {}
         self._lock = Lock()
         #: The last load that filled each object, by the key of its identity.
         self._filled: dict[Hashable, tuple[Identity, Load]] = {}
-        #: The memory of tensors that loads filled last, the newest load last.
+        #: The tensor memory that each load filled and no later load filled again, the newest load last.
         self._filled_memory: list[tuple[FilledMemory, Load]] = []
         self._number = 0
-        #: The newest load by which memory of tensors was filled, and the newest one that a save has to look at.
+        #: The number of the newest load that filled tensor memory, and of the newest one that a save must consider.
         self._newest_in_memory = 0
         self._unused = 0
 
     def note_loaded(self, load: Load, filled: Iterable[Identity] = (), memory: FilledMemory | None = None) -> None:
-        """Remember that the objects `filled`, and `memory` of tensors, now hold what `load` gave them."""
+        """Remember that `load` filled the objects `filled`, and the tensors' `memory`."""
         filled = list(filled)
         with self._lock:
             self._number += 1
@@ -141,27 +151,28 @@ class Session:
                     remembered.continued = load
 
     def sources(self, parts: Callable[[], Sequence[StatePart]]) -> Sources:
-        """What the `parts` of a state that is about to be saved were last filled from."""
+        """The loads that last filled the `parts` of a state that is about to be saved."""
         with self._lock:
             if not self._unused:
                 return NEVER_LOADED._replace(number=self._number)
             return Sources(frozenset(load for part in parts() for load in self._last(part)), self._number)
 
     def begin(self, run: Run, *, takeover: bool, world_size: int, sources: Sources) -> Place:
-        """The place of the next save into `run`; opens an epoch, durably, where this process owns none that fits.
+        """The place of the next save into `run`. Opens an epoch, durably, where this process owns none that fits.
 
-        Called by the coordinator alone, once per save; the place is used up even when the save fails. When the objects
-        that are saved were loaded (`sources`), the next save goes on from that, in a new epoch unless it is the last
-        place that this process began. `takeover` lets a process that loaded nothing go on from the head of a run it
-        does not own. It counts at the first save that says so, and not again: another job that takes over later must be
-        able to stop this one.
+        Only the coordinator calls this, once per save; the place is used up even when the save fails. Where the saved
+        objects were loaded (`sources`), the save continues from that checkpoint: in a new epoch, unless the checkpoint
+        is the last one that this process began. `takeover` lets a process that loaded nothing continue from the head of
+        a run that it does not own. It has effect at the first save that says so, and not again: another job that takes
+        over later must be able to stop this one.
 
-        `ConfigurationError`, code ``config.unloaded_history``: the run has commits, and the state that is saved was not
-        loaded from it; ``config.unclear_history``: a part of it was.
-        `FencedError`: another job opened a newer epoch than this one owns, or than there was when it loaded; a
-        rollback of the run is one too.
+        Raises:
+            ConfigurationError: the run has commits, and the state to save was not loaded from it
+                (``config.unloaded_history``), or only a part of it was (``config.unclear_history``).
+            FencedError: another job opened an epoch that is newer than this job's own, or than the newest one when it
+                loaded; a rollback of the run opens one, too.
         """
-        root = run.storage.resolved()  # storage may hang: not under the lock
+        root = run.storage.resolved()  # before taking the lock, because storage may hang
         with self._lock:
             memory = self._memory(root, run.run_id)
             newest = run.newest_epoch() or 0
@@ -186,8 +197,10 @@ class Session:
             return place
 
     def note_step(self, run: Run, step: int) -> int | None:
-        """Remember the step that is saved at the place that `begin` gave last. Returns the step of the save before it
-        in the same epoch, None where it is the first one."""
+        """Remember the step that is saved at the last place that `begin` gave.
+
+        Returns the step of the save before it in the same epoch, or None where it is the first one.
+        """
         root = run.storage.resolved()
         with self._lock:
             memory = self._memory(root, run.run_id)
@@ -196,7 +209,7 @@ class Session:
             return before
 
     def incarnation(self, run: Run) -> str:
-        """By which the epochs of `run` are known that this process opened."""
+        """The incarnation in the records of all epochs of `run` that this process opens."""
         root = run.storage.resolved()
         with self._lock:
             return self._memory(root, run.run_id).incarnation
@@ -206,7 +219,7 @@ class Session:
         whole = None if part.itself is None else self._load_of(part.itself)
         if self._newest_in_memory <= (0 if whole is None else whole.number):
             return {whole}
-        # Memory that no load filled belongs to what the object has got since: it was moved, or sharded.
+        # Memory that no load filled is new memory of the object, which was moved or sharded after its load.
         return {max(load, whole, key=_number_of) for load in self._loads_into(set(part.memory()))}
 
     def _loads_into(self, numbers: AbstractSet[int]) -> set[Load | None]:
@@ -224,14 +237,14 @@ class Session:
         return None if entry is None or not entry[0].is_alive else entry[1]
 
     def _other_root(self, memory: _RunNotes) -> str | None:
-        """Another path by which this process knows the same run; None where there is none."""
+        """Another root at which this process knows the same run; None where there is none."""
         same = (each for each in self._memories.values() if each.run_id == memory.run_id and each is not memory)
         return next((each.root for each in same), None)
 
     def _memory(self, root: str, run_id: str) -> _RunNotes:
         memory = self._memories.get(root)
         if memory is None or memory.run_id != run_id:
-            # Another run under a known path was deleted and made anew: nothing remembered of the old one holds.
+            # The run at a known root was deleted and replaced by another: the notes about the old one are void.
             if memory is not None and memory.last is not None:
                 _log.warning(
                     "the run at '%s' was removed or replaced: the checkpoints that this job saved there, up to %s, are "
@@ -248,9 +261,9 @@ def _number_of(load: Load | None) -> int:
 
 
 def _source(run: Run, memory: _RunNotes, sources: Sources) -> Load | None:
-    """The load from which the state of a save comes; None where it comes from no load since the last save."""
+    """The load that the state of a save comes from; None where it comes from no load since the last save."""
     loads = sources.loads
-    if not loads:  # nothing but values: no object tells which load it was
+    if not loads:  # the state has only values: no object tells which load filled it
         loads = frozenset((memory.loaded,))
     each = {_counted(load, memory, sources.number) for load in loads}
     from_here = sorted((load for load in each if load is not None), key=_number_of)
@@ -261,16 +274,19 @@ def _source(run: Run, memory: _RunNotes, sources: Sources) -> Load | None:
     if is_clear and None not in each:
         return newest
     if all(load.place == memory.last for load in from_here):
-        return None  # to load back what was saved last moves nothing
-    # What is new beside the head that a new job has loaded may begin here: nothing is abandoned by that.
+        return None  # loading the last save back moves nothing
+    # Objects beside those that a new job loaded from the head may be new: continuing abandons nothing.
     if is_clear and memory.last is None and _is_head(run, newest):
         return newest
     raise _unclear(run, memory, from_here)
 
 
 def _counted(load: Load | None, memory: _RunNotes, number: int) -> Load | None:
-    """What a load of some object means for the run of `memory`: the load, a later one of which the caller said that the
-    run continues from it, or None."""
+    """The load that counts for the run of `memory` where `load` filled an object.
+
+    That is `load` itself, or a later load of which the caller said that the run continues from it, or None where
+    `load` does not concern the run.
+    """
     continued = memory.continued
     if continued is not None and memory.used < continued.number <= number and _number_of(load) < continued.number:
         return continued
@@ -286,25 +302,25 @@ def _is_head(run: Run, load: Load) -> bool:
 def _next_in_own_epoch(
     run: Run, memory: _RunNotes, loaded: Load | None, newest: int, *, takeover: bool
 ) -> Place | None:
-    """The next place of the epoch this process owns, or None where another epoch is to be opened."""
+    """The next place of the epoch that this process owns, or None where it must open another epoch."""
     last = memory.last
     if not takeover:
-        # Only a load after a newer epoch was opened gives a right to go on from there: neither an earlier load nor an
-        # epoch of its own must let a zombie take the run back, or a job undo a rollback that it does not know of.
+        # A job may continue in a newer epoch only if it loaded after that epoch was opened. Neither an earlier load nor
+        # an epoch of its own may let a zombie take the run back, or let a job undo a rollback that it does not know.
         known = loaded.seen if loaded is not None else None if last is None else last.epoch
         if known is not None and newest != known and not _is_own(run, memory, newest):
             run.check_fence(known)
     if last is None or newest != last.epoch:
         return None
     if loaded is not None and loaded.place != last:
-        # Also a load of the newest commit, when a later place was begun here: that one is still under way or was
-        # aborted, may yet be committed, and would then stand between the loaded state and its successor.
+        # This includes a load of the newest commit when this process has begun a later place: the save at that place is
+        # in progress or was aborted, may still be committed, and would come between the loaded state and its successor.
         return None
     return Place(last.epoch, last.seq + 1)
 
 
 def _is_own(run: Run, memory: _RunNotes, newest: int) -> bool:
-    """Whether this process opened epoch `newest`, though the store told it that it failed."""
+    """Whether this process opened epoch `newest` itself, although the store reported a failure."""
     return newest > 0 and run.epoch(newest).incarnation == memory.incarnation
 
 
@@ -318,8 +334,8 @@ def _open_epoch(
     world_size: int,
     moved_from: str | None,
 ) -> Epoch:
-    """Open the epoch after `newest`, from where this process's state comes from."""
-    at = run.head_place()  # not the record: a load with fallback=True passed over a damaged one
+    """Open the epoch after `newest`, from the checkpoint that this process's state comes from."""
+    at = run.head_place()  # not the record: a load with fallback=True may have passed over a damaged one
     origin: Place | None
     why: Why
     if loaded is not None:
@@ -327,7 +343,7 @@ def _open_epoch(
     elif takeover and newest:
         origin, why = at, "takeover"
     elif at is None or (head := run.head()) is None:
-        # Nothing to load, so nothing to lose: earlier epochs, if any, ended before their first commit.
+        # There is no checkpoint to load or to lose: earlier epochs, if any, ended before their first commit.
         origin, why = None, "start"
     else:
         raise _unloaded(run, memory, head, moved_from=moved_from)
@@ -363,5 +379,5 @@ def _unclear(run: Run, memory: _RunNotes, loads: Sequence[Load]) -> Configuratio
     )
 
 
-#: What this process remembers; `save` and `load` share it.
+#: The session of this process, which `save` and `load` share.
 JOB: Final = Session()

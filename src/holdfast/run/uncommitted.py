@@ -1,4 +1,4 @@
-"""A checkpoint folder without a commit: in which state it is, and who may do what about it."""
+"""Checkpoint folders without a commit: their state, and the remedy for each."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from holdfast.run.paths import some
 
 Remedy = Literal["finish", "remove", "none"]
 
-#: Who began or wrote something less than so many seconds ago may still be at work.
+#: A save that began or wrote less than this many seconds ago may still be in progress.
 IN_PROGRESS_S: Final = 900.0
 
 UNREADABLE: Final = (CorruptError, NotFoundError, IncompatibleError)
@@ -24,8 +24,11 @@ UNREADABLE: Final = (CorruptError, NotFoundError, IncompatibleError)
 
 @dataclass(frozen=True)
 class RunRecords:
-    """The records of a run: the newest epoch (of which there is a record or a commit), commits by place (an error: why
-    it cannot be read), removed places, and the folders of committed checkpoints."""
+    """The records of a run, as of one reading.
+
+    `newest` is the newest epoch with a record, a commit or a tombstone. `commits` has the commits by place, with an
+    error for each that cannot be read; `folders` the folders of the readable commits.
+    """
 
     newest: int
     commits: dict[Place, Commit | HoldfastError]
@@ -34,7 +37,7 @@ class RunRecords:
 
     @staticmethod
     def of(run: Run) -> RunRecords:
-        """What is on storage now."""
+        """Read the records that are in storage now."""
         newest, history = run.newest_epoch() or 0, run.history()
         commits: dict[Place, Commit | HoldfastError] = {}
         for place in history.places():
@@ -51,7 +54,7 @@ class RunRecords:
 
 
 class FolderState(NamedTuple):
-    """What is the matter with a folder: a stable code, what it means and what to do, and what can be done for it."""
+    """The state of a folder: a stable code, a text that says what it means and what to do, and the remedy."""
 
     code: str
     text: str
@@ -59,7 +62,7 @@ class FolderState(NamedTuple):
 
 
 class Uncommitted:
-    """One folder in ``checkpoints/``, as it is when this is made."""
+    """One folder in ``checkpoints/`` without a commit, as it was when this object was made."""
 
     def __init__(self, run: Run, known: RunRecords, folder: str) -> None:
         self._run = run
@@ -74,7 +77,7 @@ class Uncommitted:
         self._sealed_at = self._sealed_place()
 
     def state(self, *, deep: bool) -> FolderState | None:
-        """Its state; None where nothing is left that could be removed. With `deep`, all its data is read."""
+        """The state of the folder; None where there is nothing to do. With `deep`, reads all its data."""
         if self._known.is_committed(self._folder):
             return FolderState("folder.committed", f"'{self._path}' is a committed checkpoint.", "none")
         if not self._names or (self._given_up and len(self._names) == 1):
@@ -94,8 +97,11 @@ class Uncommitted:
         return self._planned(stored, deep=deep)
 
     def place_to_hide(self) -> Place | None:
-        """The place that has to be hidden before files go: that of a seal, by which somebody may yet commit it, or one
-        that is hidden already. None where it is enough to take the name of the seal."""
+        """The place that must be hidden before files are deleted: that of a seal, or one that is hidden already.
+
+        A process that has found the seal may still commit the checkpoint. None where it is enough to take the name of
+        the seal.
+        """
         if self._sealed_at is not None:
             return self._sealed_at
         try:
@@ -110,7 +116,7 @@ class Uncommitted:
         if place in self._known.removed:
             return self._removal_unfinished()
         if isinstance(self._known.commits.get(place), HoldfastError) and self._sealed_at == place:
-            return None  # it was committed: the damaged record of its commit is a finding of its own
+            return None  # it was committed: the doctor reports the damaged record of its commit by itself
         if place in self._known.commits:
             text = f"'{self._path}' is of place {place}, which another checkpoint took. Open it by its own path."
             return FolderState("folder.superseded", text, "none")
@@ -154,7 +160,7 @@ class Uncommitted:
         return FolderState("folder.removal_unfinished", text, "remove")
 
     def _remedy(self) -> Remedy:
-        # A seal that cannot be read does not say which place it may yet be committed at: that is for people to judge.
+        # An unreadable seal does not say at which place a process may still commit the checkpoint: a person must judge.
         return "none" if self._seal is not None and self._sealed_at is None else "remove"
 
     def _sealed_place(self) -> Place | None:
