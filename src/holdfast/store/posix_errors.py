@@ -100,7 +100,7 @@ def in_the_way(path: str) -> str | None:
 
 
 def not_found(path: str) -> NotFoundError:
-    """The error for a file that does not exist."""
+    """The error for a path without a regular file."""
     other = (
         " (what has its name is no file: a folder, a link to nothing, a pipe or a device)"
         if os.path.lexists(path)
