@@ -149,3 +149,14 @@ def test_links_between_documents_lead_somewhere() -> None:
     for document in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")):
         for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", document.read_text()):
             assert (document.parent / target).exists(), f"{document.name} links to {target}"
+
+
+def test_the_map_of_the_house_has_every_package_once_and_nothing_else() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text().partition("## The map of the house")[2].partition("\n## ")[0]
+    rows = [row.split(" | ")[0] for row in text.splitlines() if row.startswith("| `")]
+    named = [name for row in rows for name in re.findall(r"`(.+?)`", row)]
+    package = ROOT / "src" / "holdfast"
+    entries = [*package.glob("*.py"), *(path.parent for path in package.glob("*/__init__.py"))]
+    expected = {f"src/holdfast/{path.name}{'/' * path.is_dir()}" for path in entries if path.name[0] != "_"}
+    assert sorted(name for name in named if name.startswith("src/")) == sorted(expected)
+    assert [name for name in named if not (ROOT / name).exists()] == []
