@@ -6,7 +6,7 @@
     >>> for step in range(report.next_step, num_steps): ...
     >>> holdfast.open("runs/gpt")["model/tok_emb.weight"][10:20]
 
-Names are imported on first use, so that tools which never touch torch start without it.
+Names are imported on first use, so that tools that do not use torch start without it.
 """
 
 from __future__ import annotations

@@ -22,26 +22,26 @@ def main() -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         # A name that the terminal's encoding cannot express is no reason to fail.
         stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
-    # As other commands do when what reads their output has enough; status 1 would say "a finding".
+    # End as other commands do when the reader of their output closes the pipe; exit code 1 would mean "a finding".
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     _start_soon()
     try:
         run(sys.argv[1:])
     finally:
-        # What is left dies with the process: a last search for garbage in it takes a tenth of a short command.
+        # All objects die with the process: a last garbage collection would take a tenth of a short command's time.
         gc.freeze()
 
 
 def _start_soon() -> None:
-    """Spare the process what a fifth of a short command would go into, and no command needs."""
-    # Imports make many objects and hardly any garbage.
+    """Turn off work of the process that takes a fifth of a short command's time, and that no command needs."""
+    # Collect garbage rarely: imports make many objects and hardly any garbage.
     gc.set_threshold(100_000)
-    # A thread per core, for linear algebra, as soon as numpy is imported.
+    # By default OpenBLAS starts a thread per core as soon as numpy is imported.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 
 def run(arguments: Sequence[str]) -> NoReturn:
-    """Do what `arguments` say, and raise `SystemExit` with the exit code."""
+    """Run the command in `arguments`, and raise `SystemExit` with its exit code."""
     try:
         sys.exit(app(arguments, prog_name="holdfast", standalone_mode=False) or 0)
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - Python's own status, 1, would say "a finding"
@@ -50,15 +50,15 @@ def run(arguments: Sequence[str]) -> NoReturn:
 
 @runtime_checkable
 class _Misuse(Protocol):
-    """What the parser of options raises. (Where it comes from depends on the version of typer.)"""
+    """The exception that the parser of options raises. (Its module depends on the version of typer.)"""
 
     exit_code: int
 
     def format_message(self) -> str:
-        """What is wrong, in a sentence."""
+        """The error in one sentence."""
 
     def show(self) -> None:
-        """Print the usage, and what is wrong, on standard error."""
+        """Print the usage and the error on standard error."""
 
 
 def _status(error: BaseException, *, as_json: bool) -> int:
@@ -96,7 +96,7 @@ def _unexpected(error: BaseException) -> HoldfastError:
 
 
 def _was_interrupted(error: BaseException | None) -> bool:
-    """Whether `error` is a Ctrl-C, or came up while one unwound: what breaks in work that is left is no news."""
+    """Whether `error` is a Ctrl-C, or was raised while one unwound: such an error only says that work was cut off."""
     while error is not None and not isinstance(error, KeyboardInterrupt):
         error = error.__context__
     return error is not None

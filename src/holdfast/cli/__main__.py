@@ -1,4 +1,4 @@
-"""``python -m holdfast.cli``."""
+"""``python -m holdfast.cli``: the command line."""
 
 from holdfast.cli import main
 

@@ -1,4 +1,4 @@
-"""``holdfast rollback`` and ``holdfast rm``: what changes a run on purpose. Both say what the head was and is."""
+"""``holdfast rollback`` and ``holdfast rm``: the commands that change a run. Both print the head before and after."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from holdfast.wording import count
 
 
 class ChangeDocument(msgspec.Struct, frozen=True):
-    """What ``rollback --json`` prints: the checkpoint that was meant, and the head before and after."""
+    """The document that ``rollback --json`` prints: the checkpoint of the change, and the head before and after."""
 
     run: str
     place: str
@@ -32,13 +32,13 @@ class ChangeDocument(msgspec.Struct, frozen=True):
 
 
 class Removal(msgspec.Struct, frozen=True):
-    """What ``rm --json`` prints: what was deleted."""
+    """The document that ``rm --json`` prints: the deleted checkpoints."""
 
     deleted: list[ChangeDocument]
 
 
 def rollback(run: str, to: str, *, yes: bool, as_json: bool) -> bool:
-    """Make the checkpoint `to` the head of the run; False where the person at the terminal did not want to."""
+    """Make the checkpoint `to` the head of the run. Returns False where the user did not confirm."""
     found = open_run(run)
     target = _selected(found, to)
     commit = found.find(step=target.step, place=target.place)
@@ -63,9 +63,9 @@ def rollback(run: str, to: str, *, yes: bool, as_json: bool) -> bool:
 
 
 def rm(paths: Sequence[str], *, yes: bool, as_json: bool) -> bool:
-    """Delete checkpoints for good; False where the person at the terminal did not want to.
+    """Delete checkpoints for good. Returns False where the user did not confirm.
 
-    Nothing is deleted, and nobody is asked, unless all of `paths` name checkpoints that nothing needs.
+    Asks and deletes only where all of `paths` name checkpoints that neither the head nor an epoch needs; else raises.
     """
     doomed = list(dict.fromkeys(_doomed(path) for path in paths))
     if not as_json:
@@ -82,7 +82,7 @@ def rm(paths: Sequence[str], *, yes: bool, as_json: bool) -> bool:
 
 @dataclass(frozen=True)
 class _Doomed:
-    """A checkpoint to delete. Two are one where they are at one place of one run."""
+    """A checkpoint to delete. Two are equal where they are at the same place of the same run."""
 
     run: Run = field(compare=False)
     commit: Commit = field(compare=False)
@@ -105,7 +105,7 @@ def _doomed(path: str) -> _Doomed:
 
 
 def _removed(doomed: _Doomed, *, quiet: bool) -> ChangeDocument:
-    """Delete one checkpoint, and say so unless `quiet`."""
+    """Delete one checkpoint, and print that unless `quiet`."""
     run, commit = doomed.run, doomed.commit
     before = RunHead.of(run)
     remove_checkpoint(run, commit)
@@ -117,7 +117,7 @@ def _removed(doomed: _Doomed, *, quiet: bool) -> ChangeDocument:
 
 
 def _selected(run: Run, to: str) -> Selection:
-    """The checkpoint `to` of `run`."""
+    """The selection of the checkpoint `to`, which the user wrote after ``--to``, in `run`."""
     root = run.storage.location.url
     target = parse(f"{root}@{to}")
     if target.root != root:

@@ -1,4 +1,4 @@
-"""The commands and their options, as people see them. What they do is in the module of each, imported when it runs."""
+"""The commands and their options, as users see them. Each command imports its own module when it runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ USAGE = 2
 FAILURE = 3
 INTERRUPTED = 130
 
-#: No job has more ranks, and a plan of as many takes memory and minutes.
+#: Most ranks of a plan: no job has more, and a plan of so many takes much memory and minutes.
 _MAX_RANKS = 1 << 20
 
 _PATH_HELP = "A run (its head), RUN@step=700, RUN@3.12 (epoch 3, number 12), or a checkpoint folder."

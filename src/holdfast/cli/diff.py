@@ -1,4 +1,4 @@
-"""``holdfast diff``: what two checkpoints have in common and what not."""
+"""``holdfast diff``: the differences between two checkpoints."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from holdfast.run.history import resolve
 from holdfast.run.paths import parse
 from holdfast.wording import count
 
-#: Rows of one kind on screen; JSON has all of them.
+#: Most rows of one kind on screen; JSON has all of them.
 _MAX_ROWS = 40
-#: A part of a name that numbers a layer, an expert, a group.
+#: A component of a name that is the number of a layer, an expert or a group.
 _NUMBER = re.compile(r"(?<![^/.])[0-9]+(?![^/.])")
 
 
@@ -39,7 +39,7 @@ class Side(msgspec.Struct, frozen=True):
 
 
 class DifferingValue(msgspec.Struct, frozen=True):
-    """A value that differs, as text; null where a side does not have it."""
+    """A value that differs, as text; null on a side that lacks it."""
 
     name: str
     a: str | None
@@ -47,7 +47,7 @@ class DifferingValue(msgspec.Struct, frozen=True):
 
 
 class DiffDocument(msgspec.Struct, frozen=True):
-    """What ``--json`` prints. With ``--stat`` the lists are empty and only the numbers say what differs."""
+    """The document that ``--json`` prints. With ``--stat`` the lists are empty, and only the numbers are given."""
 
     equal: bool
     a: Side
@@ -65,7 +65,10 @@ class DiffDocument(msgspec.Struct, frozen=True):
 
 
 def diff(a: str, b: str, *, stat: bool, names: str, as_json: bool) -> bool:
-    """Compare the checkpoints at two paths, as far as names match `names`; True where they are equal."""
+    """Compare the tensors and values at two paths whose names match the glob `names`, and print the differences.
+
+    An empty `names` matches all. Returns True where both checkpoints are equal.
+    """
     sides = [Checkpoint(resolve(parse(path)).sealed) for path in (a, b)]
 
     def wanted(name: str) -> bool:
@@ -164,7 +167,7 @@ def _print_names(screen: Console, title: str, names: list[str]) -> None:
 
 
 class _AlikeDifferences(NamedTuple):
-    """Tensors whose names differ in numbers only, or one tensor: what differs in all of them together."""
+    """The differences of tensors whose names differ in numbers only, or of one tensor, in one row."""
 
     name: str
     kinds: str
@@ -172,7 +175,7 @@ class _AlikeDifferences(NamedTuple):
 
     @property
     def differing(self) -> str:
-        """How many elements differ."""
+        """The number of elements that differ, as text."""
         if any(one.num_differing is None for one in self.members):
             return "not compared"
         number = sum(one.num_differing or 0 for one in self.members)
@@ -181,7 +184,7 @@ class _AlikeDifferences(NamedTuple):
 
     @property
     def largest(self) -> str:
-        """By how much elements differ at most, and how many are no finite numbers on a side."""
+        """The largest difference of elements, and the number of differing pairs with a nan or infinity, as text."""
         finite = max((one.max_abs for one in self.members if one.max_abs is not None), default=None)
         strange = sum(one.num_not_finite for one in self.members)
         parts = [] if finite is None else [_number(finite)]
@@ -189,7 +192,7 @@ class _AlikeDifferences(NamedTuple):
 
 
 def _print_tensors(screen: Console, tensors: list[TensorDifference]) -> None:
-    """Tensors of both sides that differ; alike ones of many layers are one row where all would be too many."""
+    """Print the tensors that differ. Where they are too many, tensors of several layers that are alike are one row."""
     if not tensors:
         return
     groups = _groups(tensors, merge=len(tensors) > _MAX_ROWS)
@@ -238,7 +241,7 @@ def _print_values(screen: Console, found: Comparison) -> None:
 
 
 def _cell(node: Node | None, other: Node | None) -> str:
-    """A value; with its type where the other side's is another."""
+    """A value as text, with its type where the other side has another type."""
     if node is None:
         return "-"
     text = shortened(text_of(node))

@@ -1,4 +1,4 @@
-"""``holdfast doctor``: what is not as it should be in a run, what it means, and the repair of what can be repaired."""
+"""``holdfast doctor``: the findings in a run, what they mean, and the repair of those that can be repaired."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _STYLES = {"finish": "bold green", "remove": "bold yellow", "wait": "bold yellow
 
 
 class DoctorDocument(msgspec.Struct, frozen=True):
-    """What ``--json`` prints: all findings, the paths of those that were repaired, and those that are left."""
+    """The document that ``--json`` prints: all findings, the paths of the repaired ones, and the findings left."""
 
     run: str
     head_before: RunHead
@@ -32,7 +32,7 @@ class DoctorDocument(msgspec.Struct, frozen=True):
 
 
 def doctor(run: str, *, deep: bool, finish: bool, remove: bool, force: bool, yes: bool, as_json: bool) -> bool:
-    """Say what is wrong with a run and repair what was asked for; True where nothing is left."""
+    """Print the findings in a run, and repair those that the options ask for. Returns True where none is left."""
     if force and not remove:
         raise ConfigurationError(
             "--force says what --remove may delete.", code="config.option", action="Give --remove too, or leave it out."
@@ -69,7 +69,7 @@ def _paths(findings: list[Finding]) -> list[str]:
 
 
 def _each(findings: list[Finding], repair: Callable[[Finding], object], done: str, *, as_json: bool) -> list[Finding]:
-    """Those of `findings` that could be repaired; what keeps the others from it is said."""
+    """Repair `findings`, and return those that could be repaired. Prints the error of each other one."""
     repaired: list[Finding] = []
     for finding in findings:
         try:
@@ -97,14 +97,14 @@ def _show(run: str, head: RunHead, findings: list[Finding], *, deep: bool) -> No
 
 
 def _label(finding: Finding) -> str:
-    """What can be done about a finding, in a word or two."""
+    """The remedy of a finding, in a word or two."""
     if finding.remedy != "none":
         return finding.remedy
     return "wait" if finding.code.endswith(".in_progress") else "by hand"
 
 
 def _conclude(run: str, head_before: RunHead, head: RunHead, left: list[Finding]) -> None:
-    """What became of the head, and what can be done next."""
+    """Print whether the head changed, and the commands for the findings left."""
     screen = console()
     if head != head_before:
         say(screen, f"\nthe head was {head_before} and is {head}")
@@ -121,7 +121,7 @@ def _conclude(run: str, head_before: RunHead, head: RunHead, left: list[Finding]
 
 
 def _hints(run: str, labels: set[str]) -> Iterator[tuple[str, str]]:
-    """Commands for what is left, and what they do."""
+    """Commands for the findings left, each with its effect."""
     command = f"holdfast doctor {printable(shlex.quote(run))}"
     if "finish" in labels:
         yield f"{command} --finish", "commits what is complete"

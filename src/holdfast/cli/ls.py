@@ -1,4 +1,4 @@
-"""``holdfast ls``: the checkpoints of a run, those of its lineage and the others."""
+"""``holdfast ls``: the checkpoints of a run, on the lineage of its head and off it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _UNKNOWN = "no knowing whether the head descends from these"
 
 
 class Row(msgspec.Struct, frozen=True):
-    """One checkpoint in the list. `abandoned` says what left it behind; it is empty on the lineage."""
+    """One checkpoint in the list. `abandoned` says which epoch abandoned it; it is empty on the lineage."""
 
     place: str
     step: int
@@ -38,8 +38,11 @@ class Row(msgspec.Struct, frozen=True):
 
 
 class LsDocument(msgspec.Struct, frozen=True):
-    """What ``--json`` prints: the head first, then what it descends from; what is not on that line; and records that
-    cannot be read."""
+    """The document that ``--json`` prints.
+
+    `lineage` is the head and its ancestors, newest first; `abandoned` are all other checkpoints; `findings` are the
+    records that cannot be read.
+    """
 
     run: str
     run_id: str
@@ -49,10 +52,10 @@ class LsDocument(msgspec.Struct, frozen=True):
 
 
 def ls(run: str, *, as_json: bool) -> bool:
-    """List all committed checkpoints of the run at the path `run`; True where all records are sound."""
+    """Print all committed checkpoints of the run at the path `run`. Returns True where all records are sound."""
     found = open_run(run)
     listing = _HistoryReader(found)
-    lineage, others = listing.lineage(), listing.others()  # which find the faults
+    lineage, others = listing.lineage(), listing.others()  # both add to `listing.faults`
     faults = list(dict.fromkeys(listing.faults))
     document = LsDocument(found.storage.location.url, found.run_id, lineage, others, faults)
     if as_json:
@@ -63,18 +66,18 @@ def ls(run: str, *, as_json: bool) -> bool:
 
 
 class _HistoryReader:
-    """Reads what can be read of a run's records; the rest becomes faults."""
+    """A reader of a run's records that turns unreadable ones into faults and continues."""
 
     def __init__(self, run: Run) -> None:
         self.faults: list[Fault] = []
         self._run = run
         self._places: list[Place] = []
         self._broken = False
-        #: By epoch, what left behind the checkpoints of it that are not on the lineage.
+        #: For each epoch, the reason why those of its checkpoints that are not on the lineage were abandoned.
         self._reasons: dict[int, str] = {}
 
     def lineage(self) -> list[Row]:
-        """The head and what it descends from, as far as epochs can be read."""
+        """The head and its ancestors, as far as epochs can be read."""
         try:
             self._places.extend(self._run.lineage_places())
         except (CorruptError, NotFoundError) as error:
@@ -83,7 +86,7 @@ class _HistoryReader:
         return [row for number, place in enumerate(self._places) for row in self._rows(place, head=number == 0)]
 
     def others(self) -> list[Row]:
-        """Everything else that was committed, newest first."""
+        """All other committed checkpoints, newest first."""
         known = set(self._places)
         return [
             row
@@ -107,7 +110,7 @@ class _HistoryReader:
 
 
 def _left_by(run: Run, epoch: int) -> str:
-    """Which of the epochs that lead to the head went on from elsewhere than from the end of `epoch`."""
+    """A clause that names the epoch on the head's lineage that did not continue from the end of `epoch`."""
     number = run.epochs()[0]
     while True:
         record = run.epoch(number)
@@ -120,9 +123,11 @@ def _left_by(run: Run, epoch: int) -> str:
 
 
 def _first_from(run: Run, record: Epoch, *, after: int) -> Epoch:
-    """The first of the epochs in a row, up to `record`, that went on from where that did: a rollback is an epoch of
-    its own, and the job that resumes there opens the next one."""
-    # An epoch that led nowhere may be damaged without harm to the lineage: then a later one is named.
+    """The first of the consecutive epochs, up to `record`, that were all opened from the same place.
+
+    A rollback is an epoch of its own, and the job that resumes there opens the next one from the same place.
+    """
+    # The record of an epoch off the lineage may be damaged without harm to it: then name a later epoch.
     with suppress(CorruptError, NotFoundError):
         while record.epoch - 1 > after and (earlier := run.epoch(record.epoch - 1)).opened_from == record.opened_from:
             record = earlier
@@ -186,6 +191,6 @@ def _table(rows: list[Row]) -> Listing:
 
 
 def _names(diverged: Diverged) -> str:
-    """The tensors of which a save stored one of several different copies, in few words."""
+    """The tensors whose copies differed between ranks when they were saved, in few words."""
     rest = diverged.num_tensors - 1
     return "".join(map(printable, diverged.names[:1])) + (f" and {rest} more" if rest > 0 else "")

@@ -1,4 +1,4 @@
-"""``holdfast node``: what lies in the memory of this node, and giving it back."""
+"""``holdfast node``: the snapshots in the memory of this node, and how to free them."""
 
 from __future__ import annotations
 
@@ -23,9 +23,12 @@ _UNKNOWN = "a run that no keeper has named"
 
 
 class SlotRow(msgspec.Struct, frozen=True):
-    """A slot, as ``--json`` prints it. `step` is null where it holds nothing; `state`, where it is damaged, or of
-    another version. `owner` is "trainer" where one lives for this rank, else "keeper" where one is at work, else
-    "nobody". Where it `is_durable`, nothing is lost with it."""
+    """A slot, as ``--json`` prints it.
+
+    `step` is null where the slot is empty; `state` is null where it is damaged or of another version. `owner` is
+    "trainer" where a trainer of this rank lives, else "keeper" where a keeper runs, else "nobody". Where it
+    `is_durable`, freeing the slot loses nothing.
+    """
 
     rank: int
     step: int | None
@@ -37,8 +40,11 @@ class SlotRow(msgspec.Struct, frozen=True):
 
 
 class RunRow(msgspec.Struct, frozen=True):
-    """What one run has. `run` is null where no keeper has said which one it is; `keeper_pid` is null where none is at
-    work, and else its number in its own PID namespace."""
+    """The memory of one run on this node.
+
+    `run` is null where no keeper has written down which run it is. `keeper_pid` is the keeper's process id in its own
+    PID namespace, or null where no keeper runs.
+    """
 
     run: str | None
     folder: str
@@ -47,8 +53,10 @@ class RunRow(msgspec.Struct, frozen=True):
 
 
 class NodeDocument(msgspec.Struct, frozen=True):
-    """What ``--json`` prints: what is there in the end, how much was freed, and the folders whose keepers were asked to
-    end: those that have ended, and those that have not."""
+    """The document that ``--json`` prints: the memory after the command, and how many bytes it freed.
+
+    `ended` and `not_ended` are the folders of the keepers that were asked to end, and have or have not done so.
+    """
 
     node_dir: str
     runs: list[RunRow]
@@ -58,8 +66,10 @@ class NodeDocument(msgspec.Struct, frozen=True):
 
 
 def node(run: str, *, node_dir: str, free: bool, stop: bool, grace_s: float, as_json: bool) -> bool:
-    """List what runs of this user (one, unless `run` is empty) have in the memory of this node, after doing what was
-    asked for. False where a keeper did not end."""
+    """Print the snapshots that this user's runs have in the memory of this node; only those of `run`, unless empty.
+
+    Before that, ends keepers with `stop`, and frees snapshots with `free`. Returns False where a keeper did not end.
+    """
     where = Path(absolute(node_dir))
     try:
         os.scandir(where).close()

@@ -1,4 +1,4 @@
-"""``holdfast plan``: what a load on another world would do."""
+"""``holdfast plan``: the dry run of a load on another world."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from holdfast.run.history import resolve
 from holdfast.run.paths import parse, some
 from holdfast.wording import count
 
-#: How many ranks a node has unless somebody says.
+#: Ranks per node, unless the user gives the number of nodes.
 _RANKS_PER_NODE = 8
-#: The bandwidth of what is not there.
+#: The bandwidth that stands for no network.
 _NO_NETWORK = sys.float_info.min
 _BANDWIDTH = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([kMGT]i?)?(B|bit)/s")
 _REFUSED = "--cast allows what keeps the kind of number"
@@ -42,7 +42,7 @@ _PREFIXES = ("", "k", "M", "G", "T")
 
 
 class PlannedFile(msgspec.Struct, frozen=True):
-    """What is read of a data file, by all nodes together: bytes, and requests."""
+    """The bytes and requests that all nodes together read from a data file."""
 
     name: str
     nbytes: int
@@ -50,8 +50,11 @@ class PlannedFile(msgspec.Struct, frozen=True):
 
 
 class ExpectedSeconds(msgspec.Struct, frozen=True):
-    """Seconds that reading takes at least: where nodes read for themselves, and where each byte is read once and sent
-    on, which is null where no network is given; and whether the second way is chosen."""
+    """The least time of reading, in two ways.
+
+    `apart_s`: each node reads for itself. `once_s`: each byte is read once and sent to other nodes; null where no
+    network is given. `once` says whether the load would choose the second way.
+    """
 
     apart_s: float
     once_s: float | None
@@ -59,17 +62,18 @@ class ExpectedSeconds(msgspec.Struct, frozen=True):
 
     @staticmethod
     def of(seconds: Seconds) -> ExpectedSeconds:
-        """The same as a document has it, where nothing is infinite."""
+        """`seconds` in the form of the document, which has null instead of infinity."""
         return ExpectedSeconds(
             seconds.apart, seconds.once if math.isfinite(seconds.once) else None, seconds.favour_exchange
         )
 
 
 class PlanDocument(msgspec.Struct, frozen=True, kw_only=True):
-    """What ``--json`` prints. Bytes are those that are stored; lists of them are by rank and by node.
+    """The document that ``--json`` prints. Bytes are those in storage.
 
-    `unexpected` and `refused` are what a load would refuse. `read_once_nbytes` is what the job reads where each byte is
-    read once; `files` are as the way that is chosen has them.
+    A load would refuse the tensors in `unexpected` and `refused`. `needed_nbytes` has the bytes of each rank,
+    `read_nbytes` those of each node where it reads for itself. `read_once_nbytes` are the bytes that the job reads
+    where each byte is read once. `files` are the reads in the way that the load would choose.
     """
 
     path: str
@@ -102,9 +106,10 @@ def plan(
     bandwidths: tuple[str, str, str],
     as_json: bool,
 ) -> bool:
-    """Say what a load of the checkpoint at `path` on `on` ranks would do; True where it would find nothing wrong.
+    """Print the dry run of a load of the checkpoint at `path` on `on` ranks.
 
-    `layout` and `mapping` are files, `bandwidths` those of a node's storage, all storage, and a node's network.
+    `layout` and `mapping` are paths of files; `bandwidths` are those of a node's storage, of all storage, and of a
+    node's network. Returns True where names and dtypes would let the load succeed.
     """
     speeds = _bandwidths(*bandwidths)
     num_nodes = _num_nodes(on, nodes)
@@ -140,7 +145,7 @@ def _layout(path: str, on: int) -> Layout:
 
 
 def _table(checkpoint: Checkpoint, mapping: str) -> CheckpointTable:
-    """What the checkpoint is after the mapping."""
+    """The names, tensors and values of the checkpoint after the mapping."""
     found = rules.from_toml(_text(mapping, "mapping")) if mapping else ()
     stored = stored_tensors(checkpoint.manifest)
     return mapped(found, stored, checkpoint.manifest.body.aliases, checkpoint.nodes)
@@ -169,7 +174,10 @@ def _num_nodes(on: int, nodes: int) -> int:
 
 
 def _bandwidths(storage: str, all_storage: str, network: str) -> Bandwidths | None:
-    """What was given; no limit where nothing was, and None without the bandwidth of storage."""
+    """The bandwidths that the user gave; None without that of a node's storage.
+
+    Without `all_storage` there is no common limit; without `network` there is no network.
+    """
     if not storage:
         if all_storage or network:
             raise ConfigurationError(
@@ -183,7 +191,7 @@ def _bandwidths(storage: str, all_storage: str, network: str) -> Bandwidths | No
 
 
 def _speed(text: str) -> float:
-    """Bytes per second."""
+    """The bandwidth in `text`, in bytes per second."""
     found = _BANDWIDTH.fullmatch(text)
     speed = 0.0
     if found is not None:
@@ -245,7 +253,7 @@ def _show(screen: Console, checkpoint: Checkpoint, document: PlanDocument, *, st
 
 
 def _figures(document: PlanDocument) -> Listing:
-    """Least, median and most of what ranks, nodes and files have to do with."""
+    """A table of the least, median and largest bytes of ranks, nodes and files, and requests of files."""
     made = Listing("each", "least", "median", "most", right=("least", "median", "most"), spare=("median",))
     files = [file.name.partition(".")[0] for file in document.files]
     rows = (
@@ -263,7 +271,7 @@ def _figures(document: PlanDocument) -> Listing:
 
 
 def _reading(document: PlanDocument) -> list[str]:
-    """What the job reads, and how long that takes."""
+    """Lines about the bytes that the job reads, and about the time that this takes."""
     needed, apart, once = map(size, (sum(document.needed_nbytes), sum(document.read_nbytes), document.read_once_nbytes))
     lines = [
         f"{count(document.num_tensors, 'tensor')}; all ranks together need {needed}",
@@ -280,7 +288,7 @@ def _reading(document: PlanDocument) -> list[str]:
 
 
 def _findings(document: PlanDocument) -> list[Text]:
-    """What changes on the way, and what a load would refuse."""
+    """Lines about the tensors that a load would change on the way, and those that it would refuse."""
     kept, nobody = "not all is stored", "no rule matches, and there is no default"
     groups = (
         ("cast", "", "", [f"{one.name} ({one.stored} to {one.held})" for one in document.cast]),

@@ -1,4 +1,4 @@
-"""Runs as commands name and describe them."""
+"""Helpers of commands for runs: how to find one by its path, and how to describe its head."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from holdfast.store.urls import open_store
 
 
 def open_run(path: str) -> Run:
-    """The run at `path`, all of it: a path that selects one checkpoint, or is one, is a `ConfigurationError`."""
+    """Open the run at `path`. Raises `ConfigurationError` for a path that selects one checkpoint, or is one."""
     target = parse_run(path)
     storage = open_store(target.location)
     if is_folder(storage):
@@ -24,7 +24,7 @@ def open_run(path: str) -> Run:
 
 
 def parse_run(path: str) -> Selection:
-    """The run that `path` names, there or not: a path that selects one checkpoint is a `ConfigurationError`."""
+    """Parse the path of a run, which need not exist. Raises `ConfigurationError` for one that selects a checkpoint."""
     target = parse(path)
     if target.step is not None or target.place is not None:
         raise _one_checkpoint(path, "selects", f"Name the run alone: {target.root}.")
@@ -37,8 +37,11 @@ def _one_checkpoint(path: str, how: str, action: str) -> ConfigurationError:
 
 
 class RunHead(msgspec.Struct, frozen=True):
-    """The head of a run. `place` and `step` are null where nothing is committed, or where `damage` says what is wrong
-    with its record."""
+    """The head of a run.
+
+    `place` and `step` are null where nothing is committed, or where its record cannot be read: then `damage` is the
+    code of the error.
+    """
 
     place: str | None = None
     step: int | None = None
@@ -46,7 +49,7 @@ class RunHead(msgspec.Struct, frozen=True):
 
     @staticmethod
     def of(run: Run) -> RunHead:
-        """What it is now."""
+        """The current head of `run`."""
         try:
             head = run.head()
         except CorruptError as error:

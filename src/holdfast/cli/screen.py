@@ -1,4 +1,4 @@
-"""What all commands share on screen: widths, sizes, times, errors, questions, JSON."""
+"""Output that all commands share: widths, sizes, times, errors, questions, JSON."""
 
 from __future__ import annotations
 
@@ -22,12 +22,11 @@ from holdfast.errors import ConfigurationError, HoldfastError, printable, to_wir
 from holdfast.progress import progress
 
 _AGES = ((86400 * 365, "y"), (86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
-#: What is not written to a terminal goes to programs and files, whose lines nobody shall break.
+#: The width where output is no terminal: programs and files read it, so lines must not be broken.
 _UNBROKEN = 10_000
-#: Columns of words that make no sense in two lines.
+#: Columns whose cells cannot be read on two lines.
 _NEVER_WRAPPED = ("", "place", "saved", "dtype")
-#: Columns that are read as well in several lines, and others, are folded to no less than so many characters as long as
-#: there is a column that can be left out.
+#: The least widths of folded columns, of those named here and of others, while another column can still be left out.
 _READABLE = {"metrics": 16, "diverged": 16, "value": 24}
 _READABLE_NAME = 40
 _GAP = 2
@@ -35,15 +34,18 @@ _WORD = re.compile(r"\S+")
 
 
 def console(*, stderr: bool = False) -> Console:
-    """Standard output or standard error: as wide as the terminal, unbroken lines where there is none."""
+    """A console on standard output or standard error: as wide as the terminal, or with unbroken lines without one."""
     file = sys.stderr if stderr else sys.stdout
     width = None if file.isatty() else _UNBROKEN
     return Console(stderr=stderr, width=width, highlight=False, markup=False, emoji=False)
 
 
 def say(screen: Console, text: str | Text, style: str = "") -> None:
-    """Print prose. At a terminal lines are broken between words; what is longer than a line, such as a path, is left
-    to the terminal, so that it can be copied whole. Elsewhere nothing is broken."""
+    """Print prose.
+
+    At a terminal, break lines between words only: the terminal wraps a word that is longer than a line, such as a path,
+    so that users can copy it whole. Elsewhere, break no lines.
+    """
     whole = Text(text, style) if isinstance(text, str) else text
     for line in whole.split("\n", allow_blank=True):
         for part in line.divide(_breaks(line.plain, screen.width)) if screen.is_terminal else [line]:
@@ -52,7 +54,7 @@ def say(screen: Console, text: str | Text, style: str = "") -> None:
 
 
 def _breaks(line: str, width: int) -> list[int]:
-    """Where a line is broken, so that each part is as narrow as its words allow."""
+    """The positions at which to break a line, so that each part fits `width` unless one word is wider."""
     breaks, start = [], 0
     for word in _WORD.finditer(line):
         if line[start : word.start()].strip() and cell_len(line[start : word.end()]) > width:
@@ -62,10 +64,10 @@ def _breaks(line: str, width: int) -> list[int]:
 
 
 class Listing:
-    """A table without lines. Columns named in `right` hold numbers.
+    """A table without lines. Columns named in `right` are right-aligned, for numbers.
 
-    Where the terminal is too narrow, the columns named in `spare` are left out, the first of them first; a last line
-    says which. What is still too wide is folded: no character gets lost.
+    Where the terminal is too narrow, the columns named in `spare` are left out, the first of them first, and a last
+    line names them. Columns that are still too wide are folded: no character is lost.
     """
 
     def __init__(self, *columns: str, right: Sequence[str] = (), spare: Sequence[str] = ()) -> None:
@@ -75,7 +77,7 @@ class Listing:
         self._rows: list[tuple[str | Text, ...]] = []
 
     def add_row(self, *cells: str | Text) -> None:
-        """Add a row; cells that are left out at its end are empty."""
+        """Add a row. Missing cells at its end are empty."""
         self._rows.append((*cells, *("" for _ in self._columns[len(cells) :])))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -95,7 +97,7 @@ class Listing:
             yield Text(f"(too narrow to show: {', '.join(hidden)})", "dim")
 
     def _least(self, shown: Sequence[int], widths: Sequence[int]) -> int:
-        """How wide the columns `shown` are when what can be folded is folded, but still readable."""
+        """The width of the columns `shown` when all that can be folded are folded, but still readable."""
         return sum(
             widths[at] if self._is_whole(at) else min(widths[at], _READABLE.get(self._columns[at], _READABLE_NAME))
             for at in shown
@@ -106,7 +108,7 @@ class Listing:
         return name in self._right or name in _NEVER_WRAPPED
 
     def _lines(self, console: Console, shown: Sequence[int], widths: Sequence[int]) -> Iterator[Segment]:
-        """The columns `shown`, none of which is folded: a hundred times faster than a table that might be."""
+        """The columns `shown` without folding: a hundred times faster than a table that can fold."""
         header = (Text(name, "bold") for name in self._columns)
         for row in (tuple(header), *self._rows):
             line = ""
@@ -125,7 +127,7 @@ class Listing:
             yield Segment.line()
 
     def _table(self, shown: Sequence[int], *, fold: bool) -> Table:
-        """The table of the columns `shown`; with `fold` all of them may be folded."""
+        """The columns `shown` as a table that folds; with `fold`, all columns may be folded."""
         made = Table(box=None, header_style="bold", pad_edge=False, padding=(0, _GAP, 0, 0))
         for at in shown:
             name = self._columns[at]
@@ -143,12 +145,12 @@ def _width(cell: str | Text) -> int:
 
 
 def when(unix_s: float) -> str:
-    """A moment in local time."""
+    """A moment as text in local time."""
     return datetime.fromtimestamp(unix_s).astimezone().strftime("%Y-%m-%d %H:%M:%S")
 
 
 def age(seconds: float) -> str:
-    """A time that has passed, in its largest unit."""
+    """A duration as text, in its largest unit."""
     for unit_s, unit in _AGES:
         if seconds >= unit_s:
             return f"{int(seconds // unit_s)} {unit}"
@@ -156,7 +158,7 @@ def age(seconds: float) -> str:
 
 
 def ago(seconds: float) -> str:
-    """How long ago something was."""
+    """The text of how long ago something was."""
     return f"{age(seconds)} ago" if seconds >= 1 else "now"
 
 
@@ -166,21 +168,23 @@ def metrics_text(metrics: dict[str, str | float]) -> str:
 
 
 def print_json(value: object) -> None:
-    """One JSON document on standard output, in ASCII: names come from files that anybody may have written, and a
-    terminal shall obey none of them."""
+    """Print one JSON document on standard output, in ASCII.
+
+    Names come from files that anybody may have written, so none of their characters may act on a terminal.
+    """
     print(json.dumps(msgspec.to_builtins(value), ensure_ascii=True))
 
 
 def print_error(error: HoldfastError) -> None:
-    """An error as the one JSON document on standard output."""
+    """Print an error as the one JSON document on standard output."""
     print_json({"error": to_wire(error)})
 
 
 @contextmanager
 def counting(description: str, total: int | None, *, quiet: bool) -> Iterator[Callable[[int], None]]:
-    """A bar while the block runs, unless `quiet`; gives what advances it by bytes, from several threads.
+    """Show a bar while the block runs, unless `quiet`. Gives a function that advances it by bytes, from any thread.
 
-    A `total` that is not known is one of work that is counted in something else.
+    `total` is None for work that is not counted in bytes.
     """
     done, lock = 0, Lock()
 
@@ -196,9 +200,9 @@ def counting(description: str, total: int | None, *, quiet: bool) -> Iterator[Ca
 
 
 def confirmed(question: str, *, yes: bool) -> bool:
-    """Whether the person at the terminal says yes; `yes` answers beforehand.
+    """Ask the user at the terminal, and return whether they say yes. With `yes`, do not ask.
 
-    Raises `ConfigurationError`, code ``config.confirmation``, where nobody can answer.
+    Raises `ConfigurationError`, code ``config.confirmation``, where standard input is no terminal.
     """
     if yes:
         return True
@@ -220,7 +224,7 @@ def confirmed(question: str, *, yes: bool) -> bool:
 
 
 def explain(error: HoldfastError) -> None:
-    """An error on standard error: what, and what to do."""
+    """Print an error on standard error: its message, details and next action."""
     screen = console(stderr=True)
     words = ("error ", "bold red"), (f"[{error.code}] ", "dim"), printable(error.message)
     say(screen, Text.assemble(*words))

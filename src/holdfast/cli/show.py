@@ -1,4 +1,4 @@
-"""``holdfast show``: what a checkpoint holds."""
+"""``holdfast show``: the content of a checkpoint."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from holdfast.run.history import resolve
 from holdfast.run.paths import parse, some
 from holdfast.wording import count
 
-#: So many equal values beside each other are listed.
+#: Most equal values beside each other that are listed one by one.
 _MAX_ALIKE = 4
 
 
@@ -34,7 +34,7 @@ class ShownValue(msgspec.Struct, frozen=True):
 
 
 class ShowDocument(msgspec.Struct, frozen=True, kw_only=True):
-    """What ``--json`` prints. `values` is null unless asked for; a tensor's `divided` is as on screen."""
+    """The document that ``--json`` prints. `values` is null without ``--values``; `divided` is as on screen."""
 
     path: str
     place: str
@@ -53,7 +53,7 @@ class ShowDocument(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def show(path: str, *, values: bool, names: str, as_json: bool) -> None:
-    """Show the tensors of the checkpoint at `path` whose names match the pattern `names` (all: as a tree)."""
+    """Print the tensors of the checkpoint at `path` whose names match the glob `names`; without it all, as a tree."""
     checkpoint = Checkpoint(resolve(parse(path)).sealed)
     document = _document(checkpoint, values=values, names=names)
     if names and not (document.tensors or document.values):
@@ -71,7 +71,7 @@ def show(path: str, *, values: bool, names: str, as_json: bool) -> None:
 def _document(checkpoint: Checkpoint, *, values: bool, names: str) -> ShowDocument:
     body = checkpoint.manifest.body
     aliases = {alias: name for alias, name in body.aliases.items() if _wanted(alias, names)}
-    # A tied tensor is stored under one of its names, and is meant by each of them.
+    # A tied tensor is stored under one of its names, but each of them selects it.
     tied = set(aliases.values())
     tensors = [tensor for tensor in tensors_of(checkpoint) if _wanted(tensor.name, names) or tensor.name in tied]
     listed = None
@@ -135,7 +135,7 @@ def _facts(tensor: ShownTensor) -> tuple[str, str, str]:
 
 
 def _print_rest(screen: Console, document: ShowDocument, checkpoint: Checkpoint, *, by_name: bool) -> None:
-    """Other names, marks and values, and how to see more."""
+    """Print aliases, diverged tensors and values, and the options that show more."""
     for alias, name in document.aliases.items():
         say(screen, f"{printable(alias)} is tied to {printable(name)}")
     if document.diverged:
@@ -150,7 +150,7 @@ def _print_rest(screen: Console, document: ShowDocument, checkpoint: Checkpoint,
 
 
 def _value_table(values: list[ShownValue]) -> Listing:
-    """Values; many equal ones in one container, such as a map of all parameters to one group, are one row."""
+    """A table of values. Many equal values of one container, such as the group of each parameter, are one row."""
     made = Listing("name", "type", "value", spare=("type",))
     for (parent, kind, text), group in groupby(values, key=lambda value: (_parent(value.name), value.type, value.text)):
         names = [value.name for value in group]

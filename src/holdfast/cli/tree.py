@@ -18,17 +18,17 @@ from holdfast.geometry import Shape
 from holdfast.wording import count
 
 _SEPARATORS = re.compile(r"([/.])")
-#: Ranges, and names, of alike siblings that are listed.
+#: Most ranges, and most names, of alike siblings that are listed.
 _MAX_LISTED = 4
-#: Parts along one axis that are too many to be counted by anybody who compares layers.
+#: From this number of parts on, their exact number does not matter to a user who compares layers.
 _MANY_PARTS = 1000
-#: Characters of a line's label that is made of several parts.
+#: Most characters of a label that joins several parts of a name.
 _MAX_LABEL = 32
 
 
 @dataclass(frozen=True, slots=True)
 class ShownTensor:
-    """A stored tensor, as it is shown. `divided` says how: ``8x1`` parts along the axes, flat ``ranges``, ``boxes``."""
+    """A stored tensor, as it is shown. `divided`: ``8x1`` parts along the axes, or numbers of flat ranges or boxes."""
 
     name: str
     dtype: str
@@ -40,9 +40,9 @@ class ShownTensor:
 
     @property
     def kind(self) -> str:
-        """What tensors that look alike have in common: how they are divided, however many irregular parts that gives.
+        """The kind of division, which is equal for tensors that look alike, whatever their number of irregular parts.
 
-        Cuts at random, as flat optimizers make them, leave out an empty part here and there.
+        The number of irregular parts varies: with random cuts, as of flat optimizers, a part may be empty and left out.
         """
         number, _, unit = self.divided.partition(" ")
         irregular = number.isdecimal() and (unit or self.num_parts >= _MANY_PARTS)
@@ -50,8 +50,11 @@ class ShownTensor:
 
 
 class Line(NamedTuple):
-    """One line of the tree. It stands for `num_tensors`; `tensor` is one of them where all of them are alike, with the
-    least and the largest number of irregular parts that alike tensors of the checkpoint have."""
+    """One line of the tree, which stands for `num_tensors` tensors.
+
+    `tensor` is one of them where all are alike, with the least and the largest number of irregular parts of all tensors
+    in the checkpoint that look like it.
+    """
 
     depth: int
     label: str
@@ -61,7 +64,7 @@ class Line(NamedTuple):
 
 
 def tensors_of(checkpoint: Checkpoint) -> list[ShownTensor]:
-    """All tensors, sorted by name."""
+    """All tensors of a checkpoint, sorted by name."""
     body, manifest = checkpoint.manifest.body, checkpoint.manifest
     divisions: dict[tuple[int, int], tuple[str, int, int, int]] = {}
     found = []
@@ -103,20 +106,20 @@ def lines(tensors: Iterable[ShownTensor]) -> Iterator[Line]:
 
 @dataclass(slots=True)
 class _NamePart:
-    """A part of a name. Children go by the separator before them and their own part."""
+    """A node of the tree: one part of a name. The key of a child is the separator before it and its own part."""
 
     tensor: ShownTensor | None = None
     children: dict[tuple[str, str], _NamePart] = field(default_factory=dict)
     num_tensors: int = 0
     nbytes: int = 0
-    #: Equal for nodes that look alike: equal tensors under equal names.
+    #: A number that is equal for nodes that look alike: those with equal tensors under equal names.
     likeness: int = 0
-    #: The numbers of parts of the tensors of all nodes that look alike.
+    #: The numbers of parts that tensors have in this node and in all nodes that look like it.
     num_parts: set[int] = field(default_factory=set)
 
 
 def _measure(node: _NamePart, known: dict[object, int], num_parts: dict[int, set[int]]) -> None:
-    """Fill in what follows from the nodes below."""
+    """Fill in the fields that follow from the nodes below: totals, likeness and numbers of parts."""
     for child in node.children.values():
         _measure(child, known, num_parts)
     own = node.tensor
@@ -145,7 +148,7 @@ def _below(node: _NamePart, depth: int, times: int = 1) -> Iterator[Line]:
     """The lines below a node that stands for `times` alike ones."""
     for group in _groups(node):
         label, count, at = group.label, times * len(group.nodes), group.first
-        # A name that leads to one thing only shares its line.
+        # A node whose children make one group shares its line with them.
         while at.tensor is None and len(inner := _groups(at)) == 1 and len(label + inner[0].label) <= _MAX_LABEL:
             label, count, at = label + inner[0].label, count * len(inner[0].nodes), inner[0].first
         label = label if depth else label.lstrip("/")
@@ -164,7 +167,7 @@ def _shown(node: _NamePart, times: int) -> ShownTensor | None:
 
 
 def _groups(node: _NamePart) -> list[_AlikeSiblings]:
-    """The children of a node: alike numbered ones together, then the named ones, alike neighbours together."""
+    """The children of a node in groups: numbered ones that look alike, then neighbouring named ones that look alike."""
     numbered: dict[tuple[str, int], list[tuple[int, _NamePart]]] = {}
     named: list[tuple[str, str, _NamePart]] = []
     for (separator, part), child in node.children.items():

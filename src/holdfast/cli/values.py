@@ -1,4 +1,4 @@
-"""Values of a checkpoint as one line of text each."""
+"""Values of a checkpoint as text, one line each."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from holdfast.format.values import (
 from holdfast.wording import count
 
 _DIGITS = re.compile(r"(\d+)")
-#: Characters of a value on screen.
+#: Most characters of a value on screen.
 _LINE = 100
 
 
@@ -36,7 +36,7 @@ def natural(name: str) -> list[str | int]:
 
 
 def kind_of(node: Node) -> str:
-    """The Python type of a value, in one word or two."""
+    """The name of a value's Python type, in one word or two."""
     registration = value_codec.registration(node)
     if registration is not None:
         return f"registered {registration!r}"
@@ -63,7 +63,7 @@ def kind_of(node: Node) -> str:
 
 
 def text_of(node: Node) -> str:
-    """A value, or what a container holds, as printable text."""
+    """A value, or the entries of a container, as printable text."""
     bare = value_codec.bare(node)
     if isinstance(bare, Blob | TorchValue) and bare.data:
         text = f"{count(len(bare.data), 'byte')}, {bare.data[:16].hex(' ')}{' ...' if len(bare.data) > 16 else ''}"
@@ -80,14 +80,14 @@ def text_of(node: Node) -> str:
 
 
 def shortened(text: str) -> str:
-    """`text` as far as it fits a line of a table."""
+    """`text`, cut to fit on one line of a table."""
     return text if len(text) <= _LINE else f"{text[: _LINE - 4]} ..."
 
 
 def rows(nodes: Mapping[str, Node]) -> Iterator[tuple[str, Node, str]]:
     """Name, node and text of each value, in natural order; a list of plain values is one row.
 
-    Containers are told by the names of what is in them, except empty ones.
+    Only empty containers have rows of their own: the names of their entries show the others.
     """
     inlined: set[str] = set()
     for path in sorted(nodes, key=natural):

@@ -1,4 +1,4 @@
-"""``holdfast verify``: is a checkpoint what was sealed?"""
+"""``holdfast verify``: check that a checkpoint is as it was sealed."""
 
 from __future__ import annotations
 
@@ -25,13 +25,16 @@ from holdfast.run.paths import parse
 from holdfast.store.urls import open_store
 from holdfast.wording import count
 
-#: Tensors of a fault that are named on screen.
+#: Most tensors of a fault that are named on screen.
 _NAMED = 5
 _STRUCTURE = "files, sizes, headers and values checked; --deep reads the tensors too"
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """One checkpoint: what was verified, and what is wrong. Nothing is known of one whose records cannot be read."""
+    """The report on one checkpoint: its content as far as verified, and its faults.
+
+    Where its records cannot be read, only `path` and `findings` are known, and perhaps `place` and `step`.
+    """
 
     path: str
     place: str | None
@@ -45,9 +48,11 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class VerifyDocument(msgspec.Struct, frozen=True):
-    """What ``--json`` prints. `sound` is true where every byte was read and is what was sealed, false where something
-    is wrong, and null where nothing is wrong as far as was looked, without ``--deep``. `findings` are of records of the
-    run that belong to no checkpoint."""
+    """The document that ``--json`` prints.
+
+    `sound` is true where every byte was read and is as it was sealed, false where there is a finding, and null where a
+    check without ``--deep`` found nothing. `findings` are those in records of the run that belong to no checkpoint.
+    """
 
     sound: bool | None
     checkpoints: list[Report]
@@ -55,15 +60,18 @@ class VerifyDocument(msgspec.Struct, frozen=True):
 
 
 class _Subject(NamedTuple):
-    """A checkpoint to verify: its name as long as nothing else of it is known, and how to find it; None is found where
-    it has been removed since it was listed."""
+    """A checkpoint to verify.
+
+    `name` names it until its seal has been read. `find` finds it, or returns None where it has been removed since it
+    was listed.
+    """
 
     name: str
     find: Callable[[], Sealed | None]
 
 
 def verify(path: str, *, deep: bool, every: bool, as_json: bool) -> bool:
-    """Verify one checkpoint, or all of a run, and say what was found; True where nothing is wrong."""
+    """Verify one checkpoint, or all of a run, and print the findings. Returns True where there are none."""
     subjects = _committed(path) if every else iter([_Subject(path, lambda: resolve(parse(path)).sealed)])
     reports: list[Report] = []
     for subject in subjects:
@@ -100,7 +108,7 @@ def _record_faults(path: str) -> Iterator[Fault]:
 
 
 def _committed(path: str) -> Iterator[_Subject]:
-    """All committed checkpoints of a run, on its lineage or not, newest first."""
+    """All committed checkpoints of a run, newest first, whether or not they are on the lineage of its head."""
     run = open_run(path)
     for place in run.places():
         yield _Subject(f"{run.storage.location}@{place}", partial(_sealed, run, place))
@@ -145,7 +153,7 @@ def _unreadable(path: str, error: HoldfastError, *, place: str | None = None, st
 
 
 def _show(report: Report, *, brief: bool) -> None:
-    """What was found; where `brief`, without what was looked at, as far as that is the same for all checkpoints."""
+    """Print a report. Where `brief`, leave out the list of checks that is the same for all checkpoints."""
     screen = console()
     name = f"step {report.step} at {report.place}" if report.place else printable(report.path)
     contents = ""
@@ -172,7 +180,7 @@ def _show_faults(faults: Sequence[Fault]) -> None:
 
 
 def _checked(report: Report) -> str:
-    """What the verdict rests on."""
+    """The checks that the verdict rests on, as text."""
     if not report.num_files:
         return "its records cannot be read, so nothing else was checked"
     if not report.deep:

@@ -1,4 +1,4 @@
-"""For those who test with holdfast: a store in memory, and what every store has to keep to. Needs pytest."""
+"""Tools for tests: a store in memory, and the conformance tests that every store must pass. Needs pytest."""
 
 from holdfast.testing.memory_store import MemoryStore
 from holdfast.testing.stores import StoreConformance

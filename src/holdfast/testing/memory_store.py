@@ -15,7 +15,7 @@ from holdfast.wording import count
 
 
 class MemoryStore:
-    """Objects in a dictionary, for tests. `num_requests` counts what a store would have been asked."""
+    """A store of objects in a dictionary, for tests. `num_requests` counts the requests that a real store would get."""
 
     capabilities = Capabilities()
 
@@ -85,7 +85,7 @@ class MemoryStore:
             return self.objects.pop(key, None) is not None
 
     def leftovers(self, folder: str, *, older_than_s: float = 0.0) -> builtins.list[str]:
-        """As `Store.leftovers`: an object store does not show what is under construction."""
+        """As `Store.leftovers`: an object store does not show objects under construction."""
         return []
 
     def _get(self, key: str) -> bytes:

@@ -1,10 +1,10 @@
-"""What every store has to keep to, as a class of tests that a store's own tests inherit from.
+"""The conformance tests of stores, as a class that the tests of a store inherit from.
 
     class TestBucketStore(StoreConformance):
         def make_store(self, tmp_path):
             return BucketStore(...)
 
-What a test looks at, it looks at through a second handle, as another process would.
+Each test checks results through a second handle, as another process would.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ _NUM_RACERS = 16
 
 
 class StoreConformance(ABC):
-    """Inherit from it and say with `make_store` which store is tested; pytest does the rest."""
+    """The tests that every store must pass. Inherit from it and implement `make_store`; pytest does the rest."""
 
     @abstractmethod
     def make_store(self, tmp_path: Path) -> Store:
-        """A new store in which nothing is. `tmp_path` is an empty folder of this test alone."""
+        """Return a new, empty store. `tmp_path` is an empty folder of this test alone."""
 
     def reopened(self, store: Store) -> Store:
-        """A second handle of `store`. From its location, if not overridden."""
+        """Return a second handle of `store`. Opens its location, if not overridden."""
         return open_store(store.location)
 
     @pytest.fixture
     def store(self, tmp_path: Path) -> Store:
-        """The store that is tested."""
+        """The store under test."""
         return self.make_store(tmp_path)
 
     @pytest.fixture
     def other(self, store: Store) -> Store:
-        """The handle through which tests look."""
+        """The second handle, through which tests check results."""
         return self.reopened(store)
 
     def test_two_handles_of_one_place_resolve_to_one_text(self, store: Store, other: Store) -> None:
