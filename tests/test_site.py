@@ -56,6 +56,17 @@ def test_the_list_of_design_notes_has_all_of_them() -> None:
     assert listed == sorted(path.name for path in notes.glob("0*.md"))
 
 
+def test_what_belongs_to_an_entry_of_a_list_is_indented_by_four_columns() -> None:
+    """The markdown of the site ends the list at less, where that of code hosts does not."""
+    fenced = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+    short = []
+    for path in (*ROOT.glob("*.md"), *DOCS.rglob("*.md")):
+        text = fenced.sub(lambda code: "\n" * code[0].count("\n"), path.read_text())
+        found = re.finditer(r"(?<=\n\n) {1,3}\S|^ {1,3}([-*]|\d+\.) ", text, re.MULTILINE)
+        short += [f"{path.name}:{text.count(chr(10), 0, each.start()) + 1}" for each in found]
+    assert short == []
+
+
 class Html(HTMLParser):
     """What a page leads to, and the anchors that it has."""
 
