@@ -20,7 +20,7 @@ _LOOK_S: Final = 0.02
 
 
 class Latch:
-    """Open at first; `set` closes it for good. Safe for several threads, and for exceptions at any point."""
+    """A latch: open at first, and closed for good by `set`. Safe for threads, and for exceptions at any point."""
 
     def __init__(self) -> None:
         self._is_set = False

@@ -16,7 +16,7 @@ Array = npt.NDArray[Any]
 
 @dataclass
 class ElementDiff:
-    """How many elements of a tensor differ on two sides, and by how much, among the elements added so far.
+    """A tally of the elements of a tensor that differ on two sides, and by how much, among the elements added so far.
 
     Equal dtypes are compared bit for bit, others as numbers. `max_abs` is the largest absolute difference of two finite
     numbers: an int where both are integers, None while no such pair differs. `num_not_finite` counts the differing

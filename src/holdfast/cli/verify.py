@@ -101,7 +101,7 @@ def verify(path: str, *, deep: bool, every: bool, as_json: bool) -> bool:
 
 
 def _record_faults(path: str) -> Iterator[Fault]:
-    """What is wrong with the epochs of the run that `path` is about; a checkpoint folder alone has none."""
+    """The faults in the records of the run that `path` names; none for a checkpoint folder alone."""
     storage = open_store(parse(path).location)
     if not is_folder(storage):
         yield from epoch_faults(Run.open(storage))

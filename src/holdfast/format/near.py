@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 _COMPONENTS = re.compile(r"[/.]")
-#: A component of a pattern that stands for any other.
+#: A component of a pattern that matches any component.
 _WILD = re.compile(r"\*+|\{\w+(?::\*+)?\}")
 #: Least likeness (a ratio of `difflib`) of two words that differ by a typing error only.
 _ALIKE = 0.75

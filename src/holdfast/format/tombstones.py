@@ -14,7 +14,7 @@ _REMOVED_SUFFIX = ".removed.json"
 
 
 class Abandoned(Record, frozen=True, kw_only=True, tag="abandoned"):
-    """The record in place of the seal of `checkpoint`, which was given up unfinished: nobody can seal it any more."""
+    """The record in place of the seal of `checkpoint`, which was given up unfinished: no process can seal it now."""
 
     checkpoint: str
 

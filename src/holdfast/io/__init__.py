@@ -1,1 +1,1 @@
-"""How bytes move: pipelines that stream sources to files and files to targets through bounded memory. No torch."""
+"""Movement of bytes: pipelines that stream sources to files and files to targets in bounded memory. No torch."""

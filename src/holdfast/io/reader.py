@@ -342,7 +342,7 @@ class ChunkReading:
                 self._serve(*item)
 
     def _take(self) -> Offer | tuple[Chunk, int] | None:
-        """The next offer or chunk to work on. Waits for one; None when there is none and none can come."""
+        """The next offer or chunk to work on. Waits for one; returns None when no more can come."""
         with self._changed:
             while not self._stopped:
                 if self._offers:

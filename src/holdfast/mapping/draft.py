@@ -42,7 +42,7 @@ class CheckpointTable:
     equal: Mapping[str, Sequence[str]]
 
     def partly_kept(self) -> frozenset[str]:
-        """The names of the tensors of which some elements are not stored and keep their live values."""
+        """The names of the tensors that have elements without a stored value, which keep their live values."""
         return frozenset(
             name for name, parts in self.parts.items() if any(part.source is None and not part.zero for part in parts)
         )

@@ -110,7 +110,7 @@ def _sizes(blocks: Bools, data_nbytes: int) -> tuple[Int64s, Int64s]:
 
 
 def _touched(files: Files, wants: Sequence[WantedKind], num_sets: int) -> Iterator[_Touched]:
-    """The wanted blocks of each file of which any node wants some, in groups of files that bound memory."""
+    """The wanted blocks of each file that any node reads from. Works on groups of files at a time, to bound memory."""
     wanted = np.zeros((files.manifest.body.num_files, num_sets), np.bool_)
     for want in wants:
         wanted[want.owners, want.sets] = True

@@ -32,8 +32,8 @@ class Matching:
     """The comparison of a checkpoint with a layout: the tensors that a load fills, and those that would make it fail.
 
     `held` says how the ranks hold each loaded tensor. `unexpected` are stored tensors that no rank holds, `refused`
-    those whose dtype may not be cast to the one that the ranks hold. `partly_kept` are tensors of which some elements
-    are not stored and keep their live values.
+    those whose dtype may not be cast to the one that the ranks hold. `partly_kept` are tensors with elements that are
+    not stored and keep their live values.
     """
 
     held: Mapping[str, HeldTensor]

@@ -102,8 +102,8 @@ class Chunks:
 def divide_reads(ranks: Sequence[int], needs: Sequence[Int64s], *, chunk_nbytes: int, first_file: int = 0) -> Chunks:
     """Plan the reads of a node that reads all it needs by itself: chunks of at most `chunk_nbytes` for its `ranks`.
 
-    Reading begins with `first_file` (nodes begin with different files) and goes round. Of the ranks that need some of
-    a chunk, the one with the least to read leads.
+    Reading begins with `first_file` (nodes begin with different files), and after the last file continues with the
+    first. Among the ranks that need some of a chunk, the one with the least to read leads.
     """
     files, starts, stops = _divided(needs, chunk_nbytes, first_file)
     wanted = _wanted(files, starts, stops, needs)
@@ -210,7 +210,7 @@ def _touched(files: Int64s, starts: Int64s, stops: Int64s, runs: Int64s) -> Bool
     np.maximum.at(reach, here + 1, stops)
     np.maximum.at(reach, there + 1, runs[:, 2])
     base = np.cumsum(reach)
-    # The first run that ends behind the chunk's start, if there is one, begins before its end.
+    # A run shares a byte with the chunk if the first run that ends behind the chunk's start begins before its end.
     behind = np.searchsorted(base[there] + runs[:, 2], base[here] + starts, side="right")
     begins = np.append(base[there] + runs[:, 1], np.iinfo(np.int64).max)
     found: Bools = begins[behind] < base[here] + stops

@@ -15,20 +15,23 @@ from holdfast.geometry import Box, FlatRange, Shape
 
 
 class Shard(msgspec.Struct, frozen=True, tag="shard", array_like=True):
-    """Divided along `axis` over one mesh axis, as ``torch.chunk`` does."""
+    """The placement of a tensor that is divided along `axis` over one mesh axis, as ``torch.chunk`` does."""
 
     axis: int
 
 
 class StridedShard(msgspec.Struct, frozen=True, tag="strided", array_like=True):
-    """Divided along `axis` into `split_factor` chunks first, then each chunk over one mesh axis (FSDP2 over TP)."""
+    """The placement of a tensor that is divided along `axis` into `split_factor` chunks first.
+
+    Then each chunk is divided over one mesh axis (FSDP2 over TP).
+    """
 
     axis: int
     split_factor: int
 
 
 class Replicate(msgspec.Struct, frozen=True, tag="replicate", array_like=True):
-    """Held alike by all ranks of one mesh axis."""
+    """The placement of a tensor that all ranks of one mesh axis hold alike."""
 
 
 Placement = Shard | StridedShard | Replicate
@@ -42,7 +45,7 @@ class Mesh(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Placed(msgspec.Struct, frozen=True):
-    """Held as a DTensor: one placement per mesh axis."""
+    """The spec of a tensor held as a DTensor: one placement per mesh axis."""
 
     mesh: Mesh
     placements: tuple[Placement, ...]
@@ -57,13 +60,13 @@ PieceReplicas = Literal["split", "compare"]
 
 
 class Whole(msgspec.Struct, frozen=True):
-    """Held whole by every rank that names it."""
+    """The spec of a tensor that every rank that names it holds whole."""
 
     replicas: Replicas
 
 
 class Pieces(msgspec.Struct, frozen=True):
-    """Held in parts that only this rank knows, each with its own local memory: flat ranges, or boxes.
+    """The spec of a tensor in parts that only this rank knows, each with its own local memory: flat ranges, or boxes.
 
     A rank that holds no part says nothing about the kind of the others' parts. A rank describes tensors with equal
     parts (a parameter's optimizer slots, tensors cut alike) to the planner once. Where several ranks hold equal parts,

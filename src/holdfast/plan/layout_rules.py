@@ -43,7 +43,7 @@ _SHOWN = 3
 
 
 class PipelineStage(NamedTuple):
-    """Held only by the ranks of one coordinate along a mesh axis."""
+    """The place of a tensor that only the ranks of one coordinate along a mesh axis hold."""
 
     coordinate: int
 
@@ -112,7 +112,7 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class HeldTensor:
-    """How a tensor is held: a place per mesh axis, and its dtype there (None: as stored)."""
+    """The way in which ranks hold a tensor: a place per mesh axis, and its dtype there (None: as stored)."""
 
     places: tuple[Place, ...]
     dtype: str | None

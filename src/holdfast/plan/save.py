@@ -80,7 +80,7 @@ class SavePlan:
     writers: Sequence[Writers]
 
     def undeclared(self, alike: Int64s) -> tuple[str, ...]:
-        """Names of tensors of which several ranks hold one part without having declared it replicated.
+        """Names of tensors that have a part that several ranks hold without having declared it replicated.
 
         Ranks with equal numbers in `alike` (indexed by rank) count as one: their common parts have been compared.
         """

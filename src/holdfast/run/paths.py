@@ -87,7 +87,7 @@ def parse(path: str | os.PathLike[str] | Location) -> Selection:
 
 
 def _origin(folder: str) -> str | None:
-    """How the path `folder` became absolute, for messages; None for a path that was absolute already."""
+    """A text for messages that says how the path `folder` became absolute; None for one that was absolute already."""
     if os.path.isabs(folder) or "://" in folder:  # noqa: PTH117 - a string, as in `location_of`
         return None
     if folder.startswith("~"):

@@ -86,7 +86,7 @@ class Sources(NamedTuple):
     number: int
 
 
-#: The sources of a state of which nothing was loaded.
+#: The sources of a state that no load filled.
 NEVER_LOADED: Final = Sources(frozenset((None,)), 0)
 
 
@@ -95,9 +95,8 @@ class _RunNotes:
     """The notes of a session about one run.
 
     `last` is the last place given out in the epoch that this process owns, `step` the step saved there. `loaded` is
-    the last load of the run, `continued` the last one of which the caller said that the run continues from it. `used`
-    is the number of the last load that a save has taken into account. `took_over` says whether this process took the
-    run over, which it may do once.
+    the last load of the run, `continued` the last load with ``continues=True``. `used` is the number of the last load
+    that a save has taken into account. `took_over` says whether this process took the run over, which it may do once.
     """
 
     root: str
@@ -284,8 +283,7 @@ def _source(run: Run, memory: _RunNotes, sources: Sources) -> Load | None:
 def _counted(load: Load | None, memory: _RunNotes, number: int) -> Load | None:
     """The load that counts for the run of `memory` where `load` filled an object.
 
-    That is `load` itself, or a later load of which the caller said that the run continues from it, or None where
-    `load` does not concern the run.
+    That is `load` itself, or a later load of the run with ``continues=True``, or None where `load` does not count.
     """
     continued = memory.continued
     if continued is not None and memory.used < continued.number <= number and _number_of(load) < continued.number:

@@ -97,7 +97,10 @@ class FileReader(Protocol):
         """All bytes of the object, valid until `close`, where they are in memory that this process sees; else None."""
 
     def read_at(self, offset: int, out: Bytes) -> None:
-        """Fill `out` with the bytes from `offset` on. Raises `CorruptError`, code ``corrupt.short``, where they end."""
+        """Fill `out` with the bytes from `offset` on.
+
+        Raises `CorruptError`, code ``corrupt.short``, where the object ends before `out` is full.
+        """
 
     def close(self) -> None:
         """Release the object."""

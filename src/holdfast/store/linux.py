@@ -97,7 +97,7 @@ def unmap(address: int, nbytes: int) -> None:
 
 
 def collapse_pages(address: int, nbytes: int) -> None:
-    """Turn the memory at `address`, of which some must be touched, into huge pages where the system can."""
+    """Turn the memory at `address` into huge pages, where the system can. Touch some of each before."""
     _call("madvise", ctypes.c_void_p(address), ctypes.c_size_t(nbytes), _MADV_COLLAPSE)
 
 

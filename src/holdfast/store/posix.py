@@ -310,7 +310,10 @@ class PosixReader(_OpenFile):
                 raise
 
     def read_at(self, offset: int, out: Bytes) -> None:
-        """Fill `out` with the bytes from `offset` on. Raises `CorruptError`, code ``corrupt.short``, where they end."""
+        """Fill `out` with the bytes from `offset` on.
+
+        Raises `CorruptError`, code ``corrupt.short``, where the file ends before `out` is full.
+        """
         done = 0
         with reported("read", self._path):
             while done < len(out):

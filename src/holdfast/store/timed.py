@@ -294,7 +294,7 @@ class _RequestTime:
         self._end_s = min(self._end_s, time.monotonic() + _LAST_S)
 
     def patience_s(self) -> float:
-        """How long a caller may wait for work that must not fail for the time limit."""
+        """Longest time in seconds to wait for a call that must not fail for the time limit, such as a close."""
         return max(self._end_s - time.monotonic(), _GRACE_S)
 
     def close(self) -> None:
