@@ -1,4 +1,4 @@
-"""This rank's state as a save describes it to the others."""
+"""This rank's state, and the descriptions of it that a save sends to the other ranks."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Small messages between the ranks of a job, with deadlines that name who is missing."""
+"""Small messages between the ranks of a job, with deadlines whose errors name the missing ranks."""

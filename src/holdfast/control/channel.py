@@ -3,7 +3,7 @@
 One `Channel` serves one operation (one save, one load). All ranks make the same calls in the same order. Every call
 has a phase name, which all ranks must agree on and which messages use.
 
-Keys of one channel, and who removes them:
+Keys of one channel, and the rank that removes each:
 
 ``up/<g>/<rank>``    a rank's contribution to gather ``g``; the first rank of its group collects and removes it
 ``group/<g>/<rank>`` the contributions that a group's first rank collected; rank 0 removes them
@@ -303,7 +303,7 @@ class Channel:
             return from_wire(msgspec.structs.replace(wire, message=f"{where}: {wire.message}", rank=rank))
         try:
             return answer([up.payload for up in ups])
-        except Exception as error:  # noqa: BLE001 - whatever it is, no rank may wait for an answer in vain
+        except Exception as error:  # noqa: BLE001 - after any error, the other ranks must get an answer
             return error
 
     def _gather(self, phase: str, outcome: Outcome, deadline: Deadline) -> list[RankEnvelope] | None:

@@ -90,7 +90,7 @@ class TorchStore:
             raise lost(error) from error
 
     def claim(self, key: str, value: bytes) -> None:
-        """Store `value` under `key` unless something is there."""
+        """Store `value` under `key` unless the key exists."""
         try:
             # torch sets a missing key when the expected value is empty.
             self._store.compare_set(key, "", value)  # type: ignore[arg-type]

@@ -85,7 +85,7 @@ class Exchange:
                 for rank, neighbour in self._others.items():
                     selector.register(neighbour.connection, selectors.EVENT_READ, rank)
                 self._pass_on(reading, selector, end)
-        except BaseException as error:  # noqa: BLE001 - whatever it is, the reading must not wait in vain
+        except BaseException as error:  # noqa: BLE001 - after any error, the reading must stop waiting
             reading.fail(error)
 
     def _pass_on(self, reading: ChunkReading, selector: selectors.BaseSelector, end: int) -> None:

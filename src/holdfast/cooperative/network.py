@@ -76,7 +76,12 @@ class Peers:
         self._links[rank].send(number, data)
 
     def receive(self, rank: int, number: int, out: Bytes) -> None:
-        """Fill `out` with chunk `number` in its turn."""
+        """Fill `out` with chunk `number` in its turn; blocks until it has arrived.
+
+        Raises:
+            StorageError: the network altered the bytes, code ``storage.network``.
+            NeighbourGone: the other rank is gone, or too late.
+        """
         self._links[rank].receive(number, out)
 
     def close(self) -> None:

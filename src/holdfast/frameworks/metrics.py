@@ -23,7 +23,7 @@ def read_metric(metric: Any) -> dict[str, Any]:
 
 
 def write_metric(metric: Any, state: Any) -> None:
-    """The inverse of `read_metric`."""
+    """Put back a state that `read_metric` returned."""
     _write_part(metric, state)
     inner = state.get("inner", {})
     for name, part in _inner(metric):
@@ -38,7 +38,7 @@ def read_own(metric: Any) -> dict[str, Any]:
 
 
 def write_own(metric: Any, state: Any) -> None:
-    """The inverse of `read_own`."""
+    """Put back a state that `read_own` returned."""
     metric.reset()  # drops the cached result
     metric._update_count = state["update_count"]  # noqa: SLF001 - torchmetrics has no other way to say it
     for name, value in (state["state"] | state.get("counters", {})).items():
@@ -51,7 +51,7 @@ def read_collection(collection: Any) -> dict[str, Any]:
 
 
 def write_collection(collection: Any, state: Any) -> None:
-    """The inverse of `read_collection`."""
+    """Put back a state that `read_collection` returned."""
     for name, metric in _members(collection):
         write_metric(metric, state[name])
 
@@ -63,7 +63,7 @@ def read_tracker(tracker: Any) -> list[dict[str, Any]]:
 
 
 def write_tracker(tracker: Any, state: Any) -> None:
-    """The inverse of `read_tracker`: the tracker has as many steps as were saved."""
+    """Put back a state that `read_tracker` returned; the tracker then has as many steps as were saved."""
     for name, _ in [*tracker.named_children()][1:]:
         delattr(tracker, name)
     for stored in state:

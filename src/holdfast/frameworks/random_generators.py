@@ -68,7 +68,7 @@ def read_python(generator: Any) -> dict[str, Any]:
 
 
 def write_python(generator: Any, state: dict[str, Any]) -> None:
-    """The inverse of `read_python`."""
+    """Set a generator to a state that `read_python` returned."""
     generator.setstate((state["version"], tuple(np.frombuffer(state["words"], "<u4").tolist()), state["gauss"]))
 
 
@@ -85,7 +85,7 @@ def read_numpy(generator: Any) -> dict[str, Any]:
 
 
 def write_numpy(generator: Any, state: dict[str, Any]) -> None:
-    """The inverse of `read_numpy`."""
+    """Set a generator to a state that `read_numpy` returned."""
     words = np.frombuffer(state["words"], "<u4")
     generator.set_state((state["kind"], words, state["position"], state["has_gauss"], state["gauss"]))
 

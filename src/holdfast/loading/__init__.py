@@ -1,4 +1,4 @@
-"""`load`: resolve, match names, read, put values in place. The mirror image of `save`."""
+"""`load`: find the checkpoint, match names, read, put values in place. The mirror image of `save`."""
 
 from __future__ import annotations
 
@@ -267,9 +267,9 @@ class Loading:
         self._is_mixed = False
 
     def run(self, target: Selection, into: Mapping[str, object]) -> LoadReport:
-        """Load and report. With `fallback`, go on with the next older checkpoint as long as one proves damaged.
+        """Load and report. With `fallback`, continue with the next older checkpoint while one proves damaged.
 
-        All ranks raise the same error for the same phase, so all of them go on together or none does.
+        All ranks raise the same error in the same phase, so either all of them continue or none does.
         """
         skipped: tuple[Skipped, ...] = ()
         while True:
@@ -483,7 +483,7 @@ class Loading:
                 _log.warning("checkpoint %s is damaged, going back to an older one: %s", one.place, one.reason)
 
     def _follow(self, target: Selection, resolved: _Resolved) -> Located:
-        """The checkpoint that rank 0 found, as this rank sees it."""
+        """Find the checkpoint of rank 0 on this rank. Raises `StorageError` if this rank finds another one there."""
         located = resolve(Selection(target.location, place=resolved.place), self._storage)
         if located.sealed.seal.checkpoint_id != resolved.checkpoint_id:
             raise StorageError(

@@ -1,4 +1,4 @@
-"""`plan_load`: what a load into a live state would do on this rank, without doing it."""
+"""`plan_load`: predicts the outcome of a load into a live state on this rank."""
 
 from __future__ import annotations
 

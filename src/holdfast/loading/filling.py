@@ -24,8 +24,8 @@ from holdfast.store.base import Bytes
 
 @contextmanager
 def outside_inference_mode() -> Iterator[None]:
-    """A ``with`` block, or a decorator, in which torch makes tensors that can be trained: slots that were made in
-    inference mode, which the caller may be in, could not be changed by any later step."""
+    """A ``with`` block, or a decorator, in which torch makes tensors that can be trained. The caller may be in
+    inference mode, and no later step could change slots that are made there."""
     if not torch.is_inference_mode_enabled():
         yield
         return
@@ -93,7 +93,7 @@ class Filling:
 
     @property
     def resharded(self) -> tuple[str, ...]:
-        """The tensors of which some part is not just one stored piece."""
+        """The tensors of which this rank needs a box that is not exactly one stored piece."""
         return tuple(sorted(self._wanted.resharded(self._checkpoint)))
 
     @property

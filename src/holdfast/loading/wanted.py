@@ -35,7 +35,7 @@ class Wanted:
     owners: dict[int, str] = field(default_factory=dict)
 
     def resharded(self, checkpoint: Checkpoint) -> set[str]:
-        """The tensors of which some part is not just one stored piece."""
+        """The tensors of which this rank needs a box that is not exactly one stored piece."""
         names, wants = checkpoint.manifest.body.names, self.wants
         return {self.owners.get(number) or names[wants[number].tensor] for number in resharded(checkpoint.files, wants)}
 

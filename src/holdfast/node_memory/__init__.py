@@ -1,1 +1,1 @@
-"""The contents of a node's memory, and who may change them: slots that outlive their processes. No torch."""
+"""The memory of a node: slots that outlive their processes, and the rules for changing them. No torch."""

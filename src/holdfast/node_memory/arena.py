@@ -66,7 +66,7 @@ class Arena:
         enough, and new ones; with `register`, each is registered. Blocks only until an earlier preparation has ended;
         `wait` waits for this one. All other existing slots keep their contents as long as these may be needed."""
         if self._thread is not None:
-            self._thread.join()  # slots of another size may still be being made
+            self._thread.join()  # it may still be making slots of another size
         self._register = register
         self._one.clear()
         self._done.clear()

@@ -1,9 +1,9 @@
 """The claims of trainers to their ranks' slots: each trainer locks a byte of one file, shared, as long as it lives.
 
-Claims tell which slots belong to a living trainer, and so which belong to none. They are not what keeps two processes
-from changing a slot (see `holdfast.node_memory.slots`). A claim also keeps the folder from being removed: a process
-that removes the folder of a run that has ended locks all bytes for itself first. So a claim is valid only on a file
-that still has its name.
+Claims tell which slots belong to a living trainer, and so which belong to none. They do not keep two processes from
+changing a slot; the slot's own lock does (see `holdfast.node_memory.slots`). A claim also keeps the folder from being
+removed: a process that removes the folder of a run that has ended locks all bytes for itself first. So a claim is valid
+only on a file that still has its name.
 """
 
 from __future__ import annotations

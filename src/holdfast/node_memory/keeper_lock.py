@@ -53,7 +53,7 @@ def open_lock(folder: NodeFolder) -> int:
 
 
 def is_locked(fd: int) -> bool:
-    """Whether a keeper holds the lock on the open file `fd`; also where that file has been removed since."""
+    """Whether a keeper holds the lock on the open file `fd`; works for a removed file too."""
     return file_locks.is_locked(fd, _KEPT)
 
 

@@ -175,7 +175,7 @@ class Guard:
         return [hold for hold in tuple(_live) if hold.is_of(self)]
 
     def wait(self) -> None:
-        """Wait until the holds of this guard are over whose saves have begun. Usually returns at once."""
+        """Wait until every hold of this guard whose save has begun is over. Usually returns at once."""
         if not _live:
             return
         start_s = time.perf_counter()

@@ -51,7 +51,7 @@ class Routes:
         self._parts = parts
         self._rank = rank
         self._data = data
-        #: The targets of parts that are all that this rank holds of a tensor, once they have been copied.
+        #: By part number, the target of a part that is all this rank holds of a tensor, once it has been copied.
         self._whole: list[torch.Tensor | None] = [None] * len(parts)
 
     def pairs(self, tensors: Tensors) -> Iterator[Pair]:

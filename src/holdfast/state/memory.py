@@ -51,8 +51,8 @@ def carried(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class AddressedMemory:
-    """The memory of a tensor as numpy takes it, by address; arrays made of this keep the tensor alive. On a device the
-    addresses are its own, and nobody may read there."""
+    """The memory of a tensor in the form from which numpy makes an array, by its address. Such an array keeps the
+    tensor alive. The address of a tensor on a device is one of that device: an array of it must not be read."""
 
     __slots__ = ("__array_interface__", "_tensor")
 
@@ -71,8 +71,8 @@ class AddressedMemory:
 def array_of(tensor: torch.Tensor) -> Array:
     """The memory of a host tensor as an array of the carrier type.
 
-    `Tensor.numpy` would do, but it marks the storage as one that cannot be resized, for as long as it lives: a replay
-    buffer could not grow any more after a save, and FSDP could not free parameters.
+    `Tensor.numpy` returns the same, but marks the storage as not resizable for the rest of its life: after a save, a
+    replay buffer could not grow, and FSDP could not free parameters.
     """
     if not tensor.numel():
         return np.empty(tuple(tensor.shape), CARRIERS[tensor.element_size()])

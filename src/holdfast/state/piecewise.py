@@ -1,4 +1,4 @@
-"""Tensors of which this rank holds parts that are not a DTensor's: flat ranges or boxes, each in its own memory."""
+"""Tensors that are divided among ranks without DTensor: this rank's parts are flat ranges or boxes in any memory."""
 
 from __future__ import annotations
 

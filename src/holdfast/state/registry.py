@@ -129,7 +129,8 @@ def planes_of(name: str, tensor: torch.Tensor, registration: Registration) -> di
 
 
 def _problem_of(planes: object, again: object) -> str | None:
-    """Why a tensor cannot be filled by what its planes function gave at two calls."""
+    """The reason why a load could not fill a tensor through its planes, by the results of two calls of its planes
+    function; None if it could."""
     if not isinstance(planes, Mapping) or not isinstance(again, Mapping):
         return f"gave {kind_of(planes)}, and no dict of planes"
     for key, plane in planes.items():
