@@ -385,7 +385,7 @@ def test_a_copy_that_fails_in_the_background_is_told_and_the_next_save_works(
         with pytest.raises(StorageError, match="cannot be used: no such luck"):
             failed.staged.wait(60)
     checkpointer.save(3).durable.wait(60)
-    assert "step 2 is not durable" in caplog.text
+    assert "step 2 is not saved" in caplog.text
     checkpointer.close()
     assert holdfast.open(run).step == 3
 

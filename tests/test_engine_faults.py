@@ -481,7 +481,7 @@ def test_when_memory_fills_up_a_save_fails_clearly_and_nothing_is_lost(
             other.unlink()
             saved(training, checkpointer, 3).durable.wait(60)
         assert truth.loaded(spec.run) == 3
-        assert "step 2 is not durable" in caplog.text
+        assert "step 2 is not saved" in caplog.text
 
 
 def test_a_state_that_outgrows_the_memory_goes_to_storage(

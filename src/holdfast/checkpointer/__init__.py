@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 import time
@@ -18,10 +17,13 @@ from torch.distributed import ProcessGroup
 from holdfast.agreement.planning import PlanCache
 from holdfast.checkpointer.background import Background
 from holdfast.checkpointer.background_save import BackgroundSave, SavingJob, capture
+from holdfast.checkpointer.events import StateRestored
 from holdfast.checkpointer.handle import Handle
 from holdfast.checkpointer.memory_tier import LEAVING_S, MemoryTier, tier_for
 from holdfast.checkpointer.restoring import RestoreReport, restore
-from holdfast.checkpointer.save_errors import is_unusable
+from holdfast.checkpointer.save_errors import is_unusable, skipped
+from holdfast.checkpointer.save_log import SaveLog, log_restored
+from holdfast.checkpointer.save_machine import SaveMachine
 from holdfast.checkpointer.turn import turn_in
 from holdfast.control.deadline import Deadline, check_timeout
 from holdfast.control.torch_store import default_channel, global_rank, group_ranks
@@ -37,8 +39,6 @@ from holdfast.state.flatten import check_root
 from holdfast.state.identity import parts_of
 from holdfast.store.base import Location
 from holdfast.store.urls import absolute
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,25 +131,24 @@ class Checkpointer:
         """
         self._require_open("save")
         handle = Handle(whole(step))
+        machine = SaveMachine(handle.step, handle.hear, SaveLog(handle).hear)
         with self._turn.taken("save"):
-            return self._save(handle, metrics)
+            begun_s = time.perf_counter()
+            self._save(machine, metrics)
+            handle.blocked_s = time.perf_counter() - begun_s
+            if not handle.skipped:
+                self._handles.append(handle)
+            return handle
 
-    def _save(self, handle: Handle, metrics: Mapping[str, SupportsFloat] | None) -> Handle:
-        begun_s = time.perf_counter()
+    def _save(self, machine: SaveMachine, metrics: Mapping[str, SupportsFloat] | None) -> None:
         numbers = numbers_of(metrics or {})
-        self._report()
+        self._forget_ended()
         try:
-            if not self._is_in_memory(handle, numbers):
-                self._save_through(handle, metrics)
+            if not self._is_in_memory(machine, numbers):
+                self._save_through(machine, metrics)
         except HoldfastError as error:
-            handle.fail(error)
+            machine.fail(error, is_raised=True)
             raise
-        handle.blocked_s = time.perf_counter() - begun_s
-        if handle.skipped:
-            _log.warning("%s", handle.durable.error)
-        else:
-            self._handles.append(handle)
-        return handle
 
     def restore(self, *, verify: bool = True, fallback: bool = False) -> RestoreReport:
         """Fill the state from the newest checkpoint on the run's lineage: from the memory of the nodes, if it is there,
@@ -176,7 +175,10 @@ class Checkpointer:
             )
             if tier is not None:
                 tier.note_restored(restored)
-            return restored.report
+            report = restored.report
+            if report.step is not None and report.tier is not None and report.load is not None:
+                log_restored(StateRestored(report.step, report.tier, report.load.summary, self._is_first_rank))
+            return report
 
     @contextmanager
     def guard(self) -> Iterator[None]:
@@ -220,7 +222,7 @@ class Checkpointer:
         self._is_closed = True
         if self._turn.is_of_parent or sys.is_finalizing():
             return
-        self._report()
+        self._forget_ended()
         self._let_go(patience_s=LEAVING_S)
 
     def _require_open(self, verb: str) -> None:
@@ -246,21 +248,20 @@ class Checkpointer:
             self._tier.leave(self)
             self._tier = None
 
-    def _report(self) -> None:
-        """Log what failed since the last call, and forget handles of which nothing more is to be known."""
+    def _forget_ended(self) -> None:
+        """Forget handles of which nothing more is to be known."""
         for handle in [handle for handle in self._handles if handle.durable.is_over]:
             self._handles.remove(handle)
-            if handle.durable.error is not None:
-                _log.error("step %d is not durable: %s", handle.step, handle.durable.error)
 
-    def _save_through(self, handle: Handle, metrics: Mapping[str, SupportsFloat] | None) -> None:
+    def _save_through(self, machine: SaveMachine, metrics: Mapping[str, SupportsFloat] | None) -> None:
         """Save to storage, and return when that is done."""
+        machine.begin("storage", is_first_rank=self._is_first_rank)
         hold = self._guard.hold(timeout_s=self._timeout_s)
         try:
             report = save(
                 self._run,
                 self._state,
-                handle.step,
+                machine.step,
                 metrics=metrics,
                 select=self._select,
                 group=self._group,
@@ -269,11 +270,15 @@ class Checkpointer:
             )
         finally:
             hold.drop()
-        handle.place = Place.parse(report.place)
-        handle.staged.end(nbytes=report.written_nbytes)
-        handle.durable.end(nbytes=report.written_nbytes)
+        machine.put(Place.parse(report.place))
+        machine.stage(report.written_nbytes)
+        machine.commit(report.written_nbytes)
 
-    def _is_in_memory(self, handle: Handle, metrics: dict[str, float]) -> bool:
+    @property
+    def _is_first_rank(self) -> bool:
+        return group_ranks(self._group)[0] == global_rank()
+
+    def _is_in_memory(self, machine: SaveMachine, metrics: dict[str, float]) -> bool:
         """Save into memory. False, and nothing saved, where the memory of some node cannot be used, or could not."""
         tier = self._shared_tier()
         if tier is None:
@@ -281,7 +286,7 @@ class Checkpointer:
         tier.settle()
         tier.await_restored(timeout_s=self._timeout_s)
         try:
-            self._stage(tier, handle, metrics)
+            self._stage(tier, machine, metrics)
         except HoldfastError as error:
             if not is_unusable(error):
                 raise
@@ -290,13 +295,13 @@ class Checkpointer:
         tier.note_used()
         return True
 
-    def _stage(self, tier: MemoryTier, handle: Handle, metrics: dict[str, float]) -> None:
+    def _stage(self, tier: MemoryTier, machine: SaveMachine, metrics: dict[str, float]) -> None:
         """Save into memory. Raises an error that `is_unusable` on all ranks where the memory of some node is."""
         deadline = Deadline(self._timeout_s)
-        channel = default_channel(f"save of step {handle.step}", self._group, deadline=deadline, step=handle.step)
+        channel = default_channel(f"save of step {machine.step}", self._group, deadline=deadline, step=machine.step)
         if tier.is_put_off:
             tier.put_off(channel, deadline)
-        handle.is_told = channel.rank == 0
+        machine.begin("node memory", is_first_rank=channel.rank == 0)
         stager = tier.stager
         sources = JOB.sources(lambda: parts_of(self._state))
         hold = stager.guard.hold(timeout_s=deadline.remaining_s())
@@ -311,11 +316,11 @@ class Checkpointer:
                 may_begin_anew=self._takeover,
             )
             if free.full and self._when_full == "skip":
-                handle.skip(free.full, free.held_up)
+                machine.skip(skipped(machine.step, free))
                 return
             saving = BackgroundSave(
                 SavingJob(run=self._run, ranks=group_ranks(self._group), known=self._known, takeover=self._takeover),
-                handle,
+                machine,
                 metrics,
                 channel.in_background(),
                 deadline,

@@ -11,14 +11,14 @@ from holdfast.agreement.planner import Planner
 from holdfast.agreement.planning import PlanCache, Planning
 from holdfast.agreement.request import SaveRequest
 from holdfast.checkpointer.background import Background
-from holdfast.checkpointer.handle import Handle
 from holdfast.checkpointer.messages import ANSWERS, Agreed
-from holdfast.checkpointer.save_errors import interrupted
+from holdfast.checkpointer.save_errors import interrupted, not_staged
+from holdfast.checkpointer.save_machine import SaveMachine
 from holdfast.checkpointer.staged_place import StagedPlace
 from holdfast.checkpointer.staging import Stager, next_share
 from holdfast.control.channel import Channel
 from holdfast.control.deadline import Deadline
-from holdfast.errors import HoldfastError, StorageError
+from holdfast.errors import HoldfastError
 from holdfast.format.patterns import Globs
 from holdfast.format.records import Place, now
 from holdfast.format.values import Node
@@ -72,7 +72,7 @@ class BackgroundSave:
     """
 
     job: SavingJob
-    handle: Handle
+    machine: SaveMachine
     metrics: dict[str, float]
     channel: Channel
     deadline: Deadline
@@ -93,15 +93,14 @@ class BackgroundSave:
         with self._queued.passed():
             agreed, share = self._copy(background)
             if not self.hold.is_passed_on(self.deadline.remaining_s()):
-                raise interrupted(self.handle.step)
+                raise interrupted(self.machine.step)
             # First: who hears that it is staged counts on the memory of what was set aside.
             self._release()
-            self.stager.finish(self.handle, agreed, share, self.slot)
+            self.stager.finish(self.machine, agreed, share, self.slot)
             self.is_finished = True
 
     def end(self, error: BaseException | None) -> None:
-        """Give back what it holds, and where it did not finish, tell in the handle and the log that nothing will come
-        of it."""
+        """Give back what it holds, and where it did not finish, tell the listeners that nothing will come of it."""
         self._release()
         self.channel.leave()
         if self.is_finished:
@@ -117,7 +116,7 @@ class BackgroundSave:
         agreed, share, flat, values = self._agree()
         self.slot = self.stager.slot_for(agreed, share, needed=self.needed)
         routes = None if self.slot is None else self.stager.begin(self.slot, agreed, share, values)
-        self.handle.place = agreed.place
+        self.machine.put(agreed.place)
         # There is a place for it in the history, and a slot: the next save may come.
         self.is_settled = True
         background.settle()
@@ -129,7 +128,7 @@ class BackgroundSave:
     def _agree(self) -> tuple[Agreed, WriteAssignment, FlatState, dict[str, Node]]:
         """What all ranks agree on, with memory for it, and what this one has to save."""
         job, known = self.job, self.job.known
-        rank, step = job.ranks[self.channel.rank], self.handle.step
+        rank, step = job.ranks[self.channel.rank], self.machine.step
         with TimedStore(open_store(job.run), timeout_s=self.deadline.for_storage_s) as storage:
             request = SaveRequest(storage, step, self.metrics, job.takeover, now(), self.sources)
             placing = StagedPlace(request, num_ranks=len(job.ranks))
@@ -175,24 +174,16 @@ class BackgroundSave:
         try:
             self._queued.await_copies()
         except RuntimeError:
-            _log.exception("a slot is lost: nobody knows whether step %d is still being copied to it", self.handle.step)
+            _log.exception(
+                "a slot is lost: nobody knows whether step %d is still being copied to it", self.machine.step
+            )
             return None
         return self.slot
 
     def _tell(self, error: BaseException | None) -> None:
-        step = self.handle.step
         if isinstance(error, OSError):
             error = memory_error(self.stager.node_dir, error)
         if isinstance(error, HoldfastError):
-            self.handle.fail(error)
-            _log.error("step %d is not saved: %s", step, error)
-            return
-        self.handle.fail(
-            StorageError(
-                f"step {step} could not be staged: {error!r}.",
-                code="storage.memory",
-                action="Look at the traceback in the log; the next save is another chance.",
-                step=step,
-            )
-        )
-        _log.error("step %d could not be staged", step, exc_info=error)
+            self.machine.fail(error)
+        else:
+            self.machine.fail(not_staged(self.machine.step, error), cause=error)

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
 
-from holdfast.errors import DeadlineError, HoldfastError, StorageError
+from holdfast.checkpointer.events import (
+    SaveCommitted,
+    SaveDelayed,
+    SaveEvent,
+    SaveFailed,
+    SavePlaced,
+    SaveSkipped,
+    SaveStaged,
+    SaveUnwatched,
+)
+from holdfast.checkpointer.save_errors import last_try
+from holdfast.errors import DeadlineError, HoldfastError
 from holdfast.format.records import Place
 from holdfast.latch import Latch
-from holdfast.phases import LOG
 
 
 class Stage:
     """One thing that happens to a snapshot: at some time it has, or it has failed. Safe for several threads."""
 
-    def __init__(self, what: str, *, begun_s: float, on_done: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, what: str, *, begun_s: float) -> None:
         self._what = what
-        self._on_done = on_done
         self._begun_s = begun_s
         self._over = Latch()
         #: Why it failed; None while it has not.
@@ -56,8 +64,6 @@ class Stage:
             self.error, self.nbytes = error, nbytes
             self.seconds = time.perf_counter() - self._begun_s
             self._over.set()
-            if error is None:
-                self._on_done()
 
 
 class Handle:
@@ -76,55 +82,34 @@ class Handle:
         self.skipped = False
         self.blocked_s = 0.0
         self.staged = Stage(f"the copy of step {step}", begun_s=begun_s)
-        self.durable = Stage(f"the checkpoint of step {step}", begun_s=begun_s, on_done=self._tell)
-        #: Whether the log says when it is durable: once per save, on the first rank.
-        self.is_told = False
+        self.durable = Stage(f"the checkpoint of step {step}", begun_s=begun_s)
 
     @property
     def trouble(self) -> str:
         """Why it is not durable yet, where that was tried in vain; it is tried again."""
         return self.durable.trouble
 
-    def skip(self, full: Sequence[int], why: str) -> None:
-        """Note that the ranks in `full` had no slot for it, and `why` the last try to free one failed, if one did."""
-        self.skipped = True
-        names = ", ".join(map(str, full[:8])) + (", ..." if len(full) > 8 else "")
-        self.fail(
-            StorageError(
-                f"step {self.step} was skipped: the snapshots of rank {names} are not durable yet.",
-                code="storage.slow",
-                action="Save less often, keep more generations, or give when_full='wait'.",
-                step=self.step,
-                retryable=True,
-                details=last_try(why),
-            )
-        )
-
-    def fail(self, error: HoldfastError) -> None:
-        """Note that nothing will come of it."""
-        self.durable.end(error)  # first: who hears of the other finds both
-        self.staged.end(error)
-
-    def _tell(self) -> None:
-        if self.is_told:
-            LOG.info(
-                "saved step %d at %s: blocked for %.3f s, durable after %.2f s",
-                self.step,
-                self.place,
-                self.blocked_s,
-                self.durable.seconds,
-            )
+    def hear(self, event: SaveEvent) -> None:
+        """Note what has happened to the save. A listener of its `SaveMachine`; the first end counts."""
+        match event:
+            case SavePlaced():
+                self.place = event.place
+            case SaveStaged():
+                self.staged.end(nbytes=event.nbytes)
+            case SaveDelayed():
+                self.durable.trouble = event.trouble
+            case SaveCommitted():
+                self.durable.end(nbytes=event.nbytes)
+            case SaveSkipped() | SaveUnwatched() | SaveFailed():
+                self.skipped = isinstance(event, SaveSkipped)
+                self.durable.end(event.error)  # first: who hears of the other finds both
+                self.staged.end(event.error)
 
     def __repr__(self) -> str:
         if self.skipped:
             return f"<Handle step {self.step}: skipped>"
         told = f"{_told(self.staged, 'staged')}, {_told(self.durable, 'durable')}"
         return f"<Handle step {self.step} at {self.place}: {told}>"
-
-
-def last_try(trouble: str) -> tuple[str, ...]:
-    """The details of an error about something that is not durable yet; `trouble` says why the last try failed."""
-    return (f"The last try to make a snapshot durable failed: {trouble}",) if trouble else ()
 
 
 def _told(stage: Stage, word: str) -> str:

@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup
 from holdfast.checkpoint.reading import Checkpoint
 from holdfast.checkpoint.sealed import Sealed
 from holdfast.checkpointer.choosing import Chosen, Inventory, Survey, Unknown, inventory, known_of
+from holdfast.checkpointer.events import Tier
 from holdfast.control.channel import Channel
 from holdfast.control.deadline import Deadline
 from holdfast.control.torch_store import default_channel, group_ranks
@@ -33,7 +34,7 @@ from holdfast.node_memory.claims import Claim
 from holdfast.node_memory.generations import Generation, give_up_generation, read_generation
 from holdfast.node_memory.node_folder import NodeFolder, unusable_memory
 from holdfast.node_memory.slots import WHOLE, Slot, SlotState, slot_names
-from holdfast.phases import LOG, attempt, done, told
+from holdfast.phases import attempt, done, told
 from holdfast.reports import LoadReport
 from holdfast.run.fallback import is_damage
 from holdfast.run.history import Run
@@ -56,7 +57,7 @@ class RestoreReport:
 
     step: int | None
     place: str | None
-    tier: str | None
+    tier: Tier | None
     load: LoadReport | None
 
     @property
@@ -186,8 +187,6 @@ def _from_memory(
             sealed = Sealed(memory, f"{records.CHECKPOINTS}/{chosen.folder}/", seal, run_opened.run_id)
             opened = Opened(Checkpoint(sealed), run_opened)
             report = _load(channel, deadline, group, state, opened, chosen, options=options)
-        if channel.rank == 0:
-            LOG.info("restored from node memory: %s", report.summary)
         uncommitted = None if chosen.committed else seal.place
         return Restored(RestoreReport(report.step, report.place, "node memory", report), uncommitted, seal.place)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
-from holdfast.checkpointer.handle import last_try
 from holdfast.checkpointer.messages import SnapshotRoom
 from holdfast.errors import DeadlineError, FencedError, HoldfastError, StateError, StorageError
 
@@ -80,6 +79,29 @@ def superseded(step: int, why: str) -> HoldfastError:
     return incomplete(step)
 
 
+def skipped(step: int, found: SnapshotRoom) -> StorageError:
+    """The save of `step` was skipped, because the ranks in `found.full` had no slot for it."""
+    names = ", ".join(map(str, found.full[:8])) + (", ..." if len(found.full) > 8 else "")
+    return StorageError(
+        f"step {step} was skipped: the snapshots of rank {names} are not durable yet.",
+        code="storage.slow",
+        action="Save less often, keep more generations, or give when_full='wait'.",
+        step=step,
+        retryable=True,
+        details=last_try(found.held_up),
+    )
+
+
+def not_staged(step: int, error: BaseException | None) -> StorageError:
+    """A defect ended the save of `step` in the background."""
+    return StorageError(
+        f"step {step} could not be staged: {error!r}.",
+        code="storage.memory",
+        action="Look at the traceback in the log; the next save is another chance.",
+        step=step,
+    )
+
+
 def too_slow(found: SnapshotRoom, timeout_s: float) -> DeadlineError:
     """A save found no slot in time."""
     names = ", ".join(map(str, found.full[:8]))
@@ -100,3 +122,8 @@ def interrupted(step: int) -> StorageError:
         action="Save again; the next save is not affected.",
         step=step,
     )
+
+
+def last_try(trouble: str) -> tuple[str, ...]:
+    """The details of an error about something that is not durable yet; `trouble` says why the last try failed."""
+    return (f"The last try to make a snapshot durable failed: {trouble}",) if trouble else ()

@@ -16,9 +16,9 @@ import torch
 from holdfast.agreement.assignment import WriteAssignment
 from holdfast.checkpoint.reading import pack_values
 from holdfast.checkpointer.backoff import Backoff
-from holdfast.checkpointer.handle import Handle
 from holdfast.checkpointer.messages import Agreed, MemoryStatus
 from holdfast.checkpointer.save_errors import is_unusable, unusable
+from holdfast.checkpointer.save_machine import SaveMachine
 from holdfast.checkpointer.watcher import Watcher
 from holdfast.errors import DeadlineError, ErrorWire, HoldfastError, StorageError, to_wire
 from holdfast.format import manifest as fmt
@@ -240,7 +240,7 @@ class Stager:
         _write_values(slot, layout, values)
         return self._routes_of(share, layout, slot)
 
-    def finish(self, handle: Handle, agreed: Agreed, share: WriteAssignment, slot: Slot | None) -> None:
+    def finish(self, machine: SaveMachine, agreed: Agreed, share: WriteAssignment, slot: Slot | None) -> None:
         """Hand what is copied into `slot` to the keeper, and watch what becomes of it."""
         nbytes = _nbytes(share)
         if slot is not None:
@@ -261,8 +261,8 @@ class Stager:
             slot.advance(msgspec.structs.replace(slot.record, state=SlotState.STAGED))
         else:
             self._partless = (agreed.place, agreed.checkpoint_id)
-        handle.staged.end(nbytes=nbytes)
-        self._watcher.add(handle, agreed.checkpoint_id, slot)
+        machine.stage(nbytes)
+        self._watcher.add(machine, agreed.checkpoint_id, slot)
 
     def fail(self, checkpoint_id: str, slot: Slot | None, error: BaseException | None = None) -> None:
         """Free `slot`, and have all ranks hear with the next save that this checkpoint can never be whole. Where it is

@@ -10,9 +10,9 @@ from threading import Lock, Thread
 from typing import Final, NamedTuple
 
 from holdfast.checkpointer.given_up import GivenUp
-from holdfast.checkpointer.handle import Handle
 from holdfast.checkpointer.rank_memory import RankMemory
 from holdfast.checkpointer.save_errors import incomplete, removed, superseded, unwatched
+from holdfast.checkpointer.save_machine import SaveMachine
 from holdfast.errors import HoldfastError
 from holdfast.format import records
 from holdfast.format.records import Place
@@ -38,13 +38,13 @@ _log = logging.getLogger(__name__)
 class _Pending(NamedTuple):
     """A save whose end is waited for; `slot` is None on a rank that has no data file."""
 
-    handle: Handle
+    machine: SaveMachine
     checkpoint_id: str
     slot: Slot | None
 
 
 class Watcher:
-    """Tells the handles of saves that were handed over how they end, and sees to it that a keeper is alive.
+    """Tells saves that were handed over how they end, and sees to it that a keeper is alive.
 
     A thread of its own looks from `begin` until `close`. All methods are for the thread that saves, and `add` for the
     background of a save.
@@ -66,15 +66,15 @@ class Watcher:
             self._thread = Thread(target=self._watch, name="holdfast-watch", daemon=True)
             self._thread.start()
 
-    def add(self, handle: Handle, checkpoint_id: str, slot: Slot | None) -> None:
+    def add(self, machine: SaveMachine, checkpoint_id: str, slot: Slot | None) -> None:
         """Watch what becomes of a save that was handed over."""
         with self._lock:
-            self._pending.append(_Pending(handle, checkpoint_id, slot))
+            self._pending.append(_Pending(machine, checkpoint_id, slot))
 
     @property
     def trouble(self) -> str:
         """Why the last try to make a snapshot durable failed; "" where none did."""
-        return next((each.handle.trouble for each in self._pending_now() if each.handle.trouble), "")
+        return next((each.machine.trouble for each in self._pending_now() if each.machine.trouble), "")
 
     def look_at(self, slot: Slot) -> None:
         """Look at once what became of the save in `slot`, which is about to be filled anew."""
@@ -83,17 +83,17 @@ class Watcher:
                 self._look(pending)
 
     def end_given_up(self, checkpoint_ids: Collection[str]) -> None:
-        """Tell the handles of `checkpoint_ids` that all ranks gave them up."""
+        """Tell the saves of `checkpoint_ids` that all ranks gave them up."""
         for pending in self._pending_now():
             if pending.checkpoint_id in checkpoint_ids:
-                pending.handle.durable.end(incomplete(pending.handle.step))
+                pending.machine.fail(incomplete(pending.machine.step))
 
     def ids_beyond(self, reached: Place | None) -> list[str]:
         """Ids of the checkpoints that are watched for places after `reached` (None: for all places)."""
         return [
             pending.checkpoint_id
             for pending in self._pending_now()
-            if pending.handle.place is not None and (reached is None or pending.handle.place > reached)
+            if pending.machine.place is not None and (reached is None or pending.machine.place > reached)
         ]
 
     def close(self) -> None:
@@ -104,7 +104,7 @@ class Watcher:
             self._thread.join()
         for pending in self._pending_now():
             self._look(pending)
-            pending.handle.durable.end(unwatched(pending.handle.step))
+            pending.machine.leave(unwatched(pending.machine.step))
 
     def _pending_now(self) -> list[_Pending]:
         with self._lock:
@@ -124,33 +124,35 @@ class Watcher:
             self.memory.give_back()
 
     def _look(self, pending: _Pending) -> None:
-        handle, slot = pending.handle, pending.slot
-        if slot is not None and not handle.durable.is_over:
-            self._look_at_slot(handle, pending.checkpoint_id, slot)
-        if handle.durable.is_over:
+        machine, slot = pending.machine, pending.slot
+        if slot is not None and not machine.is_over:
+            self._look_at_slot(machine, pending.checkpoint_id, slot)
+        if machine.is_over:
             with self._lock:
                 if pending in self._pending:
                     self._pending.remove(pending)
 
-    def _look_at_slot(self, handle: Handle, checkpoint_id: str, slot: Slot) -> None:
+    def _look_at_slot(self, machine: SaveMachine, checkpoint_id: str, slot: Slot) -> None:
         record = slot.refresh()
         contents = record.contents
         if slot.is_damaged:
             self.given_up.fail(checkpoint_id)
-            handle.durable.end(removed(handle.step))
+            machine.fail(removed(machine.step))
         elif contents is None or contents.checkpoint_id != checkpoint_id:
-            handle.durable.end(incomplete(handle.step))
+            machine.fail(incomplete(machine.step))
         elif record.state == SlotState.COMMITTED:
-            handle.durable.end(nbytes=contents.nbytes)
+            machine.commit(contents.nbytes)
         elif record.state == SlotState.FENCED:
-            handle.durable.end(superseded(handle.step, record.error))
+            machine.fail(superseded(machine.step, record.error))
         elif slot.is_removed and not self.memory.used.has_keeper:
             # Nobody else can open it any more, and the keeper that had it mapped is dead.
             self.given_up.fail(checkpoint_id)
-            handle.durable.end(removed(handle.step))
-        elif record.error and record.error != handle.trouble:
-            handle.durable.trouble = record.error
-            _log.warning("step %d is not durable yet, and is tried again: %s", handle.step, record.error)
+            machine.fail(removed(machine.step))
+        else:
+            if record.state == SlotState.SEALED:
+                machine.seal()
+            if record.error:
+                machine.delay(record.error)
 
     def _look_further(self, waiting: Sequence[_Pending]) -> bool:
         """Look whether there is a keeper that makes what is waited for durable; and in storage, whether that is
@@ -162,15 +164,15 @@ class Watcher:
                 with unusable_memory(memory.folder.path):
                     ensure_keeper(memory.folder, self._run.url)
             with TimedStore(open_store(self._run), timeout_s=_STORE_TIMEOUT_S) as storage:
-                for handle in [pending.handle for pending in waiting if pending.slot is None]:
-                    assert handle.place is not None
-                    if storage.nbytes(records.commit_key(handle.place)) is not None:
-                        handle.durable.end()
+                for machine in [pending.machine for pending in waiting if pending.slot is None]:
+                    assert machine.place is not None
+                    if storage.nbytes(records.commit_key(machine.place)) is not None:
+                        machine.commit()
         except Exception as error:  # noqa: BLE001
-            # Whatever it is, the thread goes on: handles would never hear of their ends.
+            # Whatever it is, the thread goes on: saves would never hear of their ends.
             if not isinstance(error, HoldfastError):
                 _log.exception("nobody can look now whether a keeper makes snapshots durable; that is tried again")
             for pending in waiting:
-                pending.handle.durable.trouble = str(error)
+                pending.machine.delay(str(error))
             return False
         return True

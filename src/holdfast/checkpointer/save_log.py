@@ -1,0 +1,60 @@
+"""The lines of the log about saves and restores."""
+
+from __future__ import annotations
+
+import logging
+
+from holdfast.checkpointer.events import (
+    SaveBegun,
+    SaveCommitted,
+    SaveDelayed,
+    SaveEvent,
+    SaveFailed,
+    SaveSkipped,
+    StateRestored,
+)
+from holdfast.checkpointer.handle import Handle
+from holdfast.phases import LOG
+
+_log = logging.getLogger(__name__)
+
+
+class SaveLog:
+    """Logs what happens to one save: when it is durable, on the first rank, and on each rank what goes wrong there."""
+
+    def __init__(self, handle: Handle) -> None:
+        self._handle = handle
+        #: A save to storage has a line of its own.
+        self._tells_commit = False
+        self._told = set[str]()
+
+    def hear(self, event: SaveEvent) -> None:
+        """Log `event`, where it is worth a line."""
+        handle = self._handle
+        match event:
+            case SaveBegun():
+                self._tells_commit = event.tier == "node memory" and event.is_first_rank
+            case SaveCommitted() if self._tells_commit:
+                LOG.info(
+                    "saved step %d at %s: blocked for %.3f s, durable after %.2f s",
+                    event.step,
+                    handle.place,
+                    handle.blocked_s,
+                    handle.durable.seconds,
+                )
+            case SaveDelayed() if event.trouble not in self._told:
+                self._told.add(event.trouble)
+                _log.warning("step %d is not durable yet, and is tried again: %s", event.step, event.trouble)
+            case SaveSkipped():
+                _log.warning("%s", event.error)
+            case SaveFailed() if event.cause is not None:
+                _log.error("step %d is not saved", event.step, exc_info=event.cause)
+            case SaveFailed() if not event.is_raised:
+                what = "durable" if handle.staged.is_done else "saved"
+                _log.error("step %d is not %s: %s", event.step, what, event.error)
+
+
+def log_restored(event: StateRestored) -> None:
+    """Log a restore from memory, on the first rank; a load from storage has a line of its own."""
+    if event.tier == "node memory" and event.is_first_rank:
+        LOG.info("restored from node memory: %s", event.summary)
