@@ -206,6 +206,4 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 def start_new_job() -> None:
     """Make this warm process forget what it loaded and saved, as a new one would not know it."""
-    JOB._memories.clear()
-    JOB._filled.clear()
-    JOB._filled_memory.clear()
+    JOB.begin_anew()

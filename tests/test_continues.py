@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -24,6 +25,9 @@ from holdfast.store.urls import open_store
 from tests.models import start_new_job
 from tests.ranks import run_ranks
 from tests.test_checkpointer import Loop, end_keepers
+
+if TYPE_CHECKING:
+    from multiprocessing.queues import SimpleQueue
 
 
 @pytest.fixture
@@ -126,6 +130,44 @@ def test_a_load_of_a_part_of_what_is_saved_is_refused_at_the_next_save_with_both
     assert "continues=True to continue from there, or with continues=False to go on after 2.1" in told
     refused(run, loop.state, "config.unclear_history")
     assert steps(run) == [4, 3, 2, 1]
+
+
+@pytest.mark.parametrize("select", [["model", "optimizer"], "!progress"])
+def test_a_selection_that_leaves_out_only_values_is_a_part_too(run: str, select: str | list[str]) -> None:
+    loop = resumed(run)
+    start_new_job()
+    holdfast.load(f"{run}@step=1", loop.state, select=select)
+    assert "continues=True" in refused(run, loop.state, "config.unclear_history")
+    assert steps(run) == [4, 3, 2, 1]
+
+
+def test_a_selection_with_which_all_was_saved_is_the_whole(tmp_path: Path) -> None:
+    loop, select = Loop(), ["model", "optimizer"]
+    for step in (1, 2):
+        holdfast.save(tmp_path / "run", loop.state, step, select=select)
+    start_new_job()
+    holdfast.load(f"{tmp_path / 'run'}@step=1", loop.state, select=select)
+    holdfast.save(tmp_path / "run", loop.state, 2, select=select)
+    assert newest(str(tmp_path / "run")) == ("rollback", Place(1, 1))
+
+
+def test_a_forked_child_is_a_job_of_its_own(run: str) -> None:
+    loop = resumed(run)
+
+    def save_in_child(told: SimpleQueue[str]) -> None:
+        try:
+            holdfast.save(run, loop.state, 5)
+        except ConfigurationError as error:
+            told.put(error.code)
+
+    context = multiprocessing.get_context("fork")
+    told: SimpleQueue[str] = context.SimpleQueue()
+    child = context.Process(target=save_in_child, args=(told,))
+    child.start()
+    assert told.get() == "config.unloaded_history"
+    child.join()
+    holdfast.save(run, loop.state, 5)
+    assert steps(run) == [5, 4, 3, 2, 1]
 
 
 def test_the_caller_says_what_a_load_of_a_part_means(run: str) -> None:

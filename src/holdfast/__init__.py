@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from holdfast import mapping
     from holdfast.checkpointer import Checkpointer, Memory
     from holdfast.checkpointer.handle import Handle
-    from holdfast.checkpointer.restoring import RestoreReport
+    from holdfast.checkpointer.restore_report import RestoreReport
     from holdfast.frameworks.registry import register_adapter
     from holdfast.geometry import Box, FlatRange
     from holdfast.loading import load
@@ -50,7 +50,7 @@ _HOMES = {
     "Checkpointer": "holdfast.checkpointer",
     "Memory": "holdfast.checkpointer",
     "Handle": "holdfast.checkpointer.handle",
-    "RestoreReport": "holdfast.checkpointer.restoring",
+    "RestoreReport": "holdfast.checkpointer.restore_report",
     "save": "holdfast.saving",
     "load": "holdfast.loading",
     "plan_load": "holdfast.loading.dry_run",

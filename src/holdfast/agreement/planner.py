@@ -158,7 +158,10 @@ class Planner(Generic[P]):
             before = self._compared()
             new = found if self._strict else [one for one in found if one.name not in before]
             text = describe(new or found)
-            action = "Make the copies equal, shard it as a DTensor, or save it as holdfast.PerRank(tensor)."
+            action = (
+                "Make the copies equal, shard it as a DTensor, or save it as holdfast.PerRank(tensor). Of a module in "
+                "DistributedDataParallel, save the wrapper and not its .module: DDP's buffers are those of rank 0."
+            )
             if new:
                 raise StateError(text, code="state.diverged", action=action, tensor=new[0].name)
             if self.memory is not None and names != self.memory.diverged:

@@ -20,7 +20,8 @@ from holdfast.checkpointer.background_save import BackgroundSave, SavingJob, cap
 from holdfast.checkpointer.events import StateRestored
 from holdfast.checkpointer.handle import Handle
 from holdfast.checkpointer.memory_tier import LEAVING_S, MemoryTier, tier_for
-from holdfast.checkpointer.restoring import RestoreReport, restore
+from holdfast.checkpointer.restore_report import RestoreReport
+from holdfast.checkpointer.restoring import restore
 from holdfast.checkpointer.save_errors import is_unusable, skipped
 from holdfast.checkpointer.save_log import SaveLog, log_restored
 from holdfast.checkpointer.save_machine import SaveMachine
@@ -176,8 +177,7 @@ class Checkpointer:
             if tier is not None:
                 tier.note_restored(restored)
             report = restored.report
-            if report.step is not None and report.tier is not None and report.load is not None:
-                log_restored(StateRestored(report.step, report.tier, report.load.summary, self._is_first_rank))
+            log_restored(StateRestored(self._run, report, self._is_first_rank))
             return report
 
     @contextmanager

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
+from holdfast.checkpointer.restore_report import RestoreReport, Tier
 from holdfast.errors import HoldfastError
 from holdfast.format.records import Place
-
-Tier = Literal["node memory", "storage"]
+from holdfast.store.base import Location
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,11 +87,10 @@ class SaveFailed:
 
 @dataclass(frozen=True, slots=True)
 class StateRestored:
-    """The state was filled from a checkpoint in `tier`; `summary` says the rest in a line."""
+    """`restore` has filled the state from a checkpoint of `run`, or found that there is none yet, as `report` says."""
 
-    step: int
-    tier: Tier
-    summary: str
+    run: Location
+    report: RestoreReport
     is_first_rank: bool
 
 

@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -17,7 +16,7 @@ from torch.distributed import ProcessGroup
 from holdfast.checkpoint.reading import Checkpoint
 from holdfast.checkpoint.sealed import Sealed
 from holdfast.checkpointer.choosing import Chosen, Inventory, Survey, Unknown, inventory, known_of
-from holdfast.checkpointer.events import Tier
+from holdfast.checkpointer.restore_report import RestoreReport
 from holdfast.control.channel import Channel
 from holdfast.control.deadline import Deadline
 from holdfast.control.torch_store import default_channel, group_ranks
@@ -46,29 +45,6 @@ from holdfast.store.urls import open_store
 _LOOK_S: Final = 0.02
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, repr=False)
-class RestoreReport:
-    """What was restored: `step` (None: there was nothing yet), at `place`, from `tier` ("node memory" or "storage").
-
-    ``next_step`` is where the loop goes on. `load` says the rest.
-    """
-
-    step: int | None
-    place: str | None
-    tier: Tier | None
-    load: LoadReport | None
-
-    @property
-    def next_step(self) -> int:
-        """The step after the one that was restored; 0 where there was none."""
-        return 0 if self.step is None else self.step + 1
-
-    def __repr__(self) -> str:
-        if self.load is None:
-            return "<RestoreReport: there was nothing to restore; the next step is 0>"
-        return f"<RestoreReport from {self.tier}: {self.load!r}>"
 
 
 class Restored(NamedTuple):
@@ -187,6 +163,7 @@ def _from_memory(
             sealed = Sealed(memory, f"{records.CHECKPOINTS}/{chosen.folder}/", seal, run_opened.run_id)
             opened = Opened(Checkpoint(sealed), run_opened)
             report = _load(channel, deadline, group, state, opened, chosen, options=options)
+        channel.await_readers(deadline)
         uncommitted = None if chosen.committed else seal.place
         return Restored(RestoreReport(report.step, report.place, "node memory", report), uncommitted, seal.place)
 

@@ -55,6 +55,11 @@ class SaveLog:
 
 
 def log_restored(event: StateRestored) -> None:
-    """Log a restore from memory, on the first rank; a load from storage has a line of its own."""
-    if event.tier == "node memory" and event.is_first_rank:
-        LOG.info("restored from node memory: %s", event.summary)
+    """Log a restore on the first rank; a load from storage has a line of its own."""
+    report = event.report
+    if not event.is_first_rank:
+        return
+    if report.load is None:
+        LOG.info("there is nothing to restore in '%s' yet: training begins at step 0", event.run)
+    elif report.tier == "node memory":
+        LOG.info("restored from node memory: %s", report.load.summary)

@@ -17,8 +17,8 @@ from holdfast.checkpointer.events import (
     SaveSkipped,
     SaveStaged,
     SaveUnwatched,
-    Tier,
 )
+from holdfast.checkpointer.restore_report import Tier
 from holdfast.errors import HoldfastError
 from holdfast.format.records import Place
 

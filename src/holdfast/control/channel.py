@@ -50,7 +50,15 @@ from holdfast.control.envelopes import (
 from holdfast.control.meeting import KeyValueStore, Meeting
 from holdfast.control.processes import Process
 from holdfast.decoding import decode_msgpack
-from holdfast.errors import ConfigurationError, DeadlineError, ErrorWire, HoldfastError, from_wire, to_wire
+from holdfast.errors import (
+    ConfigurationError,
+    DeadlineError,
+    ErrorWire,
+    HoldfastError,
+    StorageError,
+    from_wire,
+    to_wire,
+)
 
 #: Ranks per group; worlds that are larger gather in two levels.
 GROUP_SIZE: Final = 64
@@ -63,7 +71,7 @@ _PATIENCE_S: Final = 30.0
 _MAX_TOLD: Final = 64
 #: Time within which ranks that try an operation again together all enter it.
 _TOGETHER_S: Final = 0.5
-#: Time that rank 0 gives the others to read an error: its process may serve the store, and end with the error.
+#: Time that rank 0 gives the others to read the end of an operation: its process may serve the store, and end then.
 _READ_S: Final = 2.0
 
 _log = logging.getLogger(__name__)
@@ -168,8 +176,7 @@ class Channel:
             raise ValueError("rank 0 broadcasts a payload or an error")
         self._ask(lambda: self._send_down(phase, outcome), deadline)
         if isinstance(outcome, Exception):
-            if self.world_size > 1:
-                self._ask(self._await_readers, deadline)
+            self.await_readers(deadline)
             raise outcome
         return outcome
 
@@ -251,6 +258,17 @@ class Channel:
         ups = self._ask(lambda: self._gather(phase, outcome, deadline), deadline)
         assert ups is not None
         return self.broadcast(phase, self._verdict(phase, ups, answer), deadline)
+
+    def await_readers(self, deadline: Deadline) -> None:
+        """On rank 0, return when all ranks have read the last broadcast, or after `_READ_S`. Call it at the end of an
+        operation: the process of rank 0 may serve the store, and end with this operation. Never raises `StorageError`:
+        the operation is over, and the next one reports a store that does not answer.
+        """
+        if self.rank == 0 and self.world_size > 1:
+            try:
+                self._ask(self._await_readers, deadline)
+            except (StorageError, DeadlineError) as error:
+                _log.debug("%s: rank 0 does not know whether all ranks have read its end: %s", self.label, error)
 
     def _ask(self, call: Callable[[], T], deadline: Deadline) -> T:
         """Make the requests of `call`, and meanwhile check whether the ranks that it waits for have ended."""
@@ -408,12 +426,12 @@ class Channel:
             self._put(f"down/{number}", down if step is None else msgspec.structs.replace(down, step=step))
 
     def _await_readers(self) -> None:
-        """Return when all ranks have read the last broadcast, or after `_READ_S`."""
         key = f"down/{self._num_broadcasts - 1}"
-        end_s = time.monotonic() + _READ_S
+        end_s, pause_s = time.monotonic() + _READ_S, _READ_S / 4000
         # The last reader removes both keys, the count of readers last.
         while (self._shared.check(key) or self._shared.check(f"{key}/read")) and time.monotonic() < end_s:
-            time.sleep(_READ_S / 400)
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _READ_S / 400)
 
     def _receive_down(self, phase: str, deadline: Deadline) -> Broadcast:
         number, self._num_broadcasts = self._num_broadcasts, self._num_broadcasts + 1

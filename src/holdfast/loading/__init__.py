@@ -37,6 +37,7 @@ from holdfast.run.paths import Selection, parse
 from holdfast.run.session import JOB, Load
 from holdfast.state.bind import bind
 from holdfast.state.binding import Binding
+from holdfast.state.differences import is_leaf
 from holdfast.state.identity import TensorMemory, found_in
 from holdfast.state.match import Terms
 from holdfast.store.base import Location
@@ -143,6 +144,7 @@ def load(
     rank = group_ranks(group)[channel.rank]
     with TimedStore(open_store(target.location), timeout_s=deadline.for_storage_s) as storage:
         report = Loading(channel, deadline, storage, rank, options).run(target, into)
+    channel.await_readers(deadline)
     if channel.rank == 0:
         LOG.info("loaded %s, from %s", report.summary, report.path)
     return report
@@ -361,7 +363,11 @@ class Loading:
         if self._options.mapping or filling.cast or names.missing or names.unexpected:
             return False
         # A selection may exclude nothing, as where the checkpoint was saved with the same one.
-        return self._options.select() is None or bound.table.stored.keys() <= set(bound.binding.loaded)
+        select, (stored, nodes) = self._options.select(), (bound.table.stored, bound.table.nodes)
+        if select is None:
+            return True
+        values = (name for name in nodes if is_leaf(name, nodes))
+        return stored.keys() <= set(bound.binding.loaded) and all(map(select.covers, values))
 
     def _report(
         self,

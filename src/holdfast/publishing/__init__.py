@@ -83,7 +83,9 @@ def transfer(
     live = FilesInMemory(NAME)
     with TimedStore(live, timeout_s=deadline.for_storage_s) as storage:
         operation = _Transfer(channel, deadline, group_ranks(group), live, storage)
-        return operation.run(_given(source_state), _given(target_state), globs)
+        report = operation.run(_given(source_state), _given(target_state), globs)
+    channel.await_readers(deadline)
+    return report
 
 
 @dataclass

@@ -11,6 +11,7 @@ objects (such as a teacher model) changes nothing. A save whose objects come fro
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
@@ -119,6 +120,10 @@ class Session:
     """The runs of one job, by their roots as `Store.resolved` gives them. Safe for several threads."""
 
     def __init__(self) -> None:
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """Forget all loads and saves, as a new job knows none."""
         self._memories: dict[str, _RunNotes] = {}
         self._lock = Lock()
         #: The last load that filled each object, by the key of its identity.
@@ -379,3 +384,6 @@ def _unclear(run: Run, memory: _RunNotes, loads: Sequence[Load]) -> Configuratio
 
 #: The session of this process, which `save` and `load` share.
 JOB: Final = Session()
+# A forked child is a job of its own: its saves must not go on in the epoch of its parent, who would be fenced. And the
+# lock may be held by a thread that the child does not have.
+os.register_at_fork(after_in_child=JOB.begin_anew)

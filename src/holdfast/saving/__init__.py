@@ -110,6 +110,7 @@ def save(
         request = SaveRequest(storage, step, numbers, takeover, now(), sources)
         is_strict = on_divergence == "error"
         report = _Saving(channel, deadline, request, group_ranks(group), chosen, is_strict=is_strict).run(state)
+    channel.await_readers(deadline)
     if channel.rank == 0:
         LOG.info("saved %s, to %s", report.summary, report.path)
     return report
