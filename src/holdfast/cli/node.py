@@ -19,7 +19,7 @@ from holdfast.reports import size
 from holdfast.store.urls import absolute
 from holdfast.wording import count
 
-_UNKNOWN = "a run that no keeper has named"
+_UNKNOWN = "an unknown run, for which no keeper has started"
 
 
 class SlotRow(msgspec.Struct, frozen=True):
