@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import subprocess
 import sys
 import threading
@@ -232,3 +233,23 @@ def test_a_damaged_slot_is_passed_over(folder: NodeFolder) -> None:
     assert arena.is_ready
     assert len(slot_names(folder)) == 3
     arena.close()
+
+
+def test_memory_is_given_back_also_where_the_folder_takes_no_changes(
+    folder: NodeFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(name: str) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", name)
+
+    arena = ready(folder, MIB)
+    names = slot_names(folder)
+    with monkeypatch.context() as patch:
+        patch.setattr(folder, "remove", refused)  # as after os.setuid
+        assert arena.give_back()
+        arena.close()
+    assert slot_names(folder) == names
+    again = ready(folder, MIB)
+    assert slot_names(folder) == names  # nobody holds their locks
+    assert again.give_back()
+    assert slot_names(folder) == []
+    again.close()

@@ -329,12 +329,17 @@ class Slot:
 
     def remove_if(self, is_unneeded: Callable[[SlotRecord], bool]) -> bool:
         """Remove the slot for all processes if nothing is lost with it and `is_unneeded` is true of its record, which
-        this reads again under the slot's lock. Returns whether it removed the slot, which then is closed here too."""
+        this reads again under the slot's lock. Returns whether it removed the slot, which then is closed here too. A
+        folder that takes no changes, as after a change of the user id, keeps its slots."""
         if not self.take():
             return False
         if self.state in REUSABLE and is_unneeded(self.record):
-            self.remove()
-            return True
+            try:
+                self.remove()
+            except OSError as error:
+                _log.debug("'%s' stays: %s", self.path, error)
+            else:
+                return True
         self.let_go()
         return False
 
