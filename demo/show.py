@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,7 +20,8 @@ from demo.promises import Promise
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-CONSOLE = Console()
+#: As wide as the terminal; lines that go to a file or a pipe stay unbroken.
+CONSOLE = Console(width=None if sys.stdout.isatty() else 1000)
 _GREY, _BLUE, _RED = "#b8bcc4", "#1f5fa8", "#c8232c"
 #: Colours and lines of the resumed trainings.
 _STYLES = (("#f08c00", "-"), ("#1e7a46", "--"))
