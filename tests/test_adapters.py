@@ -15,6 +15,16 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import SGD, Optimizer
+from torch.optim.lr_scheduler import (
+    CosineAnnealingLR,
+    ExponentialLR,
+    LambdaLR,
+    LRScheduler,
+    OneCycleLR,
+    ReduceLROnPlateau,
+    SequentialLR,
+    StepLR,
+)
 from torch.utils.data import DataLoader
 
 import holdfast
@@ -305,3 +315,74 @@ def test_nested_tensors_are_refused_with_the_way_that_works(layout: torch.layout
     with pytest.raises(StateError, match="nested"):
         load(save({"batch": torch.ones(2)}), {"batch": nested})
     assert len(save({"parts": list(nested.unbind())}).tensors) == 2
+
+
+KINDS: dict[str, Callable[[SGD], LRScheduler]] = {
+    "cosine": lambda optimizer: CosineAnnealingLR(optimizer, T_max=20),
+    "step": lambda optimizer: StepLR(optimizer, step_size=50),
+    "exponential": lambda optimizer: ExponentialLR(optimizer, gamma=0.5),
+    "lambda": lambda optimizer: LambdaLR(optimizer, lambda _: 1.0),
+    "plateau": ReduceLROnPlateau,
+    "one cycle": lambda optimizer: OneCycleLR(optimizer, 0.1, total_steps=9),
+    "sequence": lambda optimizer: SequentialLR(optimizer, [StepLR(optimizer, 2), StepLR(optimizer, 3)], [1]),
+}
+
+
+def scheduler_of(kind: str) -> LRScheduler:
+    return KINDS[kind](SGD([nn.Parameter(torch.ones(1))], lr=0.1))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_schedulers_of_torch_load_their_own_state(tmp_path: Path, kind: str) -> None:
+    saved, live = scheduler_of(kind), scheduler_of(kind)
+    saved.last_epoch = 5
+    holdfast.save(tmp_path / "run", {"scheduler": saved}, 1)
+    holdfast.load(tmp_path / "run", {"scheduler": live})
+    assert live.last_epoch == 5
+
+
+@pytest.mark.parametrize(
+    ("saved", "live", "there"),
+    [
+        ("cosine", "step", "T_max, eta_min"),
+        ("step", "cosine", "gamma, step_size"),
+        ("step", "exponential", "step_size"),
+        ("one cycle", "lambda", "total_steps"),
+        ("plateau", "step", "patience"),
+    ],
+)
+def test_the_state_of_another_class_of_scheduler_is_refused_before_anything_is_changed(
+    tmp_path: Path, saved: str, live: str, there: str
+) -> None:
+    holdfast.save(tmp_path / "run", {"scheduler": scheduler_of(saved)}, 1)
+    scheduler = scheduler_of(live)
+    before = scheduler.state_dict()
+    with pytest.raises(IncompatibleError, match=rf"of another class, with .*{there}") as caught:
+        holdfast.load(tmp_path / "run", {"scheduler": scheduler})
+    assert caught.value.code == "incompatible.scheduler_class"
+    assert scheduler.state_dict() == before
+
+
+class Warmup(LRScheduler):
+    """A scheduler that knows an older name of its attribute."""
+
+    def __init__(self, num_steps: int) -> None:
+        self.num_steps = num_steps
+        super().__init__(SGD([nn.Parameter(torch.ones(1))]))
+
+    def get_lr(self) -> list[float | torch.Tensor]:
+        return [0.1]
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict({"num_steps": state_dict["warmup"]})
+
+
+def test_a_scheduler_that_is_not_torchs_takes_older_states_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved, live = Warmup(7), Warmup(3)
+    with monkeypatch.context() as patch:
+        patch.setattr(saved, "state_dict", lambda: {"warmup": 7})
+        holdfast.save(tmp_path / "run", {"scheduler": saved}, 1)
+    holdfast.load(tmp_path / "run", {"scheduler": live})
+    assert live.num_steps == 7

@@ -573,3 +573,32 @@ def test_a_model_from_meta_that_was_given_memory_is_filled(tmp_path: Path) -> No
         model = Net()
     holdfast.load(tmp_path / "run", into={"model": model.to_empty(device="cpu")})
     assert same(unwrapped(model).state_dict(), saved.state_dict())
+
+
+@pytest.mark.parametrize(
+    "option", [{"strict": "no"}, {"verify": 0}, {"fallback": "yes"}, {"allow_empty": None}, {"continues": "no"}]
+)
+def test_an_option_of_another_type_is_refused(tmp_path: Path, option: dict[str, Any]) -> None:
+    with pytest.raises(TypeError, match=f"{next(iter(option))} is True"):
+        holdfast.load(tmp_path / "run", {"w": torch.zeros(1)}, **option)
+
+
+def test_errors_about_names_know_what_is_often_behind_them(tmp_path: Path) -> None:
+    def training() -> tuple[nn.Module, torch.optim.AdamW]:
+        model = nn.Linear(2, 2)
+        return model, torch.optim.AdamW(model.parameters())
+
+    model, optimizer = training()
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+    holdfast.save(tmp_path / "run", {"model": model, "optimizer": optimizer}, 1)
+    holdfast.save(tmp_path / "dicts", {"optimizer": optimizer.state_dict()}, 1)
+    other, fresh = training()
+    with pytest.raises(IncompatibleError, match="A learning-rate scheduler adds initial_lr"):
+        holdfast.load(tmp_path / "run", {"model": other, "optimizer": fresh})
+    with pytest.raises(IncompatibleError, match=r"tree\('optimizer'\): give that to load_state_dict"):
+        holdfast.load(tmp_path / "dicts", {"optimizer": fresh.state_dict()})
+    tree: Any = holdfast.open(tmp_path / "dicts").tree("optimizer")
+    fresh.load_state_dict(tree)
+    assert fresh.state[next(other.parameters())]["exp_avg"].equal(optimizer.state[next(model.parameters())]["exp_avg"])

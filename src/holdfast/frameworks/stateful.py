@@ -12,13 +12,17 @@ from typing import Final, NamedTuple, Protocol, cast
 
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from holdfast.errors import HoldfastError, IncompatibleError, StateError
-from holdfast.format.values import Open, PerRankNode, Stateful, TableNode
+from holdfast.format.names import parse_component
+from holdfast.format.values import Node, Open, PerRankNode, Stateful, TableNode
 from holdfast.frameworks import BindingSource, Finish, Sink
 from holdfast.frameworks.known_types import WholeObject, known_type, refusal_of, type_of
 from holdfast.wording import kind_of
 
+#: Attributes that schedulers of earlier versions of torch had.
+_DROPPED: Final = frozenset({"verbose"})
 #: The node that is stored for an object whose ``state_dict()`` was empty.
 _NO_STATE: Final = Stateful(TableNode("dict", ()))
 
@@ -71,9 +75,32 @@ class StatefulAdapter:
         elif node == _NO_STATE and description.read() != {}:
             text = f"{kind_of(item)} with a state here, one without in the checkpoint, such as one that is off"
             source.refuse("incompatible.no_state", path, text)
+        elif (of_another := _another_class(item, node, description)) is not None:
+            source.refuse("incompatible.scheduler_class", path, of_another)
         else:
             source.restore(description.write, source.opaque(path), is_random=description.is_random)
         return lambda: item
+
+
+def _another_class(item: object, node: Node, description: Description) -> str | None:
+    """The difference, where the state in `node` is that of a learning-rate scheduler of another class; else None.
+
+    A scheduler's state is its attributes, and torch's schedulers take over any: a StepLR that gets the state of a
+    CosineAnnealingLR goes on with its own step size and with a learning rate of the other. Private attributes differ
+    between versions of torch; and a class that is not torch's may know older states of its own.
+    """
+    table = node.state if isinstance(node, Stateful) else node
+    of_torch = isinstance(item, LRScheduler) and type(item).__module__ == LRScheduler.__module__
+    if not of_torch or not isinstance(table, TableNode):
+        return None
+    live = description.read()
+    if not isinstance(live, dict):
+        return None
+    there = {str(parse_component(key)) for key in table.keys}
+    foreign = {key for key in there - live.keys() if not key.startswith("_")} - _DROPPED
+    if not foreign:
+        return None
+    return f"{kind_of(item)} here, in the checkpoint a scheduler of another class, with {', '.join(sorted(foreign))}"
 
 
 def is_described(kind: type) -> bool:

@@ -172,6 +172,12 @@ class Options:
         self._select = select
         if isinstance(cast, torch.dtype):
             raise TypeError(f"cast is True, or globs of the tensors to cast, each to its own dtype; it is not {cast}")
+        given = {"strict": strict, "fallback": fallback, "verify": verify, "allow_empty": allow_empty}
+        for name, value in given.items():
+            if not isinstance(value, bool):
+                raise TypeError(f"{name} is True or False, not {value!r}")
+        if not isinstance(continues, bool | None):
+            raise TypeError(f"continues is True, False or None, not {continues!r}")
         self._cast = False if cast is None else cast
         self.mapping = _rules(() if mapping is None else mapping)
         self.strict = strict

@@ -99,10 +99,23 @@ def _names_action(missing: Collection[str], unexpected: Collection[str], known: 
     unwanted = set(unexpected)
     entries = sorted({_entry(name) for name in known if name not in unwanted})
     if missing or not entries or not set(entries).isdisjoint(map(_entry, unexpected)):
-        return "Give both the same names, map the stored ones with mapping=, or load what both have with strict=False."
+        action = "Give both the same names, map the stored ones with mapping=, or load what both have with strict=False"
+        return " ".join([f"{action}.", *_hints({*missing, *unexpected})])
     given = ", ".join(f'"{entry}"' for entry in entries)
     selected = given if len(entries) == 1 else f"[{given}]"
     return f"Load only these entries with select={selected}, add the others, or load what both have with strict=False."
+
+
+def _hints(names: Collection[str]) -> Iterator[str]:
+    """What is behind names that differ in ways that are often met."""
+    if any(name.endswith("/initial_lr") for name in names):
+        yield "A learning-rate scheduler adds initial_lr to the groups of its optimizer: build it before the load."
+    saved = sorted({_entry(name) for name in names if "/state/%int=" in name})
+    if saved:
+        yield (
+            f"What was saved as a state_dict(), as {saved[0]!r} may be, is read with holdfast.open(path)"
+            f".tree({saved[0]!r}): give that to load_state_dict."
+        )
 
 
 def _entry(name: str) -> str:
@@ -267,6 +280,9 @@ _ACTIONS = {
         "as a state_dict(), is read with holdfast.open(path).tree(name)."
     ),
     "incompatible.no_state": "Leave it out of the live state, or out of select=: it then begins anew.",
+    "incompatible.scheduler_class": (
+        "Build the scheduler that was saved, or leave it out of the live state, or out of select=: it then begins anew."
+    ),
     "incompatible.per_rank": (
         "Load with as many ranks, or say with PerRank(value, on_resize=...) what a rank gets instead: "
         '"first" (what rank 0 had), or a function of all parts.'
