@@ -264,6 +264,13 @@ def test_an_empty_dict_takes_no_tensors() -> None:
     assert "progress/best" in str(error)
 
 
+@pytest.mark.parametrize("stored", [nn.Linear(1, 1), LinearLR(torch.optim.SGD([nn.Parameter(torch.ones(1))]))])
+def test_an_empty_dict_takes_no_objects(stored: object) -> None:
+    error = refused(save({"parts": {"a": {"b": stored}}}), {"parts": {}})
+    assert error.code == "incompatible.names"
+    assert "parts/a/b" in str(error)
+
+
 @pytest.mark.parametrize("empty", [[], ()])
 def test_a_list_of_values_that_was_stored_with_tensors_names_the_items(empty: object) -> None:
     stored = type(empty)([torch.ones(2)])  # type: ignore[call-arg]

@@ -55,6 +55,8 @@ from holdfast.wording import count, kind_of, with_article
 
 #: Kinds of dicts whose items an empty one can take.
 _DICTS = ("dict", "ordered")
+#: The stored nodes that fill a live tensor or object, and so are no values.
+_FILL_LIVE_ONES = (TensorRef, PlanesNode, values.PerRankNode, Open)
 
 
 def bind(
@@ -493,7 +495,7 @@ class _Binder:
             return self._whole(path, item, "counter") if isinstance(item, Counter) else self._dict(path, item)
         record = values.is_record(item)
         kind = "list" if isinstance(item, list) else "tuple"
-        if not record and self._holds_only_values(item) and not self._has_tensors(path, kind):
+        if not record and self._holds_only_values(item) and not self._is_list_of_live(path, kind):
             return self._whole(path, item, kind)
         self._expect(path, item, values.RecordNode if record else values.Items)
         names = item._fields if values.is_record(item) else [str(index) for index in range(len(item))]
@@ -560,21 +562,22 @@ class _Binder:
         return lambda: item
 
     def _is_value(self, path: str, node: Node) -> bool:
-        """Whether a stored node can replace a live value. It cannot if it has tensors, which fill live tensors."""
-        return not isinstance(node, (Open, Stateful)) and not self._holds_tensors(path, node)
+        """Whether a stored node can replace a live value. It cannot if it is or has a tensor or an object, which fill
+        live ones."""
+        return not self._holds_live(path, node)
 
-    def _holds_tensors(self, path: str, node: Node) -> bool:
+    def _holds_live(self, path: str, node: Node) -> bool:
         if isinstance(node, Encoded):
             return False
+        if isinstance(node, Stateful) or isinstance(values.bare(node), _FILL_LIVE_ONES):
+            return True
         below = (join(path, name) for name in values.children(node))
-        return isinstance(values.bare(node), TensorRef | PlanesNode | values.PerRankNode) or any(
-            self._holds_tensors(name, values.lookup(self.nodes, name)) for name in below
-        )
+        return any(self._holds_live(name, values.lookup(self.nodes, name)) for name in below)
 
-    def _has_tensors(self, path: str, kind: str) -> bool:
-        """Whether `path` has a stored list or tuple of that kind with tensors, which is bound item by item."""
+    def _is_list_of_live(self, path: str, kind: str) -> bool:
+        """Whether `path` has a stored list or tuple of that kind with tensors or objects: it is bound item by item."""
         node = self.nodes.get(path)
-        return isinstance(node, values.Items) and node.kind == kind and self._holds_tensors(path, node)
+        return isinstance(node, values.Items) and node.kind == kind and self._holds_live(path, node)
 
     def _generator(self, path: str, item: torch.Generator) -> None:
         node = self.nodes.get(path)
