@@ -44,8 +44,9 @@ from holdfast.store.urls import absolute
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """How the memory of a node is used: `generations` snapshots per rank, at least 2 (one is whole while the next is
-    copied), in `node_dir`, a file system in memory (its path, as text too)."""
+    """How a `Checkpointer` uses the memory of a node: it keeps `generations` snapshots per rank, at least 2, because
+    one must be whole while the next is copied. `node_dir` is the path of a file system in memory, as a `Path` or as
+    text."""
 
     generations: int = 2
     node_dir: Path = DEFAULT_NODE_DIR
@@ -57,21 +58,23 @@ class Memory:
 
 
 class Checkpointer:
-    """The checkpoints of one training loop: `save` returns in milliseconds, `restore` goes on from the newest.
+    """The checkpoints of one training loop: `save` returns in milliseconds, and `restore` fills the state from the
+    newest checkpoint.
 
-    A save copies the state into memory of the node that outlives this process: what only steps of the optimizers in
-    `state` change is copied while training goes on, and the next step waits for it; everything else at once. A keeper,
-    a process of its own per node and run, makes the copy durable and commits it. Where there is not enough memory, a
-    save writes to storage, and returns when that is done; so it does with ``memory=None``.
+    A save copies the state into memory of the node that outlives this process. Tensors that only steps of the
+    optimizers in `state` change are copied while training goes on, and the next step waits for that copy; everything
+    else is copied at once. A keeper, a separate process per node and run, makes the copy durable and commits it. If a
+    node has too little memory, a save writes to storage, and returns when the checkpoint is committed. With
+    ``memory=None`` every save does so.
 
-    All methods but `guard` are collective over `group` (default: all ranks of the job), and for one thread; one plain
-    process is fine too. `state` is walked anew at every save. A run that has a history must have been restored or
-    loaded from by this job, unless ``takeover=True``. ``when_full`` says what a save does while no slot of memory is
-    free, because storage is slower than saves come: wait, or skip that save, on all ranks together. A takeover happens
-    once, at the first save. `select` are globs of names, as in `holdfast.save` and `holdfast.load`: only what they
-    match is saved and restored.
+    All methods except `guard` are collective over `group` (default: all ranks of the job). Call them from one thread;
+    one plain process may call them too. Every save walks `state` again. If the run has a history, this job must have
+    restored or loaded from it, unless ``takeover=True``; a takeover happens once, at the first save. If storage is
+    slower than saves come, no slot of memory may be free: ``when_full`` says whether a save then waits, or all ranks
+    skip it. `select` are globs of names, as in `holdfast.save` and `holdfast.load`: only the names that they match are
+    saved and restored.
 
-    Use as a context manager: its end waits until all that was saved is durable.
+    Use it as a context manager: at its end it waits until all saves are durable.
     """
 
     def __init__(
@@ -102,33 +105,34 @@ class Checkpointer:
         self._when_full = when_full
         self._timeout_s = timeout_s
         self._known = PlanCache()
-        #: The memory tier of this process, which it shares with others of this run; None before it is needed.
+        #: The memory tier that this object shares with the other `Checkpointer`s of this process and run; None before
+        #: it is needed.
         self._tier: MemoryTier | None = None
         self._is_closed = False
         self._turn = turn_in(self._run)
         self._handles: list[Handle] = []
-        #: Of saves to storage; memory has a guard of its own.
+        #: The guard of saves to storage; the memory tier has its own.
         self._guard = Guard()
 
     def save(self, step: int, *, metrics: Mapping[str, SupportsFloat] | None = None) -> Handle:
-        """Save the state as of now; see the class for what is done when. `step` is the number of the step that was
-        finished last.
+        """Save the state as it is now. `step` is the number of the step that was finished last.
 
-        Returns when everything is set aside that may change before the next step of an optimizer in the state; in the
-        background all ranks agree on a plan and a place, and the rest is copied. (The first save of all returns when
-        they have agreed, and there is memory.) What becomes of it stands in the handle. That an earlier save failed is
-        logged, once; training goes on.
+        Returns when everything is copied that may change before the next step of an optimizer in the state. In the
+        background all ranks agree on a plan and a place, and copy the rest. (The first save returns when they have
+        agreed, and all have memory for it.) The handle tells how the save goes on and ends. If it fails in the
+        background, the log says so once, and training goes on.
 
         Raises:
             StateError: the state cannot be saved.
-            ConfigurationError, StorageError: the first save, as `holdfast.save`; of later ones it stands in the handle.
-            FencedError: this job must stop: another one has taken over the run. For a save that finds this out in the
-                background it stands in the handle, and the next one raises it.
+            ConfigurationError, StorageError: as `holdfast.save`, at the first save; a later save stores them in its
+                handle.
+            FencedError: this job must stop, because another one has taken over the run. A save that finds this out in
+                the background stores it in its handle, and the next save raises it.
             DeadlineError: ranks did not answer, or no slot became free.
             ConfigurationError: code ``config.closed``, after `close`.
 
-        Where an exception of another kind ends the call (Ctrl-C, say), nothing comes of this save, and the next one is
-        not affected.
+        If another kind of exception ends the call (Ctrl-C, say), this save makes no checkpoint, and the next one is not
+        affected.
         """
         self._require_open("save")
         handle = Handle(whole(step))
@@ -152,12 +156,13 @@ class Checkpointer:
             raise
 
     def restore(self, *, verify: bool = True, fallback: bool = False) -> RestoreReport:
-        """Fill the state from the newest checkpoint on the run's lineage: from the memory of the nodes, if it is there,
-        else from storage. In a run without any, nothing is changed, and ``report.next_step`` is 0. What is damaged in
-        memory is left for what is in storage; what is damaged there is passed over with `fallback`, as in
-        `holdfast.load`: the next save then goes on from the older one.
+        """Fill the state from the newest checkpoint on the run's lineage: from the memory of the nodes if it is there,
+        else from storage. If the run has no checkpoint, this changes nothing, and ``report.next_step`` is 0.
 
-        Raises what `holdfast.load` raises; after `close` `ConfigurationError`, code ``config.closed``.
+        If the copy in memory is damaged, this reads from storage instead. With `fallback`, it passes over a damaged
+        checkpoint in storage, as `holdfast.load` does, and the next save continues from the older one that it loaded.
+
+        Raises what `holdfast.load` raises; after `close`, `ConfigurationError`, code ``config.closed``.
         """
         self._require_open("restore")
         with self._turn.taken("restore"):
@@ -182,24 +187,25 @@ class Checkpointer:
 
     @contextmanager
     def guard(self) -> Iterator[None]:
-        """A ``with`` block that is entered when nothing of the state is being copied, and during which no save of
-        another thread begins: for changes that no step of an optimizer in the state makes. For any thread. Not
-        collective. After `close` nothing is being copied."""
+        """A ``with`` block for changes to the state that no step of an optimizer in the state makes. It is entered when
+        no save is copying the state, and no save of another thread begins while it lasts. Any thread may use it. Not
+        collective. After `close` no save is copying, so it does not wait."""
         tier = self._tier
         with changing([self._guard] if tier is None else [self._guard, tier.stager.guard]):
             yield
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Return when all that was saved is durable; what was skipped was not. Raises why something is not, after
-        `close` too."""
+        """Return when all saves are durable, except for skipped ones. Raises the error of a save that failed. May be
+        called after `close` too. `timeout_s` (default: the constructor's) is the limit for each save."""
         for handle in self._handles:
             handle.durable.wait(self._timeout_s if timeout_s is None else timeout_s)
 
     def close(self) -> None:
-        """Wait until all that was saved is durable, and let go of the memory, which stays. Raises why something is not
-        durable. May be called again. Afterwards `save` and `restore` raise ``config.closed``. In a forked process
-        nothing is waited for: the saves are the parent's; nor while the interpreter ends, which stops all threads:
-        what is staged becomes durable."""
+        """Wait until all saves are durable, and close the memory, whose contents stay. Raises the error of a save that
+        failed. May be called again. Afterwards `save` and `restore` raise ``config.closed``.
+
+        It waits for nothing in a forked process, because the saves are the parent's; nor while the interpreter ends,
+        which stops all threads: the keeper still makes staged snapshots durable."""
         self._is_closed = True
         if self._turn.is_of_parent or sys.is_finalizing():
             return
@@ -218,7 +224,7 @@ class Checkpointer:
         if error is None:
             self.close()
             return
-        # What ended training must not be hidden, nor wait for storage: the keeper goes on.
+        # An exception ended training: no other error may hide it, and it must not wait for storage. The keeper goes on.
         self._is_closed = True
         if self._turn.is_of_parent or sys.is_finalizing():
             return
@@ -235,26 +241,26 @@ class Checkpointer:
             )
 
     def _shared_tier(self) -> MemoryTier | None:
-        """The memory tier of this process in the run; None where saves go to storage alone."""
+        """The memory tier of this process in the run; None if all saves go to storage."""
         if self._tier is None and self._memory is not None:
             node_dir, num_slots = self._memory.node_dir, self._memory.generations
             self._tier = tier_for(self, self._run, node_dir, rank=global_rank(), num_slots=num_slots)
         return self._tier
 
     def _let_go(self, *, patience_s: float | None = None) -> None:
-        """Close what is open. Waits for what is being copied; for ranks that do not answer, no longer than
-        `patience_s`: what is open ends with the process then."""
+        """Leave the memory tier, after running copies have ended. Waits for ranks that do not answer no longer than
+        `patience_s`; the tier then stays open until this process ends."""
         if self._tier is not None and self._tier.join(patience_s):
             self._tier.leave(self)
             self._tier = None
 
     def _forget_ended(self) -> None:
-        """Forget handles of which nothing more is to be known."""
+        """Forget the handles of saves that have become durable or have failed."""
         for handle in [handle for handle in self._handles if handle.durable.is_over]:
             self._handles.remove(handle)
 
     def _save_through(self, machine: SaveMachine, metrics: Mapping[str, SupportsFloat] | None) -> None:
-        """Save to storage, and return when that is done."""
+        """Save to storage, and return when the checkpoint is committed."""
         machine.begin("storage", is_first_rank=self._is_first_rank)
         hold = self._guard.hold(timeout_s=self._timeout_s)
         try:
@@ -279,7 +285,8 @@ class Checkpointer:
         return group_ranks(self._group)[0] == global_rank()
 
     def _is_in_memory(self, machine: SaveMachine, metrics: dict[str, float]) -> bool:
-        """Save into memory. False, and nothing saved, where the memory of some node cannot be used, or could not."""
+        """Save into memory, or skip the save. Returns False, and saves nothing, if the memory of a node cannot be used,
+        or if this save still leaves memory alone after earlier trouble."""
         tier = self._shared_tier()
         if tier is None:
             return False
@@ -296,7 +303,8 @@ class Checkpointer:
         return True
 
     def _stage(self, tier: MemoryTier, machine: SaveMachine, metrics: dict[str, float]) -> None:
-        """Save into memory. Raises an error that `is_unusable` on all ranks where the memory of some node is."""
+        """Save into memory. Raises an error that `is_unusable` on all ranks if the memory of any node cannot be
+        used."""
         deadline = Deadline(self._timeout_s)
         channel = default_channel(f"save of step {machine.step}", self._group, deadline=deadline, step=machine.step)
         if tier.is_put_off:
@@ -341,4 +349,4 @@ class Checkpointer:
                 background.wait_for(taken.instant)
             hold.pass_on(copier)
         finally:
-            hold.drop()  # unless it was passed on: else nothing comes of this save
+            hold.drop()  # no effect once it is passed on; before that, it makes the background give the save up

@@ -1,4 +1,4 @@
-"""The part of a save that goes on when training does."""
+"""The part of a save that runs in a background thread while training goes on."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from typing import Final, Protocol
 from holdfast.latch import Latch
 from holdfast.snapshot.guard import is_alive
 
-#: How often a thread that waits looks whether the one it waits for is alive.
+#: Interval at which a waiting thread checks that the background thread is alive.
 _LOOK_S: Final = 0.05
-#: How often it looks when that one has nothing more to do than to end.
+#: The same interval once the background thread has done its work and only has to end.
 _UNWIND_S: Final = 0.0005
 
 
 class Work(Protocol):
-    """What a background does."""
+    """The work of a background thread."""
 
     def run(self, background: Background) -> None:
-        """Do it. Calls `Background.settle` when all ranks have agreed on a plan and a place and this one has a slot:
-        until then the next save has to wait."""
+        """Do the work. Calls `Background.settle` when all ranks have agreed on a plan and a place and this one has a
+        slot: the next save waits for that."""
 
     def end(self, error: BaseException | None) -> None:
-        """Give back everything that this still holds; `error` is what ended `run`. May be called again, by another
-        thread, because an exception may have come in the middle of the first call."""
+        """Release everything that the work still holds. `error` is the exception that ended `run`, if one did. Another
+        thread may call this again, because an exception may have interrupted the first call."""
 
 
 class Background:
-    """Does `work` in a thread of its own, which keeps no process alive. What `work` raises is `error`.
+    """Does `work` in a daemon thread. `error` is the exception that `work` raised.
 
-    The last act of the thread is `Work.end`. Whoever waits here and finds the thread dead, and that act cut short by an
-    exception, repeats it: when a background is over, its work holds nothing.
+    The thread's last act is `Work.end`. If an exception interrupts that act, a thread that waits here finds the
+    background thread dead and repeats the act. So once a background is over, its work holds nothing.
     """
 
     def __init__(self, work: Work) -> None:
@@ -43,37 +43,37 @@ class Background:
         self._thread = Thread(target=self._run, args=(work,), name="holdfast-stage", daemon=True)
 
     def start(self) -> int:
-        """Begin the work; the number of the thread in the kernel."""
+        """Start the work, and return the thread's kernel number."""
         self._thread.start()
-        # Only now: a thread that begins to work takes the interpreter from whoever waits for it to have started.
+        # Only now may it work: earlier, it would take the interpreter from this thread, which waits for its start.
         self._begun.set()
         assert self._thread.native_id is not None
         return self._thread.native_id
 
     @property
     def is_settled(self) -> bool:
-        """Whether the next save may come."""
+        """Whether the next save may begin."""
         return self._settled.is_set
 
     @property
     def is_over(self) -> bool:
-        """Whether the work has ended, and holds nothing any more."""
+        """Whether the work has ended and holds nothing any more. Ends the work of a dead thread."""
         work, thread = self._work, self._thread.native_id
         if work is not None and (thread is None or not is_alive(thread)):
             self._end(work)
         return self._work is None
 
     def settle(self) -> None:
-        """Note that the next save may come."""
+        """Record that the next save may begin."""
         self._settled.set()
 
     def wait(self) -> None:
-        """Return when it is settled; that has the deadline of its save."""
+        """Wait until this is settled, or over. That takes no longer than the deadline of its save."""
         self.wait_for(self._settled)
 
     def wait_for(self, latch: Latch, timeout_s: float | None = None) -> bool:
-        """Return when `latch` is set, which `work` does, or when the work is over, and after `timeout_s` even if
-        neither is so. Whether one is."""
+        """Wait until `work` has set `latch`, or is over, for `timeout_s` at most. Returns False when that time
+        passed."""
         while not latch.wait(_LOOK_S if timeout_s is None else min(timeout_s, _LOOK_S)):
             if self.is_over:
                 break
@@ -82,9 +82,10 @@ class Background:
         return True
 
     def join(self, timeout_s: float | None = None) -> bool:
-        """Return when all is done, and after `timeout_s` even if it is not. Whether it is."""
+        """Wait until the work is over and the thread has ended, for `timeout_s` at most. Returns whether the work is
+        over."""
         is_over = self.wait_for(self._ended, timeout_s)
-        # Until then the frames of the thread refer to the slot, and keep it mapped.
+        # Until the thread has ended, its frames refer to the slot and keep it mapped.
         while is_over and self._thread.native_id is not None and is_alive(self._thread.native_id):
             time.sleep(_UNWIND_S)
         return is_over
@@ -93,7 +94,7 @@ class Background:
         try:
             self._begun.wait(_LOOK_S)
             work.run(self)
-        except BaseException as error:  # noqa: BLE001 - whoever waits for it raises it, or it is told in the handle
+        except BaseException as error:  # noqa: BLE001 - a waiting save raises it, or the handle tells it
             self.error = error
         finally:
             self._end(work)

@@ -1,4 +1,4 @@
-"""One save, as far as it goes on in the background: everything that it has taken, and how it gives that back."""
+"""The background part of one save: what it holds, and how it releases all of that."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class SavingJob:
-    """What all background saves of one `Checkpointer` have in common: the run, the ranks of the job, by their global
-    numbers, the plan that was agreed on last, and whether the job takes the run over."""
+    """The facts that all background saves of one `Checkpointer` share: the run, the global ranks of the job, the last
+    agreed plan (`known`), and whether the job takes over the run."""
 
     run: Location
     ranks: Sequence[int]
@@ -51,24 +51,25 @@ class SavingJob:
 def capture(
     state: Mapping[str, object], *, select: Globs | None, stager: Stager, channel: Channel, known: PlanCache
 ) -> Snapshot | Exception:
-    """The state as of now, under the guard of `stager`; or why it cannot be saved, of which all ranks must hear."""
+    """Take a snapshot of the state as it is now, under the guard of `stager`. Returns the error if the state cannot be
+    saved, because all ranks must hear of it."""
     if known.share is not None and not stager.fits(known.share):
-        known.share = None  # so that the next plan is made known to all, who take memory for it
+        known.share = None  # so that rank 0 sends the next plan to all ranks, which then take memory for it
     try:
         snapshot = Snapshot(state, rank=channel.rank, world_size=channel.world_size, last=known.walk, select=select)
         stager.guard.hook(snapshot.optimizers)
-    except Exception as error:  # noqa: BLE001 - whatever it is, it is raised when all have heard of it
+    except Exception as error:  # noqa: BLE001 - any error: this rank raises it after all ranks have heard of it
         return error
     return snapshot
 
 
 @dataclass
 class BackgroundSave:
-    """The owner of one save in the background. It holds the guard (`hold`), and from when all ranks have agreed the
-    checkpoint's id (`agreed`: the others count on this rank's part) and a slot. `end` gives all of that back.
+    """One save in the background. It holds the guard (`hold`). Once all ranks have agreed, it also holds the
+    checkpoint's id (`agreed`: the other ranks count on this rank's part) and a slot. `end` releases all of that.
 
-    `taken` is the state, or why there is none, and `sources` what it was loaded from. `is_awaited`: whoever saves waits
-    until this is settled, and raises what fails until then.
+    `taken` is the snapshot, or the error that prevented it. `sources` are the loads that filled the state. With
+    `is_awaited`, the saving thread waits until this is settled, and raises any error up to then.
     """
 
     job: SavingJob
@@ -88,19 +89,19 @@ class BackgroundSave:
     is_finished: bool = False
 
     def run(self, background: Background) -> None:
-        """Agree with all ranks, copy, and hand over to the keeper. Whatever is raised, `end` gives back what it
-        holds."""
+        """Agree with all ranks, copy the state, and hand the slot to the keeper. If this raises, `end` releases
+        everything."""
         with self._queued.passed():
             agreed, share = self._copy(background)
             if not self.hold.is_passed_on(self.deadline.remaining_s()):
                 raise interrupted(self.machine.step)
-            # First: who hears that it is staged counts on the memory of what was set aside.
+            # Before the listeners hear that it is staged: they rely on the memory of the clones being free again.
             self._release()
             self.stager.finish(self.machine, agreed, share, self.slot)
             self.is_finished = True
 
     def end(self, error: BaseException | None) -> None:
-        """Give back what it holds, and where it did not finish, tell the listeners that nothing will come of it."""
+        """Release everything that this holds. If the save did not finish, tell the listeners that it failed."""
         self._release()
         self.channel.leave()
         if self.is_finished:
@@ -117,7 +118,7 @@ class BackgroundSave:
         self.slot = self.stager.slot_for(agreed, share, needed=self.needed)
         routes = None if self.slot is None else self.stager.begin(self.slot, agreed, share, values)
         self.machine.put(agreed.place)
-        # There is a place for it in the history, and a slot: the next save may come.
+        # This save has a place in the history, and a slot: the next save may begin.
         self.is_settled = True
         background.settle()
         if routes is not None:
@@ -126,7 +127,8 @@ class BackgroundSave:
         return agreed, share
 
     def _agree(self) -> tuple[Agreed, WriteAssignment, FlatState, dict[str, Node]]:
-        """What all ranks agree on, with memory for it, and what this one has to save."""
+        """Agree with all ranks on the checkpoint and on this rank's share, with memory for it on all ranks. Returns
+        both, and this rank's state and values."""
         job, known = self.job, self.job.known
         rank, step = job.ranks[self.channel.rank], self.machine.step
         with TimedStore(open_store(job.run), timeout_s=self.deadline.for_storage_s) as storage:
@@ -143,7 +145,7 @@ class BackgroundSave:
         return agreed, share, mine.flat, planning.values(mine)
 
     def _prepare(self, share: WriteAssignment) -> None:
-        """Have memory for a new plan on all ranks. Raises on all where some rank has not enough."""
+        """Take memory for a new plan on all ranks. Raises on all ranks if one has too little. Collective."""
 
         def prepare() -> None:
             if not self.stager.fits(share):
@@ -152,25 +154,26 @@ class BackgroundSave:
         self.channel.confirm("memory", attempt(prepare), self.deadline)
 
     def _flat(self) -> FlatState:
-        """All of the state."""
+        """The whole state. Raises the error that prevented the snapshot."""
         if isinstance(self.taken, Exception):
             raise self.taken
         return self.taken.flat()
 
     @property
     def _queued(self) -> Queued:
-        """What devices had been given to do by then: what is done with the state in the background comes after it."""
+        """The work that was queued on devices at the time of the snapshot: reads of the state in the background wait
+        for it."""
         return self.taken.queued if isinstance(self.taken, Snapshot) else Queued(())
 
     def _release(self) -> None:
-        """Let training change what it likes: it is copied, or will not be."""
+        """Let training change the state again: it is copied, or this save will not copy it."""
         if isinstance(self.taken, Snapshot):
             self.taken.end()
         self.hold.release()
 
     def _quiet_slot(self) -> Slot | None:
-        """The slot, when nothing writes to it any more: an error in the middle of a copy leaves calls under way that
-        devices were given before. None where a device cannot say; its slot is not used again."""
+        """The slot, after devices have ended their writes to it. (An error in the middle of a copy leaves queued copies
+        running.) None if a device cannot tell that; such a slot is not used again."""
         try:
             self._queued.await_copies()
         except RuntimeError:

@@ -1,4 +1,4 @@
-"""For how many saves memory that could not be used is left alone."""
+"""How many saves go to storage before memory that could not be used is tried again."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import Final
 
 import msgspec
 
-#: Saves from one try to the next are twice as many each time, up to this.
+#: Limit of the number of saves from one try to the next, which doubles each time.
 _NUM_SAVES_AT_MOST: Final = 16
 
 
 class Backoff(msgspec.Struct, frozen=True, array_like=True):
-    """When memory is tried again that could not be used: by the next save, then by the second after that, the fourth,
-    and so on. The next `num_put_off` saves leave it alone.
+    """The schedule for trying memory again that could not be used: the next save tries it, then the second after that,
+    the fourth, and so on. The next `num_put_off` saves do not use memory.
 
-    Ranks tell each other where they stand before each save, and all go on from what is `merged`: one that did not hear
-    of the trouble, because the answer came too late, would try at other saves than the others for ever.
+    Before each save, the ranks exchange their backoffs, and all continue with the `merged` one. Otherwise a rank that
+    did not hear of the trouble (its answer came too late, say) would try at other saves than the others for ever.
     """
 
     num_put_off: int = 0
@@ -29,11 +29,11 @@ class Backoff(msgspec.Struct, frozen=True, array_like=True):
 
     @staticmethod
     def merged(all_ranks: Sequence[Backoff]) -> Backoff:
-        """Where the ranks stand together: nobody tries before the one that tries last."""
+        """The backoff of all ranks together: no rank tries before the rank that waits longest."""
         return Backoff(max(each.num_put_off for each in all_ranks), max(each.interval for each in all_ranks))
 
     def after_fall_back(self) -> Backoff:
-        """The same after a save that did not use memory, because it was put off or could not be used."""
+        """The backoff after a save that did not use memory, because its try was put off or failed."""
         if self.num_put_off:
             return Backoff(self.num_put_off - 1, self.interval)
         return Backoff(self.interval - 1, min(2 * self.interval, _NUM_SAVES_AT_MOST))

@@ -1,7 +1,8 @@
-"""What the nodes hold in memory, and which checkpoint of it all ranks go on from: rank 0 chooses, from what all tell.
+"""The choice of the checkpoint that all ranks restore from memory. Each rank reports its node's slots, and rank 0
+chooses.
 
-A copy in memory counts only where it is on the lineage of the run's head: it is the head's, or a later one of the
-newest epoch, which its keeper is about to commit. What a rollback left behind is never restored.
+A checkpoint in memory counts only if it is on the lineage of the run's head: it is the head, or a later checkpoint of
+the newest epoch, which a keeper is about to commit. Checkpoints that a rollback left behind are never restored.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ _log = logging.getLogger(__name__)
 
 
 class HeldFile(msgspec.Struct, frozen=True, array_like=True):
-    """A data file that is in the memory of a node, whole; of the run `run_id`, in the epoch opened with `incarnation`
-    ("": not recorded)."""
+    """A whole data file in the memory of a node. It belongs to the run `run_id`, and to the epoch that was opened with
+    `incarnation` ("": not recorded)."""
 
     run_id: str
     incarnation: str
@@ -41,7 +42,8 @@ class HeldFile(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Inventory(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank finds on its node, as far as it knows the manifests; and whether some trainer is filling a slot."""
+    """The whole data files that a rank finds on its `node` and whose manifests the node has; and whether any trainer is
+    filling a slot."""
 
     node: str
     held: tuple[HeldFile, ...]
@@ -49,13 +51,13 @@ class Inventory(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Chosen(msgspec.Struct, frozen=True, tag="chosen"):
-    """What all ranks restore: the seal of a checkpoint, the newest epoch of its run, the folder's name, the ranks that
-    alone can read each file (empty: all can read all), and whether it is committed. No seal: from storage. `manifest`
-    is for nodes that hold none of its files, and so do not know it; empty where there is no such node. With `is_all`
-    storage has no checkpoint of the run yet.
+    """The checkpoint that all ranks restore: its seal (empty: restore from storage), the newest epoch of its run, the
+    name of its folder, `owners`, and whether it is committed. `owners` are the ranks that read each file for all others
+    (empty: every rank can read all files). `manifest` is for nodes that hold no file of the checkpoint and so lack its
+    manifest; empty if there is no such node. With `is_all`, storage has no checkpoint of the run yet.
 
-    `given_up` are checkpoints that are in memory in part only: those who had the rest are gone. `let_go` are those of
-    another history than storage has."""
+    `given_up` are checkpoints of which memory has only a part, because the nodes or ranks with the rest are gone.
+    `let_go` are checkpoints of another history than the one in storage."""
 
     seal: bytes = b""
     manifest: bytes = b""
@@ -69,13 +71,13 @@ class Chosen(msgspec.Struct, frozen=True, tag="chosen"):
 
 
 class Unknown(msgspec.Struct, frozen=True, tag="unknown"):
-    """Rank 0's node has no part of these checkpoints: by id, the rank that is to send what its node knows of each."""
+    """The checkpoints of which rank 0's node has no part: for each id, the rank that shall send the generation."""
 
     senders: dict[str, int]
 
 
 def inventory(folder: NodeFolder, slots: Sequence[Slot]) -> Inventory:
-    """What the `slots` of this node hold."""
+    """The inventory of this node's `slots`."""
     held = []
     known: dict[str, Generation] = {}
     for slot in slots:
@@ -103,7 +105,7 @@ def inventory(folder: NodeFolder, slots: Sequence[Slot]) -> Inventory:
 
 
 def known_of(folder: NodeFolder, unknown: Unknown, *, rank: int) -> list[Generation]:
-    """What `rank` is to send of the checkpoints that are `unknown` to rank 0's node."""
+    """The generations that `rank` has to send, of the checkpoints that are `unknown` to rank 0's node."""
     mine = []
     for checkpoint_id, sender in unknown.senders.items():
         if sender == rank:
@@ -121,7 +123,7 @@ class Survey:
         self._senders: dict[str, int] = {}
 
     def look(self, folder: NodeFolder, inventories: Sequence[Inventory]) -> None:
-        """Take in the inventory of each rank; `folder` is that of rank 0's node."""
+        """Record the inventories of all ranks; `folder` is the folder of rank 0's node."""
         self._inventories = inventories
         for rank, found in enumerate(inventories):
             for checkpoint_id in {each.checkpoint_id for each in found.held} - self._generations.keys():
@@ -131,11 +133,12 @@ class Survey:
                     self._senders.setdefault(checkpoint_id, rank)
 
     def answer(self, storage: Store) -> Chosen | Unknown:
-        """The answer to all ranks: what they restore, or what rank 0 must be told first."""
+        """The answer to all ranks: the checkpoint that they restore, or the generations that rank 0 needs first."""
         return Unknown(self._senders) if self._senders else self._choose(storage)
 
     def answer_when_told(self, storage: Store, told: Sequence[Sequence[Generation]]) -> Chosen:
-        """What all ranks restore, when each has told what is `known_of` the checkpoints that were unknown."""
+        """The checkpoint that all ranks restore, now that each rank has sent its part of the unknown generations
+        (`known_of`)."""
         for generations in told:
             self._generations.update({generation.checkpoint_id: generation for generation in generations})
         return self._choose(storage)
@@ -154,7 +157,7 @@ class Survey:
         places = {each.checkpoint_id: each.place for each in held if each.checkpoint_id not in foreign}
         committed = {each.checkpoint_id for each in held if each.is_committed}
         given_up: list[str] = []
-        # Where another job is at work, what is there in part may be about to become whole.
+        # If a trainer is at work, a checkpoint that is there in part may soon be whole.
         is_filling = any(inventory.is_filling for inventory in self._inventories)
         for checkpoint_id in sorted(places, key=places.__getitem__, reverse=True):
             place = places[checkpoint_id]
@@ -174,7 +177,8 @@ class Survey:
         return Chosen(given_up=tuple(given_up), let_go=let_go)
 
     def _whole(self, run: Run, checkpoint_id: str) -> tuple[StoredManifest, list[dict[str, FileSeal]]] | None:
-        """A checkpoint that all nodes together hold, whole, and who holds each of its files; None where they do not."""
+        """The manifest of a checkpoint, and for each of its files the nodes that hold it. None if the nodes together do
+        not hold the whole checkpoint."""
         generation = self._generations.get(checkpoint_id)
         if generation is not None:
             with suppress(CorruptError):
@@ -185,16 +189,16 @@ class Survey:
         return None
 
     def _all_know(self, files: Sequence[Mapping[str, FileSeal]]) -> bool:
-        """Whether each node holds one of the `files` of a checkpoint, and so knows its manifest."""
+        """Whether each node holds at least one of a checkpoint's `files`, and so has its manifest."""
         return {each.node for each in self._inventories} <= {node for holders in files for node in holders}
 
 
 def _foreign(run: Run, held: Sequence[HeldFile]) -> dict[str, HeldFile]:
-    """By id, the checkpoints in memory that are of another history than the run in storage has: it was restored from an
-    older copy, or begun anew.
+    """By id, the checkpoints in memory that belong to another history than the run in storage: somebody restored the
+    run from an older copy, or began it anew.
 
-    They are of another run, or of an epoch that storage has opened otherwise, or were committed, which storage does not
-    know; or they come after such ones in their epoch.
+    A checkpoint is foreign if it belongs to another run, or to an epoch that storage has with another incarnation; if
+    it was committed, but storage has no such commit; or if it comes after a foreign checkpoint in its epoch.
     """
     by_id = {each.checkpoint_id: each for each in sorted(held, key=lambda each: each.is_committed)}
     foreign = {each.checkpoint_id: each for each in by_id.values() if not _is_of(run, each)}
@@ -208,7 +212,7 @@ def _foreign(run: Run, held: Sequence[HeldFile]) -> dict[str, HeldFile]:
 
 
 def _is_of(run: Run, held: HeldFile) -> bool:
-    """Whether a checkpoint in memory is of the history that `run` has in storage."""
+    """Whether a checkpoint in memory belongs to the history that `run` has in storage."""
     if held.run_id != run.run_id:
         return False
     try:
@@ -234,7 +238,8 @@ def _warn_of(run: Run, foreign: Iterable[HeldFile]) -> None:
 
 
 def _files(inventories: Sequence[Inventory], checkpoint_id: str, num_files: int) -> list[dict[str, FileSeal]] | None:
-    """Of each data file, the nodes that hold it, with what its seal says; None where one is nowhere."""
+    """For each data file, the nodes that hold it, with the file's entry in a seal; None if no node holds one of the
+    files."""
     files: list[dict[str, FileSeal]] = [{} for _ in range(num_files)]
     for inventory in inventories:
         for each in inventory.held:
@@ -244,7 +249,7 @@ def _files(inventories: Sequence[Inventory], checkpoint_id: str, num_files: int)
 
 
 def _owners(inventories: Sequence[Inventory], files: Sequence[Mapping[str, FileSeal]]) -> tuple[int, ...]:
-    """A rank that can read each file, in turn among those of a node; empty where all nodes have all files."""
+    """For each file, a rank that can read it; the ranks of a node take turns. Empty if all nodes have all files."""
     nodes: dict[str, list[int]] = {}
     for number, inventory in enumerate(inventories):
         nodes.setdefault(inventory.node, []).append(number)

@@ -1,4 +1,4 @@
-"""What happens to saves and restores, as it is told to listeners: handles and the log, and whoever comes later."""
+"""The events of saves and restores. Listeners, such as handles and the log, hear of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from holdfast.store.base import Location
 
 @dataclass(frozen=True, slots=True)
 class SaveBegun:
-    """A save goes to `tier`. A save that falls back from memory to storage begins twice."""
+    """The save starts on `tier`. A save that falls back from memory to storage starts twice."""
 
     step: int
     tier: Tier
@@ -22,7 +22,7 @@ class SaveBegun:
 
 @dataclass(frozen=True, slots=True)
 class SavePlaced:
-    """All ranks have agreed on a plan, and on the place in the history of the run."""
+    """All ranks have agreed on a plan, and on the checkpoint's place in the history of the run."""
 
     step: int
     place: Place
@@ -30,7 +30,7 @@ class SavePlaced:
 
 @dataclass(frozen=True, slots=True)
 class SaveSkipped:
-    """No slot of memory was free, and the job does not wait for one; `error` says so."""
+    """The save was skipped, because no slot of memory was free; `error` says so."""
 
     step: int
     error: HoldfastError
@@ -38,7 +38,7 @@ class SaveSkipped:
 
 @dataclass(frozen=True, slots=True)
 class SaveStaged:
-    """The part of this rank, of `nbytes`, is copied: it survives this process."""
+    """This rank's part, of `nbytes`, is copied, and survives this process."""
 
     step: int
     nbytes: int
@@ -46,14 +46,14 @@ class SaveStaged:
 
 @dataclass(frozen=True, slots=True)
 class SaveSealed:
-    """The keeper has hashed the part of this rank, and its header is written."""
+    """The keeper has hashed this rank's part and written its header."""
 
     step: int
 
 
 @dataclass(frozen=True, slots=True)
 class SaveDelayed:
-    """The last try to make it durable failed; `trouble` says why. It is tried again."""
+    """The last try to make the checkpoint durable failed; `trouble` says why. The keeper tries again."""
 
     step: int
     trouble: str
@@ -61,7 +61,8 @@ class SaveDelayed:
 
 @dataclass(frozen=True, slots=True)
 class SaveCommitted:
-    """The checkpoint is durable, of all ranks, and committed; `nbytes` are this rank's, as far as it knows."""
+    """The checkpoint of all ranks is durable and committed. `nbytes` is the size of this rank's part, as far as this
+    rank knows it."""
 
     step: int
     nbytes: int
@@ -69,7 +70,7 @@ class SaveCommitted:
 
 @dataclass(frozen=True, slots=True)
 class SaveUnwatched:
-    """Nobody in this process hears any more how it ends; `error` says so. The keeper goes on."""
+    """This process no longer watches the save, and will not hear how it ends; `error` says so. The keeper goes on."""
 
     step: int
     error: HoldfastError
@@ -77,7 +78,8 @@ class SaveUnwatched:
 
 @dataclass(frozen=True, slots=True)
 class SaveFailed:
-    """Nothing will come of it. `is_raised`: the call of `save` raises `error`. `cause` is a defect behind it."""
+    """The save failed. With `is_raised`, the call of `save` raises `error`. `cause` is the unexpected exception behind
+    it, if there is one."""
 
     step: int
     error: HoldfastError
@@ -87,7 +89,7 @@ class SaveFailed:
 
 @dataclass(frozen=True, slots=True)
 class StateRestored:
-    """`restore` has filled the state from a checkpoint of `run`, or found that there is none yet, as `report` says."""
+    """`restore` has filled the state from a checkpoint of `run`, or has found none; `report` says which."""
 
     run: Location
     report: RestoreReport
@@ -106,6 +108,6 @@ SaveEvent = (
     | SaveFailed
 )
 
-#: Is called in the thread in which the event happens, which may be any, and must not raise. An exception in that thread
-#: (Ctrl-C, say) may have it called again with the same event.
+#: A function that hears events. It is called in the thread of the event, which may be any thread, and must not raise.
+#: After an exception in that thread (Ctrl-C, say) it may be called again with the same event.
 Listener = Callable[[SaveEvent], None]

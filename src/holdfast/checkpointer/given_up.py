@@ -8,21 +8,21 @@ from typing import Final
 
 from holdfast.checkpointer.rank_memory import RankMemory
 
-#: How many failed checkpoints a rank tells of, and how many that it has heard of it remembers.
+#: Number of its last failed checkpoints that a rank reports, and of reported ones that it remembers.
 _NUM_TOLD: Final = 8
 _NUM_HEARD: Final = 4096
 
 
 class GivenUp:
-    """What one rank tells the others and its keeper of checkpoints that can never be whole."""
+    """The checkpoints that can never be whole, as one rank reports them to the other ranks and to its keeper."""
 
     def __init__(self, memory: RankMemory) -> None:
         self._memory = memory
-        #: Checkpoints whose copy failed here. Each save tells all ranks of the last ones, not only the next one, since
-        #: the exchange that told it may have failed on some rank.
+        #: Checkpoints whose copy failed here. Every save reports the last ones to all ranks, and not just the next one
+        #: does, because the exchange that reported a failure may have failed on some rank.
         self._failed: deque[str] = deque(maxlen=_NUM_TOLD)
         self._heard: deque[str] = deque(maxlen=_NUM_HEARD)
-        #: Checkpoints that all ranks gave up, and the keeper of this node was not told of yet.
+        #: Checkpoints that all ranks gave up, but of which this node's keeper was not told yet.
         self._untold: set[str] = set()
 
     @property
@@ -31,12 +31,12 @@ class GivenUp:
         return tuple(self._failed)
 
     def fail(self, checkpoint_id: str) -> None:
-        """Have all ranks hear with the next saves that the copy of `checkpoint_id` failed here."""
+        """Report to all ranks, with the next saves, that the copy of `checkpoint_id` failed here."""
         if checkpoint_id not in self._failed:
             self._failed.append(checkpoint_id)
 
     def hear(self, checkpoint_ids: Sequence[str]) -> list[str]:
-        """Note what all ranks have given up. Returns what of it is news; the keeper is still to be told of that."""
+        """Record the checkpoints that all ranks have given up. Returns the new ones; call `tell_keeper` for them."""
         news = [each for each in checkpoint_ids if each not in self._heard]
         self._heard.extend(news)
         self._untold.update(news)
@@ -44,9 +44,10 @@ class GivenUp:
 
     @property
     def is_told(self) -> bool:
-        """Whether the keeper knows of all of it."""
+        """Whether the keeper was told of all of them."""
         return not self._untold
 
     def tell_keeper(self) -> None:
-        """Have the keeper free what it holds of them. Where memory takes no file now, the next call tries it again."""
+        """Tell the keeper to free the slots of the checkpoints that all ranks gave up. If memory takes no file now, the
+        next call tries again."""
         self._memory.give_up(self._untold)

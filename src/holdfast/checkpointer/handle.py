@@ -1,4 +1,4 @@
-"""What becomes of one save, to look at and to wait for."""
+"""The handle of one save: it shows the save's progress and waits for its end."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from holdfast.latch import Latch
 
 
 class Stage:
-    """One thing that happens to a snapshot: at some time it has, or it has failed. Safe for several threads."""
+    """One stage of a save, which succeeds or fails at some time. Safe for several threads."""
 
     def __init__(self, what: str, *, begun_s: float) -> None:
         self._what = what
         self._begun_s = begun_s
         self._over = Latch()
-        #: Why it failed; None while it has not.
+        #: The error with which it failed; None if it has not failed.
         self.error: HoldfastError | None = None
-        #: Why it is not done yet, where that was tried in vain; it is tried again.
+        #: Why the last try failed, if one did; the keeper tries again.
         self.trouble = ""
-        #: Seconds from the call of `save` on, and bytes of this rank, once it is done.
+        #: Seconds from the call of `save` until it was over; and this rank's bytes, once it is done.
         self.seconds: float | None = None
         self.nbytes = 0
 
@@ -46,8 +46,8 @@ class Stage:
         return self._over.is_set and self.error is None
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Return when it is done. Raises why it failed, and `DeadlineError` after `timeout_s`; with None it waits as
-        long as that takes, which is for ever while storage is full, say (`trouble` says why)."""
+        """Return when it is done. Raises its error if it failed, and `DeadlineError` after `timeout_s`. With None this
+        waits without a limit, for ever if storage stays full, say (`trouble` says why)."""
         if not self._over.wait(timeout_s):
             raise DeadlineError(
                 f"{self._what} was not done within {timeout_s} s.",
@@ -59,7 +59,7 @@ class Stage:
             raise self.error
 
     def end(self, error: HoldfastError | None = None, *, nbytes: int = 0) -> None:
-        """Note that it is done, or why it failed. The first note counts."""
+        """Record that it is done, or has failed with `error`. Only the first call counts."""
         if not self._over.is_set:
             self.error, self.nbytes = error, nbytes
             self.seconds = time.perf_counter() - self._begun_s
@@ -67,12 +67,12 @@ class Stage:
 
 
 class Handle:
-    """One save. `staged`: this rank's part is copied to the memory of its node, where it survives this process.
-    `durable`: the checkpoint, of all ranks, is in storage and committed.
+    """One save. `staged` is done when this rank's part is copied to the memory of its node, where it survives this
+    process. `durable` is done when the checkpoint of all ranks is in storage and committed.
 
-    `place` is its place in the run's history, once all ranks have agreed on it, which they have when it is staged; None
-    where it was `skipped`, because slots were not free yet.
-    ``blocked_s`` is how long `save` took on this rank.
+    `place` is the checkpoint's place in the run's history. It is None until all ranks have agreed on it, which they
+    have when the save is staged, and stays None if the save was `skipped`, because no slot was free.
+    ``blocked_s`` is the time that the call of `save` took on this rank.
     """
 
     def __init__(self, step: int) -> None:
@@ -86,11 +86,11 @@ class Handle:
 
     @property
     def trouble(self) -> str:
-        """Why it is not durable yet, where that was tried in vain; it is tried again."""
+        """Why the last try to make the save durable failed, if one did; the keeper tries again."""
         return self.durable.trouble
 
     def hear(self, event: SaveEvent) -> None:
-        """Note what has happened to the save. A listener of its `SaveMachine`; the first end counts."""
+        """Record an event of the save. The save's `SaveMachine` calls it as a listener; only the first end counts."""
         match event:
             case SavePlaced():
                 self.place = event.place
@@ -102,7 +102,7 @@ class Handle:
                 self.durable.end(nbytes=event.nbytes)
             case SaveSkipped() | SaveUnwatched() | SaveFailed():
                 self.skipped = isinstance(event, SaveSkipped)
-                self.durable.end(event.error)  # first: who hears of the other finds both
+                self.durable.end(event.error)  # first, so that a thread that waits for `staged` finds both
                 self.staged.end(event.error)
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""The memory tier of one rank: the slots of a run in the memory of its node, and whether saves go there at all.
+"""The memory tier of one rank: a run's slots in the memory of its node, and the decision whether saves use them.
 
 A rank has one set of slots per run, so all `Checkpointer`s of a process on one run share one tier.
 """
@@ -31,13 +31,13 @@ from holdfast.store.base import Location
 from holdfast.store.timed import TimedStore
 from holdfast.store.urls import open_store
 
-#: How often it is looked at whether slots have become free, and when in its time a save gives up, so that all ranks
-#: still hear of it.
+#: Interval at which a save checks whether slots have become free.
 _LOOK_S: Final = 0.01
+#: Part of its time that a save keeps: it stops waiting for a slot when no more is left, so that all ranks hear of that.
 _LATE: Final = 0.1
-#: After so long it is said what a save waits for.
+#: Time after which a log line tells what a save waits for.
 _PATIENCE_S: Final = 5.0
-#: At the end of a job, ranks that may have ended are waited for no longer than this.
+#: Limit of the wait for ranks that may have ended, at the end of a job.
 LEAVING_S: Final = 5.0
 
 _log = logging.getLogger(__name__)
@@ -50,13 +50,13 @@ class _Key(NamedTuple):
     rank: int
 
 
-#: All tiers of this process. One registry for the process, because the slots of a rank belong to its process.
+#: All tiers of this process. There is one registry per process, because a rank's slots belong to its process.
 _tiers: Final[dict[_Key, MemoryTier]] = {}
 
 
 def tier_for(user: object, run: Location, node_dir: Path, *, rank: int, num_slots: int) -> MemoryTier:
-    """The memory tier of this process for `rank` in `run`, made where there is none, which `user` shares from now on
-    until it leaves or is no more. The tier has as many slots as the user that wants most."""
+    """The memory tier of this process for `rank` in `run`; makes it if there is none. `user` shares it until it leaves
+    or is garbage-collected. The tier has as many slots as the user with the largest `num_slots` wants."""
     key = _Key(os.getpid(), run, node_dir, rank)
     tier = _tiers.get(key)
     if tier is None:
@@ -68,10 +68,10 @@ def tier_for(user: object, run: Location, node_dir: Path, *, rank: int, num_slot
 
 @atexit.register
 def _leave_all() -> None:
-    """Finish copying, and close all tiers that are still open.
+    """Wait for running copies, and close all tiers that are still open.
 
-    The interpreter stops its threads for good when it ends, even one that holds a lock. A thread that waits for such a
-    lock later would wait for ever, so this has to happen before.
+    When the interpreter ends, it stops its threads for good, even a thread that holds a lock. A thread that waits for
+    such a lock later would wait for ever, so the tiers must be closed before that.
     """
     for key, tier in tuple(_tiers.items()):
         if key.pid == os.getpid() and tier.join(LEAVING_S):
@@ -80,7 +80,8 @@ def _leave_all() -> None:
 
 
 class MemoryTier:
-    """Used by one thread at a time (see `holdfast.checkpointer.turn`), which makes the same calls on all ranks."""
+    """The memory tier of one rank. One thread at a time uses it (see `holdfast.checkpointer.turn`), with the same calls
+    on all ranks."""
 
     def __init__(self, key: _Key, *, num_slots: int) -> None:
         self._key = key
@@ -88,32 +89,32 @@ class MemoryTier:
         self._node_dir = key.node_dir
         self.stager = Stager(key.run, key.node_dir, rank=key.rank, num_slots=num_slots)
         self.users: WeakSet[object] = WeakSet()
-        #: Saves that may still be going on.
+        #: Background saves that may still run.
         self._backgrounds: list[Background] = []
-        #: Whether what is in memory was looked at.
+        #: Whether this job has looked at what memory held before it.
         self._has_looked = False
         self._backoff = Backoff()
-        #: Why memory could not be used the last time.
+        #: The error of the last save that could not use memory.
         self._trouble: ErrorWire | None = None
-        #: What was restored from memory before it was committed.
+        #: The place of the checkpoint that was restored from memory, if it was not committed then.
         self._uncommitted: Place | None = None
-        #: The newest checkpoint that memory held whole when this job looked at it.
+        #: The place of the newest checkpoint that memory held whole when this job looked at it.
         self._whole: Place | None = None
 
     @property
     def is_put_off(self) -> bool:
-        """Whether the next save leaves memory alone, after earlier trouble."""
+        """Whether the next save does not try memory, after earlier trouble."""
         return self._backoff.num_put_off > 0
 
     def begin(self, background: Background) -> int:
-        """Start a save in the background; the number of its thread in the kernel."""
+        """Start a background save, and return the kernel number of its thread."""
         self._backgrounds.append(background)
         self.stager.watch()
         return background.start()
 
     def settle(self) -> None:
-        """Wait until all ranks have agreed on what was saved last. Raises `FencedError` when it was for nothing: this
-        job must stop."""
+        """Wait until all ranks have agreed on the last save. Raises `FencedError` if that save found that another job
+        has taken over the run: this job must stop."""
         for background in tuple(self._backgrounds):
             background.wait()
             error = background.error
@@ -125,8 +126,8 @@ class MemoryTier:
                 self._backgrounds.remove(background)
 
     def join(self, patience_s: float | None = None) -> bool:
-        """Wait until nothing is being copied; for ranks that do not answer, no longer than `patience_s`. Whether that
-        is so."""
+        """Wait until no background save is copying, but for ranks that do not answer no longer than `patience_s`.
+        Returns whether no save is copying now."""
         for background in tuple(self._backgrounds):
             is_over = background.join(patience_s)
             if not is_over and not (background.is_settled and background.join()):
@@ -135,40 +136,40 @@ class MemoryTier:
         return True
 
     def leave(self, user: object) -> None:
-        """Have `user` share it no more. The last one closes what is open; what is staged stays. Nothing is being copied
-        any more."""
+        """Remove `user` from the users of the tier. After the last one, the memory is closed; staged snapshots stay
+        there. Call it only when no save is copying."""
         self.users.discard(user)
         if not self.users:
             _tiers.pop(self._key, None)
             self.stager.close()
 
     def fall_back(self, why: HoldfastError) -> None:
-        """Give memory back: saves go to storage until it is tried again. On all ranks at the same save."""
+        """Give memory back: saves go to storage until a save tries memory again. All ranks do this at the same save."""
         if not self._backoff.num_put_off:
             _log.warning("saves go to storage, and training waits for them: %s", why)
         self._backoff, self._trouble = self._backoff.after_fall_back(), to_wire(why)
-        self.join()  # a save may still copy what was saved before
+        self.join()  # an earlier save may still be copying
         self.stager.retire()
 
     def note_used(self) -> None:
-        """Note that a save went to memory."""
+        """Record that a save used memory."""
         if self._backoff.has_begun:
             self._backoff = Backoff()
             _log.warning("saves go to memory again")
 
     def note_restored(self, restored: Restored) -> None:
-        """Note what this job goes on from."""
+        """Record the checkpoint from which this job continues."""
         self._has_looked = True
         self._uncommitted, self._whole = restored.uncommitted, restored.whole
 
     def await_restored(self, *, timeout_s: float) -> None:
-        """Wait until what was restored from memory is committed: only then something can follow it."""
+        """Wait until the checkpoint that was restored from memory is committed: no save can follow it before."""
         if self._uncommitted is not None:
             await_commit(self._run, self._uncommitted, node_dir=self._node_dir, timeout_s=timeout_s)
             self._uncommitted = None
 
     def put_off(self, channel: Channel, deadline: Deadline) -> NoReturn:
-        """Tell all ranks that this one leaves memory alone, and raise why. Those that would use it hear that, too.
+        """Tell all ranks that this one does not try memory now, and raise the reason. Ranks that would try hear it too.
         Collective."""
         self.room(channel, deadline, is_as_before=False, when_full="skip", may_begin_anew=True)
         raise AssertionError("a rank that leaves memory alone has told why")
@@ -182,9 +183,11 @@ class MemoryTier:
         when_full: Literal["wait", "skip"],
         may_begin_anew: bool,
     ) -> SnapshotRoom:
-        """Room for another snapshot on all ranks; waits for it, unless saves are skipped then. Raises an error that
-        `is_unusable` on all ranks where some rank cannot use its memory, or puts that off, and ``config`` errors where
-        this job restored nothing and must not begin the run anew. Collective."""
+        """Find out whether all ranks have room for another snapshot. Waits for room if `when_full` says so. Collective.
+
+        Raises an error that `is_unusable`, on all ranks, if any rank cannot use its memory, or puts off trying it; and
+        ``config`` errors if this job restored nothing and must not begin the run anew.
+        """
 
         def look(standings: Sequence[MemoryStatus]) -> SnapshotRoom:
             found = SnapshotRoom.of(standings, self.stager.run_id or self._run_id(deadline))
@@ -197,14 +200,14 @@ class MemoryTier:
         while True:
             found = self._found(channel, deadline, look, is_as_before=is_as_before)
             if not found.all_looked:
-                # This job did not restore: what is in memory in part only is given up, since whoever had the rest is
-                # gone.
+                # This job did not restore. Give up the checkpoints of which memory has only a part: the nodes or ranks
+                # that had the rest are gone.
                 self._whole = drop_parts(self._run, self._node_dir, channel, deadline, may_begin_anew=may_begin_anew)
                 self._has_looked = True
                 continue
             if self.stager.run_id != found.run_id:
                 self.stager.belong_to(found.run_id)
-                continue  # there is more room now
+                continue  # foreign slots were freed, so look again
             if not found.full or when_full == "skip":
                 return found
             if time.monotonic() > told_at:
@@ -221,7 +224,7 @@ class MemoryTier:
         *,
         is_as_before: bool,
     ) -> SnapshotRoom:
-        """What all ranks find when they look at their memory once."""
+        """The answer after all ranks have looked at their memory once. Raises the trouble of any rank."""
 
         def stand() -> MemoryStatus:
             return self.stager.standing(
@@ -241,7 +244,7 @@ class MemoryTier:
         return found
 
     def _run_id(self, deadline: Deadline) -> str:
-        """The id of the run in storage; "" where there is none."""
+        """The id of the run in storage; "" if storage has no run there."""
         with TimedStore(open_store(self._run), timeout_s=deadline.timeout_s) as storage:
             try:
                 return Run.open(storage).run_id

@@ -1,4 +1,4 @@
-"""What ranks tell each other when they save into memory."""
+"""The messages between ranks in a save into memory."""
 
 from __future__ import annotations
 
@@ -14,16 +14,19 @@ from holdfast.format.records import Place
 
 
 class MemoryStatus(msgspec.Struct, frozen=True, array_like=True):
-    """How a rank's memory stands before a save.
+    """The status of a rank's memory before a save.
 
-    `sealed` is the newest checkpoint that memory holds whole, as far as this rank can tell (None: of none): this job
-    staged it and its part is sealed here, or it was whole on all nodes together when this job began. `is_free`: it has
-    a slot that holds nothing; `oldest` is else the oldest checkpoint in a slot that might be filled anew (None: there
-    is no such slot now). `given_up` are ids of checkpoints whose copy failed here since the last save. Where the state
-    `is_as_before`, the last plan is likely to hold. `trouble` says why the memory of this rank cannot be used.
-    `reached` is the last place that this rank heard of; `has_looked`: it knows what memory held before this job.
-    `backoff` says for how many saves it leaves memory alone after earlier trouble. `held_up` says why the last try to
-    make a snapshot of this rank durable failed ("": none did).
+    - `sealed`: the newest checkpoint that memory holds whole, as far as this rank can tell (None: it can tell of none).
+      Either this job staged it and its part is sealed here, or it was whole on all nodes together when this job began.
+    - `is_free`: the rank has a slot that holds nothing that is needed.
+    - `oldest`: the oldest checkpoint in the other slots that might be filled anew (None: there is no such slot now).
+    - `given_up`: ids of the last checkpoints whose copy failed here.
+    - `is_as_before`: the state has the same tensors as at the last save, so the last plan is likely to hold.
+    - `trouble`: the reason why this rank's memory cannot be used.
+    - `reached`: the last place that this rank heard of.
+    - `has_looked`: the rank knows what memory held before this job.
+    - `backoff`: the number of saves for which the rank does not try memory, after earlier trouble.
+    - `held_up`: the reason why the last try to make a snapshot of this rank durable failed ("": none failed).
     """
 
     sealed: Place | None
@@ -38,21 +41,26 @@ class MemoryStatus(msgspec.Struct, frozen=True, array_like=True):
     held_up: str = ""
 
     def has_room(self, needed: Place | None) -> bool:
-        """Whether there is a slot, where what comes before `needed` is not needed any more."""
+        """Whether the rank has a slot to fill, given that checkpoints before `needed` are not needed any more."""
         needed = needed or self.sealed
         return self.is_free or (self.oldest is not None and needed is not None and self.oldest < needed)
 
 
 class SnapshotRoom(msgspec.Struct, frozen=True, array_like=True):
-    """Whether there is room for another snapshot on all ranks: those in `full` have none yet.
+    """The room for another snapshot on all ranks together.
 
-    `run_id` is that of the run ("": there is none yet), from which checkpoints of an earlier one are told apart. What
-    comes before `needed` is not needed any more: memory holds that whole (None: some rank cannot tell of any).
-    `given_up` are checkpoints that can never be whole. Whether all states are `as_before`. `trouble` says why the
-    memory of some rank cannot be used; then no rank uses it. `reached` is the last place that all ranks heard of (None:
-    some heard of none): what this job staged for a later one is never whole. `all_looked`: no rank has yet to look at
-    what memory held before this job. `backoff` is that of all ranks together. `held_up` is that of the first rank in
-    `full` that says so.
+    - `run_id`: the id of the run ("": there is none yet), which tells its checkpoints from those of an earlier run.
+    - `needed`: the newest checkpoint that memory holds whole on all ranks (None: some rank can tell of none). Earlier
+      ones are not needed any more.
+    - `full`: the ranks that have no room yet.
+    - `given_up`: checkpoints that can never be whole.
+    - `as_before`: all ranks' states have the same tensors as at the last save.
+    - `trouble`: the reason why some rank's memory cannot be used; no rank uses memory then.
+    - `reached`: the last place that all ranks heard of (None: some rank heard of none). A checkpoint that this job
+      staged for a later place can never be whole.
+    - `all_looked`: every rank knows what memory held before this job.
+    - `backoff`: the merged backoff of all ranks.
+    - `held_up`: the reason of the first rank in `full` that has one.
     """
 
     run_id: str
@@ -68,7 +76,7 @@ class SnapshotRoom(msgspec.Struct, frozen=True, array_like=True):
 
     @staticmethod
     def of(standings: Sequence[MemoryStatus], run_id: str) -> SnapshotRoom:
-        """Whether all ranks have room for another snapshot of the run `run_id`, from how the memory of each stands."""
+        """Merge the memory statuses of all ranks, for the run `run_id`."""
         sealed = [each.sealed for each in standings]
         needed = None if None in sealed else min(each for each in sealed if each is not None)
         full = tuple(number for number, each in enumerate(standings) if not each.has_room(needed))
@@ -84,8 +92,8 @@ class SnapshotRoom(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Agreed(msgspec.Struct, frozen=True, tag="agreed"):
-    """Which checkpoint is to be staged, in the epoch that was opened with `incarnation`, by which plan. `manifest` is
-    one of the plan, for ranks that do not know it; empty where all do.
+    """The checkpoint that the ranks are to stage, the `incarnation` of its epoch, and its plan. `manifest` is the
+    encoded manifest, for ranks that do not know the plan; empty if all ranks know it.
     """
 
     folder: str
@@ -101,5 +109,5 @@ class Agreed(msgspec.Struct, frozen=True, tag="agreed"):
     manifest: bytes
 
 
-#: What rank 0 sends until the plan is placed.
+#: The messages that rank 0 may send until the plan is placed, and the one that tells its place.
 ANSWERS: Final = Questions | Compare | Agreed

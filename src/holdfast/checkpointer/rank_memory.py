@@ -1,4 +1,4 @@
-"""A rank's part of the memory of its node, as a process opens it and gives it back."""
+"""A rank's memory on its node: how a process opens it and gives it back."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from holdfast.store.base import Location
 
 
 class OpenMemory:
-    """The folder and the slots of a rank, while they are open. What is in them outlives this object.
+    """A rank's open folder and slots. Their contents outlive this object.
 
     Raises `ConfigurationError` where the folder is not this user's alone, and OSError.
     """
@@ -26,36 +26,38 @@ class OpenMemory:
     def __init__(self, run: Location, node_dir: Path, *, rank: int, num_slots: int) -> None:
         with ExitStack() as stack:
             self.folder = stack.enter_context(NodeFolder(run.url, node_dir=node_dir))
-            # First: its claim keeps the folder, and makes it anew where the keeper of an ended job is removing it.
+            # First, because the arena's claim keeps the folder from being removed, and creates it again if the keeper
+            # of an ended job is removing it.
             self.arena = Arena(self.folder, rank=rank, num_slots=num_slots)
             stack.callback(self.arena.close)
-            #: The file that the keeper locks. It tells whether that one is alive even when its name is gone.
+            #: The file that the keeper locks. It shows whether the keeper is alive even when the file's name is gone.
             self._lock = open_lock(self.folder)
             stack.pop_all()
 
     @property
     def is_removed(self) -> bool:
-        """Whether somebody has removed it from the node: a process that comes later finds nothing in it."""
+        """Whether somebody has removed the folder from the node, so that no other process can find its slots."""
         return os.fstat(self._lock).st_nlink == 0
 
     @property
     def has_keeper(self) -> bool:
-        """Whether a keeper has it mapped."""
+        """Whether a keeper is at work on the folder, and has its slots mapped."""
         return is_locked(self._lock)
 
     def close(self) -> None:
-        """Close it; nothing is removed."""
+        """Close the slots and the folder; removes nothing."""
         self.arena.close()
         os.close(self._lock)
         self.folder.close()
 
 
 class RankMemory:
-    """The memory of one rank: opened when it is first used, given back when it cannot be used, and opened again then.
+    """The memory of one rank. It is opened at its first use, given back when it cannot be used, and opened again at the
+    next use.
 
-    `watched` says which slots, of those that hold a save whose end is waited for, must stay; None stands for a save
-    that has no slot. The threads of a save and of its watcher both come here, so a lock is held while memory is opened,
-    given back or written to.
+    `watched` returns the slots of saves whose end the watcher still waits for; these slots must stay. None stands for a
+    save without a slot. Both the saving threads and the watcher's thread use this object, so its lock is held while
+    memory is opened, given back or written to.
     """
 
     def __init__(
@@ -66,13 +68,13 @@ class RankMemory:
         self._rank = rank
         self._watched = watched
         self._lock = Lock()
-        #: None before it is opened, and when all of it was given back. Whoever changes that has the lock.
+        #: None before memory is opened, and after all of it was given back. Only a thread with the lock changes it.
         self._open: OpenMemory | None = None
         self._is_retired = False
 
     def opened(self, *, num_slots: int) -> OpenMemory:
-        """The memory, opened if it is not. Raises `StorageError` while memory that is given back is still needed, and
-        what `OpenMemory` raises."""
+        """Open the memory if it is not open, and return it. Raises `StorageError` while memory that is being given back
+        is still needed, and what `OpenMemory` raises."""
         with self._lock:
             if self._is_retired and self._open is not None:
                 if self._watched():
@@ -85,7 +87,7 @@ class RankMemory:
 
     @property
     def used(self) -> OpenMemory:
-        """The memory, which is open."""
+        """The memory, which must be open."""
         assert self._open is not None, "memory is opened before it is used"
         return self._open
 
@@ -95,13 +97,13 @@ class RankMemory:
         return self._open
 
     def retire(self) -> None:
-        """Give it back: what holds nothing that is still to become durable at once, the rest as `give_back` finds it
-        done."""
+        """Give the memory back: at once the slots that need not become durable any more, and the others in later calls
+        of `give_back`, once they are durable."""
         self._is_retired = True
         self.give_back()
 
     def give_back(self) -> None:
-        """Where it is retired, remove the slots that became durable since, and close it after the last one."""
+        """If the memory is retired, remove the slots that have become durable, and close it after the last one."""
         with self._lock:
             if not self._is_retired or self._open is None:
                 return
@@ -110,11 +112,11 @@ class RankMemory:
                 self._drop()
 
     def give_up(self, checkpoint_ids: set[str]) -> None:
-        """Have the keeper free what it holds of `checkpoint_ids`, and take those out that it was told of: all but where
-        memory takes no file now."""
+        """Tell the keeper to free the slots of `checkpoint_ids`. Removes from the set each id that it has told; an id
+        stays there if memory takes no file now."""
         with self._lock:
             if self._open is None or self._open.is_removed:
-                checkpoint_ids.clear()  # nothing of them is there any more
+                checkpoint_ids.clear()  # none of their slots is there any more
                 return
             for checkpoint_id in list(checkpoint_ids):
                 with suppress(OSError):
@@ -122,8 +124,8 @@ class RankMemory:
                     checkpoint_ids.discard(checkpoint_id)
 
     def close(self) -> None:
-        """Give back what is retired, and close the rest, which stays where it is. No other thread comes here any
-        more."""
+        """Give back retired memory as far as possible, and close the rest, which stays in place. Call it when no other
+        thread uses this object any more."""
         self.give_back()
         self._drop()
 

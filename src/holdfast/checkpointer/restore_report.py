@@ -7,15 +7,16 @@ from typing import Literal
 
 from holdfast.reports import LoadReport
 
-#: Where a checkpoint was read from, or a save goes.
+#: The tier that a checkpoint was read from, or that a save writes to.
 Tier = Literal["node memory", "storage"]
 
 
 @dataclass(frozen=True, repr=False)
 class RestoreReport:
-    """What was restored: `step` (None: there was nothing yet), at `place`, from `tier` ("node memory" or "storage").
+    """The restored checkpoint: its `step` (None: the run had no checkpoint yet), its `place`, and the `tier` that it
+    was read from ("node memory" or "storage").
 
-    ``next_step`` is where the loop goes on. `load` says the rest.
+    The loop continues at ``next_step``. `load` is the report of the load itself.
     """
 
     step: int | None
@@ -25,7 +26,7 @@ class RestoreReport:
 
     @property
     def next_step(self) -> int:
-        """The step after the one that was restored; 0 where there was none."""
+        """The step after the restored one; 0 if there was no checkpoint."""
         return 0 if self.step is None else self.step + 1
 
     def __repr__(self) -> str:

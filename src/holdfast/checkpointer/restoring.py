@@ -1,4 +1,4 @@
-"""Going on from the newest checkpoint: from the memory of the nodes where it is there, whole, else from storage."""
+"""The restore of the newest checkpoint: from the memory of the nodes if they hold it whole, else from storage."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ _log = logging.getLogger(__name__)
 
 
 class Restored(NamedTuple):
-    """A report, and the place of what was restored: if that was not committed yet, and if memory holds it whole."""
+    """The report of a restore. `uncommitted` is the checkpoint's place if it was not committed yet, and `whole` its
+    place if memory holds it whole."""
 
     report: RestoreReport
     uncommitted: Place | None = None
@@ -97,7 +98,8 @@ def restore(
 
 
 def await_commit(run: Location, place: Place, *, node_dir: Path, timeout_s: float) -> None:
-    """Return when what was restored from memory is committed: until then nothing can follow it in the history."""
+    """Wait until the checkpoint that was restored from memory is committed: no save can follow it in the history
+    before. Raises `DeadlineError` after `timeout_s`."""
     end = time.monotonic() + timeout_s
     with (
         NodeFolder(run.url, node_dir=node_dir) as folder,
@@ -118,12 +120,12 @@ def await_commit(run: Location, place: Place, *, node_dir: Path, timeout_s: floa
 def drop_parts(
     run: Location, node_dir: Path, channel: Channel, deadline: Deadline, *, may_begin_anew: bool
 ) -> Place | None:
-    """Give up what is in the memory of the nodes in part only. Returns the newest checkpoint on the lineage of the
-    run's head that is there whole, if one is. Collective.
+    """Give up the checkpoints of which the nodes' memory has only a part. Returns the place of the newest whole
+    checkpoint in memory on the lineage of the run's head; None if there is none. Collective.
 
     Raises:
-        ConfigurationError: all checkpoints of the run are in memory still, so that the caller, who restored none of
-            them, would begin the run anew (``config.unloaded_history``), which it may not.
+        ConfigurationError: code ``config.unloaded_history``: memory holds a whole checkpoint and storage has none yet,
+            so this job, which restored nothing, would begin the run anew, and `may_begin_anew` is false.
     """
     with _looked_at(run, node_dir, channel, deadline) as (folder, _, chosen):
         if not chosen.seal:
@@ -172,14 +174,15 @@ def _from_memory(
 def _looked_at(
     run: Location, node_dir: Path, channel: Channel, deadline: Deadline
 ) -> Iterator[tuple[NodeFolder, list[Slot], Chosen]]:
-    """What this node has in memory, and what of it all nodes choose to go on from; the rest of which only a part is
-    there is given up."""
+    """Look at the memory of all nodes, and choose the checkpoint that all ranks restore. Yields this node's open folder
+    and slots, and the choice. Gives up checkpoints of which memory has only a part, and lets go of those of another
+    history. Collective."""
     with ExitStack() as stack:
 
         def look() -> _NodeMemory:
             with unusable_memory(node_dir):
                 folder = stack.enter_context(NodeFolder(run.url, node_dir=node_dir))
-                stack.enter_context(Claim(folder))  # nothing of it gives way while it is looked at
+                stack.enter_context(Claim(folder))  # so that no process removes slots while this one looks at them
                 slots = stack.enter_context(_sealed_slots(folder, run, timeout_s=deadline.for_storage_s / 2))
                 return _NodeMemory(folder, slots, inventory(folder, slots))
 
@@ -198,7 +201,7 @@ def _looked_at(
 
 
 class _NodeMemory(NamedTuple):
-    """What this rank finds on its node."""
+    """The memory that this rank finds on its node."""
 
     folder: NodeFolder
     slots: list[Slot]
@@ -206,7 +209,7 @@ class _NodeMemory(NamedTuple):
 
 
 def _choose(run: Location, node: _NodeMemory | Exception, channel: Channel, deadline: Deadline) -> Chosen:
-    """What all ranks choose to go on from. Collective."""
+    """Choose the checkpoint that all ranks restore from memory. Collective."""
     survey = Survey()
 
     def choose(inventories: Sequence[Inventory]) -> Chosen | Unknown:
@@ -249,7 +252,7 @@ def _load(
 def _all_values(
     channel: Channel, deadline: Deadline, checkpoint: Checkpoint, owners: Sequence[int]
 ) -> Mapping[str, Node]:
-    """The table of values, of which each rank can read a part."""
+    """The whole table of values, merged from the files that each rank can read. Collective."""
     mine = [file for file, owner in enumerate(owners) if owner == channel.rank]
 
     def merge(payloads: Sequence[bytes]) -> bytes:
@@ -262,7 +265,7 @@ def _all_values(
 
 @contextmanager
 def _sealed_slots(folder: NodeFolder, run: Location, *, timeout_s: float) -> Iterator[list[Slot]]:
-    """The slots of the node; what was staged is sealed by its keeper first, for which it has `timeout_s`."""
+    """The slots of the node. Waits up to `timeout_s` until the keeper has sealed those that are staged."""
     with ExitStack() as stack:
         slots: list[Slot] = []
         for name in slot_names(folder):
@@ -282,7 +285,7 @@ def _sealed_slots(folder: NodeFolder, run: Location, *, timeout_s: float) -> Ite
 
 
 def _let_go(folder: NodeFolder, slots: Sequence[Slot], checkpoint_ids: Collection[str]) -> None:
-    """Remove the slots of checkpoints that are of another history; have the keeper free those that it cares for."""
+    """Remove the slots of checkpoints of another history, and tell the keeper to free those that it owns."""
     for slot in slots:
         contents = slot.record.contents
         if contents is not None and contents.checkpoint_id in checkpoint_ids:
@@ -293,7 +296,7 @@ def _let_go(folder: NodeFolder, slots: Sequence[Slot], checkpoint_ids: Collectio
 
 
 def _memory(folder: NodeFolder, slots: Sequence[Slot], seal: Seal, chosen: Chosen) -> FilesInMemory:
-    """What this node holds of the `chosen` checkpoint, as a storage."""
+    """A store of the `chosen` checkpoint's files that are in this node's memory."""
     storage = FilesInMemory(str(folder.path))
     manifest = chosen.manifest or read_generation(folder, seal.checkpoint_id).manifest
     files = {fmt.NAME: np.frombuffer(manifest, np.uint8)}

@@ -1,4 +1,4 @@
-"""Why a save into memory comes to nothing, or is not durable."""
+"""The errors of saves into memory that failed, were skipped, or are not durable yet."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _UNUSABLE: Final = frozenset({"config.memory", "config.keeper", "storage.memory"
 
 
 def is_unusable(error: HoldfastError) -> bool:
-    """Whether `error` says that the memory of a node cannot be used now: saves go to storage then."""
+    """Whether `error` says that the memory of a node cannot be used now, so that saves go to storage."""
     return error.code in _UNUSABLE
 
 
 def incomplete(step: int) -> StateError:
-    """The save of `step` is void: some rank could not copy its part."""
+    """The save of `step` was given up, because some rank could not copy its part."""
     return StateError(
         f"step {step} was given up: the copy of some rank failed, so it can never be whole.",
         code="state.incomplete",
@@ -28,7 +28,7 @@ def incomplete(step: int) -> StateError:
 
 
 def unwatched(step: int) -> DeadlineError:
-    """The save of `step` was still under way when nobody in this process looked at it any more."""
+    """The save of `step` was not durable yet when its `Checkpointer` was closed, which ended the watching."""
     return DeadlineError(
         f"step {step} was staged, but not durable yet, when its Checkpointer was closed.",
         code="timeout.closed",
@@ -38,7 +38,7 @@ def unwatched(step: int) -> DeadlineError:
 
 
 def removed(step: int) -> StorageError:
-    """The only copy of `step` was removed."""
+    """The only copy of `step` is lost: it was damaged, or it was removed and no keeper has it mapped."""
     return StorageError(
         f"step {step} is lost: somebody damaged it in the memory of the node, or removed it, and the keeper died.",
         code="storage.memory_removed",
@@ -49,7 +49,7 @@ def removed(step: int) -> StorageError:
 
 
 def not_yet_given_back(path: Path) -> StorageError:
-    """Memory at `path` is to be given back, and still in use."""
+    """The memory at `path` is being given back, but is still in use."""
     return StorageError(
         f"The memory at '{path}' holds snapshots that are not durable yet.",
         code="storage.memory",
@@ -60,7 +60,7 @@ def not_yet_given_back(path: Path) -> StorageError:
 
 
 def unusable(error: HoldfastError) -> StorageError:
-    """What stops saves into memory that was in use before."""
+    """`error`, as an error about memory that earlier saves could use."""
     return StorageError(
         f"The memory of this node cannot be used any more: {error.message}",
         code="storage.memory",
@@ -71,7 +71,7 @@ def unusable(error: HoldfastError) -> StorageError:
 
 
 def superseded(step: int, why: str) -> HoldfastError:
-    """The keeper did not commit `step`: `why` ("": its parts are not whole)."""
+    """The keeper did not commit `step`. `why` is the reason ("": the checkpoint is not whole)."""
     if why:
         return FencedError(
             f"step {step} is not committed: {why}", code="fenced.epoch", action="Stop this job.", step=step
@@ -80,7 +80,7 @@ def superseded(step: int, why: str) -> HoldfastError:
 
 
 def skipped(step: int, found: SnapshotRoom) -> StorageError:
-    """The save of `step` was skipped, because the ranks in `found.full` had no slot for it."""
+    """The save of `step` was skipped, because the ranks in `found.full` had no room."""
     names = ", ".join(map(str, found.full[:8])) + (", ..." if len(found.full) > 8 else "")
     return StorageError(
         f"step {step} was skipped: the snapshots of rank {names} are not durable yet.",
@@ -93,7 +93,7 @@ def skipped(step: int, found: SnapshotRoom) -> StorageError:
 
 
 def not_staged(step: int, error: BaseException | None) -> StorageError:
-    """A defect ended the save of `step` in the background."""
+    """An unexpected exception ended the background save of `step`."""
     return StorageError(
         f"step {step} could not be staged: {error!r}.",
         code="storage.memory",
@@ -115,7 +115,7 @@ def too_slow(found: SnapshotRoom, timeout_s: float) -> DeadlineError:
 
 
 def interrupted(step: int) -> StorageError:
-    """Why nothing comes of a save whose call was ended by an exception."""
+    """An exception ended the call of `save` for `step` before the state was copied or cloned."""
     return StorageError(
         f"step {step} is not saved: an exception ended the call of `save` before the state was set aside.",
         code="storage.interrupted",
@@ -125,5 +125,5 @@ def interrupted(step: int) -> StorageError:
 
 
 def last_try(trouble: str) -> tuple[str, ...]:
-    """The details of an error about something that is not durable yet; `trouble` says why the last try failed."""
+    """The details of an error about a snapshot that is not durable yet; `trouble` says why the last try failed."""
     return (f"The last try to make a snapshot durable failed: {trouble}",) if trouble else ()

@@ -1,4 +1,4 @@
-"""The lines of the log about saves and restores."""
+"""The log lines about saves and restores."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ _log = logging.getLogger(__name__)
 
 
 class SaveLog:
-    """Logs what happens to one save: when it is durable, on the first rank, and on each rank what goes wrong there."""
+    """Logs the events of one save: on the first rank, that it is durable; on each rank, the errors of that rank."""
 
     def __init__(self, handle: Handle) -> None:
         self._handle = handle
-        #: A save to storage has a line of its own.
+        #: Whether to log the commit. For a save to storage, `holdfast.save` logs it.
         self._tells_commit = False
         self._told = set[str]()
 
     def hear(self, event: SaveEvent) -> None:
-        """Log `event`, where it is worth a line."""
+        """Log `event` if it deserves a line."""
         handle = self._handle
         match event:
             case SaveBegun():
@@ -55,7 +55,7 @@ class SaveLog:
 
 
 def log_restored(event: StateRestored) -> None:
-    """Log a restore on the first rank; a load from storage has a line of its own."""
+    """Log a restore on the first rank, unless it read from storage: `holdfast.load` logs that."""
     report = event.report
     if not event.is_first_rank:
         return

@@ -1,4 +1,4 @@
-"""The states of one save, and what its listeners are told of each."""
+"""The states of one save, and the events that its listeners hear."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from holdfast.format.records import Place
 
 
 class SaveState(Enum):
-    """How far a save is."""
+    """The state of a save."""
 
     BEGUN = auto()
     STAGED = auto()
     SEALED = auto()
     COMMITTED = auto()
-    #: Nothing will come of it, or nobody looks any more.
+    #: The save failed or was skipped, or this process no longer watches it.
     ENDED = auto()
 
 
-#: What each state may become.
+#: The states that may follow each state.
 _NEXT: Final = {
     SaveState.BEGUN: (SaveState.STAGED, SaveState.ENDED),
     SaveState.STAGED: (SaveState.SEALED, SaveState.COMMITTED, SaveState.ENDED),
@@ -45,29 +45,29 @@ _NEXT: Final = {
 
 
 class SaveMachine:
-    """One save on this rank, from its call to its end. Each method notes what has happened, and tells the listeners.
+    """One save on this rank, from its call to its end. Each method records an event and tells the listeners.
 
-    What cannot follow the state is ignored: the first end counts. Listeners hear of a state before it is noted, and
-    there is no lock: an exception between the two, which Ctrl-C raises anywhere, has whoever repeats the note tell them
-    once more, and never leaves them without an end. For any thread.
+    A change that cannot follow the present state is ignored, so only the first end counts. There is no lock, and
+    listeners hear of a state before it is recorded. If an exception comes between the two (Ctrl-C may raise one
+    anywhere), a repeated call tells the listeners once more, and they never miss the end. Any thread may call this.
     """
 
     def __init__(self, step: int, *listeners: Listener) -> None:
         self.step = step
         self.state = SaveState.BEGUN
-        #: Its place in the history of the run; None before all ranks have agreed on it.
+        #: The checkpoint's place in the history of the run; None before all ranks have agreed on it.
         self.place: Place | None = None
-        #: Why the last try to make it durable failed; "" where none did.
+        #: Why the last try to make the checkpoint durable failed; "" if none failed.
         self.trouble = ""
         self._listeners = listeners
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing more will be heard of it."""
+        """Whether the save has ended, so that no more events follow."""
         return not _NEXT[self.state]
 
     def begin(self, tier: Tier, *, is_first_rank: bool) -> None:
-        """The save goes to `tier`."""
+        """The save starts on `tier`."""
         self._tell(SaveBegun(self.step, tier, is_first_rank))
 
     def put(self, place: Place) -> None:
@@ -76,33 +76,33 @@ class SaveMachine:
         self._tell(SavePlaced(self.step, place))
 
     def stage(self, nbytes: int) -> None:
-        """The part of this rank is copied."""
+        """This rank's part is copied."""
         self._advance(SaveState.STAGED, SaveStaged(self.step, nbytes))
 
     def seal(self) -> None:
-        """The keeper has sealed the part of this rank."""
+        """The keeper has sealed this rank's part."""
         self._advance(SaveState.SEALED, SaveSealed(self.step))
 
     def delay(self, trouble: str) -> None:
-        """A try to make it durable has failed."""
+        """A try to make the checkpoint durable has failed."""
         if trouble != self.trouble and not self.is_over:
             self.trouble = trouble
             self._tell(SaveDelayed(self.step, trouble))
 
     def commit(self, nbytes: int = 0) -> None:
-        """It is committed."""
+        """The checkpoint is committed."""
         self._advance(SaveState.COMMITTED, SaveCommitted(self.step, nbytes))
 
     def skip(self, error: HoldfastError) -> None:
-        """It was skipped."""
+        """The save was skipped."""
         self._advance(SaveState.ENDED, SaveSkipped(self.step, error))
 
     def leave(self, error: HoldfastError) -> None:
-        """Nobody looks any more what becomes of it."""
+        """This process stops watching the save."""
         self._advance(SaveState.ENDED, SaveUnwatched(self.step, error))
 
     def fail(self, error: HoldfastError, *, is_raised: bool = False, cause: BaseException | None = None) -> None:
-        """Nothing will come of it."""
+        """The save has failed."""
         self._advance(SaveState.ENDED, SaveFailed(self.step, error, is_raised, cause))
 
     def _advance(self, state: SaveState, event: SaveEvent) -> None:

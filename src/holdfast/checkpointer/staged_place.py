@@ -1,4 +1,4 @@
-"""What rank 0 does in a save into memory when all ranks have agreed on a plan: it stores nothing."""
+"""Rank 0's step in a save into memory after all ranks have agreed on a plan: it takes a place, and stores nothing."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from holdfast.run.session import JOB
 
 
 class StagedPlace:
-    """A plan is told to all ranks, and stored by those who make it durable."""
+    """The `Placing` of a save into memory: rank 0 sends the plan to all ranks, and the keepers store it later."""
 
     def __init__(self, request: SaveRequest, *, num_ranks: int) -> None:
         self._request = request
         self._num_ranks = num_ranks
 
     def place(self, agreed: AgreedPlan) -> Agreed:
-        """Take the next place of the run, and tell what is to be staged for it."""
+        """Take the next place of the run, and return the message about the checkpoint to stage for it."""
         run, identity = self._request.take_place(world_size=self._num_ranks)
         draft, diverged = agreed.memory.draft, agreed.diverged
         return Agreed(

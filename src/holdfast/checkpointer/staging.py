@@ -1,4 +1,4 @@
-"""One rank's way from an agreed plan to a staged slot."""
+"""One rank's steps from an agreed plan to a staged slot."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ _log = logging.getLogger(__name__)
 
 
 class Stager:
-    """Fills the slots of one rank: has room for snapshots, hands them to the keeper, and gives up what failed.
+    """Fills the slots of one rank: it prepares room for snapshots, hands them to the keeper, and gives up failed ones.
 
-    Memory is opened when a save asks how it stands, and again after `retire`. Used by one thread at a time. `close`
-    leaves all that is staged where it is.
+    `standing` opens the memory, and opens it again after `retire`. One thread at a time uses this object. `close`
+    leaves all staged snapshots in place.
     """
 
     def __init__(self, run: Location, node_dir: Path, *, rank: int, num_slots: int) -> None:
@@ -50,40 +50,40 @@ class Stager:
         self._run = run
         self.node_dir = node_dir
         self._rank = rank
-        #: May be raised; whoever saves next takes more memory then.
+        #: The wanted number of slots. It may be raised; the next save then takes more memory.
         self.num_slots = num_slots
         self._watcher = Watcher(run, node_dir, rank=rank)
         self._memory = self._watcher.memory
         self._given_up = self._watcher.given_up
-        #: Whether memory could be used once: what hinders that later is no mistake of whoever set it up.
+        #: Whether memory could be used once. If it cannot be used later, its configuration is not the cause.
         self._was_used = False
-        #: What made the last copy fail, to be told to all ranks by the next save.
+        #: The error of memory that made the last copy fail; the next save tells all ranks.
         self._trouble: StorageError | None = None
         self._prepared_nbytes = -1
         self._prepared_slots = 0
         self._register: Register | None = None
-        #: By name of the slot, all of one plan.
+        #: The routes into each slot, by the slot's name; all are for one plan.
         self._routes: dict[str, Routes] = {}
         self._routes_plan_id = ""
-        #: The last place that was agreed on with this rank, and the run of what its memory holds; None before it is
-        #: known.
+        #: The last place that all ranks agreed on with this one; None before there is one.
         self.last: Place | None = None
         #: The first place that this job staged for.
         self._first: Place | None = None
-        #: The last checkpoint of which this rank had nothing to write, so that no slot tells of it: its place, and id.
+        #: Place and id of the last checkpoint of which this rank had no part to write, and so has no slot.
         self._partless: tuple[Place, str] | None = None
+        #: The id of the run that this rank's memory belongs to; None before it is known.
         self.run_id: str | None = None
 
     def fits(self, share: WriteAssignment) -> bool:
-        """Whether there are slots for data files of this size, and as many as are wanted."""
+        """Whether there are as many slots as wanted, each large enough for the data file of `share`."""
         return _nbytes(share) <= self._prepared_nbytes and self._prepared_slots == self.num_slots
 
     def prepare(self, share: WriteAssignment, *, device: torch.device | None, timeout_s: float) -> None:
-        """Have slots for data files of this size, registered with `device` if there is one; returns when there is a
-        slot, which takes a second per GiB or so. The others are made in the background.
+        """Prepare slots for the data file of `share`, and register them with `device` if there is one. Returns when the
+        first slot is ready, which takes about a second per GiB; a background thread prepares the others.
 
         Raises:
-            ConfigurationError: there is not enough memory, and what bounds it; or there is no keeper.
+            ConfigurationError: there is too little memory (the error names the limit), or no keeper could be started.
             StorageError: the memory cannot be used.
             DeadlineError: it took longer than `timeout_s`.
         """
@@ -115,15 +115,15 @@ class Stager:
         backoff: Backoff,
         put_off: ErrorWire | None = None,
     ) -> MemoryStatus:
-        """How the memory of this rank stands; its state `is_as_before`, or not, and it `has_looked` at what memory held
-        before this job, or not: then `whole` is the newest checkpoint that memory held whole.
+        """The status of this rank's memory. `whole` is the newest checkpoint that memory held whole when this job
+        looked at it, if it `has_looked`. `MemoryStatus` explains the other arguments.
 
-        With `put_off`, memory is left alone, for that reason. Else memory that is not open is opened. A keeper that is
-        gone is replaced, since nothing else becomes free; and so are slots that somebody has removed. What hinders all
-        that is the `trouble` of the standing.
+        With `put_off`, this does not touch memory, and reports `put_off` as the trouble. Otherwise it opens the memory
+        if it is not open, starts a keeper if there is none, because only a keeper frees slots, and prepares slots anew
+        in place of removed ones. An error in that becomes the `trouble` of the status.
 
         Raises:
-            ConfigurationError: memory could not be used from the beginning, because of how it was set up.
+            ConfigurationError: memory could never be used, because of its configuration.
         """
         known = MemoryStatus(
             None,
@@ -149,11 +149,11 @@ class Stager:
                 raise
             told = to_wire(error if is_unusable(error) else unusable(error))
             return msgspec.structs.replace(known, trouble=told)
-        # Where there are no slots yet, a plan must be made known, and memory taken, before the save returns.
+        # As long as there are no slots, the save must wait until all ranks know the plan and have taken memory.
         return msgspec.structs.replace(found, is_as_before=is_as_before and self._prepared_nbytes >= 0)
 
     def _look_at_slots(self, known: MemoryStatus, whole: Place | None) -> MemoryStatus:
-        """`known`, with what the slots say."""
+        """`known`, completed with the state of the slots."""
         memory = self._memory.opened(num_slots=self.num_slots)
         if memory.is_removed:
             raise FileNotFoundError(ENOENT, os.strerror(ENOENT))
@@ -169,13 +169,13 @@ class Stager:
             return msgspec.structs.replace(known, sealed=self.last, is_free=True)
 
         if known.has_looked:
-            # What else is in a slot from before this job nobody goes back to: a rollback left it behind, or other parts
-            # of it are gone or long replaced, since the last job ran without this rank, or without its node.
+            # No job will restore any other checkpoint that an earlier job left in a slot: a rollback left it behind, or
+            # its other parts are gone or long replaced, because the last job ran without this rank or its node.
             arena.is_left = lambda contents: contents.place != whole and not self._is_of_this_job(contents.place)
         newest, (is_free, oldest) = arena.newest_sealed(), arena.oldest()
         mine = [newest] if newest is not None and self._is_of_this_job(newest) else []
         if self._partless is not None:
-            mine.append(self._partless[0])  # all of its part is there
+            mine.append(self._partless[0])  # this rank has no part of it, so none is missing
         sealed = max(mine, default=whole)
         return msgspec.structs.replace(known, sealed=sealed, is_free=is_free, oldest=oldest)
 
@@ -184,19 +184,21 @@ class Stager:
         return self._first is not None and place >= self._first
 
     def retire(self) -> None:
-        """Give memory back: what holds nothing that is still to become durable at once, the rest as soon as it is.
-        Nothing is being copied any more. The next `standing` opens memory anew."""
+        """Give memory back: at once the slots that need not become durable any more, the others once they are durable.
+        Call it only when no save is copying. The next `standing` opens the memory again."""
         self._routes.clear()
         self._prepared_nbytes, self.run_id = -1, None
         self._memory.retire()
 
     def belong_to(self, run_id: str) -> None:
-        """Know the run: what memory holds of an earlier one at the same path, which was removed, is given up."""
+        """Set the run that memory belongs to. Gives up checkpoints of an earlier run at the same path, which somebody
+        removed."""
         self.run_id = run_id
         self._forget(lambda contents: contents.run_id != run_id, "of a run that was removed")
 
     def give_up(self, checkpoint_ids: Sequence[str]) -> None:
-        """Have this node free what it holds of checkpoints that can never be whole."""
+        """Give up checkpoints that can never be whole: end their saves here, and tell the keeper to free their
+        slots."""
         news = self._given_up.hear(checkpoint_ids)
         if self._partless is not None and self._partless[1] in news:
             self._partless = None
@@ -204,15 +206,15 @@ class Stager:
         self._given_up.tell_keeper()
 
     def give_up_beyond(self, reached: Place | None) -> None:
-        """Give up what this process staged for places after `reached`. Some rank has no part there, because it never
-        heard of them: the answer came too late, say."""
+        """Give up the checkpoints that this process staged for places after `reached`. Some rank never heard of them
+        (its answer came too late, say), and so has no part of them."""
         self.give_up(self._watcher.ids_beyond(reached))
 
     def slot_for(self, agreed: Agreed, share: WriteAssignment, *, needed: Place | None) -> Slot | None:
-        """A slot for this rank's part of what was agreed on. None where this rank has no data file."""
+        """A slot for this rank's part of the `agreed` checkpoint. None if this rank has no data file."""
         if self.run_id != agreed.run_id:
             self.belong_to(agreed.run_id)
-        # Places rise along a history, so what has this one, or a later one, is of another.
+        # Places rise along a history, so a checkpoint in memory at this place or a later one is of another history.
         self._forget(lambda contents: contents.place >= agreed.place, "of another history than storage has")
         if self._partless is not None and self._partless[0] >= agreed.place:
             self._partless = None
@@ -224,7 +226,7 @@ class Stager:
         return None if share.layout is None else self._free_slot(needed)
 
     def begin(self, slot: Slot, agreed: Agreed, share: WriteAssignment, values: Mapping[str, Node]) -> Routes:
-        """Begin to fill `slot`: with the values, and the routes into it for the rest."""
+        """Begin to fill `slot`: write the values, and return the routes for the tensors."""
         layout = share.layout
         assert layout is not None
         contents = Contents(
@@ -241,7 +243,7 @@ class Stager:
         return self._routes_of(share, layout, slot)
 
     def finish(self, machine: SaveMachine, agreed: Agreed, share: WriteAssignment, slot: Slot | None) -> None:
-        """Hand what is copied into `slot` to the keeper, and watch what becomes of it."""
+        """Hand the filled `slot` to the keeper, and watch the save from now on."""
         nbytes = _nbytes(share)
         if slot is not None:
             manifest = share.manifest.encode()
@@ -265,9 +267,9 @@ class Stager:
         self._watcher.add(machine, agreed.checkpoint_id, slot)
 
     def fail(self, checkpoint_id: str, slot: Slot | None, error: BaseException | None = None) -> None:
-        """Free `slot`, and have all ranks hear with the next save that this checkpoint can never be whole. Where it is
-        the memory that failed, no rank uses it then."""
-        # Read anew: an exception may have come between a change of the state and the note of it.
+        """Free `slot`. The next save tells all ranks that this checkpoint can never be whole. If memory itself failed
+        (`error` is an `OSError`), no rank uses memory at that save."""
+        # Read the slot again: an exception may have come after a change of its state and before this object knew.
         if slot is not None and slot.refresh().state == SlotState.WRITING:
             slot.advance(SlotRecord(SlotState.FREE))
         if isinstance(error, OSError):
@@ -275,19 +277,19 @@ class Stager:
         self._given_up.fail(checkpoint_id)
 
     def watch(self) -> None:
-        """See to it that a thread looks what becomes of what was handed over."""
+        """Make sure that the watcher's thread runs."""
         self._watcher.begin()
 
     def close(self) -> None:
-        """End watching. What is staged stays, and is made durable by the keeper: whoever waits for that here is told.
-        Nothing is being copied any more."""
+        """End the watching, and close the memory. Staged snapshots stay, and the keeper makes them durable; saves that
+        are not durable yet end here with the error `unwatched`. Call it only when no save is copying."""
         self._watcher.close()
         self.guard.unhook()
         self._routes.clear()
         self._memory.close()
 
     def _forget(self, is_foreign: Callable[[Contents], bool], why: str) -> None:
-        """Give up what memory holds that is foreign to the history that this job saves into."""
+        """Give up the checkpoints in memory that are foreign to the history that this job saves into."""
         forgotten, cared_for = self._memory.used.arena.forget(is_foreign)
         if forgotten:
             steps = ", ".join(map(str, sorted(contents.step for contents in forgotten)))
@@ -295,7 +297,7 @@ class Stager:
         self.give_up(cared_for)
 
     def _routes_of(self, share: WriteAssignment, layout: FileLayout, slot: Slot) -> Routes:
-        """The routes into `slot`, which hold as long as the plan does."""
+        """The routes into `slot`. They are kept as long as the plan stays the same."""
         if share.plan_id != self._routes_plan_id:
             self._routes, self._routes_plan_id = {}, share.plan_id
         if slot.name not in self._routes:
@@ -308,11 +310,11 @@ class Stager:
         return self._routes[slot.name]
 
     def _free_slot(self, needed: Place | None) -> Slot:
-        """A slot to fill: that there is one was agreed on, but where the plan is new, and so may be the slots."""
+        """Take a slot to fill. The ranks have agreed that there is one."""
         arena = self._memory.used.arena
         arena.remove_retired(needed)
         slot = arena.take(needed)
-        if slot is None:  # ranks agreed that there is room
+        if slot is None:  # another process took it after the ranks agreed that there is room
             raise StorageError(
                 f"Another process has taken the memory of rank {self._rank} since.",
                 code="storage.memory",
@@ -325,7 +327,7 @@ class Stager:
 
 
 def next_share(agreed: Agreed, known: WriteAssignment | None, rank: int) -> WriteAssignment:
-    """The share of `rank` in what was agreed on; `known` is the last one."""
+    """The share of `rank` in the `agreed` checkpoint; `known` is its last share."""
     if agreed.manifest:
         return WriteAssignment.in_manifest(agreed.plan_id, fmt.decode(agreed.manifest, path=agreed.folder), rank)
     assert known is not None

@@ -1,4 +1,4 @@
-"""Whose turn it is to call the `Checkpointer`s of a run."""
+"""The turn to call the `Checkpointer`s of a run: one thread at a time has it."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _ONLY: Final = "caller"
 
 
 class Turn:
-    """Lets one thread at a time call, of the process that called first.
+    """Lets one thread at a time call, and only threads of the process that called first.
 
-    All `Checkpointer`s of a process on one run have one turn: they share the memory of its rank.
+    All `Checkpointer`s of a process on one run share one turn, because they share the memory of its rank.
 
-    Not a lock: an exception at the end of a ``with`` block would leave one taken for ever. A turn is over when its
-    thread asks for the next one, or has ended.
+    This is not a lock, because an exception at the end of a ``with`` block would leave a lock taken for ever. A turn is
+    over when its thread asks for the next one, or has ended.
     """
 
     def __init__(self) -> None:
@@ -36,8 +36,8 @@ class Turn:
 
     @contextmanager
     def taken(self, call: str) -> Iterator[None]:
-        """Take the turn for a `call`, such as "save". Raises `ConfigurationError` when it is another thread's (code
-        ``config.threads``) or process's (``config.forked``)."""
+        """Take the turn for a `call`, such as "save". Raises `ConfigurationError` if another thread has the turn (code
+        ``config.threads``), or if this process was forked from the one that may call (``config.forked``)."""
         if self.is_of_parent:
             raise ConfigurationError(
                 f"{call} was called in a process that was forked from the trainer.",
@@ -59,7 +59,7 @@ class Turn:
             self._caller.pop(_ONLY, None)
 
 
-#: One registry for the process, because what a turn protects belongs to the process.
+#: There is one registry per process, because a turn protects memory of the process.
 _turns: Final[WeakValueDictionary[tuple[int, Location], Turn]] = WeakValueDictionary()
 
 

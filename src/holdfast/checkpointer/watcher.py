@@ -1,4 +1,4 @@
-"""What becomes of the snapshots that a rank has handed to the keeper."""
+"""The watcher: it tells saves whether the keeper has made their snapshots durable."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from holdfast.store.base import Location
 from holdfast.store.timed import TimedStore
 from holdfast.store.urls import open_store
 
-#: How often it is looked at what became of a snapshot, and at the keeper and storage.
+#: Interval of looks at slots; and of looks at the keeper and storage.
 _LOOK_S: Final = 0.025
 _LOOK_FURTHER_S: Final = 0.2
-#: While no keeper can be had, that is tried again after twice as long each time, up to this.
+#: Limit of the second interval, which doubles each time that no keeper could be started or storage did not answer.
 _LOOK_FURTHER_AT_MOST_S: Final = 10.0
-#: How long storage may take to answer the watcher, for which `close` waits.
+#: Limit for storage to answer the watcher; `close` waits for that.
 _STORE_TIMEOUT_S: Final = 5.0
 
 _log = logging.getLogger(__name__)
 
 
 class _Pending(NamedTuple):
-    """A save whose end is waited for; `slot` is None on a rank that has no data file."""
+    """A save that has not ended yet; `slot` is None on a rank that has no data file."""
 
     machine: SaveMachine
     checkpoint_id: str
@@ -44,52 +44,52 @@ class _Pending(NamedTuple):
 
 
 class Watcher:
-    """Tells saves that were handed over how they end, and sees to it that a keeper is alive.
+    """Tells saves whose slots were handed to the keeper how they end, and makes sure that a keeper is alive.
 
-    A thread of its own looks from `begin` until `close`. All methods are for the thread that saves, and `add` for the
-    background of a save.
+    Its own thread looks, from `begin` until `close`. The saving thread calls all methods except `add`, which the
+    background thread of a save calls.
     """
 
     def __init__(self, run: Location, node_dir: Path, *, rank: int) -> None:
         self.memory = RankMemory(run, node_dir, rank=rank, watched=lambda: [each.slot for each in self._pending_now()])
         self.given_up = GivenUp(self.memory)
         self._run = run
-        #: Of the list below; whoever holds it calls nothing else.
+        #: The lock of the list below. A thread that holds it calls nothing else.
         self._lock = Lock()
         self._pending: list[_Pending] = []
         self._closed = Latch()
         self._thread: Thread | None = None
 
     def begin(self) -> None:
-        """See to it that the thread runs."""
+        """Make sure that the thread runs."""
         if self._thread is None or not self._thread.is_alive():
             self._thread = Thread(target=self._watch, name="holdfast-watch", daemon=True)
             self._thread.start()
 
     def add(self, machine: SaveMachine, checkpoint_id: str, slot: Slot | None) -> None:
-        """Watch what becomes of a save that was handed over."""
+        """Watch a save that was handed to the keeper, until it ends."""
         with self._lock:
             self._pending.append(_Pending(machine, checkpoint_id, slot))
 
     @property
     def trouble(self) -> str:
-        """Why the last try to make a snapshot durable failed; "" where none did."""
+        """Why the last try to make a snapshot durable failed; "" if none failed."""
         return next((each.machine.trouble for each in self._pending_now() if each.machine.trouble), "")
 
     def look_at(self, slot: Slot) -> None:
-        """Look at once what became of the save in `slot`, which is about to be filled anew."""
+        """Look at the save in `slot` at once, because the slot is about to be filled again."""
         for pending in self._pending_now():
             if pending.slot is slot:
                 self._look(pending)
 
     def end_given_up(self, checkpoint_ids: Collection[str]) -> None:
-        """Tell the saves of `checkpoint_ids` that all ranks gave them up."""
+        """End the saves of `checkpoint_ids`, because all ranks gave them up."""
         for pending in self._pending_now():
             if pending.checkpoint_id in checkpoint_ids:
                 pending.machine.fail(incomplete(pending.machine.step))
 
     def ids_beyond(self, reached: Place | None) -> list[str]:
-        """Ids of the checkpoints that are watched for places after `reached` (None: for all places)."""
+        """The ids of the watched checkpoints at places after `reached` (None: at any place)."""
         return [
             pending.checkpoint_id
             for pending in self._pending_now()
@@ -97,8 +97,8 @@ class Watcher:
         ]
 
     def close(self) -> None:
-        """End watching. What is staged stays, and is made durable by the keeper: whoever waits for that here is told.
-        Nothing is being copied any more."""
+        """End the watching. Staged snapshots stay, and the keeper makes them durable; saves that are not durable yet
+        end here with the error `unwatched`. Call it only when no save is copying."""
         self._closed.set()
         if self._thread is not None:
             self._thread.join()
@@ -145,7 +145,7 @@ class Watcher:
         elif record.state == SlotState.FENCED:
             machine.fail(superseded(machine.step, record.error))
         elif slot.is_removed and not self.memory.used.has_keeper:
-            # Nobody else can open it any more, and the keeper that had it mapped is dead.
+            # No process can open the slot any more, and the keeper that had it mapped is dead.
             self.given_up.fail(checkpoint_id)
             machine.fail(removed(machine.step))
         else:
@@ -155,11 +155,11 @@ class Watcher:
                 machine.delay(record.error)
 
     def _look_further(self, waiting: Sequence[_Pending]) -> bool:
-        """Look whether there is a keeper that makes what is waited for durable; and in storage, whether that is
-        committed which this rank took part in without a slot to look at. Whether that could be looked at."""
+        """Make sure that a keeper is at work. For saves without a slot on this rank, look in storage whether they are
+        committed. Returns False if either failed; the saves then hear of the delay."""
         memory = self.memory.current
         try:
-            # Of memory that was removed, the keeper that has it mapped makes it durable, or nobody can.
+            # If memory was removed, only the keeper that has it mapped can make it durable; a new one could not.
             if memory is not None and not memory.is_removed:
                 with unusable_memory(memory.folder.path):
                     ensure_keeper(memory.folder, self._run.url)
@@ -169,7 +169,7 @@ class Watcher:
                     if storage.nbytes(records.commit_key(machine.place)) is not None:
                         machine.commit()
         except Exception as error:  # noqa: BLE001
-            # Whatever it is, the thread goes on: saves would never hear of their ends.
+            # Whatever the error is, the thread must go on, or saves would never hear of their ends.
             if not isinstance(error, HoldfastError):
                 _log.exception("nobody can look now whether a keeper makes snapshots durable; that is tried again")
             for pending in waiting:

@@ -1,4 +1,4 @@
-"""A checkpoint looked at lazily: metadata without data, any slice of any tensor by ranged reads."""
+"""Lazy reading of a checkpoint: metadata without data, and any slice of any tensor by ranged reads."""
 
 from __future__ import annotations
 
@@ -32,9 +32,10 @@ __all__ = ["LazyTensor", "Piece", "View", "open"]
 
 
 class View:
-    """A checkpoint, opened for reading. Needs no process group, opens no epoch, changes nothing; safe for threads.
+    """A checkpoint, opened for reading. Needs no process group, opens no epoch, changes nothing. Safe for several
+    threads.
 
-    It may be pickled, as lazy tensors may, for workers that are spawned: they open the same checkpoint anew.
+    A view and its lazy tensors may be pickled, for spawned workers: each worker opens the same checkpoint again.
     """
 
     def __init__(self, checkpoint: Checkpoint, *, verify: bool) -> None:
@@ -61,12 +62,12 @@ class View:
 
     @property
     def in_history(self) -> bool:
-        """Whether it was found through a run, rather than as a folder outside any history."""
+        """Whether it is in the history of a run; false if it was opened as a folder outside any history."""
         return self._checkpoint.sealed.commit is not None
 
     @property
     def aliases(self) -> Mapping[str, str]:
-        """Other names of tied tensors, and the names they are stored under."""
+        """The aliases of tied tensors, and for each alias the name that the tensor is stored under."""
         return self._checkpoint.manifest.body.aliases
 
     def __repr__(self) -> str:
@@ -74,7 +75,7 @@ class View:
 
     @property
     def diverged(self) -> tuple[str, ...]:
-        """Names of tensors of which several ranks held copies that differed when it was saved; one copy was stored."""
+        """Names of the tensors whose copies on several ranks differed when they were saved; one copy was stored."""
         return self._checkpoint.manifest.body.diverged
 
     def names(self) -> list[str]:
@@ -92,15 +93,15 @@ class View:
     def value(self, name: str) -> object:
         """One value, or the values and lazy tensors below a name, in the containers they were saved in.
 
-        What a registered type encoded is decoded where the type is registered, else given as it was encoded, with the
-        name. A `PerRank` is the list of all ranks' parts. A generator stays a `TorchValue`, with the name of its device
-        and its state in bytes, because that device may not be here.
+        A value of a registered type is decoded if the type is registered here; otherwise it is returned in its encoded
+        form, with the name of the type. A `PerRank` is the list of all ranks' parts. A generator stays a `TorchValue`,
+        with the name of its device and the bytes of its state, because this machine may not have that device.
         """
         nodes = self._checkpoint.nodes
         return value_codec.rebuild(nodes, name, tensors=self.__getitem__, revive=_revived, decode=registry.decode)
 
     def __getitem__(self, name: str) -> LazyTensor:
-        """The tensor of that name or alias. Raises `NotFoundError`, which names close matches."""
+        """The tensor with this name or alias. Raises `NotFoundError`, which lists close matches."""
         if not isinstance(name, str):
             raise TypeError(f"a view is indexed by the name of a tensor, not by {name!r}")
         number = self._number(name)
@@ -118,13 +119,13 @@ class View:
         return isinstance(name, str) and self._number(name) is not None
 
     def numpy(self, globs: str | Sequence[str] = "**") -> dict[str, npt.NDArray[Any]]:
-        """All tensors whose names or aliases match, whole, by name; a tied tensor is one array under each of its names.
+        """All whole tensors whose names or aliases match, by name; a tied tensor is one array under each of its names.
 
-        In a glob, ``*`` stands for any text without ``/``, ``**`` for any text; one that matches the name of a
-        container, such as ``model``, matches all that lies below it; one after ``!`` leaves out. Reads each file once,
-        in little memory besides the result. Arrays are as `LazyTensor.numpy` gives them.
+        In a glob, ``*`` stands for any text without ``/``, and ``**`` for any text. A glob that matches the name of a
+        container, such as ``model``, matches everything below it; a glob after ``!`` leaves names out. Reads each file
+        once, in little memory besides the result. The arrays are those of `LazyTensor.numpy`.
 
-        Raises `NotFoundError` when a glob matches nothing.
+        Raises `NotFoundError` if a glob matches nothing.
         """
         numbers = self._matching(globs)
         arrays = self._numpy(set(numbers.values()))
@@ -137,12 +138,13 @@ class View:
         return {name: tensors[number] for name, number in numbers.items()}
 
     def tree(self, name: str = "", *, numpy: bool = False) -> object:
-        """Everything at and below `name`, all by default: values, and whole tensors (torch, or numpy arrays).
+        """Everything at and below `name` (by default: the whole checkpoint): values, and whole tensors (of torch, or as
+        numpy arrays).
 
-        Containers are those that were saved; modules, optimizers and parameters with slots are dictionaries by the
-        parts of their names. What a registered type encoded is decoded as in `value`; with `numpy` it is left as it was
-        encoded, and dtypes, devices and sizes of torch are `TorchValue`, too. Reads each file once, and no values but
-        those below `name`. Raises `NotFoundError` for a name that nothing has.
+        Containers have the types that were saved. Modules, optimizers and parameters with slots become dictionaries by
+        the parts of their names. Values of registered types are decoded as in `value`; with `numpy` they stay encoded,
+        and torch dtypes, devices and sizes are `TorchValue`, too. Reads each file once, and only the values below
+        `name`. Raises `NotFoundError` if nothing has this name.
         """
         nodes = nested(self._checkpoint.nodes, [*self._names, *self.aliases], name)
         if name not in nodes:
@@ -155,12 +157,13 @@ class View:
         return value_codec.rebuild(nodes, name, tensors, revive=_revived, decode=registry.decode)
 
     def in_file_order(self, globs: str | Sequence[str] = "**") -> Iterator[Piece]:
-        """The stored pieces of all tensors whose names match, as they lie in the files: for converters.
+        """The stored pieces of all tensors whose names match, in the order of the files: for converters.
 
-        Reads each file once, front to back, a little ahead, in 16 MiB besides the piece; pieces over 64 MiB come in
-        several. Arrays are the caller's own, with the dtypes of `LazyTensor.numpy` (where numpy has none,
-        integers of the same size), read-only and mapped where that maps. A tensor without elements has no piece.
-        Raises `NotFoundError` when a glob matches nothing, and `CorruptError` at the first damaged block.
+        Reads each file once, front to back, and a little ahead. Takes 16 MiB of memory besides the piece; a piece over
+        64 MiB comes in several parts. The arrays belong to the caller. They have the dtypes of `LazyTensor.numpy`, or
+        integers of the same size if numpy has no such dtype, and are read-only and mapped if `LazyTensor.numpy` would
+        map them. A tensor without elements has no piece. Raises `NotFoundError` if a glob matches nothing, and
+        `CorruptError` at the first damaged block.
         """
         return in_file_order(self._source, set(self._matching(globs, aliases=False).values()))
 
@@ -169,7 +172,8 @@ class View:
         return self._checkpoint.manifest.body.names
 
     def _number(self, name: str) -> int | None:
-        """The number of the tensor of that name or alias. Names are sorted: no table of them is needed."""
+        """The number of the tensor with this name or alias. A search finds it without a table, because names are
+        sorted."""
         name = self.aliases.get(name, name)
         at = bisect_left(self._names, name)
         return at if at < len(self._names) and self._names[at] == name else None
@@ -195,7 +199,7 @@ class View:
         return {n: as_torch(array, dtypes[n]) for n, array in zip(dtypes, held, strict=True)}
 
     def _other(self, name: str) -> str:
-        """How to get what has this `name` and is no tensor; empty where nothing has it."""
+        """Advice how to read a `name` that is not a tensor's; empty if nothing has this name."""
         if name in self._checkpoint.nodes:
             return f"It is a value, or holds values: read it with view.value({name!r})."
         if any(other.startswith((f"{name}/", f"{name}.")) for other in self._names):
@@ -216,19 +220,19 @@ class View:
 def open(path: str | os.PathLike[str] | Location, *, verify: bool = True) -> View:  # noqa: A001
     """Open a checkpoint for lazy reading: a run (its head), ``RUN@step=700``, ``RUN@3.12``, or a checkpoint folder.
 
-    Reads metadata only. ``verify=False`` skips the digests of what is read later, and maps local files where elements
+    Reads metadata only. With ``verify=False``, later reads do not check digests, and map local files if the elements
     lie in one piece.
 
     Raises:
-        NotFoundError: nothing is there; says what is near.
+        NotFoundError: there is no such run or checkpoint; the error lists close matches.
         CorruptError: the records or the manifest are damaged.
     """
     return View(Checkpoint(resolve(parse(path)).sealed), verify=verify)
 
 
 def _revived(value: TorchValue) -> object:
-    """A dtype, device or size of torch; a generator as it is."""
-    from holdfast.state.placements import revive  # a view of other values does without torch
+    """The torch dtype, device or size that `value` stands for; a generator stays encoded."""
+    from holdfast.state.placements import revive  # here, because a view of other values does not need torch
 
     return value if value.kind == "generator" else revive(value)
 

@@ -1,4 +1,4 @@
-"""What an index selects of a tensor, and what of the tensor is read for it."""
+"""Indexing of stored tensors: the elements that an index selects, and the parts that are read for them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from holdfast.format.container import BLOCK_NBYTES
 from holdfast.geometry import Box, Shape
 from holdfast.wording import kind_of
 
-#: What a lazy tensor can be indexed with.
+#: The items with which a lazy tensor can be indexed.
 Index = int | slice | EllipsisType
 
 
@@ -27,18 +27,18 @@ class Lattice:
 
     @property
     def box(self) -> Box:
-        """The smallest box that holds them."""
+        """The smallest box that holds the elements."""
         pairs = zip(self.count, self.step, strict=True)
         return Box(self.start, tuple((n - 1) * step + 1 if n else 0 for n, step in pairs))
 
     @property
     def is_dense(self) -> bool:
-        """Whether they are all elements of the box."""
+        """Whether the lattice has all elements of its box."""
         return all(step == 1 for step in self.step)
 
 
 class SlicedElements(NamedTuple):
-    """The elements that an index selects, the axes that it turns round, and the shape of the result."""
+    """The elements that an index selects, the axes of the result that it reverses, and the shape of the result."""
 
     lattice: Lattice
     flipped: tuple[int, ...]
@@ -46,7 +46,8 @@ class SlicedElements(NamedTuple):
 
 
 def select(index: Index | tuple[Index, ...], shape: Shape) -> SlicedElements:
-    """What `index` selects, as numpy understands it, of a tensor of `shape`. Raises `IndexError` or `TypeError`."""
+    """The elements that `index` selects from a tensor of `shape`, by numpy's rules. Raises `IndexError` or
+    `TypeError`."""
     start: list[int] = []
     count: list[int] = []
     step: list[int] = []
@@ -72,12 +73,12 @@ def select(index: Index | tuple[Index, ...], shape: Shape) -> SlicedElements:
 
 
 def _number(item: object) -> int:
-    """An integer that picks one place of an axis. Raises `TypeError` for anything else."""
+    """`item` as an integer, which selects one position of an axis. Raises `TypeError` for anything else."""
     refusal = f"a stored tensor is read by integers, slices and ..., not by {kind_of(item)}: index what was read"
-    if isinstance(item, bool):  # numpy takes it for a mask
+    if isinstance(item, bool):  # numpy would use it as a mask
         raise TypeError(refusal)
     try:
-        return operator.index(item)  # type: ignore[arg-type]  # it raises for what is none
+        return operator.index(item)  # type: ignore[arg-type]  # raises for anything that is not an integer
     except TypeError as error:
         raise TypeError(refusal) from error
 
@@ -93,9 +94,10 @@ def _filled(index: Index | tuple[Index, ...], shape: Shape) -> list[int | slice]
 
 
 def independent(lattice: Lattice, itemsize: int) -> Iterator[tuple[Lattice, tuple[slice, ...]]]:
-    """`lattice` in parts between which there is nothing to read, or too little to be worth a request.
+    """Split `lattice` along its first axis with a step if the gaps there are large enough to be worth a separate
+    request.
 
-    Yields each part, and where it goes in the result.
+    Yields each part, and its position in the result.
     """
     size = lattice.box.size
     axis = next((axis for axis, step in enumerate(lattice.step) if step > 1), None)

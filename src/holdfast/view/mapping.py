@@ -1,4 +1,4 @@
-"""Files as memory. Python's own mappings keep a descriptor of the file each; of these there may be thousands."""
+"""Files mapped into memory without a descriptor each, which Python's own `mmap` keeps: there may be thousands."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ from holdfast.store.base import Bytes
 
 CAN_MAP = sys.platform == "linux"
 
-#: Private memory is charged when it is written to, not when it is mapped: files may be larger than memory.
+#: Has the kernel charge private memory when it is written to, not when it is mapped: files may be larger than memory.
 _MAP_NORESERVE = 0x4000
 
 
 def map_file(path: str, start: int, stop: int, *, private: bool) -> Bytes:
-    """Bytes ``[start, stop)`` of a file as memory, for as long as an array over it lives; the file may go meanwhile.
+    """Map bytes ``[start, stop)`` of a file into memory, for as long as an array over it lives; the file may be removed
+    meanwhile.
 
-    Read-only; where `private`, it may be written to, which changes this memory alone. Raises `OSError` where it cannot
-    be had, also for a file that is too short: looking at memory behind its end would kill the process.
+    The memory is read-only; if `private`, the caller may write to it, which does not change the file. Raises `OSError`
+    if the file cannot be mapped, or is too short: an access behind its end would kill the process.
     """
     skipped = start % mmap.ALLOCATIONGRANULARITY
     with Path(path).open("rb") as file:
@@ -40,6 +41,6 @@ def _map(descriptor: int, start: int, nbytes: int, *, private: bool) -> memoryvi
     flags = mmap.MAP_PRIVATE | _MAP_NORESERVE if private else mmap.MAP_SHARED
     address = linux.map_file(descriptor, nbytes, start=start, protection=protection, flags=flags)
     memory = (ctypes.c_ubyte * nbytes).from_address(address)
-    # Not at exit: others may still look at the memory then.
+    # Not at exit, because other objects may still read the memory then.
     weakref.finalize(memory, linux.unmap, address, nbytes).atexit = False
     return memoryview(memory) if private else memoryview(memory).toreadonly()

@@ -1,4 +1,4 @@
-"""A checkpoint piece by piece, as it lies in its files: each file is read once, front to back, in bounded memory."""
+"""A checkpoint's pieces in the order of its files: each file is read once, front to back, in bounded memory."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from holdfast.store.base import Bytes
 from holdfast.view.source import ViewSource
 from holdfast.view.tensor import as_numpy, numpy_dtype
 
-#: Larger pieces are given in several.
+#: Limit of a piece; larger ones are given in several parts.
 MAX_PIECE_NBYTES = 64 << 20
-#: What is read ahead at a time.
+#: Bytes that are read ahead at a time.
 _WINDOW_NBYTES = 8 * BLOCK_NBYTES
 
 
 class Piece(NamedTuple):
-    """A stored part of a tensor. `array` holds the elements of `part`: with its size, or flat where it is a range."""
+    """A stored part of a tensor. `array` has the elements of `part`: in the shape of a box, or flat for a range."""
 
     name: str
     part: Box | FlatRange
@@ -35,7 +35,7 @@ class Piece(NamedTuple):
 
 
 def in_file_order(source: ViewSource, tensors: Collection[int]) -> Iterator[Piece]:
-    """All stored pieces of some tensors, file by file."""
+    """All stored pieces of `tensors`, file by file."""
     for index in range(source.checkpoint.manifest.body.num_files):
         layout = source.checkpoint.files.layout(index)
         entries = [entry for entry in layout.entries if entry.tensor in tensors]
@@ -60,7 +60,7 @@ def _read(source: ViewSource, layout: FileLayout, entries: Sequence[Entry]) -> I
         BufferPool(2 * _WINDOW_NBYTES, buffer_nbytes=_WINDOW_NBYTES) as pool,
         pool.buffer() as one,
         pool.buffer() as other,
-        ThreadPoolExecutor(1) as helper,  # the last, so the first to end: it may be reading ahead
+        ThreadPoolExecutor(1) as helper,  # entered last, so closed first: it may still read ahead into a buffer
     ):
         front = _Front(checkpoint, file, _windows(entries), (one, other), helper)
         for entry in entries:
@@ -71,7 +71,7 @@ def _read(source: ViewSource, layout: FileLayout, entries: Sequence[Entry]) -> I
 
 
 def _pieces(source: ViewSource, entry: Entry, start: int, data: Bytes) -> Iterator[Piece]:
-    """The bytes of an entry from `start` on as one piece, or as boxes where they are not all of it."""
+    """The bytes of an entry from `start` on: as one piece, or as several boxes if they are only a part of a box."""
     manifest, carrier = source.checkpoint.manifest, source.carrier(entry.tensor)
     try:
         dtype = numpy_dtype(manifest.dtype(entry.tensor))
@@ -90,15 +90,15 @@ def _pieces(source: ViewSource, entry: Entry, start: int, data: Bytes) -> Iterat
 
 
 def _windows(entries: Sequence[Entry]) -> list[int]:
-    """Numbers of the windows of a data section that hold bytes of `entries`."""
+    """The numbers of the windows of a data section that hold bytes of `entries`."""
     starts = np.asarray([entry.offset for entry in entries], np.int64) // _WINDOW_NBYTES
     stops = -(-np.asarray([entry.offset + entry.nbytes for entry in entries], np.int64) // _WINDOW_NBYTES)
-    fresh = np.maximum(starts, np.r_[0, stops[:-1]])  # the others hold bytes of the entry before
+    fresh = np.maximum(starts, np.r_[0, stops[:-1]])  # earlier windows already hold bytes of the previous entry
     return [number for low, high in zip(fresh.tolist(), stops.tolist(), strict=True) for number in range(low, high)]
 
 
 class _Front:
-    """The bytes of a data section in windows of one buffer, read once and verified; always one ahead."""
+    """Reads a data section in windows of one buffer each, once, and verifies them; it is always one window ahead."""
 
     def __init__(
         self,
@@ -113,13 +113,13 @@ class _Front:
         self._windows = windows
         self._buffers = buffers
         self._helper = helper
-        #: How many windows were taken; the last of them is `_data`.
+        #: The number of windows taken so far; `_data` is the last of them.
         self._num_taken = 0
         self._data = buffers[0][:0]
         self._coming = self._begin(0)
 
     def read_into(self, start: int, out: Bytes) -> None:
-        """Fill `out` from byte `start`, which is nowhere before that of the last call."""
+        """Fill `out` from byte `start` of the section on; `start` never falls from one call to the next."""
         while len(out):
             number, skipped = divmod(start, _WINDOW_NBYTES)
             while not self._num_taken or self._windows[self._num_taken - 1] < number:
@@ -131,7 +131,7 @@ class _Front:
     def _take(self) -> None:
         self._data = self._coming.result()
         self._num_taken += 1
-        # The buffer of the window before is free now.
+        # The buffer of the previous window is free now.
         if self._num_taken < len(self._windows):
             self._coming = self._begin(self._num_taken)
 

@@ -1,4 +1,4 @@
-"""Where a view takes elements from: ranged reads, or the mapped file itself where nothing shall be verified."""
+"""The source of a view's elements: ranged reads, or, without verification, the mapped file itself."""
 
 from __future__ import annotations
 
@@ -34,22 +34,22 @@ class ViewSource:
     def __init__(self, checkpoint: Checkpoint, *, verify: bool) -> None:
         self.checkpoint = checkpoint
         self.verify = verify
-        #: Files that are mapped while an array over them lives.
+        #: The shared mappings of files, by the file's number. Each lives as long as an array over it.
         self._mapped: WeakValueDictionary[int, Bytes] = WeakValueDictionary()
         self._lock = Lock()
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Another process, such as a worker of a data loader, opens the same checkpoint anew."""
+        """Have another process, such as a worker of a data loader, open the same checkpoint again."""
         sealed = self.checkpoint.sealed
         target = Selection(sealed.storage.location, place=None if sealed.commit is None else sealed.commit.place)
         return _reopened, (target, sealed.seal.checkpoint_id, self.verify)
 
     def carrier(self, tensor: int) -> np.dtype[Any]:
-        """What carries the elements of tensor number `tensor`."""
+        """The carrier dtype for the elements of tensor number `tensor`."""
         return np.dtype(CARRIERS[int(self.checkpoint.files.itemsizes[tensor])])
 
     def read(self, parts: Sequence[tuple[int, Lattice, Array]]) -> None:
-        """Fill arrays with the elements of lattices of tensors: each file is read once, in bounded memory."""
+        """Fill arrays with the elements of lattices of tensors. Reads each file once, in bounded memory."""
         wants = [ReadRequest(tensor, lattice.box) for tensor, lattice, _ in parts]
         if wants:
             self.checkpoint.read(wants, _ViewArrays(parts), verify=self.verify)
@@ -70,10 +70,11 @@ class ViewSource:
         return found
 
     def mapped(self, wants: Sequence[ReadRequest], *, private: bool) -> list[Array | None]:
-        """The elements of boxes as they lie in mapped files; None where they are not in one piece, or not mapped.
+        """For each request, an array over the mapped file; None if its elements do not lie in one piece, or the file is
+        not mapped.
 
-        They are read-only; or `private`: what is written to them stays in this process's memory, and is in no other
-        array.
+        The arrays are read-only. If `private`, the caller may write to them, which changes neither the file nor any
+        other array.
         """
         arrays: list[Array | None] = [None] * len(wants)
         if not self._maps:
@@ -94,7 +95,7 @@ class ViewSource:
         return arrays
 
     def section(self, index: int, data_start: int, data_nbytes: int) -> Bytes | None:
-        """The data section of a file, mapped; None where nothing is mapped. Raises as `Checkpoint.open_file`."""
+        """The mapped data section of a file; None if it is not mapped. Raises what `Checkpoint.open_file` raises."""
         span = data_start, data_start + data_nbytes
         return self._span(index, data_start, data_nbytes, span, private=False) if self._maps else None
 
@@ -105,7 +106,7 @@ class ViewSource:
     def _span(
         self, index: int, data_start: int, data_nbytes: int, span: tuple[int, int], *, private: bool
     ) -> Bytes | None:
-        """Bytes of a file, mapped: for this caller alone, or out of the file's one mapping for all."""
+        """Mapped bytes of a file: in a new mapping for this caller if `private`, else in the file's shared mapping."""
         if private:
             return self._map(index, data_start, data_nbytes, span, private=True)
         with self._lock:
@@ -119,7 +120,7 @@ class ViewSource:
     def _map(
         self, index: int, data_start: int, data_nbytes: int, span: tuple[int, int], *, private: bool
     ) -> Bytes | None:
-        # Opened for the check of its size alone.
+        # Opened only to check the file's size.
         file = self.checkpoint.open_file(index, data_start=data_start, data_nbytes=data_nbytes, verify=False)
         file.reader.close()
         try:
@@ -142,7 +143,7 @@ def _reopened(target: Selection, checkpoint_id: str, verify: bool) -> ViewSource
 
 
 class _ViewArrays:
-    """Arrays as targets of `Checkpoint.read`, each for one want."""
+    """The arrays that `Checkpoint.read` fills, one for each read request."""
 
     def __init__(self, parts: Sequence[tuple[int, Lattice, Array]]) -> None:
         self._parts = parts

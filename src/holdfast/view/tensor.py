@@ -1,4 +1,4 @@
-"""One stored tensor, read as far as it is indexed; and elements as numpy and torch know them."""
+"""A stored tensor that reads only the elements that an index selects; and conversions to numpy and torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 
 class LazyTensor:
-    """A stored tensor. Indexing reads just what it needs, verified; nothing is kept. Safe for several threads."""
+    """A stored tensor. Indexing reads only the blocks that it needs, verifies them (by default), and keeps nothing.
+    Safe for several threads."""
 
     def __init__(self, source: ViewSource, number: int) -> None:
         self._source = source
@@ -50,18 +51,19 @@ class LazyTensor:
         return f"LazyTensor({self.name!r}, dtype={self.dtype}, shape={list(self.shape)})"
 
     def __getitem__(self, index: Index | tuple[Index, ...]) -> torch.Tensor:
-        """Integers, slices (also with steps) and ``...``, as numpy understands them; gives a torch tensor on the CPU.
+        """Read the elements that `index` selects into a torch tensor on the CPU. An index has integers, slices (also
+        with steps) and ``...``, by numpy's rules.
 
         Blocking. Reads the blocks of 1 MiB that hold selected elements, in little memory besides the result. Raises
-        `CorruptError` when bytes that were read are damaged.
+        `CorruptError` if a block that it reads is damaged.
         """
         return as_torch(self._read(index, private=True), self.dtype)
 
     def numpy(self, index: Index | tuple[Index, ...] = ...) -> npt.NDArray[Any]:
-        """The same as a numpy array, without torch; bf16 and fp8 have the dtypes of ``ml_dtypes``.
+        """Read the same elements into a numpy array, without torch; bf16 and fp8 have the dtypes of ``ml_dtypes``.
 
-        The array is read-only where the view was opened with ``verify=False``. What lies in one piece in a local file
-        is the mapped file itself then: nothing is read before somebody looks at it.
+        If the view was opened with ``verify=False``, the array is read-only. If its elements also lie in one piece in a
+        local file, it is a mapping of that file, which is not read before the array is used.
 
         Raises `TypeError` for dtypes that numpy does not have.
         """
@@ -81,13 +83,13 @@ class LazyTensor:
 
 
 def _at(array: Array, index: tuple[slice, ...]) -> Array:
-    """A view of a part of `array`; an array also where there are no axes, of which numpy would give the scalar."""
+    """A view of a part of `array`. It is an array even without axes, where numpy would return a scalar."""
     part: Array = array[index] if index else array
     return part
 
 
 def as_torch(elements: Array, dtype: str) -> torch.Tensor:
-    """Carriers as a torch tensor over the same memory; a copy where torch cannot express its order."""
+    """Carriers as a torch tensor over the same memory, or over a copy if torch cannot express their strides."""
     import torch
 
     if any(stride < 0 for stride in elements.strides):
@@ -103,7 +105,7 @@ def as_numpy(elements: Array, dtype: npt.DTypeLike, *, writeable: bool) -> npt.N
 
 
 def numpy_dtype(name: str) -> npt.DTypeLike:
-    """The numpy dtype of a logical one. Raises `TypeError` where there is none."""
+    """The numpy dtype of a logical dtype. Raises `TypeError` if there is none."""
     if name.startswith(("bfloat16", "float8", "float4")):
         import ml_dtypes
 

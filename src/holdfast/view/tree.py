@@ -1,4 +1,4 @@
-"""Everything at and below a name: values and tensors in nested containers."""
+"""Values and tensors at and below a name, in nested containers."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from holdfast.format.values import Node, Open, TableNode, TensorRef
 
 
 def nested(nodes: Mapping[str, Node], names: Iterable[str], root: str) -> dict[str, Node]:
-    """The nodes at and below `root`, of which each lists what is below it, with nodes for the tensors `names`.
+    """The nodes at and below `root`, with nodes for the tensors `names` too; each container lists its entries.
 
-    What lists nothing, or is only part of a name, becomes a dictionary: modules, optimizers, parameters with slots.
+    A path that is only a part of names, or whose saved node lists no entries, becomes a dictionary: these are modules,
+    optimizers, and parameters with slots.
     """
     found = {path: nodes[path] for path in nodes if _is_below(path, root)}
     for name in names:
@@ -34,7 +35,7 @@ def nested(nodes: Mapping[str, Node], names: Iterable[str], root: str) -> dict[s
 
 
 def tensors_in(nodes: Mapping[str, Node]) -> list[str]:
-    """The names of all tensors that the nodes stand for."""
+    """The names of all tensors that the nodes refer to."""
     return list(dict.fromkeys(value_codec.tensors(nodes)))
 
 
