@@ -1,4 +1,4 @@
-"""Making reads come from the device and writes go to it."""
+"""Caches: how the benchmarks make reads come from the device, and writes go to it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the save engine is held to. Pure."""
+"""The bars that the save engine must meet. Pure."""
 
 from __future__ import annotations
 

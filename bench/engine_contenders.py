@@ -1,4 +1,4 @@
-"""Who takes part in ``bench engine``: ways to save a live training state, with or without a wait for the device."""
+"""The contenders of ``bench engine``: ways to save a live training state, with or without a wait for the device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training loops with and without saves, for ``bench engine``: what saves cost where no core is idle.
+"""Training loops with and without saves, for ``bench engine``: the cost of saves when no core is idle.
 
 Every rank keeps one core busy with the arithmetic of a forward and a backward, and all ranks meet at the end of a step,
 as they do when they reduce gradients.

@@ -1,4 +1,4 @@
-"""What the figures of the contenders of ``bench engine`` include."""
+"""The scope of the figures of each contender of ``bench engine``."""
 
 from __future__ import annotations
 

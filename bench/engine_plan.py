@@ -1,4 +1,4 @@
-"""What ``bench engine`` is asked for, and the places where its parts run."""
+"""The order for ``bench engine``, and the folders where its parts run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Saves beside a loop of Python, for ``bench engine``: what share of the interpreter a save takes from it.
+"""Saves beside a loop of Python, for ``bench engine``: the share of the interpreter that a save takes from the loop.
 
 One rank counts, in plain Python, which nothing but the interpreter can do for it, and there is a core to spare for
 whoever writes. Its rate while a save is under way is compared with its rate just before and just after.

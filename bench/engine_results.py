@@ -1,4 +1,4 @@
-"""What ``bench engine`` writes: four parts, which can be measured one by one, and the bars they are held to."""
+"""The result of ``bench engine``: four parts, which can be measured one by one, and the bars that they must meet."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Saves of a live training state, for ``bench engine``: what a loop waits for, and what becomes of the save then.
+"""Saves of a live training state, for ``bench engine``: the time that a loop waits, and the progress of the save after.
 
 In its turn a contender saves twice. Once ranks do nothing meanwhile, which shows how fast it is and what it costs; once
 they go on with work and a step, which shows what they wait for. Before both, a step without a save is timed.

@@ -1,4 +1,4 @@
-"""What the figures were measured on."""
+"""The machine and the software that the figures were measured on."""
 
 from __future__ import annotations
 

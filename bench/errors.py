@@ -1,4 +1,4 @@
-"""What can go wrong with a benchmark. Each error ends the command with a message and a non-zero status."""
+"""The errors of benchmarks. Each error ends the command with a message and a non-zero status."""
 
 from __future__ import annotations
 

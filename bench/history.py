@@ -1,4 +1,4 @@
-"""``python -m bench history``: what commands, loads and saves cost in runs of 10, 1,000 and 10,000 checkpoints."""
+"""``python -m bench history``: the cost of commands, loads and saves in runs of 10, 1,000 and 10,000 checkpoints."""
 
 from __future__ import annotations
 

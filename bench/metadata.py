@@ -1,4 +1,4 @@
-"""What the contenders' figures include."""
+"""The scope of each contender's figures."""
 
 from __future__ import annotations
 

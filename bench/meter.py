@@ -1,4 +1,4 @@
-"""What one operation costs a process: CPU seconds, bytes read, and memory beyond what it held before."""
+"""The cost of one operation to a process: CPU seconds, bytes read, and memory beyond its memory before."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run is to do, as the command states it."""
+"""The order for a run of a benchmark, as the command states it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What several processes cost together, seen from outside: CPU seconds, and memory as the kernel shares it out."""
+"""The cost of several processes together, seen from outside: CPU seconds, and memory as the kernel attributes it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``bench load`` loads, and onto what."""
+"""The scenarios of ``bench load``: saved layouts, and the layouts that they are loaded onto."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``python -m bench small``: what many small tensors cost, where bytes hardly matter."""
+"""``python -m bench small``: the cost of many small tensors, where bytes hardly matter."""
 
 from __future__ import annotations
 

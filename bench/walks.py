@@ -1,4 +1,4 @@
-"""Finding the state: what a save's walk of live objects costs, beside the usual ways to get at the same tensors."""
+"""Finding the state: the cost of a save's walk of live objects, beside that of usual ways to get the same tensors."""
 
 from __future__ import annotations
 

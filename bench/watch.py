@@ -1,4 +1,4 @@
-"""``python -m bench.watch``: looks at the memory of a rank, and of all that it started, from a process of its own.
+"""``python -m bench.watch``: a separate process that watches the memory of a rank and of all processes it started.
 
 From inside, looking would take the interpreter's time from the save that is watched.
 """

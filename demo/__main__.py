@@ -1,5 +1,5 @@
-"""The story: a reference, a job of which a rank is killed in the middle of a save, two jobs that go on from what is
-there, and a job of which all ranks are killed, and that goes on from memory.
+"""The story: a reference job; a job that loses a rank in the middle of a save; two jobs that continue from the
+checkpoint; and a job whose ranks are all killed, and which continues from memory.
 
 All that is shown was seen in this run. A promise that was not kept ends it with status 1.
 """

@@ -1,5 +1,5 @@
-"""The chapter of saves that training does not wait for: all trainers are killed in the middle of one, and the job goes
-on from the memory of the node."""
+"""The chapter of saves that training does not wait for: all trainers are killed in the middle of one, and the job
+continues from the memory of the node."""
 
 from __future__ import annotations
 

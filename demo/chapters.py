@@ -1,4 +1,4 @@
-"""What chapters of the story have in common: a training from its beginning to its end, and a look at a run."""
+"""The common parts of the story's chapters: a training from its beginning to its end, and a look at a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What holdfast promises, judged from what the witness noted."""
+"""The promises of holdfast, judged by the notes of the recorder."""
 
 from __future__ import annotations
 

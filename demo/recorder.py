@@ -1,4 +1,4 @@
-"""What the demo sees with its own eyes: losses and digests of the whole state, taken without holdfast.
+"""The demo's own observations: losses and digests of the whole state, taken without holdfast.
 
 Each training has a folder of these files; its ranks write them, the launcher reads them.
 """

@@ -1,4 +1,4 @@
-"""What the demo shows: progress, the table of promises, the picture."""
+"""The output of the demo: progress, the table of promises, the picture."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""States that are saved to memory and bound again, without files: what `holdfast.state.bind` is tested with."""
+"""States that are saved to memory and bound again, without files, for the tests of `holdfast.state.bind`."""
 
 from __future__ import annotations
 

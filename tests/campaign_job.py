@@ -1,4 +1,4 @@
-"""A job that does, right behind each `save`, whatever may mix what is saved, and writes down first what must be saved.
+"""A job that changes its state right after each `save`, in ways that may mix into it, and records the truth first.
 
 The truth of a save is a digest of each tensor and each value, taken by this job in the instant before `save` is called.
 Copies are cut into small calls with pauses between them, so that there is time to mix something.

@@ -1,4 +1,4 @@
-"""Small checkpoints of two data files, made step by step on any storage, as the ranks of a save do; and read back."""
+"""Small checkpoints of two data files: written step by step on any store, as the ranks of a save do, and read back."""
 
 from __future__ import annotations
 

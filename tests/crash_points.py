@@ -1,14 +1,14 @@
 """Named points of a save, and processes that kill themselves there with SIGKILL.
 
-What a save does is seen where it touches storage (objects that are created, writes, and the `os` calls that give a
-name and make it durable) and where it speaks to other ranks (exchanges). Each of these is a point with a name such as
+The points lie where a save calls storage (it creates objects, writes, and makes the `os` calls that give a name and
+make it durable) and where it exchanges messages with other ranks. Each point has a name such as
 ``seal.linked``. `COORDINATOR` and `OTHER` list the points of the two roles in the order in which a save passes them;
-`Trace` records what is really passed, or kills at one of them.
+`Trace` records the points that a process really passes, or kills the process at one of them.
 
 ===============  ========================================================================================
 ``X.asked``      record X is about to be written
 ``X.opened``     the data file has its space and nothing of its content
-``data.write-N`` so many writes (from 0 on) of its data section were made
+``data.write-N`` write number N (from 0 on) of its data section was made
 ``data.header``  its header is written too
 ``X.written``    all of X is durable under a temporary name
 ``X.linked``     X has its name

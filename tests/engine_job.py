@@ -1,4 +1,4 @@
-"""A small training job, as real processes: each step changes its state, which is a function of the step alone.
+"""A small training job of real processes. Each step changes its state, which is a function of the step alone.
 
 All numbers are such that every machine computes them alike, in any order: the gradient is made of whole numbers, and
 momentum and rate are powers of 2. So the state of every step is known without asking the job, see `Truth`.
@@ -49,8 +49,8 @@ _WHOLE: Final = (SlotState.STAGED, SlotState.SEALED, SlotState.COMMITTED, SlotSt
 
 
 class Training:
-    """The state of this rank, one of `world_size`, which divide the weight among them; beside it stands what is copied
-    at once: a buffer, a tensor that each rank has for itself, and a value."""
+    """The state of this rank, one of `world_size` ranks, which divide the weight among them. It also has entries that a
+    save copies at once: a buffer, a tensor that each rank has for itself, and a value."""
 
     def __init__(self, numel: int, *, rank: int = 0, world_size: int = 1) -> None:
         size = numel // world_size
@@ -73,7 +73,7 @@ class Training:
         return local if self._mesh is None else DTensor.from_local(local, self._mesh, [Shard(0)], run_check=False)
 
     def step(self, number: int) -> None:
-        """Go from the state of the step before to that of step `number`."""
+        """Do step `number`, from the state of the step before."""
         self.weight.grad = self._part((self._grid * 7 + number * 13) % 64 - 31)
         self.optimizer.step()
         self.module.seen.fill_(number)  # type: ignore[operator]
@@ -81,7 +81,7 @@ class Training:
         self.state["progress"]["step"] = number
 
     def digest(self) -> str:
-        """Of all that this rank holds, bit for bit."""
+        """The digest of this rank's whole state, bit for bit."""
         momentum = self.optimizer.state[self.weight].get("momentum_buffer") if self.optimizer.state else None
         found = xxhash.xxh3_128(str(self.state["progress"]["step"]).encode())
         for tensor in (self.weight, momentum, self.module.seen, self.own.value):
@@ -92,7 +92,7 @@ class Training:
 
 
 class Truth:
-    """What every rank holds at every step, as digests."""
+    """The digests of every rank's state at every step."""
 
     def __init__(self, numel: int) -> None:
         self.numel = numel
@@ -104,7 +104,7 @@ class Truth:
         self._digests: dict[tuple[int, int], list[str]] = {key: [] for key in self._parts}
 
     def digest(self, step: int, *, rank: int = 0, world_size: int = 1) -> str:
-        """Of what `rank` holds at `step`."""
+        """The digest of the state of `rank` at `step`."""
         key = rank, world_size
         digests = self._digests[key]
         while len(digests) <= step:
@@ -113,7 +113,7 @@ class Truth:
         return digests[step]
 
     def loaded(self, run: str) -> int:
-        """The step of the checkpoint at `run`; -1 for none. One process loads all of it, bit for bit what it was."""
+        """Load the checkpoint at `run` in one process, and check it bit for bit. Returns its step; -1 for none."""
         training = Training(self.numel)
         try:
             step = holdfast.load(run, into=training.state).step
@@ -146,7 +146,7 @@ class Spec:
     begins: Literal["restoring", "anew", "taking over"] = "restoring"
 
     def node_dir(self, rank: int) -> Path:
-        """Where the memory of the rank's node is."""
+        """The folder of the memory of the rank's node."""
         return self.node_dirs[rank % len(self.node_dirs)]
 
     def folder(self, node_dir: Path) -> NodeFolder:
@@ -155,7 +155,7 @@ class Spec:
 
 
 def train(spec: Spec, rank: int) -> None:
-    """Be a rank of a job."""
+    """The function of a rank's process: train and save."""
     log, who = Log(spec.log), f"rank-{rank}"
     log.enter(who)
     store = dist.TCPStore(HOST, spec.port, is_master=False)
@@ -193,7 +193,7 @@ def train(spec: Spec, rank: int) -> None:
 
 
 class _Told:
-    """Tells what becomes of saves."""
+    """Writes the events of saves to the log."""
 
     def __init__(self, log: Log, who: str) -> None:
         self._log = log
@@ -202,12 +202,12 @@ class _Told:
         self._trouble: dict[int, str] = {}
 
     def expect(self, handle: Handle) -> None:
-        """Look at this save, too, from now on."""
+        """Watch this save too, from now on."""
         self._log.tell(self._who, "saved", step=handle.step, skipped=handle.skipped)
         self._open += [] if handle.skipped else [("staged", handle), ("durable", handle)]
 
     def look(self) -> None:
-        """Tell what has happened."""
+        """Write new events to the log."""
         for name, handle in list(self._open):
             stage = handle.staged if name == "staged" else handle.durable
             if stage.is_over:
@@ -218,7 +218,7 @@ class _Told:
                 self._log.tell(self._who, "trouble", step=handle.step, text=handle.trouble)
 
     def pause(self, step: int, what: Literal["staged", "durable"]) -> None:
-        """Stand still before the save of a step, once everything has come so far."""
+        """Pause before the save of a step, after all earlier saves have come so far."""
         for _, handle in self._open:
             (handle.staged if what == "staged" else handle.durable).wait(60)
         self.look()
@@ -227,7 +227,7 @@ class _Told:
 
 
 def keep(spec: Spec, node_dir: Path) -> None:
-    """Be a keeper, as trainers start one, but with deeds to do."""
+    """The function of a keeper's process: as a keeper that trainers start, but with deeds to do."""
     log = Log(spec.log)
     log.enter("keeper")
     # Beside other work of the machine, one that gives way takes long.
@@ -236,14 +236,14 @@ def keep(spec: Spec, node_dir: Path) -> None:
 
 
 class Restored(NamedTuple):
-    """What a job restored."""
+    """The result of a job's restore."""
 
     step: int
     tier: str | None
 
 
 class Job:
-    """The processes of a job. Those that are left are killed at the end of the ``with`` block."""
+    """The processes of a job. The end of the ``with`` block kills those that still run."""
 
     def __init__(self, spec: Spec) -> None:
         spec.log.mkdir()
@@ -254,25 +254,25 @@ class Job:
         self.ranks: list[nursery.Process] = []
 
     def start_keeper(self) -> None:
-        """Have a keeper at work on the only node, one that does the deeds."""
+        """Start a keeper that does the deeds, on the only node."""
         (node_dir,) = self.spec.node_dirs
         self.keeper = nursery.start(keep, self.spec, node_dir, err=self.spec.log / "keeper.err")
         with self.spec.folder(node_dir) as folder:
             until(lambda: is_kept(folder))
 
     def start_ranks(self) -> None:
-        """Have all ranks at work."""
+        """Start the processes of all ranks."""
         self.ranks = [
             nursery.start(train, self.spec, rank, err=self.spec.log / f"rank-{rank}.err") for rank in range(WORLD_SIZE)
         ]
 
     def arm(self, *roles: Role) -> None:
-        """Have deeds of these roles done from now on."""
+        """Arm the deeds of these roles: they are done from now on."""
         for role in roles:
             self.log.let(f"armed-{role}")
 
     def until_told(self, event: str, *, step: int | None = None, ranks: Sequence[int] = range(WORLD_SIZE)) -> None:
-        """Return when all `ranks` have told an event (of that step)."""
+        """Wait until all `ranks` have logged an event (of that step)."""
         for rank in ranks:
             until(lambda rank=rank: self._has_told(rank, event, step) or self._lives(rank, event, step))  # type: ignore[misc]
 
@@ -280,18 +280,18 @@ class Job:
         return any(step in (None, each.get("step")) for each in self.log.told(f"rank-{rank}", event))
 
     def _lives(self, rank: int, event: str, step: int | None) -> bool:
-        """False, while it may still tell that event."""
+        """Returns False as long as the rank may still log that event."""
         if not self.ranks[rank].is_running:
             assert self._has_told(rank, event, step), f"rank {rank} did not tell '{event}': {self.ranks[rank].err}"
         return False
 
     def durable(self) -> int:
-        """The last step of which a handle said that it is durable; -1 for none."""
+        """The last step that a handle reported as durable; -1 for none."""
         events = [each for rank in range(WORLD_SIZE) for each in self.log.told(f"rank-{rank}", "durable")]
         return max([each["step"] for each in events], default=-1)
 
     def durable_steps(self) -> set[int]:
-        """All steps of which handles said that they are durable."""
+        """All steps that handles reported as durable."""
         return {each["step"] for rank in range(WORLD_SIZE) for each in self.log.told(f"rank-{rank}", "durable")}
 
     def kill_ranks(self) -> None:
@@ -302,7 +302,7 @@ class Job:
             process.wait()
 
     def restored(self, truth: Truth) -> Restored:
-        """What all ranks have restored, bit for bit what it was; -1 for nothing."""
+        """The step that all ranks have restored, checked bit for bit; -1 for nothing."""
         self.until_told("restored")
         (first, *_), (second, *_) = (self.log.told(f"rank-{rank}", "restored") for rank in range(WORLD_SIZE))
         assert (first["step"], first["tier"]) == (second["step"], second["tier"])
@@ -313,17 +313,17 @@ class Job:
         return Restored(-1 if step is None else step, first["tier"])
 
     def ended_well(self) -> None:
-        """Return when all ranks have ended, without an error."""
+        """Wait until all ranks have ended without an error."""
         for process in self.ranks:
             assert process.wait() == 0, process.err
 
     def ended_killed(self) -> None:
-        """Return when all ranks have been killed."""
+        """Wait until all ranks have been killed."""
         for process in self.ranks:
             assert process.wait() == -signal.SIGKILL, process.err
 
     def close(self) -> None:
-        """Kill whoever is left."""
+        """Kill all processes that still run."""
         for process in (*self.ranks, *([self.keeper] if self.keeper else [])):
             process.kill()
         del self._store
@@ -331,8 +331,8 @@ class Job:
 
 @contextmanager
 def job(spec: Spec, *, keeper: bool = False, armed: Sequence[Role] = ()) -> Iterator[Job]:
-    """A job at work; with a `keeper` of its own, or the one that its ranks find or start. Deeds of `armed` roles are
-    done from the beginning."""
+    """Start a job: with its own `keeper`, or with the keeper that its ranks find or start. Deeds of `armed` roles are
+    armed from the start."""
     made = Job(spec)
     try:
         made.arm(*armed)
@@ -345,7 +345,7 @@ def job(spec: Spec, *, keeper: bool = False, armed: Sequence[Role] = ()) -> Iter
 
 
 def whole_in_memory(spec: Spec) -> dict[int, set[str]]:
-    """The steps that all nodes together hold whole in memory, staged at least; with the states of their slots."""
+    """The steps that all nodes together hold whole in memory, at least staged, with the states of their slots."""
     found: dict[str, tuple[int, set[int], set[str]]] = {}
     for node_dir in spec.node_dirs:
         with spec.folder(node_dir) as folder, ExitStack() as stack:
@@ -386,7 +386,7 @@ def kill_keepers(node_dir: Path) -> None:
 
 
 def keepers(node_dir: Path) -> list[int]:
-    """All keepers of a node that were started by the usual command, even those that do not keep anything yet."""
+    """All keepers of a node that were started by the usual command, even those that are only starting."""
     return [int(path.name) for path in Path("/proc").glob("[0-9]*") if str(node_dir) in _arguments(path)]
 
 

@@ -1,24 +1,24 @@
-"""Named points of the save engine, and what happens when a process gets to one: whom it kills, or how it stands still.
+"""Named points of the save engine, and deeds that a process does at one: it kills processes, or pauses.
 
-What the engine does is seen where slots change their state, where tensors are copied, where a generation gets its
-name, where blocks are hashed, and where storage is touched (see `crash_points`). `TRAINER` and `KEEPER` list the points
+The points lie where slots change their state, where tensors are copied, where a generation gets its name, where blocks
+are hashed, and where the engine calls storage (see `crash_points`). `TRAINER` and `KEEPER` list the points
 of one save in the order in which trainers and their keeper pass them.
 
 ======================  ====================================================================================
 ``S.asked``, ``S``      a slot is about to go into state S, and has gone there
-``copy``                some of the state is copied
-``generation.unnamed``  the file that says what slots are parts of is written and has not got its name
-``generation.named``    it has its name
+``copy``                a part of the state is copied
+``generation.unnamed``  the generation's file is written, but has no name yet
+``generation.named``    the generation's file has its name
 ``hash``                the first block of a slot is hashed
-``data.half``           half of what is written to a data file by one write has been
-``data.write``          all of it
-``data.header``         so is the beginning of the file
+``data.half``           half of the bytes of one write to a data file are written
+``data.write``          all bytes of that write are written
+``data.header``         the header of the file is written too
 ``X.asked`` and so on   as in `crash_points`
 ``awaits S``            a trainer looks at a slot, and finds it in state S; this may be anywhere
 ``after P``             trainers have agreed in phase P of a save
 ======================  ====================================================================================
 
-A `Deed` says what is done at a point. It is done once, by whoever gets there first after the test has armed it.
+A `Deed` is done at a point once, by the first process that gets there after the test has armed it.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _record(kind: str) -> list[str]:
     return [f"{kind}.{moment}" for moment in ("asked", "written", "linked", "durable")]
 
 
-#: What trainers pass in a save that fills a slot again.
+#: The points that trainers pass in a save that fills a slot again.
 TRAINER: Final = [
     "WRITING.asked",
     "WRITING",
@@ -63,9 +63,9 @@ TRAINER: Final = [
     "STAGED.asked",
     "STAGED",
 ]
-#: What only the first rank of a node passes, or all that are first.
+#: The points that only the first rank of a node passes, or several ranks that get there at the same time.
 BY_ONE: Final = {"generation.unnamed", "generation.named"}
-#: What their keeper passes.
+#: The points that their keeper passes.
 KEEPER: Final = [
     "hash",
     "SEALED.asked",
@@ -85,9 +85,9 @@ KEEPER: Final = [
 
 @dataclass(frozen=True)
 class Deed:
-    """What is done when a process of `role` (of `rank`, if that is given) gets to `point`, by trainers in the save
-    number `nth` since they were armed: all processes of those names are killed, itself last if it is one of them; or it
-    stands still.
+    """A deed that a process of `role` (and of `rank`, if given) does when it gets to `point`. Trainers do it in save
+    number `nth` since they were armed. The process kills all processes named in `kills`, itself last if it is one of
+    them; or it `stalls`, that is, waits for a sign.
 
     Processes are called "keeper" and "rank-0", "rank-1", ...
     """
@@ -101,20 +101,20 @@ class Deed:
 
 
 class Log:
-    """What the processes of a test tell, line by line, in a folder; and what they are told, by files in it."""
+    """A folder in which the processes of a test log events, line by line, and find signs from the test, as files."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def tell(self, who: str, event: str, **more: object) -> None:
-        """Note an event of a process, in one write: it is there whole, whatever becomes of the process."""
+        """Log an event of a process, in one write: the line is whole even if the process dies."""
         line = json.dumps({"event": event, "at": round(time.time(), 3), **more}) + "\n"
         descriptor = os.open(self.folder / f"{who}.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
         os.write(descriptor, line.encode())
         os.close(descriptor)
 
     def told(self, who: str, event: str) -> list[dict[str, Any]]:
-        """All events of that name of a process, in order."""
+        """All events with that name that a process has logged, in order."""
         path = self.folder / f"{who}.jsonl"
         lines = path.read_text().splitlines() if path.exists() else []
         return [found for line in lines if (found := json.loads(line))["event"] == event]
@@ -128,12 +128,12 @@ class Log:
         return (self.folder / sign).exists()
 
     def wait_for(self, sign: str) -> None:
-        """Stand still until a sign is given."""
+        """Wait until a sign is given."""
         while not self.may(sign):
             time.sleep(0.005)
 
     def enter(self, who: str) -> None:
-        """Note which process `who` is."""
+        """Record the pid of this process, which is called `who`."""
         new = self.folder / f"{who}.pid.new"
         new.write_text(str(os.getpid()))
         new.rename(self.folder / f"{who}.pid")

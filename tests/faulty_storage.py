@@ -1,4 +1,4 @@
-"""Stores and system calls that fail, hang, dawdle or do half of what they are told, where a test wants them to."""
+"""Stores and system calls that fail, hang, are slow, or do half of a request, wherever a test wants them to."""
 
 from __future__ import annotations
 

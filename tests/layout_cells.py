@@ -1,4 +1,4 @@
-"""Ways to spread one training job over ranks, and the truth about what each rank then holds.
+"""Ways to spread one training job over ranks, and the true content of each rank's part.
 
 A cell is a kind of parallelism with the shape of its mesh. All cells hold the same logical tensors: random bits that
 depend on a seed and on the tensor's name (see `tests.models`). What a rank must hold of them is cut out in numpy, by

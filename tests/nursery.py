@@ -1,6 +1,6 @@
-"""Real processes in an instant: a warm process that has imported everything, and no thread, forks them.
+"""Real processes that start in an instant: a warm process without threads, which has imported everything, forks them.
 
-They live until they end, are killed, or the tests end: the kernel kills them when the warm process is gone.
+Each lives until it ends or is killed, or until the tests end: the kernel kills it when the warm process is gone.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _START_TIMEOUT_S = 60.0
 
 
 class Process:
-    """A process that runs a function; its exit status is 0, or 1 when that raised (the traceback is in `err`)."""
+    """A process that runs a function. Its exit status is 0, or 1 if the function raised; the traceback is in `err`."""
 
     def __init__(self, pid: int, err: Path) -> None:
         self.pid = pid
@@ -45,23 +45,23 @@ class Process:
 
     @property
     def err(self) -> str:
-        """What it wrote to standard error."""
+        """The text that the process wrote to standard error."""
         return self._err.read_text(errors="replace")
 
     def send(self, number: int) -> None:
-        """Send it a signal, if it still runs."""
+        """Send the process a signal, if it still runs."""
         if self.is_running:
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfd, number)
 
     def stop(self) -> None:
-        """Have it stand still."""
+        """Stop the process, as SIGSTOP does, and return when it has stopped."""
         self.send(signal.SIGSTOP)
         while _state(self.pid) not in "TZ":
             time.sleep(0.001)
 
     def wait(self, timeout_s: float = 60.0) -> int:
-        """Wait for its end; its exit status, or the negative number of the signal that ended it."""
+        """Wait until the process ends. Returns its exit status, or the negative number of the signal that ended it."""
         if self._status is None:
             assert _is_readable(self._pidfd, timeout_s), f"process {self.pid} does not end: {self.err}"
             self._status = os.waitstatus_to_exitcode(_nurse().ask(_Wait(self.pid)))
@@ -69,19 +69,19 @@ class Process:
         return self._status
 
     def kill(self) -> int:
-        """Kill it, and wait for its end; its exit status."""
+        """Kill the process, and wait until it ends. Returns its exit status."""
         self.send(signal.SIGKILL)
         return self.wait()
 
 
 def start(function: Callable[[*Ts], object], *args: *Ts, err: Path) -> Process:
-    """A process that calls a top-level function; what it says on standard error is appended to the file `err`."""
+    """Start a process that calls a top-level function; it appends its standard error to the file `err`."""
     err.touch()
     return Process(_nurse().ask(_Fork(pickle.dumps((function, args)), str(err))), err)
 
 
 def until(condition: Callable[[], bool], *, timeout_s: float = 30.0) -> None:
-    """Return when it has come true."""
+    """Wait until `condition` is true. Fails after `timeout_s`."""
     end = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < end, "it never came true"
@@ -113,7 +113,7 @@ class _Nurse:
         atexit.register(self._process.kill)
 
     def ask(self, order: _Fork | _Wait) -> int:
-        """The process that was forked, or the status that was waited for."""
+        """Send an order. Returns the pid of the forked process, or the status of the process that was waited for."""
         self._connection.send_bytes(pickle.dumps(order))
         return int(self._connection.recv_bytes())
 
@@ -132,7 +132,7 @@ def _is_readable(descriptor: int, timeout_s: float) -> bool:
 
 
 def _state(pid: int) -> str:
-    """The letter of a process's state; Z for one that is gone."""
+    """The letter of a process's state in /proc; Z for a process that is gone."""
     with suppress(FileNotFoundError, ProcessLookupError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     return "Z"
@@ -145,7 +145,7 @@ def _die_with_parent() -> None:
 
 def _serve(connection: Connection) -> None:
     _die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the caller's
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the tests' own process
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # the host's name may not resolve
     _import_all()
     connection.send_bytes(b"")

@@ -1,4 +1,4 @@
-"""What a disk may hold after the power failed: every operation of a save is recorded, and legal remains are built.
+"""The possible contents of a disk after a power failure, built from the recorded operations of a save.
 
 The model is the strictest that POSIX allows. What was written to a file is only certain after an fsync of that file:
 until then each block of 4096 bytes is there or not, and the size is any that the file has had since. A directory entry

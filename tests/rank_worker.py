@@ -1,4 +1,4 @@
-"""What runs in a warm process of `tests.ranks`: executes one task after another until the tests end."""
+"""The loop of a warm process of `tests.ranks`: it executes one task after another until the tests end."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 The processes are kept warm between calls: a fork server imports torch once, and forks a worker the first time its
 index is needed and again after it died. Each call starts on every worker with a fresh process group (or none), a seeded
 random generator, the test's own warning filters, and the environment and directory that the worker had at its start.
-What module globals hold stays, as it does from test to test in one process.
+Module globals keep their values between calls, as they do between tests in one process.
 
 A worker never outlives the tests: it is killed at exit, and by the kernel when the fork server is gone.
 """
@@ -28,7 +28,7 @@ from tests.rank_worker import HOST, Outcome, Task, serve
 
 MAX_WORKERS = 8
 START_TIMEOUT_S = 60.0
-# How long the others may still take once one rank has failed: most are then blocked on it for ever.
+# Grace period for the other ranks once one has failed: most of them are then blocked on it for ever.
 GRACE_S = 10.0
 
 R = TypeVar("R")
@@ -39,11 +39,11 @@ _context.set_forkserver_preload(["torch.distributed.fsdp", "torch.distributed.te
 
 
 class RankDiedError(Exception):
-    """The process of a rank ended during the call; says how."""
+    """The process of a rank ended during the call; the error says how."""
 
 
 class RankHungError(Exception):
-    """A rank was still running when the time was up, and was killed; says where each of its threads was."""
+    """A rank was still running after its time, and was killed; the error says where each of its threads was."""
 
 
 class RanksFailedError(ExceptionGroup[Exception]):
@@ -71,7 +71,7 @@ def run_ranks(world_size: int, function: Callable[[*Ts], R], *args: *Ts, timeout
 
     Raises `RanksFailedError` when a rank raises, dies, or still runs after ``timeout_s`` seconds (it is killed then).
     """
-    # The store lives here and not on rank 0, so that the death of any rank leaves it to the others.
+    # The store lives in this process and not on rank 0, so that it survives the death of any rank.
     store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
     calls = [pickle.dumps((function, args))] * world_size
     return cast("list[R]", _run(calls, store.port, timeout_s))
@@ -80,16 +80,16 @@ def run_ranks(world_size: int, function: Callable[[*Ts], R], *args: *Ts, timeout
 def run_processes(
     num_processes: int, function: Callable[[int, *Ts], R], *args: *Ts, timeout_s: float = 60.0
 ) -> list[R]:
-    """Call a top-level function, its process's index before ``args``, on processes without a process group.
+    """Call a top-level function with its process's index and ``args``, on processes without a process group.
 
-    Fails as `run_ranks` does.
+    Raises what `run_ranks` raises.
     """
     calls = [pickle.dumps((function, (index, *args))) for index in range(num_processes)]
     return cast("list[R]", _run(calls, None, timeout_s))
 
 
 class _Worker:
-    """One warm process. In turn it says that it is idle, gets a task, sends the outcome and is released from it."""
+    """One warm process. For each task it reports that it is idle, gets the task, sends the outcome and is released."""
 
     def __init__(self, index: int) -> None:
         self.connection, theirs = _context.Pipe()
@@ -104,12 +104,13 @@ class _Worker:
         return not self.connection.poll()
 
     def send(self, message: bytes) -> None:
-        # A worker that is gone is found, with its exit status, when its answer is awaited.
+        # If the worker is gone, `receive` finds that, with its exit status.
         with suppress(BrokenPipeError):
             self.connection.send_bytes(message)
 
     def receive(self, timeout_s: float) -> bytes:
-        """Return the next message; raise `RankHungError` when there is none in time, `RankDiedError` for the end."""
+        """Return the next message. Raises `RankHungError` if none comes in time, and `RankDiedError` if the worker
+        ended."""
         try:
             if self.connection.poll(timeout_s):
                 return self.connection.recv_bytes()
@@ -144,7 +145,7 @@ _pool: dict[int, _Worker] = {}
 
 @atexit.register
 def kill_workers() -> None:
-    """Kill the warm processes. The next call starts others, without the threads that torch left in these."""
+    """Kill the warm processes. The next call starts new ones, without the threads that torch left in these."""
     while _pool:
         _pool.popitem()[1].kill()
 
@@ -158,7 +159,7 @@ def _run(calls: list[bytes], store_port: int | None, timeout_s: float) -> list[o
             task = Task(call, rank, len(calls), store_port, timeout_s, warnings.filters)
             workers[rank].send(pickle.dumps(task))
         results, failures = _collect(workers, timeout_s)
-    except BaseException:  # interrupted: nothing is known of the workers any more
+    except BaseException:  # interrupted: the state of the workers is unknown
         for rank, worker in workers.items():
             del _pool[rank]
             worker.kill()
@@ -197,15 +198,15 @@ def _collect(workers: dict[int, _Worker], timeout_s: float) -> tuple[dict[int, o
     deadline = time.monotonic() + timeout_s
     while running:
         ready = wait([worker.connection for worker in running.values()], max(0.0, deadline - time.monotonic()))
-        # Nobody is ready when the time is up: then everybody left is asked where it is, before anybody is killed.
+        # After the deadline no rank is ready: then ask every remaining rank where it is, before killing any.
         for rank in [rank for rank, worker in running.items() if not ready or worker.connection in ready]:
             worker = running.pop(rank)
             _take(worker, rank, results, failures)
             unreleased.append(worker)
         if failures:
             deadline = min(deadline, time.monotonic() + GRACE_S)
-        # A rank keeps its process group while others may still need it to finish, but not once one has failed:
-        # the end of its connections is what wakes those that wait for it.
+        # A rank keeps its process group as long as other ranks may need it to finish, but not once one has failed:
+        # then the end of its connections wakes the ranks that wait for it.
         if failures or not running:
             while unreleased:
                 unreleased.pop().send(b"")

@@ -1,4 +1,4 @@
-"""A job with a small state, which every value of its head can be compared with, and how its saves may end."""
+"""A job with a small state: every value of the head can be checked; and the ways in which its saves may end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Views of checkpoints of simulated ranks, on a store that remembers what was read of it."""
+"""Views of checkpoints of simulated ranks, on a store that records the bytes read from it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Objects of other libraries: what stands for them, and what is said where nothing does.
+"""Adapters for objects of other libraries, and the errors for objects that no adapter fits.
 
 (The libraries themselves are in `test_frameworks`.)
 """

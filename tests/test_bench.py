@@ -1,4 +1,4 @@
-"""The benchmarks judge themselves by these rules. No test depends on a time."""
+"""The rules by which the benchmarks judge their own results. No test depends on a time."""
 
 from __future__ import annotations
 

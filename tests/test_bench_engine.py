@@ -1,4 +1,4 @@
-"""``bench engine``: what it measures with, what it makes of it, and what it leaves. No test depends on a time."""
+"""``bench engine``: its measuring parts, its figures, and the files that it leaves. No test depends on a time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loads across layouts are measured by these rules. No test depends on a time."""
+"""The rules by which ``bench load`` measures loads across layouts. No test depends on a time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``bench view``: what it writes, and what it says of it."""
+"""``bench view``: the results that it writes, and the tables made of them."""
 
 from __future__ import annotations
 

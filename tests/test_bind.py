@@ -1,4 +1,4 @@
-"""Values, containers and objects bound to a checkpoint; what is refused when both sides do not fit."""
+"""Values, containers and objects bound to a checkpoint, and the errors when the two sides do not fit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Media that lie: one bit, one file, any place. What is damaged is refused by name; no wrong value is ever loaded.
+"""Media that lie: one bit, in one file, at any place. A load refuses damage by name, and never loads a wrong value.
 
 A run of two ranks with checkpoints at places 1.1, 1.2 and 2.1 is damaged in place and healed again. Seed and count of
 the flips are printed.

@@ -1,5 +1,5 @@
-"""No mixture: whatever happens beside a save in the background, what is committed is what the state was when `save` was
-called, all of it.
+"""No mixture: whatever happens beside a background save, the committed checkpoint is the whole state at the instant of
+the call of `save`.
 
 Jobs add parameter groups, clear optimizer state, change frozen parameters in place and by ``.data =``, load and
 transfer into what is being copied, are interrupted in `save`, and are killed; see `tests/campaign_job.py`.

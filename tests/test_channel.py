@@ -1,4 +1,4 @@
-"""Messages between ranks: what arrives, who is named when it does not, and what is left in the store."""
+"""Messages between ranks: they arrive, or the error names the silent rank; and keys in the store are cleaned up."""
 
 from __future__ import annotations
 

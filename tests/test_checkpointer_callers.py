@@ -1,4 +1,4 @@
-"""A `Checkpointer` serves one thread of one process; whoever else calls is told so at once."""
+"""A `Checkpointer` serves one thread of one process; calls from any other raise an error at once."""
 
 from __future__ import annotations
 

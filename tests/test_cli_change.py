@@ -1,4 +1,4 @@
-"""``holdfast rollback`` and ``holdfast rm``: what changes a run asks first, and says what the head was and is."""
+"""``holdfast rollback`` and ``holdfast rm`` ask before they change a run, and name the old head and the new one."""
 
 from __future__ import annotations
 

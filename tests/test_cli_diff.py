@@ -1,4 +1,4 @@
-"""``holdfast diff`` and what it rests on: every difference is found, and there is none where there is none."""
+"""``holdfast diff`` and its parts: they find every difference, and report none between equal checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``holdfast doctor``: what crashes leave behind is named, explained and, on request, repaired."""
+"""``holdfast doctor`` names and explains the leftovers of crashes, and repairs them on request."""
 
 from __future__ import annotations
 

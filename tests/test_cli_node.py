@@ -1,4 +1,4 @@
-"""``holdfast node``: what lies in the memory of this node, and giving it back."""
+"""``holdfast node`` lists the contents of this node's memory, and frees them on request."""
 
 from __future__ import annotations
 

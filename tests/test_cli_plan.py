@@ -1,4 +1,4 @@
-"""``holdfast plan``: what a load on another world would do, on screen and as JSON."""
+"""``holdfast plan`` predicts a load on another number of ranks, on screen and as JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``holdfast verify``: structure, every byte, whole runs; what is found is named, and nothing else."""
+"""``holdfast verify`` checks structure, every byte, and whole runs; it names all damage, and nothing else."""
 
 from __future__ import annotations
 

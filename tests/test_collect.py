@@ -1,4 +1,4 @@
-"""Live tensors as layouts and memory: a later walk finds what a first one would, and keeps nothing alive."""
+"""Live tensors as layouts and memory: a repeated walk finds the same as a first one, and keeps no object alive."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whoever finds all files of a checkpoint present and sound may commit it, and always writes the same bytes."""
+"""Any process that finds all files of a checkpoint sound may commit it; all of them write the same bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The stores of this package keep to what every store has to."""
+"""The stores of this package pass the tests that every store must pass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which loads make a run continue from what they loaded, and which only read."""
+"""Some loads make the run continue from the loaded checkpoint; others only read it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory that a process would die of touching is refused, by the name of its tensor, before anything is changed."""
+"""A load refuses memory that would crash the process on access; it names the tensor and changes nothing before."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What several ranks hold undeclared: it is compared only where it must be, and what differs is refused or marked."""
+"""Tensors that several ranks hold without a declaration: copies are compared only where necessary, and a difference is
+refused or marked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the documents promise is there."""
+"""The names, commands and files that the documents promise exist."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the doctor finds in a run, what it says about it, and what it may do."""
+"""The doctor of a run: its findings, its advice, and its repairs."""
 
 from __future__ import annotations
 

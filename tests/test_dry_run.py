@@ -1,4 +1,4 @@
-"""Dry runs of loads: what is needed and read by all ranks at once, against the plans that loads make rank by rank."""
+"""Dry runs of loads: their figures for all ranks at once equal the plans that loads make rank by rank."""
 
 from __future__ import annotations
 

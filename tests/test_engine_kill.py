@@ -1,5 +1,5 @@
-"""SIGKILL at every named point of a save into memory, of a trainer, of all, of the keeper, of everything: what was
-durable is there, and what was whole in memory is restored, bit for bit.
+"""SIGKILL at every named point of a save into memory: of a trainer, of all trainers, of the keeper, or of everything.
+Durable checkpoints survive, and a snapshot that was whole in memory is restored bit for bit.
 
 A job of two ranks has two durable checkpoints and saves the third one; the processes that die are real, and so are the
 points (see `engine_points`). What it does at each step, and how that is checked, is in `engine_job`.

@@ -1,4 +1,4 @@
-"""Ranks of one node that read for each other: who reads what, and how it gets to those who want it."""
+"""Ranks of one node that read for each other: which rank reads which bytes, and how they reach the other ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What users of accelerate, Lightning, transformers, peft and torchmetrics hand over: saved, loaded, trained on.
+"""States of accelerate, Lightning, transformers, peft and torchmetrics: saved, loaded, and trained on.
 
 One file, so that these libraries are imported once. Models are tiny and random; nothing is downloaded.
 """

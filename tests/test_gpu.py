@@ -1,4 +1,4 @@
-"""States on a GPU: of which instant a save is, and that what is restored stays."""
+"""States on a GPU: a save captures one instant, and work queued on the GPU does not overwrite a restored state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What holds a state while it is copied, held against everything that is not a step: our own verbs, forks, interrupts,
+"""The guard protects a state that is being copied from everything but steps, too: our own verbs, forks, interrupts,
 other jobs, and calls after the end."""
 
 from __future__ import annotations

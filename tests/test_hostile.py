@@ -1,4 +1,4 @@
-"""Any bytes at all, given to any decoder: refused by name or decoded to something of one piece, in 1 s and 256 MiB.
+"""Any bytes, given to any decoder: it refuses them by name or decodes them to a consistent value, in 1 s and 256 MiB.
 
 Digests are always right here, or nothing behind them would ever be reached. Inputs are random bytes, and sound ones
 whose trees were changed: huge and negative numbers, wrong types, what stands twice, nesting, paths that lead out.

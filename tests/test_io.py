@@ -1,4 +1,4 @@
-"""What the pipelines promise: every byte, exactly once, verified, in bounded memory; the first error ends all."""
+"""The pipelines move every byte exactly once, verified, in bounded memory; the first error ends them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes wrong in real jobs: every rank raises, the error says what to do, and the next correct call works."""
+"""Mistakes in real jobs: every rank raises, the error says what to do, and the next correct call works."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The keeper as a process: it makes durable what trainers staged, whoever dies."""
+"""The keeper as a process: it makes staged snapshots durable, whichever process dies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a keeper promises beside making durable what is staged, each as a mutation would break it."""
+"""The keeper's promises besides making staged snapshots durable, each tested against a mutation that breaks it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The process of rank 0 may serve the store of the job, and end right after its last call: the others still hear how it
-ended."""
+"""Rank 0's process may serve the store of the job and end right after its last call; the other ranks still hear how
+that call ended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One rank alone runs into its deadline in a save, after the others were answered: that save is lost, and no other."""
+"""One rank alone reaches its deadline in a save, after the others got their answer: only that save is lost."""
 
 from __future__ import annotations
 

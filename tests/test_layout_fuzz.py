@@ -1,4 +1,4 @@
-"""Random layouts against what torch's modules really hold: a short core, and some hundreds in the slow suite.
+"""Random layouts against the real contents of torch's modules: a few cases, and some hundreds in the slow suite.
 
 `python -m tests.layout_fuzz 5000` runs as many as one likes.
 """

@@ -1,4 +1,4 @@
-"""Histories grow: what a command, a load or a save asks of storage does not."""
+"""A long history: commands, loads and saves make no more requests to storage than in a short one."""
 
 from __future__ import annotations
 

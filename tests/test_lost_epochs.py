@@ -1,4 +1,4 @@
-"""The record of an epoch is lost: nobody takes an older checkpoint for the head, or the run for a new one."""
+"""A lost record of an epoch: no reader takes an older checkpoint for the head, or the run for a new one."""
 
 from __future__ import annotations
 

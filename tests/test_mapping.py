@@ -1,4 +1,4 @@
-"""What each rule of a mapping does, and which mappings are refused."""
+"""The effect of each rule of a mapping, and the mappings that are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Local memory as bytes: packed small sources give what they give one by one."""
+"""Local memory as bytes: small sources give the same bytes packed as one by one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The memory of a node: liveness across PID namespaces, what the dead leave behind, and who gives way."""
+"""The memory of a node: liveness across PID namespaces, the leftovers of dead processes, and which slots give way."""
 
 from __future__ import annotations
 

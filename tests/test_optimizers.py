@@ -1,4 +1,4 @@
-"""Optimizers and parameter groups through whole checkpoints: what one job stepped to, another goes on from.
+"""Optimizers and parameter groups through whole checkpoints: a job continues from the state that another saved.
 
 The truth is what torch holds itself: every rank tells its optimizer's slots by parameter name, gathered by torch, and
 after loading another job must tell the same.

@@ -1,4 +1,4 @@
-"""Targets of a load or a transfer that have memory in common are refused: they would hold what came last."""
+"""A load or transfer refuses targets that share memory: they would contain whichever bytes came last."""
 
 from __future__ import annotations
 

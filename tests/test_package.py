@@ -1,4 +1,4 @@
-"""What users install: sdist and wheel build, and the wheel works in an environment that holds nothing else."""
+"""The packages that users install: sdist and wheel build, and the wheel works in an otherwise empty environment."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The grammar of paths: what selects, what is part of a name, what is refused."""
+"""The grammar of paths: the selectors, the characters that belong to a name, and the paths that are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What patterns of names match."""
+"""Patterns of names, and the names that they match."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From staged slots to a committed checkpoint, on one node and on several, however often it is begun again."""
+"""From staged slots to a committed checkpoint, on one node and on several, however often a keeper starts again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the POSIX backend promises: create-only, whole, durable, and errors that say what to do."""
+"""The promises of the POSIX backend: objects are create-only, whole and durable; errors say what to do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Power failures: whatever a disk may legally hold then, the head is there and whole, and no older than promised."""
+"""Power failures: for every legal content of the disk, the head is there and whole, and no older than promised."""
 
 from __future__ import annotations
 

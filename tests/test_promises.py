@@ -1,4 +1,4 @@
-"""The storage contract and the keeper's promises: whatever is left out of them, some test finds it.
+"""The storage contract and the keeper's promises: if the code breaks any of them, some test fails.
 
 `storage_promises.py` and `keeper_promises.py` list them.
 """

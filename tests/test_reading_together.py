@@ -1,4 +1,4 @@
-"""Loads of several ranks: what they share is read once, and what one of them suffers, all of them are told."""
+"""Loads of several ranks: they read shared bytes once, and all of them hear of an error on one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much memory is left, as the system says in all the places where it does."""
+"""The amount of free memory, by all the limits that the system reports."""
 
 from __future__ import annotations
 

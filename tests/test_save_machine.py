@@ -1,4 +1,4 @@
-"""The states of a save: listeners hear of each once, in order, and of one end, whatever comes between."""
+"""The states of a save: listeners hear of each state once, in order, and of one end, whatever interrupts it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Only what is selected is saved, and nothing else is looked at."""
+"""A save with `select` saves only the selected names, and reads nothing else."""
 
 from __future__ import annotations
 

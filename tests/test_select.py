@@ -1,4 +1,4 @@
-"""Only what is selected is loaded: everything else in the live state stays as it is."""
+"""A load with `select` loads only the selected names; everything else in the live state stays as it is."""
 
 from __future__ import annotations
 

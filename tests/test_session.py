@@ -1,4 +1,4 @@
-"""What a process remembers of its runs: only the owner of the newest epoch saves, at rising places."""
+"""A process's memory of its runs: only the owner of the newest epoch saves, at rising places."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The site has every page and every public name, and nothing in it leads nowhere."""
+"""The site has every page and every public name, and no broken link."""
 
 from __future__ import annotations
 

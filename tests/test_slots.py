@@ -1,4 +1,4 @@
-"""Slots: what is in them is known whoever died, and memory is there before it is written to."""
+"""Slots: their contents are known whichever process died, and their memory is reserved before any write."""
 
 from __future__ import annotations
 

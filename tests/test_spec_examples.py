@@ -1,4 +1,4 @@
-"""What docs/SPEC.md shows is true: its dumps are those of fresh checkpoints, its rule for floats is the library's.
+"""The examples in docs/SPEC.md are true: its dumps are those of fresh checkpoints, its rule for floats the library's.
 
 ``python -m tests.test_spec_examples`` writes the dumps of docs/SPEC.md anew.
 """

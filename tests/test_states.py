@@ -1,4 +1,4 @@
-"""What training scripts hold besides layers and optimizers, saved by two ranks and loaded by others, bit for bit."""
+"""Parts of training scripts other than layers and optimizers: saved by two ranks, loaded by others, bit for bit."""
 
 from __future__ import annotations
 

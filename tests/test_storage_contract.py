@@ -1,4 +1,4 @@
-"""The storage contract, call by call: what `storage.base` promises and a mutation of a backend breaks."""
+"""The storage contract, call by call: each promise of `storage.base` that a mutation of a backend breaks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A store that is full, broken, read-only, gone or not shared: every rank is told what happened, where and what to do;
+"""A store that is full, broken, read-only, gone or not shared: every rank hears what happened, where, and what to do;
 no half checkpoint appears; the head stays; the next save works."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What loading puts into live memory: the stored bits, whatever the dtype, the strides and the way they arrive."""
+"""A load puts the stored bits into live memory, whatever the dtype, the strides and the way they arrive."""
 
 from __future__ import annotations
 

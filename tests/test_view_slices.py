@@ -1,4 +1,4 @@
-"""Slices of a view: right on any layout and any store, of few bytes and in little memory; mapped where asked for."""
+"""Slices of a view: right on any layout and any store, with few bytes read and little memory; mapped on request."""
 
 from __future__ import annotations
 

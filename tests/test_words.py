@@ -1,4 +1,4 @@
-"""One word, one meaning: names are unique, and every place that spells one spells one that exists."""
+"""One word, one meaning: names are unique, and every name that a page or an import spells exists."""
 
 from __future__ import annotations
 

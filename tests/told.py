@@ -1,4 +1,4 @@
-"""What a call of a job told its caller, and the small state that such jobs save."""
+"""The result or error of a job's call, as its caller saw it; and the small state that such jobs save."""
 
 from __future__ import annotations
 
