@@ -33,7 +33,7 @@ from tests.test_checkpointer import end_keepers
 
 NUM_SAVES: Final = 400
 SAVES_PER_RUN: Final = 200
-#: A job is killed after so long at most.
+#: Time after which a job is killed, at most.
 LONGEST_LIFE_S: Final = 4.0
 
 

@@ -1,4 +1,4 @@
-"""The commands and their options, as users see them. Each command imports its own module when it runs."""
+"""The commands, their options and their help texts. Each command imports its own module when it runs."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from typing import Annotated
 
 import typer
 
-#: Exit codes: a finding (damage, a difference, something to repair), wrong usage, a failure or refusal, a Ctrl-C.
+#: Exit codes: a finding (damage, a difference, a crash's leftover), wrong usage, a failure or refusal, a Ctrl-C.
 FINDING = 1
 USAGE = 2
 FAILURE = 3
 INTERRUPTED = 130
 
-#: Most ranks of a plan: no job has more, and a plan of so many takes much memory and minutes.
+#: Limit for the ranks of a plan. No job has more, and a plan for so many takes minutes and much memory.
 _MAX_RANKS = 1 << 20
 
 _PATH_HELP = "A run (its head), RUN@step=700, RUN@3.12 (epoch 3, number 12), or a checkpoint folder."
 
 RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="The folder of a run.")]
 PathArgument = Annotated[str, typer.Argument(metavar="PATH", help=_PATH_HELP)]
-JsonOption = Annotated[bool, typer.Option("--json", help="One JSON document, for programs.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document, for programs.")]
 YesOption = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")]
 
 
@@ -30,7 +30,9 @@ def _seconds(value: float) -> float:
     return value
 
 
-NamesOption = Annotated[str, typer.Option("--names", metavar="GLOB", help="Only names that match, such as 'model/*'.")]
+NamesOption = Annotated[
+    str, typer.Option("--names", metavar="GLOB", help="Limit the command to names that match, such as 'model/*'.")
+]
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -55,12 +57,12 @@ def holdfast(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Look at, check and repair checkpoints. Exit codes: 0 fine, 1 a finding, 2 wrong usage, 3 failure."""
+    """Inspect, check and repair checkpoints. Exit codes: 0 success, 1 a finding, 2 wrong usage, 3 failure."""
 
 
 @app.command()
 def ls(run: RunArgument, *, as_json: JsonOption = False) -> None:
-    """List the checkpoints of a run. First what leads to its head, then what was abandoned."""
+    """List the checkpoints of a run. First the head and the checkpoints that led to it, then abandoned ones."""
     from holdfast.cli.ls import ls
 
     if not ls(run, as_json=as_json):
@@ -71,11 +73,11 @@ def ls(run: RunArgument, *, as_json: JsonOption = False) -> None:
 def show(
     path: PathArgument,
     *,
-    values: Annotated[bool, typer.Option("--values", help="Values too, and not only tensors.")] = False,
+    values: Annotated[bool, typer.Option("--values", help="Show values too, not only tensors.")] = False,
     names: NamesOption = "",
     as_json: JsonOption = False,
 ) -> None:
-    """Show what a checkpoint holds. A tree of its tensors, or every tensor of the names asked for."""
+    """Show the contents of a checkpoint. Prints a tree of its tensors; with --names, each tensor that matches."""
     from holdfast.cli.show import show
 
     show(path, values=values, names=names, as_json=as_json)
@@ -86,10 +88,10 @@ def verify(
     path: PathArgument,
     *,
     deep: Annotated[bool, typer.Option("--deep", help="Read all data and check every block's digest.")] = False,
-    every: Annotated[bool, typer.Option("--all", help="All committed checkpoints of the run.")] = False,
+    every: Annotated[bool, typer.Option("--all", help="Check all committed checkpoints of the run.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Check that a checkpoint is what was sealed. Its files, sizes, headers and values; with --deep every byte."""
+    """Check a checkpoint for damage. Verifies files, sizes, headers and values; with --deep every byte."""
     from holdfast.cli.verify import verify
 
     if not verify(path, deep=deep, every=every, as_json=as_json):
@@ -99,13 +101,13 @@ def verify(
 @app.command()
 def diff(
     a: Annotated[str, typer.Argument(metavar="A", help=_PATH_HELP)],
-    b: Annotated[str, typer.Argument(metavar="B", help="What to compare it with.")],
+    b: Annotated[str, typer.Argument(metavar="B", help="The checkpoint to compare A with.")],
     *,
-    stat: Annotated[bool, typer.Option("--stat", help="Only how much differs, not what.")] = False,
+    stat: Annotated[bool, typer.Option("--stat", help="Print only how much differs, not each difference.")] = False,
     names: NamesOption = "",
     as_json: JsonOption = False,
 ) -> None:
-    """Compare two checkpoints, however they are divided. Names, shapes, dtypes, values, and every element."""
+    """Compare two checkpoints, whatever their layouts. Compares names, shapes, dtypes, values, and every element."""
     from holdfast.cli.diff import diff
 
     if not diff(a, b, stat=stat, names=names, as_json=as_json):
@@ -116,35 +118,38 @@ def diff(
 def plan(
     path: PathArgument,
     *,
-    on: Annotated[int, typer.Option("--on", metavar="N", min=1, max=_MAX_RANKS, help="How many ranks load.")],
+    on: Annotated[int, typer.Option("--on", metavar="N", min=1, max=_MAX_RANKS, help="Number of ranks that load.")],
     layout: Annotated[
-        str, typer.Option("--layout", metavar="FILE", help="Layout rules (TOML); without, FSDP: axis 0 over all ranks.")
+        str,
+        typer.Option("--layout", metavar="FILE", help="Layout rules (TOML). Default: FSDP, axis 0 over all ranks."),
     ] = "",
     mapping: Annotated[str, typer.Option("--mapping", metavar="FILE", help="Rules of a mapping (TOML).")] = "",
     select: Annotated[
-        list[str] | None, typer.Option("--select", metavar="GLOB", help="Only what matches; may be repeated.")
+        list[str] | None,
+        typer.Option("--select", metavar="GLOB", help="Load only names that match; may be repeated."),
     ] = None,
     cast: Annotated[
-        list[str] | None, typer.Option("--cast", metavar="GLOB", help="What may be cast; may be repeated.")
+        list[str] | None,
+        typer.Option("--cast", metavar="GLOB", help="Allow casts of the tensors that match; may be repeated."),
     ] = None,
     nodes: Annotated[
         int,
         typer.Option(
-            "--nodes", metavar="N", min=0, max=_MAX_RANKS, help="How many nodes they are on; 0: one per 8 ranks."
+            "--nodes", metavar="N", min=0, max=_MAX_RANKS, help="Number of nodes of these ranks; 0: one per 8 ranks."
         ),
     ] = 0,
     storage: Annotated[
-        str, typer.Option("--storage", metavar="RATE", help="What a node reads at most, such as 10GB/s.")
+        str, typer.Option("--storage", metavar="RATE", help="Highest read rate of one node, such as 10GB/s.")
     ] = "",
     all_storage: Annotated[
-        str, typer.Option("--all-storage", metavar="RATE", help="What all nodes together read at most.")
+        str, typer.Option("--all-storage", metavar="RATE", help="Highest read rate of all nodes together.")
     ] = "",
     network: Annotated[
-        str, typer.Option("--network", metavar="RATE", help="What a node receives from others, such as 400Gbit/s.")
+        str, typer.Option("--network", metavar="RATE", help="Highest receive rate of one node, such as 400Gbit/s.")
     ] = "",
     as_json: JsonOption = False,
 ) -> None:
-    """Say what a load on other ranks would do. Names, bytes per rank, reads per file, seconds; reads no tensor."""
+    """Predict a load on other ranks. Prints names, bytes per rank, reads per file, and seconds; reads no tensor."""
     from holdfast.cli.plan import plan
 
     if not plan(
@@ -165,14 +170,20 @@ def plan(
 def doctor(
     run: RunArgument,
     *,
-    deep: Annotated[bool, typer.Option("--deep", help="Read all data too.")] = False,
-    finish: Annotated[bool, typer.Option("--finish", help="Commit what is complete and was never committed.")] = False,
-    remove: Annotated[bool, typer.Option("--remove", help="Delete what nobody can finish; asks first.")] = False,
-    force: Annotated[bool, typer.Option("--force", help="With --remove: also what may be in progress.")] = False,
+    deep: Annotated[bool, typer.Option("--deep", help="Read all data too, and check every block's digest.")] = False,
+    finish: Annotated[
+        bool, typer.Option("--finish", help="Commit checkpoints that are complete but were never committed.")
+    ] = False,
+    remove: Annotated[
+        bool, typer.Option("--remove", help="Delete leftovers that cannot be finished; asks first.")
+    ] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="With --remove: also delete saves that may be in progress.")
+    ] = False,
     yes: YesOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Find what crashes left behind in a run. Says what it means, and repairs it on request."""
+    """Find the leftovers of crashes in a run. Explains each finding, and repairs it on request."""
     from holdfast.cli.doctor import doctor
 
     if not doctor(run, deep=deep, finish=finish, remove=remove, force=force, yes=yes, as_json=as_json):
@@ -185,13 +196,14 @@ def keeper(
     *,
     node_dir: Annotated[str, typer.Option("--node-dir", help="A folder in memory, as trainers name it.")] = "/dev/shm",  # noqa: S108 - made private in it
     idle_s: Annotated[
-        float, typer.Option("--idle-s", callback=_seconds, help="End after so long without trainers and work.")
+        float,
+        typer.Option("--idle-s", callback=_seconds, help="End after this many seconds without trainers and work."),
     ] = 1800.0,
     grace_s: Annotated[
-        float, typer.Option("--grace-s", callback=_seconds, help="On SIGTERM, persist for so long at most.")
+        float, typer.Option("--grace-s", callback=_seconds, help="On SIGTERM, persist for this many seconds at most.")
     ] = 60.0,
 ) -> None:
-    """Keep the snapshots of a run on this node. For a prolog or a sidecar: trainers start one where there is none."""
+    """Make snapshots of a run on this node durable. For a prolog or a sidecar: trainers start a keeper if none runs."""
     from holdfast.cli.runs import parse_run
     from holdfast.keeper.__main__ import serve
 
@@ -201,21 +213,22 @@ def keeper(
 
 @app.command()
 def node(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="Only what this run has; without, all runs.")] = "",
+    run: Annotated[str, typer.Argument(metavar="RUN", help="The folder of a run. Default: all runs.")] = "",
     *,
     node_dir: Annotated[str, typer.Option("--node-dir", help="A folder in memory, as trainers name it.")] = "/dev/shm",  # noqa: S108 - it is looked at
     free: Annotated[
-        bool, typer.Option("--free", help="Free snapshots that are durable and that no trainer has any more.")
+        bool, typer.Option("--free", help="Free durable snapshots of ranks without a living trainer.")
     ] = False,
     stop: Annotated[
-        bool, typer.Option("--stop", help="Have keepers make durable what they have, and end; trainers start new ones.")
+        bool,
+        typer.Option("--stop", help="Let keepers make their snapshots durable, and end them; trainers start new ones."),
     ] = False,
     grace_s: Annotated[
-        float, typer.Option("--grace-s", callback=_seconds, help="With --stop: wait for so long at most.")
+        float, typer.Option("--grace-s", callback=_seconds, help="With --stop: wait for this many seconds at most.")
     ] = 60.0,
     as_json: JsonOption = False,
 ) -> None:
-    """List what lies in this node's memory. Its runs, ranks, steps, states, sizes and owners; frees it on request."""
+    """List snapshots in this node's memory. Shows run, rank, step, state, size and owner; can free durable ones."""
     from holdfast.cli.node import node
 
     if not node(run, node_dir=node_dir, free=free, stop=stop, grace_s=grace_s, as_json=as_json):
@@ -226,11 +239,13 @@ def node(
 def rollback(
     run: RunArgument,
     *,
-    to: Annotated[str, typer.Option("--to", metavar="PLACE|step=N", help="Where to go back to: 3.12, or step=700.")],
+    to: Annotated[
+        str, typer.Option("--to", metavar="PLACE|step=N", help="The checkpoint to go back to: 3.12, or step=700.")
+    ],
     yes: YesOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Make an earlier checkpoint the head. Nothing is deleted; what came after it is abandoned."""
+    """Make an earlier checkpoint the head. Deletes nothing, but abandons the checkpoints after it."""
     from holdfast.cli.change import rollback
 
     if not rollback(run, to, yes=yes, as_json=as_json):
@@ -246,7 +261,7 @@ def rm(
     yes: YesOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Delete checkpoints of a run for good. The head, and what other checkpoints need, are refused."""
+    """Delete checkpoints of a run for good. Refuses the head, and checkpoints that an epoch was opened from."""
     from holdfast.cli.change import rm
 
     if not rm(paths, yes=yes, as_json=as_json):

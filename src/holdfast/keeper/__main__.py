@@ -25,11 +25,15 @@ _log = logging.getLogger(__name__)
 
 def main(arguments: list[str]) -> int:
     """Keep the run that `arguments` name, and return the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m holdfast.keeper", description="Keep the snapshots of one run.")
+    parser = argparse.ArgumentParser(prog="python -m holdfast.keeper", description="Make snapshots of one run durable.")
     parser.add_argument("run", help="the run, as trainers name it")
     parser.add_argument("--node-dir", default=str(DEFAULT_NODE_DIR), help="a folder in memory")
-    parser.add_argument("--idle-s", type=float, default=IDLE_S, help="end after so long without trainers and work")
-    parser.add_argument("--grace-s", type=float, default=GRACE_S, help="on SIGTERM, persist for so long at most")
+    parser.add_argument(
+        "--idle-s", type=float, default=IDLE_S, help="end after this many seconds without trainers and work"
+    )
+    parser.add_argument(
+        "--grace-s", type=float, default=GRACE_S, help="on SIGTERM, persist for this many seconds at most"
+    )
     parser.add_argument("--detach", action="store_true", help="go on in the background, once it keeps the run")
     given = parser.parse_args(arguments)
     try:
