@@ -13,7 +13,10 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.format.records import Place
+from holdfast.format.records import Place, commit_key
+from holdfast.run.history import Run
+from holdfast.store.base import Location
+from holdfast.store.urls import open_store
 from tests.command_line import (
     INTERRUPT,
     Stored,
@@ -170,6 +173,19 @@ def test_a_bad_epoch_record_is_reported_by_verify_as_well_as_by_doctor(
     assert fault["path"] == str(record)
 
 
+def test_a_lost_commit_from_which_an_epoch_was_opened_is_a_finding(run: Path, tmp_path: Path) -> None:
+    copy = copy_of(run, tmp_path)
+    into = {f"w{n}": torch.zeros(300_000) for n in range(4)} | {"epoch": 0}
+    holdfast.load(f"{copy}@step=2", into=into)
+    origin = Run.open(open_store(Location(str(copy)))).find(step=2).place
+    holdfast.save(copy, into, 3)
+    record = copy / commit_key(origin)
+    record.unlink()
+    done = holdfast_command("verify", copy, "--deep", "--all", "--json")
+    assert (done.status, [fault["code"] for fault in done.json["findings"]]) == (1, ["commit.missing"])
+    assert done.json["findings"][0]["path"] == str(record)
+
+
 @pytest.mark.parametrize("lost", ["epochs/9999999997.json", "history"])
 @pytest.mark.parametrize("options", [[], ["--deep", "--all"]])
 def test_a_run_whose_head_nobody_can_load_is_not_called_sound(
@@ -272,3 +288,14 @@ def test_a_folder_in_the_place_of_a_commit_is_a_finding_beside_the_others(run: P
     assert done.status == 1
     codes = [[found["code"] for found in each["findings"]] for each in done.json["checkpoints"]]
     assert codes == [["corrupt.history"], [], []]
+
+
+def test_closed_and_full_outputs_do_not_look_like_a_finding(run: Path) -> None:
+    python = [sys.executable, "-m", "holdfast"]
+    for command in (["ls", str(run)], ["verify", str(run), "--json"]):
+        shell = ["/bin/sh", "-c", 'exec "$@" >&-', "sh"]
+        closed = subprocess.run([*shell, *python, *command], capture_output=True, check=False)
+        assert (closed.returncode, closed.stderr) == (0, b"")
+        with Path("/dev/full").open("w") as full:
+            done = subprocess.run([*python, *command], stdout=full, stderr=subprocess.PIPE, check=False)
+        assert done.returncode == 3

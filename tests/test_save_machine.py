@@ -76,6 +76,7 @@ def test_whatever_is_noted_listeners_hear_of_each_state_once_and_of_the_first_en
     if SaveCommitted in kinds:
         assert handle.staged.is_done
         assert handle.durable.is_done
+        assert not handle.trouble
     elif machine.is_over:
         assert handle.durable.error is _ERROR
         assert handle.staged.error is (None if SaveStaged in kinds else _ERROR)

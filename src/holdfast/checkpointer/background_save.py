@@ -186,6 +186,8 @@ class BackgroundSave:
     def _tell(self, error: BaseException | None) -> None:
         if isinstance(error, OSError):
             error = memory_error(self.stager.node_dir, error)
+        if error is None:  # an exception hit the thread's own note of what ended it
+            error = interrupted(self.machine.step)
         if isinstance(error, HoldfastError):
             self.machine.fail(error)
         else:

@@ -99,6 +99,7 @@ class Handle:
             case SaveDelayed():
                 self.durable.trouble = event.trouble
             case SaveCommitted():
+                self.durable.trouble = ""
                 self.durable.end(nbytes=event.nbytes)
             case SaveSkipped() | SaveUnwatched() | SaveFailed():
                 self.skipped = isinstance(event, SaveSkipped)

@@ -92,7 +92,7 @@ def skipped(step: int, found: SnapshotRoom) -> StorageError:
     )
 
 
-def not_staged(step: int, error: BaseException | None) -> StorageError:
+def not_staged(step: int, error: BaseException) -> StorageError:
     """An unexpected exception ended the background save of `step`."""
     return StorageError(
         f"step {step} could not be staged: {error!r}.",

@@ -11,6 +11,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NoReturn, Protocol, runtime_checkable
 
 from holdfast.cli.commands import FAILURE, INTERRUPTED, USAGE, app
@@ -19,6 +20,9 @@ from holdfast.errors import ConfigurationError, HoldfastError
 
 def main() -> NoReturn:
     """Run the command line of this process and exit."""
+    if sys.stdout is None or sys.stderr is None:  # somebody closed them (``>&-``): only the exit code counts
+        nowhere = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 - until the process ends
+        sys.stdout, sys.stderr = sys.stdout or nowhere, sys.stderr or nowhere
     for stream in (sys.stdout, sys.stderr):
         # A name that the terminal's encoding cannot express is no reason to fail.
         stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
@@ -43,7 +47,9 @@ def _start_soon() -> None:
 def run(arguments: Sequence[str]) -> NoReturn:
     """Run the command in `arguments`, and raise `SystemExit` with its exit code."""
     try:
-        sys.exit(app(arguments, prog_name="holdfast", standalone_mode=False) or 0)
+        status = app(arguments, prog_name="holdfast", standalone_mode=False) or 0
+        sys.stdout.flush()  # here, where a full disk is a failure; at the end of the interpreter it would be status 120
+        sys.exit(status)
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - Python's own status, 1, would say "a finding"
         sys.exit(_status(error, as_json="--json" in arguments))
 
@@ -79,7 +85,12 @@ def _status(error: BaseException, *, as_json: bool) -> int:
         known, status = _unexpected(error), FAILURE
     from holdfast.cli.screen import explain, print_error
 
-    (print_error if as_json else explain)(known)
+    try:
+        (print_error if as_json else explain)(known)
+        sys.stdout.flush()
+    except OSError:
+        # The output takes nothing, as on a full disk, so only the exit code tells. Python flushes it once more.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return status
 
 
