@@ -15,7 +15,9 @@ import pytest
 from holdfast.errors import ConfigurationError
 from holdfast.format.records import Place
 from holdfast.node_memory import arena as arena_module
+from holdfast.node_memory import file_locks
 from holdfast.node_memory.arena import Arena
+from holdfast.node_memory.claims import is_claimed
 from holdfast.node_memory.node_folder import NodeFolder
 from holdfast.node_memory.slots import Slot, SlotRecord, SlotState, slot_names
 from tests.test_posix_storage import mounted
@@ -253,3 +255,20 @@ def test_memory_is_given_back_also_where_the_folder_takes_no_changes(
     assert again.give_back()
     assert slot_names(folder) == []
     again.close()
+
+
+@pytest.mark.parametrize("where", [(Slot, "free_if_abandoned"), (file_locks, "try_lock")])
+def test_an_interrupt_while_memory_is_opened_leaves_no_claim_and_no_descriptor(
+    folder: NodeFolder, monkeypatch: pytest.MonkeyPatch, where: tuple[Any, str]
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    ready(folder, MIB).close()
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    with monkeypatch.context() as patch:
+        patch.setattr(*where, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            Arena(folder, rank=3, num_slots=2)
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    assert not is_claimed(folder, 3)

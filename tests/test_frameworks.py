@@ -423,7 +423,9 @@ def adapted(model: nn.Module) -> Any:
 def test_adapters_are_saved_alone_and_base_weights_are_loaded_under_them(tmp_path: Path) -> None:
     torch.manual_seed(1)
     base = llama()
-    holdfast.save(tmp_path / "base", {"model": base}, 1)
+    trained = AdamW(base.parameters())
+    step(base, trained)
+    holdfast.save(tmp_path / "base", {"model": base, "optimizer": trained}, 1)
     model = adapted(base)
     optimizer = AdamW([item for item in model.parameters() if item.requires_grad])
     step(model, optimizer)
@@ -438,7 +440,7 @@ def test_adapters_are_saved_alone_and_base_weights_are_loaded_under_them(tmp_pat
     holdfast.load(
         tmp_path / "base",
         {"model": again.get_base_model()},
-        select="!**lora_*",
+        select=["model", "!**lora_*"],
         mapping=[
             Rename(f"model/{{path:**}}.{name}.{{leaf}}", f"model/{{path}}.{name}.base_layer.{{leaf}}")
             for name in ("q_proj", "v_proj")

@@ -59,7 +59,11 @@ class Arena:
         self.error: HoldfastError | None = None
         self.seconds = 0.0
         self._claim = Claim(folder, rank)
-        self._take_over()
+        try:
+            self._take_over()
+        except BaseException:
+            self.close()
+            raise
 
     def prepare(self, nbytes: int, *, register: Register | None = None) -> None:
         """Begin to prepare slots for data files of up to `nbytes`, in the background: existing slots that are large
@@ -200,7 +204,11 @@ class Arena:
         for name in slot_names(self._folder, rank=self._rank):
             with suppress(FileNotFoundError, CorruptError):
                 slot = Slot(self._folder, name)
-                slot.free_if_abandoned()
+                try:
+                    slot.free_if_abandoned()
+                except BaseException:
+                    slot.close()
+                    raise
                 self._slots.append(slot)
 
     def _is_reusable(self, slot: Slot, needed: Place | None) -> bool:

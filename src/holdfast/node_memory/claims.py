@@ -38,9 +38,13 @@ class Claim:
         end = time.monotonic() + _TIMEOUT_S
         while time.monotonic() < end:
             fd = folder.open_or_create(_NAME)
-            if file_locks.try_lock(fd, *_bytes_of(rank), shared=True) and os.fstat(fd).st_nlink:
-                self._fd = fd
-                return
+            try:
+                if file_locks.try_lock(fd, *_bytes_of(rank), shared=True) and os.fstat(fd).st_nlink:
+                    self._fd = fd
+                    return
+            except BaseException:
+                file_locks.close(fd)
+                raise
             file_locks.close(fd)
             time.sleep(_TURN_S)
         raise BlockingIOError(errno.EAGAIN, "a process that stands still is about to remove its folder")
