@@ -11,21 +11,15 @@ from bench.errors import BenchError
 from bench.history import history
 from bench.io import io
 from bench.load import load
-from bench.marked import README, TABLES, read_marked
+from bench.marked import README, TABLES
 from bench.plan import plan
 from bench.small import small
-from bench.table import table
+from bench.table import require_places, table
 from bench.view import view
 
 app = typer.Typer(no_args_is_help=False, add_completion=False)
-app.command()(engine)
-app.command()(history)
-app.command()(io)
-app.command()(load)
-app.command()(plan)
-app.command()(small)
-app.command()(view)
-app.command()(table)
+for command in (engine, history, io, load, plan, small, view, table):
+    app.command()(command)
 
 
 @app.callback(invoke_without_command=True)
@@ -34,9 +28,7 @@ def everything(context: typer.Context) -> None:
     if context.invoked_subcommand is not None:
         return
     # Seen before the long run rather than after it.
-    for part in ("bench", "load", "engine", "small", "view", "plan", "history"):
-        read_marked(TABLES, part)
-    read_marked(README, "front")
+    require_places(TABLES, README)
     io()
     load()
     plan()

@@ -15,12 +15,11 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType,
 
 from bench.meter import give_back
 from bench.peers import TorchCheckpointing, TorchSnapshot
-from bench.pending import Futures, Pending
-from bench.saver import Saver
 from bench.state import State
+from bench.way import Futures, Pending, Way
 
 
-class DcpAsync(Saver):
+class DcpAsync(Way):
     """`torch.distributed.checkpoint.async_save`, which writes in a thread or in a process of its own.
 
     Its stager is kept from save to save, with the memory that it copies into, and copies in the background. (Pinned
@@ -29,7 +28,7 @@ class DcpAsync(Saver):
     """
 
     def __init__(self, state: State, kind: AsyncCheckpointerType) -> None:
-        self._state = state
+        super().__init__(state)
         self._kind = kind
         self._group = dist.new_group(backend="gloo")
         self._stager: DefaultStager | None = self._new_stager()
@@ -40,7 +39,7 @@ class DcpAsync(Saver):
         if self._last is not None:
             self._last.wait()
         begun = async_save(
-            self._state.tree,
+            self.state.tree,
             checkpoint_id=folder,
             process_group=self._group,
             async_checkpointer_type=self._kind,
@@ -61,7 +60,7 @@ class DcpAsync(Saver):
         """Have a stager with memory that it has copied into."""
         if self._stager is None:
             self._stager = self._new_stager()
-            copied = self._stager.stage(self._state.tree)
+            copied = self._stager.stage(self.state.tree)
             assert isinstance(copied, Future)
             copied.result()
 
@@ -72,7 +71,7 @@ class DcpAsync(Saver):
 
     def load(self, folder: Path) -> None:
         """Load into the state."""
-        dcp_load(self._state.tree, checkpoint_id=folder)
+        dcp_load(self.state.tree, checkpoint_id=folder)
 
     def close(self) -> None:
         """Let go of the memory; the process ends with this one."""
@@ -91,7 +90,7 @@ class DcpAsync(Saver):
         return DefaultStager(options)
 
 
-class TorchCheckpointingAsync(TorchCheckpointing, Saver):
+class TorchCheckpointingAsync(TorchCheckpointing):
     """`torch_checkpointing` with its saver for the background: copied by a thread, written by a process."""
 
     def __init__(self, state: State) -> None:
@@ -99,7 +98,7 @@ class TorchCheckpointingAsync(TorchCheckpointing, Saver):
 
     def begin(self, folder: Path) -> Pending:
         """Begin to save into `folder`."""
-        written = self._begin(folder)
+        written = self.begun(folder)
         return Futures(written, self._manager._staging_future)  # noqa: SLF001 - it has no other name
 
     def unlocked(self) -> AbstractContextManager[None]:
@@ -112,7 +111,7 @@ class TorchCheckpointingAsync(TorchCheckpointing, Saver):
         self._manager.close()
 
 
-class TorchSnapshotAsync(TorchSnapshot, Saver):
+class TorchSnapshotAsync(TorchSnapshot):
     """`torchsnapshot.Snapshot.async_take`, which copies before it returns."""
 
     def begin(self, folder: Path) -> Pending:
@@ -121,17 +120,11 @@ class TorchSnapshotAsync(TorchSnapshot, Saver):
         return _Taken(taken)
 
 
-class _Taken:
-    """A snapshot that is being taken, of a library without types."""
-
-    persist_s: float | None = None
+class _Taken(Pending):
+    """A snapshot that is being taken, of a library without types; it was copied in its call."""
 
     def __init__(self, taken: Any) -> None:
         self._taken = taken
-
-    def is_copied(self) -> bool:
-        """It is since its call."""
-        return True
 
     def is_over(self) -> bool:
         """Whether it has ended."""

@@ -6,23 +6,55 @@ Python, and saves in a training loop on all cores.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
 import typer
 
-from bench.engine_bars import bars, require_limit
-from bench.engine_contenders import NAMES, able
-from bench.engine_parts import measure_loops, measure_python, measure_restores, measure_saves
-from bench.engine_plan import Plan
-from bench.engine_results import PARTS, EngineResult, LoopPart, Part, PythonPart, RestorePart, SavesPart, read_earlier
-from bench.errors import BenchError, SetupError
-from bench.results import RAW, RESULTS, write_result
+from bench.caches import how_dropped
+from bench.contenders import described
+from bench.engine_beside import NO_SAVES, PythonLoop, TrainingLoop
+from bench.engine_contenders import BACKGROUND, NAMES, OURS, OURS_SYNC, OWN, PACKAGES, able
+from bench.engine_job import EngineJob
+from bench.engine_restore import Restores
+from bench.engine_saves import ALONE, BESIDE_WORK, Saves
+from bench.environment import environment, in_words, package_versions
+from bench.errors import SetupError
+from bench.markdown import reasons, samples_link, table, ways_in_words
+from bench.options import Contenders, Folder, Name, Results, Rounds
+from bench.progress import describe, progress
+from bench.raw import RAW_WAYS
+from bench.schema import (
+    RAW,
+    RESULTS,
+    WARM_UP,
+    Bar,
+    Part,
+    Result,
+    Scenario,
+    chosen,
+    now,
+    read_result,
+    require_bars,
+    require_raw_limit,
+    write_result,
+)
+from bench.state import LlamaLike
+from bench.statistics import NO_FIGURE, median, paired_ratios, text
 
+SAVES, RESTORE, PYTHON, LOOP = PARTS = ("saves", "restore", "python", "loop")
 #: With 111 layers, model and optimizer have 4,008 tensors.
 NUM_LAYERS = 111
+
+#: The sizes that the bars hold for, and the bars.
+MIN_ROUNDS, MIN_WORLD, MIN_TENSORS = 7, 2, 3_000
+MIN_NBYTES, MIN_PYTHON_NBYTES, MIN_LOOP_NBYTES = 2_000_000_000, 1_000_000_000, 500_000_000
+BLOCKED_MS, STEP_WAIT_MS = 20.0, 5.0
+SHARE_OF_RAW, SHARE_OF_MEMCPY = 0.9, 0.6
+CPU_S_PER_GB = 0.2
+MEMORY_MIB = 128.0
+PYTHON_SLOW_DOWN, LOOP_SLOW_DOWN = 0.05, 0.03
 
 
 def engine(
@@ -32,57 +64,307 @@ def engine(
     loop_gib: Annotated[float, typer.Option(help="Size of the state that is saved in a training loop.")] = 0.5,
     layers: Annotated[int, typer.Option(help="Layers; each has 36 tensors with AdamW.")] = NUM_LAYERS,
     world: Annotated[int, typer.Option(help="Ranks, but for the loop of Python, which is one.")] = 2,
-    rounds: Annotated[int, typer.Option(help="Rounds; in each, every contender runs once.")] = 7,
+    rounds: Rounds = 7,
     only: Annotated[list[str] | None, typer.Option(help=f"Only this part: {', '.join(PARTS)}; repeatable.")] = None,
-    contender: Annotated[
-        list[str] | None, typer.Option(help="Only this contender beside the raw limit; repeatable.")
-    ] = None,
+    contender: Contenders = None,
     work_s: Annotated[float, typer.Option(help="Seconds of work between a save and the next step.")] = 1.0,
     calm_s: Annotated[float, typer.Option(help="Seconds that the loop of Python runs before and after a save.")] = 1.0,
     steps: Annotated[int, typer.Option(help="Steps of a training loop.")] = 10,
     every: Annotated[int, typer.Option(help="Steps from save to save.")] = 10,
     tokens: Annotated[int, typer.Option(help="Tokens of a rank in a step of a training loop.")] = 512,
-    folder: Annotated[
-        Path, typer.Option("--dir", exists=True, file_okay=False, help="A folder on the device to measure.")
-    ] = Path(),
+    folder: Folder = Path(),
     memory: Annotated[
         Path, typer.Option("--node-dir", exists=True, file_okay=False, help="A folder in memory.")
     ] = Path("/dev/shm"),
-    name: Annotated[str, typer.Option(help="Name of the result file.")] = "engine",
-    results: Annotated[Path, typer.Option(help="Folder of the result file.")] = RESULTS,
+    name: Name = "engine",
+    results: Results = RESULTS,
 ) -> None:
     """Measure the save engine against its peers and its bars. Parts that are not asked for stay as they are."""
     if min(rounds, world, layers, every, steps, tokens) < 1:
         raise SetupError("Ask for at least one round, one rank, one layer, one step, and one token.")
-    names = NAMES if contender is None else (RAW, *contender)
-    plan = Plan(world, rounds, layers, names, work_s, calm_s, steps, every, tokens, folder, memory)
-    able(names)  # a wrong name is said before anything runs
-    measures: dict[Part, Callable[[], SavesPart | RestorePart | PythonPart | LoopPart]] = {
-        "saves": lambda: measure_saves(plan, gib),
-        "restore": lambda: measure_restores(plan, gib),
-        "python": lambda: measure_python(plan, python_gib),
-        "loop": lambda: measure_loops(plan, loop_gib),
+    names, absent = able(NAMES if contender is None else (RAW, *contender))
+    background = tuple(each for each in BACKGROUND if each in names)
+    large, medium, small = (LlamaLike(int(each * 2**30), "rows", layers) for each in (gib, python_gib, loop_gib))
+    jobs: dict[str, EngineJob] = {
+        SAVES: Saves(world=world, rounds=rounds, recipe=large, contenders=names, work_s=work_s),
+        RESTORE: Restores(world=world, rounds=rounds, recipe=large, contenders=(OURS,)),
+        PYTHON: PythonLoop(world=1, rounds=rounds, recipe=medium, contenders=background, calm_s=calm_s),
+        LOOP: TrainingLoop(
+            world=world,
+            rounds=rounds,
+            recipe=small,
+            contenders=(RAW, *background),
+            steps=steps,
+            every=every,
+            tokens=tokens,
+        ),
     }
-    parts = chosen(only)
-    result = read_earlier(name, results) if only else EngineResult(name)
+    parts = chosen(only, PARTS, kind="part")
+    result = read_earlier(name, results) if only else Result(name, ())
     for part in parts:
-        result = msgspec.structs.replace(result, **{part: measures[part]()})
-        result = msgspec.structs.replace(result, bars=tuple(bars(result)))
+        result = with_part(result, measured(part, jobs[part], absent, folder, memory))
         # Whatever happens to a later part, this one is kept.
-        path = write_result(result, results)
-        typer.echo(f"{part}: wrote {path}")
-    for bar in result.bars:
+        typer.echo(f"{part}: wrote {write_result(result, results)}")
+    for bar in bars(result):
         typer.echo(bar.text())
-    if "saves" in parts and result.saves is not None:
-        require_limit(result.saves)
-    missed = [bar.text() for bar in result.bars if not bar.met]
-    if missed:
-        raise BenchError("; ".join(missed))
+    if SAVES in parts:
+        require_limit(result)
+    require_bars(bars(result))
 
 
-def chosen(names: list[str] | None) -> tuple[Part, ...]:
-    """The parts of these names, or all; SetupError for a name that is not known."""
-    unknown = [name for name in names or () if name not in PARTS]
-    if unknown:
-        raise SetupError(f"There is no part {', '.join(unknown)}. Choose from {', '.join(PARTS)}.")
-    return tuple(part for part in PARTS if names is None or part in names)
+def measured(name: str, job: EngineJob, absent: dict[str, str], folder: Path, memory: Path) -> Part:
+    """One part; SetupError where it has no room or no contender."""
+    if name in (PYTHON, LOOP) and not set(job.contenders) & {*BACKGROUND}:
+        raise SetupError(f"None of the contenders saves in the background. Choose from {', '.join(BACKGROUND)}.")
+    with job.placed(folder, memory) as (placed, path), progress(job.num_samples()) as advance:
+        size, samples = placed.measure(path, on_sample=lambda sample: advance(describe(sample)))
+    full = name == SAVES
+    not_possible = absent if full else {}
+    return Part(
+        scenario=Scenario(name=name, world=job.world, rounds=job.rounds, state=size, facts=job.facts()),
+        date=now(),
+        environment=environment(folder),
+        samples=samples,
+        contenders=described((*job.contenders, *not_possible), *OWN, direct=placed.direct),
+        not_possible=not_possible,
+        caches=how_dropped(),
+        raw_ways=tuple(RAW_WAYS) if full else (),
+        packages=package_versions(PACKAGES.values()),
+    )
+
+
+def with_part(result: Result, part: Part) -> Result:
+    """`result` with `part` in place of one of its name."""
+    found = {each.scenario.name: each for each in (*result.parts, part)}
+    return Result(result.name, tuple(found[name] for name in PARTS if name in found))
+
+
+def read_earlier(name: str, folder: Path) -> Result:
+    """What was measured before under this name, and written to `folder`; nothing where there is no file yet."""
+    path = folder / f"{name}.json"
+    return read_result(path, command="engine") if path.exists() else Result(name, ())
+
+
+def require_limit(result: Result) -> None:
+    """RawLimitError when a contender whose saves are durable was faster than the device; those that sync nothing may
+    be."""
+    part = result.find(SAVES)
+    if part is not None:
+        require_raw_limit(part, ALONE, only_durable=True)
+
+
+# Figures
+
+
+def python_slow_down(part: Part, name: str, key: str) -> list[float]:
+    """What share of its rate the loop of Python lost: with the rate `key`, while all was saved or only written."""
+    before, after, rate = (part.series(name, each) for each in ("before_per_s", "after_per_s", key))
+    calm = [(one + other) / 2 for one, other in zip(before, after, strict=True)]
+    return [1 - ratio for ratio in paired_ratios(rate, calm)]
+
+
+def loop_slow_down(part: Part, name: str) -> list[float]:
+    """Seconds / seconds of the loop without saves - 1, paired by round."""
+    series = part.series(name)
+    return [ratio - 1 for ratio in paired_ratios(series, part.series(NO_SAVES))] if series else []
+
+
+def of_memcpy(part: Part, key: str) -> list[float]:
+    """Seconds of a copy of as many bytes / seconds, paired by round."""
+    return paired_ratios(_restores(part, "memcpy_s"), _restores(part, key))
+
+
+def bars(result: Result) -> Iterator[Bar]:
+    """The bars that hold for the parts of `result`, with their medians."""
+    part = result.find(SAVES)
+    if part and _is_full(part, world=MIN_WORLD, nbytes=MIN_NBYTES) and part.scenario.state.num_tensors >= MIN_TENSORS:
+        found = {each.name for each in part.able}
+        if OURS in found:
+            blocked_s, step_wait_s = (median(_beside(part, OURS, key)) for key in ("blocked_s", "step_wait_s"))
+            yield _bar("blocked", 1e3 * blocked_s, BLOCKED_MS, "ms")
+            yield _bar("step wait", 1e3 * step_wait_s, STEP_WAIT_MS, "ms")
+            persist_share = median(part.shares(OURS, "persist_s", measure=ALONE))
+            yield _bar("persist, of raw", persist_share, SHARE_OF_RAW, at_least=True)
+            yield _bar("CPU", part.cpu_s_per_gb(OURS, measure=ALONE), CPU_S_PER_GB, "s/GB")
+            yield _bar("extra memory per rank", _peak_nbytes(part, OURS) / 2**20, MEMORY_MIB, "MiB")
+        if OURS_SYNC in found:
+            share = median(part.shares(OURS_SYNC, measure=ALONE))
+            yield _bar("holdfast.save, of raw", share, SHARE_OF_RAW, at_least=True)
+    part = result.find(RESTORE)
+    if part and _is_full(part, world=MIN_WORLD, nbytes=MIN_NBYTES):
+        yield _bar("restore, of memcpy", median(of_memcpy(part, "seconds")), SHARE_OF_MEMCPY, at_least=True)
+    part = result.find(PYTHON)
+    if part and _is_full(part, world=1, nbytes=MIN_PYTHON_NBYTES) and part.series(OURS):
+        slow_down = median(python_slow_down(part, OURS, "persisting_per_s"))
+        yield _bar("Python-bound rank slowed down by", 100 * slow_down, 100 * PYTHON_SLOW_DOWN, "%")
+    part = result.find(LOOP)
+    if part and _is_full(part, world=MIN_WORLD, nbytes=MIN_LOOP_NBYTES) and part.series(OURS):
+        yield _bar("loop slowed down by", 100 * median(loop_slow_down(part, OURS)), 100 * LOOP_SLOW_DOWN, "%")
+
+
+def first_blocked_s(part: Part, name: str) -> float:
+    """How long the first save of a contender blocked, its set-up included."""
+    first = next(each for each in part.samples if (each.contender, each.measure) == (name, ALONE))
+    assert first.round == WARM_UP
+    return max(first.values["blocked_s"])
+
+
+def _is_full(part: Part, *, world: int, nbytes: int) -> bool:
+    scenario = part.scenario
+    return scenario.rounds >= MIN_ROUNDS and scenario.world >= world and scenario.state.nbytes >= nbytes
+
+
+def _bar(what: str, figure: float, limit: float, unit: str = "", *, at_least: bool = False) -> Bar:
+    unit = f" {unit}" if unit else ""
+    words = f"{what} {figure:.3g}{unit} (at {'least' if at_least else 'most'} {limit:g}{unit})"
+    return Bar(what, figure, limit, words, at_least)
+
+
+def _beside(part: Part, name: str, key: str) -> list[float]:
+    return part.series(name, key, measure=BESIDE_WORK)
+
+
+def _peak_nbytes(part: Part, name: str) -> float:
+    return part.peak_nbytes(name, ALONE, BESIDE_WORK)
+
+
+def _restores(part: Part, key: str) -> list[float]:
+    """A figure of each restore, whether the ranks died when their save was staged or durable."""
+    return [max(sample.values[key]) for sample in sorted(part.samples, key=lambda sample: sample.round)]
+
+
+# Tables
+
+
+def render_engine(result: Result) -> str:
+    """The figures of `result` as Markdown: of each part that was measured."""
+    saves, restore, python, loop = (result.find(name) for name in PARTS)
+    lines: list[str] = []
+    if saves:
+        lines += [*_save_rows(saves), "", _about_saves(saves), ""]
+    if restore:
+        lines += [*_restore_rows(restore), "", _about_restore(restore), ""]
+    if python or loop:
+        lines += [*_slow_down_rows(python, loop), ""]
+    if python:
+        lines += [_about_python(python), ""]
+    if loop:
+        lines += [_about_loop(loop), ""]
+    judged = "; ".join(bar.text() for bar in bars(result))
+    if judged:
+        lines += [f"Bars for holdfast: {judged}.", ""]
+    machines = dict.fromkeys(f"{in_words(part.environment)}, {part.date[:10]}" for part in result.parts)
+    packages = "".join(f", {name} {version}" for name, version in (saves.packages if saves else {}).items())
+    return "\n".join((*lines, f"{'; '.join(machines)}{packages}. {samples_link(result.name)}."))
+
+
+def _save_rows(part: Part) -> list[str]:
+    def memory(name: str) -> str:
+        return NO_FIGURE if name == RAW else f"{_peak_nbytes(part, name) / 1e6:.0f}"
+
+    return table(
+        "",
+        {each.name: "raw limit" if each.name == RAW else each.name for each in part.able},
+        [
+            ("save blocks, ms", lambda name: text(_beside(part, name, "blocked_s"), 1, scale=1e3)),
+            ("next step waits, ms", lambda name: text(_beside(part, name, "step_wait_s"), 1, scale=1e3)),
+            ("durable after, s", lambda name: text(part.series(name, measure=ALONE))),
+            ("of raw", lambda name: "1" if name == RAW else text(part.shares(name, measure=ALONE))),
+            ("CPU, s/GB", lambda name: f"{part.cpu_s_per_gb(name, measure=ALONE):.2f}"),
+            ("memory per rank, MB", memory),
+        ],
+    )
+
+
+def _about_saves(part: Part) -> str:
+    names, facts = [each.name for each in part.able], part.scenario.facts
+    first = ", ".join(f"{name} {first_blocked_s(part, name):.2f}" for name in names if name != RAW)
+    synced = "; ".join(f"{contender.name}: {contender.durable}" for contender in part.able)
+    persisted = text(part.shares(OURS, "persist_s", measure=ALONE))
+    persisting = f" (holdfast, from the end of the copy: {persisted})" if OURS in names else ""
+    return (
+        f"{part.scenario.state.nbytes / 1e9:.2f} GB ({part.scenario.state.num_tensors:,} tensors), "
+        f"{part.scenario.world} ranks, medians of {part.scenario.rounds} interleaved rounds (lowest to highest) after "
+        f"a warm-up. Blocked: the call of save, beside {facts['work_s']:g} s of work per step. The next step waits as "
+        "long as it takes more than one without a save. Durable, shares and CPU (of all processes) are of saves beside "
+        f"which ranks do nothing. Of raw: raw seconds / seconds, paired by round{persisting}; raw limit: best of "
+        f"{ways_in_words(part)} ({part.raw_way(ALONE)}). Memory is the proportional set size of all processes beyond "
+        f"what there was before a contender's first save; holdfast has {facts['generations']} generations of the state "
+        f"in the memory of the node beside it. What durable means: {synced}. The first save of each blocked for, s: "
+        f"{first}. Every contender's last save is loaded and compared with what was saved.{reasons(part)}"
+    )
+
+
+def _restore_rows(part: Part) -> list[str]:
+    labels = {
+        "seconds": "restore from node memory (verified)",
+        "moved_s": "copy of each tensor, with its digests, and no more",
+        "memcpy_s": "memcpy of as many bytes",
+        "load_s": "load from storage, cold caches (verified)",
+    }
+    shares = {"memcpy_s": "1", "load_s": NO_FIGURE}
+    return table(
+        "after SIGKILL of all ranks",
+        labels,
+        [
+            ("s", lambda key: text(_restores(part, key))),
+            ("of memcpy", lambda key: shares.get(key) or text(of_memcpy(part, key))),
+        ],
+    )
+
+
+def _about_restore(part: Part) -> str:
+    scenario = part.scenario
+    moved_cpu_s = median(_restores(part, "moved_cpu_s")) / (scenario.state.nbytes / 1e9)
+    return (
+        f"{scenario.state.nbytes / 1e9:.2f} GB, {scenario.world} ranks, medians of {scenario.rounds} rounds (lowest "
+        "to highest). In each, ranks that have saved are killed, and new ones have everything but the state when the "
+        "clock starts. The memcpy is of one block from touched memory to touched memory, by all ranks at once, best of "
+        f"three, and so is the copy of each tensor; with digests it takes {moved_cpu_s:.2f} s of CPU per GB, "
+        "of a save as of a restore. Every state is compared with what was saved."
+    )
+
+
+def _slow_down_rows(python: Part | None, loop: Part | None) -> list[str]:
+    parts = [part for part in (python, loop) if part is not None]
+    # Those beside Python first, as they are there.
+    names = dict.fromkeys(each.name for part in parts for each in part.able)
+
+    def beside(name: str, key: str) -> str:
+        return text(python_slow_down(python, name, key) if python else [], 1, scale=100)
+
+    return table(
+        "slowed down by, %",
+        {name: name for name in names},
+        [
+            ("loop of Python, while persisting", lambda name: beside(name, "persisting_per_s")),
+            ("with the copy", lambda name: beside(name, "saving_per_s")),
+            (
+                "training loop, all cores busy",
+                lambda name: text(loop_slow_down(loop, name) if loop else [], 1, scale=100),
+            ),
+        ],
+    )
+
+
+def _about_python(part: Part) -> str:
+    return (
+        f"Python: one rank counts beside a save of {part.scenario.state.nbytes / 1e9:.2f} GB, with a core to spare; "
+        f"its rate against that just before and after, medians of {part.scenario.rounds} rounds."
+    )
+
+
+def _about_loop(part: Part) -> str:
+    facts, state = part.scenario.facts, part.scenario.state
+
+    def lag_s(name: str) -> float:
+        durable, ended = part.series(name, "durable_s"), part.series(name)
+        return median([late - end for late, end in zip(durable, ended, strict=True)])
+
+    lags = ", ".join(f"{each.name} {lag_s(each.name):.2f}" for each in part.able)
+    return (
+        f"Training loop: {part.scenario.world} ranks with the arithmetic of {facts['tokens']} tokens each per step, "
+        f"{facts['steps']} steps in {text(part.series(NO_SAVES))} s without saves, and with a save of "
+        f"{state.nbytes / 1e9:.2f} GB every {facts['every']} steps; medians of {part.scenario.rounds} interleaved "
+        f"rounds. `{RAW}` only writes as many bytes. The last save was durable after the end of the loop, s: {lags}."
+    )

@@ -6,7 +6,6 @@ import itertools
 import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,14 +14,12 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import holdfast
 from bench.async_peers import DcpAsync, TorchCheckpointingAsync, TorchSnapshotAsync
-from bench.contenders import Contender, Dcp, Raw, TorchSave
-from bench.errors import SetupError
+from bench.contenders import DIRECT, SEALED, SYNCED, Dcp, Raw, TorchSave, not_installed
 from bench.live import Live
-from bench.pending import Futures, Over, Pending, Staged
-from bench.raw import RAW_WAYS, RawImage, takes_direct
-from bench.results import RAW, NotPossible
-from bench.saver import Saver
+from bench.raw import RAW_WAYS, RawImage
+from bench.schema import RAW, Contender, chosen
 from bench.state import State
+from bench.way import Futures, Pending, Staged, Way
 from holdfast.run.history import Run
 from holdfast.run.removal import remove_checkpoint
 from holdfast.store.base import Location
@@ -44,51 +41,37 @@ class Site(NamedTuple):
     live: Live
     run: Path
     node_dir: Path
+    direct: bool
 
 
-class Whole(Saver):
-    """A contender of `bench.contenders`, which returns when the save is over."""
-
-    def __init__(self, contender: Contender) -> None:
-        self._contender = contender
-
-    def begin(self, folder: Path) -> Pending:
-        """Save."""
-        self._contender.save(folder)
-        return Over()
-
-    def load(self, folder: Path) -> None:
-        """Load."""
-        self._contender.load(folder)
-
-
-class HoldfastSync(Saver):
+class HoldfastSync(Way):
     """`holdfast.save` of the live objects, all into one run."""
 
     def __init__(self, site: Site) -> None:
+        super().__init__(site.state)
         self._run = str(site.run)
         self._objects = site.live.objects
         self._steps = itertools.count()
 
-    def begin(self, folder: Path) -> Pending:
+    def save(self, folder: Path) -> None:
         """Save; returns when it is durable and committed."""
         holdfast.save(self._run, self._objects, next(self._steps))
-        return Over()
 
     def load(self, folder: Path) -> None:
         """Load the head of the run."""
         holdfast.load(self._run, into=self._objects)
 
 
-class RawBeside(Saver):
+class RawBeside(Way):
     """The raw limit beside a loop: what the device takes from the cores when as many bytes are written, and no more.
 
     Where it is a virtual one, its host may do that on the same cores.
     """
 
     def __init__(self, site: Site) -> None:
+        super().__init__(site.state)
         image = RawImage(site.state.share(dist.get_rank(), dist.get_world_size()))
-        self._raw = Raw(image, RAW_WAYS["1 x 16 MiB"], direct=takes_direct(site.run.parent.parent))
+        self._raw = Raw(site.state, image, RAW_WAYS["1 x 16 MiB"], direct=site.direct)
         self._pool = ThreadPoolExecutor(1)
 
     def begin(self, folder: Path) -> Pending:
@@ -104,10 +87,11 @@ class RawBeside(Saver):
         self._pool.shutdown()
 
 
-class Holdfast(Saver):
+class Holdfast(Way):
     """`holdfast.Checkpointer` of the live objects. Its guard is in the optimizer."""
 
     def __init__(self, site: Site) -> None:
+        super().__init__(site.state)
         self._run = str(site.run)
         self._objects = site.live.objects
         memory = holdfast.Memory(generations=GENERATIONS, node_dir=site.node_dir)
@@ -127,10 +111,10 @@ class Holdfast(Saver):
         self._checkpointer.close()
 
 
-_BUILDERS: dict[str, Callable[[Site], Saver]] = {
+_BUILDERS: dict[str, Callable[[Site], Way]] = {
     RAW: RawBeside,
-    "torch.save": lambda site: Whole(TorchSave(site.state)),
-    SYNC: lambda site: Whole(Dcp(site.state)),
+    "torch.save": lambda site: TorchSave(site.state),
+    SYNC: lambda site: Dcp(site.state),
     THREAD: lambda site: DcpAsync(site.state, AsyncCheckpointerType.THREAD),
     PROCESS: lambda site: DcpAsync(site.state, AsyncCheckpointerType.PROCESS),
     "torchsnapshot-async": lambda site: TorchSnapshotAsync(site.state),
@@ -146,18 +130,34 @@ BACKGROUND = (OURS, THREAD, PROCESS)
 _RUNS = (OURS_SYNC, OURS)
 
 
-def able(names: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[NotPossible, ...]]:
+_DCP = "torch.distributed.checkpoint.async_save, its stager kept and copying in the background"
+#: What the figures of those include that are not as in `bench.contenders`.
+OWN = (
+    Contender(THREAD, f"{_DCP}, written by a thread", SYNCED),
+    Contender(PROCESS, f"{_DCP} into shared memory, written by a process", SYNCED),
+    Contender(
+        "torchsnapshot-async",
+        "Snapshot.async_take, defaults, ShardedTensors in place of DTensors, all else replicated",
+    ),
+    Contender(
+        "torch_checkpointing-async",
+        "CheckpointManager with its saver for the background, DefaultResharder for every item",
+    ),
+    Contender(OURS_SYNC, "holdfast.save, defaults, all saves into one run", SEALED, io=DIRECT),
+    Contender(OURS, "holdfast.Checkpointer, defaults, all saves into one run", SEALED, io=DIRECT),
+)
+
+
+def able(names: tuple[str, ...]) -> tuple[tuple[str, ...], dict[str, str]]:
     """Those of `names` that can take part here, in the order of the table, and why the others cannot. SetupError for a
     name that is not known."""
-    unknown = [name for name in names if name not in NAMES]
-    if unknown:
-        raise SetupError(f"There is no contender {', '.join(unknown)}. Choose from {', '.join(NAMES)}.")
-    missing = [name for name in names if name in PACKAGES and find_spec(PACKAGES[name]) is None]
-    reasons = tuple(NotPossible(name, "it is not installed; `make bench` installs it") for name in missing)
-    return tuple(name for name in NAMES if name in names and name not in missing), reasons
+    absent: dict[str, str] = {}
+    for name in chosen(names, NAMES, kind="contender"):
+        absent |= not_installed(name, PACKAGES.get(name))
+    return tuple(name for name in NAMES if name in names and name not in absent), absent
 
 
-def build(name: str, site: Site) -> Saver:
+def build(name: str, site: Site) -> Way:
     """The contender called `name`. Collective."""
     return _BUILDERS[name](site)
 

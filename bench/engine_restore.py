@@ -21,14 +21,13 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import holdfast
 from bench.caches import settle
-from bench.engine_contenders import GENERATIONS
-from bench.engine_results import RestoreSample
+from bench.engine_contenders import GENERATIONS, OURS
+from bench.engine_job import EngineJob
 from bench.errors import BenchError, RankFailedError
-from bench.harness import messages, started
 from bench.live import Live
-from bench.rank import HOST, joined, require_same
-from bench.results import StateSize
-from bench.state import LlamaLike, State
+from bench.runner import Span, joined, messages, new_store, require_same, seconds_of, started
+from bench.schema import Sample, StateSize
+from bench.state import State
 from holdfast.format.container import BLOCK_NBYTES
 from holdfast.io.digest import digest_blocks
 from holdfast.run.history import Run
@@ -39,32 +38,62 @@ from holdfast.store.urls import open_store
 _COPIES = 3
 _COMMIT_TIMEOUT_S = 120.0
 
-#: Start and end by the machine-wide monotonic clock.
-Times = tuple[float, float]
 
+class Restores(EngineJob, frozen=True, kw_only=True):
+    """Restores from the memory of the node, after SIGKILL of all ranks.
 
-class RestoreJob(msgspec.Struct, frozen=True):
-    """What the ranks of one life do: restore step `number` - 1, unless there is none yet, and save step `number`, until
-    it is staged or until it is durable. `folder` is on the device, `node_dir` in memory."""
+    A sample has the seconds of a restore, of a copy of as many bytes, of a copy of each tensor with the digests of its
+    bytes and nothing else (``moved_cpu_s``: the CPU seconds of all ranks for it), and of a load from storage. Its
+    measure is whether the save was staged or durable when the ranks died.
 
-    world: int
-    number: int
-    durable: bool
-    recipe: LlamaLike
-    folder: Path
-    node_dir: Path
-    store_port: int
+    In each life the ranks restore step `number` - 1, unless there is none yet, and save step `number`.
+    """
+
+    number: int = 0
+
+    @property
+    def durable(self) -> bool:
+        """Whether the ranks of this life are killed when their save is durable, or when it is staged."""
+        return self.number % 2 == 0
+
+    def num_saves(self) -> int:
+        """All of them."""
+        return self.rounds + 1
+
+    def num_samples(self) -> int:
+        """One for each round."""
+        return self.rounds
+
+    def measure(self, folder: Path, *, on_sample: Callable[[Sample], None]) -> tuple[StateSize, tuple[Sample, ...]]:
+        """Take all rounds. WrongBytesError when a state is not what was saved."""
+        samples: list[Sample] = []
+        saved: dict[int, _Saved] = {}
+        for number in range(self.rounds + 1):
+            # Kept here, where it outlives the ranks.
+            store = new_store(self.world)
+            job = msgspec.structs.replace(self, number=number, folder=folder / "run", store_port=store.port)
+            restored, now_saved = _one_life(job)
+            if number:
+                for rank, found in restored.items():
+                    for ways, digests in (("restore", found.restored), ("load", found.loaded)):
+                        require_same(saved[rank].digests, digests, name=f"holdfast ({ways}, rank {rank})")
+                measure = "durable" if (number - 1) % 2 == 0 else "staged"
+                values = {key: (figure,) for key, figure in _figures(tuple(restored.values())).items()}
+                samples.append(Sample(OURS, number, values, measure))
+                on_sample(samples[-1])
+            saved = now_saved
+        return saved[0].size, tuple(samples)
 
 
 class _Restored(msgspec.Struct, frozen=True):
     """One rank's view of one round: times, and what it found in the state after each way to fill it."""
 
     rank: int
-    restore: Times
-    copies: tuple[Times, ...]
-    moves: tuple[Times, ...]
+    restore: Span
+    copies: tuple[Span, ...]
+    moves: tuple[Span, ...]
     moves_cpu_s: tuple[float, ...]
-    load: Times
+    load: Span
     restored: Mapping[str, str]
     loaded: Mapping[str, str]
 
@@ -77,35 +106,7 @@ class _Saved(msgspec.Struct, frozen=True):
     size: StateSize
 
 
-def run_restores(
-    world: int,
-    rounds: int,
-    recipe: LlamaLike,
-    folder: Path,
-    node_dir: Path,
-    *,
-    on_sample: Callable[[RestoreSample], None],
-) -> tuple[StateSize, tuple[RestoreSample, ...]]:
-    """Take all rounds. `on_sample` sees each sample as it comes. WrongBytesError when a state is not what was saved."""
-    samples: list[RestoreSample] = []
-    saved: dict[int, _Saved] = {}
-    for number in range(rounds + 1):
-        # Kept here, where it outlives the ranks.
-        store = dist.TCPStore(HOST, 0, world, is_master=True, wait_for_workers=False)
-        job = RestoreJob(world, number, number % 2 == 0, recipe, folder, node_dir, store.port)
-        restored, now_saved = _one_life(job)
-        if number:
-            for rank, found in restored.items():
-                for ways, digests in (("restore", found.restored), ("load", found.loaded)):
-                    require_same(saved[rank].digests, digests, name=f"holdfast ({ways}, rank {rank})")
-            sample = _sample(number, durable=(number - 1) % 2 == 0, restored=tuple(restored.values()))
-            samples.append(sample)
-            on_sample(sample)
-        saved = now_saved
-    return saved[0].size, tuple(samples)
-
-
-def run_rank(rank: int, job: RestoreJob, channel: Connection) -> None:
+def run_rank(rank: int, job: Restores, channel: Connection) -> None:
     """Live one life as `rank`, to be killed at its end."""
     with joined(rank, channel, world=job.world, store_port=job.store_port):
         state = job.recipe.build(init_device_mesh("cpu", (job.world,)))
@@ -123,7 +124,7 @@ def run_rank(rank: int, job: RestoreJob, channel: Connection) -> None:
         signal.pause()
 
 
-def _one_life(job: RestoreJob) -> tuple[dict[int, _Restored], dict[int, _Saved]]:
+def _one_life(job: Restores) -> tuple[dict[int, _Restored], dict[int, _Saved]]:
     """What the ranks found and what they saved; they are dead on return."""
     restored: dict[int, _Restored] = {}
     saved: dict[int, _Saved] = {}
@@ -138,14 +139,14 @@ def _one_life(job: RestoreJob) -> tuple[dict[int, _Restored], dict[int, _Saved]]
     raise RankFailedError("The ranks ended before they were killed.")
 
 
-def _restored(job: RestoreJob, state: State, live: Live, checkpointer: holdfast.Checkpointer) -> _Restored:
+def _restored(job: Restores, state: State, live: Live, checkpointer: holdfast.Checkpointer) -> _Restored:
     leads = dist.get_rank() == 0
     _await_commit(job)  # what a keeper still does would take its time from the restore
     state.clear()
     dist.barrier()
     start_s = time.monotonic()
     report = checkpointer.restore()
-    restore = (start_s, time.monotonic())
+    restore = Span(start_s, time.monotonic())
     if (report.tier, report.step) != ("node memory", job.number - 1):
         raise BenchError(f"Step {report.step} was restored from {report.tier}, not {job.number - 1} from node memory.")
     restored = state.digests()
@@ -157,11 +158,11 @@ def _restored(job: RestoreJob, state: State, live: Live, checkpointer: holdfast.
     dist.barrier()
     start_s = time.monotonic()
     holdfast.load(job.folder, into=live.objects)
-    load = (start_s, time.monotonic())
+    load = Span(start_s, time.monotonic())
     return _Restored(dist.get_rank(), restore, copies, moves, moves_cpu_s, load, restored, state.digests())
 
 
-def _await_commit(job: RestoreJob) -> None:
+def _await_commit(job: Restores) -> None:
     """Return when the last save is in the history of the run."""
     run = Run.open(open_store(Location(str(job.folder))))
     end_s = time.monotonic() + _COMMIT_TIMEOUT_S
@@ -171,7 +172,7 @@ def _await_commit(job: RestoreJob) -> None:
         time.sleep(0.05)
 
 
-def _copies(nbytes: int) -> tuple[Times, ...]:
+def _copies(nbytes: int) -> tuple[Span, ...]:
     """Times of copies of `nbytes` from touched memory to other touched memory, by all ranks at once."""
     source, target = np.ones(nbytes, np.uint8), np.zeros(nbytes, np.uint8)
     taken = []
@@ -179,11 +180,11 @@ def _copies(nbytes: int) -> tuple[Times, ...]:
         dist.barrier()
         start_s = time.monotonic()
         np.copyto(target, source)
-        taken.append((start_s, time.monotonic()))
+        taken.append(Span(start_s, time.monotonic()))
     return tuple(taken)
 
 
-def _moves(sources: Sequence[torch.Tensor]) -> tuple[tuple[Times, ...], tuple[float, ...]]:
+def _moves(sources: Sequence[torch.Tensor]) -> tuple[tuple[Span, ...], tuple[float, ...]]:
     """Times, and CPU seconds, of a copy of each of `sources` to touched memory, with the digests of what was copied
     while the processor still has it."""
     groups: list[tuple[list[torch.Tensor], list[torch.Tensor], Bytes]] = []
@@ -204,7 +205,7 @@ def _moves(sources: Sequence[torch.Tensor]) -> tuple[tuple[Times, ...], tuple[fl
         for targets, moved, data in groups:
             torch._foreach_copy_(targets, moved)
             digest_blocks(data)
-        taken.append((start_s, time.monotonic()))
+        taken.append(Span(start_s, time.monotonic()))
         cpu_s.append(time.process_time() - start_cpu_s)
     return tuple(taken), tuple(cpu_s)
 
@@ -216,18 +217,11 @@ def _change(state: State) -> None:
             tensor.add_(1)
 
 
-def _sample(number: int, *, durable: bool, restored: Sequence[_Restored]) -> RestoreSample:
-    return RestoreSample(
-        round=number,
-        durable=durable,
-        restore_s=_seconds([each.restore for each in restored]),
-        memcpy_s=min(_seconds([each.copies[index] for each in restored]) for index in range(_COPIES)),
-        moved_s=min(_seconds([each.moves[index] for each in restored]) for index in range(_COPIES)),
-        moved_cpu_s=min(sum(each.moves_cpu_s[index] for each in restored) for index in range(_COPIES)),
-        load_s=_seconds([each.load for each in restored]),
-    )
-
-
-def _seconds(times: Sequence[Times]) -> float:
-    """From the first rank's start to the last rank's end."""
-    return max(end_s for _, end_s in times) - min(start_s for start_s, _ in times)
+def _figures(restored: Sequence[_Restored]) -> dict[str, float]:
+    return {
+        "seconds": seconds_of([each.restore for each in restored]),
+        "memcpy_s": min(seconds_of([each.copies[index] for each in restored]) for index in range(_COPIES)),
+        "moved_s": min(seconds_of([each.moves[index] for each in restored]) for index in range(_COPIES)),
+        "moved_cpu_s": min(sum(each.moves_cpu_s[index] for each in restored) for index in range(_COPIES)),
+        "load_s": seconds_of([each.load for each in restored]),
+    }

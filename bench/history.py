@@ -7,22 +7,23 @@ import secrets
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
-import numpy as np
 import torch
 import typer
 
 import holdfast
-from bench.environment import Environment, environment, in_words
-from bench.errors import BenchError
+from bench.environment import environment, in_words
+from bench.markdown import table
 from bench.marked import TABLES, rewrite
-from bench.results import RESULTS
+from bench.options import Folder, Results, Rounds
+from bench.runner import scratch
+from bench.schema import RESULTS, Bar, Part, Result, Sample, Scenario, now, require_bars, write_result
+from bench.statistics import median
 from holdfast.format import container, manifest, records
 from holdfast.format.container import TABLE_OFFSET, Files
 from holdfast.format.records import FileSeal, Place, SealDigest
@@ -35,72 +36,48 @@ from holdfast.store.urls import open_store
 LENGTHS = (10, 1_000, 10_000)
 #: ``holdfast ls`` of the longest history.
 LS_BAR_S = 1.0
-
-
-class Figure(msgspec.Struct, frozen=True):
-    """One length, medians: a load of the head and the save after it, finding the oldest step, two commands (processor
-    seconds too: wall-clock seconds of a process depend on what else runs)."""
-
-    num_checkpoints: int
-    load_s: float
-    save_s: float
-    find_s: float
-    ls_s: float
-    ls_cpu_s: float
-    doctor_s: float
-
-
-class HistoryResult(msgspec.Struct, frozen=True):
-    """All figures of one run."""
-
-    environment: Environment
-    rounds: int
-    figures: list[Figure]
+OURS = "holdfast"
 
 
 def history(
     *,
-    rounds: Annotated[int, typer.Option(help="Repetitions of each measurement; medians are reported.")] = 5,
-    folder: Annotated[
-        Path, typer.Option("--dir", exists=True, file_okay=False, help="A folder on the device to save to.")
-    ] = Path(),
-    results: Annotated[Path, typer.Option(help="Folder of the result file.")] = RESULTS,
+    rounds: Rounds = 5,
+    folder: Folder = Path(),
+    results: Results = RESULTS,
     document: Annotated[Path, typer.Option(help="The file whose table is rewritten.")] = TABLES,
 ) -> None:
     """Measure what depends on the length of a run's history, and check ``ls`` against its bar."""
-    figures = []
+    parts = []
     for length in LENGTHS:
-        with tempfile.TemporaryDirectory(dir=folder) as root:
-            figures.append(measure(Path(root) / "run", length, rounds))
-        print(describe(figures[-1]), file=sys.stderr)
-    result = HistoryResult(environment(results), rounds, figures)
-    results.mkdir(parents=True, exist_ok=True)
-    (results / "history.json").write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=1) + b"\n")
-    rewrite(document, "history", render(result))
-    if figures[-1].ls_cpu_s > LS_BAR_S:
-        raise BenchError(f"bar missed: ls of {LENGTHS[-1]:,} checkpoints {figures[-1].ls_cpu_s:.2f} s > {LS_BAR_S} s")
+        with scratch(folder) as root:
+            samples = measure(root / "run", length, rounds)
+        scenario = Scenario(name=str(length), rounds=rounds, facts={"num_checkpoints": length})
+        parts.append(Part(scenario=scenario, date=now(), environment=environment(results), samples=samples))
+    result = Result("history", tuple(parts))
+    write_result(result, results)
+    table_of = render_history(result)
+    print(table_of, file=sys.stderr)
+    rewrite(document, "history", table_of)
+    require_bars(bars(result))
 
 
-def measure(root: Path, length: int, rounds: int) -> Figure:
-    """Grow a run and use it."""
+def measure(root: Path, length: int, rounds: int) -> tuple[Sample, ...]:
+    """Grow a run and use it: a load of the head and the save after it, finding the oldest step, two commands (of ``ls``
+    processor seconds too: wall-clock seconds of a process depend on what else runs)."""
     state: dict[str, object] = {"w": torch.zeros(1024)}
     grow(root, state, length)
     os.sync()  # else the first fsync of a save has to wait for all that was written
     holdfast.load(root, state)
     steps = iter(range(length + 1, length + 1 + rounds))
-    load_s = median(rounds, lambda: holdfast.load(root, state))
-    save_s = median(rounds, lambda: holdfast.save(root, state, next(steps)))
-    find_s = median(rounds, lambda: holdfast_find(root))
-    ls = [command("ls", root) for _ in range(rounds)]
-    doctor = [command("doctor", root) for _ in range(rounds)]
-    return Figure(
-        num_checkpoints=length,
-        load_s=load_s,
-        save_s=save_s,
-        find_s=find_s,
-        ls_s=float(np.median([wall for wall, _ in ls])),
-        ls_cpu_s=float(np.median([cpu for _, cpu in ls])),
-        doctor_s=float(np.median([wall for wall, _ in doctor])),
+    taken = {
+        "load_s": timed(rounds, lambda: holdfast.load(root, state)),
+        "save_s": timed(rounds, lambda: holdfast.save(root, state, next(steps))),
+        "find_s": timed(rounds, lambda: holdfast_find(root)),
+    }
+    taken["ls_s"], taken["ls_cpu_s"] = zip(*(command("ls", root) for _ in range(rounds)), strict=True)
+    taken["doctor_s"], _ = zip(*(command("doctor", root) for _ in range(rounds)), strict=True)
+    return tuple(
+        Sample(OURS, number + 1, {key: (series[number],) for key, series in taken.items()}) for number in range(rounds)
     )
 
 
@@ -148,14 +125,14 @@ def holdfast_find(root: Path) -> None:
     assert Run.open(open_store(Location(str(root)))).find(step=1).place == Place(1, 1)
 
 
-def median(rounds: int, work: Callable[[], object]) -> float:
-    """Seconds of `work`, the median of so many rounds."""
+def timed(rounds: int, work: Callable[[], object]) -> tuple[float, ...]:
+    """Seconds of `work`, so often."""
     times = []
     for _ in range(rounds):
         start = time.perf_counter()
         work()
         times.append(time.perf_counter() - start)
-    return float(np.median(times))
+    return tuple(times)
 
 
 def command(name: str, root: Path) -> tuple[float, float]:
@@ -168,25 +145,32 @@ def command(name: str, root: Path) -> tuple[float, float]:
     return wall, cpu
 
 
-def render(result: HistoryResult) -> str:
+def bars(result: Result) -> Iterator[Bar]:
+    """The bar of the longest history."""
+    cpu_s = median(result.part(str(LENGTHS[-1])).series(OURS, "ls_cpu_s"))
+    yield Bar("ls", cpu_s, LS_BAR_S, f"ls of {LENGTHS[-1]:,} checkpoints {cpu_s:.2f} s (at most {LS_BAR_S})")
+
+
+def render_history(result: Result) -> str:
     """The figures as Markdown."""
-    rows = [
-        f"| {row.num_checkpoints:,} | {1000 * row.load_s:.0f} | {1000 * row.save_s:.0f} | {1000 * row.find_s:.0f} "
-        f"| {row.ls_s:.2f} ({row.ls_cpu_s:.2f}) | {row.doctor_s:.2f} |"
-        for row in result.figures
-    ]
+
+    def cell(key: str, digits: int, scale: float = 1.0) -> Callable[[str], str]:
+        return lambda name: f"{scale * median(result.part(name).series(OURS, key)):.{digits}f}"
+
+    ls_s, ls_cpu_s = cell("ls_s", 2), cell("ls_cpu_s", 2)
+    lines = table(
+        "checkpoints",
+        {part.scenario.name: f"{part.scenario.facts['num_checkpoints']:,}" for part in result.parts},
+        [
+            ("load of the head, ms", cell("load_s", 0, 1000)),
+            ("save, ms", cell("save_s", 0, 1000)),
+            ("find a step, ms", cell("find_s", 0, 1000)),
+            ("`ls`, s (of CPU)", lambda name: f"{ls_s(name)} ({ls_cpu_s(name)})"),
+            ("`doctor`, s", cell("doctor_s", 2)),
+        ],
+    )
     how = (
-        f"A state of 4 KiB, one process, medians of {result.rounds}. `python -m bench history`; "
-        f"{in_words(result.environment)}."
+        f"A state of 4 KiB, one process, medians of {result.parts[-1].scenario.rounds}. `python -m bench history`; "
+        f"{in_words(result.parts[-1].environment)}."
     )
-    head = "| checkpoints | load of the head, ms | save, ms | find a step, ms | `ls`, s (of CPU) | `doctor`, s |"
-    return "\n".join((head, "|---|---|---|---|---|---|", *rows, "", how))
-
-
-def describe(figure: Figure) -> str:
-    """One line per length."""
-    return (
-        f"{figure.num_checkpoints:>6} checkpoints: load {1000 * figure.load_s:.0f} ms, save {1000 * figure.save_s:.0f} "
-        f"ms, a step found in {1000 * figure.find_s:.0f} ms, ls {figure.ls_s:.2f} s ({figure.ls_cpu_s:.2f} of CPU), "
-        f"doctor {figure.doctor_s:.2f} s"
-    )
+    return "\n".join((*lines, "", how))

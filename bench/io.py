@@ -2,62 +2,97 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
-from bench import contenders, harness
 from bench.caches import how_dropped
+from bench.contenders import NAMES, described
 from bench.environment import environment
-from bench.metadata import metadata
-from bench.order import Order
+from bench.markdown import table, ways_in_words, whereabouts
+from bench.options import Contenders, Folder, Gib, Name, Results, Rounds, World
 from bench.progress import describe, progress
-from bench.rank import TORCH_THREADS
-from bench.raw import RAW_WAYS
-from bench.results import RAW, RESULTS, Result, Setup, write_result
+from bench.raw import RAW_WAYS, takes_direct
+from bench.runner import run, scratch
+from bench.save_load import MEASURES, SaveLoad
+from bench.schema import RAW, RESULTS, Contender, Part, Result, Scenario, now, require_raw_limit, write_result
 from bench.state import LlamaLike
-from bench.summary import require_raw_limit, summarize
+from bench.statistics import text
+
+_DEFAULT = ("torch.save", "dcp", "holdfast")
 
 
 def io(
     *,
-    gib: Annotated[float, typer.Option(help="Size of the state over all ranks, at least.")] = 2.0,
-    rounds: Annotated[int, typer.Option(help="Rounds; in each, every contender runs once.")] = 7,
-    world: Annotated[int, typer.Option(help="Ranks.")] = 2,
-    contender: Annotated[
-        list[str] | None, typer.Option(help="Only this contender beside the raw limit; repeatable.")
-    ] = None,
-    folder: Annotated[
-        Path, typer.Option("--dir", exists=True, file_okay=False, help="A folder on the device to measure.")
-    ] = Path(),
-    name: Annotated[str, typer.Option(help="Name of the result file.")] = "io",
-    results: Annotated[Path, typer.Option(help="Folder of the result file.")] = RESULTS,
+    gib: Gib = 2.0,
+    rounds: Rounds = 7,
+    world: World = 2,
+    contender: Contenders = None,
+    folder: Folder = Path(),
+    name: Name = "io",
+    results: Results = RESULTS,
 ) -> None:
     """Measure save and load of every contender against the raw limit, in one run of paired rounds."""
-    chosen = contenders.IO_NAMES if contender is None else (RAW, *contender)
-    order = Order(world=world, rounds=rounds, recipe=LlamaLike(int(gib * 2**30)), contenders=chosen)
-    with progress(order.num_turns()) as advance:
-        outcome = harness.run(order, folder, on_turn=lambda sample: advance(describe(sample)))
-    names = tuple(name for name in contenders.NAMES if name in chosen)
-    result = Result(
-        name=name,
-        date=datetime.now(UTC).isoformat(timespec="seconds"),
-        setup=Setup(
-            world=world,
-            rounds=rounds,
-            state=outcome.state,
-            raw_ways=tuple(RAW_WAYS),
-            torch_threads=TORCH_THREADS,
-            caches=how_dropped(),
-        ),
+    names = (RAW, *(_DEFAULT if contender is None else contender))
+    recipe = LlamaLike(int(gib * 2**30))
+    with scratch(folder) as path:
+        direct = takes_direct(path)
+        job = SaveLoad(world=world, rounds=rounds, recipe=recipe, contenders=names, direct=direct)
+        job.require_space(folder)
+        with progress(job.num_samples()) as advance:
+            size, samples = run(job, path, on_sample=lambda sample: advance(describe(sample)))
+    part = Part(
+        scenario=Scenario(name=name, world=world, rounds=rounds, state=size),
+        date=now(),
         environment=environment(folder),
-        contenders=tuple(metadata(name, direct=outcome.direct) for name in names),
-        summaries=summarize(outcome.samples, names, raw_ways=tuple(RAW_WAYS), nbytes=outcome.state.nbytes),
-        samples=outcome.samples,
+        samples=samples,
+        contenders=described(tuple(each for each in NAMES if each in names), direct=direct),
+        caches=how_dropped(),
+        raw_ways=tuple(RAW_WAYS),
     )
     # Written before it is judged: the samples of a run that broke the rule show why.
-    path = write_result(result, results)
-    require_raw_limit(result.summaries)
+    path = write_result(Result(name, (part,)), results)
+    require_raw_limit(part, *MEASURES)
     typer.echo(f"wrote {path}")
+
+
+def render_io(result: Result) -> str:
+    """The figures of `result` as Markdown."""
+    (part,) = result.parts
+    scenario, raw = part.scenario, part.contender(RAW)
+    saving, loading = (part.raw_way(measure) for measure in MEASURES)
+    how = (
+        f"{scenario.state.nbytes / 1e9:.2f} GB ({scenario.state.num_tensors} tensors), {scenario.world} ranks, "
+        f'medians of {scenario.rounds} interleaved rounds (lowest to highest); "of raw" is raw seconds / seconds, '
+        f"paired by round. Saves are durable, caches are cold ({part.caches}). Raw limit: {raw.description}, "
+        f"{raw.io}, {raw.durable}, best of {ways_in_words(part)} (save {saving}, load {loading})."
+    )
+
+    def share(name: str, measure: str) -> str:
+        return "1" if name == RAW else text(part.shares(name, measure=measure))
+
+    lines = table(
+        "",
+        {each.name: _label(each) for each in part.contenders},
+        [
+            ("save, s", lambda name: text(part.series(name, measure="save"))),
+            ("of raw", lambda name: share(name, "save")),
+            ("load, s", lambda name: text(part.series(name, measure="load"))),
+            ("of raw", lambda name: share(name, "load")),
+            (
+                "CPU, s/GB save, load",
+                lambda name: ", ".join(f"{part.cpu_s_per_gb(name, measure=measure):.2f}" for measure in MEASURES),
+            ),
+            (
+                "extra memory per rank, MB save, load",
+                lambda name: ", ".join(f"{part.peak_nbytes(name, measure) / 1e6:.0f}" for measure in MEASURES),
+            ),
+        ],
+    )
+    return "\n".join((*lines, "", how, "", whereabouts(result.name, part)))
+
+
+def _label(contender: Contender) -> str:
+    if contender.name == RAW:
+        return "raw limit"
+    return f"{contender.name} (loads verified)" if contender.verified != "no" else contender.name

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -25,13 +24,6 @@ def name_of(index: int) -> str:
 def expected(index: int) -> Floats:
     """What it holds."""
     return np.full(SHAPE, index, np.float32)
-
-
-def why_not(name: str) -> str | None:
-    """Why the library called `name` cannot take part; None if it can."""
-    if name == "safetensors" and find_spec(name) is None:
-        return "it is not installed; `make bench` installs it"
-    return None
 
 
 def _save_holdfast(folder: Path, num_tensors: int) -> None:

@@ -9,25 +9,9 @@ import resource
 from pathlib import Path
 from threading import Event, Thread
 
-import msgspec
-
 _HELD = Path("/proc/self/smaps_rollup")
 _IO = Path("/proc/self/io")
 _LOOK_S = 0.005
-
-
-class Usage(msgspec.Struct, frozen=True):
-    """Cost of one operation.
-
-    CPU is user and system time of all threads and of children that have ended. By the kernel's count, `device_nbytes`
-    came from the device for this process (mapped files too), and `asked_nbytes` is what its read calls returned, from
-    the device, the page cache or a pipe. `peak_extra_nbytes` is None where memory was not watched.
-    """
-
-    cpu_s: float
-    peak_extra_nbytes: int | None
-    device_nbytes: int
-    asked_nbytes: int
 
 
 class Meter:
@@ -43,16 +27,18 @@ class Meter:
         self._read = _read_nbytes()
         self._cpu_s = _cpu_s()
 
-    def stop(self) -> Usage:
-        """The cost until now. Call once."""
+    def stop(self) -> dict[str, float]:
+        """The cost until now. Call once.
+
+        ``cpu_s`` is user and system time of all threads and of children that have ended. By the kernel's count,
+        ``device_nbytes`` came from the device for this process (mapped files too), and ``asked_nbytes`` is what its
+        read calls returned, from the device, the page cache or a pipe. ``peak_extra_nbytes`` is there where memory was
+        watched.
+        """
         cpu_s = _cpu_s() - self._cpu_s
         device_nbytes, asked_nbytes = (now - before for now, before in zip(_read_nbytes(), self._read, strict=True))
-        return Usage(
-            cpu_s=cpu_s,
-            peak_extra_nbytes=None if self._memory is None else self._memory.stop(),
-            device_nbytes=device_nbytes,
-            asked_nbytes=asked_nbytes,
-        )
+        usage: dict[str, float] = {"cpu_s": cpu_s, "device_nbytes": device_nbytes, "asked_nbytes": asked_nbytes}
+        return usage if self._memory is None else usage | {"peak_extra_nbytes": self._memory.stop()}
 
 
 def give_back() -> None:

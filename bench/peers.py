@@ -13,13 +13,14 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from bench.placing import box
-from bench.state import Leaf, Memory, State, local, walk
+from bench.state import Leaf, State, local, walk
+from bench.way import Way
 
 #: The part of the state's tree that has no tensors.
 _VALUES = "progress"
 
 
-class TorchCheckpointing:
+class TorchCheckpointing(Way):
     """`torch_checkpointing`'s manager: every item resharded by its own resharder, saved synchronously, or with
     `background` by a process of its own.
 
@@ -34,8 +35,7 @@ class TorchCheckpointing:
         from torch_checkpointing.default_resharder import DefaultResharder
         from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
 
-        self.memory: Memory = state
-        self._state = state
+        super().__init__(state)
         config = CheckpointManager.Config(
             items={_VALUES: ItemSpec(layout=LayoutInfo(f"{_VALUES}.pt", TorchSerialization()), required=False)},
             default=ItemSpec(resharder=DefaultResharder()),
@@ -48,30 +48,29 @@ class TorchCheckpointing:
 
     def save(self, folder: Path) -> None:
         """Save the state as it is, and values in a file for all ranks."""
-        self._begin(folder)
+        self.begun(folder)
 
-    def _begin(self, folder: Path) -> Any:
+    def begun(self, folder: Path) -> Any:
         """Save; the result is None, or of a save in the background a future."""
-        own = {item: part for item, part in self._state.tree.items() if item != _VALUES or dist.get_rank() == 0}
+        own = {item: part for item, part in self.state.tree.items() if item != _VALUES or dist.get_rank() == 0}
         return self._manager.save(str(folder), own)
 
     def load(self, folder: Path) -> None:
         """Load into the state."""
-        loaded = self._manager.load(str(folder), into=self._state.tree, strict=True)
+        loaded = self._manager.load(str(folder), into=self.state.tree, strict=True)
         found = {path: leaf for _, _, path, leaf in walk(dict(loaded))}
-        for parent, key, path, leaf in list(walk(self._state.tree)):
+        for parent, key, path, leaf in list(walk(self.state.tree)):
             if not isinstance(leaf, torch.Tensor):
                 parent[key] = found[path]
 
 
-class TorchSnapshot:
+class TorchSnapshot(Way):
     """`torchsnapshot`. Knowing no DTensors, it is given ShardedTensors on the same memory; all else is replicated."""
 
     def __init__(self, state: State) -> None:
         import torchsnapshot
 
-        self.memory: Memory = state
-        self._state = state
+        super().__init__(state)
         self._snapshot = torchsnapshot.Snapshot
         self._tensors = {
             path: _sharded(leaf) if isinstance(leaf, DTensor) else leaf
@@ -81,11 +80,11 @@ class TorchSnapshot:
 
     def state_dict(self) -> dict[str, Any]:
         """What is saved, and filled in place. Names have no slash: torchsnapshot 0.1.0 fails on one."""
-        return {path.replace("/", "."): leaf for path, leaf in (self._tensors | self._state.values()).items()}
+        return {path.replace("/", "."): leaf for path, leaf in (self._tensors | self.state.values()).items()}
 
     def load_state_dict(self, loaded: Mapping[str, Any]) -> None:
         """Take over the values; tensors have been filled in place."""
-        for parent, key, path, leaf in list(walk(self._state.tree)):
+        for parent, key, path, leaf in list(walk(self.state.tree)):
             if not isinstance(leaf, torch.Tensor):
                 parent[key] = loaded[path.replace("/", ".")]
 
@@ -98,12 +97,8 @@ class TorchSnapshot:
         self._snapshot(str(folder)).restore({"state": self})
 
 
-class Safetensors:
+class Safetensors(Way):
     """Whole tensors in `safetensors` files, one per saving rank; a loading rank takes its slices from all files."""
-
-    def __init__(self, state: State) -> None:
-        self.memory: Memory = state
-        self._state = state
 
     def save(self, folder: Path) -> None:
         """Gather each tensor, and write those that fall to this rank, in turns."""
@@ -111,18 +106,18 @@ class Safetensors:
 
         rank, world = dist.get_rank(), dist.get_world_size()
         own: dict[str, torch.Tensor] = {}
-        for index, (_, _, path, leaf) in enumerate(walk(self._state.tree)):
+        for index, (_, _, path, leaf) in enumerate(walk(self.state.tree)):
             if isinstance(leaf, torch.Tensor):
                 whole = leaf.full_tensor() if isinstance(leaf, DTensor) else leaf
                 if index % world == rank:
                     own[path] = whole
-        save_file(own, folder / f"{rank}.safetensors", {"values": json.dumps(self._state.values())})
+        save_file(own, folder / f"{rank}.safetensors", {"values": json.dumps(self.state.values())})
 
     def load(self, folder: Path) -> None:
         """Copy this rank's slices into the state."""
         from safetensors import safe_open
 
-        leaves: dict[str, Leaf] = {path: leaf for _, _, path, leaf in walk(self._state.tree)}
+        leaves: dict[str, Leaf] = {path: leaf for _, _, path, leaf in walk(self.state.tree)}
         values: dict[str, int | float] = {}
         for path in sorted(folder.glob("*.safetensors")):
             with safe_open(path, framework="pt") as file:
@@ -131,7 +126,7 @@ class Safetensors:
                     leaf = leaves[name]
                     assert isinstance(leaf, torch.Tensor)
                     _copy(file.get_slice(name), leaf) if leaf.ndim else leaf.copy_(file.get_tensor(name))
-        for parent, key, name, leaf in list(walk(self._state.tree)):
+        for parent, key, name, leaf in list(walk(self.state.tree)):
             if not isinstance(leaf, torch.Tensor):
                 parent[key] = values[name]
 

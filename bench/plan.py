@@ -6,19 +6,20 @@ import multiprocessing
 import resource
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
 import numpy as np
 import typer
 
-from bench.environment import Environment, environment
-from bench.errors import BenchError
+from bench.environment import environment
 from bench.layouts import Sent, flat_random, fsdp, fsdp_layout, three_d
+from bench.markdown import table
 from bench.marked import TABLES, rewrite
-from bench.results import RESULTS
+from bench.options import Results, Rounds
+from bench.schema import RESULTS, Bar, Part, Result, Sample, Scenario, now, require_bars, write_result
+from bench.statistics import median
 from holdfast.format.container import Files
 from holdfast.format.manifest import decode
 from holdfast.format.records import Place
@@ -43,58 +44,39 @@ CASES: dict[str, tuple[Callable[[int], Sent], int, tuple[float, float, float]]] 
 #: A rank's own load plan into a changed layout, and the check of 1,024 tensors x 1,024 shards.
 LOAD_PLAN_BAR_S = 0.5
 VALIDATION_BAR_S = 1.0
-
-
-class Figure(msgspec.Struct, frozen=True):
-    """One simulated world, medians."""
-
-    case: str
-    world_size: int
-    sent_nbytes: int
-    plan_s: float
-    manifest_nbytes: int
-    extra_memory_nbytes: int
-    decode_s: float
-    load_plan_s: float
-
-
-class PlanResult(msgspec.Struct, frozen=True):
-    """All figures of one run."""
-
-    environment: Environment
-    rounds: int
-    figures: list[Figure]
-    validation_s: float
+VALIDATION, OURS = "validation", "holdfast"
 
 
 def plan(
     *,
-    rounds: Annotated[int, typer.Option(help="Repetitions of each measurement; medians are reported.")] = 5,
-    results: Annotated[Path, typer.Option(help="Folder of the result file.")] = RESULTS,
+    rounds: Rounds = 5,
+    results: Results = RESULTS,
     plot: Annotated[Path, typer.Option(help="The PNG.")] = Path("docs/figures/planning.png"),
     document: Annotated[Path, typer.Option(help="The file whose table is rewritten.")] = TABLES,
 ) -> None:
     """Measure planning at scale, and check it against its bars."""
-    figures = []
+    parts = []
     for case, (_, smallest, _) in CASES.items():
         for world_size in WORLDS:
             world = max(world_size, smallest)
             # A process of its own, so that its peak memory is this world's.
             with multiprocessing.get_context("spawn").Pool(1) as pool:
-                figures.append(pool.apply(measure, (case, world, rounds)))
-            print(describe(figures[-1]), file=sys.stderr)
-    result = PlanResult(environment(results), rounds, figures, measure_validation(rounds))
-    print(f"1,024 tensors x 1,024 shards validated in {result.validation_s:.2f} s", file=sys.stderr)
-    results.mkdir(parents=True, exist_ok=True)
-    (results / "plan.json").write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=1) + b"\n")
+                facts, samples = pool.apply(measure, (case, world, rounds))
+            scenario = Scenario(name=f"{case} x {world}", title=case, world=world, rounds=rounds, facts=facts)
+            parts.append(Part(scenario=scenario, date=now(), environment=environment(results), samples=samples))
+            print(describe(parts[-1]), file=sys.stderr)
+    samples = measure_validation(rounds)
+    scenario = Scenario(name=VALIDATION, rounds=rounds)
+    parts.append(Part(scenario=scenario, date=now(), environment=environment(results), samples=samples))
+    print(f"1,024 tensors x 1,024 shards validated in {_median(parts[-1], 'seconds'):.2f} s", file=sys.stderr)
+    result = Result("plan", tuple(parts))
+    write_result(result, results)
     draw(result, plot)
-    rewrite(document, "plan", render(result))
-    missed = list(misses(result))
-    if missed:
-        raise BenchError("bars missed: " + "; ".join(missed))
+    rewrite(document, "plan", render_plan(result))
+    require_bars(bars(result))
 
 
-def measure(case: str, world_size: int, rounds: int) -> Figure:
+def measure(case: str, world_size: int, rounds: int) -> tuple[dict[str, int], tuple[Sample, ...]]:
     """Plan a simulated world: from what all ranks sent to a manifest, and from that to one rank's reads."""
     sent = CASES[case][0](world_size)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -105,26 +87,21 @@ def measure(case: str, world_size: int, rounds: int) -> Figure:
         manifest = encode_plan(planned, identity=IDENTITY, values=[RankValues(0, 1000, ("a",))])
         plan_times.append(time.perf_counter() - start)
     extra = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
-    decode_times, load_times = [], []
-    for _ in range(rounds):
+    samples = []
+    for number, plan_s in enumerate(plan_times, 1):
         start = time.perf_counter()
         files = Files(decode(manifest, path="manifest"))
-        decode_times.append(time.perf_counter() - start)
+        decode_s = time.perf_counter() - start
         wants = changed_layout(files)
         start = time.perf_counter()
         num_reads = sum(len(reads) for reads in plan_load(files, wants))
-        load_times.append(time.perf_counter() - start)
+        load_plan_s = time.perf_counter() - start
         assert num_reads >= len(wants)
-    return Figure(
-        case=case,
-        world_size=world_size,
-        sent_nbytes=sum(map(len, sent.bodies.values())) + sum(16 + len(m.columns) for m in sent.messages),
-        plan_s=float(np.median(plan_times)),
-        manifest_nbytes=len(manifest),
-        extra_memory_nbytes=extra,
-        decode_s=float(np.median(decode_times)),
-        load_plan_s=float(np.median(load_times)),
-    )
+        values = {"plan_s": (plan_s,), "decode_s": (decode_s,), "load_plan_s": (load_plan_s,)}
+        samples.append(Sample(OURS, number, values))
+    sent_nbytes = sum(map(len, sent.bodies.values())) + sum(16 + len(m.columns) for m in sent.messages)
+    facts = {"sent_nbytes": sent_nbytes, "manifest_nbytes": len(manifest), "extra_memory_nbytes": extra}
+    return facts, tuple(samples)
 
 
 def changed_layout(files: Files) -> list[ReadRequest]:
@@ -139,7 +116,7 @@ def changed_layout(files: Files) -> list[ReadRequest]:
     ]
 
 
-def measure_validation(rounds: int, *, num_tensors: int = 1024, num_shards: int = 1024) -> float:
+def measure_validation(rounds: int, *, num_tensors: int = 1024, num_shards: int = 1024) -> tuple[Sample, ...]:
     """Seconds to check that 1,024 tensors of 1,024 shards each, all cut differently, are covered exactly once."""
     rng = np.random.default_rng(0)
     extent = 1 << 20
@@ -147,70 +124,77 @@ def measure_validation(rounds: int, *, num_tensors: int = 1024, num_shards: int 
     cuts = np.stack([np.concatenate([[0], row, [extent]]) for row in inner])
     starts, sizes = cuts[:, :-1].reshape(-1, 1), np.diff(cuts, axis=1).reshape(-1, 1)
     tensors = np.repeat(np.arange(num_tensors), num_shards)
-    times = []
-    for _ in range(rounds):
+    samples = []
+    for number in range(1, rounds + 1):
         start = time.perf_counter()
         fault = coverage_fault([(extent,)] * num_tensors, tensors, starts, sizes)
-        times.append(time.perf_counter() - start)
+        samples.append(Sample(OURS, number, {"seconds": (time.perf_counter() - start,)}))
         assert fault is None
-    return float(np.median(times))
+    return tuple(samples)
 
 
-def render(result: PlanResult) -> str:
+def render_plan(result: Result) -> str:
     """The figures at the largest world as Markdown."""
-    rows = [
-        f"| {row.case} | {row.plan_s:.2f} | {row.manifest_nbytes / 2**20:.2f} | {row.extra_memory_nbytes / 2**20:.0f} "
-        f"| {row.decode_s + row.load_plan_s:.2f} |"
-        for row in result.figures
-        if row.world_size == WORLDS[-1]
-    ]
-    machine = result.environment
-    return "\n".join(
-        (
-            f"| {WORLDS[-1]:,} ranks | coordinator, s | manifest, MiB | extra memory, MiB | a rank's load plan, s |",
-            "|---|---|---|---|---|",
-            *rows,
-            "",
+    largest = {part.scenario.name: part for part in result.parts if part.scenario.world == WORLDS[-1]}
+    validation = result.part(VALIDATION)
+    machine = validation.environment
+    lines = table(
+        f"{WORLDS[-1]:,} ranks",
+        {name: part.scenario.title for name, part in largest.items()},
+        [
+            ("coordinator, s", lambda name: f"{_median(largest[name], 'plan_s'):.2f}"),
+            ("manifest, MiB", lambda name: f"{_mib(largest[name], 'manifest_nbytes'):.2f}"),
+            ("extra memory, MiB", lambda name: f"{_mib(largest[name], 'extra_memory_nbytes'):.0f}"),
             (
-                f"Medians of {result.rounds}. The load plan (with manifest decoding) is for one rank of FSDP over "
-                f"{NEW_WORLD:,} ranks. 1,024 tensors of 1,024 irregular shards are checked for exact coverage in "
-                f"{result.validation_s:.2f} s. {machine.cpu}, {machine.num_cpus} CPUs, Python {machine.python}, "
-                f"revision {machine.revision[:12]}."
+                "a rank's load plan, s",
+                lambda name: f"{_median(largest[name], 'decode_s') + _median(largest[name], 'load_plan_s'):.2f}",
             ),
-        )
+        ],
     )
+    how = (
+        f"Medians of {validation.scenario.rounds}. The load plan (with manifest decoding) is for one rank of FSDP over "
+        f"{NEW_WORLD:,} ranks. 1,024 tensors of 1,024 irregular shards are checked for exact coverage in "
+        f"{_median(validation, 'seconds'):.2f} s. {machine.cpu}, {machine.num_cpus} CPUs, Python {machine.python}, "
+        f"revision {machine.revision[:12]}."
+    )
+    return "\n".join((*lines, "", how))
 
 
-def describe(figure: Figure) -> str:
+def describe(part: Part) -> str:
     """One line per world."""
     return (
-        f"{figure.case:>18} x {figure.world_size:>5}: planned in {figure.plan_s:.2f} s "
-        f"(+{figure.extra_memory_nbytes / 2**20:.0f} MiB), manifest {figure.manifest_nbytes / 2**20:.2f} MiB, "
-        f"decoded in {figure.decode_s:.3f} s, a rank's load plan {figure.load_plan_s:.2f} s"
+        f"{part.scenario.title:>18} x {part.scenario.world:>5}: planned in {_median(part, 'plan_s'):.2f} s "
+        f"(+{_mib(part, 'extra_memory_nbytes'):.0f} MiB), manifest {_mib(part, 'manifest_nbytes'):.2f} MiB, "
+        f"decoded in {_median(part, 'decode_s'):.3f} s, a rank's load plan {_median(part, 'load_plan_s'):.2f} s"
     )
 
 
-def misses(result: PlanResult) -> list[str]:
-    """Bars that were not met at the largest world."""
-    missed = []
-    for figure in result.figures:
-        if figure.world_size != WORLDS[-1]:
-            continue
-        seconds, manifest_mib, memory_mib = CASES[figure.case][2]
-        for what, value, bar in (
-            ("coordinator s", figure.plan_s, seconds),
-            ("manifest MiB", figure.manifest_nbytes / 2**20, manifest_mib),
-            ("memory MiB", figure.extra_memory_nbytes / 2**20, memory_mib),
-            ("load plan s", figure.load_plan_s, LOAD_PLAN_BAR_S),
-        ):
-            if value > bar:
-                missed.append(f"{figure.case} {what} {value:.2f} > {bar}")
-    if result.validation_s > VALIDATION_BAR_S:
-        missed.append(f"validation s {result.validation_s:.2f} > {VALIDATION_BAR_S}")
-    return missed
+def bars(result: Result) -> Iterator[Bar]:
+    """The bars, at the largest world."""
+    for part in result.parts:
+        if part.scenario.world == WORLDS[-1]:
+            seconds, manifest_mib, memory_mib = CASES[part.scenario.title][2]
+            for what, value, bar in (
+                ("coordinator s", _median(part, "plan_s"), seconds),
+                ("manifest MiB", _mib(part, "manifest_nbytes"), manifest_mib),
+                ("memory MiB", _mib(part, "extra_memory_nbytes"), memory_mib),
+                ("load plan s", _median(part, "load_plan_s"), LOAD_PLAN_BAR_S),
+            ):
+                yield Bar(what, value, bar, f"{part.scenario.title} {what} {value:.2f} (at most {bar})")
+    seconds = _median(result.part(VALIDATION), "seconds")
+    yield Bar("validation s", seconds, VALIDATION_BAR_S, f"validation s {seconds:.2f} (at most {VALIDATION_BAR_S})")
 
 
-def draw(result: PlanResult, path: Path) -> None:
+def _median(part: Part, key: str) -> float:
+    return median(part.series(OURS, key))
+
+
+def _mib(part: Part, fact: str) -> float:
+    nbytes: int = part.scenario.facts[fact]
+    return nbytes / 2**20
+
+
+def draw(result: Result, path: Path) -> None:
     """Planning seconds and manifest size over world size, as a PNG."""
     import matplotlib as mpl
 
@@ -219,11 +203,12 @@ def draw(result: PlanResult, path: Path) -> None:
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
     for case in CASES:
-        rows = [row for row in result.figures if row.case == case]
-        worlds = [row.world_size for row in rows]
-        left.plot(worlds, [row.plan_s for row in rows], marker="o", label=f"{case}: plan")
-        left.plot(worlds, [row.load_plan_s for row in rows], marker=".", ls=":", label=f"{case}: a rank's load plan")
-        right.plot(worlds, [row.manifest_nbytes / 2**20 for row in rows], marker="o", label=case)
+        parts = [part for part in result.parts if part.scenario.title == case]
+        worlds = [part.scenario.world for part in parts]
+        left.plot(worlds, [_median(part, "plan_s") for part in parts], marker="o", label=f"{case}: plan")
+        load_plans = [_median(part, "load_plan_s") for part in parts]
+        left.plot(worlds, load_plans, marker=".", ls=":", label=f"{case}: a rank's load plan")
+        right.plot(worlds, [_mib(part, "manifest_nbytes") for part in parts], marker="o", label=case)
     for axes, label in ((left, "seconds"), (right, "manifest, MiB")):
         axes.set(xscale="log", yscale="log", xlabel="ranks", ylabel=label)
         axes.set_xticks(WORLDS, [f"{world:,}" for world in WORLDS])

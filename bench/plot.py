@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable
 from pathlib import Path
 
-from bench.front_table import CONTENDERS, moved_onto_other_layout
-from bench.results import MEASURES, LoadResult, Result, Summary
+from bench.front import CONTENDERS, moved_onto_other_layout
+from bench.save_load import MEASURES
+from bench.schema import Part, Result
+from bench.statistics import median
 
 _COLORS = ("#2f81f7", "#8b949e", "#c9ced6")
 _HEIGHT = 0.26
@@ -25,13 +26,13 @@ svg { background: #ffffff }
 _NO_METADATA = {"Date": None, "Creator": None, "Format": None, "Type": None}
 
 
-def draw_front(saves: Result, loads: LoadResult, path: Path) -> None:
+def draw_front(saves: Result, loads: Result, path: Path) -> None:
     """Draw the median shares of the disk's speed as an SVG at `path`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(render_chart(saves, loads))
 
 
-def render_chart(saves: Result, loads: LoadResult) -> str:
+def render_chart(saves: Result, loads: Result) -> str:
     """The chart as SVG. Equal figures give equal bytes, so that a test can compare the file with the results."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
@@ -71,16 +72,14 @@ def _label_at(share: float) -> float:
     return (1 if 0.92 < share < 1 else share) + 0.01
 
 
-def _groups(saves: Result, loads: LoadResult) -> dict[str, dict[str, float]]:
+def _groups(saves: Result, loads: Result) -> dict[str, dict[str, float]]:
     """Medians by contender, for each group of bars by its label. Who cannot take part is missing."""
-    groups: dict[str, dict[str, float]] = {}
-    for measure in MEASURES:
-        groups[measure] = _medians(each for each in saves.summaries if each.measure == measure)
-    groups |= {
-        f"load {each.title}".replace("-> ", "->\n"): _medians(each.summaries) for each in moved_onto_other_layout(loads)
-    }
+    (part,), moved = saves.parts, moved_onto_other_layout(loads)
+    groups = {measure: _medians(part, measure) for measure in MEASURES}
+    if moved is not None:
+        groups[f"load {moved.scenario.title}".replace("-> ", "->\n")] = _medians(moved, "load")
     return groups
 
 
-def _medians(summaries: Iterable[Summary]) -> dict[str, float]:
-    return {each.contender: each.share_of_raw.median for each in summaries}
+def _medians(part: Part, measure: str) -> dict[str, float]:
+    return {each.name: median(part.shares(each.name, measure=measure)) for each in part.able}

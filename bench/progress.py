@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from bench.results import WARM_UP, Sample
+from bench.schema import WARM_UP, Sample
 
 
 @contextmanager
@@ -26,4 +26,4 @@ def progress(num_turns: int) -> Iterator[Callable[[str], None]]:
 def describe(sample: Sample) -> str:
     """One turn in words."""
     where = "warm-up" if sample.round == WARM_UP else f"round {sample.round}"
-    return f"{where}: {sample.measure} {sample.contender} {sample.seconds:.2f} s"
+    return f"{where}: {sample.measure} {sample.contender} {max(sample.values['seconds']):.2f} s"

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from bench.errors import SetupError
 from bench.placing import Layout, mesh_shape, place
-from bench.results import StateSize
+from bench.schema import StateSize
 
 Leaf: TypeAlias = torch.Tensor | int | float
 Tree: TypeAlias = dict[str, Union["Tree", Leaf]]

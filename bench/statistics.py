@@ -1,4 +1,4 @@
-"""Spreads and paired ratios. Pure."""
+"""Medians, extremes, paired ratios, and whose turn it is. Pure."""
 
 from __future__ import annotations
 
@@ -6,36 +6,32 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
-import msgspec
-
 T = TypeVar("T")
 
-
-class Spread(msgspec.Struct, frozen=True):
-    """Median and extremes of one series."""
-
-    median: float
-    low: float
-    high: float
-
-    def text(self, digits: int = 2, *, scale: float = 1.0) -> str:
-        """The median and the extremes, times `scale`."""
-        median, low, high = (f"{scale * value:.{digits}f}" for value in (self.median, self.low, self.high))
-        return f"{median} ({low} to {high})"
+#: What a table has in place of a figure that there is not.
+NO_FIGURE = "-"
 
 
-def spread(series: Sequence[float]) -> Spread:
-    """Median, minimum and maximum of `series`; ValueError when it is empty."""
+def median(series: Sequence[float]) -> float:
+    """The median of `series`; ValueError when it is empty."""
     if not series:
-        raise ValueError("a spread needs at least one sample")
-    return Spread(median=statistics.median(series), low=min(series), high=max(series))
+        raise ValueError("a median needs at least one sample")
+    return statistics.median(series)
 
 
-def paired_ratios(numerators: Sequence[float], denominators: Sequence[float]) -> tuple[float, ...]:
+def text(series: Sequence[float], digits: int = 2, *, scale: float = 1.0) -> str:
+    """The median and the extremes of `series`, times `scale`; a dash when it is empty."""
+    if not series:
+        return NO_FIGURE
+    middle, low, high = (f"{scale * each:.{digits}f}" for each in (median(series), min(series), max(series)))
+    return f"{middle} ({low} to {high})"
+
+
+def paired_ratios(numerators: Sequence[float], denominators: Sequence[float]) -> list[float]:
     """One ratio per round; ValueError when the series are not from the same number of rounds."""
     if len(numerators) != len(denominators):
         raise ValueError(f"{len(numerators)} and {len(denominators)} rounds cannot be paired")
-    return tuple(above / below for above, below in zip(numerators, denominators, strict=True))
+    return [above / below for above, below in zip(numerators, denominators, strict=True)]
 
 
 def rotated(items: Sequence[T], turn: int) -> tuple[T, ...]:

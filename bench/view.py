@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from datetime import UTC, datetime
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Annotated, TypeVar
@@ -19,13 +17,29 @@ import xxhash
 
 from bench import layouts
 from bench.caches import how_dropped, settle
+from bench.contenders import not_installed
 from bench.environment import environment
-from bench.errors import BenchError, SetupError, WrongBytesError
-from bench.many import OPENERS, SAVERS, expected, name_of, why_not
+from bench.errors import SetupError, WrongBytesError
+from bench.many import OPENERS, SAVERS, expected, name_of
+from bench.markdown import in_time, reasons, table, time_bars, whereabouts
+from bench.options import Folder, Name, Results, Rounds
 from bench.plan import CASES, IDENTITY
 from bench.progress import progress
-from bench.results import RESULTS, Bar, NotPossible, TimedSeries, ViewResult, write_result
-from bench.statistics import rotated, spread
+from bench.runner import scratch
+from bench.schema import (
+    RESULTS,
+    Bar,
+    Contender,
+    Part,
+    Result,
+    Sample,
+    Scenario,
+    StateSize,
+    now,
+    require_bars,
+    write_result,
+)
+from bench.statistics import median, rotated, text
 from holdfast.format import manifest as fmt
 from holdfast.format import records
 from holdfast.format.container import Files
@@ -39,6 +53,8 @@ BAR_NUM_TENSORS, BAR_OPEN_S = 100_000, 0.5
 BAR_WORLD, BAR_SHOW_S = 8960, 1.0
 #: The command alone: what Python and its imports take.
 NOTHING = "--help"
+OPENED, SHOWN = "opened", "shown"
+_LABELS = {"holdfast": "holdfast (verified)", NOTHING: "`holdfast --help`, for comparison"}
 #: Bounds memory.
 _FILES_AT_ONCE = 512
 
@@ -47,63 +63,87 @@ def view(
     *,
     tensors: Annotated[int, typer.Option(help="Tensors of the checkpoint of which one is read.")] = BAR_NUM_TENSORS,
     world: Annotated[int, typer.Option(help="Simulated ranks of the manifests that are shown.")] = BAR_WORLD,
-    rounds: Annotated[int, typer.Option(help="Rounds; in each, everything is done once.")] = 7,
-    folder: Annotated[
-        Path, typer.Option("--dir", exists=True, file_okay=False, help="A folder on the device to save to.")
-    ] = Path(),
-    name: Annotated[str, typer.Option(help="Name of the result file.")] = "view",
-    results: Annotated[Path, typer.Option(help="Folder of the result file.")] = RESULTS,
+    rounds: Rounds = 7,
+    folder: Folder = Path(),
+    name: Name = "view",
+    results: Results = RESULTS,
 ) -> None:
     """Measure opening a checkpoint to read one tensor of many, and `holdfast show` at scale, against their bars."""
     if tensors < 1 or rounds < 1:
         raise SetupError("Ask for at least one tensor and one round.")
-    names = tuple(name for name in OPENERS if why_not(name) is None)
-    with tempfile.TemporaryDirectory(prefix="bench-", dir=folder) as scratch, progress(3 * rounds) as advance:
-        opened = _timed_opens(Path(scratch), names, tensors, rounds, advance)
-        shown = _timed_shows(Path(scratch), world, rounds, advance)
-    result = ViewResult(
-        name=name,
-        date=datetime.now(UTC).isoformat(timespec="seconds"),
-        environment=environment(folder),
-        rounds=rounds,
-        caches=how_dropped(),
-        num_tensors=tensors,
-        world=world,
-        opened=opened,
-        not_possible=tuple(NotPossible(name, reason) for name in OPENERS if (reason := why_not(name)) is not None),
-        shown=shown,
-        bars=tuple(bars(tensors, world, opened, shown)),
+    absent = not_installed("safetensors", "safetensors")
+    names = tuple(name for name in OPENERS if name not in absent)
+    with scratch(folder) as root, progress(3 * rounds) as advance:
+        opened = _timed_opens(root, names, tensors, rounds, advance)
+        shown = _timed_shows(root, world, rounds, advance)
+    sizes = {OPENED: (1, StateSize(num_tensors=tensors), opened), SHOWN: (world, StateSize(), shown)}
+    entrants = {OPENED: tuple(OPENERS), SHOWN: (NOTHING, *CASES)}
+    parts = tuple(
+        Part(
+            scenario=Scenario(name=part, world=ranks, rounds=rounds, state=size),
+            date=now(),
+            environment=environment(folder),
+            samples=samples,
+            contenders=tuple(Contender(each) for each in entrants[part]),
+            not_possible=absent if part == OPENED else {},
+            caches=how_dropped(),
+        )
+        for part, (ranks, size, samples) in sizes.items()
     )
+    result = Result(name, parts)
     typer.echo(f"wrote {write_result(result, results)}")
-    missed = [f"{bar.what} {bar.seconds:.3g} s > {bar.most_s} s" for bar in result.bars if not bar.met]
-    if missed:
-        raise BenchError(f"bars missed: {'; '.join(missed)}")
+    require_bars(bars(result))
 
 
-def bars(tensors: int, world: int, opened: tuple[TimedSeries, ...], shown: tuple[TimedSeries, ...]) -> Iterator[Bar]:
+def bars(result: Result) -> Iterator[Bar]:
     """The bars that hold for a run of this size, with its medians."""
-    if tensors == BAR_NUM_TENSORS:
-        (ours,) = (series for series in opened if series.name == "holdfast")
-        yield Bar(what="open and read one", seconds=ours.seconds.median, most_s=BAR_OPEN_S)
-    if world == BAR_WORLD:
-        for series in shown:
-            if series.name != NOTHING:
-                yield Bar(what=f"show {series.name}", seconds=series.seconds.median, most_s=BAR_SHOW_S)
+    opened, shown = result.part(OPENED), result.part(SHOWN)
+    if opened.scenario.state.num_tensors == BAR_NUM_TENSORS:
+        yield in_time("open and read one", median(opened.series("holdfast")), BAR_OPEN_S)
+    if shown.scenario.world == BAR_WORLD:
+        for contender in shown.contenders:
+            if contender.name != NOTHING:
+                yield in_time(f"show {contender.name}", median(shown.series(contender.name)), BAR_SHOW_S)
+
+
+def render_view(result: Result) -> str:
+    """The figures of `result` as Markdown."""
+    opened, shown = result.part(OPENED), result.part(SHOWN)
+    how = (
+        f"Medians of {opened.scenario.rounds} interleaved rounds (lowest to highest). Opening: in a new process that "
+        f"has imported the library, caches are cold ({opened.caches}), and the tensor is compared with what was saved; "
+        f"dcp loads a state dict of that one tensor, safetensors is one file.{reasons(opened)} `show`: whole commands, "
+        "warm caches."
+    )
+    heads = {
+        f"open a checkpoint of {opened.scenario.state.num_tensors:,} tensors, read one": opened,
+        f"`holdfast show` of a manifest of {shown.scenario.world:,} ranks": shown,
+    }
+    lines: list[str] = []
+    for head, part in heads.items():
+        rows = {each.name: _LABELS.get(each.name, each.name) for each in part.able}
+        lines += [*table(head, rows, [("s", _seconds_of(part))]), ""]
+    return "\n".join((*lines, *time_bars(bars(result)), how, "", whereabouts(result.name, opened)))
+
+
+def _seconds_of(part: Part) -> Callable[[str], str]:
+    return lambda name: text(part.series(name))
 
 
 def _timed_opens(
-    scratch: Path, names: tuple[str, ...], tensors: int, rounds: int, advance: Callable[[str], None]
-) -> tuple[TimedSeries, ...]:
+    root: Path, names: tuple[str, ...], tensors: int, rounds: int, advance: Callable[[str], None]
+) -> tuple[Sample, ...]:
     for name in names:
-        (scratch / name).mkdir()
-        _in_a_process(_save, name, scratch / name, tensors)
-    taken: dict[str, list[float]] = {name: [] for name in names}
+        (root / name).mkdir()
+        _in_a_process(_save, name, root / name, tensors)
+    samples: list[Sample] = []
     for number in range(rounds):
-        for name in rotated(names, number):
-            settle(scratch)
-            taken[name].append(_in_a_process(_open, name, scratch / name, tensors // 2))
+        for turn, name in enumerate(rotated(names, number)):
+            settle(root)
+            seconds = _in_a_process(_open, name, root / name, tensors // 2)
+            samples.append(Sample(name, number + 1, {"seconds": (seconds,)}, turn=turn))
         advance(f"opened {tensors:,} tensors")
-    return tuple(TimedSeries(name, spread(series), tuple(series)) for name, series in taken.items())
+    return tuple(samples)
 
 
 def _save(name: str, folder: Path, tensors: int) -> None:
@@ -127,23 +167,23 @@ def _in_a_process(call: Callable[[str, Path, int], T], name: str, folder: Path, 
         return pool.submit(call, name, folder, number).result()
 
 
-def _timed_shows(scratch: Path, world: int, rounds: int, advance: Callable[[str], None]) -> tuple[TimedSeries, ...]:
+def _timed_shows(root: Path, world: int, rounds: int, advance: Callable[[str], None]) -> tuple[Sample, ...]:
     """Whole commands, with warm caches: Python's own start from a cold disk would hide the rest."""
     commands = {NOTHING: [NOTHING]}
     for case, (simulate, smallest, _) in CASES.items():
-        checkpoint = scratch / case
+        checkpoint = root / case
         write_simulated(checkpoint, simulate(max(world, smallest)))
         commands[case] = ["show", str(checkpoint)]
         advance(f"planned {case}")
-    taken: dict[str, list[float]] = {name: [] for name in commands}
+    samples: list[Sample] = []
     for number in range(-1, rounds):
-        for name in rotated(tuple(commands), number):
+        for turn, name in enumerate(rotated(tuple(commands), number)):
             start_s = time.perf_counter()
             subprocess.run([sys.executable, "-m", "holdfast.cli", *commands[name]], check=True, capture_output=True)
-            if number >= 0:
-                taken[name].append(time.perf_counter() - start_s)
+            seconds = time.perf_counter() - start_s
+            samples.append(Sample(name, number + 1, {"seconds": (seconds,)}, turn=turn))
         advance("shown")
-    return tuple(TimedSeries(name, spread(series), tuple(series)) for name, series in taken.items())
+    return tuple(samples)
 
 
 def write_simulated(folder: Path, sent: layouts.Sent) -> None:

@@ -6,8 +6,9 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
+from pathlib import Path
+from typing import Literal
 
-import msgspec
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -15,9 +16,10 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from bench.rank import TORCH_THREADS
-from bench.results import MODEL_KINDS, ModelKind, WalkFigure
-from bench.statistics import rotated, spread
+from bench.environment import environment
+from bench.runner import TORCH_THREADS
+from bench.schema import Part, Sample, Scenario, StateSize, now
+from bench.statistics import rotated
 from holdfast.state.collect import WalkCache
 from holdfast.state.flatten import FlatState, flatten
 
@@ -27,39 +29,34 @@ TENSORS_PER_LAYER = LINEARS_PER_LAYER * 2 * 4
 FIRST, LATER, STATE_DICTS, GET_STATE_DICT = "holdfast-first", "holdfast-later", "state_dict", "get_state_dict"
 
 
-class WalkOrder(msgspec.Struct, frozen=True):
-    """Which walks to time: `rounds` of each contender, on a model of `layers` with AdamW."""
-
-    layers: int
-    rounds: int
-
-    @property
-    def num_tensors(self) -> int:
-        """Tensors of model and optimizer."""
-        return self.layers * TENSORS_PER_LAYER
+ModelKind = Literal["plain", "fsdp2"]
+MODEL_KINDS: tuple[ModelKind, ...] = ("plain", "fsdp2")
 
 
-def run_walks(order: WalkOrder, *, on_kind: Callable[[ModelKind], None]) -> tuple[WalkFigure, ...]:
-    """Time the walks of every kind of model, each in a process of its own. `on_kind` sees each kind as it ends."""
-    figures: list[WalkFigure] = []
+def measure_walks(layers: int, rounds: int, advance: Callable[[str], None]) -> list[Part]:
+    """Time the walks of every kind of model of so many layers with AdamW, each kind in a process of its own."""
+    parts: list[Part] = []
+    size = StateSize(num_tensors=layers * TENSORS_PER_LAYER)
     for kind in MODEL_KINDS:
         with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-            figures += pool.submit(measure, kind, order).result()
-        on_kind(kind)
-    return tuple(figures)
+            samples = pool.submit(measure, kind, layers, rounds).result()
+        scenario = Scenario(name=kind, rounds=rounds, state=size)
+        parts.append(Part(scenario=scenario, date=now(), environment=environment(Path()), samples=samples))
+        advance(f"walks of a {kind} model")
+    return parts
 
 
-def measure(kind: ModelKind, order: WalkOrder) -> list[WalkFigure]:
-    """The figures of one kind of model, in this process, as the only rank of a job.
+def measure(kind: ModelKind, layers: int, rounds: int) -> tuple[Sample, ...]:
+    """The samples of one kind of model, in this process, as the only rank of a job.
 
     The contenders are interleaved, after one call each that is not counted.
     """
     torch.set_num_threads(TORCH_THREADS)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    model, optimizer = _trained(kind, order.layers)
+    model, optimizer = _trained(kind, layers)
     walker = _Walker(model, optimizer)
-    found = len(walker.first().tensors)
-    assert found == order.num_tensors, f"{found} tensors instead of {order.num_tensors}"
+    found, expected = len(walker.first().tensors), layers * TENSORS_PER_LAYER
+    assert found == expected, f"{found} tensors instead of {expected}"
     contenders: dict[str, Callable[[], object]] = {
         FIRST: walker.first,
         LATER: walker.later,
@@ -68,12 +65,13 @@ def measure(kind: ModelKind, order: WalkOrder) -> list[WalkFigure]:
     }
     for call in contenders.values():
         call()
-    samples: dict[str, list[float]] = {name: [] for name in contenders}
-    for number in range(order.rounds):
-        for name in rotated(tuple(contenders), number):
-            samples[name].append(_seconds(contenders[name]))
+    samples = [
+        Sample(name, number + 1, {"seconds": (_seconds(contenders[name]),)}, turn=turn)
+        for number in range(rounds)
+        for turn, name in enumerate(rotated(tuple(contenders), number))
+    ]
     dist.destroy_process_group()
-    return [WalkFigure(kind, name, spread(series), tuple(series)) for name, series in samples.items()]
+    return tuple(samples)
 
 
 class _Walker:

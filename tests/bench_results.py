@@ -2,42 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-from bench.contenders import LATER, SMALL_NAMES
+from bench import engine, walks
+from bench.contenders import LATER, described
+from bench.engine_beside import NO_SAVES
+from bench.engine_contenders import OURS, OURS_SYNC, OWN, THREAD
+from bench.engine_saves import ALONE, BESIDE_WORK
 from bench.environment import Environment
-from bench.metadata import metadata
-from bench.results import (
-    LOAD_ONLY,
-    MEASURES,
-    MODEL_KINDS,
-    ContenderMetadata,
-    LoadResult,
-    LoadSetup,
-    Measure,
-    NotPossible,
-    Result,
-    Sample,
-    ScenarioResult,
-    Setup,
-    SmallResult,
-    SmallSetup,
-    StateSize,
-    TimedSeries,
-    ViewResult,
-    WalkFigure,
-    raw_name,
-)
-from bench.small import bars
-from bench.statistics import spread
-from bench.summary import summarize, summarize_small
-from bench.view import NOTHING
-from bench.view import bars as view_bars
-from bench.walks import FIRST, GET_STATE_DICT, STATE_DICTS
-from bench.walks import LATER as LATER_WALK
+from bench.save_load import MEASURES
+from bench.schema import RAW, WARM_UP, Contender, Part, Result, Sample, Scenario, StateSize, raw_name
+from bench.small import NAMES as SMALL_NAMES
+from bench.small import SAVES as SMALL_SAVES
+from bench.view import NOTHING, OPENED, SHOWN
+from bench.walks import MODEL_KINDS
 
 NBYTES = 2_000_000_000
+SIZE = StateSize(NBYTES, 300, 3)
 RAW_WAYS = ("slow", "fast", "other")
+DATE = "2030-01-02T03:04:05+00:00"
 MACHINE = Environment(
     holdfast="0.1",
     torch="2.13",
@@ -55,137 +38,204 @@ SECONDS = {
     raw_name("other"): (0.5, 1.5, 1.5),
     "dcp": (4.0, 2.4, 2.2),
 }
+#: Of the engine: rounds, who saves, and durable after how many seconds; of holdfast half a second more is the copy.
+ROUNDS = 7
+ENGINE_NAMES = (RAW, THREAD, OURS_SYNC, OURS)
+DURABLE_S = {**dict.fromkeys(map(raw_name, RAW_WAYS), 1.0), THREAD: 4.0, OURS_SYNC: 1.25, OURS: 1.5}
 
 
-def samples(seconds: Mapping[str, tuple[float, ...]]) -> tuple[Sample, ...]:
+def samples(seconds: Mapping[str, Sequence[float]], measures: Sequence[str] = MEASURES) -> tuple[Sample, ...]:
     """One sample per measure, contender and round; each of two ranks used 1 s of CPU and 3 MB."""
     return tuple(
         sample(measure, name, number, second)
-        for measure in MEASURES
+        for measure in measures
         for name, series in seconds.items()
         for number, second in enumerate(series, start=1)
     )
 
 
-def sample(measure: Measure, name: str, number: int, seconds: float) -> Sample:
-    return Sample(
-        measure=measure,
-        round=number,
-        turn=0,
-        contender=name,
-        seconds=seconds,
-        cpu_s=(1.0, 1.0),
-        peak_extra_nbytes=(1_000_000, 3_000_000),
-        device_nbytes=(NBYTES // 4, 3 * NBYTES // 4),
-        asked_nbytes=(NBYTES, NBYTES),
-    )
+def sample(measure: str, name: str, number: int, seconds: float, **values: tuple[float, ...]) -> Sample:
+    usual = {
+        "seconds": (seconds,),
+        "cpu_s": (1.0, 1.0),
+        "peak_extra_nbytes": (1_000_000, 3_000_000),
+        "device_nbytes": (NBYTES // 4, 3 * NBYTES // 4),
+        "asked_nbytes": (NBYTES, NBYTES),
+    }
+    return Sample(name, number, usual | values, measure)
 
 
-def result(seconds: Mapping[str, tuple[float, ...]]) -> Result:
-    taken = samples(seconds)
-    names = ("raw", "dcp")
-    return Result(
-        name="io",
-        date="2030-01-02T03:04:05+00:00",
-        setup=Setup(
-            world=2,
-            rounds=3,
-            state=StateSize(nbytes=NBYTES, num_tensors=300, num_values=3),
-            raw_ways=RAW_WAYS,
-            torch_threads=1,
-            caches="dropped",
-        ),
+def part(
+    name: str,
+    taken: Sequence[Sample],
+    contenders: Sequence[Contender] = (),
+    *,
+    title: str = "",
+    world: int = 2,
+    rounds: int = 3,
+    state: StateSize = SIZE,
+    facts: Mapping[str, object] | None = None,
+    not_possible: Mapping[str, str] | None = None,
+    raw_ways: tuple[str, ...] = (),
+) -> Part:
+    return Part(
+        scenario=Scenario(name=name, title=title, world=world, rounds=rounds, state=state, facts=facts or {}),
+        date=DATE,
         environment=MACHINE,
-        contenders=tuple(
-            ContenderMetadata(name=name, description="loops", durable="fsync", verified="no", io="") for name in names
-        ),
-        summaries=summarize(taken, names, raw_ways=RAW_WAYS, nbytes=NBYTES),
-        samples=taken,
-    )
-
-
-def small_result(*, num_tensors: int = 10_000, save_s: float = 0.9, later_walk_s: float = 0.004) -> SmallResult:
-    """A run over 8 ranks: dcp in one of three rounds, holdfast in all."""
-    taken = samples({"dcp": (40.0,), "holdfast": (save_s, 0.8, 1.2), LATER: (0.7, 0.6, 0.5)})
-    seconds = {FIRST: 0.006, LATER_WALK: later_walk_s, STATE_DICTS: 0.003, GET_STATE_DICT: 0.09}
-    setup = SmallSetup(
-        world=8,
-        rounds=3,
-        state=StateSize(nbytes=1, num_tensors=num_tensors, num_values=0),
-        local_shape=(2, 16),
-        torch_threads=1,
+        samples=tuple(taken),
+        contenders=tuple(contenders),
+        not_possible=not_possible or {},
         caches="dropped",
-        walk_rounds=30,
-        walk_num_tensors=3_000,
-    )
-    summaries = summarize_small(taken, SMALL_NAMES)
-    walks = tuple(
-        WalkFigure(kind, name, spread([second]), (second,)) for kind in MODEL_KINDS for name, second in seconds.items()
-    )
-    return SmallResult(
-        name="small",
-        date="2030-01-02T03:04:05+00:00",
-        setup=setup,
-        environment=MACHINE,
-        contenders=tuple(metadata(name, direct=True) for name in SMALL_NAMES),
-        summaries=summaries,
-        walks=walks,
-        bars=tuple(bars(setup, summaries, walks)),
-        samples=taken,
-    )
-
-
-def load_result(seconds: Mapping[str, tuple[float, ...]]) -> LoadResult:
-    """A run of one scenario, which torchsnapshot cannot do. Loads read the state twice, and once from the device."""
-    names = ("raw", "dcp", "torchsnapshot")
-    taken = tuple(each for each in samples(seconds) if each.measure == "load")
-    scenario = ScenarioResult(
-        name="columns",
-        title="rows -> columns",
-        saved="rows, 2 ranks",
-        loaded="columns, 2 ranks",
-        state=StateSize(nbytes=NBYTES, num_tensors=300, num_values=3),
-        not_possible=(NotPossible("torchsnapshot", "it is from 2023"),),
-        summaries=summarize(taken, names[:2], raw_ways=RAW_WAYS, nbytes=NBYTES, measures=LOAD_ONLY),
-        samples=taken,
-    )
-    setup = LoadSetup(
-        rounds=3,
-        raw_ways=RAW_WAYS,
-        torch_threads=1,
-        caches="dropped",
+        raw_ways=raw_ways,
         packages={"torchsnapshot": "0.1"},
     )
-    return LoadResult(
-        name="load",
-        date="2030-01-02T03:04:05+00:00",
-        setup=setup,
-        environment=MACHINE,
-        contenders=tuple(metadata(name, direct=True) for name in names),
-        scenarios=(scenario,),
+
+
+def io_result(seconds: Mapping[str, tuple[float, ...]]) -> Result:
+    contenders = tuple(Contender(name, "loops", "fsync", io="") for name in (RAW, "dcp"))
+    return Result("io", (part("io", samples(seconds), contenders, raw_ways=RAW_WAYS),))
+
+
+def small_result(*, num_tensors: int = 10_000, save_s: float = 0.9, later_walk_s: float = 0.004) -> Result:
+    """A run over 8 ranks: dcp in one of three rounds, holdfast in all."""
+    taken = samples({"dcp": (40.0,), "holdfast": (save_s, 0.8, 1.2), LATER: (0.7, 0.6, 0.5)})
+    state = StateSize(1, num_tensors)
+    names = described(SMALL_NAMES, direct=True)
+    saves = part(SMALL_SAVES, taken, names, world=8, state=state, facts={"local_shape": [2, 16]})
+    seconds = {walks.FIRST: 0.006, walks.LATER: later_walk_s, walks.STATE_DICTS: 0.003, walks.GET_STATE_DICT: 0.09}
+    walked = samples({name: (second,) for name, second in seconds.items()}, ("",))
+    size = StateSize(num_tensors=3_000)
+    return Result("small", (saves, *(part(kind, walked, world=1, rounds=30, state=size) for kind in MODEL_KINDS)))
+
+
+def load_result(seconds: Mapping[str, tuple[float, ...]], *, name: str = "columns") -> Result:
+    """A run of one scenario, which torchsnapshot cannot do. Loads read the state twice, and once from the device."""
+    return Result("load", (load_part(seconds, name=name),))
+
+
+def load_part(
+    seconds: Mapping[str, tuple[float, ...]], *, name: str = "columns", title: str = "rows -> columns"
+) -> Part:
+    names = (RAW, *(each for each in seconds if not each.startswith(RAW)), "torchsnapshot")
+    absent = {"torchsnapshot": "it is from 2023"}
+    contenders = described(names, direct=True)
+    taken = samples(seconds, ("load",))
+    return part(name, taken, contenders, title=title, not_possible=absent, raw_ways=RAW_WAYS)
+
+
+def view_result(*, num_tensors: int = 100_000, world: int = 8960) -> Result:
+    """Three runs around each median; safetensors took no part."""
+    parts = []
+    for name, medians in (
+        (OPENED, {"holdfast": 0.2, "dcp": 9.0}),
+        (SHOWN, {NOTHING: 0.1, "fsdp": 0.5, "random-flat-cuts": 1.5}),
+    ):
+        taken = samples({each: (middle, middle / 2, middle * 2) for each, middle in medians.items()}, ("",))
+        absent = {"safetensors": "it is not installed"} if name == OPENED else {}
+        contenders = [Contender(each) for each in (*medians, *absent)]
+        size = StateSize(num_tensors=num_tensors)
+        parts.append(part(name, taken, contenders, world=world, state=size, not_possible=absent))
+    return Result("view", tuple(parts))
+
+
+def plan_result() -> Result:
+    figures = {"plan_s": (0.5,), "decode_s": (0.1,), "load_plan_s": (0.2,)}
+    facts = {"sent_nbytes": 1, "manifest_nbytes": 1 << 19, "extra_memory_nbytes": 3 << 20}
+    parts = [
+        part(f"fsdp x {world}", [Sample("holdfast", 1, figures)], title="fsdp", world=world, facts=facts)
+        for world in (64, 8960)
+    ]
+    return Result("plan", (*parts, part("validation", [Sample("holdfast", 1, {"seconds": (0.25,)})], world=1)))
+
+
+def history_result() -> Result:
+    keys = ("load_s", "save_s", "find_s", "ls_s", "ls_cpu_s", "doctor_s")
+    taken = [Sample("holdfast", 1, {key: (number / 10,) for number, key in enumerate(keys, 1)})]
+    parts = (part(str(length), taken, facts={"num_checkpoints": length}) for length in (10, 10_000))
+    return Result("history", tuple(parts))
+
+
+def engine_result(
+    *, nbytes: int = NBYTES, blocked_s: float = 0.010, loop_s: float = 8.08, rounds: int = ROUNDS
+) -> Result:
+    """A run in which every round is like the others, and of which holdfast meets all bars but that of its own save."""
+    return Result(
+        "engine",
+        (
+            saves_part(nbytes=nbytes, blocked_s=blocked_s, rounds=rounds),
+            restore_part(nbytes=nbytes, rounds=rounds),
+            python_part(nbytes=nbytes, rounds=rounds),
+            loop_part(nbytes=nbytes, loop_s=loop_s, rounds=rounds),
+        ),
     )
 
 
-def view_result(*, num_tensors: int = 100_000, world: int = 8960) -> ViewResult:
-    """A result of `bench view`."""
-    opened = (timed("holdfast", 0.2), timed("dcp", 9.0))
-    shown = (timed(NOTHING, 0.1), timed("fsdp", 0.5), timed("random-flat-cuts", 1.5))
-    return ViewResult(
-        name="view",
-        date="2026-11-22T00:00:00+00:00",
-        environment=MACHINE,
-        rounds=3,
-        caches="dropped",
-        num_tensors=num_tensors,
-        world=world,
-        opened=opened,
-        not_possible=(NotPossible("safetensors", "it is not installed"),),
-        shown=shown,
-        bars=tuple(view_bars(num_tensors, world, opened, shown)),
+def saves_part(
+    *, nbytes: int, blocked_s: float = 0.010, rounds: int = ROUNDS, num_tensors: int = 4_000, thread_s: float = 4.0
+) -> Part:
+    """Two saves of each contender in each round; the first ones took ten times as long, and were watched."""
+    taken = []
+    for number in range(WARM_UP, rounds + 1):
+        scale = 10.0 if number == WARM_UP else 1.0
+        for turn, (name, seconds) in enumerate((DURABLE_S | {THREAD: thread_s}).items()):
+            alone = {"seconds": (scale * seconds,), "blocked_s": (scale * blocked_s,), "cpu_s": (scale * 0.2,)}
+            if name == OURS:
+                alone["persist_s"] = (scale * (seconds - 0.5),)
+            taken.append(Sample(name, number, alone, ALONE, turn))
+            if not name.startswith(RAW):
+                beside: dict[str, tuple[float, ...]] = {
+                    "seconds": (2 * scale * seconds,),
+                    "blocked_s": (scale * blocked_s,),
+                }
+                beside["step_wait_s"] = (scale * 0.004,)
+                if number == WARM_UP:
+                    beside["peak_extra_nbytes"] = (30e6, 40e6)
+                taken.append(Sample(name, number, beside, BESIDE_WORK, turn))
+    absent = {"torchsnapshot-async": "it is from 2023"}
+    return part(
+        engine.SAVES,
+        taken,
+        described((*ENGINE_NAMES, *absent), *OWN, direct=True),
+        rounds=rounds,
+        state=StateSize(nbytes, num_tensors, 3),
+        facts={"work_s": 1.0, "generations": 2},
+        not_possible=absent,
+        raw_ways=RAW_WAYS,
     )
 
 
-def timed(name: str, seconds: float) -> TimedSeries:
-    """Three runs around a median."""
-    samples = (seconds, seconds / 2, seconds * 2)
-    return TimedSeries(name, spread(samples), samples)
+def restore_part(*, nbytes: int, rounds: int = ROUNDS) -> Part:
+    """Restores at four fifths of a copy's speed."""
+    values = {"seconds": 0.25, "memcpy_s": 0.2, "moved_s": 0.2, "moved_cpu_s": 0.4, "load_s": 1.0}
+    taken = [
+        Sample(OURS, number, {key: (value,) for key, value in values.items()}, "durable" if number % 2 else "staged")
+        for number in range(1, rounds + 1)
+    ]
+    return part(engine.RESTORE, taken, rounds=rounds, state=StateSize(nbytes, 4_000, 3))
+
+
+def python_part(*, nbytes: int, rounds: int = ROUNDS) -> Part:
+    """A loop that a peer slows down by half, and holdfast by 2 % while it persists, with the copy by 10 %."""
+    taken = []
+    for number in range(WARM_UP, rounds + 1):
+        for name, saving, persisting in ((OURS, 90.0, 98.0), (THREAD, 50.0, 50.0)):
+            rates = {"before_per_s": 99.0, "saving_per_s": saving, "persisting_per_s": persisting, "after_per_s": 101.0}
+            taken.append(sample("", name, number, 1.0, **{key: (rate,) for key, rate in rates.items()}))
+    state = StateSize(nbytes, 4_000, 3)
+    return part(engine.PYTHON, taken, beside_contenders(), world=1, rounds=rounds, state=state)
+
+
+def loop_part(*, nbytes: int, loop_s: float = 8.08, rounds: int = ROUNDS) -> Part:
+    """Loops of 8 s without saves."""
+    taken = [
+        sample("", name, number, seconds, durable_s=(seconds + 0.5,))
+        for number in range(WARM_UP, rounds + 1)
+        for name, seconds in {NO_SAVES: 8.0, OURS: loop_s, THREAD: 10.0}.items()
+    ]
+    facts = {"steps": 20, "every": 10, "tokens": 512}
+    state = StateSize(nbytes, 4_000, 3)
+    return part(engine.LOOP, taken, beside_contenders(), rounds=rounds, state=state, facts=facts)
+
+
+def beside_contenders() -> tuple[Contender, ...]:
+    return described((OURS, THREAD), *OWN, direct=True)

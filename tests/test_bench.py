@@ -8,74 +8,80 @@ import re
 import time
 from pathlib import Path
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.contenders import LATER, SMALL_NAMES, folder_of
-from bench.engine_results import read_engine
-from bench.engine_table import render_engine
+from bench.contenders import LATER
 from bench.environment import filesystem
-from bench.errors import MarkersError, RankFailedError, RawLimitError, SetupError, WrongBytesError
-from bench.front_table import render_front
-from bench.harness import collect, require_space
-from bench.load_table import render_load
+from bench.errors import BenchError, MarkersError, RankFailedError, RawLimitError, SetupError, WrongBytesError
+from bench.front import render_front
+from bench.io import render_io
+from bench.markdown import table as lines_of
 from bench.marked import CHART, README, TABLES, markers, read_marked, replace_part
 from bench.meter import Meter
-from bench.order import Order
+from bench.plan import bars as plan_bars
 from bench.plot import render_chart
-from bench.rank import Failure, require_same
 from bench.raw import RAW_WAYS, RawFile, RawImage, RawWay, takes_direct
-from bench.results import (
-    LOAD_ONLY,
-    MEASURES,
-    MODEL_KINDS,
+from bench.runner import Failure, Found, Span, collect, require_same, together
+from bench.save_load import MEASURES, SaveLoad
+from bench.schema import (
+    RAW,
     RESULTS,
     WARM_UP,
-    LoadResult,
     Result,
     Sample,
     StateSize,
-    raw_name,
-    read_load,
+    chosen,
     read_result,
-    read_small,
-    read_view,
+    require_bars,
+    require_raw_limit,
     write_result,
 )
-from bench.small import small
-from bench.small_table import render_small
+from bench.small import NAMES as SMALL_NAMES
+from bench.small import SAVES as SMALL_SAVES
+from bench.small import bars as small_bars
+from bench.small import render_small, small
 from bench.state import LlamaLike, ManySmall, parameter_shapes, width_for
-from bench.statistics import Spread, fastest, paired_ratios, rotated, spread
-from bench.summary import require_raw_limit, require_valid, summarize
-from bench.table import render, table
-from bench.view_table import render_view
-from tests.bench_engine_result import engine_result
-from tests.bench_results import SECONDS, load_result, result, sample, small_result, view_result
+from bench.statistics import fastest, median, paired_ratios, rotated, text
+from bench.table import TABLES_OF, table
+from tests.bench_results import (
+    SECONDS,
+    engine_result,
+    history_result,
+    io_result,
+    load_part,
+    load_result,
+    part,
+    plan_result,
+    sample,
+    small_result,
+    view_result,
+)
 
 ROOT = Path(__file__).parents[1]
 START, END = markers("bench")
 LOADS = load_result(SECONDS)
-SMALL_PLACE, LOAD_PLACE, ENGINE_PLACE, VIEW_PLACE = (
-    "\n".join(markers(part)) for part in ("small", "load", "engine", "view")
-)
+PLACES = tuple(place for place, _ in TABLES_OF.values())
 
 
 # Statistics
 
 
-def test_a_spread_is_the_median_and_the_extremes() -> None:
-    assert spread([3.0, 1.0, 10.0]) == Spread(median=3.0, low=1.0, high=10.0)
+def test_of_a_series_the_median_and_the_extremes_are_shown() -> None:
+    assert median([3.0, 1.0, 10.0]) == 3.0
+    assert text([3.0, 1.0, 10.0]) == "3.00 (1.00 to 10.00)"
+    assert text([0.003, 0.001], 1, scale=1e3) == "2.0 (1.0 to 3.0)"
 
 
-def test_an_empty_series_has_no_spread() -> None:
+def test_an_empty_series_has_no_median_and_is_shown_as_a_dash() -> None:
+    assert text([]) == "-"
     with pytest.raises(ValueError, match="at least one sample"):
-        spread([])
+        median([])
 
 
 def test_ratios_are_paired_by_round_and_not_taken_from_medians() -> None:
-    assert paired_ratios([1.0, 4.0], [2.0, 4.0]) == (0.5, 1.0)
+    assert paired_ratios([1.0, 4.0], [2.0, 4.0]) == [0.5, 1.0]
 
 
 def test_series_of_different_length_cannot_be_paired() -> None:
@@ -98,35 +104,30 @@ def test_the_fastest_series_is_the_one_with_the_lowest_median_not_the_lowest_sam
 
 
 def test_the_raw_limit_is_the_best_of_its_ways_and_says_which() -> None:
-    raw = result(SECONDS).summary("save", "raw")
-    assert (raw.raw_way, raw.seconds.median, raw.shares_of_raw) == ("fast", 1.1, (1.0, 1.0, 1.0))
+    (found,) = io_result(SECONDS).parts
+    assert (found.raw_way("save"), median(found.series(RAW, measure="save"))) == ("fast", 1.1)
+    assert found.shares(RAW, measure="save") == [1.0, 1.0, 1.0]
 
 
-def test_a_summary_has_the_paired_share_the_rate_and_the_cost_of_all_ranks() -> None:
-    dcp = result(SECONDS).summary("load", "dcp")
-    assert dcp.shares_of_raw == pytest.approx((0.25, 0.5, 0.5))
-    assert dcp.gb_per_s.high == pytest.approx(2.0 / 2.2)
-    assert dcp.cpu_s_per_gb.median == pytest.approx(1.0)
-    assert dcp.peak_extra_nbytes_per_rank == 3_000_000
+def test_a_contender_has_the_paired_share_and_the_cost_of_all_ranks() -> None:
+    (found,) = io_result(SECONDS).parts
+    assert found.shares("dcp", measure="load") == pytest.approx([0.25, 0.5, 0.5])
+    assert found.cpu_s_per_gb("dcp", measure="load") == pytest.approx(1.0)
+    assert found.peak_nbytes("dcp", "load") == 3_000_000
 
 
 def test_a_contender_that_beats_the_raw_limit_is_an_error_of_the_harness() -> None:
+    (beaten,) = io_result(SECONDS | {"dcp": (0.9, 1.1, 1.0)}).parts
     with pytest.raises(
         RawLimitError, match=r"dcp .* raw limit was not reached by the raw loop.*Add a way to .*, or rounds"
     ):
-        require_raw_limit(result(SECONDS | {"dcp": (0.9, 1.1, 1.0)}).summaries)
+        require_raw_limit(beaten, *MEASURES)
 
 
 def test_a_contender_within_the_noise_of_the_raw_limit_is_none() -> None:
-    noisy = result(SECONDS | {"dcp": (0.97, 1.17, 1.08)})
-    assert noisy.summary("save", "dcp").share_of_raw.median > 1
-    require_raw_limit(noisy.summaries)
-
-
-def test_a_result_is_judged_by_its_samples_even_if_its_summaries_look_right() -> None:
-    good, bad = result(SECONDS), result(SECONDS | {"dcp": (0.9, 1.1, 1.0)})
-    with pytest.raises(RawLimitError):
-        require_valid(msgspec.structs.replace(bad, summaries=good.summaries))
+    (noisy,) = io_result(SECONDS | {"dcp": (0.97, 1.17, 1.08)}).parts
+    assert median(noisy.shares("dcp", measure="save")) > 1
+    require_raw_limit(noisy, *MEASURES)
 
 
 # Errors of a run
@@ -144,12 +145,17 @@ def test_a_tensor_that_vanished_in_a_load_is_an_error() -> None:
 
 def test_an_unknown_contender_is_refused_with_the_known_ones() -> None:
     with pytest.raises(SetupError, match=r"no contender zip.*raw, torch.save, dcp, .*holdfast"):
-        Order(world=2, rounds=7, recipe=LlamaLike(1), contenders=("zip",)).num_turns()
+        SaveLoad(world=2, rounds=7, recipe=LlamaLike(1), contenders=("zip",)).num_samples()
+
+
+def test_what_is_asked_for_is_chosen_in_the_known_order() -> None:
+    assert chosen(["c", "a"], ("a", "b", "c"), kind="letter") == ("a", "c")
+    assert chosen(None, ("a", "b"), kind="letter") == ("a", "b")
 
 
 def test_a_run_that_does_not_fit_on_the_disk_is_refused_before_it_starts(tmp_path: Path) -> None:
     with pytest.raises(SetupError, match="smaller state"):
-        require_space(Order(world=2, rounds=7, recipe=LlamaLike(1 << 60), contenders=("raw",)), tmp_path)
+        SaveLoad(world=2, rounds=7, recipe=LlamaLike(1 << 60), contenders=("raw",)).require_space(tmp_path)
 
 
 @pytest.mark.parametrize(("peer_rounds", "walk_rounds", "layers"), [(0, 1, 1), (6, 1, 1), (1, 0, 1), (1, 1, 0)])
@@ -167,7 +173,7 @@ def test_a_rank_that_dies_without_a_word_is_an_error_with_its_status() -> None:
     process.start()
     sender.close()
     with pytest.raises(RankFailedError, match="rank ended with status 3"):
-        collect({receiver: process}, direct=True, on_turn=lambda _: None)
+        collect({receiver: process}, on_sample=lambda _: None)
 
 
 def test_what_ended_a_rank_is_reported_at_once_though_other_ranks_still_run() -> None:
@@ -176,18 +182,18 @@ def test_what_ended_a_rank_is_reported_at_once_though_other_ranks_still_run() ->
     failing[1].send(Failure(text="no space"))
     processes = {failing[0]: context.Process(name="rank 0"), silent[0]: context.Process(name="rank 1")}
     with pytest.raises(RankFailedError, match="rank 0 failed: no space"):
-        collect(processes, direct=True, on_turn=lambda _: None)
+        collect(processes, on_sample=lambda _: None)
 
 
 def test_the_warm_up_counts_for_memory_alone() -> None:
-    warm_up = msgspec.structs.replace(sample("load", "dcp", WARM_UP, 100.0), peak_extra_nbytes=(5, 7))
-    timed = [
-        msgspec.structs.replace(sample("load", name, 1, 2.0), peak_extra_nbytes=(None, None))
-        for name in ("dcp", raw_name("fast"))
-    ]
-    raw = msgspec.structs.replace(sample("load", raw_name("fast"), WARM_UP, 100.0), peak_extra_nbytes=(0, 0))
-    (dcp,) = summarize([warm_up, raw, *timed], ["dcp"], raw_ways=["fast"], nbytes=1, measures=LOAD_ONLY)
-    assert (dcp.seconds.high, dcp.peak_extra_nbytes_per_rank) == (2.0, 7)
+    warm_up = sample("load", "dcp", WARM_UP, 100.0, peak_extra_nbytes=(5, 7))
+    found = part("io", [warm_up, sample("load", "dcp", 1, 2.0, peak_extra_nbytes=())])
+    assert (found.series("dcp", measure="load"), found.peak_nbytes("dcp", "load")) == ([2.0], 7)
+
+
+def test_of_several_ranks_spans_become_one_and_numbers_stay_apart() -> None:
+    found: list[Found] = [{"seconds": Span(1.0, 3.0), "cpu_s": 0.5}, {"seconds": Span(2.0, 5.0), "cpu_s": 0.25}]
+    assert together(found) == {"seconds": (4.0,), "cpu_s": (0.5, 0.25)}
 
 
 def test_the_meter_watches_memory_where_it_is_asked_to() -> None:
@@ -195,10 +201,9 @@ def test_the_meter_watches_memory_where_it_is_asked_to() -> None:
     own = bytearray(64 << 20)
     time.sleep(0.5)
     del own
-    peak = meter.stop().peak_extra_nbytes
-    assert peak is not None
+    peak = meter.stop()["peak_extra_nbytes"]
     assert 63 << 20 < peak < 80 << 20
-    assert Meter().stop().peak_extra_nbytes is None
+    assert "peak_extra_nbytes" not in Meter().stop()
 
 
 def test_what_ranks_send_is_collected_and_seen() -> None:
@@ -212,8 +217,8 @@ def test_what_ranks_send_is_collected_and_seen() -> None:
         sender.send(message)
     sender.close()
     seen: list[Sample] = []
-    outcome = collect({receiver: process}, direct=True, on_turn=seen.append)
-    assert (outcome.state, outcome.samples, seen) == (size, tuple(sent), sent)
+    assert collect({receiver: process}, on_sample=seen.append) == (size, tuple(sent))
+    assert seen == sent
 
 
 # The raw loop and the state
@@ -268,20 +273,21 @@ def test_the_filesystem_of_a_folder_is_that_of_the_innermost_mount() -> None:
 
 
 def test_a_contender_that_is_limited_takes_part_in_the_first_rounds_and_has_no_warm_up() -> None:
-    order = Order(world=8, rounds=3, recipe=ManySmall(20), contenders=SMALL_NAMES, at_most={"dcp": 2})
+    job = SaveLoad(world=8, rounds=3, recipe=ManySmall(20), contenders=SMALL_NAMES, at_most={"dcp": 2})
     others = ("holdfast", LATER)
-    assert [order.entrants(number) for number in range(4)] == [others, SMALL_NAMES, SMALL_NAMES, others]
-    assert order.num_turns() == 2 * (2 + 3 + 3 + 2)
+    assert [job.entrants(number) for number in range(4)] == [others, SMALL_NAMES, SMALL_NAMES, others]
+    assert job.num_samples() == 2 * (2 + 3 + 3 + 2)
 
 
 def test_later_saves_go_into_one_run_and_all_others_into_new_folders(tmp_path: Path) -> None:
-    folders = {name: {folder_of(name, number, tmp_path) for number in range(3)} for name in SMALL_NAMES}
+    job = SaveLoad(world=8, rounds=3, recipe=ManySmall(20), contenders=SMALL_NAMES)
+    folders = {name: {job.folder_of(name, number, tmp_path) for number in range(3)} for name in SMALL_NAMES}
     assert {name: len(of_name) for name, of_name in folders.items()} == {"dcp": 3, "holdfast": 3, LATER: 1}
 
 
 def test_a_bar_is_met_or_missed_by_the_median() -> None:
-    found = {bar.what: bar.met for bar in small_result(save_s=1.1, later_walk_s=0.011).bars}
-    assert found == {
+    every = tuple(small_bars(small_result(save_s=1.1, later_walk_s=0.011)))
+    assert {bar.what: bar.met for bar in every} == {
         "save holdfast": False,
         f"save {LATER}": True,
         "load holdfast": False,
@@ -289,10 +295,13 @@ def test_a_bar_is_met_or_missed_by_the_median() -> None:
         "later walk, plain": False,
         "later walk, fsdp2": False,
     }
+    with pytest.raises(BenchError, match=r"save holdfast 1\.10 s: missed; load holdfast 1\.10 s: missed; later walk"):
+        require_bars(every)
+    assert [bar.met for bar in plan_bars(plan_result())] == [True] * 5
 
 
 def test_the_bars_hold_only_for_a_run_of_full_size() -> None:
-    assert [bar.what for bar in small_result(num_tensors=20).bars] == ["later walk, plain", "later walk, fsdp2"]
+    assert [bar.what for bar in small_bars(small_result(num_tensors=20))] == ["later walk, plain", "later walk, fsdp2"]
 
 
 def test_the_small_tables_have_medians_extremes_and_how_often_the_peer_ran() -> None:
@@ -311,44 +320,48 @@ def test_the_small_tables_have_medians_extremes_and_how_often_the_peer_ran() -> 
 @pytest.mark.slow
 def test_a_run_of_small_tensors_leaves_a_result_that_its_table_can_be_made_from(tmp_path: Path) -> None:
     small(tensors=20, world=2, rounds=1, layers=1, walk_rounds=1, folder=tmp_path, results=tmp_path)
-    found = read_small(tmp_path / "small.json")
-    assert [(each.measure, each.contender, each.num_rounds) for each in found.summaries] == [
-        (measure, name, 1) for measure in MEASURES for name in SMALL_NAMES
-    ]
-    assert (found.setup.state.num_tensors, found.setup.state.nbytes) == (20, 20 * 4 * 16 * 4)
-    assert {each.model for each in found.walks} == set(MODEL_KINDS)
+    found = read_result(tmp_path / "small.json", command="small")
+    saves = found.part(SMALL_SAVES)
+    assert [len(saves.series(name, measure=measure)) for measure in MEASURES for name in SMALL_NAMES] == [1] * 6
+    assert (saves.scenario.state.num_tensors, saves.scenario.state.nbytes) == (20, 20 * 4 * 16 * 4)
+    assert len(found.parts) == 3
     assert "| 20 tensors |" in render_small(found)
 
 
 # Result file and table
 
 
-def test_a_result_file_reads_back_equal(tmp_path: Path) -> None:
-    assert read_result(write_result(result(SECONDS), tmp_path / "new")) == result(SECONDS)
-    assert read_small(write_result(small_result(), tmp_path / "new")) == small_result()
-    assert read_load(write_result(load_result(SECONDS), tmp_path / "new")) == load_result(SECONDS)
+@pytest.mark.parametrize("result", [io_result(SECONDS), small_result(), LOADS, engine_result()])
+def test_a_result_file_reads_back_equal(result: Result, tmp_path: Path) -> None:
+    assert read_result(write_result(result, tmp_path / "new"), command=result.name) == result
 
 
-def test_a_missing_or_foreign_result_file_says_how_to_make_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["missing.json", "foreign.json"])
+def test_a_missing_or_foreign_result_file_says_how_to_make_one(name: str, tmp_path: Path) -> None:
     (tmp_path / "foreign.json").write_text("{}")
-    for name in ("missing.json", "foreign.json"):
-        with pytest.raises(SetupError, match="python -m bench io"):
-            read_result(tmp_path / name)
-        with pytest.raises(SetupError, match="python -m bench small"):
-            read_small(tmp_path / name)
-        with pytest.raises(SetupError, match="python -m bench load"):
-            read_load(tmp_path / name)
+    with pytest.raises(SetupError, match="python -m bench small"):
+        read_result(tmp_path / name, command="small")
+
+
+def test_a_table_has_a_line_for_each_row_and_a_cell_for_each_column() -> None:
+    columns = [("double", lambda key: str(2 * key)), ("half", lambda key: str(key / 2))]
+    assert lines_of("", {1: "one", 2: "two"}, columns) == [
+        "| | double | half |",
+        "|---|---|---|",
+        "| one | 2 | 0.5 |",
+        "| two | 4 | 1.0 |",
+    ]
 
 
 def test_the_table_has_a_row_per_contender_with_medians_and_extremes() -> None:
-    lines = render(result(SECONDS)).splitlines()
+    lines = render_io(io_result(SECONDS)).splitlines()
     assert lines[2] == "| raw limit | 1.10 (1.00 to 1.20) | 1 | 1.10 (1.00 to 1.20) | 1 | 1.00, 1.00 | 3, 3 |"
     dcp = "2.40 (2.20 to 4.00) | 0.50 (0.25 to 0.50)"
     assert lines[3] == f"| dcp | {dcp} | {dcp} | 1.00, 1.00 | 3, 3 |"
 
 
 def test_the_table_says_how_it_was_measured() -> None:
-    text = render(result(SECONDS))
+    text = render_io(io_result(SECONDS))
     for fact in (
         "2.00 GB (300 tensors)",
         "2 ranks",
@@ -372,7 +385,7 @@ def test_a_file_without_its_place_for_the_table_is_an_error_and_is_left_alone(tm
     readme = tmp_path / "README.md"
     readme.write_text(text)
     with pytest.raises(MarkersError, match=r"README\.md needs one line"):
-        run_table(result(SECONDS), readme)
+        run_table(io_result(SECONDS), readme)
     assert readme.read_text() == text
 
 
@@ -383,26 +396,25 @@ def test_a_missing_file_is_an_error_that_names_it(tmp_path: Path) -> None:
 
 def test_the_table_command_rewrites_the_tables_and_draws_the_chart(tmp_path: Path) -> None:
     document, chart = tmp_path / "benchmarks.md", tmp_path / "figures" / "speed.svg"
-    document.write_text(
-        f"# Title\n{START}\nold\n{END}\nMiddle\n{SMALL_PLACE}\n{LOAD_PLACE}\n{ENGINE_PLACE}\n{VIEW_PLACE}\nEnd\n"
+    document.write_text("# Title\n" + "\n".join(f"{place(name)}\nMiddle" for name in PLACES))
+    front = run_table(io_result(SECONDS), document, chart=chart)
+    results = (
+        io_result(SECONDS),
+        LOADS,
+        engine_result(),
+        small_result(),
+        view_result(),
+        plan_result(),
+        history_result(),
     )
-    front = run_table(result(SECONDS), document, chart=chart)
-    (small_start, small_end), (load_start, load_end), (engine_start, engine_end), (view_start, view_end) = (
-        markers(part) for part in ("small", "load", "engine", "view")
-    )
-    assert document.read_text() == (
-        f"# Title\n{START}\n{render(result(SECONDS))}\n{END}\nMiddle\n"
-        f"{small_start}\n{render_small(small_result())}\n{small_end}\n"
-        f"{load_start}\n{render_load(load_result(SECONDS))}\n{load_end}\n"
-        f"{engine_start}\n{render_engine(engine_result())}\n{engine_end}\n"
-        f"{view_start}\n{render_view(view_result())}\n{view_end}\nEnd\n"
-    )
-    assert front == render_front(result(SECONDS), engine_result(), small_result())
-    assert chart.read_text() == render_chart(result(SECONDS), load_result(SECONDS))
+    rendered = {name: render(found) for (name, render), found in zip(TABLES_OF.values(), results, strict=True)}
+    assert document.read_text() == "# Title\n" + "\n".join(f"{place(name, rendered[name])}\nMiddle" for name in PLACES)
+    assert front == render_front(io_result(SECONDS), engine_result(), small_result())
+    assert chart.read_text() == render_chart(io_result(SECONDS), LOADS)
 
 
 def test_the_short_table_takes_its_figures_from_all_benchmarks() -> None:
-    lines = render_front(result(SECONDS), engine_result(), small_result()).splitlines()
+    lines = render_front(io_result(SECONDS), engine_result(), small_result()).splitlines()
     assert lines[2].startswith("| background save, ms: the call + what the next step waits | 10 + ")
     assert lines[3] == "| save of 10,000 small tensors, 8 ranks, s | 0.90 | 40.00 | - |"
     assert lines[4] == "| CPU of a save + a load, s per GB | - + - | 1.00 + 1.00 | - + - |"
@@ -410,8 +422,7 @@ def test_the_short_table_takes_its_figures_from_all_benchmarks() -> None:
 
 
 def test_the_chart_and_the_short_table_of_the_readme_are_those_of_the_results() -> None:
-    saves, loads = read_result(ROOT / RESULTS / "io.json"), read_load(ROOT / RESULTS / "load.json")
-    engine, small = read_engine(ROOT / RESULTS / "engine.json"), read_small(ROOT / RESULTS / "small.json")
+    saves, loads, engine, small = (committed(name) for name in ("io", "load", "engine", "small"))
     readme, (start, end) = (ROOT / README).read_text(), markers("front")
     advice = "run `make tables`"
     assert f"{start}\n{render_front(saves, engine, small)}\n{end}" in readme, advice
@@ -419,23 +430,14 @@ def test_the_chart_and_the_short_table_of_the_readme_are_those_of_the_results() 
 
 
 def test_the_tables_of_the_benchmarks_are_those_of_the_results() -> None:
-    page, results = (ROOT / TABLES).read_text(), ROOT / RESULTS
-    rendered = {
-        "bench": render(read_result(results / "io.json")),
-        "small": render_small(read_small(results / "small.json")),
-        "load": render_load(read_load(results / "load.json")),
-        "engine": render_engine(read_engine(results / "engine.json")),
-        "view": render_view(read_view(results / "view.json")),
-    }
-    for name, text in rendered.items():
-        start, end = markers(name)
-        assert f"{start}\n{text}\n{end}" in page, f"the table {name} is another one: run `make tables`"
+    page = (ROOT / TABLES).read_text()
+    for name, (where, render) in TABLES_OF.items():
+        assert place(where, render(committed(name))) in page, f"the table {name} is another one: run `make tables`"
 
 
 def test_the_chart_says_who_cannot_take_part_and_has_colours_for_dark_pages() -> None:
-    loads = load_result(SECONDS)
-    moved = msgspec.structs.replace(loads.scenarios[0], name="fsdp-tp", title="FSDP onto TP")
-    chart = render_chart(result(SECONDS), msgspec.structs.replace(loads, scenarios=(moved,)))
+    moved = load_part(SECONDS, name="fsdp-tp", title="FSDP onto TP")
+    chart = render_chart(io_result(SECONDS), Result("load", (moved,)))
     texts = re.findall(r"<text[^>]*>([^<]+)</text>", chart)
     assert texts.count("0.50") == 3
     assert texts.count("not possible") == 6
@@ -445,45 +447,42 @@ def test_the_chart_says_who_cannot_take_part_and_has_colours_for_dark_pages() ->
 
 def test_no_table_is_written_from_a_run_that_did_not_reach_the_raw_limit(tmp_path: Path) -> None:
     readme = tmp_path / "README.md"
-    readme.write_text(f"{START}\nold\n{END}\n{SMALL_PLACE}\n{LOAD_PLACE}\n{ENGINE_PLACE}\n{VIEW_PLACE}\n")
+    readme.write_text("\n".join(place(name, "old") for name in PLACES))
     beaten = SECONDS | {"dcp": (0.9, 1.1, 1.0)}
     with pytest.raises(RawLimitError):
-        run_table(result(beaten), readme)
+        run_table(io_result(beaten), readme)
     with pytest.raises(RawLimitError):
-        run_table(result(SECONDS), readme, loads=load_result(beaten))
+        run_table(io_result(SECONDS), readme, loads=load_result(beaten))
     assert "old" in readme.read_text()
 
 
-@pytest.mark.parametrize(
-    ("places", "missing"),
-    [
-        (LOAD_PLACE + ENGINE_PLACE + VIEW_PLACE, "small:start"),
-        (SMALL_PLACE + ENGINE_PLACE + VIEW_PLACE, "load:start"),
-        (SMALL_PLACE + LOAD_PLACE + VIEW_PLACE, "engine:start"),
-        (SMALL_PLACE + LOAD_PLACE + ENGINE_PLACE, "view:start"),
-    ],
-)
-def test_where_one_table_has_no_place_no_table_is_written(tmp_path: Path, places: str, missing: str) -> None:
+@pytest.mark.parametrize("missing", PLACES)
+def test_where_one_table_has_no_place_no_table_is_written(tmp_path: Path, missing: str) -> None:
     readme = tmp_path / "README.md"
-    readme.write_text(f"{START}\nold\n{END}\n{places}\n")
-    with pytest.raises(MarkersError, match=missing):
-        run_table(result(SECONDS), readme)
-    assert "old" in readme.read_text()
+    before = "\n".join(place(name, "old") for name in PLACES if name != missing)
+    readme.write_text(before)
+    with pytest.raises(MarkersError, match=f"{missing}:start"):
+        run_table(io_result(SECONDS), readme)
+    assert readme.read_text() == before
 
 
-def run_table(figures: Result, document: Path, *, chart: Path | None = None, loads: LoadResult = LOADS) -> str:
+def place(name: str, content: str = "") -> str:
+    """The place of a table, with its content."""
+    return "\n".join((markers(name)[0], content, markers(name)[1]))
+
+
+def committed(name: str) -> Result:
+    """The result of a benchmark in this repository."""
+    return read_result(ROOT / RESULTS / f"{name}.json", command=name)
+
+
+def run_table(figures: Result, document: Path, *, chart: Path | None = None, loads: Result = LOADS) -> str:
     """`bench table` of `figures`, of `loads`, and of runs of the other benchmarks. Return the short table."""
     folder = document.parent / "results"
     readme, (start, end) = document.with_name("front.md"), markers("front")
     readme.write_text(f"{start}\n{end}\n")
-    table(
-        result=write_result(figures, folder),
-        small=write_result(small_result(), folder),
-        loads=write_result(loads, folder),
-        engines=write_result(engine_result(), folder),
-        views=write_result(view_result(), folder),
-        document=document,
-        readme=readme,
-        chart=chart or folder / "speed.svg",
-    )
+    others = (small_result(), engine_result(), view_result(), plan_result(), history_result())
+    for result in (figures, loads, *others):
+        write_result(result, folder)
+    table(results=folder, document=document, readme=readme, chart=chart or folder / "speed.svg")
     return readme.read_text().removeprefix(f"{start}\n").removesuffix(f"\n{end}\n")

@@ -16,20 +16,17 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, init_device_mesh
 
 import holdfast
-from bench import engine as command
-from bench.engine import chosen, engine
-from bench.engine_bars import bars, require_limit
-from bench.engine_contenders import NAMES, OURS, OURS_SYNC, THREAD, able, discard, folder_of
-from bench.engine_metadata import engine_metadata
-from bench.engine_results import PARTS, EngineResult, read_earlier, read_engine
-from bench.engine_table import render_engine
+from bench.contenders import described
+from bench.engine import PARTS, bars, engine, first_blocked_s, read_earlier, render_engine, require_limit
+from bench.engine_contenders import NAMES, OURS, OURS_SYNC, OWN, THREAD, able, discard, folder_of
+from bench.engine_saves import ALONE, BESIDE_WORK
 from bench.errors import BenchError, RawLimitError, SetupError
 from bench.live import STEPPED, Live, Work
 from bench.processes import cpu_s, held, keepers, node_memory, tree
-from bench.results import RAW, write_result
+from bench.schema import RAW, Part, Result, chosen, read_result, write_result
 from bench.state import LlamaLike, local
 from bench.watch import Watch
-from tests.bench_engine_result import engine_result, loop_part, saves_part
+from tests.bench_results import engine_result, loop_part, saves_part
 from tests.ranks import run_ranks
 
 #: Holds so much memory, and says when.
@@ -142,14 +139,14 @@ def test_contenders_are_known_by_name_and_each_says_what_its_figures_include() -
     with pytest.raises(SetupError, match=r"no contender zip.*raw, torch.save, dcp, .*holdfast"):
         able(("zip",))
     assert able((OURS, RAW))[0] == (RAW, OURS)
-    assert {engine_metadata(name, direct=True).name for name in NAMES} == set(NAMES)
+    assert tuple(each.name for each in described(NAMES, *OWN, direct=True)) == NAMES
 
 
 def test_a_package_that_is_not_installed_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bench.engine_contenders.find_spec", lambda name: None)
+    monkeypatch.setattr("bench.contenders.find_spec", lambda name: None)
     names, reasons = able(NAMES)
-    assert {each.contender for each in reasons} == {"torchsnapshot-async", "torch_checkpointing-async"}
-    assert names == tuple(name for name in NAMES if name not in {each.contender for each in reasons})
+    assert set(reasons) == {"torchsnapshot-async", "torch_checkpointing-async"}
+    assert names == tuple(name for name in NAMES if name not in reasons)
 
 
 def test_of_a_run_the_head_is_kept_and_of_others_nothing(tmp_path: Path) -> None:
@@ -174,21 +171,19 @@ def test_of_a_run_the_head_is_kept_and_of_others_nothing(tmp_path: Path) -> None
 
 def test_the_first_save_counts_for_its_pause_and_its_memory_alone() -> None:
     part = saves_part(nbytes=FULL)
-    ours = next(each for each in part.summaries if each.contender == OURS)
-    assert ours.first_blocked_s == pytest.approx(0.1)
-    assert ours.peak_extra_nbytes_per_rank == 40_000_000
-    assert (ours.durable_s.high, ours.share_of_raw.median) == pytest.approx((1.5, 1 / 1.5))
-    assert ours.persist_share_of_raw is not None
-    assert ours.persist_share_of_raw.median == pytest.approx(1.0)
-    assert ours.cpu_s_per_gb.median == pytest.approx(0.1)
-    assert ours.durable_beside_work_s is not None
-    assert ours.durable_beside_work_s.median == pytest.approx(3.0)
-    raw = next(each for each in part.summaries if each.contender == RAW)
-    assert (raw.raw_way, raw.blocked_s, raw.share_of_raw.median) == ("slow", None, 1.0)
+    assert first_blocked_s(part, OURS) == pytest.approx(0.1)
+    assert part.peak_nbytes(OURS, ALONE, BESIDE_WORK) == 40_000_000
+    assert max(part.series(OURS, measure=ALONE)) == pytest.approx(1.5)
+    assert part.shares(OURS, measure=ALONE) == pytest.approx([1 / 1.5] * 7)
+    assert part.shares(OURS, "persist_s", measure=ALONE) == pytest.approx([1.0] * 7)
+    assert part.cpu_s_per_gb(OURS, measure=ALONE) == pytest.approx(0.1)
+    assert part.series(OURS, measure=BESIDE_WORK) == pytest.approx([3.0] * 7)
+    assert (part.raw_way(ALONE), part.shares(RAW, measure=ALONE)) == ("slow", [1.0] * 7)
+    assert part.series(RAW, "blocked_s", measure=BESIDE_WORK) == []
 
 
 def test_a_bar_is_met_or_missed_by_the_median_and_says_so() -> None:
-    found = {bar.what: bar for bar in engine_result(blocked_s=0.025, loop_s=8.4).bars}
+    found = {bar.what: bar for bar in bars(engine_result(blocked_s=0.025, loop_s=8.4))}
     missed = {what for what, bar in found.items() if not bar.met}
     assert missed == {"blocked", "holdfast.save, of raw", "loop slowed down by"}
     assert len(found) == 9
@@ -198,21 +193,21 @@ def test_a_bar_is_met_or_missed_by_the_median_and_says_so() -> None:
 
 
 def test_the_bars_hold_only_for_runs_of_full_size() -> None:
-    assert not engine_result(nbytes=400_000_000).bars
-    assert not engine_result(rounds=3).bars
+    assert not list(bars(engine_result(nbytes=400_000_000)))
+    assert not list(bars(engine_result(rounds=3)))
     small = engine_result(nbytes=1_000_000_000)
-    assert [bar.what for bar in small.bars] == ["Python-bound rank slowed down by", "loop slowed down by"]
-    few = EngineResult("engine", saves=saves_part(nbytes=FULL, num_tensors=300))
+    assert [bar.what for bar in bars(small)] == ["Python-bound rank slowed down by", "loop slowed down by"]
+    few = Result("engine", (saves_part(nbytes=FULL, num_tensors=300),))
     assert not list(bars(few))
 
 
 def test_a_durable_save_that_beats_the_raw_limit_is_an_error_of_the_harness() -> None:
-    require_limit(saves_part(nbytes=FULL))
+    require_limit(engine_result())
     fast = saves_part(nbytes=FULL, thread_s=0.9)
     with pytest.raises(RawLimitError, match=r"dcp-async-thread reached 1\.11 of the raw limit"):
-        require_limit(fast)
+        require_limit(Result("engine", (fast,)))
     synced_nothing = tuple(msgspec.structs.replace(contender, durable="no") for contender in fast.contenders)
-    require_limit(msgspec.structs.replace(fast, contenders=synced_nothing))
+    require_limit(Result("engine", (msgspec.structs.replace(fast, contenders=synced_nothing),)))
 
 
 def test_the_tables_have_medians_extremes_bars_and_who_could_not_take_part() -> None:
@@ -232,7 +227,7 @@ def test_the_tables_have_medians_extremes_bars_and_who_could_not_take_part() -> 
         "of raw 0.8 (at least 0.9): missed",
     ):
         assert fact in text
-    only = render_engine(EngineResult("engine", loop=loop_part(nbytes=FULL)))
+    only = render_engine(Result("engine", (loop_part(nbytes=FULL),)))
     assert "| holdfast | - | - | 1.0 (1.0 to 1.0) |" in only.splitlines()
     assert "memcpy" not in only
 
@@ -241,10 +236,10 @@ def test_the_tables_have_medians_extremes_bars_and_who_could_not_take_part() -> 
 
 
 def test_a_wrong_part_is_refused_with_the_known_ones() -> None:
-    assert chosen(None) == PARTS
-    assert chosen(["loop", "saves"]) == ("saves", "loop")
+    assert chosen(None, PARTS, kind="part") == PARTS
+    assert chosen(["loop", "saves"], PARTS, kind="part") == ("saves", "loop")
     with pytest.raises(SetupError, match=r"no part save.*saves, restore, python, loop"):
-        chosen(["save"])
+        engine(only=["save"])
 
 
 @pytest.mark.parametrize("wrong", [{"rounds": 0}, {"every": 0}, {"contender": ["zip"]}])
@@ -266,16 +261,19 @@ def test_a_part_that_is_measured_again_leaves_the_others_and_a_missed_bar_is_an_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_result(engine_result(), tmp_path)
-    before = read_engine(tmp_path / "engine.json")
+    before = read_result(tmp_path / "engine.json", command="engine")
     assert before == engine_result()
     slow = loop_part(nbytes=FULL, loop_s=9.0)
-    monkeypatch.setattr(command, "measure_loops", lambda plan, gib: slow)
+
+    def measured(*_: object) -> Part:
+        return slow
+
+    monkeypatch.setattr("bench.engine.measured", measured)
     with pytest.raises(BenchError, match=r"loop slowed down by 12\.5 %"):
         engine(only=["loop"], results=tmp_path)
-    after = read_engine(tmp_path / "engine.json")
-    assert (after.saves, after.restore, after.python) == (before.saves, before.restore, before.python)
-    assert after.loop == slow
-    assert read_earlier("other", tmp_path) == EngineResult("other")
+    after = read_result(tmp_path / "engine.json", command="engine")
+    assert after.parts == (*before.parts[:3], slow)
+    assert read_earlier("other", tmp_path) == Result("other", ())
 
 
 @pytest.mark.slow
@@ -297,15 +295,12 @@ def test_a_run_leaves_a_result_that_its_tables_can_be_made_from_and_nothing_else
             memory=tmp_path / "node",
             results=tmp_path,
         )
-    found = read_engine(tmp_path / "engine.json")
-    assert found.saves is not None
-    assert found.restore is not None
-    assert found.python is not None
-    assert found.loop is not None
-    assert [each.contender for each in found.saves.summaries] == [RAW, THREAD, OURS_SYNC, OURS]
-    assert len(found.restore.samples) == 1
-    assert {each.contender for each in found.python.samples} == {OURS, THREAD}
-    assert not found.bars
+    found = read_result(tmp_path / "engine.json", command="engine")
+    saves, restore, python, _ = (found.part(name) for name in PARTS)
+    assert [each.name for each in saves.able] == [RAW, THREAD, OURS_SYNC, OURS]
+    assert len(restore.samples) == 1
+    assert {each.contender for each in python.samples} == {OURS, THREAD}
+    assert not list(bars(found))
     assert render_engine(found)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["engine.json", "node"]
     assert not list((tmp_path / "node").iterdir())

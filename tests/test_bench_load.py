@@ -6,23 +6,19 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-import msgspec
 import pytest
 import torch
 
-from bench.contenders import LATER, LOAD_NAMES
+from bench.contenders import LATER
 from bench.errors import RawLimitError, SetupError
-from bench.load import load
-from bench.load_table import bars, render_load
+from bench.load import MOVES, PACKAGES, bars, load, render_load, why_not
 from bench.meter import Meter
-from bench.order import Order
 from bench.placing import mesh_shape
 from bench.raw import RAW_WAYS
-from bench.results import LOAD_ONLY, RAW, raw_name, read_load
-from bench.scenarios import PACKAGES, SCENARIOS, chosen, why_not
+from bench.save_load import SaveLoad
+from bench.schema import RAW, Result, raw_name, read_result
 from bench.state import LlamaLike, State, as_bytes, content, parameter_shapes, width_for
-from bench.statistics import spread
-from tests.bench_results import SECONDS, load_result
+from tests.bench_results import NBYTES, SECONDS, load_part, load_result
 
 TORCH_ONLY = ("torch.save", "dcp", "holdfast")
 
@@ -44,7 +40,7 @@ def test_of_plain_tensors_each_rank_has_an_even_share_and_all_shares_are_the_who
 
 
 def test_of_replicas_every_weight_is_at_least_8_mib() -> None:
-    (replicas,) = chosen(["replicas"])
+    replicas = MOVES["replicas"]
     shapes = parameter_shapes(width_for(2 << 30, replicas.num_layers), replicas.num_layers)
     assert min(4 * shape[0] * shape[1] for shape in shapes.values() if len(shape) == 2) >= 8 << 20
 
@@ -56,34 +52,28 @@ def test_fsdp_over_tensor_parallelism_has_a_mesh_of_two_axes() -> None:
 # Who takes part
 
 
-def test_scenarios_are_chosen_by_name_and_an_unknown_one_is_refused_with_the_known_ones() -> None:
-    assert [scenario.name for scenario in chosen(["replicas", "same"])] == ["same", "replicas"]
-    assert chosen(None) == SCENARIOS
+def test_scenarios_are_chosen_by_name_and_an_unknown_one_is_refused_with_the_known_ones(tmp_path: Path) -> None:
     with pytest.raises(SetupError, match=r"no scenario up.*same, columns, grow, shrink, fsdp-tp, replicas"):
-        chosen(["up"])
+        load(scenario=["up"], folder=tmp_path)
 
 
 def test_torch_load_takes_part_only_where_the_same_ranks_load() -> None:
-    possible = [scenario.name for scenario in SCENARIOS if why_not("torch.save", scenario) is None]
-    assert possible == ["same", "replicas"]
+    assert [name for name, move in MOVES.items() if why_not("torch.save", move) is None] == ["same", "replicas"]
 
 
 def test_a_package_that_is_not_installed_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bench.scenarios.find_spec", lambda name: None)
-    reasons = [why_not(name, SCENARIOS[0]) for name in PACKAGES]
+    monkeypatch.setattr("bench.contenders.find_spec", lambda name: None)
+    reasons = [why_not(name, MOVES["same"]) for name in PACKAGES]
     assert reasons == ["it is not installed; `make bench` installs it"] * len(PACKAGES)
 
 
-def test_all_contenders_take_part_but_the_one_that_only_saves_otherwise() -> None:
-    assert LOAD_NAMES[0] == RAW
-    assert LATER not in LOAD_NAMES
-    assert {*PACKAGES, *TORCH_ONLY} < {*LOAD_NAMES}
-
-
 def test_a_run_that_only_loads_finds_what_another_kept_in_every_round(tmp_path: Path) -> None:
-    order = Order(2, 3, LlamaLike(1), (RAW, "dcp"), measures=LOAD_ONLY, kept=(raw_name("1 x 16 MiB"),))
-    assert {order.folder_of("dcp", number, tmp_path) for number in range(3)} == {tmp_path / "dcp"}
-    assert order.num_turns() == 4 * (len(RAW_WAYS) + 1)
+    kept = (raw_name("1 x 16 MiB"),)
+    job = SaveLoad(
+        world=2, rounds=3, recipe=LlamaLike(1), contenders=(RAW, "dcp", LATER), measures=("load",), kept=kept
+    )
+    assert {job.folder_of("dcp", number, tmp_path) for number in range(3)} == {tmp_path / "dcp"}
+    assert job.num_samples() == 4 * (len(RAW_WAYS) + 2)
 
 
 def test_a_run_without_a_round_is_refused() -> None:
@@ -99,14 +89,13 @@ def test_the_meter_counts_what_read_calls_return(tmp_path: Path) -> None:
     path.write_bytes(os.urandom(1 << 20))
     meter = Meter()
     path.read_bytes()
-    assert 1 << 20 <= meter.stop().asked_nbytes < 2 << 20
+    assert 1 << 20 <= meter.stop()["asked_nbytes"] < 2 << 20
 
 
-def test_bytes_are_those_of_all_ranks_per_byte_of_the_state() -> None:
-    summary = load_result(SECONDS).scenarios[0].summary("dcp")
-    assert summary.device_of_needed is not None
-    assert summary.asked_of_needed is not None
-    assert (summary.device_of_needed.median, summary.asked_of_needed.median) == (1.0, 2.0)
+def test_bytes_are_those_of_all_ranks() -> None:
+    (part,) = load_result(SECONDS).parts
+    found = [part.series("dcp", key, measure="load", of=sum)[0] for key in ("device_nbytes", "asked_nbytes")]
+    assert found == [NBYTES, 2 * NBYTES]
 
 
 def test_the_tables_have_shares_and_costs_and_name_what_is_not_possible_with_its_reason() -> None:
@@ -123,13 +112,10 @@ def test_the_tables_have_shares_and_costs_and_name_what_is_not_possible_with_its
 
 
 def test_the_table_says_which_bars_were_met() -> None:
-    found = load_result(SECONDS)
-    (scenario,) = found.scenarios
-    dcp = scenario.summary("dcp")
-    ours = msgspec.structs.replace(dcp, contender="holdfast", share_of_raw=spread([0.85]))
-    scenario = msgspec.structs.replace(scenario, summaries=(*scenario.summaries, ours))
-    found = msgspec.structs.replace(found, scenarios=(scenario, msgspec.structs.replace(scenario, name="same")))
-    assert dict(bars(found)) == {
+    seconds = {**SECONDS, "holdfast": (1.0 / 0.85, 1.2 / 0.85, 1.1 / 0.85)}
+    parts = (load_part(seconds), load_part(seconds, name="same"))
+    found = {bar.words: bar.met for bar in bars(Result("load", parts))}
+    assert found == {
         "rows -> columns, of raw: 0.85 (at least 0.8)": True,
         "rows -> columns, of raw: 0.85 (at least 0.9)": False,
         "CPU seconds per GB: 1.00 (at most 0.35)": False,
@@ -149,10 +135,10 @@ def test_a_run_leaves_a_result_that_its_tables_can_be_made_from(tmp_path: Path) 
             folder=tmp_path,
             results=tmp_path,
         )
-    found = read_load(tmp_path / "load.json")
-    (only,) = found.scenarios
-    assert (only.saved, only.loaded) == ("rows, 4 ranks", "fsdp-tp, 4 ranks")
-    assert [summary.contender for summary in only.summaries] == [RAW, "dcp", "holdfast"]
-    assert [absent.contender for absent in only.not_possible] == ["torch.save"]
+    found = read_result(tmp_path / "load.json", command="load")
+    (only,) = found.parts
+    assert only.scenario.facts == {"saved": "rows, 4 ranks", "loaded": "fsdp-tp, 4 ranks"}
+    assert [contender.name for contender in only.able] == [RAW, "dcp", "holdfast"]
+    assert list(only.not_possible) == ["torch.save"]
     assert "| torch.load | not possible |" in render_load(found)
     assert not list(tmp_path.glob("bench-*"))

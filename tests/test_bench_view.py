@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from bench.plan import CASES
-from bench.results import read_view
-from bench.view import NOTHING, view, write_simulated
-from bench.view_table import render_view
+from bench.schema import read_result
+from bench.view import NOTHING, OPENED, SHOWN, bars, render_view, view, write_simulated
 from holdfast.format import records
 from holdfast.format.container import Files
 from holdfast.format.manifest import decode
@@ -30,12 +28,12 @@ def test_the_seal_of_a_simulated_checkpoint_has_the_sizes_of_its_files(case: str
 
 
 def test_the_bars_hold_for_runs_of_full_size_and_not_for_the_command_alone() -> None:
-    assert [(bar.what, bar.met) for bar in view_result().bars] == [
+    assert [(bar.what, bar.met) for bar in bars(view_result())] == [
         ("open and read one", True),
         ("show fsdp", True),
         ("show random-flat-cuts", False),
     ]
-    assert not view_result(num_tensors=10, world=8).bars
+    assert not list(bars(view_result(num_tensors=10, world=8)))
 
 
 def test_the_tables_have_medians_extremes_bars_and_who_could_not_take_part() -> None:
@@ -49,9 +47,9 @@ def test_the_tables_have_medians_extremes_bars_and_who_could_not_take_part() -> 
 @pytest.mark.slow
 def test_a_run_leaves_a_result_that_its_tables_can_be_made_from(tmp_path: Path) -> None:
     view(tensors=100, world=128, rounds=1, folder=tmp_path, results=tmp_path)
-    found = read_view(tmp_path / "view.json")
-    assert {series.name for series in found.opened} >= {"holdfast", "dcp"}
-    assert [series.name for series in found.shown] == [NOTHING, *CASES]
+    found = read_result(tmp_path / "view.json", command="view")
+    assert {each.contender for each in found.part(OPENED).samples} >= {"holdfast", "dcp"}
+    assert {each.contender for each in found.part(SHOWN).samples} == {NOTHING, *CASES}
     assert render_view(found)
-    assert msgspec.json.decode((tmp_path / "view.json").read_bytes())["num_tensors"] == 100
+    assert found.part(OPENED).scenario.state.num_tensors == 100
     assert not list(tmp_path.glob("bench-*"))
