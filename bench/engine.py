@@ -12,14 +12,13 @@ from typing import Annotated
 
 import typer
 
-from bench.caches import how_dropped
 from bench.contenders import described
 from bench.engine_beside import NO_SAVES, PythonLoop, TrainingLoop
 from bench.engine_contenders import BACKGROUND, NAMES, OURS, OURS_SYNC, OWN, PACKAGES, able
 from bench.engine_job import EngineJob
 from bench.engine_restore import Restores
 from bench.engine_saves import ALONE, BESIDE_WORK, Saves
-from bench.environment import environment, in_words, package_versions
+from bench.environment import in_words, package_versions
 from bench.errors import SetupError
 from bench.markdown import reasons, samples_link, table, ways_in_words
 from bench.options import Contenders, Folder, Name, Results, Rounds
@@ -34,7 +33,7 @@ from bench.schema import (
     Result,
     Scenario,
     chosen,
-    now,
+    measured,
     read_result,
     require_bars,
     require_raw_limit,
@@ -102,7 +101,7 @@ def engine(
     parts = chosen(only, PARTS, kind="part")
     result = read_earlier(name, results) if only else Result(name, ())
     for part in parts:
-        result = with_part(result, measured(part, jobs[part], absent, folder, memory))
+        result = with_part(result, measure_part(part, jobs[part], absent, folder, memory))
         # Whatever happens to a later part, this one is kept.
         typer.echo(f"{part}: wrote {write_result(result, results)}")
     for bar in bars(result):
@@ -112,7 +111,7 @@ def engine(
     require_bars(bars(result))
 
 
-def measured(name: str, job: EngineJob, absent: dict[str, str], folder: Path, memory: Path) -> Part:
+def measure_part(name: str, job: EngineJob, absent: dict[str, str], folder: Path, memory: Path) -> Part:
     """One part; SetupError where it has no room or no contender."""
     if name in (PYTHON, LOOP) and not set(job.contenders) & {*BACKGROUND}:
         raise SetupError(f"None of the contenders saves in the background. Choose from {', '.join(BACKGROUND)}.")
@@ -120,14 +119,12 @@ def measured(name: str, job: EngineJob, absent: dict[str, str], folder: Path, me
         size, samples = placed.measure(path, on_sample=lambda sample: advance(describe(sample)))
     full = name == SAVES
     not_possible = absent if full else {}
-    return Part(
-        scenario=Scenario(name=name, world=job.world, rounds=job.rounds, state=size, facts=job.facts()),
-        date=now(),
-        environment=environment(folder),
-        samples=samples,
+    return measured(
+        Scenario(name=name, world=job.world, rounds=job.rounds, state=size, facts=job.facts()),
+        samples,
+        folder,
         contenders=described((*job.contenders, *not_possible), *OWN, direct=placed.direct),
         not_possible=not_possible,
-        caches=how_dropped(),
         raw_ways=tuple(RAW_WAYS) if full else (),
         packages=package_versions(PACKAGES.values()),
     )

@@ -1,4 +1,4 @@
-"""What a save takes from training, for ``bench engine``: from a loop of Python, and from a loop on all cores.
+"""The cost of a save to training, for ``bench engine``: to a loop of Python, and to a loop on all cores.
 
 In the first, one rank counts in plain Python, which nothing but the interpreter can do for it, and there is a core to
 spare for whoever writes. Its rate while a save is under way is compared with its rate just before and just after.

@@ -1,4 +1,4 @@
-"""What the parts of ``bench engine`` have in common: where they run, and ranks with a live training state."""
+"""The common ground of the parts of ``bench engine``: their folders, and ranks with a live training state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The README's figures: a few of all benchmarks, for whoever sees the project first."""
+"""The README's figures: a few of all benchmarks, for readers who are new to the project."""
 
 from __future__ import annotations
 

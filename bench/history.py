@@ -17,12 +17,12 @@ import torch
 import typer
 
 import holdfast
-from bench.environment import environment, in_words
+from bench.environment import in_words
 from bench.markdown import table
 from bench.marked import TABLES, rewrite
 from bench.options import Folder, Results, Rounds
 from bench.runner import scratch
-from bench.schema import RESULTS, Bar, Part, Result, Sample, Scenario, now, require_bars, write_result
+from bench.schema import RESULTS, Bar, Result, Sample, Scenario, measured, require_bars, write_result
 from bench.statistics import median
 from holdfast.format import container, manifest, records
 from holdfast.format.container import TABLE_OFFSET, Files
@@ -52,7 +52,7 @@ def history(
         with scratch(folder) as root:
             samples = measure(root / "run", length, rounds)
         scenario = Scenario(name=str(length), rounds=rounds, facts={"num_checkpoints": length})
-        parts.append(Part(scenario=scenario, date=now(), environment=environment(results), samples=samples))
+        parts.append(measured(scenario, samples, results))
     result = Result("history", tuple(parts))
     write_result(result, results)
     table_of = render_history(result)

@@ -6,16 +6,14 @@ from pathlib import Path
 
 import typer
 
-from bench.caches import how_dropped
 from bench.contenders import NAMES, described
-from bench.environment import environment
 from bench.markdown import table, ways_in_words, whereabouts
 from bench.options import Contenders, Folder, Gib, Name, Results, Rounds, World
 from bench.progress import describe, progress
 from bench.raw import RAW_WAYS, takes_direct
 from bench.runner import run, scratch
 from bench.save_load import MEASURES, SaveLoad
-from bench.schema import RAW, RESULTS, Contender, Part, Result, Scenario, now, require_raw_limit, write_result
+from bench.schema import RAW, RESULTS, Contender, Result, Scenario, measured, require_raw_limit, write_result
 from bench.state import LlamaLike
 from bench.statistics import text
 
@@ -41,13 +39,11 @@ def io(
         job.require_space(folder)
         with progress(job.num_samples()) as advance:
             size, samples = run(job, path, on_sample=lambda sample: advance(describe(sample)))
-    part = Part(
-        scenario=Scenario(name=name, world=world, rounds=rounds, state=size),
-        date=now(),
-        environment=environment(folder),
-        samples=samples,
+    part = measured(
+        Scenario(name=name, world=world, rounds=rounds, state=size),
+        samples,
+        folder,
         contenders=described(tuple(each for each in NAMES if each in names), direct=direct),
-        caches=how_dropped(),
         raw_ways=tuple(RAW_WAYS),
     )
     # Written before it is judged: the samples of a run that broke the rule show why.

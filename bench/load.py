@@ -14,9 +14,8 @@ from typing import Annotated, NamedTuple
 import msgspec
 import typer
 
-from bench.caches import how_dropped
 from bench.contenders import LATER, NAMES, described, entrants, not_installed
-from bench.environment import environment, package_versions
+from bench.environment import package_versions
 from bench.errors import SetupError
 from bench.markdown import table, ways_in_words, whereabouts
 from bench.options import Contenders, Folder, Gib, Name, Results, Rounds
@@ -35,7 +34,7 @@ from bench.schema import (
     Sample,
     Scenario,
     chosen,
-    now,
+    measured,
     require_raw_limit,
     write_result,
 )
@@ -158,8 +157,8 @@ def _measure(
         run(saving, path, on_sample=tell)
         size, samples = run(msgspec.structs.replace(loading, direct=direct), path, on_sample=tell)
     sides = {"saved": move.saved, "loaded": move.loaded}
-    return Part(
-        scenario=Scenario(
+    return measured(
+        Scenario(
             name=name,
             title=move.title,
             world=loading.world,
@@ -167,12 +166,10 @@ def _measure(
             state=size,
             facts={when: f"{side.layout}, {side.world} ranks" for when, side in sides.items()},
         ),
-        date=now(),
-        environment=environment(folder),
-        samples=samples,
+        samples,
+        folder,
         contenders=described(names, direct=direct),
         not_possible={each: reason for each in names if (reason := why_not(each, move)) is not None},
-        caches=how_dropped(),
         raw_ways=tuple(RAW_WAYS),
         packages=package_versions(PACKAGES),
     )

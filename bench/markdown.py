@@ -1,4 +1,4 @@
-"""Tables of Markdown, and what is said below most of them."""
+"""Tables of Markdown, and the sentences that stand below most of them."""
 
 from __future__ import annotations
 

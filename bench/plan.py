@@ -13,12 +13,11 @@ from typing import Annotated
 import numpy as np
 import typer
 
-from bench.environment import environment
 from bench.layouts import Sent, flat_random, fsdp, fsdp_layout, three_d
 from bench.markdown import table
 from bench.marked import TABLES, rewrite
 from bench.options import Results, Rounds
-from bench.schema import RESULTS, Bar, Part, Result, Sample, Scenario, now, require_bars, write_result
+from bench.schema import RESULTS, Bar, Part, Result, Sample, Scenario, measured, require_bars, write_result
 from bench.statistics import median
 from holdfast.format.container import Files
 from holdfast.format.manifest import decode
@@ -63,11 +62,11 @@ def plan(
             with multiprocessing.get_context("spawn").Pool(1) as pool:
                 facts, samples = pool.apply(measure, (case, world, rounds))
             scenario = Scenario(name=f"{case} x {world}", title=case, world=world, rounds=rounds, facts=facts)
-            parts.append(Part(scenario=scenario, date=now(), environment=environment(results), samples=samples))
+            parts.append(measured(scenario, samples, results))
             print(describe(parts[-1]), file=sys.stderr)
     samples = measure_validation(rounds)
     scenario = Scenario(name=VALIDATION, rounds=rounds)
-    parts.append(Part(scenario=scenario, date=now(), environment=environment(results), samples=samples))
+    parts.append(measured(scenario, samples, results))
     print(f"1,024 tensors x 1,024 shards validated in {_median(parts[-1], 'seconds'):.2f} s", file=sys.stderr)
     result = Result("plan", tuple(parts))
     write_result(result, results)

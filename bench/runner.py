@@ -1,4 +1,4 @@
-"""The runner of all benchmarks with ranks: processes that stay warm and take turns, and what they send, collected."""
+"""The runner of all benchmarks with ranks: processes that stay warm, take turns and send samples."""
 
 from __future__ import annotations
 

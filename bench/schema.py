@@ -1,10 +1,11 @@
-"""What every benchmark writes, in one schema: scenarios, who took part in them, and a sample of each turn.
+"""The schema of all results: scenarios, the contenders that took part in them, and a sample of each turn.
 
 All figures are made of the samples when they are shown.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -12,7 +13,8 @@ from typing import Any
 
 import msgspec
 
-from bench.environment import Environment
+from bench.caches import how_dropped
+from bench.environment import Environment, environment
 from bench.errors import BenchError, RawLimitError, SetupError
 from bench.statistics import fastest, median, paired_ratios
 
@@ -60,7 +62,7 @@ class Contender(msgspec.Struct, frozen=True):
     io: str = "buffered"
 
 
-class Sample(msgspec.Struct, frozen=True):
+class Sample(msgspec.Struct, frozen=True, omit_defaults=True):
     """What was measured in one turn: each of `values` is one number of the whole job, or one of each rank.
 
     ``seconds`` runs from the first rank's start to the last rank's end. ``cpu_s``, ``peak_extra_nbytes`` (only where
@@ -194,16 +196,38 @@ def require_raw_limit(part: Part, *measures: str, only_durable: bool = False) ->
                 )
 
 
-def now() -> str:
-    """The date of a part."""
-    return datetime.now(UTC).isoformat(timespec="seconds")
+def measured(
+    scenario: Scenario,
+    samples: tuple[Sample, ...],
+    folder: Path,
+    *,
+    contenders: tuple[Contender, ...] = (),
+    not_possible: Mapping[str, str] | None = None,
+    raw_ways: tuple[str, ...] = (),
+    packages: Mapping[str, str] | None = None,
+) -> Part:
+    """A part that was measured in `folder`, here and now."""
+    return Part(
+        scenario=scenario,
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        environment=environment(folder),
+        samples=samples,
+        contenders=contenders,
+        not_possible=not_possible or {},
+        caches=how_dropped(),
+        raw_ways=raw_ways,
+        packages=packages or {},
+    )
 
 
 def write_result(result: Result, folder: Path) -> Path:
     """Write `result` as ``<folder>/<name>.json``, replacing an older one."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{result.name}.json"
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=1) + b"\n")
+    text = msgspec.json.format(msgspec.json.encode(result), indent=1)
+    # All values of a sample on one line.
+    text = re.sub(rb'"values": \{[^{}]*\}', lambda found: b" ".join(found[0].split()), text)
+    path.write_bytes(text + b"\n")
     return path
 
 

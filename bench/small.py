@@ -9,16 +9,14 @@ from typing import Annotated
 import typer
 
 from bench import walks
-from bench.caches import how_dropped
 from bench.contenders import LATER, described
-from bench.environment import environment
 from bench.errors import SetupError
 from bench.markdown import in_time, table, time_bars, whereabouts
 from bench.options import Folder, Name, Results, Rounds, World
 from bench.progress import describe, progress
 from bench.runner import run, scratch
 from bench.save_load import MEASURES, SaveLoad
-from bench.schema import RESULTS, Bar, Contender, Part, Result, Scenario, now, require_bars, write_result
+from bench.schema import RESULTS, Bar, Contender, Result, Scenario, measured, require_bars, write_result
 from bench.state import SMALL_LOCAL_SHAPE, ManySmall
 from bench.statistics import median, text
 from bench.walks import MODEL_KINDS, measure_walks
@@ -63,17 +61,15 @@ def small(
     job.require_space(folder)
     with progress(job.num_samples() + len(MODEL_KINDS)) as advance:
         # Walks first: their processes start faster before the ranks have dropped the caches.
-        walked = measure_walks(layers, walk_rounds, advance)
+        walked = measure_walks(layers, walk_rounds, folder, advance)
         with scratch(folder) as scratch_folder:
             size, samples = run(job, scratch_folder, on_sample=lambda sample: advance(describe(sample)))
     facts = {"local_shape": [*SMALL_LOCAL_SHAPE]}
-    saves = Part(
-        scenario=Scenario(name=SAVES, world=world, rounds=rounds, state=size, facts=facts),
-        date=now(),
-        environment=environment(folder),
-        samples=samples,
+    saves = measured(
+        Scenario(name=SAVES, world=world, rounds=rounds, state=size, facts=facts),
+        samples,
+        folder,
         contenders=described(NAMES, direct=True),
-        caches=how_dropped(),
     )
     result = Result(name, (saves, *walked))
     path = write_result(result, results)

@@ -1,4 +1,4 @@
-"""Medians, extremes, paired ratios, and whose turn it is. Pure."""
+"""Medians, extremes, paired ratios, and the order of turns. Pure."""
 
 from __future__ import annotations
 

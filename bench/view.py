@@ -16,9 +16,8 @@ import typer
 import xxhash
 
 from bench import layouts
-from bench.caches import how_dropped, settle
+from bench.caches import settle
 from bench.contenders import not_installed
-from bench.environment import environment
 from bench.errors import SetupError, WrongBytesError
 from bench.many import OPENERS, SAVERS, expected, name_of
 from bench.markdown import in_time, reasons, table, time_bars, whereabouts
@@ -35,7 +34,7 @@ from bench.schema import (
     Sample,
     Scenario,
     StateSize,
-    now,
+    measured,
     require_bars,
     write_result,
 )
@@ -79,14 +78,12 @@ def view(
     sizes = {OPENED: (1, StateSize(num_tensors=tensors), opened), SHOWN: (world, StateSize(), shown)}
     entrants = {OPENED: tuple(OPENERS), SHOWN: (NOTHING, *CASES)}
     parts = tuple(
-        Part(
-            scenario=Scenario(name=part, world=ranks, rounds=rounds, state=size),
-            date=now(),
-            environment=environment(folder),
-            samples=samples,
+        measured(
+            Scenario(name=part, world=ranks, rounds=rounds, state=size),
+            samples,
+            folder,
             contenders=tuple(Contender(each) for each in entrants[part]),
             not_possible=absent if part == OPENED else {},
-            caches=how_dropped(),
         )
         for part, (ranks, size, samples) in sizes.items()
     )

@@ -16,9 +16,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from bench.environment import environment
 from bench.runner import TORCH_THREADS
-from bench.schema import Part, Sample, Scenario, StateSize, now
+from bench.schema import Part, Sample, Scenario, StateSize, measured
 from bench.statistics import rotated
 from holdfast.state.collect import WalkCache
 from holdfast.state.flatten import FlatState, flatten
@@ -33,7 +32,7 @@ ModelKind = Literal["plain", "fsdp2"]
 MODEL_KINDS: tuple[ModelKind, ...] = ("plain", "fsdp2")
 
 
-def measure_walks(layers: int, rounds: int, advance: Callable[[str], None]) -> list[Part]:
+def measure_walks(layers: int, rounds: int, folder: Path, advance: Callable[[str], None]) -> list[Part]:
     """Time the walks of every kind of model of so many layers with AdamW, each kind in a process of its own."""
     parts: list[Part] = []
     size = StateSize(num_tensors=layers * TENSORS_PER_LAYER)
@@ -41,7 +40,7 @@ def measure_walks(layers: int, rounds: int, advance: Callable[[str], None]) -> l
         with ProcessPoolExecutor(1, get_context("spawn")) as pool:
             samples = pool.submit(measure, kind, layers, rounds).result()
         scenario = Scenario(name=kind, rounds=rounds, state=size)
-        parts.append(Part(scenario=scenario, date=now(), environment=environment(Path()), samples=samples))
+        parts.append(measured(scenario, samples, folder))
         advance(f"walks of a {kind} model")
     return parts
 

@@ -265,10 +265,10 @@ def test_a_part_that_is_measured_again_leaves_the_others_and_a_missed_bar_is_an_
     assert before == engine_result()
     slow = loop_part(nbytes=FULL, loop_s=9.0)
 
-    def measured(*_: object) -> Part:
+    def measure_part(*_: object) -> Part:
         return slow
 
-    monkeypatch.setattr("bench.engine.measured", measured)
+    monkeypatch.setattr("bench.engine.measure_part", measure_part)
     with pytest.raises(BenchError, match=r"loop slowed down by 12\.5 %"):
         engine(only=["loop"], results=tmp_path)
     after = read_result(tmp_path / "engine.json", command="engine")
