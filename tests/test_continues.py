@@ -151,6 +151,26 @@ def test_a_selection_with_which_all_was_saved_is_the_whole(tmp_path: Path) -> No
     assert newest(str(tmp_path / "run")) == ("rollback", Place(1, 1))
 
 
+def test_a_background_save_of_an_unclear_history_is_raised_by_the_next_save_until_that_is_said(
+    run: str, memory: Memory
+) -> None:
+    loop = Loop(seed=1)
+    with Checkpointer(run, loop.state, memory=memory) as checkpointer:
+        checkpointer.restore()
+        for step in (4, 5):
+            checkpointer.save(step).durable.wait(60)
+        holdfast.load(f"{run}@step=1", {"model": loop.model}, select="model")
+        with pytest.raises(ConfigurationError, match=r"config\.unclear_history"):
+            checkpointer.save(6).durable.wait(60)
+        for _ in range(2):
+            with pytest.raises(ConfigurationError, match=r"config\.unclear_history"):
+                checkpointer.save(7)
+        holdfast.load(f"{run}@step=1", {"model": loop.model}, select="model", continues=False)
+        checkpointer.save(8).durable.wait(60)
+        checkpointer.save(9).durable.wait(60)
+    assert steps(run) == [9, 8, 5, 4, 3, 2, 1]
+
+
 def test_a_forked_child_is_a_job_of_its_own(run: str) -> None:
     loop = resumed(run)
 

@@ -337,7 +337,7 @@ class Checkpointer:
                 taken,
                 sources,
                 needed=free.needed,
-                is_awaited=not free.as_before,
+                is_awaited=not free.as_before or tier.was_refused,
             )
             background = Background(saving)
             copier = tier.begin(background)

@@ -23,7 +23,7 @@ from holdfast.checkpointer.save_errors import is_unusable, too_slow
 from holdfast.checkpointer.staging import Stager
 from holdfast.control.channel import Channel
 from holdfast.control.deadline import Deadline
-from holdfast.errors import ErrorWire, FencedError, HoldfastError, NotFoundError, from_wire, to_wire
+from holdfast.errors import ConfigurationError, ErrorWire, FencedError, HoldfastError, NotFoundError, from_wire, to_wire
 from holdfast.format.records import Place
 from holdfast.phases import attempt
 from holdfast.run.history import Run
@@ -93,6 +93,9 @@ class MemoryTier:
         self._backgrounds: list[Background] = []
         #: Whether this job has looked at what memory held before it.
         self._has_looked = False
+        #: Whether the last save was refused in the background, for a reason that stays until the job does something, as
+        #: ``config.unclear_history`` is. The next save waits, and raises it.
+        self.was_refused = False
         self._backoff = Backoff()
         #: The error of the last save that could not use memory.
         self._trouble: ErrorWire | None = None
@@ -123,6 +126,7 @@ class MemoryTier:
             if isinstance(error, HoldfastError) and is_unusable(error):
                 self.fall_back(error)
             elif background.is_over:
+                self.was_refused = isinstance(error, ConfigurationError)
                 self._backgrounds.remove(background)
 
     def join(self, patience_s: float | None = None) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from inspect import Parameter, signature
 from typing import Final, NamedTuple, Protocol, cast
 
 from torch import nn
@@ -98,9 +99,21 @@ def _another_class(item: object, node: Node, description: Description) -> str | 
         return None
     there = {str(parse_component(key)) for key in table.keys}
     foreign = {key for key in there - live.keys() if not key.startswith("_")} - _DROPPED
-    if not foreign:
-        return None
-    return f"{kind_of(item)} here, in the checkpoint a scheduler of another class, with {', '.join(sorted(foreign))}"
+    lacking = (live.keys() & _required(type(item))) - there
+    if foreign:
+        return (
+            f"{kind_of(item)} here, in the checkpoint a scheduler of another class, with {', '.join(sorted(foreign))}"
+        )
+    if lacking:
+        names = ", ".join(sorted(lacking))
+        return f"{kind_of(item)} here, in the checkpoint a scheduler of another class, without {names}"
+    return None
+
+
+def _required(kind: type) -> set[str]:
+    """The parameters that a call of `kind` must give. A later version of a class cannot add one."""
+    parameters = signature(kind).parameters.values()
+    return {each.name for each in parameters if each.default is Parameter.empty}
 
 
 def is_described(kind: type) -> bool:
