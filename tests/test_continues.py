@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import holdfast
-from holdfast import Checkpointer, ConfigurationError, Memory, mapping
+from holdfast import Checkpointer, ConfigurationError, CorruptError, Memory, mapping
 from holdfast.format.records import Place, Why
 from holdfast.run.history import Run
 from holdfast.run.session import JOB
@@ -169,6 +169,48 @@ def test_a_background_save_of_an_unclear_history_is_raised_by_the_next_save_unti
         checkpointer.save(8).durable.wait(60)
         checkpointer.save(9).durable.wait(60)
     assert steps(run) == [9, 8, 5, 4, 3, 2, 1]
+
+
+@pytest.mark.parametrize("where", ["run", "elsewhere"])
+def test_what_a_load_left_partly_filled_is_not_saved_before_a_load_fills_it(
+    tmp_path: Path, memory: Memory, where: str
+) -> None:
+    model = nn.Linear(1024, 1024)
+    state: dict[str, Any] = {"model": model, "epoch": 1}
+    run, into = tmp_path / "run", tmp_path / where
+    for step in (1, 2):
+        holdfast.save(run, state, step)
+    (file,) = run.glob("checkpoints/step-0000000001-*/data-00000.safetensors")
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 255
+    file.write_bytes(data)
+    with pytest.raises(CorruptError) as caught:
+        holdfast.load(f"{run}@step=1", state)
+    assert caught.value.__notes__ == ["The live state is partly filled: load it again before using it."]
+    for saved in (state, {"student": model}):
+        with pytest.raises(ConfigurationError, match=r"config\.partly_filled"):
+            holdfast.save(into, saved, 3)
+        with (
+            pytest.raises(ConfigurationError, match=r"config\.partly_filled"),
+            Checkpointer(into, saved, memory=memory) as checkpointer,
+        ):
+            checkpointer.save(3)
+    holdfast.save(tmp_path / "other", {"model": nn.Linear(2, 2)}, 1)  # other objects may be saved
+    with pytest.raises(ConfigurationError, match=r"config\.partly_filled"):
+        holdfast.save(into, state, 3)
+    holdfast.load(run, state)
+    holdfast.save(into, state, 3)
+    assert steps(str(into))[0] == 3
+
+
+def test_a_load_that_fails_before_it_fills_anything_hinders_no_save(run: str) -> None:
+    loop = resumed(run)
+    with pytest.raises(holdfast.IncompatibleError):
+        holdfast.load(f"{run}@step=2", {**loop.state, "more": torch.ones(1)})
+    with pytest.raises(holdfast.NotFoundError):
+        holdfast.load(f"{run}@step=77", loop.state)
+    holdfast.save(run, loop.state, 5)
+    assert steps(run) == [5, 4, 3, 2, 1]
 
 
 def test_a_forked_child_is_a_job_of_its_own(run: str) -> None:

@@ -119,6 +119,8 @@ class CooperativeReading:
         self._peers: Peers | None = None
         self._shared: SharedReading | None = None
         self._meter = Meter()
+        #: Whether the targets may have got elements.
+        self.has_begun = False
 
     def read(
         self, plan: Callable[[], tuple[Sequence[ReadRequest], Targets]], *, meter: Meter | None = None
@@ -177,6 +179,7 @@ class CooperativeReading:
         return sum(rank.nbytes for rank in ranks) <= _APART * data_nbytes(self._checkpoint.manifest.body)
 
     def _read(self, nodes: _NodeMap) -> _ReadOutcome:
+        self.has_begun = True
         try:
             self._storage.run("read", self._checkpoint.folder, lambda: self._meet(nodes), stop=self._stop)
         except NeighbourGone as gone:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -21,6 +20,7 @@ from holdfast.cooperative.reading import MEMORY_NBYTES, MIN_MEMORY_NBYTES, Coope
 from holdfast.errors import ConfigurationError, CorruptError, HoldfastError, StorageError
 from holdfast.format.patterns import Globs
 from holdfast.format.records import Place
+from holdfast.loading.filled import note_filled, partly_filled_on_errors
 from holdfast.loading.filling import Filling, outside_inference_mode
 from holdfast.loading.names import Names, compared
 from holdfast.mapping import Pad, Rule
@@ -34,11 +34,10 @@ from holdfast.reports import LoadReport
 from holdfast.run.fallback import Skipped, is_damage, resolve_sound
 from holdfast.run.history import Located, Run, is_folder, resolve
 from holdfast.run.paths import Selection, parse
-from holdfast.run.session import JOB, Load
+from holdfast.run.session import Load
 from holdfast.state.bind import bind
 from holdfast.state.binding import Binding
 from holdfast.state.differences import is_leaf
-from holdfast.state.identity import TensorMemory, found_in
 from holdfast.state.match import Terms
 from holdfast.store.base import Location
 from holdfast.store.timed import TimedStore
@@ -324,10 +323,11 @@ class Loading:
                 self._together(checkpoint, owners, in_memory=in_memory).read(filling.plan_check)
             self._is_mixed = True
         together = self._together(checkpoint, owners, in_memory=in_memory)
-        with self._watch.phase("read"):
-            cost = self._read(together, filling, step=checkpoint.seal.step)
-        with self._watch.phase("finish"):
-            state = self._finish(filling)
+        with partly_filled_on_errors(into, bound.binding, together):
+            with self._watch.phase("read"):
+                cost = self._read(together, filling, step=checkpoint.seal.step)
+            with self._watch.phase("finish"):
+                state = self._finish(filling)
         if bound.binding.reseeded and self._channel.rank == 0:
             _log.warning("another number of ranks saved %s: it is seeded anew", ", ".join(bound.binding.reseeded))
         is_whole = self._is_whole(bound, names, filling)
@@ -350,13 +350,9 @@ class Loading:
 
     def _read(self, together: CooperativeReading, filling: Filling, *, step: int) -> ReadCost:
         """Read the bytes into the live state."""
-        try:
-            what = of_first_rank(f"loading step {step}", self._channel.world_size)
-            with progress(what, shown=self._channel.rank == 0, after_s=PATIENCE_S) as meter:
-                return together.read(filling.plan, meter=meter)
-        except HoldfastError as error:
-            error.add_note("The live state is partly filled: load it again before using it.")
-            raise
+        what = of_first_rank(f"loading step {step}", self._channel.world_size)
+        with progress(what, shown=self._channel.rank == 0, after_s=PATIENCE_S) as meter:
+            return together.read(filling.plan, meter=meter)
 
     def _finish(self, filling: Filling) -> object:
         """Put the values in place, on all ranks, and return the whole tree."""
@@ -427,10 +423,7 @@ class Loading:
         else:
             assert epoch is not None, "a run with a checkpoint has an epoch"
             load = Load(run.storage.resolved(), run.run_id, checkpoint.seal.place, epoch, continues, is_whole)
-        names = sorted({*binding.loaded, *(target.name for target in binding.targets)})
-        filled = [found.itself for found in found_in(state) if is_whole or _is_within(names, found.path)]
-        memory = TensorMemory(part for target in binding.targets for part in target.local.memory)
-        JOB.note_loaded(load, filled, memory)
+        note_filled(load, state, binding, is_whole=is_whole)
 
     def _bind(self, opened: Opened, into: Mapping[str, object]) -> _BoundLoad:
         """Match names on this rank; changes nothing."""
@@ -515,12 +508,6 @@ class Loading:
             strict=self._options.strict,
             allow_empty=self._options.allow_empty,
         )
-
-
-def _is_within(names: Sequence[str], path: str) -> bool:
-    """Whether one of `names`, which are sorted, is `path` or lies below it."""
-    at, below = bisect_left(names, path), bisect_left(names, path + "/")
-    return names[at : at + 1] == [path] or (below < len(names) and names[below].startswith(path + "/"))
 
 
 def _outside(target: Selection) -> ConfigurationError:

@@ -67,8 +67,8 @@ class Load:
     """One load of `place` of the run with id `run_id` at `root`, found when epoch `seen` was the newest.
 
     `continues` is the caller's statement whether the run continues from it, or None. `is_whole`: the load filled the
-    whole state that was given with the whole checkpoint, without a selection, a mapping or a cast. `number` counts the
-    loads of this process.
+    whole state that was given with the whole checkpoint, without a selection, a mapping or a cast. `is_torn`: the load
+    failed half way, so what it filled may hold parts of two states. `number` counts the loads of this process.
     """
 
     root: str
@@ -77,6 +77,7 @@ class Load:
     seen: int
     continues: bool | None = None
     is_whole: bool = True
+    is_torn: bool = False
     number: int = 0
 
 
@@ -87,6 +88,8 @@ class Sources(NamedTuple):
     number: int
 
 
+#: A load, or a transfer, that failed half way.
+TORN: Final = Load("", "", None, 0, is_whole=False, is_torn=True)
 #: The sources of a state that no load filled.
 NEVER_LOADED: Final = Sources(frozenset((None,)), 0)
 
@@ -134,6 +137,8 @@ class Session:
         #: The number of the newest load that filled tensor memory, and of the newest one that a save must consider.
         self._newest_in_memory = 0
         self._unused = 0
+        #: Whether a load has failed half way: then every save must look at what it saves.
+        self._has_torn = False
 
     def note_loaded(self, load: Load, filled: Iterable[Identity] = (), memory: FilledMemory | None = None) -> None:
         """Remember that `load` filled the objects `filled`, and the tensors' `memory`."""
@@ -148,6 +153,7 @@ class Session:
                 self._filled_memory.append((memory, load))
                 self._newest_in_memory = load.number
             self._unused = load.number
+            self._has_torn |= load.is_torn
             if load.place is not None:
                 remembered = self._memory(load.root, load.run_id)
                 remembered.loaded = load
@@ -157,7 +163,7 @@ class Session:
     def sources(self, parts: Callable[[], Sequence[StatePart]]) -> Sources:
         """The loads that last filled the `parts` of a state that is about to be saved."""
         with self._lock:
-            if not self._unused:
+            if not (self._unused or self._has_torn):
                 return NEVER_LOADED._replace(number=self._number)
             return Sources(frozenset(load for part in parts() for load in self._last(part)), self._number)
 
@@ -172,7 +178,8 @@ class Session:
 
         Raises:
             ConfigurationError: the run has commits, and the state to save was not loaded from it
-                (``config.unloaded_history``), or only a part of it was (``config.unclear_history``).
+                (``config.unloaded_history``), or only a part of it was (``config.unclear_history``); or a load of it
+                failed half way (``config.partly_filled``).
             FencedError: another job opened an epoch that is newer than this job's own, or than the newest one when it
                 loaded; a rollback of the run opens one, too.
         """
@@ -267,6 +274,8 @@ def _number_of(load: Load | None) -> int:
 def _source(run: Run, memory: _RunNotes, sources: Sources) -> Load | None:
     """The load that the state of a save comes from; None where it comes from no load since the last save."""
     loads = sources.loads
+    if any(load is not None and load.is_torn for load in loads):
+        raise _torn(run)
     if not loads:  # the state has only values: no object tells which load filled it
         loads = frozenset((memory.loaded,))
     each = {_counted(load, memory, sources.number) for load in loads}
@@ -366,6 +375,16 @@ def _unloaded(run: Run, memory: _RunNotes, head: Commit, *, moved_from: str | No
         f"run '{run.storage.location}' has a history (its head is step {head.step} at {head.place}), and {what}.",
         code="config.unloaded_history",
         action=f"{action}, save into another folder, or pass takeover=True to go on from the head.",
+        path=run.storage.location.url,
+    )
+
+
+def _torn(run: Run) -> ConfigurationError:
+    return ConfigurationError(
+        "a load failed half way and filled a part of the state that this job saves into run "
+        f"'{run.storage.location}'. So the state may hold parts of two checkpoints.",
+        code="config.partly_filled",
+        action="Load a whole checkpoint into it, or build its objects anew, before the next save.",
         path=run.storage.location.url,
     )
 
