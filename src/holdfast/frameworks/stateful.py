@@ -6,7 +6,7 @@ Their state is opaque: it is saved unchanged, and handed back as a whole.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from inspect import Parameter, signature
 from typing import Final, NamedTuple, Protocol, cast
@@ -16,14 +16,16 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from holdfast.errors import HoldfastError, IncompatibleError, StateError
-from holdfast.format.names import parse_component
-from holdfast.format.values import Node, Open, PerRankNode, Stateful, TableNode
+from holdfast.format.names import join, parse_component
+from holdfast.format.values import Items, Node, Open, PerRankNode, Stateful, TableNode
 from holdfast.frameworks import BindingSource, Finish, Sink
 from holdfast.frameworks.known_types import WholeObject, known_type, refusal_of, type_of
-from holdfast.wording import kind_of
+from holdfast.wording import count, kind_of
 
-#: Attributes that schedulers of earlier versions of torch had.
-_DROPPED: Final = frozenset({"verbose"})
+#: Attributes that tell no class: nearly all schedulers have one, or had it in earlier versions of torch.
+_COMMON: Final = frozenset({"last_epoch", "verbose"})
+#: Attributes of schedulers that hold others.
+_INNER: Final = frozenset({"_schedulers", "_milestones"})
 #: The node that is stored for an object whose ``state_dict()`` was empty.
 _NO_STATE: Final = Stateful(TableNode("dict", ()))
 
@@ -76,38 +78,52 @@ class StatefulAdapter:
         elif node == _NO_STATE and description.read() != {}:
             text = f"{kind_of(item)} with a state here, one without in the checkpoint, such as one that is off"
             source.refuse("incompatible.no_state", path, text)
-        elif (of_another := _another_class(item, node, description)) is not None:
+        elif (of_another := _another_class(item, path, source.nodes, description.read())) is not None:
             source.refuse("incompatible.scheduler_class", path, of_another)
         else:
             source.restore(description.write, source.opaque(path), is_random=description.is_random)
         return lambda: item
 
 
-def _another_class(item: object, node: Node, description: Description) -> str | None:
-    """The difference, where the state in `node` is that of a learning-rate scheduler of another class; else None.
+def _another_class(item: object, path: str, nodes: Mapping[str, Node], live: object) -> str | None:
+    """The difference, where the state at `path` is that of a learning-rate scheduler of another class; else None.
 
-    A scheduler's state is its attributes, and torch's schedulers take over any: a StepLR that gets the state of a
-    CosineAnnealingLR goes on with its own step size and with a learning rate of the other. Private attributes differ
-    between versions of torch; and a class that is not torch's may know older states of its own.
+    A scheduler's state is its attributes, and torch's `load_state_dict` takes over any: a StepLR that gets the state of
+    a CosineAnnealingLR goes on with its own step size and with a learning rate of the other. Private attributes differ
+    between versions of torch. A class with a `load_state_dict` of its own may know older states.
     """
-    table = node.state if isinstance(node, Stateful) else node
-    of_torch = isinstance(item, LRScheduler) and type(item).__module__ == LRScheduler.__module__
-    if not of_torch or not isinstance(table, TableNode):
+    if not isinstance(item, LRScheduler) or not isinstance(live, dict):
         return None
-    live = description.read()
-    if not isinstance(live, dict):
+    if not type(item).load_state_dict.__module__.startswith("torch."):
+        return None
+    node = nodes.get(path)
+    table = node.state if isinstance(node, Stateful) else node
+    if not isinstance(table, TableNode):
         return None
     there = {str(parse_component(key)) for key in table.keys}
-    foreign = {key for key in there - live.keys() if not key.startswith("_")} - _DROPPED
-    lacking = (live.keys() & _required(type(item))) - there
-    if foreign:
-        return (
-            f"{kind_of(item)} here, in the checkpoint a scheduler of another class, with {', '.join(sorted(foreign))}"
-        )
-    if lacking:
-        names = ", ".join(sorted(lacking))
-        return f"{kind_of(item)} here, in the checkpoint a scheduler of another class, without {names}"
+    foreign = {key for key in there - live.keys() if _is_telling(key)}
+    lacking = {key for key in live.keys() - there if key in _INNER or key in _required(type(item))}
+    if foreign or lacking:
+        names = ", ".join([*(f"with {key}" for key in sorted(foreign)), *(f"without {key}" for key in sorted(lacking))])
+        return f"{kind_of(item)} here, in the checkpoint a scheduler of another class or with other options, {names}"
+    return _another_inside(getattr(item, "_schedulers", ()), join(path, "_schedulers"), nodes)
+
+
+def _another_inside(items: Sequence[object], path: str, nodes: Mapping[str, Node]) -> str | None:
+    """As `_another_class`, of the schedulers that another one holds."""
+    stored = nodes.get(path)
+    if isinstance(stored, Items) and stored.size != len(items):
+        return f"{count(len(items), 'scheduler')} inside here, {stored.size} in the checkpoint"
+    for number, item in enumerate(items):
+        live = cast("SelfDescribing", item).state_dict()
+        if (found := _another_class(item, join(path, str(number)), nodes, live)) is not None:
+            return f"inside {found}"
     return None
+
+
+def _is_telling(attribute: str) -> bool:
+    """Whether an attribute of a scheduler says of which class it is."""
+    return attribute in _INNER or not (attribute.startswith("_") or attribute in _COMMON)
 
 
 def _required(kind: type) -> set[str]:
