@@ -210,3 +210,18 @@ def test_floats_in_optimizer_groups_keep_every_bit() -> None:
     fresh = torch.optim.SGD([weight], lr=0.5)
     load(save({"w": weight, "o": torch.optim.SGD([weight], lr=odd)}), {"w": weight, "o": fresh})
     assert struct.pack("<d", fresh.param_groups[0]["lr"]) == struct.pack("<d", odd)
+
+
+def test_groups_in_another_order_are_refused_where_a_scheduler_has_their_rates_by_index() -> None:
+    def training(order: tuple[int, int], rates: tuple[float, float]) -> State:
+        model = nn.Linear(2, 2)
+        groups = [{"params": [model.weight], "lr": rates[0]}, {"params": [model.bias], "lr": rates[1]}]
+        optimizer = torch.optim.SGD([groups[index] for index in order])
+        return {"m": model, "o": optimizer, "s": torch.optim.lr_scheduler.StepLR(optimizer, 3)}
+
+    saved = save(training((0, 1), (0.1, 0.01)))
+    error = refused(saved, training((1, 0), (0.1, 0.01)))
+    assert error.code == "incompatible.groups"
+    assert "the index of a group" in str(error)
+    load(saved, training((0, 1), (0.5, 0.05)))
+    load(save(training((0, 1), (0.1, 0.1))), training((1, 0), (0.1, 0.1)))

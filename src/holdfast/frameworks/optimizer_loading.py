@@ -71,6 +71,7 @@ def bind_optimizer(path: str, optimizer: Optimizer, source: BindingSource) -> Fi
             )
             states.append((entry.tensor, slots))
             _require_equal_copies(path, entry.name, saved, source)
+    _check_rates(path, served, source)
     shared = {parse_component(text): source.opaque(join(path, "shared", text)) for text in sorted(saved.shared)}
 
     def finish() -> Optimizer:
@@ -274,6 +275,28 @@ def _stored_shape(
     names = (join(path, "state", parameter.name, slot) for slot in sorted(saved.slots[parameter.name]))
     shapes = (kept.shape for kept in map(source.stored, names) if kept is not None)
     return next((shape for shape in shapes if shape), None)
+
+
+def _check_rates(path: str, served: Mapping[int, int], source: BindingSource) -> None:
+    """Refuse live groups in another order than the stored ones where a scheduler gave these different rates: its state
+    has a rate for each index of a group, and no names. `served` has the live index for each stored one.
+
+    Raises:
+        IncompatibleError: code ``incompatible.groups``.
+    """
+
+    def rate(index: int) -> Node | None:
+        return source.nodes.get(join(path, "param_groups", str(index), "initial_lr"))
+
+    for origin, index in served.items():
+        if origin != index and rate(origin) is not None and rate(origin) != rate(index):
+            raise IncompatibleError(
+                f"parameter group {index} of {path!r} was group {origin} when it was saved, and a scheduler has its "
+                "rates by the index of a group.",
+                code="incompatible.groups",
+                action="Build the groups in the order that they had, or pass strict=False and set the rates yourself.",
+                path=path,
+            )
 
 
 def _check_alike(path: str, first: int, second: int, origin: int, optimizer: Optimizer) -> None:
