@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,9 +16,12 @@ import holdfast
 from holdfast import Checkpointer, CorruptError, Memory, NotFoundError
 from holdfast.format import records
 from holdfast.format.records import Place
+from holdfast.node_memory.slots import Slot, slot_names
 from holdfast.run.doctor import examine, finish
 from tests.models import start_new_job
+from tests.test_checkpointer import end_keepers, folder_of
 from tests.test_lost_epochs import opened
+from tests.test_posix_storage import mounted
 
 
 @pytest.fixture
@@ -123,3 +130,35 @@ def test_one_sealed_checkpoint_without_a_commit_is_what_a_save_that_died_leaves(
     with pytest.raises(NotFoundError, match="doctor says whether a checkpoint can be finished"):
         holdfast.load(root, state)
     assert holdfast.save(root, state, 1).place == "2.1"
+
+
+STAGED = """
+import os, signal, sys
+from pathlib import Path
+import torch
+from holdfast import Checkpointer, Memory
+state = {f"w{number}": torch.full((1 << 19,), 7.0) for number in range(6)} | {"epoch": 3}
+checkpointer = Checkpointer(sys.argv[1], state, memory=Memory(node_dir=Path(sys.argv[2])))
+checkpointer.save(1).staged.wait(60)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_damaged_memory_that_is_the_only_copy_is_not_taken_for_a_first_start(tmp_path: Path) -> None:
+    """Storage has no room for what a killed trainer staged, and a byte of it flips in memory."""
+    memory = Memory(node_dir=tmp_path / "node")
+    memory.node_dir.mkdir()
+    with mounted(tmp_path / "disk", "tmpfs", "size=1m") as disk:
+        run = str(disk / "run")
+        killed = subprocess.run([sys.executable, "-c", STAGED, run, str(memory.node_dir)], check=False)
+        assert killed.returncode == -signal.SIGKILL
+        with folder_of(run, memory.node_dir) as folder:
+            for name in slot_names(folder):
+                with Slot(folder, name) as slot:
+                    slot.data[int(len(slot.data) * 0.7)] ^= 1
+        into: dict[str, Any] = {f"w{number}": torch.zeros(1 << 19) for number in range(6)} | {"epoch": 0}
+        with Checkpointer(run, into, memory=memory) as checkpointer:
+            with pytest.raises(CorruptError, match="no other copy") as caught:
+                checkpointer.restore()
+            assert any("partly filled" in note for note in caught.value.__notes__)
+        end_keepers(memory.node_dir)

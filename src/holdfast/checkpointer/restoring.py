@@ -68,6 +68,7 @@ def restore(
     timeout_s: float,
 ) -> Restored:
     """Fill `state` from the newest checkpoint of `run`. Collective over `group`. See `Checkpointer.restore`."""
+    damage: HoldfastError | None = None
     if node_dir is not None:
         try:
             options = Options(select, verify=verify, continues=True)
@@ -75,6 +76,7 @@ def restore(
         except HoldfastError as error:
             if not is_damage(error) and error.code != "storage.memory":
                 raise
+            damage = error if is_damage(error) else None
             _log.warning("what is in memory cannot be used, going to storage: %s", error)
         else:
             if restored is not None:
@@ -93,6 +95,11 @@ def restore(
     except NotFoundError as error:
         if error.code not in ("not_found.run", "not_found.head"):
             raise
+        if damage is not None:  # the only copy: it may have filled a part of the state, and is not nothing
+            damage.action = (
+                "There is no other copy, for nothing is committed yet: begin the training anew in another folder."
+            )
+            raise damage from None
         return Restored(RestoreReport(None, None, None, None))
     return Restored(RestoreReport(report.step, report.place, "storage", report))
 

@@ -6,7 +6,7 @@ it, by name. torchmetrics itself writes only persistent states, and only those o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -25,9 +25,10 @@ def read_metric(metric: Any) -> dict[str, Any]:
 def write_metric(metric: Any, state: Any) -> None:
     """Put back a state that `read_metric` returned."""
     _write_part(metric, state)
-    inner = state.get("inner", {})
-    for name, part in _inner(metric):
-        _write_part(part, inner[name])
+    stored, inner = state.get("inner", {}), dict(_inner(metric))
+    _require_same("metrics inside it", stored, inner)
+    for name, part in inner.items():
+        _write_part(part, stored[name])
 
 
 def read_own(metric: Any) -> dict[str, Any]:
@@ -39,6 +40,12 @@ def read_own(metric: Any) -> dict[str, Any]:
 
 def write_own(metric: Any, state: Any) -> None:
     """Put back a state that `read_own` returned."""
+    declared = metric._defaults  # noqa: SLF001 - what `add_state` declared
+    _require_same("states", state["state"], declared)
+    for name, default in declared.items():
+        value = state["state"][name]
+        if isinstance(default, torch.Tensor) and default.ndim and getattr(value, "shape", None) != default.shape:
+            raise ValueError(f"its state {name!r} is of another shape than {tuple(default.shape)}")
     metric.reset()  # drops the cached result
     metric._update_count = state["update_count"]  # noqa: SLF001 - torchmetrics has no other way to say it
     for name, value in (state["state"] | state.get("counters", {})).items():
@@ -52,7 +59,9 @@ def read_collection(collection: Any) -> dict[str, Any]:
 
 def write_collection(collection: Any, state: Any) -> None:
     """Put back a state that `read_collection` returned."""
-    for name, metric in _members(collection):
+    members = dict(_members(collection))
+    _require_same("members", state, members)
+    for name, metric in members.items():
         write_metric(metric, state[name])
 
 
@@ -80,6 +89,13 @@ def share_states(collection: Any) -> None:
 def is_persistent(metric: Any) -> bool:
     """Whether a metric inside a module belongs to the module's state."""
     return any(metric._persistent.values())  # noqa: SLF001 - nothing else tells
+
+
+def _require_same(what: str, stored: Mapping[str, object], live: Mapping[str, object]) -> None:
+    """Refuse the state of a metric of another class, or with other options: torchmetrics would take over a part."""
+    if stored.keys() != live.keys():
+        here, there = (", ".join(sorted(names)) or "none" for names in (live, stored))
+        raise ValueError(f"its {what} are {here} here, and {there} in the checkpoint")
 
 
 def _read_part(metric: Any) -> dict[str, Any]:
