@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR, StepLR
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import holdfast
@@ -95,13 +96,24 @@ def test_a_change_under_the_guard_does_not_reach_the_save_before_it(job: Names) 
 
 
 def test_the_call_with_bandwidths_loads_and_its_report_has_what_the_guide_lists(job: Names) -> None:
-    call, report = snippets("loading")
+    call, _, report = snippets("loading")
     exec(call, job)
     lines = re.findall(r"^(report\.\w+)", report, re.MULTILINE)
     assert len(lines) == 9
     found = {line: eval(line, job) for line in lines}
     assert (found["report.step"], found["report.next_step"]) == (5, 6)
     assert set(found["report.seconds"]) == set(re.findall(r"per phase: (.*)", report)[0].split(", "))
+
+
+def test_another_learning_rate_is_that_of_the_next_steps() -> None:
+    (code,) = (code for code in snippets("loading") if "param_groups" in code)
+    for kind in (lambda optimizer: LambdaLR(optimizer, lambda _: 1.0), lambda optimizer: StepLR(optimizer, 100)):
+        optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+        scheduler = kind(optimizer)
+        exec(code, {"optimizer": optimizer, "scheduler": scheduler})
+        optimizer.step()
+        scheduler.step()
+        assert optimizer.param_groups[0]["lr"] == 3e-4
 
 
 def publish_as_the_guide(code: str) -> float:
@@ -121,7 +133,7 @@ def test_trainer_and_inference_ranks_pass_what_they_have() -> None:
 
 
 def test_every_piece_of_code_in_the_guides_is_run_by_a_test() -> None:
-    run = {"ddp": 2, "checkpointer": 1, "loading": 2, "publishing": 1}
+    run = {"ddp": 2, "checkpointer": 1, "loading": 3, "publishing": 1}
     for guide in GUIDES.glob("*.md"):
         if guide.stem != "mapping":
             assert len(snippets(guide.stem)) == run.get(guide.stem, 0), guide.name
