@@ -16,9 +16,10 @@ import holdfast
 from holdfast import Checkpointer, CorruptError, Memory, NotFoundError
 from holdfast.format import records
 from holdfast.format.records import Place
-from holdfast.node_memory.slots import Slot, slot_names
+from holdfast.node_memory.slots import Slot, SlotState, slot_names
 from holdfast.run.doctor import examine, finish
 from tests.models import start_new_job
+from tests.nursery import until
 from tests.test_checkpointer import end_keepers, folder_of
 from tests.test_lost_epochs import opened
 from tests.test_posix_storage import mounted
@@ -155,7 +156,9 @@ def test_damaged_memory_that_is_the_only_copy_is_not_taken_for_a_first_start(tmp
         with folder_of(run, memory.node_dir) as folder:
             for name in slot_names(folder):
                 with Slot(folder, name) as slot:
-                    slot.data[int(len(slot.data) * 0.7)] ^= 1
+                    if slot.refresh().contents is not None:
+                        until(lambda slot=slot: slot.refresh().state == SlotState.SEALED)  # type: ignore[misc]
+                        slot.data[int(len(slot.data) * 0.7)] ^= 1
         into: dict[str, Any] = {f"w{number}": torch.zeros(1 << 19) for number in range(6)} | {"epoch": 0}
         with Checkpointer(run, into, memory=memory) as checkpointer:
             with pytest.raises(CorruptError, match="no other copy") as caught:

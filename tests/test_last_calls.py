@@ -17,7 +17,7 @@ from tests import nursery
 from tests.test_checkpointer import end_keepers
 
 WORLD_SIZE = 3
-ROUNDS = 3
+ROUNDS = 2
 
 
 def free_port() -> int:
