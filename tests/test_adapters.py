@@ -400,3 +400,24 @@ def test_a_scheduler_that_is_not_torchs_takes_older_states_of_its_own(
         holdfast.save(tmp_path / "run", {"scheduler": saved}, 1)
     holdfast.load(tmp_path / "run", {"scheduler": live})
     assert live.num_steps == 7
+
+
+class Reader:
+    """A loader whose state is costly to read."""
+
+    def __init__(self) -> None:
+        self.num_read = 0
+
+    def state_dict(self) -> dict[str, int]:
+        self.num_read += 1
+        return {"position": 3}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        assert state == {"position": 3}
+
+
+def test_a_load_does_not_read_the_state_that_it_replaces(tmp_path: Path) -> None:
+    holdfast.save(tmp_path / "run", {"loader": Reader()}, 1)
+    loader = Reader()
+    holdfast.load(tmp_path / "run", {"loader": loader})
+    assert loader.num_read == 0

@@ -44,9 +44,9 @@ from holdfast.store.urls import absolute
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """How a `Checkpointer` uses the memory of a node: it keeps `generations` snapshots per rank, at least 2, because
-    one must be whole while the next is copied. `node_dir` is the path of a file system in memory, as a `Path` or as
-    text."""
+    """The use that a `Checkpointer` makes of the memory of a node: it keeps `generations` snapshots per rank, at least 2,
+    because one must be whole while the next is copied. `node_dir` is the path of a file system in memory, as a `Path`
+    or as text."""
 
     generations: int = 2
     node_dir: Path = DEFAULT_NODE_DIR

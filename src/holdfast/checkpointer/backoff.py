@@ -1,4 +1,4 @@
-"""How many saves go to storage before memory that could not be used is tried again."""
+"""The number of saves that go to storage before a job tries memory again that it could not use."""
 
 from __future__ import annotations
 

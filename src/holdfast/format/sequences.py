@@ -142,7 +142,7 @@ def decode(sequence: Sequence, blob: memoryview) -> Int64s:
 
 
 def affine_length(sequence: Sequence) -> int:
-    """How many numbers affine blocks stand for, checked before memory is allocated for them; 0 for byte planes.
+    """The count of numbers in affine blocks, checked before memory is allocated for them; 0 for byte planes.
 
     Raises `CorruptError` for more blocks, axes or numbers than a sequence may have.
     """

@@ -78,27 +78,26 @@ class StatefulAdapter:
         elif node == _NO_STATE and description.read() != {}:
             text = f"{kind_of(item)} with a state here, one without in the checkpoint, such as one that is off"
             source.refuse("incompatible.no_state", path, text)
-        elif (of_another := _another_class(item, path, source.nodes, description.read())) is not None:
+        elif (of_another := _another_class(item, path, source.nodes, description.read)) is not None:
             source.refuse("incompatible.scheduler_class", path, of_another)
         else:
             source.restore(description.write, source.opaque(path), is_random=description.is_random)
         return lambda: item
 
 
-def _another_class(item: object, path: str, nodes: Mapping[str, Node], live: object) -> str | None:
+def _another_class(item: object, path: str, nodes: Mapping[str, Node], read: Callable[[], object]) -> str | None:
     """The difference, where the state at `path` is that of a learning-rate scheduler of another class; else None.
 
     A scheduler's state is its attributes, and torch's `load_state_dict` takes over any: a StepLR that gets the state of
     a CosineAnnealingLR goes on with its own step size and with a learning rate of the other. Private attributes differ
     between versions of torch. A class with a `load_state_dict` of its own may know older states.
     """
-    if not isinstance(item, LRScheduler) or not isinstance(live, dict):
-        return None
-    if not type(item).load_state_dict.__module__.startswith("torch."):
+    if not isinstance(item, LRScheduler) or not type(item).load_state_dict.__module__.startswith("torch."):
         return None
     node = nodes.get(path)
     table = node.state if isinstance(node, Stateful) else node
-    if not isinstance(table, TableNode):
+    live = read()
+    if not isinstance(table, TableNode) or not isinstance(live, dict):
         return None
     there = {str(parse_component(key)) for key in table.keys}
     foreign = {key for key in there - live.keys() if _is_telling(key)}
@@ -115,8 +114,8 @@ def _another_inside(items: Sequence[object], path: str, nodes: Mapping[str, Node
     if isinstance(stored, Items) and stored.size != len(items):
         return f"{count(len(items), 'scheduler')} inside here, {stored.size} in the checkpoint"
     for number, item in enumerate(items):
-        live = cast("SelfDescribing", item).state_dict()
-        if (found := _another_class(item, join(path, str(number)), nodes, live)) is not None:
+        read = cast("SelfDescribing", item).state_dict
+        if (found := _another_class(item, join(path, str(number)), nodes, read)) is not None:
             return f"inside {found}"
     return None
 

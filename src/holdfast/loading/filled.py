@@ -1,4 +1,4 @@
-"""The record of what a load or a transfer has filled, by which a later save knows what its state is."""
+"""The record of what a load has filled, by which a later save knows what its state is."""
 
 from __future__ import annotations
 

@@ -255,7 +255,7 @@ class RankColumns:
 
 
 def _widths(axes: Int64s) -> Int64s:
-    """How many numbers describe one part."""
+    """The count of numbers that describe one part."""
     return np.where(axes > 0, 2 * axes, 2)
 
 

@@ -99,7 +99,7 @@ def _strides(shape: Shape) -> Int64s:
 
 
 def _num_before(positions: Int64s, shape: Shape, starts: Int64s, sizes: Int64s) -> Int64s:
-    """How many elements of each box come before its position in the flat order of the tensor."""
+    """The count of elements of each box that come before its position in the flat order of the tensor."""
     found = np.zeros(len(positions), np.int64)
     inside = np.ones(len(positions), np.bool_)
     rest = positions

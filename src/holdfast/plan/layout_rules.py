@@ -148,7 +148,8 @@ def from_toml(text: str, *, path: str) -> Layout:
 
 
 def assign(layout: Layout, tensors: Mapping[str, StoredTensor], aliases: Mapping[str, str]) -> dict[str, HeldTensor]:
-    """How ranks hold each tensor; tensors that no rank holds are left out. Rules match a tied tensor by all its names.
+    """The placement of each tensor on ranks; tensors that no rank holds are left out. Rules match a tied tensor by all
+    its names.
 
     Raises `IncompatibleError`, code ``incompatible.layout``, for a rule that matches nothing, and for one that divides
     a tensor along an axis that it does not have.
@@ -215,7 +216,7 @@ class _Compiled:
 
 
 def _hold(layout: Layout, rules: list[_Compiled], subject: _PlacedTensor) -> HeldTensor | None:
-    """How ranks hold one tensor; None where no rank holds it."""
+    """The placement of one tensor on ranks; None where no rank holds it."""
     matching = [rule for rule in rules if rule.match(subject.names)]
     if not matching and layout.default is None:
         return None

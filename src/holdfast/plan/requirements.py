@@ -31,7 +31,7 @@ class WantedKind(NamedTuple):
 
 
 class _Geometry(NamedTuple):
-    """How ranks hold a part of a tensor: everything that determines the wanted boxes of the stored tensor."""
+    """The placement of a part of a tensor on ranks: all that determines the wanted boxes of the stored tensor."""
 
     places: tuple[Place, ...]
     shape: Shape

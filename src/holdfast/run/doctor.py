@@ -1,4 +1,4 @@
-"""The doctor: it finds what is wrong in a run, says what that means, and offers remedies.
+"""The doctor of a run: finds what is wrong, says what that means, and offers remedies.
 
 It never repairs by guessing. It finishes a checkpoint only when all of its files exist, removes only what nobody can
 finish, and for lost files says where to get them. `examine` changes nothing.

@@ -88,7 +88,7 @@ class Sources(NamedTuple):
     number: int
 
 
-#: A load, or a transfer, that failed half way.
+#: A load that failed half way.
 TORN: Final = Load("", "", None, 0, is_whole=False, is_torn=True)
 #: The sources of a state that no load filled.
 NEVER_LOADED: Final = Sources(frozenset((None,)), 0)

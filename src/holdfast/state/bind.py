@@ -524,7 +524,7 @@ class _Binder:
     def _is_dict_of_values(self, path: str) -> bool:
         """Whether `path` has a stored dict whose items are all values, so that an empty dict can take them."""
         node = self.nodes.get(path)
-        return isinstance(node, values.TableNode) and node.kind in _DICTS and self._is_value(path, node)
+        return isinstance(node, values.TableNode) and node.kind in _DICTS and not self._holds_live(path, node)
 
     def _holds_only_values(self, item: object) -> bool:
         """Whether no part of `item` has to keep its identity. Notes the types of NamedTuples on the way."""
@@ -555,18 +555,14 @@ class _Binder:
         node = self.nodes.get(path)
         if node is None and self._matcher.canonical(path) not in self._stored:
             self.missing(path)
-        elif node is None or not self._is_value(path, node):
+        elif node is None or self._holds_live(path, node):
             self._mismatches.add_kind(path, kind_of(item), node)
         else:
             return self.opaque(path)
         return lambda: item
 
-    def _is_value(self, path: str, node: Node) -> bool:
-        """Whether a stored node can replace a live value. It cannot if it is or has a tensor or an object, which fill
-        live ones."""
-        return not self._holds_live(path, node)
-
     def _holds_live(self, path: str, node: Node) -> bool:
+        """Whether a stored node is or has a tensor or an object, which fills a live one and replaces no value."""
         if isinstance(node, Encoded):
             return False
         if isinstance(node, Stateful) or isinstance(values.bare(node), _FILL_LIVE_ONES):

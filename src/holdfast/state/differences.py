@@ -107,7 +107,7 @@ def _names_action(missing: Collection[str], unexpected: Collection[str], known: 
 
 
 def _hints(names: Collection[str]) -> Iterator[str]:
-    """What is behind names that differ in ways that are often met."""
+    """Explain the names that differ in ways that users often meet."""
     if any(name.endswith("/initial_lr") for name in names):
         yield "A learning-rate scheduler adds initial_lr to the groups of its optimizer: build it before the load."
     saved = sorted({_entry(name) for name in names if "/state/%int=" in name})
