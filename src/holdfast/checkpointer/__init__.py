@@ -44,7 +44,7 @@ from holdfast.store.urls import absolute
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """The use that a `Checkpointer` makes of the memory of a node: it keeps `generations` snapshots per rank, at least 2,
+    """The use that a `Checkpointer` makes of a node's memory: it keeps `generations` snapshots per rank, at least 2,
     because one must be whole while the next is copied. `node_dir` is the path of a file system in memory, as a `Path`
     or as text."""
 
