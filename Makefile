@@ -27,7 +27,7 @@ test-frameworks: $(VENV)/dev.stamp
 
 # Not in .venv, whose torch knows no GPU: in the environment at hand, which has pytest too.
 test-gpu:
-	PYTHONPATH=src python -m pytest -q -m gpu tests/test_gpu.py
+	PYTHONPATH=src python -m pytest -q -m gpu tests/snapshot/test_gpu.py
 
 lint: $(VENV)/dev.stamp
 	$(VENV)/bin/ruff check

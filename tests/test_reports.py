@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import holdfast
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 MANY = 1500
 

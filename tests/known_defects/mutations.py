@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.mutants import Mutation
+from tests.known_defects.mutants import Mutation
 
 MUTATIONS = [
     Mutation(  # digests are computed and not compared

@@ -18,8 +18,8 @@ import holdfast
 from holdfast import CorruptError, NotFoundError, StorageError
 from holdfast.store.posix import PosixStore
 from tests.known_defects.saved import content, data_file, failing, folder, record, told_of_calls
-from tests.models import start_new_job
-from tests.ranks import RanksFailedError, run_processes
+from tests.support.models import start_new_job
+from tests.support.ranks import RanksFailedError, run_processes
 
 
 def state(value: float) -> dict[str, object]:

@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 import holdfast
 from holdfast import errors
-from tests.models import start_new_job
-from tests.ranks import run_ranks
+from tests.support.models import start_new_job
+from tests.support.ranks import run_ranks
 
 
 def save_where_rank_1_stays_away(run: str) -> tuple[float, tuple[int, ...]]:

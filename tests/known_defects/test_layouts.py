@@ -16,8 +16,8 @@ from torch.optim import AdamW
 
 import holdfast
 from holdfast import FlatRange, Piecewise, StateError
-from tests.models import start_new_job
-from tests.ranks import run_ranks
+from tests.support.models import start_new_job
+from tests.support.ranks import run_ranks
 
 
 def matrix(num_rows: int) -> torch.Tensor:

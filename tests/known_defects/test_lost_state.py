@@ -13,8 +13,8 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import StepLR
 
 import holdfast
-from tests.models import start_new_job
-from tests.ranks import run_ranks
+from tests.support.models import start_new_job
+from tests.support.ranks import run_ranks
 
 
 class Sign(Optimizer):

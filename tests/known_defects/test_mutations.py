@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.known_defects.mutants import Mutation, assert_found, sound_library
 from tests.known_defects.mutations import MUTATIONS
-from tests.mutants import Mutation, assert_found, sound_library
 
 
 @pytest.fixture(scope="module")

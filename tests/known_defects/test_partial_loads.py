@@ -13,8 +13,8 @@ from torch.optim import SGD, AdamW
 
 import holdfast
 from holdfast import IncompatibleError, NotFoundError, PerRank
-from tests.models import start_new_job
-from tests.ranks import run_ranks
+from tests.support.models import start_new_job
+from tests.support.ranks import run_ranks
 
 
 def stepped(parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer) -> None:

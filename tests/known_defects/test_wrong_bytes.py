@@ -14,8 +14,8 @@ import holdfast
 from holdfast import CorruptError, FlatRange, HoldfastError, IncompatibleError, Piecewise, StateError
 from holdfast.io.buffers import BUFFER_NBYTES
 from tests.known_defects.saved import data_file, flip_bit, folder, offset_of
-from tests.models import start_new_job
-from tests.ranks import run_ranks
+from tests.support.models import start_new_job
+from tests.support.ranks import run_ranks
 
 
 @pytest.mark.parametrize("whole", [True, False], ids=["loaded", "read-in-part"])

@@ -1,4 +1,7 @@
-"""The states that released versions saved. Every tensor's bits follow from a seed and its name (see `tests.models`)."""
+"""The states that released versions saved.
+
+Every tensor's bits follow from a seed and its name (see `tests.support.models`).
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,8 @@ import numpy as np
 import torch
 
 import holdfast
-from tests.layout_cells import Cell
-from tests.models import Bits, full, write
+from tests.jobs.layout_cells import Cell
+from tests.support.models import Bits, full, write
 
 #: One job in all kinds of layouts; the run of each is named after its cell. The seed is the number in the list.
 CELLS = (

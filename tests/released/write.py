@@ -13,9 +13,9 @@ from pathlib import Path
 import torch.distributed as dist
 
 import holdfast
-from tests.layout_cells import Cell, filled
-from tests.ranks import run_ranks
+from tests.jobs.layout_cells import Cell, filled
 from tests.released.states import CELLS, pieces, zoo
+from tests.support.ranks import run_ranks
 
 
 def save_cell(cell: Cell, run: str, seed: int) -> None:

@@ -1,0 +1,789 @@
+"""`Checkpointer`: saves that a loop does not wait for, and that survive its death."""
+
+from __future__ import annotations
+
+import gc
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
+
+import holdfast
+from holdfast import Checkpointer, ConfigurationError, FencedError, Memory, StateError, StorageError
+from holdfast.format.records import Place
+from holdfast.node_memory.keeper_lock import is_kept
+from holdfast.node_memory.node_folder import NodeFolder
+from holdfast.node_memory.slots import Slot, slot_names
+from holdfast.run.history import Run
+from holdfast.snapshot import capture as snapshot_module
+from holdfast.snapshot.routes import Pair
+from holdfast.store.base import Location
+from holdfast.store.urls import open_store
+from tests.faults.test_engine_faults import fill
+from tests.keeper.test_keeper import keeper_of, until
+from tests.store.test_posix_storage import mounted
+from tests.support.bound import bits
+from tests.support.models import start_new_job
+from tests.support.ranks import run_ranks
+
+Rows = dict[str, torch.Tensor]
+
+
+def folder_of(run: str, node_dir: Path) -> NodeFolder:
+    return NodeFolder(open_store(Location(run)).location.url, node_dir=node_dir)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> str:
+    return str(tmp_path / "run")
+
+
+@pytest.fixture
+def memory(tmp_path: Path) -> Iterator[Memory]:
+    """Memory of a node of its own; its keepers end with the test."""
+    (tmp_path / "node").mkdir()
+    yield Memory(node_dir=tmp_path / "node")
+    end_keepers(tmp_path / "node")
+
+
+def end_keepers(node_dir: Path) -> None:
+    """Kill all keepers of a node, and wait for their ends."""
+    for path in node_dir.glob("holdfast-*/*/keeper.lock"):
+        with suppress(ProcessLookupError, ValueError):
+            keeper = int(path.read_text())
+            os.kill(keeper, signal.SIGKILL)
+            until(lambda keeper=keeper: not Path(f"/proc/{keeper}").exists())  # type: ignore[misc]
+
+
+class Loop:
+    """A small model that is trained, one step at a time."""
+
+    def __init__(self, seed: int = 0) -> None:
+        torch.manual_seed(seed)
+        self.model = nn.Sequential(nn.Linear(30, 40), nn.BatchNorm1d(40), nn.Linear(40, 1))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        self.state: dict[str, object] = {
+            "model": self.model,
+            "optimizer": self.optimizer,
+            "progress": {"epoch": 0},
+        }
+
+    def step(self, seed: int = 0) -> None:
+        inputs = torch.randn(8, 30, generator=torch.Generator().manual_seed(seed))
+        self.model(inputs).square().sum().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def bits(self) -> dict[str, bytes]:
+        found = {f"model/{name}": bits(tensor) for name, tensor in self.model.state_dict().items()}
+        for number, slots in self.optimizer.state_dict()["state"].items():
+            found |= {f"optimizer/{number}/{name}": bits(tensor) for name, tensor in slots.items()}
+        return found
+
+
+@contextmanager
+def late_copies() -> Iterator[None]:
+    """Copies in the background begin a while after the save."""
+    copy = snapshot_module._copy
+
+    def late(pairs: Iterable[Pair]) -> None:
+        time.sleep(0.3)
+        copy(pairs)
+
+    with patch.object(snapshot_module, "_copy", late):
+        yield
+
+
+def test_a_save_is_staged_then_durable_and_loads_like_any_other(run: str, memory: Memory) -> None:
+    loop = Loop()
+    with Checkpointer(run, loop.state, memory=memory) as checkpointer:
+        loop.step()
+        saved = loop.bits()
+        handle = checkpointer.save(1)
+        loop.step()
+        handle.staged.wait(60)
+        handle.durable.wait(60)
+        assert handle.durable.nbytes == handle.staged.nbytes > 0
+        assert 0 < handle.staged.seconds <= handle.durable.seconds  # type: ignore[operator]
+        assert handle.blocked_s > 0
+    other = Loop(seed=1)
+    report = holdfast.load(run, other.state)
+    assert (report.step, report.place) == (1, str(handle.place))
+    assert other.bits() == saved
+
+
+def test_every_save_is_of_its_instant_while_training_goes_on(run: str, memory: Memory) -> None:
+    loop = Loop()
+    saved = {}
+    with Checkpointer(run, loop.state, memory=memory) as checkpointer:
+        for step in range(1, 9):
+            loop.step()
+            saved[step] = loop.bits()
+            checkpointer.save(step)
+    for step, wanted in saved.items():
+        other = Loop(seed=1)
+        holdfast.load(f"{run}@step={step}", other.state)
+        assert other.bits() == wanted
+
+
+def test_a_run_without_checkpoints_begins_at_step_0(run: str, memory: Memory) -> None:
+    loop = Loop()
+    before = loop.bits()
+    with Checkpointer(run, loop.state, memory=memory) as checkpointer:
+        report = checkpointer.restore()
+    assert (report.step, report.next_step, report.tier) == (None, 0, None)
+    assert loop.bits() == before
+
+
+def restored(run: str, memory: Memory | None) -> tuple[str | None, int, dict[str, bytes]]:
+    """What another job would restore."""
+    start_new_job()
+    other = Loop(seed=1)
+    with Checkpointer(run, other.state, memory=memory) as checkpointer:
+        report = checkpointer.restore()
+    return report.tier, report.next_step, other.bits()
+
+
+def test_what_is_in_memory_is_restored_from_there(run: str, memory: Memory) -> None:
+    loop = Loop()
+    with Checkpointer(run, loop.state, memory=memory) as checkpointer:
+        loop.step()
+        checkpointer.save(1)
+    assert restored(run, memory) == ("node memory", 2, loop.bits())
+    assert restored(run, None) == ("storage", 2, loop.bits())
+
+
+def test_what_was_rolled_back_in_memory_is_not_restored(run: str, memory: Memory) -> None:
+    loop = Loop()
+    with Checkpointer(run, loop.state, memory=memory) as checkpointer:
+        loop.step()
+        first = loop.bits()
+        checkpointer.save(1)
+        loop.step()
+        checkpointer.save(2)
+    holdfast_rollback(run, "step=1")
+    tier, next_step, found = restored(run, memory)
+    assert (next_step, found) == (2, first)
+    assert tier == "node memory"  # the first one is there, too
+
+
+@pytest.mark.parametrize("to", [1, 2])
+@pytest.mark.parametrize("restores", [True, False])
+def test_snapshots_that_a_rollback_left_behind_do_not_hold_up_saves(
+    run: str, memory: Memory, to: int, restores: bool
+) -> None:
+    loop = Loop()
+    with Checkpointer(run, loop.state, memory=memory) as checkpointer:
+        for step in (1, 2, 3):
+            checkpointer.save(step)
+    holdfast_rollback(run, f"step={to}")
+    holdfast.load(run, loop.state)
+    with Checkpointer(run, loop.state, memory=memory, timeout_s=10.0) as checkpointer:
+        if restores:
+            assert checkpointer.restore().tier == ("storage" if to == 1 else "node memory")
+        for step in range(to + 1, to + 4):
+            loop.step()
+            checkpointer.save(step).staged.wait(60)
+    assert restored(run, memory) == ("node memory", to + 4, loop.bits())
+
+
+def holdfast_rollback(run: str, to: str) -> None:
+    command = [sys.executable, "-m", "holdfast.cli", "rollback", run, "--to", to, "--yes"]
+    subprocess.run(command, check=True, capture_output=True)
+
+
+def test_damaged_memory_is_noticed_and_storage_is_used(
+    run: str, memory: Memory, caplog: pytest.LogCaptureFixture
+) -> None:
+    loop = Loop()
+    with Checkpointer(run, loop.state, memory=memory) as checkpointer:
+        loop.step()
+        checkpointer.save(1)
+    with folder_of(run, memory.node_dir) as folder:
+        for name in slot_names(folder):
+            with Slot(folder, name) as slot:
+                slot.data[5000] ^= 1
+    assert restored(run, memory) == ("storage", 2, loop.bits())
+    assert "what is in memory cannot be used" in caplog.text
+
+
+@pytest.mark.parametrize("prefix", ["slot-", "generation-"])
+def test_files_in_memory_that_others_may_write_to_are_passed_over_and_storage_is_used(
+    run: str, memory: Memory, prefix: str
+) -> None:
+    loop = Loop()
+    with Checkpointer(run, loop.state, memory=memory) as checkpointer:
+        loop.step()
+        checkpointer.save(1)
+    start_new_job()
+    with folder_of(run, memory.node_dir) as folder:
+        opened_up = [folder.path / name for name in folder.names() if name.startswith(prefix)]
+    assert opened_up
+    for path in opened_up:
+        path.chmod(0o666)
+    assert restored(run, memory)[1:] == (2, loop.bits())
+    with Checkpointer(run, loop.state, memory=memory) as checkpointer:
+        checkpointer.restore()
+        checkpointer.save(2)
+    assert restored(run, memory)[:2] == ("node memory", 3)
+
+
+def test_the_next_save_goes_on_from_what_was_restored(run: str, memory: Memory) -> None:
+    loop = Loop()
+    with Checkpointer(run, loop.state, memory=memory) as checkpointer:
+        checkpointer.save(1)
+    start_new_job()
+    other = Loop(seed=1)
+    with Checkpointer(run, other.state, memory=memory) as checkpointer:
+        step = checkpointer.restore().next_step
+        other.step()
+        assert str(checkpointer.save(step).place) == "2.1"
+    assert holdfast.open(run).step == 2
+
+
+@pytest.mark.parametrize("num_before", [1, 3])
+def test_a_run_that_was_removed_and_begun_anew_has_room_in_memory(run: str, memory: Memory, num_before: int) -> None:
+    loop = Loop()
+    with Checkpointer(run, loop.state, memory=memory) as checkpointer:
+        for step in range(num_before):
+            checkpointer.save(step)
+            checkpointer.wait()
+    shutil.rmtree(run)
+    start_new_job()
+    with Checkpointer(run, loop.state, memory=memory, timeout_s=20) as checkpointer:
+        for step in range(10, 14):
+            loop.step()
+            checkpointer.save(step)
+    assert restored(run, memory) == ("node memory", 14, loop.bits())
+    assert len(slot_names(folder_of(run, memory.node_dir))) == 2
+
+
+def test_a_run_with_history_must_be_restored_first(run: str, memory: Memory) -> None:
+    with Checkpointer(run, Loop().state, memory=memory) as checkpointer:
+        checkpointer.save(1)
+    start_new_job()
+    checkpointer = Checkpointer(run, Loop().state, memory=memory)
+    with pytest.raises(ConfigurationError, match="has a history"):
+        checkpointer.save(2)
+    checkpointer.close()
+
+
+STAGED = """
+import os, signal, sys
+from pathlib import Path
+import torch
+from holdfast import Checkpointer, Memory
+
+checkpointer = Checkpointer(sys.argv[1], {"w": torch.arange(1 << 20)}, memory=Memory(node_dir=Path(sys.argv[2])))
+checkpointer.save(1).staged.wait(60)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_run_whose_checkpoints_are_all_in_memory_is_not_begun_anew_by_a_job_that_restored_nothing(
+    memory: Memory, tmp_path: Path
+) -> None:
+    with mounted(tmp_path / "disk", "tmpfs", "size=1m") as disk:  # it takes the records, and no data
+        run = str(disk / "run")
+        done = subprocess.run([sys.executable, "-c", STAGED, run, str(memory.node_dir)], check=False)
+        assert done.returncode == -signal.SIGKILL
+        into = {"w": torch.zeros(1 << 20, dtype=torch.int64)}
+        second = Checkpointer(run, into, memory=memory)
+        for _ in range(2):
+            with pytest.raises(
+                ConfigurationError, match=r"up to step 1, .*restore\(\) before the first save"
+            ) as caught:
+                second.save(5)
+            assert caught.value.code == "config.unloaded_history"
+        subprocess.run(["mount", "-o", "remount,size=64m", str(disk)], check=True)
+        assert second.restore().step == 1
+        assert torch.equal(into["w"], torch.arange(1 << 20))
+        second.save(2)
+        second.close()
+        assert [commit.step for commit in Run.open(open_store(Location(run))).lineage()] == [2, 1]
+
+
+def test_without_memory_a_save_goes_to_storage_and_returns_when_that_is_done(run: str) -> None:
+    loop = Loop()
+    with Checkpointer(run, loop.state, memory=None) as checkpointer:
+        handle = checkpointer.save(1)
+        assert handle.durable.is_done
+        assert holdfast.open(run).step == 1
+        assert repr(handle) == "<Handle step 1 at 1.1: staged, durable>"
+
+
+def test_where_memory_does_not_suffice_saves_go_to_storage_and_say_so(
+    run: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    # As the 64 MiB of /dev/shm in a container.
+    with mounted(tmp_path / "shm", "tmpfs", "size=64m") as node_dir:
+        loop = Loop()
+        loop.state["large"] = torch.ones(10 << 20)
+        with Checkpointer(run, loop.state, memory=Memory(node_dir=node_dir)) as checkpointer:
+            handles = [checkpointer.save(step) for step in (1, 2)]
+            assert all(handle.durable.is_done for handle in handles)
+            assert [handle.place for handle in handles] == sorted(Run.open(open_store(Location(run))).places())
+        assert "saves go to storage, and training waits for them" in caplog.text
+        assert "the size of the file system" in caplog.text
+        end_keepers(node_dir)
+    assert holdfast.open(run).step == 2
+
+
+def test_a_change_under_the_guard_waits_and_one_without_voids_the_save(
+    run: str, memory: Memory, caplog: pytest.LogCaptureFixture
+) -> None:
+    loop = Loop()
+    loop.step()
+    weight = loop.model.get_parameter("0.weight")
+    with Checkpointer(run, loop.state, memory=memory) as checkpointer:
+        checkpointer.save(1).durable.wait(60)
+        saved = loop.bits()
+        with late_copies():
+            handle = checkpointer.save(2)
+            with checkpointer.guard(), torch.no_grad():
+                weight.mul_(2)
+            handle.durable.wait(60)
+            voided = checkpointer.save(3)
+            with torch.no_grad():
+                weight.mul_(2)
+            with pytest.raises(StateError, match=r"model/0\.weight.*was changed"):
+                voided.staged.wait(60)
+        checkpointer.save(4).durable.wait(60)
+        checkpointer._handles.remove(voided) if voided in checkpointer._handles else None
+    assert "step 3 is not saved" in caplog.text
+    with pytest.raises(holdfast.NotFoundError):
+        holdfast.open(f"{run}@step=3")
+    other = Loop(seed=1)
+    holdfast.load(f"{run}@step=2", other.state)
+    assert other.bits() == saved
+
+
+def test_a_copy_that_fails_in_the_background_is_told_and_the_next_save_works(
+    run: str, memory: Memory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: object) -> None:
+        raise OSError(5, "no such luck")
+
+    checkpointer = Checkpointer(run, Loop().state, memory=memory)
+    checkpointer.save(1).durable.wait(60)
+    with monkeypatch.context() as patch:
+        patch.setattr("holdfast.checkpointer.staging.write_generation", broken)
+        failed = checkpointer.save(2)
+        with pytest.raises(StorageError, match="cannot be used: no such luck"):
+            failed.staged.wait(60)
+    checkpointer.save(3).durable.wait(60)
+    assert "step 2 is not saved" in caplog.text
+    checkpointer.close()
+    assert holdfast.open(run).step == 3
+
+
+@pytest.mark.parametrize("when_full", ["wait", "skip"])
+def test_while_storage_is_slow_saves_wait_or_are_skipped(run: str, memory: Memory, when_full: str) -> None:
+    loop = Loop()
+    checkpointer = Checkpointer(run, loop.state, memory=memory, when_full=when_full)  # type: ignore[arg-type]
+    checkpointer.save(1).durable.wait(60)
+    with folder_of(run, memory.node_dir) as folder:
+        keeper = keeper_of(folder.path)
+        os.kill(keeper, signal.SIGSTOP)
+        first = [checkpointer.save(step) for step in (2, 3)] if when_full == "skip" else [checkpointer.save(2)]
+        if when_full == "skip":
+            handle = checkpointer.save(4)
+            assert handle.skipped
+            with pytest.raises(StorageError, match="step 4 was skipped: the snapshots of rank 0"):
+                handle.durable.wait()
+        os.kill(keeper, signal.SIGCONT)
+    for each in first:
+        if not each.skipped:
+            each.durable.wait(60)
+    last = checkpointer.save(5)
+    last.durable.wait(60)
+    checkpointer.close()  # what was skipped is no failure
+    assert holdfast.open(run).step == 5
+
+
+def test_a_save_that_waits_for_memory_says_so(
+    run: str, memory: Memory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("holdfast.checkpointer.memory_tier._PATIENCE_S", 0.2)
+    with (
+        Checkpointer(run, Loop().state, memory=memory) as checkpointer,
+        folder_of(run, memory.node_dir) as folder,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        checkpointer.save(1).durable.wait(60)
+        keeper = keeper_of(folder.path)
+        os.kill(keeper, signal.SIGSTOP)
+        checkpointer.save(2)
+        waiting = pool.submit(checkpointer.save, 3)
+        until(lambda: "save of step 3 waits for memory: the snapshots of rank 0 are not durable yet" in caplog.text)
+        os.kill(keeper, signal.SIGCONT)
+        waiting.result(60)
+
+
+def test_restoring_in_the_middle_waits_for_the_copy_and_leaves_it_as_it_was(run: str, memory: Memory) -> None:
+    loop = Loop()
+    with Checkpointer(run, loop.state, memory=memory) as checkpointer:
+        loop.step(1)
+        first = loop.bits()
+        checkpointer.save(1).durable.wait(60)
+        loop.step(2)
+        second = loop.bits()
+        with late_copies():
+            checkpointer.save(2)
+            report = checkpointer.restore()
+        assert report.step in (1, 2)
+        assert loop.bits() == (first if report.step == 1 else second)
+    other = Loop(seed=1)
+    holdfast.load(f"{run}@step=2", other.state)
+    assert other.bits() == second
+
+
+def test_a_keeper_that_died_is_replaced_at_the_next_save(run: str, memory: Memory) -> None:
+    loop = Loop()
+    with Checkpointer(run, loop.state, memory=memory) as checkpointer, folder_of(run, memory.node_dir) as folder:
+        checkpointer.save(1).durable.wait(60)
+        keeper = keeper_of(folder.path)
+        os.kill(keeper, signal.SIGKILL)
+        until(lambda: not is_kept(folder))
+        for step in (2, 3, 4):
+            loop.step()
+            checkpointer.save(step)
+    assert holdfast.open(run).step == 4
+
+
+def test_memory_that_somebody_removed_is_taken_anew(run: str, memory: Memory) -> None:
+    loop = Loop()
+    with Checkpointer(run, loop.state, memory=memory) as checkpointer:
+        checkpointer.save(1)
+        checkpointer.wait()
+        folder = folder_of(run, memory.node_dir)
+        for name in slot_names(folder):
+            folder.remove(name)
+        loop.step()
+        checkpointer.save(2)
+        checkpointer.wait()
+        assert slot_names(folder)
+    assert restored(run, memory) == ("node memory", 3, loop.bits())
+
+
+def test_a_job_whose_run_was_taken_over_is_told(run: str, memory: Memory) -> None:
+    checkpointer = Checkpointer(run, Loop().state, memory=memory)
+    checkpointer.save(1).durable.wait(60)
+    of = Run.open(open_store(Location(run)))
+    of.open_epoch(after=1, opened_from=Place(1, 1), why="takeover", world_size=1, incarnation="1" * 32)
+    fenced = checkpointer.save(2)
+    with pytest.raises(FencedError):
+        fenced.durable.wait(60)
+    with pytest.raises(FencedError):
+        checkpointer.save(3)
+    checkpointer.close()
+
+
+TRAINER = """
+import os, signal, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[4])
+from holdfast import Checkpointer, Memory
+from tests.checkpointer.test_checkpointer import Loop
+
+loop = Loop()
+with Checkpointer(sys.argv[1], loop.state, memory=Memory(node_dir=Path(sys.argv[2]))) as checkpointer:
+    start = checkpointer.restore().next_step
+    for step in range(start, start + 1000):
+        loop.step(step)
+        handle = checkpointer.save(step)
+        handle.staged.wait(60)
+        print(step, flush=True)
+        if step - start == int(sys.argv[3]):
+            os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_was_staged_before_the_trainer_was_killed_is_restored_from_memory(run: str, memory: Memory) -> None:
+    for _ in range(2):
+        root = str(Path(__file__).parents[2])
+        command = [sys.executable, "-c", TRAINER, run, str(memory.node_dir), "3", root]
+        done = subprocess.run(command, check=False, capture_output=True, text=True)
+        assert done.returncode == -signal.SIGKILL, done.stderr
+        last = int(done.stdout.split()[-1])
+        tier, next_step, found = restored(run, memory)
+        assert (tier, next_step) == ("node memory", last + 1)
+        assert found == expected(last + 1)
+
+
+def expected(num_steps: int) -> dict[str, bytes]:
+    """A loop that was never interrupted."""
+    loop = Loop()
+    for step in range(num_steps):
+        loop.step(step)
+    return loop.bits()
+
+
+SHAPE = (12, 10)
+
+
+def full(step: int) -> torch.Tensor:
+    return torch.arange(120.0).reshape(SHAPE) * (step + 1)
+
+
+def sharded(step: int, *, dim: int) -> dict[str, object]:
+    """A tensor over all ranks, and one that all hold."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return {"w": distribute_tensor(full(step), mesh, [Shard(dim)]), "progress": {"step": step}}
+
+
+def save_steps(run: str, node_dirs: Sequence[Path], steps: Sequence[int]) -> None:
+    start_new_job()
+    memory = Memory(node_dir=node_dirs[dist.get_rank() % len(node_dirs)])
+    state = sharded(-1, dim=0)
+    with Checkpointer(run, state, memory=memory, timeout_s=20.0) as checkpointer:
+        checkpointer.restore()
+        for step in steps:
+            state["w"].copy_(sharded(step, dim=0)["w"])  # type: ignore[attr-defined]
+            state["progress"]["step"] = step  # type: ignore[index]
+            checkpointer.save(step).staged.wait(60)
+
+
+def restore_columns(run: str, node_dirs: Sequence[Path]) -> tuple[str | None, int, bool]:
+    start_new_job()
+    memory = Memory(node_dir=node_dirs[dist.get_rank() % len(node_dirs)])
+    state = sharded(-1, dim=1)
+    with Checkpointer(run, state, memory=memory) as checkpointer:
+        report = checkpointer.restore()
+    assert report.step is not None
+    wanted = sharded(report.step, dim=1)
+    weight, other = state["w"], wanted["w"]
+    assert isinstance(weight, DTensor)
+    assert isinstance(other, DTensor)
+    same = torch.equal(weight.to_local(), other.to_local()) and state["progress"] == wanted["progress"]
+    return report.tier, report.next_step, same
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[list[Path]]:
+    paths = [tmp_path / f"node{number}" for number in range(3)]
+    for path in paths:
+        path.mkdir()
+    yield paths
+    for path in paths:
+        end_keepers(path)
+
+
+@pytest.mark.parametrize("world_size", [1, 3, 4])
+def test_ranks_of_another_layout_restore_from_the_memory_of_several_nodes(
+    run: str, nodes: list[Path], world_size: int
+) -> None:
+    run_ranks(2, save_steps, run, nodes[:2], (1, 2))
+    # One rank is on one node, and cannot see the other's memory.
+    tier = "storage" if world_size == 1 else "node memory"
+    assert run_ranks(world_size, restore_columns, run, nodes[:2]) == [(tier, 3, True)] * world_size
+
+
+def test_when_a_node_has_lost_its_memory_all_restore_from_storage(run: str, nodes: list[Path]) -> None:
+    run_ranks(2, save_steps, run, nodes[:2], (1, 2))
+    with folder_of(run, nodes[1]) as folder:
+        for name in slot_names(folder):
+            folder.remove(name)
+    assert run_ranks(4, restore_columns, run, nodes[:2]) == [("storage", 3, True)] * 4
+
+
+def test_of_what_is_in_memory_the_newest_that_is_whole_is_restored(run: str, nodes: list[Path]) -> None:
+    run_ranks(2, save_steps, run, nodes[:2], (1, 2))
+    with folder_of(run, nodes[1]) as folder:
+        held = {name: Slot(folder, name) for name in slot_names(folder)}
+        newest = max(held, key=lambda name: held[name].record.contents.place)  # type: ignore[union-attr]
+        held[newest].remove()
+        for slot in held.values():
+            slot.close()
+    holdfast_rollback(run, "step=1")
+    assert run_ranks(4, restore_columns, run, nodes[:2]) == [("node memory", 2, True)] * 4
+
+
+def test_a_rank_that_was_not_in_the_last_job_does_not_hold_up_saves_with_the_old_snapshots_of_its_node(
+    run: str, nodes: list[Path]
+) -> None:
+    run_ranks(2, save_steps, run, nodes[:2], (1, 2))
+    run_ranks(1, save_steps, run, nodes[:1], (3, 4))
+    run_ranks(2, save_steps, run, nodes[:2], (5, 6, 7))
+    assert run_ranks(2, restore_columns, run, nodes[:2]) == [("node memory", 8, True)] * 2
+
+
+def test_a_node_that_comes_back_does_not_hold_up_saves_when_no_checkpoint_is_whole_in_memory(
+    run: str, nodes: list[Path]
+) -> None:
+    first, second, third = nodes
+    run_ranks(2, save_steps, run, [first, second], (1, 2))
+    run_ranks(2, save_steps, run, [first, third], (3, 4))
+    run_ranks(2, save_steps, run, [first, second], (5, 6, 7))
+    assert run_ranks(2, restore_columns, run, [first, second]) == [("node memory", 8, True)] * 2
+
+
+class LeftError(Exception):
+    """Ends a block of a `Checkpointer` that is to wait for nothing."""
+
+
+def save_small(
+    run: str, node_dirs: Sequence[Path], steps: Sequence[int], disk: Path | None = None
+) -> tuple[str | None, int, bool]:
+    """Restore a state that one rank writes alone, and save it again; leave without waiting for storage. When the first
+    save is durable, no other fits on `disk`."""
+    start_new_job()
+    memory = Memory(node_dir=node_dirs[dist.get_rank()])
+    state = {"w": torch.zeros(100)}
+    with suppress(LeftError), Checkpointer(run, state, memory=memory, timeout_s=20.0) as checkpointer:
+        report = checkpointer.restore()
+        same = torch.equal(state["w"], torch.full((100,), float(-1 if report.step is None else report.step)))
+        for step in steps:
+            state["w"].fill_(step)
+            checkpointer.save(step).staged.wait(60)
+            if disk is not None and step == steps[0]:
+                checkpointer.wait()
+                if dist.get_rank() == 0:
+                    fill(disk)
+        raise LeftError
+    return report.tier, report.next_step, same
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0), (2, 0), (0, 2)])
+def test_a_node_without_a_file_of_a_small_checkpoint_restores_it_from_the_memory_of_another(
+    run: str, nodes: list[Path], order: tuple[int, ...]
+) -> None:
+    run_ranks(2, save_small, run, nodes[:2], (1, 2))
+    assert run_ranks(2, save_small, run, [nodes[number] for number in order], (3,)) == [("node memory", 3, True)] * 2
+
+
+def test_a_snapshot_that_is_not_durable_survives_when_rank_0_comes_back_on_a_node_without_a_file_of_it(
+    run: str, nodes: list[Path], tmp_path: Path
+) -> None:
+    with mounted(tmp_path / "disk", "tmpfs", "size=16m") as disk:
+        run = str(disk / "run")
+        run_ranks(2, save_small, run, nodes[:2], (1, 2), disk)
+        assert run_ranks(2, save_small, run, nodes[1::-1], ()) == [("node memory", 3, True)] * 2
+        assert holdfast.open(run).step == 1
+        (disk / "other").unlink()
+        until(lambda: holdfast.open(run).step == 2)
+
+
+def test_later_saves_send_no_manifest_and_all_checkpoints_are_sound(run: str, nodes: list[Path]) -> None:
+    run_ranks(2, save_steps, run, nodes[:2], range(5))
+    run_ranks(2, save_steps, run, nodes[:2], range(5, 8))
+    command = [sys.executable, "-m", "holdfast.cli", "verify", run, "--deep", "--all"]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def save_unlike(run: str, node_dir: Path) -> list[str | None]:
+    start_new_job()
+    rank = dist.get_rank()
+    memory = Memory(node_dir=node_dir)
+    state: dict[str, object] = {"own": holdfast.PerRank(torch.full((100 + rank,), float(rank))), "w": torch.ones(3)}
+    tiers: list[str | None] = []
+    with Checkpointer(run, state, memory=memory) as checkpointer:
+        tiers.append(checkpointer.restore().tier)
+        for step in range(3):
+            if step == 2:
+                state[f"new-{rank}"] = torch.ones(1000 * (rank + 1))  # another layout, and a larger one
+            checkpointer.save(step)
+    return tiers
+
+
+def test_a_layout_that_changes_gets_a_new_plan_and_larger_slots(run: str, memory: Memory) -> None:
+    assert run_ranks(2, save_unlike, run, memory.node_dir) == [[None]] * 2
+    view = holdfast.open(run)
+    assert view.step == 2
+    assert view["new-1"].shape == (2000,)
+
+
+def fail_on_one_rank(run: str, node_dir: Path) -> list[str]:
+    start_new_job()
+    rank = dist.get_rank()
+    weight = nn.Parameter(torch.full((1000,), float(rank)))
+    weight.grad = torch.zeros_like(weight)
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    state = {f"part{rank}": {"m": nn.ParameterList([weight]), "o": optimizer}}
+    told = []
+    with Checkpointer(run, state, memory=Memory(node_dir=node_dir)) as checkpointer:
+        checkpointer.save(1).durable.wait(60)
+        with late_copies():
+            handle = checkpointer.save(2)
+            if rank == 1:
+                with torch.no_grad():
+                    weight.mul_(2)
+            with pytest.raises(StateError) if rank == 1 else nullcontext():
+                handle.staged.wait(60)
+        last = checkpointer.save(3)
+        last.durable.wait(60)
+        with pytest.raises(StateError) as caught:
+            handle.durable.wait(60)
+        told.append(caught.value.code)
+        if handle in checkpointer._handles:
+            checkpointer._handles.remove(handle)
+    return told
+
+
+def test_a_copy_that_fails_on_one_rank_is_given_up_by_all(run: str, memory: Memory) -> None:
+    assert run_ranks(2, fail_on_one_rank, run, memory.node_dir) == [["state.incomplete"], ["state.changed"]]
+    assert holdfast.open(run).step == 3
+
+
+def save_side_by_side(folder: str) -> list[bool]:
+    loops = [Loop(seed=seed) for seed in (1, 2)]
+    memory = Memory(node_dir=Path(folder) / "node")
+    done: list[bool] = []
+    with ExitStack() as stack:
+        both = [
+            stack.enter_context(Checkpointer(f"{folder}/run-{name}", loop.state, memory=memory, timeout_s=20))
+            for name, loop in zip("ab", loops, strict=True)
+        ]
+        for step in range(6):
+            handles = [checkpointer.save(step) for checkpointer in both]
+            for loop in loops:
+                loop.step(step)
+            for handle in handles:
+                handle.durable.wait(20)
+                done.append(handle.durable.is_done)
+    return done
+
+
+def descriptors_of_saves(folder: str) -> int:
+    """How many more descriptors a rank has after 30 saves than after the first few, without the garbage collector."""
+    start_new_job()
+    state = sharded(0, dim=0)
+    memory = Memory(node_dir=Path(folder))
+    gc.disable()
+    try:
+        with Checkpointer(f"{folder}/run", state, memory=memory, timeout_s=20.0) as checkpointer:
+            for step in range(5):
+                checkpointer.save(step).durable.wait(60)
+            before = len(os.listdir("/proc/self/fd"))
+            for step in range(5, 35):
+                checkpointer.save(step).durable.wait(60)
+            return len(os.listdir("/proc/self/fd")) - before
+    finally:
+        gc.enable()
+
+
+def test_saves_in_the_background_leave_no_connection_behind_though_nobody_collects_garbage(tmp_path: Path) -> None:
+    assert max(run_ranks(2, descriptors_of_saves, str(tmp_path))) <= 3
+
+
+def test_two_checkpointers_of_one_job_save_in_the_background_side_by_side(tmp_path: Path) -> None:
+    # They had one connection to the store of the job, which takes one request at a time.
+    (tmp_path / "node").mkdir()
+    try:
+        assert run_ranks(2, save_side_by_side, str(tmp_path)) == [[True] * 12] * 2
+    finally:
+        end_keepers(tmp_path / "node")

@@ -1,0 +1,83 @@
+"""``holdfast node`` lists the contents of this node's memory, and frees them on request."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from holdfast.node_memory.claims import Claim
+from holdfast.node_memory.node_folder import NodeFolder
+from holdfast.node_memory.slots import SlotState
+from holdfast.run.history import Run
+from tests.keeper import test_keeper
+from tests.keeper.test_keeper import states, until
+from tests.keeper.test_persist import Saved, assert_loads
+from tests.node_memory.test_node_memory import MIB, kept
+from tests.support.command_line import holdfast_command
+
+run, folder, saved = test_keeper.run, test_keeper.folder, test_keeper.saved
+
+
+def test_the_command_lists_what_lies_in_memory_frees_what_is_durable_and_ends_keepers(
+    run: Run, saved: Saved, folder: NodeFolder
+) -> None:
+    options = ("--node-dir", folder.node_dir)
+    with kept(folder, run.storage.location.url) as process:
+        until(lambda: states(saved) == {SlotState.COMMITTED})
+        with Claim(folder, 0):
+            (row,) = holdfast_command("node", *options, "--json").json["runs"]
+            assert (row["run"], row["keeper_pid"]) == (run.storage.location.url, process.pid)
+            found = [(slot["rank"], slot["step"], slot["state"], slot["owner"]) for slot in row["slots"]]
+            assert found == [(0, 7, "committed", "trainer"), (1, 7, "committed", "keeper")]
+            assert all(0 <= slot["age_s"] < 60 and slot["nbytes"] > MIB for slot in row["slots"])
+            text = holdfast_command("node", *options)
+            assert text.status == 0
+            assert f"{run.storage.location.url}: keeper {process.pid}; {folder.path}" in text.out
+            assert "are durable and no trainer has them: holdfast node --free" in text.out
+            done = holdfast_command("node", run.storage.location.url, *options, "--free", "--json").json
+            assert done["freed_nbytes"] > MIB
+            assert [slot["rank"] for slot in done["runs"][0]["slots"]] == [0]
+            assert holdfast_command("node", f"{run.storage.location}2", *options, "--free", "--json").json["runs"] == []
+        done = holdfast_command("node", *options, "--stop", "--json").json
+        assert done["ended"] == [str(folder.path)]
+        assert process.wait(30) == 0
+    assert done["runs"] == []
+    assert not folder.path.exists()
+    assert_loads(run, saved)
+
+
+def test_the_command_says_which_keeper_does_not_end(run: Run, folder: NodeFolder) -> None:
+    with kept(folder, run.storage.location.url) as process:
+        process.send_signal(signal.SIGSTOP)
+        done = holdfast_command("node", "--node-dir", folder.node_dir, "--stop", "--grace-s", "0.2")
+        process.send_signal(signal.SIGCONT)
+        assert done.status == 3
+        assert f"{run.storage.location.url}: its keeper has not ended yet" in done.out
+        assert process.poll() is None, "a request ends with whoever made it"
+
+
+def test_the_command_makes_nothing_where_nothing_is(tmp_path: Path) -> None:
+    assert "0 runs" in holdfast_command("node", "--node-dir", tmp_path).out
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_without_memory_is_named_and_not_counted_as_zero_runs(tmp_path: Path) -> None:
+    done = holdfast_command("node", tmp_path / "run", "--node-dir", tmp_path)
+    assert done.out == f"{tmp_path}: no snapshots of {tmp_path / 'run'}\n"
+
+
+def test_a_node_dir_that_is_not_there_is_an_error_and_not_an_empty_node(tmp_path: Path) -> None:
+    done = holdfast_command("node", "--node-dir", tmp_path / "typo")
+    assert done.status == 2
+    assert "[config.node_dir]" in done.err
+
+
+@pytest.mark.parametrize("seconds", ["nan", "inf", "-1"])
+@pytest.mark.parametrize("command", ["keeper --idle-s", "keeper --grace-s", "node --grace-s"])
+def test_what_is_no_number_of_seconds_is_refused(tmp_path: Path, command: str, seconds: str) -> None:
+    name, option = command.split()
+    done = holdfast_command(name, tmp_path / "run", option, seconds, "--node-dir", tmp_path)
+    assert done.status == 2
+    assert f"{float(seconds)} is no number of seconds" in done.err

@@ -1,0 +1,17 @@
+"""Two negative numbers multiply to a positive size, which agrees with the blob."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.faults.attacks.victim import Victim
+
+CODE = "corrupt.manifest"
+
+
+def attack(victim: Victim) -> None:
+    def change(body: dict[str, Any]) -> None:
+        body["sequences"].append(["p", -1, 0, 1, -4])
+        body["partition_table"] = [["flat", len(body["sequences"]) - 1, 0]] * len(body["partition_table"])
+
+    victim.set_body(change, blob=bytes(8))

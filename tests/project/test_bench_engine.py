@@ -1,0 +1,306 @@
+"""``bench engine``: its measuring parts, its figures, and the files that it leaves. No test depends on a time."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, init_device_mesh
+
+import holdfast
+from bench.contenders import described
+from bench.engine import PARTS, bars, engine, first_blocked_s, read_earlier, render_engine, require_limit
+from bench.engine_contenders import NAMES, OURS, OURS_SYNC, OWN, THREAD, able, discard, folder_of
+from bench.engine_saves import ALONE, BESIDE_WORK
+from bench.errors import BenchError, RawLimitError, SetupError
+from bench.live import STEPPED, Live, Work
+from bench.processes import cpu_s, held, keepers, node_memory, tree
+from bench.schema import RAW, Part, Result, chosen, read_result, write_result
+from bench.state import LlamaLike, local
+from bench.watch import Watch
+from tests.project.bench_results import engine_result, loop_part, saves_part
+from tests.support.ranks import run_ranks
+
+#: Holds so much memory, and says when.
+HOLD = "import sys, time; own = bytearray(b'x') * (64 << 20); print(len(own), flush=True); time.sleep(60)"
+FULL = 2_000_000_000
+
+
+# What is saved
+
+
+def live_state() -> dict[str, object]:
+    """What a rank finds in a live state, before and after a step."""
+    state = LlamaLike(1, num_layers=1).build(init_device_mesh("cpu", (dist.get_world_size(),)))
+    live = Live(state)
+    before = state.digests()
+    live.step()
+    after = state.digests()
+    tensors = state.tensors()
+    module = dict(live.module.named_parameters())
+    return {
+        "changed": {path for path in before if before[path] != after[path]},
+        "same memory": all(
+            local(parameter.detach()).data_ptr() == tensors[f"model/{name}"].data_ptr()
+            for name, parameter in module.items()
+        ),
+        "sharded": all(isinstance(parameter, DTensor) for parameter in module.values()),
+        "names": {path.removeprefix("model/") for path in tensors if path.startswith("model/")} == set(module),
+        "slots": sum(len(slots) for slots in live.optimizer.state.values()) == 3 * len(module),
+    }
+
+
+def test_a_live_state_is_on_the_memory_of_its_tree_and_a_step_changes_a_little_of_both() -> None:
+    parts = ("model", "optimizer/exp_avg", "optimizer/exp_avg_sq", "optimizer/step")
+    changed = {f"{part}/{name}" for part in parts for name in STEPPED}
+    for found in run_ranks(2, live_state):
+        assert found == {"changed": changed, "same memory": True, "sharded": True, "names": True, "slots": True}
+
+
+def test_work_takes_its_time_and_says_how_much_it_was() -> None:
+    work, start_s = Work(), time.perf_counter()
+    count = work.for_seconds(0.05)
+    assert time.perf_counter() - start_s >= 0.05
+    assert count >= 1
+    work.products(1)
+
+
+# What it costs
+
+
+def test_the_processes_of_a_rank_are_it_and_all_that_descend_from_it() -> None:
+    code = "import subprocess, sys, time; subprocess.Popen(['sleep', '60']); print('up', flush=True); time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        found = tree(child.pid)
+        assert (found[0], len(found)) == (child.pid, 2)
+        assert set(found) < set(tree(os.getpid()))
+        assert tree(os.getpid(), without=(child.pid,)) == [pid for pid in tree(os.getpid()) if pid not in found]
+        for pid in found:
+            os.kill(pid, 9)
+
+
+def test_cpu_time_is_counted_of_processes_and_of_their_children_that_have_ended() -> None:
+    before_s = cpu_s([os.getpid()])
+    busy = "import time\nwhile time.process_time() < 0.3: pass"
+    subprocess.run([sys.executable, "-c", busy], check=True)
+    assert cpu_s([os.getpid()]) - before_s > 0.25  # the kernel counts in ticks of 10 ms
+    assert cpu_s([2**22 + 1]) == 0.0  # there is no such process
+
+
+def test_memory_is_watched_from_outside_with_that_of_children() -> None:
+    watch = Watch()
+    with subprocess.Popen([sys.executable, "-c", HOLD], stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        assert held([child.pid]).nbytes > 64 << 20
+        peak = watch.stop()
+        child.kill()
+    assert peak > 64 << 20
+
+
+def test_files_in_memory_are_not_counted_where_they_are_the_slots(tmp_path: Path) -> None:
+    with node_memory(Path("/dev/shm")) as node:
+        counted, slots = Watch(), Watch(node_dir=node)
+        shared = torch.from_file(str(node / "slot"), shared=True, size=64 << 20, dtype=torch.uint8).fill_(1)
+        peaks = (counted.stop(), slots.stop())
+        del shared
+    assert peaks[0] > 60 << 20 > peaks[1]
+
+
+def test_keepers_are_found_by_their_lock_and_end_with_the_memory_of_their_node(tmp_path: Path) -> None:
+    with node_memory(tmp_path) as node:
+        assert keepers(node) == []
+        state = {"a": torch.zeros(4)}
+        with holdfast.Checkpointer(tmp_path / "run", state, memory=holdfast.Memory(node_dir=node)) as checkpointer:
+            checkpointer.save(1)
+        (keeper,) = keepers(node)
+        (lock,) = node.glob("holdfast-*/*/keeper.lock")
+        lock.write_text(f"{os.getpid()}\n")
+        assert keepers(node) == []  # somebody else has the number now
+        lock.write_text(f"{keeper}\n")
+    assert cpu_s([keeper]) == 0.0  # it has ended
+    assert not node.exists()
+
+
+# Who takes part
+
+
+def test_contenders_are_known_by_name_and_each_says_what_its_figures_include() -> None:
+    with pytest.raises(SetupError, match=r"no contender zip.*raw, torch.save, dcp, .*holdfast"):
+        able(("zip",))
+    assert able((OURS, RAW))[0] == (RAW, OURS)
+    assert tuple(each.name for each in described(NAMES, *OWN, direct=True)) == NAMES
+
+
+def test_a_package_that_is_not_installed_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bench.contenders.find_spec", lambda name: None)
+    names, reasons = able(NAMES)
+    assert set(reasons) == {"torchsnapshot-async", "torch_checkpointing-async"}
+    assert names == tuple(name for name in NAMES if name not in reasons)
+
+
+def test_of_a_run_the_head_is_kept_and_of_others_nothing(tmp_path: Path) -> None:
+    run = folder_of(OURS_SYNC, "1", tmp_path)
+    assert run == folder_of(OURS_SYNC, "2", tmp_path)
+    state = {"a": torch.zeros(4)}
+    for step in (1, 2, 3):
+        holdfast.save(str(run), state, step)
+    discard(OURS_SYNC, run)
+    assert holdfast.load(str(run), into=state).step == 3
+    assert len(list((run / "checkpoints").glob("*/manifest*"))) == 1
+
+    folder = folder_of(THREAD, "1", tmp_path)
+    assert folder != folder_of(THREAD, "2", tmp_path)
+    folder.mkdir(parents=True)
+    discard(THREAD, folder)
+    assert not folder.exists()
+
+
+# Figures
+
+
+def test_the_first_save_counts_for_its_pause_and_its_memory_alone() -> None:
+    part = saves_part(nbytes=FULL)
+    assert first_blocked_s(part, OURS) == pytest.approx(0.1)
+    assert part.peak_nbytes(OURS, ALONE, BESIDE_WORK) == 40_000_000
+    assert max(part.series(OURS, measure=ALONE)) == pytest.approx(1.5)
+    assert part.shares(OURS, measure=ALONE) == pytest.approx([1 / 1.5] * 7)
+    assert part.shares(OURS, "persist_s", measure=ALONE) == pytest.approx([1.0] * 7)
+    assert part.cpu_s_per_gb(OURS, measure=ALONE) == pytest.approx(0.1)
+    assert part.series(OURS, measure=BESIDE_WORK) == pytest.approx([3.0] * 7)
+    assert (part.raw_way(ALONE), part.shares(RAW, measure=ALONE)) == ("slow", [1.0] * 7)
+    assert part.series(RAW, "blocked_s", measure=BESIDE_WORK) == []
+
+
+def test_a_bar_is_met_or_missed_by_the_median_and_says_so() -> None:
+    found = {bar.what: bar for bar in bars(engine_result(blocked_s=0.025, loop_s=8.4))}
+    missed = {what for what, bar in found.items() if not bar.met}
+    assert missed == {"blocked", "holdfast.save, of raw", "loop slowed down by"}
+    assert len(found) == 9
+    assert found["blocked"].text() == "blocked 25 ms (at most 20 ms): missed"
+    assert found["restore, of memcpy"].text() == "restore, of memcpy 0.8 (at least 0.6): met"
+    assert found["Python-bound rank slowed down by"].figure == pytest.approx(2.0)
+
+
+def test_the_bars_hold_only_for_runs_of_full_size() -> None:
+    assert not list(bars(engine_result(nbytes=400_000_000)))
+    assert not list(bars(engine_result(rounds=3)))
+    small = engine_result(nbytes=1_000_000_000)
+    assert [bar.what for bar in bars(small)] == ["Python-bound rank slowed down by", "loop slowed down by"]
+    few = Result("engine", (saves_part(nbytes=FULL, num_tensors=300),))
+    assert not list(bars(few))
+
+
+def test_a_durable_save_that_beats_the_raw_limit_is_an_error_of_the_harness() -> None:
+    require_limit(engine_result())
+    fast = saves_part(nbytes=FULL, thread_s=0.9)
+    with pytest.raises(RawLimitError, match=r"dcp-async-thread reached 1\.11 of the raw limit"):
+        require_limit(Result("engine", (fast,)))
+    synced_nothing = tuple(msgspec.structs.replace(contender, durable="no") for contender in fast.contenders)
+    require_limit(Result("engine", (msgspec.structs.replace(fast, contenders=synced_nothing),)))
+
+
+def test_the_tables_have_medians_extremes_bars_and_who_could_not_take_part() -> None:
+    text = render_engine(engine_result())
+    for line in (
+        "| raw limit | - | - | 1.00 (1.00 to 1.00) | 1 | 0.10 | - |",
+        "| holdfast | 10.0 (10.0 to 10.0) | 4.0 (4.0 to 4.0) | 1.50 (1.50 to 1.50) | 0.67 (0.67 to 0.67) | 0.10 | 40 |",
+        "| restore from node memory (verified) | 0.25 (0.25 to 0.25) | 0.80 (0.80 to 0.80) |",
+        "| copy of each tensor, with its digests, and no more | 0.20 (0.20 to 0.20) | 1.00 (1.00 to 1.00) |",
+        "| dcp-async-thread | 50.0 (50.0 to 50.0) | 50.0 (50.0 to 50.0) | 25.0 (25.0 to 25.0) |",
+    ):
+        assert line in text.splitlines()
+    for fact in (
+        "4,000 tensors",
+        "0.20 s of CPU per GB, of a save as of a restore",
+        "torchsnapshot-async: it is from 2023",
+        "of raw 0.8 (at least 0.9): missed",
+    ):
+        assert fact in text
+    only = render_engine(Result("engine", (loop_part(nbytes=FULL),)))
+    assert "| holdfast | - | - | 1.0 (1.0 to 1.0) |" in only.splitlines()
+    assert "memcpy" not in only
+
+
+# The command
+
+
+def test_a_wrong_part_is_refused_with_the_known_ones() -> None:
+    assert chosen(None, PARTS, kind="part") == PARTS
+    assert chosen(["loop", "saves"], PARTS, kind="part") == ("saves", "loop")
+    with pytest.raises(SetupError, match=r"no part save.*saves, restore, python, loop"):
+        engine(only=["save"])
+
+
+@pytest.mark.parametrize("wrong", [{"rounds": 0}, {"every": 0}, {"contender": ["zip"]}])
+def test_a_run_that_cannot_be_is_refused_before_it_starts(wrong: dict[str, int | list[str]], tmp_path: Path) -> None:
+    with pytest.raises(SetupError):
+        engine(results=tmp_path, **wrong)  # type: ignore[arg-type]
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("wrong", [{"gib": 1e9}, {"contender": [OURS_SYNC], "only": ["loop"]}])
+def test_a_part_that_has_no_room_or_no_contender_is_refused(
+    wrong: dict[str, float | list[str]], tmp_path: Path
+) -> None:
+    with pytest.raises(SetupError, match=r"are needed|in the background"):
+        engine(folder=tmp_path, results=tmp_path, **wrong)  # type: ignore[arg-type]
+
+
+def test_a_part_that_is_measured_again_leaves_the_others_and_a_missed_bar_is_an_error_after_the_file_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_result(engine_result(), tmp_path)
+    before = read_result(tmp_path / "engine.json", command="engine")
+    assert before == engine_result()
+    slow = loop_part(nbytes=FULL, loop_s=9.0)
+
+    def measure_part(*_: object) -> Part:
+        return slow
+
+    monkeypatch.setattr("bench.engine.measure_part", measure_part)
+    with pytest.raises(BenchError, match=r"loop slowed down by 12\.5 %"):
+        engine(only=["loop"], results=tmp_path)
+    after = read_result(tmp_path / "engine.json", command="engine")
+    assert after.parts == (*before.parts[:3], slow)
+    assert read_earlier("other", tmp_path) == Result("other", ())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)  # it starts ranks five times
+def test_a_run_leaves_a_result_that_its_tables_can_be_made_from_and_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "node").mkdir()
+    tiny = {"gib": 0.001, "python_gib": 0.001, "loop_gib": 0.001, "layers": 1, "rounds": 1}
+    # Of a state this small no share means anything; the file is there before it is judged.
+    with suppress(RawLimitError):
+        engine(
+            **tiny,  # type: ignore[arg-type]
+            contender=[THREAD, OURS_SYNC, OURS],
+            work_s=0.05,
+            calm_s=0.05,
+            steps=4,
+            every=2,
+            tokens=512,
+            folder=tmp_path,
+            memory=tmp_path / "node",
+            results=tmp_path,
+        )
+    found = read_result(tmp_path / "engine.json", command="engine")
+    saves, restore, python, _ = (found.part(name) for name in PARTS)
+    assert [each.name for each in saves.able] == [RAW, THREAD, OURS_SYNC, OURS]
+    assert len(restore.samples) == 1
+    assert {each.contender for each in python.samples} == {OURS, THREAD}
+    assert not list(bars(found))
+    assert render_engine(found)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["engine.json", "node"]
+    assert not list((tmp_path / "node").iterdir())

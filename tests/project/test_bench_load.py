@@ -1,0 +1,144 @@
+"""The rules by which ``bench load`` measures loads across layouts. No test depends on a time."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench.contenders import LATER
+from bench.errors import RawLimitError, SetupError
+from bench.load import MOVES, PACKAGES, bars, load, render_load, why_not
+from bench.meter import Meter
+from bench.placing import mesh_shape
+from bench.raw import RAW_WAYS
+from bench.save_load import SaveLoad
+from bench.schema import RAW, Result, raw_name, read_result
+from bench.state import LlamaLike, State, as_bytes, content, parameter_shapes, width_for
+from tests.project.bench_results import NBYTES, SECONDS, load_part, load_result
+
+TORCH_ONLY = ("torch.save", "dcp", "holdfast")
+
+
+# What is loaded
+
+
+def test_what_a_tensor_holds_follows_from_its_path_alone() -> None:
+    again, other = content("model/a", (4, 3)), content("model/b", (4, 3))
+    assert torch.equal(content("model/a", (4, 3)), again)
+    assert not torch.equal(again, other)
+
+
+def test_of_plain_tensors_each_rank_has_an_even_share_and_all_shares_are_the_whole() -> None:
+    tensor = content("a", (7, 3))
+    shares = [State({"a": tensor}).share(rank, 4) for rank in range(4)]
+    assert b"".join(bytes(part) for share in shares for part in share) == bytes(as_bytes(tensor))
+    assert {len(share[0]) for share in shares} == {21}
+
+
+def test_of_replicas_every_weight_is_at_least_8_mib() -> None:
+    replicas = MOVES["replicas"]
+    shapes = parameter_shapes(width_for(2 << 30, replicas.num_layers), replicas.num_layers)
+    assert min(4 * shape[0] * shape[1] for shape in shapes.values() if len(shape) == 2) >= 8 << 20
+
+
+def test_fsdp_over_tensor_parallelism_has_a_mesh_of_two_axes() -> None:
+    assert (mesh_shape("fsdp-tp", 4), mesh_shape("columns", 4)) == ((2, 2), (4,))
+
+
+# Who takes part
+
+
+def test_scenarios_are_chosen_by_name_and_an_unknown_one_is_refused_with_the_known_ones(tmp_path: Path) -> None:
+    with pytest.raises(SetupError, match=r"no scenario up.*same, columns, grow, shrink, fsdp-tp, replicas"):
+        load(scenario=["up"], folder=tmp_path)
+
+
+def test_torch_load_takes_part_only_where_the_same_ranks_load() -> None:
+    assert [name for name, move in MOVES.items() if why_not("torch.save", move) is None] == ["same", "replicas"]
+
+
+def test_a_package_that_is_not_installed_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bench.contenders.find_spec", lambda name: None)
+    reasons = [why_not(name, MOVES["same"]) for name in PACKAGES]
+    assert reasons == ["it is not installed; `make bench` installs it"] * len(PACKAGES)
+
+
+def test_a_run_that_only_loads_finds_what_another_kept_in_every_round(tmp_path: Path) -> None:
+    kept = (raw_name("1 x 16 MiB"),)
+    job = SaveLoad(
+        world=2, rounds=3, recipe=LlamaLike(1), contenders=(RAW, "dcp", LATER), measures=("load",), kept=kept
+    )
+    assert {job.folder_of("dcp", number, tmp_path) for number in range(3)} == {tmp_path / "dcp"}
+    assert job.num_samples() == 4 * (len(RAW_WAYS) + 2)
+
+
+def test_a_run_without_a_round_is_refused() -> None:
+    with pytest.raises(SetupError, match="at least one round"):
+        load(rounds=0)
+
+
+# Figures
+
+
+def test_the_meter_counts_what_read_calls_return(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(os.urandom(1 << 20))
+    meter = Meter()
+    path.read_bytes()
+    assert 1 << 20 <= meter.stop()["asked_nbytes"] < 2 << 20
+
+
+def test_bytes_are_those_of_all_ranks() -> None:
+    (part,) = load_result(SECONDS).parts
+    found = [part.series("dcp", key, measure="load", of=sum)[0] for key in ("device_nbytes", "asked_nbytes")]
+    assert found == [NBYTES, 2 * NBYTES]
+
+
+def test_the_tables_have_shares_and_costs_and_name_what_is_not_possible_with_its_reason() -> None:
+    text = render_load(load_result(SECONDS))
+    for line in (
+        "| raw limit, GB/s | 1.82 (1.67 to 2.00) |",
+        "| dcp | 0.50 (0.25 to 0.50) |",
+        "| torchsnapshot | not possible |",
+        "| dcp | 1.00; 3; 1.00 (2.00) |",
+    ):
+        assert line in text.splitlines()
+    for fact in ("torchsnapshot: it is from 2023", "3 interleaved rounds", "2.00 to 2.00 GB", "torchsnapshot 0.1"):
+        assert fact in text
+
+
+def test_the_table_says_which_bars_were_met() -> None:
+    seconds = {**SECONDS, "holdfast": (1.0 / 0.85, 1.2 / 0.85, 1.1 / 0.85)}
+    parts = (load_part(seconds), load_part(seconds, name="same"))
+    found = {bar.words: bar.met for bar in bars(Result("load", parts))}
+    assert found == {
+        "rows -> columns, of raw: 0.85 (at least 0.8)": True,
+        "rows -> columns, of raw: 0.85 (at least 0.9)": False,
+        "CPU seconds per GB: 1.00 (at most 0.35)": False,
+        "extra memory of a rank: 3 MB (at most 134)": True,
+    }
+
+
+@pytest.mark.slow
+def test_a_run_leaves_a_result_that_its_tables_can_be_made_from(tmp_path: Path) -> None:
+    # Of a state this small no share means anything; the file is there before it is judged.
+    with suppress(RawLimitError):
+        load(
+            gib=0.001,
+            rounds=1,
+            scenario=["fsdp-tp"],
+            contender=[*TORCH_ONLY],
+            folder=tmp_path,
+            results=tmp_path,
+        )
+    found = read_result(tmp_path / "load.json", command="load")
+    (only,) = found.parts
+    assert only.scenario.facts == {"saved": "rows, 4 ranks", "loaded": "fsdp-tp, 4 ranks"}
+    assert [contender.name for contender in only.able] == [RAW, "dcp", "holdfast"]
+    assert list(only.not_possible) == ["torch.save"]
+    assert "| torch.load | not possible |" in render_load(found)
+    assert not list(tmp_path.glob("bench-*"))

@@ -1,0 +1,55 @@
+"""``bench view``: the results that it writes, and the tables made of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from bench.plan import CASES
+from bench.schema import read_result
+from bench.view import NOTHING, OPENED, SHOWN, bars, render_view, view, write_simulated
+from holdfast.format import records
+from holdfast.format.container import Files
+from holdfast.format.manifest import decode
+from tests.project.bench_results import view_result
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_seal_of_a_simulated_checkpoint_has_the_sizes_of_its_files(case: str, tmp_path: Path) -> None:
+    simulate, smallest, _ = CASES[case]
+    write_simulated(tmp_path / "checkpoint", simulate(max(4, smallest)))
+    (manifest,) = (path for path in (tmp_path / "checkpoint").iterdir() if path.name != records.SEAL_NAME)
+    files = Files(decode(manifest.read_bytes(), path=str(manifest)))
+    seal = records.decode((tmp_path / "checkpoint" / records.SEAL_NAME).read_bytes(), records.Seal, path="seal")
+    last = files.layout(files.manifest.body.num_files - 1)
+    assert len(seal.files) == files.manifest.body.num_files
+    assert seal.files[-1].nbytes == last.data_start + last.data_nbytes
+
+
+def test_the_bars_hold_for_runs_of_full_size_and_not_for_the_command_alone() -> None:
+    assert [(bar.what, bar.met) for bar in bars(view_result())] == [
+        ("open and read one", True),
+        ("show fsdp", True),
+        ("show random-flat-cuts", False),
+    ]
+    assert not list(bars(view_result(num_tensors=10, world=8)))
+
+
+def test_the_tables_have_medians_extremes_bars_and_who_could_not_take_part() -> None:
+    text = render_view(view_result())
+    for line in ("| dcp | 9.00 (4.50 to 18.00) |", "| `holdfast --help`, for comparison | 0.10 (0.05 to 0.20) |"):
+        assert line in text.splitlines()
+    for fact in ("100,000 tensors", "8,960 ranks", "show random-flat-cuts 1.50 s: missed", "safetensors: it is not"):
+        assert fact in text
+
+
+@pytest.mark.slow
+def test_a_run_leaves_a_result_that_its_tables_can_be_made_from(tmp_path: Path) -> None:
+    view(tensors=100, world=128, rounds=1, folder=tmp_path, results=tmp_path)
+    found = read_result(tmp_path / "view.json", command="view")
+    assert {each.contender for each in found.part(OPENED).samples} >= {"holdfast", "dcp"}
+    assert {each.contender for each in found.part(SHOWN).samples} == {NOTHING, *CASES}
+    assert render_view(found)
+    assert found.part(OPENED).scenario.state.num_tensors == 100
+    assert not list(tmp_path.glob("bench-*"))

@@ -1,0 +1,371 @@
+"""The demo's own parts do what its story relies on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+
+from demo.kill import file_in_the_making, stopped
+from demo.launch import DemoError, Training, running
+from demo.memory import Look, keepers, look, node_memory
+from demo.model import GPT, Shape, loss_of
+from demo.promises import LOSS_TOLERANCE, close_losses, newest_from_memory, read_once, same_losses, same_state
+from demo.recorder import Recorder, tensor_digests, value_digests
+from demo.records import LOSSES, Restored, Save, State, read_losses, read_restored, read_saves, read_states
+from demo.show import Curves, draw
+from demo.text import Batches, standard_library
+from demo.train import learning_rate_factor
+from holdfast.format.records import Place
+from holdfast.keeper.client import ensure_keeper
+from holdfast.node_memory.node_folder import NodeFolder
+from holdfast.node_memory.slots import Contents, Slot, SlotRecord, SlotState
+from tests.support.ranks import run_ranks
+
+ROOT = Path(__file__).parents[2]
+TINY = Shape(context=8, num_layers=1, num_heads=2, width=8)
+STATE = State({"model/a": "1", "optimizer/a/step": "2"}, {"schedule": "3"})
+PROMISE = "what is promised"
+
+
+@pytest.fixture(scope="module")
+def text() -> Tensor:
+    return standard_library()
+
+
+def test_the_text_is_python_and_the_same_each_time(text: Tensor) -> None:
+    assert text.numel() > 1_000_000
+    assert bytes(text.tolist()).count(b"def ") > 1000
+    assert torch.equal(text, standard_library())
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_the_ranks_of_any_world_together_have_the_same_batch(text: Tensor, world_size: int) -> None:
+    batches = Batches(text, size=8, context=16)
+    parts = [batches.local(3, rank=rank, world_size=world_size) for rank in range(world_size)]
+    assert torch.equal(torch.cat(parts), batches.local(3, rank=0, world_size=1))
+
+
+def test_every_step_has_a_batch_of_its_own(text: Tensor) -> None:
+    batches = Batches(text, size=8, context=16)
+    assert not torch.equal(batches.local(1, rank=0, world_size=1), batches.local(2, rank=0, world_size=1))
+
+
+def test_a_batch_that_cannot_be_divided_evenly_is_refused(text: Tensor) -> None:
+    with pytest.raises(ValueError, match=r"8 samples .* 3 ranks"):
+        Batches(text, size=8, context=16).local(1, rank=0, world_size=3)
+
+
+def test_embedding_and_head_are_one_parameter_with_two_names() -> None:
+    model = GPT(TINY)
+    assert model.head.weight is model.token_embedding.weight
+    assert {"head.weight", "token_embedding.weight"} <= model.state_dict().keys()
+
+
+def test_the_model_of_the_demo_has_between_one_and_three_million_parameters() -> None:
+    assert 1_000_000 < sum(parameter.numel() for parameter in GPT(Shape()).parameters()) < 3_000_000
+
+
+def test_a_byte_is_predicted_from_those_before_it_only() -> None:
+    model = GPT(TINY)
+    tokens = torch.arange(8).unsqueeze(0)
+    changed = tokens.clone()
+    changed[0, 5] = 99
+    assert torch.equal(model(tokens)[0, :5], model(changed)[0, :5])
+    assert not torch.equal(model(tokens)[0, 5:], model(changed)[0, 5:])
+
+
+def test_the_learning_rate_warms_up_and_then_falls_to_a_tenth() -> None:
+    factors = [learning_rate_factor(step, 60) for step in range(61)]
+    assert factors[:6] == sorted(factors[:6])
+    assert max(factors) == 1.0
+    assert factors[6:] == sorted(factors[6:], reverse=True)
+    assert factors[60] == pytest.approx(0.1)
+
+
+def trained(num_steps: int, text: Tensor) -> tuple[GPT, torch.optim.AdamW, LRScheduler, list[float]]:
+    torch.manual_seed(5)
+    model = GPT(TINY)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    schedule = LambdaLR(optimizer, lambda step: learning_rate_factor(step, 20))
+    batches = Batches(text, size=8, context=TINY.context)
+    losses = []
+    for step in range(1, num_steps + 1):
+        loss = loss_of(model, batches.local(step, rank=0, world_size=1))
+        loss.backward()  # type: ignore[no-untyped-call]  # torch does not say
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        losses.append(loss.item())
+    return model, optimizer, schedule, losses
+
+
+def test_training_repeats_itself_bit_by_bit_and_learns(text: Tensor) -> None:
+    *_, first = trained(20, text)
+    *_, second = trained(20, text)
+    assert first == second
+    assert first[-1] < first[0]
+
+
+def test_digests_tell_one_bit_of_any_tensor_or_value(text: Tensor) -> None:
+    model, optimizer, schedule, _ = trained(2, text)
+    before = State(tensor_digests(model, optimizer), value_digests(optimizer, schedule))
+    last = model.norm.weight
+    with torch.no_grad():
+        optimizer.state[last]["exp_avg"].view(torch.int32)[0] ^= 1
+    optimizer.param_groups[0]["weight_decay"] = 0.5
+    after = State(tensor_digests(model, optimizer), value_digests(optimizer, schedule))
+    assert before.differences(after) == {"optimizer/norm.weight/exp_avg", "optimizer/group 0"}
+
+
+def digests_of_a_model(*, sharded: bool) -> dict[str, str]:
+    torch.manual_seed(5)
+    model = GPT(TINY)
+    if sharded:
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    return tensor_digests(model, torch.optim.AdamW(model.parameters()))
+
+
+def sharded_digests() -> dict[str, str]:
+    return digests_of_a_model(sharded=True)
+
+
+def test_digests_of_sharded_tensors_are_those_of_the_whole() -> None:
+    assert run_ranks(2, sharded_digests) == [digests_of_a_model(sharded=False)] * 2
+
+
+def test_a_witness_notes_losses_and_states_that_read_back_with_every_bit(tmp_path: Path, text: Tensor) -> None:
+    model, optimizer, schedule, losses = trained(2, text)
+    for rank in (1, 0):
+        witness = Recorder(tmp_path, rank=rank)
+        for step, loss in enumerate(losses, start=1):
+            witness.loss(step, loss)
+        witness.state("saved", 2, model, optimizer, schedule)
+    assert [loss.hex() for loss in read_losses(tmp_path).values()] == [loss.hex() for loss in losses]
+    first, second = read_states(tmp_path, "saved", 2, world_size=2)
+    assert first == second
+    assert first.tensors == tensor_digests(model, optimizer)
+
+
+def test_a_witness_notes_saves_of_rank_0_and_what_each_rank_restored(tmp_path: Path) -> None:
+    for rank in (1, 0):
+        witness = Recorder(tmp_path, rank=rank)
+        witness.saved(2, 0.25 * (1 + rank))
+        witness.saved(4, 0.5)
+        witness.restored(Restored(4, "storage", nbytes=rank, seconds=0.1))
+    assert read_saves(tmp_path) == [Save(2, 0.25), Save(4, 0.5)]
+    assert [each.nbytes for each in read_restored(tmp_path, world_size=2)] == [0, 1]
+
+
+def test_a_loss_that_is_still_being_written_is_not_read(tmp_path: Path) -> None:
+    assert read_losses(tmp_path) == {}
+    (tmp_path / LOSSES).write_text('{"step":1,"value":2.5}\n{"step":2,"val')
+    assert read_losses(tmp_path) == {1: 2.5}
+
+
+def test_the_same_state_on_every_rank_keeps_the_promise() -> None:
+    assert same_state(PROMISE, [STATE, STATE], [STATE] * 4).kept
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [
+        ([STATE], []),
+        ([STATE], [STATE, State({"model/a": "1", "optimizer/a/step": "9"}, {"schedule": "3"})]),
+        ([STATE], [State({"model/a": "1", "optimizer/a/step": "2"}, {"schedule": "9"})]),
+        ([STATE], [State({"model/a": "1"}, {"schedule": "3"})]),
+        ([STATE, State({}, {})], [STATE]),
+    ],
+    ids=["nothing loaded", "one tensor on one rank", "a value", "a missing tensor", "ranks that saved differ"],
+)
+def test_any_difference_of_states_breaks_the_promise(saved: list[State], loaded: list[State]) -> None:
+    assert not same_state(PROMISE, saved, loaded).kept
+
+
+def test_losses_are_the_same_only_when_all_their_bits_are() -> None:
+    reference = {1: 0.1, 2: 0.2}
+    assert same_losses(PROMISE, reference, {2: 0.2}, range(2, 3)).kept
+    assert not same_losses(PROMISE, reference, {2: 0.2 + 2**-55}, range(2, 3)).kept
+    assert not same_losses(PROMISE, reference, {2: 0.2}, range(1, 3)).kept
+    assert not same_losses(PROMISE, reference, reference, range(3, 3)).kept
+
+
+def test_losses_are_close_only_within_the_tolerance_and_when_all_are_there() -> None:
+    reference = {1: 3.0, 2: 3.0}
+    assert close_losses(PROMISE, reference, {1: 3.0, 2: 3.0 + LOSS_TOLERANCE / 2}, range(1, 3)).kept
+    assert not close_losses(PROMISE, reference, {1: 3.0, 2: 3.0 + LOSS_TOLERANCE * 2}, range(1, 3)).kept
+    assert not close_losses(PROMISE, reference, {1: 3.0, 2: float("nan")}, range(1, 3)).kept
+    assert not close_losses(PROMISE, reference, {1: 3.0}, range(1, 3)).kept
+    assert not close_losses(PROMISE, reference, {}, range(1, 1)).kept
+
+
+def test_bytes_read_twice_break_the_promise_that_they_are_read_once() -> None:
+    assert read_once(PROMISE, [600, 400, 0], 1000).kept
+    assert not read_once(PROMISE, [600, 401], 1000).kept
+    assert not read_once(PROMISE, [0, 0], 1000).kept
+
+
+def test_only_the_newest_step_in_memory_ahead_of_storage_on_all_ranks_keeps_the_promise() -> None:
+    restored = Restored(10, "node memory", nbytes=1, seconds=0.1)
+    assert newest_from_memory(PROMISE, [restored] * 2, whole=10, head=8).kept
+    assert not newest_from_memory(PROMISE, [restored] * 2, whole=12, head=8).kept
+    assert not newest_from_memory(PROMISE, [restored] * 2, whole=10, head=10).kept
+    elsewhere = Restored(10, "storage", nbytes=1, seconds=0.1)
+    assert not newest_from_memory(PROMISE, [restored, elsewhere], whole=10, head=8).kept
+
+
+@pytest.fixture
+def ticking(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
+    """A process that keeps writing, and its file."""
+    file = tmp_path / "ticks"
+    script = "import sys,time\nf=open(sys.argv[1],'w')\nwhile True: f.write('.'); f.flush(); time.sleep(0.001)"
+    with subprocess.Popen([sys.executable, "-c", script, str(file)]) as process:
+        try:
+            wait_for(lambda: file.exists() and file.stat().st_size > 0)
+            yield process, file
+        finally:
+            process.kill()
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.005)
+
+
+def test_a_stopped_process_does_nothing_and_goes_on_afterwards(ticking: tuple[subprocess.Popen[bytes], Path]) -> None:
+    process, file = ticking
+    with stopped(process.pid):
+        size = file.stat().st_size
+        time.sleep(0.05)
+        assert file.stat().st_size == size
+    wait_for(lambda: file.stat().st_size > size)
+
+
+def test_processes_that_were_stopped_go_on_where_one_of_them_is_no_more(
+    ticking: tuple[subprocess.Popen[bytes], Path],
+) -> None:
+    process, file = ticking
+    with subprocess.Popen(["true"]) as other:
+        other.wait()
+    with pytest.raises(ProcessLookupError), stopped(process.pid, other.pid):
+        raise AssertionError
+    size = file.stat().st_size
+    wait_for(lambda: file.stat().st_size > size)
+
+
+def test_a_process_killed_while_it_was_stopped_is_gone(ticking: tuple[subprocess.Popen[bytes], Path]) -> None:
+    process, _ = ticking
+    with stopped(process.pid):
+        os.kill(process.pid, signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+
+
+def test_only_a_temporary_file_that_is_open_and_not_yet_published_counts_as_in_the_making(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    (folder / "step-4").mkdir(parents=True)
+    temporary, published = folder / "step-4" / ".tmp-1", folder / "step-4" / "data"
+    assert file_in_the_making(os.getpid(), folder) is None
+    with temporary.open("wb"):
+        assert file_in_the_making(os.getpid(), folder) == temporary
+        assert file_in_the_making(os.getpid(), tmp_path / "elsewhere") is None
+        published.hardlink_to(temporary)
+        temporary.unlink()
+        assert file_in_the_making(os.getpid(), folder) is None
+    assert file_in_the_making(os.getpid(), folder) is None
+
+
+def filled(slot: Slot, step: int, rank: int, state: SlotState) -> None:
+    """Have a slot hold that step, in that state."""
+    contents = Contents("run", f"checkpoint-{step}", Place(1, step), step, rank, 0, 1)
+    assert slot.take()
+    for each in (SlotState.WRITING, SlotState.STAGED, SlotState.SEALED, SlotState.COMMITTED):
+        if each <= state:
+            slot.advance(SlotRecord(each, contents))
+
+
+def test_a_look_at_memory_tells_what_is_copied_sealed_and_in_storage_on_all_ranks(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with node_memory() as node_dir, NodeFolder(str(run), node_dir=node_dir) as folder:
+        assert look(run, node_dir, world_size=2) == Look(is_copying=False, copied=-1, sealed=-1, committed=-1)
+        slots = [[Slot.create(folder, rank=rank, nbytes=1) for _ in range(4)] for rank in range(2)]
+        for rank, (first, second, third, fourth) in enumerate(slots):
+            filled(first, 2, rank, SlotState.COMMITTED)
+            filled(second, 4, rank, SlotState.SEALED)
+            filled(third, 6, rank, SlotState.STAGED)
+            filled(fourth, 8, rank, (SlotState.STAGED, SlotState.WRITING)[rank])
+        assert look(run, node_dir, world_size=2) == Look(is_copying=True, copied=6, sealed=4, committed=2)
+        for slot in (slot for of_rank in slots for slot in of_rank):
+            slot.close()
+
+
+def fail_while_memory_is_kept(run: str, seen: list[Path]) -> None:
+    with node_memory() as node_dir:
+        with NodeFolder(run, node_dir=node_dir) as folder:
+            ensure_keeper(folder, run)
+        assert len(keepers(node_dir)) == 1
+        seen.append(node_dir)
+        raise DemoError("stop here")
+
+
+def test_keepers_end_and_memory_is_given_back_also_after_an_error(tmp_path: Path) -> None:
+    seen: list[Path] = []
+    with pytest.raises(DemoError, match="stop here"):
+        fail_while_memory_is_kept(str(tmp_path / "run"), seen)
+    (node_dir,) = seen
+    assert keepers(node_dir) == []
+    assert not node_dir.exists()
+
+
+def test_the_error_and_exit_status_of_a_rank_are_found_in_what_torchrun_printed(tmp_path: Path) -> None:
+    training = Training(tmp_path, world_size=2, steps=6, nodes=2)
+    training.log(0).write_text("noise\nrank 0: DeadlineError: rank 1 is missing.\n")
+    training.log(1).write_text("  rank      : 1 (local_rank: 0)\n  exitcode  : -9 (pid: 77)  (SIGKILL)\n")
+    assert training.error_of_rank(0) == "DeadlineError: rank 1 is missing."
+    assert training.error_of_rank(1) == ""
+    assert training.exit_status_of_rank(1, 77) == -9
+    with pytest.raises(DemoError, match="rank 1"):
+        training.exit_status_of_rank(1, 78)
+
+
+def test_the_picture_is_a_png(tmp_path: Path) -> None:
+    losses = {step: 6.0 / step for step in range(1, 13)}
+    rest = {step: loss for step, loss in losses.items() if step > 6}
+    curves = Curves(losses, losses, {2: rest, 4: {step: loss + 1e-7 for step, loss in rest.items()}}, killed=8, head=6)
+    draw(curves, tmp_path / "losses.png")
+    assert (tmp_path / "losses.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_training_that_fails_is_an_error_with_the_end_of_its_log(tmp_path: Path) -> None:
+    training = Training(tmp_path / "broken", world_size=3, steps=6)
+    with (
+        pytest.raises(DemoError, match="cannot be divided evenly among 3 ranks"),
+        running(training, lambda _: None) as processes,
+    ):
+        processes.finish()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_whole_demo_keeps_its_promises(tmp_path: Path) -> None:
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'src'}", "COLUMNS": "200"}
+    command = [sys.executable, "-m", "demo", "--steps", "12"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "All 16 promises were kept" in done.stdout
+    assert "BROKEN" not in done.stdout
+    assert (tmp_path / "demo-out" / "losses.png").exists()

@@ -1,0 +1,167 @@
+"""The pieces of code in the guides run. (Those of the guide to mappings are in `test_mapping_guide`.)"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR, StepLR
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+import holdfast
+from tests.support.ranks import run_ranks
+
+GUIDES = Path(__file__).parents[2] / "docs" / "guides"
+Names = dict[str, object]
+
+
+class Loader:
+    """A data loader that knows its place."""
+
+    def __init__(self) -> None:
+        self.position = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
+class ScheduleFree(torch.optim.SGD):
+    """An optimizer that changes parameters when it switches to evaluation."""
+
+    def eval(self) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data.fill_(7)
+
+
+def snippets(guide: str) -> list[str]:
+    return re.findall(r"```py\n(.*?)```", (GUIDES / f"{guide}.md").read_text(), re.DOTALL)
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Names]:
+    """What the scripts of the guides have when the pieces begin: a state, also as the run runs/gpt."""
+    monkeypatch.chdir(tmp_path)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    model = nn.Linear(2, 2)
+    optimizer = ScheduleFree(model.parameters(), lr=0.1)
+    state: Names = {"model": model, "optimizer": optimizer, "epoch": 1, "seen": 3}
+    holdfast.save("runs/gpt", state, 5)
+    yield {"holdfast": holdfast, "dist": dist, "model": model, "optimizer": optimizer, "state": state}
+    dist.destroy_process_group()
+
+
+def test_a_sampler_goes_on_behind_the_samples_that_were_seen(job: Names) -> None:
+    dataset = TensorDataset(torch.arange(10))
+    sampler: DistributedSampler[object] = DistributedSampler(dataset, shuffle=False)
+    job |= {"itertools": itertools, "DataLoader": DataLoader, "sampler": sampler, "dataset": dataset}
+    exec(snippets("ddp")[0], job)
+    loader = job["loader"]
+    assert isinstance(loader, DataLoader)
+    assert torch.cat([batch for (batch,) in loader]).tolist() == [3, 4, 5, 6, 7, 8, 9]
+
+
+def test_the_state_with_a_loader_and_generators_saves_and_loads(job: Names) -> None:
+    job["loader"] = loader = Loader()
+    exec(snippets("ddp")[1], job)
+    state = job["state"]
+    assert isinstance(state, dict)
+    loader.position = 4
+    holdfast.save("runs/ddp", state, 1)
+    loader.position = 0
+    holdfast.load("runs/ddp", into=state)
+    assert loader.position == 4
+
+
+def test_a_change_under_the_guard_does_not_reach_the_save_before_it(job: Names) -> None:
+    model, state = job["model"], job["state"]
+    assert isinstance(model, nn.Module)
+    assert isinstance(state, dict)
+    before = [parameter.clone() for parameter in model.parameters()]
+    with holdfast.Checkpointer("runs/guard", state, memory=None) as checkpointer:
+        checkpointer.save(0)
+        exec(snippets("checkpointer")[0], job | {"checkpointer": checkpointer})
+    assert all((parameter == 7).all() for parameter in model.parameters())
+    holdfast.load("runs/guard", into=state)
+    assert all(map(torch.equal, model.parameters(), before))
+
+
+def test_the_call_with_bandwidths_loads_and_its_report_has_what_the_guide_lists(job: Names) -> None:
+    call, _, report = snippets("loading")
+    exec(call, job)
+    lines = re.findall(r"^(report\.\w+)", report, re.MULTILINE)
+    assert len(lines) == 9
+    found = {line: eval(line, job) for line in lines}
+    assert (found["report.step"], found["report.next_step"]) == (5, 6)
+    assert set(found["report.seconds"]) == set(re.findall(r"per phase: (.*)", report)[0].split(", "))
+
+
+def test_another_learning_rate_is_that_of_the_next_steps() -> None:
+    (code,) = (code for code in snippets("loading") if "param_groups" in code)
+    for kind in (lambda optimizer: LambdaLR(optimizer, lambda _: 1.0), lambda optimizer: StepLR(optimizer, 100)):
+        optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+        scheduler = kind(optimizer)
+        exec(code, {"optimizer": optimizer, "scheduler": scheduler})
+        optimizer.step()
+        scheduler.step()
+        assert optimizer.param_groups[0]["lr"] == 3e-4
+
+
+def publish_as_the_guide(code: str) -> float:
+    lines: list[Callable[[], object]] = [
+        lambda: exec(code.splitlines()[0], {"holdfast": holdfast, "trained": served}),
+        lambda: exec(code.splitlines()[1], {"holdfast": holdfast, "served": served}),
+    ]
+    served = nn.Linear(2, 2)
+    nn.init.constant_(served.weight, 3.0 - 2 * dist.get_rank())
+    lines[dist.get_rank()]()
+    return served.weight.sum().item()
+
+
+def test_trainer_and_inference_ranks_pass_what_they_have() -> None:
+    (code,) = snippets("publishing")
+    assert run_ranks(2, publish_as_the_guide, code) == [12.0, 12.0]
+
+
+def test_every_piece_of_code_in_the_guides_is_run_by_a_test() -> None:
+    run = {"ddp": 2, "checkpointer": 1, "loading": 3, "publishing": 1}
+    for guide in GUIDES.glob("*.md"):
+        if guide.stem != "mapping":
+            assert len(snippets(guide.stem)) == run.get(guide.stem, 0), guide.name
+        text = re.sub(r"```.*?```", "", guide.read_text(), flags=re.DOTALL)
+        assert re.search(r"\n\n    \S", text) is None, f"fence the indented code of {guide.name}"
+
+
+def test_the_page_on_coming_from_torch_converts_a_file_of_torch_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    page = (GUIDES.parent / "migrating.md").read_text()
+    (code,) = re.findall(r"```py\n(.*?)```", page, re.DOTALL)
+
+    def job() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Sequential(nn.Linear(2, 2))
+        return model, torch.optim.AdamW(model.parameters())
+
+    model, optimizer = job()
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 7}, "old.pt")
+    fresh, other = job()
+    exec(code, {"torch": torch, "holdfast": holdfast, "model": fresh, "optimizer": other})
+    last, last_optimizer = job()
+    assert holdfast.load("runs/new", {"model": last, "optimizer": last_optimizer}).next_step == 8
+    assert torch.equal(last[0].weight, model[0].weight)  # type: ignore[index]
+    assert repr(last_optimizer.state_dict()) == repr(optimizer.state_dict())
+    view = holdfast.open("runs/new")
+    assert torch.equal(view["model/0.weight"][...], model[0].weight)  # type: ignore[index]
+    assert view.tree("model").keys() == model.state_dict().keys()  # type: ignore[attr-defined]

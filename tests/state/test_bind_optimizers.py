@@ -1,0 +1,227 @@
+"""Optimizers bound to a checkpoint: state by parameter name, in its stored dtype; hyper-parameters by group."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterator
+from typing import cast
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from tests.support.bound import State, assert_restores, assert_same, load, mlp, refused, save, steps, train
+
+OPTIMIZERS: dict[str, Callable[[Iterator[nn.Parameter]], Optimizer]] = {
+    "sgd without state": lambda p: torch.optim.SGD(p, lr=0.1),
+    "sgd with momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.1, amsgrad=True),
+    "adamw with a tensor lr": lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.1), foreach=False),
+    "adafactor": torch.optim.Adafactor,
+    "nadam": torch.optim.NAdam,
+    "rprop": torch.optim.Rprop,
+    "asgd": torch.optim.ASGD,
+    "lbfgs": lambda p: torch.optim.LBFGS(p, max_iter=3, history_size=2),
+}
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_a_fresh_optimizer_gets_the_saved_state_and_goes_on_alike(
+    make: Callable[[Iterator[nn.Parameter]], Optimizer],
+) -> None:
+    def state() -> State:
+        model = mlp()
+        return {"model": model, "optimizer": make(model.parameters())}
+
+    assert_restores(state, train)
+
+
+def test_fp32_state_of_bf16_parameters_stays_fp32() -> None:
+    def state() -> State:
+        model = mlp().bfloat16()
+        return {"model": model, "optimizer": torch.optim.Adam(model.parameters())}
+
+    trained, fresh = state(), state()
+    train(trained)
+    optimizer = cast("Optimizer", trained["optimizer"])
+    for slots in optimizer.state.values():
+        slots["exp_avg"] = slots["exp_avg"].float() + 1e-6
+    load(save(trained), fresh)
+    assert_same(trained, fresh)
+    assert {slots["exp_avg"].dtype for slots in cast("Optimizer", fresh["optimizer"]).state.values()} == {torch.float32}
+
+
+def test_an_optimizer_that_has_state_keeps_its_objects_and_fitting_memory() -> None:
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.Adam(model.parameters())
+    steps(optimizer)
+    saved = save({"m": model, "o": optimizer})
+    steps(optimizer)
+    weight = model.weight
+    state, group, slots = optimizer.state, optimizer.param_groups[0], optimizer.state[weight]
+    average = slots["exp_avg"]
+    slots["exp_avg_sq"] = slots["exp_avg_sq"].double()
+    slots["left over"] = 3
+    load(saved, {"m": model, "o": optimizer})
+    assert optimizer.state is state
+    assert optimizer.param_groups[0] is group
+    assert optimizer.state[weight] is slots
+    assert slots["exp_avg"] is average
+    assert slots["exp_avg_sq"].dtype is torch.float32
+    assert slots.keys() == {"step", "exp_avg", "exp_avg_sq"}
+    assert slots["step"] == 2
+
+
+def test_state_of_parameters_that_had_none_is_dropped() -> None:
+    model = mlp()
+    optimizer = torch.optim.Adam(model.parameters())
+    saved = save({"m": model, "o": optimizer})
+    steps(optimizer)
+    load(saved, {"m": model, "o": optimizer})
+    assert not optimizer.state
+
+
+def test_step_counters_stay_on_the_host_unless_a_kernel_reads_them() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    steps(optimizer)
+    saved = save({"m": model, "o": optimizer})
+    other = nn.Linear(2, 2)
+    fresh = torch.optim.AdamW(other.parameters())
+    load(saved, {"m": other, "o": fresh})
+    assert fresh.state[other.weight]["step"].device.type == "cpu"
+
+
+def test_nested_slots_without_a_parameters_shape_come_back() -> None:
+    def state() -> State:
+        weight = nn.Parameter(torch.ones(2, 3))
+        return {"w": weight, "o": torch.optim.SGD([weight], lr=0.1, momentum=0.9)}
+
+    trained, fresh = state(), state()
+    train(trained)
+    optimizer = cast("Optimizer", trained["o"])
+    optimizer.state[cast("torch.Tensor", trained["w"])]["history"] = [torch.ones(5), (None, {3: torch.zeros(2, 3)}), []]
+    cast("dict[object, object]", optimizer.state)["calls"] = {"total": torch.tensor(7), "n": 3}
+    load(save(trained), fresh)
+    assert_same(trained, fresh)
+    assert cast("dict[object, dict[str, object]]", cast("Optimizer", fresh["o"]).state)["calls"]["n"] == 3
+
+
+def test_hyper_parameters_follow_parameters_by_name_not_by_position() -> None:
+    def state(*order: int) -> State:
+        model = mlp()
+        rates = [0.1, 0.2, 0.3]
+        optimizer = torch.optim.AdamW(model[order[0]].parameters(), lr=rates[order[0]])
+        for index in order[1:]:
+            optimizer.add_param_group({"params": model[index].parameters(), "lr": rates[index]})
+        return {"model": model, "optimizer": optimizer}
+
+    trained, fresh = state(0, 1, 2), state(2, 0, 1)
+    train(trained)
+    cast("Optimizer", trained["optimizer"]).param_groups[0]["lr"] = 0.7
+    load(save(trained), fresh)
+    assert [group["lr"] for group in cast("Optimizer", fresh["optimizer"]).param_groups] == [0.3, 0.7, 0.2]
+
+
+def split_groups(*rates: float) -> State:
+    a, b = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([a], lr=rates[0]) if len(rates) > 1 else torch.optim.SGD([a, b], lr=rates[0])
+    if len(rates) > 1:
+        optimizer.add_param_group({"params": [b], "lr": rates[1]})
+    return {"a": a, "b": b, "o": optimizer}
+
+
+def test_one_saved_group_may_serve_two_live_ones_that_are_alike() -> None:
+    assert refused(save(split_groups(0.1)), split_groups(0.5, 0.6)).code == "incompatible.groups"
+    fresh = split_groups(0.5, 0.5)
+    load(save(split_groups(0.1)), fresh)
+    assert [group["lr"] for group in cast("Optimizer", fresh["o"]).param_groups] == [0.1, 0.1]
+
+
+def test_saved_groups_merge_when_their_hyper_parameters_agree_and_clash_when_not() -> None:
+    fresh = split_groups(0.5)
+    binding = load(save(split_groups(0.1, 0.1)), fresh)
+    assert cast("Optimizer", fresh["o"]).param_groups[0]["lr"] == 0.1
+    assert binding.unexpected == []
+    error = refused(save(split_groups(0.1, 0.2)), split_groups(0.5))
+    assert error.code == "incompatible.groups"
+    assert "lr" in str(error)
+
+
+def test_slots_come_in_the_order_in_which_torch_makes_them() -> None:
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters())
+    steps(optimizer)
+    into = mlp()
+    fresh = torch.optim.AdamW(into.parameters())
+    load(save({"m": model, "o": optimizer}), {"m": into, "o": fresh})
+    assert [list(slots) for slots in fresh.state.values()] == [list(slots) for slots in optimizer.state.values()]
+
+
+def test_an_empty_group_gets_the_hyper_parameters_of_its_place() -> None:
+    def state(rate: float) -> State:
+        weight = nn.Parameter(torch.ones(2))
+        optimizer = torch.optim.AdamW([weight])
+        optimizer.add_param_group({"params": [], "lr": rate})
+        return {"w": weight, "o": optimizer}
+
+    fresh = state(0.5)
+    load(save(state(0.25)), fresh)
+    assert cast("Optimizer", fresh["o"]).param_groups[1]["lr"] == 0.25
+
+
+def test_hyper_parameters_on_one_side_only_are_named() -> None:
+    model = mlp()
+    plain, scheduled = torch.optim.SGD(model.parameters()), torch.optim.SGD(model.parameters())
+    LambdaLR(scheduled, lambda epoch: 0.9**epoch)
+    assert "o/param_groups/0/initial_lr" in str(refused(save({"m": model, "o": scheduled}), {"m": model, "o": plain}))
+    assert "o/param_groups/0/initial_lr" in str(refused(save({"m": model, "o": plain}), {"m": model, "o": scheduled}))
+
+
+def test_two_models_with_the_same_fqns_and_two_optimizers_come_back_each_to_its_own() -> None:
+    def state() -> State:
+        a, b = mlp(), mlp()
+        return {
+            "gen": a,
+            "disc": b,
+            "opt": {"gen": torch.optim.Adam(a.parameters()), "disc": torch.optim.SGD(b.parameters(), momentum=0.5)},
+        }
+
+    def run(state: State) -> None:
+        steps(*cast("dict[str, Optimizer]", state["opt"]).values())
+
+    assert_restores(state, run)
+
+
+def test_frozen_parameters_and_parameters_without_gradients_come_back() -> None:
+    def state() -> State:
+        model = mlp()
+        model[0].requires_grad_(False)
+        return {"m": model, "o": torch.optim.AdamW(p for p in model.parameters() if p.requires_grad)}
+
+    assert_restores(state, train)
+
+
+def test_floats_in_optimizer_groups_keep_every_bit() -> None:
+    weight = nn.Parameter(torch.ones(1))
+    odd = struct.unpack("<d", struct.pack("<Q", 0x3FB999999999999B))[0]
+    fresh = torch.optim.SGD([weight], lr=0.5)
+    load(save({"w": weight, "o": torch.optim.SGD([weight], lr=odd)}), {"w": weight, "o": fresh})
+    assert struct.pack("<d", fresh.param_groups[0]["lr"]) == struct.pack("<d", odd)
+
+
+def test_groups_in_another_order_are_refused_where_a_scheduler_has_their_rates_by_index() -> None:
+    def training(order: tuple[int, int], rates: tuple[float, float]) -> State:
+        model = nn.Linear(2, 2)
+        groups = [{"params": [model.weight], "lr": rates[0]}, {"params": [model.bias], "lr": rates[1]}]
+        optimizer = torch.optim.SGD([groups[index] for index in order])
+        return {"m": model, "o": optimizer, "s": torch.optim.lr_scheduler.StepLR(optimizer, 3)}
+
+    saved = save(training((0, 1), (0.1, 0.01)))
+    error = refused(saved, training((1, 0), (0.1, 0.01)))
+    assert error.code == "incompatible.groups"
+    assert "the index of a group" in str(error)
+    load(saved, training((0, 1), (0.5, 0.05)))
+    load(save(training((0, 1), (0.1, 0.1))), training((1, 0), (0.1, 0.1)))
