@@ -22,7 +22,7 @@ from holdfast.cooperative.neighbours import NeighbourGone, Neighbours, SharedMem
 from holdfast.cooperative.sharing import SharedReading, sent_and_received
 from holdfast.errors import CorruptError
 from holdfast.geometry import Int64s
-from holdfast.io.reader import DataFile, Extent, ReadJob
+from holdfast.io.jobs import DataFile, Extent, ReadJob
 from holdfast.plan.exchange import Bandwidths, Chunks, divide_job_reads, divide_reads
 from holdfast.store.base import Bytes
 from holdfast.store.posix import PosixStore
@@ -133,7 +133,7 @@ def test_a_job_reads_each_byte_once_and_every_node_gets_what_it_needs(
 ) -> None:
     nodes, by_node = node_needs(needs, sizes)
     owners = None if owned_by is None else [owned_by.randrange(sum(sizes)) for _ in range(4)]
-    plans = [divide_job_reads(nodes, by_node, node, chunk_nbytes=CHUNK, owners=owners) for node in range(len(nodes))]
+    plans = [divide_job_reads(nodes, by_node, node, chunk_nbytes=CHUNK, holders=owners) for node in range(len(nodes))]
     read: list[tuple[int, int]] = []
     sent: dict[tuple[int, int], list[int]] = {}
     received: dict[tuple[int, int], list[int]] = {}

@@ -22,12 +22,18 @@ from holdfast.format import container
 from holdfast.format import manifest as fmt
 from holdfast.format.container import Files
 from holdfast.format.dtypes import DTYPES
-from holdfast.format.manifest import FlatCuts, Grid, Manifest, Partition, SequenceTable, ValueBlock
+from holdfast.format.manifest import DecodedManifest, FlatCuts, Grid, Manifest, Partition, SequenceTable, ValueBlock
 from holdfast.geometry import Int64s, Shape
 from holdfast.plan.layout import TensorLayout, Whole
 from tests.support.worlds import World, data_sections, worlds
 
 SPEC = Path(__file__).parents[2] / "docs" / "SPEC.md"
+
+
+def manifest_of(files: Files) -> DecodedManifest:
+    """The manifest, not only the table, from which `files` were derived."""
+    assert isinstance(files.manifest, DecodedManifest)
+    return files.manifest
 
 
 def header(files: Files, index: int) -> bytes:
@@ -36,7 +42,7 @@ def header(files: Files, index: int) -> bytes:
     table = b"".join(
         xxhash.xxh3_128_digest(bytes([at % 251])) for at in range(container.num_blocks(layout.data_nbytes))
     )
-    return container.header(files.manifest, layout, table)
+    return container.header(manifest_of(files), layout, table)
 
 
 def stock(data: bytes) -> dict[str, dict[str, Any]]:
@@ -175,7 +181,7 @@ def odd_tensors(draw: st.DrawFn) -> Files:
 def text_of(files: Files, index: int) -> str:
     """The header without its table, however long the bound says that it is. Tables of petabytes are not made."""
     layout = replace(files.layout(index), data_nbytes=0, data_start=1 << 18)
-    return container.header(files.manifest, layout, b"")[8:].decode("ascii").rstrip(" ")
+    return container.header(manifest_of(files), layout, b"")[8:].decode("ascii").rstrip(" ")
 
 
 @given(odd_tensors())
@@ -235,7 +241,7 @@ def test_pieces_are_named_after_their_part_unless_they_are_the_whole() -> None:
 def test_the_digest_table_stands_where_the_specification_says() -> None:
     files = files_of("t", (3 << 20,), "uint8", kind="grid", cuts=[np.asarray([0, 3 << 20])])
     table = bytes(range(48))
-    data = container.header(files.manifest, files.layout(0), table)
+    data = container.header(manifest_of(files), files.layout(0), table)
     assert data[container.TABLE_OFFSET :].startswith(table.hex().encode() + b'","checkpoint":')
     assert f"from file offset **{container.TABLE_OFFSET}**" in SPEC.read_text()
 
@@ -244,7 +250,7 @@ def test_the_headers_length_in_the_specification_is_the_codes() -> None:
     """The formula of section 7.4, and the worked sum of appendix A."""
     text = SPEC.read_text()
     files = files_of("t", (3,), "uint8", kind="grid", cuts=[np.asarray([0, 3])], num_files=1)
-    metadata = container._metadata(files.manifest, 0, "")
+    metadata = container._metadata(manifest_of(files).body.checkpoint_id, 0, "")
     assert f"= {len(metadata) - 1} + digits(index)" in text
     worked = re.search(r"`T` of the header's length is (.*) = ([0-9]+)\.", text)
     assert worked is not None
@@ -297,4 +303,4 @@ def test_a_file_without_data_is_a_valid_file_with_an_empty_table() -> None:
     files = files_of("t", (0,), "float32", kind="grid", cuts=[np.asarray([0])])
     layout = files.layout(0)
     assert layout.data_nbytes == 0
-    assert stock(container.header(files.manifest, layout, b"")) == {}
+    assert stock(container.header(manifest_of(files), layout, b"")) == {}

@@ -22,7 +22,8 @@ from holdfast.errors import CorruptError, NotFoundError, StorageError
 from holdfast.format.container import BLOCK_NBYTES
 from holdfast.io.buffers import BufferPool
 from holdfast.io.digest import DIGEST_NBYTES, digest_blocks, first_bad_block
-from holdfast.io.reader import DataFile, Extent, ReadJob, ReadStats, read_files
+from holdfast.io.jobs import DataFile, Extent, ReadJob
+from holdfast.io.reader import ReadStats, read_files
 from holdfast.io.writer import write_file
 from holdfast.store import helpers as helpers_module
 from holdfast.store.base import Bytes, Store
@@ -450,12 +451,12 @@ def write_in_time(storage: Store, *, timeout_s: float) -> None:
 
     def write_all() -> bytes:
         with BufferPool(2 * MIB, buffer_nbytes=MIB) as pool:
-            writer = timed.direct_writer("file", nbytes=PAGE + 3 * MIB)
+            writer = timed.limit.direct_writer(timed, "file", nbytes=PAGE + 3 * MIB)
             source = [Array(random_bytes(3 * MIB))]
             return write_file(writer, source, data_start=PAGE, header=lambda _: bytes(PAGE), pool=pool)
 
     with TimedStore(storage, timeout_s=timeout_s) as timed:
-        timed.run("write", timed.path("file"), write_all)
+        timed.limit.run("write", timed.path("file"), write_all)
 
 
 @pytest.mark.parametrize("name", ["writer", "write_at", "publish"])

@@ -7,7 +7,7 @@ from tests.known_defects.mutants import Mutation
 MUTATIONS = [
     Mutation(  # digests are computed and not compared
         "known_defects/test_wrong_bytes.py::test_a_flipped_bit_loads_silently",
-        "io/reader.py",
+        "io/chunks.py",
         "        if bad_block is not None:\n",
         "        if bad_block is not None and bad_block < 0:\n",
     ),

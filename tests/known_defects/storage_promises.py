@@ -280,7 +280,7 @@ STORAGE_MUTATIONS = [
     Mutation(  # timed run goes on
         "store/test_storage_contract.py::test_what_was_given_up_is_stopped_and_asks_for_nothing_more",
         "store/timed.py",
-        "                self._deadline.give_up()\n",
+        "                self.give_up()\n",
         "",
     ),
     Mutation(  # timed run no stop

@@ -28,9 +28,9 @@ from holdfast.format.container import Files
 from holdfast.format.manifest import decode
 from holdfast.format.patterns import Globs
 from holdfast.geometry import FlatRange, Int64s, Shape
-from holdfast.io import reader
+from holdfast.io import jobs as io_jobs
 from holdfast.io.buffers import BUFFER_NBYTES
-from holdfast.io.reader import ReadJob
+from holdfast.io.jobs import ReadJob
 from holdfast.loading.dry_run import LoadPlan
 from holdfast.mapping import Fuse, Pad, Rename, Rule, Stack, Transpose
 from holdfast.mapping.apply import mapped
@@ -136,10 +136,10 @@ def assert_same(found: Traffic, expected: Traffic) -> None:
 def blocks_of(nbytes: int) -> Iterator[pytest.MonkeyPatch]:
     """Have blocks be as small as that, and requests of a few bytes."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (blocks, reader):
+        for module in (blocks, io_jobs):
             patch.setattr(module, "BLOCK_NBYTES", nbytes)
         patch.setattr(blocks, "REQUEST_NBYTES", REQUEST)
-        patch.setattr(reader, "_BRIDGE_NBYTES", 0)
+        patch.setattr(io_jobs, "_BRIDGE_NBYTES", 0)
         yield patch
 
 

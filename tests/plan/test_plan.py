@@ -41,8 +41,9 @@ def test_any_box_of_any_layout_comes_back_bit_for_bit(world: World, data: st.Dat
 
 @given(worlds())
 def test_data_sections_are_packed_aligned_and_described_by_a_header_that_fits(world: World) -> None:
-    files = Files(world.plan())
-    for index in range(files.manifest.body.num_files):
+    manifest = world.plan()
+    files = Files(manifest)
+    for index in range(manifest.body.num_files):
         layout = files.layout(index)
         at = 0
         for entry in layout.entries:
@@ -52,7 +53,7 @@ def test_data_sections_are_packed_aligned_and_described_by_a_header_that_fits(wo
         assert layout.values_offset == at
         assert layout.data_start % container.ALIGNMENT == 0
         table = bytes(16 * container.num_blocks(layout.data_nbytes))
-        header = container.header(files.manifest, layout, table)
+        header = container.header(manifest, layout, table)
         assert len(header) == layout.data_start
         described = json.loads(header[8:])
         assert header[container.TABLE_OFFSET :].startswith(table.hex().encode())

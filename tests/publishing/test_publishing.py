@@ -34,11 +34,13 @@ from holdfast import (
     TransferReport,
     publishing,
 )
-from holdfast.checkpoint.reading import Checkpoint
+from holdfast.checkpoint.data_files import DataFiles
 from holdfast.cooperative import reading as together
 from holdfast.cooperative.neighbours import node_id
+from holdfast.format.manifest import DecodedTable
 from holdfast.publishing import live
 from holdfast.store.base import Bytes
+from holdfast.store.memory import FilesInMemory
 from tests.support import models
 from tests.support.ranks import RankDiedError, RanksFailedError, run_ranks
 
@@ -340,15 +342,15 @@ def repeat() -> list[tuple[list[str], int]]:
     publishing._sources.clear()
     learned = 0
 
-    def learn(manifest: bytes) -> Checkpoint:
+    def learn(table: DecodedTable, store: FilesInMemory, holders: Sequence[int]) -> DataFiles:
         nonlocal learned
         learned += 1
-        return live.live_checkpoint(manifest)
+        return live.live_files(table, store, holders)
 
     rounds: list[tuple[Placement, int]] = [(Shard(0), 1), (Shard(0), 2), (Shard(1), 3), (Shard(1), 4), (Shard(1), 5)]
     outcomes = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(publishing, "live_checkpoint", learn)
+        patch.setattr(publishing, "live_files", learn)
         for number, (placement, seed) in enumerate(rounds):
             if number == 4 and dist.get_rank() == 1:
                 publishing._sources.clear()  # as in a rank that was started anew

@@ -376,14 +376,14 @@ def test_a_file_stays_open_until_the_request_that_hangs_has_ended(storage: Posix
 def test_no_direct_request_begins_when_the_time_is_up(storage: PosixStore) -> None:
     storage.create("object", b"0123")
     with TimedStore(storage, timeout_s=LIMIT_S) as timed:
-        writer, reader = timed.direct_writer("other", nbytes=4), timed.direct_reader("object")
+        writer, reader = timed.limit.direct_writer(timed, "other", nbytes=4), timed.limit.direct_reader(timed, "object")
         time.sleep(1.5 * LIMIT_S)
         for ask in (
             lambda: writer.write_at(0, random_bytes(4)),
             lambda: writer.publish(4),
             lambda: reader.read_at(0, np.zeros(4, np.uint8)),
-            lambda: timed.direct_writer("third", nbytes=4),
-            lambda: timed.direct_reader("object"),
+            lambda: timed.limit.direct_writer(timed, "third", nbytes=4),
+            lambda: timed.limit.direct_reader(timed, "object"),
         ):
             with pytest.raises(StorageError, match=r"storage\.timeout"):
                 ask()
@@ -400,7 +400,7 @@ def test_what_was_given_up_is_stopped_and_asks_for_nothing_more(storage: PosixSt
         def work() -> None:
             faulty.list("")
             try:
-                timed.direct_writer("object", nbytes=1)
+                timed.limit.direct_writer(timed, "object", nbytes=1)
             except StorageError as error:
                 events.append(error.code)
 
@@ -412,7 +412,7 @@ def test_what_was_given_up_is_stopped_and_asks_for_nothing_more(storage: PosixSt
 
         threading.Thread(target=interrupt).start()
         with pytest.raises(KeyboardInterrupt):
-            timed.run("list", "path", work, stop=lambda: events.append("stopped"))
+            timed.limit.run("list", "path", work, stop=lambda: events.append("stopped"))
         assert events[:1] == ["stopped"]
         assert eventually(lambda: len(events) == 2)
     assert events == ["stopped", "storage.timeout"]
@@ -438,7 +438,7 @@ def test_an_idle_helper_holds_nothing_of_what_it_did(storage: PosixStore) -> Non
     payload = Payload()
     gone = weakref.ref(payload)
     with TimedStore(storage, timeout_s=60) as timed:
-        timed.run("look at", "path", lambda payload=payload: None)  # type: ignore[misc]
+        timed.limit.run("look at", "path", lambda payload=payload: None)  # type: ignore[misc]
         del payload
         assert eventually(lambda: gone() is None)
         assert helpers() == 1

@@ -4,49 +4,56 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Generic, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
 
 from holdfast.format.container import FileLayout, Files
-from holdfast.format.manifest import DecodedManifest
+from holdfast.format.manifest import DecodedManifest, DecodedTable
 from holdfast.io.sources import Source
 from holdfast.state.flatten import FlatState
 from holdfast.state.memory import LocalPieces, MemorySource, packed
 
+T = TypeVar("T", bound=DecodedTable)
+
 
 @dataclass(frozen=True)
-class WriteAssignment:
+class WriteAssignment(Generic[T]):
     """A rank's share in a plan: the layout of its data file, or None if it writes none. The share is the same in every
     save by the plan, which `turn` counts.
     """
 
     plan_id: str
-    manifest: DecodedManifest
+    manifest: T
     layout: FileLayout | None
     turn: int
 
     @staticmethod
-    def in_manifest(plan_id: str, manifest: DecodedManifest, rank: int) -> WriteAssignment:
-        """The share of `rank` in the first checkpoint of a plan."""
+    def in_manifest(plan_id: str, manifest: T, rank: int) -> WriteAssignment[T]:
+        """The share of `rank` in the first checkpoint of a plan, or in its table."""
         writers = manifest.sequence(manifest.body.writers)
         index = int(np.searchsorted(writers, rank))
         has_file = index < len(writers) and writers[index] == rank
         return WriteAssignment(plan_id, manifest, Files(manifest).layout(index) if has_file else None, 0)
 
-    def again(self, **identity: object) -> WriteAssignment:
+    def again(self: StoredShare, **identity: object) -> StoredShare:
         """The same share in the next checkpoint by the plan. Its manifest differs from the last one in `identity`."""
         body = msgspec.structs.replace(self.manifest.body, **identity)
         return WriteAssignment(self.plan_id, self.manifest.with_body(body), self.layout, self.turn + 1)
 
 
-def sources_of(manifest: DecodedManifest, layout: FileLayout, flat: FlatState, rank: int) -> list[Source]:
+#: The share of a rank in a checkpoint that is stored.
+StoredShare: TypeAlias = WriteAssignment[DecodedManifest]
+
+
+def sources_of(manifest: DecodedTable, layout: FileLayout, flat: FlatState, rank: int) -> list[Source]:
     """The memory of `rank` from which a data file's tensors are written, in the order of its entries; runs of small
     tensors are packed into one source."""
     return list(packed(memory_of(manifest, layout, flat, rank)))
 
 
-def memory_of(manifest: DecodedManifest, layout: FileLayout, flat: FlatState, rank: int) -> Iterator[MemorySource]:
+def memory_of(manifest: DecodedTable, layout: FileLayout, flat: FlatState, rank: int) -> Iterator[MemorySource]:
     """The memory of `rank` that holds each entry of a data file, in the order of its entries."""
     names, pieces = manifest.body.names, LocalPieces(rank)
     for entry in layout.entries:

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
-from holdfast.agreement.assignment import WriteAssignment
+from holdfast.agreement.assignment import T, WriteAssignment
 from holdfast.agreement.local import NUM_TURNS, RankState
 from holdfast.agreement.messages import Compare, Described, Details, Digests, Questions
 from holdfast.agreement.planner import PlanMemory, Planner
 from holdfast.control.channel import Channel
 from holdfast.control.deadline import Deadline
+from holdfast.format.manifest import DecodedManifest
 from holdfast.format.values import Node
 from holdfast.phases import Stopwatch, attempt, done, told
 from holdfast.state.collect import WalkCache
@@ -25,19 +26,23 @@ P = TypeVar("P")
 
 
 @dataclass
-class PlanCache:
+class PlanCache(Generic[T]):
     """A rank's memory of the last plan for a state: its own share in the plan, the caches of its walk through the
     state, and on rank 0 also the plan of all ranks."""
 
     memory: PlanMemory | None = None
-    share: WriteAssignment | None = None
+    share: WriteAssignment[T] | None = None
     walk: Sequence[WalkCache] = ()
 
-    def remember(self, share: WriteAssignment, memory: PlanMemory | None) -> None:
+    def remember(self, share: WriteAssignment[T], memory: PlanMemory | None) -> None:
         """Keep this rank's share for the next agreement, and on rank 0 the plan too."""
         self.share = share
         if memory is not None:
             self.memory = memory
+
+
+#: The cache of a rank whose checkpoints are stored.
+StoredPlanCache: TypeAlias = PlanCache[DecodedManifest]
 
 
 class Planning(Generic[P]):
@@ -54,7 +59,7 @@ class Planning(Generic[P]):
         deadline: Deadline,
         rank: int,
         planner: Planner[P],
-        known: PlanCache,
+        known: PlanCache[Any],
         watch: Stopwatch,
         *,
         answers: object,

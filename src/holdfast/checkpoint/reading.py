@@ -2,59 +2,40 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property, partial
-from itertools import pairwise
+from dataclasses import replace
+from functools import cached_property
 from threading import Lock
-from typing import Any, Protocol
 
 import numpy as np
-import numpy.typing as npt
 import xxhash
 
+from holdfast.checkpoint.data_files import DataFiles, OpenReader, open_reader
+from holdfast.checkpoint.delivery import Targets
 from holdfast.checkpoint.sealed import Sealed
 from holdfast.errors import CorruptError, NotFoundError
 from holdfast.format import manifest as fmt
 from holdfast.format import records
 from holdfast.format import values as value_codec
-from holdfast.format.container import BLOCK_NBYTES, TABLE_OFFSET, Files, num_blocks, parse_table
-from holdfast.format.dtypes import CARRIERS
+from holdfast.format.container import TABLE_OFFSET, num_blocks, parse_table
 from holdfast.format.manifest import DecodedManifest, ValueBlock
-from holdfast.format.names import shown
 from holdfast.format.values import Node
-from holdfast.geometry import Box
 from holdfast.io.buffers import pipeline_pool
-from holdfast.io.reader import DataFile, Extent, ReadJob, ReadStats, read_files
-from holdfast.plan.load import FileReads, ReadRequest, pieces, plan_load
-from holdfast.plan.strided_runs import CopySpan, StridedRun, copy_spans
-from holdfast.store.base import Bytes, FileReader
+from holdfast.io.jobs import DataFile, Extent, ReadJob
+from holdfast.io.reader import ReadStats, read_files
+from holdfast.plan.load import ReadRequest
+from holdfast.store.base import Bytes, FileReader, Store
 from holdfast.wording import count
-
-OpenReader = Callable[[str], FileReader]
 
 #: Most bytes of digest tables that are kept, for many small reads: those of 256 GiB of data.
 _TABLES_NBYTES = 4 << 20
-#: Wants up to this size are filled many at a time, where a run of bytes has all of their elements.
-_FILLED_NBYTES = 1 << 20
 
 
-class Targets(Protocol):
-    """The targets of a read, by the numbers of the wants. Several threads call the methods, for disjoint elements."""
-
-    def put(self, want: int, at: Box, elements: npt.NDArray[Any]) -> None:
-        """Take elements (of the carrier type) for box `at`, relative to the wanted box."""
-
-    def fill(self, wants: Sequence[int], data: Bytes) -> None:
-        """Take all elements of several wants: `data` has those of one want after another, each in row-major order."""
-
-    def memory(self, want: int) -> npt.NDArray[Any] | None:
-        """The memory of a want in row-major order, to write carriers to; None where the reader must call `put`."""
-
-
-class Checkpoint:
+class Checkpoint(DataFiles):
     """A sealed checkpoint, for reading. Reads open no epoch and change nothing. Safe for several threads."""
+
+    manifest: DecodedManifest
 
     def __init__(self, sealed: Sealed) -> None:
         """Read and check the manifest.
@@ -62,19 +43,23 @@ class Checkpoint:
         Raises:
             CorruptError: the manifest is not the one that was sealed, or is missing (``corrupt.incomplete``).
         """
-        self.sealed = sealed
-        self.storage, self.seal = sealed.storage, sealed.seal
-        file = self.seal.manifest
-        with self._sealed_file(file.name):
-            data = self.storage.read(sealed.key(file.name), limit=min(file.nbytes, fmt.MAX_FILE_NBYTES))
-        if len(data) != file.nbytes or xxhash.xxh3_128_hexdigest(data) != file.digest:
-            raise self._corrupt(file.name, "it is not the manifest that was sealed")
-        self.manifest: DecodedManifest = fmt.decode(data, path=self.path(file.name))
-        self.files = Files(self.manifest)
+        self.sealed, self.seal = sealed, sealed.seal
+        self.catalogue = sealed.catalogue
+        manifest = self._read_manifest()
+        super().__init__(manifest, self.catalogue, folder=self.path(self.seal.manifest.name).rpartition("/")[0])
         #: Verified digest tables that were read last, by file.
         self._tables: dict[int, bytes] = {}
         self._lock = Lock()
         self._check_seal()
+
+    def _read_manifest(self) -> DecodedManifest:
+        file = self.seal.manifest
+        copy = self.catalogue.nearest(file.name)
+        with self._sealed_file(file.name):
+            data = copy.store.read(copy.key, limit=min(file.nbytes, fmt.MAX_FILE_NBYTES))
+        if len(data) != file.nbytes or xxhash.xxh3_128_hexdigest(data) != file.digest:
+            raise self._corrupt(file.name, "it is not the manifest that was sealed")
+        return fmt.decode(data, path=copy.path)
 
     def _check_seal(self) -> None:
         """Raise `CorruptError` unless manifest, seal and run belong to one checkpoint."""
@@ -92,19 +77,10 @@ class Checkpoint:
         if fmt.data_nbytes(body) > sum(file.nbytes for file in seal.files):
             raise self._corrupt(records.SEAL_NAME, "its files are smaller than the tensors of its manifest")
 
-    def path(self, name: str) -> str:
-        """Full path of a file of the checkpoint."""
-        return self.storage.path(self.sealed.key(name))
-
     @property
-    def folder(self) -> str:
-        """Full path of the checkpoint's folder."""
-        return self.path(self.seal.manifest.name).rpartition("/")[0]
-
-    @cached_property
-    def numbers(self) -> dict[str, int]:
-        """Number of each tensor, by name."""
-        return {name: number for number, name in enumerate(self.manifest.body.names)}
+    def storage(self) -> Store:
+        """The store of the checkpoint's folder."""
+        return self.sealed.storage
 
     @cached_property
     def nodes(self) -> Mapping[str, Node]:
@@ -140,36 +116,6 @@ class Checkpoint:
         with pipeline_pool() as pool:
             return read_files(jobs, pool=pool, on_corrupt=self.corrupt_block)
 
-    def jobs(
-        self,
-        wants: Sequence[ReadRequest],
-        targets: Targets,
-        *,
-        verify: bool = True,
-        first_file: int = 0,
-        open_reader: OpenReader | None = None,
-    ) -> Iterator[tuple[int, ReadJob]]:
-        """The jobs that `read` runs, one per file, each with the index of its file.
-
-        `open_reader` opens files by key (default: the store's `reader`).
-        """
-        for reads in plan_load(self.files, wants, first_file=first_file):
-            yield reads.file, self._job(reads, wants, targets, verify, open_reader)
-
-    def idle_job(self, file: int, *, verify: bool, open_reader: OpenReader | None = None) -> ReadJob:
-        """A job without extents, for a rank that reads a file only for others."""
-        columns = self.files.columns(np.asarray([file], np.int64))
-        data_start, data_nbytes = int(columns.data_starts[0]), int(columns.data_nbytes[0])
-        open_ = partial(
-            self.open_file,
-            file,
-            data_start=data_start,
-            data_nbytes=data_nbytes,
-            verify=verify,
-            open_reader=open_reader,
-        )
-        return ReadJob(data_nbytes, open_, [], _wants_nothing, verify)
-
     def open_file(
         self,
         index: int,
@@ -177,20 +123,22 @@ class Checkpoint:
         data_start: int,
         data_nbytes: int,
         verify: bool = True,
-        open_reader: OpenReader | None = None,
+        open_reader: OpenReader = open_reader,
     ) -> DataFile:
         """Open a data file, and check its size, and with `verify` its digest table, against the seal."""
         name, sealed = fmt.file_name(index), self.seal.files[index]
         with self._sealed_file(name):
-            reader = (open_reader or self.storage.reader)(self.sealed.key(name))
+            file = super().open_file(
+                index, data_start=data_start, data_nbytes=data_nbytes, verify=verify, open_reader=open_reader
+            )
+        reader = file.reader
         try:
             if not reader.nbytes == sealed.nbytes == data_start + data_nbytes:
                 raise self._corrupt(name, f"it has {reader.nbytes} bytes instead of {data_start + data_nbytes}")
-            table = self._table(reader, index, data_nbytes) if verify else None
+            return replace(file, table=self._table(reader, index, data_nbytes) if verify else None)
         except BaseException:
             reader.close()
             raise
-        return DataFile(reader, self.path(name), data_start, data_nbytes, table)
 
     def _table(self, reader: FileReader, index: int, data_nbytes: int) -> bytes:
         table = self._tables.get(index)
@@ -209,25 +157,6 @@ class Checkpoint:
         if xxhash.xxh3_128_hexdigest(table) != self.seal.files[index].digest:
             raise self._corrupt(fmt.file_name(index), "its digest table is not the one that was sealed")
         return table
-
-    def _job(
-        self,
-        reads: FileReads,
-        wants: Sequence[ReadRequest],
-        targets: Targets,
-        verify: bool,
-        open_reader: OpenReader | None,
-    ) -> ReadJob:
-        open_ = partial(
-            self.open_file,
-            reads.file,
-            data_start=reads.data_start,
-            data_nbytes=reads.data_nbytes,
-            verify=verify,
-            open_reader=open_reader,
-        )
-        extents = np.stack([reads.starts, reads.stops], axis=1)
-        return ReadJob(reads.data_nbytes, open_, extents, _Delivery(self.files, reads, wants, targets).take, verify)
 
     def _values(self, block: ValueBlock) -> dict[str, Node]:
         columns = self.files.columns(np.asarray([block.file], np.int64))
@@ -258,24 +187,6 @@ class Checkpoint:
             raise self._corrupt(name, f"its values refer to tensor {min(lost)!r}, which the manifest does not list")
         return nodes
 
-    def corrupt_block(self, file: DataFile, block: int) -> CorruptError:
-        """The error for a block that does not match its digest; names the tensors that lie in it."""
-        name = file.path.rsplit("/", 1)[-1]
-        index = next(i for i in range(len(self.seal.files)) if fmt.file_name(i) == name)
-        low, high = block * BLOCK_NBYTES, (block + 1) * BLOCK_NBYTES
-        hit = list(self._names_between(index, low, high))
-        held = ", ".join(map(shown, hit[:5])) + (f" and {len(hit) - 5} more" if len(hit) > 5 else "")
-        what = f"block {block} of its data does not match its digest; it holds {held}"
-        return self._corrupt(name, what, *hit[:1])
-
-    def _names_between(self, index: int, low: int, high: int) -> Iterator[str]:
-        layout = self.files.layout(index)
-        for entry in layout.entries:
-            if entry.offset < high and entry.offset + entry.nbytes > low:
-                yield self.manifest.body.names[entry.tensor]
-        if layout.values is not None and layout.values_offset < high:
-            yield "the values"
-
     @contextmanager
     def _sealed_file(self, name: str) -> Iterator[None]:
         """Turn a missing file, in a ``with`` block that opens one of the checkpoint's, into a `CorruptError`.
@@ -296,18 +207,9 @@ class Checkpoint:
             ) from error
 
     def _corrupt(self, name: str, what: str, tensor: str | None = None) -> CorruptError:
-        return CorruptError(
-            f"{self.path(name)} is damaged: {what}.",
-            code="corrupt.file",
-            action="Load another checkpoint of the run, or restore this file from another copy.",
-            path=self.path(name),
-            tensor=tensor,
-            step=self.seal.step,
-        )
-
-
-def _wants_nothing(*_: object) -> None:
-    raise AssertionError("nothing is delivered where nothing is wanted")
+        error = super()._corrupt(name, what, tensor)
+        error.step = self.seal.step
+        return error
 
 
 class _LazyValues(Mapping[str, Node]):
@@ -338,70 +240,6 @@ class _LazyValues(Mapping[str, Node]):
 
     def __len__(self) -> int:
         return len(self._home)
-
-
-class _Delivery:
-    """The delivery of one file's bytes to the wants whose elements they are."""
-
-    def __init__(self, files: Files, reads: FileReads, wants: Sequence[ReadRequest], targets: Targets) -> None:
-        self._files = files
-        self._reads = reads
-        self._wants = wants
-        self._targets = targets
-        sizes = reads.stops - reads.starts
-        #: The offset of each read when all are laid end to end, and the end of the last one.
-        self._line = np.r_[0, np.cumsum(sizes)].tolist()
-        self._filled = reads.straight & (sizes <= _FILLED_NBYTES)
-
-    def take(self, first: int, offset: int, data: Bytes) -> None:
-        """Deliver bytes of read `first`, from `offset` on, and of the reads that follow it without a gap."""
-        line, begin = self._line, self._line[first] + offset
-        end = begin + len(data)
-        if end <= line[first + 1] and not self._filled[first]:
-            self._part(first, offset, data)
-            return
-        # `data` has all bytes of reads [low, high).
-        low, high = first + (offset > 0), bisect_right(line, end) - 1
-        if offset:
-            self._part(first, offset, data[: line[low] - begin])
-        for start, stop in self._groups(low, high):
-            held = data[line[start] - begin : line[stop] - begin]
-            if self._filled[start]:
-                self._targets.fill(self._reads.wants[start:stop].tolist(), held)
-            else:
-                self._part(start, 0, held)
-        if low <= high and line[high] < end:
-            self._part(high, 0, data[line[high] - begin :])
-
-    def _groups(self, low: int, high: int) -> Iterator[tuple[int, int]]:
-        """Ranges of reads that make up ``[low, high)``: reads that are filled together, and each other read alone."""
-        filled = self._filled[low:high]
-        cuts = low + 1 + np.flatnonzero(~(filled[1:] & filled[:-1]))
-        return pairwise((low, *cuts.tolist(), high)) if low < high else iter(())
-
-    def _part(self, index: int, offset: int, data: Bytes) -> None:
-        """Deliver bytes of one read, from `offset` on."""
-        number = int(self._reads.wants[index])
-        want = self._wants[number]
-        itemsize = int(self._files.itemsizes[want.tensor])
-        run, skipped, numel = self._reads.strided_run(index), offset // itemsize, len(data) // itemsize
-        memory = None if run is None else self._targets.memory(number)
-        if run is not None and memory is not None:
-            for span in copy_spans(run, skipped, numel):
-                _copy(span, run, data, memory)
-            return
-        elements = data.view(CARRIERS[itemsize])
-        for at, stored, source, target in pieces(self._reads.read(index), want.box, skipped, numel):
-            held = elements[at : at + stored.numel].reshape(stored.size)
-            self._targets.put(number, target, held[source.slices()])
-
-
-def _copy(span: CopySpan, run: StridedRun, data: Bytes, memory: npt.NDArray[Any]) -> None:
-    """Copy elements of `data` to `memory`. (``np.ndarray`` makes strided arrays faster than ``as_strided``.)"""
-    shape, dtype, itemsize = (span.rows, span.size), memory.dtype, memory.itemsize
-    source = np.ndarray(shape, dtype, data, span.at * itemsize, (run.step * itemsize, itemsize))
-    target = np.ndarray(shape, dtype, memory, span.place * itemsize, (run.pitch * itemsize, itemsize))
-    target[...] = source
 
 
 def pack_values(nodes: dict[str, Node], *, capacity: int | None = None) -> bytes:

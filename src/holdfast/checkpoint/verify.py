@@ -14,7 +14,8 @@ from holdfast.format import container, records
 from holdfast.format.container import BLOCK_NBYTES, FileLayout
 from holdfast.io.buffers import BufferPool, pipeline_pool
 from holdfast.io.digest import DIGEST_NBYTES, digest_blocks
-from holdfast.io.reader import DataFile, Extent, ReadJob, read_files
+from holdfast.io.jobs import DataFile, Extent, ReadJob
+from holdfast.io.reader import read_files
 from holdfast.store.base import Bytes
 from holdfast.wording import count
 

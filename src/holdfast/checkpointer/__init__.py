@@ -14,7 +14,7 @@ from typing import Literal, Self, SupportsFloat
 
 from torch.distributed import ProcessGroup
 
-from holdfast.agreement.planning import PlanCache
+from holdfast.agreement.planning import StoredPlanCache
 from holdfast.checkpointer.background import Background
 from holdfast.checkpointer.background_save import BackgroundSave, SavingJob, capture
 from holdfast.checkpointer.events import StateRestored
@@ -104,7 +104,7 @@ class Checkpointer:
         self._takeover = takeover
         self._when_full = when_full
         self._timeout_s = timeout_s
-        self._known = PlanCache()
+        self._known = StoredPlanCache()
         #: The memory tier that this object shares with the other `Checkpointer`s of this process and run; None before
         #: it is needed.
         self._tier: MemoryTier | None = None

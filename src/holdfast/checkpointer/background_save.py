@@ -6,9 +6,9 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from holdfast.agreement.assignment import WriteAssignment
+from holdfast.agreement.assignment import StoredShare
 from holdfast.agreement.planner import Planner
-from holdfast.agreement.planning import PlanCache, Planning
+from holdfast.agreement.planning import Planning, StoredPlanCache
 from holdfast.agreement.request import SaveRequest
 from holdfast.checkpointer.background import Background
 from holdfast.checkpointer.messages import ANSWERS, Agreed
@@ -44,12 +44,12 @@ class SavingJob:
 
     run: Location
     ranks: Sequence[int]
-    known: PlanCache
+    known: StoredPlanCache
     takeover: bool
 
 
 def capture(
-    state: Mapping[str, object], *, select: Globs | None, stager: Stager, channel: Channel, known: PlanCache
+    state: Mapping[str, object], *, select: Globs | None, stager: Stager, channel: Channel, known: StoredPlanCache
 ) -> Snapshot | Exception:
     """Take a snapshot of the state as it is now, under the guard of `stager`. Returns the error if the state cannot be
     saved, because all ranks must hear of it."""
@@ -112,7 +112,7 @@ class BackgroundSave:
             self._tell(error)
         self.is_finished = True
 
-    def _copy(self, background: Background) -> tuple[Agreed, WriteAssignment]:
+    def _copy(self, background: Background) -> tuple[Agreed, StoredShare]:
         """Agree with all ranks, and copy the state into a slot."""
         agreed, share, flat, values = self._agree()
         self.slot = self.stager.slot_for(agreed, share, needed=self.needed)
@@ -126,7 +126,7 @@ class BackgroundSave:
             self.taken.copy(flat.tensors, routes)
         return agreed, share
 
-    def _agree(self) -> tuple[Agreed, WriteAssignment, FlatState, dict[str, Node]]:
+    def _agree(self) -> tuple[Agreed, StoredShare, FlatState, dict[str, Node]]:
         """Agree with all ranks on the checkpoint and on this rank's share, with memory for it on all ranks. Returns
         both, and this rank's state and values."""
         job, known = self.job, self.job.known
@@ -144,7 +144,7 @@ class BackgroundSave:
         known.remember(share, planner.memory)
         return agreed, share, mine.flat, planning.values(mine)
 
-    def _prepare(self, share: WriteAssignment) -> None:
+    def _prepare(self, share: StoredShare) -> None:
         """Take memory for a new plan on all ranks. Raises on all ranks if one has too little. Collective."""
 
         def prepare() -> None:

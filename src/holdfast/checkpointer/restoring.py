@@ -13,6 +13,7 @@ from typing import Final, NamedTuple
 import numpy as np
 from torch.distributed import ProcessGroup
 
+from holdfast.checkpoint.catalogue import EVERY_RANK, FileCopy, Tier
 from holdfast.checkpoint.reading import Checkpoint
 from holdfast.checkpoint.sealed import Sealed
 from holdfast.checkpointer.choosing import Chosen, Inventory, Survey, Unknown, inventory, known_of
@@ -168,10 +169,10 @@ def _from_memory(
         seal = records.decode(chosen.seal, Seal, path=str(folder.path))
         with TimedStore(open_store(run), timeout_s=deadline.for_storage_s) as storage:
             run_opened = Run.open(storage)
-            memory = _memory(folder, slots, seal, chosen)
-            sealed = Sealed(memory, f"{records.CHECKPOINTS}/{chosen.folder}/", seal, run_opened.run_id)
-            opened = Opened(Checkpoint(sealed), run_opened)
-            report = _load(channel, deadline, group, state, opened, chosen, options=options)
+            prefix, nearer = records.checkpoint_key(chosen.folder, ""), _copies(folder, slots, seal, chosen)
+            sealed = Sealed(storage, prefix, seal, run_opened.run_id, nearer=nearer)
+            loading = Loading(channel, deadline, storage, group_ranks(group)[channel.rank], options)
+            report = _load(channel, deadline, loading, state, Opened(Checkpoint(sealed), run_opened), chosen.epoch)
         channel.await_readers(deadline)
         uncommitted = None if chosen.committed else seal.place
         return Restored(RestoreReport(report.step, report.place, "node memory", report), uncommitted, seal.place)
@@ -241,26 +242,22 @@ def _choose(run: Location, node: _NodeMemory | Exception, channel: Channel, dead
 def _load(
     channel: Channel,
     deadline: Deadline,
-    group: ProcessGroup | None,
+    loading: Loading,
     state: Mapping[str, object],
     opened: Opened,
-    chosen: Chosen,
-    *,
-    options: Options,
+    epoch: int,
 ) -> LoadReport:
     checkpoint = opened.checkpoint
-    if chosen.owners:
-        checkpoint.nodes = _all_values(channel, deadline, checkpoint, chosen.owners)
-    with TimedStore(checkpoint.storage, timeout_s=deadline.for_storage_s) as storage:
-        loading = Loading(channel, deadline, storage, group_ranks(group)[channel.rank], options)
-        return loading.fill(state, lambda: opened, epoch=chosen.epoch, owners=chosen.owners or None, in_memory=True)
+    if checkpoint.holders is not None:
+        checkpoint.nodes = _all_values(channel, deadline, checkpoint, checkpoint.holders)
+    return loading.fill(state, lambda: opened, epoch=epoch)
 
 
 def _all_values(
-    channel: Channel, deadline: Deadline, checkpoint: Checkpoint, owners: Sequence[int]
+    channel: Channel, deadline: Deadline, checkpoint: Checkpoint, holders: Sequence[int]
 ) -> Mapping[str, Node]:
     """The whole table of values, merged from the files that each rank can read. Collective."""
-    mine = [file for file, owner in enumerate(owners) if owner == channel.rank]
+    mine = [file for file, holder in enumerate(holders) if max(holder, 0) == channel.rank]  # rank 0's: all can read it
 
     def merge(payloads: Sequence[bytes]) -> bytes:
         tables = map(value_codec.decode, payloads)
@@ -302,16 +299,18 @@ def _let_go(folder: NodeFolder, slots: Sequence[Slot], checkpoint_ids: Collectio
                 slot.remove()  # the other ranks of this node do the same
 
 
-def _memory(folder: NodeFolder, slots: Sequence[Slot], seal: Seal, chosen: Chosen) -> FilesInMemory:
-    """A store of the `chosen` checkpoint's files that are in this node's memory."""
-    storage = FilesInMemory(str(folder.path))
+def _copies(folder: NodeFolder, slots: Sequence[Slot], seal: Seal, chosen: Chosen) -> dict[str, tuple[FileCopy, ...]]:
+    """The copies of the `chosen` checkpoint's files in node memory. This rank can read those of its own node."""
+    memory = FilesInMemory(str(folder.path))
+    prefix = records.checkpoint_key(chosen.folder, "")
     manifest = chosen.manifest or read_generation(folder, seal.checkpoint_id).manifest
     files = {fmt.NAME: np.frombuffer(manifest, np.uint8)}
     for slot in slots:
         contents = slot.record.contents
         if contents is not None and contents.checkpoint_id == seal.checkpoint_id and slot.record.state in WHOLE:
             files[fmt.file_name(contents.file)] = data_file(slot)
-    for file, data in files.items():
-        key = f"{records.CHECKPOINTS}/{chosen.folder}/{file}"
-        storage.add(key, MemoryFile(data, path=storage.path(key)))
-    return storage
+    for name, data in files.items():
+        memory.add(prefix + name, MemoryFile(data, path=memory.path(prefix + name)))
+    holders = dict(enumerate(chosen.owners))
+    names = {fmt.NAME: EVERY_RANK} | {each.name: holders.get(file, EVERY_RANK) for file, each in enumerate(seal.files)}
+    return {name: (FileCopy(memory, prefix + name, Tier.NODE_MEMORY, holder),) for name, holder in names.items()}

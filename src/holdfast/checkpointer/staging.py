@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import torch
 
-from holdfast.agreement.assignment import WriteAssignment
+from holdfast.agreement.assignment import StoredShare, WriteAssignment
 from holdfast.checkpoint.reading import pack_values
 from holdfast.checkpointer.backoff import Backoff
 from holdfast.checkpointer.messages import Agreed, MemoryStatus
@@ -74,11 +74,11 @@ class Stager:
         #: The id of the run that this rank's memory belongs to; None before it is known.
         self.run_id: str | None = None
 
-    def fits(self, share: WriteAssignment) -> bool:
+    def fits(self, share: StoredShare) -> bool:
         """Whether there are as many slots as wanted, each large enough for the data file of `share`."""
         return _nbytes(share) <= self._prepared_nbytes and self._prepared_slots == self.num_slots
 
-    def prepare(self, share: WriteAssignment, *, device: torch.device | None, timeout_s: float) -> None:
+    def prepare(self, share: StoredShare, *, device: torch.device | None, timeout_s: float) -> None:
         """Prepare slots for the data file of `share`, and register them with `device` if there is one. Returns when the
         first slot is ready, which takes about a second per GiB; a background thread prepares the others.
 
@@ -210,7 +210,7 @@ class Stager:
         (its answer came too late, say), and so has no part of them."""
         self.give_up(self._watcher.ids_beyond(reached))
 
-    def slot_for(self, agreed: Agreed, share: WriteAssignment, *, needed: Place | None) -> Slot | None:
+    def slot_for(self, agreed: Agreed, share: StoredShare, *, needed: Place | None) -> Slot | None:
         """A slot for this rank's part of the `agreed` checkpoint. None if this rank has no data file."""
         if self.run_id != agreed.run_id:
             self.belong_to(agreed.run_id)
@@ -225,7 +225,7 @@ class Stager:
             needed = None
         return None if share.layout is None else self._free_slot(needed)
 
-    def begin(self, slot: Slot, agreed: Agreed, share: WriteAssignment, values: Mapping[str, Node]) -> Routes:
+    def begin(self, slot: Slot, agreed: Agreed, share: StoredShare, values: Mapping[str, Node]) -> Routes:
         """Begin to fill `slot`: write the values, and return the routes for the tensors."""
         layout = share.layout
         assert layout is not None
@@ -242,7 +242,7 @@ class Stager:
         _write_values(slot, layout, values)
         return self._routes_of(share, layout, slot)
 
-    def finish(self, machine: SaveMachine, agreed: Agreed, share: WriteAssignment, slot: Slot | None) -> None:
+    def finish(self, machine: SaveMachine, agreed: Agreed, share: StoredShare, slot: Slot | None) -> None:
         """Hand the filled `slot` to the keeper, and watch the save from now on."""
         nbytes = _nbytes(share)
         if slot is not None:
@@ -296,7 +296,7 @@ class Stager:
             _log.warning("memory held steps %s %s ('%s'): they are let go", steps, why, self._run)
         self.give_up(cared_for)
 
-    def _routes_of(self, share: WriteAssignment, layout: FileLayout, slot: Slot) -> Routes:
+    def _routes_of(self, share: StoredShare, layout: FileLayout, slot: Slot) -> Routes:
         """The routes into `slot`. They are kept as long as the plan stays the same."""
         if share.plan_id != self._routes_plan_id:
             self._routes, self._routes_plan_id = {}, share.plan_id
@@ -326,7 +326,7 @@ class Stager:
         return slot
 
 
-def next_share(agreed: Agreed, known: WriteAssignment | None, rank: int) -> WriteAssignment:
+def next_share(agreed: Agreed, known: StoredShare | None, rank: int) -> StoredShare:
     """The share of `rank` in the `agreed` checkpoint; `known` is its last share."""
     if agreed.manifest:
         return WriteAssignment.in_manifest(agreed.plan_id, fmt.decode(agreed.manifest, path=agreed.folder), rank)
@@ -343,7 +343,7 @@ def next_share(agreed: Agreed, known: WriteAssignment | None, rank: int) -> Writ
     )
 
 
-def _nbytes(share: WriteAssignment) -> int:
+def _nbytes(share: StoredShare) -> int:
     return 0 if share.layout is None else share.layout.data_start + share.layout.data_nbytes
 
 

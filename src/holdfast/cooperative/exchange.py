@@ -1,4 +1,4 @@
-"""The messages between neighbours that read for each other: a buffer holds a chunk, and a receiver is done with it.
+"""The `Transport` between neighbours: they lend each other chunks in shared memory, and send messages about them.
 
 Two kinds of messages go through the sockets. An offer says that a chunk is in a buffer of the sender. The receiver
 sends the same message back when it needs that buffer no longer. A connection that ends while either message is still
@@ -11,48 +11,50 @@ import os
 import selectors
 import struct
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from threading import Lock, Thread
-from typing import NamedTuple
+from typing import NoReturn
 
 from holdfast.cooperative.neighbours import Neighbour, NeighbourGone
-from holdfast.io.reader import Chunk, ChunkReading, Offer
+from holdfast.io.chunks import ChunkReading, Offer
+from holdfast.store.base import Bytes
 
 #: Kind of message, number of the chunk, and number of the buffer: always a buffer of the rank that offered it.
 _MESSAGE = struct.Struct("<BQI")
 _OFFER, _BACK = 0, 1
 
 
-class ExpectedChunk(NamedTuple):
-    """A chunk that a neighbour reads and of which this rank needs some bytes."""
+class SharedMemoryTransport:
+    """The `Transport` to the neighbours `others`: it lends them buffers of `buffer_nbytes` in memory that they see."""
 
-    rank: int
-    chunk: Chunk
+    lends = True
 
-
-class Exchange:
-    """The exchange of messages with neighbours during one reading, as its `Partners`."""
-
-    def __init__(self, others: Mapping[int, Neighbour], expected: Iterable[ExpectedChunk], buffer_nbytes: int) -> None:
+    def __init__(self, others: Mapping[int, Neighbour], *, buffer_nbytes: int) -> None:
         self._others = others
-        self._expected = {each.chunk.number: each for each in expected}
         self._buffer_nbytes = buffer_nbytes
         #: Messages that each neighbour still has to send.
-        self._due = Counter(each.rank for each in self._expected.values())
+        self._due: Counter[int] = Counter()
         self._lock = Lock()
 
-    def awaited(self) -> list[int]:
+    def awaited(self) -> Sequence[int]:
         """The neighbours that still have messages to send."""
         with self._lock:
             return sorted(rank for rank, due in self._due.items() if due)
 
-    def offer(self, chunk: Chunk, buffer: int) -> None:
-        """Tell the neighbours that want `chunk` that it is in buffer number `buffer`."""
+    def pass_on(self, ranks: Sequence[int], number: int, buffer: int, data: Bytes) -> None:
+        """Tell `ranks` that chunk `number` is in buffer number `buffer`."""
         with self._lock:
-            self._due.update(chunk.wanted_by)
-        for rank in chunk.wanted_by:
-            self._send(rank, _OFFER, chunk.number, buffer)
+            self._due.update(ranks)
+        for rank in ranks:
+            self._send(rank, _OFFER, number, buffer)
+
+    def bring(self, rank: int, number: int, out: Bytes) -> NoReturn:
+        """Never called: neighbours lend."""
+        raise AssertionError(f"chunk {number} of neighbour {rank} is lent, not brought into {len(out)} bytes")
+
+    def interrupt(self) -> None:
+        """Do nothing: no call blocks for long."""
 
     def give_back(self, offer: Offer) -> None:
         """Tell the neighbour that it may reuse the buffer that it offered."""
@@ -61,6 +63,7 @@ class Exchange:
     @contextmanager
     def serving(self, reading: ChunkReading) -> Iterator[None]:
         """Pass the messages of neighbours on to `reading` while the ``with`` block runs, from a thread of its own."""
+        self._due.update(chunk.origin.rank for chunk in reading.expected.values() if chunk.origin)
         end = os.eventfd(0, os.EFD_CLOEXEC)
         listener = Thread(target=self._listen, args=(reading, end), name="holdfast-exchange", daemon=True)
         listener.start()
@@ -112,8 +115,8 @@ class Exchange:
         if kind == _BACK:
             reading.given_back(buffer)
             return True
-        chunk = self._expected[number].chunk
+        chunk = reading.expected[number]
         start = buffer * self._buffer_nbytes
         data = self._others[rank].data[start : start + chunk.stop - chunk.start]
-        reading.offered(Offer(rank, buffer, chunk, data))
+        reading.offered(Offer(self, rank, buffer, chunk, data))
         return True

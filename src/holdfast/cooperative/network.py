@@ -1,4 +1,4 @@
-"""TCP connections through which ranks of different nodes send each other the chunks that they read.
+"""The `Transport` between nodes: TCP connections through which ranks send each other copies of chunks.
 
 Both ends know the order in which chunks go from one to the other, so there are no requests: the sender writes the next
 chunk when it has it, and the receiver reads it into its own memory. Every chunk carries a digest, because the checksums
@@ -13,15 +13,16 @@ import struct
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from threading import Condition
 from types import TracebackType
-from typing import Self
+from typing import NoReturn, Self
 
 import xxhash
 
 from holdfast.cooperative.neighbours import NeighbourGone
 from holdfast.errors import StorageError
+from holdfast.io.chunks import ChunkReading, Offer
 from holdfast.store.base import Bytes
 
 _HELLO = struct.Struct("<16sI")
@@ -30,11 +31,13 @@ _CHUNK = struct.Struct("<QQ8s")
 _RETRY_S = 0.01
 
 
-class Peers:
-    """The connections of `rank` to ranks of other nodes. Use it as a context manager, which closes them at its end.
+class TcpTransport:
+    """The `Transport` of `rank` to ranks of other nodes. Use it as a context manager, which closes its connections.
 
     The constructor listens at `address`, ``host:port``; `connect` finds the others.
     """
+
+    lends = False
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -71,11 +74,16 @@ class Peers:
         for rank, connection in met.items():
             self._links[rank] = _Link(rank, connection, to_send.get(rank, ()), to_receive.get(rank, ()), end_s)
 
-    def send(self, rank: int, number: int, data: Bytes) -> None:
-        """Send chunk `number` in its turn; returns when the system has accepted all its bytes."""
-        self._links[rank].send(number, data)
+    def serving(self, reading: ChunkReading) -> AbstractContextManager[None]:
+        """Do nothing: peers send chunks and no other messages."""
+        return nullcontext()
 
-    def receive(self, rank: int, number: int, out: Bytes) -> None:
+    def pass_on(self, ranks: Sequence[int], number: int, buffer: int, data: Bytes) -> None:
+        """Send chunk `number` to `ranks` in its turn; returns when the system has accepted all its bytes."""
+        for rank in ranks:
+            self._links[rank].send(number, data)
+
+    def bring(self, rank: int, number: int, out: Bytes) -> None:
         """Fill `out` with chunk `number` in its turn; blocks until it has arrived.
 
         Raises:
@@ -83,6 +91,18 @@ class Peers:
             NeighbourGone: the other rank is gone, or too late.
         """
         self._links[rank].receive(number, out)
+
+    def give_back(self, offer: Offer) -> NoReturn:
+        """Never called: peers lend nothing."""
+        raise AssertionError(f"rank {offer.rank} lends nothing over the network")
+
+    def awaited(self) -> Sequence[int]:
+        """None: a rank that waits for a chunk waits in `bring`, which names the other rank."""
+        return ()
+
+    def interrupt(self) -> None:
+        """Close all connections."""
+        self.close()
 
     def close(self) -> None:
         """End all sending and receiving. Never raises."""

@@ -15,23 +15,24 @@ import msgspec
 import numpy as np
 from msgspec.structs import replace
 
-from holdfast.checkpoint.reading import Checkpoint, Targets
+from holdfast.checkpoint.data_files import DataFiles
+from holdfast.checkpoint.delivery import Targets
 from holdfast.control.channel import Channel
 from holdfast.control.deadline import Deadline
 from holdfast.cooperative.neighbours import Neighbour, NeighbourGone, Neighbours, SharedMemory, node_id
-from holdfast.cooperative.network import Peers
+from holdfast.cooperative.network import TcpTransport
 from holdfast.cooperative.sharing import SharedReading, sent_and_received
 from holdfast.errors import DeadlineError, StorageError
 from holdfast.format.manifest import data_nbytes
 from holdfast.geometry import Int64s
 from holdfast.io.buffers import BUFFER_NBYTES, NUM_THREADS, pipeline_pool
+from holdfast.io.jobs import ReadJob
 from holdfast.io.meter import Meter
-from holdfast.io.reader import ReadJob
 from holdfast.phases import attempt
 from holdfast.plan.exchange import Bandwidths, Chunks, divide_job_reads, divide_reads, united
 from holdfast.plan.load import ReadRequest
 from holdfast.store.base import Bytes
-from holdfast.store.timed import TimedStore
+from holdfast.store.timed import TimeLimit
 
 #: Memory through which a rank reads for others of its node: the default and the minimum.
 MEMORY_NBYTES = 16 << 20
@@ -92,31 +93,29 @@ class CooperativeReading:
 
     def __init__(
         self,
-        checkpoint: Checkpoint,
-        storage: TimedStore,
+        files: DataFiles,
+        limit: TimeLimit,
         channel: Channel,
         deadline: Deadline,
         *,
         verify: bool,
         memory_nbytes: int = MEMORY_NBYTES,
         bandwidths: Bandwidths | None = None,
-        owners: Sequence[int] | None = None,
-        in_memory: bool = False,
     ) -> None:
-        """`owners` gives for each data file the only rank that can read it; without it, every rank can read every file.
-        With `in_memory`, this rank reads with as many threads as it has cores, because reads of memory do not wait."""
-        self._checkpoint = checkpoint
-        self._storage = storage
+        """`files` are read within `limit`. Where reads wait for nothing, this rank reads with as many threads as it has
+        cores."""
+        self._files = files
+        self._limit = limit
         self._channel = channel
         self._deadline = deadline
         self._verify = verify
         self._num_buffers = memory_nbytes // BUFFER_NBYTES
         self._bandwidths = bandwidths
-        self._owners = owners
-        self._in_memory = in_memory
+        self._holders = files.holders
+        self._is_prompt = files.is_prompt
         self._jobs: dict[int, ReadJob] = {}
         self._needs = np.zeros((0, 3), np.int64)
-        self._peers: Peers | None = None
+        self._network: TcpTransport | None = None
         self._shared: SharedReading | None = None
         self._meter = Meter()
         #: Whether the targets may have got elements.
@@ -129,9 +128,9 @@ class CooperativeReading:
         ranks have all their bytes.
 
         One rank of a node reads the bytes that several of its ranks need, into memory that it shares with them. Where
-        `bandwidths` favour it, one node reads the bytes that several nodes need, and sends them to the others. With
-        `owners`, each owner reads the bytes of its files that others need, and sends them to their nodes. `meter`
-        follows how much of its own share this rank has read.
+        `bandwidths` favour it, one node reads the bytes that several nodes need, and sends them to the others. If one
+        rank alone can read a file, it reads the bytes that others need, and sends them to their nodes. `meter` follows
+        how much of its own share this rank has read.
 
         Raises:
             CorruptError: bytes are missing or altered; the error names the file and the tensors.
@@ -145,21 +144,21 @@ class CooperativeReading:
             read = attempt(lambda: self._read(nodes))
             self._channel.exchange("read", read, self._check, self._deadline, takes=_ReadOutcome, gives=_ReadOutcome)
         finally:
-            if self._peers is not None:
-                self._peers.close()
+            if self._network is not None:
+                self._network.close()
         assert self._shared is not None
         return ReadCost(self._shared.bytes_read, self._shared.verify_s)
 
     def _prepare(self, wants: Sequence[ReadRequest], targets: Targets) -> _Here:
-        open_reader = self._storage.direct_reader
-        self._jobs = dict(self._checkpoint.jobs(wants, targets, verify=self._verify, open_reader=open_reader))
+        open_reader = self._limit.direct_reader
+        self._jobs = dict(self._files.jobs(wants, targets, verify=self._verify, open_reader=open_reader))
         ranges = [(file, job.ranges()) for file, job in sorted(self._jobs.items())]
         self._needs = np.concatenate([self._needs, *(np.insert(each, 0, file, axis=1) for file, each in ranges)])
         here = _Here(node_id(), int((self._needs[:, 2] - self._needs[:, 1]).sum()))
-        if (self._bandwidths is None and self._owners is None) or self._channel.world_size == 1:
+        if (self._bandwidths is None and self._holders is None) or self._channel.world_size == 1:
             return here
-        self._peers = Peers(self._channel.rank)
-        return replace(here, address=self._peers.address, needs=zlib.compress(self._needs.tobytes(), 1))
+        self._network = TcpTransport(self._channel.rank)
+        return replace(here, address=self._network.address, needs=zlib.compress(self._needs.tobytes(), 1))
 
     def _answer(self, ranks: Sequence[_Here]) -> _NodeMap:
         """Rank 0's answer: the nodes of all ranks, and whether nodes exchange the bytes that they read."""
@@ -168,20 +167,20 @@ class CooperativeReading:
         nodes = _NodeMap(secrets.token_bytes(16), runs, self._is_apart(ranks))
         if len(numbers) > 1 and all(rank.address for rank in ranks):
             needs = [united([_unpacked(ranks[rank].needs) for rank in members]) for members in nodes.members()]
-            if self._owners is not None or (self._bandwidths and self._bandwidths.favour_exchange(needs)):
+            if self._holders is not None or (self._bandwidths and self._bandwidths.favour_exchange(needs)):
                 addresses, packed = tuple(rank.address for rank in ranks), tuple(rank.needs for rank in ranks)
                 nodes = replace(nodes, addresses=addresses, needs=packed)
         return nodes
 
     def _is_apart(self, ranks: Sequence[_Here]) -> bool:
-        if not self._in_memory or self._owners is not None:
+        if not self._is_prompt or self._holders is not None:
             return False
-        return sum(rank.nbytes for rank in ranks) <= _APART * data_nbytes(self._checkpoint.manifest.body)
+        return sum(rank.nbytes for rank in ranks) <= _APART * data_nbytes(self._files.manifest.body)
 
     def _read(self, nodes: _NodeMap) -> _ReadOutcome:
         self.has_begun = True
         try:
-            self._storage.run("read", self._checkpoint.folder, lambda: self._meet(nodes), stop=self._stop)
+            self._limit.run("read", self._files.folder, lambda: self._meet(nodes), stop=self._stop)
         except NeighbourGone as gone:
             return _ReadOutcome(gone.ranks)
         except StorageError as error:
@@ -208,14 +207,14 @@ class CooperativeReading:
             others, buffers = self._neighbours(stack, nodes.token, ranks, end_s)
             if nodes.addresses:
                 needs = [[_unpacked(nodes.needs[rank]) for rank in each] for each in members]
-                chunks = divide_job_reads(members, needs, node, chunk_nbytes=BUFFER_NBYTES, owners=self._owners)
-                peers = self._connected(nodes, chunks, end_s)
+                chunks = divide_job_reads(members, needs, node, chunk_nbytes=BUFFER_NBYTES, holders=self._holders)
+                network = self._connected(nodes, chunks, end_s)
             else:
-                first_file = self._checkpoint.manifest.body.num_files * node // len(members)
+                first_file = self._files.manifest.body.num_files * node // len(members)
                 chunks = self._divided(ranks, others, first_file)
-                peers = None
+                network = None
             self._jobs.update(self._idle_jobs(chunks))
-            corrupt = self._checkpoint.corrupt_block
+            corrupt = self._files.corrupt_block
             self._shared = SharedReading(
                 self._jobs,
                 chunks,
@@ -223,8 +222,8 @@ class CooperativeReading:
                 others,
                 buffers,
                 corrupt,
-                peers=peers,
-                num_readers=min(max(num_cores, 1), NUM_THREADS) if self._in_memory else NUM_THREADS,
+                network=network,
+                num_readers=min(max(num_cores, 1), NUM_THREADS) if self._is_prompt else NUM_THREADS,
             )
             shared = self._shared
             self._meter.follow(shared.nbytes, lambda: shared.bytes_read)
@@ -233,16 +232,16 @@ class CooperativeReading:
     def _divided(self, ranks: Sequence[int], others: Mapping[int, Neighbour], first_file: int) -> Chunks:
         """The chunks that `ranks` of this node read, beginning with `first_file`, when nodes exchange no bytes."""
         needs = [self._needs if rank == self._channel.rank else _rows(others[rank].note) for rank in ranks]
-        if self._owners is not None:
-            return divide_job_reads([ranks], [needs], 0, chunk_nbytes=BUFFER_NBYTES, owners=self._owners)
+        if self._holders is not None:
+            return divide_job_reads([ranks], [needs], 0, chunk_nbytes=BUFFER_NBYTES, holders=self._holders)
         return divide_reads(ranks, needs, chunk_nbytes=BUFFER_NBYTES, first_file=first_file)
 
     def _idle_jobs(self, chunks: Chunks) -> dict[int, ReadJob]:
         """Jobs for the files that this rank reads for others only."""
         led = chunks.files[chunks.leaders == chunks.ranks.index(self._channel.rank)]
-        open_reader = self._storage.direct_reader
+        open_reader = self._limit.direct_reader
         return {
-            file: self._checkpoint.idle_job(file, verify=self._verify, open_reader=open_reader)
+            file: self._files.idle_job(file, verify=self._verify, open_reader=open_reader)
             for file in set(led.tolist()) - self._jobs.keys()
         }
 
@@ -258,14 +257,14 @@ class CooperativeReading:
         starts = range(0, shared.data_nbytes, BUFFER_NBYTES)
         return neighbours.others, [shared.data[start : start + BUFFER_NBYTES] for start in starts]
 
-    def _connected(self, nodes: _NodeMap, chunks: Chunks, end_s: float) -> Peers:
+    def _connected(self, nodes: _NodeMap, chunks: Chunks, end_s: float) -> TcpTransport:
         """The connections to other nodes that `chunks` need, all of them made."""
         rank = self._channel.rank
-        assert self._peers is not None
+        assert self._network is not None
         to_send, to_receive = sent_and_received(chunks, rank)
         addresses = dict(enumerate(nodes.addresses))
-        self._peers.connect(nodes.token, addresses, to_send=to_send, to_receive=to_receive, end_s=end_s)
-        return self._peers
+        self._network.connect(nodes.token, addresses, to_send=to_send, to_receive=to_receive, end_s=end_s)
+        return self._network
 
     def _check(self, reads: Sequence[_ReadOutcome]) -> _ReadOutcome:
         """Raise if a rank waited in vain. Usually the rank that it waited for is named before, by its own error or as

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 
 import numpy as np
 
-from holdfast.cooperative.exchange import Exchange, ExpectedChunk
+from holdfast.cooperative.exchange import SharedMemoryTransport
 from holdfast.cooperative.neighbours import Neighbour
-from holdfast.cooperative.network import Peers
 from holdfast.io.buffers import NUM_THREADS
+from holdfast.io.chunks import Chunk, ChunkReading, Origin, Route, Transport
+from holdfast.io.jobs import FileDelivery, OnCorrupt, ReadJob
 from holdfast.io.pages import in_huge_pages
-from holdfast.io.reader import Chunk, ChunkReading, FileDelivery, OnCorrupt, ReadJob
 from holdfast.plan.exchange import Chunks
 from holdfast.store.base import Bytes
 
@@ -23,7 +23,7 @@ class SharedReading:
     for others.
 
     `others` are the neighbours of `rank`. `buffers` are parts of the memory that they see, each as large as the largest
-    chunk. `peers` connects this rank to other nodes, where chunks come from or go to them. `num_readers` threads read.
+    chunk. `network` leads to other nodes, where chunks come from or go to them. `num_readers` threads read.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class SharedReading:
         buffers: Sequence[Bytes],
         on_corrupt: OnCorrupt,
         *,
-        peers: Peers | None = None,
+        network: Transport | None = None,
         num_readers: int = NUM_THREADS,
     ) -> None:
         me = chunks.ranks.index(rank)
@@ -44,22 +44,18 @@ class SharedReading:
         #: All the bytes that this rank is to read from storage.
         self.nbytes = int((chunks.stops - chunks.starts)[led & (chunks.senders < 0)].sum())
         self._chunks = chunks
-        self._peers = peers
+        self._memory = SharedMemoryTransport(others, buffer_nbytes=len(buffers[0]))
+        self._network = network
+        self._transports = (self._memory,) if network is None else (self._memory, network)
         self._targets = {file: FileDelivery(job, num_chunks=counts[file]) for file, job in jobs.items()}
-        expected = [
-            ExpectedChunk(chunks.ranks[chunks.leaders[index]], self._chunk(index))
-            for index in np.flatnonzero(wanted & ~led).tolist()
-        ]
-        self._exchange = Exchange(others, expected, len(buffers[0]))
+        expected = map(self._lent_chunk, np.flatnonzero(wanted & ~led).tolist())
         self._reading = ChunkReading(
             map(self._led_chunk, np.flatnonzero(led).tolist()),
             buffers,
             on_corrupt,
             num_readers=num_readers,
-            num_deliverers=0 if peers is None else 1,
-            partners=self._exchange,
-            num_offers=len(expected),
-            interrupt=lambda: None if peers is None else peers.close(),
+            transports=self._transports,
+            expected={chunk.number: chunk for chunk in expected},
             prepare=in_huge_pages() if others else lambda _: None,
         )
 
@@ -74,8 +70,8 @@ class SharedReading:
         return self._reading.verify_s
 
     def awaited(self) -> tuple[int, ...]:
-        """The neighbours that this rank waits for; none while it reads from storage itself."""
-        return () if self._reading.is_reading else tuple(self._exchange.awaited())
+        """The ranks that this rank waits for; none while it reads from storage itself."""
+        return () if self._reading.is_reading else tuple(rank for each in self._transports for rank in each.awaited())
 
     def run(self) -> None:
         """Read; blocks until this rank has all bytes that it needs, and the others have all bytes that it reads for
@@ -83,7 +79,9 @@ class SharedReading:
 
         Raises what `ChunkReading.run` raises, and `NeighbourGone` when a rank failed or died that this one waits for.
         """
-        with self._exchange.serving(self._reading):
+        with ExitStack() as stack:
+            for transport in self._transports:
+                stack.enter_context(transport.serving(self._reading))
             self._reading.run()
 
     def stop(self) -> None:
@@ -95,21 +93,20 @@ class SharedReading:
         file, start, stop = int(chunks.files[index]), int(chunks.starts[index]), int(chunks.stops[index])
         return Chunk(int(chunks.numbers[index]), self._targets[file], start, stop)
 
+    def _lent_chunk(self, index: int) -> Chunk:
+        """A chunk that a neighbour lends to this rank."""
+        leader = self._chunks.ranks[self._chunks.leaders[index]]
+        return self._chunk(index)._replace(origin=Origin(self._memory, leader))
+
     def _led_chunk(self, index: int) -> Chunk:
-        chunk = self._chunk(index)._replace(wanted_by=self._chunks.consumers(index))
+        """A chunk that this rank reads, or takes from another node, for all ranks of its node that want it."""
         sender, receivers = int(self._chunks.senders[index]), self._chunks.receivers[index]
-        if self._peers is None:
-            return chunk
-        receive = partial(self._peers.receive, sender, chunk.number) if sender >= 0 else None
-        return chunk._replace(receive=receive, send=_to_all(self._peers, receivers, chunk.number))
-
-
-def _to_all(peers: Peers, receivers: Sequence[int], number: int) -> Callable[[Bytes], None] | None:
-    def send(data: Bytes) -> None:
-        for rank in receivers:
-            peers.send(rank, number, data)
-
-    return send if receivers else None
+        routes = [Route(self._memory, consumers)] if (consumers := self._chunks.consumers(index)) else []
+        origin = None
+        if self._network is not None:
+            routes += [Route(self._network, receivers)] if receivers else []
+            origin = Origin(self._network, sender) if sender >= 0 else None
+        return self._chunk(index)._replace(origin=origin, routes=routes)
 
 
 def sent_and_received(chunks: Chunks, rank: int) -> tuple[dict[int, list[int]], dict[int, list[int]]]:

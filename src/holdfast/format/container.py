@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from holdfast.errors import CorruptError
 from holdfast.format.dtypes import DTYPES
-from holdfast.format.manifest import SMALL_LAST, DecodedManifest, ValueBlock
+from holdfast.format.manifest import SMALL_LAST, DecodedManifest, DecodedTable, ValueBlock
 from holdfast.format.partition import Cells, FlatCells, cells_of
 from holdfast.geometry import Box, FlatRange, Int64s, Shape, whole
 
@@ -35,6 +35,8 @@ VALUES_NAME = "@values"
 SMALL_NBYTES = 64 << 10
 #: A tensor may not have this name in a safetensors file.
 _RESERVED_NAME = "__metadata__"
+#: As long as every checkpoint's id.
+_ANY_ID = "0" * 16
 #: Upper bound of the rest of an entry's header text: all but the name, the dtype code and the tensor's own numbers.
 _ENTRY_NBYTES = 96
 
@@ -94,7 +96,7 @@ class FileColumns:
 class Files:
     """The data files of one checkpoint, derived from its manifest."""
 
-    def __init__(self, manifest: DecodedManifest) -> None:
+    def __init__(self, manifest: DecodedTable) -> None:
         self.manifest = manifest
         self._cells: dict[int, Cells] = {}
         self._checked: dict[tuple[int, int], Cells] = {}
@@ -208,7 +210,7 @@ class Files:
         numels = numels[:, files]
         data_nbytes = nbytes @ numels + capacities[files]
         header = bounds @ counts[:, files] + of_values[files]
-        header += 8 + 1 + np.asarray([len(_metadata(self.manifest, int(file), "")) for file in files], np.int64)
+        header += 8 + 1 + np.asarray([len(_metadata(_ANY_ID, int(file), "")) for file in files], np.int64)
         header += 32 * -(-data_nbytes // BLOCK_NBYTES)
         return FileColumns(files, self._offsets(numels, positions), -(-header // ALIGNMENT) * ALIGNMENT, data_nbytes)
 
@@ -284,15 +286,14 @@ def parse_table(text: bytes) -> bytes:
 def header(manifest: DecodedManifest, layout: FileLayout, table: bytes) -> bytes:
     """The first ``layout.data_start`` bytes of a data file whose block digests are `table`."""
     assert len(table) == 16 * num_blocks(layout.data_nbytes)
-    metadata = _metadata(manifest, layout.index, table.hex())
+    metadata = _metadata(manifest.body.checkpoint_id, layout.index, table.hex())
     text = (f"{metadata},{layout.text}}}" if layout.text else f"{metadata}}}").encode("ascii")
     room = layout.data_start - 8
     assert len(text) <= room, f"header bound too small: {len(text)} > {room}"
     return room.to_bytes(8, "little") + text.ljust(room)
 
 
-def _metadata(manifest: DecodedManifest, index: int, table: str) -> str:
-    checkpoint_id = manifest.body.checkpoint_id
+def _metadata(checkpoint_id: str, index: int, table: str) -> str:
     return f'{{"__metadata__":{{"blocks":"{table}","checkpoint":"{checkpoint_id}","file":"{index}","holdfast":"1"}}'
 
 

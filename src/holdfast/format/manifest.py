@@ -10,11 +10,12 @@ import re
 import struct
 import zlib
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from itertools import islice
 from math import prod
 from operator import lt
-from typing import Final
+from typing import Final, TypeVar
 
 import msgspec
 import xxhash
@@ -89,22 +90,15 @@ class ValueBlock(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     paths: tuple[str, ...]
 
 
-class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The body of a manifest: a checkpoint's logical content, and the data file that holds each part of it.
+class StateTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A state's logical content, and the data file that holds each part of it.
 
     Tensor ``i`` is ``names[i]`` (sorted), of ``dtype_table[dtypes[i]]`` and ``shape_table[shapes[i]]``, divided by
     ``partition_table[partitions[i]]``. Owners in partitions are data files; file ``f`` was written by rank
-    ``writers[f]`` and is called `file_name(f)`. `diverged` names (sorted) the tensors whose copies on several ranks
-    differed when this checkpoint was saved; one holder's copy of each was stored.
+    ``writers[f]`` and is called `file_name(f)`.
     """
 
-    checkpoint_id: Hex16
-    run_id: Hex32
-    place: tuple[Ordinal, Ordinal]
-    step: Count
-    created: Seconds
     world_size: Ordinal
-    metrics: dict[str, float]
     reader_features: tuple[str, ...]
     names: tuple[str, ...]
     dtype_table: tuple[str, ...]
@@ -114,11 +108,29 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     partition_table: tuple[Partition, ...]
     partitions: tuple[int, ...]
     aliases: dict[str, str]
-    diverged: tuple[str, ...]
     num_files: int
     writers: int
     values: tuple[ValueBlock, ...]
     sequences: tuple[sequences.Sequence, ...]
+
+
+class Manifest(StateTable, frozen=True, forbid_unknown_fields=True):
+    """The body of a manifest: the table of a state, and the checkpoint that stores it.
+
+    `diverged` names (sorted) the tensors whose copies on several ranks differed when this checkpoint was saved; one
+    holder's copy of each was stored.
+    """
+
+    checkpoint_id: Hex16
+    run_id: Hex32
+    place: tuple[Ordinal, Ordinal]
+    step: Count
+    created: Seconds
+    metrics: dict[str, float]
+    diverged: tuple[str, ...]
+
+
+B = TypeVar("B", bound=StateTable)
 
 
 class SequenceTable:
@@ -141,10 +153,10 @@ class SequenceTable:
         return index
 
 
-class DecodedManifest:
-    """A manifest with access to its integer sequences, decoded on first use."""
+class DecodedTable:
+    """The table of a state, with access to its integer sequences, which are decoded on first use."""
 
-    def __init__(self, body: Manifest, blob: bytes | memoryview) -> None:
+    def __init__(self, body: StateTable, blob: bytes | memoryview) -> None:
         self.body = body
         self._blob = memoryview(blob)
         self._decoded: dict[int, Int64s] = {}
@@ -159,21 +171,6 @@ class DecodedManifest:
         claimed = sum(sequences.affine_length(sequence) for sequence in body.sequences)
         if claimed > _FREE_NUMBERS + _NUMBERS_PER_CELL * body.num_files * (1 + len(body.partition_table)):
             raise corrupt(f"its sequences claim {count(claimed, 'number')} for {count(body.num_files, 'file')}")
-
-    def with_body(self, body: Manifest) -> DecodedManifest:
-        """This manifest with another body. Both share the sequences that are decoded already."""
-        other = DecodedManifest(body, self._blob)
-        other._decoded = self._decoded
-        return other
-
-    def encode(self) -> bytes:
-        """The bytes of this manifest's file."""
-        return encode(self.body, [self._blob])
-
-    @property
-    def place(self) -> Place:
-        """The checkpoint's place."""
-        return Place(*self.body.place)
 
     def sequence(self, index: int) -> Int64s:
         """The integers of sequence `index`. They are shared: callers must not write to them."""
@@ -192,6 +189,30 @@ class DecodedManifest:
         return self.body.shape_table[self.body.shapes[tensor]]
 
 
+class DecodedManifest(DecodedTable):
+    """A manifest with access to its integer sequences, which are decoded on first use."""
+
+    body: Manifest
+
+    def __init__(self, body: Manifest, blob: bytes | memoryview) -> None:
+        super().__init__(body, blob)
+
+    def with_body(self, body: Manifest) -> DecodedManifest:
+        """This manifest with another body. Both share the sequences that are decoded already."""
+        other = DecodedManifest(body, self._blob)
+        other._decoded = self._decoded
+        return other
+
+    def encode(self) -> bytes:
+        """The bytes of this manifest's file."""
+        return encode(self.body, [self._blob])
+
+    @property
+    def place(self) -> Place:
+        """The checkpoint's place."""
+        return Place(*self.body.place)
+
+
 def file_name(index: int) -> str:
     """Name of data file `index` in the checkpoint's folder."""
     return f"data-{index:05d}.safetensors"
@@ -202,8 +223,8 @@ def is_file_name(name: str) -> bool:
     return _FILE_NAME.fullmatch(name) is not None
 
 
-def encode(body: Manifest, blobs: Iterable[bytes | memoryview]) -> bytes:
-    """The manifest file's bytes."""
+def encode(body: StateTable, blobs: Iterable[bytes | memoryview]) -> bytes:
+    """The bytes of a manifest file, or of a table that ranks send each other."""
     packed = msgspec.msgpack.encode(body)
     compressed = zlib.compress(packed, 6)
     if len(packed) > _unfolded_limit(len(compressed)):
@@ -218,15 +239,32 @@ def encode(body: Manifest, blobs: Iterable[bytes | memoryview]) -> bytes:
 
 def decode(data: bytes, *, path: str) -> DecodedManifest:
     """Check and decode a manifest file. Raises `CorruptError`, or `IncompatibleError` for an unknown feature."""
+    with _naming(path):
+        body, blob = _decode(data, Manifest)
+        if not _ascends(body.diverged) or not set(body.names).issuperset(body.diverged):
+            raise corrupt("the tensors that diverged are no tensors, or not sorted and unique")
+        return DecodedManifest(body, blob)
+
+
+def decode_table(data: bytes, *, path: str) -> DecodedTable:
+    """As `decode`, for the table of a state that no checkpoint stores."""
+    with _naming(path):
+        return DecodedTable(*_decode(data, StateTable))
+
+
+@contextmanager
+def _naming(path: str) -> Iterator[None]:
+    """Name `path` in the errors of a ``with`` block."""
     try:
-        return _decode(data)
+        yield
     except HoldfastError as error:
         error.path = error.path or path
         error.message = f"{path}: {error.message}"
         raise
 
 
-def _decode(data: bytes) -> DecodedManifest:
+def _decode(data: bytes, kind: type[B]) -> tuple[B, memoryview]:
+    """The body of type `kind`, checked, and the bytes of its sequences."""
     if len(data) < _HEAD.size or data[:8] != MAGIC:
         raise corrupt("it does not begin as a manifest does")
     _, compressed_nbytes, packed_nbytes, blob_nbytes, digest = _HEAD.unpack_from(data)
@@ -246,7 +284,7 @@ def _decode(data: bytes) -> DecodedManifest:
     if len(packed) != packed_nbytes or not inflate.eof or inflate.unused_data:
         raise corrupt("its body is longer or shorter than it claims")
     try:
-        body = decode_msgpack(packed, Manifest)
+        body = decode_msgpack(packed, kind)
         _check_keys(packed, body)
     except _UNDECODABLE as error:
         raise _unreadable(packed, error) from error
@@ -254,7 +292,7 @@ def _decode(data: bytes) -> DecodedManifest:
     _check_tensors(body)
     _check_values(body)
     _check_sequences(body)
-    return DecodedManifest(body, rest[compressed_nbytes:])
+    return body, rest[compressed_nbytes:]
 
 
 def _unfolded_limit(compressed_nbytes: int) -> int:
@@ -271,16 +309,16 @@ class _Features(msgspec.Struct):
 
 
 class _Maps(msgspec.Struct):
-    metrics: msgspec.Raw
     aliases: msgspec.Raw
+    metrics: msgspec.Raw = msgspec.Raw(b"\x80")  # the empty map: only manifests have metrics
 
 
-def _check_keys(packed: bytes, body: Manifest) -> None:
+def _check_keys(packed: bytes, body: StateTable) -> None:
     """Raise `ValueError` where a map has a key twice: msgspec keeps the last value, and another reader the first."""
     maps = decode_msgpack(packed, _Maps)
     sizes = [
         (packed, len(body.__struct_fields__)),
-        (maps.metrics, len(body.metrics)),
+        (maps.metrics, len(body.metrics) if isinstance(body, Manifest) else 0),
         (maps.aliases, len(body.aliases)),
     ]
     if any(_map_size(bytes(raw)[:5]) != size for raw, size in sizes):
@@ -314,7 +352,7 @@ def _check_features(features: tuple[str, ...]) -> None:
         )
 
 
-def _check_tensors(body: Manifest) -> None:
+def _check_tensors(body: StateTable) -> None:
     """Refuse indexes outside their tables, names that are not sorted and unique, impossible shapes and dtypes."""
     num_tensors = len(body.names)
     if not num_tensors == len(body.dtypes) == len(body.shapes) == len(body.partitions):
@@ -335,11 +373,9 @@ def _check_tensors(body: Manifest) -> None:
     names = set(body.names)
     if not names.issuperset(body.aliases.values()) or not names.isdisjoint(body.aliases):
         raise corrupt("an alias points to no tensor, or shadows one")
-    if not _ascends(body.diverged) or not names.issuperset(body.diverged):
-        raise corrupt("the tensors that diverged are no tensors, or not sorted and unique")
 
 
-def _check_sizes(body: Manifest) -> None:
+def _check_sizes(body: StateTable) -> None:
     for shape in set(body.shape_table):  # each distinct shape once: a hostile table may repeat one a million times
         if len(shape) > MAX_AXES or min(shape, default=0) < 0:
             raise corrupt("a shape has a negative extent or too many axes")
@@ -350,7 +386,7 @@ def _check_sizes(body: Manifest) -> None:
         raise corrupt(f"its tensors have {count(total, 'byte')}, more than any storage can hold")
 
 
-def data_nbytes(body: Manifest) -> int:
+def data_nbytes(body: StateTable) -> int:
     """Bytes of all data sections: those of all tensors, and those reserved for values."""
     kinds = Counter(zip(body.dtypes, body.shapes, strict=True))
     itemsizes = [DTYPES[name].itemsize for name in body.dtype_table]
@@ -362,7 +398,7 @@ def _ascends(names: tuple[str, ...]) -> bool:
     return all(map(lt, names, islice(names, 1, None)))
 
 
-def _check_values(body: Manifest) -> None:
+def _check_values(body: StateTable) -> None:
     files = [block.file for block in body.values]
     if not 0 <= body.num_files <= MAX_FILES:
         raise corrupt(f"it claims to have {count(body.num_files, 'file')}")
@@ -375,7 +411,7 @@ def _check_values(body: Manifest) -> None:
         raise corrupt("values have an impossible size")
 
 
-def _check_sequences(body: Manifest) -> None:
+def _check_sequences(body: StateTable) -> None:
     used = [body.writers, *(index for part in body.partition_table for index in _sequences_of(part))]
     if min(used) < 0 or max(used) >= len(body.sequences):
         raise corrupt("a partition names a sequence that does not exist")

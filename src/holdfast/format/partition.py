@@ -7,7 +7,7 @@ from math import prod
 
 import numpy as np
 
-from holdfast.format.manifest import Boxes, DecodedManifest, FlatCuts, Grid, Partition, corrupt
+from holdfast.format.manifest import Boxes, DecodedTable, FlatCuts, Grid, Partition, corrupt
 from holdfast.geometry import Box, FlatRange, Int64s, Shape, coverage_fault
 from holdfast.wording import count
 
@@ -107,7 +107,7 @@ class BoxCells(_Columns):
 Cells = GridCells | FlatCells | BoxCells
 
 
-def cells_of(manifest: DecodedManifest, partition: Partition) -> Cells:
+def cells_of(manifest: DecodedTable, partition: Partition) -> Cells:
     """Decode one partition, and check that its cells cover a tensor exactly once and belong to files that exist.
 
     Raises:
@@ -142,7 +142,7 @@ def _flat(cuts: Int64s, owners: Int64s) -> FlatCells:
     return FlatCells(owners, numels, _within(owners, numels), (int(cuts[-1]),), cuts)
 
 
-def _boxes(manifest: DecodedManifest, partition: Boxes, owners: Int64s) -> BoxCells:
+def _boxes(manifest: DecodedTable, partition: Boxes, owners: Int64s) -> BoxCells:
     columns = [manifest.sequence(index) for index in (*partition.starts, *partition.sizes)]
     num_axes = len(partition.starts)
     if not len(owners):

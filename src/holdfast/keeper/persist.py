@@ -77,7 +77,7 @@ def persist(
 
     def write() -> None:
         write_memory(
-            storage.direct_writer(key, nbytes=contents.nbytes),
+            storage.limit.direct_writer(storage, key, nbytes=contents.nbytes),
             slot.data,
             nbytes=contents.nbytes,
             head_nbytes=contents.data_start,
@@ -85,7 +85,7 @@ def persist(
         )
 
     try:
-        storage.run("write", storage.path(key), write)
+        storage.limit.run("write", storage.path(key), write)
     except StorageError as error:
         if error.code != "storage.exists":  # another keeper of the same slot was there first
             raise

@@ -308,21 +308,17 @@ class Loading:
         *,
         epoch: int | None,
         skipped: Sequence[Skipped] = (),
-        owners: Sequence[int] | None = None,
-        in_memory: bool = False,
     ) -> LoadReport:
-        """Fill `into` from the checkpoint that `find` returns; `epoch` was the newest epoch of its run before that.
-        `owners` gives for each data file the only rank that can read it. `in_memory` says that the data files are in
-        memory."""
+        """Fill `into` from the checkpoint that `find` returns; `epoch` was the newest epoch of its run before that."""
         with self._watch.phase("match"):
             bound, names = self._match(into, find)
         checkpoint = bound.opened.checkpoint
         filling = Filling(checkpoint, bound.binding, bound.table.parts, self._rank, self._deadline)
         if self._options.fallback and self._options.may_keep:
             with self._watch.phase("check"):
-                self._together(checkpoint, owners, in_memory=in_memory).read(filling.plan_check)
+                self._together(checkpoint).read(filling.plan_check)
             self._is_mixed = True
-        together = self._together(checkpoint, owners, in_memory=in_memory)
+        together = self._together(checkpoint)
         with partly_filled_on_errors(into, bound.binding, together):
             with self._watch.phase("read"):
                 cost = self._read(together, filling, step=checkpoint.seal.step)
@@ -402,17 +398,15 @@ class Loading:
             skipped=tuple((str(one.place), one.reason) for one in skipped),
         )
 
-    def _together(self, checkpoint: Checkpoint, owners: Sequence[int] | None, *, in_memory: bool) -> CooperativeReading:
+    def _together(self, checkpoint: Checkpoint) -> CooperativeReading:
         return CooperativeReading(
             checkpoint,
-            self._storage,
+            self._storage.limit,
             self._channel,
             self._deadline,
             verify=self._options.verify,
             memory_nbytes=self._options.memory_budget,
             bandwidths=self._options.bandwidths,
-            owners=owners,
-            in_memory=in_memory,
         )
 
     def _note(self, opened: Opened, epoch: int | None, binding: Binding, state: object, *, is_whole: bool) -> None:

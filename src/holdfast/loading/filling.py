@@ -9,7 +9,8 @@ from typing import Any
 import numpy.typing as npt
 import torch
 
-from holdfast.checkpoint.reading import Checkpoint, Targets
+from holdfast.checkpoint.data_files import DataFiles
+from holdfast.checkpoint.delivery import Targets
 from holdfast.control.deadline import Deadline
 from holdfast.errors import DeadlineError
 from holdfast.geometry import Box
@@ -51,10 +52,10 @@ class Filling:
     tensors that a mapping changed, the stored parts that they are made of."""
 
     def __init__(
-        self, checkpoint: Checkpoint, binding: Binding, parts: Mapping[str, Parts], rank: int, deadline: Deadline
+        self, files: DataFiles, binding: Binding, parts: Mapping[str, Parts], rank: int, deadline: Deadline
     ) -> None:
         self._deadline = deadline
-        self._checkpoint = checkpoint
+        self._files = files
         self._binding = binding
         self._parts = parts
         self._rank = rank
@@ -74,14 +75,14 @@ class Filling:
                 action="Raise timeout_s, or wait for `handle.staged` of that save first.",
             )
         self._binding.allocate()
-        self._wanted = wanted(self._checkpoint, self._binding, self._parts, self._rank)
+        self._wanted = wanted(self._files, self._binding, self._parts, self._rank)
         await_queued(self._wanted.targets.views)
         return self._wanted.wants, self._wanted.targets
 
     def plan_check(self) -> tuple[Sequence[ReadRequest], Targets]:
         """The same read requests as `plan`, to check the stored bytes: the targets discard all elements, and nothing
         changes."""
-        return wanted(self._checkpoint, self._binding, self._parts, self._rank).wants, _Discarded()
+        return wanted(self._files, self._binding, self._parts, self._rank).wants, _Discarded()
 
     def finish(self) -> object:
         """Set memory for which nothing is stored to 0, and put the values in place; returns the whole tree. Call it
@@ -94,7 +95,7 @@ class Filling:
     @property
     def resharded(self) -> tuple[str, ...]:
         """The tensors of which this rank needs a box that is not exactly one stored piece."""
-        return tuple(sorted(self._wanted.resharded(self._checkpoint)))
+        return tuple(sorted(self._wanted.resharded(self._files)))
 
     @property
     def cast(self) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from holdfast.checkpoint.reading import Checkpoint
+from holdfast.checkpoint.data_files import DataFiles
 from holdfast.geometry import Box
 from holdfast.mapping.parts import NO_AXIS, Parts
 from holdfast.plan.load import ReadRequest, resharded
@@ -34,23 +34,23 @@ class Wanted:
     cast: set[str] = field(default_factory=set)
     owners: dict[int, str] = field(default_factory=dict)
 
-    def resharded(self, checkpoint: Checkpoint) -> set[str]:
+    def resharded(self, files: DataFiles) -> set[str]:
         """The tensors of which this rank needs a box that is not exactly one stored piece."""
-        names, wants = checkpoint.manifest.body.names, self.wants
-        return {self.owners.get(number) or names[wants[number].tensor] for number in resharded(checkpoint.files, wants)}
+        names, wants = files.manifest.body.names, self.wants
+        return {self.owners.get(number) or names[wants[number].tensor] for number in resharded(files.files, wants)}
 
 
-def wanted(checkpoint: Checkpoint, binding: Binding, parts: Mapping[str, Parts], rank: int) -> Wanted:
+def wanted(files: DataFiles, binding: Binding, parts: Mapping[str, Parts], rank: int) -> Wanted:
     """The needs of all targets of the binding on `rank`. `parts` has, for the tensors that a mapping changed, the
     stored parts that they are made of."""
     found, pieces = Wanted(), LocalPieces(rank)
-    wants, targets, numbers, dtype_of = found.wants, found.targets, checkpoint.numbers, checkpoint.manifest.dtype
+    wants, targets, numbers, dtype_of = found.wants, found.targets, files.numbers, files.manifest.dtype
     for target in binding.targets:
         local = target.local
         boxes = pieces.of(local.layout, local.memory)
         if target.source in parts:
             for box, view in boxes:
-                _add_parts(found, checkpoint, target, parts[target.source], box, view)
+                _add_parts(found, files, target, parts[target.source], box, view)
             continue
         number = numbers[target.source]
         dtype = _cast_from(dtype_of(number), target, found)
@@ -61,7 +61,7 @@ def wanted(checkpoint: Checkpoint, binding: Binding, parts: Mapping[str, Parts],
 
 
 def _add_parts(
-    found: Wanted, checkpoint: Checkpoint, target: BoundTensor, parts: Parts, box: Box, view: torch.Tensor
+    found: Wanted, files: DataFiles, target: BoundTensor, parts: Parts, box: Box, view: torch.Tensor
 ) -> None:
     """Add the stored parts of which a held box of a tensor is made."""
     for part in parts:
@@ -71,10 +71,10 @@ def _add_parts(
         common, of_stored = met
         held = view[common.relative_to(box.start).slices()]
         if part.source is not None:
-            number = checkpoint.numbers[part.source]
+            number = files.numbers[part.source]
             found.owners[len(found.wants)] = target.source
             found.wants.append(ReadRequest(number, of_stored))
-            dtype = _cast_from(checkpoint.manifest.dtype(number), target, found)
+            dtype = _cast_from(files.manifest.dtype(number), target, found)
             found.targets.add(_as_stored(held, part.axes), dtype)
         elif part.zero:
             found.zeros.append(held)

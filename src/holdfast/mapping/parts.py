@@ -16,7 +16,7 @@ from typing import NamedTuple
 import msgspec
 
 from holdfast.format.dtypes import DTYPES
-from holdfast.format.manifest import DecodedManifest
+from holdfast.format.manifest import DecodedTable
 from holdfast.geometry import Box, Shape, intersect, whole
 
 #: The logical axis of a stored tensor's axis that the logical tensor lacks.
@@ -281,7 +281,7 @@ def _deleted(shape: Shape, axis: int) -> Shape:
     return (*shape[:axis], *shape[axis + 1 :])
 
 
-def stored_tensors(manifest: DecodedManifest) -> dict[str, StoredTensor]:
+def stored_tensors(manifest: DecodedTable) -> dict[str, StoredTensor]:
     """Dtype and shape of each tensor of a checkpoint."""
     body = manifest.body
     kinds = list(zip(body.dtypes, body.shapes, strict=True))

@@ -119,27 +119,28 @@ def divide_job_reads(
     node: int,
     *,
     chunk_nbytes: int,
-    owners: Sequence[int] | None = None,
+    holders: Sequence[int] | None = None,
 ) -> Chunks:
     """Plan the reads of a job that reads each byte once: the chunks for node number `node`.
 
     `nodes` are the ranks of each node, `needs` the needs of each of these ranks. The nodes that need some of a chunk
     take turns in reading chunks. The ranks of a node take turns in leading, whether they need the chunk or not, so
-    every rank knows the leaders of other nodes. With `owners`, only the owner of a file, a rank, reads it.
+    every rank knows the leaders of other nodes. `holders` has for each file the only rank that can read it, or -1 where
+    all can.
     """
     united_needs = [united(each) for each in needs]
     files, starts, stops = _divided(united_needs, chunk_nbytes, 0)
     wanting = _wanted(files, starts, stops, united_needs)
     numbers = np.arange(len(files))
     leaders = np.stack([_in_turn(ranks, numbers // len(nodes)) for ranks in nodes], axis=1)
-    if owners is None:
-        turns = numbers % np.maximum(wanting.sum(axis=1), 1)
-        readers = np.argmax(np.cumsum(wanting, axis=1) > turns[:, None], axis=1)
-    else:
+    turns = numbers % np.maximum(wanting.sum(axis=1), 1)
+    readers = np.argmax(np.cumsum(wanting, axis=1) > turns[:, None], axis=1)
+    if holders is not None:
         node_of = {rank: number for number, ranks in enumerate(nodes) for rank in ranks}
-        reading = np.asarray(owners, np.int64)[files]
-        readers = np.asarray([node_of[rank] for rank in reading.tolist()], np.int64)
-        leaders[numbers, readers] = reading
+        holder = np.asarray(holders, np.int64)[files]
+        held = np.flatnonzero(holder >= 0)
+        readers[held] = [node_of[rank] for rank in holder[held].tolist()]
+        leaders[held, readers[held]] = holder[held]
     wanting[numbers, readers] = True
     here = np.flatnonzero(wanting[:, node])
     read_here = readers[here] == node

@@ -114,9 +114,9 @@ def plan_save(
 
 @dataclass(frozen=True)
 class ManifestTemplate:
-    """The common manifest of all checkpoints of one plan; its `body` lacks the fields of a `CheckpointIdentity`."""
+    """The common part of the manifests of all checkpoints of one plan: the `table` of the state."""
 
-    body: fmt.Manifest
+    table: fmt.StateTable
     blobs: Sequence[bytes]
 
     @staticmethod
@@ -129,14 +129,8 @@ class ManifestTemplate:
         partitions = tuple(table.add(tensor.shape, division, writer) for tensor, division, writer in rows)
         dtypes: dict[str, int] = {}
         shapes: dict[Shape, int] = {}
-        body = fmt.Manifest(
-            checkpoint_id="",
-            run_id="",
-            place=(0, 0),
-            step=0,
-            created=0.0,
+        state = fmt.StateTable(
             world_size=len(plan.ranks),
-            metrics={},
             reader_features=(fmt.SMALL_LAST,),
             names=tuple(plan.tensors),
             dtypes=tuple(dtypes.setdefault(tensor.dtype, len(dtypes)) for tensor in tensors),
@@ -146,7 +140,6 @@ class ManifestTemplate:
             partition_table=tuple(table.partitions),
             partitions=partitions,
             aliases=dict(plan.aliases),
-            diverged=(),
             num_files=len(ranks),
             writers=table.sequences.add(ranks),
             values=tuple(
@@ -154,12 +147,12 @@ class ManifestTemplate:
             ),
             sequences=tuple(table.sequences.sequences),
         )
-        return ManifestTemplate(body, table.sequences.blobs)
+        return ManifestTemplate(state, table.sequences.blobs)
 
     def encode(self, identity: CheckpointIdentity, diverged: Sequence[str] = ()) -> bytes:
         """The bytes of the manifest of checkpoint `identity`; `diverged` are the sorted names of diverged tensors."""
-        body = msgspec.structs.replace(
-            self.body,
+        body = fmt.Manifest(
+            **msgspec.structs.asdict(self.table),
             checkpoint_id=identity.checkpoint_id,
             run_id=identity.run_id,
             place=(identity.place.epoch, identity.place.seq),
@@ -169,6 +162,10 @@ class ManifestTemplate:
             diverged=tuple(diverged),
         )
         return fmt.encode(body, self.blobs)
+
+    def encode_table(self) -> bytes:
+        """The bytes of the table alone, for readers of a state that no checkpoint stores."""
+        return fmt.encode(self.table, self.blobs)
 
 
 def encode_plan(

@@ -1,8 +1,9 @@
 """`transfer`: from one live layout to another. It is a save whose files are the memory of its ranks, and a load of it.
 
-1. *describe*, *plan*: as in a save. Rank 0 sends the manifest and the values to all ranks, and stores them nowhere.
+1. *describe*, *plan*: as in a save. Rank 0 sends the table of the state and the values to all ranks, and stores them
+   nowhere.
 2. *match*: as in a load, for the target.
-3. *move*: as in a load in which each data file can be read only by the rank that owns it.
+3. *move*: as in a load in which each data file can be read only by the rank that holds it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch.distributed import ProcessGroup
 from holdfast.agreement.assignment import WriteAssignment, sources_of
 from holdfast.agreement.planner import Planner
 from holdfast.agreement.planning import PlanCache, Planning
-from holdfast.checkpoint.reading import Checkpoint
+from holdfast.checkpoint.data_files import DataFiles
 from holdfast.control.channel import Channel
 from holdfast.control.deadline import Deadline
 from holdfast.control.torch_store import default_channel, group_ranks
@@ -27,13 +28,14 @@ from holdfast.errors import IncompatibleError
 from holdfast.format import manifest as fmt
 from holdfast.format import values as value_codec
 from holdfast.format.container import FileLayout
+from holdfast.format.manifest import DecodedTable
 from holdfast.format.patterns import Globs
 from holdfast.loading.filling import Filling, outside_inference_mode
 from holdfast.loading.names import Names, compared
 from holdfast.mapping.parts import stored_tensors
 from holdfast.phases import Stopwatch, attempt, done, told
 from holdfast.publishing.announcing import ANSWERS, Announced, Announcing
-from holdfast.publishing.live import NAME, LiveFile, live_checkpoint
+from holdfast.publishing.live import NAME, LiveFile, live_files
 from holdfast.publishing.overlap import to_fill
 from holdfast.reports import TransferReport
 from holdfast.state.bind import bind
@@ -41,7 +43,7 @@ from holdfast.state.binding import Binding
 from holdfast.state.flatten import FlatState, flatten
 from holdfast.state.match import Terms
 from holdfast.store.memory import FilesInMemory
-from holdfast.store.timed import TimedStore
+from holdfast.store.timed import TimeLimit
 
 
 def transfer(
@@ -80,9 +82,8 @@ def transfer(
     globs = None if select is None else Globs(select)
     deadline = Deadline(timeout_s)
     channel = default_channel("transfer", group, deadline=deadline)
-    live = FilesInMemory(NAME)
-    with TimedStore(live, timeout_s=deadline.for_storage_s) as storage:
-        operation = _Transfer(channel, deadline, group_ranks(group), live, storage)
+    with TimeLimit(deadline.for_storage_s) as limit:
+        operation = _Transfer(channel, deadline, group_ranks(group), limit)
         report = operation.run(_given(source_state), _given(target_state), globs)
     channel.await_readers(deadline)
     return report
@@ -90,11 +91,13 @@ def transfer(
 
 @dataclass
 class _TransferSource:
-    """A rank's memory of the last transfer in a group: the plan of the source, and the source as a checkpoint. It is
-    valid for every transfer by that plan, and keeps no memory of a state alive."""
+    """A rank's memory of the last transfer in a group: the plan of the source, and its data files. It is valid for
+    every transfer by that plan. `live` has this rank's file only during a transfer, so that no memory of a state is
+    kept alive."""
 
-    known: PlanCache
-    checkpoint: Checkpoint | None = None
+    known: PlanCache[DecodedTable]
+    live: FilesInMemory
+    files: DataFiles | None = None
 
 
 #: The last transfer's source, by the ranks of the group.
@@ -104,26 +107,23 @@ _sources: dict[tuple[int, ...], _TransferSource] = {}
 class _BoundTransfer(NamedTuple):
     """The target of one rank, bound to the source."""
 
-    checkpoint: Checkpoint
+    files: DataFiles
     binding: Binding
     filling: Filling
     names: Names
 
 
 class _Transfer:
-    """One transfer on one rank. `ranks` are the global ranks of the group, in its order; `live` is in `storage`."""
+    """One transfer on one rank. `ranks` are the global ranks of the group, in its order."""
 
-    def __init__(
-        self, channel: Channel, deadline: Deadline, ranks: tuple[int, ...], live: FilesInMemory, storage: TimedStore
-    ) -> None:
+    def __init__(self, channel: Channel, deadline: Deadline, ranks: tuple[int, ...], limit: TimeLimit) -> None:
         self._channel = channel
         self._deadline = deadline
         self._ranks = ranks
         self._rank = ranks[channel.rank]
-        self._live = live
-        self._storage = storage
+        self._limit = limit
         self._watch = Stopwatch()
-        self._source = _sources.setdefault(ranks, _TransferSource(PlanCache()))
+        self._source = _sources.setdefault(ranks, _TransferSource(PlanCache(), FilesInMemory(NAME)))
         known = self._source.known
         # Copies that differ are always an error, since any choice of one to publish would be arbitrary.
         self._planner = Planner(Announcing(), ranks, known.memory, what="transfer", strict=True)
@@ -134,6 +134,12 @@ class _Transfer:
     @outside_inference_mode()
     def run(self, source: Mapping[str, object], target: Mapping[str, object], select: Globs | None) -> TransferReport:
         """Transfer and report."""
+        try:
+            return self._run(source, target, select)
+        finally:
+            self._source.live.clear()
+
+    def _run(self, source: Mapping[str, object], target: Mapping[str, object], select: Globs | None) -> TransferReport:
         number, world_size, walk = self._channel.rank, self._channel.world_size, self._source.known.walk
         announced, mine = self._planning.agree(lambda: flatten(source, rank=number, world_size=world_size, last=walk))
         with self._watch.phase("match"):
@@ -141,14 +147,14 @@ class _Transfer:
             self._channel.exchange(
                 "match",
                 told(matched, lambda bound: bound.names),
-                lambda names: _compared(names, done(matched).checkpoint, announced),
+                lambda names: _compared(names, done(matched).files, announced),
                 self._deadline,
                 takes=Names,
                 gives=Names,
             )
         bound = done(matched)
         with self._watch.phase("move"):
-            cost = self._together(bound.checkpoint).read(bound.filling.plan)
+            cost = self._together(bound.files).read(bound.filling.plan)
         with self._watch.phase("finish"):
             state = attempt(bound.filling.finish)
             self._channel.confirm("finish", state, self._deadline)
@@ -164,14 +170,14 @@ class _Transfer:
         self, announced: Announced, flat: FlatState, target: Mapping[str, object], select: Globs | None
     ) -> _BoundTransfer:
         """Learn the plan, offer this rank's data file to the reading, and match names. Changes no state."""
-        checkpoint, share = self._learn(announced)
+        files, share = self._learn(announced)
         if share.layout is not None:
-            self._show(checkpoint, share.layout, flat)
+            self._show(files, share.layout, flat)
         with _in_words_of_transfer():
             binding = bind(
                 target,
-                stored_tensors(checkpoint.manifest),
-                checkpoint.manifest.body.aliases,
+                stored_tensors(files.manifest),
+                files.manifest.body.aliases,
                 {**value_codec.decode(announced.values), **flat.own_nodes},
                 strict=False,
                 rank=self._channel.rank,
@@ -180,28 +186,36 @@ class _Transfer:
             )
         names = Names.of(binding, {"select": select})
         binding = replace(binding, targets=to_fill(flat.tensors, binding.targets, self._rank))
-        return _BoundTransfer(checkpoint, binding, Filling(checkpoint, binding, {}, self._rank, self._deadline), names)
+        return _BoundTransfer(files, binding, Filling(files, binding, {}, self._rank, self._deadline), names)
 
-    def _learn(self, announced: Announced) -> tuple[Checkpoint, WriteAssignment]:
-        """The source as a checkpoint, and this rank's share in it: the known ones if the plan is the same."""
-        checkpoint, share = self._source.checkpoint, self._source.known.share
-        if checkpoint is None or share is None or share.plan_id != announced.plan_id:
-            checkpoint = live_checkpoint(announced.manifest)
-            share = WriteAssignment.in_manifest(announced.plan_id, checkpoint.manifest, self._rank)
-        self._source.checkpoint = checkpoint
-        self._source.known.remember(share, self._planner.memory)
-        return checkpoint, share
+    def _learn(self, announced: Announced) -> tuple[DataFiles, WriteAssignment[DecodedTable]]:
+        """The data files of the source, and this rank's share in them: the known ones if the plan is the same."""
+        source, plan_id = self._source, announced.plan_id
+        files, share = source.files, source.known.share
+        if files is None or share is None or share.plan_id != plan_id:
+            table = fmt.decode_table(announced.table, path=NAME)
+            files = live_files(table, source.live, self._holders(table))
+            share = WriteAssignment.in_manifest(plan_id, table, self._rank)
+        source.files = files
+        source.known.remember(share, self._planner.memory)
+        return files, share
 
-    def _show(self, checkpoint: Checkpoint, layout: FileLayout, flat: FlatState) -> None:
-        sources = sources_of(checkpoint.manifest, layout, flat, self._rank)
-        nbytes = layout.data_start + layout.data_nbytes
-        self._live.add(fmt.file_name(layout.index), LiveFile(sources, data_start=layout.data_start, nbytes=nbytes))
-
-    def _together(self, checkpoint: Checkpoint) -> CooperativeReading:
-        writers = checkpoint.manifest.sequence(checkpoint.manifest.body.writers)
+    def _holders(self, table: DecodedTable) -> Sequence[int]:
+        """For each data file of the source, the number in the group of the rank that holds it."""
         order = np.argsort(self._ranks)
-        owners = order[np.searchsorted(self._ranks, writers, sorter=order)].tolist()
-        return CooperativeReading(checkpoint, self._storage, self._channel, self._deadline, verify=False, owners=owners)
+        holders: list[int] = order[
+            np.searchsorted(self._ranks, table.sequence(table.body.writers), sorter=order)
+        ].tolist()
+        return holders
+
+    def _show(self, files: DataFiles, layout: FileLayout, flat: FlatState) -> None:
+        sources = sources_of(files.manifest, layout, flat, self._rank)
+        nbytes = layout.data_start + layout.data_nbytes
+        live = LiveFile(sources, data_start=layout.data_start, nbytes=nbytes)
+        self._source.live.add(fmt.file_name(layout.index), live)
+
+    def _together(self, files: DataFiles) -> CooperativeReading:
+        return CooperativeReading(files, self._limit, self._channel, self._deadline, verify=False)
 
 
 def _given(state: Mapping[str, object] | None) -> Mapping[str, object]:
@@ -220,7 +234,7 @@ def _in_words_of_transfer() -> Iterator[None]:
         raise
 
 
-def _compared(ranks: Sequence[Names], checkpoint: Checkpoint, announced: Announced) -> Names:
-    stored, nodes = stored_tensors(checkpoint.manifest), value_codec.decode(announced.values)
+def _compared(ranks: Sequence[Names], files: DataFiles, announced: Announced) -> Names:
+    stored, nodes = stored_tensors(files.manifest), value_codec.decode(announced.values)
     with _in_words_of_transfer():
         return compared(ranks, stored, nodes, strict=True)

@@ -1,4 +1,4 @@
-"""A live state as a checkpoint: all ranks have its manifest, and each data file is in the memory of one rank alone.
+"""A live state as data files: all ranks have its table, and each file is in the memory of one rank alone.
 
 Making it copies nothing. A data file consists of the sources from which a save would write it. It has no digests,
 because its bytes were never stored.
@@ -9,21 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-import numpy as np
-import xxhash
-
-from holdfast.checkpoint.reading import Checkpoint
-from holdfast.checkpoint.sealed import Sealed
-from holdfast.format import manifest as fmt
-from holdfast.format.container import Files
-from holdfast.format.records import FileSeal, Seal
-from holdfast.io.sources import BytesSource, JoinedSources, Source
+from holdfast.checkpoint.catalogue import Catalogue, FileCopy, Tier
+from holdfast.checkpoint.data_files import DataFiles
+from holdfast.format.manifest import DecodedTable, file_name
+from holdfast.io.sources import JoinedSources, Source
 from holdfast.store.base import Bytes
 from holdfast.store.memory import FilesInMemory
 
 #: The name of the source in messages.
 NAME: Final = "the source of the transfer"
-_NO_DIGEST: Final = "0" * 32
 
 
 class LiveFile:
@@ -51,19 +45,10 @@ class LiveFile:
         """Do nothing: the memory belongs to the state."""
 
 
-def live_checkpoint(manifest: bytes) -> Checkpoint:
-    """The checkpoint that `manifest` describes; the transfer adds its data files elsewhere."""
-    decoded = fmt.decode(manifest, path=NAME)
-    body = decoded.body
-    columns = Files(decoded).columns(np.arange(body.num_files), np.zeros(1, np.int64))
-    sizes = (columns.data_starts + columns.data_nbytes).tolist()
-    seal = Seal(
-        checkpoint_id=body.checkpoint_id,
-        place=decoded.place,
-        step=body.step,
-        manifest=FileSeal(fmt.NAME, len(manifest), xxhash.xxh3_128_hexdigest(manifest)),
-        files=tuple(FileSeal(fmt.file_name(index), nbytes, _NO_DIGEST) for index, nbytes in enumerate(sizes)),
-    )
-    storage = FilesInMemory(NAME)
-    storage.add(fmt.NAME, LiveFile([BytesSource(manifest)], data_start=0, nbytes=len(manifest)))
-    return Checkpoint(Sealed(storage, "", seal))
+def live_files(table: DecodedTable, store: FilesInMemory, holders: Sequence[int]) -> DataFiles:
+    """The data files of the state that `table` describes: each is in the `store` of one of the ranks `holders`."""
+    copies = {
+        file_name(index): (FileCopy(store, file_name(index), Tier.LIVE_MEMORY, holder),)
+        for index, holder in enumerate(holders)
+    }
+    return DataFiles(table, Catalogue(copies), folder=NAME)

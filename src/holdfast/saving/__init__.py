@@ -19,10 +19,10 @@ from typing import Literal, NamedTuple, SupportsFloat, SupportsIndex
 import torch
 from torch.distributed import ProcessGroup
 
-from holdfast.agreement.assignment import WriteAssignment
+from holdfast.agreement.assignment import StoredShare
 from holdfast.agreement.local import RankState
 from holdfast.agreement.planner import Planner
-from holdfast.agreement.planning import PlanCache, Planning
+from holdfast.agreement.planning import Planning, StoredPlanCache
 from holdfast.agreement.request import SaveRequest
 from holdfast.control.channel import Channel
 from holdfast.control.deadline import Deadline
@@ -52,7 +52,7 @@ from holdfast.wording import count
 _FINISH_LIMIT_S = 60.0
 
 #: The last plan, per run and group.
-_known: dict[tuple[str, tuple[int, ...]], PlanCache] = {}
+_known: dict[tuple[str, tuple[int, ...]], StoredPlanCache] = {}
 
 
 def save(
@@ -163,7 +163,7 @@ def run_location(run: str | os.PathLike[str] | Location) -> Location:
 class _WrittenPart(NamedTuple):
     """One rank's part of a save: its share in the plan, and the data file that it wrote."""
 
-    share: WriteAssignment
+    share: StoredShare
     written: Written
 
 
@@ -188,7 +188,7 @@ class _Saving:
         self._rank = ranks[channel.rank]
         self._watch = Stopwatch()
         key = (request.storage.location.url, tuple(ranks))
-        self._known = _known.setdefault(key, PlanCache())
+        self._known = _known.setdefault(key, StoredPlanCache())
         self._placing = StoredPlace(request, num_ranks=len(ranks))
         what = f"step {request.step}"
         self._planner = Planner(self._placing, ranks, self._known.memory, what=what, strict=is_strict)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import xxhash
 
-from holdfast.agreement.assignment import WriteAssignment, sources_of
+from holdfast.agreement.assignment import StoredShare, WriteAssignment, sources_of
 from holdfast.checkpoint.reading import pack_values
 from holdfast.errors import StorageError
 from holdfast.format import container, records
@@ -23,7 +23,7 @@ from holdfast.store.base import Store
 from holdfast.store.timed import TimedStore
 
 
-def share_in(storage: Store, planned: Planned, rank: int, remembered: WriteAssignment | None) -> WriteAssignment:
+def share_in(storage: Store, planned: Planned, rank: int, remembered: StoredShare | None) -> StoredShare:
     """The share of `rank`: the `remembered` one if the plan is the same, else from the manifest in `storage`.
 
     Raises:
@@ -35,7 +35,7 @@ def share_in(storage: Store, planned: Planned, rank: int, remembered: WriteAssig
 
 
 def write_share(
-    share: WriteAssignment,
+    share: StoredShare,
     storage: TimedStore,
     folder: str,
     flat: FlatState,
@@ -58,7 +58,7 @@ def write_share(
     def write() -> bytes:
         with pipeline_pool() as pool:
             return write_file(
-                storage.direct_writer(key, nbytes=nbytes),
+                storage.limit.direct_writer(storage, key, nbytes=nbytes),
                 sources,
                 data_start=layout.data_start,
                 header=lambda table: container.header(share.manifest, layout, table),
@@ -66,7 +66,7 @@ def write_share(
                 meter=meter,
             )
 
-    table = storage.run("write", storage.path(key), write)
+    table = storage.limit.run("write", storage.path(key), write)
     return Written(layout.index, nbytes, xxhash.xxh3_128_hexdigest(table))
 
 

@@ -24,6 +24,10 @@ class FilesInMemory:
         """Add the object `data` under `key`."""
         self._objects[key] = data
 
+    def clear(self) -> None:
+        """Drop all objects. Readers that are open can go on."""
+        self._objects.clear()
+
     def resolved(self) -> str:
         """The name of the store."""
         return str(self.location)

@@ -35,7 +35,7 @@ class TimedStore:
     replaces another. Use it in a ``with`` block, whose end does not wait.
 
     Passing every request to another thread costs a quarter of the speed where much data moves (measured: each request
-    wakes two more sleeping cores). Callers pass such work as a whole to `run`, and it makes direct requests.
+    wakes two more sleeping cores). Callers pass such work as a whole to `limit.run`, and it makes direct requests.
     """
 
     #: None of those of `storage`: mapped reads cannot be given a deadline.
@@ -43,83 +43,55 @@ class TimedStore:
 
     def __init__(self, storage: Store, *, timeout_s: float) -> None:
         self.location = storage.location
-        self._storage = storage
-        self._deadline = _RequestTime(timeout_s)
+        self.untimed = storage
+        self.limit = TimeLimit(timeout_s)
 
     def resolved(self) -> str:
         """As `Store.resolved`."""
-        return self._ask("look at", str(self.location), self._storage.resolved)
+        return self._ask("look at", str(self.location), self.untimed.resolved)
 
     def path(self, key: str) -> str:
         """The full path of `key`."""
-        return self._storage.path(key)
+        return self.untimed.path(key)
 
     def read(self, key: str, *, start: int = 0, nbytes: int | None = None, limit: int | None = None) -> bytes:
         """As `Store.read`."""
-        work = partial(self._storage.read, key, start=start, nbytes=nbytes, limit=limit)
+        work = partial(self.untimed.read, key, start=start, nbytes=nbytes, limit=limit)
         return self._ask("read", self.path(key), work)
 
     def nbytes(self, key: str) -> int | None:
         """As `Store.nbytes`."""
-        return self._ask("look at", self.path(key), partial(self._storage.nbytes, key))
+        return self._ask("look at", self.path(key), partial(self.untimed.nbytes, key))
 
     def list(self, folder: str) -> builtins.list[str]:
         """As `Store.list`."""
-        return self._ask("list", self._folder(folder), partial(self._storage.list, folder))
+        return self._ask("list", self._folder(folder), partial(self.untimed.list, folder))
 
     def create(self, key: str, data: bytes) -> bool:
         """As `Store.create`."""
-        return self._ask("create", self.path(key), partial(self._storage.create, key, data))
+        return self._ask("create", self.path(key), partial(self.untimed.create, key, data))
 
     def writer(self, key: str, *, nbytes: int) -> FileWriter:
         """As `Store.writer`."""
-        begin = partial(self._storage.writer, key, nbytes=nbytes)
+        begin = partial(self.untimed.writer, key, nbytes=nbytes)
         writer = self._ask("create", self.path(key), begin, too_late=lambda late: late.abort())
-        return _TimedWriter(writer, _FileRequests(self._deadline, self.path(key)))
+        return _TimedWriter(writer, _FileRequests(self.limit, self.path(key)))
 
     def reader(self, key: str) -> FileReader:
         """As `Store.reader`."""
-        begin = partial(self._storage.reader, key)
+        begin = partial(self.untimed.reader, key)
         reader = self._ask("open", self.path(key), begin, too_late=lambda late: late.close())
-        return _TimedReader(reader, _FileRequests(self._deadline, self.path(key)))
-
-    def direct_writer(self, key: str, *, nbytes: int) -> FileWriter:
-        """As `writer`, for work inside `run`: the calling thread makes the requests itself."""
-        check = partial(self._deadline.check, "write", self.path(key))
-        check()
-        return _DirectWriter(self._storage.writer(key, nbytes=nbytes), check)
-
-    def direct_reader(self, key: str) -> FileReader:
-        """As `reader`, for work inside `run`: the calling thread makes the requests itself."""
-        check = partial(self._deadline.check, "read", self.path(key))
-        check()
-        return _DirectReader(self._storage.reader(key), check)
+        return _TimedReader(reader, _FileRequests(self.limit, self.path(key)))
 
     def delete(self, key: str) -> bool:
         """As `Store.delete`."""
         # A temporary name is a key here, and `path` would refuse it.
-        return self._ask("delete", f"{self.location}/{key}", partial(self._storage.delete, key))
+        return self._ask("delete", f"{self.location}/{key}", partial(self.untimed.delete, key))
 
     def leftovers(self, folder: str, *, older_than_s: float = 0.0) -> builtins.list[str]:
         """As `Store.leftovers`."""
-        call = partial(self._storage.leftovers, folder, older_than_s=older_than_s)
+        call = partial(self.untimed.leftovers, folder, older_than_s=older_than_s)
         return self._ask("list", self._folder(folder), call)
-
-    def run(self, operation: str, path: str, call: Callable[[], T], *, stop: Callable[[], None] = lambda: None) -> T:
-        """Let a helper make `call`, which does all of `operation` on `path`, and wait for it as for one request.
-
-        When the time is up, or the caller is interrupted, no further request begins. So `call` ends, and cleans up, as
-        soon as its hanging request has ended. Until then it may read from all memory that it was given. `stop` is
-        called first; after it has returned, `call` must not write to any memory that the caller continues to use.
-        """
-        request = self._deadline.begin(call, operation, path)
-        try:
-            return self._deadline.answer(request, operation, path)
-        finally:
-            if not request.done():
-                self._deadline.give_up()
-                stop()
-                wait([request], timeout=self._deadline.patience_s())
 
     def __enter__(self) -> Self:
         return self
@@ -127,7 +99,7 @@ class TimedStore:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._deadline.close()
+        self.limit.close()
 
     def _folder(self, folder: str) -> str:
         return self.path(folder) if folder else str(self.location)
@@ -135,9 +107,9 @@ class TimedStore:
     def _ask(
         self, operation: str, path: str, call: Callable[[], T], *, too_late: Callable[[T], None] = lambda _: None
     ) -> T:
-        request = self._deadline.begin(call, operation, path)
+        request = self.limit.begin(call, operation, path)
         try:
-            return self._deadline.answer(request, operation, path)
+            return self.limit.answer(request, operation, path)
         except BaseException:
             request.add_done_callback(lambda late: None if late.exception() else too_late(late.result()))
             raise
@@ -232,7 +204,7 @@ class _DirectReader:
 class _FileRequests:
     """The requests for one open file."""
 
-    def __init__(self, deadline: _RequestTime, path: str) -> None:
+    def __init__(self, deadline: TimeLimit, path: str) -> None:
         self._deadline = deadline
         self._path = path
         self._abandoned: list[Future[None]] = []
@@ -256,8 +228,9 @@ class _FileRequests:
         wait([request], timeout=0 if any(not each.done() for each in self._abandoned) else self._deadline.patience_s())
 
 
-class _RequestTime:
-    """The common deadline of all requests to a store, and the helpers that make them."""
+class TimeLimit:
+    """The common deadline of requests to any number of stores, and the helpers that make them. Use it in a ``with``
+    block, whose end does not wait."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
@@ -274,6 +247,34 @@ class _RequestTime:
         """Raise `StorageError` where the time is up."""
         if self._given_up or time.monotonic() > self._end_s:
             raise self._late(operation, path)
+
+    def run(self, operation: str, path: str, call: Callable[[], T], *, stop: Callable[[], None] = lambda: None) -> T:
+        """Let a helper make `call`, which does all of `operation` on `path`, and wait for it as for one request.
+
+        When the time is up, or the caller is interrupted, no further request begins. So `call` ends, and cleans up, as
+        soon as its hanging request has ended. Until then it may read from all memory that it was given. `stop` is
+        called first; after it has returned, `call` must not write to any memory that the caller continues to use.
+        """
+        request = self.begin(call, operation, path)
+        try:
+            return self.answer(request, operation, path)
+        finally:
+            if not request.done():
+                self.give_up()
+                stop()
+                wait([request], timeout=self.patience_s())
+
+    def direct_writer(self, store: Store, key: str, *, nbytes: int) -> FileWriter:
+        """As `Store.writer`, for work inside `run`: the calling thread makes the requests itself."""
+        check = partial(self.check, "write", store.path(key))
+        check()
+        return _DirectWriter(_untimed(store).writer(key, nbytes=nbytes), check)
+
+    def direct_reader(self, store: Store, key: str) -> FileReader:
+        """As `Store.reader`, for work inside `run`: the calling thread makes the requests itself."""
+        check = partial(self.check, "read", store.path(key))
+        check()
+        return _DirectReader(_untimed(store).reader(key), check)
 
     def start(self, call: Callable[[], T]) -> Future[T]:
         """Let a helper make `call`, also after the deadline."""
@@ -301,6 +302,14 @@ class _RequestTime:
         """End each helper as soon as it has no work."""
         self._helpers.close()
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
     def _late(self, operation: str, path: str) -> StorageError:
         return StorageError(
             f"cannot {operation} {path}: the store did not answer within {self._timeout_s:g} s.",
@@ -309,3 +318,8 @@ class _RequestTime:
             path=path,
             retryable=True,
         )
+
+
+def _untimed(store: Store) -> Store:
+    """The store whose requests the calling thread makes itself."""
+    return store.untimed if isinstance(store, TimedStore) else store

@@ -15,7 +15,7 @@ from holdfast.format.container import BLOCK_NBYTES, Entry, FileLayout
 from holdfast.geometry import Box, FlatRange, flat_boxes
 from holdfast.io.buffers import BufferPool
 from holdfast.io.digest import first_bad_block
-from holdfast.io.reader import DataFile
+from holdfast.io.jobs import DataFile
 from holdfast.store.base import Bytes
 from holdfast.view.source import ViewSource
 from holdfast.view.tensor import as_numpy, numpy_dtype

@@ -1,0 +1,81 @@
+"""Where the files of a checkpoint can be had: which copies there are, in which tier, and who can read them.
+
+Readers ask the catalogue for the nearest copy of a file and never know the tiers. So a checkpoint is not tied to one
+store, and a new tier adds copies here and changes no reader.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple
+
+from holdfast.format.manifest import file_name
+from holdfast.store.base import Store
+
+
+class Tier(Enum):
+    """A place for copies, by its distance from the reader."""
+
+    LIVE_MEMORY = "live memory"
+    NODE_MEMORY = "node memory"
+    STORAGE = "storage"
+
+    @property
+    def is_prompt(self) -> bool:
+        """Whether reads of this tier wait for nothing. (Live memory may be that of an accelerator.)"""
+        return self is Tier.NODE_MEMORY
+
+
+#: The holder of a copy that every rank can read.
+EVERY_RANK = -1
+
+
+class FileCopy(NamedTuple):
+    """One whole copy of a file, under `key` of `store`. Only the rank `holder` of the readers' group can read it."""
+
+    store: Store
+    key: str
+    tier: Tier
+    holder: int = EVERY_RANK
+
+    @property
+    def path(self) -> str:
+        """The full path of the copy, for messages and for people."""
+        return self.store.path(self.key)
+
+
+@dataclass(frozen=True)
+class Catalogue:
+    """The copies of one checkpoint's files, on one rank. All ranks that read together know the same tiers and holders.
+
+    `nearer` has, by the file's name, the copies in memory, the nearest first. Behind them, every file is in `storage`,
+    where its key begins with `prefix`; None for a state that was never stored.
+    """
+
+    nearer: Mapping[str, Sequence[FileCopy]]
+    storage: Store | None = None
+    prefix: str = ""
+
+    def copies(self, name: str) -> tuple[FileCopy, ...]:
+        """The copies of file `name`, the nearest first."""
+        nearer = tuple(self.nearer.get(name, ()))
+        if self.storage is None:
+            return nearer
+        return (*nearer, FileCopy(self.storage, self.prefix + name, Tier.STORAGE))
+
+    def nearest(self, name: str) -> FileCopy:
+        """The copy of file `name` to read."""
+        return self.copies(name)[0]
+
+    def holders(self, num_files: int) -> tuple[int, ...] | None:
+        """For each data file, the only rank that can read it, or `EVERY_RANK`; None if every rank can read them all."""
+        if not self.nearer:
+            return None
+        holders = tuple(self.nearest(file_name(index)).holder for index in range(num_files))
+        return holders if any(holder != EVERY_RANK for holder in holders) else None
+
+    def is_prompt(self, num_files: int) -> bool:
+        """Whether reads of all data files wait for nothing."""
+        return bool(self.nearer) and all(self.nearest(file_name(index)).tier.is_prompt for index in range(num_files))

@@ -1,0 +1,142 @@
+"""The data files of a state: what lies where in them, where each can be had, and the reads of any part of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property, partial
+
+import numpy as np
+
+from holdfast.checkpoint.catalogue import Catalogue
+from holdfast.checkpoint.delivery import Delivery, Targets
+from holdfast.errors import CorruptError
+from holdfast.format import manifest as fmt
+from holdfast.format.container import BLOCK_NBYTES, Files
+from holdfast.format.manifest import DecodedTable
+from holdfast.format.names import shown
+from holdfast.io.jobs import DataFile, ReadJob
+from holdfast.plan.load import ReadRequest, plan_load
+from holdfast.store.base import FileReader, Store
+
+#: Opens an object of a store by its key.
+OpenReader = Callable[[Store, str], FileReader]
+
+
+def open_reader(store: Store, key: str) -> FileReader:
+    """Open an object as the store does."""
+    return store.reader(key)
+
+
+class DataFiles:
+    """The data files that hold a state, with the table of what is in them. Reads change nothing. Safe for several
+    threads.
+
+    The bytes of a live state have no digests, so nothing is verified here; `Checkpoint` adds the seal. `folder` names
+    the files' folder, or the state, in messages.
+    """
+
+    manifest: DecodedTable
+
+    def __init__(self, manifest: DecodedTable, catalogue: Catalogue, *, folder: str) -> None:
+        self.manifest = manifest
+        self.catalogue = catalogue
+        self.folder = folder
+        self.files = Files(manifest)
+
+    @cached_property
+    def numbers(self) -> dict[str, int]:
+        """Number of each tensor, by name."""
+        return {name: number for number, name in enumerate(self.manifest.body.names)}
+
+    @property
+    def holders(self) -> tuple[int, ...] | None:
+        """For each file, the only rank that can read it: see `Catalogue.holders`."""
+        return self.catalogue.holders(self.manifest.body.num_files)
+
+    @property
+    def is_prompt(self) -> bool:
+        """Whether reads of the files wait for nothing: see `Catalogue.is_prompt`."""
+        return self.catalogue.is_prompt(self.manifest.body.num_files)
+
+    def path(self, name: str) -> str:
+        """Full path of the nearest copy of file `name`."""
+        return self.catalogue.nearest(name).path
+
+    def jobs(
+        self,
+        wants: Sequence[ReadRequest],
+        targets: Targets,
+        *,
+        verify: bool = True,
+        first_file: int = 0,
+        open_reader: OpenReader = open_reader,
+    ) -> Iterator[tuple[int, ReadJob]]:
+        """The jobs that read all elements of `wants` into `targets`, one per file, each with the index of its file."""
+        for reads in plan_load(self.files, wants, first_file=first_file):
+            deliver = Delivery(self.files, reads, wants, targets).take
+            extents = np.stack([reads.starts, reads.stops], axis=1)
+            open_ = self._opening(reads.file, reads.data_start, reads.data_nbytes, verify, open_reader)
+            yield reads.file, ReadJob(reads.data_nbytes, open_, extents, deliver, verify)
+
+    def idle_job(self, file: int, *, verify: bool, open_reader: OpenReader = open_reader) -> ReadJob:
+        """A job without extents, for a rank that reads a file only for others."""
+        columns = self.files.columns(np.asarray([file], np.int64))
+        data_start, data_nbytes = int(columns.data_starts[0]), int(columns.data_nbytes[0])
+        open_ = self._opening(file, data_start, data_nbytes, verify, open_reader)
+        return ReadJob(data_nbytes, open_, [], _wants_nothing, verify)
+
+    def open_file(
+        self,
+        index: int,
+        *,
+        data_start: int,
+        data_nbytes: int,
+        verify: bool = True,
+        open_reader: OpenReader = open_reader,
+    ) -> DataFile:
+        """Open a data file. `verify` has no effect on files without a seal."""
+        copy = self.catalogue.nearest(fmt.file_name(index))
+        return DataFile(open_reader(copy.store, copy.key), copy.path, data_start, data_nbytes, None)
+
+    def corrupt_block(self, file: DataFile, block: int) -> CorruptError:
+        """The error for a block that does not match its digest; names the tensors that lie in it."""
+        name = file.path.rsplit("/", 1)[-1]
+        index = next(i for i in range(self.manifest.body.num_files) if fmt.file_name(i) == name)
+        low, high = block * BLOCK_NBYTES, (block + 1) * BLOCK_NBYTES
+        hit = list(self._names_between(index, low, high))
+        held = ", ".join(map(shown, hit[:5])) + (f" and {len(hit) - 5} more" if len(hit) > 5 else "")
+        what = f"block {block} of its data does not match its digest; it holds {held}"
+        return self._corrupt(name, what, *hit[:1])
+
+    def _opening(
+        self, file: int, data_start: int, data_nbytes: int, verify: bool, open_reader: OpenReader
+    ) -> Callable[[], DataFile]:
+        return partial(
+            self.open_file,
+            file,
+            data_start=data_start,
+            data_nbytes=data_nbytes,
+            verify=verify,
+            open_reader=open_reader,
+        )
+
+    def _names_between(self, index: int, low: int, high: int) -> Iterator[str]:
+        layout = self.files.layout(index)
+        for entry in layout.entries:
+            if entry.offset < high and entry.offset + entry.nbytes > low:
+                yield self.manifest.body.names[entry.tensor]
+        if layout.values is not None and layout.values_offset < high:
+            yield "the values"
+
+    def _corrupt(self, name: str, what: str, tensor: str | None = None) -> CorruptError:
+        return CorruptError(
+            f"{self.path(name)} is damaged: {what}.",
+            code="corrupt.file",
+            action="Load another checkpoint of the run, or restore this file from another copy.",
+            path=self.path(name),
+            tensor=tensor,
+        )
+
+
+def _wants_nothing(*_: object) -> None:
+    raise AssertionError("nothing is delivered where nothing is wanted")
