@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,7 +15,7 @@ import torch.distributed as dist
 
 import holdfast
 from holdfast import Checkpointer, ConfigurationError, DeadlineError, Memory, PerRank
-from tests.checkpointer.test_checkpointer import Loop, end_keepers, folder_of, late_copies
+from tests.checkpointer.test_checkpointer import Loop, folder_of, late_copies
 from tests.keeper.test_keeper import keeper_of
 from tests.support.bound import bits
 from tests.support.models import start_new_job
@@ -27,13 +26,6 @@ from tests.support.ranks import run_ranks
 def run(tmp_path: Path) -> str:
     start_new_job()
     return str(tmp_path / "run")
-
-
-@pytest.fixture
-def memory(tmp_path: Path) -> Iterator[Memory]:
-    (tmp_path / "node").mkdir()
-    yield Memory(node_dir=tmp_path / "node")
-    end_keepers(tmp_path / "node")
 
 
 def rows(step: int, num_rows: int) -> torch.Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ from holdfast import Checkpointer, Memory
 from holdfast.run.history import Run
 from holdfast.store.base import Location
 from holdfast.store.urls import open_store
-from tests.checkpointer.test_checkpointer import Loop, end_keepers
+from tests.checkpointer.test_checkpointer import Loop
 from tests.support.models import start_new_job
 
 #: No save may come near it.
@@ -24,13 +23,6 @@ TIMEOUT_S = 30.0
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     return tmp_path / "run"
-
-
-@pytest.fixture
-def memory(tmp_path: Path) -> Iterator[Memory]:
-    (tmp_path / "node").mkdir()
-    yield Memory(node_dir=tmp_path / "node")
-    end_keepers(tmp_path / "node")
 
 
 def checkpointer_of(root: Path, loop: Loop, memory: Memory) -> Checkpointer:

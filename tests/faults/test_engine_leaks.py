@@ -22,7 +22,7 @@ import torch
 from holdfast import Checkpointer, Memory
 from holdfast.checkpointer.staging import Stager
 from holdfast.snapshot import capture as snapshot
-from tests.faults.engine_job import SMALL_NUMEL, Spec, Training, Truth, keepers, node_memory
+from tests.faults.engine_job import Spec, Training, Truth, keepers
 from tests.support.nursery import until
 
 WARM_UP: Final = 40
@@ -30,12 +30,6 @@ FEW_SAVES: Final = 40
 MANY_SAVES: Final = 500
 #: What caches, allocators and lists of measurements may take.
 SLACK_NBYTES: Final = 4 << 20
-
-
-@pytest.fixture
-def spec(tmp_path: Path) -> Iterator[Spec]:
-    with node_memory(tmp_path) as node_dirs:
-        yield Spec(str(tmp_path / "run"), node_dirs, tmp_path / "log", numel=SMALL_NUMEL)
 
 
 class Held(NamedTuple):
