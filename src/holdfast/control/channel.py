@@ -32,9 +32,18 @@ from typing import Any, Final, NamedTuple, TypeVar, overload
 
 import msgspec
 
+from holdfast.control.channel_errors import (
+    ended,
+    is_ahead,
+    late,
+    out_of_step,
+    ranges,
+    told_of,
+    what,
+    with_local_traceback,
+)
 from holdfast.control.deadline import Deadline
 from holdfast.control.envelopes import (
-    NUM_CHUNKS,
     Broadcast,
     GroupEnvelope,
     Outcome,
@@ -43,15 +52,13 @@ from holdfast.control.envelopes import (
     encoded,
     encoded_outcome,
     error_wire,
-    first_chunk,
-    packed,
     payload_of,
 )
+from holdfast.control.mailbox import Mailbox, packed
 from holdfast.control.meeting import KeyValueStore, Meeting
 from holdfast.control.processes import Process
 from holdfast.decoding import decode_msgpack
 from holdfast.errors import (
-    ConfigurationError,
     DeadlineError,
     ErrorWire,
     HoldfastError,
@@ -63,12 +70,8 @@ from holdfast.errors import (
 #: Ranks per group; worlds that are larger gather in two levels.
 GROUP_SIZE: Final = 64
 
-#: torch's TCPStore drops the connection of a client that sends a value over 8 MiB.
-_CHUNK_NBYTES: Final = 4 * 2**20
 #: Wait in an operation's first gather after which a warning names the ranks that have not come.
 _PATIENCE_S: Final = 30.0
-#: Number of absent ranks whose last operation an error names.
-_MAX_TOLD: Final = 64
 #: Time within which ranks that try an operation again together all enter it.
 _TOGETHER_S: Final = 0.5
 #: Time that rank 0 gives the others to read the end of an operation: its process may serve the store, and end then.
@@ -79,7 +82,6 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 M = TypeVar("M")
 R = TypeVar("R")
-S = TypeVar("S", bound=msgspec.Struct)
 
 
 class _Awaited(NamedTuple):
@@ -243,7 +245,7 @@ class Channel:
                 error.details = (*error.details, f"Before that, ranks had met out of step: {self._strayed_why}")
             if not isinstance(outcome, Exception) or error is outcome:
                 raise
-            told = _with_local_traceback(error, outcome, rank=self.rank, is_alone=self.world_size == 1)
+            told = with_local_traceback(error, outcome, rank=self.rank, is_alone=self.world_size == 1)
             raise told from told.__cause__
 
     def _exchange(
@@ -331,7 +333,7 @@ class Channel:
             self._meeting.announce(self.rank, self.label)
         leader = self.rank - self.rank % self._group_size
         if self.rank != leader:
-            self._put(f"up/{number}/{self.rank}", up)
+            self._mailbox.put(f"up/{number}/{self.rank}", up)
             return None
         if self.rank != 0:
             self._report_group(number, up, deadline)
@@ -349,18 +351,18 @@ class Channel:
         # While this rank waits for its members, its own key shows rank 0 that it has come.
         here = f"up/{number}/{self.rank}"
         self._shared.set(here, b"")
-        self._put(f"group/{number}/{self.rank}", self._collect_group(number, own, deadline))
+        self._mailbox.put(f"group/{number}/{self.rank}", self._collect_group(number, own, deadline))
         self._shared.delete(here)
 
     def _collect_group(self, number: int, own: RankEnvelope, deadline: Deadline) -> GroupEnvelope:
         """The contributions of this rank's group, or the ranks that did not contribute in time."""
         members = self._members(self.rank)[1:]
         keys = [f"up/{number}/{member}" for member in members]
-        self._await(members, keys, lambda rank: self._up(own.phase, _ended(rank), is_first=False))
+        self._await(members, keys, lambda rank: self._up(own.phase, ended(rank), is_first=False))
         absent = self._absent(members, keys, deadline.remaining_s(), is_first=number == 0)
         if absent:
             return GroupEnvelope((), tuple(absent))
-        ups = [own, *(self._take(key, RankEnvelope) for key in keys)]
+        ups = [own, *(self._mailbox.take(key, RankEnvelope) for key in keys)]
         self._learn({rank: up.process for rank, up in enumerate(ups, self.rank)})
         return GroupEnvelope(tuple(ups), ())
 
@@ -371,7 +373,7 @@ class Channel:
         self._await(leaders, keys, lambda leader: GroupEnvelope((), (leader,)))
         missing = self._absent(leaders, keys, deadline.remaining_s(graces=1), is_first=number == 0)
         arrived = [key for leader, key in zip(leaders, keys, strict=True) if leader not in missing]
-        groups = [own, *(self._take(key, GroupEnvelope) for key in arrived)]
+        groups = [own, *(self._mailbox.take(key, GroupEnvelope) for key in arrived)]
         absent = {rank for group in groups for rank in group.absent}
         for leader in missing:
             # The group sent no message: its absent ranks have no key. Where none is absent, its first rank stopped
@@ -388,18 +390,18 @@ class Channel:
         """Return if all ranks are in the same phase of the same operation as rank 0, which this rank is; else send all
         ranks the error and raise."""
         if is_first and self.world_size > 1 and self._shared.check("left"):
-            late = self._late([0], phase, deadline)
-            self._send_down(phase, late)  # for those that still wait here
-            raise _OverError(late.message)
+            missed = self._late([0], phase, deadline)
+            self._send_down(phase, missed)  # for those that still wait here
+            raise _OverError(missed.message)
         other = next((rank for rank, up in enumerate(ups) if (up.phase, up.label) != (phase, self.label)), None)
         if other is None:
             return
         up = ups[other]
-        error = _out_of_step(other, _what(up.phase, up.label), self._what(phase))
+        error = out_of_step(other, what(up.phase, up.label), self._what(phase))
         steps = [up.step for up in ups if up.step is not None]
         behind = min(steps) if is_first and len(steps) == len(ups) else self._step
         self._send_down(phase, error, step=behind)
-        raise _OverError(error.message) if _is_ahead(self._step, behind) else error
+        raise _OverError(error.message) if is_ahead(self._step, behind) else error
 
     def _members(self, leader: int) -> range:
         return range(leader, min(leader + self._group_size, self.world_size))
@@ -413,7 +415,7 @@ class Channel:
         absent = [rank for rank, key in zip(ranks, keys, strict=True) if not self._shared.check(key)]
         if early_s == timeout_s or not absent:
             return absent
-        who = _ranges(absent)
+        who = ranges(absent)
         _log.warning("%s waits for rank %s since %.0f s: all ranks have to call it", self.label, who, early_s)
         return self._absent(ranks, keys, timeout_s - early_s, is_first=False)
 
@@ -423,7 +425,7 @@ class Channel:
         if self.world_size > 1:
             up = self._up(phase, outcome, is_first=number == 0)
             down = Broadcast(*msgspec.structs.astuple(up))
-            self._put(f"down/{number}", down if step is None else msgspec.structs.replace(down, step=step))
+            self._mailbox.put(f"down/{number}", down if step is None else msgspec.structs.replace(down, step=step))
 
     def _await_readers(self) -> None:
         key = f"down/{self._num_broadcasts - 1}"
@@ -436,21 +438,21 @@ class Channel:
     def _receive_down(self, phase: str, deadline: Deadline) -> Broadcast:
         number, self._num_broadcasts = self._num_broadcasts, self._num_broadcasts + 1
         key, readers = f"down/{number}", f"down/{number}/read"
-        self._await([0], [key], lambda rank: Broadcast(phase, self.label, self._step, b"", to_wire(_ended(rank))))
+        self._await([0], [key], lambda rank: Broadcast(phase, self.label, self._step, b"", to_wire(ended(rank))))
         if not self._shared.wait([key], deadline.remaining_s(graces=2)):
-            late = self._late([0], phase, deadline)
+            missed = self._late([0], phase, deadline)
             self._shared.set("left", b"")
-            raise late
-        num_chunks, data = self._read(key)
+            raise missed
+        num_chunks, data = self._mailbox.read(key)
         if self._shared.add(readers, 1) == self.world_size - 1:
-            self._remove(key, num_chunks)
+            self._mailbox.remove(key, num_chunks)
             self._shared.delete(readers)
         down = decode_msgpack(data, Broadcast)
         self._learn({0: down.process})
         if number == 0 and down.error is not None and self._is_past(down, down.error):
             raise _OverError(down.error.message)
         if down.error is None and (down.phase, down.label) != (phase, self.label):
-            raise _out_of_step(self.rank, self._what(phase), _what(down.phase, down.label))
+            raise out_of_step(self.rank, self._what(phase), what(down.phase, down.label))
         return down
 
     def _is_past(self, down: Broadcast, error: ErrorWire) -> bool:
@@ -481,120 +483,23 @@ class Channel:
         if self._meeting is not None:
             self._meeting.processes.update({rank: process for rank, process in processes.items() if process})
 
-    def _put(self, key: str, message: msgspec.Struct) -> None:
-        data = msgspec.msgpack.encode(message)
-        chunks = [data[start : start + _CHUNK_NBYTES] for start in range(0, len(data), _CHUNK_NBYTES)]
-        # Store the key itself last, so that a reader that sees it finds all chunks.
-        for index, chunk in enumerate(chunks[1:], start=1):
-            self._shared.set(f"{key}/{index}", chunk)
-        self._shared.set(key, first_chunk(len(chunks), chunks[0]))
-
-    def _read(self, key: str) -> tuple[int, bytes]:
-        """The number of chunks and the joined data under a key that exists."""
-        first = self._shared.get(key)
-        (num_chunks,) = NUM_CHUNKS.unpack_from(first)
-        rest = (self._shared.get(f"{key}/{index}") for index in range(1, num_chunks))
-        return num_chunks, b"".join((first[NUM_CHUNKS.size :], *rest))
-
-    def _take(self, key: str, kind: type[S]) -> S:
-        """Remove the message under a key that exists, and return it."""
-        num_chunks, data = self._read(key)
-        self._remove(key, num_chunks)
-        return decode_msgpack(data, kind)
-
-    def _remove(self, key: str, num_chunks: int) -> None:
-        for name in (key, *(f"{key}/{index}" for index in range(1, num_chunks))):
-            self._shared.delete(name)
-
     @property
     def _shared(self) -> KeyValueStore:
         assert self._meeting is not None, "a world of one sends no messages"
         return self._meeting.store
+
+    @property
+    def _mailbox(self) -> Mailbox:
+        return Mailbox(self._shared)
 
     def _up(self, phase: str, outcome: Outcome, *, is_first: bool) -> RankEnvelope:
         payload, error = (outcome, None) if isinstance(outcome, bytes) else (b"", error_wire(outcome))
         return RankEnvelope(phase, self.label, self._step, payload, error, Process.current() if is_first else None)
 
     def _what(self, phase: str) -> str:
-        return _what(phase, self.label)
+        return what(phase, self.label)
 
     def _late(self, absent: list[int], phase: str, deadline: Deadline) -> DeadlineError:
-        who = "rank" if len(absent) == 1 else "ranks"
-        return DeadlineError(
-            f"{who} {_ranges(absent)} did not reach {self._what(phase)} within {deadline.timeout_s:g} s"
-            f"{self._strayed(absent)}.",
-            code="timeout.ranks",
-            action=f"Look at the log of {who} {_ranges(absent)}. All ranks have to make the call; where they "
-            "are only slow, raise timeout_s.",
-            rank=absent[0] if len(absent) == 1 else None,
-            absent=tuple(absent),
-        )
-
-    def _strayed(self, absent: Sequence[int]) -> str:
-        """For an error text: the last operations of the first `_MAX_TOLD` absent ranks, where they differ from this
-        one."""
         assert self._meeting is not None
-        strayed: dict[str | None, list[int]] = {}
-        for rank in absent[:_MAX_TOLD]:
-            place = self._meeting.whereabouts(rank)
-            if place != self.label:
-                strayed.setdefault(place, []).append(rank)
-        told = ", ".join(
-            f"rank {_ranges(ranks)} {'made no call yet' if place is None else f'came to {place} last'}"
-            for place, ranks in strayed.items()
-        )
-        return f" ({told})" if told else ""
-
-
-def _what(phase: str, label: str) -> str:
-    return f"'{phase}' of {label}"
-
-
-def _is_ahead(step: int | None, of: int | None) -> bool:
-    return step is not None and of is not None and step > of
-
-
-def _ended(rank: int) -> DeadlineError:
-    """The error that is contributed for a rank whose process has ended."""
-    return DeadlineError(
-        f"the process of rank {rank} has ended.",
-        code="timeout.rank_ended",
-        action=f"Look at the log of rank {rank} for why; restart the job.",
-        rank=rank,
-        absent=(rank,),
-    )
-
-
-def _with_local_traceback(error: HoldfastError, outcome: Exception, *, rank: int, is_alone: bool) -> HoldfastError:
-    """The error to raise on a rank that failed with `outcome`, when all ranks raise `error`. The traceback of `outcome`
-    helps more than the news that some rank failed: so this returns `outcome` itself where `error` reports it, else
-    `error` with `outcome` as its only cause."""
-    if isinstance(outcome, HoldfastError):
-        if is_alone:
-            return outcome  # "1 of 1 ranks failed" tells nothing new
-        if error.rank == rank and error.message.endswith(outcome.message):
-            outcome.message, outcome.rank = error.message, error.rank
-            return outcome
-        outcome.__cause__ = None
-    error.__cause__ = outcome
-    return error
-
-
-def _out_of_step(rank: int, what: str, expected: str) -> ConfigurationError:
-    return ConfigurationError(
-        f"rank {rank} is in {what} while rank 0 is in {expected}.",
-        code="config.call_order",
-        action="Make the same holdfast calls in the same order, with the same step, on every rank.",
-        rank=rank,
-    )
-
-
-def _ranges(ranks: Sequence[int]) -> str:
-    """Sorted `ranks` as text for a message, runs of three and more as ``64-127``."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs)
+        strayed = told_of(absent, self._meeting.whereabouts, label=self.label)
+        return late(absent, self._what(phase), deadline.timeout_s, strayed)

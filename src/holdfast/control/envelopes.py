@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import struct
-from typing import Any, Final
+from typing import Any
 
 import msgspec
 
@@ -11,8 +10,6 @@ from holdfast.control.processes import Process
 from holdfast.decoding import decode_msgpack
 from holdfast.errors import ErrorWire, HoldfastError, from_wire, to_wire
 
-#: Head of a message's first chunk: the number of its chunks.
-NUM_CHUNKS: Final = struct.Struct(">I")
 #: A message for other ranks, or the error that takes its place.
 Outcome = bytes | Exception
 
@@ -63,16 +60,6 @@ def payload_of(down: Broadcast) -> bytes:
     if down.error is not None:
         raise from_wire(down.error)
     return down.payload
-
-
-def packed(message: msgspec.Struct) -> bytes:
-    """A message of one chunk, in the form in which it is stored under its key."""
-    return first_chunk(1, msgspec.msgpack.encode(message))
-
-
-def first_chunk(num_chunks: int, first: bytes) -> bytes:
-    """The first chunk of a message, in the form in which it is stored."""
-    return NUM_CHUNKS.pack(num_chunks) + first
 
 
 def error_wire(error: Exception) -> ErrorWire:
