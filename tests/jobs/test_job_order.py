@@ -103,7 +103,7 @@ def test_a_rank_that_waits_in_vain_in_a_later_step_is_told_that_the_steps_differ
     assert "[config.call_order]" in at_once
     assert cause in at_once
     assert "[timeout.ranks]" in later
-    assert f"ranks had met out of step: {cause}" in later
+    assert f"the calls of the ranks did not match: {cause}" in later
 
 
 def save_but_skip_one(run: str, node_dir: Path, skipping: int, verb: str) -> list[str]:
