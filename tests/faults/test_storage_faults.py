@@ -278,7 +278,7 @@ def test_a_store_that_takes_nothing_is_broken(run: Path) -> None:
     with faulty_calls(idle):
         error = failure(lambda: save(str(run), 2))
     assert error.code == "storage.io"
-    assert "took no byte" in str(error)
+    assert "wrote no bytes" in str(error)
     check_aftermath(run, error)
 
 
