@@ -226,7 +226,7 @@ def test_tied_weights_cannot_be_filled_from_two_different_ones(tmp_path: Path) -
     untied["model"]["head"].weight = nn.Parameter(torch.zeros(7, 3))
     untied["optimizer"] = AdamW(untied["model"].parameters())
     holdfast.save(tmp_path / "run", untied, 1)
-    with pytest.raises(IncompatibleError, match="one tensor here, stored separately") as raised:
+    with pytest.raises(IncompatibleError, match="one tensor here, but stored separately") as raised:
         holdfast.load(tmp_path / "run", into=tied(2))
     assert raised.value.code == "incompatible.tied"
 
@@ -548,7 +548,7 @@ def test_a_metric_that_is_no_number_is_refused_before_anything_is_written(tmp_pa
 
 @pytest.mark.parametrize("step", [-1, True, 1.0, "3", None, 1 << 63])
 def test_a_step_that_is_no_whole_number_is_refused(tmp_path: Path, step: Any) -> None:
-    with pytest.raises(ValueError, match="step is a whole number from 0 on"):
+    with pytest.raises(ValueError, match="step must be a whole number from 0 to"):
         holdfast.save(tmp_path / "run", {}, step)
     assert not (tmp_path / "run").exists()
 
@@ -579,7 +579,7 @@ def test_a_model_from_meta_that_was_given_memory_is_filled(tmp_path: Path) -> No
     "option", [{"strict": "no"}, {"verify": 0}, {"fallback": "yes"}, {"allow_empty": None}, {"continues": "no"}]
 )
 def test_an_option_of_another_type_is_refused(tmp_path: Path, option: dict[str, Any]) -> None:
-    with pytest.raises(TypeError, match=f"{next(iter(option))} is True"):
+    with pytest.raises(TypeError, match=f"{next(iter(option))} must be True"):
         holdfast.load(tmp_path / "run", {"w": torch.zeros(1)}, **option)
 
 
@@ -597,7 +597,7 @@ def test_errors_about_names_know_what_is_often_behind_them(tmp_path: Path) -> No
     other, fresh = training()
     with pytest.raises(IncompatibleError, match="A learning-rate scheduler adds initial_lr"):
         holdfast.load(tmp_path / "run", {"model": other, "optimizer": fresh})
-    with pytest.raises(IncompatibleError, match=r"tree\('optimizer'\): give that to load_state_dict"):
+    with pytest.raises(IncompatibleError, match=r"tree\('optimizer'\), and pass that to load_state_dict"):
         holdfast.load(tmp_path / "dicts", {"optimizer": fresh.state_dict()})
     tree: Any = holdfast.open(tmp_path / "dicts").tree("optimizer")
     fresh.load_state_dict(tree)

@@ -228,7 +228,7 @@ def decode(data: bytes, *, path: str) -> DecodedManifest:
 
 def _decode(data: bytes) -> DecodedManifest:
     if len(data) < _HEAD.size or data[:8] != MAGIC:
-        raise corrupt("it does not begin as a manifest does")
+        raise corrupt("it does not begin like a manifest")
     _, compressed_nbytes, packed_nbytes, blob_nbytes, digest = _HEAD.unpack_from(data)
     largest = max(packed_nbytes, compressed_nbytes, blob_nbytes)
     if not packed_nbytes or largest > MAX_NBYTES or packed_nbytes > _unfolded_limit(compressed_nbytes):
@@ -284,7 +284,7 @@ def _check_keys(packed: bytes, body: Manifest) -> None:
         (maps.aliases, len(body.aliases)),
     ]
     if any(_map_size(bytes(raw)[:5]) != size for raw, size in sizes):
-        raise ValueError("a key stands twice")
+        raise ValueError("an object has a key twice")
 
 
 def _map_size(head: bytes) -> int:
@@ -336,7 +336,7 @@ def _check_tensors(body: Manifest) -> None:
     if not names.issuperset(body.aliases.values()) or not names.isdisjoint(body.aliases):
         raise corrupt("an alias points to no tensor, or shadows one")
     if not _ascends(body.diverged) or not names.issuperset(body.diverged):
-        raise corrupt("the tensors that diverged are no tensors, or not sorted and unique")
+        raise corrupt("the names of diverged tensors are not sorted and unique, or not names of tensors")
 
 
 def _check_sizes(body: Manifest) -> None:
