@@ -173,7 +173,7 @@ def test_what_lacks_a_part_of_the_protocol_is_no_adapter() -> None:
         def accepts(self, kind: type) -> bool:
             return False
 
-    with pytest.raises(ConfigurationError, match="it has no describe, bind") as caught:
+    with pytest.raises(ConfigurationError, match="it lacks describe, bind") as caught:
         holdfast.register_adapter(Half())  # type: ignore[arg-type]
     assert caught.value.code == "config.adapter"
 

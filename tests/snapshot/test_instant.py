@@ -305,7 +305,7 @@ def behind_torchs_back(parameter: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("update", [in_place, other_memory, behind_torchs_back])
-@pytest.mark.parametrize("aside_nbytes", [64 << 20, 0], ids=["set aside", "copied first"])
+@pytest.mark.parametrize("aside_nbytes", [64 << 20, 0], ids=["before the state was copied", "copied first"])
 def test_frozen_parameters_in_an_optimizers_groups_may_change_at_any_time(
     run: str,
     memory: Memory,

@@ -455,7 +455,7 @@ def test_memory_is_where_torch_makes_new_tensors_or_where_the_call_says(tmp_path
 
 
 def test_meta_is_no_device_to_load_to(run: Path) -> None:
-    with pytest.raises(ValueError, match="device is 'meta'"):
+    with pytest.raises(ValueError, match="device must be a device with memory"):
         holdfast.load(run, {}, device="meta")
 
 
