@@ -149,7 +149,7 @@ def test_a_run_without_checkpoints_begins_at_step_0(run: str, memory: Memory) ->
 
 
 def restored(run: str, memory: Memory | None) -> tuple[str | None, int, dict[str, bytes]]:
-    """What another job would restore."""
+    """The state that another job would restore."""
     start_new_job()
     other = Loop(seed=1)
     with Checkpointer(run, other.state, memory=memory) as checkpointer:
@@ -759,7 +759,7 @@ def save_side_by_side(folder: str) -> list[bool]:
 
 
 def descriptors_of_saves(folder: str) -> int:
-    """How many more descriptors a rank has after 30 saves than after the first few, without the garbage collector."""
+    """The number of descriptors that 30 saves add to those of the first few, without the garbage collector."""
     start_new_job()
     state = sharded(0, dim=0)
     memory = Memory(node_dir=Path(folder))

@@ -343,7 +343,7 @@ Calls = dict[int, list[int]]
 
 
 def operations(calls: Calls, *, timeout_s: float, group_size: int = 64) -> dict[int, list[str]]:
-    """What each rank gets from the operations that it makes in turn: the answer, or the message of the error."""
+    """Make operations in turn; return the answer of each, or the message of its error."""
     store = dist.HashStore()
     jobs = [GroupStore(store) for _ in calls]
 

@@ -1,4 +1,4 @@
-"""What can go wrong around saves into memory, beside deaths: processes that stand still, full places, other jobs."""
+"""Saves into memory survive faults other than deaths: stopped processes, full places, other jobs."""
 
 from __future__ import annotations
 
@@ -645,7 +645,7 @@ def test_users_have_folders_of_their_own_on_a_node(open_node: Path, truth: Truth
 
 
 def spec_at(folder: Path, user: int) -> Spec:
-    """What a user trains in a folder."""
+    """The job that a user trains in a folder."""
     return Spec(str(folder / f"run-{user}"), (folder / "node",), folder / f"log-{user}", numel=SMALL_NUMEL)
 
 

@@ -33,7 +33,7 @@ TIMEOUT_S = 3.0
 
 @dataclass(frozen=True)
 class Point:
-    """Where `rank` dies: before or after the first call of a method (whose key begins, or ends, as given)."""
+    """The death of `rank`: before or after the first call of a method (whose key begins, or ends, as given)."""
 
     rank: int
     when: str

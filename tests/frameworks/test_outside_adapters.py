@@ -37,7 +37,7 @@ def job(*, seed: int, rank: int = 0, world_size: int = 1) -> tuple[dict[str, obj
 
 
 def truth() -> dict[str, list[bytes]]:
-    """What one rank would hold after all steps."""
+    """The state that one rank would hold after all steps."""
     _, optimizer = job(seed=0)
     for _ in range(NUM_STEPS):
         optimizer.step()

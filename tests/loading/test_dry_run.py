@@ -55,7 +55,7 @@ REQUEST = 48
 
 
 class Job(NamedTuple):
-    """Who loads what, and how it is held: a mesh, the node of each rank, and places for each tensor."""
+    """A job that loads: a mesh, the node of each rank, and placements for each tensor."""
 
     mesh_shape: Shape
     node_of: Int64s

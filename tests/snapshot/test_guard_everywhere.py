@@ -348,7 +348,7 @@ def test_an_error_in_the_middle_of_a_copy_frees_the_slot_only_when_nothing_write
 
 
 def take_over(run: str, node_dir: Path, orders: Path, answers: Path) -> None:
-    """A job that takes over, and saves the steps that it is told to; answers with the place, or the error's code."""
+    """A job that takes over, and saves the steps that it receives; answers with the place, or the error's code."""
     loop = Loop()
     checkpointer = Checkpointer(run, loop.state, memory=Memory(node_dir=node_dir), takeover=True)
     with orders.open() as lines, answers.open("w", buffering=1) as said:

@@ -72,7 +72,7 @@ def run(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def saved(run: Path) -> State:
-    """What the run holds, in ordinary memory."""
+    """The content of the run, in ordinary memory."""
     state = trained(Net())
     holdfast.load(run, state)
     return state

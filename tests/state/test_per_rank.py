@@ -47,7 +47,7 @@ class Nodes(Mapping[str, Node]):
 
 
 class Saved(NamedTuple):
-    """What all ranks saved; `tables` are rank 0's shared nodes and then every rank's own."""
+    """The saves of all ranks; `tables` are rank 0's shared nodes and then every rank's own."""
 
     tensors: dict[str, torch.Tensor]
     stored: dict[str, StoredTensor]

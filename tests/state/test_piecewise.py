@@ -54,7 +54,7 @@ def is_true(name: str, item: Piecewise) -> bool:
 
 
 def zero(shapes_: Mapping[str, Shape], world_size: int, rank: int) -> tuple[dict[str, Piecewise], torch.Tensor]:
-    """What a rank holds under ZeRO-1: all tensors one after another in one flat memory, cut into equal partitions."""
+    """The part of a rank under ZeRO-1: all tensors one after another in one flat memory, cut into equal partitions."""
     total = sum(prod(shape) + PADDING for shape in shapes_.values())
     size = -(-total // world_size)
     partition = torch.zeros(size)

@@ -36,7 +36,7 @@ def storage(tmp_path: Path) -> PosixStore:
 
 @pytest.fixture
 def operations(monkeypatch: pytest.MonkeyPatch) -> list[Operation]:
-    """What the backend does to files and folders from now on, in order."""
+    """The operations of the backend on files and folders from now on, in order."""
     done: list[Operation] = []
     fsync, link, unlink = os.fsync, os.link, os.unlink
 

@@ -113,7 +113,7 @@ steps = st.one_of(st.none(), st.integers(-3, 3).filter(bool))
 
 @st.composite
 def indexes(draw: st.DrawFn) -> tuple[Any, ...]:
-    """What numpy accepts for a tensor of shape `SHAPE`: integers, slices and one ellipsis."""
+    """The indexes that numpy accepts for a tensor of shape `SHAPE`: integers, slices and one ellipsis."""
     count = draw(st.integers(0, 3))
     items: list[Any] = []
     for extent in SHAPE[:count]:
@@ -374,7 +374,7 @@ def test_data_files_are_read_by_stock_safetensors(job_run: Path) -> None:
 
 
 def torch_modules_after(script: str, *arguments: str) -> list[str]:
-    """What of torch a new interpreter has imported once it has run `script`, which imports `sys`."""
+    """The modules of torch that a new interpreter has imported after it ran `script`, which imports `sys`."""
     code = textwrap.dedent(script) + "\nprint(*(m for m in sys.modules if m.partition('.')[0] == 'torch'))\n"
     result = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr

@@ -364,7 +364,7 @@ def parse_folder(name: str) -> tuple[int, str] | None:
 
 
 def folders_of(step: int, names: Sequence[str]) -> list[str]:
-    """Those of `names` in ``checkpoints/`` that are folders of checkpoints of `step`."""
+    """The `names` in ``checkpoints/`` that are folders of checkpoints of `step`."""
     prefix = f"step-{step:010d}-"
     return [name for name in names if name.startswith(prefix) and parse_folder(name) is not None]
 

@@ -1,7 +1,7 @@
 """The doctor of a run: finds what is wrong, says what that means, and offers remedies.
 
-It never repairs by guessing. It finishes a checkpoint only when all of its files exist, removes only what nobody can
-finish, and for lost files says where to get them. `examine` changes nothing.
+It never repairs by guessing. It finishes a checkpoint only when all of its files exist, removes only checkpoints that
+cannot be finished, and says where to get lost files. `examine` changes nothing.
 """
 
 from __future__ import annotations
