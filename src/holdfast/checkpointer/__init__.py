@@ -117,7 +117,7 @@ class Checkpointer:
         self._guard = Guard()
 
     def save(self, step: int, *, metrics: Mapping[str, SupportsFloat] | None = None) -> Handle:
-        """Save the state as it is now. `step` is the number of the step that was finished last.
+        """Save the state as it is now. `step` is the number of the last finished step.
 
         Returns when everything is copied that may change before the next step of an optimizer in the state. In the
         background all ranks agree on a plan and a place, and copy the rest. (The first save returns when they have

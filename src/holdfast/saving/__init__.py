@@ -70,7 +70,7 @@ def save(
     """Save `state` into `run` and return when the checkpoint is committed and durable.
 
     Blocking and collective over `group` (default: all ranks of the job): every rank calls it with the same `run` and
-    `step`; one plain process may call it too. `step` is the number of the step that was finished last. A save after a
+    `step`; one plain process may call it too. `step` is the number of the last finished step. A save after a
     load logs a warning if its `step` is not greater than that of the loaded checkpoint. `save` creates `run` if it does
     not exist. If it has a history, this job must have loaded from it, unless ``takeover=True``. `metrics` are recorded
     with the commit. Extra memory is three buffers of 2 MiB. While layouts do not change, later saves exchange a few
