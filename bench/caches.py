@@ -10,7 +10,7 @@ _PAGES_AND_INODES = "3"
 
 
 def how_dropped() -> str:
-    """How `settle` empties the page cache on this machine, in words for the result file."""
+    """The way in which `settle` empties the page cache on this machine, in words for the result file."""
     if os.access(_DROP_CACHES, os.W_OK):
         return "sync and drop_caches before each timing"
     return "sync and posix_fadvise(DONTNEED) of the files read before each timing (drop_caches is denied)"

@@ -134,7 +134,7 @@ NAMES = (RAW, *_BUILDERS)
 
 
 def entrants(names: tuple[str, ...]) -> tuple[str, ...]:
-    """What takes turns: the raw limit of `names` once in each way, then the others.
+    """The entrants that take turns: the raw limit of `names` once in each way, then the others.
 
     SetupError for a name that is not known.
     """
@@ -152,7 +152,7 @@ def build(names: tuple[str, ...], state: State, *, direct: bool) -> dict[str, Wa
 
 
 def described(names: tuple[str, ...], *own: Contender, direct: bool) -> tuple[Contender, ...]:
-    """What the figures of these contenders include; of a name that is in `own` too, what stands there."""
+    """For each contender, the work that its figures include; a text in `own` replaces the usual one."""
     found = {each.name: each for each in (*_CONTENDERS, *own)}
     if not direct:
         found[RAW] = msgspec.structs.replace(found[RAW], io="buffered: the filesystem refused O_DIRECT")

@@ -137,7 +137,7 @@ def with_part(result: Result, part: Part) -> Result:
 
 
 def read_earlier(name: str, folder: Path) -> Result:
-    """What was measured before under this name, and written to `folder`; nothing where there is no file yet."""
+    """The result that an earlier run wrote to `folder` under this name; empty where there is no file yet."""
     path = folder / f"{name}.json"
     return read_result(path, command="engine") if path.exists() else Result(name, ())
 
@@ -154,7 +154,7 @@ def require_limit(result: Result) -> None:
 
 
 def python_slow_down(part: Part, name: str, key: str) -> list[float]:
-    """What share of its rate the loop of Python lost: with the rate `key`, while all was saved or only written."""
+    """The share of its rate that the Python loop lost: with the rate `key`, while all was saved or only written."""
     before, after, rate = (part.series(name, each) for each in ("before_per_s", "after_per_s", key))
     calm = [(one + other) / 2 for one, other in zip(before, after, strict=True)]
     return [1 - ratio for ratio in paired_ratios(rate, calm)]
@@ -200,7 +200,7 @@ def bars(result: Result) -> Iterator[Bar]:
 
 
 def first_blocked_s(part: Part, name: str) -> float:
-    """How long the first save of a contender blocked, its set-up included."""
+    """The time for which the first save of a contender blocked, with its set-up."""
     first = next(each for each in part.samples if (each.contender, each.measure) == (name, ALONE))
     assert first.round == WARM_UP
     return max(first.values["blocked_s"])

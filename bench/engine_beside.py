@@ -54,7 +54,7 @@ class PythonLoop(EngineJob, frozen=True, kw_only=True):
         return (self.rounds + 1) * len(self.contenders)
 
     def turns(self, state: State) -> Turns:
-        """What the rank does."""
+        """The turns that the rank takes."""
         return _PythonTurns(self, state)
 
 
@@ -117,11 +117,11 @@ class TrainingLoop(EngineJob, frozen=True, kw_only=True):
         return (self.rounds + 1) * (1 + len(self.contenders))
 
     def facts(self) -> dict[str, Any]:
-        """What a loop is."""
+        """The description of a loop."""
         return {"steps": self.steps, "every": self.every, "tokens": self.tokens}
 
     def turns(self, state: State) -> Turns:
-        """What this rank does."""
+        """The turns that this rank takes."""
         return _LoopTurns(self, state)
 
 

@@ -35,7 +35,7 @@ PACKAGES = {"torchsnapshot-async": "torchsnapshot", "torch_checkpointing-async":
 
 
 class Site(NamedTuple):
-    """What a rank saves, and where: `run` is the folder of those that save everything into one run."""
+    """The state that a rank saves, and its folders: contenders that save everything into one run use `run`."""
 
     state: State
     live: Live
@@ -149,8 +149,8 @@ OWN = (
 
 
 def able(names: tuple[str, ...]) -> tuple[tuple[str, ...], dict[str, str]]:
-    """Those of `names` that can take part here, in the order of the table, and why the others cannot. SetupError for a
-    name that is not known."""
+    """The contenders in `names` that can run here, in the order of the table, and the reasons why others cannot.
+    Raises SetupError for an unknown name."""
     absent: dict[str, str] = {}
     for name in chosen(names, NAMES, kind="contender"):
         absent |= not_installed(name, PACKAGES.get(name))
@@ -163,7 +163,7 @@ def build(name: str, site: Site) -> Way:
 
 
 def folder_of(name: str, what: str, root: Path) -> Path:
-    """Where `name` saves `what` below `root`: one folder of its own for each save, or the run that has all of them."""
+    """The folder below `root` where `name` saves `what`: one for each save, or the run that has all of them."""
     return root / name / "run" if name in _RUNS else root / name / what
 
 

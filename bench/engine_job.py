@@ -40,7 +40,7 @@ class EngineJob(Job, frozen=True, kw_only=True):
         raise NotImplementedError
 
     def facts(self) -> dict[str, Any]:
-        """What is particular to the part."""
+        """The facts that only this part has."""
         return {}
 
     def measure(self, folder: Path, *, on_sample: Callable[[Sample], None]) -> tuple[StateSize, tuple[Sample, ...]]:
@@ -84,7 +84,7 @@ class LiveTurns(Turns):
         return name in self._ways
 
     def way(self, name: str) -> Way:
-        """What contender `name` does; set up at the first call."""
+        """The way in which contender `name` saves; set up at the first call."""
         if name not in self._ways:
             run_folder = self.folder_of(name, "run")
             site = Site(self.state, self.live, run_folder, self.job.node_dir, self.job.direct)
@@ -92,7 +92,7 @@ class LiveTurns(Turns):
         return self._ways[name]
 
     def folder_of(self, name: str, what: str) -> Path:
-        """Where `name` saves `what`."""
+        """The folder where `name` saves `what`."""
         return engine_contenders.folder_of(name, what, self.job.folder)
 
 

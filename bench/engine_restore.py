@@ -99,7 +99,7 @@ class _Restored(msgspec.Struct, frozen=True):
 
 
 class _Saved(msgspec.Struct, frozen=True):
-    """What a rank has saved."""
+    """The saves of a rank."""
 
     rank: int
     digests: Mapping[str, str]
@@ -125,7 +125,7 @@ def run_rank(rank: int, job: Restores, channel: Connection) -> None:
 
 
 def _one_life(job: Restores) -> tuple[dict[int, _Restored], dict[int, _Saved]]:
-    """What the ranks found and what they saved; they are dead on return."""
+    """Run the ranks once, and return their restores and saves; the ranks are dead on return."""
     restored: dict[int, _Restored] = {}
     saved: dict[int, _Saved] = {}
     with started(run_rank, job, world=job.world) as ranks:

@@ -46,7 +46,7 @@ class Saves(EngineJob, frozen=True, kw_only=True):
         return 5
 
     def num_samples(self) -> int:
-        """Those of each way of the raw limit, and two of all others."""
+        """One sample of each way of the raw limit, and two of every other contender."""
         return (self.rounds + 1) * sum(len(RAW_WAYS) if name == RAW else 2 for name in self.contenders)
 
     def facts(self) -> dict[str, Any]:
@@ -54,7 +54,7 @@ class Saves(EngineJob, frozen=True, kw_only=True):
         return {"work_s": self.work_s, "generations": GENERATIONS}
 
     def turns(self, state: State) -> Turns:
-        """What this rank does."""
+        """The turns that this rank takes."""
         return _SavesTurns(self, state)
 
 

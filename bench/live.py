@@ -39,7 +39,7 @@ class Live:
 
 
 class Work:
-    """What a forward and a backward are to a core: it is busy, mostly outside of the interpreter."""
+    """The load of a forward and a backward pass on a core: it is busy, mostly outside of the interpreter."""
 
     #: Floating-point operations of one product.
     OPERATIONS = 2 * _WIDTH**3

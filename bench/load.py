@@ -71,7 +71,7 @@ class Move(NamedTuple):
     num_layers: int = NUM_LAYERS
 
     def recipe(self, side: Side, min_nbytes: int) -> LlamaLike:
-        """How the ranks of `side` make the state."""
+        """The recipe by which the ranks of `side` make the state."""
         return LlamaLike(min_nbytes, side.layout, self.num_layers)
 
 
@@ -125,7 +125,7 @@ def why_not(contender: str, move: Move) -> str | None:
 
 
 def _jobs(move: Move, names: tuple[str, ...], *, rounds: int, min_nbytes: int) -> tuple[SaveLoad, SaveLoad]:
-    """What the ranks that save do, and what those that load do."""
+    """The job of the ranks that save, and the job of those that load."""
     able = tuple(name for name in names if why_not(name, move) is None)
     peers = tuple(name for name in able if name != RAW)
     recipes = (move.recipe(side, min_nbytes) for side in (move.saved, move.loaded))
@@ -176,7 +176,7 @@ def _measure(
 
 
 def bars(result: Result) -> Iterator[Bar]:
-    """What holdfast is to reach."""
+    """The targets that holdfast must reach."""
     for part in result.parts:
         least, share = SHARE_BARS.get(part.scenario.name), median(part.shares("holdfast", measure=LOAD))
         if least is not None:

@@ -22,7 +22,7 @@ def name_of(index: int) -> str:
 
 
 def expected(index: int) -> Floats:
-    """What it holds."""
+    """The expected content."""
     return np.full(SHAPE, index, np.float32)
 
 

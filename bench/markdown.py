@@ -21,7 +21,7 @@ def table(head: str, rows: Mapping[K, str], columns: Sequence[tuple[str, Callabl
 
 
 def whereabouts(result: str, part: Part, *, packages: bool = False) -> str:
-    """Where and when `part` was measured, and where its samples are."""
+    """The place and time of the measurement of `part`, and the file of its samples."""
     found = "".join(f", {name} {version}" for name, version in part.packages.items()) if packages else ""
     return f"{in_words(part.environment)}{found}, {part.date[:10]}. {samples_link(result)}."
 
@@ -32,7 +32,7 @@ def samples_link(result: str) -> str:
 
 
 def reasons(part: Part) -> str:
-    """Who could not take part, and why."""
+    """The contenders that could not take part, each with the reason."""
     return "".join(f" Not possible for {name}: {reason}." for name, reason in part.not_possible.items())
 
 
@@ -42,12 +42,12 @@ def ways_in_words(part: Part) -> str:
 
 
 def in_time(what: str, seconds: float, most_s: float) -> Bar:
-    """A bar of so many seconds at most."""
+    """A bar: at most so many seconds."""
     return Bar(what, seconds, most_s, f"{what} {_amount(seconds)}")
 
 
 def time_bars(bars: Iterable[Bar]) -> tuple[str, ...]:
-    """Which of `bars` were met, all of `in_time`, as a paragraph; nothing where there are none."""
+    """A paragraph that names the `bars` that were met, all of them `in_time`; empty where there are no bars."""
     every = tuple(bars)
     if not every:
         return ()

@@ -79,7 +79,7 @@ class TorchSnapshot(Way):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """What is saved, and filled in place. Names have no slash: torchsnapshot 0.1.0 fails on one."""
+        """The state that is saved, and filled in place. Names have no slash: torchsnapshot 0.1.0 fails on one."""
         return {path.replace("/", "."): leaf for path, leaf in (self._tensors | self.state.values()).items()}
 
     def load_state_dict(self, loaded: Mapping[str, Any]) -> None:

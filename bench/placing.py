@@ -1,4 +1,4 @@
-"""How the tensors of a state lie over the ranks that hold it."""
+"""The placement of a state's tensors on the ranks that hold them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def mesh_shape(layout: Layout, world: int) -> tuple[int, ...]:
 
 
 def place(whole: torch.Tensor, name: str, layout: Layout, mesh: DeviceMesh) -> torch.Tensor:
-    """What a rank of `mesh` holds of the parameter `name`, or of a moment of it, when every rank has it `whole`."""
+    """The part of the parameter `name`, or of a moment of it, that a rank of `mesh` holds, given the `whole` tensor."""
     if layout == "replicas":
         return whole
     return distribute_tensor(whole, mesh, _placements(name, whole.ndim, layout), src_data_rank=None)

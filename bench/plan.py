@@ -104,7 +104,7 @@ def measure(case: str, world_size: int, rounds: int) -> tuple[dict[str, int], tu
 
 
 def changed_layout(files: Files) -> list[ReadRequest]:
-    """What one rank of FSDP over `NEW_WORLD` ranks holds of the tensors of a checkpoint."""
+    """The parts of a checkpoint's tensors that one rank of FSDP over `NEW_WORLD` ranks holds."""
     spec = fsdp_layout(NEW_WORLD)[0].spec
     assert isinstance(spec, Placed)
     rank = NEW_WORLD // 3

@@ -68,7 +68,7 @@ def render_chart(saves: Result, loads: Result) -> str:
 
 
 def _label_at(share: float) -> float:
-    """Where the figure behind a bar begins: where it would lie on the line of the limit, behind that."""
+    """The position of the figure behind a bar. If it would cross the line of the limit, it stands behind that line."""
     return (1 if 0.92 < share < 1 else share) + 0.01
 
 

@@ -42,7 +42,7 @@ def cpu_s(pids: Iterable[int]) -> float:
 
 
 def held(pids: Iterable[int]) -> Held:
-    """What processes hold together."""
+    """The memory that processes hold together."""
     nbytes = shared_nbytes = 0
     for pid in pids:
         # A process may end while it is looked at.
@@ -86,7 +86,7 @@ def _end(pids: Iterable[int]) -> None:
 
 
 def _stat(pid: int) -> list[str]:
-    """What stands behind the name in ``stat``: state, parent, and so on; nothing for a process that has ended."""
+    """The fields behind the name in ``stat``: state, parent, and so on; empty for a process that has ended."""
     try:
         text = (_PROC / str(pid) / "stat").read_text(errors="surrogateescape")
     except (FileNotFoundError, ProcessLookupError):

@@ -32,7 +32,7 @@ J = TypeVar("J")
 
 
 class Span(NamedTuple):
-    """When something began and ended on one rank, by the machine-wide monotonic clock."""
+    """The begin and the end of something on one rank, by the machine-wide monotonic clock."""
 
     start_s: float
     end_s: float
@@ -43,13 +43,13 @@ Found = Mapping[str, float | Span]
 
 
 class Turns:
-    """What one rank of a run does. All methods are collective."""
+    """The turns of one rank of a run. All methods are collective."""
 
     #: In each round, every entrant takes one turn for each of these.
     measures: tuple[str, ...] = ("",)
 
     def entrants(self, number: int) -> tuple[str, ...]:
-        """Who takes a turn in round `number`."""
+        """The entrants that take a turn in round `number`."""
         raise NotImplementedError
 
     def take(self, name: str, number: int, measure: str) -> Iterator[tuple[str, str, Found]]:
@@ -67,7 +67,7 @@ class Turns:
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """What ranks do together, on what `recipe` makes, in `folder`, with a store at `store_port` that outlives them."""
+    """The job of a run's ranks: they use the state that `recipe` makes, `folder`, and a store that outlives them."""
 
     world: int
     rounds: int
@@ -76,11 +76,11 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     store_port: int = 0
 
     def turns(self, state: State) -> Turns:
-        """What this rank does with its part of the state."""
+        """The turns that this rank takes with its part of the state."""
         raise NotImplementedError
 
     def num_samples(self) -> int:
-        """How many samples there will be."""
+        """The number of samples that the job will give."""
         raise NotImplementedError
 
 
@@ -157,7 +157,7 @@ def collect(
 
 
 def messages(ranks: dict[Connection, SpawnProcess]) -> Iterator[object]:
-    """What the ranks send, until every rank has closed its channel. RankFailedError when one fails, or dies."""
+    """The messages of the ranks, until every rank has closed its channel. RankFailedError when one fails, or dies."""
     channels = dict(ranks)
     while channels:
         for channel in wait(list(channels)):
@@ -179,7 +179,7 @@ def messages(ranks: dict[Connection, SpawnProcess]) -> Iterator[object]:
 
 
 class Failure(msgspec.Struct, frozen=True):
-    """What ended a rank."""
+    """The error that ended a rank."""
 
     text: str
 
@@ -254,7 +254,7 @@ def require_same(expected: Mapping[str, str], found: Mapping[str, str], *, name:
 
 
 def _gathered(found: Found, world: int) -> list[Found] | None:
-    """What each rank found, on rank 0."""
+    """Gather the findings of all ranks on rank 0."""
     every: list[Found] | None = [found] * world if dist.get_rank() == 0 else None
     dist.gather_object(found, every)
     return every

@@ -24,7 +24,7 @@ _DISK_HEADROOM = 1.1
 
 
 class SaveLoad(Job, frozen=True, kw_only=True):
-    """What to run: `contenders`, in each of `measures`.
+    """The plan of a run: `contenders`, in each of `measures`.
 
     A contender that is named in `at_most` takes part in so many rounds only, the first ones, and has no warm-up.
     The entrants in `kept` save once, before the rounds and untimed, where a run that does not save finds it: this one
@@ -38,7 +38,7 @@ class SaveLoad(Job, frozen=True, kw_only=True):
     direct: bool = False
 
     def entrants(self, number: int) -> tuple[str, ...]:
-        """Who takes a turn in round `number`."""
+        """The entrants that take a turn in round `number`."""
         found = entrants(self.contenders)
         return tuple(name for name in found if name not in self.at_most or WARM_UP < number <= self.at_most[name])
 
@@ -47,13 +47,13 @@ class SaveLoad(Job, frozen=True, kw_only=True):
         return len(self.measures) * sum(len(self.entrants(number)) for number in range(WARM_UP, self.rounds + 1))
 
     def folder_of(self, name: str, number: int, root: Path) -> Path:
-        """Where entrant `name` saves or loads in round `number` of a run in `root`: in a folder of the round, or where
-        it keeps what outlives the rounds."""
+        """The folder in `root` where entrant `name` saves or loads in round `number`: one for the round, or one that
+        outlives the rounds."""
         outlives = name == LATER or "save" not in self.measures
         return root / name if outlives else root / f"round-{number}" / name
 
     def turns(self, state: State) -> Turns:
-        """What this rank does."""
+        """The turns that this rank takes."""
         return _SaveLoadTurns(self, state)
 
     def require_space(self, folder: Path, *, num_more: int = 0) -> None:

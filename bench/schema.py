@@ -42,7 +42,7 @@ class StateSize(msgspec.Struct, frozen=True):
 
 
 class Scenario(msgspec.Struct, frozen=True, kw_only=True):
-    """What is measured: `facts` are what is particular to one benchmark."""
+    """One measured scenario: `facts` hold the details that only this benchmark has."""
 
     name: str
     title: str = ""
@@ -53,7 +53,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Contender(msgspec.Struct, frozen=True):
-    """Who takes part, and what its figures include."""
+    """One participant, and the work that its figures include."""
 
     name: str
     description: str = ""
@@ -63,7 +63,7 @@ class Contender(msgspec.Struct, frozen=True):
 
 
 class Sample(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What was measured in one turn: each of `values` is one number of the whole job, or one of each rank.
+    """The measurements of one turn: each of `values` is one number of the whole job, or one of each rank.
 
     ``seconds`` runs from the first rank's start to the last rank's end. ``cpu_s``, ``peak_extra_nbytes`` (only where
     memory was watched), ``device_nbytes`` and ``asked_nbytes`` are as in `bench.meter.Meter`.
@@ -134,14 +134,14 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
         return max((peak for each in found for peak in each.values.get("peak_extra_nbytes", ())), default=0)
 
     def _entrant(self, contender: str, measure: str) -> str:
-        """Who has the samples of `contender`: of the raw limit, the fastest of its ways that were tried."""
+        """The entrant whose samples stand for `contender`: for the raw limit, the fastest way that was tried."""
         ways = {raw_name(way) for way in self.raw_ways}
         tried = contender == RAW and any(each.contender in ways and each.measure == measure for each in self.samples)
         return raw_name(self.raw_way(measure)) if tried else contender
 
 
 class Result(msgspec.Struct, frozen=True):
-    """What one benchmark wrote."""
+    """The result that one benchmark wrote."""
 
     name: str
     parts: tuple[Part, ...]
@@ -243,7 +243,7 @@ def read_result(path: Path, *, command: str) -> Result:
 
 
 def chosen(names: Sequence[str] | None, known: Sequence[str], *, kind: str) -> tuple[str, ...]:
-    """Those of the `known` names that were asked for, in their order, or all; SetupError for one that is not known."""
+    """The `known` names that were asked for, in their order, or all. Raises SetupError for an unknown name."""
     unknown = [name for name in names or () if name not in known]
     if unknown:
         raise SetupError(f"There is no {kind} {', '.join(unknown)}. Choose from {', '.join(known)}.")

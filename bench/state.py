@@ -91,7 +91,7 @@ class State:
 
 
 class LlamaLike(msgspec.Struct, frozen=True):
-    """How to make a Llama-like training state of at least `min_nbytes` over all ranks, in `layout`."""
+    """A recipe for a Llama-like training state of at least `min_nbytes` over all ranks, in `layout`."""
 
     min_nbytes: int
     layout: Layout = "rows"
@@ -122,7 +122,7 @@ class LlamaLike(msgspec.Struct, frozen=True):
 
 
 class ManySmall(msgspec.Struct, frozen=True):
-    """How to make `num_tensors` tensors of float32, of which each rank holds `SMALL_LOCAL_SHAPE`."""
+    """A recipe for `num_tensors` float32 tensors, of which each rank holds `SMALL_LOCAL_SHAPE`."""
 
     num_tensors: int
 
@@ -174,7 +174,7 @@ def digest(data: memoryview) -> str:
 
 
 def content(path: str, shape: tuple[int, ...]) -> torch.Tensor:
-    """What the whole tensor at `path` holds: random, and the same on every rank of every run."""
+    """The content of the whole tensor at `path`: random, and the same on every rank of every run."""
     generator = torch.Generator().manual_seed(xxhash.xxh32_intdigest(path.encode()))
     return torch.empty(shape).uniform_(-1, 1, generator=generator)
 

@@ -13,7 +13,7 @@ from holdfast.checkpointer.handle import Handle
 
 
 class Pending:
-    """What becomes of a save on this rank; as it is here, of one that was over when its call returned."""
+    """A save on this rank after its call. This base class is for a save that ended when its call returned."""
 
     #: Seconds from the end of the copy until it was durable, where the contender tells them; when it is over.
     persist_s: float | None = None
@@ -82,7 +82,7 @@ class Staged(Pending):
 
 
 class Way:
-    """What a contender does with `state`. All methods are collective; each way has `load`, and `save` or `begin`."""
+    """The operations of a contender on `state`, all collective; each way has `load`, and `save` or `begin`."""
 
     def __init__(self, state: State) -> None:
         self.state = state

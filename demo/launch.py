@@ -36,7 +36,7 @@ class DemoError(Exception):
 
 @dataclass(frozen=True)
 class Training:
-    """What to train: `world_size` ranks on `nodes` nodes of this machine, each under a torchrun of its own. Of all
+    """A training: `world_size` ranks on `nodes` nodes of this machine, each node under its own torchrun. Of all
     `steps` the first `until` are made, where that is given. With a `node_dir`, a folder in memory, saves go there
     first."""
 
@@ -56,7 +56,7 @@ class Training:
         return self.steps if self.until is None else self.until
 
     def log(self, node: int) -> Path:
-        """What torchrun and the ranks of `node` print."""
+        """The file of the output of torchrun and of the ranks of `node`."""
         return self.folder / f"node-{node}.log"
 
     def losses(self) -> dict[int, float]:
@@ -71,7 +71,7 @@ class Training:
         raise DemoError(f"No torchrun told how rank {rank} (pid {pid}) ended, see the logs in {self.folder}")
 
     def error_of_rank(self, rank: int) -> str:
-        """What the training script printed when it ended with an error on `rank`; empty when it did not."""
+        """The error that the training script printed on `rank`; empty if it ended without one."""
         said = f"rank {rank}: "
         lines = self._printed().splitlines()
         return next((line.removeprefix(said) for line in lines if line.startswith(said)), "")
@@ -80,7 +80,7 @@ class Training:
         return "\n".join(self.log(node).read_text() for node in range(self.nodes))
 
     def command(self, node: int, port: int) -> list[str]:
-        """How to start the torchrun of `node`."""
+        """The command that starts the torchrun of `node`."""
         torchrun = {
             "--nnodes": self.nodes,
             "--node-rank": node,
@@ -130,12 +130,12 @@ class Running:
 
     @property
     def node_dir(self) -> Path:
-        """Where its memory is."""
+        """The folder of its memory."""
         assert self.training.node_dir is not None
         return self.training.node_dir
 
     def look(self) -> Look:
-        """What lies in its memory now."""
+        """Look at the snapshots in its memory now."""
         return look(self.run, self.node_dir, world_size=self.training.world_size)
 
     def pid(self, rank: int) -> int:
@@ -157,7 +157,7 @@ class Running:
             time.sleep(_FOLLOW_S)
 
     def follow(self) -> int:
-        """The newest step that is done (-1: none yet). `on_step` is told how many are done."""
+        """The newest step that is done (-1: none yet). Calls `on_step` with the number of steps that are done."""
         step = max(self.training.losses(), default=-1)
         self._on_step(step + 1)
         return step
@@ -172,7 +172,7 @@ def _last_words(log: str) -> str:
 
 @contextmanager
 def running(training: Training, on_step: OnStep) -> Iterator[Running]:
-    """Start `training`; none of its processes outlives the block. `on_step` is told how many steps are done."""
+    """Start `training`; its processes end with the block. Calls `on_step` with the number of steps that are done."""
     training.folder.mkdir(parents=True)
     port = _free_port()
     nodes: list[subprocess.Popen[bytes]] = []

@@ -55,7 +55,7 @@ def _kill(pid: int) -> None:
 
 @dataclass(frozen=True)
 class Look:
-    """What lay in the slots at one moment: whether any rank was copying its part of a snapshot, and the newest step
+    """The slots at one moment: whether any rank was copying its part of a snapshot, and the newest step
     that was copied, sealed, and known to be in storage, on all ranks (-1: none)."""
 
     is_copying: bool

@@ -13,7 +13,7 @@ LOSS_TOLERANCE = 1e-4
 
 @dataclass(frozen=True)
 class Promise:
-    """What holdfast promises, whether it was kept here, and what was seen."""
+    """A promise of holdfast, whether the demo saw it kept, and the evidence."""
 
     text: str
     kept: bool

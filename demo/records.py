@@ -49,7 +49,7 @@ class State(msgspec.Struct, frozen=True):
 
 
 class Restored(msgspec.Struct, frozen=True):
-    """What a rank restored, from which tier, how many bytes it read for that, and how long it took."""
+    """A restore of one rank: the step, the tier, the number of bytes that it read, and the time that it took."""
 
     step: int
     tier: str
@@ -90,12 +90,12 @@ def _read_lines(file: Path, kind: type[_Line]) -> list[_Line]:
 
 
 def read_restored(folder: Path, *, world_size: int) -> list[Restored]:
-    """What each rank of the training in `folder` restored."""
+    """The restores of all ranks of the training in `folder`."""
     files = [folder / restored_file(rank) for rank in range(world_size)]
     return [msgspec.json.decode(file.read_bytes(), type=Restored) for file in files]
 
 
 def read_states(folder: Path, moment: str, step: int, *, world_size: int) -> list[State]:
-    """What each rank of the training in `folder` noted of its state at `moment` of `step`."""
+    """The notes of all ranks of the training in `folder` about their state at `moment` of `step`."""
     files = [folder / state_file(moment, step, rank) for rank in range(world_size)]
     return [msgspec.json.decode(file.read_bytes(), type=State) for file in files]

@@ -45,7 +45,7 @@ def flat_ranges(draw: st.DrawFn) -> tuple[Shape, int, int]:
 
 
 def mask(shape: Shape, *boxes: Box) -> np.ndarray:
-    """How often each element is in one of `boxes`."""
+    """For each element, the number of `boxes` that contain it."""
     times = np.zeros(shape, np.int64)
     for box in boxes:
         times[box.slices()] += 1

@@ -43,12 +43,12 @@ def test_a_size_given_as_memory_is_refused_before_the_first_save(tmp_path: Path,
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"select": 3}, "globs are a string or a list of strings"),
-        ({"cast": 3}, "globs are a string or a list of strings"),
-        ({"cast": torch.float16}, "each to its own dtype"),
-        ({"mapping": 3}, "mapping is a list of rules"),
-        ({"mapping": Rename("a", "b")}, "mapping is a list of rules"),
-        ({"mapping": {"a": "b"}}, "mapping is a list of rules"),
+        ({"select": 3}, "globs must be a string or a list of strings"),
+        ({"cast": 3}, "globs must be a string or a list of strings"),
+        ({"cast": torch.float16}, "cast must be True, or globs"),
+        ({"mapping": 3}, "mapping must be a list of rules"),
+        ({"mapping": Rename("a", "b")}, "mapping must be a list of rules"),
+        ({"mapping": {"a": "b"}}, "mapping must be a list of rules"),
     ],
 )
 def test_a_load_names_the_option_that_it_cannot_use(tmp_path: Path, options: dict[str, object], said: str) -> None:
@@ -58,4 +58,4 @@ def test_a_load_names_the_option_that_it_cannot_use(tmp_path: Path, options: dic
 
 
 def test_metrics_that_are_no_dict_are_refused(tmp_path: Path) -> None:
-    assert "metrics are a dict" in refusal(holdfast.save, tmp_path / "run", state(), 1, metrics=3)
+    assert "metrics must be a dict" in refusal(holdfast.save, tmp_path / "run", state(), 1, metrics=3)

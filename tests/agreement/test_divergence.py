@@ -287,14 +287,14 @@ def grow(folder: str, through: str) -> str:
     if through == "save":
         holdfast.save(f"{folder}/run", state, 0)
         state["mine"] = torch.full((100,), float(dist.get_rank()))
-        with pytest.raises(StateError, match="'mine' is held by several ranks") as caught:
+        with pytest.raises(StateError, match="'mine' has copies on several ranks") as caught:
             holdfast.save(f"{folder}/run", state, 1)
     else:
         Path(f"{folder}/node").mkdir(exist_ok=True)
         with Checkpointer(f"{folder}/run", state, memory=Memory(node_dir=Path(folder) / "node")) as checkpointer:
             checkpointer.save(0).durable.wait(60)
             state["mine"] = torch.full((100,), float(dist.get_rank()))
-            with pytest.raises(StateError, match="'mine' is held by several ranks") as caught:
+            with pytest.raises(StateError, match="'mine' has copies on several ranks") as caught:
                 checkpointer.save(1).durable.wait(60)
             del state["mine"]
             checkpointer.save(2).durable.wait(60)

@@ -131,7 +131,7 @@ def test_a_run_without_checkpoints_begins_at_step_0(run: str, memory: Memory) ->
 
 
 def restored(run: str, memory: Memory | None) -> tuple[str | None, int, dict[str, bytes]]:
-    """What another job would restore."""
+    """The state that another job would restore."""
     start_new_job()
     other = Loop(seed=1)
     with Checkpointer(run, other.state, memory=memory) as checkpointer:
@@ -199,7 +199,7 @@ def test_damaged_memory_is_noticed_and_storage_is_used(
             with Slot(folder, name) as slot:
                 slot.data[5000] ^= 1
     assert restored(run, memory) == ("storage", 2, loop.bits())
-    assert "what is in memory cannot be used" in caplog.text
+    assert "the snapshots in memory cannot be used" in caplog.text
 
 
 @pytest.mark.parametrize("prefix", ["slot-", "generation-"])
@@ -286,7 +286,7 @@ def test_a_run_whose_checkpoints_are_all_in_memory_is_not_begun_anew_by_a_job_th
         second = Checkpointer(run, into, memory=memory)
         for _ in range(2):
             with pytest.raises(
-                ConfigurationError, match=r"up to step 1, .*restore\(\) before the first save"
+                ConfigurationError, match=r"saved step 1 of .*restore\(\) before the first save"
             ) as caught:
                 second.save(5)
             assert caught.value.code == "config.unloaded_history"

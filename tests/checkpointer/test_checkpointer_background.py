@@ -1,4 +1,4 @@
-"""What a `Checkpointer` does in the background beside a loop that leaves it little time."""
+"""A `Checkpointer` works in the background beside a loop that leaves it little time."""
 
 from __future__ import annotations
 

@@ -259,7 +259,7 @@ def save_side_by_side(folder: str) -> list[bool]:
 
 
 def descriptors_of_saves(folder: str) -> int:
-    """How many more descriptors a rank has after 30 saves than after the first few, without the garbage collector."""
+    """The number of descriptors that 30 saves add to those of the first few, without the garbage collector."""
     start_new_job()
     state = sharded(0, dim=0)
     memory = Memory(node_dir=Path(folder))

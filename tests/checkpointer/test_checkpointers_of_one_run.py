@@ -167,7 +167,7 @@ def test_who_waits_for_a_save_that_nobody_watches_any_more_is_told(run: str, mem
             handle.staged.wait(60)
             with pytest.raises(ZeroDivisionError), checkpointer:
                 raise ZeroDivisionError
-            with pytest.raises(DeadlineError, match=r"timeout\.closed.*step 2 was staged, but not durable yet"):
+            with pytest.raises(DeadlineError, match=r"timeout\.closed.*step 2 was staged, but not yet durable"):
                 handle.durable.wait()
         finally:
             os.kill(keeper, signal.SIGCONT)

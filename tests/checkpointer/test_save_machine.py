@@ -120,7 +120,7 @@ def test_the_log_says_once_what_became_of_a_save(caplog: pytest.LogCaptureFixtur
         machine.begin("node memory", is_first_rank=False)
 
     stage = NOTES["stage"]
-    late = "WARNING: step 3 is not durable yet, and is tried again"
+    late = "WARNING: step 3 is not durable yet; the keeper tries again"
     assert logged(caplog, begin, stage, commit) == ["INFO: saved step 3 at 1.2"]
     assert logged(caplog, begin_elsewhere, stage, commit) == []
     other: Note = lambda machine: machine.delay("another reason")  # noqa: E731

@@ -115,7 +115,7 @@ def test_ls_does_not_guess_where_an_epoch_that_cannot_be_read_began(abandoned: P
     damage(abandoned / "epochs" / "9999999997.json")
     done = holdfast_command("ls", abandoned)
     assert done.status == 1
-    assert "no knowing whether the head descends from these: 3 checkpoints" in done.out
+    assert "unknown whether the head descends from these: 3 checkpoints" in done.out
     assert "abandoned when" not in done.out
 
 

@@ -52,7 +52,7 @@ def test_findings_are_explained_with_what_to_do(run: Path) -> None:
     assert done.status == 1
     assert done.lines[0].endswith("the head is step 1 at 1.1")
     assert "finish  folder.complete" in done.out
-    assert "Finish it: it is then the head, unless a later one is finished too." in done.out
+    assert "Finish it: it then becomes the head, unless a later one is finished too." in done.out
     assert "wait  leftover.in_progress" not in done.out
     assert [line.split("  ")[1] for line in done.lines[-3:]] == [
         f"holdfast doctor {run} {options}" for options in ("--finish", "--remove", "--remove --force")

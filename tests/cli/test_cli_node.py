@@ -35,7 +35,7 @@ def test_the_command_lists_what_lies_in_memory_frees_what_is_durable_and_ends_ke
             text = holdfast_command("node", *options)
             assert text.status == 0
             assert f"{run.storage.location.url}: keeper {process.pid}; {folder.path}" in text.out
-            assert "are durable and no trainer has them: holdfast node --free" in text.out
+            assert "are durable, and their trainers have ended; holdfast node --free frees them" in text.out
             done = holdfast_command("node", run.storage.location.url, *options, "--free", "--json").json
             assert done["freed_nbytes"] > MIB
             assert [slot["rank"] for slot in done["runs"][0]["slots"]] == [0]
@@ -80,4 +80,4 @@ def test_what_is_no_number_of_seconds_is_refused(tmp_path: Path, command: str, s
     name, option = command.split()
     done = holdfast_command(name, tmp_path / "run", option, seconds, "--node-dir", tmp_path)
     assert done.status == 2
-    assert f"{float(seconds)} is no number of seconds" in done.err
+    assert f"{float(seconds)} is not a number of seconds" in done.err

@@ -110,13 +110,13 @@ def test_seconds_follow_from_bandwidths_and_decide_who_reads(run: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "status", "told"),
     [
-        (["--layout", "{layout}"], 2, "the mesh of .*, dp 2 x tp 2, has 4 ranks, and the load is on 8"),
+        (["--layout", "{layout}"], 2, "the mesh of .*, dp 2 x tp 2, has 4 ranks, but --on is 8"),
         (["--layout", "nowhere.toml"], 2, "nowhere.toml cannot be read"),
         (["--mapping", "nowhere.toml"], 2, "nowhere.toml cannot be read"),
-        (["--nodes", "9"], 2, "8 ranks cannot be on 9 nodes"),
-        (["--storage", "fast"], 2, "'fast' is no bandwidth"),
-        (["--storage", "0GB/s"], 2, "'0GB/s' is no bandwidth"),
-        (["--network", "1GB/s"], 2, "Give --storage too"),
+        (["--nodes", "9"], 2, "8 ranks cannot run on 9 nodes"),
+        (["--storage", "fast"], 2, "'fast' is not a bandwidth"),
+        (["--storage", "0GB/s"], 2, "'0GB/s' is not a bandwidth"),
+        (["--network", "1GB/s"], 2, "Add --storage"),
         (["--select", "model/u"], 3, "did you mean 'model/up'"),
     ],
 )

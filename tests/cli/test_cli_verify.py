@@ -223,7 +223,7 @@ def test_a_lone_folder_is_verified_by_its_seal(run: Path) -> None:
 def test_all_verifies_every_commit_also_abandoned_ones(run: Path, tmp_path: Path) -> None:
     copy = copy_of(run, tmp_path)
     done = holdfast_command("verify", "--all", copy)
-    assert done.lines[-1].startswith("3 checkpoints, structure of all sound; files, sizes,")
+    assert done.lines[-1].startswith("3 checkpoints, all sound in structure; files, sizes,")
     assert done.out.count("--deep") == 1
     assert holdfast_command("verify", "--all", "--deep", copy).lines[-1] == "3 checkpoints, all sound"
     (folder_of(copy, 1) / "data-00000.safetensors").unlink()

@@ -136,9 +136,9 @@ def test_who_does_not_come_is_named_long_before_the_time_is_up(
 ) -> None:
     monkeypatch.setattr("holdfast.control.channel._PATIENCE_S", 0.1)
     on_ranks(4, lambda c: c.confirm("plan", b"", Deadline(0.5)), absent=(2, 3))
-    told = [record.getMessage() for record in caplog.records if "waits for rank" in record.getMessage()]
+    told = [record.getMessage() for record in caplog.records if "has waited for rank" in record.getMessage()]
     assert len(told) == 1
-    assert "waits for rank 2, 3 since 0 s: all ranks have to call it" in told[0]
+    assert "has waited for rank 2, 3 for 0 s: every rank must make this call" in told[0]
 
 
 def test_a_late_rank_finds_the_verdict_and_does_not_wait() -> None:
@@ -161,7 +161,7 @@ Calls = dict[int, list[int]]
 
 
 def operations(calls: Calls, *, timeout_s: float, group_size: int = 64) -> dict[int, list[str]]:
-    """What each rank gets from the operations that it makes in turn: the answer, or the message of the error."""
+    """Make operations in turn; return the answer of each, or the message of its error."""
     store = dist.HashStore()
     jobs = [GroupStore(store) for _ in calls]
 
@@ -218,7 +218,7 @@ def test_a_rank_that_skips_saves_after_the_others_gave_up_on_it_joins_their_next
         with ThreadPoolExecutor(3) as threads:
             for step in (100, 200):
                 for message in threads.map(call, others, [step] * 2, [0.3] * 2):
-                    told = "made no call yet" if skipping == 0 else "came to save of step 300 last"
+                    told = "made no call yet" if skipping == 0 else "was last in save of step 300"
                     if not (skipping == 0 and step == 200):
                         assert message.startswith(f"rank {skipping} did not reach 'plan' of save of step {step} within")
                         assert f"(rank {skipping} {told})" in message

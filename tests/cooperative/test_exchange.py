@@ -42,7 +42,7 @@ def collects_what_errors_keep() -> Iterator[None]:
 
 @st.composite
 def needs(draw: st.DrawFn, max_ranks: int = 4) -> dict[int, Int64s]:
-    """What ranks with any numbers need of a few files: sorted runs, none of which touch each other."""
+    """The needs of ranks with any numbers from a few files: sorted runs that do not touch each other."""
     found = {}
     for rank in draw(st.sets(st.integers(0, 9), min_size=1, max_size=max_ranks)):
         rows: Runs = []
@@ -273,7 +273,7 @@ class Job:
         return ReadJob(len(self.contents[file]), open_file, extents, deliver, verify=False)
 
     def read(self, rank: int, met: Met, needs: dict[int, Int64s]) -> None:
-        """What one rank does."""
+        """The work of one rank."""
         shared, neighbours = met
         chunks = divide_reads(sorted(needs), [needs[each] for each in sorted(needs)], chunk_nbytes=MIB)
         buffers = [shared.data[at : at + MIB] for at in range(0, shared.data_nbytes, MIB)]

@@ -34,7 +34,7 @@ NBYTES = sum(4 * rows * columns for rows, columns in SHAPES.values())
 
 
 def full(name: str) -> torch.Tensor:
-    """What is stored under a name: no two elements of it are alike for long."""
+    """The content that is stored under a name: no long stretches of equal elements."""
     rows, columns = SHAPES[name]
     seed = sum(map(ord, name))
     return torch.arange(seed, seed + rows * columns, dtype=torch.int32).view(rows, columns)
@@ -75,7 +75,7 @@ def bytes_asked_for() -> int:
 def load_and_count(
     run: str, placement: Placement | None, nodes: tuple[int, ...] | None, bandwidths: Bandwidths | None = None
 ) -> tuple[list[str], int, int]:
-    """What differs after a load, the bytes that the report says were read, and those that the kernel read."""
+    """Load; return the differences, the bytes read according to the report, and the bytes that the kernel read."""
     state = local_state(placement, empty=True)
     with on_node(None if nodes is None else nodes[dist.get_rank()]):
         before = bytes_asked_for()

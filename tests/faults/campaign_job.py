@@ -139,7 +139,7 @@ class Loop:
         self.optimizer.state.clear()
 
     def truth(self) -> Truth:
-        """What a save of now holds: digests of tensors, and values."""
+        """The content of a save at this moment: digests of tensors, and values."""
         names: dict[torch.Tensor, str] = {
             parameter: f"model/{name}" for name, parameter in self.model.named_parameters()
         }
@@ -165,7 +165,7 @@ def digest(tensor: torch.Tensor) -> str:
 
 
 def found(path: str) -> Truth:
-    """What a checkpoint holds, as `Loop.truth`."""
+    """The content of a checkpoint, in the form of `Loop.truth`."""
     view = holdfast.open(path)
     kept = ("progress/", "optimizer/group_of/")
     return {
@@ -180,7 +180,7 @@ def found(path: str) -> Truth:
 
 @dataclass(frozen=True)
 class Place:
-    """Where jobs work: the folder of one run, and a checkpoint to load from."""
+    """The place where jobs work: the folder of one run, and a checkpoint to load from."""
 
     folder: Path
     source: str
@@ -191,7 +191,7 @@ class Place:
 
     @property
     def log(self) -> Path:
-        """Where the truth is written down."""
+        """The file into which the job writes the truth."""
         return self.folder / "truths"
 
 

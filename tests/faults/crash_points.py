@@ -60,7 +60,7 @@ _KINDS = {"holdfast.json": "marker", "epochs": "epoch", "history": "commit"}
 
 
 def kind_of(key: str) -> str:
-    """What the record with that key is called here; those in a checkpoint's folder have their own names."""
+    """The kind of the record with that key; files in a checkpoint's folder have kinds of their own."""
     folder, _, rest = key.partition("/")
     return rest.rpartition("/")[2].partition(".")[0] if folder == "checkpoints" else _KINDS[folder]
 
@@ -85,7 +85,7 @@ class Trace:
 
     @contextmanager
     def building(self, kind: str) -> Iterator[None]:
-        """What is made durable and linked meanwhile belongs to an object of that kind."""
+        """In this block, every fsync and link belongs to an object of that kind."""
         self._object = kind
         try:
             yield

@@ -54,7 +54,7 @@ class Resize:
 
 @dataclass(frozen=True)
 class Entry:
-    """What a name in a folder stands for from now on: a file, a folder (-1), or nothing (None)."""
+    """The new meaning of a name in a folder: a file, a folder (-1), or nothing (None)."""
 
     folder: str
     name: str
@@ -241,7 +241,7 @@ class _Object:
 
 @dataclass
 class _Pending:
-    """What is certain of something, and what may have happened to it since."""
+    """The certain state of something, and the events that may have happened to it since."""
 
     certain: list[Event] = field(default_factory=list)
     possible: list[Event] = field(default_factory=list)
@@ -331,7 +331,7 @@ class Remains:
 
 
 def _some_first(events: list[Event], generator: random.Random, share: float) -> list[Event]:
-    """What happened to one name happened in order: the first of the events, up to any."""
+    """The events of one name happen in order: any number of the first ones."""
     count = 0
     while count < len(events) and generator.random() < share:
         count += 1

@@ -1,6 +1,6 @@
 """Every attack of `attacks/cases` is refused by name, in little time and memory, and nothing read is executed.
 
-All digests are right in all of them: what a damaged byte does is told by `tests.faults.test_bit_rot`.
+All digests are right in all of them; `tests.faults.test_bit_rot` covers damaged bytes.
 """
 
 from __future__ import annotations

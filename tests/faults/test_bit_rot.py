@@ -120,7 +120,7 @@ def attempt(path: object, step: int) -> CorruptError | NotFoundError | None:
 
 
 def verified(path: object) -> list[Fault]:
-    """What a deep verification says."""
+    """The result of a deep verification."""
     return verify_checkpoint(Checkpoint(resolve(parse(str(path))).sealed), deep=True)
 
 

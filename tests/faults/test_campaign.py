@@ -90,7 +90,7 @@ class Campaign:
 
 
 def truths_in(log: Path) -> dict[int, Truth]:
-    """What was to be saved, by step. (A line that a kill cut short was not followed by a save.)"""
+    """The states that the job meant to save, by step. (A line that a kill cut short was not followed by a save.)"""
     truths: dict[int, Truth] = {}
     for line in log.read_text(encoding="utf-8").splitlines():
         try:

@@ -47,7 +47,7 @@ class Case:
 
     @property
     def deed(self) -> Deed:
-        """What is done. (Who writes a generation is a race: the rank is whoever gets there.)"""
+        """The action. (Ranks race to write a generation, so the rank is the one that wins.)"""
         rank = None if self.role == "keeper" or self.point in BY_ONE else self.rank
         return Deed(self.role, self.point, rank, kills=self.kills)
 

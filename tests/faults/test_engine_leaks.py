@@ -33,7 +33,7 @@ SLACK_NBYTES: Final = 4 << 20
 
 
 class Held(NamedTuple):
-    """What a process holds."""
+    """The resources that a process holds."""
 
     private_nbytes: int
     num_descriptors: int
@@ -64,7 +64,7 @@ def save_steps(training: Training, checkpointer: Checkpointer, first: int, count
 
 
 def kinds(spec: Spec) -> Counter[str]:
-    """How many files of each kind are in the memory of the node."""
+    """The number of files of each kind in the memory of the node."""
     with spec.folder(spec.node_dirs[0]) as folder:
         return Counter(name.partition("-")[0] for name in folder.names())
 
@@ -85,7 +85,7 @@ def check_saves(spec: Spec, count: int) -> None:
 
 
 def settled(pid: int) -> Held:
-    """What a process holds when it does nothing: helpers of the last request may still be about to end."""
+    """The resources of an idle process, measured once the helpers of the last request have ended."""
     last = Held.by(pid)
     for _ in range(100):
         gc.collect()

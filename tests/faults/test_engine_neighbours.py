@@ -184,7 +184,7 @@ def test_users_have_folders_of_their_own_on_a_node(open_node: Path, truth: Truth
 
 
 def spec_at(folder: Path, user: int) -> Spec:
-    """What a user trains in a folder."""
+    """The job that a user trains in a folder."""
     return Spec(str(folder / f"run-{user}"), (folder / "node",), folder / f"log-{user}", numel=SMALL_NUMEL)
 
 
@@ -202,7 +202,7 @@ def save_as(user: int, spec: Spec, stack: ExitStack) -> None:
 
 @pytest.mark.parametrize(
     ("mode", "why"),
-    [(0o700, "Permission denied"), (0o755, f"it belongs to user 0, and this is user {SOMEBODY}")],
+    [(0o700, "Permission denied"), (0o755, f"it belongs to user 0, but this process runs as user {SOMEBODY}")],
 )
 def test_a_folder_that_somebody_else_made_is_refused(open_node: Path, mode: int, why: str) -> None:
     folder = open_node / "node" / f"holdfast-{SOMEBODY}"

@@ -117,7 +117,7 @@ class Sweep:
                         os.kill(pid, signal.SIGKILL)
 
     def _check_restored(self, training: Job) -> None:
-        """What the job has restored was the newest there was. (It may have been killed before.)"""
+        """Check that the job restored the newest checkpoint there was, unless it was killed before."""
         if all(training.log.told(f"rank-{rank}", "restored") for rank in range(WORLD_SIZE)):
             assert training.restored(self.truth).step == self.newest
 

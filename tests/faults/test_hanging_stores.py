@@ -1,5 +1,5 @@
-"""A store that is slow or silent: every rank is told in time what happened, where and what to do; no half checkpoint
-appears; the head stays; the next save works."""
+"""A store that is slow or silent: every rank raises an error in time, with cause, place and action; no half
+checkpoint appears; the head stays; the next save works."""
 
 from __future__ import annotations
 

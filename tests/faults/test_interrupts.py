@@ -142,7 +142,7 @@ class Victim:
 
 
 def held() -> tuple[object, ...]:
-    """What a process has for all: threads, and the settings of the interpreter."""
+    """The process-wide things: threads, and the settings of the interpreter."""
     threads = sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("holdfast"))
     return threads, gc.isenabled(), sys.getswitchinterval(), torch.is_grad_enabled()
 

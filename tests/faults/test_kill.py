@@ -33,7 +33,7 @@ TIMEOUT_S = 3.0
 
 @dataclass(frozen=True)
 class Point:
-    """Where `rank` dies: before or after the first call of a method (whose key begins, or ends, as given)."""
+    """The death of `rank`: before or after the first call of a method (whose key begins, or ends, as given)."""
 
     rank: int
     when: str
@@ -143,7 +143,7 @@ def test_a_rank_killed_in_a_save_leaves_a_head_that_a_new_job_goes_on_from(
     assert alive.absent == (point.rank,)
     assert f"rank {point.rank}" in alive.message
     # What is durable in full is committed by whoever is left; nothing else becomes visible.
-    assert ("Step 2 was committed nevertheless" in alive.message) == point.committed
+    assert ("Step 2 was committed all the same" in alive.message) == point.committed
     seed = 2 if point.committed else 1
     check_head(run, seed)
     for differing_names, step, epoch in run_ranks(

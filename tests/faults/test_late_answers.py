@@ -41,7 +41,7 @@ def late(call: Callable[..., Any], times: list[int]) -> Callable[..., Any]:
 
 
 def save_with_late_answers(run: str, node_dir: Path, where: str, times: list[int], lost: set[int]) -> list[str]:
-    """What becomes of six saves. Rank 1 does not hear the answer in those that are `lost`."""
+    """The outcomes of six saves. Rank 1 does not hear the answer in those that are `lost`."""
     start_new_job()
     shard = DTensor.from_local(torch.zeros(1, 1000), init_device_mesh("cpu", (2,)), [Shard(0)])
     owner: Any = Planning if where == "agree" else memory_tier
@@ -80,7 +80,7 @@ def test_an_answer_that_one_rank_hears_too_late_costs_that_save_alone(
 
 
 def save_while_memory_fails(run: str, node_dir: Path) -> list[str]:
-    """What becomes of twelve saves. The memory of rank 0 cannot be used for some, of which rank 1 hears too late."""
+    """The outcomes of twelve saves. For some, rank 0 cannot use its memory, and rank 1 hears of it too late."""
     start_new_job()
     shard = DTensor.from_local(torch.zeros(1, 1000), init_device_mesh("cpu", (2,)), [Shard(0)])
     rank = dist.get_rank()

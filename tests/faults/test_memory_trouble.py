@@ -61,7 +61,7 @@ def test_the_node_folder_is_removed_while_running(run: str, node_dir: Path, capl
         shutil.rmtree(folder_of(run, node_dir).path.parent)
         assert saved(loop, checkpointer, 1).durable.is_done
         assert FALLEN_BACK in caplog.text
-        assert "somebody removed its folder" in caplog.text
+        assert "its folder was removed" in caplog.text
         assert AGAIN not in caplog.text
         saved(loop, checkpointer, 2).durable.wait(60)
         assert AGAIN in caplog.text
@@ -101,7 +101,7 @@ def test_what_the_node_and_its_keeper_lost_is_told(run: str, node_dir: Path) -> 
         lost.staged.wait(60)
         shutil.rmtree(folder.path.parent)
     kill_keepers(node_dir)
-    with pytest.raises(holdfast.StorageError, match="step 1 is lost: somebody damaged it") as caught:
+    with pytest.raises(holdfast.StorageError, match="step 1 is lost: its snapshot") as caught:
         lost.durable.wait(60)
     assert caught.value.code == "storage.memory_removed"
     assert saved(loop, checkpointer, 2).durable.is_done

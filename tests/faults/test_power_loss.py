@@ -56,7 +56,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Recorder, Path]:
 
 
 def violation(root: Path, heads: frozenset[int | None]) -> str | None:
-    """What is wrong with the run below `root`, whose head may be of one of the steps in `heads`."""
+    """The first thing that is wrong with the run below `root`, whose head may be of one of the steps in `heads`."""
     run = root / "run"
     try:
         found: int | None = head(run)
@@ -242,7 +242,7 @@ CALLS = {
 
 
 def traced(folder: Path, root: Path) -> Counter[tuple[str, str]]:
-    """What the kernel was asked to do below `root`, from one file per thread."""
+    """The system calls below `root`, from one file per thread."""
     calls: Counter[tuple[str, str]] = Counter()
     for file in folder.glob("trace.*"):
         for line in file.read_text(errors="replace").splitlines():

@@ -42,7 +42,7 @@ def state() -> dict[str, object]:
 
 
 def in_time(call: Callable[[], object], *, limit_s: float = TIMEOUT_S + SLACK_S) -> HoldfastError | None:
-    """What `call` raises, which must be over in time."""
+    """The error that `call` raises; `call` must end in time."""
     outcome: list[HoldfastError | None] = []
 
     def make() -> None:

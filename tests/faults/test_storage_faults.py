@@ -39,7 +39,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def kind_of(path: str | None) -> str:
-    """What of a run is at that path."""
+    """The kind of the run's file at that path."""
     assert path is not None
     if "/checkpoints/" in path:
         return {".hfm": "manifest", ".json": "seal", ".safetensors": "data"}.get(Path(path).suffix, "folder")
@@ -105,7 +105,7 @@ def test_a_disk_may_be_full_at_any_write(small_disk: Path, monkeypatch: pytest.M
 
 
 def order(errors: list[HoldfastError]) -> list[str]:
-    """What could not be written, in the order of a save."""
+    """The kinds of files that could not be written, in the order of a save."""
     return list(dict.fromkeys(kind_of(error.path) for error in errors))
 
 
@@ -278,7 +278,7 @@ def test_a_store_that_takes_nothing_is_broken(run: Path) -> None:
     with faulty_calls(idle):
         error = failure(lambda: save(str(run), 2))
     assert error.code == "storage.io"
-    assert "took no byte" in str(error)
+    assert "wrote no bytes" in str(error)
     check_aftermath(run, error)
 
 

@@ -235,7 +235,7 @@ def test_a_file_name_that_could_leave_the_folder_is_refused(name: str) -> None:
         manifest=FileSeal("manifest.bin", 1, "0" * 32),
         files=(FileSeal(name, 1, "0" * 32),),
     )
-    with pytest.raises(ValueError, match="no valid Seal"):
+    with pytest.raises(ValueError, match="not a valid Seal"):
         records.encode(seal)
 
 
@@ -256,9 +256,9 @@ def test_an_epoch_cannot_be_opened_from_itself_or_the_future() -> None:
     for origin in (Place(2, 1), Place(3, 1)):
         with pytest.raises(ValueError, match="cannot be opened from"):
             msgspec.structs.replace(EPOCH, opened_from=origin)
-    with pytest.raises(ValueError, match="opened from nothing"):
+    with pytest.raises(ValueError, match="must not name a place"):
         msgspec.structs.replace(EPOCH, why="start")
-    with pytest.raises(ValueError, match="opened from a place"):
+    with pytest.raises(ValueError, match="must name the place"):
         msgspec.structs.replace(EPOCH, opened_from=None)
 
 
@@ -289,7 +289,7 @@ def test_a_metric_survives_its_record(value: float) -> None:
 
 
 def test_a_metric_that_json_cannot_hold_is_refused() -> None:
-    with pytest.raises(ValueError, match="no valid Commit"):
+    with pytest.raises(ValueError, match="not a valid Commit"):
         records.encode(msgspec.structs.replace(COMMIT, metrics={"m": math.nan}))
 
 

@@ -77,7 +77,7 @@ def with_lightning(seed: int) -> State:
 
 
 def train(state: State, num_steps: int = 3) -> None:
-    """Where a wrapper would ask its Trainer, what it wraps is stepped."""
+    """Step the wrapped optimizer, because the wrapper would ask its Trainer."""
     optimizer = state["optimizer"]
     step = optimizer.optimizer.step if isinstance(optimizer, LightningOptimizer) else optimizer.step
     for number in range(num_steps):
@@ -203,7 +203,7 @@ class Averaged(lightning.LightningModule):  # type: ignore[misc]
 
 
 def trained_by_lightning(seed: int, num_steps: int) -> State:
-    """What a callback finds in a Trainer when a job has ended."""
+    """The objects that a callback finds in a Trainer when a job has ended."""
     lightning.seed_everything(seed, verbose=False)
     average = WeightAveraging()
     trainer = lightning.Trainer(

@@ -73,7 +73,7 @@ def test_adamw_state_is_not_attached_to_sgd(
 def test_the_error_says_what_each_of_the_two_has(tmp_path: Path) -> None:
     saved(tmp_path / "run", AdamW)
     error = refused(tmp_path / "run", of_class(SGD), strict=False)
-    assert "slots are: exp_avg, exp_avg_sq, step" in str(error)
+    assert "slots exp_avg, exp_avg_sq, step" in str(error)
     assert "only here: dampening, momentum, nesterov" in str(error)
     assert 'select="!optimizer"' in str(error)
     into = of_class(SGD)
@@ -85,7 +85,7 @@ def test_the_error_says_what_each_of_the_two_has(tmp_path: Path) -> None:
 def test_without_a_recorded_class_the_slots_are_named(strict: bool, tmp_path: Path) -> None:
     saved(tmp_path / "run", AdamW)
     error = refused(tmp_path / "run", of_class(SGD), strict=strict, mapping=UNRECORDED)
-    assert "of class SGD here, of another class in the checkpoint" in str(error)
+    assert "of class SGD here, but of another class in the checkpoint" in str(error)
     assert "exp_avg, exp_avg_sq, step" in str(error)
 
 
@@ -112,7 +112,7 @@ def test_classes_that_share_their_state_exchange_it_when_that_is_said(
 ) -> None:
     state, into = saved(tmp_path / "run", there), of_class(here)
     error = refused(tmp_path / "run", into)
-    assert f"have {here.__name__} take over its state with strict=False" in str(error)
+    assert f"load its state into {here.__name__} with strict=False" in str(error)
     report = holdfast.load(tmp_path / "run", into, strict=False)
     assert report.missing == ("optimizer/class",)
     assert "optimizer/class" in report.unexpected

@@ -144,7 +144,7 @@ def trained(kind: str, name: str, run: str) -> dict[str, object]:
 
 
 def resumed(kind: str, name: str, run: str) -> tuple[dict[str, object], dict[str, object]]:
-    """What a job that never stepped holds after loading, and after one more step."""
+    """The state of a job that never stepped: after loading, and after one more step."""
     job = build(kind, name)
     holdfast.load(run, into=job.state, timeout_s=40)
     found = everything(job)
@@ -153,7 +153,7 @@ def resumed(kind: str, name: str, run: str) -> tuple[dict[str, object], dict[str
 
 
 def gone_on(kind: str, name: str) -> dict[str, object]:
-    """What a job holds that was never stopped."""
+    """The state of a job that was never stopped."""
     job = build(kind, name)
     job.step(3)
     return everything(job)
@@ -231,7 +231,7 @@ def factors(*, plain: bool, content: float | None) -> dict[str, Any]:
 
 
 def loaded_factors(run: str) -> list[tuple[tuple[Placement, ...], list[float]]]:
-    """How the factors are placed in a job that had none, and what they hold."""
+    """The placements and the content of the factors, loaded into a job that had none."""
     state = factors(plain=False, content=None)
     holdfast.load(run, into=state, timeout_s=40)
     found = [state["optimizer"].state[parameter]["factor"] for parameter in state["parameters"].values()]
@@ -289,7 +289,7 @@ def on_stages(
 
 
 def parts(told: Iterable[dict[str, object]], part: str) -> dict[str, object]:
-    """What ranks told of different parameters, together."""
+    """The reports of ranks about different parameters, merged."""
     united: dict[str, object] = {}
     for rank in told:
         united.update(cast("dict[str, object]", rank[part]))

@@ -37,7 +37,7 @@ def job(*, seed: int, rank: int = 0, world_size: int = 1) -> tuple[dict[str, obj
 
 
 def truth() -> dict[str, list[bytes]]:
-    """What one rank would hold after all steps."""
+    """The state that one rank would hold after all steps."""
     _, optimizer = job(seed=0)
     for _ in range(NUM_STEPS):
         optimizer.step()
@@ -173,7 +173,7 @@ def test_what_lacks_a_part_of_the_protocol_is_no_adapter() -> None:
         def accepts(self, kind: type) -> bool:
             return False
 
-    with pytest.raises(ConfigurationError, match="it has no describe, bind") as caught:
+    with pytest.raises(ConfigurationError, match="it lacks describe, bind") as caught:
         holdfast.register_adapter(Half())  # type: ignore[arg-type]
     assert caught.value.code == "config.adapter"
 

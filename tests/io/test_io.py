@@ -117,7 +117,7 @@ def job(
 def read(
     storage: PosixStore, key: str, nbytes: int, table: bytes | None, extents: Sequence[Extent], pool: BufferPool
 ) -> tuple[list[Bytes], ReadStats]:
-    """What is delivered for `extents`, each byte exactly once."""
+    """The bytes that are delivered for `extents`, each exactly once."""
     wanted, targets, counts = job(storage, key, nbytes, table, extents)
     stats = read_files([wanted], pool=pool, on_corrupt=corrupt)
     assert all(np.all(count == 1) for count in counts)

@@ -103,7 +103,7 @@ def model_of(units: Iterable[str]) -> nn.ModuleDict:
 
 
 class Job(NamedTuple):
-    """What a training script holds on one rank."""
+    """The objects of a training script on one rank."""
 
     model: nn.Module
     optimizer: AdamW
@@ -248,7 +248,7 @@ def holds(tensor: torch.Tensor, whole: Bits) -> bool:
 
 
 def cut(whole: Bits, tensor: torch.Tensor) -> Bits:
-    """What this rank holds of a whole tensor."""
+    """The part of a whole tensor that this rank holds."""
     if not isinstance(tensor, DTensor):
         return whole
     mesh = tensor.device_mesh

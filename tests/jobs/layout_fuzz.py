@@ -57,7 +57,7 @@ class MeshPlan(NamedTuple):
 
 
 class LayoutPlan(NamedTuple):
-    """How a tensor is divided: by `placements` over the axes that are not those of `fully_shard`, then by that."""
+    """The division of a tensor: first by `placements` over the other mesh axes, then by `fully_shard` over its own."""
 
     mesh: int
     placements: tuple[Placement, ...]
@@ -117,7 +117,7 @@ def _draw_layout(rng: random.Random, meshes: list[MeshPlan], num_axes: int) -> L
 
 
 def _unit(mesh: MeshPlan, layout: LayoutPlan, axis: int) -> int:
-    """What an axis must be a multiple of, so that torch neither refuses to divide it nor loses some of it itself."""
+    """The number of which an axis must be a multiple, or torch refuses to divide it, or loses a part of it."""
     num_sharding = WAYS[mesh.way][1]
     if num_sharding and layout.fsdp_axis == axis > 0:  # uneven sharding is there for the first axis alone
         return prod(mesh.shape)

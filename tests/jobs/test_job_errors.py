@@ -366,7 +366,7 @@ def test_groups_with_different_rates_cannot_become_one(tmp_path: Path) -> None:
 
 def test_an_optimizer_whose_parameters_are_nowhere_is_refused(tmp_path: Path) -> None:
     state = model_and_optimizer()
-    with pytest.raises(StateError, match="is no tensor of the state") as raised:
+    with pytest.raises(StateError, match="is not in the state") as raised:
         holdfast.save(tmp_path / "run", {"optimizer": state["optimizer"]}, 1)
     assert raised.value.code == "state.unnamed_parameter"
 

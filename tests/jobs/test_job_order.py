@@ -1,4 +1,4 @@
-"""Jobs that lost their run, and ranks whose calls differ: every rank is told, and the next correct call works."""
+"""Jobs that lost their run, and ranks whose calls differ: every rank raises, and the next correct call works."""
 
 from __future__ import annotations
 
@@ -103,11 +103,11 @@ def test_a_rank_that_waits_in_vain_in_a_later_step_is_told_that_the_steps_differ
     assert "[config.call_order]" in at_once
     assert cause in at_once
     assert "[timeout.ranks]" in later
-    assert f"ranks had met out of step: {cause}" in later
+    assert f"the calls of the ranks did not match: {cause}" in later
 
 
 def save_but_skip_one(run: str, node_dir: Path, skipping: int, verb: str) -> list[str]:
-    """What became of each of five saves, of which the rank `skipping` leaves out the second, as if by a bug."""
+    """The outcomes of five saves. The rank `skipping` leaves out the second, as if by a bug."""
     start_new_job()
     state = small()
     memory = holdfast.Memory(node_dir=node_dir)

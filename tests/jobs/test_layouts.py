@@ -82,7 +82,7 @@ def save(cell: Cell, run: str, seed: int) -> tuple[int, int]:
 
 
 def load(cell: Cell, run: str, seed: int) -> tuple[list[str], set[str]]:
-    """What differs from the truth, and what was not loaded. Optimizers that never stepped get their state, too."""
+    """Load, also into optimizers that never stepped; return the differences from the truth, and names not loaded."""
     job = build(cell, seed + 1, stepped=seed % 2 == 1)
     report = holdfast.load(run, into=job.state, timeout_s=60)
     return differing(job, seed), {name for name, _, _ in held(job)} - set(report.loaded)

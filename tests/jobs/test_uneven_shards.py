@@ -76,7 +76,7 @@ def misplaced(model: nn.Module, rank: int) -> tuple[list[str], dict[str, int]]:
 
 
 def played(_: int, grid: Grid, shapes: Shapes, inner: list[Placement], copies: int) -> list[str]:
-    """What is misplaced on some rank of a mesh that this process plays alone, or is not held just so often."""
+    """The elements that are misplaced, or held too often or too rarely; this process plays all ranks of the mesh."""
     wrong: set[str] = set()
     totals: dict[str, int] = {}
     for rank in range(world := prod(grid[0] + grid[1])):
@@ -167,7 +167,7 @@ def test_uneven_rows_under_fsdp2_and_tensor_parallelism_come_back_on_any_layout(
 
 
 def checkpointed_and_moved(run: str) -> list[list[str]]:
-    """What differs after a restore of a background save of a step, and after a transfer between two layouts."""
+    """The differences after a restore of a background save, and after a transfer between two layouts."""
     start_new_job()
     here, there = ((3,), (2,)), ((2,), (3,))
     model = sharded(here, BOTH, [Shard(0)])
@@ -200,7 +200,7 @@ def test_uneven_rows_are_restored_and_transferred(tmp_path: Path) -> None:
 
 
 def on_mesh(ranks: list[int], *, whole: bool = True) -> dict[str, torch.Tensor]:
-    """What `fully_shard` and `distribute_tensor` make of tensors on a mesh; torch cuts uneven ones wrongly itself."""
+    """Tensors that `fully_shard` and `distribute_tensor` divide over a mesh; torch itself cuts uneven ones wrongly."""
     debug._clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
     mesh = DeviceMesh("cpu", ranks)
     if dist.get_rank() not in ranks:

@@ -16,7 +16,7 @@ TIMEOUT_S = 20.0
 
 
 class Told(NamedTuple):
-    """What a call told its caller."""
+    """The result or error that a caller got from a call."""
 
     kind: str
     code: str

@@ -412,7 +412,7 @@ def test_what_nobody_comes_back_for_is_given_up_after_a_day(
     keeper.run(is_over=lambda: time.monotonic() > end, idle_s=0.2)
     assert slot.refresh().state == SlotState.SEALED, "as long as a day is not over"
     keeper.run(is_over=lambda: False, idle_s=0.2, orphaned_s=0.5)
-    assert "no trainer came back" in caplog.text
+    assert "trainer did not return" in caplog.text
     assert slot_names(folder) == []
     keeper.close()
 

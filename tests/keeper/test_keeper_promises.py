@@ -344,7 +344,7 @@ def test_nothing_is_written_into_a_run_that_was_begun_anew_at_the_same_path(
     until(lambda: not (keeper.look() or keeper.owes))
     keeper.close()
     assert states(saved) == {SlotState.FENCED}
-    assert "somebody began another one there" in saved.slots[0].record.error
+    assert "another run was begun there" in saved.slots[0].record.error
     assert other.storage.list("checkpoints") == []
 
 

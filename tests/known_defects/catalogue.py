@@ -1,4 +1,4 @@
-"""What the museum shows, read from the exhibits themselves. Run as a module to write the table of README.md anew."""
+"""The catalogue of known defects, read from their tests. Run as a module to write the table of README.md anew."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What exhibits have in common: where the files of a checkpoint are, how one is damaged, and what a process does."""
+"""Helpers of the tests of known defects: find a checkpoint's files, damage one, and record what a process does."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def flip_bit(path: Path, offset: int) -> None:
 
 
 def offset_of(path: Path, tensor: torch.Tensor) -> int:
-    """Where the bytes of a tensor lie in a file."""
+    """The offset of a tensor's bytes in a file."""
     return path.read_bytes().index(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
 
 

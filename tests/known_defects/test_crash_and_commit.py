@@ -81,7 +81,7 @@ def test_a_step_that_is_saved_again_replaces_what_was_there(tmp_path: Path) -> N
 
 
 class Log:
-    """What a save did to files, in order: a word and the name that a user knows, or the folder."""
+    """The operations of a save on files, in order: a word and the name that a user knows, or the folder."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -109,7 +109,7 @@ class Log:
 
 @pytest.fixture
 def log(tmp_path: Path) -> Log:
-    """What the second save of a run did."""
+    """The operations of the second save of a run."""
     run = tmp_path / "run"
     holdfast.save(run, state(1), 1)
     log = Log(run)

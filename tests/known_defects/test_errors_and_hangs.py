@@ -139,7 +139,7 @@ def test_a_wrong_option_ends_in_an_error_about_something_else(
 
 
 def surroundings() -> dict[str, object]:
-    """What of the process a library could leave changed."""
+    """The process-wide settings that a library could leave changed."""
     return {
         "threads": sorted(thread.name for thread in threading.enumerate()),
         "children": Path(f"/proc/self/task/{os.getpid()}/children").read_text(),

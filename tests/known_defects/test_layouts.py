@@ -167,7 +167,7 @@ def save_unreduced(run: str) -> str:
 
 
 def test_terms_of_a_sum_are_averaged(tmp_path: Path) -> None:
-    """What ranks hold as terms of a pending reduction is stored as their mean, or as one rank's term.
+    """The terms of a pending reduction, one on each rank, are stored as their mean, or as one rank's term.
 
     Seen in: DeepSpeed Universal Checkpointing (``parameter_to_average_patterns``).
     """

@@ -189,7 +189,7 @@ def test_extra_state_cannot_be_loaded(tmp_path: Path) -> None:
 
 
 def test_unusual_numbers_come_back_as_others(tmp_path: Path) -> None:
-    """What is no tensor needs a pickle that runs code when it is loaded; without it inf, -0.0 or 2**70 are lost.
+    """Plain values need a pickle that runs code when it is loaded; without it inf, -0.0 or 2**70 are lost.
 
     Seen in: PyTorch DCP 2.13 (`torch.load` with ``weights_only=False`` for every value).
     """

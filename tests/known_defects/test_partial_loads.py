@@ -24,7 +24,7 @@ def stepped(parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer) ->
 
 
 def test_a_tensor_that_the_checkpoint_lacks_keeps_what_it_had(tmp_path: Path) -> None:
-    """The target has a tensor that the checkpoint lacks: it keeps its initial values and nobody is told.
+    """The target has a tensor that the checkpoint lacks: it keeps its initial values, without an error or a warning.
 
     Seen in: PyTorch DCP 2.13 (chunks missing in the metadata), torch_checkpointing 0.1 (`strict=False` by default).
     """

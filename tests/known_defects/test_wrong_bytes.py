@@ -67,7 +67,7 @@ def test_files_of_two_saves_load_as_one_checkpoint(tmp_path: Path) -> None:
         holdfast.save(run, {"weight": torch.full((100,), float(step))}, step)
     older = Path(holdfast.open(f"{run}@step=1").path)
     shutil.copy(next(older.glob("*.safetensors")), data_file(run))
-    with pytest.raises(CorruptError, match="sealed"):
+    with pytest.raises(CorruptError, match="the seal describes"):
         holdfast.load(run, into={"weight": torch.zeros(100)})
 
 
@@ -131,7 +131,7 @@ def test_moments_are_rounded_to_the_dtype_of_the_weight(tmp_path: Path) -> None:
 
 
 def test_a_tensor_is_captured_after_it_changed(tmp_path: Path) -> None:
-    """What the training loop wrote after `save` returned stands in the checkpoint.
+    """The checkpoint has values that the training loop wrote after `save` returned.
 
     Seen in: PyTorch DCP, pytorch/pytorch#144657; nvidia-resiliency-ext#376; Megatron-LM#2288.
     """

@@ -55,7 +55,7 @@ REQUEST = 48
 
 
 class Job(NamedTuple):
-    """Who loads what, and how it is held: a mesh, the node of each rank, and places for each tensor."""
+    """A job that loads: a mesh, the node of each rank, and placements for each tensor."""
 
     mesh_shape: Shape
     node_of: Int64s
@@ -352,12 +352,12 @@ def test_rules_that_do_not_fit_the_checkpoint_are_refused(text: str, told: str) 
         (MESH + "rules = []", "unknown field `rules`"),
         (MESH + 'default = { xp = "replicate" }', "default: the mesh has no axis 'xp'; it has dp, tp"),
         (MESH + '[[rule]]\nnames = "a"\n\n[[rule]]\nplace = {}', r"`names` - at `rule 2 \(line 5\)`"),
-        (MESH + '[[rule]]\nnames = "a"\nplace = { tp = "shard" }', r"'shard' is no place.*rule 1 \(line 2\)"),
+        (MESH + '[[rule]]\nnames = "a"\nplace = { tp = "shard" }', r"'shard' is not a placement.*rule 1 \(line 2\)"),
         (MESH + '[[rule]]\nnames = "a"\nplace = { tp = "stage 4" }', r"rule 1 \(line 2\): 'tp' has no stage 4"),
         (MESH + '[[rule]]\nnames = "a"\nplace = { pp = "stage 4" }', r"rule 1 \(line 2\): the mesh has no axis 'pp'"),
         (MESH + '[[rule]]\nnames = "{"', r"brace.*rule 1 \(line 2\)"),
         (MESH + "[[rule]]\nnames = []", r"no names.*rule 1 \(line 2\)"),
-        (MESH + '[[rule]]\nnames = "a"\ndtype = "float"', r"'float' is no dtype.*rule 1 \(line 2\)"),
+        (MESH + '[[rule]]\nnames = "a"\ndtype = "float"', r"'float' is not a dtype.*rule 1 \(line 2\)"),
     ],
 )
 def test_a_malformed_layout_says_what_and_where(text: str, told: str) -> None:

@@ -51,7 +51,7 @@ def state(seed: int, *, num_steps: int = 0) -> State:
 
 
 def leaves(state: State) -> dict[str, object]:
-    """What there is, piece by piece, so that it can be compared."""
+    """The leaves of a state, piece by piece, so that they can be compared."""
     model, optimizer = state["model"], state["optimizer"]
     found: dict[str, object] = {f"model/{name}": bits(item.detach()) for name, item in model.named_parameters()}
     found["model/1._extra_state"] = model[1].note

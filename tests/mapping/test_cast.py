@@ -68,9 +68,9 @@ def test_integers_become_wider_and_nothing_else(tmp_path: Path) -> None:
     into = torch.zeros(3, dtype=torch.int64)
     holdfast.load(tmp_path / "run", {"w": into}, cast=True)
     assert torch.equal(into, saved.long())
-    with pytest.raises(IncompatibleError, match=r"incompatible\.dtype.*int16 here, int32 .* no cast makes of it"):
+    with pytest.raises(IncompatibleError, match=r"incompatible\.dtype.*int16 here, int32 .* no cast converts"):
         holdfast.load(tmp_path / "run", {"w": torch.zeros(3, dtype=torch.int16)}, cast=True)
-    with pytest.raises(IncompatibleError, match=r"float32 here, int32 .* no cast makes of it"):
+    with pytest.raises(IncompatibleError, match=r"float32 here, int32 .* no cast converts"):
         holdfast.load(tmp_path / "run", {"w": torch.zeros(3)}, cast="w")
 
 

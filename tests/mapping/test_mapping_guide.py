@@ -53,7 +53,7 @@ def rules(name: str) -> list[Rule]:
 
 
 def rows(table: CheckpointTable, name: str, first: int) -> tuple[str | None, int]:
-    """Which stored tensor row `first` of a tensor comes from, and which row of it."""
+    """The stored tensor, and the row in it, from which row `first` of a tensor comes."""
     shape = table.stored[name].shape
     met = [(part, part.meet(Box((first, 0), (1, shape[1])))) for part in table.parts[name]]
     ((source, start),) = [(part.source, found[1].start[0] if found[1].start else 0) for part, found in met if found]

@@ -115,7 +115,7 @@ def test_rules_are_reached_through_the_package() -> None:
         ('[[rule]]\nkind = "merge"\nnames = "a"', "Invalid value 'merge'"),
         ('[[rule]]\nkind = "rename"\nnames = "a"', "missing required field `to`"),
         ('[[rule]]\nkind = "drop"\nnames = "a"\nto = "b"', "unknown field `to`"),
-        ('[[rule]]\nkind = "drop"\nnames = "{"', "a brace that is no field"),
+        ('[[rule]]\nkind = "drop"\nnames = "{"', "a brace outside of a field"),
         ('[[rule]]\nkind = "pad"\nnames = "a"\nsize = "3"\nfill = "keep"', "Expected `int`"),
         ('[[rule]]\nkind = "pad"\nnames = "a"\nsize = 3\nfill = "ones"', "Invalid enum value 'ones'"),
     ],
@@ -136,21 +136,21 @@ def test_a_malformed_text_is_refused_and_says_where(text: str, word: str) -> Non
         (lambda: Rename("a.{i}", "b.*"), "no wildcards"),
         (lambda: Rename("a.{i}", "b.{i:*}"), "no wildcards"),
         (lambda: Rename("a.{i}", "b.{j}"), "has fields that 'a.{i}' lacks: j"),
-        (lambda: Drop("a.{1}"), "a brace that is no field"),
-        (lambda: Cast("a", "fp32"), "'fp32' is no dtype"),
+        (lambda: Drop("a.{1}"), "a brace outside of a field"),
+        (lambda: Cast("a", "fp32"), "'fp32' is not a dtype"),
         (lambda: Split("a", ["b"]), "two or more different names"),
         (lambda: Split("a", "bc"), "two or more different names"),
         (lambda: Split("a", ["b", "b"]), "two or more different names"),
-        (lambda: Split("a", ["b", "c"], shares=[1, 0]), "no positive shares"),
-        (lambda: Split("a", ["b", "c"], shares=[1, 1, 1]), "no positive shares of 2"),
-        (lambda: Split("a", ["b", "c"], groups=0), "at least one"),
+        (lambda: Split("a", ["b", "c"], shares=[1, 0]), "shares must be positive"),
+        (lambda: Split("a", ["b", "c"], shares=[1, 1, 1]), "one for each name in to (2)"),
+        (lambda: Split("a", ["b", "c"], groups=0), "at least 1"),
         (lambda: Fuse(["a.{i}", "b"], "c"), "do not have the same fields"),
         (lambda: Fuse(["a.{i}", "b.{i}"], "c"), "lacks fields of 'a.{i}': i"),
-        (lambda: Stack("a.{i}.{j}", "a"), "just one field"),
-        (lambda: Stack("a.{i}", "b.{i}"), "just one field"),
-        (lambda: Unstack("a.{w}", "a.{w}"), "just one field"),
+        (lambda: Stack("a.{i}.{j}", "a"), "exactly one more"),
+        (lambda: Stack("a.{i}", "b.{i}"), "exactly one more"),
+        (lambda: Unstack("a.{w}", "a.{w}"), "exactly one more"),
         (lambda: Unstack("a.*", "a.{i}"), "give its wildcards names"),
-        (lambda: Transpose("a", axes=(0, 0)), "no order of axes"),
+        (lambda: Transpose("a", axes=(0, 0)), "not an order of axes"),
         (lambda: Pad("a", size=-1, fill="keep"), "negative"),
         (lambda: Pad("a", size=1, fill=cast("Any", "ones")), '"keep" or "zero"'),
         (lambda: Crop("a", size=-1), "negative"),
@@ -164,7 +164,7 @@ def test_a_rule_that_makes_no_sense_by_itself_is_a_value_error(make: Callable[[]
 
 def test_a_path_in_place_of_a_text_is_refused_with_the_way_to_read_it(tmp_path: Path) -> None:
     (tmp_path / "rules.toml").write_text('[[rule]]\nkind = "leave_out"\nnames = "a"\n')
-    with pytest.raises(ConfigurationError, match="Give the text of a file, and not its path"):
+    with pytest.raises(ConfigurationError, match="Pass the text of the file, not its path"):
         from_toml(str(tmp_path / "rules.toml"))
     with pytest.raises(TypeError, match=r"Path\(\.\.\.\)\.read_text\(\), not a PosixPath"):
         from_toml(tmp_path / "rules.toml")  # type: ignore[arg-type]  # what is tested

@@ -89,7 +89,7 @@ def test_a_file_in_its_place_is_refused(tmp_path: Path) -> None:
 def test_a_folder_that_others_may_use_is_refused(tmp_path: Path) -> None:
     user_folder(tmp_path).mkdir()
     user_folder(tmp_path).chmod(0o750)
-    with pytest.raises(ConfigurationError, match=r"others may use it .mode 0750"):
+    with pytest.raises(ConfigurationError, match=r"other users may access it .mode 0750"):
         NodeFolder(RUN, node_dir=tmp_path)
 
 
@@ -97,7 +97,7 @@ def test_a_folder_that_others_may_use_is_refused(tmp_path: Path) -> None:
 def test_a_folder_that_another_user_made_first_is_refused(tmp_path: Path) -> None:
     user_folder(tmp_path).mkdir(mode=0o700)
     os.chown(user_folder(tmp_path), 12345, 12345)
-    with pytest.raises(ConfigurationError, match="it belongs to user 12345, and this is user 0"):
+    with pytest.raises(ConfigurationError, match="it belongs to user 12345, but this process runs as user 0"):
         NodeFolder(RUN, node_dir=tmp_path)
 
 

@@ -126,7 +126,7 @@ def test_a_record_that_was_half_written_is_none_and_the_one_before_holds(before:
 @pytest.mark.parametrize("page", [bytes(4096), b"\xff" * 4096, b"HFSLOT01" * 512])
 def test_a_file_that_is_no_slot_is_an_error_that_names_it(folder: NodeFolder, slot: Slot, page: bytes) -> None:
     slot._memory[:4096] = list(page)
-    with pytest.raises(CorruptError, match=f"{slot.name}.*is no slot") as caught:
+    with pytest.raises(CorruptError, match=f"{slot.name}.*is not a valid slot") as caught:
         Slot(folder, slot.name)
     assert caught.value.code == "corrupt.slot"
 

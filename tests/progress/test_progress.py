@@ -25,7 +25,7 @@ ERASE_LINE = "\x1b[2K"
 
 
 class Screen:
-    """What a terminal was sent."""
+    """A terminal that records the characters that it was sent."""
 
     def __init__(self) -> None:
         self.text = ""

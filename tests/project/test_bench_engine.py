@@ -38,7 +38,7 @@ FULL = 2_000_000_000
 
 
 def live_state() -> dict[str, object]:
-    """What a rank finds in a live state, before and after a step."""
+    """The content of a live state on a rank, before and after a step."""
     state = LlamaLike(1, num_layers=1).build(init_device_mesh("cpu", (dist.get_world_size(),)))
     live = Live(state)
     before = state.digests()

@@ -49,7 +49,7 @@ def snippets(guide: str) -> list[str]:
 
 @pytest.fixture
 def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Names]:
-    """What the scripts of the guides have when the pieces begin: a state, also as the run runs/gpt."""
+    """The names that the scripts of the guides have when a snippet begins: a state, also as the run runs/gpt."""
     monkeypatch.chdir(tmp_path)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     model = nn.Linear(2, 2)

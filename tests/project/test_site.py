@@ -74,7 +74,7 @@ def test_what_belongs_to_an_entry_of_a_list_is_indented_by_four_columns() -> Non
 
 
 class Html(HTMLParser):
-    """What a page leads to, and the anchors that it has."""
+    """The links of a page, and its anchors."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()

@@ -89,7 +89,7 @@ def whole(name: str, tensor: torch.Tensor) -> Bits:
 
 
 def pieces(rank: int) -> dict[str, object]:
-    """What one of three ranks holds of a tensor in flat ranges and of one in boxes, and what is its own."""
+    """The parts of one of three ranks: of a tensor in flat ranges, of one in boxes, and its own."""
     truth = filled_tensor("flat", torch.empty(FLAT_SHAPE)).reshape(-1)
     start, stop = FLAT_RANGES[rank]
     begin, size = BOXES[rank]

@@ -162,7 +162,7 @@ def test_a_seal_that_is_not_that_of_the_files_is_not_committed(run: Run) -> None
     other = save(run, Place(1, 2), 8)
     seal = run.storage.read(records.checkpoint_key(other.checkpoint, records.SEAL_NAME))
     run.storage.create(records.checkpoint_key(folder, records.SEAL_NAME), seal)
-    with pytest.raises(HoldfastError, match="is not the seal of the files") as caught:
+    with pytest.raises(HoldfastError, match="does not seal the files") as caught:
         complete(run, folder)
     assert caught.value.code == "corrupt.seal"
     assert run.places() == [Place(1, 2)]

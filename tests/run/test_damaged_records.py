@@ -114,7 +114,7 @@ def test_a_run_that_lost_its_history_is_not_begun_anew(root: Path) -> None:
         lambda: Checkpointer(root, state, memory=None).restore(),
         lambda: holdfast.save(root, state, 1),
     ):
-        with pytest.raises(CorruptError, match=r"has no commits, but sealed checkpoints.*doctor --finish") as caught:
+        with pytest.raises(CorruptError, match=r"has sealed checkpoints .*, but no commits.*doctor --finish") as caught:
             act()
         assert caught.value.code == "corrupt.history"
     for finding in examine(opened(root)):
@@ -128,7 +128,7 @@ def test_one_sealed_checkpoint_without_a_commit_is_what_a_save_that_died_leaves(
     holdfast.save(root, state, 1)
     (root / records.commit_key(Place(1, 1))).unlink()
     start_new_job()
-    with pytest.raises(NotFoundError, match="doctor says whether a checkpoint can be finished"):
+    with pytest.raises(NotFoundError, match="doctor to see whether one can be finished"):
         holdfast.load(root, state)
     assert holdfast.save(root, state, 1).place == "2.1"
 

@@ -78,7 +78,7 @@ def test_a_sealed_one_lacks_only_its_commit_and_an_old_one_does_not_become_the_h
     finding = the(run)
     assert finding.remedy == "finish"
     assert "lacks a commit" in finding.text
-    assert "in its place" in finding.text
+    assert "appears at its place" in finding.text
     assert finish(run, finding) == commit
     assert run.head() == head
 

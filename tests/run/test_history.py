@@ -438,7 +438,7 @@ def test_a_checkpoint_folder_stands_for_itself_outside_any_history(tmp_path: Pat
         assert isinstance(located, Located)
         assert (located.run, located.sealed.commit, located.sealed.prefix) == (None, None, "")
         assert located.sealed.seal.step == 10
-    with pytest.raises(ConfigurationError, match="one checkpoint and not a run"):
+    with pytest.raises(ConfigurationError, match="one checkpoint, not a run"):
         resolve(parse(f"{tmp_path}/copy@step=10"))
 
 
@@ -458,7 +458,7 @@ def test_a_seal_that_is_not_the_committed_one_is_corruption() -> None:
     keys = [records.checkpoint_key(commit.checkpoint, "seal.json") for commit in (first, second)]
     run.storage.objects[keys[0]] = run.storage.objects[keys[1]]
     del run.storage.objects[keys[1]]
-    with pytest.raises(CorruptError, match="not the seal that was committed"):
+    with pytest.raises(CorruptError, match="not the seal that its commit names"):
         run.locate(first)
     with pytest.raises(CorruptError, match="is missing"):
         run.locate(second)

@@ -53,8 +53,8 @@ class Died(BaseException):
 
 
 class Gate:
-    """Stops a process before each of its operations until it is told to go on. What it reads of open files is left
-    alone: that happens in threads of its own, which are not ours to stop."""
+    """Stops a process before each of its operations until the test lets it continue. It does not stop reads of open
+    files: the process makes those in threads of its own."""
 
     STOPS = frozenset({"read", "nbytes", "list", "create", "delete"})
 
@@ -254,7 +254,7 @@ class HistoryMachine(RuleBasedStateMachine):
 
     @invariant()
     def history_only_grows(self) -> None:
-        """Nothing that was once seen or told vanishes, unless somebody asked to remove it."""
+        """No commit that was once seen or reported vanishes, unless somebody asked to remove it."""
         origins = {number: self.run.epoch(number).opened_from for number in reversed(self.run.epochs())}
         assert list(origins) == list(range(1, len(origins) + 1))
         assert {number: origins[number] for number in self.origins} == self.origins

@@ -65,7 +65,7 @@ def grown(num_checkpoints: int) -> Run:
 
 
 def asked(run: Run) -> Counter[str]:
-    """What was asked since the last call."""
+    """The requests since the last call."""
     assert isinstance(run.storage, Counting)
     found, run.storage.asked = run.storage.asked, Counter()
     return found

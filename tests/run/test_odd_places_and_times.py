@@ -55,6 +55,6 @@ def test_a_copy_of_a_live_run_whose_head_came_too_late_says_how_to_copy(tmp_path
     with pytest.raises(CorruptError, match="copy `history` first and `checkpoints` last") as caught:
         holdfast.open(copy)
     assert is_damage(caught.value)
-    with pytest.raises(CorruptError, match=r"Load '.*@1\.1' \(step 1\), or with fallback=True"):
+    with pytest.raises(CorruptError, match=r"Load '.*@1\.1' \(step 1\), load with fallback=True"):
         holdfast.load(copy, tensors)
     assert holdfast.load(copy, tensors, fallback=True).step == 1

@@ -157,7 +157,7 @@ def test_what_was_sealed_meanwhile_is_not_given_up(new_run: Callable[[], Run]) -
     run = new_run()
     folder = run.find(step=20).checkpoint
     before = names(run, folder)
-    with pytest.raises(ConfigurationError, match="completed meanwhile") as caught:
+    with pytest.raises(ConfigurationError, match="another process has completed it") as caught:
         abandon(run, folder)
     assert caught.value.code == "config.needed"
     assert names(run, folder) == before

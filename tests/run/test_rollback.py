@@ -61,7 +61,7 @@ def test_what_cannot_be_loaded_is_refused_and_the_head_stays(run: Run) -> None:
     folders = [run.commit(Place(1, seq)).checkpoint for seq in (1, 2)]
     run.storage.delete(records.checkpoint_key(folders[0], records.SEAL_NAME))
     run.storage.delete(records.checkpoint_key(folders[1], "data-00001.safetensors"))
-    for step, what in ((10, "is missing"), (20, r"not of the sealed size: data-00001\.safetensors")):
+    for step, what in ((10, "is missing"), (20, r"of the wrong size: data-00001\.safetensors")):
         with pytest.raises(CorruptError, match=what):
             rollback(run, step)
     assert run.epochs() == [1]

@@ -224,7 +224,7 @@ def test_tied_weights_cannot_be_filled_from_two_different_ones(tmp_path: Path) -
     untied["model"]["head"].weight = nn.Parameter(torch.zeros(7, 3))
     untied["optimizer"] = AdamW(untied["model"].parameters())
     holdfast.save(tmp_path / "run", untied, 1)
-    with pytest.raises(IncompatibleError, match="one tensor here, stored separately") as raised:
+    with pytest.raises(IncompatibleError, match="one tensor here, but stored separately") as raised:
         holdfast.load(tmp_path / "run", into=tied(2))
     assert raised.value.code == "incompatible.tied"
 

@@ -156,7 +156,7 @@ def test_a_metric_that_is_no_number_is_refused_before_anything_is_written(tmp_pa
 
 @pytest.mark.parametrize("step", [-1, True, 1.0, "3", None, 1 << 63])
 def test_a_step_that_is_no_whole_number_is_refused(tmp_path: Path, step: Any) -> None:
-    with pytest.raises(ValueError, match="step is a whole number from 0 on"):
+    with pytest.raises(ValueError, match="step must be a whole number from 0 to"):
         holdfast.save(tmp_path / "run", {}, step)
     assert not (tmp_path / "run").exists()
 
@@ -179,7 +179,7 @@ def test_an_empty_state_is_a_checkpoint_too(tmp_path: Path) -> None:
     "option", [{"strict": "no"}, {"verify": 0}, {"fallback": "yes"}, {"allow_empty": None}, {"continues": "no"}]
 )
 def test_an_option_of_another_type_is_refused(tmp_path: Path, option: dict[str, Any]) -> None:
-    with pytest.raises(TypeError, match=f"{next(iter(option))} is True"):
+    with pytest.raises(TypeError, match=f"{next(iter(option))} must be True"):
         holdfast.load(tmp_path / "run", {"w": torch.zeros(1)}, **option)
 
 
@@ -197,7 +197,7 @@ def test_errors_about_names_know_what_is_often_behind_them(tmp_path: Path) -> No
     other, fresh = training()
     with pytest.raises(IncompatibleError, match="A learning-rate scheduler adds initial_lr"):
         holdfast.load(tmp_path / "run", {"model": other, "optimizer": fresh})
-    with pytest.raises(IncompatibleError, match=r"tree\('optimizer'\): give that to load_state_dict"):
+    with pytest.raises(IncompatibleError, match=r"tree\('optimizer'\), and pass that to load_state_dict"):
         holdfast.load(tmp_path / "dicts", {"optimizer": fresh.state_dict()})
     tree: Any = holdfast.open(tmp_path / "dicts").tree("optimizer")
     fresh.load_state_dict(tree)

@@ -186,7 +186,7 @@ def test_tensors_of_unknown_kinds_may_stay_where_nothing_of_them_is_selected(tmp
 
 @pytest.fixture(params=["memory", "storage"])
 def node(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Memory | None]:
-    """Where snapshots are kept; its keepers end with the test."""
+    """A folder for snapshots; its keepers end with the test."""
     (tmp_path / "node").mkdir()
     yield Memory(node_dir=tmp_path / "node") if request.param == "memory" else None
     end_keepers(tmp_path / "node")

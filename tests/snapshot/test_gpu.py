@@ -38,7 +38,7 @@ def memory() -> Iterator[Memory]:
 
 @contextmanager
 def behind_other_work(*, own_stream: bool) -> Iterator[None]:
-    """What is queued in this block runs half a second later; on the default stream, or on another."""
+    """Work that is queued in this block runs half a second later, on the default stream or on another."""
     stream = torch.cuda.Stream() if own_stream else torch.cuda.current_stream()  # type: ignore[no-untyped-call]
     with torch.cuda.stream(stream):
         torch.cuda._sleep(LATE)  # type: ignore[no-untyped-call]

@@ -159,7 +159,7 @@ def test_a_thread_that_stays_under_the_guard_is_named_when_a_save_gives_up(run: 
 
     with Checkpointer(run, loop.state, memory=memory, timeout_s=1) as checkpointer, ThreadPoolExecutor(1) as pool:
         staying = pool.submit(stay, checkpointer)
-        with pytest.raises(DeadlineError, match=r"another thread was under the guard") as raised:
+        with pytest.raises(DeadlineError, match=r"another thread held the guard") as raised:
             checkpointer.save(1)
         assert raised.value.code == "timeout.guard"
         with checkpointer.guard():  # of several threads, none keeps the others out
@@ -348,7 +348,7 @@ def test_an_error_in_the_middle_of_a_copy_frees_the_slot_only_when_nothing_write
 
 
 def take_over(run: str, node_dir: Path, orders: Path, answers: Path) -> None:
-    """A job that takes over, and saves the steps that it is told to; answers with the place, or the error's code."""
+    """A job that takes over, and saves the steps that it receives; answers with the place, or the error's code."""
     loop = Loop()
     checkpointer = Checkpointer(run, loop.state, memory=Memory(node_dir=node_dir), takeover=True)
     with orders.open() as lines, answers.open("w", buffering=1) as said:
@@ -412,7 +412,7 @@ def test_every_verb_has_a_clear_outcome_after_close(run: str, memory: Memory, in
     threads = threading.active_count()
     before = loop.bits()
     for verb in (lambda: checkpointer.save(2), checkpointer.restore, checkpointer.__enter__):
-        with pytest.raises(ConfigurationError, match="is closed") as raised:
+        with pytest.raises(ConfigurationError, match="closed Checkpointer") as raised:
             verb()
         assert raised.value.code == "config.closed"
     with checkpointer.guard():
@@ -427,5 +427,5 @@ def test_every_verb_has_a_clear_outcome_after_close(run: str, memory: Memory, in
 def test_a_with_block_that_an_exception_ends_closes(run: str, memory: Memory) -> None:
     with pytest.raises(ZeroDivisionError), Checkpointer(run, Loop().state, memory=memory) as checkpointer:
         raise ZeroDivisionError
-    with pytest.raises(ConfigurationError, match="is closed"):
+    with pytest.raises(ConfigurationError, match="closed Checkpointer"):
         checkpointer.save(1)

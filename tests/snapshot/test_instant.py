@@ -133,7 +133,7 @@ def train(state: State, count: int = 1) -> None:
 
 
 def committed(run: str, step: int, into: State) -> tuple[dict[str, bytes], bytes]:
-    """What a checkpoint holds, as `described` tells it after loading."""
+    """The content of a checkpoint, as `described` reports it after loading."""
     holdfast.load(f"{run}@step={step}", into)
     return described(into)
 
@@ -198,7 +198,7 @@ def test_without_a_gradient_or_slots_a_parameter_is_copied_at_once() -> None:
 
 @contextmanager
 def late_names() -> Iterator[None]:
-    """What a save leaves to the background is named a while after the save."""
+    """Name the objects that a save leaves to the background only a while after the save."""
     flat = Snapshot.flat
 
     def late(snapshot: Snapshot) -> FlatState:
@@ -305,7 +305,7 @@ def behind_torchs_back(parameter: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("update", [in_place, other_memory, behind_torchs_back])
-@pytest.mark.parametrize("aside_nbytes", [64 << 20, 0], ids=["set aside", "copied first"])
+@pytest.mark.parametrize("aside_nbytes", [64 << 20, 0], ids=["before the state was copied", "copied first"])
 def test_frozen_parameters_in_an_optimizers_groups_may_change_at_any_time(
     run: str,
     memory: Memory,

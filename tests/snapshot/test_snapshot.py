@@ -94,7 +94,7 @@ class Routed:
         self.routes = Routes(parts, self._data, rank=0)
 
     def copied(self) -> dict[str, bytes]:
-        """What has come where it should, by name."""
+        """The copied tensors, by name."""
         parts = zip(self._parts, self._stops, strict=True)
         return {part.name: self._data[part.start : stop].tobytes() for part, stop in parts}
 

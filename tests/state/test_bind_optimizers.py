@@ -222,6 +222,6 @@ def test_groups_in_another_order_are_refused_where_a_scheduler_has_their_rates_b
     saved = save(training((0, 1), (0.1, 0.01)))
     error = refused(saved, training((1, 0), (0.1, 0.01)))
     assert error.code == "incompatible.groups"
-    assert "the index of a group" in str(error)
+    assert "the index of the group" in str(error)
     load(saved, training((0, 1), (0.5, 0.05)))
     load(save(training((0, 1), (0.1, 0.1))), training((1, 0), (0.1, 0.1)))

@@ -107,7 +107,7 @@ def test_values_and_nested_tensors_in_the_state_of_separate_copies_must_be_equal
     trained.optimizer.state[trained.head]["seen"][0] = 1.0
     error = refused(save(trained.state), lm(tied=True))
     assert error.code == "incompatible.tied"
-    assert "'o/state/m/emb.weight/seen/0': one value here, stored separately" in str(error)
+    assert "'o/state/m/emb.weight/seen/0': one value here, but stored separately" in str(error)
     trained.optimizer.state[trained.head]["seen"] = [float("nan"), torch.zeros(2)]
     with pytest.raises(IncompatibleError, match=r"'o/state/m/head\.weight/seen/1', which differ"):
         load(save(trained.state), lm(tied=True))

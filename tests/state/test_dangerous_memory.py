@@ -30,7 +30,7 @@ def test_a_target_in_a_file_that_is_mapped_for_reading_only_is_refused(tmp_path:
         lambda: holdfast.load(tmp_path / "run", state),
         lambda: holdfast.transfer({name: torch.ones_like(tensor) for name, tensor in state.items()}, state),
     ):
-        with pytest.raises(StateError, match="mapped for reading only") as raised:
+        with pytest.raises(StateError, match="mapped read-only") as raised:
             verb()
         assert (raised.value.code, raised.value.tensor) == ("state.read_only", "numbers")
         assert state["first"].eq(0).all()

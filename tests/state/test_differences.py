@@ -186,7 +186,7 @@ def test_a_container_with_quite_another_name_is_one_guess_and_the_names_of_an_op
     error = refused(run, {"net": module, "optimizer": stepped(module), "progress": {"epoch": 3}})
     text = str(error)
     assert "perhaps renamed (stored -> live):\n    model -> net" in text
-    assert text.count("optimizer (what the optimizer has for these parameters: ") == 2
+    assert text.count("optimizer (the optimizer state of these parameters: ") == 2
     assert "group_of" not in text
     assert len(text.splitlines()) <= 11
 

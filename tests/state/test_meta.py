@@ -72,7 +72,7 @@ def run(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def saved(run: Path) -> State:
-    """What the run holds, in ordinary memory."""
+    """The content of the run, in ordinary memory."""
     state = trained(Net())
     holdfast.load(run, state)
     return state
@@ -455,7 +455,7 @@ def test_memory_is_where_torch_makes_new_tensors_or_where_the_call_says(tmp_path
 
 
 def test_meta_is_no_device_to_load_to(run: Path) -> None:
-    with pytest.raises(ValueError, match="device is 'meta'"):
+    with pytest.raises(ValueError, match="device must be a device with memory"):
         holdfast.load(run, {}, device="meta")
 
 

@@ -47,7 +47,7 @@ class Nodes(Mapping[str, Node]):
 
 
 class Saved(NamedTuple):
-    """What all ranks saved; `tables` are rank 0's shared nodes and then every rank's own."""
+    """The saves of all ranks; `tables` are rank 0's shared nodes and then every rank's own."""
 
     tensors: dict[str, torch.Tensor]
     stored: dict[str, StoredTensor]
@@ -132,7 +132,7 @@ def test_modules_optimizers_and_other_parts_inside_are_refused(held: object, pat
 
 
 def test_a_part_inside_an_objects_state_dict_is_refused() -> None:
-    with pytest.raises(StateError, match=r"'loader/own'.*PerRank.*Put it into the state itself"):
+    with pytest.raises(StateError, match=r"'loader/own'.*PerRank.*Put it directly into the state"):
         save({"loader": Loader({"own": PerRank(1)})})
 
 
@@ -146,7 +146,7 @@ def test_dtensors_inside_are_refused() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         tensor = distribute_tensor(torch.zeros(2), init_device_mesh("cpu", (1,)), [Shard(0)])
-        with pytest.raises(StateError, match=r"'a/%rank=0'.*stands in a PerRank"):
+        with pytest.raises(StateError, match=r"'a/%rank=0'.*is in a PerRank"):
             save({"a": PerRank(tensor)})
     finally:
         dist.destroy_process_group()

@@ -89,7 +89,7 @@ def _save_on_some_ranks(folder: str) -> tuple[str, str, str | None, str]:
 def test_what_only_some_ranks_have_of_their_own_is_refused_with_the_ranks_that_lack_it(tmp_path: Path) -> None:
     for code, text, path, place in run_ranks(4, _save_on_some_ranks, str(tmp_path)):
         assert (code, path, place) == ("state.per_rank", "data/loader", "1.1")
-        assert "nothing on ranks [0, 2]" in text
+        assert "missing on ranks [0, 2]" in text
         assert "PerRank(None)" in text
     assert holdfast.open(tmp_path / "run").value("data/loader") == [None, 1, None, 3]
 

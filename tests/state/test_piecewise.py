@@ -54,7 +54,7 @@ def is_true(name: str, item: Piecewise) -> bool:
 
 
 def zero(shapes_: Mapping[str, Shape], world_size: int, rank: int) -> tuple[dict[str, Piecewise], torch.Tensor]:
-    """What a rank holds under ZeRO-1: all tensors one after another in one flat memory, cut into equal partitions."""
+    """The part of a rank under ZeRO-1: all tensors one after another in one flat memory, cut into equal partitions."""
     total = sum(prod(shape) + PADDING for shape in shapes_.values())
     size = -(-total // world_size)
     partition = torch.zeros(size)
@@ -375,7 +375,7 @@ def test_pieces_whose_memory_was_resized_are_refused(tmp_path: Path) -> None:
     memory = torch.zeros(4, 2)
     state = {"t": Piecewise((4, 2), [(Box((0, 0), (4, 2)), memory)])}
     memory.resize_(1, 2)
-    with pytest.raises(StateError, match=r"shape \[1, 2\] by now") as raised:
+    with pytest.raises(StateError, match=r"shape is now \[1, 2\]") as raised:
         holdfast.save(tmp_path / "run", state, 1)
     assert (raised.value.code, raised.value.tensor) == ("state.local_shape", "t")
 
@@ -396,7 +396,7 @@ ONES = torch.ones(2, 4)
 @pytest.mark.parametrize(
     ("shape", "pieces", "options", "message"),
     [
-        ((2, 4), [], {}, "say the dtype"),
+        ((2, 4), [], {}, "pass the dtype"),
         ((2, -4), [], {"dtype": torch.int8}, "negative"),
         ((2, 4), [], {"dtype": torch.qint8}, "cannot be stored"),
         ((2, 4), [], {"dtype": torch.int8, "replicas": "first"}, "replicas"),

@@ -76,7 +76,7 @@ def content(seed: int, name: str, tensor: torch.Tensor) -> Bits:
 
 
 def truth(name: str, tensor: torch.Tensor) -> Bits:
-    """What this rank holds of a tensor's content."""
+    """The part of a tensor's content that this rank holds."""
     whole = content(5, name, tensor)
     if not isinstance(tensor, DTensor):
         return whole
@@ -197,7 +197,7 @@ def save_oddities(kind: str, run: str) -> dict[str, bytes]:
 
 
 def load_oddities(kind: str, run: str) -> tuple[dict[str, bytes], bool]:
-    """What the module holds after loading, and whether its tied weight still is one."""
+    """The content of the module after loading, and whether its tied weight is still one tensor."""
     model, named = oddities(kind, 2)
     holdfast.load(run, into={"model": model}, timeout_s=40)
     inner = next(module for module in model.modules() if isinstance(module, Oddities))
@@ -305,7 +305,7 @@ class Script(NamedTuple):
 
     @property
     def state(self) -> State:
-        """What it saves and loads."""
+        """The state that the job saves and loads."""
         return {**self._asdict(), "players": dict(self.players)}
 
 
@@ -385,7 +385,7 @@ def whole_bits(tensor: torch.Tensor) -> bytes:
 
 
 def save_script(run: str) -> tuple[dict[str, object], dict[str, object]]:
-    """What the script holds when it is saved, and one step later."""
+    """The state of the script when it is saved, and one step later."""
     start_new_job()
     job = script(1)
     play(job, 3)

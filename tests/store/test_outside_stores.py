@@ -60,7 +60,7 @@ def test_a_store_from_outside_is_opened_by_its_scheme(tmp_path: Path, box: holdf
 
 def test_a_scheme_has_one_store(box: holdfast.Location) -> None:
     for scheme in ("box", "BOX", "file"):
-        with pytest.raises(ValueError, match="opened by another store already"):
+        with pytest.raises(ValueError, match="another store already opens"):
             urls.register_store(scheme, lambda location: PosixStore(location.url))
 
 

@@ -97,11 +97,11 @@ def test_one_of_32_racing_creators_wins(storage: PosixStore) -> None:
 
 @pytest.mark.parametrize("key", ["", "/", "/etc/passwd", "..", "../other", "a/../b", "a//b", "a/", ".", "a/.tmp-1"])
 def test_keys_that_are_not_plain_relative_names_are_refused(storage: PosixStore, key: str) -> None:
-    with pytest.raises(ValueError, match="is no key"):
+    with pytest.raises(ValueError, match="is not a key"):
         storage.create(key, b"")
-    with pytest.raises(ValueError, match="is no key"):
+    with pytest.raises(ValueError, match="is not a key"):
         storage.writer(key, nbytes=1)
-    with pytest.raises(ValueError, match="is no key"):
+    with pytest.raises(ValueError, match="is not a key"):
         storage.read(key)
 
 
@@ -219,7 +219,7 @@ def test_any_range_is_read_exactly_and_beyond_the_end_is_corruption(
 
 def test_a_ranged_read_beyond_the_end_is_corruption(storage: PosixStore) -> None:
     storage.create("object", b"0123456789")
-    with pytest.raises(CorruptError, match=r"4 bytes are wanted from 8, 2 are there") as caught:
+    with pytest.raises(CorruptError, match=r"4 bytes should follow offset 8, but 2 are there") as caught:
         storage.read("object", start=8, nbytes=4)
     assert caught.value.code == "corrupt.short"
 
@@ -352,7 +352,10 @@ def test_system_errors_say_operation_path_reason_and_whether_to_retry(number: in
 
 @pytest.mark.parametrize("number", [errno.ENOENT, errno.ENOTDIR])
 def test_what_vanished_while_it_was_in_use_is_told_as_such(number: int) -> None:
-    with pytest.raises(StorageError, match="was removed meanwhile") as caught, reported("publish", "/mnt/run/object"):
+    with (
+        pytest.raises(StorageError, match="was removed during the operation") as caught,
+        reported("publish", "/mnt/run/object"),
+    ):
         raise OSError(number, os.strerror(number))
     assert (caught.value.code, caught.value.path) == ("storage.vanished", "/mnt/run/object")
 

@@ -48,7 +48,7 @@ def publish_manifest(run: Run, place: Place, step: int, *, created: float | None
 
 
 def data_file(run: Run, folder: str, index: int) -> bytes:
-    """What a data file of the checkpoint in `folder` holds: every element is the step."""
+    """The content of a data file of the checkpoint in `folder`: every element is the step."""
     manifest = fmt.decode(run.storage.read(records.checkpoint_key(folder, fmt.NAME)), path=folder)
     files, step = Files(manifest), manifest.body.step
     layout = files.layout(index)

@@ -38,7 +38,7 @@ NODES: dict[str, Node] = {"": Open("dict")}
 
 
 class Done(NamedTuple):
-    """How a command ended and what it printed."""
+    """The exit status and the output of a command."""
 
     status: int | str | None
     out: str
@@ -101,7 +101,7 @@ def at_terminal(*arguments: str | Path, answer: str = "", when: str = "[y/N]", c
 
 
 def screen_lines(done: Done) -> list[str]:
-    """What a terminal was shown by a command, line by line, without styles and without what erases progress bars."""
+    """The lines that a command showed on a terminal, without styles and without the codes that erase progress bars."""
     return [_STYLE.sub("", line).rstrip() for line in done.out.splitlines()]
 
 

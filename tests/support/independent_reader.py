@@ -36,7 +36,7 @@ WRAPPABLE = ["plain", "int", "complex", "str", "bytes", "numpy", "torch", "tenso
 
 
 class DamagedError(ValueError):
-    """What is stored is not a sound checkpoint."""
+    """The stored checkpoint is not sound."""
 
 
 def check(condition: object, problem: str) -> None:
@@ -149,7 +149,7 @@ def sequence(planes: BytesIO, form: str, *rest: Any) -> list[int]:
 
 @dataclass
 class File:
-    """What one data file must be: the members of its header, the size of its data, a bound of its header's length."""
+    """The required form of a data file: the members of its header, the size of its data, and a bound of the header."""
 
     index: int
     members: Members = field(default_factory=dict)
@@ -187,7 +187,7 @@ class File:
 
 @dataclass
 class Tensor:
-    """Where a tensor is. Cells (file, bytes, box) divide `axes`: its shape, or (flat) its number of elements."""
+    """The location of a tensor. Cells (file, bytes, box) divide `axes`: its shape, or (flat) its number of elements."""
 
     dtype: str
     shape: list[int]

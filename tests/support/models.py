@@ -69,7 +69,7 @@ class Net(nn.Module):
 
 @dataclass(frozen=True)
 class Job:
-    """What a training script holds."""
+    """The objects of a training script."""
 
     model: nn.Module
     optimizer: AdamW
@@ -78,7 +78,7 @@ class Job:
 
     @property
     def state(self) -> dict[str, object]:
-        """What it saves and loads."""
+        """The state that the job saves and loads."""
         return {
             "model": self.model,
             "optimizer": self.optimizer,
@@ -169,7 +169,7 @@ def full(seed: int, name: str, tensor: torch.Tensor) -> Bits:
 
 
 def part_of(whole: Bits, tensor: torch.Tensor) -> Bits:
-    """What this rank holds of the bytes of a whole tensor."""
+    """The part of a whole tensor's bytes that this rank holds."""
     if not isinstance(tensor, DTensor):
         return whole
     assert tensor.placements == (Shard(0),)

@@ -45,7 +45,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a call came to on one rank: its result, or else its exception, pickled."""
+    """The outcome of a call on one rank: its result, or else its exception, pickled."""
 
     succeeded: bool
     payload: bytes

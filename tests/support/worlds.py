@@ -48,7 +48,7 @@ class World:
     full: dict[str, np.ndarray]
 
     def sent(self) -> tuple[list[RankMessage], dict[bytes, bytes]]:
-        """What the coordinator gets."""
+        """The messages that the coordinator gets."""
         layouts = [RankLayout.of(tensors, {}) for tensors in self.layouts]
         return [RankMessage(x.digest, x.columns) for x in layouts], {x.digest: x.body for x in layouts}
 
@@ -142,7 +142,7 @@ def cut(full: np.ndarray, shape: Shape, part: Box | FlatRange) -> bytes:
 
 
 def data_sections(world: World, files: Files) -> list[bytearray]:
-    """What honest writers put into each data file's data section; gaps stay 0xEE and would be seen."""
+    """The data sections that correct writers produce; gaps stay 0xEE, so that a test would see them."""
     sections = []
     for index in range(files.manifest.body.num_files):
         layout = files.layout(index)
@@ -175,7 +175,7 @@ def fill(
 
 
 def _check_run(run: StridedRun | None, rows: np.ndarray, filled: np.ndarray) -> None:
-    """What runs say of a read is what its boxes said."""
+    """Check that the runs of a read describe the same elements as its boxes."""
     if run is None:
         return
     elements = filled.reshape(-1, rows.shape[-1])

@@ -57,7 +57,7 @@ class Remembering(MemoryStore):
         return _RememberingReader(self, key)
 
     def data_reads(self, view: View) -> list[DataRead]:
-        """What was read of data sections since the last call, relative to where they begin."""
+        """The reads of data sections since the last call, relative to the start of each section."""
         files = view._checkpoint.files
         columns = files.columns(np.arange(files.manifest.body.num_files))
         starts = dict(enumerate(columns.data_starts.tolist()))

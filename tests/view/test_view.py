@@ -68,7 +68,7 @@ def job_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_loop_over_it_is_one_over_its_names_and_a_number_is_no_name(sharded: View) -> None:
     assert list(sharded) == sharded.names()
-    with pytest.raises(TypeError, match="indexed by the name of a tensor, not by 0"):
+    with pytest.raises(TypeError, match="index a view by the name of a tensor, not by 0"):
         sharded[0]  # type: ignore[index]
 
 
@@ -113,7 +113,7 @@ steps = st.one_of(st.none(), st.integers(-3, 3).filter(bool))
 
 @st.composite
 def indexes(draw: st.DrawFn) -> tuple[Any, ...]:
-    """What numpy accepts for a tensor of shape `SHAPE`: integers, slices and one ellipsis."""
+    """The indexes that numpy accepts for a tensor of shape `SHAPE`: integers, slices and one ellipsis."""
     count = draw(st.integers(0, 3))
     items: list[Any] = []
     for extent in SHAPE[:count]:
@@ -157,7 +157,7 @@ def test_an_index_that_fits_no_axis_is_refused(sharded: View, index: Any) -> Non
 
 @pytest.mark.parametrize("index", ["name", 1.5, None, [0, 1], True, torch.tensor([True, False])])
 def test_an_index_of_another_kind_is_refused(sharded: View, index: Any) -> None:
-    with pytest.raises(TypeError, match=r"read by integers, slices and \.\.\., not by an? "):
+    with pytest.raises(TypeError, match=r"index a stored tensor by integers, slices and \.\.\., not by an? "):
         sharded["last"][index]
 
 
@@ -342,7 +342,7 @@ def test_a_missing_part_of_a_rank_is_corrupt(tmp_path: Path) -> None:
     identity = CheckpointIdentity("0123456789abcdef", RUN_ID, Place(1, 1), 7, 1.5, {})
     publish(storage, plan([layouts], nodes, identity), {"kept": np.zeros((1, 1), np.uint8)}, nodes)
     run = put(storage.objects, tmp_path)
-    with pytest.raises(CorruptError, match=r"data-00000.*say that there is 'seed/%rank=1', which no data file holds"):
+    with pytest.raises(CorruptError, match=r"data-00000.*refer to 'seed/%rank=1', which no data file holds"):
         holdfast.open(run).value("seed")
     verified = holdfast_command("verify", "--deep", run)
     assert verified.status
@@ -374,7 +374,7 @@ def test_data_files_are_read_by_stock_safetensors(job_run: Path) -> None:
 
 
 def torch_modules_after(script: str, *arguments: str) -> list[str]:
-    """What of torch a new interpreter has imported once it has run `script`, which imports `sys`."""
+    """The modules of torch that a new interpreter has imported after it ran `script`, which imports `sys`."""
     code = textwrap.dedent(script) + "\nprint(*(m for m in sys.modules if m.partition('.')[0] == 'torch'))\n"
     result = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr

@@ -68,5 +68,5 @@ def test_another_run_in_the_same_place_is_not_taken_for_the_one_that_was_opened(
     pickled = pickle.dumps(holdfast.open(run))
     shutil.rmtree(run)
     holdfast.save(run, {"rows": DATA}, 1)
-    with pytest.raises(NotFoundError, match="another checkpoint"):
+    with pytest.raises(NotFoundError, match="no longer the checkpoint"):
         pickle.loads(pickled)

@@ -159,8 +159,8 @@ class Planner(Generic[P]):
             new = found if self._strict else [one for one in found if one.name not in before]
             text = describe(new or found)
             action = (
-                "Make the copies equal, shard it as a DTensor, or save it as holdfast.PerRank(tensor). Of a module in "
-                "DistributedDataParallel, save the wrapper and not its .module: DDP's buffers are those of rank 0."
+                "Make the copies equal, shard the tensor as a DTensor, or save it as holdfast.PerRank(tensor). For a "
+                "module in DistributedDataParallel, save the wrapper, not its .module: the buffers of rank 0 count."
             )
             if new:
                 raise StateError(text, code="state.diverged", action=action, tensor=new[0].name)

@@ -53,8 +53,8 @@ def describe(found: Sequence[Divergence]) -> str:
     sides = " and ".join(_listed(group) for group in first.groups[:2])
     part = f", at [{first.part}]" if first.part else ""
     return (
-        f"Tensor {first.name!r} is held by several ranks undeclared, "
-        f"and its copies differ between ranks {sides}{part}{more}."
+        f"Tensor {first.name!r} has copies on several ranks without a declared sharding, "
+        f"and they differ between ranks {sides}{part}{more}."
     )
 
 
@@ -92,9 +92,9 @@ def _check_on_all(path: str, tables: Iterable[Shared]) -> None:
     absent = sorted(rank for ranks, table in tables if path not in table for rank in ranks)
     if absent:
         raise StateError(
-            f"{path!r} is a PerRank on some ranks, but there is nothing on ranks {_listed(absent)}.",
+            f"{path!r} is a PerRank on some ranks, but is missing on ranks {_listed(absent)}.",
             code="state.per_rank",
-            action="Put a PerRank there on every rank of the save, PerRank(None) where there is nothing to keep.",
+            action="Put a PerRank there on every rank of the save: PerRank(None) on ranks with nothing to keep.",
             path=path,
             rank=absent[0],
         )

@@ -51,7 +51,7 @@ def _check_step(run: Run, place: Place, step: int, before: int | None) -> None:
     step, or its count is not that of `step`. Reads two small records, once per epoch."""
     if before is not None and step < before:
         _log.warning(
-            "step %d is saved after step %d: `step` is the number of the step that was finished last, and it rises "
+            "step %d is saved after step %d: pass as `step` the number of the last finished step, which only rises "
             "until a checkpoint is loaded",
             step,
             before,
@@ -65,8 +65,8 @@ def _check_step(run: Run, place: Place, step: int, before: int | None) -> None:
         before = run.commit(epoch.opened_from).step
         if step <= before:
             _log.warning(
-                "step %d is saved after step %d was loaded: `step` is the number of the step that was finished last, "
-                "so a loop goes on at report.next_step, which was %d",
+                "step %d is saved after step %d was loaded: pass as `step` the number of the last finished step, and "
+                "continue the loop at report.next_step, which was %d",
                 step,
                 before,
                 before + 1,

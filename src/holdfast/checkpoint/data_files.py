@@ -139,4 +139,4 @@ class DataFiles:
 
 
 def _wants_nothing(*_: object) -> None:
-    raise AssertionError("nothing is delivered where nothing is wanted")
+    raise AssertionError("a read that wants no bytes delivered some")

@@ -58,14 +58,14 @@ class Checkpoint(DataFiles):
         with self._sealed_file(file.name):
             data = copy.store.read(copy.key, limit=min(file.nbytes, fmt.MAX_FILE_NBYTES))
         if len(data) != file.nbytes or xxhash.xxh3_128_hexdigest(data) != file.digest:
-            raise self._corrupt(file.name, "it is not the manifest that was sealed")
+            raise self._corrupt(file.name, "it is not the manifest that the seal describes")
         return fmt.decode(data, path=copy.path)
 
     def _check_seal(self) -> None:
         """Raise `CorruptError` unless manifest, seal and run belong to one checkpoint."""
         body, seal, run_id = self.manifest.body, self.seal, self.sealed.run_id
         if (seal.checkpoint_id, seal.place, seal.step) != (body.checkpoint_id, self.manifest.place, body.step):
-            raise self._corrupt(records.SEAL_NAME, "it seals another checkpoint than its manifest describes")
+            raise self._corrupt(records.SEAL_NAME, "its manifest describes another checkpoint")
         if run_id is not None and run_id != body.run_id:
             raise self._corrupt(seal.manifest.name, f"it belongs to another run ({body.run_id})")
         names = [fmt.file_name(index) for index in range(len(seal.files))]
@@ -155,7 +155,7 @@ class Checkpoint(DataFiles):
         reader.read_at(TABLE_OFFSET, text)
         table = parse_table(text.tobytes())
         if xxhash.xxh3_128_hexdigest(table) != self.seal.files[index].digest:
-            raise self._corrupt(fmt.file_name(index), "its digest table is not the one that was sealed")
+            raise self._corrupt(fmt.file_name(index), "its digest table is not the one that the seal describes")
         return table
 
     def _values(self, block: ValueBlock) -> dict[str, Node]:
@@ -181,7 +181,7 @@ class Checkpoint(DataFiles):
             raise self._corrupt(name, "its values are not those that the manifest lists")
         unheld = next((part for part in value_codec.parts(nodes) if part not in self._paths), None)
         if unheld is not None:
-            raise self._corrupt(name, f"its values say that there is {unheld!r}, which no data file holds")
+            raise self._corrupt(name, f"its values refer to {unheld!r}, which no data file holds")
         lost = set(value_codec.tensors(nodes)).difference(self.numbers, self.manifest.body.aliases)
         if lost:
             raise self._corrupt(name, f"its values refer to tensor {min(lost)!r}, which the manifest does not list")
@@ -200,8 +200,8 @@ class Checkpoint(DataFiles):
             raise CorruptError(
                 f"the checkpoint of step {self.seal.step} is incomplete: {error.message}",
                 code="corrupt.incomplete",
-                action="Restore the file from another copy of the run, or load an older checkpoint. If somebody "
-                "has just removed the checkpoint, load again.",
+                action="Restore the file from another copy of the run, or load an older checkpoint. If the checkpoint "
+                "was removed just now, load again.",
                 path=self.path(name),
                 step=self.seal.step,
             ) from error
@@ -254,7 +254,7 @@ def unpack_values(data: bytes, *, path: str) -> dict[str, Node]:
     nbytes = int.from_bytes(data[:8], "little")
     if nbytes > len(data) - 8:
         raise CorruptError(
-            f"{path} is damaged: its values claim {nbytes} bytes of {len(data)}.",
+            f"{path} is damaged: its values claim to take {nbytes} bytes, but {len(data)} are there.",
             code="corrupt.values",
             action="Load another checkpoint of the run, or another copy of this one.",
             path=path,

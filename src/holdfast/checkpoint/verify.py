@@ -65,8 +65,8 @@ def _header_faults(checkpoint: Checkpoint, layout: FileLayout, file: DataFile) -
     if found.tobytes() == container.header(checkpoint.manifest, layout, file.table):
         return []
     message = (
-        f"{file.path} is damaged: its header is not the one that the manifest demands. Holdfast does not need it to "
-        "load; other readers of safetensors files do."
+        f"{file.path} is damaged: its header is not the one that the manifest requires. Holdfast loads "
+        "without the header, but other readers of safetensors files need it."
     )
     return [Fault("corrupt.header", file.path, message)]
 
@@ -129,7 +129,7 @@ def _extra_files(checkpoint: Checkpoint) -> list[Fault]:
         Fault(
             "extra.file",
             checkpoint.path(name),
-            f"{checkpoint.path(name)} is no part of the checkpoint: its seal does not list it, and nothing reads it.",
+            f"{checkpoint.path(name)} is not part of the checkpoint: the seal does not list it, and nothing reads it.",
         )
         for name in found
         if name not in sealed

@@ -53,7 +53,9 @@ class Memory:
 
     def __post_init__(self) -> None:
         if self.generations < 2:
-            raise ValueError(f"generations is {self.generations}: one must be whole while the next is copied")
+            raise ValueError(
+                f"generations is {self.generations}, but must be at least 2: one stays whole while the next is copied"
+            )
         object.__setattr__(self, "node_dir", Path(absolute(str(self.node_dir))))
 
 
@@ -90,9 +92,9 @@ class Checkpointer:
         timeout_s: float = 600.0,
     ) -> None:
         if when_full not in ("wait", "skip"):
-            raise ValueError(f"when_full is 'wait' or 'skip', not {when_full!r}")
+            raise ValueError(f"when_full must be 'wait' or 'skip', not {when_full!r}")
         if not isinstance(memory, Memory | None):
-            raise TypeError(f"memory is a holdfast.Memory, or None for saves to storage alone, not {memory!r}")
+            raise TypeError(f"memory must be a holdfast.Memory, or None to save to storage only, not {memory!r}")
         check_timeout(timeout_s)
         self._run = run_location(run)
         check_root(state)
@@ -115,7 +117,7 @@ class Checkpointer:
         self._guard = Guard()
 
     def save(self, step: int, *, metrics: Mapping[str, SupportsFloat] | None = None) -> Handle:
-        """Save the state as it is now. `step` is the number of the step that was finished last.
+        """Save the state as it is now. `step` is the number of the last finished step.
 
         Returns when everything is copied that may change before the next step of an optimizer in the state. In the
         background all ranks agree on a plan and a place, and copy the rest. (The first save returns when they have
@@ -234,9 +236,9 @@ class Checkpointer:
     def _require_open(self, verb: str) -> None:
         if self._is_closed or sys.is_finalizing():
             raise ConfigurationError(
-                f"{verb} was called on a Checkpointer of '{self._run}' that is closed.",
+                f"{verb} was called on a closed Checkpointer of '{self._run}'.",
                 code="config.closed",
-                action="Make a new Checkpointer, or close this one only when training is over.",
+                action="Make a new Checkpointer, or close this one only after training.",
                 path=self._run.url,
             )
 

@@ -178,7 +178,7 @@ class BackgroundSave:
             self._queued.await_copies()
         except RuntimeError:
             _log.exception(
-                "a slot is lost: nobody knows whether step %d is still being copied to it", self.machine.step
+                "a slot cannot be used again: the device may still be copying step %d to it", self.machine.step
             )
             return None
         return self.slot

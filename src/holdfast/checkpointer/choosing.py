@@ -229,8 +229,8 @@ def _warn_of(run: Run, foreign: Iterable[HeldFile]) -> None:
     lost = sorted((each.step, str(each.place)) for each in foreign)
     if lost:
         _log.warning(
-            "steps %s (places %s) in memory belong to another history than '%s' in storage, which somebody restored "
-            "from an older copy, or began anew: holdfast lets them go",
+            "steps %s (places %s) in memory belong to another history than '%s' in storage, which was restored from "
+            "an older copy or begun anew: holdfast gives them up",
             ", ".join(str(step) for step, _ in lost),
             ", ".join(place for _, place in lost),
             run.storage.location.url,

@@ -50,9 +50,9 @@ class Stage:
         waits without a limit, for ever if storage stays full, say (`trouble` says why)."""
         if not self._over.wait(timeout_s):
             raise DeadlineError(
-                f"{self._what} was not done within {timeout_s} s.",
+                f"{self._what} was not finished within {timeout_s} s.",
                 code="timeout.save",
-                action="Wait longer, or look at the log of the keeper.",
+                action="Wait longer, or read the log of the keeper.",
                 details=last_try(self.trouble),
             )
         if self.error is not None:

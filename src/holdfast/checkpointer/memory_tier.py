@@ -150,7 +150,7 @@ class MemoryTier:
     def fall_back(self, why: HoldfastError) -> None:
         """Give memory back: saves go to storage until a save tries memory again. All ranks do this at the same save."""
         if not self._backoff.num_put_off:
-            _log.warning("saves go to storage, and training waits for them: %s", why)
+            _log.warning("saves go to storage, and training waits for them, because memory cannot be used: %s", why)
         self._backoff, self._trouble = self._backoff.after_fall_back(), to_wire(why)
         self.join()  # an earlier save may still be copying
         self.stager.retire()
@@ -176,7 +176,7 @@ class MemoryTier:
         """Tell all ranks that this one does not try memory now, and raise the reason. Ranks that would try hear it too.
         Collective."""
         self.room(channel, deadline, is_as_before=False, when_full="skip", may_begin_anew=True)
-        raise AssertionError("a rank that leaves memory alone has told why")
+        raise AssertionError("a rank that does not try memory has said why")
 
     def room(
         self,

@@ -78,7 +78,7 @@ def restore(
             if not is_damage(error) and error.code != "storage.memory":
                 raise
             damage = error if is_damage(error) else None
-            _log.warning("what is in memory cannot be used, going to storage: %s", error)
+            _log.warning("the snapshots in memory cannot be used, restoring from storage instead: %s", error)
         else:
             if restored is not None:
                 return restored
@@ -98,7 +98,7 @@ def restore(
             raise
         if damage is not None:  # the only copy: it may have filled a part of the state, and is not nothing
             damage.action = (
-                "There is no other copy, for nothing is committed yet: begin the training anew in another folder."
+                "Nothing is committed yet, so there is no other copy: start the training again in another folder."
             )
             raise damage from None
         return Restored(RestoreReport(None, None, None, None))
@@ -119,7 +119,7 @@ def await_commit(run: Location, place: Place, *, node_dir: Path, timeout_s: floa
                 raise DeadlineError(
                     f"The checkpoint {place}, restored from memory, was not committed within {timeout_s:.0f} s.",
                     code="timeout.commit",
-                    action="See the log of the keeper for what holds it up.",
+                    action="Read the log of the keeper for the cause.",
                     path=storage.location.url,
                 )
             time.sleep(_LOOK_S)
@@ -141,11 +141,11 @@ def drop_parts(
         seal = records.decode(chosen.seal, Seal, path=str(folder.path))
         if chosen.is_all and not may_begin_anew:
             raise ConfigurationError(
-                f"an earlier job saved into run '{run}', up to step {seal.step}, which is in the memory of this job's "
-                "nodes and not in storage yet; this job has restored nothing.",
+                f"an earlier job saved step {seal.step} of run '{run}'. It is in the memory of this job's nodes, but "
+                "not in storage yet, and this job has restored nothing.",
                 code="config.unloaded_history",
-                action="Call restore() before the first save to go on from there, save into another folder, or begin "
-                "the run anew with takeover=True.",
+                action="Call restore() before the first save to continue from that step, save into another folder, or "
+                "begin the run anew with takeover=True.",
                 path=run.url,
                 step=seal.step,
             )
@@ -282,7 +282,7 @@ def _sealed_slots(folder: NodeFolder, run: Location, *, timeout_s: float) -> Ite
             ensure_keeper(folder, run.url)
             if time.monotonic() > end:
                 for slot in staged:
-                    _log.warning("restore passes over '%s': its keeper did not seal it in %.0f s", slot.path, timeout_s)
+                    _log.warning("restore skips '%s': its keeper did not seal it within %.0f s", slot.path, timeout_s)
                 break
             time.sleep(_LOOK_S)
         yield slots

@@ -20,9 +20,9 @@ def is_unusable(error: HoldfastError) -> bool:
 def incomplete(step: int) -> StateError:
     """The save of `step` was given up, because some rank could not copy its part."""
     return StateError(
-        f"step {step} was given up: the copy of some rank failed, so it can never be whole.",
+        f"step {step} was given up: a rank failed to copy its part, so the checkpoint can never be whole.",
         code="state.incomplete",
-        action="See the log of that rank; the next save is another chance.",
+        action="Read the log of that rank for the cause. The next save tries again.",
         step=step,
     )
 
@@ -30,9 +30,9 @@ def incomplete(step: int) -> StateError:
 def unwatched(step: int) -> DeadlineError:
     """The save of `step` was not durable yet when its `Checkpointer` was closed, which ended the watching."""
     return DeadlineError(
-        f"step {step} was staged, but not durable yet, when its Checkpointer was closed.",
+        f"step {step} was staged, but not yet durable, when its Checkpointer was closed.",
         code="timeout.closed",
-        action="The keeper makes it durable; `holdfast ls` lists it when that is done.",
+        action="Wait for the keeper, which makes it durable; `holdfast ls` lists it then.",
         step=step,
     )
 
@@ -40,9 +40,9 @@ def unwatched(step: int) -> DeadlineError:
 def removed(step: int) -> StorageError:
     """The only copy of `step` is lost: it was damaged, or it was removed and no keeper has it mapped."""
     return StorageError(
-        f"step {step} is lost: somebody damaged it in the memory of the node, or removed it, and the keeper died.",
+        f"step {step} is lost: its snapshot in the memory of the node was damaged, or was removed and the keeper died.",
         code="storage.memory_removed",
-        action="The next save is another chance; keep others from removing the memory (RemoveIPC=no in logind.conf).",
+        action="Keep others from removing the memory (RemoveIPC=no in logind.conf). The next save tries again.",
         step=step,
         tier="node memory",
     )
@@ -51,9 +51,9 @@ def removed(step: int) -> StorageError:
 def not_yet_given_back(path: Path) -> StorageError:
     """The memory at `path` is being given back, but is still in use."""
     return StorageError(
-        f"The memory at '{path}' holds snapshots that are not durable yet.",
+        f"The memory at '{path}' cannot be used yet: it holds snapshots that are not durable.",
         code="storage.memory",
-        action="No action needed: memory is tried again at a later save.",
+        action="No action needed: a later save tries memory again.",
         path=str(path),
         tier="node memory",
     )
@@ -85,7 +85,7 @@ def skipped(step: int, found: SnapshotRoom) -> StorageError:
     return StorageError(
         f"step {step} was skipped: the snapshots of rank {names} are not durable yet.",
         code="storage.slow",
-        action="Save less often, keep more generations, or give when_full='wait'.",
+        action="Save less often, keep more generations, or pass when_full='wait'.",
         step=step,
         retryable=True,
         details=last_try(found.held_up),
@@ -97,7 +97,7 @@ def not_staged(step: int, error: BaseException) -> StorageError:
     return StorageError(
         f"step {step} could not be staged: {error!r}.",
         code="storage.memory",
-        action="Look at the traceback in the log; the next save is another chance.",
+        action="Read the traceback in the log. The next save tries again.",
         step=step,
     )
 
@@ -106,9 +106,9 @@ def too_slow(found: SnapshotRoom, timeout_s: float) -> DeadlineError:
     """A save found no slot in time."""
     names = ", ".join(map(str, found.full[:8]))
     return DeadlineError(
-        f"No slot of rank {names} became free within {timeout_s:.0f} s: the snapshots in them are not durable.",
+        f"No slot of rank {names} became free within {timeout_s:.0f} s: their snapshots are not durable yet.",
         code="timeout.slot",
-        action="Save less often, keep more generations, or see the log of the keeper for what holds it up.",
+        action="Save less often, keep more generations, or read the log of the keeper for the cause.",
         rank=found.full[0],
         details=last_try(found.held_up),
     )
@@ -117,13 +117,13 @@ def too_slow(found: SnapshotRoom, timeout_s: float) -> DeadlineError:
 def interrupted(step: int) -> StorageError:
     """An exception ended the call of `save` for `step` before the state was copied or cloned."""
     return StorageError(
-        f"step {step} is not saved: an exception ended the call of `save` before the state was set aside.",
+        f"step {step} is not saved: an exception ended the call of `save` before the state was copied.",
         code="storage.interrupted",
-        action="Save again; the next save is not affected.",
+        action="Save again: the next save is not affected.",
         step=step,
     )
 
 
 def last_try(trouble: str) -> tuple[str, ...]:
     """The details of an error about a snapshot that is not durable yet; `trouble` says why the last try failed."""
-    return (f"The last try to make a snapshot durable failed: {trouble}",) if trouble else ()
+    return (f"The last attempt to make a snapshot durable failed: {trouble}",) if trouble else ()

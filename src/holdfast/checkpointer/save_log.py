@@ -44,7 +44,7 @@ class SaveLog:
                 )
             case SaveDelayed() if event.trouble not in self._told:
                 self._told.add(event.trouble)
-                _log.warning("step %d is not durable yet, and is tried again: %s", event.step, event.trouble)
+                _log.warning("step %d is not durable yet; the keeper tries again: %s", event.step, event.trouble)
             case SaveSkipped():
                 _log.warning("%s", event.error)
             case SaveFailed() if event.cause is not None:

@@ -215,7 +215,7 @@ class Stager:
         if self.run_id != agreed.run_id:
             self.belong_to(agreed.run_id)
         # Places rise along a history, so a checkpoint in memory at this place or a later one is of another history.
-        self._forget(lambda contents: contents.place >= agreed.place, "of another history than storage has")
+        self._forget(lambda contents: contents.place >= agreed.place, "of a history that storage does not have")
         if self._partless is not None and self._partless[0] >= agreed.place:
             self._partless = None
         self.last = agreed.place
@@ -293,7 +293,7 @@ class Stager:
         forgotten, cared_for = self._memory.used.arena.forget(is_foreign)
         if forgotten:
             steps = ", ".join(map(str, sorted(contents.step for contents in forgotten)))
-            _log.warning("memory held steps %s %s ('%s'): they are let go", steps, why, self._run)
+            _log.warning("memory held steps %s %s ('%s'): holdfast gives them up", steps, why, self._run)
         self.give_up(cared_for)
 
     def _routes_of(self, share: StoredShare, layout: FileLayout, slot: Slot) -> Routes:
@@ -316,9 +316,9 @@ class Stager:
         slot = arena.take(needed)
         if slot is None:  # another process took it after the ranks agreed that there is room
             raise StorageError(
-                f"Another process has taken the memory of rank {self._rank} since.",
+                f"Another process has taken the free slot of rank {self._rank}.",
                 code="storage.memory",
-                action="Have one job at a time save into a run; the next save is another chance.",
+                action="Let only one job at a time save into a run. The next save tries again.",
                 rank=self._rank,
                 retryable=True,
             )

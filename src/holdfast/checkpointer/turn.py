@@ -48,9 +48,9 @@ class Turn:
         caller = self._caller.setdefault(_ONLY, me)  # atomic
         if caller != me and is_alive(caller):
             raise ConfigurationError(
-                f"{call} was called while another thread was in a call of a Checkpointer of the same run.",
+                f"{call} was called while another thread was calling a Checkpointer of the same run.",
                 code="config.threads",
-                action="Call it from one thread, the one that trains: all ranks must make the same calls in one order.",
+                action="Call it only from the thread that trains: all ranks must make the same calls in one order.",
             )
         self._caller[_ONLY] = me
         try:

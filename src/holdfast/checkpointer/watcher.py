@@ -171,7 +171,7 @@ class Watcher:
         except Exception as error:  # noqa: BLE001
             # Whatever the error is, the thread must go on, or saves would never hear of their ends.
             if not isinstance(error, HoldfastError):
-                _log.exception("nobody can look now whether a keeper makes snapshots durable; that is tried again")
+                _log.exception("cannot see whether the keeper makes snapshots durable; trying again")
             for pending in waiting:
                 pending.machine.delay(str(error))
             return False

@@ -50,7 +50,7 @@ def rollback(run: str, to: str, *, yes: bool, as_json: bool) -> bool:
         abandoned = [str(place) for place in takewhile(lambda place: place != commit.place, found.lineage_places())]
         if abandoned:
             say(screen, f"  abandons      {some(abandoned)} (kept; a rollback can go there too)")
-        say(screen, "  A job that is running on this run stops at its next save.")
+        say(screen, "  A running job of this run stops at its next save.")
     if not confirmed("Go back?", yes=yes):
         return False
     roll_back(found, commit.place)
@@ -93,7 +93,7 @@ def _doomed(path: str) -> _Doomed:
     target = parse(path)
     if target.step is None and target.place is None:
         raise ConfigurationError(
-            f"'{path}' names no checkpoint of a run.",
+            f"'{path}' does not name a checkpoint of a run.",
             code="config.path",
             action=f"Write {target.root}@PLACE or {target.root}@step=N; holdfast ls {target.root} lists them.",
             path=path,
@@ -122,7 +122,7 @@ def _selected(run: Run, to: str) -> Selection:
     target = parse(f"{root}@{to}")
     if target.root != root:
         raise ConfigurationError(
-            f"'--to {to}' names no checkpoint.",
+            f"'--to {to}' does not name a checkpoint.",
             code="config.path",
             action=f"Write --to 3.12 (epoch 3, number 12) or --to step=700; holdfast ls {root} lists them.",
         )

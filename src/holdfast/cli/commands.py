@@ -26,7 +26,7 @@ YesOption = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for con
 
 def _seconds(value: float) -> float:
     if not 0 <= value < math.inf:
-        raise typer.BadParameter(f"{value} is no number of seconds.")
+        raise typer.BadParameter(f"{value} is not a number of seconds.")
     return value
 
 
@@ -103,7 +103,7 @@ def diff(
     a: Annotated[str, typer.Argument(metavar="A", help=_PATH_HELP)],
     b: Annotated[str, typer.Argument(metavar="B", help="The checkpoint to compare A with.")],
     *,
-    stat: Annotated[bool, typer.Option("--stat", help="Print only how much differs, not each difference.")] = False,
+    stat: Annotated[bool, typer.Option("--stat", help="Print totals only, not each difference.")] = False,
     names: NamesOption = "",
     as_json: JsonOption = False,
 ) -> None:
@@ -197,10 +197,10 @@ def keeper(
     node_dir: Annotated[str, typer.Option("--node-dir", help="A folder in memory, as trainers name it.")] = "/dev/shm",  # noqa: S108 - made private in it
     idle_s: Annotated[
         float,
-        typer.Option("--idle-s", callback=_seconds, help="End after this many seconds without trainers and work."),
+        typer.Option("--idle-s", callback=_seconds, help="End after this many seconds without trainers or work."),
     ] = 1800.0,
     grace_s: Annotated[
-        float, typer.Option("--grace-s", callback=_seconds, help="On SIGTERM, persist for this many seconds at most.")
+        float, typer.Option("--grace-s", callback=_seconds, help="On SIGTERM, persist for at most this many seconds.")
     ] = 60.0,
 ) -> None:
     """Make snapshots of a run on this node durable. For a prolog or a sidecar: trainers start a keeper if none runs."""
@@ -217,14 +217,14 @@ def node(
     *,
     node_dir: Annotated[str, typer.Option("--node-dir", help="A folder in memory, as trainers name it.")] = "/dev/shm",  # noqa: S108 - it is looked at
     free: Annotated[
-        bool, typer.Option("--free", help="Free durable snapshots of ranks without a living trainer.")
+        bool, typer.Option("--free", help="Free durable snapshots of ranks whose trainers have ended.")
     ] = False,
     stop: Annotated[
         bool,
-        typer.Option("--stop", help="Let keepers make their snapshots durable, and end them; trainers start new ones."),
+        typer.Option("--stop", help="Tell keepers to make their snapshots durable and end; trainers start new ones."),
     ] = False,
     grace_s: Annotated[
-        float, typer.Option("--grace-s", callback=_seconds, help="With --stop: wait for this many seconds at most.")
+        float, typer.Option("--grace-s", callback=_seconds, help="With --stop: wait for at most this many seconds.")
     ] = 60.0,
     as_json: JsonOption = False,
 ) -> None:

@@ -79,7 +79,7 @@ def diff(a: str, b: str, *, stat: bool, names: str, as_json: bool) -> bool:
         found = compare(*sides, wanted=wanted, progress=advance)
     if names and not (found.num_common or found.only_a or found.only_b or found.values):
         raise NotFoundError(
-            f"nothing in '{a}' and '{b}' has a name that matches {names!r}, or all such values are equal.",
+            f"nothing in '{a}' and '{b}' has a name that matches {names!r}, or only values that are equal do.",
             code="not_found.tensor",
             action="List names with holdfast show PATH --names '*'.",
         )

@@ -35,7 +35,7 @@ def doctor(run: str, *, deep: bool, finish: bool, remove: bool, force: bool, yes
     """Print the findings in a run, and repair those that the options ask for. Returns True where none is left."""
     if force and not remove:
         raise ConfigurationError(
-            "--force says what --remove may delete.", code="config.option", action="Give --remove too, or leave it out."
+            "--force works only with --remove.", code="config.option", action="Add --remove, or leave --force out."
         )
     found = open_run(run)
     head_before = RunHead.of(found)
@@ -124,8 +124,8 @@ def _hints(run: str, labels: set[str]) -> Iterator[tuple[str, str]]:
     """Commands for the findings left, each with its effect."""
     command = f"holdfast doctor {printable(shlex.quote(run))}"
     if "finish" in labels:
-        yield f"{command} --finish", "commits what is complete"
+        yield f"{command} --finish", "commits complete checkpoints"
     if "remove" in labels:
-        yield f"{command} --remove", "deletes what nobody can finish, after asking"
+        yield f"{command} --remove", "deletes leftovers that cannot be finished; asks first"
     if "wait" in labels:
-        yield f"{command} --remove --force", "deletes what may be in progress too"
+        yield f"{command} --remove --force", "also deletes saves that may be in progress"

@@ -20,7 +20,7 @@ from holdfast.reports import size
 from holdfast.run.history import Run
 from holdfast.wording import count
 
-_UNKNOWN = "no knowing whether the head descends from these"
+_UNKNOWN = "unknown whether the head descends from these"
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -167,7 +167,7 @@ def _show(document: LsDocument, name: str) -> None:
         say(screen, Text.assemble(*words))
     if document.findings:
         command = f"holdfast doctor {shlex.quote(name)}"
-        say(screen, f"{command} says what that means and what can be done.")
+        say(screen, f"{command} explains the damage and offers remedies.")
 
 
 def _total(rows: list[Row]) -> str:

@@ -19,7 +19,7 @@ from holdfast.reports import size
 from holdfast.store.urls import absolute
 from holdfast.wording import count
 
-_UNKNOWN = "an unknown run, for which no keeper has started"
+_UNKNOWN = "an unknown run (no keeper has started for it)"
 
 
 class SlotRow(msgspec.Struct, frozen=True):
@@ -135,7 +135,7 @@ def _show(screen: Console, node_dir: Path, runs: list[RunRow]) -> None:
             screen.print(_table(row.slots))
     idle = sum(slot.nbytes for slot in slots if slot.is_durable and slot.owner != "trainer")
     if idle:
-        say(screen, f"\n{size(idle)} are durable and no trainer has them: holdfast node --free")
+        say(screen, f"\n{size(idle)} are durable, and their trainers have ended; holdfast node --free frees them")
 
 
 def _table(slots: list[SlotRow]) -> Listing:

@@ -36,7 +36,7 @@ _RANKS_PER_NODE = 8
 #: The bandwidth that stands for no network.
 _NO_NETWORK = sys.float_info.min
 _BANDWIDTH = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([kMGT]i?)?(B|bit)/s")
-_REFUSED = "--cast allows what keeps the kind of number"
+_REFUSED = "--cast allows only casts that keep the kind of number"
 _BAD = "bold red"
 _PREFIXES = ("", "k", "M", "G", "T")
 
@@ -136,9 +136,9 @@ def _layout(path: str, on: int) -> Layout:
     if layout.world_size != on:
         axes = " x ".join(f"{name} {extent}" for name, extent in layout.mesh.items())
         raise ConfigurationError(
-            f"the mesh of {path}, {axes}, has {count(layout.world_size, 'rank')}, and the load is on {on}.",
+            f"the mesh of {path}, {axes}, has {count(layout.world_size, 'rank')}, but --on is {on}.",
             code="config.layout",
-            action=f"Correct the mesh, or say --on {layout.world_size}.",
+            action=f"Correct the mesh, or pass --on {layout.world_size}.",
             path=path,
         )
     return layout
@@ -166,9 +166,9 @@ def _text(path: str, option: str) -> str:
 def _num_nodes(on: int, nodes: int) -> int:
     if nodes > on:
         raise ConfigurationError(
-            f"{count(on, 'rank')} cannot be on {count(nodes, 'node')}.",
+            f"{count(on, 'rank')} cannot run on {count(nodes, 'node')}.",
             code="config.nodes",
-            action="Give --nodes at most as many as --on.",
+            action="Pass no more --nodes than ranks (--on).",
         )
     return nodes or math.ceil(on / _RANKS_PER_NODE)
 
@@ -181,9 +181,9 @@ def _bandwidths(storage: str, all_storage: str, network: str) -> Bandwidths | No
     if not storage:
         if all_storage or network:
             raise ConfigurationError(
-                "the time that a load takes depends on what a node reads from storage.",
+                "the time of a load cannot be estimated without the rate at which a node reads from storage.",
                 code="config.bandwidth",
-                action="Give --storage too, such as --storage 10GB/s.",
+                action="Add --storage, such as --storage 10GB/s.",
             )
         return None
     all_nodes = _speed(all_storage) if all_storage else math.inf
@@ -200,7 +200,7 @@ def _speed(text: str) -> float:
         speed = float(found[1]) * base ** _PREFIXES.index(prefix.removesuffix("i")) / (8 if found[3] == "bit" else 1)
     if not speed:
         raise ConfigurationError(
-            f"'{text}' is no bandwidth.",
+            f"'{text}' is not a bandwidth.",
             code="config.bandwidth",
             action="Write it as 10GB/s, 800MiB/s or 400Gbit/s.",
         )
@@ -283,18 +283,19 @@ def _reading(document: PlanDocument) -> list[str]:
         chosen = "nodes read for each other" if expected.once else "each node reads for itself"
         lines.append(f"the load takes at least {first}, or {second}: {chosen}")
     elif expected is not None:
-        lines.append(f"the load takes at least {_duration(expected.apart_s)}; --network adds the other way")
+        taken = _duration(expected.apart_s)
+        lines.append(f"the load takes at least {taken}; --network adds the time if nodes read for each other")
     return lines
 
 
 def _findings(document: PlanDocument) -> list[Text]:
     """Lines about the tensors that a load would change on the way, and those that it would refuse."""
-    kept, nobody = "not all is stored", "no rule matches, and there is no default"
+    kept, nobody = "the checkpoint has only a part of each", "no rule of the layout matches, and it has no default"
     groups = (
         ("cast", "", "", [f"{one.name} ({one.stored} to {one.held})" for one in document.cast]),
         ("partly kept", kept, "", list(document.partly_kept)),
         ("of another dtype", _REFUSED, _BAD, [f"{one.name} ({one.stored} to {one.held})" for one in document.refused]),
-        ("held by nobody", nobody, _BAD, list(document.unexpected)),
+        ("held by no rank", nobody, _BAD, list(document.unexpected)),
     )
     lines = []
     for what, why, style, names in groups:

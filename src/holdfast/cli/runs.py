@@ -32,7 +32,7 @@ def parse_run(path: str) -> Selection:
 
 
 def _one_checkpoint(path: str, how: str, action: str) -> ConfigurationError:
-    what = f"'{path}' {how} one checkpoint, and this is about the whole run."
+    what = f"'{path}' {how} one checkpoint, but this command needs a whole run."
     return ConfigurationError(what, code="config.path", action=action, path=path)
 
 

@@ -208,9 +208,9 @@ def confirmed(question: str, *, yes: bool) -> bool:
         return True
     if not sys.stdin.isatty():
         raise ConfigurationError(
-            "this needs a confirmation, and standard input is no terminal.",
+            "this command needs a confirmation, but standard input is not a terminal.",
             code="config.confirmation",
-            action="Say --yes to go ahead without being asked.",
+            action="Pass --yes to go ahead without a question.",
         )
     console(stderr=True).print(f"{question} [y/N] ", end="")
     try:

@@ -140,7 +140,7 @@ def _print_rest(screen: Console, document: ShowDocument, checkpoint: Checkpoint,
         say(screen, f"{printable(alias)} is tied to {printable(name)}")
     if document.diverged:
         names = printable(some(list(document.diverged)))
-        say(screen, f"copies differed between ranks when it was saved, one was stored: {names}")
+        say(screen, f"copies differed between ranks at the save, and one copy was stored: {names}")
     if document.values:
         screen.print()
         screen.print(_value_table(document.values))
@@ -168,7 +168,7 @@ def _parent(name: str) -> str:
 def _no_match(checkpoint: Checkpoint, names: str) -> NotFoundError:
     close = near(names, [*checkpoint.manifest.body.names, *checkpoint.manifest.body.aliases])
     return NotFoundError(
-        f"{checkpoint.folder} holds nothing whose name matches {names!r}.",
+        f"no name in {checkpoint.folder} matches {names!r}.",
         code="not_found.tensor",
         action=f"Did you mean {some(close)}?" if close else "A pattern matches whole names: try '*part of a name*'.",
         path=checkpoint.folder,

@@ -93,7 +93,7 @@ def verify(path: str, *, deep: bool, every: bool, as_json: bool) -> bool:
         console().print(Text.assemble((count(len(findings), "finding"), "bold red"), " in the records of the run"))
         _show_faults(findings)
     if every:
-        fine = "all sound" if deep else "structure of all sound"
+        fine = "all sound" if deep else "all sound in structure"
         verdict = f"{num_bad} with findings" if num_bad else fine if reports else "nothing to verify"
         basis = "" if deep or not reports else f"; {_STRUCTURE}"
         say(console(), f"{count(len(reports), 'checkpoint')}, {verdict}{basis}")

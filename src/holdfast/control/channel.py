@@ -242,7 +242,7 @@ class Channel:
                     self._catch_up(over.why)
         except HoldfastError as error:
             if isinstance(error, DeadlineError) and self._strayed_why:
-                error.details = (*error.details, f"Before that, ranks had met out of step: {self._strayed_why}")
+                error.details = (*error.details, f"Earlier, the calls of the ranks did not match: {self._strayed_why}")
             if not isinstance(outcome, Exception) or error is outcome:
                 raise
             told = with_local_traceback(error, outcome, rank=self.rank, is_alone=self.world_size == 1)
@@ -270,7 +270,7 @@ class Channel:
             try:
                 self._ask(self._await_readers, deadline)
             except (StorageError, DeadlineError) as error:
-                _log.debug("%s: rank 0 does not know whether all ranks have read its end: %s", self.label, error)
+                _log.debug("%s: rank 0 does not know whether all ranks have read the result: %s", self.label, error)
 
     def _ask(self, call: Callable[[], T], deadline: Deadline) -> T:
         """Make the requests of `call`, and meanwhile check whether the ranks that it waits for have ended."""
@@ -303,7 +303,7 @@ class Channel:
         """Go on to the keys of the next operation, where this rank waits for the others."""
         assert self._meeting is not None
         self._strayed_why = why
-        _log.warning("%s waits for the other ranks to come to it: %s", self.label, why)
+        _log.warning("%s waits for the other ranks to make the same call: %s", self.label, why)
         self._meeting = self._meeting.next()
         self._num_gathers = self._num_broadcasts = 0
 
@@ -416,7 +416,7 @@ class Channel:
         if early_s == timeout_s or not absent:
             return absent
         who = ranges(absent)
-        _log.warning("%s waits for rank %s since %.0f s: all ranks have to call it", self.label, who, early_s)
+        _log.warning("%s has waited for rank %s for %.0f s: every rank must make this call", self.label, who, early_s)
         return self._absent(ranks, keys, timeout_s - early_s, is_first=False)
 
     def _send_down(self, phase: str, outcome: Outcome, *, step: int | None = None) -> None:

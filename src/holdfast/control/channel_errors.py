@@ -26,7 +26,7 @@ def ended(rank: int) -> DeadlineError:
     return DeadlineError(
         f"the process of rank {rank} has ended.",
         code="timeout.rank_ended",
-        action=f"Look at the log of rank {rank} for why; restart the job.",
+        action=f"Read the log of rank {rank} for the cause, then restart the job.",
         rank=rank,
         absent=(rank,),
     )
@@ -74,7 +74,7 @@ def late(absent: Sequence[int], expected: str, timeout_s: float, strayed: str) -
     return DeadlineError(
         f"{who} {ranges(absent)} did not reach {expected} within {timeout_s:g} s{strayed}.",
         code="timeout.ranks",
-        action=f"Look at the log of {who} {ranges(absent)}. All ranks have to make the call; where they "
+        action=f"Read the log of {who} {ranges(absent)} for the cause. Every rank must make this call; if ranks "
         "are only slow, raise timeout_s.",
         rank=absent[0] if len(absent) == 1 else None,
         absent=tuple(absent),
@@ -89,7 +89,7 @@ def told_of(absent: Sequence[int], whereabouts: Callable[[int], str | None], *, 
         if place != label:
             strayed.setdefault(place, []).append(rank)
     told = ", ".join(
-        f"rank {ranges(ranks)} {'made no call yet' if place is None else f'came to {place} last'}"
+        f"rank {ranges(ranks)} {'made no call yet' if place is None else f'was last in {place}'}"
         for place, ranks in strayed.items()
     )
     return f" ({told})" if told else ""

@@ -293,7 +293,7 @@ def default_channel(
     ranks = group_ranks(group)
     if dist.get_rank() not in ranks:
         raise ConfigurationError(
-            f"rank {dist.get_rank()} is not in the group it called with.",
+            f"rank {dist.get_rank()} is not in the group that it passed.",
             code="config.not_in_group",
             action="Call save and load with a group on the ranks of that group only.",
             rank=dist.get_rank(),

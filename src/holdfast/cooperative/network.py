@@ -178,9 +178,9 @@ class _Link:
             _fill(self._connection, out.data)
         if _CHUNK.unpack(header) != (number, len(out), xxhash.xxh3_64_digest(out.data)):
             raise StorageError(
-                f"rank {self._rank} sent other bytes than arrived: the network altered them.",
+                f"the network altered bytes that rank {self._rank} sent: they do not match their digest.",
                 code="storage.network",
-                action="Try again; where it happens again, check the network between the nodes.",
+                action="Try again; if it happens again, check the network between the nodes.",
                 rank=self._rank,
                 retryable=True,
             )

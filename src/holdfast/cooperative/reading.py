@@ -275,7 +275,7 @@ class CooperativeReading:
                 raise DeadlineError(
                     f"rank {rank} timed out waiting for data from rank {names}.",
                     code="timeout.ranks",
-                    action=f"Look at the log of rank {names}; where it is only slow, raise timeout_s.",
+                    action=f"Read the log of rank {names} for the cause; if it is only slow, raise timeout_s.",
                     rank=absent[0],
                     absent=absent,
                 )

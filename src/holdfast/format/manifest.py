@@ -242,7 +242,7 @@ def decode(data: bytes, *, path: str) -> DecodedManifest:
     with _naming(path):
         body, blob = _decode(data, Manifest)
         if not _ascends(body.diverged) or not set(body.names).issuperset(body.diverged):
-            raise corrupt("the tensors that diverged are no tensors, or not sorted and unique")
+            raise corrupt("the names of diverged tensors are not sorted and unique, or not names of tensors")
         return DecodedManifest(body, blob)
 
 
@@ -266,7 +266,7 @@ def _naming(path: str) -> Iterator[None]:
 def _decode(data: bytes, kind: type[B]) -> tuple[B, memoryview]:
     """The body of type `kind`, checked, and the bytes of its sequences."""
     if len(data) < _HEAD.size or data[:8] != MAGIC:
-        raise corrupt("it does not begin as a manifest does")
+        raise corrupt("it does not begin like a manifest")
     _, compressed_nbytes, packed_nbytes, blob_nbytes, digest = _HEAD.unpack_from(data)
     largest = max(packed_nbytes, compressed_nbytes, blob_nbytes)
     if not packed_nbytes or largest > MAX_NBYTES or packed_nbytes > _unfolded_limit(compressed_nbytes):
@@ -322,7 +322,7 @@ def _check_keys(packed: bytes, body: StateTable) -> None:
         (maps.aliases, len(body.aliases)),
     ]
     if any(_map_size(bytes(raw)[:5]) != size for raw, size in sizes):
-        raise ValueError("a key stands twice")
+        raise ValueError("an object has a key twice")
 
 
 def _map_size(head: bytes) -> int:

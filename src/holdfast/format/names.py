@@ -146,7 +146,7 @@ def _parse(text: str) -> Key:
 
 def _malformed(text: str) -> CorruptError:
     return CorruptError(
-        f"{text!r:.80} is no component of a name.",
+        f"{text!r:.80} is not a component of a name.",
         code="corrupt.name",
         action="Use another copy or an older checkpoint.",
     )

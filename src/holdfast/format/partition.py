@@ -155,7 +155,7 @@ def _boxes(manifest: DecodedTable, partition: Boxes, owners: Int64s) -> BoxCells
         raise corrupt("a box is empty or begins below 0")
     if is_too_long(len(starts), num_axes):
         boxes = f"{count(len(starts), 'box', 'boxes')} with {count(num_axes, 'axis', 'axes')}"
-        raise corrupt(f"a list of {boxes} is too long to be checked")
+        raise corrupt(f"a list of {boxes} is longer than a reader can check")
     extents = tuple((starts + sizes).max(axis=0).tolist())
     fault = coverage_fault([extents], np.zeros(len(starts), np.int64), starts, sizes)
     if fault is not None:

@@ -63,7 +63,7 @@ class Template:
         self._pieces: list[tuple[str, str | None]] = []
         for literal, token, field, kind in _tokens(text):
             if kind is not None or token in ("*", "**"):
-                raise ValueError(f"{text!r} makes a name, so it has fields such as {{i}}, but no wildcards")
+                raise ValueError(f"{text!r} makes a new name, so it may have fields such as {{i}}, but no wildcards")
             self._pieces.append((literal + (token[:1] if field is None else ""), field))
         self.fields = tuple(dict.fromkeys(field for _, field in self._pieces if field is not None))
 
@@ -75,13 +75,13 @@ class Template:
 def _tokens(text: str) -> Iterable[tuple[str, str, str | None, str | None]]:
     """The tokens of a pattern, each as: the literal text before it, the token, and its field's name and wildcard."""
     if not isinstance(text, str):
-        raise TypeError(f"a pattern of names is a string, not {text!r}")
+        raise TypeError(f"a pattern of names must be a string, not {text!r}")
     if not text:
         raise ValueError("a pattern of names is empty")
     last = 0
     for token in _TOKEN.finditer(text):
         if token.group() in ("{", "}"):
-            raise ValueError(f"{text!r} has a brace that is no field such as {{i}}; write {{{{ or }}}} for a brace")
+            raise ValueError(f"{text!r} has a brace outside of a field such as {{i}}; write {{{{ or }}}} for a brace")
         yield text[last : token.start()], token.group(), token[1], token[2]
         last = token.end()
     yield text[last:], "", None, None
@@ -96,10 +96,10 @@ class Globs:
 
     def __init__(self, globs: str | Sequence[str]) -> None:
         if not isinstance(globs, Iterable):
-            raise TypeError(f"globs are a string or a list of strings, not {globs!r}")
+            raise TypeError(f"globs must be a string or a list of strings, not {globs!r}")
         texts = (globs,) if isinstance(globs, str) else tuple(globs)
         if not texts:
-            raise ValueError("no globs were given, so they match nothing; leave the option out to have everything")
+            raise ValueError("an empty list of globs matches nothing; leave the option out to select everything")
         self._globs = [(text, Pattern(text.removeprefix("!")), text.startswith("!")) for text in map(_checked, texts)]
         self._all_negative = all(negative for _, _, negative in self._globs)
         self._matched: set[str] = set()
@@ -162,7 +162,7 @@ def _ends(name: str) -> list[int]:
 
 def _checked(text: object) -> str:
     if not isinstance(text, str):
-        raise TypeError(f"a glob is a string, not {text!r}")
+        raise TypeError(f"a glob must be a string, not {text!r}")
     return text
 
 

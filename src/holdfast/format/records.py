@@ -105,9 +105,9 @@ class Epoch(Record, frozen=True, kw_only=True, tag="epoch"):
         if self.opened_from is not None and self.opened_from.epoch >= self.epoch:
             raise ValueError(f"epoch {self.epoch} cannot be opened from {self.opened_from}")
         if self.why == "start" and self.opened_from is not None:
-            raise ValueError("an epoch with why 'start' is opened from nothing")
+            raise ValueError("an epoch with why 'start' must not name a place that it was opened from")
         if self.why in ("resume", "rollback") and self.opened_from is None:
-            raise ValueError(f"an epoch with why {self.why!r} is opened from a place")
+            raise ValueError(f"an epoch with why {self.why!r} must name the place that it was opened from")
 
 
 class FileSeal(msgspec.Struct, frozen=True):
@@ -133,7 +133,7 @@ class Seal(Record, frozen=True, kw_only=True, tag="seal"):
     def __post_init__(self) -> None:
         names = {self.manifest.name, SEAL_NAME, *(file.name for file in self.files)}
         if len(names) != len(self.files) + 2:
-            raise ValueError("a seal names every file once")
+            raise ValueError("a seal must name every file once")
 
 
 class SealDigest(msgspec.Struct, frozen=True):
@@ -156,7 +156,7 @@ class Diverged(msgspec.Struct, frozen=True):
 
     def __post_init__(self) -> None:
         if len(self.names) != min(self.num_tensors, MAX_DIVERGED_NAMES):
-            raise ValueError(f"{len(self.names)} of {self.num_tensors} diverged tensors are named")
+            raise ValueError(f"it names {len(self.names)} of {self.num_tensors} diverged tensors")
         if any(a >= b for a, b in pairwise(self.names)):
             raise ValueError("the names of diverged tensors are not sorted and unique")
 
@@ -181,7 +181,7 @@ class Commit(Record, frozen=True, kw_only=True, tag="commit"):
     def __post_init__(self) -> None:
         if parse_folder(self.checkpoint) != (self.step, self.checkpoint_id):
             raise ValueError(
-                f"folder {self.checkpoint!r:.80} is not that of checkpoint {self.checkpoint_id} at step {self.step}"
+                f"folder {self.checkpoint!r:.80} does not belong to checkpoint {self.checkpoint_id} at step {self.step}"
             )
 
 
@@ -229,7 +229,7 @@ def encode(record: Record) -> bytes:
         canonical = decode_json(msgspec.json.encode(record), type(record))
         text = msgspec.json.encode(canonical).decode()
     except msgspec.MsgspecError as error:
-        raise ValueError(f"no valid {type(record).__name__} record: {error}") from error
+        raise ValueError(f"not a valid {type(record).__name__} record: {error}") from error
     body = re.sub(r"[^\x00-\x7f]", lambda match: json.dumps(match[0])[1:-1], text).encode("ascii").removesuffix(b"}")
     data = body + _DIGEST_OPENER + digest(body).encode("ascii") + b'"}\n'
     limit = max_nbytes(type(record))
@@ -275,23 +275,23 @@ def decode(data: bytes, kind: type[R], *, path: str) -> R:
         if msgspec.json.encode(record) != body and encode(record) != data:
             json.loads(body, object_pairs_hook=_unique, parse_int=str, parse_float=str)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise _corrupt(f"is no valid {name!r} record ({error})", path=path) from error
+        raise _corrupt(f"is not a valid {name!r} record ({error})", path=path) from error
     if isinstance(record, Marker) and record.format != FORMAT:
-        raise _unknown(f"has format {record.format!r:.80}, and this version reads format {FORMAT!r}", path=path)
+        raise _unknown(f"has format {record.format!r:.80}, but this version reads format {FORMAT!r}", path=path)
     return record
 
 
 def _unique(members: list[tuple[str, object]]) -> None:
     """Raise `ValueError` where an object has a key twice: msgspec keeps the last value, another reader the first."""
     if len(dict(members)) != len(members):
-        raise ValueError("a key stands twice")
+        raise ValueError("an object has a key twice")
 
 
 def _verified_body(data: bytes, *, path: str) -> bytes:
     """The JSON text of a record, without its digest. Raises `CorruptError` where the digest does not match it."""
     body, tail = data[:-_TAIL_NBYTES], data[-_TAIL_NBYTES:]
     if tail != _DIGEST_OPENER + digest(body).encode("ascii") + b'"}\n':
-        raise _corrupt("does not match its own digest: it was cut or altered", path=path)
+        raise _corrupt("does not match its own digest: it was truncated or altered", path=path)
     return body + b"}"
 
 
@@ -364,7 +364,7 @@ def parse_folder(name: str) -> tuple[int, str] | None:
 
 
 def folders_of(step: int, names: Sequence[str]) -> list[str]:
-    """Those of `names` in ``checkpoints/`` that are folders of checkpoints of `step`."""
+    """The `names` in ``checkpoints/`` that are folders of checkpoints of `step`."""
     prefix = f"step-{step:010d}-"
     return [name for name in names if name.startswith(prefix) and parse_folder(name) is not None]
 

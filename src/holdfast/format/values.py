@@ -251,7 +251,7 @@ def encode(nodes: Mapping[str, Node]) -> bytes:
         raise StateError(
             f"The values of the state take {count(len(data), 'byte')}; the limit is {MAX_NBYTES}.",
             code="state.values_size",
-            action="Keep bulk data in tensors.",
+            action="Put large data into tensors, not into values.",
         )
     return data
 
@@ -410,9 +410,9 @@ def _assemble(
 def _below(nodes: Mapping[str, Node], path: str, node: Open) -> list[str]:
     if node.kind != "dict":
         raise NotFoundError(
-            f"{path!r} is a whole {node.kind}, not a value.",
+            f"{path!r} is a whole {node.kind}, not a single value.",
             code="not_found.value",
-            action="Ask for the tensors and values below it by their names.",
+            action="Read the tensors and values below it by their names.",
             path=path,
         )
     start = len(path) + 1 if path else 0
@@ -463,16 +463,16 @@ def _check(path: str, node: Node, nodes: Mapping[str, Node]) -> None:
             raise _malformed(path, "belong to an impossible number of ranks")
         return  # the parts are in the tables of their ranks
     if isinstance(below, PlanesNode) and (not below.planes or len(set(below.planes)) != len(below.planes)):
-        raise _malformed(path, "miss or repeat the planes of a tensor")
+        raise _malformed(path, "lack or repeat planes of a tensor")
     if isinstance(below, Items) and not 0 <= below.size <= len(nodes):
-        raise _malformed(path, "miss entries of a list")
+        raise _malformed(path, "lack entries of a list")
     if isinstance(below, RecordNode) and not _is_record_type(below.name, below.fields):
-        raise _malformed(path, "hold a NamedTuple whose names are no identifiers, or alike")
+        raise _malformed(path, "hold a NamedTuple whose field names are not identifiers, or not unique")
     listed = list(children(below))
     if any(map(is_rank_component, listed)):
         raise _malformed(path, "hold entries under reserved names")
     if len(set(listed)) != len(listed) or not all(join(path, name) in nodes for name in listed):
-        raise _malformed(path, "miss or repeat entries of a container")
+        raise _malformed(path, "lack or repeat entries of a container")
     if isinstance(below, Text | BigInt | NumpyScalar) and not _is_sound(below):
         raise _malformed(path, "hold a malformed string, integer or numpy scalar")
 

@@ -93,13 +93,13 @@ def _write_bit_generator(generator: Any, state: Any) -> None:
 
 
 def _in_parts(action: str) -> Refused:
-    return Refused("runs the job, and is no part of its state", action)
+    return Refused("runs the job, and is not part of its state", action)
 
 
 _OWN_PART_OF_A_METRIC = WholeObject(metrics.read_own, metrics.write_own)
 _WEIGHTS_OF_4_BITS = Refused(
-    "packs its weight into a tensor of its own kind, and keeps the scales beside it",
-    "Load these weights from where they came from, and save what is trained: select= takes globs, such as "
+    "packs its weight into a tensor of a special type, and keeps the scales outside of it",
+    "Load these weights from their source, and save only the trained ones: select= takes globs, such as "
     'select="**lora_*".',
     is_local=True,
 )
@@ -108,9 +108,9 @@ _LIGHTNING_TRAINER = _in_parts(
     "the state, in on_fit_start of a callback."
 )
 _SILENT_LOADER = Refused(
-    "does not say where it is in the data",
+    "does not report its position in the data",
     "Use a loader with a state_dict, such as torchdata's StatefulDataLoader (accelerate: use_stateful_dataloader=True) "
-    "in a holdfast.PerRank; or put what finds the place again, the epoch and the number of batches, into the state.",
+    "in a holdfast.PerRank; or put the position itself, the epoch and the number of batches, into the state.",
 )
 
 _KNOWN_TYPES: dict[tuple[str, str], KnownType] = {
@@ -180,11 +180,11 @@ _KNOWN_TYPES: dict[tuple[str, str], KnownType] = {
         "accelerate: fsdp_version=2; Fabric and Lightning: ModelParallelStrategy.",
     ),
     ("torch.distributed.optim.zero_redundancy_optimizer", "ZeroRedundancyOptimizer"): Refused(
-        "holds the state of other parameters on each rank",
+        "holds the state of different parameters on each rank",
         "Shard the model with torch.distributed.fsdp.fully_shard (FSDP2), and use the optimizer itself.",
     ),
     ("deepspeed.runtime.engine", "DeepSpeedEngine"): Refused(
-        "keeps parameters and optimizer state in partitions of its own",
+        "keeps parameters and optimizer state in its own partitions",
         "Save with engine.save_checkpoint; holdfast has no adapter for DeepSpeed yet.",
     ),
     ("accelerate.data_loader", "DataLoaderAdapter"): replace(

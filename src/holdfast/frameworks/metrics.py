@@ -45,7 +45,7 @@ def write_own(metric: Any, state: Any) -> None:
     for name, default in declared.items():
         value = state["state"][name]
         if isinstance(default, torch.Tensor) and default.ndim and getattr(value, "shape", None) != default.shape:
-            raise ValueError(f"its state {name!r} is of another shape than {tuple(default.shape)}")
+            raise ValueError(f"its state {name!r} does not have the shape of its default, {tuple(default.shape)}")
     metric.reset()  # drops the cached result
     metric._update_count = state["update_count"]  # noqa: SLF001 - torchmetrics has no other way to say it
     for name, value in (state["state"] | state.get("counters", {})).items():

@@ -245,7 +245,7 @@ def _refuse_hidden_state(
     hooks = (*module._state_dict_hooks.values(), *module._state_dict_pre_hooks.values())  # noqa: SLF001
     action = (
         "Keep such state in persistent buffers or in get_extra_state / set_extra_state; or put module.state_dict() "
-        "into the state, and hand what was loaded to module.load_state_dict()."
+        "into the state, and pass the loaded dict to module.load_state_dict()."
     )
     is_local = False
     if refusal is not None:

@@ -111,7 +111,7 @@ def _read_saved(path: str, source: BindingSource) -> _Saved:
         node = source.nodes[name]
         if not isinstance(node, Plain) or type(node.value) is not int:
             raise CorruptError(
-                f"{name!r} is no index of a parameter group.",
+                f"{name!r} is not an index of a parameter group.",
                 code="corrupt.values",
                 action="Use another copy or an older checkpoint.",
                 path=name,
@@ -189,9 +189,9 @@ def _other_class(path: str, kind: str, saved: _Saved, foreign: list[str]) -> Inc
     slots = _list(set().union(*saved.slots.values()))
     action = f'Build the optimizer that was saved, or leave this one out, with select="!{path}".'
     if not foreign:
-        action = f"Build the optimizer that was saved, or have {kind} take over its state with strict=False."
+        action = f"Build the optimizer that was saved, or load its state into {kind} with strict=False."
     return IncompatibleError(
-        f"Optimizer {path!r} is of class {kind} here, of {stored} in the checkpoint, where its slots are: {slots}.",
+        f"Optimizer {path!r} is of class {kind} here, but of {stored} in the checkpoint, with slots {slots}.",
         code="incompatible.optimizer_class",
         action=action,
         path=path,
@@ -291,10 +291,10 @@ def _check_rates(path: str, served: Mapping[int, int], source: BindingSource) ->
     for origin, index in served.items():
         if origin != index and rate(origin) is not None and rate(origin) != rate(index):
             raise IncompatibleError(
-                f"parameter group {index} of {path!r} was group {origin} when it was saved, and a scheduler has its "
-                "rates by the index of a group.",
+                f"parameter group {index} of {path!r} was group {origin} when it was saved, and a scheduler keeps its "
+                "rates by the index of the group.",
                 code="incompatible.groups",
-                action="Build the groups in the order that they had, or pass strict=False and set the rates yourself.",
+                action="Build the groups in the saved order, or pass strict=False and set the rates yourself.",
                 path=path,
             )
 
@@ -307,9 +307,9 @@ def _check_alike(path: str, first: int, second: int, origin: int, optimizer: Opt
     if differing:
         raise IncompatibleError(
             f"Groups {first} and {second} of optimizer {path!r} differ here ({', '.join(differing)}), but their "
-            f"parameters were in one group, {origin}, when they were saved: both would get what that one had.",
+            f"parameters were saved in one group, {origin}: both groups would get the values of that group.",
             code="incompatible.groups",
-            action="Group the parameters as they were saved, or have both take the stored values with strict=False.",
+            action="Group the parameters as they were saved, or load the stored values into both with strict=False.",
             path=path,
         )
 
@@ -334,7 +334,7 @@ def _origin(
         if differing:
             raise IncompatibleError(
                 f"Group {index} of optimizer {path!r} holds parameters of the stored groups {first} and {other}, whose "
-                f"hyper-parameters differ, or are tensors ({', '.join(differing)}).",
+                f"hyper-parameters differ or are tensors ({', '.join(differing)}).",
                 code="incompatible.groups",
                 action="Group the parameters as they were when the checkpoint was written.",
                 path=path,

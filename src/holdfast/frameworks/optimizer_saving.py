@@ -176,9 +176,9 @@ def _below(path: str, name: str) -> str:
 def _unnamed(path: str, index: int, parameters: Sequence[torch.Tensor], position: int) -> StateError:
     return StateError(
         f"Parameter {position} of group {index} of optimizer {path!r}, of shape {tuple(parameters[position].shape)}, "
-        "is no tensor of the state, so it has no name.",
+        "is not in the state, so it has no name.",
         code="state.unnamed_parameter",
-        action="Put the module that owns it into the state.",
+        action="Put the module that owns the parameter into the state.",
         path=path,
     )
 
@@ -204,7 +204,7 @@ def _no_slots(path: str, key: torch.Tensor, kept: object) -> StateError:
 def _refuse_hidden_state(path: str, optimizer: Optimizer) -> None:
     kind = type(optimizer)
     refusal = refusal_of(optimizer)
-    action = "Put the inner optimizer, and the rest as values, into the state."
+    action = "Put the inner optimizer into the state, and the rest as values."
     if refusal is not None:
         what, action = refusal.problem, refusal.action
     elif not hasattr(optimizer, "_optimizer_state_dict_pre_hooks"):

@@ -37,9 +37,9 @@ def register_adapter(adapter: Adapter) -> None:
     lacking = [part for part in parts if not hasattr(adapter, part)]
     if lacking:
         raise ConfigurationError(
-            f"{kind_of(adapter)} is no adapter: it has no {', '.join(lacking)}.",
+            f"{kind_of(adapter)} is not an adapter: it lacks {', '.join(lacking)}.",
             code="config.adapter",
-            action="Give it all parts of the protocol holdfast.frameworks.Adapter.",
+            action="Implement the whole protocol holdfast.frameworks.Adapter.",
         )
     _adapters = (adapter, *_adapters)
     _adapter_of_type.cache_clear()
@@ -91,7 +91,7 @@ def _accepts(adapter: Adapter, kind: type) -> bool:
         return adapter.accepts(kind)
     except Exception as error:
         raise ConfigurationError(
-            f"{_name(adapter)} raised {type(error).__name__} when it was asked about {kind.__qualname__}: {error}",
+            f"{_name(adapter)} raised {type(error).__name__} when asked about {kind.__qualname__}: {error}",
             code="config.adapter",
-            action="Correct its method accepts.",
+            action="Correct the method `accepts` of the adapter.",
         ) from error

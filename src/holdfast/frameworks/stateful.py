@@ -76,7 +76,7 @@ class StatefulAdapter:
         elif isinstance(node, (Open, PerRankNode)):
             source.differs(path, kind_of(item))
         elif node == _NO_STATE and description.read() != {}:
-            text = f"{kind_of(item)} with a state here, one without in the checkpoint, such as one that is off"
+            text = f"{kind_of(item)} with a state here, but one without state in the checkpoint, such as a disabled one"
             source.refuse("incompatible.no_state", path, text)
         elif (of_another := _another_class(item, path, source.nodes, description.read)) is not None:
             source.refuse("incompatible.scheduler_class", path, of_another)

@@ -29,12 +29,12 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("run", help="the run, as trainers name it")
     parser.add_argument("--node-dir", default=str(DEFAULT_NODE_DIR), help="a folder in memory")
     parser.add_argument(
-        "--idle-s", type=float, default=IDLE_S, help="end after this many seconds without trainers and work"
+        "--idle-s", type=float, default=IDLE_S, help="end after this many seconds without trainers or work"
     )
     parser.add_argument(
-        "--grace-s", type=float, default=GRACE_S, help="on SIGTERM, persist for this many seconds at most"
+        "--grace-s", type=float, default=GRACE_S, help="on SIGTERM, persist for at most this many seconds"
     )
-    parser.add_argument("--detach", action="store_true", help="go on in the background, once it keeps the run")
+    parser.add_argument("--detach", action="store_true", help="continue in the background once the keeper is ready")
     given = parser.parse_args(arguments)
     try:
         owes_nothing = serve(

@@ -80,4 +80,4 @@ def _import_paths() -> list[str]:
 
 def _last_words(folder: NodeFolder) -> str:
     lines = (folder.path / LOG_NAME).read_text(encoding="utf-8", errors="replace").splitlines()
-    return lines[-1].rstrip(".") if lines else "it said nothing"
+    return lines[-1].rstrip(".") if lines else "its log is empty"

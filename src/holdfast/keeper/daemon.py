@@ -252,7 +252,8 @@ class Keeper:
     def _abandon(self, orphaned_s: float) -> None:
         """Release unpersisted slots whose trainers never returned, unless they are being read."""
         for slot in self._owed_at_rest():
-            self._lose(slot, f"no trainer came back for {orphaned_s:.0f} s. {slot.record.error or 'Parts are missing'}")
+            trouble = slot.record.error or "Parts are missing"
+            self._lose(slot, f"its trainer did not return within {orphaned_s:.0f} s. {trouble}")
 
     def _owed_at_rest(self) -> list[Slot]:
         """The slots that still have to become durable and that no thread is reading."""
@@ -276,7 +277,7 @@ class Keeper:
                 assert slot.record.contents is not None
                 sealing = self._sealing(slot.record.contents.checkpoint_id)
                 if sealing is None:
-                    self._lose(slot, "it is of a checkpoint that nothing is known of")
+                    self._lose(slot, "the record of its checkpoint is lost")
                 else:
                     self._seals[slot.name] = self._sealers.submit(sealing.seal, slot)
         return bool(self._seals)

@@ -118,8 +118,8 @@ class Writing:
 
 def _replaced(run: Run) -> FencedError:
     return FencedError(
-        f"'{run.storage.location}' is not the run that this snapshot was saved into: somebody began another one there.",
+        f"'{run.storage.location}' is not the run that this snapshot was saved into: another run was begun there.",
         code="fenced.run",
-        action="No action needed: that run was removed, and this snapshot with it.",
+        action="No action needed: that run was removed, so holdfast gives the snapshot up.",
         path=run.storage.location.url,
     )

@@ -170,13 +170,13 @@ class Options:
     ) -> None:
         self._select = select
         if isinstance(cast, torch.dtype):
-            raise TypeError(f"cast is True, or globs of the tensors to cast, each to its own dtype; it is not {cast}")
+            raise TypeError(f"cast must be True, or globs of the tensors to cast, not {cast}")
         given = {"strict": strict, "fallback": fallback, "verify": verify, "allow_empty": allow_empty}
         for name, value in given.items():
             if not isinstance(value, bool):
-                raise TypeError(f"{name} is True or False, not {value!r}")
+                raise TypeError(f"{name} must be True or False, not {value!r}")
         if not isinstance(continues, bool | None):
-            raise TypeError(f"continues is True, False or None, not {continues!r}")
+            raise TypeError(f"continues must be True, False or None, not {continues!r}")
         self._cast = False if cast is None else cast
         self.mapping = _rules(() if mapping is None else mapping)
         self.strict = strict
@@ -188,9 +188,9 @@ class Options:
         self.memory_budget = memory
         self.bandwidths = bandwidths
         if memory < MIN_MEMORY_NBYTES:
-            raise ValueError(f"memory_budget is {memory}: at least {MIN_MEMORY_NBYTES} bytes are needed")
+            raise ValueError(f"memory_budget is {memory}, but must be at least {MIN_MEMORY_NBYTES} bytes")
         if self.device is not None and self.device.type == "meta":
-            raise ValueError("device is 'meta': give the device on which there is to be memory")
+            raise ValueError("device must be a device with memory, not 'meta'")
         self.select()
         self.cast()
 
@@ -211,11 +211,11 @@ class Options:
 def _rules(mapping: Iterable[Rule]) -> tuple[Rule, ...]:
     """The rules of a mapping. Raises `TypeError` for anything but a list of rules."""
     if not isinstance(mapping, Iterable):
-        raise TypeError(f"mapping is a list of rules of holdfast.mapping, not {mapping!r}")
+        raise TypeError(f"mapping must be a list of rules of holdfast.mapping, not {mapping!r}")
     rules = tuple(mapping)
     for rule in rules:
         if not isinstance(rule, Rule):
-            raise TypeError(f"mapping is a list of rules of holdfast.mapping, and {rule!r} is none")
+            raise TypeError(f"mapping must be a list of rules of holdfast.mapping, but {rule!r} is not a rule")
     return rules
 
 
@@ -325,7 +325,7 @@ class Loading:
             with self._watch.phase("finish"):
                 state = self._finish(filling)
         if bound.binding.reseeded and self._channel.rank == 0:
-            _log.warning("another number of ranks saved %s: it is seeded anew", ", ".join(bound.binding.reseeded))
+            _log.warning("seeded anew, because another number of ranks saved it: %s", ", ".join(bound.binding.reseeded))
         is_whole = self._is_whole(bound, names, filling)
         self._note(bound.opened, epoch, bound.binding, state, is_whole=is_whole)
         return self._report(bound, names, filling, cost, state, skipped)
@@ -468,7 +468,7 @@ class Loading:
         def look(_: list[bytes]) -> bytes:
             seal = resolve_sound(target, self._storage, skipped)[0].sealed.seal
             name = Selection(target.location, place=seal.place)
-            return f"Load '{name}' (step {seal.step}), or with fallback=True, or restore what is damaged.".encode()
+            return f"Load '{name}' (step {seal.step}), load with fallback=True, or restore the damaged files.".encode()
 
         try:
             return self._channel.exchange("advice", b"", look, self._deadline).decode()
@@ -479,14 +479,14 @@ class Loading:
     def _warn(self, skipped: Sequence[Skipped]) -> None:
         if self._channel.rank == 0:
             for one in skipped:
-                _log.warning("checkpoint %s is damaged, going back to an older one: %s", one.place, one.reason)
+                _log.warning("checkpoint %s is damaged, falling back to an older one: %s", one.place, one.reason)
 
     def _follow(self, target: Selection, resolved: _Resolved) -> Located:
         """Find the checkpoint of rank 0 on this rank. Raises `StorageError` if this rank finds another one there."""
         located = resolve(Selection(target.location, place=resolved.place), self._storage)
         if located.sealed.seal.checkpoint_id != resolved.checkpoint_id:
             raise StorageError(
-                f"rank {self._channel.rank} finds another checkpoint at '{target}' than rank 0.",
+                f"rank {self._channel.rank} and rank 0 find different checkpoints at '{target}'.",
                 code="storage.not_shared",
                 action="Give all ranks one path on a file system that all nodes share.",
                 path=target.root,

@@ -70,7 +70,7 @@ class Filling:
         """
         if not await_copies(timeout_s=self._deadline.remaining_s()):
             raise DeadlineError(
-                "A save in this process was still copying the state when the time was up.",
+                "A save in this process was still copying the state when the timeout expired.",
                 code="timeout.copy",
                 action="Raise timeout_s, or wait for `handle.staged` of that save first.",
             )

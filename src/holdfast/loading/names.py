@@ -100,9 +100,9 @@ def _is_empty(ranks: Sequence[Names]) -> bool:
 
 def _nothing(names: IncompatibleError) -> IncompatibleError:
     return IncompatibleError(
-        f"No tensor of the live state is in the checkpoint, so a load would leave it as it is. {names.message}",
+        f"No tensor of the live state is in the checkpoint, so the load would not change it. {names.message}",
         code="incompatible.nothing",
-        action="Give both the same names, or map the stored ones with mapping=; allow_empty=True loads nothing.",
+        action="Give both the same names, map the stored ones with mapping=, or pass allow_empty=True to load nothing.",
         tensor=names.tensor,
         details=names.details,
     )

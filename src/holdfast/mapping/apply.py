@@ -134,7 +134,7 @@ def _fuse(draft: MappingState, rule: Fuse) -> list[Step]:
         target = to.fill(dict(key))
         for text, sources in zip(rule.names, found, strict=True):
             if key not in sources:
-                raise draft.refused(f"for {target!r} there is nothing that {text!r} matches", target)
+                raise draft.refused(f"{text!r} matches nothing that belongs to {target!r}", target)
         steps.append(Step(tuple(sources[key] for sources in found), (target,), make))
     return steps
 
@@ -153,7 +153,7 @@ def _stack(draft: MappingState, rule: Stack) -> list[Step]:
         target, numbers = to.fill(dict(key)), range(rule.first, rule.first + len(sources))
         if sorted(sources) != list(numbers):
             has = ", ".join(map(str, sorted(sources)))
-            text = f"for {target!r} there are the numbers {has}, not {numbers[0]} to {numbers[-1]}"
+            text = f"the tensors for {target!r} have the numbers {has}, not {numbers[0]} to {numbers[-1]}"
             raise draft.refused(text, target)
         steps.append(Step(tuple(sources[number] for number in numbers), (target,), make))
     return steps

@@ -89,7 +89,8 @@ class MappingState:
         compared = {name: made for others in self._equal.values() for name, made in others.items()}
         for name, made in compared.items():
             if name in self.stored or name in self.aliases:
-                raise self.refused(f"{name!r} is to be compared with the state of what it was fused to", name)
+                text = f"a load compares {name!r} with the optimizer state that it was fused into; leave that name free"
+                raise self.refused(text, name)
             self.put(name, made)
         equal = {name: tuple(others) for name, others in self._equal.items()}
         return CheckpointTable(self.stored, self.aliases, _Renamed(self._origins, self._nodes), self._parts, equal)
@@ -189,7 +190,7 @@ class MappingState:
             if count > 1:
                 olds = [name for name in held if moves.get(name, name) == new]
                 if not all(map(self._is_container, olds)):
-                    raise self.refused(f"{_some(sorted(olds))} would both be {new!r}", new)
+                    raise self.refused(f"{_some(sorted(olds))} would get the same name {new!r}", new)
 
     def _is_container(self, path: str) -> bool:
         return path in self._origins and isinstance(self._nodes[self._origins[path]], Open | values.TableNode)
@@ -314,7 +315,7 @@ class MappingState:
         for name, one in zip(sources, made, strict=True):
             if set(one.shape) - {1}:
                 text = f"optimizer state {name!r} has shape {one.shape}, not its parameter's shape {shapes[0]}"
-                raise self.refused(f"{text}, so the rule does not say what becomes of it; drop it before", name)
+                raise self.refused(f"{text}, so the rule cannot convert it; drop it in an earlier rule", name)
         others = dict(zip(sources[1:], made[1:], strict=True))
         for name in sources:
             others |= self._equal.get(name, {})
@@ -327,22 +328,22 @@ class MappingState:
         found = [None if origin is None else self._nodes[origin] for origin in origins]
         for path, node in zip(paths, found, strict=True):
             if not isinstance(node, values.Leaf):
-                raise self.refused(f"{path!r} is no plain value, so the rule does not say what becomes of it", path)
+                raise self.refused(f"{path!r} is not a plain value, so the rule cannot convert it", path)
             if not values.same(node, found[0]):
-                raise self.refused(f"{paths[0]!r} and {path!r} differ, so they cannot become one", path)
+                raise self.refused(f"{paths[0]!r} and {path!r} differ, so they cannot become one value", path)
         assert origins[0] is not None
         return origins[0]
 
     def _commit(self, change: _RuleEffect) -> None:
         for name, count in Counter(change.gone).items():
             if count > 1:
-                raise self.refused(f"{name!r} matches twice", name)
+                raise self.refused(f"the rule matches {name!r} twice", name)
         # A tensor that keeps its name keeps its node, which refers to it.
         kept = {name: self._origins[name] for name, _ in change.made if name in self._origins}
         self.remove(change.gone)
         for name, count in Counter(name for name, _ in change.made).items():
             if count > 1 or name in self.stored or name in self.aliases or self._is_value(name):
-                raise self.refused(f"{name!r} would be two things", name)
+                raise self.refused(f"two entries would get the name {name!r}", name)
         for name, made in change.made:
             self.put(name, made)
         self._origins.update(kept)
@@ -358,14 +359,14 @@ class MappingState:
         """The error for a pattern that matches nothing that its rule can change."""
         close = near(names, self.subjects())
         hint = f"; did you mean {_some(close)}?" if close else "."
-        return self.refused(f"{names!r} matches nothing that such a rule changes{hint}")
+        return self.refused(f"{names!r} matches nothing that this kind of rule can change{hint}")
 
     def refused(self, text: str, tensor: str | None = None) -> IncompatibleError:
         """The error for a rule that cannot be applied; `text` says why, `tensor` names the tensor."""
         return IncompatibleError(
             f"{self.rule}: {text}{'' if text.endswith(('?', '.')) else '.'}",
             code="incompatible.mapping",
-            action="Correct the mapping: rules apply in order, to the names as the rules before left them.",
+            action="Correct the mapping. Rules apply in order: each one sees the names that the earlier rules made.",
             tensor=tensor,
         )
 

@@ -138,7 +138,7 @@ def is_floating(dtype: str) -> bool:
 def recast(tensor: Made, dtype: str) -> Made:
     """The tensor with elements of `dtype`."""
     if tensor.dtype != dtype and not castable(tensor.dtype, dtype):
-        raise ImpossibleError(f"{tensor.dtype} does not become {dtype} without becoming another kind of number")
+        raise ImpossibleError(f"a cast from {tensor.dtype} to {dtype} would change the kind of number")
     return tensor._replace(dtype=dtype)
 
 
@@ -150,8 +150,8 @@ def split(tensor: Made, axis: int, shares: Sequence[int], groups: int) -> list[M
     extent, num_units = tensor.shape[axis], groups * sum(shares)
     if extent % num_units:
         raise ImpossibleError(
-            f"axis {axis} of shape {tensor.shape} is not divided into {groups} groups of shares {tuple(shares)}: "
-            f"{extent} is no multiple of {num_units}"
+            f"axis {axis} of shape {tensor.shape} cannot be divided into {groups} groups of shares {tuple(shares)}: "
+            f"{extent} is not a multiple of {num_units}"
         )
     sizes = [share * (extent // num_units) for share in shares]
     slabs = list(_slabs(tensor.parts, axis, [0, *accumulate(sizes * groups)]))
@@ -170,7 +170,7 @@ def fuse(tensors: Sequence[Made], axis: int, groups: int) -> Made:
     if any(len(shape) <= axis or _deleted(shape, axis) != _deleted(shapes[0], axis) for shape in shapes):
         raise ImpossibleError(f"shapes {_listed(shapes)} differ in more than axis {axis}")
     if any(shape[axis] % groups for shape in shapes):
-        raise ImpossibleError(f"axis {axis} of shapes {_listed(shapes)} is not divided into {groups} groups")
+        raise ImpossibleError(f"axis {axis} of shapes {_listed(shapes)} cannot be divided into {groups} groups")
     dtype = _one_dtype(tensors)
     sizes = [shape[axis] // groups for shape in shapes]
     parts: list[MappedPart] = []
@@ -188,7 +188,7 @@ def stack(tensors: Sequence[Made], axis: int) -> Made:
         raise ImpossibleError(f"shapes {_listed(shapes)} differ")
     num_axes = len(shapes[0]) + 1
     if not -num_axes <= axis < num_axes:
-        raise ImpossibleError(f"shape {shapes[0]} gets no axis {axis}")
+        raise ImpossibleError(f"tensors of shape {shapes[0]} cannot be stacked along axis {axis}")
     axis %= num_axes
     parts = (part.with_axis(axis, at) for at, tensor in enumerate(tensors) for part in tensor.parts)
     return Made(_one_dtype(tensors), _inserted(shapes[0], axis, len(tensors)), tuple(parts))
@@ -205,7 +205,7 @@ def unstack(tensor: Made, axis: int) -> list[Made]:
 def transpose(tensor: Made, order: Sequence[int]) -> Made:
     """The tensor whose axis ``i`` is axis ``order[i]`` of this one."""
     if len(order) != len(tensor.shape):
-        raise ImpossibleError(f"shape {tensor.shape} does not have the axes {tuple(order)}")
+        raise ImpossibleError(f"axes {tuple(order)} are not the axes of shape {tensor.shape}")
     shape = tuple(tensor.shape[axis] for axis in order)
     return Made(tensor.dtype, shape, tuple(part.permuted(order) for part in tensor.parts))
 
@@ -215,7 +215,7 @@ def pad(tensor: Made, axis: int, size: int, *, zero: bool) -> Made:
     axis = _axis(tensor, axis)
     shape, extent = _with(tensor.shape, axis, size), tensor.shape[axis]
     if size < extent:
-        raise ImpossibleError(f"shape {tensor.shape} is no shorter than {shape}")
+        raise ImpossibleError(f"shape {tensor.shape} is not shorter than {shape}")
     beyond = MappedPart(
         Box(_with((0,) * len(shape), axis, extent), _with(shape, axis, size - extent)), source=None, zero=zero
     )
@@ -227,7 +227,7 @@ def crop(tensor: Made, axis: int, size: int) -> Made:
     axis = _axis(tensor, axis)
     shape = _with(tensor.shape, axis, size)
     if size > tensor.shape[axis]:
-        raise ImpossibleError(f"shape {tensor.shape} is no longer than {shape}")
+        raise ImpossibleError(f"shape {tensor.shape} is not longer than {shape}")
     (slab,) = _slabs(tensor.parts, axis, (0, size))
     return Made(tensor.dtype, shape, tuple(slab) if size else ())
 
@@ -261,7 +261,7 @@ def _axis(tensor: Made, axis: int) -> int:
 def _one_dtype(tensors: Sequence[Made]) -> str:
     dtypes = {tensor.dtype for tensor in tensors}
     if len(dtypes) > 1:
-        raise ImpossibleError(f"dtypes {', '.join(sorted(dtypes))} differ; have a Cast before")
+        raise ImpossibleError(f"dtypes {', '.join(sorted(dtypes))} differ; add a Cast rule before this one")
     return tensors[0].dtype
 
 

@@ -11,7 +11,7 @@ from holdfast.decoding import decode_toml
 from holdfast.errors import ConfigurationError
 from holdfast.format.dtypes import DTYPES
 from holdfast.format.patterns import Pattern, Template
-from holdfast.wording import count, kind_of
+from holdfast.wording import kind_of
 
 
 class _Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag=str.lower):
@@ -65,7 +65,7 @@ class Cast(_OnNames, frozen=True):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.dtype not in DTYPES:
-            raise ValueError(f"{self.dtype!r} is no dtype; it is one of {', '.join(DTYPES)}")
+            raise ValueError(f"{self.dtype!r} is not a dtype; use one of {', '.join(DTYPES)}")
 
 
 class Split(_OneToMany, frozen=True, kw_only=True):
@@ -86,7 +86,7 @@ class Split(_OneToMany, frozen=True, kw_only=True):
         _check_groups(self.groups)
         shares = self.shares
         if shares is not None and (len(shares) != len(self.to) or any(share < 1 for share in shares)):
-            raise ValueError(f"{shares} are no positive shares of {count(len(self.to), 'tensor')}")
+            raise ValueError(f"shares must be positive numbers, one for each name in to ({len(self.to)}), not {shares}")
 
 
 class Fuse(_ManyToOne, frozen=True, kw_only=True):
@@ -142,7 +142,7 @@ class Transpose(_OnNames, frozen=True):
         super().__post_init__()
         _keep_as_tuples(self, "axes")
         if sorted(self.axes) != list(range(len(self.axes))):
-            raise ValueError(f"{self.axes} is no order of axes")
+            raise ValueError(f"{self.axes} is not an order of axes")
 
 
 class Pad(_OnNames, frozen=True, kw_only=True):
@@ -160,7 +160,7 @@ class Pad(_OnNames, frozen=True, kw_only=True):
         super().__post_init__()
         _check_size(self.size)
         if self.fill not in ("keep", "zero"):
-            raise ValueError(f'fill is {self.fill!r}; it is "keep" or "zero"')
+            raise ValueError(f'fill must be "keep" or "zero", not {self.fill!r}')
 
 
 class Crop(_OnNames, frozen=True, kw_only=True):
@@ -194,7 +194,7 @@ def from_toml(text: str) -> tuple[Rule, ...]:
         raise ConfigurationError(
             f"The mapping is malformed: {error}.",
             code="config.mapping",
-            action="Give the text of a file, and not its path. "
+            action="Pass the text of the file, not its path. "
             'Write rules as tables: [[rule]], kind = "rename", names = "...", to = "...".',
         ) from error
 
@@ -213,7 +213,7 @@ def _keep_as_tuples(rule: _Rule, *fields: str) -> None:
 
 def _several(texts: Sequence[str]) -> tuple[str, ...]:
     if isinstance(texts, str) or len(texts) < 2 or len(set(texts)) < len(texts):
-        raise ValueError(f"{texts!r} are not two or more different names")
+        raise ValueError(f"a rule needs two or more different names here, not {texts!r}")
     return tuple(texts)
 
 
@@ -221,7 +221,7 @@ def _check_names(names: tuple[str, ...]) -> list[Pattern]:
     patterns = [Pattern(text) for text in names]
     for pattern in patterns:
         if pattern.has_wildcards:
-            raise ValueError(f"{pattern.text!r} makes other names: give its wildcards names, such as {{x:**}}")
+            raise ValueError(f"{pattern.text!r} is the source of new names: give its wildcards names, such as {{x:**}}")
     return patterns
 
 
@@ -240,12 +240,12 @@ def _check_fields(names: tuple[str, ...], to: tuple[str, ...], *, all_used: bool
 
 def _check_groups(groups: int) -> None:
     if groups < 1:
-        raise ValueError(f"groups is {groups}; there is at least one")
+        raise ValueError(f"groups is {groups}, but must be at least 1")
 
 
 def _check_size(size: int) -> None:
     if size < 0:
-        raise ValueError(f"size is {size}; it is no negative number")
+        raise ValueError(f"size is {size}, but must not be negative")
 
 
 def _index_field(single: str, stacked: str) -> str:
@@ -253,5 +253,5 @@ def _index_field(single: str, stacked: str) -> str:
     fields, others = Pattern(single).fields, Pattern(stacked).fields
     lost = [field for field in fields if field not in others]
     if len(lost) != 1 or set(others) - set(fields):
-        raise ValueError(f"{single!r} needs just one field that {stacked!r} lacks, for the index, and no other")
+        raise ValueError(f"{single!r} must have the fields of {stacked!r} and exactly one more, for the index")
     return lost[0]

@@ -252,8 +252,8 @@ class Arena:
         tightest = self._tightest(left_nbytes + _SPARE_NBYTES)
         if tightest.free_nbytes < left_nbytes + _SPARE_NBYTES:
             raise ConfigurationError(
-                f"There is no memory for the snapshots of rank {self._rank}: {left_nbytes} bytes more are needed, and "
-                f"{_SPARE_NBYTES} for others, but {tightest.what} leaves {tightest.free_nbytes}.",
+                f"There is no memory for the snapshots of rank {self._rank}: they need {left_nbytes} more bytes, and "
+                f"{_SPARE_NBYTES} bytes must stay free, but {tightest.what} leaves {tightest.free_nbytes}.",
                 code="config.memory",
                 action="Raise that limit, or keep fewer generations.",
                 path=str(self._folder.path),

@@ -47,7 +47,7 @@ class Claim:
                 raise
             file_locks.close(fd)
             time.sleep(_TURN_S)
-        raise BlockingIOError(errno.EAGAIN, "a process that stands still is about to remove its folder")
+        raise BlockingIOError(errno.EAGAIN, "a stopped process holds the lock with which it is removing the folder")
 
     def close(self) -> None:
         """End the claim."""

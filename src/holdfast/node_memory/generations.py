@@ -70,7 +70,7 @@ def read_generation(folder: NodeFolder, checkpoint_id: str) -> Generation:
         raise CorruptError(
             f"'{folder.path / name}' is damaged.",
             code="corrupt.generation",
-            action="No action needed: holdfast passes it over, and uses an older one or storage.",
+            action="No action needed: holdfast skips it, and uses an older one or storage.",
             path=str(folder.path / name),
             tier="node memory",
         )

@@ -138,7 +138,7 @@ def require_protocol(folder: NodeFolder, *, timeout_s: float) -> None:
         raise StorageError(
             f"'{path}' is damaged: it does not say which version of holdfast staged the snapshots beside it.",
             code="storage.memory",
-            action=f"Remove '{folder.path}' to give up what it holds; `holdfast node` lists that.",
+            action=f"Remove '{folder.path}' to give up the snapshots in it; `holdfast node` lists them.",
             path=str(path),
             tier="node memory",
         )
@@ -147,7 +147,7 @@ def require_protocol(folder: NodeFolder, *, timeout_s: float) -> None:
             f"Another version of holdfast staged the snapshots in '{folder.path}' (protocol {protocol}; this one has "
             f"{PROTOCOL}), and they are not durable.",
             code="config.keeper_version",
-            action="Run `holdfast keeper` of that version until they are, or remove the folder to give them up.",
+            action="Run `holdfast keeper` of that version to make them durable, or remove the folder to give them up.",
             path=str(folder.path),
         )
 

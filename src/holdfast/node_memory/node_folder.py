@@ -208,7 +208,7 @@ def unusable_memory(path: Path) -> Iterator[None]:
 
 def memory_error(path: Path, error: OSError) -> StorageError:
     """The error for a user about an `OSError` from the node memory at `path`."""
-    why = "somebody removed its folder" if isinstance(error, FileNotFoundError) else error.strerror or str(error)
+    why = "its folder was removed" if isinstance(error, FileNotFoundError) else error.strerror or str(error)
     return StorageError(
         f"The memory of this node at '{path}' cannot be used: {why}.",
         code="storage.memory",
@@ -267,11 +267,11 @@ def _cannot_open(path: Path, error: OSError) -> ConfigurationError | StorageErro
 
 def _require_private(found: os.stat_result, path: Path, is_kind: Callable[[int], bool]) -> None:
     if not is_kind(found.st_mode):
-        raise _not_private(path, "it is something else")
+        raise _not_private(path, "it is not of the expected kind (folder or file)")
     if found.st_uid != os.geteuid():
-        raise _not_private(path, f"it belongs to user {found.st_uid}, and this is user {os.geteuid()}")
+        raise _not_private(path, f"it belongs to user {found.st_uid}, but this process runs as user {os.geteuid()}")
     if found.st_mode & 0o077:
-        raise _not_private(path, f"others may use it (mode {stat.S_IMODE(found.st_mode):04o})")
+        raise _not_private(path, f"other users may access it (mode {stat.S_IMODE(found.st_mode):04o})")
 
 
 def not_a_folder(node_dir: Path, error: OSError) -> ConfigurationError:
@@ -279,7 +279,7 @@ def not_a_folder(node_dir: Path, error: OSError) -> ConfigurationError:
     return ConfigurationError(
         f"'{node_dir}' cannot be opened as a folder ({error.strerror}).",
         code="config.node_dir",
-        action="Pass as node_dir= a folder in memory (a tmpfs) that exists on every node.",
+        action="Pass as node_dir= a folder in memory (tmpfs) that exists on every node.",
         path=str(node_dir),
     )
 

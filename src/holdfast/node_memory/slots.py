@@ -164,7 +164,7 @@ class Slot:
         try:
             self._fd = folder.open(name)
         except ConfigurationError as error:  # other users may have written to it
-            raise self._corrupt("it is not a file of this user alone") from error
+            raise self._corrupt("it is not a regular file that only this user may access") from error
         try:
             size = os.fstat(self._fd).st_size
             if size <= DATA_START:
@@ -270,7 +270,7 @@ class Slot:
             return
         try:
             if self._is_cut():  # reading mapped memory behind the end of its file kills the process
-                raise self._corrupt("somebody has cut it")
+                raise self._corrupt("another process truncated it")
             self.record = self._newest().record
         except CorruptError as error:
             self.is_damaged = True
@@ -337,7 +337,7 @@ class Slot:
             try:
                 self.remove()
             except OSError as error:
-                _log.debug("'%s' stays: %s", self.path, error)
+                _log.debug("could not remove '%s': %s", self.path, error)
             else:
                 return True
         self.let_go()
@@ -370,10 +370,10 @@ class Slot:
             if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT):
                 raise
             raise ConfigurationError(
-                f"There is no room for {self.nbytes} bytes in '{self._folder.path}': after {start} it is full.",
+                f"'{self._folder.path}' has no room for {self.nbytes} bytes: its file system is full after {start}.",
                 code="config.memory",
-                action="Make the file system larger (mount -o remount,size=), keep fewer generations, or remove what "
-                "else is in it.",
+                action="Make the file system larger (mount -o remount,size=), keep fewer generations, or remove other "
+                "files from it.",
                 path=str(self.path),
             ) from error
 
@@ -392,9 +392,9 @@ class Slot:
 
     def _corrupt(self, what: str) -> CorruptError:
         return CorruptError(
-            f"'{self.path}' is no slot: {what}.",
+            f"'{self.path}' is not a valid slot: {what}.",
             code="corrupt.slot",
-            action="Remove it; it holds nothing that can be used.",
+            action="Remove the file: nothing in it can be used.",
             path=str(self.path),
             tier="node memory",
         )

@@ -202,9 +202,9 @@ def _merge(name: str, shape: Shape, parts: list[Division]) -> Division:
     if any(p.kind == "ranges" for p in parts):
         if not all(p.kind == "ranges" for p in parts):
             raise StateError(
-                f"Tensor {name!r} is held in flat ranges by some ranks and in boxes by others.",
+                f"Some ranks hold tensor {name!r} in flat ranges, others in boxes.",
                 code="state.mixed_pieces",
-                action="Describe it in the same way on all ranks.",
+                action="Describe the tensor in the same way on all ranks.",
                 tensor=name,
             )
         return _merge_ranges(name, shape, parts)

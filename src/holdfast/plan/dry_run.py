@@ -86,7 +86,7 @@ def match(layout: Layout, table: CheckpointTable, *, select: Globs | None, cast:
             casts[may_cast and castable(stored.dtype, dtype)].append(CastTensor(name, stored.dtype, dtype))
     for option, globs in (("select", select), ("cast", cast)):
         if isinstance(globs, Globs) and globs.unmatched():
-            action = "Give globs of names as they are after the mapping; an optimizer has one name."
+            action = "Use globs that match names after the mapping; an optimizer has one name."
             raise unmatched(option, globs.unmatched(), where="the checkpoint", action=action)
     held |= {other: held[name] for other, name in compared.items() if name in held}
     kept = tuple(sorted(table.partly_kept() & held.keys()))

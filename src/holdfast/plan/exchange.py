@@ -46,7 +46,7 @@ class Bandwidths(msgspec.Struct, frozen=True, array_like=True):
 
     def __post_init__(self) -> None:
         if not min(self.node_storage, self.all_storage, self.node_network) > 0:
-            raise ValueError("bandwidths are positive")
+            raise ValueError("bandwidths must be positive")
 
     def seconds(self, nodes: Sequence[int], once: int) -> Seconds:
         """The least time of a load in which the nodes need `nodes` bytes each, and `once` different bytes together.

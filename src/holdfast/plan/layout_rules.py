@@ -63,13 +63,13 @@ class PlacementRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         if not self.names:
-            raise ValueError("it has no names")
+            raise ValueError("the rule has no names")
         for name in self.globs:
             Pattern(name)
         for text in self.place.values():
             _parsed(text)
         if self.dtype is not None and self.dtype not in DTYPES:
-            raise ValueError(f"{self.dtype!r} is no dtype; it is one of {', '.join(DTYPES)}")
+            raise ValueError(f"{self.dtype!r} is not a dtype; use one of {', '.join(DTYPES)}")
 
     @property
     def globs(self) -> tuple[str, ...]:
@@ -140,7 +140,7 @@ def from_toml(text: str, *, path: str) -> Layout:
         return decode_toml(text, Layout)
     except (msgspec.DecodeError, ValueError) as error:
         raise ConfigurationError(
-            f"{path} is no layout: {_located(str(error), text)}.",
+            f"{path} is not a valid layout: {_located(str(error), text)}.",
             code="config.layout",
             action='Write mesh = {dp = 8, tp = 8} and tables [[rule]] with names = "..." and place = {tp = "shard 0"}.',
             path=path,
@@ -245,7 +245,7 @@ def _within(place: Place, num_axes: int) -> Place:
 def _parsed(text: str) -> Place:
     found = _PLACE.fullmatch(text)
     if found is None:
-        raise ValueError(f'{text!r} is no place; it is "replicate", "shard N" or "stage K"')
+        raise ValueError(f'{text!r} is not a placement; use "replicate", "shard N" or "stage K"')
     if found[1]:
         return Replicate()
     number = int(found[3])
@@ -274,16 +274,16 @@ def _unmatched(rule: _Compiled, names: Iterable[str]) -> IncompatibleError:
     return IncompatibleError(
         f"Rule {rule.number} of the layout matches no tensor of the checkpoint: {_listed(rule.rule.globs)}{hint}",
         code="incompatible.layout",
-        action="Correct the rule, or take it out; 'holdfast show' lists the names, and a mapping changes them before.",
+        action="Correct or remove the rule. 'holdfast show' lists the names; a mapping changes them first.",
     )
 
 
 def _beyond(rule: _Compiled, mesh_axis: str, place: Shard, subject: _PlacedTensor) -> IncompatibleError:
-    what = f"divides axis {place.axis} along {mesh_axis!r}, and {subject.name!r} of shape {subject.shape} has none"
+    what = f"divides axis {place.axis} along {mesh_axis!r}, but {subject.name!r} has shape {subject.shape}"
     return IncompatibleError(
         f"Rule {rule.number} of the layout, {_listed(rule.rule.globs)}, {what}.",
         code="incompatible.layout",
-        action='Narrow the rule, or put one before it that has that tensor placed "replicate".',
+        action='Narrow the rule, or put a rule before it that places that tensor as "replicate".',
         tensor=subject.name,
     )
 

@@ -282,8 +282,8 @@ class _PartitionTable:
     def _boxes(self, boxes: Int64s, owners: Int64s) -> fmt.Boxes:
         if is_too_long(len(boxes), boxes.shape[1] // 2):
             raise StateError(
-                f"A tensor is held in {count(len(boxes), 'box', 'boxes')} that are no grid: more than a "
-                "reader could check.",
+                f"A tensor is held in {count(len(boxes), 'box', 'boxes')} that form no grid: too many for a "
+                "reader to check.",
                 code="state.too_many_boxes",
                 action="Hold it in flat ranges, or in fewer and larger boxes.",
             )

@@ -230,7 +230,7 @@ def _in_words_of_transfer() -> Iterator[None]:
     except IncompatibleError as error:
         error.message = f"Source and target differ (the checkpoint is the source here). {error.message}"
         if error.code != "incompatible.select":
-            error.action = "Give both states the same names, dtypes and shapes, or say with select= what to transfer."
+            error.action = "Give both states the same names, dtypes and shapes, or restrict the transfer with select=."
         raise
 
 

@@ -68,8 +68,8 @@ def _where(view: torch.Tensor) -> tuple[object, ...]:
 def _overlap(a: _Named, b: _Named, rank: int) -> StateError:
     source, target = (b.name, a.name) if a.is_target else (a.name, b.name)
     return StateError(
-        f"On rank {rank} the target tensor {target!r} has memory in common with the source tensor {source!r}: it would "
-        "change while it is read.",
+        f"On rank {rank} the target tensor {target!r} shares memory with the source tensor {source!r}: the transfer "
+        "would overwrite the source while reading it.",
         code="state.overlap",
         action="Give the target memory of its own, or leave one of the two out of its state.",
         tensor=target,

@@ -109,7 +109,7 @@ def check_files(
         checkpoint = Checkpoint(Sealed(run.storage, prefix, _seal(stored, seals), run.run_id))
         faults = [fault for fault in verify_checkpoint(checkpoint, deep=True) if fault.code != "extra.file"]
         if faults:
-            action = "Restore the file from another copy of the run; else remove the checkpoint."
+            action = "Restore the file from another copy of the run; if there is none, remove the checkpoint."
             raise CorruptError(faults[0].message, code=faults[0].code, action=action, path=faults[0].path)
     return seals
 
@@ -124,7 +124,7 @@ def check_present(checkpoint: Checkpoint) -> None:
     bad = [file.name for file in sealed.seal.files if storage.nbytes(sealed.key(file.name)) != file.nbytes]
     if bad:
         raise CorruptError(
-            f"the checkpoint in '{checkpoint.folder}' is incomplete; missing, or not of the sealed size: {some(bad)}.",
+            f"the checkpoint in '{checkpoint.folder}' is incomplete. Missing, or of the wrong size: {some(bad)}.",
             code="corrupt.incomplete",
             action="Restore the files from another copy of the run, or load an older checkpoint. To copy a run that is "
             "being saved into, copy `history` first and `checkpoints` last.",
@@ -201,7 +201,7 @@ def _check_visible(run: Run, stored: StoredManifest) -> None:
         writers = manifest.sequence(manifest.body.writers)
         rank = 0 if absent[0] == fmt.NAME else int(writers[[*map(fmt.file_name, range(len(writers)))].index(absent[0])])
         raise StorageError(
-            f"'{path}', which rank {rank} has just written, is not there for the rank that commits.",
+            f"the rank that commits does not see '{path}', which rank {rank} has just written.",
             code="storage.not_shared",
             action="Find out whether the file was removed, or whether a node lost its mount of this path.",
             path=path,
@@ -245,7 +245,7 @@ def _check_file(storage: Store, stored: StoredManifest, layout: FileLayout) -> F
     # The header must be the one that the manifest gives for the table: that binds the table to this file.
     table = container.parse_table(found[TABLE_OFFSET : TABLE_OFFSET + 2 * table_nbytes(layout.data_nbytes)])
     if len(table) != table_nbytes(layout.data_nbytes) or found != container.header(stored.manifest, layout, table):
-        raise _unsound(path, "its header is not the one that the manifest demands", stored)
+        raise _unsound(path, "its header is not the one that the manifest requires", stored)
     return FileSeal(name, nbytes, xxhash.xxh3_128_hexdigest(table))
 
 
@@ -253,7 +253,7 @@ def _missing(folder: str, names: list[str]) -> NotFoundError:
     return NotFoundError(
         f"the checkpoint in '{folder}' cannot be finished: {some(names)} {'is' if len(names) == 1 else 'are'} missing.",
         code="not_found.file",
-        action="Wait for its writers if they are still at work; else restore the files, or remove the folder.",
+        action="Wait if its writers are still at work. Otherwise restore the files, or remove the folder.",
         path=folder,
     )
 
@@ -262,7 +262,7 @@ def _unsound(path: str, what: str, stored: StoredManifest) -> CorruptError:
     return CorruptError(
         f"{path} is damaged: {what}.",
         code="corrupt.file",
-        action="Restore the file from another copy of the run; else remove the checkpoint.",
+        action="Restore the file from another copy of the run; if there is none, remove the checkpoint.",
         path=path,
         step=stored.manifest.body.step,
     )
@@ -272,7 +272,7 @@ def _other_seal(path: str, stored: StoredManifest, found: bytes) -> FencedError 
     if is_abandoned(found):
         return _given_up(path, "given up as unfinished", stored)
     return CorruptError(
-        f"'{path}' is not the seal of the files beside it.",
+        f"'{path}' does not seal the files beside it.",
         code="corrupt.seal",
         action="Restore the seal or the data files from another copy of the run.",
         path=path,
@@ -281,10 +281,11 @@ def _other_seal(path: str, stored: StoredManifest, found: bytes) -> FencedError 
 
 
 def _given_up(path: str, how: str, stored: StoredManifest) -> FencedError:
+    place, step = stored.manifest.place, stored.manifest.body.step
     return FencedError(
-        f"checkpoint {stored.manifest.place} (step {stored.manifest.body.step}) was {how}, and stays so ('{path}').",
+        f"checkpoint {place} (step {step}) was {how}, and cannot be committed any more ('{path}').",
         code="fenced.given_up",
-        action="Go on from the head of the run, and save again.",
+        action="Continue from the head of the run, and save again.",
         path=path,
         step=stored.manifest.body.step,
     )

@@ -1,7 +1,7 @@
 """The doctor of a run: finds what is wrong, says what that means, and offers remedies.
 
-It never repairs by guessing. It finishes a checkpoint only when all of its files exist, removes only what nobody can
-finish, and for lost files says where to get them. `examine` changes nothing.
+It never repairs by guessing. It finishes a checkpoint only when all of its files exist, removes only checkpoints that
+cannot be finished, and says where to get lost files. `examine` changes nothing.
 """
 
 from __future__ import annotations
@@ -140,7 +140,11 @@ def _names(run: Run) -> Iterator[Finding]:
         for name in run.storage.list(folder):
             if not _is_ours(folder, name):
                 path = run.storage.path(f"{folder}/{name}" if folder else name)
-                yield Finding("unknown.name", path, f"'{path}' is no part of a run. Nothing reads it.", "none")
+                yield _unknown(path)
+
+
+def _unknown(path: str) -> Finding:
+    return Finding("unknown.name", path, f"'{path}' is not part of a run. Nothing reads it.", "none")
 
 
 def _is_ours(folder: str, name: str) -> bool:
@@ -168,7 +172,7 @@ def _epochs(run: Run, known: RunRecords) -> Iterator[Finding]:
             continue
         if origin is not None and origin not in known.commits and origin not in known.removed:
             path = run.storage.path(records.commit_key(origin))
-            what = f"Epoch {number} was opened from {origin}, and the commit there is missing."
+            what = f"Epoch {number} was opened from {origin}, but the commit there is missing."
             yield Finding("commit.missing", path, f"{what} Restore '{path}' from another copy of the run.", "none")
 
 
@@ -179,15 +183,15 @@ def _missing_epoch(run: Run, known: RunRecords, number: int, path: str) -> Findi
         return Finding("epoch.missing", path, f"{what} from another copy.", "none")
     origin = "began anew" if lost.opened_from is None else f"went on from {lost.opened_from}"
     text = (
-        f"{what} from another copy; or finish it: its checkpoints prove that it was there, and it is made anew. From "
-        f"their steps doctor guesses that the epoch {origin}: if it did not, only the other copy says so."
+        f"{what} from another copy, or finish it: doctor then makes the record anew from the checkpoints of the epoch. "
+        f"From their steps doctor guesses that the epoch {origin}. Only another copy can confirm that."
     )
     return Finding("epoch.missing", path, text, "finish")
 
 
 def _damaged_epoch(run: Run, known: RunRecords, number: int, path: str, error: HoldfastError) -> Finding:
     if isinstance(error, CorruptError) and lost_epoch(run, known, number) is not None:
-        text = f"{error.message} Restore the file from another copy of the run; or finish it: it is made anew."
+        text = f"{error.message} Restore the file from another copy of the run, or finish it: doctor makes it anew."
         return Finding("record.damaged", path, text, "finish")
     return Finding("record.damaged", path, f"{error.message} {error.action}", "none")
 
@@ -198,8 +202,8 @@ def _damaged_commit(run: Run, known: RunRecords, place: Place, error: HoldfastEr
     if folder is None:
         return Finding("record.damaged", path, f"{error.message} {error.action}", "none")
     text = (
-        f"{error.message} Restore the file from another copy of the run; or finish it: its checkpoint, "
-        f"'{run.storage.path(f'{CHECKPOINTS}/{folder}')}', says what it was, and it is made anew."
+        f"{error.message} Restore the file from another copy of the run, or finish it: doctor makes it anew from its "
+        f"checkpoint, '{run.storage.path(f'{CHECKPOINTS}/{folder}')}'."
     )
     return Finding("record.damaged", path, text, "finish", folder)
 
@@ -228,9 +232,9 @@ def _commits(run: Run, known: RunRecords, *, deep: bool, watch: Watch) -> Iterat
 
 def _lost(commit: Commit, path: str, what: str) -> Finding:
     text = (
-        f"{what} Checkpoint {commit.place} (step {commit.step}) was committed. It was damaged since, or this "
-        "copy of the run is incomplete. Restore it from another copy; until then load an older checkpoint, or load "
-        "with fallback=True."
+        f"{what} Checkpoint {commit.place} (step {commit.step}) was committed, and damaged later; or this copy of the "
+        "run is incomplete. Restore the checkpoint from another copy. Until then load an older one, or load with "
+        "fallback=True."
     )
     return Finding("commit.damaged", path, text, "none", commit.checkpoint)
 
@@ -247,7 +251,7 @@ def _folders(run: Run, known: RunRecords, *, deep: bool) -> Iterator[Finding]:
         for name in run.storage.list(f"{CHECKPOINTS}/{folder}"):
             if name not in (fmt.NAME, SEAL_NAME) and not fmt.is_file_name(name):
                 path = run.storage.path(records.checkpoint_key(folder, name))
-                yield Finding("unknown.name", path, f"'{path}' is no part of a run. Nothing reads it.", "none")
+                yield _unknown(path)
 
 
 def _leftovers(run: Run) -> Iterator[tuple[str, Finding]]:
@@ -260,10 +264,10 @@ def _leftovers(run: Run) -> Iterator[tuple[str, Finding]]:
             key = f"{folder}/{name}" if folder else name
             path = f"{root}/{key}"  # `Store.path` takes no temporary names
             if name in old:
-                text = f"'{path}' was never published: its writer died. Remove it to get its space back."
+                text = f"The writer of '{path}' died before it published the file. Remove the file to free its space."
                 yield key, Finding("leftover", path, text, "remove")
             else:
-                text = f"A process is writing '{path}', or died just now: look again in {IN_PROGRESS_S:.0f} s."
+                text = f"A process is writing '{path}', or died just now. Look again in {IN_PROGRESS_S:.0f} s."
                 yield key, Finding("leftover.in_progress", path, text, "none")
 
 
@@ -275,6 +279,6 @@ def _no_remedy(finding: Finding, remedy: Remedy) -> ConfigurationError:
     return ConfigurationError(
         f"the doctor cannot {remedy} '{finding.path}': {finding.text}",
         code="config.remedy",
-        action="Examine the run again, and do what the finding says.",
+        action="Examine the run again, and follow the text of the finding.",
         path=finding.path,
     )

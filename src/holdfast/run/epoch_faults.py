@@ -32,7 +32,7 @@ def epoch_faults(run: Run) -> Iterator[Fault]:
         if origin is not None and origin not in places and not history.is_removed(origin):
             path = run.storage.path(records.commit_key(origin))
             found.add(path)
-            text = f"Epoch {number} was opened from {origin}, and the record of its commit, '{path}', is missing."
+            text = f"Epoch {number} was opened from {origin}, but the record of that commit, '{path}', is missing."
             yield Fault("commit.missing", path, text)
     try:
         run.head()

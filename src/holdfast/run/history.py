@@ -182,7 +182,7 @@ class Run:
         if place is not None and step is None:
             return self._find_place(place)
         if place is not None or step is None:
-            raise ValueError("give one of step and place")
+            raise ValueError("pass either step or place, not both")
         return self._find_step(step)
 
     def open_epoch(
@@ -224,12 +224,12 @@ class Run:
         """
         newest = self.newest_epoch()
         if newest is None or newest < epoch:
-            what = f"the record of epoch {epoch} is gone, so the run was deleted or replaced"
+            what = f"the record of epoch {epoch} is gone, so somebody deleted or replaced the run"
             raise self._fenced("fenced.epoch_lost", what)
         if newest > epoch:
             about = _about(self.epoch(newest))
             raise self._fenced(
-                "fenced.newer_epoch", f"this job knows of epoch {epoch}, but epoch {newest} exists ({about})"
+                "fenced.newer_epoch", f"this job saves in epoch {epoch}, but a newer epoch {newest} exists ({about})"
             )
 
     def check_incarnation(self, epoch: int, incarnation: str) -> None:
@@ -243,10 +243,10 @@ class Run:
             is_known = False
         if not is_known:
             raise FencedError(
-                f"epoch {epoch} of '{self.storage.location}' is not the one in which this was saved: the run was "
-                "restored from an older copy.",
+                f"run '{self.storage.location}' was restored from an older copy: its epoch {epoch} is not the epoch in "
+                "which this was saved.",
                 code="fenced.history",
-                action="No action needed: the run goes on from that copy, and this is no part of it.",
+                action="No action needed: the run continues from that copy, and this save is not part of it.",
                 path=self.storage.location.url,
             )
 
@@ -274,10 +274,10 @@ class Run:
         except NotFoundError as error:
             raise _bad_seal(self.storage.path(key), commit, "is missing") from error
         if (len(data), records.digest(data)) != (commit.seal.nbytes, commit.seal.digest):
-            raise _bad_seal(self.storage.path(key), commit, "is not the seal that was committed")
+            raise _bad_seal(self.storage.path(key), commit, "is not the seal that its commit names")
         seal = records.decode(data, Seal, path=self.storage.path(key))
         if (seal.place, seal.step, seal.checkpoint_id) != (commit.place, commit.step, commit.checkpoint_id):
-            raise _bad_seal(self.storage.path(key), commit, f"seals place {seal.place}, step {seal.step}")
+            raise _bad_seal(self.storage.path(key), commit, f"is the seal of place {seal.place}, step {seal.step}")
         return Sealed(self.storage, prefix, seal, self.run_id, commit)
 
     def _proven(self, newest: int | None, history: History) -> int | None:
@@ -311,11 +311,11 @@ class Run:
                 sealed.append(folder)
             if len(sealed) > 1:
                 raise CorruptError(
-                    f"'{self.storage.location}' has no commits, but sealed checkpoints, as {' and '.join(sealed)}: its "
-                    "history was lost, or not copied.",
+                    f"'{self.storage.location}' has sealed checkpoints ({' and '.join(sealed)}), but no commits: its "
+                    "history folder was lost, or not copied.",
                     code="corrupt.history",
-                    action="Restore the history folder from another copy of the run, or have holdfast doctor --finish "
-                    "commit the checkpoints again.",
+                    action="Restore the history folder from another copy of the run, or run holdfast doctor --finish, "
+                    "which commits the checkpoints again.",
                     path=self.storage.path(records.HISTORY),
                 )
 
@@ -329,10 +329,10 @@ class Run:
     def _lost_epoch(self, number: int) -> CorruptError:
         path = self.storage.path(records.epoch_key(number))
         return CorruptError(
-            f"the record of epoch {number} of '{self.storage.location}' is missing, and the epoch has checkpoints.",
+            f"the record of epoch {number} of '{self.storage.location}' is missing, but the epoch has checkpoints.",
             code="corrupt.history",
-            action=f"Restore '{path}' from another copy of the run, or have holdfast doctor --finish make it anew. "
-            "Until then load a checkpoint by its place, as RUN@3.12.",
+            action=f"Restore '{path}' from another copy of the run, or run holdfast doctor --finish, which makes it "
+            "anew. Until then load a checkpoint by its place, as RUN@3.12.",
             path=path,
         )
 
@@ -377,7 +377,7 @@ class Run:
             if self.is_removed(place):
                 return None
             raise CorruptError(
-                f"the history of '{self.storage.location}' needs the commit at {place}, and its record is missing.",
+                f"the record of the commit at {place} is missing from the history of '{self.storage.location}'.",
                 code="corrupt.history",
                 action="Restore the history folder from another copy of the run.",
                 path=error.path,
@@ -499,7 +499,7 @@ def no_head(run: Run) -> NoReturn:
     raise NotFoundError(
         f"run '{run.storage.location}' has no committed checkpoint.",
         code="not_found.head",
-        action="Save into it first, or name another run. Holdfast doctor says whether a checkpoint can be finished.",
+        action="Save into it first, or name another run. Run holdfast doctor to see whether one can be finished.",
         path=run.storage.location.url,
     )
 
@@ -507,9 +507,9 @@ def no_head(run: Run) -> NoReturn:
 def _lone_folder(storage: Store, target: Selection) -> Located:
     if target.step is not None or target.place is not None:
         raise ConfigurationError(
-            f"'{target}' selects within '{target.root}', which is one checkpoint and not a run.",
+            f"'{target}' selects a checkpoint in '{target.root}', which is one checkpoint, not a run.",
             code="config.path",
-            action="Name the folder without a selector, or the run with one.",
+            action="Name the checkpoint folder without a selector, or a run with one.",
             path=target.root,
         )
     return Located(Sealed(storage, "", _read(storage, records.SEAL_NAME, Seal)), None, None)

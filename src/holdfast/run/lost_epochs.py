@@ -47,7 +47,7 @@ def make_anew(run: Run, known: RunRecords, number: int) -> Epoch:
     epoch = lost_epoch(run, known, number)
     if epoch is None:
         raise ConfigurationError(
-            f"no checkpoint of epoch {number} of '{run.storage.location}' says what its record was.",
+            f"no checkpoint proves what the record of epoch {number} of '{run.storage.location}' was.",
             code="config.remedy",
             action="Restore the record from another copy of the run.",
             path=run.storage.path(records.epoch_key(number)),

@@ -69,7 +69,9 @@ def parse(path: str | os.PathLike[str] | Location) -> Selection:
     text, options = (path.url, path.options) if isinstance(path, Location) else (path, ())
     text = os.fspath(text) if isinstance(text, os.PathLike) else text
     if not isinstance(text, str):
-        raise TypeError(f"the path of a run is a str or an os.PathLike of str, not {with_article(type(text).__name__)}")
+        raise TypeError(
+            f"the path of a run must be a str or os.PathLike of str, not {with_article(type(text).__name__)}"
+        )
     text = local_path(text)
     match = _SELECTOR.fullmatch(text)
     folder = text if match is None else match["root"]
@@ -149,7 +151,7 @@ def _beside(storage: Store) -> Store | None:
 def _location(root: str, text: str) -> Location:
     """The location of `root`. Raises `ConfigurationError` where it is not a possible path."""
     if not root.strip():
-        raise _malformed(f"'{text}' names no folder." if text else "the path is empty.", text)
+        raise _malformed(f"'{text}' does not name a folder." if text else "the path is empty.", text)
     if "\0" in root:
         raise _malformed("the path contains a NUL character.", text)
     if not root.isascii() and any("\ud800" <= letter <= "\udfff" for letter in root):

@@ -66,9 +66,9 @@ def abandon(run: Run, folder: str) -> None:
     created = run.storage.create(key, records.encode(Abandoned(checkpoint=folder)))
     if not created and not is_abandoned(run.storage.read(key)):
         raise ConfigurationError(
-            f"'{run.storage.path(key)}' exists: the checkpoint was completed meanwhile, and is kept.",
+            f"the checkpoint is not removed: another process has completed it, so '{run.storage.path(key)}' exists.",
             code="config.needed",
-            action="Finish it instead; once it is committed, it can be removed as a checkpoint.",
+            action="Finish the checkpoint first (holdfast doctor --finish), then remove it (holdfast rm).",
             path=run.storage.path(key),
         )
     _delete_files(run, folder)
@@ -84,8 +84,8 @@ def _delete_files(run: Run, folder: str) -> None:
 
 def _needed(run: Run, place: Place, why: str) -> ConfigurationError:
     return ConfigurationError(
-        f"checkpoint {place} of '{run.storage.location}' is not removed: {why}.",
+        f"checkpoint {place} of '{run.storage.location}' cannot be removed: {why}.",
         code="config.needed",
-        action="Choose another one; a rollback to an older checkpoint makes that one the head.",
+        action="Choose another checkpoint. To remove the head, roll back to an older checkpoint first.",
         path=run.storage.location.url,
     )

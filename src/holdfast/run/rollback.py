@@ -29,7 +29,7 @@ def rollback(run: Run, to: Place | int) -> Commit:
         raise NotFoundError(
             f"checkpoint {commit.place} of '{run.storage.location}' was removed during the rollback to it.",
             code="not_found.removed",
-            action="The head is the next older checkpoint now; roll back to another one if that is not wanted.",
+            action="The head is now the next older checkpoint. Roll back again if you want another head.",
             path=run.storage.location.url,
             step=commit.step,
         )

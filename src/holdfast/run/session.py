@@ -46,7 +46,7 @@ class FilledMemory(Protocol):
     """
 
     def among(self, numbers: AbstractSet[int]) -> AbstractSet[int]:
-        """Those of `numbers` whose memory belongs to these tensors and still exists."""
+        """The `numbers` whose memory belongs to these tensors and still exists."""
 
     def forget(self, newer: FilledMemory | None) -> bool:
         """Forget memory that no longer exists, and memory that is in `newer`. Returns whether anything is left."""
@@ -365,26 +365,26 @@ def _open_epoch(
 
 
 def _unloaded(run: Run, memory: _RunNotes, head: Commit, *, moved_from: str | None) -> ConfigurationError:
-    what, action = "this job has loaded nothing from it", "Load the run first to go on from it"
+    what, action = "this job has loaded nothing from it", "Load the run first to continue from it"
     if moved_from is not None:
         what = f"this job knows it by another path, '{moved_from}', from where it was moved or copied"
     if memory.loaded is not None and memory.loaded.number > memory.used:
         what = f"this job has loaded {memory.loaded.place} from it, but not into the objects that it saves"
-        action = "Load it with continues=True to go on from that checkpoint"
+        action = "Load it with continues=True to continue from that checkpoint"
     return ConfigurationError(
-        f"run '{run.storage.location}' has a history (its head is step {head.step} at {head.place}), and {what}.",
+        f"run '{run.storage.location}' has a history (its head is step {head.step} at {head.place}), but {what}.",
         code="config.unloaded_history",
-        action=f"{action}, save into another folder, or pass takeover=True to go on from the head.",
+        action=f"{action}, save into another folder, or pass takeover=True to continue from the head.",
         path=run.storage.location.url,
     )
 
 
 def _torn(run: Run) -> ConfigurationError:
     return ConfigurationError(
-        "a load failed half way and filled a part of the state that this job saves into run "
-        f"'{run.storage.location}'. So the state may hold parts of two checkpoints.",
+        "a load failed half way, after it had filled a part of the state that this job saves into run "
+        f"'{run.storage.location}'. The state may hold parts of two checkpoints.",
         code="config.partly_filled",
-        action="Load a whole checkpoint into it, or build its objects anew, before the next save.",
+        action="Before the next save, load a whole checkpoint into the state, or build its objects anew.",
         path=run.storage.location.url,
     )
 
@@ -393,8 +393,8 @@ def _unclear(run: Run, memory: _RunNotes, loads: Sequence[Load]) -> Configuratio
     places = " and ".join(dict.fromkeys(str(load.place) for load in loads))
     keeps = "save into another folder" if memory.last is None else f"go on after {memory.last}"
     return ConfigurationError(
-        f"this job loaded only a part of the state that it saves into run '{run.storage.location}' from its checkpoint "
-        f"{places}, or changed it on the way. So it is not clear whether the run is to continue from {places}.",
+        f"this job loaded checkpoint {places} of run '{run.storage.location}' into the state that it saves, but only "
+        f"in part or with changes (mapping, cast). So holdfast cannot tell whether the run continues from {places}.",
         code="config.unclear_history",
         action=f"Load again with continues=True to continue from there, or with continues=False to {keeps}.",
         path=run.storage.location.url,

@@ -118,7 +118,7 @@ class Uncommitted:
         if isinstance(self._known.commits.get(place), HoldfastError) and self._sealed_at == place:
             return None  # it was committed: the doctor reports the damaged record of its commit by itself
         if place in self._known.commits:
-            text = f"'{self._path}' is of place {place}, which another checkpoint took. Open it by its own path."
+            text = f"Another checkpoint was committed at the place of '{self._path}', {place}. Open it by its own path."
             return FolderState("folder.superseded", text, "none")
         absent = missing_files(self._run.storage, stored)
         if absent:
@@ -131,7 +131,7 @@ class Uncommitted:
             return self._damaged(error)
         if self._seal not in (None, seal):
             return FolderState(
-                "folder.damaged", f"The seal in '{self._path}' is not that of its files.", self._remedy()
+                "folder.damaged", f"The seal in '{self._path}' does not match the files there.", self._remedy()
             )
         return self._complete(stored)
 
@@ -139,16 +139,16 @@ class Uncommitted:
         place, step = stored.manifest.place, stored.manifest.body.step
         newer = max(self._known.commits, default=None)
         is_newest = place.epoch == self._known.newest and (newer is None or place > newer)
-        where = "the head, unless a later one is finished too" if is_newest else "in its place"
+        becomes = "becomes the head, unless a later one is finished too" if is_newest else "appears at its place"
         lacks = "a commit" if self._seal is not None else "a seal and a commit"
-        text = f"'{self._path}' (place {place}, step {step}) has all its files and lacks {lacks}. Finish it: it is then"
-        return FolderState("folder.complete", f"{text} {where}. Nothing else changes.", "finish")
+        text = f"'{self._path}' (place {place}, step {step}) has all its files, but lacks {lacks}. Finish it: it then"
+        return FolderState("folder.complete", f"{text} {becomes}. Nothing else changes.", "finish")
 
     def _unfinished(self, what: str, *, young: bool) -> FolderState:
         if young:
             text = f"{what} Its save may be in progress: look again when it has ended, or remove it by force."
             return FolderState("folder.in_progress", text, "none")
-        text = f"{what} Its save did not end, so it was never visible, and nobody can finish it. Remove it."
+        text = f"{what} Its save never ended, so the checkpoint was never visible and cannot be finished. Remove it."
         return FolderState("folder.unfinished", text, self._remedy())
 
     def _damaged(self, error: CorruptError) -> FolderState:
@@ -156,7 +156,7 @@ class Uncommitted:
         return FolderState("folder.damaged", text, self._remedy())
 
     def _removal_unfinished(self) -> FolderState:
-        text = f"'{self._path}' is the rest of a checkpoint whose removal was interrupted. Remove it to go on."
+        text = f"The removal of the checkpoint '{self._path}' was interrupted. Remove it to delete the rest."
         return FolderState("folder.removal_unfinished", text, "remove")
 
     def _remedy(self) -> Remedy:

@@ -70,7 +70,7 @@ def save(
     """Save `state` into `run` and return when the checkpoint is committed and durable.
 
     Blocking and collective over `group` (default: all ranks of the job): every rank calls it with the same `run` and
-    `step`; one plain process may call it too. `step` is the number of the step that was finished last. A save after a
+    `step`; one plain process may call it too. `step` is the number of the last finished step. A save after a
     load logs a warning if its `step` is not greater than that of the loaded checkpoint. `save` creates `run` if it does
     not exist. If it has a history, this job must have loaded from it, unless ``takeover=True``. `metrics` are recorded
     with the commit. Extra memory is three buffers of 2 MiB. While layouts do not change, later saves exchange a few
@@ -99,7 +99,7 @@ def save(
     """
     step = whole(step)
     if on_divergence not in ("warn", "error"):
-        raise ValueError(f"on_divergence is 'warn' or 'error', not {on_divergence!r}")
+        raise ValueError(f"on_divergence must be 'warn' or 'error', not {on_divergence!r}")
     numbers = numbers_of(metrics or {})
     chosen = None if select is None else Globs(select)
     location = run_location(run)
@@ -121,7 +121,7 @@ def whole(step: object) -> int:
     anything that is not a step."""
     number = operator.index(step) if isinstance(step, SupportsIndex) and not isinstance(step, bool) else -1
     if not 0 <= number < 1 << 63:
-        raise ValueError(f"step is a whole number from 0 on, of 63 bits at most, not {step!r}")
+        raise ValueError(f"step must be a whole number from 0 to 2**63 - 1, not {step!r}")
     return number
 
 
@@ -129,12 +129,12 @@ def numbers_of(metrics: Mapping[str, SupportsFloat]) -> dict[str, float]:
     """Convert `metrics` to the floats that are recorded. Raises `TypeError` or `ValueError` for anything that is not a
     metric."""
     if not isinstance(metrics, Mapping):
-        raise TypeError(f"metrics are a dict of numbers, not {metrics!r}")
+        raise TypeError(f"metrics must be a dict of numbers, not {metrics!r}")
     for name, value in metrics.items():
         if type(name) is not str or not isinstance(value, SupportsFloat):
-            raise TypeError(f"a metric is a number under a string, not {name!r}: {value!r}")
+            raise TypeError(f"a metric must be a string with a number, not {name!r}: {value!r}")
     if sum(6 * len(name) + 32 for name in metrics) > MAX_RECORD_NBYTES // 2:  # as JSON, at most
-        raise ValueError(f"{count(len(metrics), 'metric')} of such long names: a commit record does not hold that much")
+        raise ValueError(f"{count(len(metrics), 'metric')} and their names do not fit into the record of a commit")
     return {name: _number_of(name, value) for name, value in metrics.items()}
 
 
@@ -142,7 +142,9 @@ def _number_of(name: str, value: SupportsFloat) -> float:
     if not isinstance(value, torch.Tensor):
         return float(value)
     if value.numel() != 1 or value.is_complex() or value.is_meta:
-        raise ValueError(f"a metric is one number, not a tensor of shape {tuple(value.shape)}, {value.dtype}: {name!r}")
+        raise ValueError(
+            f"metric {name!r} must be one number, not a {value.dtype} tensor of shape {tuple(value.shape)}"
+        )
     return float(value.detach())  # torch warns about the conversion of a number with a gradient
 
 

@@ -42,7 +42,7 @@ def commit_after_rank_loss(storage: Store, planned: Planned, step: int, *, numbe
         _finish(Run.open(storage), planned, wait_s=min(_TURN_S * num_before, _MAX_WAIT_S))
     except HoldfastError as error:
         return f"Step {step} was not committed: {error.message}"
-    return f"Step {step} was committed nevertheless, at place {planned.place}: all its data files are durable."
+    return f"Step {step} was committed all the same, at place {planned.place}: all its data files are durable."
 
 
 def _finish(run: Run, planned: Planned, *, wait_s: float) -> None:

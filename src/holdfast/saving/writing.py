@@ -79,14 +79,14 @@ def _read_manifest(storage: Store, planned: Planned, rank: int) -> DecodedManife
         raise StorageError(
             f"rank {rank} does not see '{path}', which rank 0 has just written{other}.",
             code="storage.not_shared",
-            action=f"{action}, and have them save into several runs in one order." if other else f"{action}.",
+            action=f"{action}. With several runs, save into them in the same order." if other else f"{action}.",
             path=path,
             rank=rank,
         )
     data = storage.read(key)
     if xxhash.xxh3_128_hexdigest(data) != planned.digest:
         raise StorageError(
-            f"rank {rank} reads other bytes from '{path}' than rank 0 wrote.",
+            f"the bytes that rank {rank} reads from '{path}' are not those that rank 0 wrote.",
             code="storage.inconsistent",
             action="Check that the file system shows all nodes the same files.",
             path=path,

@@ -187,9 +187,9 @@ def _parts(target: torch.Tensor, source: torch.Tensor) -> Iterator[tuple[list[to
 
 def _changed(name: str) -> StateError:
     return StateError(
-        f"{shown(name)} was changed while it was being copied, by something else than a step of an optimizer in the "
+        f"{shown(name)} was changed while it was being copied, by code other than the step of an optimizer in the "
         "state.",
         code="state.changed",
-        action="Change it under the guard: `with checkpointer.guard():` waits until it may be changed.",
+        action="Make the change under the guard: `with checkpointer.guard():` waits until the copy is done.",
         tensor=name,
     )

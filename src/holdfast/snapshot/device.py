@@ -109,9 +109,7 @@ def registered(data: Bytes, device: torch.device) -> Callable[[], None]:
     with torch.cuda.device(device):  # otherwise this process would make a context, which takes memory, on device 0
         status = int(runtime.cudaHostRegister(address, data.nbytes, _PORTABLE))
     if status:
-        _log.warning(
-            "memory for snapshots could not be registered with %s (error %d): copies take longer", device, status
-        )
+        _log.warning("could not register memory for snapshots with %s (error %d): copies are slower", device, status)
         return lambda: None
     _log.info("registered %d bytes with %s in %.2f s", data.nbytes, device, time.perf_counter() - start_s)
 

@@ -159,10 +159,10 @@ class Guard:
             while changes := [change for change in tuple(_changes) if not change.wait(0)]:
                 if not all(change.wait(max(end_s - time.monotonic(), 0)) for change in changes):
                     raise DeadlineError(
-                        f"another thread was under the guard of a Checkpointer for {timeout_s:.0f} s: no save could "
+                        f"another thread held the guard of a Checkpointer for {timeout_s:.0f} s, so no save could "
                         "begin.",
                         code="timeout.guard",
-                        action="Have it end its `with checkpointer.guard():` before the next save.",
+                        action="Let that thread leave its `with checkpointer.guard():` block before the next save.",
                     )
         except BaseException:
             hold.release()

@@ -262,7 +262,7 @@ class _Binder:
             raise NotFoundError(
                 f"The values refer to tensor {name!r}, which is not among the tensors to load.",
                 code="not_found.tensor",
-                action="Select that tensor too, or leave the object that it belongs to out.",
+                action="Select that tensor too, or leave out the object that it belongs to.",
                 tensor=name,
             )
         alike = like is not None and tuple(like.shape) == stored.shape and registered(like) is None

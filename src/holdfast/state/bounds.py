@@ -45,7 +45,7 @@ def _read_only_maps() -> list[tuple[int, int]]:
 
 def _read_only(name: str) -> StateError:
     return StateError(
-        f"The memory of tensor {name!r} is mapped for reading only, so nothing can be loaded into it.",
+        f"The memory of tensor {name!r} is mapped read-only, so nothing can be loaded into it.",
         code="state.read_only",
         action="Give the tensor memory of its own (tensor.clone()), or map its file for writing.",
         tensor=name,

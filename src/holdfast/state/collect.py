@@ -283,17 +283,17 @@ def unsupported_tensor(name: str, tensor: torch.Tensor, problem: str) -> StateEr
     kind = type(tensor)
     shape = "" if nn.parameter.is_lazy(tensor) or tensor.is_nested else f" of shape {tuple(tensor.shape)}"
     if nn.parameter.is_lazy(tensor):
-        action = "Run one forward first, also before loading: it makes the parameters of lazy modules."
+        action = "Run one forward pass before saving or loading: it creates the parameters of lazy modules."
     elif tensor.is_nested:
         action = "Put its parts into the state: nested.values() and nested.offsets(), or nested.unbind()."
     elif tensor.is_meta:
         action = "Give the tensor memory with model.to_empty(device=...)."
     elif tensor.is_conj() or tensor.is_neg():
-        action = "Keep tensor.resolve_conj().resolve_neg() in its place."
+        action = "Put tensor.resolve_conj().resolve_neg() into the state instead."
     elif kind in _PLAIN or is_dtensor(tensor):
-        action = "Keep a plain, dense torch.Tensor or DTensor of a storable dtype in the state."
+        action = "Put a plain, dense torch.Tensor or DTensor of a storable dtype into the state instead."
     else:
-        action = f"Say with holdfast.register_tensor({kind.__qualname__}, ...) which plain tensors it consists of."
+        action = f"Register its type and the plain tensors in it: holdfast.register_tensor({kind.__qualname__}, ...)."
     return StateError(
         f"Tensor {name!r}{shape} cannot be stored: it has {problem}.",
         code="state.unsupported_tensor",
@@ -309,7 +309,7 @@ def check_shape(name: str, shape: Sequence[int]) -> None:
         StateError: code ``state.unsupported_tensor``; the error names the tensor.
     """
     if len(shape) > MAX_AXES:
-        problem = f"{count(len(shape), 'axis', 'axes')}, and a checkpoint has at most {MAX_AXES}"
+        problem = f"{count(len(shape), 'axis', 'axes')}, but the limit is {MAX_AXES}"
     elif (prod(shape) or prod(filter(None, shape))) > MAX_NUMEL:
         problem = f"axes too long for any checkpoint: {list(shape)}"
     else:
@@ -362,8 +362,8 @@ def _lacking(part: torch.Tensor, *, meta: bool) -> str | None:
 def _shared_and_own(entries: Sequence[NamedTensor]) -> StateError:
     names = [entry.name for entry in entries]
     return StateError(
-        f"One tensor belongs to a rank alone and to all ranks: {', '.join(map(repr, names))}.",
+        f"One tensor is in a PerRank and also outside of it: {', '.join(map(repr, names))}.",
         code="state.per_rank",
-        action="Take it out of the PerRank, or put a copy there.",
+        action="Take it out of the PerRank, or put a copy into the PerRank.",
         tensor=names[0],
     )

@@ -75,7 +75,7 @@ def _listed(names: Collection[str], lacking: Collection[str], optimizers: Sequen
             following = own  # only names of its groups are left, and they follow too
         if following:
             rest = [name for name in rest if name not in following]
-            lines.append(f"{path} (what the optimizer has for these parameters: {count(len(following), 'name')})")
+            lines.append(f"{path} (the optimizer state of these parameters: {count(len(following), 'name')})")
     return sorted([*grouped(rest), *lines])
 
 
@@ -113,8 +113,8 @@ def _hints(names: Collection[str]) -> Iterator[str]:
     saved = sorted({_entry(name) for name in names if "/state/%int=" in name})
     if saved:
         yield (
-            f"What was saved as a state_dict(), as {saved[0]!r} may be, is read with holdfast.open(path)"
-            f".tree({saved[0]!r}): give that to load_state_dict."
+            f"If {saved[0]!r} was saved as a state_dict(), read it with holdfast.open(path)"
+            f".tree({saved[0]!r}), and pass that to load_state_dict."
         )
 
 
@@ -262,37 +262,38 @@ def _action(codes: Iterable[str]) -> str:
     if not others:
         return _ACTIONS[first]
     if (first, others[0]) == ("incompatible.shape", "incompatible.slots"):
-        return f"{_ACTIONS[first]} With strict=False the optimizer begins anew for it."
+        return f"{_ACTIONS[first]} strict=False starts the optimizer state of that parameter afresh."
     return f"{_ACTIONS[first]} {_ACTIONS[others[0]]}"
 
 
 _ACTIONS = {
-    "incompatible.dtype": "Create the live tensor in the stored dtype, or have it cast with cast=.",
+    "incompatible.dtype": "Create the live tensor in the stored dtype, or cast the stored one with cast=.",
     "incompatible.shape": (
         "Create the live tensor in the stored shape, map the stored one (mapping=), or leave it out, such as with "
         'select="!model/head.*".'
     ),
     "incompatible.slots": (
-        "Give the parameter the shape that it had, or have the optimizer begin anew for it with strict=False."
+        "Give the parameter its stored shape, or start its optimizer state afresh with strict=False."
     ),
     "incompatible.kind": (
-        "Put the same kind of object into the live state, or leave it out of the state. A dict that was stored, such "
-        "as a state_dict(), is read with holdfast.open(path).tree(name)."
+        "Put the same kind of object into the live state, or leave it out of the state. To read a stored dict, such as "
+        "a state_dict(), use holdfast.open(path).tree(name)."
     ),
-    "incompatible.no_state": "Leave it out of the live state, or out of select=: it then begins anew.",
+    "incompatible.no_state": "Leave the object out of the live state, or out of select=: it then starts afresh.",
     "incompatible.scheduler_class": (
-        "Build the scheduler that was saved, or leave it out of the live state, or out of select=: it then begins anew."
+        "Build the scheduler that was saved, or leave it out of the live state, or out of select=: it then starts "
+        "afresh."
     ),
     "incompatible.per_rank": (
-        "Load with as many ranks, or say with PerRank(value, on_resize=...) what a rank gets instead: "
-        '"first" (what rank 0 had), or a function of all parts.'
+        "Load with the same number of ranks, or choose with PerRank(value, on_resize=...) the value of each rank: "
+        '"first" (the value of rank 0), or a function of all parts.'
     ),
     "incompatible.meta": (
-        'Fill what the checkpoint lacks by the mapping (fill="zero"), or give the tensor memory and values before.'
+        'Fill the missing part by the mapping (fill="zero"), or give the tensor memory and values before the load.'
     ),
     "incompatible.tied": (
-        "Load into a state that ties only what was tied, or equal, when the checkpoint was written; fuse with mapping= "
-        "only parameters that are equal in optimizer state of one element."
+        "Load into a state that ties only tensors that are tied or equal in the checkpoint. With mapping=, fuse only "
+        "parameters whose optimizer state of one element, such as step, is equal."
     ),
 }
 

@@ -91,7 +91,7 @@ def check_root(state: Mapping[str, object]) -> None:
     if not isinstance(state, MutableMapping):
         problem = f"The state is {kind_of(state)}, not a dict."
     elif strange := [key for key in state if type(key) is not str]:
-        problem = f"The state has the key {strange[0]!r:.80}, {kind_of(strange[0])}, and its keys must be strings."
+        problem = f"The state has the key {strange[0]!r:.80}, {kind_of(strange[0])}, but its keys must be strings."
     if problem is not None:
         raise StateError(
             problem,
@@ -372,7 +372,7 @@ class Walk:
         elif len(added) < len(children):
             entries = count(len(children), "entry", "entries")
             raise StateError(
-                f"select takes {len(added)} of the {entries} of {path!r}, {kind_of(item)}.",
+                f"select takes only {len(added)} of the {entries} of {path!r}, {kind_of(item)}.",
                 code="state.select",
                 action="Select all of them or none, or keep them in a dict.",
                 path=path,
@@ -396,7 +396,7 @@ class Walk:
 
     def _tensor_at(self, path: str, item: torch.Tensor, replicas: Replicas) -> None:
         if is_dtensor(item) and own_part(path):
-            raise unsupported_tensor(path, item, "parts on several ranks, but stands in a PerRank")
+            raise unsupported_tensor(path, item, "parts on several ranks, but is in a PerRank")
         self.tensors((NamedTensor(path, item, replicas),))
         self._nodes.setdefault(path, _TENSOR)
 
@@ -410,9 +410,9 @@ class Walk:
         node = self._nodes.get(path)
         if not isinstance(node, Leaf | TensorRef | Container):
             raise StateError(
-                f"{path!r} was encoded to another registered type by {registration.name!r}.",
+                f"The encode function of {registration.name!r} turned {path!r} into another registered type.",
                 code="state.encoded",
-                action="Have it give plain values, or put the object that it gives into a list.",
+                action="Return plain values from the function, or the object inside a list.",
                 path=path,
             )
         self._nodes[path] = Encoded(registration.name, node)
@@ -444,7 +444,9 @@ def _unsupported_leaf(path: str, item: object) -> StateError:
     elif isinstance(item, np.ndarray):
         action = "Put numpy.asarray(array) into the state."
     elif isinstance(item, PerRank) or ((adapter := adapter_of(item)) is not None and adapter.spans_ranks):
-        action = "Put it into the state itself: not into a PerRank, nor what state_dict() or get_extra_state() returns."
+        action = (
+            "Put it directly into the state, not into a PerRank or the result of state_dict() or get_extra_state()."
+        )
     else:
         plain = plain_form(item, _variable(path))
         first = "Take it out of the state" if plain is None else f"Put {plain} into the state instead"

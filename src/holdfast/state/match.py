@@ -104,13 +104,13 @@ class Matcher:
         stored, layout = self._stored[source], local.layout
         may_cast = self.may_cast(names)
         if stored.dtype != layout.dtype and not (may_cast and castable(stored.dtype, layout.dtype)):
-            kind = ", which no cast makes of it" if may_cast else ""
+            kind = ", and no cast converts between them" if may_cast else ""
             text = f"{layout.dtype} here, {stored.dtype} in the checkpoint{kind}"
             self._mismatches.add("incompatible.dtype", name, text)
         if stored.shape != layout.shape:
             self._mismatches.add("incompatible.shape", name, f"{layout.shape} here, {stored.shape} in the checkpoint")
         if source in self._terms.kept and _on_meta(local):
-            text = "on the meta device, so it has nothing to keep where the checkpoint has nothing"
+            text = "on the meta device, so it has no values to keep where the checkpoint has none"
             self._mismatches.add("incompatible.meta", name, text)
         target = BoundTensor(name, source, local)
         self._fill(target)
@@ -147,7 +147,7 @@ class Matcher:
             self.used.add(path)
             if not values.same(node, self._nodes.get(original)):
                 self._mismatches.add(
-                    "incompatible.tied", original, f"one value here, stored separately as {path!r}, which differs"
+                    "incompatible.tied", original, f"one value here, but stored separately as {path!r}, which differs"
                 )
             for tensor, other in zip(values.tensors_at(original, node), values.tensors_at(path, node), strict=True):
                 self._required.setdefault(tensor, []).append(self.canonical(other))
@@ -200,7 +200,7 @@ def _on_meta(local: LocalTensor) -> bool:
 
 
 def _separately(names: Sequence[str], how: str) -> str:
-    return f"one tensor here, stored separately as {' and '.join(map(repr, names))}, {how}"
+    return f"one tensor here, but stored separately as {' and '.join(map(repr, names))}, {how}"
 
 
 class SelectedNodes(Mapping[str, Node]):

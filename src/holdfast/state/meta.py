@@ -55,9 +55,9 @@ class MetaTensors:
         device = self._mesh_device or torch.empty(0).device
         if device.type == "meta":
             raise ConfigurationError(
-                "There are tensors on the meta device to be loaded, and torch makes new tensors there, too.",
+                "Tensors to be loaded are on the meta device, and under torch.device('meta') new tensors are too.",
                 code="config.device",
-                action="Load outside of torch.device('meta'), or say where memory is to be with device=.",
+                action="Load outside of torch.device('meta'), or choose the device of their memory with device=.",
             )
         return device
 
@@ -100,7 +100,7 @@ def check_alone(entry: NamedTensor) -> None:
             f"Tensor {entry.name!r} is on the meta device and cannot get memory in place: a view of it, an autograd "
             "graph or a wrapper such as DistributedDataParallel refers to it.",
             code="state.unsupported_tensor",
-            action="Load before the module is wrapped or run, or build it with memory.",
+            action="Load before you wrap or run the module, or build it with memory.",
             tensor=entry.name,
         )
 
@@ -127,8 +127,8 @@ def check_fillable(names: Collection[str]) -> None:
     checkpoint can hold."""
     if names:
         raise IncompatibleError(
-            f"No checkpoint has {count(len(names), 'tensor')} on the meta device, because buffers that are not "
-            f"persistent and plain attributes are no part of one: {listing(sorted(names))}.",
+            f"{count(len(names), 'tensor')} on the meta device cannot be loaded, because no checkpoint has buffers "
+            f"that are not persistent, or plain attributes: {listing(sorted(names))}.",
             code="incompatible.meta",
             action=(
                 "Compute them on a real device before the load (accelerate: init_empty_weights with "

@@ -64,7 +64,7 @@ def check_disjoint(targets: Sequence[BoundTensor]) -> None:
         for other in open_:
             if not _is_same(other, held) and _share_memory(other.view, held.view):
                 names = f"{other.target.name!r} and {held.target.name!r}"
-                raise _overlap(held.target.name, f"The target tensors {names} have memory in common.")
+                raise _overlap(held.target.name, f"The target tensors {names} share memory.")
         open_.append(held)
 
 
@@ -119,7 +119,7 @@ def _share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def _overlap(name: str, what: str) -> StateError:
     return StateError(
-        f"{what} The memory would hold only the values that are loaded last.",
+        f"{what} Later values would overwrite those that are loaded first.",
         code="state.overlap",
         action="Give each tensor memory of its own (tensor.clone()), or leave one of them out with select=.",
         tensor=name,

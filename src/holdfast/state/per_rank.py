@@ -28,4 +28,4 @@ class PerRank(Generic[T]):
 
     def __post_init__(self) -> None:
         if not callable(self.on_resize) and self.on_resize not in ("error", "first"):
-            raise ValueError(f'on_resize is {self.on_resize!r}; it is "error", "first", or a function of all parts.')
+            raise ValueError(f'on_resize must be "error", "first", or a function of all parts, not {self.on_resize!r}.')

@@ -57,7 +57,7 @@ class Piecewise:
         replicas: Literal["compare", "split"] = "compare",
     ) -> None:
         if replicas not in ("compare", "split"):
-            raise ValueError(f'replicas is {replicas!r}; it is "compare" or "split"')
+            raise ValueError(f'replicas must be "compare" or "split", not {replicas!r}')
         self.shape: Shape = tuple(map(index, shape))
         if any(extent < 0 for extent in self.shape):
             raise ValueError(f"shape {self.shape} has a negative extent")
@@ -112,22 +112,22 @@ def _part(part: FlatRange | Box) -> FlatRange | Box:
         return FlatRange(index(part.start), index(part.stop))
     if type(part) is Box:
         return Box(tuple(map(index, part.start)), tuple(map(index, part.size)))
-    raise TypeError(f"a part is a holdfast.FlatRange or a holdfast.Box, not {kind_of(part)}")
+    raise TypeError(f"a part must be a holdfast.FlatRange or a holdfast.Box, not {kind_of(part)}")
 
 
 def _dtype(pieces: Sequence[tuple[FlatRange | Box, torch.Tensor]], declared: torch.dtype | None) -> torch.dtype:
     """The dtype of all pieces. Refuses pieces of two kinds, and memory that is not a plain tensor."""
     if len({type(part) for part, _ in pieces}) > 1:
-        raise TypeError("the pieces of a tensor are all flat ranges, or all boxes")
+        raise TypeError("the pieces of a tensor must be all flat ranges, or all boxes")
     for part, memory in pieces:
         if type(memory) is not torch.Tensor and type(memory) is not nn.Parameter:
-            raise TypeError(f"the memory of {part} is {kind_of(memory)}, not a plain torch.Tensor")
+            raise TypeError(f"the memory of {part} must be a plain torch.Tensor, not {kind_of(memory)}")
     dtypes = {memory.dtype for _, memory in pieces} | ({declared} if declared is not None else set())
     if not dtypes:
-        raise ValueError("without pieces, say the dtype of the tensor: Piecewise(shape, [], dtype=...)")
+        raise ValueError("without pieces, pass the dtype of the tensor: Piecewise(shape, [], dtype=...)")
     if len(dtypes) > 1:
         found = ", ".join(sorted(map(str, dtypes)))
-        raise ValueError(f"all pieces of a tensor have its dtype, not {found}")
+        raise ValueError(f"all pieces of a tensor must have its dtype, not {found}")
     (dtype,) = dtypes
     if dtype not in DTYPE_NAMES:
         raise ValueError(f"tensors of dtype {dtype} cannot be stored")
@@ -152,7 +152,7 @@ def _check(part: FlatRange | Box, memory: torch.Tensor, shape: Shape) -> None:
     if memory.layout is not torch.strided or memory.is_meta or memory.is_neg() or memory.is_conj():
         raise ValueError(f"the memory of {part} is sparse, on the meta device, or a lazy view; give it dense memory")
     if isinstance(part, FlatRange) and memory.ndim > 1 and not memory.is_contiguous():
-        raise ValueError(f"the memory of {part} is neither contiguous nor 1-d; a flat range is in row-major order")
+        raise ValueError(f"the memory of {part} is neither contiguous nor 1-d, but a flat range is in row-major order")
 
 
 def _fits(part: FlatRange | Box, memory: torch.Tensor) -> bool:
@@ -170,14 +170,14 @@ def _check_disjoint(parts: Sequence[FlatRange | Box]) -> None:
             if box.start and other.start[0] >= box.stop[0]:
                 break  # all that follow start behind this box too
             if intersect(box, other) is not None:
-                raise ValueError(f"{part} and {other_part} overlap; the pieces of one rank are disjoint")
+                raise ValueError(f"{part} and {other_part} overlap, but the pieces of one rank must be disjoint")
 
 
 def _in_per_rank(name: str) -> StateError:
     return StateError(
-        f"Tensor {name!r} has parts on several ranks, but stands in a PerRank.",
+        f"Tensor {name!r} has parts on several ranks, but is in a PerRank.",
         code="state.per_rank",
-        action="Take it out of the PerRank, or put the plain tensors there.",
+        action="Take it out of the PerRank, or put plain tensors into the PerRank.",
         tensor=name,
     )
 
@@ -186,15 +186,15 @@ def _released(name: str, part: FlatRange | Box) -> StateError:
     return StateError(
         f"Tensor {name!r} cannot be stored: the memory of {part} was released, or made smaller.",
         code="state.unsupported_tensor",
-        action="Save while it has its memory, or make the Piecewise anew from where the elements are now.",
+        action="Save while the memory exists, or make a new Piecewise from the memory that holds the elements now.",
         tensor=name,
     )
 
 
 def _resized(name: str, part: FlatRange | Box, memory: torch.Tensor) -> StateError:
     return StateError(
-        f"The memory of {part} of tensor {name!r} has shape {list(memory.shape)} by now.",
+        f"The memory of {part} of tensor {name!r} was resized: its shape is now {list(memory.shape)}.",
         code="state.local_shape",
-        action="Make the Piecewise anew from where the elements are now.",
+        action="Make a new Piecewise from the memory that holds the elements now.",
         tensor=name,
     )

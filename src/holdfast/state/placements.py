@@ -105,8 +105,8 @@ class PlacementReader:
             return
         rank = described.mesh.get_rank()
         raise StateError(
-            f"Rank {rank} holds {list(part.shape)} of tensor {name!r} of shape {list(described.shape)}; its placements "
-            f"{described.placements} say {list(expected)}.",
+            f"Rank {rank} holds {list(part.shape)} of tensor {name!r} of shape {list(described.shape)}, but by its "
+            f"placements {described.placements} it should hold {list(expected)}.",
             code="state.local_shape",
             action="Divide the tensor with fully_shard, parallelize_module or distribute_tensor, or describe the parts "
             "with holdfast.Piecewise.",
@@ -154,7 +154,7 @@ def _in_group_order(mesh: DeviceMesh, axes: Sequence[int], name: str) -> npt.NDA
     turned = np.full_like(ranks, -1)
     turned[tuple(places)] = ranks
     if (turned < 0).any():
-        raise _refused(f"a mesh of ranks {ranks.tolist()}, of which torch gives several the same part", name)
+        raise _refused(f"a mesh of ranks {ranks.tolist()}, in which torch gives several ranks the same part", name)
     return turned
 
 
@@ -246,16 +246,16 @@ def _placement(placement: TorchPlacement, name: str) -> Placement:
 
 def _refused(what: str, name: str) -> StateError:
     return StateError(
-        f"Tensor {name!r} has {what}, which says nothing about where its elements are.",
+        f"Tensor {name!r} has {what}, which does not determine where its elements are.",
         code="state.placement",
-        action="Redistribute it to Shard and Replicate placements.",
+        action="Redistribute the tensor to Shard and Replicate placements.",
         tensor=name,
     )
 
 
 def _malformed(value: TorchValue) -> CorruptError:
     return CorruptError(
-        f"{value.text!r:.80} is no torch {value.kind}.",
+        f"{value.text!r:.80} is not a torch {value.kind}.",
         code="corrupt.values",
         action="Use another copy or an older checkpoint.",
     )

@@ -96,7 +96,7 @@ def register_tensor(
     _check_types(kind, name, planes=planes, rebuild=rebuild)
     if not _is_tensor(kind) or _full_name(kind) in _NEED_NO_PLANES:
         raise ConfigurationError(
-            f"{kind.__qualname__} is no subclass of torch.Tensor that needs planes.",
+            f"{kind.__qualname__} is not a subclass of torch.Tensor that needs planes.",
             code="config.registration",
             action="Register a tensor subclass; for other types, use holdfast.register_value.",
         )
@@ -132,16 +132,16 @@ def _problem_of(planes: object, again: object) -> str | None:
     """The reason why a load could not fill a tensor through its planes, by the results of two calls of its planes
     function; None if it could."""
     if not isinstance(planes, Mapping) or not isinstance(again, Mapping):
-        return f"gave {kind_of(planes)}, and no dict of planes"
+        return f"returned {kind_of(planes)}, not a dict of planes"
     for key, plane in planes.items():
         if not isinstance(key, str) or not _is_tensor(type(plane)):
-            return f"gave {kind_of(plane)} as {key!r}, and no tensor under a name"
+            return f"returned {kind_of(plane)} as {key!r}, not a tensor under a name"
     if not planes:
-        return "gave no planes"
+        return "returned no planes"
     if planes.keys() != again.keys():
-        return "gave other planes on the second call"
+        return "returned other planes on the second call"
     if any(plane.data_ptr() != again[key].data_ptr() for key, plane in planes.items()):
-        return "gave copies: what is loaded into them would be lost"
+        return "returned copies: values that are loaded into them would be lost"
     return None
 
 
@@ -164,12 +164,12 @@ def decode(name: str, value: object) -> object:
 
 def _check_types(kind: object, name: object, **functions: object) -> None:
     if not isinstance(kind, type):
-        raise TypeError(f"the first argument is a type to register, not {kind_of(kind)}")
+        raise TypeError(f"the first argument must be a type to register, not {kind_of(kind)}")
     for what, function in functions.items():
         if not callable(function):
-            raise TypeError(f"{what} is a function, not {kind_of(function)}")
+            raise TypeError(f"{what} must be a function, not {kind_of(function)}")
     if not isinstance(name, str) or not name:
-        raise TypeError(f"name is the text that checkpoints call {kind.__qualname__} by, not {name!r}")
+        raise TypeError(f"name must be a string, the name of {kind.__qualname__} in checkpoints, not {name!r}")
 
 
 def _register(new: Registration) -> None:

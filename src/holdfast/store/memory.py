@@ -81,7 +81,7 @@ class FilesInMemory:
 
     def _read_only(self, key: str) -> StorageError:
         return StorageError(
-            f"{self.path(key)} cannot be changed: it is memory, seen as a file.",
+            f"{self.path(key)} cannot be changed: it is memory that readers see as a file.",
             code="storage.read_only",
             action="Save into a run instead.",
             path=self.path(key),

@@ -59,7 +59,9 @@ class PosixStore:
         """The full path of `key`."""
         for name in key.split("/"):
             if name in ("", ".", "..") or name.startswith(TEMPORARY_PREFIX):
-                raise ValueError(f"{key!r} is no key: use relative names without empty, '.', '..' or temporary parts")
+                raise ValueError(
+                    f"{key!r} is not a key: use a relative name without empty, '.', '..' or temporary parts"
+                )
         return os.path.join(self._root, key)
 
     def _folder(self, folder: str) -> str:
@@ -210,7 +212,7 @@ class _OpenFile:
             raise error
         if self.alignment == ALIGNMENT:
             self.alignment = _BUFFERED_ALIGNMENT
-            _log.info("direct I/O was refused for %s: going on through the page cache", self._path)
+            _log.info("direct I/O was refused for %s: continuing through the page cache", self._path)
 
     def close(self) -> None:
         """Close the file. Does nothing the second time."""
@@ -249,7 +251,7 @@ class PosixWriter(_OpenFile):
             while len(data):
                 num_written = self._write_some(offset, data)
                 if num_written == 0:
-                    raise OSError(errno.EIO, "the file system took no byte and gave no reason")
+                    raise OSError(errno.EIO, "the file system wrote no bytes and reported no error")
                 offset += num_written
                 data = data[num_written:]
 

@@ -42,10 +42,10 @@ def reported(operation: str, path: str, *, nbytes: int | None = None) -> Iterato
 
 
 def _storage_error(operation: str, path: str, error: OSError, nbytes: int | None) -> HoldfastError:
-    code, action = "storage.failed", "Repair what the system reports, then try again."
+    code, action = "storage.failed", "Repair the cause that the system reports, then try again."
     reason = error.strerror or str(error)
     if error.errno in _FULL:
-        code, action = "storage.full", "Free space or raise the quota, or save to another place."
+        code, action = "storage.full", "Free space, raise the quota, or save to another place."
         reason += _space(os.path.dirname(path), nbytes)
     elif error.errno in _DENIED:
         code, action = "storage.denied", "Give this user write access, or use another place."
@@ -53,15 +53,15 @@ def _storage_error(operation: str, path: str, error: OSError, nbytes: int | None
         obstacle = in_the_way(path)
         if obstacle is not None:
             code, reason = "storage.not_a_folder", obstacle
-            action = "Name another folder, or remove what is in its place."
+            action = "Name another folder, or remove that file or link."
         else:
             code = "storage.vanished"
-            reason = "its folder, or the file under construction in it, was removed meanwhile"
+            reason = "its folder, or the temporary file in it, was removed during the operation"
             action = "Find out who removed it, or whether its file system was unmounted; then try again."
     elif error.errno == errno.EIO:
-        code, action = "storage.io", "Look for device errors in the kernel log, then use another copy or place."
+        code, action = "storage.io", "Look for device errors in the kernel log (dmesg), then use another copy or disk."
     elif error.errno in _TRANSIENT:
-        code, action = "storage.unavailable", "Try again; if it stays, check the file server and the mount."
+        code, action = "storage.unavailable", "Try again; if the error persists, check the file server and the mount."
     return StorageError(
         f"cannot {operation} {path}: {reason}.",
         code=code,
@@ -102,14 +102,14 @@ def in_the_way(path: str) -> str | None:
 def not_found(path: str) -> NotFoundError:
     """The error for a path without a regular file."""
     other = (
-        " (what has its name is no file: a folder, a link to nothing, a pipe or a device)"
+        " (the path exists, but is not a file: it is a folder, a broken link, a pipe or a device)"
         if os.path.lexists(path)
         else ""
     )
     return NotFoundError(
         f"there is no file {path}{other}.",
         code="not_found.object",
-        action="Check the path, and that the copy it is part of is complete.",
+        action="Check the path, and whether the run was copied completely.",
         path=path,
     )
 
@@ -117,7 +117,7 @@ def not_found(path: str) -> NotFoundError:
 def short(path: str, *, start: int, wanted: int, found: int) -> CorruptError:
     """The error for a file that ends too early."""
     return CorruptError(
-        f"{path} is too short: {wanted:,} bytes are wanted from {start:,}, {found:,} are there.",
+        f"{path} is too short: {wanted:,} bytes should follow offset {start:,}, but {found:,} are there.",
         code="corrupt.short",
         action="Use another copy or an older checkpoint.",
         path=path,
@@ -127,7 +127,7 @@ def short(path: str, *, start: int, wanted: int, found: int) -> CorruptError:
 def long(path: str, *, limit: int, found: int) -> CorruptError:
     """The error for a file that is larger than its content can be."""
     return CorruptError(
-        f"{path} is too long: it has {found:,} bytes, and at most {limit:,} are possible.",
+        f"{path} is too long: it has {found:,} bytes, but may have at most {limit:,}.",
         code="corrupt.size",
         action="Use another copy or an older checkpoint.",
         path=path,
@@ -137,8 +137,8 @@ def long(path: str, *, limit: int, found: int) -> CorruptError:
 def unfenced(path: str) -> StorageError:
     """The error for a file system that cannot create without replacing."""
     return StorageError(
-        f"cannot create {path}: its file system has neither hard links nor a rename that never replaces, so two "
-        "writers could not be kept apart.",
+        f"cannot create {path}: its file system has neither hard links nor a rename that never replaces, so one "
+        "writer could replace the file of another.",
         code="storage.unfenced",
         action="Use a file system that has one of them.",
         path=path,

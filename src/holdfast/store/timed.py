@@ -314,7 +314,7 @@ class TimeLimit:
         return StorageError(
             f"cannot {operation} {path}: the store did not answer within {self._timeout_s:g} s.",
             code="storage.timeout",
-            action="Check the file server, the mount and the disk; where they are only slow, raise timeout_s.",
+            action="Check the file server, the mount and the disk; if they are only slow, raise timeout_s.",
             path=path,
             retryable=True,
         )

@@ -32,7 +32,7 @@ def register_store(scheme: str, opener: Opener) -> None:
     """
     scheme = scheme.lower()
     if scheme == "file" or _openers.setdefault(scheme, opener) is not opener:
-        raise ValueError(f"{scheme}:// is opened by another store already")
+        raise ValueError(f"another store already opens {scheme}://")
 
 
 def open_store(location: Location) -> Store:
@@ -67,7 +67,7 @@ def absolute(path: str) -> str:
     if expanded.startswith("~"):
         home = path.split("/", 1)[0]
         raise ConfigurationError(
-            f"'{path}' begins with '{home}', and this system knows no home folder for it.",
+            f"'{path}' begins with '{home}', but this system knows no home folder for it.",
             code="config.path",
             action=f"Write the whole path, or './{path}' for a folder whose name begins with '~'.",
             path=path,
@@ -76,7 +76,7 @@ def absolute(path: str) -> str:
         return os.path.abspath(expanded)  # noqa: PTH100 - links stay as they are
     except FileNotFoundError as error:
         raise ConfigurationError(
-            f"'{path}' is relative, and the working directory of this process was removed.",
+            f"'{path}' is relative, but the working directory of this process was removed.",
             code="config.path",
             action="Write the whole path.",
             path=path,

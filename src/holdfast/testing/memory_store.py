@@ -96,7 +96,7 @@ class MemoryStore:
             raise NotFoundError(
                 f"there is no object {self.path(key)}.",
                 code="not_found.object",
-                action="Check the path, and that the copy it is part of is complete.",
+                action="Check the path, and whether the run was copied completely.",
                 path=self.path(key),
             )
         return data
@@ -127,7 +127,7 @@ class MemoryWriter:
         """As `FileWriter.publish`."""
         if not self._store.create(self._key, self._data[:nbytes].tobytes()):
             raise StorageError(
-                f"{self._store.path(self._key)} is there already.",
+                f"{self._store.path(self._key)} exists already.",
                 code="storage.exists",
                 action="Use another key.",
                 path=self._store.path(self._key),

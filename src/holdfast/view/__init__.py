@@ -103,7 +103,7 @@ class View:
     def __getitem__(self, name: str) -> LazyTensor:
         """The tensor with this name or alias. Raises `NotFoundError`, which lists close matches."""
         if not isinstance(name, str):
-            raise TypeError(f"a view is indexed by the name of a tensor, not by {name!r}")
+            raise TypeError(f"index a view by the name of a tensor, not by {name!r}")
         number = self._number(name)
         if number is None:
             raise self._nothing(
@@ -148,7 +148,7 @@ class View:
         """
         nodes = nested(self._checkpoint.nodes, [*self._names, *self.aliases], name)
         if name not in nodes:
-            raise self._nothing(name, f"tensor and no value at or below {name!r}", "Look at view.names().")
+            raise self._nothing(name, f"tensor and no value at or below {name!r}", "List the names with view.names().")
         numbers = {tensor: self[tensor].number for tensor in tensors_in(nodes)}
         found: Mapping[int, object] = (self._numpy if numpy else self._torch)(set(numbers.values()))
         tensors = {tensor: found[number] for tensor, number in numbers.items()}.__getitem__
@@ -184,7 +184,7 @@ class View:
         if aliases:
             numbers |= {name: self[name].number for name in self.aliases if name in wanted}
         for glob in wanted.unmatched():
-            raise self._nothing(glob, f"tensor whose name matches {glob!r}", "Look at view.names().")
+            raise self._nothing(glob, f"tensor whose name matches {glob!r}", "List the names with view.names().")
         return numbers
 
     def _numpy(self, numbers: Collection[int]) -> dict[int, npt.NDArray[Any]]:
@@ -203,7 +203,7 @@ class View:
         if name in self._checkpoint.nodes:
             return f"It is a value, or holds values: read it with view.value({name!r})."
         if any(other.startswith((f"{name}/", f"{name}.")) for other in self._names):
-            return f"It is no tensor, but holds tensors: read all of them with view.tree({name!r})."
+            return f"It is not a tensor, but holds tensors: read all of them with view.tree({name!r})."
         return ""
 
     def _nothing(self, name: str, what: str, action: str, *, instead: str = "") -> NotFoundError:

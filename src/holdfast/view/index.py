@@ -74,7 +74,7 @@ def select(index: Index | tuple[Index, ...], shape: Shape) -> SlicedElements:
 
 def _number(item: object) -> int:
     """`item` as an integer, which selects one position of an axis. Raises `TypeError` for anything else."""
-    refusal = f"a stored tensor is read by integers, slices and ..., not by {kind_of(item)}: index what was read"
+    refusal = f"index a stored tensor by integers, slices and ..., not by {kind_of(item)}; or read it, then index that"
     if isinstance(item, bool):  # numpy would use it as a mask
         raise TypeError(refusal)
     try:

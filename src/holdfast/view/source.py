@@ -134,9 +134,9 @@ def _reopened(target: Selection, checkpoint_id: str, verify: bool) -> ViewSource
     sealed = resolve(target).sealed
     if sealed.seal.checkpoint_id != checkpoint_id:
         raise NotFoundError(
-            f"'{target}' is another checkpoint now than the one that was opened.",
+            f"'{target}' is no longer the checkpoint that was opened.",
             code="not_found.commit",
-            action="Open it anew.",
+            action="Open it again.",
             path=target.root,
         )
     return ViewSource(Checkpoint(sealed), verify=verify)

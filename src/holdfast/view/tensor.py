@@ -115,4 +115,4 @@ def numpy_dtype(name: str) -> npt.DTypeLike:
             return dtype
     elif name != "complex32":
         return np.dtype(name)
-    raise TypeError(f"numpy has no dtype {name}: index the tensor instead, which gives a torch tensor")
+    raise TypeError(f"numpy has no dtype {name}: index the tensor instead, which returns a torch tensor")

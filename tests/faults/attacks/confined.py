@@ -42,7 +42,7 @@ REFUSALS = (CorruptError, IncompatibleError, NotFoundError)
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """What came of some bytes. `code` is that of the error; what leaked is any error that is no refusal."""
+    """The outcome for some bytes: `code` of the refusal, or the error that leaked, which is any other error."""
 
     outcome: Outcome
     code: str
@@ -219,7 +219,7 @@ class Confined:
             self._process.communicate()
 
     def judge(self, decoder: str, data: bytes) -> Verdict:
-        """What comes of `data`. A process that the kernel stopped leaked."""
+        """Judge `data`. A process that the kernel stopped counts as a leak."""
         process = self._started()
         assert process.stdin is not None
         assert process.stdout is not None
