@@ -82,7 +82,7 @@ def flatten(
     all their entries. Raises `StateError`, which names the path and the type, for any other leaf, for names that
     collide, for cycles, and for tensors without a layout.
     """
-    return Walk(state, rank=rank, world_size=world_size, last=last, select=select).finish()
+    return Walk(state, rank=rank, world_size=world_size, last=last, select=select, leaves=False).finish()
 
 
 def check_root(state: Mapping[str, object]) -> None:
@@ -127,7 +127,7 @@ class Walk:
     """One walk of a state, in two parts; it is the `Sink` of the adapters.
 
     The constructor reads the whole structure: every tensor, value, group and slot. Only the slots in `left`, thousands
-    of plain tensors that only a step changes, have no names yet. `finish` names them.
+    of plain tensors that only a step changes, have no names yet. `finish` names them. Without `leaves`, none are left.
     """
 
     def __init__(
@@ -138,8 +138,9 @@ class Walk:
         world_size: int = 1,
         last: Sequence[WalkCache] = (),
         select: Globs | None = None,
+        leaves: bool = True,
     ) -> None:
-        """Read the structure of `state`; the arguments are those of `flatten`."""
+        """Read the structure of `state`; the other arguments are those of `flatten`."""
         self._select = select
         #: Tensors that are not saved, but may have optimizer state that is.
         self._left_out: list[NamedTensor] = []
@@ -165,7 +166,7 @@ class Walk:
         self._changed_elsewhere: list[torch.Tensor] = []
         #: The slots that `finish` names.
         self.left = Marked()
-        self._begin(state)
+        self._begin(state, leaves=leaves)
 
     @property
     def remembered(self) -> Sequence[WalkCache]:
@@ -212,7 +213,7 @@ class Walk:
             {} if self._select is None else self._select.unmatched(),
         )
 
-    def _begin(self, state: Mapping[str, object]) -> None:
+    def _begin(self, state: Mapping[str, object], *, leaves: bool) -> None:
         check_root(state)
         self._nodes[""] = Open("dict")
         for key, item in state.items():
@@ -233,7 +234,7 @@ class Walk:
         # By now, memory that the state also has elsewhere has got its canonical name from there.
         deferred, self._deferred = self._deferred, []
         for part in deferred:
-            if not self._leave(part):
+            if not (leaves and self._leave(part)):
                 num_before = len(self._tensors)
                 part.describe(self)
                 self._stepped.update(islice(self._tensors, num_before, None))
