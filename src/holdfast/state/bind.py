@@ -265,13 +265,13 @@ class _Binder:
                 action="Select that tensor too, or leave the object that it belongs to out.",
                 tensor=name,
             )
-        alike = like is not None and tuple(like.shape) == stored.shape and registered(like) is None
+        alike = like is not None and like.shape == stored.shape and registered(like) is None
         like = like if alike else None
         dtype = self._dtype(name, stored.dtype, cast_to)
         fits = (
             live is not None
             and live.dtype is getattr(torch, dtype)
-            and tuple(live.shape) == stored.shape
+            and live.shape == stored.shape
             and live.device == device
             and same_placement(live, like)
         )
