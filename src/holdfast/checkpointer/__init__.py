@@ -32,7 +32,7 @@ from holdfast.errors import ConfigurationError, HoldfastError
 from holdfast.format.patterns import Globs
 from holdfast.format.records import Place
 from holdfast.node_memory.node_folder import DEFAULT_NODE_DIR
-from holdfast.run.session import JOB
+from holdfast.run.session import JOB, NEVER_LOADED
 from holdfast.saving import numbers_of, run_location, save, whole
 from holdfast.snapshot.capture import Snapshot
 from holdfast.snapshot.guard import Guard, changing
@@ -313,7 +313,7 @@ class Checkpointer:
             tier.put_off(channel, deadline)
         machine.begin("node memory", is_first_rank=channel.rank == 0)
         stager = tier.stager
-        sources = JOB.sources(lambda: parts_of(self._state))
+        sources = JOB.sources(lambda: parts_of(self._state)) if channel.rank == 0 else NEVER_LOADED  # only rank 0 asks
         hold = stager.guard.hold(timeout_s=deadline.remaining_s())
         try:
             taken = capture(self._state, select=self._globs, stager=stager, channel=channel, known=self._known)

@@ -76,8 +76,10 @@ def _escaped(key: str) -> str | None:
     return key.replace("%", "%25").replace("/", "%2F").replace("@", "%40")
 
 
+@lru_cache(maxsize=1 << 12)
 def parse_component(text: str) -> Key:
-    """The key whose component is `text`. Raises `CorruptError` for text that `component` never gives."""
+    """The key whose component is `text`. Raises `CorruptError` for text that `component` never gives. Cached, because
+    thousands of parameters have slots of the same names."""
     try:
         key = _parse(text)
         canonical = component(key) == text

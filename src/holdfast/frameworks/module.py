@@ -20,7 +20,15 @@ from holdfast.errors import StateError
 from holdfast.format.names import component, join
 from holdfast.format.values import Open
 from holdfast.frameworks import BindingSource, Finish, NamedTensor, Sink
-from holdfast.frameworks.known_types import Transparent, WholeObject, known_type, refusal_of, type_of, unwrapped
+from holdfast.frameworks.known_types import (
+    KnownType,
+    Transparent,
+    WholeObject,
+    known_type,
+    refusal_of,
+    type_of,
+    unwrapped,
+)
 from holdfast.frameworks.stateful import Description, describe, is_described, reading, writing
 from holdfast.plan.layout import Replicas
 
@@ -78,9 +86,10 @@ class _ModuleState(NamedTuple):
 
 
 class _Traits(NamedTuple):
-    """The traits of a type of modules: the attribute that holds the module it wraps, the method by which it changes its
-    state dict, whether it has extra state, whether it is DDP, and whether it is FSDP2."""
+    """The traits of a type of modules: what is known about it, the attribute that holds the module it wraps, the method
+    by which it changes its state dict, whether it has extra state, whether it is DDP, and whether it is FSDP2."""
 
+    known: KnownType | None
     wrapped: str | None
     overrides: str | None
     has_extra_state: bool
@@ -214,9 +223,8 @@ def _ignored(module: nn.parallel.DistributedDataParallel) -> frozenset[int]:
 
 def _extra_of(module: nn.Module, path: str, traits: _Traits) -> Description | None:
     """The state that a module has beside its parameters and buffers; None for most modules."""
-    known = known_type(type_of(module))
-    if isinstance(known, WholeObject):
-        own = known.in_module(module)
+    if isinstance(traits.known, WholeObject):
+        own = traits.known.in_module(module)
         return None if own is None else describe(path, module, own)
     if not traits.has_extra_state:
         return None
@@ -240,9 +248,10 @@ def _refuse_hidden_state(
     If only the module's own part of the state dict differs, it may stay in the state as long as that part is not
     wanted.
     """
-    kind = type_of(module)
-    known, refusal = known_type(kind), refusal_of(module)
-    hooks = (*module._state_dict_hooks.values(), *module._state_dict_pre_hooks.values())  # noqa: SLF001
+    hooks = module._state_dict_hooks or module._state_dict_pre_hooks  # noqa: SLF001
+    if not (traits.known or traits.overrides or hooks or "state_dict" in module.__dict__):
+        return  # as nearly all modules of thousands
+    kind, refusal = type_of(module), refusal_of(module)
     action = (
         "Keep such state in persistent buffers or in get_extra_state / set_extra_state; or put module.state_dict() "
         "into the state, and pass the loaded dict to module.load_state_dict()."
@@ -250,13 +259,13 @@ def _refuse_hidden_state(
     is_local = False
     if refusal is not None:
         what, action, is_local = refusal.problem, refusal.action, refusal.is_local
-    elif isinstance(known, WholeObject | Transparent):
+    elif isinstance(traits.known, WholeObject | Transparent):
         return
     elif traits.overrides is not None:
         what, is_local = f"overrides {traits.overrides}", traits.overrides == "_save_to_state_dict"
     elif "state_dict" in module.__dict__:
         what = "overrides state_dict"
-    elif hooks and any(getattr(hook, "__module__", None) not in _HARMLESS_HOOKS for hook in hooks):
+    elif any(getattr(hook, "__module__", None) not in _HARMLESS_HOOKS for hook in _hooks(module)):
         what = "has state-dict hooks"
     else:
         return
@@ -272,6 +281,10 @@ def _refuse_hidden_state(
     )
 
 
+def _hooks(module: nn.Module) -> Iterator[object]:
+    return chain(module._state_dict_hooks.values(), module._state_dict_pre_hooks.values())  # noqa: SLF001
+
+
 @lru_cache(maxsize=1024)
 def _traits(kind: type) -> _Traits:
     """The traits of modules of type `kind` that a walk needs."""
@@ -279,6 +292,7 @@ def _traits(kind: type) -> _Traits:
     fsdp = sys.modules.get("torch.distributed.fsdp")
     names = ((base.__module__, base.__qualname__) for base in kind.__mro__)
     return _Traits(
+        known=known_type(kind),
         wrapped=next((_WRAPPERS[name] for name in names if name in _WRAPPERS), None),
         overrides=next((name for name in plain if getattr(kind, name) is not getattr(nn.Module, name)), None),
         has_extra_state=getattr(kind, "get_extra_state", None) is not nn.Module.get_extra_state,

@@ -119,13 +119,14 @@ def _read_saved(path: str, source: BindingSource) -> _Saved:
         parameter = str(parse_component(split(name)[depth]))
         saved.group_of[parameter] = node.value
         saved.slots[parameter] = set()
-    for name in source.stored_below(join(path, "state")):
-        parts = split(name)[depth:]
-        for stop in range(1, len(parts)):
-            slots = saved.slots.get("/".join(parts[:stop]))
-            if slots is not None:
-                slots.add(parts[stop])
-                break
+    state = join(path, "state")
+    for name in source.stored_below(state):
+        below = name[len(state) + 1 :]
+        stop = below.find("/")
+        while stop > 0 and below[:stop] not in saved.slots:
+            stop = below.find("/", stop + 1)
+        if stop > 0:
+            saved.slots[below[:stop]].add(below[stop + 1 :].partition("/")[0])
     saved.shared.update(split(name)[depth] for name in source.stored_below(join(path, "shared")))
     for name in source.stored_below(join(path, "param_groups")):
         saved.hyper.update(split(name)[depth + 1 : depth + 2])
@@ -244,7 +245,7 @@ def _fitting(
     shorter slot."""
     shapes = ((entry, _stored_shape(path, optimizer, entry, saved, source)) for entry in found)
     others: dict[str, Shape | None] = {
-        entry.name: shape for entry, shape in shapes if shape not in (None, tuple(entry.tensor.shape))
+        entry.name: shape for entry, shape in shapes if shape not in (None, entry.tensor.shape)
     }
     if not others:
         return found
@@ -398,16 +399,21 @@ def _flag(path: str, live: object, source: BindingSource) -> bool:
 
 def _bind_slots(
     path: str,
-    texts: Iterable[str],
+    texts: set[str],
     live: Mapping[object, object],
     parameter: NamedTensor,
     steps_on_device: bool,
     source: BindingSource,
 ) -> dict[object, Finish]:
     slots: dict[object, Finish] = {}
-    for text in sorted(texts, key=lambda text: (text != "step", text)):  # mostly torch's own order
-        key, name = parse_component(text), join(path, text)
-        slots[key] = _bind_slot(name, key, live.get(key), parameter, steps_on_device, source)
+    owner = source.stored(parameter.name)
+    for text in (*(texts & {"step"}), *sorted(texts - {"step"})):  # mostly torch's own order
+        key, name = parse_component(text), f"{path}/{text}"
+        kept = source.stored(name)
+        # torch requires one dtype for a parameter and such a slot, so if the parameter is cast, the slot is cast too.
+        follows = kept is not None and owner is not None and kept.dtype == owner.dtype and kept.shape
+        cast_to = parameter.tensor.dtype if follows else None
+        slots[key] = _bind_slot(name, key, live.get(key), parameter, steps_on_device, source, cast_to=cast_to)
     return slots
 
 
@@ -418,15 +424,11 @@ def _bind_slot(
     parameter: NamedTensor,
     steps_on_device: bool,
     source: BindingSource,
+    *,
+    cast_to: torch.dtype | None,
 ) -> Finish:
-    """Bind one slot: to the live tensor if it fits, else to new memory of the stored dtype and shape.
-
-    If the parameter is cast, a slot of the parameter's stored dtype is cast too: torch requires one dtype for both.
-    """
-
-    kept, owner = source.stored(name), source.stored(parameter.name)
-    follows = kept is not None and owner is not None and kept.dtype == owner.dtype and kept.shape
-    cast_to = parameter.tensor.dtype if follows else None
+    """Bind one slot: to the live tensor if it fits, else to new memory of the stored shape, and the stored dtype or the
+    one that it is cast to."""
 
     def memory(stored: str) -> torch.Tensor:
         mine = live if isinstance(live, torch.Tensor) and stored == name else None

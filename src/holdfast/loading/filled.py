@@ -15,10 +15,12 @@ from holdfast.state.identity import TensorMemory, found_in
 
 def note_filled(load: Load, state: object, binding: Binding, *, is_whole: bool) -> None:
     """Record for this process which objects of `state` were filled, by which load."""
-    names = sorted({*binding.loaded, *(target.name for target in binding.targets)})
-    filled = [found.itself for found in found_in(state) if is_whole or _is_within(names, found.path)]
-    memory = TensorMemory(part for target in binding.targets for part in target.local.memory)
-    JOB.note_loaded(load, filled, memory)
+    filled = found_in(state)
+    if not is_whole:
+        names = sorted({*binding.loaded, *(target.name for target in binding.targets)})
+        filled = [found for found in filled if _is_within(names, found.path)]
+    memory = TensorMemory([part for target in binding.targets for part in target.local.memory])
+    JOB.note_loaded(load, [found.itself for found in filled], memory)
 
 
 @contextmanager

@@ -35,7 +35,7 @@ from holdfast.phases import LOG, Stopwatch, attempt, done, told
 from holdfast.progress import PATIENCE_S, of_first_rank, progress
 from holdfast.reports import SaveReport
 from holdfast.run.paths import parse
-from holdfast.run.session import JOB
+from holdfast.run.session import JOB, NEVER_LOADED
 from holdfast.saving.messages import ANSWERS, Planned, Written
 from holdfast.saving.rank_loss import commit_after_rank_loss, is_desertion
 from holdfast.saving.stored_place import StoredPlace
@@ -106,7 +106,7 @@ def save(
     deadline = Deadline(timeout_s)
     channel = default_channel(f"save of step {step}", group, deadline=deadline, step=step)
     with TimedStore(open_store(location), timeout_s=deadline.for_storage_s) as storage:
-        sources = JOB.sources(lambda: parts_of(state))
+        sources = JOB.sources(lambda: parts_of(state)) if channel.rank == 0 else NEVER_LOADED  # only rank 0 asks
         request = SaveRequest(storage, step, numbers, takeover, now(), sources)
         is_strict = on_divergence == "error"
         report = _Saving(channel, deadline, request, group_ranks(group), chosen, is_strict=is_strict).run(state)

@@ -265,13 +265,13 @@ class _Binder:
                 action="Select that tensor too, or leave out the object that it belongs to.",
                 tensor=name,
             )
-        alike = like is not None and tuple(like.shape) == stored.shape and registered(like) is None
+        alike = like is not None and like.shape == stored.shape and registered(like) is None
         like = like if alike else None
         dtype = self._dtype(name, stored.dtype, cast_to)
         fits = (
             live is not None
             and live.dtype is getattr(torch, dtype)
-            and tuple(live.shape) == stored.shape
+            and live.shape == stored.shape
             and live.device == device
             and same_placement(live, like)
         )
@@ -511,8 +511,13 @@ class _Binder:
         self._expect(path, item, values.TableNode, Open)
         entries = cast("MutableMapping[object, object]", item)
         prefix = path + "/" if path else ""
-        bound = ((key, self._part(prefix + component(key, path=path), entry)) for key, entry in entries.items())
-        parts = {key: part for key, part in bound if part is not None}
+        parts: dict[object, Finish] = {}
+        for key, entry in entries.items():
+            name = prefix + component(key, path=path)
+            if isinstance(entry, torch.Tensor):  # as in `_part`, and here because there may be thousands
+                self.fill(NamedTensor(name, entry, "compare"))
+            elif (part := self._part(name, entry)) is not None:
+                parts[key] = part
 
         def finish() -> object:
             for key, part in parts.items():

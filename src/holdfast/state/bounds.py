@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from holdfast.errors import StateError
 from holdfast.state.match import BoundTensor
 
 _MAPS = Path("/proc/self/maps")
+#: The start and the end in a line of a mapping that may not be written to.
+_READ_ONLY = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) .-", re.MULTILINE)
 
 
 def check_writable(targets: Sequence[BoundTensor]) -> None:
@@ -20,27 +24,27 @@ def check_writable(targets: Sequence[BoundTensor]) -> None:
     Raises:
         StateError: code ``state.read_only``; the error names the tensor.
     """
-    names = [target.name for target in targets for part in target.local.memory if part.is_cpu and part.numel()]
-    parts = [part for target in targets for part in target.local.memory if part.is_cpu and part.numel()]
-    addresses = np.fromiter((part.data_ptr() for part in parts), np.uint64, len(parts))
+    parts = [part for target in targets for part in target.local.memory]
+    addresses = np.fromiter(map(torch.Tensor.data_ptr, parts), np.uint64, len(parts))
     maps = np.asarray([(0, 0), *_read_only_maps()], np.uint64)
     stops = maps[np.searchsorted(maps[:, 0], addresses, side="right") - 1, 1]
-    inside = np.flatnonzero(addresses < stops)
-    if len(inside):
+    # Addresses on a device, and of empty tensors, mean nothing here.
+    inside = [int(number) for number in np.flatnonzero(addresses < stops) if _is_on_host(parts[number])]
+    if inside:
+        names = [target.name for target in targets for _ in target.local.memory]
         raise _read_only(names[inside[0]])
+
+
+def _is_on_host(part: torch.Tensor) -> bool:
+    return part.is_cpu and part.numel() > 0
 
 
 def _read_only_maps() -> list[tuple[int, int]]:
     """The start and the end of each mapping that this process must not write to, sorted."""
-    lines: Iterable[str] = ()
+    text = ""
     with suppress(OSError):  # a system without /proc does not tell
-        lines = _MAPS.read_text().splitlines()
-    fields = (line.split(maxsplit=2) for line in lines)
-    return [
-        (int(start, 16), int(stop, 16))
-        for (start, _, stop), access in ((span.partition("-"), access) for span, access, _ in fields)
-        if "w" not in access
-    ]
+        text = _MAPS.read_text()
+    return [(int(start, 16), int(stop, 16)) for start, stop in _READ_ONLY.findall(text)]
 
 
 def _read_only(name: str) -> StateError:

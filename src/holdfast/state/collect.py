@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain
 from math import prod
 from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
@@ -18,7 +17,7 @@ from holdfast.format.manifest import MAX_AXES, MAX_NUMEL
 from holdfast.format.names import own_part
 from holdfast.frameworks import NamedTensor
 from holdfast.plan.layout import Placed, Replicas, Spec, TensorLayout, Whole
-from holdfast.state.placements import DTYPE_NAMES, PlacementReader, dtensor_type, is_dtensor, local_part
+from holdfast.state.placements import DTYPE_NAMES, PlacementReader, is_dtensor, local_part, local_parts, specs_of
 from holdfast.wording import count
 
 if TYPE_CHECKING:
@@ -87,7 +86,7 @@ class _FoundTensors(NamedTuple):
 
     facts: Facts
     specs: Sequence[DTensorSpec | None]
-    parts: list[torch.Tensor]
+    parts: Sequence[torch.Tensor]
 
 
 class _Home(msgspec.Struct, frozen=True, gc=False):
@@ -169,6 +168,9 @@ class TensorCollector:
         return names
 
     def _describe(self, ordered: Sequence[NamedTensor], read: _FoundTensors) -> WalkCache:
+        # By columns too: a first save and every load run this.
+        facts = read.facts
+        facts = facts._replace(shapes=_plain(facts.shapes), strides=_plain(facts.strides))
         # Unchanged tensors passed this check in an earlier walk: a storage gets another address when it is resized.
         if any(
             reaches_beyond(part)
@@ -178,33 +180,51 @@ class TensorCollector:
             or part.untyped_storage().nbytes() < part.storage_offset() * part.itemsize + part.nbytes
         ):
             raise _unsupported(ordered, read.parts, meta=self._meta)
-        # One object for equal shapes and strides, since they are kept from save to save.
-        facts = read.facts._replace(shapes=_shared(read.facts.shapes), strides=_shared(read.facts.strides))
-        known = WalkCache(facts, read.specs, [], [], [])
-        homes = self._homes(facts.addresses)
-        rows = zip(ordered, read.parts, read.specs, facts.addresses, strict=True)
-        for number, (entry, part, placed, address) in enumerate(rows):
-            spec: Spec = _WHOLE[entry.replicas] if placed is None else self._placements.spec(placed, part, entry.name)
-            shape = part.shape if placed is None else placed.shape
-            check_shape(entry.name, shape)
-            layout = TensorLayout(entry.name, DTYPE_NAMES[part.dtype], tuple(shape), spec)
-            home = _Home(layout, part, len(self.found) + len(known.new))
+        layouts = self._layouts(facts, read.specs)
+        tied = self._ties(layouts, read.parts, facts.addresses)
+        new = [number for number in range(len(layouts)) if number not in tied]
+        return WalkCache(facts, read.specs, new, [layouts[number] for number in new], list(tied.items()))
+
+    def _layouts(self, facts: Facts, placed: Sequence[DTensorSpec | None]) -> list[TensorLayout]:
+        """The layout of each tensor."""
+        names, shapes, dtypes = facts.names, facts.shapes, map(DTYPE_NAMES.__getitem__, facts.dtypes)
+        specs: list[Spec] = list(map(_WHOLE.__getitem__, facts.replicas))
+        if any(placed):
+            rows = zip(placed, specs, shapes, names, strict=True)
+            specs = [
+                whole if spec is None else self._placements.spec(spec, held, name) for spec, whole, held, name in rows
+            ]
+            shapes = _plain(held if spec is None else spec.shape for spec, held in zip(placed, shapes, strict=True))
+        for shape, name in dict(zip(reversed(shapes), reversed(names), strict=True)).items():
+            check_shape(name, shape)
+        return list(map(TensorLayout, names, dtypes, shapes, specs))
+
+    def _ties(
+        self, layouts: Sequence[TensorLayout], parts: Sequence[torch.Tensor], addresses: Sequence[int]
+    ) -> dict[int, int]:
+        """The numbers of the tensors that are tied to an earlier one, each with that one's place in `found`."""
+        tied: dict[int, int] = {}
+        homes = self._homes(addresses)
+        for number, address in enumerate(addresses) if homes else ():
             others = homes.get(address)
             if others is not None:
+                home = _Home(layouts[number], parts[number], len(self.found) + number - len(tied))
                 same = next((other for other in others if other.key == home.key), None)
-                if same is not None:
-                    known.tied.append((number, same.place))
-                    continue
-                others.append(home)
-            known.new.append(number)
-            known.layouts.append(layout)
-        return known
+                if same is None:
+                    others.append(home)
+                else:
+                    tied[number] = same.place
+        return tied
 
     def _homes(self, addresses: Sequence[int]) -> dict[int, list[_Home]]:
         """The tensors found so far, by address, for those `addresses` that several tensors have: few or none."""
-        counts = Counter(addresses)
-        before = counts.keys() & set(chain.from_iterable(known.facts.addresses for known in self.remembered))
-        homes: dict[int, list[_Home]] = {address: [] for address in counts if counts[address] > 1 or address in before}
+        distinct = set(addresses)
+        before = {each for known in self.remembered for each in distinct.intersection(known.facts.addresses)}
+        if not before and len(distinct) == len(addresses):
+            return {}
+        homes: dict[int, list[_Home]] = {
+            address: [] for address, count in Counter(addresses).items() if count > 1 or address in before
+        }
         if before:
             for place, (local, entry) in enumerate(zip(self.found, self._first, strict=True)):
                 part = local.memory[0]
@@ -218,9 +238,7 @@ def _read(ordered: Sequence[NamedTensor], *, meta: bool) -> _FoundTensors:
     """Read the facts, specs and local parts of tensors. Raises `StateError` for a tensor that cannot be stored."""
     # By columns, with almost no Python code per tensor: every save runs this.
     tensors = [entry.tensor for entry in ordered]
-    dtensor = dtensor_type()
-    specs = [tensor._spec if type(tensor) is dtensor else None for tensor in tensors]  # noqa: SLF001
-    parts = [tensor._local_tensor if type(tensor) is dtensor else tensor for tensor in tensors]  # noqa: SLF001
+    parts, specs = local_parts(tensors), specs_of(tensors)
     dtypes = list(map(_dtype_of, parts))
     kinds = set(dtypes)
     if (
@@ -237,8 +255,7 @@ def _read(ordered: Sequence[NamedTensor], *, meta: bool) -> _FoundTensors:
     if not all(addresses):
         raise _unsupported(ordered, parts, meta=meta)
     try:
-        # As plain tuples of numbers, which the garbage collector stops tracking after its first pass.
-        shapes = list(map(tuple, map(_shape_of, parts)))
+        shapes = list(map(_shape_of, parts))
     except RuntimeError as error:  # a nested tensor in the strided layout passes the checks above, but has no shape
         raise _unsupported(ordered, parts, meta=meta) from error
     facts = Facts(
@@ -253,10 +270,11 @@ def _read(ordered: Sequence[NamedTensor], *, meta: bool) -> _FoundTensors:
     return _FoundTensors(facts, specs, parts)
 
 
-def _shared(items: Iterable[T]) -> list[T]:
-    """The same items, with one object for equal ones."""
-    known: dict[T, T] = {}
-    return [known.setdefault(item, item) for item in items]
+def _plain(shapes: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """The same shapes or strides as plain tuples, one object for equal ones: they are kept from save to save, and the
+    garbage collector stops tracking plain tuples of numbers after its first pass."""
+    known: dict[tuple[int, ...], tuple[int, ...]] = {}
+    return [known.get(shape) or known.setdefault(shape, tuple(shape)) for shape in shapes]
 
 
 def _address(tensor: torch.Tensor, part: torch.Tensor, *, meta: bool) -> int:

@@ -82,7 +82,7 @@ def flatten(
     all their entries. Raises `StateError`, which names the path and the type, for any other leaf, for names that
     collide, for cycles, and for tensors without a layout.
     """
-    return Walk(state, rank=rank, world_size=world_size, last=last, select=select).finish()
+    return Walk(state, rank=rank, world_size=world_size, last=last, select=select, leaves=False).finish()
 
 
 def check_root(state: Mapping[str, object]) -> None:
@@ -127,7 +127,7 @@ class Walk:
     """One walk of a state, in two parts; it is the `Sink` of the adapters.
 
     The constructor reads the whole structure: every tensor, value, group and slot. Only the slots in `left`, thousands
-    of plain tensors that only a step changes, have no names yet. `finish` names them.
+    of plain tensors that only a step changes, have no names yet. `finish` names them. Without `leaves`, none are left.
     """
 
     def __init__(
@@ -138,8 +138,9 @@ class Walk:
         world_size: int = 1,
         last: Sequence[WalkCache] = (),
         select: Globs | None = None,
+        leaves: bool = True,
     ) -> None:
-        """Read the structure of `state`; the arguments are those of `flatten`."""
+        """Read the structure of `state`; the other arguments are those of `flatten`."""
         self._select = select
         #: Tensors that are not saved, but may have optimizer state that is.
         self._left_out: list[NamedTensor] = []
@@ -165,7 +166,7 @@ class Walk:
         self._changed_elsewhere: list[torch.Tensor] = []
         #: The slots that `finish` names.
         self.left = Marked()
-        self._begin(state)
+        self._begin(state, leaves=leaves)
 
     @property
     def remembered(self) -> Sequence[WalkCache]:
@@ -212,11 +213,10 @@ class Walk:
             {} if self._select is None else self._select.unmatched(),
         )
 
-    def _begin(self, state: Mapping[str, object]) -> None:
+    def _begin(self, state: Mapping[str, object], *, leaves: bool) -> None:
         check_root(state)
         self._nodes[""] = Open("dict")
-        for key, item in state.items():
-            self._visit(component(key), item, "compare", live=True)
+        self._children("", [(component(key), item) for key, item in state.items()], "compare", live=True)
         # An optimizer's names contain those of parameters, so every parameter must have its canonical name first.
         self._gather()
         self._names = self._collector.names()
@@ -233,7 +233,7 @@ class Walk:
         # By now, memory that the state also has elsewhere has got its canonical name from there.
         deferred, self._deferred = self._deferred, []
         for part in deferred:
-            if not self._leave(part):
+            if not (leaves and self._leave(part)):
                 num_before = len(self._tensors)
                 part.describe(self)
                 self._stepped.update(islice(self._tensors, num_before, None))
@@ -341,7 +341,7 @@ class Walk:
                 self._left_out += [NamedTensor(path, item, replicas)] if isinstance(item, torch.Tensor) else []
                 return False
         if isinstance(item, torch.Tensor):
-            self._tensor_at(path, item, replicas)
+            self._add_tensors([NamedTensor(path, item, replicas)])
         elif (node := values.leaf(item) or torch_value(item)) is not None:
             self.node(path, node)
         elif (registration := registered(item)) is not None:
@@ -352,11 +352,21 @@ class Walk:
         elif (shell := values.container(item, path)) is not None:
             check_depth(path)
             self.node(path, shell[0])
-            for name, child in shell[1]:
-                self._visit(join(path, name), child, replicas, live=live)
+            self._children(path, shell[1], replicas, live=live)
         elif not live or not self._object(path, item):
             raise _unsupported_leaf(path, item)
         return True
+
+    def _children(self, path: str, children: Iterable[tuple[str, object]], replicas: Replicas, *, live: bool) -> None:
+        """Add the entries of a container: its tensors all at once, because there may be thousands."""
+        prefix, is_whole = f"{path}/" if path else "", self._select is None or not live
+        tensors: list[NamedTensor] = []
+        for name, child in children:
+            if is_whole and isinstance(child, torch.Tensor):
+                tensors.append(NamedTensor(prefix + name, child, replicas))
+            else:
+                self._visit(prefix + name, child, replicas, live=live)
+        self._add_tensors(tensors)
 
     def _part_of(self, path: str, item: object, replicas: Replicas) -> bool:
         """Add the selected entries of a container; returns False where there are none."""
@@ -394,11 +404,14 @@ class Walk:
         with describing(path, adapter):
             return adapter.describe(path, item, self)
 
-    def _tensor_at(self, path: str, item: torch.Tensor, replicas: Replicas) -> None:
-        if is_dtensor(item) and own_part(path):
-            raise unsupported_tensor(path, item, "parts on several ranks, but is in a PerRank")
-        self.tensors((NamedTensor(path, item, replicas),))
-        self._nodes.setdefault(path, _TENSOR)
+    def _add_tensors(self, entries: Sequence[NamedTensor]) -> None:
+        """Add tensors with their nodes."""
+        for entry in entries if self._per_rank else ():
+            if is_dtensor(entry.tensor) and own_part(entry.name):
+                raise unsupported_tensor(entry.name, entry.tensor, "parts on several ranks, but is in a PerRank")
+        self.tensors(entries)
+        for entry in entries:
+            self._nodes.setdefault(entry.name, _TENSOR)
 
     def _encoded(self, path: str, item: object, registration: Registration, replicas: Replicas) -> None:
         if registration is ARRAY:

@@ -26,10 +26,12 @@ from holdfast.frameworks.registry import adapter_of
 from holdfast.run.session import FilledMemory, Identity, StatePart
 from holdfast.state.per_rank import PerRank
 from holdfast.state.piecewise import Piecewise
-from holdfast.state.placements import local_part
+from holdfast.state.placements import local_parts
 
 #: The number for memory that cannot be recognised; no storage has this address.
 _UNKNOWN: Final = 0
+#: The errors of tensors without a storage: not initialised yet, nested, of a subclass.
+_NO_STORAGE: Final = (ValueError, RuntimeError, NotImplementedError)
 
 
 class _Object:
@@ -63,12 +65,11 @@ class TensorMemory:
     `torch.multiprocessing.reductions.StorageWeakRef` does, so that no other storage gets such an address.
     """
 
-    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._numbers: set[int] = set()
-        for tensor in tensors:
-            storage = _storage(tensor)
-            if storage is not None and storage._cdata not in self._numbers:  # noqa: SLF001
-                self._numbers.add(cast("int", storage._weak_ref()))  # noqa: SLF001
+        storages = {storage._cdata: storage for storage in _storages(tensors) if storage is not None}  # noqa: SLF001
+        for storage in storages.values():
+            self._numbers.add(cast("int", storage._weak_ref()))  # noqa: SLF001
 
     def among(self, numbers: AbstractSet[int]) -> AbstractSet[int]:
         """As `FilledMemory.among`."""
@@ -76,9 +77,8 @@ class TensorMemory:
 
     def forget(self, newer: FilledMemory | None) -> bool:
         """As `FilledMemory.forget`."""
-        lost = {number for number in self._numbers if _is_gone(number)}
-        if newer is not None:
-            lost |= newer.among(self._numbers)
+        lost = set() if newer is None else set(newer.among(self._numbers))
+        lost |= {number for number in self._numbers - lost if _is_gone(number)}
         self._numbers -= lost
         _release(lost)
         return bool(self._numbers)
@@ -98,8 +98,11 @@ def parts_of(state: object) -> list[StatePart]:
     """The parts of a saved state by which a load of it is recognised: its modules and optimizers; if it has none, its
     objects with a ``state_dict``; if it has none of these, its tensors. Empty for a state that consists of values."""
     items = [item for _, item in _items(state, "", tensors=True)]
+    loose = [item for item in items if isinstance(item, (torch.Tensor, Piecewise))]
     objects = [item for item in items if not isinstance(item, (torch.Tensor, Piecewise))]
-    return list(_parts([item for item in objects if _is_trained(item)] or objects or items))
+    if objects:
+        return list(_parts([item for item in objects if _is_trained(item)] or objects))
+    return [StatePart(None, partial(_numbers_of_loose, loose))] if loose else []
 
 
 def found_in(state: object) -> list[Found]:
@@ -108,20 +111,28 @@ def found_in(state: object) -> list[Found]:
     return [Found(path, itself) for path, itself in items if itself is not None]
 
 
-def _numbers_of(tensors: Iterable[torch.Tensor]) -> list[int]:
+def _numbers_of(tensors: Sequence[torch.Tensor]) -> list[int]:
     """The numbers by which `TensorMemory` recognises the memory of local tensors."""
-    return [storage._cdata for storage in map(_storage, tensors) if storage is not None]  # noqa: SLF001
+    return [storage._cdata for storage in _storages(tensors) if storage is not None]  # noqa: SLF001
+
+
+def _storages(tensors: Sequence[torch.Tensor]) -> list[torch.UntypedStorage | None]:
+    """The storage of each tensor; None for tensors without one."""
+    try:
+        return [tensor.untyped_storage() for tensor in tensors]
+    except _NO_STORAGE:
+        return list(map(_storage, tensors))
 
 
 def _storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
     try:
         return tensor.untyped_storage()
-    except (ValueError, RuntimeError, NotImplementedError):  # not initialised yet, nested, of a subclass
+    except _NO_STORAGE:
         return None
 
 
 def _items(item: object, path: str, *, tensors: bool) -> Iterator[tuple[str, object]]:
-    """The objects in `item` with their paths; with `tensors`, the tensors too, each with the path of its container."""
+    """The objects in `item` with their paths; with `tensors`, also the tensors, under any path."""
     if isinstance(item, PerRank):
         item = item.value
     if isinstance(item, (torch.Tensor, Piecewise)):
@@ -134,15 +145,16 @@ def _items(item: object, path: str, *, tensors: bool) -> Iterator[tuple[str, obj
         return
     if path.count("/") >= values.MAX_DEPTH:
         return
+    if type(item) is dict:  # the tensors at once, because there may be thousands
+        if tensors:
+            yield from ((path, child) for child in item.values() if isinstance(child, torch.Tensor))
+        item = {key: child for key, child in item.items() if not isinstance(child, torch.Tensor)}
     try:
         shell = values.container(item, path)
     except HoldfastError:
         return  # a key that cannot be a name: the save raises that error when it names the state
     for name, child in shell[1] if shell is not None else ():
-        if not isinstance(child, torch.Tensor):
-            yield from _items(child, join(path, name), tensors=tensors)
-        elif tensors:  # here, because there may be thousands
-            yield path, child
+        yield from _items(child, join(path, name), tensors=tensors)
 
 
 def _is_trained(item: object) -> bool:
@@ -150,15 +162,10 @@ def _is_trained(item: object) -> bool:
     return isinstance(item, nn.Module) or (adapter is not None and adapter.spans_ranks)
 
 
-def _parts(items: Sequence[object]) -> Iterator[StatePart]:
-    """The parts for `items` that can be recognised: one for all loose tensors together, and one for each object."""
-    loose = [item for item in items if isinstance(item, (torch.Tensor, Piecewise))]
-    if loose:
-        yield StatePart(
-            None, lambda: [number for item in loose for number in _numbers_of(_memory_of(item)) or [_UNKNOWN]]
-        )
-    for item in items:
-        itself = None if isinstance(item, (torch.Tensor, Piecewise)) else _object(item)
+def _parts(objects: Sequence[object]) -> Iterator[StatePart]:
+    """The parts for those `objects` that can be recognised."""
+    for item in objects:
+        itself = _object(item)
         if itself is not None:
             yield StatePart(itself, partial(_numbers_in, item))
 
@@ -175,12 +182,14 @@ def _numbers_in(item: object) -> list[int]:
     """The numbers by which the memory of a module's parameters is recognised; empty for other objects."""
     if not isinstance(item, nn.Module):
         return []
-    return _numbers_of(local_part(each) for each in innermost(item).parameters())
+    return _numbers_of(local_parts(list(innermost(item).parameters())))
 
 
-def _memory_of(item: torch.Tensor | Piecewise) -> Iterator[torch.Tensor]:
-    """The local memory of a loose tensor."""
-    if isinstance(item, Piecewise):
-        yield from (memory for _, memory in item.pieces)
-    else:
-        yield local_part(item)
+def _numbers_of_loose(items: Sequence[torch.Tensor | Piecewise]) -> list[int]:
+    """The numbers by which the local memory of loose tensors is recognised."""
+    storages = _storages(local_parts([item for item in items if isinstance(item, torch.Tensor)]))
+    numbers = [_UNKNOWN if storage is None else storage._cdata for storage in storages]  # noqa: SLF001
+    for item in items:
+        if isinstance(item, Piecewise):
+            numbers += _numbers_of([memory for _, memory in item.pieces]) or [_UNKNOWN]
+    return numbers

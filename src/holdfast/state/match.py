@@ -14,6 +14,7 @@ from holdfast.format.patterns import Globs
 from holdfast.format.values import Node
 from holdfast.geometry import Shape
 from holdfast.mapping.parts import StoredTensor, castable
+from holdfast.plan.layout import TensorLayout
 from holdfast.state.collect import LocalTensor
 from holdfast.state.differences import Mismatches
 from holdfast.state.memory import digest_of
@@ -81,6 +82,8 @@ class Matcher:
         self._terms = terms
         self._cast = terms.cast is True
         self._globs = terms.cast if isinstance(terms.cast, Globs) else None
+        #: Whether a tensor with one name, stored under that name in its dtype and shape, needs no further look.
+        self._is_plain = not (terms.equal or terms.kept or self._globs)
 
     def canonical(self, name: str) -> str:
         """The name under which the tensor `name` is stored: `name` itself unless it is an alias."""
@@ -91,6 +94,9 @@ class Matcher:
 
         Notes the tensor as missing, or a mismatch, where no stored tensor fits it.
         """
+        if len(names) == 1 and self._is_plain and self._is_stored_alike(names[0], local.layout):
+            self._fill(BoundTensor(names[0], names[0], local))
+            return names[0]
         sources: dict[str, str] = {}
         for name in names:
             source = self._aliases.get(name, name)
@@ -119,6 +125,11 @@ class Matcher:
                 target, [*sources, *self._required.get(name, ()), *self._terms.equal.get(source, ())][1:]
             )
         return source
+
+    def _is_stored_alike(self, name: str, layout: TensorLayout) -> bool:
+        """Whether `name` is the only stored tensor for a live one, and equals it in dtype and shape."""
+        stored = self._stored.get(name)
+        return stored == (layout.dtype, layout.shape) and name not in self._aliases and name not in self._required
 
     def may_cast(self, names: Sequence[str]) -> bool:
         """Whether a live tensor with these names may have another dtype than the stored one."""

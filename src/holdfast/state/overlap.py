@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -15,6 +16,9 @@ from holdfast.state.memory import AddressedMemory
 #: Limit of numpy's search for a common byte of two strided views, in its own unit; beyond it, they count as
 #: overlapping.
 _MAX_WORK = 1 << 20
+
+_device_of = attrgetter("device")
+_nbytes_of = attrgetter("nbytes")
 
 
 class MemorySpan(NamedTuple):
@@ -49,7 +53,7 @@ def check_disjoint(targets: Sequence[BoundTensor]) -> None:
     Raises:
         StateError: code ``state.overlap``; the error names the tensors.
     """
-    if _are_apart([view for target in targets for view in target.local.memory if view.numel() and not view.is_meta]):
+    if _are_apart([view for target in targets for view in target.local.memory]):
         return
     open_: list[_HeldMemory] = []
     for held in sorted(_held(targets), key=lambda held: held.span):
@@ -71,11 +75,11 @@ def check_disjoint(targets: Sequence[BoundTensor]) -> None:
 def _are_apart(views: Sequence[torch.Tensor]) -> bool:
     """Whether all views are on one device, have no holes and lie one after another, as in most states. A quick test,
     which is done for all views at once."""
-    if not all(map(torch.Tensor.is_contiguous, views)) or len({view.device for view in views}) > 1:
+    if not all(map(torch.Tensor.is_contiguous, views)) or len(set(map(_device_of, views))) > 1:
         return False
     starts = np.fromiter(map(torch.Tensor.data_ptr, views), np.uint64, len(views))
     order = np.argsort(starts)
-    stops = starts + np.fromiter((view.nbytes for view in views), np.uint64, len(views))
+    stops = starts + np.fromiter(map(_nbytes_of, views), np.uint64, len(views))
     return bool(np.all(stops[order[:-1]] <= starts[order[1:]]))
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from math import prod
 from typing import TYPE_CHECKING, TypeGuard, cast
 
 import numpy as np
@@ -50,6 +49,22 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if is_dtensor(tensor) else tensor  # noqa: SLF001
 
 
+def local_parts(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """The `local_part` of each of many tensors."""
+    dtensor = dtensor_type()
+    if dtensor not in set(map(type, tensors)):
+        return tensors
+    return [each._local_tensor if type(each) is dtensor else each for each in tensors]  # noqa: SLF001
+
+
+def specs_of(tensors: Sequence[torch.Tensor]) -> Sequence[DTensorSpec | None]:
+    """The spec of each tensor; None for those that are not DTensors."""
+    dtensor = dtensor_type()
+    if dtensor not in set(map(type, tensors)):
+        return [None] * len(tensors)
+    return [each._spec if type(each) is dtensor else None for each in tensors]  # noqa: SLF001
+
+
 class PlacementReader:
     """A translator of DTensors' meshes and placements for one walk of a state. Equal ones share one object.
 
@@ -61,27 +76,40 @@ class PlacementReader:
     def __init__(self) -> None:
         self._meshes: dict[tuple[int, tuple[int, ...], frozenset[int]], tuple[DeviceMesh, Mesh]] = {}
         self._specs: dict[tuple[object, ...], Placed] = {}
+        #: The key and spec of the last tensor: mostly those of the next one too, and keys are slow to hash.
+        self._last: tuple[tuple[object, ...], Placed] | None = None
         self._shapes: dict[tuple[int, Shape], Shape] = {}
 
-    def spec(self, described: DTensorSpec, part: torch.Tensor, name: str) -> Placed:
-        """The spec of the DTensor `name`, whose local part on this rank is `part`.
+    def spec(self, described: DTensorSpec, held: Shape, name: str) -> Placed:
+        """The spec of the DTensor `name`, whose local part on this rank has the shape `held`.
 
         Raises:
-            StateError: the placements have no layout (code ``state.placement``), or `part` does not have the shape that
-                they imply (``state.local_shape``).
+            StateError: the placements have no layout (code ``state.placement``), or imply another shape than `held`
+                (``state.local_shape``).
         """
-        mesh, placements = described.mesh, described.placements
-        order = getattr(described, "shard_order", None)
         # `_meshes` keeps the mesh alive, so that no other mesh gets its id.
-        key = (id(mesh), placements, order)
-        spec = self._specs.get(key)
-        if spec is None:
-            translated = tuple(_placement(placement, name) for placement in placements)
-            axes = _axes(tuple(mesh.shape), translated, order)
-            spec = Placed(self._mesh(mesh, translated, axes, name), _in_order(translated, axes))
-            self._specs[key] = spec
-        self._check_shape(spec, described, part, name)
+        key = (id(described.mesh), described.placements, getattr(described, "shard_order", None))
+        if self._last is None or self._last[0] != key:
+            self._last = (key, self._specs.get(key) or self._translated(described, key, name))
+        spec, shape = self._last[1], described.shape
+        expected = self._shapes.get((id(spec), shape)) or self._expected(spec, described)
+        if held != expected and (0 not in held or 0 not in expected):
+            raise _misshapen(described, held, expected, name)
         return spec
+
+    def _translated(self, described: DTensorSpec, key: tuple[object, ...], name: str) -> Placed:
+        mesh, order = described.mesh, getattr(described, "shard_order", None)
+        translated = tuple(_placement(placement, name) for placement in described.placements)
+        axes = _axes(tuple(mesh.shape), translated, order)
+        spec = self._specs[key] = Placed(self._mesh(mesh, translated, axes, name), _in_order(translated, axes))
+        return spec
+
+    def _expected(self, spec: Placed, described: DTensorSpec) -> Shape:
+        """The shape of the local part on this rank of a tensor with this spec."""
+        rank, shape = described.mesh.get_rank(), tuple(described.shape)
+        expected = local_shape(spec, shape, rank) if rank in spec.mesh.ranks else (0,)
+        self._shapes[id(spec), described.shape] = expected
+        return expected
 
     def _mesh(self, mesh: DeviceMesh, placements: Sequence[Placement], axes: tuple[int, ...] | None, name: str) -> Mesh:
         shape = tuple(mesh.shape)
@@ -94,25 +122,6 @@ class PlacementReader:
             ranks = _in_group_order(mesh, sorted(dividing), name).transpose(order)
             self._meshes[key] = (mesh, Mesh(ranks.shape, tuple(ranks.reshape(-1).tolist())))
         return self._meshes[key][1]
-
-    def _check_shape(self, spec: Placed, described: DTensorSpec, part: torch.Tensor, name: str) -> None:
-        key = (id(spec), described.shape)
-        expected = self._shapes.get(key)
-        if expected is None:
-            rank, shape = described.mesh.get_rank(), tuple(described.shape)
-            expected = self._shapes[key] = local_shape(spec, shape, rank) if rank in spec.mesh.ranks else (0,)
-        if part.shape == expected or not (part.numel() or prod(expected)):
-            return
-        rank = described.mesh.get_rank()
-        raise StateError(
-            f"Rank {rank} holds {list(part.shape)} of tensor {name!r} of shape {list(described.shape)}, but by its "
-            f"placements {described.placements} it should hold {list(expected)}.",
-            code="state.local_shape",
-            action="Divide the tensor with fully_shard, parallelize_module or distribute_tensor, or describe the parts "
-            "with holdfast.Piecewise.",
-            tensor=name,
-            rank=rank,
-        )
 
 
 def _axes(
@@ -250,6 +259,19 @@ def _refused(what: str, name: str) -> StateError:
         code="state.placement",
         action="Redistribute the tensor to Shard and Replicate placements.",
         tensor=name,
+    )
+
+
+def _misshapen(described: DTensorSpec, held: Shape, expected: Shape, name: str) -> StateError:
+    rank = described.mesh.get_rank()
+    return StateError(
+        f"Rank {rank} holds {list(held)} of tensor {name!r} of shape {list(described.shape)}, but by its "
+        f"placements {described.placements} it should hold {list(expected)}.",
+        code="state.local_shape",
+        action="Divide the tensor with fully_shard, parallelize_module or distribute_tensor, or describe the parts "
+        "with holdfast.Piecewise.",
+        tensor=name,
+        rank=rank,
     )
 
 
