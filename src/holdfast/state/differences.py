@@ -81,10 +81,11 @@ def _listed(names: Collection[str], lacking: Collection[str], optimizers: Sequen
 
 def _parameter_of(name: str, optimizer: str, parameters: Collection[str]) -> str | None:
     """The one of `parameters` to which an optimizer's `name` belongs; None if it belongs to none."""
-    group_of, state = f"{optimizer}/group_of/", f"{optimizer}/state/"
-    if name.startswith(group_of):
-        parameter = str(parse_component(name.removeprefix(group_of)))
-        return parameter if parameter in parameters else None
+    state = f"{optimizer}/state/"
+    for named in (f"{optimizer}/group_of/", f"{optimizer}/order/"):
+        if name.startswith(named):
+            parameter = str(parse_component(name.removeprefix(named)))
+            return parameter if parameter in parameters else None
     parts = name.removeprefix(state).split("/") if name.startswith(state) else []
     return next((prefix for prefix in map("/".join, _prefixes(parts)) if prefix in parameters), None)
 
