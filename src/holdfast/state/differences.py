@@ -292,8 +292,8 @@ _ACTIONS = {
         'Fill what the checkpoint lacks by the mapping (fill="zero"), or give the tensor memory and values before.'
     ),
     "incompatible.tied": (
-        "Load into a state that ties only what was tied, or equal, when the checkpoint was written; fuse with mapping= "
-        "only parameters that are equal in optimizer state of one element."
+        "Load into a state that gives two names to one tensor or object only where both were one, or equal, when the "
+        "checkpoint was written; fuse with mapping= only parameters that are equal in optimizer state of one element."
     ),
 }
 
@@ -330,6 +330,8 @@ def word(node: Node | None) -> str:
     """The kind of a node in words, for messages; None stands for a tensor without a node."""
     if isinstance(node, (values.TableNode, values.Items, Open)):
         return f"a stored {node.kind}"
+    if isinstance(node, values.RecordNode):
+        return f"a NamedTuple {node.name}"
     if isinstance(node, TorchValue):
         return with_article(node.kind)
     if isinstance(node, (Encoded, PlanesNode)):
@@ -337,7 +339,6 @@ def word(node: Node | None) -> str:
     words = {
         values.PerRankNode: "a PerRank",
         TensorRef: "a tensor",
-        values.RecordNode: "a NamedTuple",
         Stateful: "an object's state",
     }
     return words.get(type(node), "a plain value") if node is not None else "a tensor"
