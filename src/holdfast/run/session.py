@@ -68,7 +68,8 @@ class Load:
 
     `continues` is the caller's statement whether the run continues from it, or None. `is_whole`: the load filled the
     whole state that was given with the whole checkpoint, without a selection, a mapping or a cast. `is_torn`: the load
-    failed half way, so what it filled may hold parts of two states. `number` counts the loads of this process.
+    failed half way, so what it filled may hold parts of two states. `passed` is the damaged checkpoint instead of which
+    it took `place`, or None. `number` counts the loads of this process.
     """
 
     root: str
@@ -78,6 +79,7 @@ class Load:
     continues: bool | None = None
     is_whole: bool = True
     is_torn: bool = False
+    passed: Place | None = None
     number: int = 0
 
 
@@ -366,7 +368,7 @@ def _open_epoch(
     origin: Place | None
     why: Why
     if loaded is not None:
-        origin, why = loaded.place, "resume" if loaded.place == at else "rollback"
+        origin, why = loaded.place, "resume" if at in (loaded.place, loaded.passed) else "rollback"
     elif takeover and newest:
         origin, why = at, "takeover"
     elif at is None or (head := run.head()) is None:

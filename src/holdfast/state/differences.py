@@ -14,6 +14,7 @@ from holdfast.format.near import Substitution, near, substitution
 from holdfast.format.values import Encoded, Node, Open, PlanesNode, Stateful, TensorRef, TorchValue
 from holdfast.geometry import Shape
 from holdfast.mapping.parts import StoredTensor
+from holdfast.state.kinds import holds_live
 from holdfast.wording import count, with_article
 
 _SHOWN = 10
@@ -58,7 +59,7 @@ def difference(
     return IncompatibleError(
         message,
         code="incompatible.names",
-        action=_names_action(missing, unexpected, known),
+        action=" ".join([_names_action(missing, unexpected, known), *_grown(unexpected, known, shared)]),
         tensor=next(iter(sorted(missing) or sorted(unexpected)), None),
         details=tuple(details),
     )
@@ -105,6 +106,17 @@ def _names_action(missing: Collection[str], unexpected: Collection[str], known: 
     given = ", ".join(f'"{entry}"' for entry in entries)
     selected = given if len(entries) == 1 else f"[{given}]"
     return f"Load only these entries with select={selected}, add the others, or load what both have with strict=False."
+
+
+def _grown(unexpected: Collection[str], known: Iterable[str], nodes: Mapping[str, Node]) -> Iterator[str]:
+    """Explain how to load a dict that had more entries when it was saved than the job begins with."""
+    lacking = set(unexpected)
+    here = {name.rpartition("/")[0] for name in known if name not in lacking}
+    for path in sorted({name.rpartition("/")[0] for name in lacking if is_leaf(name, nodes)} & here):
+        node = nodes.get(path)
+        if isinstance(node, values.TableNode) and node.kind == "dict" and not holds_live(nodes, path, node):
+            yield f"If the job fills the dict {path!r} while it trains, load into an empty one: it takes all entries."
+            return
 
 
 def _hints(names: Collection[str]) -> Iterator[str]:
