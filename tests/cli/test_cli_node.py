@@ -11,6 +11,8 @@ from holdfast.node_memory.claims import Claim
 from holdfast.node_memory.node_folder import NodeFolder
 from holdfast.node_memory.slots import SlotState
 from holdfast.run.history import Run
+from holdfast.store.base import Location
+from holdfast.store.urls import open_store
 from tests.keeper import test_keeper
 from tests.keeper.test_keeper import states, until
 from tests.keeper.test_persist import Saved, assert_loads
@@ -39,7 +41,8 @@ def test_the_command_lists_what_lies_in_memory_frees_what_is_durable_and_ends_ke
             done = holdfast_command("node", run.storage.location.url, *options, "--free", "--json").json
             assert done["freed_nbytes"] > MIB
             assert [slot["rank"] for slot in done["runs"][0]["slots"]] == [0]
-            assert holdfast_command("node", f"{run.storage.location}2", *options, "--free", "--json").json["runs"] == []
+            other = Run.create(open_store(Location(f"{run.storage.location}2"))).storage.location.url
+            assert holdfast_command("node", other, *options, "--free", "--json").json["runs"] == []
         done = holdfast_command("node", *options, "--stop", "--json").json
         assert done["ended"] == [str(folder.path)]
         assert process.wait(30) == 0
@@ -63,7 +66,15 @@ def test_the_command_makes_nothing_where_nothing_is(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_run_that_is_nowhere_is_not_found_and_not_zero_runs(tmp_path: Path) -> None:
+    for more in ((), ("--free",), ("--stop",)):
+        done = holdfast_command("node", tmp_path / "NOSUCH", "--node-dir", tmp_path, "--json", *more)
+        assert done.status == 3
+        assert done.json["error"]["code"] == "not_found.run"
+
+
 def test_a_run_without_memory_is_named_and_not_counted_as_zero_runs(tmp_path: Path) -> None:
+    Run.create(open_store(Location(str(tmp_path / "run"))))
     done = holdfast_command("node", tmp_path / "run", "--node-dir", tmp_path)
     assert done.out == f"{tmp_path}: no snapshots of {tmp_path / 'run'}\n"
 

@@ -18,6 +18,7 @@ from holdfast.mapping import Crop, Pad
 from holdfast.run.history import Run
 from holdfast.store.base import Location
 from holdfast.store.urls import open_store
+from tests.support.command_line import holdfast_command
 from tests.support.models import Kind, build, differing, filled, start_new_job
 from tests.support.ranks import RanksFailedError, run_ranks
 
@@ -155,15 +156,24 @@ def test_a_folder_outside_any_history_has_nothing_to_fall_back_to(run: Path) -> 
         holdfast.load(folder, build("plain", num_steps=0).state)
 
 
-def test_the_job_goes_on_as_after_a_rollback(run: Path) -> None:
+def test_the_job_resumes_from_the_older_checkpoint_which_is_no_rollback(run: Path) -> None:
     flip_last(file_of(run, 3, "data-00000.safetensors"))
     job = build("plain", num_steps=0)
     holdfast.load(run, job.state, fallback=True)
     assert holdfast.save(run, job.state, 3).place == "2.1"
     history = Run.open(open_store(Location(str(run))))
-    assert (history.epoch(2).why, history.epoch(2).opened_from) == ("rollback", Place(1, 2))
+    assert (history.epoch(2).why, history.epoch(2).opened_from) == ("resume", Place(1, 2))
+    assert "abandoned when epoch 2 went on from 1.2 (resume)" in holdfast_command("ls", run).out
     assert [commit.step for commit in history.lineage()] == [3, 2, 1]
     assert holdfast.load(run, job.state).step == 3
+
+
+def test_an_older_checkpoint_that_was_chosen_is_a_rollback_although_it_fell_back(run: Path) -> None:
+    flip_last(file_of(run, 2, "data-00000.safetensors"))
+    job = build("plain", num_steps=0)
+    holdfast.load(f"{run}@step=2", job.state, fallback=True)
+    holdfast.save(run, job.state, 2)
+    assert Run.open(open_store(Location(str(run)))).epoch(2).why == "rollback"
 
 
 def load_and_go_on(run: str) -> tuple[int, list[str], tuple[tuple[str, str], ...], str]:

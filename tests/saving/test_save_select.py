@@ -87,6 +87,20 @@ def test_all_but_what_is_behind_a_mark_is_saved(tmp_path: Path) -> None:
     )
 
 
+def test_a_selection_without_some_weights_that_its_optimizer_trains_is_refused_by_name(tmp_path: Path) -> None:
+    trained = state(1, num_steps=1)
+    trained["model"][1].base.bias.requires_grad_(requires_grad=True)
+    trained["optimizer"].add_param_group({"params": [trained["model"][1].base.bias]})
+    refused = r"state\.select_weights.*1 of the 5 weights .* not selected: model/1\.base\.bias\."
+    with pytest.raises(StateError, match=refused):
+        holdfast.save(tmp_path / "run", trained, 1, select=ADAPTERS)
+    checkpointer = Checkpointer(tmp_path / "run", trained, memory=None, select=ADAPTERS)
+    with checkpointer, pytest.raises(StateError, match=refused):
+        checkpointer.save(1)
+    trained["model"][1].base.bias.requires_grad_(requires_grad=False)
+    holdfast.save(tmp_path / "run", trained, 1, select=ADAPTERS)
+
+
 def test_an_optimizer_alone_names_its_state_after_parameters_that_are_not_saved(tmp_path: Path) -> None:
     trained, into = state(1, num_steps=1), state(2)
     holdfast.save(tmp_path / "run", trained, 1, select="optimizer")

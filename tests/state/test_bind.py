@@ -270,6 +270,20 @@ def test_an_empty_dict_takes_the_values_that_a_dict_had_grown_to(stored: dict[ob
     assert live == stored
 
 
+def test_a_dict_that_grew_is_refused_by_the_form_with_fewer_entries_and_told_to_begin_empty() -> None:
+    error = refused(save({"progress": {"a": 1, "b": 2}}), {"progress": {"a": 0}})
+    assert error.code == "incompatible.names"
+    assert "not in the live state: progress/b" in str(error)
+    assert "If the job fills the dict 'progress' while it trains, load into an empty one" in error.action
+    others: list[State] = [
+        {"progress": {"a": 1}, "b": 2},
+        {"progress": {"a": 1}, "b": {"c": 1}},
+        {"progress": {"a": 1, "b": torch.ones(1)}},
+    ]
+    for other in others:
+        assert "while it trains" not in refused(save(other), {"progress": {"a": 0}}).action
+
+
 def test_an_empty_dict_takes_no_tensors() -> None:
     error = refused(save({"progress": {"best": torch.ones(2)}}), {"progress": {}})
     assert error.code == "incompatible.names"

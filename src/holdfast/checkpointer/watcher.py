@@ -13,13 +13,14 @@ from holdfast.checkpointer.given_up import GivenUp
 from holdfast.checkpointer.rank_memory import RankMemory
 from holdfast.checkpointer.save_errors import incomplete, removed, superseded, unwatched
 from holdfast.checkpointer.save_machine import SaveMachine
-from holdfast.errors import HoldfastError
+from holdfast.errors import FencedError, HoldfastError
 from holdfast.format import records
 from holdfast.format.records import Place
 from holdfast.keeper.client import ensure_keeper
 from holdfast.latch import Latch
 from holdfast.node_memory.node_folder import unusable_memory
 from holdfast.node_memory.slots import Slot, SlotState
+from holdfast.run.history import Run
 from holdfast.store.base import Location
 from holdfast.store.timed import TimedStore
 from holdfast.store.urls import open_store
@@ -139,7 +140,7 @@ class Watcher:
             self.given_up.fail(checkpoint_id)
             machine.fail(removed(machine.step))
         elif contents is None or contents.checkpoint_id != checkpoint_id:
-            machine.fail(incomplete(machine.step))
+            self._end_lost(machine)
         elif record.state == SlotState.COMMITTED:
             machine.commit(contents.nbytes)
         elif record.state == SlotState.FENCED:
@@ -153,6 +154,23 @@ class Watcher:
                 machine.seal()
             if record.error:
                 machine.delay(record.error)
+
+    def _end_lost(self, machine: SaveMachine) -> None:
+        """End a save whose slot holds something else now. It may have been committed and freed before this watcher
+        looked, or another job may have taken over the run, and this memory with it: storage tells."""
+        assert machine.place is not None
+        error: HoldfastError = incomplete(machine.step)
+        try:
+            with TimedStore(open_store(self._run), timeout_s=_STORE_TIMEOUT_S) as storage:
+                if storage.nbytes(records.commit_key(machine.place)) is not None:
+                    machine.commit()
+                    return
+                Run.open(storage).check_fence(machine.place.epoch)
+        except FencedError as fenced:
+            error = superseded(machine.step, fenced.message)
+        except HoldfastError as unknown:
+            _log.warning("step %d: nobody can look now why it left memory: %s", machine.step, unknown)
+        machine.fail(error)
 
     def _look_further(self, waiting: Sequence[_Pending]) -> bool:
         """Make sure that a keeper is at work. For saves without a slot on this rank, look in storage whether they are

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from holdfast.cli.runs import parse_run
+from holdfast.cli.runs import open_run, parse_run
 from holdfast.cli.screen import Listing, age, console, print_json, say
 from holdfast.errors import printable
 from holdfast.node_memory.inventory import LOG_NAME, HeldSlot, RunMemory, give_way, node_memory
@@ -69,6 +69,7 @@ def node(run: str, *, node_dir: str, free: bool, stop: bool, grace_s: float, as_
     """Print the snapshots that this user's runs have in the memory of this node; only those of `run`, unless empty.
 
     Before that, ends keepers with `stop`, and frees snapshots with `free`. Returns False where a keeper did not end.
+    Raises `NotFoundError` where neither this node nor storage has a run at `run`.
     """
     where = Path(absolute(node_dir))
     try:
@@ -76,6 +77,8 @@ def node(run: str, *, node_dir: str, free: bool, stop: bool, grace_s: float, as_
     except OSError as error:
         raise not_a_folder(where, error) from error
     uri = parse_run(run).root if run else None
+    if uri and not _of(uri, where):
+        open_run(run)  # its memory may be empty, but the run itself must be there
     ended: list[RunMemory] = []
     not_ended: list[RunMemory] = []
     if stop:

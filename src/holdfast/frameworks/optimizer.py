@@ -3,7 +3,9 @@
 Below an optimizer's path: ``state/<parameter name>/<slot>``, ``param_groups/<i>/<key>``, ``group_of/<parameter name
 as one component>`` (the group's index), ``shared/<key>`` for state that belongs to no parameter, and ``class``, the
 name of the optimizer's type without its module. Parameters are matched by name, so a load may group them differently.
-Checkpoints of the first development versions have no ``class``.
+``order/<parameter name as one component>`` (its position) is there only where a tensor of the state has the elements of
+several parameters; see ``optimizer_order``. Checkpoints of the first development versions have no ``class`` or
+``order``.
 
 Ranks that hold different parameters (pipeline stages, experts) add up to one optimizer: the nodes of ``state``,
 ``group_of`` and ``param_groups`` do not list their entries, so those of several ranks merge. The node of one group
@@ -20,6 +22,7 @@ from torch.optim import Optimizer
 from holdfast.format.values import Open
 from holdfast.frameworks import BindingSource, Finish, Sink
 from holdfast.frameworks.optimizer_loading import bind_optimizer
+from holdfast.frameworks.optimizer_order import describe_order
 from holdfast.frameworks.optimizer_saving import KeptGroups, flatten_optimizer, is_replayed, read_slots, stepped
 
 
@@ -38,6 +41,7 @@ class OptimizerAdapter:
         """As `Adapter.describe`. Passes the slots that only steps change to `Sink.later`."""
         flatten_optimizer(path, item, sink)
         kept = read_slots(path, item, sink)
+        describe_order(kept, item, sink)
         sink.later(KeptGroups(kept))
         if is_replayed(item):
             sink.unsteady(entry.tensor for group in kept.groups for entry in group)

@@ -15,6 +15,7 @@ from holdfast.errors import CorruptError, IncompatibleError
 from holdfast.format.names import component, join, parse_component, split
 from holdfast.format.values import Node, Plain, TensorRef, Text
 from holdfast.frameworks import BindingSource, Finish, NamedTensor
+from holdfast.frameworks.optimizer_order import check_order
 from holdfast.frameworks.optimizer_saving import hyper_parameters, named_parameters
 from holdfast.frameworks.stateful import writing
 from holdfast.geometry import Shape
@@ -35,8 +36,8 @@ def bind_optimizer(path: str, optimizer: Optimizer, source: BindingSource) -> Fi
     The result replaces the state of every parameter that the checkpoint has by the stored slots (slots that are not
     stored are dropped) and sets the hyper-parameters. ``optimizer.state``, the groups and every slot tensor that fits
     keep their identity. Raises `IncompatibleError`, code ``incompatible.groups``, when parameters of one live group
-    come from groups with different hyper-parameters, ``incompatible.optimizer`` for LBFGS state that belongs to
-    another first parameter, and ``incompatible.optimizer_class`` for state of another class. A load that is not strict
+    come from groups with different hyper-parameters, ``incompatible.optimizer`` for flat state of parameters in
+    another order (LBFGS), and ``incompatible.optimizer_class`` for state of another class. A load that is not strict
     accepts the state of another class if both have the same slots and hyper-parameters, as Adam and AdamW do; it keeps
     the flags that the live class sets by itself.
 
@@ -49,8 +50,10 @@ def bind_optimizer(path: str, optimizer: Optimizer, source: BindingSource) -> Fi
     groups: list[Finish] = []
     states: list[tuple[torch.Tensor, dict[object, Finish]]] = []
     served: dict[int, int] = {}
+    ordered: list[NamedTensor] = []
     for index, group in enumerate(optimizer.param_groups):
         found = list(_match(path, index, group, saved, source))
+        ordered += found
         if isinstance(optimizer, torch.optim.LBFGS):
             _check_holder(path, saved, found)
         names = [name for entry in found for name in (entry.name, *source.copies(entry.name))]
@@ -72,6 +75,7 @@ def bind_optimizer(path: str, optimizer: Optimizer, source: BindingSource) -> Fi
             states.append((entry.tensor, slots))
             _require_equal_copies(path, entry.name, saved, source)
     _check_rates(path, served, source)
+    check_order(path, ordered, source)
     shared = {parse_component(text): source.opaque(join(path, "shared", text)) for text in sorted(saved.shared)}
 
     def finish() -> Optimizer:

@@ -78,11 +78,20 @@ class StatefulAdapter:
         elif node == _NO_STATE and description.read() != {}:
             text = f"{kind_of(item)} with a state here, but one without state in the checkpoint, such as a disabled one"
             source.refuse("incompatible.no_state", path, text)
+        elif node != _NO_STATE and _is_off(item):
+            text = f"{kind_of(item)} that is off here, one with a state in the checkpoint, which would be lost"
+            source.refuse("incompatible.no_state", path, text)
         elif (of_another := _another_class(item, path, source.nodes, description.read)) is not None:
             source.refuse("incompatible.scheduler_class", path, of_another)
         else:
             source.restore(description.write, source.opaque(path), is_random=description.is_random)
         return lambda: item
+
+
+def _is_off(item: object) -> bool:
+    """Whether an object is disabled, as a `GradScaler` may be: it then ignores the state that it is given."""
+    is_enabled = getattr(item, "is_enabled", None)
+    return callable(is_enabled) and is_enabled() is False
 
 
 def _another_class(item: object, path: str, nodes: Mapping[str, Node], read: Callable[[], object]) -> str | None:

@@ -327,7 +327,8 @@ class Loading:
         if bound.binding.reseeded and self._channel.rank == 0:
             _log.warning("seeded anew, because another number of ranks saved it: %s", ", ".join(bound.binding.reseeded))
         is_whole = self._is_whole(bound, names, filling)
-        self._note(bound.opened, epoch, bound.binding, state, is_whole=is_whole)
+        passed = skipped[0].place if skipped else None
+        self._note(bound.opened, epoch, bound.binding, state, is_whole=is_whole, passed=passed)
         return self._report(bound, names, filling, cost, state, skipped)
 
     def _match(self, into: Mapping[str, object], find: Callable[[], Opened]) -> tuple[_BoundLoad, Names]:
@@ -409,14 +410,25 @@ class Loading:
             bandwidths=self._options.bandwidths,
         )
 
-    def _note(self, opened: Opened, epoch: int | None, binding: Binding, state: object, *, is_whole: bool) -> None:
-        """Record for this process which objects of `state` were filled, and from which checkpoint."""
+    def _note(
+        self,
+        opened: Opened,
+        epoch: int | None,
+        binding: Binding,
+        state: object,
+        *,
+        is_whole: bool,
+        passed: Place | None,
+    ) -> None:
+        """Record for this process which objects of `state` were filled, from which checkpoint, and instead of which
+        damaged one."""
         (checkpoint, run), continues = opened, self._options.continues
         if run is None:
             load = Load(checkpoint.storage.resolved(), "", None, 0, continues, is_whole)
         else:
             assert epoch is not None, "a run with a checkpoint has an epoch"
-            load = Load(run.storage.resolved(), run.run_id, checkpoint.seal.place, epoch, continues, is_whole)
+            place = checkpoint.seal.place
+            load = Load(run.storage.resolved(), run.run_id, place, epoch, continues, is_whole, passed=passed)
         note_filled(load, state, binding, is_whole=is_whole)
 
     def _bind(self, opened: Opened, into: Mapping[str, object]) -> _BoundLoad:

@@ -1,4 +1,4 @@
-"""The record of what a load has filled, by which a later save knows what its state is."""
+"""The record of what a load or a transfer has filled, by which a later save knows what its state is."""
 
 from __future__ import annotations
 
@@ -8,33 +8,46 @@ from contextlib import contextmanager
 
 from holdfast.cooperative.reading import CooperativeReading
 from holdfast.errors import HoldfastError
-from holdfast.run.session import JOB, TORN, Load
+from holdfast.run.session import JOB, TORN, Identity, Load
 from holdfast.state.binding import Binding
 from holdfast.state.identity import TensorMemory, found_in
 
 
 def note_filled(load: Load, state: object, binding: Binding, *, is_whole: bool) -> None:
     """Record for this process which objects of `state` were filled, by which load."""
-    filled = found_in(state)
-    if not is_whole:
-        names = sorted({*binding.loaded, *(target.name for target in binding.targets)})
-        filled = [found for found in filled if _is_within(names, found.path)]
-    memory = TensorMemory([part for target in binding.targets for part in target.local.memory])
-    JOB.note_loaded(load, [found.itself for found in filled], memory)
+    JOB.note_loaded(load, _filled(state, binding, is_whole=is_whole), _memory(binding))
+
+
+def note_refilled(state: object, binding: Binding) -> None:
+    """Record for this process that a transfer has filled these objects whole. Whatever was loaded into them before
+    still counts, except for what failed half way."""
+    JOB.note_refilled(_filled(state, binding, is_whole=False), _memory(binding))
 
 
 @contextmanager
-def partly_filled_on_errors(state: object, binding: Binding, reading: CooperativeReading) -> Iterator[None]:
+def partly_filled_on_errors(
+    state: object, binding: Binding, reading: CooperativeReading, *, again: str = "load it again"
+) -> Iterator[None]:
     """A ``with`` block that fills `state`. Where it fails after the first element may have arrived, on any rank, later
-    saves of what it filled are refused until something else fills that: they would commit parts of two states."""
+    saves of what it filled are refused until something else fills that: they would commit parts of two states. `again`
+    is the advice in the note of the error."""
     try:
         yield
     except BaseException as error:
         if reading.has_begun:
             note_filled(TORN, state, binding, is_whole=False)
             if isinstance(error, HoldfastError):
-                error.add_note("The live state is partly filled: load it again before using it.")
+                error.add_note(f"The live state is partly filled: {again} before using it.")
         raise
+
+
+def _filled(state: object, binding: Binding, *, is_whole: bool) -> list[Identity]:
+    names = sorted({*binding.loaded, *(target.name for target in binding.targets)})
+    return [found.itself for found in found_in(state) if is_whole or _is_within(names, found.path)]
+
+
+def _memory(binding: Binding) -> TensorMemory:
+    return TensorMemory([part for target in binding.targets for part in target.local.memory])
 
 
 def _is_within(names: Sequence[str], path: str) -> bool:

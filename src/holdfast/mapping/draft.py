@@ -1,7 +1,7 @@
 """A checkpoint's names, tensors and values, while the rules of a mapping rewrite them. Pure.
 
-Below an optimizer's path, ``state/<parameter>/<slot>`` and ``group_of/<parameter as one component>`` follow their
-parameters (``holdfast.frameworks.optimizer`` names them).
+Below an optimizer's path, ``state/<parameter>/<slot>``, and ``<parameter as one component>`` below ``group_of`` and
+``order``, follow their parameters (``holdfast.frameworks.optimizer`` names them).
 """
 
 from __future__ import annotations
@@ -400,8 +400,12 @@ def _group_of(path: str, parameter: str) -> str:
 
 
 def _inside(path: str, parameter: str, slots: Iterable[str]) -> list[str]:
-    """The names inside an optimizer that follow a parameter: its group, and its slots."""
-    return [_group_of(path, parameter), *(_slot(path, parameter, slot) for slot in slots)]
+    """The names inside an optimizer that follow a parameter: its group, its position, and its slots.
+
+    Only `Rename` keeps the position: other rules change what the state of all parameters has of this one.
+    """
+    position = join(path, "order", component(parameter))
+    return [_group_of(path, parameter), position, *(_slot(path, parameter, slot) for slot in slots)]
 
 
 def _some(names: Sequence[str]) -> str:

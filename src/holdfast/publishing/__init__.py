@@ -30,6 +30,7 @@ from holdfast.format import values as value_codec
 from holdfast.format.container import FileLayout
 from holdfast.format.manifest import DecodedTable
 from holdfast.format.patterns import Globs
+from holdfast.loading.filled import note_refilled, partly_filled_on_errors
 from holdfast.loading.filling import Filling, outside_inference_mode
 from holdfast.loading.names import Names, compared
 from holdfast.mapping.parts import stored_tensors
@@ -70,7 +71,8 @@ def transfer(
 
     Source and target must not share memory, except where a rank passes the same part of a tensor in both: nothing is
     done for that part. Memory that one process shares with another is not recognised. An error after the comparison of
-    names leaves targets partly filled, on every rank; sources never change.
+    names leaves targets partly filled, on every rank: no save takes them before a transfer or a load has filled them
+    whole (``config.partly_filled``). Sources never change.
 
     Raises:
         StateError: a state could not be saved truthfully, ranks disagree about it, or tensors of the target share
@@ -153,11 +155,14 @@ class _Transfer:
                 gives=Names,
             )
         bound = done(matched)
-        with self._watch.phase("move"):
-            cost = self._together(bound.files).read(bound.filling.plan)
-        with self._watch.phase("finish"):
-            state = attempt(bound.filling.finish)
-            self._channel.confirm("finish", state, self._deadline)
+        together = self._together(bound.files)
+        with partly_filled_on_errors(target, bound.binding, together, again="transfer or load it again"):
+            with self._watch.phase("move"):
+                cost = together.read(bound.filling.plan)
+            with self._watch.phase("finish"):
+                state = attempt(bound.filling.finish)
+                self._channel.confirm("finish", state, self._deadline)
+        note_refilled(done(state), bound.binding)
         return TransferReport(
             loaded=tuple(bound.binding.loaded),
             moved_nbytes=cost.read_nbytes,

@@ -68,7 +68,8 @@ class Load:
 
     `continues` is the caller's statement whether the run continues from it, or None. `is_whole`: the load filled the
     whole state that was given with the whole checkpoint, without a selection, a mapping or a cast. `is_torn`: the load
-    failed half way, so what it filled may hold parts of two states. `number` counts the loads of this process.
+    failed half way, so what it filled may hold parts of two states. `passed` is the damaged checkpoint instead of which
+    it took `place`, or None. `number` counts the loads of this process.
     """
 
     root: str
@@ -78,6 +79,7 @@ class Load:
     continues: bool | None = None
     is_whole: bool = True
     is_torn: bool = False
+    passed: Place | None = None
     number: int = 0
 
 
@@ -88,7 +90,7 @@ class Sources(NamedTuple):
     number: int
 
 
-#: A load that failed half way.
+#: A load or a transfer that failed half way.
 TORN: Final = Load("", "", None, 0, is_whole=False, is_torn=True)
 #: The sources of a state that no load filled.
 NEVER_LOADED: Final = Sources(frozenset((None,)), 0)
@@ -137,7 +139,7 @@ class Session:
         #: The number of the newest load that filled tensor memory, and of the newest one that a save must consider.
         self._newest_in_memory = 0
         self._unused = 0
-        #: Whether a load has failed half way: then every save must look at what it saves.
+        #: Whether a load or a transfer has failed half way: then every save must look at what it saves.
         self._has_torn = False
 
     def note_loaded(self, load: Load, filled: Iterable[Identity] = (), memory: FilledMemory | None = None) -> None:
@@ -160,6 +162,19 @@ class Session:
                 if load.continues:
                     remembered.continued = load
 
+    def note_refilled(self, filled: Iterable[Identity], memory: FilledMemory) -> None:
+        """Remember that a transfer has filled the objects `filled`, and the tensors' `memory`: nothing of what had
+        failed half way is left in them. It does not say from which checkpoint they are."""
+        with self._lock:
+            if self._has_torn:
+                for identity in filled:
+                    load = self._load_of(identity)
+                    if load is not None and load.is_torn:
+                        del self._filled[identity.key]
+                self._filled_memory = [
+                    entry for entry in self._filled_memory if not entry[1].is_torn or entry[0].forget(memory)
+                ]
+
     def sources(self, parts: Callable[[], Sequence[StatePart]]) -> Sources:
         """The loads that last filled the `parts` of a state that is about to be saved."""
         with self._lock:
@@ -178,8 +193,8 @@ class Session:
 
         Raises:
             ConfigurationError: the run has commits, and the state to save was not loaded from it
-                (``config.unloaded_history``), or only a part of it was (``config.unclear_history``); or a load of it
-                failed half way (``config.partly_filled``).
+                (``config.unloaded_history``), or only a part of it was (``config.unclear_history``); or a load
+                or transfer into it failed half way (``config.partly_filled``).
             FencedError: another job opened an epoch that is newer than this job's own, or than the newest one when it
                 loaded; a rollback of the run opens one, too.
         """
@@ -228,10 +243,12 @@ class Session:
     def _last(self, part: StatePart) -> set[Load | None]:
         """The loads that last filled a part."""
         whole = None if part.itself is None else self._load_of(part.itself)
-        if self._newest_in_memory <= (0 if whole is None else whole.number):
+        if not self._has_torn and self._newest_in_memory <= (0 if whole is None else whole.number):
             return {whole}
         # Memory that no load filled is new memory of the object, which was moved or sharded after its load.
-        return {max(load, whole, key=_number_of) for load in self._loads_into(set(part.memory()))}
+        # What failed half way stays in the memory that nothing has filled since.
+        loads = self._loads_into(set(part.memory()))
+        return {load if load is not None and load.is_torn else max(load, whole, key=_number_of) for load in loads}
 
     def _loads_into(self, numbers: AbstractSet[int]) -> set[Load | None]:
         """The loads that last filled the memory with these numbers; None stands for memory that no load filled."""
@@ -351,7 +368,7 @@ def _open_epoch(
     origin: Place | None
     why: Why
     if loaded is not None:
-        origin, why = loaded.place, "resume" if loaded.place == at else "rollback"
+        origin, why = loaded.place, "resume" if at in (loaded.place, loaded.passed) else "rollback"
     elif takeover and newest:
         origin, why = at, "takeover"
     elif at is None or (head := run.head()) is None:
@@ -381,10 +398,11 @@ def _unloaded(run: Run, memory: _RunNotes, head: Commit, *, moved_from: str | No
 
 def _torn(run: Run) -> ConfigurationError:
     return ConfigurationError(
-        "a load failed half way, after it had filled a part of the state that this job saves into run "
-        f"'{run.storage.location}'. The state may hold parts of two checkpoints.",
+        "a load or a transfer failed half way, after it had filled a part of the state that this job saves into run "
+        f"'{run.storage.location}'. The state may hold parts of two states.",
         code="config.partly_filled",
-        action="Before the next save, load a whole checkpoint into the state, or build its objects anew.",
+        action="Before the next save, load a whole checkpoint into the state, repeat the transfer, or build its "
+        "objects anew.",
         path=run.storage.location.url,
     )
 

@@ -37,6 +37,15 @@ from holdfast.state.collect import TensorCollector, is_describable
 from holdfast.state.containers import maker, refill
 from holdfast.state.differences import Mismatches, difference, is_leaf
 from holdfast.state.flatten import check_depth, check_root, name_of_planes, planes_as_tensors
+from holdfast.state.kinds import (
+    DICTS,
+    holds_live,
+    is_dict_of_values,
+    is_list_of_live,
+    is_of_class,
+    may_replace,
+    restore_order,
+)
 from holdfast.state.match import Matcher, SelectedNodes, Terms
 from holdfast.state.meta import MetaTensors, become, check_alone, check_fillable
 from holdfast.state.overlap import check_disjoint
@@ -51,12 +60,8 @@ from holdfast.state.registry import (
     decode,
     registered,
 )
+from holdfast.state.same_objects import SameObjects, is_changed_in_place
 from holdfast.wording import count, kind_of, with_article
-
-#: Kinds of dicts whose items an empty one can take.
-_DICTS = ("dict", "ordered")
-#: The stored nodes that fill a live tensor or object, and so are no values.
-_FILL_LIVE_ONES = (TensorRef, PlanesNode, values.PerRankNode, Open)
 
 
 def bind(
@@ -121,6 +126,9 @@ class _Binder:
         self._aliases = aliases
         self._mismatches = Mismatches()
         self._matcher = Matcher(stored, aliases, nodes, self._mismatches, terms)
+        self._same_objects = SameObjects(
+            self._matcher, self._mismatches, is_selected=self._is_selected, stored_below=self.stored_below
+        )
         self._to_allocate = MetaTensors(device)
         self._on_meta: set[str] = set()
         self._unfillable: set[str] = set()
@@ -384,6 +392,8 @@ class _Binder:
             return self._inside(item, self._part(path, inner))
         if self._is_whole(item) and not self._is_selected(path):
             return None
+        if is_changed_in_place(item):
+            self._same_objects.note(path, item, self._all_nodes)
         if isinstance(item, (dict, list, tuple)) and not isinstance(item, torch.Size) and registered(item) is None:
             check_depth(path)
             return self._container(path, item)
@@ -462,6 +472,7 @@ class _Binder:
 
     def _own(self, part: str, item: PerRank[object]) -> Finish:
         self._own_parts.add(part)
+        self._same_objects.note(part, item, self._all_nodes)
         value = self.live(part, item.value)
 
         def finish() -> object:
@@ -495,9 +506,12 @@ class _Binder:
             return self._whole(path, item, "counter") if isinstance(item, Counter) else self._dict(path, item)
         record = values.is_record(item)
         kind = "list" if isinstance(item, list) else "tuple"
-        if not record and self._holds_only_values(item) and not self._is_list_of_live(path, kind):
+        if not record and self._holds_only_values(item) and not is_list_of_live(self.nodes, path, kind):
             return self._whole(path, item, kind)
         self._expect(path, item, values.RecordNode if record else values.Items)
+        node = self.nodes.get(path)
+        if record and self.is_strict and not is_of_class(item, node):
+            self._mismatches.add_kind(path, f"a NamedTuple {type(item).__name__}", node)
         names = item._fields if values.is_record(item) else [str(index) for index in range(len(item))]
         parts = [self.live(join(path, name), part) for name, part in zip(names, item, strict=True)]
         if isinstance(item, list):
@@ -506,9 +520,12 @@ class _Binder:
         return lambda: make(*[part() for part in parts])
 
     def _dict(self, path: str, item: MutableMapping[str, object] | dict[object, object]) -> Finish:
-        if path and not item and self._is_selected(path) and self._is_dict_of_values(path):
-            return self._whole(path, item, *_DICTS)  # a dict that the job fills while it trains
+        if path and not item and self._is_selected(path) and is_dict_of_values(self.nodes, path):
+            return self._whole(path, item, *DICTS)  # a dict that the job fills while it trains
         self._expect(path, item, values.TableNode, Open)
+        node = self.nodes.get(path) if self._is_selected(path) else None
+        if isinstance(node, values.TableNode) and node.kind not in DICTS:
+            self._mismatches.add_kind(path, kind_of(item), node)
         entries = cast("MutableMapping[object, object]", item)
         prefix = path + "/" if path else ""
         parts: dict[object, Finish] = {}
@@ -522,14 +539,10 @@ class _Binder:
         def finish() -> object:
             for key, part in parts.items():
                 entries[key] = part()
+            restore_order(entries, node)
             return item
 
         return finish
-
-    def _is_dict_of_values(self, path: str) -> bool:
-        """Whether `path` has a stored dict whose items are all values, so that an empty dict can take them."""
-        node = self.nodes.get(path)
-        return isinstance(node, values.TableNode) and node.kind in _DICTS and not self._holds_live(path, node)
 
     def _holds_only_values(self, item: object) -> bool:
         """Whether no part of `item` has to keep its identity. Notes the types of NamedTuples on the way."""
@@ -560,25 +573,11 @@ class _Binder:
         node = self.nodes.get(path)
         if node is None and self._matcher.canonical(path) not in self._stored:
             self.missing(path)
-        elif node is None or self._holds_live(path, node):
+        elif node is None or holds_live(self.nodes, path, node) or not may_replace(item, node):
             self._mismatches.add_kind(path, kind_of(item), node)
         else:
             return self.opaque(path)
         return lambda: item
-
-    def _holds_live(self, path: str, node: Node) -> bool:
-        """Whether a stored node is or has a tensor or an object, which fills a live one and replaces no value."""
-        if isinstance(node, Encoded):
-            return False
-        if isinstance(node, Stateful) or isinstance(values.bare(node), _FILL_LIVE_ONES):
-            return True
-        below = (join(path, name) for name in values.children(node))
-        return any(self._holds_live(name, values.lookup(self.nodes, name)) for name in below)
-
-    def _is_list_of_live(self, path: str, kind: str) -> bool:
-        """Whether `path` has a stored list or tuple of that kind with tensors or objects: it is bound item by item."""
-        node = self.nodes.get(path)
-        return isinstance(node, values.Items) and node.kind == kind and self._holds_live(path, node)
 
     def _generator(self, path: str, item: torch.Generator) -> None:
         node = self.nodes.get(path)

@@ -14,6 +14,7 @@ from holdfast.format.near import Substitution, near, substitution
 from holdfast.format.values import Encoded, Node, Open, PlanesNode, Stateful, TensorRef, TorchValue
 from holdfast.geometry import Shape
 from holdfast.mapping.parts import StoredTensor
+from holdfast.state.kinds import holds_live
 from holdfast.wording import count, with_article
 
 _SHOWN = 10
@@ -58,7 +59,7 @@ def difference(
     return IncompatibleError(
         message,
         code="incompatible.names",
-        action=_names_action(missing, unexpected, known),
+        action=" ".join([_names_action(missing, unexpected, known), *_grown(unexpected, known, shared)]),
         tensor=next(iter(sorted(missing) or sorted(unexpected)), None),
         details=tuple(details),
     )
@@ -81,10 +82,11 @@ def _listed(names: Collection[str], lacking: Collection[str], optimizers: Sequen
 
 def _parameter_of(name: str, optimizer: str, parameters: Collection[str]) -> str | None:
     """The one of `parameters` to which an optimizer's `name` belongs; None if it belongs to none."""
-    group_of, state = f"{optimizer}/group_of/", f"{optimizer}/state/"
-    if name.startswith(group_of):
-        parameter = str(parse_component(name.removeprefix(group_of)))
-        return parameter if parameter in parameters else None
+    state = f"{optimizer}/state/"
+    for named in (f"{optimizer}/group_of/", f"{optimizer}/order/"):
+        if name.startswith(named):
+            parameter = str(parse_component(name.removeprefix(named)))
+            return parameter if parameter in parameters else None
     parts = name.removeprefix(state).split("/") if name.startswith(state) else []
     return next((prefix for prefix in map("/".join, _prefixes(parts)) if prefix in parameters), None)
 
@@ -104,6 +106,17 @@ def _names_action(missing: Collection[str], unexpected: Collection[str], known: 
     given = ", ".join(f'"{entry}"' for entry in entries)
     selected = given if len(entries) == 1 else f"[{given}]"
     return f"Load only these entries with select={selected}, add the others, or load what both have with strict=False."
+
+
+def _grown(unexpected: Collection[str], known: Iterable[str], nodes: Mapping[str, Node]) -> Iterator[str]:
+    """Explain how to load a dict that had more entries when it was saved than the job begins with."""
+    lacking = set(unexpected)
+    here = {name.rpartition("/")[0] for name in known if name not in lacking}
+    for path in sorted({name.rpartition("/")[0] for name in lacking if is_leaf(name, nodes)} & here):
+        node = nodes.get(path)
+        if isinstance(node, values.TableNode) and node.kind == "dict" and not holds_live(nodes, path, node):
+            yield f"If the job fills the dict {path!r} while it trains, load into an empty one: it takes all entries."
+            return
 
 
 def _hints(names: Collection[str]) -> Iterator[str]:
@@ -292,8 +305,9 @@ _ACTIONS = {
         'Fill the missing part by the mapping (fill="zero"), or give the tensor memory and values before the load.'
     ),
     "incompatible.tied": (
-        "Load into a state that ties only tensors that are tied or equal in the checkpoint. With mapping=, fuse only "
-        "parameters whose optimizer state of one element, such as step, is equal."
+        "Load into a state that gives two names to one tensor or object only where both were one, or equal, when the "
+        "checkpoint was saved. With mapping=, fuse only parameters whose optimizer state of one element, such as step, "
+        "is equal."
     ),
 }
 
@@ -330,6 +344,8 @@ def word(node: Node | None) -> str:
     """The kind of a node in words, for messages; None stands for a tensor without a node."""
     if isinstance(node, (values.TableNode, values.Items, Open)):
         return f"a stored {node.kind}"
+    if isinstance(node, values.RecordNode):
+        return f"a NamedTuple {node.name}"
     if isinstance(node, TorchValue):
         return with_article(node.kind)
     if isinstance(node, (Encoded, PlanesNode)):
@@ -337,7 +353,6 @@ def word(node: Node | None) -> str:
     words = {
         values.PerRankNode: "a PerRank",
         TensorRef: "a tensor",
-        values.RecordNode: "a NamedTuple",
         Stateful: "an object's state",
     }
     return words.get(type(node), "a plain value") if node is not None else "a tensor"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Container as Holds
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -26,6 +27,7 @@ from holdfast.frameworks.stateful import reading
 from holdfast.plan.layout import Replicas
 from holdfast.state.arrays import Array, check_array
 from holdfast.state.collect import LocalTensor, TensorCollector, WalkCache, unsupported_tensor
+from holdfast.state.differences import listing
 from holdfast.state.marks import Marked
 from holdfast.state.per_rank import PerRank
 from holdfast.state.piecewise import Piecewise, describe
@@ -220,14 +222,18 @@ class Walk:
         # An optimizer's names contain those of parameters, so every parameter must have its canonical name first.
         self._gather()
         self._names = self._collector.names()
-        for entry in sorted(self._left_out, key=_name_of):
-            self._names.setdefault(id(entry.tensor), entry)
         for entry, plane in self._planed:
             canonical = self._names[id(self._tensors[plane].tensor)].name
             self._names[id(entry.tensor)] = NamedTensor(name_of_planes(canonical), entry.tensor, entry.replicas)
+        saved = frozenset(self._names) if self._left_out else frozenset[int]()
+        for entry in sorted(self._left_out, key=_name_of):
+            self._names.setdefault(id(entry.tensor), entry)
         for path, item, adapter in self._last:
+            num_before = len(self.optimizers)
             with describing(path, adapter):
                 adapter.describe(path, item, self)
+            for optimizer in self.optimizers[num_before:] if self._left_out else ():
+                self._refuse_part_of_trained(path, optimizer, saved)
         self._unsteady.update(self._names[id(tensor)].name for tensor in self._changed_elsewhere)
         self._gather()
         # By now, memory that the state also has elsewhere has got its canonical name from there.
@@ -238,6 +244,21 @@ class Walk:
                 part.describe(self)
                 self._stepped.update(islice(self._tensors, num_before, None))
         self._gather()
+
+    def _refuse_part_of_trained(self, path: str, optimizer: Optimizer, saved: Holds[int]) -> None:
+        """Refuse a selection that takes the state of an optimizer and only a part of the weights that it trains: after
+        a load, it would go on with other weights. (An optimizer without any of them is a choice, as is one without
+        its frozen ones.) `saved` has the ids of the tensors that the selection takes."""
+        trained = {id(each): each for group in optimizer.param_groups for each in group["params"] if each.requires_grad}
+        lacking = [self._names[key].name for key in trained if key not in saved and key in self._names]
+        if lacking and len(lacking) < len(trained):
+            raise StateError(
+                f"select takes optimizer {path!r}, but {len(lacking):,} of the {count(len(trained), 'weight')} that it "
+                f"trains are not selected: {listing(sorted(lacking))}.",
+                code="state.select_weights",
+                action="Select them too, freeze (requires_grad_) what is not trained, or leave the optimizer out.",
+                path=path,
+            )
 
     def _leave(self, part: Deferred) -> bool:
         """Leave a part for `finish` if all its slots are plain tensors and constants. Returns whether it is left."""

@@ -89,6 +89,10 @@ class Matcher:
         """The name under which the tensor `name` is stored: `name` itself unless it is an alias."""
         return self._aliases.get(name, name)
 
+    def is_tensor(self, name: str) -> bool:
+        """Whether a tensor is stored under this name."""
+        return self.canonical(name) in self._stored
+
     def match(self, names: Sequence[str], local: LocalTensor) -> str:
         """Find the source of a live tensor with these names (sorted); returns the name under which it is stored.
 

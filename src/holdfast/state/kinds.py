@@ -1,0 +1,66 @@
+"""The kinds of stored and live values: which stored value may take the place of a live one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping
+from typing import Final
+
+from holdfast.format import values
+from holdfast.format.names import join, parse_component
+from holdfast.format.values import Encoded, Node, Open, PlanesNode, RecordNode, Stateful, TableNode, TensorRef
+from holdfast.state.placements import torch_value
+from holdfast.state.registry import registered
+
+#: Kinds of dicts whose items an empty one can take.
+DICTS: Final = ("dict", "ordered")
+#: The stored nodes that fill a live tensor or object, and so are no values.
+_FILL_LIVE_ONES = (TensorRef, PlanesNode, values.PerRankNode, Open)
+
+
+def holds_live(nodes: Mapping[str, Node], path: str, node: Node) -> bool:
+    """Whether the stored `node` at `path` is or has a tensor or an object, which fills a live one and replaces no
+    value."""
+    if isinstance(node, Encoded):
+        return False
+    if isinstance(node, Stateful) or isinstance(values.bare(node), _FILL_LIVE_ONES):
+        return True
+    below = (join(path, name) for name in values.children(node))
+    return any(holds_live(nodes, name, values.lookup(nodes, name)) for name in below)
+
+
+def is_dict_of_values(nodes: Mapping[str, Node], path: str) -> bool:
+    """Whether `path` has a stored dict whose items are all values, so that an empty dict can take them."""
+    node = nodes.get(path)
+    return isinstance(node, TableNode) and node.kind in DICTS and not holds_live(nodes, path, node)
+
+
+def is_list_of_live(nodes: Mapping[str, Node], path: str, kind: str) -> bool:
+    """Whether `path` has a stored list or tuple of that kind with tensors or objects: it is bound item by item."""
+    node = nodes.get(path)
+    return isinstance(node, values.Items) and node.kind == kind and holds_live(nodes, path, node)
+
+
+def may_replace(item: object, node: Node) -> bool:
+    """Whether the value that is stored as `node` may take the place of the live value `item`.
+
+    A plain value gives way to any value. A value of a registered type gives way to its own kind; one of any other type,
+    such as a deque or a set, could not have been saved, so what is stored is something else.
+    """
+    registration = registered(item)
+    if registration is not None:
+        return values.registration(node) == registration.name
+    return isinstance(item, (dict, list, tuple)) or (values.leaf(item) or torch_value(item)) is not None
+
+
+def is_of_class(item: object, node: Node | None) -> bool:
+    """Whether a live NamedTuple has the class name of the one that is stored as `node`, if one is."""
+    return not isinstance(node, RecordNode) or node.name == type(item).__name__
+
+
+def restore_order(item: MutableMapping[object, object], node: Node | None) -> None:
+    """Give the entries of a live dict the order of the OrderedDict that is stored as `node`, if one is. Entries that it
+    does not have come last."""
+    if isinstance(node, TableNode) and node.kind == "ordered":
+        stored = dict.fromkeys(key for key in map(parse_component, node.keys) if key in item)
+        for key in [*stored, *(key for key in item if key not in stored)]:
+            item[key] = item.pop(key)
