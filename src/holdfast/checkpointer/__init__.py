@@ -26,12 +26,13 @@ from holdfast.checkpointer.save_errors import is_unusable, skipped
 from holdfast.checkpointer.save_log import SaveLog, log_restored
 from holdfast.checkpointer.save_machine import SaveMachine
 from holdfast.checkpointer.turn import turn_in
-from holdfast.control.deadline import Deadline, check_timeout
-from holdfast.control.torch_store import default_channel, global_rank, group_ranks
+from holdfast.control.deadline import Deadline
+from holdfast.control.torch_store import check_group, default_channel, global_rank, group_ranks
 from holdfast.errors import ConfigurationError, HoldfastError
 from holdfast.format.patterns import Globs
 from holdfast.format.records import Place
 from holdfast.node_memory.node_folder import DEFAULT_NODE_DIR
+from holdfast.options import check_flag, check_timeout, checked_number
 from holdfast.run.session import JOB
 from holdfast.saving import numbers_of, run_location, save, whole
 from holdfast.snapshot.capture import Snapshot
@@ -52,9 +53,15 @@ class Memory:
     node_dir: Path = DEFAULT_NODE_DIR
 
     def __post_init__(self) -> None:
-        if self.generations < 2:
-            raise ValueError(f"generations is {self.generations}: one must be whole while the next is copied")
-        object.__setattr__(self, "node_dir", Path(absolute(str(self.node_dir))))
+        least = "one must be whole while the next is copied"
+        object.__setattr__(self, "generations", checked_number("generations", self.generations, least=2, reason=least))
+        node_dir: object = self.node_dir
+        if not isinstance(node_dir, str | os.PathLike):
+            raise TypeError(
+                f"node_dir is the path of a file system in memory, not {node_dir!r}; give the Checkpointer memory=None "
+                "for saves to storage alone"
+            )
+        object.__setattr__(self, "node_dir", Path(absolute(str(node_dir))))
 
 
 class Checkpointer:
@@ -93,6 +100,8 @@ class Checkpointer:
             raise ValueError(f"when_full is 'wait' or 'skip', not {when_full!r}")
         if not isinstance(memory, Memory | None):
             raise TypeError(f"memory is a holdfast.Memory, or None for saves to storage alone, not {memory!r}")
+        check_flag("takeover", takeover)
+        check_group(group)
         check_timeout(timeout_s)
         self._run = run_location(run)
         check_root(state)
@@ -146,7 +155,7 @@ class Checkpointer:
             return handle
 
     def _save(self, machine: SaveMachine, metrics: Mapping[str, SupportsFloat] | None) -> None:
-        numbers = numbers_of(metrics or {})
+        numbers = numbers_of(metrics)
         self._forget_ended()
         try:
             if not self._is_in_memory(machine, numbers):
@@ -165,6 +174,8 @@ class Checkpointer:
         Raises what `holdfast.load` raises; after `close`, `ConfigurationError`, code ``config.closed``.
         """
         self._require_open("restore")
+        check_flag("verify", verify)
+        check_flag("fallback", fallback)
         with self._turn.taken("restore"):
             tier = self._shared_tier()
             if tier is not None:
@@ -197,6 +208,8 @@ class Checkpointer:
     def wait(self, timeout_s: float | None = None) -> None:
         """Return when all saves are durable, except for skipped ones. Raises the error of a save that failed. May be
         called after `close` too. `timeout_s` (default: the constructor's) is the limit for each save."""
+        if timeout_s is not None:
+            check_timeout(timeout_s)
         for handle in self._handles:
             handle.durable.wait(self._timeout_s if timeout_s is None else timeout_s)
 
