@@ -57,6 +57,11 @@ class View:
         return str(self._checkpoint.seal.place)
 
     @property
+    def metrics(self) -> dict[str, float]:
+        """The numbers that the save recorded, by name."""
+        return dict(self._checkpoint.manifest.body.metrics)
+
+    @property
     def path(self) -> str:
         """The checkpoint's folder."""
         return self._checkpoint.folder
