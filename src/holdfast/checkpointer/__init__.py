@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,7 +29,7 @@ from holdfast.checkpointer.save_machine import SaveMachine
 from holdfast.checkpointer.turn import turn_in
 from holdfast.control.deadline import Deadline
 from holdfast.control.torch_store import check_group, default_channel, global_rank, group_ranks
-from holdfast.errors import ConfigurationError, HoldfastError
+from holdfast.errors import ConfigurationError, HoldfastError, IncompatibleError
 from holdfast.format.patterns import Globs
 from holdfast.format.records import Place
 from holdfast.node_memory.node_folder import DEFAULT_NODE_DIR
@@ -166,12 +167,14 @@ class Checkpointer:
 
     def restore(self, *, verify: bool = True, fallback: bool = False) -> RestoreReport:
         """Fill the state from the newest checkpoint on the run's lineage: from the memory of the nodes if it is there,
-        else from storage. If the run has no checkpoint, this changes nothing, and ``report.next_step`` is 0.
+        else from storage. If the run has no checkpoint, this changes nothing, and ``report.next_step`` is 0; but a path
+        that cannot become a run, and a state that cannot be saved, are errors already now.
 
         If the copy in memory is damaged, this reads from storage instead. With `fallback`, it passes over a damaged
         checkpoint in storage, as `holdfast.load` does, and the next save continues from the older one that it loaded.
 
-        Raises what `holdfast.load` raises; after `close`, `ConfigurationError`, code ``config.closed``.
+        Raises what `holdfast.load` raises; where there is nothing to restore, the `ConfigurationError`, `StorageError`
+        or `StateError` that the first save would raise; after `close`, `ConfigurationError`, code ``config.closed``.
         """
         self._require_open("restore")
         check_flag("verify", verify)
@@ -180,16 +183,20 @@ class Checkpointer:
             tier = self._shared_tier()
             if tier is not None:
                 tier.join()
-            restored = restore(
-                self._run,
-                self._state,
-                node_dir=None if self._memory is None else self._memory.node_dir,
-                select=self._select,
-                group=self._group,
-                verify=verify,
-                fallback=fallback,
-                timeout_s=self._timeout_s,
-            )
+            try:
+                restored = restore(
+                    self._run,
+                    self._state,
+                    node_dir=None if self._memory is None else self._memory.node_dir,
+                    select=self._select,
+                    group=self._group,
+                    verify=verify,
+                    fallback=fallback,
+                    timeout_s=self._timeout_s,
+                )
+            except IncompatibleError as error:
+                error.action = _with_load(error.action, self._run)
+                raise
             if tier is not None:
                 tier.note_restored(restored)
             report = restored.report
@@ -363,3 +370,13 @@ class Checkpointer:
             hold.pass_on(copier)
         finally:
             hold.drop()  # no effect once it is passed on; before that, it makes the background give the save up
+
+
+def _with_load(action: str, run: Location) -> str:
+    """The advice of a load, which `restore` made; if it names options, with the call that has them."""
+    if not re.search(r"\b[a-z_]+=", action):
+        return action
+    return (
+        f"{action} restore() takes no options of a load: holdfast.load('{run}', into=state, ..., continues=True) "
+        "has these options."
+    )
