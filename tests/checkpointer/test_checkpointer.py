@@ -28,6 +28,7 @@ from holdfast.run.history import Run
 from holdfast.snapshot import capture as snapshot_module
 from holdfast.snapshot.routes import Pair
 from holdfast.store.base import Location
+from holdfast.store.linux import is_on_disk
 from holdfast.store.urls import open_store
 from tests.keeper.test_keeper import keeper_of, until
 from tests.store.test_posix_storage import mounted
@@ -512,3 +513,18 @@ def expected(num_steps: int) -> dict[str, bytes]:
     for step in range(num_steps):
         loop.step(step)
     return loop.bits()
+
+
+def test_a_node_dir_on_a_disk_is_used_with_a_warning(
+    run: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = os.open(tmp_path, os.O_RDONLY)
+    try:
+        on_disk = is_on_disk(folder)
+    finally:
+        os.close(folder)
+    with Checkpointer(run, Loop().state, memory=Memory(node_dir=tmp_path)) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step)
+    end_keepers(tmp_path)
+    assert caplog.text.count(f"node_dir '{tmp_path}' is on a disk") == on_disk

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -106,6 +107,22 @@ def test_what_may_be_in_progress_is_removed_by_force_only(sound: Path, tmp_path:
     assert (done.status, done.err) == (1, ""), "what is not ours stays, and nobody tries"
     assert not (copy / ".tmp-holdfast.json-0").exists()
     assert (copy / "notes.txt").exists()
+
+
+def test_remove_that_has_to_wait_says_that_it_removed_nothing_and_for_how_long(sound: Path, tmp_path: Path) -> None:
+    copy = copy_of(sound, tmp_path)
+    (copy / "history" / "9999999998-9999999996.json").unlink()
+    failed = folder_of(copy, 3)  # as after a full disk: the save has its manifest, and no data
+    (failed / "seal.json").unlink()
+    (failed / "data-00000.safetensors").unlink()
+    done = holdfast_command("doctor", "--remove", "--yes", copy)
+    assert (done.status, failed.exists()) == (1, True)
+    assert "removed nothing: a save may still be in progress" in done.out
+    (left_s,) = re.findall(r"look again in ([0-9]+) s", done.out)
+    assert 0 < int(left_s) <= 900
+    assert "removed nothing" not in holdfast_command("doctor", copy).out
+    forced = holdfast_command("doctor", "--remove", "--force", "--yes", copy)
+    assert (forced.status, "removed nothing" in forced.out) == (0, False)
 
 
 def test_remove_deletes_at_once_what_a_dead_process_left_and_not_what_a_live_one_writes(

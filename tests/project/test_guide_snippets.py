@@ -15,6 +15,10 @@ from torch.optim.lr_scheduler import LambdaLR, StepLR
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import holdfast
+from holdfast.run.history import Run
+from holdfast.store.base import Location
+from holdfast.store.urls import open_store
+from tests.support.models import start_new_job
 from tests.support.ranks import run_ranks
 
 GUIDES = Path(__file__).parents[2] / "docs" / "guides"
@@ -89,7 +93,8 @@ def test_a_change_under_the_guard_does_not_reach_the_save_before_it(job: Names) 
     before = [parameter.clone() for parameter in model.parameters()]
     with holdfast.Checkpointer("runs/guard", state, memory=None) as checkpointer:
         checkpointer.save(0)
-        exec(snippets("checkpointer")[0], job | {"checkpointer": checkpointer})
+        (code,) = (code for code in snippets("checkpointer") if "guard()" in code)
+        exec(code, job | {"checkpointer": checkpointer})
     assert all((parameter == 7).all() for parameter in model.parameters())
     holdfast.load("runs/guard", into=state)
     assert all(map(torch.equal, model.parameters(), before))
@@ -133,7 +138,7 @@ def test_trainer_and_inference_ranks_pass_what_they_have() -> None:
 
 
 def test_every_piece_of_code_in_the_guides_is_run_by_a_test() -> None:
-    run = {"ddp": 2, "checkpointer": 1, "loading": 3, "publishing": 1}
+    run = {"ddp": 2, "checkpointer": 3, "loading": 3, "publishing": 1}
     for guide in GUIDES.glob("*.md"):
         if guide.stem != "mapping":
             assert len(snippets(guide.stem)) == run.get(guide.stem, 0), guide.name
@@ -165,3 +170,35 @@ def test_the_page_on_coming_from_torch_converts_a_file_of_torch_save(
     view = holdfast.open("runs/new")
     assert torch.equal(view["model/0.weight"][...], model[0].weight)  # type: ignore[index]
     assert view.tree("model").keys() == model.state_dict().keys()  # type: ignore[attr-defined]
+
+
+@pytest.mark.usefixtures("memory_is_given_back")
+def test_a_restarted_job_goes_on_to_keep_the_best_beside_the_run_that_it_resumes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    loop, look = (code for code in snippets("checkpointer") if "guard()" not in code)
+    losses = [3.0, 2.0, 5.0, 4.0, 6.0, 1.0, 7.0]
+    steps = {}
+    for num_steps in (4, 7):  # a job, and its restart
+        start_new_job()
+        model = nn.Linear(2, 2)
+        optimizer = ScheduleFree(model.parameters(), lr=0.1)
+        progress = {"best": float("inf"), "steps": 0}
+        state = {"model": model, "optimizer": optimizer, "progress": progress}
+
+        def train(progress: dict[str, float] = progress) -> None:
+            progress["steps"] += 1
+
+        def validate(progress: dict[str, float] = progress) -> float:
+            return losses[int(progress["steps"]) - 1]
+
+        names = {"holdfast": holdfast, "state": state, "progress": progress, "num_steps": num_steps}
+        exec(loop, names | {"train": train, "validate": validate})
+        exec(look, names)
+        assert capsys.readouterr().out == {4: "step 1 has a loss of 2.0\n", 7: "step 5 has a loss of 1.0\n"}[num_steps]
+        run = Run.open(open_store(Location(str(tmp_path / "runs" / "best"))))
+        steps[num_steps] = [commit.step for commit in run.lineage()]
+    assert steps == {4: [1, 0], 7: [5, 1, 0]}
+    assert holdfast.open("runs/last").step == 6
+    assert holdfast.open("runs/best@step=0").metrics == {"loss": 3.0}

@@ -7,13 +7,10 @@ import os
 import re
 import runpy
 import shlex
-import shutil
-import signal
 import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import NamedTuple
@@ -21,8 +18,6 @@ from typing import NamedTuple
 import pytest
 
 import holdfast
-from holdfast.node_memory.node_folder import DEFAULT_NODE_DIR
-from tests.keeper.test_keeper import keeper_of
 from tests.support.bound import bits
 from tests.support.models import start_new_job
 from tests.support.rank_worker import HOST
@@ -33,16 +28,7 @@ ALL_GUIDES = sorted((Path(__file__).parents[2] / "docs" / "guides").glob("*.md")
 OF_FRAMEWORKS = [guide for guide in ALL_GUIDES if guide.stem in ("accelerate", "fabric", "lightning", "transformers")]
 GUIDES = [guide for guide in ALL_GUIDES if guide not in OF_FRAMEWORKS]
 
-
-@pytest.fixture(autouse=True)
-def memory_is_given_back() -> Iterator[None]:
-    """End the keepers that an example has started, and remove what is in memory."""
-    user = DEFAULT_NODE_DIR / f"holdfast-{os.geteuid()}"
-    before = set(user.glob("*"))
-    yield
-    for folder in set(user.glob("*")) - before:
-        os.kill(keeper_of(folder), signal.SIGKILL)
-        shutil.rmtree(folder)
+pytestmark = pytest.mark.usefixtures("memory_is_given_back")
 
 
 class Call(NamedTuple):

@@ -108,6 +108,8 @@ def test_saving_into_a_history_that_was_not_loaded_is_refused_and_opens_nothing(
     with pytest.raises(ConfigurationError, match=r"step 7 at 1\.1.*takeover=True") as caught:
         Job(storage).begin()
     assert caught.value.code == "config.unloaded_history"
+    assert caught.value.action.startswith("If this job goes on with that training, load the run first.")
+    assert "only keeps results" in caught.value.action
     assert Run.open(storage).epochs() == [1]
 
 

@@ -141,6 +141,17 @@ def test_an_optimizer_parameter_of_no_module_in_the_state_is_refused() -> None:
     assert all(part in str(error) for part in ("Parameter 0", "group 1", "'train/opt'", "(5, 7)", "Put the module"))
 
 
+def test_an_optimizer_built_before_a_parameter_was_replaced_is_to_be_built_from_the_new_ones() -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters())
+    for name, parameter in list(model.named_parameters()):
+        owner, _, last = name.rpartition(".")
+        setattr(model.get_submodule(owner), last, nn.Parameter(parameter.detach().clone()))
+    error = refusal({"model": model, "optimizer": optimizer})
+    assert error.code == "state.unnamed_parameter"
+    assert "build the optimizer from module.parameters() after that" in str(error)
+
+
 def test_optimizer_state_of_no_group_is_refused() -> None:
     model = mlp()
     optimizer = stepped(torch.optim.Adam(model.parameters()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,12 +27,13 @@ from holdfast.checkpointer.save_errors import is_unusable, skipped
 from holdfast.checkpointer.save_log import SaveLog, log_restored
 from holdfast.checkpointer.save_machine import SaveMachine
 from holdfast.checkpointer.turn import turn_in
-from holdfast.control.deadline import Deadline, check_timeout
-from holdfast.control.torch_store import default_channel, global_rank, group_ranks
-from holdfast.errors import ConfigurationError, HoldfastError
+from holdfast.control.deadline import Deadline
+from holdfast.control.torch_store import check_group, default_channel, global_rank, group_ranks
+from holdfast.errors import ConfigurationError, HoldfastError, IncompatibleError
 from holdfast.format.patterns import Globs
 from holdfast.format.records import Place
 from holdfast.node_memory.node_folder import DEFAULT_NODE_DIR
+from holdfast.options import check_flag, check_timeout, checked_number
 from holdfast.run.session import JOB, NEVER_LOADED
 from holdfast.saving import numbers_of, run_location, save, whole
 from holdfast.snapshot.capture import Snapshot
@@ -52,11 +54,15 @@ class Memory:
     node_dir: Path = DEFAULT_NODE_DIR
 
     def __post_init__(self) -> None:
-        if self.generations < 2:
-            raise ValueError(
-                f"generations is {self.generations}, but must be at least 2: one stays whole while the next is copied"
+        least = "one must be whole while the next is copied"
+        object.__setattr__(self, "generations", checked_number("generations", self.generations, least=2, reason=least))
+        node_dir: object = self.node_dir
+        if not isinstance(node_dir, str | os.PathLike):
+            raise TypeError(
+                f"node_dir is the path of a file system in memory, not {node_dir!r}; give the Checkpointer memory=None "
+                "for saves to storage alone"
             )
-        object.__setattr__(self, "node_dir", Path(absolute(str(self.node_dir))))
+        object.__setattr__(self, "node_dir", Path(absolute(str(node_dir))))
 
 
 class Checkpointer:
@@ -95,6 +101,8 @@ class Checkpointer:
             raise ValueError(f"when_full must be 'wait' or 'skip', not {when_full!r}")
         if not isinstance(memory, Memory | None):
             raise TypeError(f"memory must be a holdfast.Memory, or None to save to storage only, not {memory!r}")
+        check_flag("takeover", takeover)
+        check_group(group)
         check_timeout(timeout_s)
         self._run = run_location(run)
         check_root(state)
@@ -148,7 +156,7 @@ class Checkpointer:
             return handle
 
     def _save(self, machine: SaveMachine, metrics: Mapping[str, SupportsFloat] | None) -> None:
-        numbers = numbers_of(metrics or {})
+        numbers = numbers_of(metrics)
         self._forget_ended()
         try:
             if not self._is_in_memory(machine, numbers):
@@ -159,28 +167,36 @@ class Checkpointer:
 
     def restore(self, *, verify: bool = True, fallback: bool = False) -> RestoreReport:
         """Fill the state from the newest checkpoint on the run's lineage: from the memory of the nodes if it is there,
-        else from storage. If the run has no checkpoint, this changes nothing, and ``report.next_step`` is 0.
+        else from storage. If the run has no checkpoint, this changes nothing, and ``report.next_step`` is 0; but a path
+        that cannot become a run, and a state that cannot be saved, are errors already now.
 
         If the copy in memory is damaged, this reads from storage instead. With `fallback`, it passes over a damaged
         checkpoint in storage, as `holdfast.load` does, and the next save continues from the older one that it loaded.
 
-        Raises what `holdfast.load` raises; after `close`, `ConfigurationError`, code ``config.closed``.
+        Raises what `holdfast.load` raises; where there is nothing to restore, the `ConfigurationError`, `StorageError`
+        or `StateError` that the first save would raise; after `close`, `ConfigurationError`, code ``config.closed``.
         """
         self._require_open("restore")
+        check_flag("verify", verify)
+        check_flag("fallback", fallback)
         with self._turn.taken("restore"):
             tier = self._shared_tier()
             if tier is not None:
                 tier.join()
-            restored = restore(
-                self._run,
-                self._state,
-                node_dir=None if self._memory is None else self._memory.node_dir,
-                select=self._select,
-                group=self._group,
-                verify=verify,
-                fallback=fallback,
-                timeout_s=self._timeout_s,
-            )
+            try:
+                restored = restore(
+                    self._run,
+                    self._state,
+                    node_dir=None if self._memory is None else self._memory.node_dir,
+                    select=self._select,
+                    group=self._group,
+                    verify=verify,
+                    fallback=fallback,
+                    timeout_s=self._timeout_s,
+                )
+            except IncompatibleError as error:
+                error.action = _with_load(error.action, self._run)
+                raise
             if tier is not None:
                 tier.note_restored(restored)
             report = restored.report
@@ -199,6 +215,8 @@ class Checkpointer:
     def wait(self, timeout_s: float | None = None) -> None:
         """Return when all saves are durable, except for skipped ones. Raises the error of a save that failed. May be
         called after `close` too. `timeout_s` (default: the constructor's) is the limit for each save."""
+        if timeout_s is not None:
+            check_timeout(timeout_s)
         for handle in self._handles:
             handle.durable.wait(self._timeout_s if timeout_s is None else timeout_s)
 
@@ -352,3 +370,13 @@ class Checkpointer:
             hold.pass_on(copier)
         finally:
             hold.drop()  # no effect once it is passed on; before that, it makes the background give the save up
+
+
+def _with_load(action: str, run: Location) -> str:
+    """The advice of a load, which `restore` made; if it names options, with the call that has them."""
+    if not re.search(r"\b[a-z_]+=", action):
+        return action
+    return (
+        f"{action} restore() takes no options of a load: holdfast.load('{run}', into=state, ..., continues=True) "
+        "has these options."
+    )

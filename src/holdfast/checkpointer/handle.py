@@ -18,6 +18,7 @@ from holdfast.checkpointer.save_errors import last_try
 from holdfast.errors import DeadlineError, HoldfastError
 from holdfast.format.records import Place
 from holdfast.latch import Latch
+from holdfast.options import check_timeout
 
 
 class Stage:
@@ -48,6 +49,8 @@ class Stage:
     def wait(self, timeout_s: float | None = None) -> None:
         """Return when it is done. Raises its error if it failed, and `DeadlineError` after `timeout_s`. With None this
         waits without a limit, for ever if storage stays full, say (`trouble` says why)."""
+        if timeout_s is not None:
+            check_timeout(timeout_s)
         if not self._over.wait(timeout_s):
             raise DeadlineError(
                 f"{self._what} was not finished within {timeout_s} s.",

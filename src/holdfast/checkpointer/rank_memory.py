@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Collection
 from contextlib import ExitStack, suppress
@@ -15,6 +16,9 @@ from holdfast.node_memory.keeper_lock import is_locked, open_lock
 from holdfast.node_memory.node_folder import NodeFolder
 from holdfast.node_memory.slots import Slot
 from holdfast.store.base import Location
+from holdfast.store.linux import is_on_disk
+
+_log = logging.getLogger(__name__)
 
 
 class OpenMemory:
@@ -71,6 +75,7 @@ class RankMemory:
         #: None before memory is opened, and after all of it was given back. Only a thread with the lock changes it.
         self._open: OpenMemory | None = None
         self._is_retired = False
+        self._has_warned = False
 
     def opened(self, *, num_slots: int) -> OpenMemory:
         """Open the memory if it is not open, and return it. Raises `StorageError` while memory that is being given back
@@ -83,7 +88,17 @@ class RankMemory:
             if self._open is None:
                 self._open = OpenMemory(self._run, self._node_dir, rank=self._rank, num_slots=num_slots)
                 self._is_retired = False
+                self._warn_of_disk(self._open)
             return self._open
+
+    def _warn_of_disk(self, memory: OpenMemory) -> None:
+        if not self._has_warned and is_on_disk(memory.folder.fileno()):
+            self._has_warned = True
+            _log.warning(
+                "node_dir '%s' is on a disk: each snapshot is written there, and then once more to storage. Give "
+                "Memory(node_dir=...) a file system in memory, such as a tmpfs, or pass memory=None",
+                self._node_dir,
+            )
 
     @property
     def used(self) -> OpenMemory:

@@ -17,6 +17,7 @@ from holdfast.checkpoint.catalogue import EVERY_RANK, FileCopy, Tier
 from holdfast.checkpoint.reading import Checkpoint
 from holdfast.checkpoint.sealed import Sealed
 from holdfast.checkpointer.choosing import Chosen, Inventory, Survey, Unknown, inventory, known_of
+from holdfast.checkpointer.first_save import check_first_save
 from holdfast.checkpointer.restore_report import RestoreReport
 from holdfast.control.channel import Channel
 from holdfast.control.deadline import Deadline
@@ -101,6 +102,7 @@ def restore(
                 "Nothing is committed yet, so there is no other copy: start the training again in another folder."
             )
             raise damage from None
+        check_first_save(run, state, select=select, group=group, timeout_s=timeout_s)
         return Restored(RestoreReport(None, None, None, None))
     return Restored(RestoreReport(report.step, report.place, "storage", report))
 

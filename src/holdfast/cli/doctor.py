@@ -54,6 +54,8 @@ def doctor(run: str, *, deep: bool, finish: bool, remove: bool, force: bool, yes
             removed = _each(
                 doomed, lambda finding: core.remove(found, finding, force=force), "removed", as_json=as_json
             )
+        elif not doomed and not as_json and any(_label(finding) == "wait" for finding in findings):
+            say(console(), "\nremoved nothing: a save may still be in progress, and the findings say for how long")
     left = [finding for finding in findings if finding not in finished and finding not in removed]
     head = RunHead.of(found)
     if as_json:

@@ -4,17 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import SupportsFloat
+
+from holdfast.options import check_timeout
 
 Clock = Callable[[], float]
-
-
-def check_timeout(timeout_s: float) -> None:
-    """Raise `TypeError` or `ValueError` unless `timeout_s` is a positive number of seconds."""
-    if not isinstance(timeout_s, SupportsFloat):
-        raise TypeError(f"a timeout is a number of seconds, not {timeout_s!r}")
-    if not timeout_s > 0:
-        raise ValueError(f"a timeout is positive, not {timeout_s}")
 
 
 class Deadline:

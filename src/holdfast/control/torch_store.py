@@ -21,6 +21,7 @@ from holdfast.control.meeting import KeyValueStore
 from holdfast.control.processes import Process
 from holdfast.control.requests import Requests, lost
 from holdfast.errors import ConfigurationError
+from holdfast.wording import kind_of
 
 _PREFIX: Final = "holdfast"
 _MAX_POLL_S: Final = 0.5
@@ -260,8 +261,19 @@ class TorchMeeting:
         return TorchStore(dist.PrefixStore(prefix, connection.client), blocking=connection.is_own)
 
 
+def check_group(group: object) -> None:
+    """Raise `TypeError` unless `group` is a process group, or None for all ranks of the job; `ConfigurationError` for
+    the group that torch gives to ranks outside it."""
+    if group is None or not dist.is_available() or isinstance(group, dist.ProcessGroup):
+        return
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise _not_in_group(global_rank())
+    raise TypeError(f"group is a process group of torch.distributed, or None for all ranks, not {kind_of(group)}")
+
+
 def group_ranks(group: dist.ProcessGroup | None) -> tuple[int, ...]:
     """The global ranks of `group` (default: of the job), in the group's order; ``(0,)`` in one plain process."""
+    check_group(group)
     if not dist.is_available() or not dist.is_initialized():
         return (0,)
     return tuple(range(dist.get_world_size()) if group is None else dist.get_process_group_ranks(group))
@@ -287,17 +299,13 @@ def default_channel(
         StorageError: ``storage.control``: the store of the process group does not answer before `deadline`.
     """
     if not dist.is_available() or not dist.is_initialized():
+        check_group(group)
         _refuse_lonely_ranks()
         return Channel(None, rank=0, world_size=1, label=label, step=step)
     store = _get_default_store()
     ranks = group_ranks(group)
     if dist.get_rank() not in ranks:
-        raise ConfigurationError(
-            f"rank {dist.get_rank()} is not in the group that it passed.",
-            code="config.not_in_group",
-            action="Call save and load with a group on the ranks of that group only.",
-            rank=dist.get_rank(),
-        )
+        raise _not_in_group(dist.get_rank())
     job = _jobs.get(store)
     if job is None:
         job = _jobs[store] = GroupStore(store)
@@ -305,6 +313,15 @@ def default_channel(
     # Count the operation even where the store does not answer: the other ranks count it too.
     meeting = TorchMeeting(job, members, job.next_number(members), deadline=deadline)
     return Channel(meeting, rank=ranks.index(dist.get_rank()), world_size=len(ranks), label=label, step=step)
+
+
+def _not_in_group(rank: int) -> ConfigurationError:
+    return ConfigurationError(
+        f"rank {rank} is not in the group it called with.",
+        code="config.not_in_group",
+        action="Call save and load with a group on the ranks of that group only.",
+        rank=rank,
+    )
 
 
 def _refuse_lonely_ranks() -> None:

@@ -178,7 +178,9 @@ def _unnamed(path: str, index: int, parameters: Sequence[torch.Tensor], position
         f"Parameter {position} of group {index} of optimizer {path!r}, of shape {tuple(parameters[position].shape)}, "
         "is not in the state, so it has no name.",
         code="state.unnamed_parameter",
-        action="Put the module that owns the parameter into the state.",
+        action="Put the module that owns the parameter into the state. If it is there already, its parameters were "
+        "replaced after the optimizer was built, as fully_shard does: build the optimizer from module.parameters() "
+        "after that.",
         path=path,
     )
 

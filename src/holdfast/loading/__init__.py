@@ -27,6 +27,7 @@ from holdfast.mapping import Pad, Rule
 from holdfast.mapping.apply import mapped
 from holdfast.mapping.draft import CheckpointTable
 from holdfast.mapping.parts import stored_tensors
+from holdfast.options import check_flag, checked_number
 from holdfast.phases import LOG, Stopwatch, attempt, done, told
 from holdfast.plan.exchange import Bandwidths
 from holdfast.progress import PATIENCE_S, of_first_rank, progress
@@ -173,8 +174,7 @@ class Options:
             raise TypeError(f"cast must be True, or globs of the tensors to cast, not {cast}")
         given = {"strict": strict, "fallback": fallback, "verify": verify, "allow_empty": allow_empty}
         for name, value in given.items():
-            if not isinstance(value, bool):
-                raise TypeError(f"{name} must be True or False, not {value!r}")
+            check_flag(name, value)
         if not isinstance(continues, bool | None):
             raise TypeError(f"continues must be True, False or None, not {continues!r}")
         self._cast = False if cast is None else cast
@@ -185,10 +185,11 @@ class Options:
         self.verify = verify
         self.continues = continues
         self.device = None if device is None else torch.device(device)
-        self.memory_budget = memory
+        least = f"at least {MIN_MEMORY_NBYTES} bytes are needed"
+        self.memory_budget = checked_number("memory_budget", memory, least=MIN_MEMORY_NBYTES, reason=least)
+        if not isinstance(bandwidths, Bandwidths | None):
+            raise TypeError(f"bandwidths are a holdfast.Bandwidths, not {bandwidths!r}")
         self.bandwidths = bandwidths
-        if memory < MIN_MEMORY_NBYTES:
-            raise ValueError(f"memory_budget is {memory}, but must be at least {MIN_MEMORY_NBYTES} bytes")
         if self.device is not None and self.device.type == "meta":
             raise ValueError("device must be a device with memory, not 'meta'")
         self.select()

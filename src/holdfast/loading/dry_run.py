@@ -13,6 +13,7 @@ from holdfast.checkpoint.reading import Checkpoint
 from holdfast.control.torch_store import group_ranks
 from holdfast.format.manifest import file_name
 from holdfast.format.patterns import Globs
+from holdfast.loading import Options
 from holdfast.loading.wanted import wanted
 from holdfast.mapping import Rule
 from holdfast.mapping.apply import mapped
@@ -76,19 +77,14 @@ def plan_load(
 
     Raises as `load` does, except for names that only one side has and globs that match nothing: it lists those.
     """
+    options = Options(select, mapping, cast)
     checkpoint = Checkpoint(resolve(parse(path)).sealed)
     ranks = group_ranks(group)
     rank = dist.get_rank() if len(ranks) > 1 else ranks[0]
-    globs = [Globs(given) for given in (select, cast) if given is not None and not isinstance(given, bool)]
+    chosen, casts = options.select(), options.cast()
     body = checkpoint.manifest.body
-    table = mapped(tuple(mapping or ()), stored_tensors(checkpoint.manifest), body.aliases, checkpoint.nodes)
-    terms = Terms(
-        None if select is None else globs[0],
-        cast if isinstance(cast, bool) else False if cast is None else globs[-1],
-        table.equal,
-        table.partly_kept(),
-        is_strict=False,
-    )
+    table = mapped(options.mapping, stored_tensors(checkpoint.manifest), body.aliases, checkpoint.nodes)
+    terms = Terms(chosen, casts, table.equal, table.partly_kept(), is_strict=False)
     binding = bind(
         into,
         table.stored,
@@ -108,7 +104,7 @@ def plan_load(
         loaded=tuple(binding.loaded),
         missing=tuple(binding.missing),
         unexpected=tuple(binding.unexpected),
-        unmatched=tuple(glob for given in globs for glob in given.unmatched()),
+        unmatched=tuple(glob for given in (chosen, casts) if isinstance(given, Globs) for glob in given.unmatched()),
         resharded=tuple(sorted(needs.resharded(checkpoint))),
         cast=tuple(sorted(needs.cast)),
         needed_nbytes=needs.targets.nbytes,

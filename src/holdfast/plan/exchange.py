@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from holdfast.geometry import Int64s
+from holdfast.options import check_positive
 
 Bools = npt.NDArray[np.bool_]
 
@@ -45,8 +46,8 @@ class Bandwidths(msgspec.Struct, frozen=True, array_like=True):
     node_network: float
 
     def __post_init__(self) -> None:
-        if not min(self.node_storage, self.all_storage, self.node_network) > 0:
-            raise ValueError("bandwidths must be positive")
+        for name in self.__struct_fields__:
+            check_positive(name, getattr(self, name), "bytes per second")
 
     def seconds(self, nodes: Sequence[int], once: int) -> Seconds:
         """The least time of a load in which the nodes need `nodes` bytes each, and `once` different bytes together.

@@ -26,7 +26,7 @@ from holdfast.errors import ConfigurationError, CorruptError, FencedError, NotFo
 from holdfast.format import records
 from holdfast.format.records import Commit, Epoch, Marker, Place, Record, Seal, Why
 from holdfast.format.tombstones import parse_removed_name, removed_key, removed_name
-from holdfast.run.paths import Selection, no_run, some
+from holdfast.run.paths import Selection, no_run, runs_in, some
 from holdfast.store.base import Store
 from holdfast.store.urls import open_store
 from holdfast.wording import count
@@ -67,14 +67,7 @@ class Run:
         Any number of processes may race: all of them get the same run. Raises `ConfigurationError`, code
         ``config.not_a_run``, for a folder that holds anything else.
         """
-        names = storage.list("")
-        if names and records.MARKER_KEY not in names:
-            raise ConfigurationError(
-                f"'{storage.location}' is not a holdfast run, and it is not empty: it holds {some(names)}.",
-                code="config.not_a_run",
-                action="Name a new or an empty folder for the run.",
-                path=storage.location.url,
-            )
+        names = cls.checked_names(storage)
         if not names:
             marker = Marker(
                 run_id=secrets.token_hex(16), format=records.FORMAT, writer=records.writer(), created=records.now()
@@ -82,6 +75,25 @@ class Run:
             storage.create(records.MARKER_KEY, records.encode(marker))
         # Another process may have created the marker first: the one on storage counts.
         return cls.open(storage)
+
+    @staticmethod
+    def checked_names(storage: Store) -> list[str]:
+        """The names at the root of `storage`, which is a run, or could become one. Changes nothing.
+
+        Raises `ConfigurationError`, code ``config.not_a_run``, for a folder that holds anything else.
+        """
+        names = storage.list("")
+        if names and records.MARKER_KEY not in names:
+            below = runs_in(storage, names)
+            raise ConfigurationError(
+                f"'{storage.location}' is not a holdfast run, and it is not empty: it holds {some(names)}.",
+                code="config.not_a_run",
+                action=f"Name one of the runs in it ({some(below)}), or a new folder."
+                if below
+                else "Name a new or an empty folder for the run.",
+                path=storage.location.url,
+            )
+        return names
 
     def epochs(self) -> list[int]:
         """The numbers of all epochs, newest first. One request."""

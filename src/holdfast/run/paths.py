@@ -106,7 +106,7 @@ def no_run(storage: Store, origin: str | None = None) -> NotFoundError:
     path = Path(storage.location.url)
     beside = _beside(storage)
     around = beside.list("") if beside is not None else []
-    below = [n for n in names[:_MAX_LISTED] if storage.nbytes(f"{n}/{MARKER_KEY}") is not None]
+    below = runs_in(storage, names)
     close = near(path.name, around)
     foreign = folder_kind(names)
     if beside is not None and not names and beside.nbytes(path.name) is not None:
@@ -134,6 +134,11 @@ def no_run(storage: Store, origin: str | None = None) -> NotFoundError:
         action=action,
         path=storage.location.url,
     )
+
+
+def runs_in(storage: Store, names: list[str]) -> list[str]:
+    """Those of the first `names` at the root of `storage` that are runs."""
+    return [name for name in names[:_MAX_LISTED] if storage.nbytes(f"{name}/{MARKER_KEY}") is not None]
 
 
 def some(names: list[str]) -> str:

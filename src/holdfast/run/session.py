@@ -382,16 +382,18 @@ def _open_epoch(
 
 
 def _unloaded(run: Run, memory: _RunNotes, head: Commit, *, moved_from: str | None) -> ConfigurationError:
-    what, action = "this job has loaded nothing from it", "Load the run first to continue from it"
+    what, resume = "this job has loaded nothing from it", "If this job goes on with that training, load the run first"
     if moved_from is not None:
         what = f"this job knows it by another path, '{moved_from}', from where it was moved or copied"
     if memory.loaded is not None and memory.loaded.number > memory.used:
         what = f"this job has loaded {memory.loaded.place} from it, but not into the objects that it saves"
-        action = "Load it with continues=True to continue from that checkpoint"
+        resume = "If this job goes on from that checkpoint, load it with continues=True"
     return ConfigurationError(
         f"run '{run.storage.location}' has a history (its head is step {head.step} at {head.place}), but {what}.",
         code="config.unloaded_history",
-        action=f"{action}, save into another folder, or pass takeover=True to continue from the head.",
+        action=f"{resume}. If the run only keeps results of a training that resumes from elsewhere, such as its best "
+        "checkpoints, pass takeover=True: the save goes on from the head, and loads nothing. For another training, "
+        "name another folder.",
         path=run.storage.location.url,
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from math import ceil
 from typing import Final, Literal, NamedTuple
 
 from holdfast.errors import CorruptError, HoldfastError, IncompatibleError, NotFoundError
@@ -87,7 +88,7 @@ class Uncommitted:
         try:
             stored = read_manifest(self._run, self._folder)
         except NotFoundError as error:
-            return self._unfinished(error.message, young=self._has_young_leftovers())
+            return self._unfinished(error.message, young_s=self._leftovers_young_s())
         except IncompatibleError as error:
             return FolderState("folder.incompatible", f"{error.message} {error.action}", "none")
         except CorruptError as error:
@@ -122,9 +123,9 @@ class Uncommitted:
             return FolderState("folder.superseded", text, "none")
         absent = missing_files(self._run.storage, stored)
         if absent:
-            began_s = time.time() - stored.manifest.body.created
-            young = (place.epoch == self._known.newest and began_s < IN_PROGRESS_S) or self._has_young_leftovers()
-            return self._unfinished(f"'{self._path}' lacks {some(absent)}.", young=young)
+            left_s = stored.manifest.body.created + IN_PROGRESS_S - time.time()
+            young_s = max(left_s if place.epoch == self._known.newest else 0.0, self._leftovers_young_s())
+            return self._unfinished(f"'{self._path}' lacks {some(absent)}.", young_s=young_s)
         try:
             seal = encode_seal(stored, check_files(self._run, stored, deep=deep))
         except CorruptError as error:
@@ -144,9 +145,10 @@ class Uncommitted:
         text = f"'{self._path}' (place {place}, step {step}) has all its files, but lacks {lacks}. Finish it: it then"
         return FolderState("folder.complete", f"{text} {becomes}. Nothing else changes.", "finish")
 
-    def _unfinished(self, what: str, *, young: bool) -> FolderState:
-        if young:
-            text = f"{what} Its save may be in progress: look again when it has ended, or remove it by force."
+    def _unfinished(self, what: str, *, young_s: float) -> FolderState:
+        """The state of a folder that lacks files. For `young_s` seconds more its save may be in progress."""
+        if young_s > 0:
+            text = f"{what} Its save may be in progress: look again in {ceil(young_s)} s, or remove it by force."
             return FolderState("folder.in_progress", text, "none")
         text = f"{what} Its save never ended, so the checkpoint was never visible and cannot be finished. Remove it."
         return FolderState("folder.unfinished", text, self._remedy())
@@ -171,6 +173,9 @@ class Uncommitted:
         except (CorruptError, IncompatibleError):
             return None
 
-    def _has_young_leftovers(self) -> bool:
+    def _leftovers_young_s(self) -> float:
+        """The longest time for which a writer of the folder's temporary files may still be at work; 0 where there are
+        none, or their writers are known to be dead."""
         folder, storage = f"{CHECKPOINTS}/{self._folder}", self._run.storage
-        return storage.leftovers(folder) != storage.leftovers(folder, older_than_s=IN_PROGRESS_S)
+        is_young = storage.leftovers(folder) != storage.leftovers(folder, older_than_s=IN_PROGRESS_S)
+        return IN_PROGRESS_S if is_young else 0.0

@@ -31,6 +31,7 @@ from holdfast.errors import ConfigurationError, HoldfastError
 from holdfast.format.patterns import Globs
 from holdfast.format.records import MAX_RECORD_NBYTES, Commit, now
 from holdfast.io.meter import Meter
+from holdfast.options import check_flag
 from holdfast.phases import LOG, Stopwatch, attempt, done, told
 from holdfast.progress import PATIENCE_S, of_first_rank, progress
 from holdfast.reports import SaveReport
@@ -100,7 +101,8 @@ def save(
     step = whole(step)
     if on_divergence not in ("warn", "error"):
         raise ValueError(f"on_divergence must be 'warn' or 'error', not {on_divergence!r}")
-    numbers = numbers_of(metrics or {})
+    check_flag("takeover", takeover)
+    numbers = numbers_of(metrics)
     chosen = None if select is None else Globs(select)
     location = run_location(run)
     deadline = Deadline(timeout_s)
@@ -125,9 +127,11 @@ def whole(step: object) -> int:
     return number
 
 
-def numbers_of(metrics: Mapping[str, SupportsFloat]) -> dict[str, float]:
+def numbers_of(metrics: Mapping[str, SupportsFloat] | None) -> dict[str, float]:
     """Convert `metrics` to the floats that are recorded. Raises `TypeError` or `ValueError` for anything that is not a
     metric."""
+    if metrics is None:
+        return {}
     if not isinstance(metrics, Mapping):
         raise TypeError(f"metrics must be a dict of numbers, not {metrics!r}")
     for name, value in metrics.items():

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from math import prod
 from operator import index
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, SupportsIndex
 
 import torch
 from torch import nn
@@ -58,10 +58,10 @@ class Piecewise:
     ) -> None:
         if replicas not in ("compare", "split"):
             raise ValueError(f'replicas must be "compare" or "split", not {replicas!r}')
-        self.shape: Shape = tuple(map(index, shape))
+        self.shape: Shape = _shape(shape)
         if any(extent < 0 for extent in self.shape):
             raise ValueError(f"shape {self.shape} has a negative extent")
-        self.pieces = tuple((_part(part), memory) for part, memory in pieces)
+        self.pieces = tuple(map(_piece, pieces))
         self.dtype = _dtype(self.pieces, dtype)
         self.replicas: Literal["compare", "split"] = replicas
         for part, memory in self.pieces:
@@ -104,6 +104,21 @@ def describe(items: Mapping[str, Piecewise]) -> Iterator[DescribedPieces]:
         spec = Pieces(tuple(part for part, _ in held), item.replicas)
         layout = TensorLayout(aliases[0], DTYPE_NAMES[item.dtype], item.shape, spec)
         yield DescribedPieces(aliases, LocalTensor(layout, tuple(memory for _, memory in held)))
+
+
+def _shape(shape: object) -> Shape:
+    """The same shape in plain integers."""
+    if isinstance(shape, Sequence) and all(isinstance(extent, SupportsIndex) for extent in shape):
+        return tuple(map(index, shape))
+    raise TypeError(f"the shape of a Piecewise is a sequence of whole numbers, not {shape!r}")
+
+
+def _piece(piece: object) -> tuple[FlatRange | Box, torch.Tensor]:
+    """A pair of a part and its memory; the part in plain integers."""
+    if not isinstance(piece, tuple | list) or len(piece) != 2:
+        raise TypeError(f"a piece is a pair, as (holdfast.FlatRange(0, 8), memory), not {kind_of(piece)}")
+    part, memory = piece
+    return _part(part), memory
 
 
 def _part(part: FlatRange | Box) -> FlatRange | Box:

@@ -27,8 +27,11 @@ _STATX_DIRECT = struct.Struct("=I148x2I")
 _STATFS_NBYTES = 256
 #: A field of ``struct statfs``: the kind of file system.
 _STATFS_TYPE = struct.Struct("@l")
-#: File systems that only one machine mounts: ext2 to ext4, xfs, btrfs, tmpfs, overlayfs, zfs, f2fs.
-_LOCAL = frozenset({0xEF53, 0x58465342, 0x9123683E, 0x01021994, 0x794C7630, 0x2FC12FC1, 0xF2F52010})
+_TMPFS = 0x01021994
+#: File systems on a disk that only one machine mounts: ext2 to ext4, xfs, btrfs, overlayfs, zfs, f2fs.
+_ON_DISK = frozenset({0xEF53, 0x58465342, 0x9123683E, 0x794C7630, 0x2FC12FC1, 0xF2F52010})
+#: File systems that only one machine mounts.
+_LOCAL = _ON_DISK | {_TMPFS}
 
 _Argument = int | bytes | ctypes.c_int64 | ctypes.c_size_t | ctypes.c_void_p | ctypes.Array[ctypes.c_char]
 
@@ -67,8 +70,20 @@ def reserve(descriptor: int, nbytes: int) -> None:
 
 def is_local(descriptor: int) -> bool:
     """Whether only this machine can open the file, so that all processes with it open see each other's locks."""
+    return _file_system(descriptor) in _LOCAL
+
+
+def is_on_disk(descriptor: int) -> bool:
+    """Whether the file is in a file system that is known to lie on a disk of this machine."""
+    return _file_system(descriptor) in _ON_DISK
+
+
+def _file_system(descriptor: int) -> int | None:
+    """The number of the kind of file system that has the file; None where the system does not say."""
     status = ctypes.create_string_buffer(_STATFS_NBYTES)
-    return _call("fstatfs", descriptor, status) == 0 and _STATFS_TYPE.unpack_from(status)[0] in _LOCAL
+    failed = _call("fstatfs", descriptor, status)
+    kind: int = _STATFS_TYPE.unpack_from(status)[0]
+    return None if failed else kind
 
 
 def map_file(

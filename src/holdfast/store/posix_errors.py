@@ -86,6 +86,17 @@ def _space(folder: str, nbytes: int | None) -> str:
     return f" ({nbytes:,} bytes needed, {free:,} bytes free: {nbytes - free:,} bytes are missing)"
 
 
+def check_creatable(path: str) -> None:
+    """Raise the `StorageError` that the creation of `path` would end in, as far as the system tells without it: a file
+    or a dangling link stands in place of a folder, or this user may not write to the nearest folder that exists."""
+    folder = next(each for each in Path(path).parents if os.path.lexists(each))
+    with reported("create", path):
+        if in_the_way(str(folder)) is not None:
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+        if not os.access(folder, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+
 def in_the_way(path: str) -> str | None:
     """A clause that names the obstacle in place of a folder, at `path` or above it: a file or a dangling link.
 

@@ -15,6 +15,7 @@ from holdfast.format import values as value_codec
 from holdfast.format.near import near
 from holdfast.format.patterns import Globs
 from holdfast.format.values import TorchValue, Undecoded
+from holdfast.options import check_flag
 from holdfast.run.history import resolve
 from holdfast.run.paths import parse, some
 from holdfast.state import registry
@@ -54,6 +55,11 @@ class View:
     def place(self) -> str:
         """Its place in the run's history, such as ``3.12``."""
         return str(self._checkpoint.seal.place)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The numbers that the save recorded, by name."""
+        return dict(self._checkpoint.manifest.body.metrics)
 
     @property
     def path(self) -> str:
@@ -227,6 +233,7 @@ def open(path: str | os.PathLike[str] | Location, *, verify: bool = True) -> Vie
         NotFoundError: there is no such run or checkpoint; the error lists close matches.
         CorruptError: the records or the manifest are damaged.
     """
+    check_flag("verify", verify)
     return View(Checkpoint(resolve(parse(path)).sealed), verify=verify)
 
 

@@ -1,0 +1,63 @@
+"""The check of a job that found nothing to restore: its first save, which may be hours away, must be possible."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from torch.distributed import ProcessGroup
+
+from holdfast.control.deadline import Deadline
+from holdfast.control.torch_store import default_channel
+from holdfast.errors import StateError
+from holdfast.format import records
+from holdfast.format.patterns import Globs
+from holdfast.phases import attempt
+from holdfast.run.history import Run
+from holdfast.state.flatten import flatten
+from holdfast.store.base import Location
+from holdfast.store.posix_errors import check_creatable
+from holdfast.store.timed import TimedStore
+from holdfast.store.urls import open_store
+
+#: Errors of a state that training does not mend. Others may pass: a model on the meta device gets its memory later.
+_LASTING: Final = frozenset({"state.collision", "state.nesting", "state.unnamed_parameter", "state.unsupported_leaf"})
+
+
+def check_first_save(
+    run: Location,
+    state: Mapping[str, object],
+    *,
+    select: str | Sequence[str] | None,
+    group: ProcessGroup | None,
+    timeout_s: float,
+) -> None:
+    """Raise, on all ranks, the error that the first save into `run` would end in, as far as it can be told without a
+    change: the path cannot become a run, or the state of a rank cannot be saved. Collective."""
+    deadline = Deadline(timeout_s)
+    channel = default_channel("restore", group, deadline=deadline)
+
+    def check() -> None:
+        if channel.rank == 0:
+            _check_path(run, deadline)
+        _check_state(state, select, rank=channel.rank, world_size=channel.world_size)
+
+    channel.confirm("first save", attempt(check), deadline)
+    channel.await_readers(deadline)
+
+
+def _check_path(run: Location, deadline: Deadline) -> None:
+    with TimedStore(open_store(run), timeout_s=deadline.for_storage_s) as storage:
+        Run.checked_names(storage)
+        if run.folder is not None:
+            path = storage.path(records.MARKER_KEY)
+            storage.limit.run("look at", path, lambda: check_creatable(path))
+
+
+def _check_state(
+    state: Mapping[str, object], select: str | Sequence[str] | None, *, rank: int, world_size: int
+) -> None:
+    globs = None if select is None else Globs(select)
+    walk = attempt(lambda: flatten(state, rank=rank, world_size=world_size, select=globs))
+    if isinstance(walk, StateError) and walk.code in _LASTING:
+        raise walk
