@@ -407,3 +407,51 @@ def test_the_use_of_torch_would_be_seen() -> None:
 def test_an_unknown_name_of_the_library_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="has no attribute 'sav'"):
         _ = holdfast.sav
+
+
+def test_numpy_gets_the_elements_of_a_stored_tensor_and_no_object_array(sharded: View) -> None:
+    lazy = sharded["last"]
+    for array in (np.asarray(lazy), np.array(lazy, copy=True), np.zeros(SHAPE) + lazy):
+        assert np.array_equal(array, grid().numpy())
+    assert np.asarray(lazy, dtype=np.int64).dtype == np.int64
+    assert np.asarray(sharded["plain"]).dtype == ml_dtypes.bfloat16
+    mapped = holdfast.open(sharded.path, verify=False)["first"]
+    copy = np.array(mapped)
+    copy += 1  # not the mapped file
+    assert np.array_equal(np.asarray(mapped), grid(torch.int16).numpy())
+
+
+def test_what_a_stored_tensor_cannot_do_says_how_to_read_it(sharded: View) -> None:
+    lazy: Any = sharded["last"]
+    hint = r"view\[name\]\[\.\.\.\]"
+    with pytest.raises(AttributeError, match=f"'mean'.*{hint}"):
+        lazy.mean()
+    for compute in (
+        lambda: lazy + 1,
+        lambda: 2 * lazy,
+        lambda: -lazy,
+        lambda: len(lazy),
+        lambda: torch.as_tensor(lazy),
+    ):
+        with pytest.raises(TypeError, match=hint):
+            compute()
+    assert lazy
+    assert not hasattr(lazy, "grad")
+
+
+def test_a_module_that_is_asked_for_as_a_tensor_or_value_is_read_with_tree(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters())
+    holdfast.save(tmp_path / "run", {"a": {"model": model, "optimizer": optimizer}, "b": {"n": [1, 2]}}, 0)
+    view = holdfast.open(tmp_path / "run")
+    for name in ("a", "a/model", "a/optimizer"):
+        with pytest.raises(NotFoundError, match=rf"view\.tree\('{name}'\)") as caught:
+            view[name]
+        assert "view.value" not in str(caught.value)
+        assert view.tree(name)
+    with pytest.raises(NotFoundError, match=r"view\.tree\('a/model'\)"):
+        view.value("a/model")
+    for name in ("b", "b/n"):
+        with pytest.raises(NotFoundError, match=rf"view\.value\('{name}'\)"):
+            view[name]
+        assert view.value(name)

@@ -412,7 +412,7 @@ def _below(nodes: Mapping[str, Node], path: str, node: Open) -> list[str]:
         raise NotFoundError(
             f"{path!r} is a whole {node.kind}, not a single value.",
             code="not_found.value",
-            action="Read the tensors and values below it by their names.",
+            action=f"Read the tensors and values below it with view.tree({path!r}), or one of them by its name.",
             path=path,
         )
     start = len(path) + 1 if path else 0

@@ -14,7 +14,7 @@ from holdfast.errors import NotFoundError
 from holdfast.format import values as value_codec
 from holdfast.format.near import near
 from holdfast.format.patterns import Globs
-from holdfast.format.values import TorchValue, Undecoded
+from holdfast.format.values import Open, TorchValue, Undecoded
 from holdfast.options import check_flag
 from holdfast.run.history import resolve
 from holdfast.run.paths import parse, some
@@ -206,9 +206,13 @@ class View:
 
     def _other(self, name: str) -> str:
         """Advice how to read a `name` that is not a tensor's; empty if nothing has this name."""
-        if name in self._checkpoint.nodes:
+        below = (f"{name}/", f"{name}.")
+        parts = [node for path, node in self._checkpoint.nodes.items() if path == name or path.startswith(below[0])]
+        if parts and not any(
+            isinstance(node := value_codec.bare(part), Open) and node.kind != "dict" for part in parts
+        ):
             return f"It is a value, or holds values: read it with view.value({name!r})."
-        if any(other.startswith((f"{name}/", f"{name}.")) for other in self._names):
+        if parts or any(other.startswith(below) for other in self._names):
             return f"It is not a tensor, but holds tensors: read all of them with view.tree({name!r})."
         return ""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -17,10 +17,12 @@ from holdfast.view.source import Array, ViewSource
 if TYPE_CHECKING:
     import torch
 
+_READ_FIRST: Final = "read its elements first, with view[name][...] into torch, or view[name].numpy()"
+
 
 class LazyTensor:
     """A stored tensor. Indexing reads only the blocks that it needs, verifies them (by default), and keeps nothing.
-    Safe for several threads."""
+    ``np.asarray`` reads all of it. Safe for several threads."""
 
     def __init__(self, source: ViewSource, number: int) -> None:
         self._source = source
@@ -69,6 +71,23 @@ class LazyTensor:
         """
         dtype = numpy_dtype(self.dtype)
         return as_numpy(self._read(index, private=False), dtype, writeable=self._source.verify)
+
+    def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> npt.NDArray[Any]:
+        """Read all elements for numpy, as in ``np.asarray(view[name])``; see `numpy`."""
+        array = self.numpy()
+        return array.astype(array.dtype if dtype is None else dtype, copy=bool(copy))
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"a stored tensor has no attribute {name!r}: {_READ_FIRST}", name=name, obj=self)
+
+    def _refuse(self, *_: object) -> NoReturn:
+        raise TypeError(f"a stored tensor is not computed with: {_READ_FIRST}")
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse
+    __matmul__ = __rmatmul__ = __neg__ = __float__ = __len__ = _refuse
+
+    def __bool__(self) -> bool:
+        return True  # as of any object: `__len__` would refuse it
 
     def _read(self, index: Index | tuple[Index, ...], *, private: bool) -> Array:
         lattice, flipped, shape = select(index, self.shape)
