@@ -37,7 +37,9 @@ def test_a_timeout_that_is_none_is_refused_by_every_verb(tmp_path: Path, timeout
         if timeout_s is not None:  # the constructor's timeout, or none
             begun["wait"] = refusal(checkpointer.wait, timeout_s)
             begun["durable"] = refusal(handle.durable.wait, timeout_s)
-    assert all(message.startswith("a timeout must be ") and str(timeout_s) in message for message in begun.values()), begun
+    assert all(message.startswith("a timeout must be ") and str(timeout_s) in message for message in begun.values()), (
+        begun
+    )
     assert holdfast.open(run).step == 1
 
 

@@ -7,11 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
 import holdfast
+from holdfast.errors import StateError
 from tests.support.ranks import run_ranks
 
 SCRIPT = Path(__file__).parent / "loopback.py"
@@ -99,16 +101,56 @@ def test_a_rank_outside_the_group_is_told(tmp_path: Path) -> None:
 
 
 def _save_dicts_with_other_keys(folder: str) -> dict[str, object]:
+    """Dicts that hold a tensor on some rank: ranks hold different parts of them."""
     rank = dist.get_rank()
-    state: dict[str, object] = {"log": {"common": 1, f"rank-{rank}": rank}}
+    stage: dict[str, object] = {"common": 1, f"rank-{rank}": rank}
+    state: dict[str, object] = {"stage": stage | ({"w": torch.ones(2)} if rank else {}), "log": {"b": 1, "a": {}}}
+    if rank:
+        state["log"] = {"a": {}, "b": 1}  # another order is no other key
     for step in range(2):
         holdfast.save(f"{folder}/run", state, step)
-    state["log"] = {"common": 0, f"rank-{rank}": -1}
+    state["stage"] = {"common": 0, f"rank-{rank}": -1} | ({"w": torch.zeros(2)} if rank else {})
     holdfast.load(f"{folder}/run", state)
-    return {"mine": state["log"], "all": holdfast.open(f"{folder}/run").value("log")}
+    loaded = state["stage"]
+    assert isinstance(loaded, dict)
+    if rank:
+        assert loaded.pop("w").tolist() == [1, 1]
+    united = holdfast.open(f"{folder}/run").tree("stage")
+    assert isinstance(united, dict)
+    return {"mine": loaded, "all": sorted(united)}
 
 
-def test_dicts_with_other_keys_on_other_ranks_are_united(tmp_path: Path) -> None:
+def test_dicts_with_tensors_and_other_keys_on_other_ranks_are_united(tmp_path: Path) -> None:
     found = run_ranks(2, _save_dicts_with_other_keys, str(tmp_path))
-    everything = {"common": 1, "rank-0": 0, "rank-1": 1}
+    everything = ["common", "rank-0", "rank-1", "w"]
     assert found == [{"mine": {"common": 1, f"rank-{r}": r}, "all": everything} for r in range(2)]
+
+
+def _save_values_with_other_keys(folder: str, which: str, through: str) -> tuple[str, str]:
+    rank = dist.get_rank()
+    dicts: dict[str, object] = {
+        "other keys": {f"shard{rank}": 100 + rank},
+        "empty on one rank": {"x": 1} if rank else {},
+        "nested": {"of": [{"epoch": 1, f"shard{rank}": None}]},
+        "arrays": {f"shard{rank}": np.ones(2)},
+    }
+    state: dict[str, object] = {"w": torch.ones(1), "seen": dicts[which]}
+    try:
+        if through == "save":
+            holdfast.save(f"{folder}/run", state, 1)
+        else:
+            with holdfast.Checkpointer(f"{folder}/run", state, memory=None) as checkpointer:
+                checkpointer.save(1)
+    except StateError as error:
+        return error.code, error.action
+    return "saved", ""
+
+
+@pytest.mark.parametrize("which", ["other keys", "empty on one rank", "nested", "arrays"])
+@pytest.mark.parametrize("through", ["save", "Checkpointer"])
+def test_dicts_of_values_with_other_keys_on_other_ranks_are_not_silently_united(
+    tmp_path: Path, which: str, through: str
+) -> None:
+    for code, action in run_ranks(2, _save_values_with_other_keys, str(tmp_path), which, through):
+        assert code == "state.diverged"
+        assert "holdfast.PerRank" in action

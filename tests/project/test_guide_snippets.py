@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -100,6 +101,21 @@ def test_a_change_under_the_guard_does_not_reach_the_save_before_it(job: Names) 
     assert all(map(torch.equal, model.parameters(), before))
 
 
+def test_a_signal_in_the_middle_of_a_step_leads_to_a_save_at_its_end(job: Names) -> None:
+    def train(step: int) -> None:
+        if step == 3:
+            signal.raise_signal(signal.SIGTERM)
+
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with holdfast.Checkpointer("runs/preempted", {"n": 1}, memory=None) as checkpointer:
+            names = {"checkpointer": checkpointer, "signal": signal, "train": train, "start": 0, "num_steps": 9}
+            exec(snippets("checkpointer")[0], job | names)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert holdfast.open("runs/preempted").step == 3
+
+
 def test_the_call_with_bandwidths_loads_and_its_report_has_what_the_guide_lists(job: Names) -> None:
     call, _, report = snippets("loading")
     exec(call, job)
@@ -138,7 +154,7 @@ def test_trainer_and_inference_ranks_pass_what_they_have() -> None:
 
 
 def test_every_piece_of_code_in_the_guides_is_run_by_a_test() -> None:
-    run = {"ddp": 2, "checkpointer": 3, "loading": 3, "publishing": 1}
+    run = {"ddp": 2, "checkpointer": 4, "loading": 3, "publishing": 1}
     for guide in GUIDES.glob("*.md"):
         if guide.stem != "mapping":
             assert len(snippets(guide.stem)) == run.get(guide.stem, 0), guide.name

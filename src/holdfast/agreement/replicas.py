@@ -9,7 +9,18 @@ import msgspec
 
 from holdfast.agreement.messages import Digests
 from holdfast.errors import StateError
-from holdfast.format.values import Node, PerRankNode, TableNode
+from holdfast.format.names import join
+from holdfast.format.values import (
+    Encoded,
+    Node,
+    Open,
+    PerRankNode,
+    PlanesNode,
+    Stateful,
+    TableNode,
+    TensorRef,
+    children,
+)
 from holdfast.wording import count
 
 #: A table of values, and the ranks that all have it.
@@ -60,14 +71,17 @@ def describe(found: Sequence[Divergence]) -> str:
 
 def merge_values(tables: Sequence[Shared]) -> dict[str, Node]:
     """Merge the tables of all ranks into one. A path that several ranks hold must have one value, except that dicts may
-    have different keys on different ranks, which are merged. A path that is a `PerRankNode` on one rank must exist on
-    all ranks.
+    have different keys on different ranks, which are merged, if one of them holds a tensor or an object: ranks hold
+    different parts of a model, but values that only one rank has are not shared. A path that is a `PerRankNode` on one
+    rank must exist on all ranks.
 
     Raises:
         StateError: ranks disagree; the error names the path and the ranks.
     """
     united: dict[str, Node] = {}
     origin: dict[str, int] = {}
+    #: For each dict that has other keys on another rank, that rank.
+    other_keys: dict[str, int] = {}
     for ranks, table in tables:
         for path, node in table.items():
             if path not in united:
@@ -75,7 +89,10 @@ def merge_values(tables: Sequence[Shared]) -> dict[str, Node]:
                 continue
             known = united[path]
             if isinstance(known, TableNode) and isinstance(node, TableNode) and known.kind == node.kind == "dict":
-                united[path] = TableNode("dict", tuple(dict.fromkeys((*known.keys, *node.keys))))
+                if known.keys != node.keys:
+                    united[path] = TableNode("dict", tuple(dict.fromkeys((*known.keys, *node.keys))))
+                    if set(known.keys) != set(node.keys):
+                        other_keys.setdefault(path, ranks[0])
             elif not _same(known, node):
                 raise StateError(
                     f"Value {path!r} differs between rank {origin[path]} and rank {ranks[0]}.",
@@ -83,9 +100,28 @@ def merge_values(tables: Sequence[Shared]) -> dict[str, Node]:
                     action="Make it equal on all ranks, or save it as holdfast.PerRank(value).",
                     path=path,
                 )
+    for path, rank in other_keys.items():
+        if not _holds_live(path, united):
+            raise StateError(
+                f"The dict {path!r} has other keys on rank {rank} than on rank {origin[path]}, and holds nothing but "
+                "values: a load would give the keys of all ranks to each.",
+                code="state.diverged",
+                action="Give it the same keys on all ranks, or save it as holdfast.PerRank(the dict).",
+                path=path,
+            )
     for path in (path for path, node in united.items() if isinstance(node, PerRankNode)):
         _check_on_all(path, tables)
     return united
+
+
+def _holds_live(path: str, nodes: Mapping[str, Node]) -> bool:
+    """Whether the node at `path` is or holds a tensor, an object or a `PerRankNode`, which fill live ones."""
+    node = nodes[path]
+    if isinstance(node, Encoded):
+        return False
+    if isinstance(node, TensorRef | PlanesNode | PerRankNode | Open | Stateful):
+        return True
+    return any(_holds_live(join(path, name), nodes) for name in children(node))
 
 
 def _check_on_all(path: str, tables: Iterable[Shared]) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
-from threading import Lock
+from threading import RLock
 
 import numpy as np
 import xxhash
@@ -49,7 +49,7 @@ class Checkpoint(DataFiles):
         super().__init__(manifest, self.catalogue, folder=self.path(self.seal.manifest.name).rpartition("/")[0])
         #: Verified digest tables that were read last, by file.
         self._tables: dict[int, bytes] = {}
-        self._lock = Lock()
+        self._lock = RLock()  # a handler of a signal may read while its thread reads
         self._check_seal()
 
     def _read_manifest(self) -> DecodedManifest:
@@ -147,7 +147,7 @@ class Checkpoint(DataFiles):
             with self._lock:
                 self._tables[index] = table
                 while sum(map(len, self._tables.values())) > _TABLES_NBYTES:
-                    del self._tables[next(iter(self._tables))]
+                    self._tables.pop(next(iter(self._tables)), None)
         return table
 
     def _read_table(self, reader: FileReader, index: int, data_nbytes: int) -> bytes:
@@ -219,7 +219,7 @@ class _LazyValues(Mapping[str, Node]):
         self._home = {path: block for block in blocks for path in block.paths}
         self._read = read
         self._tables: dict[int, dict[str, Node]] = {}
-        self._lock = Lock()
+        self._lock = RLock()  # a handler of a signal may read while its thread reads
 
     def __getitem__(self, path: str) -> Node:
         block = self._home[path]

@@ -16,6 +16,15 @@ from typing import Literal, Self, SupportsFloat
 from torch.distributed import ProcessGroup
 
 from holdfast.agreement.planning import StoredPlanCache
+from holdfast.calls import (
+    ALL,
+    CHECKPOINTER_CLOSE,
+    CHECKPOINTER_RESTORE,
+    CHECKPOINTER_SAVE,
+    enclosing,
+    outer,
+    refuse_nested,
+)
 from holdfast.checkpointer.background import Background
 from holdfast.checkpointer.background_save import BackgroundSave, SavingJob, capture
 from holdfast.checkpointer.events import StateRestored
@@ -35,7 +44,7 @@ from holdfast.format.records import Place
 from holdfast.node_memory.node_folder import DEFAULT_NODE_DIR
 from holdfast.options import check_flag, check_timeout, checked_number
 from holdfast.run.session import JOB, NEVER_LOADED
-from holdfast.saving import numbers_of, run_location, save, whole
+from holdfast.saving import numbers_of, run_location, save_to_storage, whole
 from holdfast.snapshot.capture import Snapshot
 from holdfast.snapshot.guard import Guard, changing
 from holdfast.state.flatten import check_root
@@ -124,6 +133,7 @@ class Checkpointer:
         #: The guard of saves to storage; the memory tier has its own.
         self._guard = Guard()
 
+    @outer(CHECKPOINTER_SAVE)
     def save(self, step: int, *, metrics: Mapping[str, SupportsFloat] | None = None) -> Handle:
         """Save the state as it is now. `step` is the number of the last finished step.
 
@@ -139,11 +149,14 @@ class Checkpointer:
             FencedError: this job must stop, because another one has taken over the run. A save that finds this out in
                 the background stores it in its handle, and the next save raises it.
             DeadlineError: ranks did not answer, or no slot became free.
-            ConfigurationError: code ``config.closed``, after `close`.
+            ConfigurationError: code ``config.closed``, after `close`; ``config.nested``, where the handler of a signal,
+                ``__del__`` or a callback calls it while its thread is inside a call of the library. That outer call is
+                not affected.
 
         If another kind of exception ends the call (Ctrl-C, say), this save makes no checkpoint, and the next one is not
         affected.
         """
+        refuse_nested(CHECKPOINTER_SAVE)
         self._require_open("save")
         handle = Handle(whole(step))
         machine = SaveMachine(handle.step, handle.hear, SaveLog(handle).hear)
@@ -160,11 +173,12 @@ class Checkpointer:
         self._forget_ended()
         try:
             if not self._is_in_memory(machine, numbers):
-                self._save_through(machine, metrics)
+                self._save_through(machine, numbers)
         except HoldfastError as error:
             machine.fail(error, is_raised=True)
             raise
 
+    @outer(CHECKPOINTER_RESTORE)
     def restore(self, *, verify: bool = True, fallback: bool = False) -> RestoreReport:
         """Fill the state from the newest checkpoint on the run's lineage: from the memory of the nodes if it is there,
         else from storage. If the run has no checkpoint, this changes nothing, and ``report.next_step`` is 0; but a path
@@ -174,8 +188,10 @@ class Checkpointer:
         checkpoint in storage, as `holdfast.load` does, and the next save continues from the older one that it loaded.
 
         Raises what `holdfast.load` raises; where there is nothing to restore, the `ConfigurationError`, `StorageError`
-        or `StateError` that the first save would raise; after `close`, `ConfigurationError`, code ``config.closed``.
+        or `StateError` that the first save would raise; and `ConfigurationError`: code ``config.closed``, after
+        `close`; ``config.nested``, as `save`.
         """
+        refuse_nested(CHECKPOINTER_RESTORE)
         self._require_open("restore")
         check_flag("verify", verify)
         check_flag("fallback", fallback)
@@ -207,7 +223,9 @@ class Checkpointer:
     def guard(self) -> Iterator[None]:
         """A ``with`` block for changes to the state that no step of an optimizer in the state makes. It is entered when
         no save is copying the state, and no save of another thread begins while it lasts. Any thread may use it. Not
-        collective. After `close` no save is copying, so it does not wait."""
+        collective. After `close` no save is copying, so it does not wait. Raises `ConfigurationError`, code
+        ``config.nested``, if the calling thread is inside a `save` of a `Checkpointer`."""
+        refuse_nested("Checkpointer.guard", allowed=ALL - {CHECKPOINTER_SAVE})
         tier = self._tier
         with changing([self._guard] if tier is None else [self._guard, tier.stager.guard]):
             yield
@@ -215,22 +233,30 @@ class Checkpointer:
     def wait(self, timeout_s: float | None = None) -> None:
         """Return when all saves are durable, except for skipped ones. Raises the error of a save that failed. May be
         called after `close` too. `timeout_s` (default: the constructor's) is the limit for each save."""
+        refuse_nested("Checkpointer.wait")
         if timeout_s is not None:
             check_timeout(timeout_s)
-        for handle in self._handles:
-            handle.durable.wait(self._timeout_s if timeout_s is None else timeout_s)
+        self._wait(self._timeout_s if timeout_s is None else timeout_s)
 
+    def _wait(self, timeout_s: float) -> None:
+        for handle in tuple(self._handles):  # the handler of a signal may save meanwhile
+            handle.durable.wait_inside(timeout_s)
+
+    @outer(CHECKPOINTER_CLOSE)
     def close(self) -> None:
         """Wait until all saves are durable, and close the memory, whose contents stay. Raises the error of a save that
-        failed. May be called again. Afterwards `save` and `restore` raise ``config.closed``.
+        failed. May be called again. Afterwards `save` and `restore` raise ``config.closed``. Raises
+        `ConfigurationError`, code ``config.nested``, as `save`; it is not closed then.
 
         It waits for nothing in a forked process, because the saves are the parent's; nor while the interpreter ends,
         which stops all threads: the keeper still makes staged snapshots durable."""
-        self._is_closed = True
         if self._turn.is_of_parent or sys.is_finalizing():
+            self._is_closed = True
             return
+        refuse_nested(CHECKPOINTER_CLOSE)
+        self._is_closed = True
         try:
-            self.wait()
+            self._wait(self._timeout_s)
         finally:
             self._let_go()
 
@@ -246,8 +272,13 @@ class Checkpointer:
             return
         # An exception ended training: no other error may hide it, and it must not wait for storage. The keeper goes on.
         self._is_closed = True
-        if self._turn.is_of_parent or sys.is_finalizing():
+        if self._turn.is_of_parent or sys.is_finalizing() or enclosing() is not None:
             return
+        self._give_up()
+
+    @outer(CHECKPOINTER_CLOSE)
+    def _give_up(self) -> None:
+        """Leave the memory tier, and wait for no save."""
         self._forget_ended()
         self._let_go(patience_s=LEAVING_S)
 
@@ -279,17 +310,17 @@ class Checkpointer:
         for handle in [handle for handle in self._handles if handle.durable.is_over]:
             self._handles.remove(handle)
 
-    def _save_through(self, machine: SaveMachine, metrics: Mapping[str, SupportsFloat] | None) -> None:
+    def _save_through(self, machine: SaveMachine, metrics: dict[str, float]) -> None:
         """Save to storage, and return when the checkpoint is committed."""
         machine.begin("storage", is_first_rank=self._is_first_rank)
         hold = self._guard.hold(timeout_s=self._timeout_s)
         try:
-            report = save(
+            report = save_to_storage(
                 self._run,
                 self._state,
                 machine.step,
-                metrics=metrics,
-                select=self._select,
+                numbers=metrics,
+                select=None if self._select is None else Globs(self._select),
                 group=self._group,
                 takeover=self._takeover,
                 timeout_s=self._timeout_s,

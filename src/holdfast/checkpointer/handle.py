@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+from holdfast.calls import refuse_nested
 from holdfast.checkpointer.events import (
     SaveCommitted,
     SaveDelayed,
@@ -48,9 +49,18 @@ class Stage:
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Return when it is done. Raises its error if it failed, and `DeadlineError` after `timeout_s`. With None this
-        waits without a limit, for ever if storage stays full, say (`trouble` says why)."""
+        waits without a limit, for ever if storage stays full, say (`trouble` says why).
+
+        Raises `ConfigurationError`, code ``config.nested``, if it is not over and the calling thread is inside a call
+        of the library, which may hold what the save needs in order to go on."""
         if timeout_s is not None:
             check_timeout(timeout_s)
+        if not self._over.is_set:
+            refuse_nested("the wait for a save")
+        self.wait_inside(timeout_s)
+
+    def wait_inside(self, timeout_s: float | None = None) -> None:
+        """As `wait`, for a call of the library that the save does not depend on."""
         if not self._over.wait(timeout_s):
             raise DeadlineError(
                 f"{self._what} was not finished within {timeout_s} s.",

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Final, Literal, NamedTuple, NoReturn
 from weakref import WeakSet
 
+from holdfast.calls import CHECKPOINTER_CLOSE, outer
 from holdfast.checkpointer.background import Background
 from holdfast.checkpointer.backoff import Backoff
 from holdfast.checkpointer.messages import MemoryStatus, SnapshotRoom
@@ -67,6 +68,7 @@ def tier_for(user: object, run: Location, node_dir: Path, *, rank: int, num_slot
 
 
 @atexit.register
+@outer(CHECKPOINTER_CLOSE)
 def _leave_all() -> None:
     """Wait for running copies, and close all tiers that are still open.
 

@@ -30,7 +30,7 @@ from holdfast.format.records import Place, Seal
 from holdfast.format.values import Node
 from holdfast.keeper.client import ensure_keeper
 from holdfast.keeper.persist import data_file
-from holdfast.loading import Loading, Opened, Options, load
+from holdfast.loading import Loading, Opened, Options, load_from_storage
 from holdfast.node_memory.claims import Claim
 from holdfast.node_memory.generations import Generation, give_up_generation, read_generation
 from holdfast.node_memory.node_folder import NodeFolder, unusable_memory
@@ -39,6 +39,7 @@ from holdfast.phases import attempt, done, told
 from holdfast.reports import LoadReport
 from holdfast.run.fallback import is_damage
 from holdfast.run.history import Run
+from holdfast.run.paths import parse
 from holdfast.store.base import Location
 from holdfast.store.memory import FilesInMemory, MemoryFile
 from holdfast.store.timed import TimedStore
@@ -84,16 +85,8 @@ def restore(
             if restored is not None:
                 return restored
     try:
-        report = load(
-            run,
-            state,
-            select=select,
-            continues=True,
-            group=group,
-            verify=verify,
-            fallback=fallback,
-            timeout_s=timeout_s,
-        )
+        options = Options(select, fallback=fallback, verify=verify, continues=True)
+        report = load_from_storage(parse(run), state, options, group=group, timeout_s=timeout_s)
     except NotFoundError as error:
         if error.code not in ("not_found.run", "not_found.head"):
             raise

@@ -21,8 +21,9 @@ class Turn:
 
     All `Checkpointer`s of a process on one run share one turn, because they share the memory of its rank.
 
-    This is not a lock, because an exception at the end of a ``with`` block would leave a lock taken for ever. A turn is
-    over when its thread asks for the next one, or has ended.
+    A thread does not ask for a turn inside its own one: `holdfast.calls` refuses calls inside calls. This is not a
+    lock, because an exception at the end of a ``with`` block would leave a lock taken for ever. A turn is over when its
+    thread asks for the next one, or has ended.
     """
 
     def __init__(self) -> None:

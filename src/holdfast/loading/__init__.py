@@ -12,6 +12,7 @@ import numpy.ma  # noqa: F401 - np.unique imports it when it is first called, in
 import torch
 from torch.distributed import ProcessGroup
 
+from holdfast.calls import CHECKPOINTER_RESTORE, LOAD, PLAIN, outer, refuse_nested
 from holdfast.checkpoint.reading import Checkpoint
 from holdfast.control.channel import Channel
 from holdfast.control.deadline import Deadline
@@ -47,6 +48,7 @@ from holdfast.store.urls import open_store
 _log = logging.getLogger(__name__)
 
 
+@outer(LOAD)
 def load(
     path: str | os.PathLike[str] | Location,
     into: Mapping[str, object],
@@ -120,11 +122,13 @@ def load(
             (``incompatible.select``, ``incompatible.cast``), rules do not fit (``incompatible.mapping``), or tensors
             would stay on the meta device (``incompatible.meta``).
         StateError: tensors of `into` share memory, or could not be saved; the error names them.
-        ConfigurationError: `path` is a checkpoint's folder, outside any history, and ``continues=True``.
+        ConfigurationError: `path` is a checkpoint's folder, outside any history, and ``continues=True``. Code
+            ``config.nested``: this thread is inside a save of a `Checkpointer`.
         CorruptError: stored bytes are damaged; the error names the file and the tensors. With ``fallback``: no older
             checkpoint is left either.
         StorageError, DeadlineError: as in `save`.
     """
+    refuse_nested(LOAD, allowed={*PLAIN, CHECKPOINTER_RESTORE})
     target = parse(path)
     options = Options(
         select,
@@ -139,6 +143,13 @@ def load(
         memory=memory_budget,
         bandwidths=bandwidths,
     )
+    return load_from_storage(target, into, options, group=group, timeout_s=timeout_s)
+
+
+def load_from_storage(
+    target: Selection, into: Mapping[str, object], options: Options, *, group: ProcessGroup | None, timeout_s: float
+) -> LoadReport:
+    """As `load`, with checked arguments, for a call that may be inside another one of the library."""
     deadline = Deadline(timeout_s)
     channel = default_channel("load", group, deadline=deadline)
     rank = group_ranks(group)[channel.rank]

@@ -19,6 +19,7 @@ from torch.distributed import ProcessGroup
 from holdfast.agreement.assignment import WriteAssignment, sources_of
 from holdfast.agreement.planner import Planner
 from holdfast.agreement.planning import PlanCache, Planning
+from holdfast.calls import PLAIN, TRANSFER, outer, refuse_nested
 from holdfast.checkpoint.data_files import DataFiles
 from holdfast.control.channel import Channel
 from holdfast.control.deadline import Deadline
@@ -47,6 +48,7 @@ from holdfast.store.memory import FilesInMemory
 from holdfast.store.timed import TimeLimit
 
 
+@outer(TRANSFER)
 def transfer(
     source_state: Mapping[str, object] | None,
     target_state: Mapping[str, object] | None,
@@ -80,7 +82,9 @@ def transfer(
         IncompatibleError: names, dtypes or shapes differ; the error lists them. Or globs match nothing.
         DeadlineError: ranks named in the message died, or did not answer within `timeout_s`.
         StorageError: a network or the store of the process group failed.
+        ConfigurationError: code ``config.nested``: this thread is inside a call of a `Checkpointer`.
     """
+    refuse_nested(TRANSFER, allowed=PLAIN)
     globs = None if select is None else Globs(select)
     deadline = Deadline(timeout_s)
     channel = default_channel("transfer", group, deadline=deadline)

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from threading import Lock
 from typing import Final, NamedTuple, Protocol
 
+from holdfast.calls import NOTES, outer
 from holdfast.errors import ConfigurationError
 from holdfast.format.records import Commit, Epoch, Place, Why
 from holdfast.run.history import Run
@@ -142,6 +143,7 @@ class Session:
         #: Whether a load or a transfer has failed half way: then every save must look at what it saves.
         self._has_torn = False
 
+    @outer(NOTES)
     def note_loaded(self, load: Load, filled: Iterable[Identity] = (), memory: FilledMemory | None = None) -> None:
         """Remember that `load` filled the objects `filled`, and the tensors' `memory`."""
         filled = list(filled)
@@ -162,6 +164,7 @@ class Session:
                 if load.continues:
                     remembered.continued = load
 
+    @outer(NOTES)
     def note_refilled(self, filled: Iterable[Identity], memory: FilledMemory) -> None:
         """Remember that a transfer has filled the objects `filled`, and the tensors' `memory`: nothing of what had
         failed half way is left in them. It does not say from which checkpoint they are."""
@@ -175,6 +178,7 @@ class Session:
                     entry for entry in self._filled_memory if not entry[1].is_torn or entry[0].forget(memory)
                 ]
 
+    @outer(NOTES)
     def sources(self, parts: Callable[[], Sequence[StatePart]]) -> Sources:
         """The loads that last filled the `parts` of a state that is about to be saved."""
         with self._lock:
@@ -182,6 +186,7 @@ class Session:
                 return NEVER_LOADED._replace(number=self._number)
             return Sources(frozenset(load for part in parts() for load in self._last(part)), self._number)
 
+    @outer(NOTES)
     def begin(self, run: Run, *, takeover: bool, world_size: int, sources: Sources) -> Place:
         """The place of the next save into `run`. Opens an epoch, durably, where this process owns none that fits.
 
@@ -222,6 +227,7 @@ class Session:
             self._unused = max((each.unused for each in self._memories.values()), default=0)
             return place
 
+    @outer(NOTES)
     def note_step(self, run: Run, step: int) -> int | None:
         """Remember the step that is saved at the last place that `begin` gave.
 
@@ -234,6 +240,7 @@ class Session:
             memory.step = step
             return before
 
+    @outer(NOTES)
     def incarnation(self, run: Run) -> str:
         """The incarnation in the records of all epochs of `run` that this process opens."""
         root = run.storage.resolved()

@@ -24,6 +24,7 @@ from holdfast.agreement.local import RankState
 from holdfast.agreement.planner import Planner
 from holdfast.agreement.planning import Planning, StoredPlanCache
 from holdfast.agreement.request import SaveRequest
+from holdfast.calls import PLAIN, SAVE, outer, refuse_nested
 from holdfast.control.channel import Channel
 from holdfast.control.deadline import Deadline
 from holdfast.control.torch_store import default_channel, group_ranks
@@ -56,6 +57,7 @@ _FINISH_LIMIT_S = 60.0
 _known: dict[tuple[str, tuple[int, ...]], StoredPlanCache] = {}
 
 
+@outer(SAVE)
 def save(
     run: str | os.PathLike[str] | Location,
     state: Mapping[str, object],
@@ -93,25 +95,50 @@ def save(
     Raises:
         StateError: a part of `state` cannot be saved truthfully, or ranks disagree about it.
         IncompatibleError: a glob of `select` matches nothing on any rank.
-        ConfigurationError: `run` is not a run, or has a history from which this job has not loaded.
+        ConfigurationError: `run` is not a run, or has a history from which this job has not loaded. Code
+            ``config.nested``: this thread is inside a call of a `Checkpointer`.
         StorageError: the store failed, or did not answer within nine tenths of `timeout_s`; the error names the path.
         DeadlineError: ranks named in the message did not answer within `timeout_s`.
         FencedError: another job opened a newer epoch of the run.
     """
+    refuse_nested(SAVE, allowed=PLAIN)
     step = whole(step)
     if on_divergence not in ("warn", "error"):
         raise ValueError(f"on_divergence must be 'warn' or 'error', not {on_divergence!r}")
     check_flag("takeover", takeover)
-    numbers = numbers_of(metrics)
-    chosen = None if select is None else Globs(select)
-    location = run_location(run)
+    return save_to_storage(
+        run_location(run),
+        state,
+        step,
+        numbers=numbers_of(metrics),
+        select=None if select is None else Globs(select),
+        group=group,
+        takeover=takeover,
+        is_strict=on_divergence == "error",
+        timeout_s=timeout_s,
+    )
+
+
+def save_to_storage(
+    location: Location,
+    state: Mapping[str, object],
+    step: int,
+    *,
+    numbers: dict[str, float],
+    select: Globs | None,
+    group: ProcessGroup | None,
+    takeover: bool,
+    is_strict: bool = False,
+    timeout_s: float,
+) -> SaveReport:
+    """As `save`, with checked arguments, for a call that may be inside another one of the library. `numbers` are the
+    metrics; with `is_strict`, copies that differ are always an error."""
     deadline = Deadline(timeout_s)
     channel = default_channel(f"save of step {step}", group, deadline=deadline, step=step)
     with TimedStore(open_store(location), timeout_s=deadline.for_storage_s) as storage:
         sources = JOB.sources(lambda: parts_of(state)) if channel.rank == 0 else NEVER_LOADED  # only rank 0 asks
         request = SaveRequest(storage, step, numbers, takeover, now(), sources)
-        is_strict = on_divergence == "error"
-        report = _Saving(channel, deadline, request, group_ranks(group), chosen, is_strict=is_strict).run(state)
+        report = _Saving(channel, deadline, request, group_ranks(group), select, is_strict=is_strict).run(state)
     channel.await_readers(deadline)
     if channel.rank == 0:
         LOG.info("saved %s, to %s", report.summary, report.path)

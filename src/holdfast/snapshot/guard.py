@@ -30,6 +30,7 @@ from weakref import WeakKeyDictionary
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from holdfast.calls import ALL, CHECKPOINTER_SAVE, refuse_nested
 from holdfast.errors import DeadlineError
 from holdfast.latch import Latch
 
@@ -88,7 +89,13 @@ class Hold:
 
     def wait(self, timeout_s: float = float("inf")) -> bool:
         """Wait until the hold is over, for `timeout_s` at most. Returns whether it is over. Ends the hold where its
-        responsible thread is the calling one or has ended."""
+        responsible thread is the calling one or has ended.
+
+        Raises:
+            ConfigurationError: code ``config.nested``: the calling thread is still inside the save of the hold.
+        """
+        if self._owner == get_native_id() and not self.is_over:
+            refuse_nested("a step of an optimizer, or another change to the state,", allowed=ALL - {CHECKPOINTER_SAVE})
         self.drop()
         end_s = time.monotonic() + timeout_s
         while not self._over.wait(min(_LOOK_S, max(end_s - time.monotonic(), 0))):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from threading import Lock
+from threading import RLock
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -36,7 +36,7 @@ class ViewSource:
         self.verify = verify
         #: The shared mappings of files, by the file's number. Each lives as long as an array over it.
         self._mapped: WeakValueDictionary[int, Bytes] = WeakValueDictionary()
-        self._lock = Lock()
+        self._lock = RLock()  # a handler of a signal may read while its thread reads
 
     def __reduce__(self) -> tuple[object, ...]:
         """Have another process, such as a worker of a data loader, open the same checkpoint again."""
