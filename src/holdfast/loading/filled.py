@@ -23,8 +23,8 @@ def note_filled(load: Load, state: object, binding: Binding, *, is_whole: bool) 
 
 @contextmanager
 def partly_filled_on_errors(state: object, binding: Binding, reading: CooperativeReading) -> Iterator[None]:
-    """A ``with`` block that fills `state`. If it fails after an element may have arrived, on any rank, later saves of the
-    filled tensors are refused until another load fills them: they would commit parts of two states."""
+    """A ``with`` block that fills `state`. If it fails after an element may have arrived, on any rank, later saves of
+    the filled tensors are refused until another load fills them: they would commit parts of two states."""
     try:
         yield
     except BaseException as error:
