@@ -13,8 +13,8 @@ _HEADER = "| symptom | system and source | test |\n|---|---|---|\n"
 
 
 @dataclass(frozen=True)
-class Exhibit:
-    """A published defect and the test that has it."""
+class KnownDefect:
+    """A published defect, and the test that would find it here."""
 
     file: str
     test: str
@@ -22,19 +22,19 @@ class Exhibit:
     source: str
 
     @staticmethod
-    def of(file: str, function: ast.FunctionDef) -> Exhibit:
+    def of(file: str, function: ast.FunctionDef) -> KnownDefect:
         """Read the docstring: the symptom, then after a blank line where it was seen."""
         symptom, _, source = (ast.get_docstring(function) or "").partition("\n\n")
         if not symptom or not source.startswith(_SEEN_IN):
             raise ValueError(f"{file}: {function.name} does not say what was seen and where")
         text = source.removeprefix(_SEEN_IN)
-        return Exhibit(file, function.name, " ".join(symptom.split()), " ".join(text.split()).removesuffix("."))
+        return KnownDefect(file, function.name, " ".join(symptom.split()), " ".join(text.split()).removesuffix("."))
 
 
-def exhibits() -> list[Exhibit]:
-    """All of them, in the order of files and lines."""
+def known_defects() -> list[KnownDefect]:
+    """All known defects, in the order of files and lines."""
     return [
-        Exhibit.of(path.name, node)
+        KnownDefect.of(path.name, node)
         for path in sorted(HERE.glob("test_*.py"))
         if path.stem not in ("test_catalogue", "test_mutations", "test_promises")
         for node in ast.parse(path.read_text()).body
@@ -44,7 +44,7 @@ def exhibits() -> list[Exhibit]:
 
 def table() -> str:
     """The table of README.md."""
-    rows = [(e.symptom, e.source, f"`{e.file.removesuffix('.py')}::{e.test}`") for e in exhibits()]
+    rows = [(e.symptom, e.source, f"`{e.file.removesuffix('.py')}::{e.test}`") for e in known_defects()]
     return _HEADER + "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |\n" for row in rows)
 
 

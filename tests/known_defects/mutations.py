@@ -1,4 +1,4 @@
-"""Defects to be brought into the library, and the exhibits that must find them."""
+"""Defects to be brought into the library, and the tests that must find them."""
 
 from __future__ import annotations
 

@@ -168,7 +168,7 @@ STORAGE_MUTATIONS = [
         "faults/test_storage_faults.py::test_a_store_that_takes_nothing_is_broken",
         "store/posix.py",
         "                if num_written == 0:\n"
-        '                    raise OSError(errno.EIO, "the file system took no byte and gave no reason")\n',
+        '                    raise OSError(errno.EIO, "the file system wrote no bytes and reported no error")\n',
         "                if num_written == 0:\n                    break\n",
     ),
     Mutation(  # direct refused raises

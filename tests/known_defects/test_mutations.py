@@ -1,4 +1,4 @@
-"""Each of some defects, brought into a copy of the library, is found by its exhibit."""
+"""Each of some defects, brought into a copy of the library, is found by its test."""
 
 from __future__ import annotations
 
@@ -23,5 +23,5 @@ def test_a_mutation_fits_the_library_and_names_a_test(mutation: Mutation) -> Non
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=str)
-def test_an_exhibit_finds_its_defect(library: Path, mutation: Mutation) -> None:
+def test_the_test_of_a_defect_finds_it(library: Path, mutation: Mutation) -> None:
     assert_found(library, mutation)

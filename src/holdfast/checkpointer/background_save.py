@@ -1,4 +1,4 @@
-"""The background part of one save: what it holds, and how it releases all of that."""
+"""The background part of one save: the resources that it holds, and their release."""
 
 from __future__ import annotations
 

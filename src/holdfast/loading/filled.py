@@ -1,4 +1,4 @@
-"""The record of what a load or a transfer has filled, by which a later save knows what its state is."""
+"""The record of the objects that a load or a transfer filled. A later save reads it to find out what its state is."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def note_refilled(state: object, binding: Binding) -> None:
 def partly_filled_on_errors(
     state: object, binding: Binding, reading: CooperativeReading, *, again: str = "load it again"
 ) -> Iterator[None]:
-    """A ``with`` block that fills `state`. Where it fails after the first element may have arrived, on any rank, later
-    saves of what it filled are refused until something else fills that: they would commit parts of two states. `again`
-    is the advice in the note of the error."""
+    """A ``with`` block that fills `state`. If it fails after an element may have arrived, on any rank, later saves of
+    the filled tensors are refused until something else fills them: they would commit parts of two states. `again` is
+    the advice in the note of the error."""
     try:
         yield
     except BaseException as error:

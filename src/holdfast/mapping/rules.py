@@ -146,7 +146,7 @@ class Transpose(_OnNames, frozen=True):
 
 
 class Pad(_OnNames, frozen=True, kw_only=True):
-    """Make tensors longer: `size` elements along `axis`. `fill` says what the elements beyond the stored ones become.
+    """Make tensors longer: `size` elements along `axis`. `fill` gives the values of the new elements.
 
     ``"zero"`` makes them 0. ``"keep"`` leaves them as they are in the live state, such as new rows of a vocabulary that
     are still to be trained; in optimizer state that the load creates they are 0.

@@ -94,7 +94,7 @@ def check_files(
 
     Raises:
         NotFoundError: files are missing; names them; code ``not_found.file``.
-        CorruptError: a file is not what the manifest demands.
+        CorruptError: a file is not the one that the manifest describes.
     """
     absent = missing_files(run.storage, stored)
     if absent:

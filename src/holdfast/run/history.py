@@ -141,7 +141,7 @@ class Run:
         return self.storage.nbytes(removed_key(place)) is not None
 
     def head(self) -> Commit | None:
-        """The newest good state: the greatest committed place of the newest epoch, else what that was opened from.
+        """The newest good state: the last commit of the newest epoch, else the commit that this epoch was opened from.
 
         None while nothing is committed. A few requests, whatever the length of the history.
 

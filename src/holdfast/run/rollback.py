@@ -18,7 +18,7 @@ def rollback(run: Run, to: Place | int) -> Commit:
 
     Raises:
         NotFoundError: there is no such commit, or it was removed meanwhile.
-        CorruptError: its seal, its manifest or a data file is missing or not what was committed.
+        CorruptError: its seal, its manifest or a data file is missing, or is not the committed one.
         FencedError: another job opened an epoch at the same time; look again whether to roll back.
     """
     newest = run.newest_epoch() or 0

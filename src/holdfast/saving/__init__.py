@@ -173,9 +173,7 @@ def _number_of(name: str, value: SupportsFloat) -> float:
     if not isinstance(value, torch.Tensor):
         return float(value)
     if value.numel() != 1 or value.is_complex() or value.is_meta:
-        raise ValueError(
-            f"metric {name!r} must be one number, not a {value.dtype} tensor of shape {tuple(value.shape)}"
-        )
+        raise ValueError(f"metric {name!r} must be one number, not of shape {tuple(value.shape)} and {value.dtype}")
     return float(value.detach())  # torch warns about the conversion of a number with a gradient
 
 
