@@ -139,6 +139,7 @@ class Watcher:
             self.given_up.fail(checkpoint_id)
             machine.fail(removed(machine.step))
         elif contents is None or contents.checkpoint_id != checkpoint_id:
+            self.given_up.fail(checkpoint_id)  # its keeper may have lost it, so the other ranks must give it up too
             machine.fail(incomplete(machine.step))
         elif record.state == SlotState.COMMITTED:
             machine.commit(contents.nbytes)
