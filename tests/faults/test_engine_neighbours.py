@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+import holdfast
 from holdfast.node_memory.slots import Slot, slot_names
 from tests.faults.engine_job import (
     SMALL_NUMEL,
@@ -204,12 +205,15 @@ def save_as(user: int, spec: Spec, stack: ExitStack) -> None:
     ("mode", "why"),
     [(0o700, "Permission denied"), (0o755, f"it belongs to user 0, but this process runs as user {SOMEBODY}")],
 )
-def test_a_folder_that_somebody_else_made_is_refused(open_node: Path, mode: int, why: str) -> None:
+def test_a_folder_that_somebody_else_made_is_refused_and_saves_go_to_storage(
+    open_node: Path, mode: int, why: str
+) -> None:
     folder = open_node / "node" / f"holdfast-{SOMEBODY}"
     folder.mkdir(mode=mode)  # root's
     spec = spec_at(open_node, SOMEBODY)
     spec.log.mkdir()
     trainer = nursery.start(as_user, SOMEBODY, save_once, spec, err=spec.log / "trainer.err")
-    assert trainer.wait() == 1
-    assert f"[config.node_dir] '{folder}' is not a private place for the state of a run: {why}" in trainer.err
-    assert not Path(spec.run).exists()
+    assert trainer.wait() == 0, trainer.err
+    assert f"[config.not_private] '{folder}' is not a private place for the state of a run: {why}" in trainer.err
+    assert holdfast.open(spec.run).step == 0
+    assert not list(folder.iterdir())

@@ -20,6 +20,7 @@ import holdfast
 from holdfast import Checkpointer, Memory
 from holdfast.checkpointer.backoff import Backoff
 from holdfast.checkpointer.staging import Stager
+from holdfast.errors import StorageError
 from holdfast.format.records import Place
 from holdfast.keeper import daemon
 from holdfast.keeper.client import ensure_keeper
@@ -28,7 +29,7 @@ from holdfast.node_memory import arena as arena_module
 from holdfast.node_memory import file_locks
 from holdfast.node_memory.arena import Arena
 from holdfast.node_memory.claims import Claim, is_claimed
-from holdfast.node_memory.generations import generation_ids, give_up_generation
+from holdfast.node_memory.generations import Generation, generation_ids, give_up_generation
 from holdfast.node_memory.inventory import give_way, node_memory
 from holdfast.node_memory.keeper_lock import end_keeper, is_kept, try_lock
 from holdfast.node_memory.node_folder import NodeFolder
@@ -317,6 +318,11 @@ def test_a_slot_that_is_given_up_and_filled_anew_is_not_taken_for_what_it_held(
     first.advance(SlotRecord(SlotState.FREE))  # as the keeper does when it is given up
     assert first.take()
     other = Contents("r", "99", Place(1, 2), 8, 0, 4096, contents.nbytes)
+
+    def cannot_read(*_: object) -> Generation:
+        raise StorageError("too many open files", code="storage.memory", action="Close some.")
+
+    monkeypatch.setattr(daemon, "read_generation", cannot_read)  # so the keeper waits with the other checkpoint
     for state in (SlotState.WRITING, SlotState.STAGED, SlotState.SEALED):
         first.advance(SlotRecord(state, other))
     assert late.take()

@@ -19,6 +19,7 @@ from holdfast.checkpoint.sealed import Sealed
 from holdfast.checkpointer.choosing import Chosen, Inventory, Survey, Unknown, inventory, known_of
 from holdfast.checkpointer.first_save import check_first_save
 from holdfast.checkpointer.restore_report import RestoreReport
+from holdfast.checkpointer.save_errors import is_unusable
 from holdfast.control.channel import Channel
 from holdfast.control.deadline import Deadline
 from holdfast.control.torch_store import default_channel, group_ranks
@@ -77,7 +78,7 @@ def restore(
             options = Options(select, verify=verify, continues=True)
             restored = _from_memory(run, state, node_dir, group, options, timeout_s=timeout_s)
         except HoldfastError as error:
-            if not is_damage(error) and error.code != "storage.memory":
+            if not is_damage(error) and not is_unusable(error):
                 raise
             damage = error if is_damage(error) else None
             _log.warning("the snapshots in memory cannot be used, restoring from storage instead: %s", error)

@@ -9,7 +9,7 @@ from holdfast.checkpointer.messages import SnapshotRoom
 from holdfast.errors import DeadlineError, FencedError, HoldfastError, StateError, StorageError
 
 #: Codes of errors after which saves go to storage for a while: this node's memory cannot be used now.
-_UNUSABLE: Final = frozenset({"config.memory", "config.keeper", "storage.memory"})
+_UNUSABLE: Final = frozenset({"config.memory", "config.keeper", "config.not_private", "storage.memory"})
 
 
 def is_unusable(error: HoldfastError) -> bool:

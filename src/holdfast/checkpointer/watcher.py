@@ -140,7 +140,7 @@ class Watcher:
             self.given_up.fail(checkpoint_id)
             machine.fail(removed(machine.step))
         elif contents is None or contents.checkpoint_id != checkpoint_id:
-            self._end_lost(machine)
+            self._end_lost(machine, checkpoint_id)
         elif record.state == SlotState.COMMITTED:
             machine.commit(contents.nbytes)
         elif record.state == SlotState.FENCED:
@@ -155,9 +155,10 @@ class Watcher:
             if record.error:
                 machine.delay(record.error)
 
-    def _end_lost(self, machine: SaveMachine) -> None:
+    def _end_lost(self, machine: SaveMachine, checkpoint_id: str) -> None:
         """End a save whose slot holds something else now. It may have been committed and freed before this watcher
-        looked, or another job may have taken over the run, and this memory with it: storage tells."""
+        looked; its keeper may have lost it, so that the other ranks must give it up too; or another job may have taken
+        over the run, and this memory with it. Storage tells."""
         assert machine.place is not None
         error: HoldfastError = incomplete(machine.step)
         try:
@@ -170,6 +171,7 @@ class Watcher:
             error = superseded(machine.step, fenced.message)
         except HoldfastError as unknown:
             _log.warning("step %d: nobody can look now why it left memory: %s", machine.step, unknown)
+        self.given_up.fail(checkpoint_id)
         machine.fail(error)
 
     def _look_further(self, waiting: Sequence[_Pending]) -> bool:

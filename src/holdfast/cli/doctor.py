@@ -9,11 +9,14 @@ import msgspec
 from rich.padding import Padding
 from rich.text import Text
 
-from holdfast.cli.runs import RunHead, open_run
+from holdfast.cli.runs import RunHead, open_run, parse_run
 from holdfast.cli.screen import confirmed, console, counting, explain, print_json, say
-from holdfast.errors import ConfigurationError, HoldfastError, printable
+from holdfast.errors import ConfigurationError, CorruptError, HoldfastError, printable
 from holdfast.run import doctor as core
 from holdfast.run.doctor import Finding
+from holdfast.run.history import Run
+from holdfast.run.lost_marker import unmarked_run
+from holdfast.store.urls import open_store
 from holdfast.wording import count
 
 _STYLES = {"finish": "bold green", "remove": "bold yellow", "wait": "bold yellow", "by hand": "bold red"}
@@ -37,7 +40,7 @@ def doctor(run: str, *, deep: bool, finish: bool, remove: bool, force: bool, yes
         raise ConfigurationError(
             "--force works only with --remove.", code="config.option", action="Add --remove, or leave --force out."
         )
-    found = open_run(run)
+    found = _opened(run)
     head_before = RunHead.of(found)
     findings = core.examine(found, deep=deep, watch=lambda place, n: counting(f"verifying {place}", n, quiet=as_json))
     if not as_json:
@@ -45,7 +48,7 @@ def doctor(run: str, *, deep: bool, finish: bool, remove: bool, force: bool, yes
     finished: list[Finding] = []
     if finish:
         complete = [finding for finding in findings if finding.remedy == "finish"]
-        finished = _each(complete, lambda finding: core.finish(found, finding), "finished", as_json=as_json)
+        finished = _each(complete, lambda finding: core.repair(found, finding), "finished", as_json=as_json)
     removed: list[Finding] = []
     if remove:
         removable = ("remove", "wait") if force else ("remove",)
@@ -64,6 +67,14 @@ def doctor(run: str, *, deep: bool, finish: bool, remove: bool, force: bool, yes
     else:
         _conclude(run, head_before, head, left)
     return not left
+
+
+def _opened(path: str) -> Run:
+    """The run at `path`, even if its marker is lost or damaged."""
+    try:
+        return open_run(path)
+    except CorruptError:
+        return unmarked_run(open_store(parse_run(path).location))
 
 
 def _paths(findings: list[Finding]) -> list[str]:

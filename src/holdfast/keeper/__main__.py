@@ -15,6 +15,7 @@ from threading import Event
 
 from holdfast.errors import HoldfastError
 from holdfast.keeper.daemon import GRACE_S, IDLE_S, keep
+from holdfast.keeper.log import BoundedLog
 from holdfast.node_memory.keeper_lock import require_protocol, try_lock
 from holdfast.node_memory.node_folder import DEFAULT_NODE_DIR, NodeFolder
 from holdfast.run.paths import parse
@@ -53,7 +54,8 @@ def serve(run: str, *, node_dir: str, idle_s: float, grace_s: float, detach: boo
 
     Raises `ConfigurationError` where `node_dir` cannot be used, or its contents are another version's.
     """
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    handlers = [BoundedLog(is_bounded=detach)]
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", handlers=handlers)
     over = Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: over.set())

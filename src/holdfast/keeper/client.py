@@ -6,6 +6,8 @@ import fcntl
 import os
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -14,6 +16,7 @@ from holdfast.errors import ConfigurationError
 from holdfast.keeper.daemon import GRACE_S
 from holdfast.node_memory.inventory import LOG_NAME
 from holdfast.node_memory.keeper_lock import is_kept, require_protocol
+from holdfast.node_memory.keeper_starts import MAX_STARTS, starts
 from holdfast.node_memory.node_folder import NodeFolder
 
 _NUM_TRIES: Final = 3
@@ -24,20 +27,25 @@ _START_LIMIT_S: Final = 20.0
 
 def ensure_keeper(folder: NodeFolder, run: str) -> None:
     """Return when a keeper of `folder` is at work. Starts one where there is none, which takes a few tenths of a
-    second.
+    second. Before that, pauses for some seconds at most if earlier keepers died soon after their start
+    (`holdfast.node_memory.keeper_starts`).
 
     The keeper has its own session, no parent and none of this process's descriptors. So whatever ends this process does
     not end the keeper, except for the end of a container or of a Slurm step. Any number of processes may call this at
     the same time.
 
     Raises:
-        ConfigurationError: the keeper could not start; the error says why. Or the contents of `folder` are another
-            version's, see `require_protocol`.
+        ConfigurationError: the keeper could not start, or too many of them died soon after their start; the error says
+            why. Or the contents of `folder` are another version's, see `require_protocol`.
     """
     require_protocol(folder, timeout_s=2 * GRACE_S)
     if is_kept(folder):
         return
-    log = folder.open_or_create(LOG_NAME)
+    time.sleep(starts(folder).pause_s)
+    num_starts = starts(folder).number  # others may have started one meanwhile
+    if num_starts >= MAX_STARTS:
+        raise _no_keeper(folder, run, f"{num_starts} of them died before they had made anything durable")
+    log = _open_log(folder)
     try:
         fcntl.fcntl(log, fcntl.F_SETFL, os.O_APPEND)
         tries = (_started(run, folder.node_dir, log) for _ in range(_NUM_TRIES))
@@ -45,12 +53,7 @@ def ensure_keeper(folder: NodeFolder, run: str) -> None:
     finally:
         os.close(log)
     if status:
-        raise ConfigurationError(
-            f"The keeper of '{run}' did not start (status {status}): {_last_words(folder)}.",
-            code="config.keeper",
-            action=f"See '{folder.path / LOG_NAME}'.",
-            path=str(folder.path),
-        )
+        raise _no_keeper(folder, run, f"status {status}")
 
 
 def _started(run: str, node_dir: Path, log: int) -> int:
@@ -78,6 +81,28 @@ def _import_paths() -> list[str]:
     return [str(Path(holdfast.__file__).parent.parent), *([before] if before else [])]
 
 
+def _open_log(folder: NodeFolder) -> int:
+    """A descriptor of the keepers' log. What is no file of this user alone is removed; where that fails, a keeper goes
+    without a log."""
+    with suppress(ConfigurationError):
+        return folder.open_or_create(LOG_NAME)
+    if folder.discard(LOG_NAME):
+        return folder.open_or_create(LOG_NAME)
+    return os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+
+
+def _no_keeper(folder: NodeFolder, run: str, how: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"The keeper of '{run}' did not start ({how}): {_last_words(folder)}.",
+        code="config.keeper",
+        action=f"See '{folder.path / LOG_NAME}'.",
+        path=str(folder.path),
+    )
+
+
 def _last_words(folder: NodeFolder) -> str:
-    lines = (folder.path / LOG_NAME).read_text(encoding="utf-8", errors="replace").splitlines()
+    text = ""
+    with suppress(OSError, ConfigurationError), os.fdopen(folder.open(LOG_NAME), "rb") as file:
+        text = file.read().decode(errors="replace")
+    lines = text.splitlines()
     return lines[-1].rstrip(".") if lines else "its log is empty"

@@ -21,13 +21,14 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from holdfast.errors import CorruptError, FencedError
+from holdfast.errors import CorruptError, FencedError, IncompatibleError, StorageError
 from holdfast.keeper.persist import Sealing
 from holdfast.keeper.writing import Writing
 from holdfast.node_memory.claims import is_claimed
 from holdfast.node_memory.generations import generation_ids, given_up_ids, read_generation, remove_generation
 from holdfast.node_memory.inventory import remove_ended, write_run
 from holdfast.node_memory.keeper_lock import clear_protocol, is_unwanted, note_keeper, write_protocol
+from holdfast.node_memory.keeper_starts import clear_starts, note_start
 from holdfast.node_memory.node_folder import NodeFolder
 from holdfast.node_memory.slots import OWED, Slot, SlotRecord, SlotState, slot_names
 
@@ -92,6 +93,10 @@ class Keeper:
         self._retries: dict[str, _Retry] = {}
         #: The folder's time of change (`NodeFolder.changed_ns`) at the last look.
         self._met_ns = 0
+        #: The last trouble that the log tells of each slot or checkpoint; the same trouble is not told again.
+        self._told: dict[str, str] = {}
+        #: Whether this keeper has brought a checkpoint to an end, and so works.
+        self._works = False
 
     def run(self, *, is_over: Callable[[], bool], idle_s: float, orphaned_s: float = ORPHANED_S) -> None:
         """Work until `is_over`, or until there was no trainer and no work for `idle_s`; in that case, remove the slots.
@@ -201,13 +206,17 @@ class Keeper:
             with suppress(FileNotFoundError):
                 try:
                     self._slots[name] = Slot(self._folder, name)
-                except CorruptError as error:
-                    _log.error("%s", error)  # also for durable slots that another version left
-                    self._folder.remove(name)
+                except CorruptError as error:  # also for durable slots that another version left
+                    self._tell(name, str(error))
+                    self._folder.discard(name)  # where it cannot be removed, it is passed over
+                except (StorageError, OSError) as error:  # it cannot be opened now
+                    if isinstance(error, FileNotFoundError):
+                        raise
+                    self._tell(name, str(error))
         for name, slot in list(self._slots.items()):
             slot.refresh()
             if slot.is_damaged and name not in self._being_read:
-                self._folder.remove(name)
+                self._folder.discard(name)
                 self._slots.pop(name).close()
             elif slot.free_if_abandoned():
                 _log.warning("'%s' is freed: the process that was filling it is dead", slot.path)
@@ -218,6 +227,8 @@ class Keeper:
         held = {slot.record.contents.checkpoint_id for slot in self._slots.values() if slot.record.contents}
         for checkpoint_id in set(known) - held:
             remove_generation(self._folder, checkpoint_id)
+        for about in self._told.keys() - held - set(self._folder.names()):
+            del self._told[about]
         for checkpoint_id in {*self._generations, *self._retries, *self._waiting} - held:
             self._generations.pop(checkpoint_id, None)
             self._retries.pop(checkpoint_id, None)
@@ -276,9 +287,7 @@ class Keeper:
             if slot.state == SlotState.STAGED and slot.name not in self._seals:
                 assert slot.record.contents is not None
                 sealing = self._sealing(slot.record.contents.checkpoint_id)
-                if sealing is None:
-                    self._lose(slot, "the record of its checkpoint is lost")
-                else:
+                if sealing is not None:
                     self._seals[slot.name] = self._sealers.submit(sealing.seal, slot)
         return bool(self._seals)
 
@@ -287,12 +296,18 @@ class Keeper:
         slot.advance(SlotRecord(SlotState.FREE))
 
     def _sealing(self, checkpoint_id: str) -> Sealing | None:
-        """The `Sealing` of a checkpoint; None where its generation's file is lost."""
+        """The `Sealing` of a checkpoint. None where the file of its generation cannot be read now, and where it is lost
+        or damaged: then this gives up the checkpoint's slots."""
         if checkpoint_id not in self._generations:
             try:
                 self._generations[checkpoint_id] = Sealing(read_generation(self._folder, checkpoint_id))
-            except (FileNotFoundError, CorruptError) as error:
-                _log.error("%s", error)
+            except (FileNotFoundError, CorruptError, IncompatibleError) as error:
+                for slot in self._owed_at_rest():
+                    if slot.record.contents is not None and slot.record.contents.checkpoint_id == checkpoint_id:
+                        self._lose(slot, f"nothing is known of its checkpoint. {error}")
+                return None
+            except (StorageError, OSError) as error:
+                self._tell(checkpoint_id, str(error))
                 return None
         return self._generations[checkpoint_id]
 
@@ -343,8 +358,7 @@ class Keeper:
             state, text = SlotState.FENCED, str(error)
         except Exception as error:  # noqa: BLE001 - errors of sealing too: the keeper must survive for the other slots
             text = str(error) or repr(error)
-        if text:
-            _log.error("%s", text)
+        self._tell(checkpoint_id, text)
         before = self._retries.pop(checkpoint_id, None)
         if state == SlotState.SEALED:
             delay_s = _RETRY_S if text else min(2 * before.delay_s if before else _FIRST_RETRY_S, _RETRY_S)
@@ -360,6 +374,15 @@ class Keeper:
             record = msgspec.structs.replace(slot.record, state=state, error=_short(text))
             if record != slot.record:
                 slot.advance(record)
+        if state != SlotState.SEALED and not self._works and not self.is_displaced:
+            self._works = True
+            clear_starts(self._folder)
+
+    def _tell(self, about: str, trouble: str) -> None:
+        """Log the `trouble` with a slot or a checkpoint; "" where it is over. The same trouble is told once."""
+        if trouble and self._told.get(about) != trouble:
+            _log.error("%s", trouble)
+        self._told[about] = trouble
 
     def _is_tended(self, slot: Slot) -> bool:
         """Whether a living trainer has a claim to the slot's rank."""
@@ -377,6 +400,7 @@ def keep(
     process asks the keeper to end. Then makes its slots durable within `grace_s`, removes the durable slots of dead
     trainers, and removes the folder if nothing is left in it. Returns whether everything is durable."""
     note_keeper(lock)
+    note_start(folder)
     write_run(folder, run)
     write_protocol(folder)
     keeper = Keeper(folder, lock)
@@ -384,6 +408,8 @@ def keep(
         keeper.run(is_over=lambda: is_over() or is_unwanted(lock), idle_s=idle_s)
         owes_nothing = keeper.finish(grace_s=grace_s)
         keeper.give_back()
+        if not keeper.is_displaced:
+            clear_starts(folder)
     finally:
         keeper.close()
     if owes_nothing and not keeper.is_displaced:

@@ -11,10 +11,9 @@ from __future__ import annotations
 import errno
 import os
 import time
-from contextlib import suppress
 from typing import Final, Self
 
-from holdfast.errors import ConfigurationError
+from holdfast.errors import ConfigurationError, StorageError
 from holdfast.node_memory import file_locks
 from holdfast.node_memory.node_folder import NodeFolder
 
@@ -64,12 +63,12 @@ class Claim:
 
 def is_claimed(folder: NodeFolder, rank: int | None = None) -> bool:
     """Whether a living process has a claim to the slots of `rank` (None: of any rank). True where that is unknown,
-    because something else lies in the place of the file."""
+    because something else lies in the place of the file, or it cannot be opened now."""
     try:
         fd = folder.open(_NAME)
     except FileNotFoundError:
         return False
-    except ConfigurationError:
+    except (ConfigurationError, StorageError):
         return True
     try:
         return file_locks.is_locked(fd, *_bytes_of(rank))
@@ -79,16 +78,17 @@ def is_claimed(folder: NodeFolder, rank: int | None = None) -> bool:
 
 def remove_claims(folder: NodeFolder) -> bool:
     """Remove the file of the claims, if no process has a claim; so a process that claims from now on creates the file
-    and the folder again. Returns False, and removes nothing, where a process has a claim."""
-    with suppress(FileNotFoundError):
+    and the folder again. Returns False, and removes nothing, where a process has a claim, or that is unknown."""
+    try:
         fd = folder.open(_NAME)
-        try:
-            if not file_locks.try_lock(fd, *_bytes_of(None)):
-                return False
-            folder.remove(_NAME)
-        finally:
-            file_locks.close(fd)
-    return True
+    except FileNotFoundError:
+        return True
+    except (ConfigurationError, StorageError):
+        return False
+    try:
+        return file_locks.try_lock(fd, *_bytes_of(None)) and folder.discard(_NAME)
+    finally:
+        file_locks.close(fd)
 
 
 def _bytes_of(rank: int | None) -> tuple[int, int]:

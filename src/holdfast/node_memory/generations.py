@@ -66,15 +66,16 @@ def read_generation(folder: NodeFolder, checkpoint_id: str) -> Generation:
         data = file.read()
     start = len(_MAGIC) + _DIGEST_NBYTES
     payload = data[start:]
-    if data[:start] != _MAGIC + xxhash.xxh3_128_digest(payload):
-        raise CorruptError(
-            f"'{folder.path / name}' is damaged.",
-            code="corrupt.generation",
-            action="No action needed: holdfast skips it, and uses an older one or storage.",
-            path=str(folder.path / name),
-            tier="node memory",
-        )
-    return decode_msgpack(payload, Generation)
+    if data[:start] == _MAGIC + xxhash.xxh3_128_digest(payload):
+        with suppress(msgspec.DecodeError):
+            return decode_msgpack(payload, Generation)
+    raise CorruptError(
+        f"'{folder.path / name}' is damaged.",
+        code="corrupt.generation",
+        action="No action needed: holdfast skips it, and uses an older one or storage.",
+        path=str(folder.path / name),
+        tier="node memory",
+    )
 
 
 def give_up_generation(folder: NodeFolder, checkpoint_id: str) -> None:
@@ -90,9 +91,9 @@ def given_up_ids(folder: NodeFolder) -> set[str]:
 
 
 def remove_generation(folder: NodeFolder, checkpoint_id: str) -> None:
-    """Remove the files about a generation, if they are there."""
-    folder.remove(_PREFIX + checkpoint_id)
-    folder.remove(_GIVEN_UP_PREFIX + checkpoint_id)
+    """Remove the files about a generation, if they are there and can be removed."""
+    folder.discard(_PREFIX + checkpoint_id)
+    folder.discard(_GIVEN_UP_PREFIX + checkpoint_id)
 
 
 def generation_ids(folder: NodeFolder) -> list[str]:

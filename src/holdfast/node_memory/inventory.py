@@ -7,19 +7,22 @@ files are gone.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from holdfast.errors import CorruptError
+from holdfast.errors import ConfigurationError, CorruptError, StorageError
 from holdfast.node_memory.claims import is_claimed, remove_claims
 from holdfast.node_memory.generations import generation_ids, given_up_ids, remove_generation
 from holdfast.node_memory.keeper_lock import clear_protocol, is_kept, keeper_pid, remove_lock, try_lock
+from holdfast.node_memory.keeper_starts import clear_starts
 from holdfast.node_memory.node_folder import NodeFolder, node_folders
 from holdfast.node_memory.slots import REUSABLE, Slot, SlotState, rank_of, slot_names
 
+_log = logging.getLogger(__name__)
 _RUN_NAME: Final = "keeper.run"
 #: The log of the run's keepers on this node.
 LOG_NAME: Final = "keeper.log"
@@ -55,7 +58,10 @@ class RunMemory(NamedTuple):
 def node_memory(node_dir: Path) -> Iterator[RunMemory]:
     """The memory of all runs of this user on this node. Changes nothing."""
     for folder in node_folders(node_dir):
-        kept = is_kept(folder)
+        try:
+            kept = is_kept(folder)
+        except ConfigurationError:  # something else lies in the place of the lock, so no keeper can start
+            kept = False
         slots = tuple(_held_in(folder))
         yield RunMemory(run_of(folder), folder.path, kept, keeper_pid(folder) if kept else None, slots)
 
@@ -88,16 +94,21 @@ def give_way(node_dir: Path, nbytes: int | None = None, *, run: str | None = Non
 
 
 def write_run(folder: NodeFolder, run: str) -> None:
-    """Record in `folder` the run that it belongs to. For its keeper."""
-    folder.write(_RUN_NAME, run.encode())
+    """Record in `folder` the run that it belongs to. For its keeper. Where the record cannot be written, a list of the
+    node's memory lacks the run's name, and nothing else does."""
+    try:
+        folder.write(_RUN_NAME, run.encode())
+    except OSError as error:
+        _log.warning("'%s' cannot be written: %s", folder.path / _RUN_NAME, error)
 
 
 def run_of(folder: NodeFolder) -> str | None:
-    """The run that `folder` belongs to; None where no keeper has recorded it."""
+    """The run that `folder` belongs to; None where no keeper has recorded it, or something else lies in the place of
+    the record."""
     try:
         with os.fdopen(folder.open(_RUN_NAME), "rb") as file:
             return file.read().decode(errors="replace")
-    except FileNotFoundError:
+    except (FileNotFoundError, ConfigurationError):
         return None
 
 
@@ -115,7 +126,8 @@ def remove_ended(folder: NodeFolder) -> bool:
         remove_generation(folder, checkpoint_id)
     folder.remove_unnamed()
     for name in (_RUN_NAME, LOG_NAME):
-        folder.remove(name)
+        folder.discard(name)
+    clear_starts(folder)
     clear_protocol(folder)
     remove_lock(folder)
     try:
@@ -126,12 +138,13 @@ def remove_ended(folder: NodeFolder) -> bool:
 
 
 def _remove_unkept(folder: NodeFolder) -> None:
-    """Remove a folder that has no slots and no keeper."""
-    if not slot_names(folder) and (lock := try_lock(folder)) is not None:
-        try:
-            remove_ended(folder)
-        finally:
-            os.close(lock)
+    """Remove a folder that has no slots and no keeper, and no file in the place of its lock that is none."""
+    with suppress(ConfigurationError, StorageError):
+        if not slot_names(folder) and (lock := try_lock(folder)) is not None:
+            try:
+                remove_ended(folder)
+            finally:
+                os.close(lock)
 
 
 def _held_in(folder: NodeFolder) -> Iterator[HeldSlot]:

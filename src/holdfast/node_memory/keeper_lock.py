@@ -107,7 +107,7 @@ def _lock_file(folder: NodeFolder) -> Iterator[int | None]:
 def remove_lock(folder: NodeFolder) -> None:
     """Remove the lock file, before the folder is removed. Only for its keeper: the next keeper finds no file, and makes
     a new one."""
-    folder.remove(_LOCK_NAME)
+    folder.discard(_LOCK_NAME)
 
 
 def write_protocol(folder: NodeFolder) -> None:
@@ -118,7 +118,7 @@ def write_protocol(folder: NodeFolder) -> None:
 def clear_protocol(folder: NodeFolder) -> None:
     """Record that all contents of `folder` are durable, so that a keeper of any protocol may follow. Only for its
     keeper."""
-    folder.remove(_PROTOCOL_NAME)
+    folder.discard(_PROTOCOL_NAME)
 
 
 def require_protocol(folder: NodeFolder, *, timeout_s: float) -> None:
@@ -160,5 +160,5 @@ def _protocol_of(folder: NodeFolder) -> int | None:
             return int(file.read())
     except FileNotFoundError:
         return PROTOCOL
-    except ValueError:
+    except (ValueError, ConfigurationError):  # damaged, or something else lies in its place
         return None

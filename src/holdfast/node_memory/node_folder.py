@@ -8,6 +8,7 @@ user can use it.
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import secrets
 import stat
@@ -29,6 +30,7 @@ DEFAULT_NODE_DIR: Final = Path("/dev/shm")  # noqa: S108 - what is made in it is
 #: file of another user.
 _NOT_OURS: Final = (errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.ENXIO)
 _NEW_PREFIX: Final = "new-"
+_log = logging.getLogger(__name__)
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -142,12 +144,17 @@ class NodeFolder:
                 return self.open(name)
 
     def write(self, name: str, data: bytes) -> None:
-        """Write `data` as the file `name`, atomically; an existing file is replaced."""
+        """Write `data` as the file `name`, atomically; an existing file of any kind, or an empty folder, is
+        replaced."""
         new, fd = self.create_unnamed()
         try:
             with os.fdopen(os.dup(fd), "wb") as file:
                 file.write(data)
-            self.rename(new, name)
+            try:
+                self.rename(new, name)
+            except IsADirectoryError:
+                self.remove(name)  # an empty folder; raises for one that holds anything
+                self.rename(new, name)
         except BaseException:
             self.remove(new)
             raise
@@ -166,23 +173,44 @@ class NodeFolder:
             file_locks.close(fd)  # before it was locked here, another process took its owner for dead
 
     def remove_unnamed(self) -> None:
-        """Remove the files that `create_unnamed` made in processes that have ended before they renamed them."""
+        """Remove the files that `create_unnamed` made in processes that have ended before they renamed them, and
+        whatever else has such a name. Leaves what cannot be removed."""
         for name in self.names():
-            if name.startswith(_NEW_PREFIX):
-                with suppress(FileNotFoundError):
-                    fd = self.open(name)
-                    if file_locks.try_lock(fd):
-                        self.remove(name)
-                    file_locks.close(fd)
+            if not name.startswith(_NEW_PREFIX):
+                continue
+            try:
+                fd = self.open(name)
+            except ConfigurationError:  # no process of this user made it
+                self.discard(name)
+            except (OSError, StorageError) as error:
+                _log.debug("'%s' stays: %s", self.path / name, error)
+            else:
+                if file_locks.try_lock(fd):
+                    self.discard(name)
+                file_locks.close(fd)
 
     def rename(self, name: str, new: str) -> None:
         """Rename a file. An existing file `new` is replaced."""
         os.rename(name, new, src_dir_fd=self._fd, dst_dir_fd=self._fd)
 
     def remove(self, name: str) -> None:
-        """Remove a file, if it is there. The system frees its memory when no process has it mapped."""
+        """Remove a file of any kind, or an empty folder, if it is there. The system frees a file's memory when no
+        process has it mapped."""
         with suppress(FileNotFoundError):
-            os.unlink(name, dir_fd=self._fd)
+            try:
+                os.unlink(name, dir_fd=self._fd)
+            except IsADirectoryError:
+                os.rmdir(name, dir_fd=self._fd)
+
+    def discard(self, name: str) -> bool:
+        """As `remove`, but leaves what cannot be removed, such as a folder that holds something. Returns whether
+        nothing has the name now."""
+        try:
+            self.remove(name)
+        except OSError as error:
+            _log.debug("'%s' stays: %s", self.path / name, error)
+            return False
+        return True
 
     def close(self) -> None:
         """Close the descriptor of the folder; its files stay."""
@@ -287,7 +315,7 @@ def not_a_folder(node_dir: Path, error: OSError) -> ConfigurationError:
 def _not_private(path: Path, why: str) -> ConfigurationError:
     return ConfigurationError(
         f"'{path}' is not a private place for the state of a run: {why}.",
-        code="config.node_dir",
+        code="config.not_private",
         action="Remove it, or pass another folder in memory as node_dir=.",
         path=str(path),
     )

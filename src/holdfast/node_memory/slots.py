@@ -423,7 +423,10 @@ def _read_cell(cell: bytes) -> _WrittenRecord | None:
     payload = cell[_CELL.size : _CELL.size + nbytes]
     if magic != _MAGIC or digest != _digest(sequence, payload):
         return None
-    since, record = decode_msgpack(payload, tuple[float, SlotRecord])
+    try:
+        since, record = decode_msgpack(payload, tuple[float, SlotRecord])
+    except msgspec.DecodeError:
+        return None
     return _WrittenRecord(sequence, since, record)
 
 

@@ -23,6 +23,7 @@ from holdfast.run.complete import check_present, complete
 from holdfast.run.history import Run
 from holdfast.run.lost_commits import commit_anew, published_folder
 from holdfast.run.lost_epochs import lost_epoch, make_anew
+from holdfast.run.lost_marker import make_marker_anew, probable_marker
 from holdfast.run.removal import abandon, check_unneeded, remove_place
 from holdfast.run.uncommitted import IN_PROGRESS_S, UNREADABLE, Remedy, RunRecords, Uncommitted
 
@@ -66,12 +67,21 @@ def examine(run: Run, *, deep: bool = False, watch: Watch = unwatched) -> list[F
     """
     known = RunRecords.of(run)
     return [
+        *_marker(run),
         *_names(run),
         *_epochs(run, known),
         *_commits(run, known, deep=deep, watch=watch),
         *_folders(run, known, deep=deep),
         *(finding for _, finding in _leftovers(run)),
     ]
+
+
+def repair(run: Run, finding: Finding) -> None:
+    """Apply the remedy ``finish`` of a finding, as `finish` does, or make a lost or damaged marker of the run anew."""
+    if finding.path == run.storage.path(MARKER_KEY) and finding.remedy == "finish":
+        make_marker_anew(run.storage)
+    else:
+        finish(run, finding)
 
 
 def finish(run: Run, finding: Finding) -> Commit:
@@ -132,6 +142,18 @@ def _remove_folder(run: Run, finding: Finding, folder: str, *, force: bool) -> N
 
 def _is_removable(finding: Finding, *, force: bool) -> bool:
     return finding.remedy == "remove" or (force and finding.code.endswith(".in_progress"))
+
+
+def _marker(run: Run) -> Iterator[Finding]:
+    """A marker that is missing or damaged. (`run` is then one of `holdfast.run.lost_marker.unmarked_run`.)"""
+    try:
+        Run.open(run.storage)
+    except CorruptError as error:
+        code = "marker.missing" if error.code == "corrupt.marker" else "record.damaged"
+        path, can_finish = run.storage.path(MARKER_KEY), probable_marker(run.storage) is not None
+        text = f"{error.message} Nothing of the run can be loaded without it. Restore it from another copy of the run"
+        how = "; or finish it: the run's checkpoints say its id, and it is made anew." if can_finish else "."
+        yield Finding(code, path, text + how, "finish" if can_finish else "none")
 
 
 def _names(run: Run) -> Iterator[Finding]:

@@ -26,7 +26,7 @@ from holdfast.errors import ConfigurationError, CorruptError, FencedError, NotFo
 from holdfast.format import records
 from holdfast.format.records import Commit, Epoch, Marker, Place, Record, Seal, Why
 from holdfast.format.tombstones import parse_removed_name, removed_key, removed_name
-from holdfast.run.paths import Selection, no_run, runs_in, some
+from holdfast.run.paths import Selection, lost_marker, no_run, runs_in, some
 from holdfast.store.base import Store
 from holdfast.store.urls import open_store
 from holdfast.wording import count
@@ -54,6 +54,8 @@ class Run:
         """Open the run at the root of `storage`.
 
         Raises `NotFoundError` where there is none; the error names runs that are near, and the `origin` of the path.
+        Raises `CorruptError` where its marker is damaged, or is missing beside records or checkpoints
+        (``corrupt.marker``).
         """
         try:
             return cls(storage, _read(storage, records.MARKER_KEY, Marker))
@@ -65,7 +67,7 @@ class Run:
         """Open the run at the root of `storage`; create it durably where there is none.
 
         Any number of processes may race: all of them get the same run. Raises `ConfigurationError`, code
-        ``config.not_a_run``, for a folder that holds anything else.
+        ``config.not_a_run``, for a folder that holds anything else, and `CorruptError` as `open`.
         """
         names = cls.checked_names(storage)
         if not names:
@@ -80,10 +82,13 @@ class Run:
     def checked_names(storage: Store) -> list[str]:
         """The names at the root of `storage`, which is a run, or could become one. Changes nothing.
 
-        Raises `ConfigurationError`, code ``config.not_a_run``, for a folder that holds anything else.
+        Raises `ConfigurationError`, code ``config.not_a_run``, for a folder that holds anything else, and
+        `CorruptError` as `open`.
         """
         names = storage.list("")
         if names and records.MARKER_KEY not in names:
+            if (lost := lost_marker(storage, names)) is not None:
+                raise lost
             below = runs_in(storage, names)
             raise ConfigurationError(
                 f"'{storage.location}' is not a holdfast run, and it is not empty: it holds {some(names)}.",

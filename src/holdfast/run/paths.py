@@ -18,12 +18,16 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Final
 
-from holdfast.errors import ConfigurationError, NotFoundError
+from holdfast.errors import ConfigurationError, CorruptError, NotFoundError
+from holdfast.format import records
 from holdfast.format.near import near
-from holdfast.format.records import MARKER_KEY, Place
+from holdfast.format.records import CHECKPOINTS, EPOCHS, HISTORY, MARKER_KEY, Place
+from holdfast.format.tombstones import parse_removed_name
 from holdfast.run.foreign import file_kind, folder_kind
 from holdfast.store.base import Location, Store
 from holdfast.store.posix_errors import in_the_way
@@ -32,6 +36,12 @@ from holdfast.wording import with_article
 
 _SELECTOR = re.compile(r"(?P<root>.*)@(?:step=(?P<step>[^/@]*)|(?P<epoch>[0-9]+)\.(?P<seq>[0-9]+))", re.DOTALL)
 _MAX_LISTED = 20
+#: The folders of a run, each with a function that says whether a name in it is of a record or checkpoint.
+_PARTS: Final[dict[str, Callable[[str], bool]]] = {
+    CHECKPOINTS: lambda name: records.parse_folder(name) is not None,
+    EPOCHS: lambda name: records.parse_epoch_name(name) is not None,
+    HISTORY: lambda name: (records.parse_commit_name(name) or parse_removed_name(name)) is not None,
+}
 _EXAMPLES = "Write RUN, RUN@step=700, RUN@3.12 (epoch 3, number 12) or the path of a checkpoint folder."
 
 
@@ -97,12 +107,36 @@ def _origin(folder: str) -> str | None:
     return f"'{folder}' in the working directory '{Path.cwd()}'"
 
 
-def no_run(storage: Store, origin: str | None = None) -> NotFoundError:
-    """The error for a root that holds no run: it says what is there instead, and names runs that are near.
+def lost_marker(storage: Store, names: Collection[str]) -> CorruptError | None:
+    """The error for a root that holds `names` and is a run whose marker is lost; None for any other root.
+
+    It is one where something else has the name of the marker, or where records or checkpoints are there without it: a
+    writer creates the marker before all of them.
+    """
+    kinds = [
+        folder for folder, is_ours in _PARTS.items() if folder in names and any(map(is_ours, storage.list(folder)))
+    ]
+    if not (kinds or MARKER_KEY in names) or storage.nbytes(MARKER_KEY) is not None:
+        return None
+    path = storage.path(MARKER_KEY)
+    lost = "what has its name is no file" if MARKER_KEY in names else "it was lost, or not copied"
+    holds = f" (it holds {', '.join(kinds)})" if kinds else ""
+    return CorruptError(
+        f"'{storage.location}' is a run{holds} whose marker '{path}' is missing: {lost}.",
+        code="corrupt.marker",
+        action="Restore the marker from another copy of the run, or have holdfast doctor --finish make it anew.",
+        path=path,
+    )
+
+
+def no_run(storage: Store, origin: str | None = None) -> NotFoundError | CorruptError:
+    """The error for a root at which no run can be opened: it says what is there instead, and names runs that are near.
 
     `origin` is that of the `Selection` that led there.
     """
     names = storage.list("")
+    if (lost := lost_marker(storage, names)) is not None:
+        return lost
     path = Path(storage.location.url)
     beside = _beside(storage)
     around = beside.list("") if beside is not None else []

@@ -1,0 +1,224 @@
+"""Whatever lies in the folder of a run in a node's memory: it may cost a snapshot, and never the ability to save."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import holdfast
+from holdfast import Checkpointer, Memory
+from holdfast.keeper.client import ensure_keeper
+from holdfast.node_memory import keeper_starts
+from holdfast.node_memory.keeper_lock import is_kept
+from holdfast.node_memory.keeper_starts import MAX_STARTS, starts
+from holdfast.node_memory.node_folder import NodeFolder
+from holdfast.node_memory.slots import Slot, SlotState, slot_names
+from tests.checkpointer.test_checkpointer import Loop, end_keepers, folder_of
+from tests.faults.engine_job import kill_keepers
+from tests.faults.test_memory_trouble import FALLEN_BACK, saved
+from tests.keeper.test_keeper import keeper_of, until
+from tests.support.models import start_new_job
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> str:
+    return str(tmp_path / "run")
+
+
+@pytest.fixture
+def node_dir(tmp_path: Path) -> Iterator[Path]:
+    path = tmp_path / "node"
+    path.mkdir()
+    yield path
+    kill_keepers(path)
+
+
+def put(path: Path, kind: str) -> None:
+    """Put something else in the place of a file."""
+    if kind == "readable by others":
+        path.chmod(0o644)
+        return
+    if kind == "garbage":
+        path.write_bytes(os.urandom(4096))
+        return
+    path.unlink()
+    if kind == "queue":
+        os.mkfifo(path, 0o600)
+    elif kind.endswith("folder"):
+        path.mkdir(0o700)
+        if kind == "full folder":
+            (path / "something").touch()
+    elif kind == "empty":
+        path.touch(0o600)
+    elif kind == "link":
+        path.symlink_to("/dev/zero")
+
+
+def killed_with_a_sealed_snapshot(run: str, node_dir: Path) -> Path:
+    """A job saves step 0, and step 1 into memory alone. Then it and its keeper die. Returns the folder in memory."""
+    loop = Loop()
+    checkpointer = Checkpointer(run, loop.state, memory=Memory(node_dir=node_dir), timeout_s=20)
+    saved(loop, checkpointer, 0).durable.wait(60)
+    stored = Path(run) / "checkpoints"
+    stored.rename(run + ".away")
+    stored.touch()
+    handle = saved(loop, checkpointer, 1)
+    until(lambda: bool(handle.trouble))
+    end_keepers(node_dir)
+    with pytest.raises(holdfast.HoldfastError):
+        checkpointer.wait(0.1)
+    checkpointer.__exit__(RuntimeError, RuntimeError(), None)
+    end_keepers(node_dir)
+    stored.unlink()
+    Path(run + ".away").rename(stored)
+    start_new_job()
+    return folder_of(run, node_dir).path
+
+
+def sealed(path: Path) -> Path:
+    """The file of the slot that is sealed."""
+    with NodeFolder.at(path) as folder:
+        for name in slot_names(folder):
+            with Slot(folder, name) as slot:
+                if slot.state == SlotState.SEALED:
+                    return path / name
+    raise AssertionError("no slot is sealed")
+
+
+def goes_on(run: str, node_dir: Path) -> tuple[int | None, list[bool]]:
+    """The step that a new job restores, and whether each of its saves became durable."""
+    loop = Loop(seed=1)
+    with Checkpointer(run, loop.state, memory=Memory(node_dir=node_dir), timeout_s=20) as checkpointer:
+        step = checkpointer.restore().step
+        handles = [saved(loop, checkpointer, number) for number in range(10, 13)]
+    return step, [handle.durable.is_done for handle in handles]
+
+
+@pytest.mark.parametrize("kind", ["lost", "full folder", "garbage", "readable by others"])
+def test_a_damaged_generation_of_a_sealed_slot_does_not_block_all_later_saves(
+    run: str, node_dir: Path, kind: str
+) -> None:
+    folder = killed_with_a_sealed_snapshot(run, node_dir)
+    newest = max(folder.glob("generation-*"), key=lambda path: path.stat().st_mtime_ns)
+    put(newest, kind)
+    assert goes_on(run, node_dir) == (0, [True] * 3)
+    assert "nothing is known of its checkpoint" in (folder / "keeper.log").read_text()
+
+
+@pytest.mark.parametrize("kind", ["queue", "full folder", "empty", "readable by others"])
+@pytest.mark.parametrize(
+    "name", ["keeper.lock", "keeper.log", "keeper.protocol", "keeper.run", "trainers.lock", "slot"]
+)
+def test_what_lies_in_place_of_a_file_of_the_folder_does_not_keep_a_job_from_saving(
+    run: str, node_dir: Path, name: str, kind: str
+) -> None:
+    folder = killed_with_a_sealed_snapshot(run, node_dir)
+    put(sealed(folder) if name == "slot" else folder / name, kind)
+    step, are_durable = goes_on(run, node_dir)
+    assert step in (0, 1)
+    assert are_durable == [True] * 3
+
+
+@pytest.mark.parametrize("name", ["slot-7-0123456789abcdef", "generation-00", "given-up-00", "new-0123456789abcdef"])
+@pytest.mark.parametrize("kind", ["folder", "full folder", "queue"])
+def test_a_name_in_the_folder_that_cannot_be_used_does_not_end_the_keeper(
+    run: str, node_dir: Path, name: str, kind: str
+) -> None:
+    loop = Loop()
+    with Checkpointer(run, loop.state, memory=Memory(node_dir=node_dir), timeout_s=20) as checkpointer:
+        saved(loop, checkpointer, 0).durable.wait(60)
+        with folder_of(run, node_dir) as folder:
+            keeper = keeper_of(folder.path)
+            os.close(folder.create(name))
+            put(folder.path / name, kind)
+            for step in range(1, 4):
+                saved(loop, checkpointer, step).durable.wait(60)
+            assert keeper_of(folder.path) == keeper
+            assert (name in folder.names()) == (kind == "full folder")
+            assert (folder.path / "keeper.log").stat().st_size < 4096
+
+
+def broken_keepers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keepers that start from now on crash at their first look at the folder."""
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "sitecustomize.py").write_text(
+        "import sys\n"
+        "if 'holdfast.keeper' in sys.orig_argv:\n"
+        "    import holdfast.keeper.daemon as daemon\n"
+        "    def look(self):\n"
+        "        raise ZeroDivisionError('a defect')\n"
+        "    daemon.Keeper.look = look\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "broken"), prepend=os.pathsep)
+
+
+def test_a_keeper_that_always_crashes_is_not_started_for_ever_and_saves_go_to_storage(
+    run: str, node_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    loop = Loop()
+    checkpointer = Checkpointer(run, loop.state, memory=Memory(node_dir=node_dir), timeout_s=30)
+    saved(loop, checkpointer, 0).durable.wait(60)
+    end_keepers(node_dir)
+    broken_keepers(tmp_path, monkeypatch)
+    for step in range(1, 8):
+        saved(loop, checkpointer, step)
+    assert FALLEN_BACK in caplog.text
+    assert "of them died before they had made anything durable" in caplog.text
+    assert "a defect" in caplog.text
+    assert holdfast.open(run).step == 7
+    with folder_of(run, node_dir) as folder:
+        log = folder.path / "keeper.log"
+        num_crashes = log.read_text().count("Traceback")
+        time.sleep(2.0)
+        assert log.read_text().count("Traceback") == num_crashes
+        assert MAX_STARTS <= num_crashes <= MAX_STARTS + 1  # the save and its watcher may start one each
+    checkpointer.__exit__(RuntimeError, RuntimeError(), None)
+
+
+def test_a_keeper_that_works_again_is_started_after_a_while(
+    run: str, node_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path(run).mkdir()
+    with folder_of(run, node_dir) as folder:
+        with monkeypatch.context() as broken:
+            broken_keepers(tmp_path, broken)
+            began_s = time.monotonic()
+            for _ in range(MAX_STARTS):
+                ensure_keeper(folder, run)
+                until(lambda: not is_kept(folder))
+            with pytest.raises(holdfast.ConfigurationError, match=r"did not start .5 of them died"):
+                ensure_keeper(folder, run)
+            assert time.monotonic() - began_s > 2.0
+        with pytest.raises(holdfast.ConfigurationError, match="did not start"):
+            ensure_keeper(folder, run)
+        monkeypatch.setattr(keeper_starts, "FORGOTTEN_S", 0.0)
+        ensure_keeper(folder, run)
+        assert is_kept(folder)
+
+
+def test_starts_of_a_keeper_that_makes_checkpoints_durable_are_not_counted(run: str, node_dir: Path) -> None:
+    loop = Loop()
+    with Checkpointer(run, loop.state, memory=Memory(node_dir=node_dir), timeout_s=30) as checkpointer:
+        for step in range(MAX_STARTS + 2):
+            saved(loop, checkpointer, step).durable.wait(60)
+            with folder_of(run, node_dir) as folder:
+                until(lambda: starts(folder).number == 0)
+                os.kill(keeper_of(folder.path), signal.SIGKILL)
+                until(lambda: not is_kept(folder))
+    assert holdfast.open(run).step == MAX_STARTS + 1
+
+
+def test_a_folder_that_is_not_private_costs_what_is_in_it_and_a_restore_goes_to_storage(
+    run: str, node_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = killed_with_a_sealed_snapshot(run, node_dir)
+    folder.chmod(0o755)
+    assert goes_on(run, node_dir) == (0, [True] * 3)
+    assert "what is in memory cannot be used, going to storage: [config.not_private]" in caplog.text
+    shutil.rmtree(folder)
