@@ -252,7 +252,7 @@ def _load(
     if chosen.owners:
         checkpoint.nodes = _all_values(channel, deadline, checkpoint, chosen.owners)
     with TimedStore(checkpoint.storage, timeout_s=deadline.for_storage_s) as storage:
-        loading = Loading(channel, deadline, storage, group_ranks(group)[channel.rank], options)
+        loading = Loading(channel, deadline, storage, group_ranks(group), options)
         return loading.fill(state, lambda: opened, epoch=chosen.epoch, owners=chosen.owners or None, in_memory=True)
 
 

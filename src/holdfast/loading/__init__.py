@@ -34,7 +34,7 @@ from holdfast.reports import LoadReport
 from holdfast.run.fallback import Skipped, is_damage, resolve_sound
 from holdfast.run.history import Located, Run, is_folder, resolve
 from holdfast.run.paths import Selection, parse
-from holdfast.run.session import Load
+from holdfast.run.session import Load, MadeEqual
 from holdfast.state.bind import bind
 from holdfast.state.binding import Binding
 from holdfast.state.differences import is_leaf
@@ -140,9 +140,8 @@ def load(
     )
     deadline = Deadline(timeout_s)
     channel = default_channel("load", group, deadline=deadline)
-    rank = group_ranks(group)[channel.rank]
     with TimedStore(open_store(target.location), timeout_s=deadline.for_storage_s) as storage:
-        report = Loading(channel, deadline, storage, rank, options).run(target, into)
+        report = Loading(channel, deadline, storage, group_ranks(group), options).run(target, into)
     channel.await_readers(deadline)
     if channel.rank == 0:
         LOG.info("loaded %s, from %s", report.summary, report.path)
@@ -252,19 +251,20 @@ class _BoundLoad(NamedTuple):
 
 
 class Loading:
-    """One load on one rank."""
+    """One load on one rank. `ranks` are the global ranks of the group, in its order."""
 
     def __init__(
         self,
         channel: Channel,
         deadline: Deadline,
         storage: TimedStore,
-        rank: int,
+        ranks: Sequence[int],
         options: Options,
     ) -> None:
         self._channel = channel
         self._storage = storage
-        self._rank = rank
+        self._ranks = ranks
+        self._rank = ranks[channel.rank]
         self._deadline = deadline
         self._options = options
         self._watch = Stopwatch()
@@ -332,7 +332,7 @@ class Loading:
             _log.warning("another number of ranks saved %s: it is seeded anew", ", ".join(bound.binding.reseeded))
         is_whole = self._is_whole(bound, names, filling)
         passed = skipped[0].place if skipped else None
-        self._note(bound.opened, epoch, bound.binding, state, is_whole=is_whole, passed=passed)
+        self._note(bound, epoch, state, is_whole=is_whole, passed=passed)
         return self._report(bound, names, filling, cost, state, skipped)
 
     def _match(self, into: Mapping[str, object], find: Callable[[], Opened]) -> tuple[_BoundLoad, Names]:
@@ -417,25 +417,21 @@ class Loading:
         )
 
     def _note(
-        self,
-        opened: Opened,
-        epoch: int | None,
-        binding: Binding,
-        state: object,
-        *,
-        is_whole: bool,
-        passed: Place | None,
+        self, bound: _BoundLoad, epoch: int | None, state: object, *, is_whole: bool, passed: Place | None
     ) -> None:
         """Record for this process which objects of `state` were filled, from which checkpoint, and instead of which
         damaged one."""
-        (checkpoint, run), continues = opened, self._options.continues
+        (checkpoint, run), continues = bound.opened, self._options.continues
+        kept = bound.table.partly_kept()
+        filled = frozenset(target.name for target in bound.binding.targets if target.source not in kept)
+        equal = MadeEqual(filled, frozenset(self._ranks))
         if run is None:
-            load = Load(checkpoint.storage.resolved(), "", None, 0, continues, is_whole)
+            load = Load(checkpoint.storage.resolved(), "", None, 0, continues, is_whole, equal=equal)
         else:
             assert epoch is not None, "a run with a checkpoint has an epoch"
-            place = checkpoint.seal.place
-            load = Load(run.storage.resolved(), run.run_id, place, epoch, continues, is_whole, passed=passed)
-        note_filled(load, state, binding, is_whole=is_whole)
+            root, place = run.storage.resolved(), checkpoint.seal.place
+            load = Load(root, run.run_id, place, epoch, continues, is_whole, passed=passed, equal=equal)
+        note_filled(load, state, bound.binding, is_whole=is_whole)
 
     def _bind(self, opened: Opened, into: Mapping[str, object]) -> _BoundLoad:
         """Match names on this rank; changes nothing."""
