@@ -33,6 +33,7 @@ from holdfast.progress import PATIENCE_S, of_first_rank, progress
 from holdfast.reports import LoadReport
 from holdfast.run.fallback import Skipped, is_damage, resolve_sound
 from holdfast.run.history import Located, Run, is_folder, resolve
+from holdfast.run.lost_head import lost_head
 from holdfast.run.paths import Selection, parse
 from holdfast.run.session import Load, MadeEqual
 from holdfast.state.bind import bind
@@ -460,6 +461,7 @@ class Loading:
             self._located = located
             seal, commit = located.sealed.seal, located.sealed.commit
             self._warn(passed[len(skipped) :])
+            self._warn_of_lost_head(target, located)
             place = None if commit is None else commit.place
             return _Resolved(place, seal.checkpoint_id, located.epoch, passed)
 
@@ -494,6 +496,15 @@ class Loading:
         if self._channel.rank == 0:
             for one in skipped:
                 _log.warning("checkpoint %s is damaged, going back to an older one: %s", one.place, one.reason)
+
+    def _warn_of_lost_head(self, target: Selection, located: Located) -> None:
+        """Warn where a checkpoint beyond the head of a run, which this loads, has no commit."""
+        if located.run is None or target.step is not None or target.place is not None:
+            return
+        assert located.sealed.commit is not None
+        text = lost_head(located.run, located.sealed.commit, newest=located.epoch or 0)
+        if text is not None:
+            _log.warning("%s", text)
 
     def _follow(self, target: Selection, resolved: _Resolved) -> Located:
         """Find the checkpoint of rank 0 on this rank. Raises `StorageError` if this rank finds another one there."""
