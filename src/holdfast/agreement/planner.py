@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
@@ -78,16 +78,25 @@ class Planner(Generic[P]):
     """Rank 0's side of one agreement. Other ranks have one too, but nothing calls its methods there.
 
     `what` names the operation in a warning. Copies that differ are an error with `strict`; else they are an error only
-    if they have not been found equal at an earlier plan, which `memory` keeps.
+    if they have not been found equal at an earlier plan, which `memory` keeps, and no load has made them equal: `equal`
+    gives the names for which one has.
     """
 
     def __init__(
-        self, placing: Placing[P], ranks: Sequence[int], memory: PlanMemory | None, *, what: str, strict: bool
+        self,
+        placing: Placing[P],
+        ranks: Sequence[int],
+        memory: PlanMemory | None,
+        *,
+        what: str,
+        strict: bool,
+        equal: Callable[[], frozenset[str]] = frozenset,
     ) -> None:
         self._placing = placing
         self._ranks = ranks
         self._what = what
         self._strict = strict
+        self._equal = equal
         self._messages: list[Described] = []
         #: For each distinct table of values, the numbers of the ranks that have it.
         self._by_values: list[list[int]] = []
@@ -153,9 +162,9 @@ class Planner(Generic[P]):
         found = diverged(self._compare.names, dict(zip(self._ranks, answers, strict=True)))
         names = tuple(one.name for one in found)
         if found:
-            # Copies that were equal before have drifted since: warn. Copies that were never compared may differ on
-            # purpose, so that saving one holder's would lose the others': raise.
-            before = self._compared()
+            # Copies that were equal before, in the last plan or after a load, have drifted since: warn. Copies that
+            # were never compared may differ on purpose, so that saving one holder's would lose the others': raise.
+            before = self._compared() | self._equal()
             new = found if self._strict else [one for one in found if one.name not in before]
             text = describe(new or found)
             action = (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from holdfast.agreement.assignment import StoredShare
 from holdfast.agreement.planner import Planner
@@ -134,7 +135,8 @@ class BackgroundSave:
         with TimedStore(open_store(job.run), timeout_s=self.deadline.for_storage_s) as storage:
             request = SaveRequest(storage, step, self.metrics, job.takeover, now(), self.sources)
             placing = StagedPlace(request, num_ranks=len(job.ranks))
-            planner = Planner(placing, job.ranks, known.memory, what=f"step {step}", strict=False)
+            equal = partial(self.sources.made_equal, job.ranks)
+            planner = Planner(placing, job.ranks, known.memory, what=f"step {step}", strict=False, equal=equal)
             planning = Planning(self.channel, self.deadline, rank, planner, known, Stopwatch(), answers=ANSWERS)
             agreed, mine = planning.agree(self._flat)
             self.agreed = agreed

@@ -167,7 +167,7 @@ def _from_memory(
             run_opened = Run.open(storage)
             prefix, nearer = records.checkpoint_key(chosen.folder, ""), _copies(folder, slots, seal, chosen)
             sealed = Sealed(storage, prefix, seal, run_opened.run_id, nearer=nearer)
-            loading = Loading(channel, deadline, storage, group_ranks(group)[channel.rank], options)
+            loading = Loading(channel, deadline, storage, group_ranks(group), options)
             report = _load(channel, deadline, loading, state, Opened(Checkpoint(sealed), run_opened), chosen.epoch)
         channel.await_readers(deadline)
         uncommitted = None if chosen.committed else seal.place

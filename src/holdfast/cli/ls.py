@@ -18,6 +18,7 @@ from holdfast.errors import CorruptError, NotFoundError, printable
 from holdfast.format.records import Commit, Diverged, Epoch, Place
 from holdfast.reports import size
 from holdfast.run.history import Run
+from holdfast.run.lost_head import lost_head
 from holdfast.wording import count
 
 _UNKNOWN = "unknown whether the head descends from these"
@@ -41,7 +42,8 @@ class LsDocument(msgspec.Struct, frozen=True):
     """The document that ``--json`` prints.
 
     `lineage` is the head and its ancestors, newest first; `abandoned` are all other checkpoints; `findings` are the
-    records that cannot be read.
+    records that cannot be read. `uncommitted` is a text about a sealed checkpoint beyond the head that has no commit,
+    or null.
     """
 
     run: str
@@ -49,6 +51,7 @@ class LsDocument(msgspec.Struct, frozen=True):
     lineage: list[Row]
     abandoned: list[Row]
     findings: list[Fault]
+    uncommitted: str | None = None
 
 
 def ls(run: str, *, as_json: bool) -> bool:
@@ -57,7 +60,7 @@ def ls(run: str, *, as_json: bool) -> bool:
     listing = _HistoryReader(found)
     lineage, others = listing.lineage(), listing.others()  # both add to `listing.faults`
     faults = list(dict.fromkeys(listing.faults))
-    document = LsDocument(found.storage.location.url, found.run_id, lineage, others, faults)
+    document = LsDocument(found.storage.location.url, found.run_id, lineage, others, faults, listing.uncommitted())
     if as_json:
         print_json(document)
     else:
@@ -94,6 +97,13 @@ class _HistoryReader:
             if place not in known
             for row in self._rows(place, abandoned=_UNKNOWN if self._broken else self._reason(place.epoch))
         ]
+
+    def uncommitted(self) -> str | None:
+        """A text about a sealed checkpoint beyond the head that has no commit; None where there is none."""
+        with suppress(CorruptError, NotFoundError):
+            head = self._run.head()
+            return None if head is None else lost_head(self._run, head, newest=self._run.newest_epoch() or 0)
+        return None  # the head is not known: that is a fault
 
     def _reason(self, epoch: int) -> str:
         if epoch not in self._reasons:
@@ -160,6 +170,8 @@ def _show(document: LsDocument, name: str) -> None:
         title = _UNKNOWN if reason == _UNKNOWN else f"abandoned when {reason}"
         say(screen, f"\n{title}: {_total(rows)}")
         screen.print(_table(rows))
+    if document.uncommitted is not None:
+        say(screen, Text.assemble("\n", ("warning ", "bold"), printable(document.uncommitted)))
     if document.findings:
         screen.print()
     for fault in document.findings:

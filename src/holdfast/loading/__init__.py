@@ -35,8 +35,9 @@ from holdfast.progress import PATIENCE_S, of_first_rank, progress
 from holdfast.reports import LoadReport
 from holdfast.run.fallback import Skipped, is_damage, resolve_sound
 from holdfast.run.history import Located, Run, is_folder, resolve
+from holdfast.run.lost_head import lost_head
 from holdfast.run.paths import Selection, parse
-from holdfast.run.session import Load
+from holdfast.run.session import Load, MadeEqual
 from holdfast.state.bind import bind
 from holdfast.state.binding import Binding
 from holdfast.state.differences import is_leaf
@@ -152,9 +153,8 @@ def load_from_storage(
     """As `load`, with checked arguments, for a call that may be inside another one of the library."""
     deadline = Deadline(timeout_s)
     channel = default_channel("load", group, deadline=deadline)
-    rank = group_ranks(group)[channel.rank]
     with TimedStore(open_store(target.location), timeout_s=deadline.for_storage_s) as storage:
-        report = Loading(channel, deadline, storage, rank, options).run(target, into)
+        report = Loading(channel, deadline, storage, group_ranks(group), options).run(target, into)
     channel.await_readers(deadline)
     if channel.rank == 0:
         LOG.info("loaded %s, from %s", report.summary, report.path)
@@ -264,19 +264,20 @@ class _BoundLoad(NamedTuple):
 
 
 class Loading:
-    """One load on one rank."""
+    """One load on one rank. `ranks` are the global ranks of the group, in its order."""
 
     def __init__(
         self,
         channel: Channel,
         deadline: Deadline,
         storage: TimedStore,
-        rank: int,
+        ranks: Sequence[int],
         options: Options,
     ) -> None:
         self._channel = channel
         self._storage = storage
-        self._rank = rank
+        self._ranks = ranks
+        self._rank = ranks[channel.rank]
         self._deadline = deadline
         self._options = options
         self._watch = Stopwatch()
@@ -340,7 +341,7 @@ class Loading:
             _log.warning("seeded anew, because another number of ranks saved it: %s", ", ".join(bound.binding.reseeded))
         is_whole = self._is_whole(bound, names, filling)
         passed = skipped[0].place if skipped else None
-        self._note(bound.opened, epoch, bound.binding, state, is_whole=is_whole, passed=passed)
+        self._note(bound, epoch, state, is_whole=is_whole, passed=passed)
         return self._report(bound, names, filling, cost, state, skipped)
 
     def _match(self, into: Mapping[str, object], find: Callable[[], Opened]) -> tuple[_BoundLoad, Names]:
@@ -423,25 +424,21 @@ class Loading:
         )
 
     def _note(
-        self,
-        opened: Opened,
-        epoch: int | None,
-        binding: Binding,
-        state: object,
-        *,
-        is_whole: bool,
-        passed: Place | None,
+        self, bound: _BoundLoad, epoch: int | None, state: object, *, is_whole: bool, passed: Place | None
     ) -> None:
         """Record for this process which objects of `state` were filled, from which checkpoint, and instead of which
         damaged one."""
-        (checkpoint, run), continues = opened, self._options.continues
+        (checkpoint, run), continues = bound.opened, self._options.continues
+        kept = bound.table.partly_kept()
+        filled = frozenset(target.name for target in bound.binding.targets if target.source not in kept)
+        equal = MadeEqual(filled, frozenset(self._ranks))
         if run is None:
-            load = Load(checkpoint.storage.resolved(), "", None, 0, continues, is_whole)
+            load = Load(checkpoint.storage.resolved(), "", None, 0, continues, is_whole, equal=equal)
         else:
             assert epoch is not None, "a run with a checkpoint has an epoch"
-            place = checkpoint.seal.place
-            load = Load(run.storage.resolved(), run.run_id, place, epoch, continues, is_whole, passed=passed)
-        note_filled(load, state, binding, is_whole=is_whole)
+            root, place = run.storage.resolved(), checkpoint.seal.place
+            load = Load(root, run.run_id, place, epoch, continues, is_whole, passed=passed, equal=equal)
+        note_filled(load, state, bound.binding, is_whole=is_whole)
 
     def _bind(self, opened: Opened, into: Mapping[str, object]) -> _BoundLoad:
         """Match names on this rank; changes nothing."""
@@ -470,6 +467,7 @@ class Loading:
             self._located = located
             seal, commit = located.sealed.seal, located.sealed.commit
             self._warn(passed[len(skipped) :])
+            self._warn_of_lost_head(target, located)
             place = None if commit is None else commit.place
             return _Resolved(place, seal.checkpoint_id, located.epoch, passed)
 
@@ -504,6 +502,15 @@ class Loading:
         if self._channel.rank == 0:
             for one in skipped:
                 _log.warning("checkpoint %s is damaged, falling back to an older one: %s", one.place, one.reason)
+
+    def _warn_of_lost_head(self, target: Selection, located: Located) -> None:
+        """Warn where a checkpoint beyond the head of a run, which this loads, has no commit."""
+        if located.run is None or target.step is not None or target.place is not None:
+            return
+        assert located.sealed.commit is not None
+        text = lost_head(located.run, located.sealed.commit, newest=located.epoch or 0)
+        if text is not None:
+            _log.warning("%s", text)
 
     def _follow(self, target: Selection, resolved: _Resolved) -> Located:
         """Find the checkpoint of rank 0 on this rank. Raises `StorageError` if this rank finds another one there."""

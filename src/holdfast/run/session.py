@@ -16,6 +16,7 @@ import secrets
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from threading import Lock
 from typing import Final, NamedTuple, Protocol
 
@@ -63,6 +64,13 @@ class StatePart(NamedTuple):
     memory: Callable[[], Sequence[int]]
 
 
+class MadeEqual(NamedTuple):
+    """The `names` of the tensors that one load filled on all these `ranks`: their copies were equal after it."""
+
+    names: frozenset[str]
+    ranks: frozenset[int]
+
+
 @dataclass(frozen=True, slots=True)
 class Load:
     """One load of `place` of the run with id `run_id` at `root`, found when epoch `seen` was the newest.
@@ -70,7 +78,7 @@ class Load:
     `continues` is the caller's statement whether the run continues from it, or None. `is_whole`: the load filled the
     whole state that was given with the whole checkpoint, without a selection, a mapping or a cast. `is_torn`: the load
     failed half way, so what it filled may hold parts of two states. `passed` is the damaged checkpoint instead of which
-    it took `place`, or None. `number` counts the loads of this process.
+    it took `place`, or None. `equal` are the copies that it made equal. `number` counts the loads of this process.
     """
 
     root: str
@@ -81,6 +89,7 @@ class Load:
     is_whole: bool = True
     is_torn: bool = False
     passed: Place | None = None
+    equal: MadeEqual = field(default=MadeEqual(frozenset(), frozenset()), compare=False, repr=False)
     number: int = 0
 
 
@@ -89,6 +98,12 @@ class Sources(NamedTuple):
 
     loads: frozenset[Load | None]
     number: int
+
+    def made_equal(self, ranks: Iterable[int]) -> frozenset[str]:
+        """The names of the tensors whose copies on all these ranks were equal after one of the loads."""
+        wanted = frozenset(ranks)
+        found = (load.equal for load in self.loads if load is not None and not load.is_torn)
+        return frozenset(chain.from_iterable(each.names for each in found if each.ranks >= wanted))
 
 
 #: A load or a transfer that failed half way.

@@ -14,6 +14,7 @@ from __future__ import annotations
 import operator
 import os
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Literal, NamedTuple, SupportsFloat, SupportsIndex
 
 import torch
@@ -222,7 +223,8 @@ class _Saving:
         self._known = _known.setdefault(key, StoredPlanCache())
         self._placing = StoredPlace(request, num_ranks=len(ranks))
         what = f"step {request.step}"
-        self._planner = Planner(self._placing, ranks, self._known.memory, what=what, strict=is_strict)
+        equal = partial(request.sources.made_equal, ranks)
+        self._planner = Planner(self._placing, ranks, self._known.memory, what=what, strict=is_strict, equal=equal)
         self._planning = Planning(
             channel, deadline, self._rank, self._planner, self._known, self._watch, answers=ANSWERS
         )
