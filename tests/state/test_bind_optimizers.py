@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import copy
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import cast
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import (
+    ChainedScheduler,
+    CyclicLR,
+    LambdaLR,
+    LRScheduler,
+    OneCycleLR,
+    ReduceLROnPlateau,
+    SequentialLR,
+    StepLR,
+)
 
+import holdfast
 from tests.support.bound import State, assert_restores, assert_same, load, mlp, refused, save, steps, train
 
 OPTIMIZERS: dict[str, Callable[[Iterator[nn.Parameter]], Optimizer]] = {
@@ -140,6 +153,35 @@ def test_one_saved_group_may_serve_two_live_ones_that_are_alike() -> None:
     assert [group["lr"] for group in cast("Optimizer", fresh["o"]).param_groups] == [0.1, 0.1]
 
 
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (torch.tensor(0.5), torch.tensor(0.7)),
+        (["a"], ["a", "b"]),
+        ({"x": [1, 2]}, {"x": [1, 3]}),
+        (np.ones(2), np.zeros(2)),
+        ((0.9, torch.tensor(0.5)), (0.9, torch.tensor(0.6))),
+    ],
+    ids=["tensor", "list", "dict", "array", "tensor in a tuple"],
+)
+def test_groups_that_differ_in_more_than_plain_numbers_do_not_silently_become_alike(
+    first: object, second: object
+) -> None:
+    def state(*values: object) -> State:
+        params = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))]
+        split: list[dict[str, object]] = [{"params": [each]} for each in params]
+        groups: list[dict[str, object]] = split if len(values) > 1 else [{"params": params}]
+        for group, value in zip(groups, values, strict=True):
+            group["extra"] = copy.deepcopy(value)
+        return {"a": params[0], "b": params[1], "o": torch.optim.SGD(groups, lr=0.1)}
+
+    saved = save(state(first))
+    error = refused(saved, state(first, second))
+    assert error.code == "incompatible.groups"
+    assert "extra" in str(error)
+    load(saved, state(first, first))
+
+
 def test_saved_groups_merge_when_their_hyper_parameters_agree_and_clash_when_not() -> None:
     fresh = split_groups(0.5)
     binding = load(save(split_groups(0.1, 0.1)), fresh)
@@ -225,3 +267,80 @@ def test_groups_in_another_order_are_refused_where_a_scheduler_has_their_rates_b
     assert "the index of the group" in str(error)
     load(saved, training((0, 1), (0.5, 0.05)))
     load(save(training((0, 1), (0.1, 0.1))), training((1, 0), (0.1, 0.1)))
+
+
+def cyclic(optimizer: Optimizer, order: Sequence[int]) -> LRScheduler:
+    return CyclicLR(optimizer, 0.1, [(0.2, 0.9)[index] for index in order])
+
+
+def plateau(optimizer: Optimizer, order: Sequence[int]) -> LRScheduler:
+    return ReduceLROnPlateau(optimizer, min_lr=[(0.01, 0.05)[index] for index in order])
+
+
+def chained(optimizer: Optimizer, order: Sequence[int]) -> LRScheduler:
+    return ChainedScheduler([StepLR(optimizer, 3), cyclic(optimizer, order)])
+
+
+def sequential(optimizer: Optimizer, order: Sequence[int]) -> LRScheduler:
+    """Has lists of as many entries as there are groups, of which none is by group."""
+    return SequentialLR(optimizer, [StepLR(optimizer, 3), StepLR(optimizer, 2)], [5])
+
+
+def one_cycle(optimizer: Optimizer, order: Sequence[int]) -> LRScheduler:
+    """Has one, too, and keeps the limits in the groups."""
+    return OneCycleLR(optimizer, 0.2, total_steps=9)
+
+
+Schedule = Callable[[Optimizer, Sequence[int]], LRScheduler]
+
+
+def scheduled(schedule: Schedule, order: Sequence[int], *, number: int = 2) -> State:
+    model = nn.Linear(2, 2)
+    params = [model.weight, model.bias]
+    groups = [{"params": [params[index]]} for index in order] if number == 2 else [{"params": params}]
+    optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+    return {"m": model, "o": optimizer, "s": schedule(optimizer, order[:number])}
+
+
+@pytest.mark.parametrize("schedule", [cyclic, plateau, chained])
+def test_groups_in_another_order_do_not_exchange_the_limits_of_a_scheduler(schedule: Schedule) -> None:
+    saved = save(scheduled(schedule, (0, 1)))
+    error = refused(saved, scheduled(schedule, (1, 0)))
+    assert error.code == "incompatible.groups"
+    assert "a list by group" in str(error)
+    load(saved, scheduled(schedule, (0, 1)))
+
+
+def test_a_load_that_is_not_strict_takes_over_the_limits_of_a_scheduler_by_index(tmp_path: Path) -> None:
+    holdfast.save(tmp_path / "run", scheduled(cyclic, (0, 1)), 1)
+    fresh = scheduled(cyclic, (1, 0))
+    holdfast.load(tmp_path / "run", fresh, strict=False)
+    assert cast("CyclicLR", fresh["s"]).max_lrs == [0.2, 0.9]
+
+
+@pytest.mark.parametrize("schedule", [sequential, one_cycle])
+def test_groups_in_another_order_are_no_matter_where_a_scheduler_has_no_list_by_group(schedule: Schedule) -> None:
+    load(save(scheduled(schedule, (0, 1))), scheduled(schedule, (1, 0)))
+
+
+def test_groups_in_another_order_are_no_matter_where_another_optimizer_has_the_scheduler() -> None:
+    def state(order: tuple[int, int]) -> State:
+        model = nn.Linear(2, 2)
+        groups = [{"params": [[model.weight, model.bias][index]]} for index in order]
+        return scheduled(cyclic, (0, 1)) | {"n": model, "p": torch.optim.SGD(groups, lr=0.1)}
+
+    load(save(state((0, 1))), state((1, 0)))
+
+
+@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize("schedule", [cyclic, plateau])
+def test_another_number_of_groups_is_refused_where_a_scheduler_has_a_list_by_group(
+    schedule: Schedule, number: int
+) -> None:
+    def same_limits(optimizer: Optimizer, order: Sequence[int]) -> LRScheduler:
+        return schedule(optimizer, [0] * len(order))
+
+    saved = save(scheduled(same_limits, (0, 1), number=number))
+    error = refused(saved, scheduled(same_limits, (0, 1), number=3 - number))
+    assert error.code == "incompatible.groups"
+    assert f"{number} when it was saved" in str(error)

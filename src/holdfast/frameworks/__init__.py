@@ -171,6 +171,12 @@ class BindingSource(Protocol):
         """Call `write` with the result of `state` at the end of the load, after containers and optimizers; with
         `is_random` after everything else."""
 
+    def schedules(self, optimizer: torch.optim.Optimizer, path: str) -> None:
+        """Note that the object at `path` is a learning-rate scheduler of `optimizer`."""
+
+    def schedulers(self, optimizer: torch.optim.Optimizer) -> Sequence[str]:
+        """The paths that `schedules` noted for `optimizer`."""
+
     def differs(self, path: str, here: str) -> None:
         """Refuse the load: the stored object at `path` is of another kind than the live one, which `here` names, such
         as "an optimizer"."""

@@ -8,6 +8,7 @@ from collections.abc import Container, Iterable, Iterator, Mapping, MutableMappi
 from itertools import combinations
 from typing import TYPE_CHECKING, NamedTuple, cast
 
+import numpy as np
 import torch
 from torch.optim import Optimizer
 
@@ -17,6 +18,7 @@ from holdfast.format.values import Node, Plain, TensorRef, Text
 from holdfast.frameworks import BindingSource, Finish, NamedTensor
 from holdfast.frameworks.optimizer_order import check_order
 from holdfast.frameworks.optimizer_saving import hyper_parameters, named_parameters
+from holdfast.frameworks.scheduler_lists import check_lists
 from holdfast.frameworks.stateful import writing
 from holdfast.geometry import Shape
 
@@ -42,7 +44,8 @@ def bind_optimizer(path: str, optimizer: Optimizer, source: BindingSource) -> Fi
     the flags that the live class sets by itself.
 
     A strict load also refuses the state of a parameter that had another shape (``incompatible.slots``), and live groups
-    that differ from each other but come from one stored group (``incompatible.groups``). A load that is not strict does
+    that differ from each other but come from one stored group, or that a scheduler's lists by group do not fit
+    (``incompatible.groups``). A load that is not strict does
     not load the state of such a parameter, and gives such groups the stored hyper-parameters.
     """
     saved = _read_saved(path, source)
@@ -76,6 +79,8 @@ def bind_optimizer(path: str, optimizer: Optimizer, source: BindingSource) -> Fi
             _require_equal_copies(path, entry.name, saved, source)
     _check_rates(path, served, source)
     check_order(path, ordered, source)
+    if source.is_strict:
+        check_lists(path, optimizer, served, source)
     shared = {parse_component(text): source.opaque(join(path, "shared", text)) for text in sorted(saved.shared)}
 
     def finish() -> Optimizer:
@@ -306,9 +311,8 @@ def _check_rates(path: str, served: Mapping[int, int], source: BindingSource) ->
 
 def _check_alike(path: str, first: int, second: int, origin: int, optimizer: Optimizer) -> None:
     """Raise if two live groups that come from one stored group differ: both would get its hyper-parameters."""
-    groups = (dict(hyper_parameters(optimizer.param_groups[index])) for index in (first, second))
-    mine, theirs = ({key: value for key, value in group.items() if _is_plain(value)} for group in groups)
-    differing = sorted(str(key) for key in mine.keys() & theirs.keys() if mine[key] != theirs[key])
+    mine, theirs = (dict(hyper_parameters(optimizer.param_groups[index])) for index in (first, second))
+    differing = sorted(str(key) for key in mine.keys() & theirs.keys() if not _is_same(mine[key], theirs[key]))
     if differing:
         raise IncompatibleError(
             f"Groups {first} and {second} of optimizer {path!r} differ here ({', '.join(differing)}), but their "
@@ -319,11 +323,21 @@ def _check_alike(path: str, first: int, second: int, origin: int, optimizer: Opt
         )
 
 
-def _is_plain(value: object) -> bool:
-    """Whether a hyper-parameter can be compared with ``==``."""
-    if isinstance(value, tuple):
-        return all(map(_is_plain, value))
-    return isinstance(value, bool | int | float | str | None)
+def _is_same(mine: object, theirs: object) -> bool:
+    """Whether two hyper-parameters are equal. Objects of one class that compare by identity count as equal, and so do
+    tensors if one of them is on the meta device."""
+    if mine is theirs:
+        return True
+    if isinstance(mine, torch.Tensor) and isinstance(theirs, torch.Tensor):
+        alike = mine.shape == theirs.shape and mine.dtype is theirs.dtype
+        return alike and (mine.is_meta or theirs.is_meta or torch.equal(mine.to(theirs.device), theirs))
+    if isinstance(mine, dict) and isinstance(theirs, dict):
+        return mine.keys() == theirs.keys() and all(_is_same(value, theirs[key]) for key, value in mine.items())
+    if isinstance(mine, list | tuple) and isinstance(theirs, list | tuple):
+        return len(mine) == len(theirs) and all(map(_is_same, mine, theirs))
+    if type(mine).__eq__ is object.__eq__ and type(theirs).__eq__ is object.__eq__:
+        return type(mine) is type(theirs)
+    return not isinstance(mine, torch.Tensor) and not isinstance(theirs, torch.Tensor) and np.array_equal(mine, theirs)  # type: ignore[arg-type] # any objects
 
 
 def _origin(

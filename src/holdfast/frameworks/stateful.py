@@ -20,6 +20,7 @@ from holdfast.format.names import join, parse_component
 from holdfast.format.values import Items, Node, Open, PerRankNode, Stateful, TableNode
 from holdfast.frameworks import BindingSource, Finish, Sink
 from holdfast.frameworks.known_types import WholeObject, known_type, refusal_of, type_of
+from holdfast.frameworks.scheduler_lists import driven_by
 from holdfast.wording import count, kind_of
 
 #: Attributes that tell no class: nearly all schedulers have one, or had it in earlier versions of torch.
@@ -84,6 +85,8 @@ class StatefulAdapter:
         elif (of_another := _another_class(item, path, source.nodes, description.read)) is not None:
             source.refuse("incompatible.scheduler_class", path, of_another)
         else:
+            if (optimizer := driven_by(item)) is not None:
+                source.schedules(optimizer, path)
             source.restore(description.write, source.opaque(path), is_random=description.is_random)
         return lambda: item
 

@@ -141,6 +141,7 @@ class _Binder:
         #: Objects whose state has names of tensors in its own names, with their adapters.
         self._last: list[tuple[str, object, Adapter]] = []
         self._piecewise: dict[str, Piecewise] = {}
+        self._schedulers: dict[int, list[str]] = {}
         self._finish_statefuls: list[Finish] = []
         #: The last steps of all: other objects may draw random numbers while they are restored.
         self._finish_generators: list[Finish] = []
@@ -332,6 +333,12 @@ class _Binder:
     def restore(self, write: Callable[[object], object], state: Finish, *, is_random: bool) -> None:
         steps = self._finish_generators if is_random else self._finish_statefuls
         steps.append(lambda: write(state()))
+
+    def schedules(self, optimizer: torch.optim.Optimizer, path: str) -> None:
+        self._schedulers.setdefault(id(optimizer), []).append(path)
+
+    def schedulers(self, optimizer: torch.optim.Optimizer) -> Sequence[str]:
+        return self._schedulers.get(id(optimizer), ())
 
     def differs(self, path: str, here: str) -> None:
         self._mismatches.add_kind(path, here, self.nodes.get(path))
