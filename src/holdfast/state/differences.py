@@ -58,7 +58,9 @@ def difference(
     return IncompatibleError(
         message,
         code="incompatible.names",
-        action=_names_action(missing, unexpected, known),
+        action=" ".join(
+            [_names_action(missing, unexpected, known), *(() if missing else _unbuilt(unexpected, stored, nodes))]
+        ),
         tensor=next(iter(sorted(missing) or sorted(unexpected)), None),
         details=tuple(details),
     )
@@ -104,6 +106,19 @@ def _names_action(missing: Collection[str], unexpected: Collection[str], known: 
     given = ", ".join(f'"{entry}"' for entry in entries)
     selected = given if len(entries) == 1 else f"[{given}]"
     return f"Load only these entries with select={selected}, add the others, or load what both have with strict=False."
+
+
+def _unbuilt(unexpected: Collection[str], stored: Collection[str], nodes: Mapping[str, Node]) -> Iterator[str]:
+    """Explain a dict of tensors that a training made, and that is empty or missing in the live state."""
+    parents = sorted({name.rpartition("/")[0] for name in unexpected if name in stored})
+    for path in parents:
+        node = nodes.get(path)
+        if isinstance(node, values.TableNode) and all(f"{path}/{key}" in unexpected for key in node.keys):
+            yield (
+                f"A load fills tensors and makes none: build the dict {path!r} with its entries before it, each a "
+                "tensor of the saved shape and dtype, such as a clone."
+            )
+            return
 
 
 def _hints(names: Collection[str]) -> Iterator[str]:
@@ -277,7 +292,8 @@ _ACTIONS = {
     ),
     "incompatible.kind": (
         "Put the same kind of object into the live state, or leave it out of the state. A dict that was stored, such "
-        "as a state_dict(), is read with holdfast.open(path).tree(name)."
+        "as a state_dict(), is filled where the live state has a dict with the same keys and tensors of their shapes, "
+        "so build it before the load; holdfast.open(path).tree(name) reads it without one."
     ),
     "incompatible.no_state": "Leave it out of the live state, or out of select=: it then begins anew.",
     "incompatible.scheduler_class": (
