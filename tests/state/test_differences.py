@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import traceback
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import holdfast
-from holdfast.errors import HoldfastError
+from holdfast.errors import HoldfastError, IncompatibleError
 from holdfast.format.near import near, substitution
 from holdfast.state.differences import grouped
 from tests.support.ranks import run_ranks
@@ -159,10 +160,11 @@ def test_an_error_of_all_ranks_has_at_most_one_cause_on_each(run: Path) -> None:
 
 def test_a_value_asked_for_as_a_tensor_leads_to_how_to_get_it(run: Path) -> None:
     view = holdfast.open(run)
-    for name in ("progress/epoch", "progress", "optimizer"):
+    for name, call in (("progress/epoch", "value"), ("progress", "value"), ("optimizer", "tree")):
         with pytest.raises(holdfast.NotFoundError) as caught:
             view[name]
-        assert f"view.value({name!r})" in str(caught.value)
+        assert f"view.{call}({name!r})" in str(caught.value)
+        getattr(view, call)(name)
     assert view.value("progress/epoch") == 3
     with pytest.raises(holdfast.NotFoundError, match=r"Did you mean model/layers\.0\.weight\?"):
         view["model/layers.0.wieght"]
@@ -211,3 +213,18 @@ def test_a_tensor_of_another_shape_is_no_renamed_one(tmp_path: Path) -> None:
 def test_letters_that_changed_places_are_near() -> None:
     assert near("gtp", ["gpt"]) == ["gpt"]
     assert near("w12", ["w21"]) == []
+
+
+@pytest.mark.parametrize("begun", [{}, None])
+def test_a_best_state_dict_that_the_live_state_lacks_is_to_be_built_before_the_load(
+    tmp_path: Path, begun: object
+) -> None:
+    model = nn.Linear(2, 3)
+    best = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    holdfast.save(tmp_path / "run", {"model": model, "best": best}, 0)
+    with pytest.raises(IncompatibleError) as caught:
+        holdfast.load(tmp_path / "run", {"model": nn.Linear(2, 3), "best": begun})
+    assert re.search(r"build (the dict 'best' with its entries before it|it before the load)", str(caught.value))
+    built = {name: torch.empty_like(tensor) for name, tensor in best.items()}
+    holdfast.load(tmp_path / "run", {"model": nn.Linear(2, 3), "best": built})
+    assert all(torch.equal(built[name], best[name]) for name in best)

@@ -59,7 +59,13 @@ def difference(
     return IncompatibleError(
         message,
         code="incompatible.names",
-        action=" ".join([_names_action(missing, unexpected, known), *_grown(unexpected, known, shared)]),
+        action=" ".join(
+            [
+                _names_action(missing, unexpected, known),
+                *_grown(unexpected, known, shared),
+                *(() if missing else _unbuilt(unexpected, stored, nodes)),
+            ]
+        ),
         tensor=next(iter(sorted(missing) or sorted(unexpected)), None),
         details=tuple(details),
     )
@@ -116,6 +122,19 @@ def _grown(unexpected: Collection[str], known: Iterable[str], nodes: Mapping[str
         node = nodes.get(path)
         if isinstance(node, values.TableNode) and node.kind == "dict" and not holds_live(nodes, path, node):
             yield f"If the job fills the dict {path!r} while it trains, load into an empty one: it takes all entries."
+            return
+
+
+def _unbuilt(unexpected: Collection[str], stored: Collection[str], nodes: Mapping[str, Node]) -> Iterator[str]:
+    """Explain a dict of tensors that a training made, and that is empty or missing in the live state."""
+    parents = sorted({name.rpartition("/")[0] for name in unexpected if name in stored})
+    for path in parents:
+        node = nodes.get(path)
+        if isinstance(node, values.TableNode) and all(f"{path}/{key}" in unexpected for key in node.keys):
+            yield (
+                f"A load fills tensors and makes none: build the dict {path!r} with its entries before it, each a "
+                "tensor of the saved shape and dtype, such as a clone."
+            )
             return
 
 
@@ -289,8 +308,9 @@ _ACTIONS = {
         "Give the parameter its stored shape, or start its optimizer state afresh with strict=False."
     ),
     "incompatible.kind": (
-        "Put the same kind of object into the live state, or leave it out of the state. To read a stored dict, such as "
-        "a state_dict(), use holdfast.open(path).tree(name)."
+        "Put the same kind of object into the live state, or leave it out of the state. A stored dict, such as a "
+        "state_dict(), fills a live dict with the same keys and tensors of their shapes: build that before the load. "
+        "holdfast.open(path).tree(name) reads it without one."
     ),
     "incompatible.no_state": "Leave the object out of the live state, or out of select=: it then starts afresh.",
     "incompatible.scheduler_class": (
