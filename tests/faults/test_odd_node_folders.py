@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +25,7 @@ from tests.checkpointer.test_checkpointer import Loop, end_keepers, folder_of
 from tests.faults.engine_job import kill_keepers
 from tests.faults.test_memory_trouble import FALLEN_BACK, saved
 from tests.keeper.test_keeper import keeper_of, until
+from tests.support.command_line import holdfast_command
 from tests.support.models import start_new_job
 
 
@@ -222,3 +225,57 @@ def test_a_folder_that_is_not_private_costs_what_is_in_it_and_a_restore_goes_to_
     assert goes_on(run, node_dir) == (0, [True] * 3)
     assert "what is in memory cannot be used, going to storage: [config.not_private]" in caplog.text
     shutil.rmtree(folder)
+
+
+def by_a_link(run: str, tmp_path: Path) -> str:
+    """Another path of `run`, through a link."""
+    (tmp_path / "link").symlink_to(tmp_path)
+    return str(tmp_path / "link" / Path(run).name)
+
+
+def test_a_restart_by_another_path_of_the_run_finds_its_memory(run: str, node_dir: Path, tmp_path: Path) -> None:
+    killed_with_a_sealed_snapshot(run, node_dir)
+    other = by_a_link(run, tmp_path)
+    listed = holdfast_command("node", "--json", "--node-dir", node_dir, other).json["runs"]
+    assert [each["run"] for each in listed] == [run]
+    loop = Loop(seed=1)
+    with Checkpointer(other, loop.state, memory=Memory(node_dir=node_dir), timeout_s=20) as checkpointer:
+        report = checkpointer.restore()
+        assert (report.tier, report.step) == ("node memory", 1)
+        saved(loop, checkpointer, 2).durable.wait(60)
+    assert len(list(node_dir.glob("holdfast-*/*"))) == 1
+    assert [holdfast.open(f"{run}@step={step}").step for step in range(3)] == [0, 1, 2]
+
+
+def test_a_job_that_restored_nothing_by_another_path_does_not_begin_a_run_anew_that_memory_holds(
+    run: str, node_dir: Path, tmp_path: Path
+) -> None:
+    checkpointer = Checkpointer(run, Loop().state, memory=Memory(node_dir=node_dir), timeout_s=20)
+    (Path(run) / "checkpoints").parent.mkdir()
+    with folder_of(run, node_dir) as folder:
+        ensure_keeper(folder, run)
+        os.kill(keeper_of(folder.path), signal.SIGSTOP)
+        checkpointer.save(0).staged.wait(60)
+        os.kill(keeper_of(folder.path), signal.SIGKILL)
+        until(lambda: not is_kept(folder))
+        stored = Path(run) / "checkpoints"
+        stored.touch()  # so that the next keeper seals it and cannot make it durable
+    checkpointer.__exit__(RuntimeError, RuntimeError(), None)
+    start_new_job()
+    other = Checkpointer(by_a_link(run, tmp_path), Loop().state, memory=Memory(node_dir=node_dir), timeout_s=20)
+    with pytest.raises(holdfast.ConfigurationError, match="is in the memory of this job") as caught:
+        other.save(0)
+    assert caught.value.code == "config.unloaded_history"
+    other.__exit__(RuntimeError, RuntimeError(), None)
+
+
+def test_a_keeper_that_is_started_by_another_path_keeps_the_same_memory(
+    run: str, node_dir: Path, tmp_path: Path
+) -> None:
+    Path(run).mkdir()
+    command = [sys.executable, "-m", "holdfast.cli", "keeper", by_a_link(run, tmp_path), "--node-dir", str(node_dir)]
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
+        with folder_of(run, node_dir) as folder:
+            until(lambda: is_kept(folder))
+        process.terminate()
+        assert process.wait(30) == 0

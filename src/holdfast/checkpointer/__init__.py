@@ -50,7 +50,7 @@ from holdfast.snapshot.guard import Guard, changing
 from holdfast.state.flatten import check_root
 from holdfast.state.identity import parts_of
 from holdfast.store.base import Location
-from holdfast.store.urls import absolute
+from holdfast.store.urls import absolute, canonical
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +113,9 @@ class Checkpointer:
         check_flag("takeover", takeover)
         check_group(group)
         check_timeout(timeout_s)
+        #: The run. From the first call on without links in its path, by which memory and turns know it (`_find_run`).
         self._run = run_location(run)
+        self._is_found = False
         check_root(state)
         self._state = state
         self._select = select
@@ -158,6 +160,7 @@ class Checkpointer:
         """
         refuse_nested(CHECKPOINTER_SAVE)
         self._require_open("save")
+        self._find_run()
         handle = Handle(whole(step))
         machine = SaveMachine(handle.step, handle.hear, SaveLog(handle).hear)
         with self._turn.taken("save"):
@@ -195,6 +198,7 @@ class Checkpointer:
         self._require_open("restore")
         check_flag("verify", verify)
         check_flag("fallback", fallback)
+        self._find_run()
         with self._turn.taken("restore"):
             tier = self._shared_tier()
             if tier is not None:
@@ -290,6 +294,15 @@ class Checkpointer:
                 action="Make a new Checkpointer, or close this one only after training.",
                 path=self._run.url,
             )
+
+    def _find_run(self) -> None:
+        """Resolve the links in the run's path, once. Raises `StorageError` where the file system does not answer."""
+        if self._is_found or self._turn.is_of_parent:
+            return
+        run = canonical(self._run, timeout_s=self._timeout_s)
+        if run != self._run:
+            self._run, self._turn = run, turn_in(run)
+        self._is_found = True
 
     def _shared_tier(self) -> MemoryTier | None:
         """The memory tier of this process in the run; None if all saves go to storage."""

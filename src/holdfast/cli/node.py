@@ -12,7 +12,7 @@ from rich.console import Console
 from holdfast.cli.runs import open_run, parse_run
 from holdfast.cli.screen import Listing, age, console, print_json, say
 from holdfast.errors import printable
-from holdfast.node_memory.inventory import LOG_NAME, HeldSlot, RunMemory, give_way, node_memory
+from holdfast.node_memory.inventory import LOG_NAME, HeldSlot, RunMemory, give_way, name_of, node_memory
 from holdfast.node_memory.keeper_lock import end_keeper
 from holdfast.node_memory.node_folder import NodeFolder, not_a_folder
 from holdfast.reports import size
@@ -76,7 +76,7 @@ def node(run: str, *, node_dir: str, free: bool, stop: bool, grace_s: float, as_
         os.scandir(where).close()
     except OSError as error:
         raise not_a_folder(where, error) from error
-    uri = parse_run(run).root if run else None
+    uri = name_of(parse_run(run).location) if run else None
     if uri and not _of(uri, where):
         open_run(run)  # its memory may be empty, but the run itself must be there
     ended: list[RunMemory] = []

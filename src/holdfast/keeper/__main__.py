@@ -16,6 +16,7 @@ from threading import Event
 from holdfast.errors import HoldfastError
 from holdfast.keeper.daemon import GRACE_S, IDLE_S, keep
 from holdfast.keeper.log import BoundedLog
+from holdfast.node_memory.inventory import name_of
 from holdfast.node_memory.keeper_lock import require_protocol, try_lock
 from holdfast.node_memory.node_folder import DEFAULT_NODE_DIR, NodeFolder
 from holdfast.run.paths import parse
@@ -60,7 +61,7 @@ def serve(run: str, *, node_dir: str, idle_s: float, grace_s: float, detach: boo
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: over.set())
     os.nice(19)  # training goes first
-    uri = parse(run).root
+    uri = name_of(parse(run).location)
     with NodeFolder(uri, node_dir=Path(absolute(node_dir))) as folder:
         require_protocol(folder, timeout_s=2 * GRACE_S)
         lock = try_lock(folder)

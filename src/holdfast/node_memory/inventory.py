@@ -21,8 +21,12 @@ from holdfast.node_memory.keeper_lock import clear_protocol, is_kept, keeper_pid
 from holdfast.node_memory.keeper_starts import clear_starts
 from holdfast.node_memory.node_folder import NodeFolder, node_folders
 from holdfast.node_memory.slots import REUSABLE, Slot, SlotState, rank_of, slot_names
+from holdfast.store.base import Location
+from holdfast.store.urls import canonical
 
 _log = logging.getLogger(__name__)
+#: Time limit for a file system to say where a path leads.
+_STORE_TIMEOUT_S: Final = 5.0
 _RUN_NAME: Final = "keeper.run"
 #: The log of the run's keepers on this node.
 LOG_NAME: Final = "keeper.log"
@@ -91,6 +95,16 @@ def give_way(node_dir: Path, nbytes: int | None = None, *, run: str | None = Non
         if run in (None, run_of(folder)):
             _remove_unkept(folder)
     return given
+
+
+def name_of(run: Location) -> str:
+    """The name by which this node's memory knows `run`: its location without links. Where its file system does not
+    answer, the location as it is."""
+    try:
+        return canonical(run, timeout_s=_STORE_TIMEOUT_S).url
+    except StorageError as error:
+        _log.warning("%s", error)
+        return run.url
 
 
 def write_run(folder: NodeFolder, run: str) -> None:

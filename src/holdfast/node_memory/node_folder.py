@@ -39,7 +39,8 @@ _FILE = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
 class NodeFolder:
     """The folder of one run in the memory of this node, created if it is missing. Use it as a context manager.
 
-    `run` is the name of the run, the same on all nodes. Safe for several threads and processes.
+    `run` is the name of the run: its location, without links in its path (`holdfast.store.urls.canonical`).
+    Safe for several threads and processes.
 
     Raises:
         ConfigurationError: `node_dir` is not a folder, or the folder is not private to this user.

@@ -15,6 +15,7 @@ from urllib.parse import unquote
 from holdfast.errors import ConfigurationError
 from holdfast.store.base import SCHEME, Location, Store
 from holdfast.store.posix import PosixStore
+from holdfast.store.timed import TimedStore
 
 _GROUP = "holdfast.stores"
 
@@ -44,6 +45,18 @@ def open_store(location: Location) -> Store:
     if opener is None:
         raise _unknown(location.url, scheme[1])
     return opener(location)
+
+
+def canonical(location: Location, *, timeout_s: float) -> Location:
+    """`location` with the links in its path resolved, so that all paths of one folder give one location. A URL stays as
+    it is.
+
+    Raises `StorageError`, code ``storage.timeout``, where the file system does not answer in time.
+    """
+    if location.folder is None:
+        return location
+    with TimedStore(open_store(location), timeout_s=timeout_s) as storage:
+        return Location(storage.resolved(), location.options)
 
 
 def location_of(path: str) -> Location:
