@@ -16,8 +16,6 @@ OURS, OURS_SYNC = "holdfast", "holdfast-sync"
 THREAD, PROCESS = "dcp-async-thread", "dcp-async-process"
 
 _SYNCED, _SEALED = "fsync of each file", "fsync of files and folders, sealed and committed"
-_VERIFIED = "digest of every block read"
-_DIRECT = "direct where the filesystem takes it"
 _SNAPSHOTS = "ShardedTensors in place of DTensors, all else replicated"
 _DCP = "torch.distributed.checkpoint.async_save, its stager kept and copying in the background"
 
@@ -30,78 +28,52 @@ class Entry(NamedTuple):
     package: str = ""
 
 
-def _by_name(*entries: Entry) -> dict[str, Entry]:
-    return {entry.about.name: entry for entry in entries}
+def _entry(name: str, description: str, way: type[Way], *, package: str = "", **about: str) -> dict[str, Entry]:
+    return {name: Entry(Contender(name, description, **about), way, package)}
 
+
+_OURS = {"durable": _SEALED, "io": "direct where the filesystem takes it"}
+_OURS_LOADED = _OURS | {"verified": "digest of every block read"}
+_FILES = "one file per rank, or one for all ranks where all hold the same"
+_SLICES = "files of whole tensors, one per saving rank; a loading rank takes slices from all (safe_open)"
+_IN_BACKGROUND = "CheckpointManager with its saver for the background, DefaultResharder for every item"
 
 #: Those that save and load while training waits, in the order of the tables.
-SAVING = _by_name(
-    Entry(Contender(RAW, "pwritev/preadv loops, one file per rank", "fdatasync", "no", "direct"), ways.Raw),
-    Entry(
-        Contender(
-            "torch.save",
-            "torch.save/torch.load, one file per rank, or one for all ranks where all hold the same",
-            _SYNCED,
-        ),
-        ways.TorchSave,
-    ),
-    Entry(Contender("dcp", "torch.distributed.checkpoint.save/load, defaults", _SYNCED), ways.Dcp),
-    Entry(
-        Contender("torch_checkpointing", "CheckpointManager, synchronous, DefaultResharder for every item"),
+SAVING: dict[str, Entry] = {
+    **_entry(RAW, "pwritev/preadv loops, one file per rank", ways.Raw, durable="fdatasync", io="direct"),
+    **_entry("torch.save", f"torch.save/torch.load, {_FILES}", ways.TorchSave, durable=_SYNCED),
+    **_entry("dcp", "torch.distributed.checkpoint.save/load, defaults", ways.Dcp, durable=_SYNCED),
+    **_entry(
+        "torch_checkpointing",
+        "CheckpointManager, synchronous, DefaultResharder for every item",
         peers.TorchCheckpointing,
-        "torch_checkpointing",
+        package="torch_checkpointing",
     ),
-    Entry(
-        Contender("torchsnapshot", f"Snapshot.take/restore, defaults, {_SNAPSHOTS}"),
+    **_entry(
+        "torchsnapshot",
+        f"Snapshot.take/restore, defaults, {_SNAPSHOTS}",
         peers.TorchSnapshot,
-        "torchsnapshot",
+        package="torchsnapshot",
     ),
-    Entry(
-        Contender(
-            "safetensors",
-            "files of whole tensors, one per saving rank; a loading rank takes slices from all (safe_open)",
-            io="mapped",
-        ),
-        peers.Safetensors,
-        "safetensors",
-    ),
-    Entry(
-        Contender("holdfast", "holdfast.save/load, defaults, each save into a new run", _SEALED, _VERIFIED, _DIRECT),
-        ways.Holdfast,
-    ),
-    Entry(
-        Contender(LATER, "holdfast.save/load, defaults, all saves into one run", _SEALED, _VERIFIED, _DIRECT),
-        ways.HoldfastLater,
-    ),
-)
+    **_entry("safetensors", _SLICES, peers.Safetensors, package="safetensors", io="mapped"),
+    **_entry("holdfast", "holdfast.save/load, defaults, each save into a new run", ways.Holdfast, **_OURS_LOADED),
+    **_entry(LATER, "holdfast.save/load, defaults, all saves into one run", ways.HoldfastLater, **_OURS_LOADED),
+}
 #: Those that save a live training state, with or without a wait for the device.
-BACKGROUND = _by_name(
-    SAVING[RAW],
-    SAVING["torch.save"],
-    SAVING["dcp"],
-    Entry(Contender(THREAD, f"{_DCP}, written by a thread", _SYNCED), peers.DcpThread),
-    Entry(Contender(PROCESS, f"{_DCP} into shared memory, written by a process", _SYNCED), peers.DcpProcess),
-    Entry(
-        Contender("torchsnapshot-async", f"Snapshot.async_take, defaults, {_SNAPSHOTS}"),
+BACKGROUND: dict[str, Entry] = {
+    **{name: SAVING[name] for name in (RAW, "torch.save", "dcp")},
+    **_entry(THREAD, f"{_DCP}, written by a thread", peers.DcpThread, durable=_SYNCED),
+    **_entry(PROCESS, f"{_DCP} into shared memory, written by a process", peers.DcpProcess, durable=_SYNCED),
+    **_entry(
+        "torchsnapshot-async",
+        f"Snapshot.async_take, defaults, {_SNAPSHOTS}",
         peers.TorchSnapshotAsync,
-        "torchsnapshot",
+        package="torchsnapshot",
     ),
-    Entry(
-        Contender(
-            "torch_checkpointing-async",
-            "CheckpointManager with its saver for the background, DefaultResharder for every item",
-        ),
-        peers.TorchCheckpointingAsync,
-        "torch_checkpointing",
-    ),
-    Entry(
-        Contender(OURS_SYNC, "holdfast.save, defaults, all saves into one run", _SEALED, io=_DIRECT), ways.HoldfastLive
-    ),
-    Entry(
-        Contender(OURS, "holdfast.Checkpointer, defaults, all saves into one run", _SEALED, io=_DIRECT),
-        ways.HoldfastBackground,
-    ),
-)
+    **_entry("torch_checkpointing-async", _IN_BACKGROUND, peers.TorchCheckpointingAsync, package="torch_checkpointing"),
+    **_entry(OURS_SYNC, "holdfast.save, defaults, all saves into one run", ways.HoldfastLive, **_OURS),
+    **_entry(OURS, "holdfast.Checkpointer, defaults, all saves into one run", ways.HoldfastBackground, **_OURS),
+}
 #: Those of them that are measured beside a loop of Python, and beside a training loop.
 BESIDE_PYTHON = {name: BACKGROUND[name] for name in (OURS, THREAD, PROCESS)}
 BESIDE_TRAINING = {RAW: SAVING[RAW]._replace(way=ways.RawBeside)} | BESIDE_PYTHON

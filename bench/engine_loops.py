@@ -47,7 +47,6 @@ class PythonLoop(Turns):
             self.way(name)
 
     def take(self, name: str, number: int, measure: str) -> Iterator[tuple[str, str, Found]]:
-        """Count beside a save."""
         calm_s: float = self.job.facts["calm_s"]
         folder = self.cold(self.place(name, number))
         before = _counted_for(calm_s)
@@ -91,7 +90,6 @@ class TrainingLoop(Turns):
         return NO_SAVES, *self.job.contenders
 
     def take(self, name: str, number: int, measure: str) -> Iterator[tuple[str, str, Found]]:
-        """One loop."""
         steps, every = range(self.job.facts["steps"]), self.job.facts["every"]
         way = None if name == NO_SAVES else self.way(name)
         folders = {} if way is None else {step: self.place(name, f"{number}-{step}") for step in steps[::every]}

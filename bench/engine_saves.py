@@ -39,7 +39,6 @@ class Saves(Turns):
         self.site.live.step()  # the first one of a process takes longer
 
     def take(self, name: str, number: int, measure: str) -> Iterator[tuple[str, str, Found]]:
-        """Save twice; the raw limit once."""
         if name.startswith(RAW):
             self.way(name).ready()
             yield name, ALONE, self._save_alone(name, number)

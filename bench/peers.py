@@ -57,7 +57,6 @@ class DcpThread(Dcp):
         return Pending.of(self._written, self._copied)
 
     def save(self, folder: Path) -> None:
-        """Save; returns when it is written."""
         self.begin(folder).wait()
 
     @contextmanager
@@ -76,7 +75,6 @@ class DcpThread(Dcp):
             copied.result()
 
     def rest(self) -> None:
-        """Give up the stager."""
         self.close()
 
     def close(self) -> None:
@@ -134,7 +132,6 @@ class TorchCheckpointing(Way):
         self._save(folder)
 
     def load(self, folder: Path) -> None:
-        """Load into the state."""
         loaded = self._manager.load(str(folder), into=self.state.tree, strict=True)
         self.state.set_values({path: leaf for _, _, path, leaf in walk(dict(loaded))})
 
@@ -153,17 +150,14 @@ class TorchCheckpointingAsync(TorchCheckpointing):
     """The same with its saver for the background: copied by a thread, written by a process."""
 
     def begin(self, folder: Path) -> Pending:
-        """Begin to save into `folder`."""
         written = self._save(folder)
         return Pending.of(written, self._manager._staging_future)  # noqa: SLF001 - it has no other name
 
     def unlocked(self) -> AbstractContextManager[None]:
-        """Its own lock."""
         lock: AbstractContextManager[None] = self._manager.lock()
         return lock
 
     def close(self) -> None:
-        """End its process."""
         self._manager.close()
 
     def _saver(self) -> Any:
@@ -192,13 +186,11 @@ class TorchSnapshot(Way):
         self.state.set_values({path: loaded[path.replace("/", ".")] for path in self.state.values()})
 
     def save(self, folder: Path) -> None:
-        """Take a snapshot."""
         from torchsnapshot import Snapshot
 
         Snapshot.take(str(folder), {"state": self}, replicated=["**"])
 
     def load(self, folder: Path) -> None:
-        """Restore the snapshot."""
         from torchsnapshot import Snapshot
 
         Snapshot(str(folder)).restore({"state": self})
@@ -208,7 +200,6 @@ class TorchSnapshotAsync(TorchSnapshot):
     """`torchsnapshot.Snapshot.async_take`, which copies before it returns."""
 
     def begin(self, folder: Path) -> Pending:
-        """Begin to save into `folder`."""
         from torchsnapshot import Snapshot
 
         taken = Snapshot.async_take(str(folder), {"state": self}, replicated=["**"])
@@ -232,7 +223,6 @@ class Safetensors(Way):
         save_file(own, folder / f"{rank}.safetensors", {"values": json.dumps(self.state.values())})
 
     def load(self, folder: Path) -> None:
-        """Copy this rank's slices into the state."""
         from safetensors import safe_open
 
         leaves = {path: leaf for _, _, path, leaf in walk(self.state.tree)}

@@ -32,7 +32,6 @@ class SaveLoad(Turns):
         self._expected = {name: self.way(name).memory.digests() for name in super().entrants(WARM_UP)}
 
     def take(self, name: str, number: int, measure: str) -> Iterator[tuple[str, str, Found]]:
-        """One save or load."""
         way = self.way(name)
         keeps = SAVE not in self.measures
         folder = self.place(name, _KEPT if keeps else number)
@@ -65,7 +64,6 @@ class Many(SaveLoad):
     """The same of so many tensors that dcp takes part in the first round only, and has no warm-up."""
 
     def entrants(self, number: int) -> tuple[str, ...]:
-        """Who takes a turn in round `number`."""
         return tuple(name for name in super().entrants(number) if name != "dcp" or number == 1)
 
 
@@ -77,7 +75,6 @@ class Keep(Turns):
         keep(self, *self.job.contenders)
 
     def entrants(self, number: int) -> tuple[str, ...]:
-        """Nobody."""
         return ()
 
 

@@ -202,11 +202,9 @@ class Dcp(Way):
     """`torch.distributed.checkpoint` with its defaults."""
 
     def save(self, folder: Path) -> None:
-        """Save the state as it is."""
         dcp_save(self.state.tree, checkpoint_id=folder)
 
     def load(self, folder: Path) -> None:
-        """Load into the state."""
         dcp_load(self.state.tree, checkpoint_id=folder)
 
 
@@ -252,7 +250,6 @@ class HoldfastBackground(HoldfastLive):
         self.checkpointer = holdfast.Checkpointer(str(self.place(site, name, "")), self._saved, memory=memory)
 
     def begin(self, folder: Path) -> Pending:
-        """Begin to save."""
         handle = self.checkpointer.save(next(self.steps))
 
         def wait() -> None:
@@ -270,7 +267,6 @@ class HoldfastBackground(HoldfastLive):
         return Pending(wait, lambda: durable.is_over, lambda: staged.is_over, staged.wait, persist_s)
 
     def save(self, folder: Path) -> None:
-        """Save; returns when it is durable: of all ranks, committed."""
         self.begin(folder).wait()
 
     def close(self) -> None:
