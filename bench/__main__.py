@@ -1,48 +1,138 @@
-"""The command line: ``python -m bench [COMMAND]``. Without a command, everything runs and the tables are rewritten."""
+"""The command line: ``python -m bench [NAME ...]``. Without a name, everything is measured and published."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated
 
 import typer
 
-from bench.engine import engine
-from bench.errors import BenchError
-from bench.history import history
-from bench.io import io
-from bench.load import load
-from bench.marked import README, TABLES
-from bench.plan import plan
-from bench.small import small
-from bench.table import require_places, table
-from bench.view import view
+from bench.engine import ENGINE
+from bench.front import render_chart, render_front
+from bench.history import HISTORY
+from bench.io import IO
+from bench.load import LOADS
+from bench.markdown import RESULTS, replace_part
+from bench.plan import PLAN, draw_planning
+from bench.schema import (
+    BenchError,
+    Benchmark,
+    MarkersError,
+    Options,
+    Part,
+    Result,
+    chosen,
+    read_result,
+    require_bars,
+    require_raw_limit,
+    write_result,
+)
+from bench.small import SMALL
+from bench.view import VIEW
 
-app = typer.Typer(no_args_is_help=False, add_completion=False)
-for command in (engine, history, io, load, plan, small, view, table):
-    app.command()(command)
+#: In the order in which they are measured, each with the name of its place in `docs/benchmarks.md`.
+BENCHMARKS = (IO, LOADS, PLAN, SMALL, VIEW, ENGINE, HISTORY)
+PLACES = {each.name: "bench" if each is IO else each.name for each in BENCHMARKS}
+FRONT, TABLE = "front", "table"
+#: What is published, below the root of the repository.
+README, TABLES = Path("README.md"), Path("docs/benchmarks.md")
+CHART, PLANNING = Path("docs/figures/speed.svg"), Path("docs/figures/planning.png")
 
 
-@app.callback(invoke_without_command=True)
-def everything(context: typer.Context) -> None:
-    """Holdfast's benchmarks. Without a command: run all of them and rewrite the tables in docs/benchmarks.md."""
-    if context.invoked_subcommand is not None:
-        return
-    # Seen before the long run rather than after it.
-    require_places(TABLES, README)
-    io()
-    load()
-    plan()
-    small()
-    view()
-    engine()
-    history()
-    table()
+def bench(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(help=f"What to measure: {', '.join(PLACES)}; {TABLE} publishes all results. Default: all."),
+    ] = None,
+    *,
+    only: Annotated[
+        list[str] | None, typer.Option(help="Only this part; repeatable. The others stay as they are.")
+    ] = None,
+    contender: Annotated[list[str] | None, typer.Option(help="Only this one beside the raw limit; repeatable.")] = None,
+    rounds: Annotated[int | None, typer.Option(help="Rounds; in each, every contender takes its turn once.")] = None,
+    world: Annotated[int | None, typer.Option(help="Ranks, where the scenario has no number of its own.")] = None,
+    scale: Annotated[float, typer.Option(help="Share of the full size of states; 0 is the smallest.")] = 1.0,
+    folder: Annotated[
+        Path, typer.Option("--dir", exists=True, file_okay=False, help="A folder on the device to measure.")
+    ] = Path(),
+    memory: Annotated[
+        Path, typer.Option("--node-dir", exists=True, file_okay=False, help="A folder in memory.")
+    ] = Path("/dev/shm"),
+    root: Annotated[Path, typer.Option(help="The repository whose results and documents are written.")] = Path(),
+) -> None:
+    """Measure holdfast against its peers and its bars. A missed bar ends this with status 1, when all is written."""
+    known = (*PLACES, TABLE)
+    asked = chosen(names or None, known, kind="benchmark")
+    if TABLE in asked:
+        # Seen before the long run rather than after it.
+        documents(root, {})
+    options = Options(
+        rounds=rounds,
+        scale=scale,
+        world=world,
+        contenders=tuple(contender) if contender else None,
+        folder=folder,
+        memory=memory,
+    )
+    measured = [(each, measure(each, options, only, root / RESULTS)) for each in BENCHMARKS if each.name in asked]
+    if TABLE in asked:
+        publish(root)
+    for _, result in measured:
+        require_raw_limit(result)
+    require_bars(bar for benchmark, result in measured for bar in benchmark.bars(result))
+
+
+def measure(benchmark: Benchmark, options: Options, only: Sequence[str] | None, results: Path) -> Result:
+    """Measure the parts of `benchmark` that were asked for. Whatever happens to a later part, each one is kept."""
+    names = chosen(only, benchmark.parts, kind="part")
+    parts = {part.scenario.name: part for part in (_earlier(benchmark.name, results) if only else ())}
+    result = Result(benchmark.name, ())
+    for name in names:
+        parts[name] = benchmark.parts[name](options)
+        result = Result(benchmark.name, tuple(parts[each] for each in benchmark.parts if each in parts))
+        typer.echo(f"{benchmark.name}, {name}: wrote {write_result(result, results)}")
+    for bar in benchmark.bars(result):
+        typer.echo(bar.text())
+    return result
+
+
+def _earlier(name: str, results: Path) -> Sequence[Part]:
+    """What was measured before; nothing where there is no file yet."""
+    return read_result(name, results).parts if (results / f"{name}.json").exists() else ()
+
+
+def publish(root: Path) -> None:
+    """Rewrite the tables between the markers of two files, and draw the charts; nothing where something is wrong."""
+    found = {each.name: read_result(each.name, root / RESULTS) for each in BENCHMARKS}
+    for result in found.values():
+        require_raw_limit(result)
+    rendered = {PLACES[each.name]: each.render(found[each.name]) for each in BENCHMARKS}
+    rendered[FRONT] = render_front(found["io"], found["engine"], found["small"])
+    texts = documents(root, rendered) | {root / CHART: render_chart(found["io"], found["load"])}
+    for path, text in texts.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    draw_planning(found["plan"], root / PLANNING)
+
+
+def documents(root: Path, rendered: Mapping[str, str]) -> dict[Path, str]:
+    """The documents with what was `rendered` in its places. MarkersError where one has no place for a table."""
+    texts = {}
+    for path, places in ((root / TABLES, PLACES.values()), (root / README, (FRONT,))):
+        if not path.is_file():
+            raise MarkersError(f"There is no {path}. Run from the root of the repository, or name it with --root.")
+        texts[path] = path.read_text()
+        for place in places:
+            texts[path] = replace_part(texts[path], place, rendered.get(place, ""), where=path)
+    return texts
 
 
 def main() -> None:
     """Run the command line; a BenchError ends it with its message and status 1."""
     try:
-        app()
+        typer.run(bench)
     except BenchError as error:
         print(f"bench: {error}", file=sys.stderr)
         raise SystemExit(1) from error

@@ -1,168 +1,95 @@
-"""The contenders: one way each to save and load the same state, and what their figures include."""
+"""The contenders: what the figures of each one include, and the way in which it saves and loads."""
 
 from __future__ import annotations
 
-import itertools
-import os
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
-from pathlib import Path
+from typing import NamedTuple
 
-import msgspec
-import torch
-import torch.distributed as dist
-from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
-from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from bench import peers, ways
+from bench.schema import RAW, Contender, chosen
+from bench.ways import Way
 
-import holdfast
-from bench.peers import Safetensors, TorchCheckpointing, TorchSnapshot
-from bench.raw import RAW_WAYS, RawFile, RawImage, RawWay
-from bench.schema import RAW, Contender, chosen, raw_name
-from bench.state import State, local, walk
-from bench.way import Way
-
-#: Holdfast again, with all its saves in one run: after the warm-up each of them is a later save.
+#: Holdfast's own names in `SAVING`, and in `BACKGROUND` and `BESIDE`, where the live objects are saved.
 LATER = "holdfast-later"
-SYNCED, SEALED = "fsync of each file", "fsync of files and folders, sealed and committed"
-DIRECT = "direct where the filesystem takes it"
-_VERIFIED = "digest of every block read"
-NOT_INSTALLED = "it is not installed; `make bench` installs it"
+OURS, OURS_SYNC = "holdfast", "holdfast-sync"
+THREAD, PROCESS = "dcp-async-thread", "dcp-async-process"
 
-_CONTENDERS = (
-    Contender(RAW, "pwritev/preadv loops, one file per rank", "fdatasync", "no", "direct"),
-    Contender(
-        "torch.save", "torch.save/torch.load, one file per rank, or one for all ranks where all hold the same", SYNCED
+_SYNCED, _SEALED = "fsync of each file", "fsync of files and folders, sealed and committed"
+_SNAPSHOTS = "ShardedTensors in place of DTensors, all else replicated"
+_DCP = "torch.distributed.checkpoint.async_save, its stager kept and copying in the background"
+
+
+class Entry(NamedTuple):
+    """A contender, its way, and the package that it needs and not every environment has."""
+
+    about: Contender
+    way: type[Way]
+    package: str = ""
+
+
+def _entry(name: str, description: str, way: type[Way], *, package: str = "", **about: str) -> dict[str, Entry]:
+    return {name: Entry(Contender(name, description, **about), way, package)}
+
+
+_OURS = {"durable": _SEALED, "io": "direct where the filesystem takes it"}
+_OURS_LOADED = _OURS | {"verified": "digest of every block read"}
+_FILES = "one file per rank, or one for all ranks where all hold the same"
+_SLICES = "files of whole tensors, one per saving rank; a loading rank takes slices from all (safe_open)"
+_IN_BACKGROUND = "CheckpointManager with its saver for the background, DefaultResharder for every item"
+
+#: Those that save and load while training waits, in the order of the tables.
+SAVING: dict[str, Entry] = {
+    **_entry(RAW, "pwritev/preadv loops, one file per rank", ways.Raw, durable="fdatasync", io="direct"),
+    **_entry("torch.save", f"torch.save/torch.load, {_FILES}", ways.TorchSave, durable=_SYNCED),
+    **_entry("dcp", "torch.distributed.checkpoint.save/load, defaults", ways.Dcp, durable=_SYNCED),
+    **_entry(
+        "torch_checkpointing",
+        "CheckpointManager, synchronous, DefaultResharder for every item",
+        peers.TorchCheckpointing,
+        package="torch_checkpointing",
     ),
-    Contender("dcp", "torch.distributed.checkpoint.save/load, defaults", SYNCED),
-    Contender("torch_checkpointing", "CheckpointManager, synchronous, DefaultResharder for every item"),
-    Contender(
-        "torchsnapshot", "Snapshot.take/restore, defaults, ShardedTensors in place of DTensors, all else replicated"
+    **_entry(
+        "torchsnapshot",
+        f"Snapshot.take/restore, defaults, {_SNAPSHOTS}",
+        peers.TorchSnapshot,
+        package="torchsnapshot",
     ),
-    Contender(
-        "safetensors",
-        "files of whole tensors, one per saving rank; a loading rank takes slices from all (safe_open)",
-        io="mapped",
-    ),
-    Contender("holdfast", "holdfast.save/load, defaults, each save into a new run", SEALED, _VERIFIED, DIRECT),
-    Contender(LATER, "holdfast.save/load, defaults, all saves into one run", SEALED, _VERIFIED, DIRECT),
-)
-
-
-class Raw(Way):
-    """The raw limit, in one way."""
-
-    def __init__(self, state: State, image: RawImage, way: RawWay, *, direct: bool) -> None:
-        super().__init__(state)
-        self.memory = image
-        self._file = RawFile(image, way, direct=direct)
-
-    def save(self, folder: Path) -> None:
-        """Write this rank's file."""
-        self._file.write(_rank_file(folder, dist.get_rank()))
-
-    def load(self, folder: Path) -> None:
-        """Read this rank's file."""
-        self._file.read(_rank_file(folder, dist.get_rank()))
-
-
-class TorchSave(Way):
-    """`torch.save` and `torch.load` of one file per rank; of one file for all where all hold the same."""
-
-    def __init__(self, state: State) -> None:
-        super().__init__(state)
-        self._rank = dist.get_rank() if state.is_sharded() else 0
-
-    def save(self, folder: Path) -> None:
-        """Write this rank's tensors and values, then fsync the file."""
-        if self._rank != dist.get_rank():
-            return
-        with _rank_file(folder, self._rank).open("wb") as file:
-            torch.save(self.state.tensors() | self.state.values(), file)
-            file.flush()
-            os.fsync(file.fileno())
-
-    def load(self, folder: Path) -> None:
-        """Read the file and copy it into the state."""
-        loaded = torch.load(_rank_file(folder, self._rank), map_location="cpu", weights_only=True)
-        for parent, key, path, leaf in list(walk(self.state.tree)):
-            if isinstance(leaf, torch.Tensor):
-                local(leaf).copy_(loaded[path])
-            else:
-                parent[key] = loaded[path]
-
-
-class Dcp(Way):
-    """`torch.distributed.checkpoint` with its defaults."""
-
-    def save(self, folder: Path) -> None:
-        """Save the state as it is."""
-        dcp_save(self.state.tree, checkpoint_id=folder)
-
-    def load(self, folder: Path) -> None:
-        """Load into the state."""
-        dcp_load(self.state.tree, checkpoint_id=folder)
-
-
-class Holdfast(Way):
-    """`holdfast.save` and `holdfast.load` with their defaults."""
-
-    def __init__(self, state: State) -> None:
-        super().__init__(state)
-        self._steps = itertools.count()
-
-    def save(self, folder: Path) -> None:
-        """Save the state as the next step of the run in `folder`: a new one in an empty folder."""
-        holdfast.save(str(folder), self.state.tree, next(self._steps))
-
-    def load(self, folder: Path) -> None:
-        """Load the run's head into the state."""
-        holdfast.load(str(folder), into=self.state.tree)
-
-
-_BUILDERS: dict[str, Callable[[State], Way]] = {
-    "torch.save": TorchSave,
-    "dcp": Dcp,
-    "torch_checkpointing": TorchCheckpointing,
-    "torchsnapshot": TorchSnapshot,
-    "safetensors": Safetensors,
-    "holdfast": Holdfast,
-    LATER: Holdfast,
+    **_entry("safetensors", _SLICES, peers.Safetensors, package="safetensors", io="mapped"),
+    **_entry("holdfast", "holdfast.save/load, defaults, each save into a new run", ways.Holdfast, **_OURS_LOADED),
+    **_entry(LATER, "holdfast.save/load, defaults, all saves into one run", ways.HoldfastLater, **_OURS_LOADED),
 }
-
-#: Every contender, in the order of the tables.
-NAMES = (RAW, *_BUILDERS)
-
-
-def entrants(names: tuple[str, ...]) -> tuple[str, ...]:
-    """The entrants that take turns: the raw limit of `names` once in each way, then the others.
-
-    SetupError for a name that is not known.
-    """
-    known = chosen(names, NAMES, kind="contender")
-    return (*(raw_name(way) for way in RAW_WAYS if RAW in known), *(name for name in known if name != RAW))
-
-
-def build(names: tuple[str, ...], state: State, *, direct: bool) -> dict[str, Way]:
-    """The entrants for `names`, all on the same state."""
-    built: dict[str, Way] = {}
-    if RAW in names:
-        image = RawImage(state.share(dist.get_rank(), dist.get_world_size()))
-        built |= {raw_name(name): Raw(state, image, way, direct=direct) for name, way in RAW_WAYS.items()}
-    return {name: built[name] if name in built else _BUILDERS[name](state) for name in entrants(names)}
+#: Those that save a live training state, with or without a wait for the device.
+BACKGROUND: dict[str, Entry] = {
+    **{name: SAVING[name] for name in (RAW, "torch.save", "dcp")},
+    **_entry(THREAD, f"{_DCP}, written by a thread", peers.DcpThread, durable=_SYNCED),
+    **_entry(PROCESS, f"{_DCP} into shared memory, written by a process", peers.DcpProcess, durable=_SYNCED),
+    **_entry(
+        "torchsnapshot-async",
+        f"Snapshot.async_take, defaults, {_SNAPSHOTS}",
+        peers.TorchSnapshotAsync,
+        package="torchsnapshot",
+    ),
+    **_entry("torch_checkpointing-async", _IN_BACKGROUND, peers.TorchCheckpointingAsync, package="torch_checkpointing"),
+    **_entry(OURS_SYNC, "holdfast.save, defaults, all saves into one run", ways.HoldfastLive, **_OURS),
+    **_entry(OURS, "holdfast.Checkpointer, defaults, all saves into one run", ways.HoldfastBackground, **_OURS),
+}
+#: Those of them that are measured beside a loop of Python, and beside a training loop.
+BESIDE_PYTHON = {name: BACKGROUND[name] for name in (OURS, THREAD, PROCESS)}
+BESIDE_TRAINING = {RAW: SAVING[RAW]._replace(way=ways.RawBeside)} | BESIDE_PYTHON
 
 
-def described(names: tuple[str, ...], *own: Contender, direct: bool) -> tuple[Contender, ...]:
-    """For each contender, the work that its figures include; a text in `own` replaces the usual one."""
-    found = {each.name: each for each in (*_CONTENDERS, *own)}
-    if not direct:
-        found[RAW] = msgspec.structs.replace(found[RAW], io="buffered: the filesystem refused O_DIRECT")
-    return tuple(found[name] for name in names)
+def select(
+    names: Sequence[str] | None, known: Mapping[str, Entry], usual: Sequence[str] | None = None
+) -> tuple[tuple[str, ...], dict[str, str]]:
+    """Those of `names`, or the `usual` ones, beside the raw limit, that can take part here, in the order of the tables,
+    and why the others cannot. SetupError for a name that is not known."""
+    found = chosen(usual if names is None else names, known, kind="contender")
+    found = tuple(name for name in known if name in found or name == RAW)
+    absent = {name: reason for name in found if (reason := why_absent(known[name].package))}
+    return tuple(name for name in found if name not in absent), absent
 
 
-def not_installed(name: str, package: str | None) -> dict[str, str]:
-    """By its name, why a contender cannot take part that needs `package`; nothing where it can."""
-    return {name: NOT_INSTALLED} if package is not None and find_spec(package) is None else {}
-
-
-def _rank_file(folder: Path, rank: int) -> Path:
-    return folder / f"rank-{rank}"
+def why_absent(package: str) -> str:
+    """Why a contender cannot take part that needs `package`; nothing where it can."""
+    return "it is not installed; `make bench` installs it" if package and find_spec(package) is None else ""

@@ -1,48 +1,29 @@
 """``python -m bench engine``: saves that training does not wait for, restores from memory, and what both cost.
 
-Four parts, each of which can be measured alone: saves, restores from the memory of the node, saves beside a loop of
-Python, and saves in a training loop on all cores.
+Four parts: saves, restores from the memory of the node, saves beside a loop of Python, and saves in a training loop on
+all cores.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Annotated
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
-import typer
-
-from bench.contenders import described
-from bench.engine_beside import NO_SAVES, PythonLoop, TrainingLoop
-from bench.engine_contenders import BACKGROUND, NAMES, OURS, OURS_SYNC, OWN, PACKAGES, able
-from bench.engine_job import EngineJob
+from bench.contenders import BACKGROUND, OURS, OURS_SYNC, select
+from bench.engine_loops import NO_SAVES, PythonLoop, TrainingLoop
 from bench.engine_restore import Restores
 from bench.engine_saves import ALONE, BESIDE_WORK, Saves
-from bench.environment import in_words, package_versions
-from bench.errors import SetupError
-from bench.markdown import reasons, samples_link, table, ways_in_words
-from bench.options import Contenders, Folder, Name, Results, Rounds
-from bench.progress import describe, progress
-from bench.raw import RAW_WAYS
-from bench.schema import (
-    RAW,
-    RESULTS,
-    WARM_UP,
-    Bar,
-    Part,
-    Result,
-    Scenario,
-    chosen,
-    measured,
-    read_result,
-    require_bars,
-    require_raw_limit,
-    write_result,
-)
+from bench.environment import in_words
+from bench.markdown import label, of_raw, raw_in_words, reasons, samples_link, table
+from bench.runner import Job, Turns, measure
+from bench.schema import RAW, WARM_UP, Bar, Benchmark, Options, Part, Result, SetupError
 from bench.state import LlamaLike
 from bench.statistics import NO_FIGURE, median, paired_ratios, text
+from bench.ways import GENERATIONS
 
-SAVES, RESTORE, PYTHON, LOOP = PARTS = ("saves", "restore", "python", "loop")
+SAVES, RESTORE, PYTHON, LOOP = ("saves", "restore", "python", "loop")
 #: With 111 layers, model and optimizer have 4,008 tensors.
 NUM_LAYERS = 111
 
@@ -56,105 +37,59 @@ MEMORY_MIB = 128.0
 PYTHON_SLOW_DOWN, LOOP_SLOW_DOWN = 0.05, 0.03
 
 
-def engine(
-    *,
-    gib: Annotated[float, typer.Option(help="Size of the state that is saved and restored, over all ranks.")] = 2.0,
-    python_gib: Annotated[float, typer.Option(help="Size of the state that is saved beside a loop of Python.")] = 1.0,
-    loop_gib: Annotated[float, typer.Option(help="Size of the state that is saved in a training loop.")] = 0.5,
-    layers: Annotated[int, typer.Option(help="Layers; each has 36 tensors with AdamW.")] = NUM_LAYERS,
-    world: Annotated[int, typer.Option(help="Ranks, but for the loop of Python, which is one.")] = 2,
-    rounds: Rounds = 7,
-    only: Annotated[list[str] | None, typer.Option(help=f"Only this part: {', '.join(PARTS)}; repeatable.")] = None,
-    contender: Contenders = None,
-    work_s: Annotated[float, typer.Option(help="Seconds of work between a save and the next step.")] = 1.0,
-    calm_s: Annotated[float, typer.Option(help="Seconds that the loop of Python runs before and after a save.")] = 1.0,
-    steps: Annotated[int, typer.Option(help="Steps of a training loop.")] = 10,
-    every: Annotated[int, typer.Option(help="Steps from save to save.")] = 10,
-    tokens: Annotated[int, typer.Option(help="Tokens of a rank in a step of a training loop.")] = 512,
-    folder: Folder = Path(),
-    memory: Annotated[
-        Path, typer.Option("--node-dir", exists=True, file_okay=False, help="A folder in memory.")
-    ] = Path("/dev/shm"),
-    name: Name = "engine",
-    results: Results = RESULTS,
-) -> None:
-    """Measure the save engine against its peers and its bars. Parts that are not asked for stay as they are."""
-    if min(rounds, world, layers, every, steps, tokens) < 1:
-        raise SetupError("Ask for at least one round, one rank, one layer, one step, and one token.")
-    names, absent = able(NAMES if contender is None else (RAW, *contender))
-    background = tuple(each for each in BACKGROUND if each in names)
-    large, medium, small = (LlamaLike(int(each * 2**30), "rows", layers) for each in (gib, python_gib, loop_gib))
-    jobs: dict[str, EngineJob] = {
-        SAVES: Saves(world=world, rounds=rounds, recipe=large, contenders=names, work_s=work_s),
-        RESTORE: Restores(world=world, rounds=rounds, recipe=large, contenders=(OURS,)),
-        PYTHON: PythonLoop(world=1, rounds=rounds, recipe=medium, contenders=background, calm_s=calm_s),
-        LOOP: TrainingLoop(
-            world=world,
-            rounds=rounds,
-            recipe=small,
-            contenders=(RAW, *background),
-            steps=steps,
-            every=every,
-            tokens=tokens,
-        ),
-    }
-    parts = chosen(only, PARTS, kind="part")
-    result = read_earlier(name, results) if only else Result(name, ())
-    for part in parts:
-        result = with_part(result, measure_part(part, jobs[part], absent, folder, memory))
-        # Whatever happens to a later part, this one is kept.
-        typer.echo(f"{part}: wrote {write_result(result, results)}")
-    for bar in bars(result):
-        typer.echo(bar.text())
-    if SAVES in parts:
-        require_limit(result)
-    require_bars(bars(result))
+@dataclass(frozen=True)
+class Measured:
+    """What is measured in a part: a state of `gib`, of which `copies` are on the device at once. `timed` are facts in
+    seconds, and shorter at a smaller scale."""
+
+    turns: type[Turns]
+    gib: float
+    copies: int
+    world: int | None = None
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    timed: Mapping[str, float] = field(default_factory=dict)
 
 
-def measure_part(name: str, job: EngineJob, absent: dict[str, str], folder: Path, memory: Path) -> Part:
-    """One part; SetupError where it has no room or no contender."""
-    if name in (PYTHON, LOOP) and not set(job.contenders) & {*BACKGROUND}:
-        raise SetupError(f"None of the contenders saves in the background. Choose from {', '.join(BACKGROUND)}.")
-    with job.placed(folder, memory) as (placed, path), progress(job.num_samples()) as advance:
-        size, samples = placed.measure(path, on_sample=lambda sample: advance(describe(sample)))
-    full = name == SAVES
-    not_possible = absent if full else {}
-    return measured(
-        Scenario(name=name, world=job.world, rounds=job.rounds, state=size, facts=job.facts()),
-        samples,
-        folder,
-        contenders=described((*job.contenders, *not_possible), *OWN, direct=placed.direct),
-        not_possible=not_possible,
-        raw_ways=tuple(RAW_WAYS) if full else (),
-        packages=package_versions(PACKAGES.values()),
+PARTS = {
+    # Two runs keep their head until after their next save.
+    SAVES: Measured(Saves, 2.0, 5, facts={"generations": GENERATIONS}, timed={"work_s": 1.0}),
+    RESTORE: Measured(Restores, 2.0, 1),
+    # Two runs, and the save under way.
+    PYTHON: Measured(PythonLoop, 1.0, 3, world=1, timed={"calm_s": 1.0}),
+    LOOP: Measured(TrainingLoop, 0.5, 3, facts={"steps": 10, "every": 10, "tokens": 512}),
+}
+
+
+def measure_engine(name: str, options: Options) -> Part:
+    """One part."""
+    part = PARTS[name]
+    names, absent = select(options.contenders, BACKGROUND)
+    names = tuple(each for each in part.turns.registry if each in names or part.turns is Restores)
+    if not set(names) - {RAW}:
+        raise SetupError(
+            f"None of the contenders saves in the background. Choose from {', '.join(part.turns.registry)}."
+        )
+    rounds = options.rounds or MIN_ROUNDS
+    job = Job(
+        name=name,
+        turns=part.turns,
+        recipe=LlamaLike(options.nbytes(part.gib), "rows", options.number(NUM_LAYERS)),
+        world=part.world or options.world or MIN_WORLD,
+        rounds=rounds,
+        contenders=names,
+        # Those that die leave all that they saved.
+        copies=part.copies + rounds * part.turns.mortal,
+        in_memory=True,
+        facts={**part.facts} | {key: options.scale * seconds for key, seconds in part.timed.items()},
     )
-
-
-def with_part(result: Result, part: Part) -> Result:
-    """`result` with `part` in place of one of its name."""
-    found = {each.scenario.name: each for each in (*result.parts, part)}
-    return Result(result.name, tuple(found[name] for name in PARTS if name in found))
-
-
-def read_earlier(name: str, folder: Path) -> Result:
-    """The result that an earlier run wrote to `folder` under this name; empty where there is no file yet."""
-    path = folder / f"{name}.json"
-    return read_result(path, command="engine") if path.exists() else Result(name, ())
-
-
-def require_limit(result: Result) -> None:
-    """RawLimitError when a contender whose saves are durable was faster than the device; those that sync nothing may
-    be."""
-    part = result.find(SAVES)
-    if part is not None:
-        require_raw_limit(part, ALONE, only_durable=True)
+    return measure(job, options, absent=absent if name == SAVES else {})
 
 
 # Figures
 
 
 def python_slow_down(part: Part, name: str, key: str) -> list[float]:
-    """The share of its rate that the Python loop lost: with the rate `key`, while all was saved or only written."""
+    """What share of its rate the loop of Python lost: with the rate `key`, while all was saved or only written."""
     before, after, rate = (part.series(name, each) for each in ("before_per_s", "after_per_s", key))
     calm = [(one + other) / 2 for one, other in zip(before, after, strict=True)]
     return [1 - ratio for ratio in paired_ratios(rate, calm)]
@@ -200,7 +135,7 @@ def bars(result: Result) -> Iterator[Bar]:
 
 
 def first_blocked_s(part: Part, name: str) -> float:
-    """The time for which the first save of a contender blocked, with its set-up."""
+    """How long the first save of a contender blocked, its set-up included."""
     first = next(each for each in part.samples if (each.contender, each.measure) == (name, ALONE))
     assert first.round == WARM_UP
     return max(first.values["blocked_s"])
@@ -227,7 +162,8 @@ def _peak_nbytes(part: Part, name: str) -> float:
 
 def _restores(part: Part, key: str) -> list[float]:
     """A figure of each restore, whether the ranks died when their save was staged or durable."""
-    return [max(sample.values[key]) for sample in sorted(part.samples, key=lambda sample: sample.round)]
+    of = sum if key == "moved_cpu_s" else max
+    return [of(sample.values[key]) for sample in sorted(part.samples, key=lambda sample: sample.round)]
 
 
 # Tables
@@ -235,7 +171,7 @@ def _restores(part: Part, key: str) -> list[float]:
 
 def render_engine(result: Result) -> str:
     """The figures of `result` as Markdown: of each part that was measured."""
-    saves, restore, python, loop = (result.find(name) for name in PARTS)
+    saves, restore, python, loop = map(result.find, PARTS)
     lines: list[str] = []
     if saves:
         lines += [*_save_rows(saves), "", _about_saves(saves), ""]
@@ -261,12 +197,12 @@ def _save_rows(part: Part) -> list[str]:
 
     return table(
         "",
-        {each.name: "raw limit" if each.name == RAW else each.name for each in part.able},
+        {each.name: label(each) for each in part.able},
         [
             ("save blocks, ms", lambda name: text(_beside(part, name, "blocked_s"), 1, scale=1e3)),
             ("next step waits, ms", lambda name: text(_beside(part, name, "step_wait_s"), 1, scale=1e3)),
             ("durable after, s", lambda name: text(part.series(name, measure=ALONE))),
-            ("of raw", lambda name: "1" if name == RAW else text(part.shares(name, measure=ALONE))),
+            ("of raw", lambda name: of_raw(part, name, ALONE)),
             ("CPU, s/GB", lambda name: f"{part.cpu_s_per_gb(name, measure=ALONE):.2f}"),
             ("memory per rank, MB", memory),
         ],
@@ -285,7 +221,7 @@ def _about_saves(part: Part) -> str:
         f"a warm-up. Blocked: the call of save, beside {facts['work_s']:g} s of work per step. The next step waits as "
         "long as it takes more than one without a save. Durable, shares and CPU (of all processes) are of saves beside "
         f"which ranks do nothing. Of raw: raw seconds / seconds, paired by round{persisting}; raw limit: best of "
-        f"{ways_in_words(part)} ({part.raw_way(ALONE)}). Memory is the proportional set size of all processes beyond "
+        f"{raw_in_words(part)} ({part.raw_way(ALONE)}). Memory is the proportional set size of all processes beyond "
         f"what there was before a contender's first save; holdfast has {facts['generations']} generations of the state "
         f"in the memory of the node beside it. What durable means: {synced}. The first save of each blocked for, s: "
         f"{first}. Every contender's last save is loaded and compared with what was saved.{reasons(part)}"
@@ -365,3 +301,6 @@ def _about_loop(part: Part) -> str:
         f"{state.nbytes / 1e9:.2f} GB every {facts['every']} steps; medians of {part.scenario.rounds} interleaved "
         f"rounds. `{RAW}` only writes as many bytes. The last save was durable after the end of the loop, s: {lags}."
     )
+
+
+ENGINE = Benchmark("engine", {name: partial(measure_engine, name) for name in PARTS}, render_engine, bars)

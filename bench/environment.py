@@ -10,6 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import msgspec
+import psutil
 
 
 class Environment(msgspec.Struct, frozen=True):
@@ -28,15 +29,16 @@ class Environment(msgspec.Struct, frozen=True):
 
 def environment(folder: Path) -> Environment:
     """The environment of this process, with the filesystem of `folder`."""
+    versions = package_versions(("holdfast", "torch"))
     return Environment(
-        holdfast=_package_version("holdfast"),
-        torch=_package_version("torch"),
+        holdfast=versions.get("holdfast", "source tree"),
+        torch=versions.get("torch", "source tree"),
         python=platform.python_version(),
         kernel=platform.release(),
         filesystem=filesystem(folder),
         num_cpus=len(os.sched_getaffinity(0)),
         cpu=_cpu_model(),
-        memory_nbytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        memory_nbytes=psutil.virtual_memory().total,
         revision=_revision(),
     )
 
@@ -52,13 +54,10 @@ def in_words(machine: Environment) -> str:
 
 def filesystem(folder: Path) -> str:
     """Type of the filesystem that holds `folder`."""
-    resolved = folder.resolve()
-    best = ("", "unknown")
-    for line in Path("/proc/self/mounts").read_text().splitlines():
-        _, mount, kind, *_ = line.split()
-        if resolved.is_relative_to(mount) and len(mount) >= len(best[0]):
-            best = (mount, kind)
-    return best[1]
+    folder = folder.resolve()
+    mounts = [mount for mount in psutil.disk_partitions(all=True) if folder.is_relative_to(mount.mountpoint)]
+    # Of two mounts at one place, the later one covers the other.
+    return str(max(reversed(mounts), key=lambda mount: len(mount.mountpoint)).fstype) if mounts else "unknown"
 
 
 def package_versions(names: Iterable[str]) -> dict[str, str]:
@@ -70,13 +69,6 @@ def package_versions(names: Iterable[str]) -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
-
-
-def _package_version(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return "source tree"
 
 
 def _cpu_model() -> str:
@@ -96,7 +88,6 @@ def _revision() -> str:
 
 def _git(*arguments: str) -> str | None:
     """Output of a git command in this package's repository; None outside of one."""
-    done = subprocess.run(
-        ("git", "-C", str(Path(__file__).parent), *arguments), capture_output=True, text=True, check=False
-    )
+    command = ("git", "-C", str(Path(__file__).parent), *arguments)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     return done.stdout.strip() if done.returncode == 0 else None

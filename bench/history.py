@@ -4,25 +4,18 @@ from __future__ import annotations
 
 import os
 import secrets
-import shutil
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Annotated
 
 import msgspec
 import torch
-import typer
 
 import holdfast
 from bench.environment import in_words
 from bench.markdown import table
-from bench.marked import TABLES, rewrite
-from bench.options import Folder, Results, Rounds
-from bench.runner import scratch
-from bench.schema import RESULTS, Bar, Result, Sample, Scenario, measured, require_bars, write_result
+from bench.runner import command, scratch, seconds_of
+from bench.schema import Bar, Benchmark, Options, Part, Result, Sample, Scenario, measured
 from bench.statistics import median
 from holdfast.format import container, manifest, records
 from holdfast.format.container import TABLE_OFFSET, Files
@@ -39,46 +32,29 @@ LS_BAR_S = 1.0
 OURS = "holdfast"
 
 
-def history(
-    *,
-    rounds: Rounds = 5,
-    folder: Folder = Path(),
-    results: Results = RESULTS,
-    document: Annotated[Path, typer.Option(help="The file whose table is rewritten.")] = TABLES,
-) -> None:
-    """Measure what depends on the length of a run's history, and check ``ls`` against its bar."""
-    parts = []
-    for length in LENGTHS:
-        with scratch(folder) as root:
-            samples = measure(root / "run", length, rounds)
-        scenario = Scenario(name=str(length), rounds=rounds, facts={"num_checkpoints": length})
-        parts.append(measured(scenario, samples, results))
-    result = Result("history", tuple(parts))
-    write_result(result, results)
-    table_of = render_history(result)
-    print(table_of, file=sys.stderr)
-    rewrite(document, "history", table_of)
-    require_bars(bars(result))
-
-
-def measure(root: Path, length: int, rounds: int) -> tuple[Sample, ...]:
+def measure_history(length: int, options: Options) -> Part:
     """Grow a run and use it: a load of the head and the save after it, finding the oldest step, two commands (of ``ls``
     processor seconds too: wall-clock seconds of a process depend on what else runs)."""
+    rounds, samples = options.rounds or 5, []
     state: dict[str, object] = {"w": torch.zeros(1024)}
-    grow(root, state, length)
-    os.sync()  # else the first fsync of a save has to wait for all that was written
-    holdfast.load(root, state)
-    steps = iter(range(length + 1, length + 1 + rounds))
-    taken = {
-        "load_s": timed(rounds, lambda: holdfast.load(root, state)),
-        "save_s": timed(rounds, lambda: holdfast.save(root, state, next(steps))),
-        "find_s": timed(rounds, lambda: holdfast_find(root)),
-    }
-    taken["ls_s"], taken["ls_cpu_s"] = zip(*(command("ls", root) for _ in range(rounds)), strict=True)
-    taken["doctor_s"], _ = zip(*(command("doctor", root) for _ in range(rounds)), strict=True)
-    return tuple(
-        Sample(OURS, number + 1, {key: (series[number],) for key, series in taken.items()}) for number in range(rounds)
-    )
+    with scratch(options.folder) as folder:
+        root = folder / "run"
+        grow(root, state, length)
+        os.sync()  # else the first fsync of a save has to wait for all that was written
+        holdfast.load(root, state)
+        for number in range(1, rounds + 1):
+            ls_s, ls_cpu_s = command("ls", root)
+            values = {
+                "load_s": seconds_of(lambda: holdfast.load(root, state)),
+                "save_s": seconds_of(lambda: holdfast.save(root, state, length + number)),  # noqa: B023 - called at once
+                "find_s": seconds_of(lambda: find_oldest(root)),
+                "ls_s": ls_s,
+                "ls_cpu_s": ls_cpu_s,
+                "doctor_s": command("doctor", root)[0],
+            }
+            samples.append(Sample(OURS, number, {key: (value,) for key, value in values.items()}))
+    scenario = Scenario(name=str(length), rounds=rounds, facts={"num_checkpoints": length})
+    return measured(scenario, samples, options.folder)
 
 
 def grow(root: Path, state: dict[str, object], length: int) -> None:
@@ -120,35 +96,16 @@ def grow(root: Path, state: dict[str, object], length: int) -> None:
         (root / records.commit_key(place)).write_bytes(records.encode(commit))
 
 
-def holdfast_find(root: Path) -> None:
+def find_oldest(root: Path) -> None:
     """Find the oldest step by its number."""
     assert Run.open(open_store(Location(str(root)))).find(step=1).place == Place(1, 1)
 
 
-def timed(rounds: int, work: Callable[[], object]) -> tuple[float, ...]:
-    """Seconds of `work`, so often."""
-    times = []
-    for _ in range(rounds):
-        start = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - start)
-    return tuple(times)
-
-
-def command(name: str, root: Path) -> tuple[float, float]:
-    """Seconds and processor seconds of a command, its start included."""
-    executable = shutil.which("holdfast") or str(Path(sys.executable).parent / "holdfast")
-    before, start = os.times(), time.perf_counter()
-    subprocess.run([executable, name, str(root)], check=True, stdout=subprocess.DEVNULL)
-    wall, after = time.perf_counter() - start, os.times()
-    cpu = after.children_user + after.children_system - before.children_user - before.children_system
-    return wall, cpu
-
-
 def bars(result: Result) -> Iterator[Bar]:
     """The bar of the longest history."""
-    cpu_s = median(result.part(str(LENGTHS[-1])).series(OURS, "ls_cpu_s"))
-    yield Bar("ls", cpu_s, LS_BAR_S, f"ls of {LENGTHS[-1]:,} checkpoints {cpu_s:.2f} s (at most {LS_BAR_S})")
+    if longest := result.find(str(LENGTHS[-1])):
+        cpu_s = median(longest.series(OURS, "ls_cpu_s"))
+        yield Bar("ls", cpu_s, LS_BAR_S, f"ls of {LENGTHS[-1]:,} checkpoints {cpu_s:.2f} s (at most {LS_BAR_S})")
 
 
 def render_history(result: Result) -> str:
@@ -174,3 +131,8 @@ def render_history(result: Result) -> str:
         f"{in_words(result.parts[-1].environment)}."
     )
     return "\n".join((*lines, "", how))
+
+
+HISTORY = Benchmark(
+    "history", {str(length): partial(measure_history, length) for length in LENGTHS}, render_history, bars
+)

@@ -29,7 +29,7 @@ SLOTS = (
 
 @dataclass(frozen=True)
 class Sent:
-    """The messages that arrive at the coordinator."""
+    """What arrives at the coordinator."""
 
     messages: list[RankMessage]
     bodies: dict[bytes, bytes]

@@ -8,43 +8,22 @@ wrote, an even part of the state each.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Annotated, NamedTuple
+from functools import partial
+from typing import NamedTuple
 
 import msgspec
-import typer
 
-from bench.contenders import LATER, NAMES, described, entrants, not_installed
-from bench.environment import package_versions
-from bench.errors import SetupError
-from bench.markdown import table, ways_in_words, whereabouts
-from bench.options import Contenders, Folder, Gib, Name, Results, Rounds
-from bench.placing import Layout
-from bench.progress import describe, progress
-from bench.raw import RAW_WAYS, takes_direct
-from bench.runner import run, scratch
-from bench.save_load import SaveLoad
-from bench.schema import (
-    RAW,
-    RESULTS,
-    Bar,
-    Contender,
-    Part,
-    Result,
-    Sample,
-    Scenario,
-    chosen,
-    measured,
-    require_raw_limit,
-    write_result,
-)
-from bench.state import NUM_LAYERS, LlamaLike
+from bench.contenders import LATER, SAVING, select
+from bench.markdown import label, raw_in_words, table, whereabouts
+from bench.runner import Job, measure
+from bench.save_load import Keep, Loads, copies
+from bench.schema import RAW, Bar, Benchmark, Options, Part, Result
+from bench.state import NUM_LAYERS, Layout, LlamaLike
 from bench.statistics import median, text
 
-#: Contenders that are packages of their own.
-PACKAGES = ("torch_checkpointing", "torchsnapshot", "safetensors")
-
-#: The least share of the raw limit that each scenario is to reach, and what all of them may cost at most.
+#: The size that the bars hold for; the least share of the raw limit that each scenario is to reach, and what all of
+#: them may cost at most.
+MIN_NBYTES = 2_000_000_000
 SHARE_BARS = {"same": 0.9, "columns": 0.8, "grow": 0.7, "shrink": 0.7, "fsdp-tp": 0.7}
 CPU_BAR_S_PER_GB = 0.35
 READ_BAR = 1.02
@@ -53,6 +32,7 @@ MEMORY_BAR_NBYTES = 128 << 20
 
 LOAD = "load"
 _LABELS = {RAW: "raw limit, GB/s", "torch.save": "torch.load"}
+_NO_OTHER_LAYOUT = "a file holds what one rank held, so only as many ranks of the same layout can load"
 
 
 class Side(NamedTuple):
@@ -70,10 +50,6 @@ class Move(NamedTuple):
     loaded: Side
     num_layers: int = NUM_LAYERS
 
-    def recipe(self, side: Side, min_nbytes: int) -> LlamaLike:
-        """The recipe by which the ranks of `side` make the state."""
-        return LlamaLike(min_nbytes, side.layout, self.num_layers)
-
 
 MOVES = {
     "same": Move("2 ranks, same rows", Side("rows", 2), Side("rows", 2)),
@@ -86,103 +62,61 @@ MOVES = {
 }
 
 
-def load(
-    *,
-    gib: Gib = 2.0,
-    rounds: Rounds = 7,
-    scenario: Annotated[list[str] | None, typer.Option(help="Only this scenario; repeatable.")] = None,
-    contender: Contenders = None,
-    folder: Folder = Path(),
-    name: Name = "load",
-    results: Results = RESULTS,
-) -> None:
-    """Measure loads across layouts against the raw limit, each scenario in paired rounds."""
-    if rounds < 1:
-        raise SetupError("A run needs at least one round.")
-    names = tuple(each for each in NAMES if each != LATER) if contender is None else (RAW, *contender)
-    moves = {each: MOVES[each] for each in chosen(scenario, tuple(MOVES), kind="scenario")}
-    jobs = {each: _jobs(move, names, rounds=rounds, min_nbytes=int(gib * 2**30)) for each, move in moves.items()}
-    for saving, loading in jobs.values():
-        # Of replicas, a contender may store one for each rank.
-        loading.require_space(folder, num_more=saving.world)
-    parts: list[Part] = []
-    path: Path | None = None
-    with progress(sum(loading.num_samples() for _, loading in jobs.values())) as advance:
-        for each in moves:
-            parts.append(_measure(each, names, *jobs[each], folder, advance))
-            # Whatever happens to a later scenario, this one is kept.
-            path = write_result(Result(name, tuple(parts)), results)
-    for part in parts:
-        require_raw_limit(part, LOAD)
-    typer.echo(f"wrote {path}")
-
-
-def why_not(contender: str, move: Move) -> str | None:
-    """Why `contender` cannot take part in `move`; None if it can."""
-    if contender == "torch.save" and move.saved != move.loaded:
-        return "a file holds what one rank held, so only as many ranks of the same layout can load"
-    return not_installed(contender, contender if contender in PACKAGES else None).get(contender)
-
-
-def _jobs(move: Move, names: tuple[str, ...], *, rounds: int, min_nbytes: int) -> tuple[SaveLoad, SaveLoad]:
-    """The job of the ranks that save, and the job of those that load."""
-    able = tuple(name for name in names if why_not(name, move) is None)
-    peers = tuple(name for name in able if name != RAW)
-    recipes = (move.recipe(side, min_nbytes) for side in (move.saved, move.loaded))
-    saving, loading = (
-        SaveLoad(world=side.world, rounds=rounds, recipe=recipe, contenders=able, measures=(LOAD,))
-        for side, recipe in zip((move.saved, move.loaded), recipes, strict=True)
-    )
-    return (
-        msgspec.structs.replace(saving, rounds=1, contenders=peers, measures=(), kept=peers),
-        msgspec.structs.replace(loading, kept=entrants((RAW,))),
-    )
-
-
-def _measure(
-    name: str,
-    names: tuple[str, ...],
-    saving: SaveLoad,
-    loading: SaveLoad,
-    folder: Path,
-    advance: Callable[[str], None],
-) -> Part:
+def measure_load(name: str, options: Options) -> Part:
+    """Loads of every contender that can take part in a move, in paired rounds."""
     move = MOVES[name]
+    names, absent = contenders_of(move, options)
 
-    def tell(sample: Sample) -> None:
-        advance(f"{move.title}: {describe(sample)}")
+    def recipe(side: Side) -> LlamaLike:
+        return LlamaLike(options.nbytes(gib=2.0), side.layout, move.num_layers)
 
-    with scratch(folder) as path:
-        direct = takes_direct(path)
-        run(saving, path, on_sample=tell)
-        size, samples = run(msgspec.structs.replace(loading, direct=direct), path, on_sample=tell)
-    sides = {"saved": move.saved, "loaded": move.loaded}
-    return measured(
-        Scenario(
-            name=name,
-            title=move.title,
-            world=loading.world,
-            rounds=loading.rounds,
-            state=size,
-            facts={when: f"{side.layout}, {side.world} ranks" for when, side in sides.items()},
-        ),
-        samples,
-        folder,
-        contenders=described(names, direct=direct),
-        not_possible={each: reason for each in names if (reason := why_not(each, move)) is not None},
-        raw_ways=tuple(RAW_WAYS),
-        packages=package_versions(PACKAGES),
+    loading = Job(
+        name=name,
+        title=move.title,
+        turns=Loads,
+        recipe=recipe(move.loaded),
+        world=move.loaded.world,
+        rounds=options.rounds or 7,
+        contenders=names,
+        # Of replicas, a contender may store one for each rank.
+        copies=copies(names) + move.saved.world,
+        facts={
+            when: f"{side.layout}, {side.world} ranks"
+            for when, side in (("saved", move.saved), ("loaded", move.loaded))
+        },
     )
+    saving = msgspec.structs.replace(
+        loading,
+        turns=Keep,
+        recipe=recipe(move.saved),
+        world=move.saved.world,
+        rounds=0,
+        contenders=tuple(each for each in names if each != RAW),
+    )
+    return measure(loading, options, first=saving, absent=absent)
+
+
+def contenders_of(move: Move, options: Options) -> tuple[tuple[str, ...], dict[str, str]]:
+    """The contenders that take part in `move`, and why the others that were asked for cannot."""
+    names, absent = select(options.contenders, SAVING, [name for name in SAVING if name != LATER])
+    if "torch.save" in names and move.saved != move.loaded:
+        names, absent = tuple(name for name in names if name != "torch.save"), absent | {"torch.save": _NO_OTHER_LAYOUT}
+    return names, absent
 
 
 def bars(result: Result) -> Iterator[Bar]:
-    """The targets that holdfast must reach."""
-    for part in result.parts:
+    """What holdfast is to reach, in the parts of full size that it took part in."""
+    parts = [
+        part
+        for part in result.parts
+        if part.scenario.state.nbytes >= MIN_NBYTES and part.series("holdfast", measure=LOAD)
+    ]
+    for part in parts:
         least, share = SHARE_BARS.get(part.scenario.name), median(part.shares("holdfast", measure=LOAD))
         if least is not None:
             words = f"{part.scenario.title}, of raw: {share:.2f} (at least {least})"
             yield Bar("of raw", share, least, words, at_least=True)
-    for part in result.parts:
+    for part in parts:
         cpu_s, read = part.cpu_s_per_gb("holdfast", measure=LOAD), _per_byte(part, "holdfast", "device_nbytes")
         if part.scenario.name == "same":
             words = f"CPU seconds per GB: {cpu_s:.2f} (at most {CPU_BAR_S_PER_GB})"
@@ -190,34 +124,32 @@ def bars(result: Result) -> Iterator[Bar]:
         if part.scenario.name == "replicas":
             words = f"{part.scenario.title}, read of needed: {read:.3f} (at most {READ_BAR})"
             yield Bar("read", read, READ_BAR, words)
-    most = max(part.peak_nbytes("holdfast", LOAD) for part in result.parts)
-    words = f"extra memory of a rank: {most / 1e6:.0f} MB (at most {MEMORY_BAR_NBYTES / 1e6:.0f})"
-    yield Bar("memory", most, MEMORY_BAR_NBYTES, words)
+    if parts:
+        most = max(part.peak_nbytes("holdfast", LOAD) for part in parts)
+        words = f"extra memory of a rank: {most / 1e6:.0f} MB (at most {MEMORY_BAR_NBYTES / 1e6:.0f})"
+        yield Bar("memory", most, MEMORY_BAR_NBYTES, words)
 
 
 def render_load(result: Result) -> str:
     """The figures of `result` as Markdown."""
     last = result.parts[-1]
-    labels = {each.name: _label(each) for each in last.contenders}
+    labels = {each.name: _LABELS.get(each.name) or label(each, "(verified)") for each in last.contenders}
     costly = {name: label for name, label in labels.items() if name != RAW}
     lines = [*table("", labels, _columns(result, _share)), "", _about_shares(result), ""]
     lines += [*table("", costly, _columns(result, _cost)), "", _about_costs(result)]
-    if "holdfast" in labels:
-        lines += ["", f"Bars for holdfast: {'; '.join(bar.text() for bar in bars(result))}."]
+    judged = "; ".join(bar.text() for bar in bars(result))
+    if judged:
+        lines += ["", f"Bars for holdfast: {judged}."]
     return "\n".join((*lines, "", whereabouts(result.name, last, packages=True)))
 
 
 def _columns(result: Result, cell: Callable[[Part, str], str]) -> list[tuple[str, Callable[[str], str]]]:
     """A column for each scenario."""
 
-    def of(part: Part) -> Callable[[str], str]:
-        return lambda name: "not possible" if name in part.not_possible else cell(part, name)
+    def of(part: Part, name: str) -> str:
+        return "not possible" if name in part.not_possible else cell(part, name)
 
-    return [(part.scenario.title, of(part)) for part in result.parts]
-
-
-def _label(contender: Contender) -> str:
-    return _LABELS.get(contender.name, contender.name) + (" (verified)" if contender.verified != "no" else "")
+    return [(part.scenario.title, partial(of, part)) for part in result.parts]
 
 
 def _share(part: Part, name: str) -> str:
@@ -245,7 +177,7 @@ def _about_shares(result: Result) -> str:
         f"Share of the raw limit (raw seconds / seconds, paired by round), medians of {part.scenario.rounds} "
         f"interleaved rounds (lowest to highest). {sizes[0]} to {sizes[-1]} GB; caches are cold before every load "
         f"({part.caches}), and every load is compared with what was saved. Raw limit: as many processes as ranks that "
-        f"load read the state's bytes once, evenly, {part.contender(RAW).io}, best of {ways_in_words(part)}."
+        f"load read the state's bytes once, evenly, {part.contenders[0].io}, best of {raw_in_words(part)}."
     )
 
 
@@ -260,3 +192,6 @@ def _about_costs(result: Result) -> str:
         "byte of the state (in brackets: that their read calls returned, from the page cache too; mapped files are "
         f"none).{''.join(every)}"
     )
+
+
+LOADS = Benchmark("load", {name: partial(measure_load, name) for name in MOVES}, render_load, bars)

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import resource
-import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import NamedTuple
 
 import numpy as np
-import typer
 
 from bench.layouts import Sent, flat_random, fsdp, fsdp_layout, three_d
 from bench.markdown import table
-from bench.marked import TABLES, rewrite
-from bench.options import Results, Rounds
-from bench.schema import RESULTS, Bar, Part, Result, Sample, Scenario, measured, require_bars, write_result
+from bench.runner import in_a_process, seconds_of
+from bench.schema import Bar, Benchmark, Options, Part, Result, Sample, Scenario, measured
 from bench.statistics import median
 from holdfast.format.container import Files
 from holdfast.format.manifest import decode
@@ -31,14 +28,24 @@ from holdfast.plan.save import CheckpointIdentity, RankValues, encode_plan, plan
 WORLDS = (64, 256, 1024, 4480, 8960)
 #: A changed layout to load into: FSDP over this many ranks.
 NEW_WORLD = 1024
+ROUNDS = 5
 IDENTITY = CheckpointIdentity("0" * 16, "1" * 32, Place(1, 1), 700, 0.0, {})
 
-#: Simulated layouts by name, the smallest world each makes sense for, and its bars at 8,960 ranks: coordinator's
-#: seconds, manifest MiB, memory MiB.
-CASES: dict[str, tuple[Callable[[int], Sent], int, tuple[float, float, float]]] = {
-    "fsdp": (fsdp, 1, (1.0, 1.0, 2048.0)),
-    "tp8-pp16-dp": (three_d, 128, (1.0, 1.0, 2048.0)),
-    "random-flat-cuts": (flat_random, 1, (10.0, 64.0, 2048.0)),
+
+class Case(NamedTuple):
+    """A simulated layout, the smallest world that it makes sense for, and its bars at the largest one."""
+
+    simulate: Callable[[int], Sent]
+    smallest: int
+    coordinator_s: float
+    manifest_mib: float
+    memory_mib: float = 2048.0
+
+
+CASES = {
+    "fsdp": Case(fsdp, 1, 1.0, 1.0),
+    "tp8-pp16-dp": Case(three_d, 128, 1.0, 1.0),
+    "random-flat-cuts": Case(flat_random, 1, 10.0, 64.0),
 }
 #: A rank's own load plan into a changed layout, and the check of 1,024 tensors x 1,024 shards.
 LOAD_PLAN_BAR_S = 0.5
@@ -46,55 +53,38 @@ VALIDATION_BAR_S = 1.0
 VALIDATION, OURS = "validation", "holdfast"
 
 
-def plan(
-    *,
-    rounds: Rounds = 5,
-    results: Results = RESULTS,
-    plot: Annotated[Path, typer.Option(help="The PNG.")] = Path("docs/figures/planning.png"),
-    document: Annotated[Path, typer.Option(help="The file whose table is rewritten.")] = TABLES,
-) -> None:
-    """Measure planning at scale, and check it against its bars."""
-    parts = []
-    for case, (_, smallest, _) in CASES.items():
-        for world_size in WORLDS:
-            world = max(world_size, smallest)
-            # A process of its own, so that its peak memory is this world's.
-            with multiprocessing.get_context("spawn").Pool(1) as pool:
-                facts, samples = pool.apply(measure, (case, world, rounds))
-            scenario = Scenario(name=f"{case} x {world}", title=case, world=world, rounds=rounds, facts=facts)
-            parts.append(measured(scenario, samples, results))
-            print(describe(parts[-1]), file=sys.stderr)
-    samples = measure_validation(rounds)
-    scenario = Scenario(name=VALIDATION, rounds=rounds)
-    parts.append(measured(scenario, samples, results))
-    print(f"1,024 tensors x 1,024 shards validated in {_median(parts[-1], 'seconds'):.2f} s", file=sys.stderr)
-    result = Result("plan", tuple(parts))
-    write_result(result, results)
-    draw(result, plot)
-    rewrite(document, "plan", render_plan(result))
-    require_bars(bars(result))
+def measure_case(case: str, world: int, options: Options) -> Part:
+    """Planning of a simulated world, in a process of its own, so that its peak memory is this world's."""
+    rounds = options.rounds or ROUNDS
+    facts, samples = in_a_process(plan_world, case, world, rounds)
+    scenario = Scenario(name=f"{case} x {world}", title=case, world=world, rounds=rounds, facts=facts)
+    return measured(scenario, samples, options.folder)
 
 
-def measure(case: str, world_size: int, rounds: int) -> tuple[dict[str, int], tuple[Sample, ...]]:
+def manifest_of(sent: Sent) -> bytes:
+    """What the coordinator writes: its own work on what all ranks sent."""
+    return encode_plan(plan_save(sent.messages, sent.bodies), identity=IDENTITY, values=[RankValues(0, 1000, ("a",))])
+
+
+def plan_world(case: str, world: int, rounds: int) -> tuple[dict[str, int], tuple[Sample, ...]]:
     """Plan a simulated world: from what all ranks sent to a manifest, and from that to one rank's reads."""
-    sent = CASES[case][0](world_size)
+    sent = CASES[case].simulate(world)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     plan_times, manifest = [], b""
     for _ in range(rounds):
-        start = time.perf_counter()
-        planned = plan_save(sent.messages, sent.bodies)
-        manifest = encode_plan(planned, identity=IDENTITY, values=[RankValues(0, 1000, ("a",))])
-        plan_times.append(time.perf_counter() - start)
+        start_s = time.perf_counter()
+        manifest = manifest_of(sent)
+        plan_times.append(time.perf_counter() - start_s)
     extra = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
     samples = []
     for number, plan_s in enumerate(plan_times, 1):
-        start = time.perf_counter()
+        start_s = time.perf_counter()
         files = Files(decode(manifest, path="manifest"))
-        decode_s = time.perf_counter() - start
+        decode_s = time.perf_counter() - start_s
         wants = changed_layout(files)
-        start = time.perf_counter()
+        start_s = time.perf_counter()
         num_reads = sum(len(reads) for reads in plan_load(files, wants))
-        load_plan_s = time.perf_counter() - start
+        load_plan_s = time.perf_counter() - start_s
         assert num_reads >= len(wants)
         values = {"plan_s": (plan_s,), "decode_s": (decode_s,), "load_plan_s": (load_plan_s,)}
         samples.append(Sample(OURS, number, values))
@@ -104,7 +94,7 @@ def measure(case: str, world_size: int, rounds: int) -> tuple[dict[str, int], tu
 
 
 def changed_layout(files: Files) -> list[ReadRequest]:
-    """The parts of a checkpoint's tensors that one rank of FSDP over `NEW_WORLD` ranks holds."""
+    """What one rank of FSDP over `NEW_WORLD` ranks holds of the tensors of a checkpoint."""
     spec = fsdp_layout(NEW_WORLD)[0].spec
     assert isinstance(spec, Placed)
     rank = NEW_WORLD // 3
@@ -115,21 +105,20 @@ def changed_layout(files: Files) -> list[ReadRequest]:
     ]
 
 
-def measure_validation(rounds: int, *, num_tensors: int = 1024, num_shards: int = 1024) -> tuple[Sample, ...]:
+def measure_validation(options: Options) -> Part:
     """Seconds to check that 1,024 tensors of 1,024 shards each, all cut differently, are covered exactly once."""
-    rng = np.random.default_rng(0)
-    extent = 1 << 20
+    rng, extent, num_tensors, num_shards = np.random.default_rng(0), 1 << 20, 1024, 1024
     inner = [np.sort(rng.choice(extent - 1, num_shards - 1, replace=False) + 1) for _ in range(num_tensors)]
     cuts = np.stack([np.concatenate([[0], row, [extent]]) for row in inner])
     starts, sizes = cuts[:, :-1].reshape(-1, 1), np.diff(cuts, axis=1).reshape(-1, 1)
     tensors = np.repeat(np.arange(num_tensors), num_shards)
-    samples = []
-    for number in range(1, rounds + 1):
-        start = time.perf_counter()
-        fault = coverage_fault([(extent,)] * num_tensors, tensors, starts, sizes)
-        samples.append(Sample(OURS, number, {"seconds": (time.perf_counter() - start,)}))
-        assert fault is None
-    return tuple(samples)
+
+    def check() -> None:
+        assert coverage_fault([(extent,)] * num_tensors, tensors, starts, sizes) is None
+
+    rounds = options.rounds or ROUNDS
+    samples = [Sample(OURS, number, {"seconds": (seconds_of(check),)}) for number in range(1, rounds + 1)]
+    return measured(Scenario(name=VALIDATION, rounds=rounds), samples, options.folder)
 
 
 def render_plan(result: Result) -> str:
@@ -159,48 +148,29 @@ def render_plan(result: Result) -> str:
     return "\n".join((*lines, "", how))
 
 
-def describe(part: Part) -> str:
-    """One line per world."""
-    return (
-        f"{part.scenario.title:>18} x {part.scenario.world:>5}: planned in {_median(part, 'plan_s'):.2f} s "
-        f"(+{_mib(part, 'extra_memory_nbytes'):.0f} MiB), manifest {_mib(part, 'manifest_nbytes'):.2f} MiB, "
-        f"decoded in {_median(part, 'decode_s'):.3f} s, a rank's load plan {_median(part, 'load_plan_s'):.2f} s"
-    )
-
-
 def bars(result: Result) -> Iterator[Bar]:
     """The bars, at the largest world."""
     for part in result.parts:
         if part.scenario.world == WORLDS[-1]:
-            seconds, manifest_mib, memory_mib = CASES[part.scenario.title][2]
+            case = CASES[part.scenario.title]
             for what, value, bar in (
-                ("coordinator s", _median(part, "plan_s"), seconds),
-                ("manifest MiB", _mib(part, "manifest_nbytes"), manifest_mib),
-                ("memory MiB", _mib(part, "extra_memory_nbytes"), memory_mib),
+                ("coordinator s", _median(part, "plan_s"), case.coordinator_s),
+                ("manifest MiB", _mib(part, "manifest_nbytes"), case.manifest_mib),
+                ("memory MiB", _mib(part, "extra_memory_nbytes"), case.memory_mib),
                 ("load plan s", _median(part, "load_plan_s"), LOAD_PLAN_BAR_S),
             ):
                 yield Bar(what, value, bar, f"{part.scenario.title} {what} {value:.2f} (at most {bar})")
-    seconds = _median(result.part(VALIDATION), "seconds")
-    yield Bar("validation s", seconds, VALIDATION_BAR_S, f"validation s {seconds:.2f} (at most {VALIDATION_BAR_S})")
+    if validation := result.find(VALIDATION):
+        seconds = _median(validation, "seconds")
+        yield Bar("validation s", seconds, VALIDATION_BAR_S, f"validation s {seconds:.2f} (at most {VALIDATION_BAR_S})")
 
 
-def _median(part: Part, key: str) -> float:
-    return median(part.series(OURS, key))
+def draw_planning(result: Result, path: Path) -> None:
+    """Draw planning seconds and manifest size over world size, as a PNG at `path`."""
+    from matplotlib.figure import Figure
 
-
-def _mib(part: Part, fact: str) -> float:
-    nbytes: int = part.scenario.facts[fact]
-    return nbytes / 2**20
-
-
-def draw(result: Result, path: Path) -> None:
-    """Planning seconds and manifest size over world size, as a PNG."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    left, right = figure.subplots(1, 2)
     for case in CASES:
         parts = [part for part in result.parts if part.scenario.title == case]
         worlds = [part.scenario.world for part in parts]
@@ -217,4 +187,22 @@ def draw(result: Result, path: Path) -> None:
     figure.suptitle("Planning a Llama-3-405B-like state with Adam (4,548 tensors), simulated ranks")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
-    plt.close(figure)
+
+
+def _median(part: Part, key: str) -> float:
+    return median(part.series(OURS, key))
+
+
+def _mib(part: Part, fact: str) -> float:
+    nbytes: int = part.scenario.facts[fact]
+    return nbytes / 2**20
+
+
+def _parts() -> Iterator[tuple[str, Callable[[Options], Part]]]:
+    for name, case in CASES.items():
+        for world in (max(each, case.smallest) for each in WORLDS):
+            yield f"{name} x {world}", partial(measure_case, name, world)
+    yield VALIDATION, measure_validation
+
+
+PLAN = Benchmark("plan", dict(_parts()), render_plan, bars)

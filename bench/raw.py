@@ -24,7 +24,7 @@ _PART_NBYTES = 16 << 20
 
 
 class RawWay(NamedTuple):
-    """The number of threads and the bytes of a request: straight between memory and the device, or through buffers of
+    """How many threads make requests of how many bytes: straight between memory and the device, or through buffers of
     that size, with a copy on the way. (Buffers that stay in the processor's cache can be faster than memory.)"""
 
     threads: int

@@ -4,227 +4,263 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import shutil
+import signal
+import subprocess
+import sys
 import tempfile
-import traceback
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from multiprocessing.connection import Connection, wait
-from multiprocessing.context import SpawnProcess
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, ParamSpec, TypeVar
 
 import msgspec
+import psutil
 import torch
 import torch.distributed as dist
+from rich.console import Console
 from torch.distributed.device_mesh import init_device_mesh
+from torch.multiprocessing.spawn import ProcessException, start_processes
 
-from bench.errors import BenchError, RankFailedError, SetupError, WrongBytesError
-from bench.schema import WARM_UP, Sample, StateSize
+from bench.contenders import SAVING, Entry
+from bench.costs import cpu_s, keepers, node_memory, settle, tree
+from bench.environment import package_versions
+from bench.raw import RAW_WAYS, takes_direct
+from bench.schema import (
+    RAW,
+    WARM_UP,
+    Options,
+    Part,
+    RankFailedError,
+    Sample,
+    Scenario,
+    SetupError,
+    StateSize,
+    WrongBytesError,
+    measured,
+)
 from bench.state import Recipe, State
 from bench.statistics import rotated
+from bench.ways import GENERATIONS, HoldfastBackground, Site, Way
 
 #: What torchrun gives each of several ranks of a node.
 TORCH_THREADS = 1
 HOST = "127.0.0.1"
-_EXIT_TIMEOUT_S = 10.0
+#: How often messages are looked for.
+_LOOK_S = 0.1
+#: States are somewhat larger than asked for.
+_HEADROOM = 1.15
+#: States in memory at once, at most: the live one, snapshots, and what peers have of it; and all else.
+_COPIES, _OTHER_NBYTES = 6, 2 << 30
 
-J = TypeVar("J")
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class Span(NamedTuple):
-    """The begin and the end of something on one rank, by the machine-wide monotonic clock."""
+    """When something began and ended on one rank, by the machine-wide monotonic clock."""
 
     start_s: float
     end_s: float
 
 
-#: What one rank found: spans become seconds from the first rank's start to the last rank's end.
-Found = Mapping[str, float | Span]
+#: What one rank found: spans become seconds from the first rank's start to the last rank's end; of several tries, those
+#: of the best one.
+Found = Mapping[str, float | Span | list[Span]]
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True):
+    """What ranks do together, on what `recipe` makes: `turns`, of `contenders`. On the device there are `copies` of the
+    state at once, at most. `facts` are what is particular to the turns; a result file has them too.
+
+    The rest is where, for the ranks alone: a store at `store_port` outlives them.
+    """
+
+    name: str
+    title: str = ""
+    turns: type[Turns]
+    recipe: Recipe
+    world: int
+    rounds: int
+    contenders: tuple[str, ...]
+    copies: int
+    in_memory: bool = False
+    facts: Mapping[str, Any] = {}
+    folder: Path = Path()
+    node_dir: Path | None = None
+    direct: bool = False
+    store_port: int = 0
 
 
 class Turns:
-    """The turns of one rank of a run. All methods are collective."""
+    """What one rank of a job does. All methods are collective."""
 
     #: In each round, every entrant takes one turn for each of these.
     measures: tuple[str, ...] = ("",)
+    registry: ClassVar[Mapping[str, Entry]] = SAVING
+    #: The ranks of each round are new ones, which are killed at its end.
+    mortal = False
+
+    def __init__(self, job: Job, state: State) -> None:
+        self.job = job
+        self.state = state
+        self.leads = dist.get_rank() == 0
+        self.site = Site(state, job.folder, job.node_dir, direct=job.direct)
+        self.ways: dict[str, Way] = {}
 
     def entrants(self, number: int) -> tuple[str, ...]:
-        """The entrants that take a turn in round `number`."""
-        raise NotImplementedError
+        """Who takes a turn in round `number`: the raw limit in each of its ways, then the others."""
+        raw = [f"{RAW} {way}" for way in RAW_WAYS if RAW in self.job.contenders]
+        return (*raw, *(name for name in self.job.contenders if name != RAW))
 
     def take(self, name: str, number: int, measure: str) -> Iterator[tuple[str, str, Found]]:
         """Take a turn of `name`; of all that is measured in it, the contender, the measure and what was found."""
         raise NotImplementedError
 
-    def begin_round(self, number: int) -> None:
-        """Prepare round `number`."""
+    def way(self, name: str) -> Way:
+        """What entrant `name` does; set up at the first call."""
+        if name not in self.ways:
+            self.ways[name] = self._kind(name)(self.site, name)
+        return self.ways[name]
 
-    def end_round(self, number: int) -> None:
-        """Remove what round `number` leaves behind."""
+    def place(self, name: str, what: object) -> Path:
+        """The folder that entrant `name` saves `what` into, and loads it from."""
+        return self._kind(name).place(self.site, name, str(what))
 
-    def close(self) -> None:
-        """Let go of everything."""
+    def cold(self, folder: Path) -> Path:
+        """`folder`, made where it is not there, beside caches that are cold; when all ranks are here."""
+        if self.leads:
+            folder.mkdir(parents=True, exist_ok=True)
+            settle(folder)
+        dist.barrier()
+        return folder
 
+    def discard(self, name: str, folder: Path) -> None:
+        """Give back what a save takes on the device, when all ranks have done with it."""
+        dist.barrier()
+        if self.leads:
+            self._kind(name).discard(folder)
 
-class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """The job of a run's ranks: they use the state that `recipe` makes, `folder`, and a store that outlives them."""
+    def cpu_s(self, name: str) -> float:
+        """CPU seconds so far of this rank and all that it started, and on rank 0 of holdfast's keeper. All ranks are
+        here for it, so that what others still do for a save counts, and what they do next does not."""
+        dist.barrier()
+        used_s = cpu_s(tree(os.getpid()))
+        if self.leads and self.job.node_dir and self._kind(name) is HoldfastBackground:
+            used_s += cpu_s(keepers(self.job.node_dir))
+        dist.barrier()
+        return used_s
 
-    world: int
-    rounds: int
-    recipe: Recipe
-    folder: Path = Path()
-    store_port: int = 0
-
-    def turns(self, state: State) -> Turns:
-        """The turns that this rank takes with its part of the state."""
-        raise NotImplementedError
-
-    def num_samples(self) -> int:
-        """The number of samples that the job will give."""
-        raise NotImplementedError
-
-
-@contextmanager
-def scratch(folder: Path) -> Iterator[Path]:
-    """A folder below `folder` that ends with the block."""
-    with tempfile.TemporaryDirectory(prefix="bench-", dir=folder) as path:
-        yield Path(path)
-
-
-def require_room(what: str, nbytes: int, *, free: int) -> None:
-    """SetupError where there is less `free` than a run needs."""
-    if free < nbytes:
-        raise SetupError(
-            f"{nbytes / 1e9:.1f} GB {what} are needed, {free / 1e9:.1f} GB are free. "
-            "Ask for a smaller state, or for another folder."
-        )
+    def _kind(self, name: str) -> type[Way]:
+        return self.registry[RAW if name.startswith(RAW) else name].way
 
 
-def new_store(world: int) -> dist.TCPStore:
-    """A store for `world` ranks: here, where the kernel can choose the port before any rank starts."""
-    return dist.TCPStore(HOST, 0, world, is_master=True, wait_for_workers=False)
+def measure(job: Job, options: Options, *, first: Job | None = None, absent: Mapping[str, str] | None = None) -> Part:
+    """Run `job`, after `first` in the same folder. SetupError where there is no room for it. `absent` are contenders
+    that cannot take part, and why."""
+    nbytes = _HEADROOM * job.recipe.nbytes(job.world)
+    require_room(f"in {options.folder}", job.copies * nbytes, free=shutil.disk_usage(options.folder).free)
+    with ExitStack() as stack:
+        folder = stack.enter_context(scratch(options.folder))
+        where: dict[str, Any] = {"folder": folder, "direct": takes_direct(folder)}
+        if job.in_memory:
+            require_room(f"in {options.memory}", GENERATIONS * nbytes, free=shutil.disk_usage(options.memory).free)
+            require_room("of memory", _COPIES * nbytes + _OTHER_NBYTES, free=psutil.virtual_memory().available)
+            where["node_dir"] = stack.enter_context(node_memory(options.memory))
+        status = stack.enter_context(Console(stderr=True).status(f"{job.name}: starting the ranks"))
+
+        def tell(sample: Sample) -> None:
+            status.update(f"{job.name}: {describe(sample)} (of {job.rounds} rounds)")
+
+        size, samples = StateSize(), tuple[Sample, ...]()
+        for each in (job,) if first is None else (first, job):
+            size, samples = run(msgspec.structs.replace(each, **where), on_sample=tell)
+    absent, registry, sampled = absent or {}, job.turns.registry, {sample.contender for sample in samples}
+    entries = [entry for name, entry in registry.items() if name in job.contenders or name in absent]
+    refused = {} if where["direct"] else {RAW: "buffered: the filesystem refused O_DIRECT"}
+    return measured(
+        Scenario(name=job.name, title=job.title, world=job.world, rounds=job.rounds, state=size, facts=job.facts),
+        samples,
+        options.folder,
+        contenders=tuple(
+            msgspec.structs.replace(entry.about, io=refused.get(entry.about.name, entry.about.io)) for entry in entries
+        ),
+        not_possible=absent,
+        raw_ways=tuple(way for way in RAW_WAYS if f"{RAW} {way}" in sampled),
+        packages=package_versions(entry.package for entry in entries if entry.package),
+    )
 
 
-def run(job: Job, folder: Path, *, on_sample: Callable[[Sample], None]) -> tuple[StateSize, tuple[Sample, ...]]:
-    """Run `job` in `folder`: the size of its state and all samples, the warm-up's too. `on_sample` sees each one as it
-    comes. RankFailedError when a rank raises or dies; no process outlives the call."""
-    if job.rounds < 1 or job.world < 1:
-        raise SetupError("A run needs at least one round and one rank.")
-    store = new_store(job.world)
-    job = msgspec.structs.replace(job, folder=folder, store_port=store.port)
-    with started(run_rank, job, world=job.world) as ranks:
-        return collect(ranks, on_sample=on_sample)
-
-
-@contextmanager
-def started(
-    target: Callable[[int, J, Connection], None], job: J, *, world: int
-) -> Iterator[dict[Connection, SpawnProcess]]:
-    """Processes that run `target` with their rank, `job` and the channel they send on, by that channel; kills all of
-    them at the end."""
-    context = multiprocessing.get_context("spawn")
-    ranks: dict[Connection, SpawnProcess] = {}
-    try:
-        for rank in range(world):
-            receiver, sender = context.Pipe(duplex=False)
-            process = context.Process(target=target, args=(rank, job, sender), name=f"bench-rank-{rank}")
-            process.start()
-            # With the parent's copy closed, the death of a rank reads as the end of its channel.
-            sender.close()
-            ranks[receiver] = process
-        yield ranks
-    finally:
-        for receiver, process in ranks.items():
-            process.kill()
-            process.join()
-            receiver.close()
-
-
-def collect(
-    ranks: dict[Connection, SpawnProcess], *, on_sample: Callable[[Sample], None]
-) -> tuple[StateSize, tuple[Sample, ...]]:
-    """Receive until every rank has closed its channel."""
-    sizes: list[StateSize] = []
-    samples: list[Sample] = []
-    for message in messages(ranks):
-        if isinstance(message, StateSize):
-            sizes.append(message)
-        elif isinstance(message, Sample):
-            samples.append(message)
-            on_sample(message)
-    (size,) = sizes
+def run(job: Job, *, on_sample: Callable[[Sample], None]) -> tuple[StateSize, tuple[Sample, ...]]:
+    """Run `job` in its folder: the size of its state and all samples, the warm-up's too. `on_sample` sees each one as
+    it comes. RankFailedError when a rank raises or dies; no process outlives the call."""
+    size, samples = StateSize(), list[Sample]()
+    rounds = range(WARM_UP, job.rounds + 1)
+    for life in [range(number, number + 1) for number in rounds] if job.turns.mortal else [rounds]:
+        # Here, where the kernel can choose the port before any rank starts.
+        store = dist.TCPStore(HOST, 0, job.world, is_master=True, wait_for_workers=False)
+        for message in messages(run_rank, msgspec.structs.replace(job, store_port=store.port), life, world=job.world):
+            if isinstance(message, StateSize):
+                size = message
+            else:
+                samples.append(message)
+                on_sample(message)
     return size, tuple(samples)
 
 
-def messages(ranks: dict[Connection, SpawnProcess]) -> Iterator[object]:
-    """The messages of the ranks, until every rank has closed its channel. RankFailedError when one fails, or dies."""
-    channels = dict(ranks)
-    while channels:
-        for channel in wait(list(channels)):
-            assert isinstance(channel, Connection)
-            try:
-                message = channel.recv()
-            except EOFError:
-                process = channels.pop(channel)
-                channel.close()
-                process.join(_EXIT_TIMEOUT_S)
-                if process.exitcode != 0:
-                    raise RankFailedError(
-                        f"{process.name} ended with status {process.exitcode} and no report."
-                    ) from None
-                continue
-            if isinstance(message, Failure):
-                raise RankFailedError(f"{channels[channel].name} failed: {message.text}")
-            yield message
+def messages(target: Callable[..., None], *arguments: Any, world: int) -> Iterator[Any]:
+    """What processes send that run `target` with their rank, `arguments`, and a queue to send by, until all have ended
+    or sent None, which is not yielded; then they are killed. RankFailedError when one raises or dies before."""
+    queue = multiprocessing.get_context("spawn").SimpleQueue()
+    ranks = start_processes(target, (*arguments, queue), world, join=False)  # type: ignore[no-untyped-call]
+    num_done, ended = 0, False
+    try:
+        while num_done < world and not ended:
+            ended = ranks.join(_LOOK_S)
+            while not queue.empty():
+                message = queue.get()
+                num_done += message is None
+                if message is not None:
+                    yield message
+    except ProcessException as error:
+        raise RankFailedError(f"A rank failed: {error}") from error
+    finally:
+        for process in ranks.processes:
+            process.kill()
+            process.join()
 
 
-class Failure(msgspec.Struct, frozen=True):
-    """The error that ended a rank."""
-
-    text: str
-
-
-def run_rank(rank: int, job: Job, channel: Connection) -> None:
-    """Do `job` as `rank`. Rank 0 sends the state's size and every sample; any rank sends what ended it.
+def run_rank(rank: int, job: Job, rounds: range, queue: Any) -> None:
+    """Do `rounds` of `job` as `rank`, as under torchrun on one node. Rank 0 sends the state's size and every sample.
 
     In each round every entrant takes its turn, beginning with another one each round.
     """
-    with joined(rank, channel, world=job.world, store_port=job.store_port):
-        state = job.recipe.build(init_device_mesh("cpu", job.recipe.mesh_shape(job.world)))
-        turns = job.turns(state)
-        if rank == 0:
-            channel.send(state.size())
-        for number in range(WARM_UP, job.rounds + 1):
-            turns.begin_round(number)
-            for measure in turns.measures:
-                for turn, name in enumerate(rotated(turns.entrants(number), number)):
-                    for contender, what, found in turns.take(name, number, measure):
-                        every = _gathered(found, job.world)
-                        if every is not None:
-                            channel.send(Sample(contender, number, together(every), what, turn))
-            turns.end_round(number)
-        turns.close()
-
-
-@contextmanager
-def joined(rank: int, channel: Connection, *, world: int, store_port: int) -> Iterator[None]:
-    """Be `rank` for the time of a ``with`` block, as under torchrun on one node, and send what ended it, if it did."""
-    try:
-        for name in ("RANK", "LOCAL_RANK"):
-            os.environ[name] = str(rank)
-        for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-            os.environ[name] = str(world)
-        # Processes that ranks start make groups of their own.
-        os.environ["MASTER_ADDR"] = HOST
-        torch.set_num_threads(TORCH_THREADS)
-        store = dist.TCPStore(HOST, store_port, world, is_master=False)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
-        yield
-        dist.destroy_process_group()
-    except BaseException as error:  # DCP's own exception is no Exception
-        text = str(error) if isinstance(error, BenchError) else traceback.format_exc()
-        channel.send(Failure(text=text))
-        raise SystemExit(1) from error
+    about = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": job.world, "LOCAL_WORLD_SIZE": job.world}
+    # Processes that ranks start make groups of their own.
+    os.environ.update({name: str(value) for name, value in about.items()}, MASTER_ADDR=HOST)
+    torch.set_num_threads(TORCH_THREADS)
+    store = dist.TCPStore(HOST, job.store_port, job.world, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=job.world)
+    state = job.recipe.build(init_device_mesh("cpu", job.recipe.mesh_shape(job.world)))
+    turns = job.turns(job, state)
+    if rank == 0:
+        queue.put(state.size())
+    for number in rounds:
+        for measure in turns.measures:
+            for turn, name in enumerate(rotated(turns.entrants(number), number)):
+                for contender, what, found in turns.take(name, number, measure):
+                    every: list[Found] | None = [found] * job.world if rank == 0 else None
+                    dist.gather_object(found, every)
+                    if every is not None:
+                        queue.put(Sample(contender, number, together(every), what, turn))
+    if turns.mortal:
+        queue.put(None)
+        signal.pause()
+    for way in turns.ways.values():
+        way.close()
+    dist.destroy_process_group()
 
 
 def together(found: Sequence[Found]) -> dict[str, tuple[float, ...]]:
@@ -232,15 +268,12 @@ def together(found: Sequence[Found]) -> dict[str, tuple[float, ...]]:
     values: dict[str, tuple[float, ...]] = {}
     for key in found[0]:
         every = [each[key] for each in found]
-        spans = [each for each in every if isinstance(each, Span)]
-        numbers = tuple(each for each in every if not isinstance(each, Span))
-        values[key] = (seconds_of(spans),) if spans else numbers
+        if isinstance(every[0], float | int):
+            values[key] = tuple(every)  # type: ignore[arg-type]  # so are the others
+        else:
+            tries = zip(*(each if isinstance(each, list) else [each] for each in every), strict=True)
+            values[key] = (min(_seconds_of(spans) for spans in tries),)
     return values
-
-
-def seconds_of(spans: Sequence[Span]) -> float:
-    """From the first rank's start to the last rank's end."""
-    return max(span.end_s for span in spans) - min(span.start_s for span in spans)
 
 
 def require_same(expected: Mapping[str, str], found: Mapping[str, str], *, name: str) -> None:
@@ -253,8 +286,51 @@ def require_same(expected: Mapping[str, str], found: Mapping[str, str], *, name:
         )
 
 
-def _gathered(found: Found, world: int) -> list[Found] | None:
-    """Gather the findings of all ranks on rank 0."""
-    every: list[Found] | None = [found] * world if dist.get_rank() == 0 else None
-    dist.gather_object(found, every)
-    return every
+def require_room(what: str, nbytes: float, *, free: int) -> None:
+    """SetupError where there is less `free` than a run needs."""
+    if free < nbytes:
+        raise SetupError(
+            f"{nbytes / 1e9:.1f} GB {what} are needed, {free / 1e9:.1f} GB are free. "
+            "Ask for a smaller state, or for another folder."
+        )
+
+
+@contextmanager
+def scratch(folder: Path) -> Iterator[Path]:
+    """A folder below `folder` that ends with the block."""
+    with tempfile.TemporaryDirectory(prefix="bench-", dir=folder) as path:
+        yield Path(path)
+
+
+def in_a_process(call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    """`call` in a new process, in which nothing is warm, and whose peak of memory is its own."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(call, *args, **kwargs).result()
+
+
+def seconds_of(call: Callable[[], object]) -> float:
+    """Seconds of `call`, without those of freeing its result."""
+    start_s = time.perf_counter()
+    found = call()
+    seconds = time.perf_counter() - start_s
+    del found
+    return seconds
+
+
+def command(*words: str | Path) -> tuple[float, float]:
+    """Seconds and processor seconds of a command of holdfast, its start included."""
+    before, start_s = os.times(), time.perf_counter()
+    subprocess.run([sys.executable, "-m", "holdfast.cli", *words], check=True, capture_output=True)
+    seconds, after = time.perf_counter() - start_s, os.times()
+    return seconds, after.children_user + after.children_system - before.children_user - before.children_system
+
+
+def describe(sample: Sample) -> str:
+    """One turn in words."""
+    where = "warm-up" if sample.round == WARM_UP else f"round {sample.round}"
+    return f"{where}: {sample.measure} {sample.contender} {max(sample.values['seconds']):.2f} s"
+
+
+def _seconds_of(spans: Sequence[Span]) -> float:
+    """From the first rank's start to the last rank's end."""
+    return max(span.end_s for span in spans) - min(span.start_s for span in spans)

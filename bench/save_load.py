@@ -5,117 +5,101 @@ Caches are cold before each turn, and what was loaded is compared with what was 
 
 from __future__ import annotations
 
-import shutil
 import time
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 
 import torch.distributed as dist
 
-from bench.caches import settle
-from bench.contenders import LATER, build, entrants
-from bench.meter import Meter
-from bench.runner import Found, Job, Span, Turns, require_room, require_same
-from bench.schema import WARM_UP
+from bench.contenders import LATER
+from bench.costs import Watch, give_back, read_nbytes
+from bench.raw import RAW_WAYS
+from bench.runner import Found, Job, Span, Turns, require_same
+from bench.schema import RAW, WARM_UP
 from bench.state import State
 
-MEASURES = ("save", "load")
-_DISK_HEADROOM = 1.1
+MEASURES = SAVE, LOAD = ("save", "load")
+#: Where those save that `Loads` load.
+_KEPT = "kept"
 
 
-class SaveLoad(Job, frozen=True, kw_only=True):
-    """The plan of a run: `contenders`, in each of `measures`.
+class SaveLoad(Turns):
+    """Every contender saves, then every one loads."""
 
-    A contender that is named in `at_most` takes part in so many rounds only, the first ones, and has no warm-up.
-    The entrants in `kept` save once, before the rounds and untimed, where a run that does not save finds it: this one
-    or a later one in the same folder.
-    """
-
-    contenders: tuple[str, ...]
-    at_most: Mapping[str, int] = {}
     measures: tuple[str, ...] = MEASURES
-    kept: tuple[str, ...] = ()
-    direct: bool = False
 
-    def entrants(self, number: int) -> tuple[str, ...]:
-        """The entrants that take a turn in round `number`."""
-        found = entrants(self.contenders)
-        return tuple(name for name in found if name not in self.at_most or WARM_UP < number <= self.at_most[name])
-
-    def num_samples(self) -> int:
-        """Timed operations, with those of the warm-up."""
-        return len(self.measures) * sum(len(self.entrants(number)) for number in range(WARM_UP, self.rounds + 1))
-
-    def folder_of(self, name: str, number: int, root: Path) -> Path:
-        """The folder in `root` where entrant `name` saves or loads in round `number`: one for the round, or one that
-        outlives the rounds."""
-        outlives = name == LATER or "save" not in self.measures
-        return root / name if outlives else root / f"round-{number}" / name
-
-    def turns(self, state: State) -> Turns:
-        """The turns that this rank takes."""
-        return _SaveLoadTurns(self, state)
-
-    def require_space(self, folder: Path, *, num_more: int = 0) -> None:
-        """Refuse a run whose last round does not fit: before its loads, every entrant's files exist at once, and those
-        of all rounds where they go into one run. `num_more` copies of the state are to fit as well."""
-        num_copies = len(entrants(self.contenders)) + (self.rounds if LATER in self.contenders else 0) + num_more
-        needed = int(_DISK_HEADROOM * self.recipe.nbytes(self.world) * num_copies)
-        require_room(f"in {folder}", needed, free=shutil.disk_usage(folder).free)
-
-
-class _SaveLoadTurns(Turns):
-    def __init__(self, job: SaveLoad, state: State) -> None:
-        self.measures = job.measures
-        self._job = job
-        self._leads = dist.get_rank() == 0
-        self._ways = build(job.contenders, state, direct=job.direct)
-        memories = {id(way.memory): way.memory for way in self._ways.values()}
-        self._digests = {key: memory.digests() for key, memory in memories.items()}
-        for name in job.kept:
-            self._keep(name)
-
-    def entrants(self, number: int) -> tuple[str, ...]:
-        return self._job.entrants(number)
-
-    def begin_round(self, number: int) -> None:
-        if self._leads:
-            self._round_folder(number).mkdir()
-
-    def end_round(self, number: int) -> None:
-        if self._leads:
-            shutil.rmtree(self._round_folder(number))
+    def __init__(self, job: Job, state: State) -> None:
+        super().__init__(job, state)
+        self._expected = {name: self.way(name).memory.digests() for name in super().entrants(WARM_UP)}
 
     def take(self, name: str, number: int, measure: str) -> Iterator[tuple[str, str, Found]]:
-        way = self._ways[name]
-        folder = self._job.folder_of(name, number, self._job.folder)
-        if measure == "load":
+        way = self.way(name)
+        keeps = SAVE not in self.measures
+        folder = self.place(name, _KEPT if keeps else number)
+        if measure == LOAD:
             way.memory.clear()
-        elif self._leads:
-            folder.mkdir(exist_ok=True)
-        if self._leads:
-            settle(folder)
-        operation = way.save if measure == "save" else way.load
-        meter = Meter(watch_memory=number == WARM_UP)
-        dist.barrier()
+        self.cold(folder)
+        operation = way.save if measure == SAVE else way.load
+        give_back()
+        watch = Watch() if number == WARM_UP else None
+        cpu_before_s, read_before = self.cpu_s(name), read_nbytes()
         start_s = time.monotonic()
         operation(folder)
         span = Span(start_s, time.monotonic())
-        usage = meter.stop()
-        # No rank's digests take time from a rank that still loads.
-        dist.barrier()
-        if measure == "load":
-            require_same(self._digests[id(way.memory)], way.memory.digests(), name=name)
-        yield name, measure, {"seconds": span, **usage}
+        read = [now - before for now, before in zip(read_nbytes(), read_before, strict=True)]
+        found: Found = {
+            "seconds": span,
+            "cpu_s": self.cpu_s(name) - cpu_before_s,
+            **dict(zip(("device_nbytes", "asked_nbytes"), read, strict=True)),
+            **({} if watch is None else {"peak_extra_nbytes": watch.stop()}),
+        }
+        # No rank's digests take time from a rank that still loads: all have been there for the CPU seconds.
+        if measure == LOAD:
+            require_same(self._expected[name], way.memory.digests(), name=name)
+        yield name, measure, found
+        if measure == LOAD and not keeps:
+            self.discard(name, folder)
 
-    def _keep(self, name: str) -> None:
-        folder = self._job.folder / name
-        if self._leads:
-            folder.mkdir()
+
+class Many(SaveLoad):
+    """The same of so many tensors that dcp takes part in the first round only, and has no warm-up."""
+
+    def entrants(self, number: int) -> tuple[str, ...]:
+        return tuple(name for name in super().entrants(number) if name != "dcp" or number == 1)
+
+
+class Keep(Turns):
+    """Every contender saves once, untimed, where `Loads` in the same folder finds it."""
+
+    def __init__(self, job: Job, state: State) -> None:
+        super().__init__(job, state)
+        keep(self, *self.job.contenders)
+
+    def entrants(self, number: int) -> tuple[str, ...]:
+        return ()
+
+
+class Loads(SaveLoad):
+    """Every contender loads what `Keep` has saved; the raw limit reads what the ranks that load have written."""
+
+    measures = (LOAD,)
+
+    def __init__(self, job: Job, state: State) -> None:
+        super().__init__(job, state)
+        keep(self, *(name for name in self.entrants(WARM_UP) if name.startswith(RAW)))
+
+
+def keep(turns: Turns, *names: str) -> None:
+    for name in names:
+        folder = turns.place(name, _KEPT)
+        if turns.leads:
+            folder.mkdir(parents=True)
         dist.barrier()
-        self._ways[name].save(folder)
+        turns.way(name).save(folder)
         # Not all contenders wait for each other.
         dist.barrier()
 
-    def _round_folder(self, number: int) -> Path:
-        return self._job.folder / f"round-{number}"
+
+def copies(names: Sequence[str]) -> int:
+    """Copies of the state on the device at once, at most: before the loads of a round every entrant has one, and a run
+    has one more."""
+    return len(names) + (len(RAW_WAYS) - 1) * (RAW in names) + (LATER in names)

@@ -1,24 +1,22 @@
 """The schema of all results: scenarios, the contenders that took part in them, and a sample of each turn.
 
-All figures are made of the samples when they are shown.
+All figures are made of the samples when they are shown. What a benchmark is to the command line stands here too.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
-from bench.caches import how_dropped
+from bench.costs import how_dropped
 from bench.environment import Environment, environment
-from bench.errors import BenchError, RawLimitError, SetupError
 from bench.statistics import fastest, median, paired_ratios
-
-RESULTS = Path("bench/results")
 
 #: The contender that every other one is compared with. It takes its turn in several ways; the fastest counts.
 RAW = "raw"
@@ -28,9 +26,28 @@ WARM_UP = 0
 MAX_SHARE_OF_RAW = 1.05
 
 
-def raw_name(way: str) -> str:
-    """The name under which the raw limit takes its turn in one of its ways."""
-    return f"{RAW} {way}"
+class BenchError(Exception):
+    """Root of all errors of the benchmarks. Each ends the command with a message and a non-zero status."""
+
+
+class SetupError(BenchError):
+    """The run cannot start as asked."""
+
+
+class RankFailedError(BenchError):
+    """A rank process raised or died."""
+
+
+class WrongBytesError(BenchError):
+    """A contender loaded bytes that differ from those that it saved."""
+
+
+class RawLimitError(BenchError):
+    """A contender beat the raw limit, so the raw loop did not reach the limit."""
+
+
+class MarkersError(BenchError):
+    """The file has no place for the table."""
 
 
 class StateSize(msgspec.Struct, frozen=True):
@@ -42,7 +59,7 @@ class StateSize(msgspec.Struct, frozen=True):
 
 
 class Scenario(msgspec.Struct, frozen=True, kw_only=True):
-    """One measured scenario: `facts` hold the details that only this benchmark has."""
+    """What is measured: `facts` are what is particular to one benchmark."""
 
     name: str
     title: str = ""
@@ -53,7 +70,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Contender(msgspec.Struct, frozen=True):
-    """One participant, and the work that its figures include."""
+    """Who takes part, and what its figures include."""
 
     name: str
     description: str = ""
@@ -63,10 +80,12 @@ class Contender(msgspec.Struct, frozen=True):
 
 
 class Sample(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The measurements of one turn: each of `values` is one number of the whole job, or one of each rank.
+    """What was measured in one turn: each of `values` is one number of the whole job, or one of each rank.
 
-    ``seconds`` runs from the first rank's start to the last rank's end. ``cpu_s``, ``peak_extra_nbytes`` (only where
-    memory was watched), ``device_nbytes`` and ``asked_nbytes`` are as in `bench.meter.Meter`.
+    ``seconds`` runs from the first rank's start to the last rank's end. ``cpu_s`` is user and system time of a rank and
+    of all that it started. ``peak_extra_nbytes`` is the most memory of those beyond what they held before. By the
+    kernel's count, ``device_nbytes`` came from the device (mapped files too), and ``asked_nbytes`` is what read calls
+    returned, from the device, the page cache or a pipe.
     """
 
     contender: str
@@ -94,11 +113,6 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
         """The contenders that took part."""
         return tuple(each for each in self.contenders if each.name not in self.not_possible)
 
-    def contender(self, name: str) -> Contender:
-        """The contender called `name`."""
-        (found,) = (each for each in self.contenders if each.name == name)
-        return found
-
     def series(
         self,
         contender: str,
@@ -115,7 +129,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
 
     def raw_way(self, measure: str = "") -> str:
         """The way of the raw limit that was fastest by the median over all rounds."""
-        return fastest({way: self.series(raw_name(way), measure=measure) for way in self.raw_ways})
+        return fastest({way: self.series(f"{RAW} {way}", measure=measure) for way in self.raw_ways})
 
     def shares(self, contender: str, key: str = "seconds", *, measure: str = "") -> list[float]:
         """Raw seconds / seconds, paired by round; nothing where the contender has no such value."""
@@ -134,14 +148,14 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
         return max((peak for each in found for peak in each.values.get("peak_extra_nbytes", ())), default=0)
 
     def _entrant(self, contender: str, measure: str) -> str:
-        """The entrant whose samples stand for `contender`: for the raw limit, the fastest way that was tried."""
-        ways = {raw_name(way) for way in self.raw_ways}
+        """Who has the samples of `contender`: of the raw limit, the fastest of its ways that were tried."""
+        ways = {f"{RAW} {way}" for way in self.raw_ways}
         tried = contender == RAW and any(each.contender in ways and each.measure == measure for each in self.samples)
-        return raw_name(self.raw_way(measure)) if tried else contender
+        return f"{RAW} {self.raw_way(measure)}" if tried else contender
 
 
 class Result(msgspec.Struct, frozen=True):
-    """The result that one benchmark wrote."""
+    """What one benchmark wrote."""
 
     name: str
     parts: tuple[Part, ...]
@@ -176,6 +190,41 @@ class Bar(msgspec.Struct, frozen=True):
         return f"{self.words}: {'met' if self.met else 'missed'}"
 
 
+class Options(msgspec.Struct, frozen=True, kw_only=True):
+    """How to measure: what the command line says to all benchmarks. `scale` is the share of the full size of states,
+    of durations, and of numbers of tensors and layers; where it is 0, all are as small as they can be."""
+
+    rounds: int | None = None
+    scale: float = 1.0
+    world: int | None = None
+    contenders: tuple[str, ...] | None = None
+    folder: Path = Path()
+    memory: Path = Path("/dev/shm")
+
+    def __post_init__(self) -> None:
+        if (self.rounds is not None and self.rounds < 1) or (self.world is not None and self.world < 1):
+            raise SetupError("A run needs at least one round and one rank.")
+        if not self.scale >= 0:
+            raise SetupError(f"A scale of {self.scale} is not possible. Ask for 0 or more; 1 is the full size.")
+
+    def number(self, full: int, *, least: int = 1) -> int:
+        """So many of what there are `full` at full size."""
+        return max(least, round(self.scale * full))
+
+    def nbytes(self, gib: float) -> int:
+        """Bytes of a state that has `gib` at full size."""
+        return self.number(int(gib * 2**30))
+
+
+class Benchmark(NamedTuple):
+    """What the command line measures, judges and shows: each of `parts` is a scenario, and how it is measured."""
+
+    name: str
+    parts: Mapping[str, Callable[[Options], Part]]
+    render: Callable[[Result], str]
+    bars: Callable[[Result], Iterable[Bar]] = lambda _: ()
+
+
 def require_bars(bars: Iterable[Bar]) -> None:
     """BenchError when a bar was missed."""
     missed = [bar.text() for bar in bars if not bar.met]
@@ -183,40 +232,30 @@ def require_bars(bars: Iterable[Bar]) -> None:
         raise BenchError("; ".join(missed))
 
 
-def require_raw_limit(part: Part, *measures: str, only_durable: bool = False) -> None:
-    """RawLimitError when a contender's median share of the raw limit is above `MAX_SHARE_OF_RAW`; with `only_durable`,
-    those may be faster that sync nothing."""
-    for measure in measures:
-        for contender in part.able:
-            share = median(part.shares(contender.name, measure=measure))
-            if share > MAX_SHARE_OF_RAW and not (only_durable and contender.durable == "no"):
+def require_raw_limit(result: Result) -> None:
+    """RawLimitError when a contender's median share of the raw limit is above `MAX_SHARE_OF_RAW`. A save that syncs
+    nothing may be faster."""
+    for part in result.parts:
+        raw = {f"{RAW} {way}" for way in part.raw_ways}
+        measures = dict.fromkeys(sample.measure for sample in part.samples if sample.contender in raw)
+        for measure, contender in itertools.product(measures, part.able):
+            share = median(part.shares(contender.name, measure=measure) or [0])
+            if share > MAX_SHARE_OF_RAW and not (measure == "save" and contender.durable == "no"):
                 raise RawLimitError(
                     f"{contender.name} reached {share:.2f} of the raw limit in {measure}: the raw limit was not "
                     "reached by the raw loop, so no share of this run counts. Add a way to `bench/raw.py`, or rounds."
                 )
 
 
-def measured(
-    scenario: Scenario,
-    samples: tuple[Sample, ...],
-    folder: Path,
-    *,
-    contenders: tuple[Contender, ...] = (),
-    not_possible: Mapping[str, str] | None = None,
-    raw_ways: tuple[str, ...] = (),
-    packages: Mapping[str, str] | None = None,
-) -> Part:
+def measured(scenario: Scenario, samples: Iterable[Sample], folder: Path, **about: Any) -> Part:
     """A part that was measured in `folder`, here and now."""
     return Part(
         scenario=scenario,
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         environment=environment(folder),
-        samples=samples,
-        contenders=contenders,
-        not_possible=not_possible or {},
+        samples=tuple(samples),
         caches=how_dropped(),
-        raw_ways=raw_ways,
-        packages=packages or {},
+        **about,
     )
 
 
@@ -231,9 +270,9 @@ def write_result(result: Result, folder: Path) -> Path:
     return path
 
 
-def read_result(path: Path, *, command: str) -> Result:
-    """The result of `bench COMMAND` in `path`; SetupError when there is none or it is not one."""
-    again = f"`python -m bench {command}`"
+def read_result(name: str, folder: Path) -> Result:
+    """The result of benchmark `name` in `folder`; SetupError when there is none or it is not one."""
+    path, again = folder / f"{name}.json", f"`python -m bench {name}`"
     try:
         return msgspec.json.decode(path.read_bytes(), type=Result)
     except FileNotFoundError as error:
@@ -242,8 +281,9 @@ def read_result(path: Path, *, command: str) -> Result:
         raise SetupError(f"{path} is not a result of this version ({error}). Run {again} again.") from error
 
 
-def chosen(names: Sequence[str] | None, known: Sequence[str], *, kind: str) -> tuple[str, ...]:
-    """The `known` names that were asked for, in their order, or all. Raises SetupError for an unknown name."""
+def chosen(names: Sequence[str] | None, known: Iterable[str], *, kind: str) -> tuple[str, ...]:
+    """Those of the `known` names that were asked for, in their order, or all; SetupError for one that is not known."""
+    known = tuple(known)
     unknown = [name for name in names or () if name not in known]
     if unknown:
         raise SetupError(f"There is no {kind} {', '.join(unknown)}. Choose from {', '.join(known)}.")

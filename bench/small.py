@@ -1,80 +1,135 @@
-"""``python -m bench small``: the cost of many small tensors, where bytes hardly matter."""
+"""``python -m bench small``: the cost of many small tensors, where bytes hardly matter.
+
+Some ranks save and load them. And the walk of live objects with which a save finds its state is timed, beside usual
+ways to get the same tensors.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Annotated
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Literal
 
-import typer
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
-from bench import walks
-from bench.contenders import LATER, described
-from bench.errors import SetupError
+from bench.contenders import LATER
 from bench.markdown import in_time, table, time_bars, whereabouts
-from bench.options import Folder, Name, Results, Rounds, World
-from bench.progress import describe, progress
-from bench.runner import run, scratch
-from bench.save_load import MEASURES, SaveLoad
-from bench.schema import RESULTS, Bar, Contender, Result, Scenario, measured, require_bars, write_result
+from bench.runner import TORCH_THREADS, Job, in_a_process, measure, seconds_of
+from bench.save_load import MEASURES, Many, copies
+from bench.schema import Bar, Benchmark, Options, Part, Result, Sample, Scenario, StateSize, measured
 from bench.state import SMALL_LOCAL_SHAPE, ManySmall
-from bench.statistics import median, text
-from bench.walks import MODEL_KINDS, measure_walks
+from bench.statistics import median, rotated, text
+from holdfast.state.collect import WalkCache
+from holdfast.state.flatten import FlatState, flatten
 
 #: What the bars hold for, and the bars.
 BAR_NUM_TENSORS, BAR_WORLD, BAR_S = 10_000, 8, 1.0
 BAR_WALK_NUM_TENSORS, BAR_WALK_S = 3_000, 0.010
 
-NAMES = ("dcp", "holdfast", LATER)
 SAVES = "saves"
+NAMES = ("dcp", "holdfast", LATER)
 _LABELS = {
     "dcp": "dcp",
-    "holdfast": "holdfast, first save into a new run",
-    LATER: "holdfast, later saves into one run",
+    "holdfast": "holdfast, first save into a new run (loads verified)",
+    LATER: "holdfast, later saves into one run (loads verified)",
 }
+
+ModelKind = Literal["plain", "fsdp2"]
+MODEL_KINDS: tuple[ModelKind, ...] = ("plain", "fsdp2")
+FIRST_WALK, LATER_WALK, STATE_DICTS, GET_STATE_DICT = (
+    "holdfast-first",
+    "holdfast-later",
+    "state_dict",
+    "get_state_dict",
+)
 _WALK_LABELS = {
-    walks.LATER: "holdfast, later save",
-    walks.FIRST: "holdfast, first save",
-    walks.STATE_DICTS: "`model.state_dict()` and `optimizer.state_dict()`",
-    walks.GET_STATE_DICT: "dcp `get_state_dict`",
+    LATER_WALK: "holdfast, later save",
+    FIRST_WALK: "holdfast, first save",
+    STATE_DICTS: "`model.state_dict()` and `optimizer.state_dict()`",
+    GET_STATE_DICT: "dcp `get_state_dict`",
 }
+NUM_LAYERS = 75
+#: Each with a weight and a bias, to which AdamW adds three slots each.
+LINEARS_PER_LAYER = 5
+TENSORS_PER_LAYER = LINEARS_PER_LAYER * 2 * 4
 
 
-def small(
-    *,
-    tensors: Annotated[int, typer.Option(help="Tensors that are saved and loaded.")] = BAR_NUM_TENSORS,
-    world: World = BAR_WORLD,
-    rounds: Rounds = 5,
-    peer_rounds: Annotated[int, typer.Option(help="Rounds that torch.distributed.checkpoint takes part in.")] = 1,
-    layers: Annotated[int, typer.Option(help="Layers of the walked model; each has 40 tensors with AdamW.")] = 75,
-    walk_rounds: Annotated[int, typer.Option(help="Walks of each kind.")] = 30,
-    folder: Folder = Path(),
-    name: Name = "small",
-    results: Results = RESULTS,
-    json: Annotated[bool, typer.Option("--json", help="Also print the result file.")] = False,
-) -> None:
-    """Measure save and load of many small tensors, and the walk of a live training state, against their bars."""
-    if not 1 <= peer_rounds <= rounds or walk_rounds < 1 or layers < 1:
-        raise SetupError("Ask for at least one layer, one walk, and one round of the peer, and no more than --rounds.")
-    recipe = ManySmall(tensors)
-    job = SaveLoad(world=world, rounds=rounds, recipe=recipe, contenders=NAMES, at_most={"dcp": peer_rounds})
-    job.require_space(folder)
-    with progress(job.num_samples() + len(MODEL_KINDS)) as advance:
-        # Walks first: their processes start faster before the ranks have dropped the caches.
-        walked = measure_walks(layers, walk_rounds, folder, advance)
-        with scratch(folder) as scratch_folder:
-            size, samples = run(job, scratch_folder, on_sample=lambda sample: advance(describe(sample)))
-    facts = {"local_shape": [*SMALL_LOCAL_SHAPE]}
-    saves = measured(
-        Scenario(name=SAVES, world=world, rounds=rounds, state=size, facts=facts),
-        samples,
-        folder,
-        contenders=described(NAMES, direct=True),
+def measure_saves(options: Options) -> Part:
+    """Save and load of many small tensors."""
+    job = Job(
+        name=SAVES,
+        turns=Many,
+        recipe=ManySmall(options.number(BAR_NUM_TENSORS, least=20)),
+        world=options.world or BAR_WORLD,
+        rounds=options.rounds or 5,
+        contenders=NAMES,
+        copies=copies(NAMES),
+        facts={"local_shape": [*SMALL_LOCAL_SHAPE]},
     )
-    result = Result(name, (saves, *walked))
-    path = write_result(result, results)
-    typer.echo(path.read_text().rstrip("\n") if json else f"wrote {path}")
-    require_bars(bars(result))
+    return measure(job, options)
+
+
+def measure_walks(kind: ModelKind, options: Options) -> Part:
+    """Walks of one kind of model with AdamW, in a process of its own."""
+    layers, rounds = options.number(NUM_LAYERS), options.rounds or 30
+    samples = in_a_process(time_walks, kind, layers, rounds)
+    size = StateSize(num_tensors=layers * TENSORS_PER_LAYER)
+    return measured(Scenario(name=kind, rounds=rounds, state=size), samples, options.folder)
+
+
+def time_walks(kind: ModelKind, layers: int, rounds: int) -> tuple[Sample, ...]:
+    """The samples of one kind of model, in this process, as the only rank of a job.
+
+    The contenders are interleaved, after one call each that is not counted.
+    """
+    torch.set_num_threads(TORCH_THREADS)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    model, optimizer = _trained(kind, layers)
+    state = {"model": model, "optimizer": optimizer, "progress": {"step": 1}}
+    remembered: Sequence[WalkCache] = ()
+
+    def later() -> FlatState:
+        nonlocal remembered
+        flat = flatten(state, last=remembered)
+        remembered = flat.remembered
+        return flat
+
+    found, expected = len(flatten(state).tensors), layers * TENSORS_PER_LAYER
+    assert found == expected, f"{found} tensors instead of {expected}"
+    contenders: dict[str, Callable[[], object]] = {
+        FIRST_WALK: lambda: flatten(state),
+        LATER_WALK: later,
+        STATE_DICTS: lambda: (model.state_dict(), optimizer.state_dict()),
+        GET_STATE_DICT: lambda: get_state_dict(model, optimizer),
+    }
+    for call in contenders.values():
+        call()
+    gc.disable()
+    samples = [
+        Sample(name, number + 1, {"seconds": (seconds_of(contenders[name]),)}, turn=turn)
+        for number in range(rounds)
+        for turn, name in enumerate(rotated(tuple(contenders), number))
+    ]
+    dist.destroy_process_group()
+    return tuple(samples)
+
+
+def _trained(kind: ModelKind, layers: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model and its AdamW after one step."""
+    model = nn.Sequential(*(nn.Sequential(*(nn.Linear(4, 4) for _ in range(LINEARS_PER_LAYER))) for _ in range(layers)))
+    if kind == "fsdp2":
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    return model, optimizer
 
 
 def bars(result: Result) -> Iterator[Bar]:
@@ -87,7 +142,7 @@ def bars(result: Result) -> Iterator[Bar]:
     for kind in MODEL_KINDS:
         walked = result.part(kind)
         if walked.scenario.state.num_tensors == BAR_WALK_NUM_TENSORS:
-            yield in_time(f"later walk, {kind}", median(walked.series(walks.LATER)), BAR_WALK_S)
+            yield in_time(f"later walk, {kind}", median(walked.series(LATER_WALK)), BAR_WALK_S)
 
 
 def render_small(result: Result) -> str:
@@ -108,7 +163,7 @@ def render_small(result: Result) -> str:
         f"garbage collector paused for all. {whereabouts(result.name, part)}"
     )
 
-    def times(name: str, measure: str) -> str:
+    def times(measure: str, name: str) -> str:
         series = part.series(name, measure=measure)
         return text(series) if len(series) > 1 else f"{series[0]:.2f}"
 
@@ -116,25 +171,30 @@ def render_small(result: Result) -> str:
         series = (part.series(name, "cpu_s", measure=measure, of=sum) for measure in MEASURES)
         return ", ".join(f"{median(each):.1f}" for each in series)
 
+    def walk_ms(part: Part, name: str) -> str:
+        return text(part.series(name), 1, scale=1e3)
+
     lines = table(
         f"{scenario.state.num_tensors:,} tensors",
-        {each.name: _label(each) for each in part.contenders},
+        _LABELS,
         [
-            ("save, s", lambda name: times(name, "save")),
-            ("load, s", lambda name: times(name, "load")),
+            ("save, s", partial(times, "save")),
+            ("load, s", partial(times, "load")),
             ("CPU of all ranks, s save, load", cpu_s),
         ],
     )
-    walk_lines = table(
+    walks = table(
         f"finding {num_walked}, ms",
         _WALK_LABELS,
-        [
-            ("plain", lambda name: text(plain.series(name), 1, scale=1e3)),
-            ("FSDP2", lambda name: text(fsdp2.series(name), 1, scale=1e3)),
-        ],
+        [("plain", partial(walk_ms, plain)), ("FSDP2", partial(walk_ms, fsdp2))],
     )
-    return "\n".join((*lines, "", how, "", *walk_lines, "", *time_bars(bars(result)), walk))
+    return "\n".join((*lines, "", how, "", *walks, "", *time_bars(bars(result)), walk))
 
 
-def _label(contender: Contender) -> str:
-    return _LABELS[contender.name] + (" (loads verified)" if contender.verified != "no" else "")
+# Walks first: their processes start faster before the ranks have dropped the caches.
+SMALL = Benchmark(
+    "small",
+    {**{kind: partial(measure_walks, kind) for kind in MODEL_KINDS}, SAVES: measure_saves},
+    render_small,
+    bars,
+)

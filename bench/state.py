@@ -1,26 +1,31 @@
 """The states that contenders save and load: a Llama-like model with two Adam moments, or many small tensors.
 
-What a tensor holds follows from its path alone, so any layout of a state can be compared with any other.
+What a tensor holds follows from its path alone, so any layout of a state can be compared with any other. `Live` is a
+state as a training loop has it, and `Work` is what that does between two steps.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import Protocol, TypeAlias, Union
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, Protocol, TypeAlias, Union, cast
 
 import msgspec
 import torch
 import xxhash
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import _StridedShard
 
-from bench.errors import SetupError
-from bench.placing import Layout, mesh_shape, place
-from bench.schema import StateSize
+from bench.schema import SetupError, StateSize
 
 Leaf: TypeAlias = torch.Tensor | int | float
 Tree: TypeAlias = dict[str, Union["Tree", Leaf]]
+#: Shards of rows (FSDP) or of columns; FSDP over tensor parallelism; or plain tensors that every rank holds (DDP).
+Layout = Literal["rows", "columns", "fsdp-tp", "replicas"]
 
 NUM_LAYERS = 8
 VOCABULARY = 8192
@@ -28,6 +33,13 @@ WIDTH_STEP = 64
 MOMENTS = ("exp_avg", "exp_avg_sq")
 #: What each rank holds of a small tensor.
 SMALL_LOCAL_SHAPE = (2, 16)
+#: Tensor-parallel ranks under "fsdp-tp", and the weights of which they hold columns rather than rows.
+TP = 2
+_BY_COLUMNS = ("attention.wo", "mlp.down")
+#: What a step changes: so little that its time hardly counts, and enough that a torn copy is seen.
+STEPPED = ("norm", "layers.0.attention_norm", "layers.0.attention.wq")
+#: A product of matrices of this width takes part of a millisecond, and stays in a core's cache.
+_PRODUCT_WIDTH = 256
 
 
 class Memory(Protocol):
@@ -54,6 +66,12 @@ class State:
         """Each value that is not a tensor, by its path."""
         return {path: leaf for _, _, path, leaf in walk(self.tree) if not isinstance(leaf, torch.Tensor)}
 
+    def set_values(self, values: Mapping[str, Any]) -> None:
+        """Take each value that is not a tensor from `values`, by its path."""
+        for parent, key, path, leaf in list(walk(self.tree)):
+            if not isinstance(leaf, torch.Tensor):
+                parent[key] = values[path]
+
     def is_sharded(self) -> bool:
         """Whether ranks hold different parts."""
         return any(isinstance(leaf, DTensor) for *_, leaf in walk(self.tree))
@@ -78,11 +96,9 @@ class State:
 
     def clear(self) -> None:
         """Zero every tensor and value."""
-        for parent, key, _, leaf in list(walk(self.tree)):
-            if isinstance(leaf, torch.Tensor):
-                local(leaf).zero_()
-            else:
-                parent[key] = type(leaf)(0)
+        for tensor in self.tensors().values():
+            tensor.zero_()
+        self.set_values({path: type(value)(0) for path, value in self.values().items()})
 
     def digests(self) -> dict[str, str]:
         """The digest of each local tensor and the text of each value."""
@@ -91,7 +107,7 @@ class State:
 
 
 class LlamaLike(msgspec.Struct, frozen=True):
-    """A recipe for a Llama-like training state of at least `min_nbytes` over all ranks, in `layout`."""
+    """How to make a Llama-like training state of at least `min_nbytes` over all ranks, in `layout`."""
 
     min_nbytes: int
     layout: Layout = "rows"
@@ -122,7 +138,7 @@ class LlamaLike(msgspec.Struct, frozen=True):
 
 
 class ManySmall(msgspec.Struct, frozen=True):
-    """A recipe for `num_tensors` float32 tensors, of which each rank holds `SMALL_LOCAL_SHAPE`."""
+    """How to make `num_tensors` tensors of float32, of which each rank holds `SMALL_LOCAL_SHAPE`."""
 
     num_tensors: int
 
@@ -145,6 +161,53 @@ class ManySmall(msgspec.Struct, frozen=True):
 
 
 Recipe: TypeAlias = LlamaLike | ManySmall
+
+
+class Live:
+    """A module and AdamW on the memory of `state`, one of `LlamaLike`. ``objects`` is what holdfast saves;
+    peers that want tensors save ``state.tree``, which is the same memory."""
+
+    def __init__(self, state: State) -> None:
+        model, optimizer = cast("Tree", state.tree["model"]), cast("Tree", state.tree["optimizer"])
+        self.module = _module(cast("dict[str, torch.Tensor]", model))
+        self.optimizer = torch.optim.AdamW(self.module.parameters())
+        for name, parameter in self.module.named_parameters():
+            slots = {slot: cast("Tree", optimizer[slot])[name] for slot in ("step", *MOMENTS)}
+            self.optimizer.state[parameter] = slots
+            if name in STEPPED:
+                parameter.grad = torch.ones_like(parameter)
+        self.objects = {"model": self.module, "optimizer": self.optimizer, "progress": state.tree["progress"]}
+
+    def step(self) -> float:
+        """Step the optimizer; returns the seconds that took, with all that it waited for."""
+        start_s = time.perf_counter()
+        self.optimizer.step()
+        return time.perf_counter() - start_s
+
+
+class Work:
+    """What a forward and a backward are to a core: it is busy, mostly outside of the interpreter."""
+
+    #: Floating-point operations of one product.
+    OPERATIONS = 2 * _PRODUCT_WIDTH**3
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self._left, self._right = (torch.randn(_PRODUCT_WIDTH, _PRODUCT_WIDTH, generator=generator) for _ in range(2))
+        self._product = torch.empty(_PRODUCT_WIDTH, _PRODUCT_WIDTH)
+
+    def for_seconds(self, seconds: float) -> int:
+        """Work for so long; returns how many products that were."""
+        end_s, count = time.perf_counter() + seconds, 0
+        while time.perf_counter() < end_s:
+            self.products(1)
+            count += 1
+        return count
+
+    def products(self, count: int) -> None:
+        """Work for `count` products of matrices, however long they take."""
+        for _ in range(count):
+            torch.mm(self._left, self._right, out=self._product)
 
 
 def walk(tree: Tree, prefix: str = "") -> Iterator[tuple[Tree, str, str, Leaf]]:
@@ -173,8 +236,28 @@ def digest(data: memoryview) -> str:
     return xxhash.xxh3_128_hexdigest(data)
 
 
+def mesh_shape(layout: Layout, world: int) -> tuple[int, ...]:
+    """The shape of the device mesh of `layout` over `world` ranks."""
+    return (world // TP, TP) if layout == "fsdp-tp" else (world,)
+
+
+def place(whole: torch.Tensor, name: str, layout: Layout, mesh: DeviceMesh) -> torch.Tensor:
+    """What a rank of `mesh` holds of the parameter `name`, or of a moment of it, when every rank has it `whole`."""
+    if layout == "replicas":
+        return whole
+    return distribute_tensor(whole, mesh, _placements(name, whole.ndim, layout), src_data_rank=None)
+
+
+def box(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(start, size) of what this rank holds of `tensor`, which no layout makes more than one block."""
+    if not isinstance(tensor, DTensor):
+        return (0,) * tensor.ndim, tuple(tensor.shape)
+    size, start = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(start), tuple(size)
+
+
 def content(path: str, shape: tuple[int, ...]) -> torch.Tensor:
-    """The content of the whole tensor at `path`: random, and the same on every rank of every run."""
+    """What the whole tensor at `path` holds: random, and the same on every rank of every run."""
     generator = torch.Generator().manual_seed(xxhash.xxh32_intdigest(path.encode()))
     return torch.empty(shape).uniform_(-1, 1, generator=generator)
 
@@ -207,3 +290,27 @@ def width_for(nbytes: int, num_layers: int = NUM_LAYERS) -> int:
 
 def _state_nbytes(width: int, num_layers: int) -> int:
     return 4 * (1 + len(MOMENTS)) * sum(math.prod(shape) for shape in parameter_shapes(width, num_layers).values())
+
+
+def _placements(name: str, num_axes: int, layout: Layout) -> tuple[Placement, ...]:
+    if layout == "columns":
+        return (Shard(num_axes - 1),)
+    if layout == "fsdp-tp":
+        # As FSDP2 has it: it cuts the rows of what tensor parallelism left to this rank.
+        by_columns = name.endswith(_BY_COLUMNS)
+        return (Shard(0), Shard(1)) if by_columns else (_StridedShard(0, split_factor=TP), Shard(0))
+    return (Shard(0),)
+
+
+def _module(parameters: dict[str, torch.Tensor]) -> nn.Module:
+    """A module with parameters of these names, on the memory of these tensors."""
+    root = nn.Module()
+    for name, tensor in parameters.items():
+        *above, last = name.split(".")
+        module = root
+        for part in above:
+            if part not in dict(module.named_children()):
+                module.add_module(part, nn.Module())
+            module = module.get_submodule(part)
+        module.register_parameter(last, nn.Parameter(tensor))
+    return root

@@ -2,94 +2,184 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
+from importlib import import_module
 from pathlib import Path
-from typing import Annotated, TypeVar
 
 import numpy as np
-import typer
+import numpy.typing as npt
+import torch
 import xxhash
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from bench import layouts
-from bench.caches import settle
-from bench.contenders import not_installed
-from bench.errors import SetupError, WrongBytesError
-from bench.many import OPENERS, SAVERS, expected, name_of
+import holdfast
+from bench.contenders import why_absent
+from bench.costs import settle
+from bench.layouts import Sent
 from bench.markdown import in_time, reasons, table, time_bars, whereabouts
-from bench.options import Folder, Name, Results, Rounds
-from bench.plan import CASES, IDENTITY
-from bench.progress import progress
-from bench.runner import scratch
+from bench.plan import CASES, manifest_of
+from bench.runner import command, in_a_process, scratch
 from bench.schema import (
-    RESULTS,
     Bar,
+    Benchmark,
     Contender,
+    Options,
     Part,
     Result,
     Sample,
     Scenario,
     StateSize,
+    WrongBytesError,
     measured,
-    require_bars,
-    write_result,
 )
 from bench.statistics import median, rotated, text
 from holdfast.format import manifest as fmt
 from holdfast.format import records
 from holdfast.format.container import Files
 from holdfast.format.records import FileSeal, Seal
-from holdfast.plan.save import RankValues, encode_plan, plan_save
 
-T = TypeVar("T")
+Floats = npt.NDArray[np.float32]
 
 #: What the bars hold for, and the bars.
 BAR_NUM_TENSORS, BAR_OPEN_S = 100_000, 0.5
 BAR_WORLD, BAR_SHOW_S = 8960, 1.0
+ROUNDS = 7
 #: The command alone: what Python and its imports take.
 NOTHING = "--help"
 OPENED, SHOWN = "opened", "shown"
 _LABELS = {"holdfast": "holdfast (verified)", NOTHING: "`holdfast --help`, for comparison"}
+_SHAPE = (4, 4)
 #: Bounds memory.
 _FILES_AT_ONCE = 512
 
 
-def view(
-    *,
-    tensors: Annotated[int, typer.Option(help="Tensors of the checkpoint of which one is read.")] = BAR_NUM_TENSORS,
-    world: Annotated[int, typer.Option(help="Simulated ranks of the manifests that are shown.")] = BAR_WORLD,
-    rounds: Rounds = 7,
-    folder: Folder = Path(),
-    name: Name = "view",
-    results: Results = RESULTS,
-) -> None:
-    """Measure opening a checkpoint to read one tensor of many, and `holdfast show` at scale, against their bars."""
-    if tensors < 1 or rounds < 1:
-        raise SetupError("Ask for at least one tensor and one round.")
-    absent = not_installed("safetensors", "safetensors")
-    names = tuple(name for name in OPENERS if name not in absent)
-    with scratch(folder) as root, progress(3 * rounds) as advance:
-        opened = _timed_opens(root, names, tensors, rounds, advance)
-        shown = _timed_shows(root, world, rounds, advance)
-    sizes = {OPENED: (1, StateSize(num_tensors=tensors), opened), SHOWN: (world, StateSize(), shown)}
-    entrants = {OPENED: tuple(OPENERS), SHOWN: (NOTHING, *CASES)}
-    parts = tuple(
-        measured(
-            Scenario(name=part, world=ranks, rounds=rounds, state=size),
-            samples,
-            folder,
-            contenders=tuple(Contender(each) for each in entrants[part]),
-            not_possible=absent if part == OPENED else {},
-        )
-        for part, (ranks, size, samples) in sizes.items()
+def measure_opens(options: Options) -> Part:
+    """Opening what each library saved to read one tensor of many, in a new process and from a cold cache."""
+    num_tensors, rounds = options.number(BAR_NUM_TENSORS, least=100), options.rounds or ROUNDS
+    absent = {name: reason for name in LIBRARIES if (reason := why_absent(name if name == "safetensors" else ""))}
+    names = tuple(name for name in LIBRARIES if name not in absent)
+    samples = []
+    with scratch(options.folder) as root:
+        for name in names:
+            (root / name).mkdir()
+            in_a_process(LIBRARIES[name][1], root / name, num_tensors)
+        for number in range(rounds):
+            for turn, name in enumerate(rotated(names, number)):
+                settle(root)
+                seconds = in_a_process(open_one, name, root / name, num_tensors // 2)
+                samples.append(Sample(name, number + 1, {"seconds": (seconds,)}, turn=turn))
+    scenario = Scenario(name=OPENED, rounds=rounds, state=StateSize(num_tensors=num_tensors))
+    contenders = tuple(map(Contender, LIBRARIES))
+    return measured(scenario, samples, options.folder, contenders=contenders, not_possible=absent)
+
+
+def open_one(name: str, folder: Path, index: int) -> float:
+    """Seconds to open what `name` saved and read one tensor, in this process, which has imported what it needs."""
+    package, _, read = LIBRARIES[name]
+    import_module(package)
+    start_s = time.perf_counter()
+    found = read(folder, name_of(index))
+    seconds = time.perf_counter() - start_s
+    if not (found == expected(index)).all():
+        raise WrongBytesError(f"{name} read another tensor than it saved.")
+    return seconds
+
+
+def measure_shows(options: Options) -> Part:
+    """Whole commands, with warm caches: Python's own start from a cold disk would hide the rest."""
+    world, rounds = options.number(BAR_WORLD), options.rounds or ROUNDS
+    commands: dict[str, list[str | Path]] = {NOTHING: [NOTHING]}
+    samples = []
+    with scratch(options.folder) as root:
+        for name, case in CASES.items():
+            write_simulated(root / name, case.simulate(max(world, case.smallest)))
+            commands[name] = ["show", root / name]
+        for number in range(-1, rounds):
+            for turn, name in enumerate(rotated(tuple(commands), number)):
+                seconds, _ = command(*commands[name])
+                samples.append(Sample(name, number + 1, {"seconds": (seconds,)}, turn=turn))
+    scenario = Scenario(name=SHOWN, world=world, rounds=rounds)
+    return measured(scenario, samples, options.folder, contenders=tuple(map(Contender, commands)))
+
+
+def name_of(index: int) -> str:
+    """The name of a tensor."""
+    return f"layers.{index:06d}.weight"
+
+
+def expected(index: int) -> Floats:
+    """What it holds."""
+    return np.full(_SHAPE, index, np.float32)
+
+
+def _tensors(num_tensors: int) -> dict[str, torch.Tensor]:
+    return {name_of(index): torch.from_numpy(expected(index)) for index in range(num_tensors)}
+
+
+def _save_holdfast(folder: Path, num_tensors: int) -> None:
+    holdfast.save(str(folder / "run"), _tensors(num_tensors), 1)
+
+
+def _read_holdfast(folder: Path, name: str) -> Floats:
+    return holdfast.open(str(folder / "run"))[name].numpy()
+
+
+def _save_dcp(folder: Path, num_tensors: int) -> None:
+    dcp_save(_tensors(num_tensors), checkpoint_id=folder, no_dist=True)
+
+
+def _read_dcp(folder: Path, name: str) -> Floats:
+    state = {name: torch.empty(_SHAPE)}
+    dcp_load(state, checkpoint_id=folder, no_dist=True)
+    return state[name].numpy()
+
+
+def _save_safetensors(folder: Path, num_tensors: int) -> None:
+    from safetensors.torch import save_file
+
+    save_file(_tensors(num_tensors), folder / "model.safetensors")
+
+
+def _read_safetensors(folder: Path, name: str) -> Floats:
+    from safetensors import safe_open
+
+    with safe_open(folder / "model.safetensors", framework="numpy") as file:
+        found: Floats = file.get_tensor(name)
+    return found
+
+
+#: Of each library the package, how it saves so many tensors into a folder, and how it reads the one of a name there.
+LIBRARIES: dict[str, tuple[str, Callable[[Path, int], None], Callable[[Path, str], Floats]]] = {
+    "holdfast": ("holdfast", _save_holdfast, _read_holdfast),
+    "dcp": ("torch.distributed.checkpoint", _save_dcp, _read_dcp),
+    "safetensors": ("safetensors", _save_safetensors, _read_safetensors),
+}
+
+
+def write_simulated(folder: Path, sent: Sent) -> None:
+    """The folder of a checkpoint that simulated ranks saved, without its data files."""
+    manifest = manifest_of(sent)
+    decoded = fmt.decode(manifest, path=str(folder))
+    seal = Seal(
+        checkpoint_id=decoded.body.checkpoint_id,
+        place=decoded.place,
+        step=decoded.body.step,
+        manifest=FileSeal(fmt.NAME, len(manifest), xxhash.xxh3_128_hexdigest(manifest)),
+        files=tuple(_file_seals(Files(decoded))),
     )
-    result = Result(name, parts)
-    typer.echo(f"wrote {write_result(result, results)}")
-    require_bars(bars(result))
+    folder.mkdir()
+    (folder / fmt.NAME).write_bytes(manifest)
+    (folder / records.SEAL_NAME).write_bytes(records.encode(seal))
+
+
+def _file_seals(files: Files) -> Iterator[FileSeal]:
+    for low in range(0, files.manifest.body.num_files, _FILES_AT_ONCE):
+        numbers = np.arange(low, min(low + _FILES_AT_ONCE, files.manifest.body.num_files))
+        columns = files.columns(numbers, positions=numbers[:0])
+        for index, nbytes in zip(numbers.tolist(), (columns.data_starts + columns.data_nbytes).tolist(), strict=True):
+            yield FileSeal(fmt.file_name(index), nbytes, "0" * 32)
 
 
 def bars(result: Result) -> Iterator[Bar]:
@@ -118,92 +208,9 @@ def render_view(result: Result) -> str:
     }
     lines: list[str] = []
     for head, part in heads.items():
-        rows = {each.name: _LABELS.get(each.name, each.name) for each in part.able}
-        lines += [*table(head, rows, [("s", _seconds_of(part))]), ""]
+        seconds = {each.name: text(part.series(each.name)) for each in part.able}
+        lines += [*table(head, {name: _LABELS.get(name, name) for name in seconds}, [("s", seconds.__getitem__)]), ""]
     return "\n".join((*lines, *time_bars(bars(result)), how, "", whereabouts(result.name, opened)))
 
 
-def _seconds_of(part: Part) -> Callable[[str], str]:
-    return lambda name: text(part.series(name))
-
-
-def _timed_opens(
-    root: Path, names: tuple[str, ...], tensors: int, rounds: int, advance: Callable[[str], None]
-) -> tuple[Sample, ...]:
-    for name in names:
-        (root / name).mkdir()
-        _in_a_process(_save, name, root / name, tensors)
-    samples: list[Sample] = []
-    for number in range(rounds):
-        for turn, name in enumerate(rotated(names, number)):
-            settle(root)
-            seconds = _in_a_process(_open, name, root / name, tensors // 2)
-            samples.append(Sample(name, number + 1, {"seconds": (seconds,)}, turn=turn))
-        advance(f"opened {tensors:,} tensors")
-    return tuple(samples)
-
-
-def _save(name: str, folder: Path, tensors: int) -> None:
-    SAVERS[name](folder, tensors)
-
-
-def _open(name: str, folder: Path, index: int) -> float:
-    """Seconds to open what `name` saved and read one tensor, in this process, which has imported what it needs."""
-    read = OPENERS[name]()
-    start_s = time.perf_counter()
-    found = read(folder, name_of(index))
-    seconds = time.perf_counter() - start_s
-    if not (found == expected(index)).all():
-        raise WrongBytesError(f"{name} read another tensor than it saved.")
-    return seconds
-
-
-def _in_a_process(call: Callable[[str, Path, int], T], name: str, folder: Path, number: int) -> T:
-    """`call` in a new process, in which nothing is warm."""
-    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-        return pool.submit(call, name, folder, number).result()
-
-
-def _timed_shows(root: Path, world: int, rounds: int, advance: Callable[[str], None]) -> tuple[Sample, ...]:
-    """Whole commands, with warm caches: Python's own start from a cold disk would hide the rest."""
-    commands = {NOTHING: [NOTHING]}
-    for case, (simulate, smallest, _) in CASES.items():
-        checkpoint = root / case
-        write_simulated(checkpoint, simulate(max(world, smallest)))
-        commands[case] = ["show", str(checkpoint)]
-        advance(f"planned {case}")
-    samples: list[Sample] = []
-    for number in range(-1, rounds):
-        for turn, name in enumerate(rotated(tuple(commands), number)):
-            start_s = time.perf_counter()
-            subprocess.run([sys.executable, "-m", "holdfast.cli", *commands[name]], check=True, capture_output=True)
-            seconds = time.perf_counter() - start_s
-            samples.append(Sample(name, number + 1, {"seconds": (seconds,)}, turn=turn))
-        advance("shown")
-    return tuple(samples)
-
-
-def write_simulated(folder: Path, sent: layouts.Sent) -> None:
-    """The folder of a checkpoint that simulated ranks saved, without its data files."""
-    manifest = encode_plan(
-        plan_save(sent.messages, sent.bodies), identity=IDENTITY, values=[RankValues(0, 1000, ("a",))]
-    )
-    decoded = fmt.decode(manifest, path=str(folder))
-    seal = Seal(
-        checkpoint_id=decoded.body.checkpoint_id,
-        place=decoded.place,
-        step=decoded.body.step,
-        manifest=FileSeal(fmt.NAME, len(manifest), xxhash.xxh3_128_hexdigest(manifest)),
-        files=tuple(_file_seals(Files(decoded))),
-    )
-    folder.mkdir()
-    (folder / fmt.NAME).write_bytes(manifest)
-    (folder / records.SEAL_NAME).write_bytes(records.encode(seal))
-
-
-def _file_seals(files: Files) -> Iterator[FileSeal]:
-    for low in range(0, files.manifest.body.num_files, _FILES_AT_ONCE):
-        numbers = np.arange(low, min(low + _FILES_AT_ONCE, files.manifest.body.num_files))
-        columns = files.columns(numbers, positions=numbers[:0])
-        for index, nbytes in zip(numbers.tolist(), (columns.data_starts + columns.data_nbytes).tolist(), strict=True):
-            yield FileSeal(fmt.file_name(index), nbytes, "0" * 32)
+VIEW = Benchmark("view", {OPENED: measure_opens, SHOWN: measure_shows}, render_view, bars)

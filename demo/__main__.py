@@ -1,7 +1,8 @@
-"""The story: a reference job; a job that loses a rank in the middle of a save; two jobs that continue from the
-checkpoint; and a job whose ranks are all killed, and which continues from memory.
+"""``python -m demo``: a small training that is killed in the middle of a save and goes on.
 
-All that is shown was seen in this run. A promise that was not kept ends it with status 1.
+The story, in the order in which it is told: a reference job; a job that loses a rank in the middle of a save; two jobs
+that continue from the checkpoint; and a job whose ranks are all killed, and which continues from memory. All that is
+shown was seen in this run. A promise that was not kept ends it with status 1.
 """
 
 from __future__ import annotations
@@ -9,35 +10,173 @@ from __future__ import annotations
 import argparse
 import shutil
 import signal
+import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from statistics import median
 
 import holdfast
-from demo.background import kill_all_and_restore
-from demo.chapters import inspect, train
-from demo.kill import Killed, kill_in_save
-from demo.launch import DemoError, Training, running
-from demo.promises import Promise, close_losses, read_once, same_losses, same_state
-from demo.records import read_restored, read_states
-from demo.show import CONSOLE, Curves, chapter, draw, say, table_of
+from demo.processes import DemoError, Training, head_of, kill_all_in_copy, kill_in_save, node_memory
+from demo.promises import Promise, close_losses, newest_from_memory, read_once, same_losses, same_state
+from demo.show import CONSOLE, draw, say, table_of
+from demo.witness import notes
 
 _OUT = Path("demo-out")
 _NUM_SAVES = 6
 #: The job is killed in this save of its six, or in a later one when that was too quick.
-_KILLED_SAVE = 4
-_KILLED_RANK = 1
+_KILLED_SAVE, _KILLED_RANK = 4, 1
 #: Saves in the background for each one of the others: they hardly hold training up.
 _NUM_IN_BACKGROUND = 5
 #: How long the other rank waits for the killed one.
 _PATIENCE_S = 10.0
 
 
+def tell(out: Path, steps: int) -> list[Promise]:
+    """Tell the story of trainings of so many steps, with their files in `out`."""
+    every, run, copy = steps // _NUM_SAVES, out / "run", out / "run-copy"
+
+    # A job that nothing ever happens to, and which saves nothing. All others are compared with it.
+    reference = Training(out / "reference", 2, steps)
+    reference.finish("Reference: FSDP2 on 2 ranks, never interrupted")
+    expected = reference.losses()
+
+    # The same job saves. A rank is killed in the middle of a save, and the other one has to find out itself: they are
+    # on two nodes, so that the survivor's torchrun does not end it.
+    job = Training(out / "job", 2, steps, save_to=run, save_every=every, nodes=2, timeout_s=_PATIENCE_S)
+    with job.running(f"The job: FSDP2 on 2 ranks, a save every {every} steps, rank {_KILLED_RANK} killed in one"):
+        killed = kill_in_save(job, rank=_KILLED_RANK, step=_KILLED_SAVE * every - 1)
+        statuses = job.wait()
+    status, error = job.exit_status_of_rank(_KILLED_RANK, killed.pid), job.error_of_rank(1 - _KILLED_RANK)
+    say(f"  rank {_KILLED_RANK} was writing {killed.file.name} of step {killed.step}: killed, exit status {status}")
+    say(f"  rank {1 - _KILLED_RANK}: {error}")
+    head, found = head_of(run), head_of(f"{run}@step={killed.step}")
+    num_files = sum(1 for _ in killed.file.parent.iterdir())
+    seen = f"rank {_KILLED_RANK} was writing its file of step {killed.step}; its exit status is {status}"
+    promises = [
+        Promise("A rank is killed in the middle of a save", kept=status == -9, seen=seen),
+        Promise(
+            "The other rank ends, and says why",
+            kept="DeadlineError" in error and all(statuses),
+            seen=error.partition("] ")[2] or "nothing",
+        ),
+        Promise(
+            "Nothing half-written is visible; the previous checkpoint is the head",
+            kept=head == killed.step - every and found == -1,
+            seen=f"the head is step {head}; of step {killed.step} {num_files} files lie there, "
+            f"and readers find {'nothing' if found == -1 else 'it'}",
+        ),
+        same_losses("Saving does not touch the training", expected, job.losses(), range(killed.step + 1)),
+    ]
+
+    # Two jobs go on from there, on as many ranks and on others. A run at rest can be copied with any tool.
+    shutil.copytree(run, copy)
+    resumed = [
+        Training(out / f"resumed-{world_size}", world_size, steps, save_to=save_to, save_every=every)
+        for world_size, save_to in ((2, run), (4, copy))
+    ]
+    files = run.glob(f"checkpoints/step-{head:010d}-*/*.safetensors")
+    stored_nbytes = sum(file.stat().st_size for file in files)
+    for training in resumed:
+        ranks, is_same = f"{training.world_size} ranks", training.world_size == reference.world_size
+        training.finish(f"Resumed from the head on {ranks}", done=head + 1)
+        saved, loaded = job.each("saved", step=head), training.each("loaded", step=head)
+        judge = same_losses if is_same else close_losses
+        going_on = f"On {ranks} the training goes on as if nothing had been"
+        promises += [
+            same_state(f"The state loaded on {ranks} is the one that was saved on 2", saved, loaded),
+            read_once(f"Loaded on {ranks}, every byte is read once", training.each("restored"), stored_nbytes),
+            judge(going_on, expected, training.losses(), range(head + 1, steps)),
+        ]
+
+    # A job saves in the background, and loses all its ranks.
+    in_background = max(1, every // _NUM_IN_BACKGROUND)
+    lost = Training(out / "background", 2, steps, save_to=out / "run-background", save_every=in_background)
+    promises += go_on_from_memory(reference, resumed[0], lost, every=every)
+
+    # The command line looks at all three runs.
+    promises += [_inspect(path) for path in (run, copy, out / "run-background")]
+    after = {training.world_size: training.losses() for training in resumed}
+    draw(expected, job.losses(), after, killed=killed.step, head=head, path=out / "losses.png")
+    return promises
+
+
+def go_on_from_memory(reference: Training, plain: Training, lost: Training, *, every: int) -> list[Promise]:
+    """A job saves in the background, into the memory of the node. All its ranks are killed in the middle of a copy, and
+    a new job goes on from what lies in memory. `plain` has saved to storage, to compare times."""
+    with node_memory() as lost.node_dir:
+        title = f"Saves in the background: 2 ranks, one every {lost.save_every} steps, all ranks killed in one"
+        with lost.running(title):
+            killed = kill_all_in_copy(lost, step=every)
+            lost.wait()
+        ended = [str(lost.exit_status_of_rank(rank, pid)) for rank, pid in enumerate(killed.pids)]
+        say(
+            f"  step {killed.copied} was being copied, step {killed.whole} was whole in memory, storage was held up at "
+            f"step {killed.head}: killed, exit statuses {' and '.join(ended)}"
+        )
+        done = killed.whole + 1
+        until = min(lost.steps, done + every)
+        following = replace(lost, folder=lost.folder.with_name("background-restored"), until=until, torchruns=[])
+        following.finish("A new job goes on from the memory of the node", done=done)
+
+    blocked_ms, plain_ms = (
+        [1e3 * note["blocked_s"] for training in trainings for note in notes(training.folder, "save")]
+        for trainings in ((lost, following), (plain,))
+    )
+    restored = following.each("restored")
+    slowest, plain_slowest = (max(note["seconds"] for note in each) for each in (restored, plain.each("restored")))
+    say(
+        f"  the median of {len(blocked_ms)} saves held training up for {median(blocked_ms):.0f} ms, that of "
+        f"{len(plain_ms)} into storage for {median(plain_ms):.0f} ms"
+    )
+    say(f"  restoring took {1e3 * slowest:.0f} ms from memory, {1e3 * plain_slowest:.0f} ms from storage")
+    say(
+        f"  (Do not compare these two: the state has only {sum(note['nbytes'] for note in restored) / 1e6:.0f} MB, so "
+        "the ranks spend most of the time agreeing on what to load, and the system still has the files in its cache. "
+        "docs/benchmarks.md compares the two for gigabytes that come from the disk.)"
+    )
+    saved, loaded = lost.each("saved", step=killed.whole), following.each("loaded", step=restored[0]["step"])
+    all_losses = lost.losses() | following.losses()
+    return [
+        newest_from_memory(
+            "All trainers are killed in the middle of a save: a new job goes on from node memory",
+            restored,
+            whole=killed.whole,
+            head=killed.head,
+        ),
+        same_state("Every tensor restored from node memory is the one from before the kill", saved, loaded),
+        same_losses(
+            "Until the kill, and on from node memory, the training is as if nothing had been",
+            reference.losses(),
+            all_losses,
+            range(until),
+        ),
+    ]
+
+
+def _inspect(run: Path) -> Promise:
+    """Let the command line speak for itself."""
+    statuses = []
+    for command in (["ls"], ["verify", "--deep"]):
+        say(f"\n$ holdfast {' '.join(command)} {run.relative_to(Path.cwd())}")
+        arguments = [sys.executable, "-m", "holdfast.cli", *command, str(run)]
+        statuses.append(subprocess.run(arguments, check=False).returncode)
+    seen = f"holdfast ls and verify end with status {statuses[0]} and {statuses[1]}"
+    return Promise(f"{run.name}: listed and sound, byte by byte", not any(statuses), seen)
+
+
 def main() -> None:
-    steps = _parse_steps()
+    parser = argparse.ArgumentParser(prog="python -m demo", description="Kill a training, resume it, compare.")
+    parser.add_argument("--steps", type=int, default=60, help="steps of the training, a multiple of 6 (default: 60)")
+    steps: int = parser.parse_args().steps
+    if steps < _NUM_SAVES or steps % _NUM_SAVES:
+        parser.error(f"--steps is a multiple of {_NUM_SAVES}, not {steps}")
+    out = _OUT.resolve()
+    shutil.rmtree(out, ignore_errors=True)
     # As Ctrl-C does: on its way out, what was started is ended.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        promises = _tell(_OUT.resolve(), steps)
+        promises = tell(out, steps)
     except KeyboardInterrupt:
         sys.exit("demo: interrupted")
     except (DemoError, holdfast.HoldfastError) as error:
@@ -47,120 +186,6 @@ def main() -> None:
     if broken:
         sys.exit(f"demo: {len(broken)} of {len(promises)} promises were broken. The first: {broken[0]}")
     say(f"All {len(promises)} promises were kept. The picture: {_OUT / 'losses.png'}")
-
-
-def _tell(out: Path, steps: int) -> list[Promise]:
-    if out.exists():
-        shutil.rmtree(out)
-    every = steps // _NUM_SAVES
-    run, copy = out / "run", out / "run-copy"
-    reference = Training(out / "reference", world_size=2, steps=steps)
-    # Two nodes, so that the survivor's torchrun does not end it: it has to find out itself.
-    job = Training(out / "job", 2, steps, save_to=run, save_every=every, nodes=2, timeout_s=_PATIENCE_S)
-    resumed = [
-        Training(out / "resumed-2", 2, steps, save_to=run, save_every=every),
-        Training(out / "resumed-4", 4, steps, save_to=copy, save_every=every),
-    ]
-
-    train("Reference: FSDP2 on 2 ranks, never interrupted", reference)
-    killed, promises = _kill(job)
-    head = holdfast.open(run).step
-    # A run at rest can be copied with any tool.
-    shutil.copytree(run, copy)
-    for training in resumed:
-        train(f"Resumed from the head on {training.world_size} ranks", training, done=head + 1)
-
-    promises += _judge(reference, job, resumed, killed=killed.step, head=head)
-    in_background = Training(
-        out / "background", 2, steps, save_to=out / "run-background", save_every=max(1, every // _NUM_IN_BACKGROUND)
-    )
-    promises += kill_all_and_restore(reference, resumed[0], in_background, step=every, num_more=every)
-    promises += [inspect(Path(str(training.save_to))) for training in (*resumed, in_background)]
-    losses = {training.world_size: training.losses() for training in resumed}
-    draw(Curves(reference.losses(), job.losses(), losses, killed=killed.step, head=head), out / "losses.png")
-    return promises
-
-
-def _kill(job: Training) -> tuple[Killed, list[Promise]]:
-    """Run the job until a rank is killed in a save; what is left of it."""
-    title = f"The job: FSDP2 on 2 ranks, a save every {job.save_every} steps, rank {_KILLED_RANK} killed in one"
-    with chapter(title, steps=job.steps) as on_step, running(job, on_step) as processes:
-        killed = kill_in_save(processes, rank=_KILLED_RANK, step=_KILLED_SAVE * job.save_every - 1)
-        statuses = processes.wait()
-    status = job.exit_status_of_rank(killed.rank, killed.pid)
-    survivor = 1 - killed.rank
-    error = job.error_of_rank(survivor)
-    say(f"  rank {killed.rank} was writing {killed.file.name} of step {killed.step}: killed, exit status {status}")
-    say(f"  rank {survivor}: {error}")
-    promises = [
-        Promise(
-            "A rank is killed in the middle of a save",
-            kept=status == -9,
-            seen=f"rank {killed.rank} was writing its file of step {killed.step}; its exit status is {status}",
-        ),
-        Promise(
-            "The other rank ends, and says why",
-            kept="DeadlineError" in error and all(statuses),
-            seen=error.partition("] ")[2] or "nothing",
-        ),
-    ]
-    return killed, [*promises, _head_is_whole(job, killed)]
-
-
-def _head_is_whole(job: Training, killed: Killed) -> Promise:
-    head = holdfast.open(str(job.save_to)).step
-    num_files = sum(1 for _ in killed.file.parent.iterdir())
-    visible = _is_visible(f"{job.save_to}@step={killed.step}")
-    return Promise(
-        "Nothing half-written is visible; the previous checkpoint is the head",
-        kept=head == killed.step - job.save_every and not visible,
-        seen=f"the head is step {head}; of step {killed.step} {num_files} files lie there, "
-        f"and readers {'find it' if visible else 'find nothing'}",
-    )
-
-
-def _is_visible(path: str) -> bool:
-    try:
-        holdfast.open(path)
-        return True
-    except holdfast.NotFoundError:
-        return False
-
-
-def _judge(reference: Training, job: Training, resumed: list[Training], *, killed: int, head: int) -> list[Promise]:
-    expected = reference.losses()
-    remaining = range(head + 1, reference.steps)
-    saved = read_states(job.folder, "saved", head, world_size=job.world_size)
-    promises = [same_losses("Saving does not touch the training", expected, job.losses(), range(killed + 1))]
-    for training in resumed:
-        ranks = f"{training.world_size} ranks"
-        loaded = read_states(training.folder, "loaded", head, world_size=training.world_size)
-        promises.append(same_state(f"The state loaded on {ranks} is the one that was saved on 2", saved, loaded))
-        promises.append(
-            read_once(
-                f"Loaded on {ranks}, every byte is read once",
-                [rank.nbytes for rank in read_restored(training.folder, world_size=training.world_size)],
-                _stored_nbytes(training, head),
-            )
-        )
-        text = f"On {ranks} the training goes on as if nothing had been"
-        judge = same_losses if training.world_size == reference.world_size else close_losses
-        promises.append(judge(text, expected, training.losses(), remaining))
-    return promises
-
-
-def _stored_nbytes(training: Training, step: int) -> int:
-    files = Path(str(training.save_to)).glob(f"checkpoints/step-{step:010d}-*/*.safetensors")
-    return sum(file.stat().st_size for file in files)
-
-
-def _parse_steps() -> int:
-    parser = argparse.ArgumentParser(prog="python -m demo", description="Kill a training, resume it, compare.")
-    parser.add_argument("--steps", type=int, default=60, help="steps of the training, a multiple of 6 (default: 60)")
-    steps: int = parser.parse_args().steps
-    if steps < _NUM_SAVES or steps % _NUM_SAVES:
-        parser.error(f"--steps is a multiple of {_NUM_SAVES}, not {steps}")
-    return steps
 
 
 if __name__ == "__main__":

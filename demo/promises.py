@@ -1,57 +1,57 @@
-"""The promises of holdfast, judged by the notes of the recorder."""
+"""The promises of holdfast, judged by the notes of the witness."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-
-from demo.records import Restored, State
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 #: Other numbers of ranks add up in another order. In nats; the loss itself is between 2 and 6.
 LOSS_TOLERANCE = 1e-4
 
+Losses = Mapping[int, float]
+Notes = Sequence[Mapping[str, Any]]
 
-@dataclass(frozen=True)
-class Promise:
-    """A promise of holdfast, whether the demo saw it kept, and the evidence."""
+
+class Promise(NamedTuple):
+    """What holdfast promises, whether it was kept here, and what was seen."""
 
     text: str
     kept: bool
     seen: str
 
 
-def same_state(text: str, saved: Iterable[State], loaded: Iterable[State]) -> Promise:
+def same_state(text: str, saved: Notes, loaded: Notes) -> Promise:
     """The states that all ranks saw before the save and after the load are one and the same."""
-    before, *others = saved
-    after = list(loaded)
-    wrong = sorted(set().union(*(before.differences(state) for state in (*others, *after))))
+    before, *others = ({*note["digests"].items()} for note in (*saved, *loaded))
+    wrong = sorted({name for other in others for name, _ in before ^ other})
     if wrong:
         return Promise(text, kept=False, seen=f"{len(wrong)} digests differ: {', '.join(wrong[:3])}")
-    counts = f"{len(before.tensors)} names of tensors, {len(before.values)} tables of values"
-    return Promise(text, kept=bool(after), seen=f"{counts}: equal SHA-256 on each of {len(after)} ranks")
+    seen = f"equal SHA-256 of {len(before)} names of tensors and tables of values on each of {len(loaded)} ranks"
+    return Promise(text, kept=bool(loaded), seen=seen)
 
 
-def read_once(text: str, read: Sequence[int], stored_nbytes: int) -> Promise:
+def read_once(text: str, restored: Notes, stored_nbytes: int) -> Promise:
     """All ranks together read no more than the files hold."""
-    seen = f"{len(read)} ranks read {sum(read) / 1e6:.2f} MB of files with {stored_nbytes / 1e6:.2f} MB"
-    return Promise(text, 0 < sum(read) <= stored_nbytes, seen)
+    read = sum(note["nbytes"] for note in restored)
+    seen = f"{len(restored)} ranks read {read / 1e6:.2f} MB of files with {stored_nbytes / 1e6:.2f} MB"
+    return Promise(text, 0 < read <= stored_nbytes, seen)
 
 
-def newest_from_memory(text: str, restored: Sequence[Restored], *, whole: int, head: int) -> Promise:
+def newest_from_memory(text: str, restored: Notes, *, whole: int, head: int) -> Promise:
     """All ranks restored from node memory the step that was `whole` there, newer than the `head` of storage."""
-    found = sorted({(each.step, each.tier) for each in restored})
+    found = sorted({(note["step"], note["tier"]) for note in restored})
     told = " and ".join(f"step {step} from {tier}" for step, tier in found)
     seen = f"restored {told}, when storage was at step {head}"
     return Promise(text, kept=found == [(whole, "node memory")] and whole > head, seen=seen)
 
 
-def same_losses(text: str, reference: Mapping[int, float], seen: Mapping[int, float], steps: range) -> Promise:
+def same_losses(text: str, reference: Losses, seen: Losses, steps: range) -> Promise:
     """Every loss of `steps` has the bits of the reference."""
     num_equal = sum(step in seen and seen[step].hex() == reference[step].hex() for step in steps)
     return Promise(text, num_equal == len(steps) > 0, f"{num_equal} of {len(steps)} losses are equal bit by bit")
 
 
-def close_losses(text: str, reference: Mapping[int, float], seen: Mapping[int, float], steps: range) -> Promise:
+def close_losses(text: str, reference: Losses, seen: Losses, steps: range) -> Promise:
     """Every loss of `steps` is within `LOSS_TOLERANCE` of the reference."""
     differences = [abs(seen[step] - reference[step]) for step in steps if step in seen]
     largest = max(differences, default=0.0)

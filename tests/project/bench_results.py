@@ -4,18 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from bench import engine, walks
-from bench.contenders import LATER, described
-from bench.engine_beside import NO_SAVES
-from bench.engine_contenders import OURS, OURS_SYNC, OWN, THREAD
+from bench import engine, small
+from bench.contenders import BACKGROUND, LATER, OURS, OURS_SYNC, SAVING, THREAD, Entry
+from bench.engine_loops import NO_SAVES
 from bench.engine_saves import ALONE, BESIDE_WORK
 from bench.environment import Environment
 from bench.save_load import MEASURES
-from bench.schema import RAW, WARM_UP, Contender, Part, Result, Sample, Scenario, StateSize, raw_name
-from bench.small import NAMES as SMALL_NAMES
-from bench.small import SAVES as SMALL_SAVES
+from bench.schema import RAW, WARM_UP, Contender, Part, Result, Sample, Scenario, StateSize
 from bench.view import NOTHING, OPENED, SHOWN
-from bench.walks import MODEL_KINDS
 
 NBYTES = 2_000_000_000
 SIZE = StateSize(NBYTES, 300, 3)
@@ -33,15 +29,15 @@ MACHINE = Environment(
     revision="0123456789abcdef",
 )
 SECONDS = {
-    raw_name("slow"): (2.0, 2.0, 2.0),
-    raw_name("fast"): (1.0, 1.2, 1.1),
-    raw_name("other"): (0.5, 1.5, 1.5),
+    f"{RAW} slow": (2.0, 2.0, 2.0),
+    f"{RAW} fast": (1.0, 1.2, 1.1),
+    f"{RAW} other": (0.5, 1.5, 1.5),
     "dcp": (4.0, 2.4, 2.2),
 }
 #: Of the engine: rounds, who saves, and durable after how many seconds; of holdfast half a second more is the copy.
 ROUNDS = 7
 ENGINE_NAMES = (RAW, THREAD, OURS_SYNC, OURS)
-DURABLE_S = {**dict.fromkeys(map(raw_name, RAW_WAYS), 1.0), THREAD: 4.0, OURS_SYNC: 1.25, OURS: 1.5}
+DURABLE_S = {**{f"{RAW} {way}": 1.0 for way in RAW_WAYS}, THREAD: 4.0, OURS_SYNC: 1.25, OURS: 1.5}
 
 
 def samples(seconds: Mapping[str, Sequence[float]], measures: Sequence[str] = MEASURES) -> tuple[Sample, ...]:
@@ -91,6 +87,10 @@ def part(
     )
 
 
+def described(names: Sequence[str], known: Mapping[str, Entry] = SAVING) -> tuple[Contender, ...]:
+    return tuple(known[name].about for name in names)
+
+
 def io_result(seconds: Mapping[str, tuple[float, ...]]) -> Result:
     contenders = tuple(Contender(name, "loops", "fsync", io="") for name in (RAW, "dcp"))
     return Result("io", (part("io", samples(seconds), contenders, raw_ways=RAW_WAYS),))
@@ -100,12 +100,15 @@ def small_result(*, num_tensors: int = 10_000, save_s: float = 0.9, later_walk_s
     """A run over 8 ranks: dcp in one of three rounds, holdfast in all."""
     taken = samples({"dcp": (40.0,), "holdfast": (save_s, 0.8, 1.2), LATER: (0.7, 0.6, 0.5)})
     state = StateSize(1, num_tensors)
-    names = described(SMALL_NAMES, direct=True)
-    saves = part(SMALL_SAVES, taken, names, world=8, state=state, facts={"local_shape": [2, 16]})
-    seconds = {walks.FIRST: 0.006, walks.LATER: later_walk_s, walks.STATE_DICTS: 0.003, walks.GET_STATE_DICT: 0.09}
+    names = described(small.NAMES)
+    saves = part(small.SAVES, taken, names, world=8, state=state, facts={"local_shape": [2, 16]})
+    times = (0.006, later_walk_s, 0.003, 0.09)
+    seconds = dict(
+        zip((small.FIRST_WALK, small.LATER_WALK, small.STATE_DICTS, small.GET_STATE_DICT), times, strict=True)
+    )
     walked = samples({name: (second,) for name, second in seconds.items()}, ("",))
     size = StateSize(num_tensors=3_000)
-    return Result("small", (saves, *(part(kind, walked, world=1, rounds=30, state=size) for kind in MODEL_KINDS)))
+    return Result("small", (saves, *(part(kind, walked, world=1, rounds=30, state=size) for kind in small.MODEL_KINDS)))
 
 
 def load_result(seconds: Mapping[str, tuple[float, ...]], *, name: str = "columns") -> Result:
@@ -118,7 +121,7 @@ def load_part(
 ) -> Part:
     names = (RAW, *(each for each in seconds if not each.startswith(RAW)), "torchsnapshot")
     absent = {"torchsnapshot": "it is from 2023"}
-    contenders = described(names, direct=True)
+    contenders = described(names)
     taken = samples(seconds, ("load",))
     return part(name, taken, contenders, title=title, not_possible=absent, raw_ways=RAW_WAYS)
 
@@ -195,7 +198,7 @@ def saves_part(
     return part(
         engine.SAVES,
         taken,
-        described((*ENGINE_NAMES, *absent), *OWN, direct=True),
+        described((*ENGINE_NAMES, *absent), BACKGROUND),
         rounds=rounds,
         state=StateSize(nbytes, num_tensors, 3),
         facts={"work_s": 1.0, "generations": 2},
@@ -238,4 +241,4 @@ def loop_part(*, nbytes: int, loop_s: float = 8.08, rounds: int = ROUNDS) -> Par
 
 
 def beside_contenders() -> tuple[Contender, ...]:
-    return described((OURS, THREAD), *OWN, direct=True)
+    return described((OURS, THREAD), BACKGROUND)

@@ -2,36 +2,40 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import re
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bench.__main__ import BENCHMARKS, CHART, PLACES, PLANNING, README, TABLES, documents, measure, publish
 from bench.contenders import LATER
+from bench.costs import Watch
 from bench.environment import filesystem
-from bench.errors import BenchError, MarkersError, RankFailedError, RawLimitError, SetupError, WrongBytesError
-from bench.front import render_front
-from bench.io import render_io
+from bench.front import render_chart, render_front
+from bench.io import IO, render_io
+from bench.markdown import RESULTS, markers, replace_part
 from bench.markdown import table as lines_of
-from bench.marked import CHART, README, TABLES, markers, read_marked, replace_part
-from bench.meter import Meter
 from bench.plan import bars as plan_bars
-from bench.plot import render_chart
 from bench.raw import RAW_WAYS, RawFile, RawImage, RawWay, takes_direct
-from bench.runner import Failure, Found, Span, collect, require_same, together
-from bench.save_load import MEASURES, SaveLoad
+from bench.runner import Found, Span, messages, require_same, together
+from bench.save_load import MEASURES, copies
 from bench.schema import (
     RAW,
-    RESULTS,
     WARM_UP,
+    BenchError,
+    MarkersError,
+    Options,
+    RankFailedError,
+    RawLimitError,
     Result,
-    Sample,
-    StateSize,
+    SetupError,
+    WrongBytesError,
     chosen,
     read_result,
     require_bars,
@@ -40,11 +44,10 @@ from bench.schema import (
 )
 from bench.small import NAMES as SMALL_NAMES
 from bench.small import SAVES as SMALL_SAVES
+from bench.small import SMALL, render_small
 from bench.small import bars as small_bars
-from bench.small import render_small, small
-from bench.state import LlamaLike, ManySmall, parameter_shapes, width_for
+from bench.state import parameter_shapes, width_for
 from bench.statistics import fastest, median, paired_ratios, rotated, text
-from bench.table import TABLES_OF, table
 from tests.project.bench_results import (
     SECONDS,
     engine_result,
@@ -62,7 +65,18 @@ from tests.project.bench_results import (
 ROOT = Path(__file__).parents[2]
 START, END = markers("bench")
 LOADS = load_result(SECONDS)
-PLACES = tuple(place for place, _ in TABLES_OF.values())
+FOUND = {
+    result.name: result
+    for result in (
+        io_result(SECONDS),
+        LOADS,
+        engine_result(),
+        small_result(),
+        view_result(),
+        plan_result(),
+        history_result(),
+    )
+}
 
 
 # Statistics
@@ -117,17 +131,17 @@ def test_a_contender_has_the_paired_share_and_the_cost_of_all_ranks() -> None:
 
 
 def test_a_contender_that_beats_the_raw_limit_is_an_error_of_the_harness() -> None:
-    (beaten,) = io_result(SECONDS | {"dcp": (0.9, 1.1, 1.0)}).parts
+    beaten = io_result(SECONDS | {"dcp": (0.9, 1.1, 1.0)})
     with pytest.raises(
         RawLimitError, match=r"dcp .* raw limit was not reached by the raw loop.*Add a way to .*, or rounds"
     ):
-        require_raw_limit(beaten, *MEASURES)
+        require_raw_limit(beaten)
 
 
 def test_a_contender_within_the_noise_of_the_raw_limit_is_none() -> None:
-    (noisy,) = io_result(SECONDS | {"dcp": (0.97, 1.17, 1.08)}).parts
-    assert median(noisy.shares("dcp", measure="save")) > 1
-    require_raw_limit(noisy, *MEASURES)
+    noisy = io_result(SECONDS | {"dcp": (0.97, 1.17, 1.08)})
+    assert median(noisy.part("io").shares("dcp", measure="save")) > 1
+    require_raw_limit(noisy)
 
 
 # Errors of a run
@@ -143,9 +157,9 @@ def test_a_tensor_that_vanished_in_a_load_is_an_error() -> None:
         require_same({"a": "1"}, {}, name="dcp")
 
 
-def test_an_unknown_contender_is_refused_with_the_known_ones() -> None:
+def test_an_unknown_contender_is_refused_with_the_known_ones(tmp_path: Path) -> None:
     with pytest.raises(SetupError, match=r"no contender zip.*raw, torch.save, dcp, .*holdfast"):
-        SaveLoad(world=2, rounds=7, recipe=LlamaLike(1), contenders=("zip",)).num_samples()
+        measure(IO, Options(contenders=("zip",)), None, tmp_path)
 
 
 def test_what_is_asked_for_is_chosen_in_the_known_order() -> None:
@@ -155,34 +169,42 @@ def test_what_is_asked_for_is_chosen_in_the_known_order() -> None:
 
 def test_a_run_that_does_not_fit_on_the_disk_is_refused_before_it_starts(tmp_path: Path) -> None:
     with pytest.raises(SetupError, match="smaller state"):
-        SaveLoad(world=2, rounds=7, recipe=LlamaLike(1 << 60), contenders=("raw",)).require_space(tmp_path)
+        measure(IO, Options(scale=1e9, folder=tmp_path), None, tmp_path)
 
 
-@pytest.mark.parametrize(("peer_rounds", "walk_rounds", "layers"), [(0, 1, 1), (6, 1, 1), (1, 0, 1), (1, 1, 0)])
-def test_a_run_of_small_tensors_without_all_of_its_parts_is_refused(
-    peer_rounds: int, walk_rounds: int, layers: int
-) -> None:
-    with pytest.raises(SetupError, match="at least one"):
-        small(rounds=5, peer_rounds=peer_rounds, walk_rounds=walk_rounds, layers=layers)
+def say(rank: int, queue: Any) -> None:
+    queue.put(f"rank {rank}")
+
+
+def die(rank: int, queue: Any) -> None:
+    os._exit(3 * rank)
+
+
+def fail_while_another_waits(rank: int, queue: Any) -> None:
+    if rank == 0:
+        raise WrongBytesError("other bytes")
+    time.sleep(600)
+
+
+def stay(rank: int, queue: Any) -> None:
+    queue.put(rank)
+    queue.put(None)
+    time.sleep(600)
+
+
+def test_what_ranks_send_is_collected_until_all_have_ended_or_said_that_they_are_to_be_killed() -> None:
+    assert sorted(messages(say, world=2)) == ["rank 0", "rank 1"]
+    assert sorted(messages(stay, world=2)) == [0, 1]
 
 
 def test_a_rank_that_dies_without_a_word_is_an_error_with_its_status() -> None:
-    context = multiprocessing.get_context("spawn")
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=os._exit, args=(3,), name="rank")
-    process.start()
-    sender.close()
-    with pytest.raises(RankFailedError, match="rank ended with status 3"):
-        collect({receiver: process}, on_sample=lambda _: None)
+    with pytest.raises(RankFailedError, match="process 1 terminated with exit code 3"):
+        list(messages(die, world=2))
 
 
 def test_what_ended_a_rank_is_reported_at_once_though_other_ranks_still_run() -> None:
-    context = multiprocessing.get_context("spawn")
-    failing, silent = context.Pipe(duplex=False), context.Pipe(duplex=False)
-    failing[1].send(Failure(text="no space"))
-    processes = {failing[0]: context.Process(name="rank 0"), silent[0]: context.Process(name="rank 1")}
-    with pytest.raises(RankFailedError, match="rank 0 failed: no space"):
-        collect(processes, on_sample=lambda _: None)
+    with pytest.raises(RankFailedError, match=r"A rank failed(?s:.*)WrongBytesError: other bytes"):
+        list(messages(fail_while_another_waits, world=2))
 
 
 def test_the_warm_up_counts_for_memory_alone() -> None:
@@ -196,29 +218,17 @@ def test_of_several_ranks_spans_become_one_and_numbers_stay_apart() -> None:
     assert together(found) == {"seconds": (4.0,), "cpu_s": (0.5, 0.25)}
 
 
-def test_the_meter_watches_memory_where_it_is_asked_to() -> None:
-    meter = Meter(watch_memory=True)
-    own = bytearray(64 << 20)
+def test_of_several_tries_the_best_one_counts() -> None:
+    found: list[Found] = [{"copy_s": [Span(0.0, 3.0), Span(5.0, 7.0)]}, {"copy_s": [Span(1.0, 2.0), Span(5.0, 6.0)]}]
+    assert together(found) == {"copy_s": (2.0,)}
+
+
+def test_memory_is_watched_from_before_until_the_end() -> None:
+    watch = Watch()
+    own = bytearray(b"x") * (64 << 20)
     time.sleep(0.5)
     del own
-    peak = meter.stop()["peak_extra_nbytes"]
-    assert 63 << 20 < peak < 80 << 20
-    assert "peak_extra_nbytes" not in Meter().stop()
-
-
-def test_what_ranks_send_is_collected_and_seen() -> None:
-    context = multiprocessing.get_context("spawn")
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=int)
-    process.start()
-    size = StateSize(nbytes=1, num_tensors=1, num_values=0)
-    sent = [sample("save", "dcp", number, 1.0) for number in (WARM_UP, 1)]
-    for message in (size, *sent):
-        sender.send(message)
-    sender.close()
-    seen: list[Sample] = []
-    assert collect({receiver: process}, on_sample=seen.append) == (size, tuple(sent))
-    assert seen == sent
+    assert 63 << 20 < watch.stop() < 80 << 20
 
 
 # The raw loop and the state
@@ -272,17 +282,9 @@ def test_the_filesystem_of_a_folder_is_that_of_the_innermost_mount() -> None:
 # Many small tensors
 
 
-def test_a_contender_that_is_limited_takes_part_in_the_first_rounds_and_has_no_warm_up() -> None:
-    job = SaveLoad(world=8, rounds=3, recipe=ManySmall(20), contenders=SMALL_NAMES, at_most={"dcp": 2})
-    others = ("holdfast", LATER)
-    assert [job.entrants(number) for number in range(4)] == [others, SMALL_NAMES, SMALL_NAMES, others]
-    assert job.num_samples() == 2 * (2 + 3 + 3 + 2)
-
-
-def test_later_saves_go_into_one_run_and_all_others_into_new_folders(tmp_path: Path) -> None:
-    job = SaveLoad(world=8, rounds=3, recipe=ManySmall(20), contenders=SMALL_NAMES)
-    folders = {name: {job.folder_of(name, number, tmp_path) for number in range(3)} for name in SMALL_NAMES}
-    assert {name: len(of_name) for name, of_name in folders.items()} == {"dcp": 3, "holdfast": 3, LATER: 1}
+def test_before_the_loads_of_a_round_every_entrant_has_a_copy_on_the_device_and_a_run_has_two() -> None:
+    assert copies(SMALL_NAMES) == 4
+    assert copies((RAW, "dcp")) == len(RAW_WAYS) + 1
 
 
 def test_a_bar_is_met_or_missed_by_the_median() -> None:
@@ -319,10 +321,13 @@ def test_the_small_tables_have_medians_extremes_and_how_often_the_peer_ran() -> 
 
 @pytest.mark.slow
 def test_a_run_of_small_tensors_leaves_a_result_that_its_table_can_be_made_from(tmp_path: Path) -> None:
-    small(tensors=20, world=2, rounds=1, layers=1, walk_rounds=1, folder=tmp_path, results=tmp_path)
-    found = read_result(tmp_path / "small.json", command="small")
+    measure(SMALL, Options(scale=0, world=2, rounds=2, folder=tmp_path), None, tmp_path)
+    found = read_result("small", tmp_path)
     saves = found.part(SMALL_SAVES)
-    assert [len(saves.series(name, measure=measure)) for measure in MEASURES for name in SMALL_NAMES] == [1] * 6
+    # dcp takes so long that it takes part once, and has no warm-up.
+    assert [each.round for each in saves.samples if each.contender == "dcp"] == [1, 1]
+    assert {each.round for each in saves.samples if each.contender == LATER} == {0, 1, 2}
+    assert [len(saves.series(name, measure=measure)) for measure in MEASURES for name in SMALL_NAMES] == [1, 2, 2] * 2
     assert (saves.scenario.state.num_tensors, saves.scenario.state.nbytes) == (20, 20 * 4 * 16 * 4)
     assert len(found.parts) == 3
     assert "| 20 tensors |" in render_small(found)
@@ -333,14 +338,15 @@ def test_a_run_of_small_tensors_leaves_a_result_that_its_table_can_be_made_from(
 
 @pytest.mark.parametrize("result", [io_result(SECONDS), small_result(), LOADS, engine_result()])
 def test_a_result_file_reads_back_equal(result: Result, tmp_path: Path) -> None:
-    assert read_result(write_result(result, tmp_path / "new"), command=result.name) == result
+    write_result(result, tmp_path / "new")
+    assert read_result(result.name, tmp_path / "new") == result
 
 
-@pytest.mark.parametrize("name", ["missing.json", "foreign.json"])
+@pytest.mark.parametrize("name", ["small", "view"])
 def test_a_missing_or_foreign_result_file_says_how_to_make_one(name: str, tmp_path: Path) -> None:
-    (tmp_path / "foreign.json").write_text("{}")
-    with pytest.raises(SetupError, match="python -m bench small"):
-        read_result(tmp_path / name, command="small")
+    (tmp_path / "view.json").write_text("{}")
+    with pytest.raises(SetupError, match=f"python -m bench {name}"):
+        read_result(name, tmp_path)
 
 
 def test_a_table_has_a_line_for_each_row_and_a_cell_for_each_column() -> None:
@@ -375,42 +381,31 @@ def test_the_table_says_how_it_was_measured() -> None:
 
 @given(st.text(alphabet="ab\n"), st.text(alphabet="ab\n"), st.text(alphabet="ab\n"))
 def test_only_what_stands_between_the_markers_is_replaced(before: str, old: str, after: str) -> None:
-    once = replace_part(f"{before}{START}{old}{END}{after}", "bench", "new", where="README.md")
+    once = replace_part(f"{before}{START}{old}{END}{after}", "bench", "new", where=README)
     assert once == f"{before}{START}\nnew\n{END}{after}"
-    assert replace_part(once, "bench", "new", where="README.md") == once
+    assert replace_part(once, "bench", "new", where=README) == once
 
 
 @pytest.mark.parametrize("text", ["", START, END, f"{END}{START}", f"{START}{START}{END}"])
-def test_a_file_without_its_place_for_the_table_is_an_error_and_is_left_alone(tmp_path: Path, text: str) -> None:
-    readme = tmp_path / "README.md"
-    readme.write_text(text)
+def test_a_file_without_its_place_for_the_table_is_an_error(text: str) -> None:
     with pytest.raises(MarkersError, match=r"README\.md needs one line"):
-        run_table(io_result(SECONDS), readme)
-    assert readme.read_text() == text
+        replace_part(text, "bench", "new", where=README)
 
 
-def test_a_missing_file_is_an_error_that_names_it(tmp_path: Path) -> None:
-    with pytest.raises(MarkersError, match=r"no .*README\.md"):
-        read_marked(tmp_path / "README.md", "bench")
+def test_a_missing_document_is_an_error_that_names_it(tmp_path: Path) -> None:
+    with pytest.raises(MarkersError, match=r"no .*benchmarks\.md"):
+        documents(tmp_path, {})
 
 
-def test_the_table_command_rewrites_the_tables_and_draws_the_chart(tmp_path: Path) -> None:
-    document, chart = tmp_path / "benchmarks.md", tmp_path / "figures" / "speed.svg"
-    document.write_text("# Title\n" + "\n".join(f"{place(name)}\nMiddle" for name in PLACES))
-    front = run_table(io_result(SECONDS), document, chart=chart)
-    results = (
-        io_result(SECONDS),
-        LOADS,
-        engine_result(),
-        small_result(),
-        view_result(),
-        plan_result(),
-        history_result(),
-    )
-    rendered = {name: render(found) for (name, render), found in zip(TABLES_OF.values(), results, strict=True)}
-    assert document.read_text() == "# Title\n" + "\n".join(f"{place(name, rendered[name])}\nMiddle" for name in PLACES)
-    assert front == render_front(io_result(SECONDS), engine_result(), small_result())
-    assert chart.read_text() == render_chart(io_result(SECONDS), LOADS)
+def test_the_table_command_rewrites_the_tables_and_draws_the_charts(tmp_path: Path) -> None:
+    write_all(tmp_path)
+    publish(tmp_path)
+    rendered = {PLACES[each.name]: each.render(FOUND[each.name]) for each in BENCHMARKS}
+    assert (tmp_path / TABLES).read_text() == page(rendered)
+    front = render_front(FOUND["io"], FOUND["engine"], FOUND["small"])
+    assert (tmp_path / README).read_text() == place("front", front)
+    assert (tmp_path / CHART).read_text() == render_chart(FOUND["io"], LOADS)
+    assert (tmp_path / PLANNING).read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_short_table_takes_its_figures_from_all_benchmarks() -> None:
@@ -422,7 +417,7 @@ def test_the_short_table_takes_its_figures_from_all_benchmarks() -> None:
 
 
 def test_the_chart_and_the_short_table_of_the_readme_are_those_of_the_results() -> None:
-    saves, loads, engine, small = (committed(name) for name in ("io", "load", "engine", "small"))
+    saves, loads, engine, small = (read_result(name, ROOT / RESULTS) for name in ("io", "load", "engine", "small"))
     readme, (start, end) = (ROOT / README).read_text(), markers("front")
     advice = "run `make tables`"
     assert f"{start}\n{render_front(saves, engine, small)}\n{end}" in readme, advice
@@ -431,8 +426,9 @@ def test_the_chart_and_the_short_table_of_the_readme_are_those_of_the_results() 
 
 def test_the_tables_of_the_benchmarks_are_those_of_the_results() -> None:
     page = (ROOT / TABLES).read_text()
-    for name, (where, render) in TABLES_OF.items():
-        assert place(where, render(committed(name))) in page, f"the table {name} is another one: run `make tables`"
+    for each in BENCHMARKS:
+        table = place(PLACES[each.name], each.render(read_result(each.name, ROOT / RESULTS)))
+        assert table in page, f"the table {each.name} is another one: run `make tables`"
 
 
 def test_the_chart_says_who_cannot_take_part_and_has_colours_for_dark_pages() -> None:
@@ -445,25 +441,24 @@ def test_the_chart_says_who_cannot_take_part_and_has_colours_for_dark_pages() ->
     assert "prefers-color-scheme: dark" in chart
 
 
-def test_no_table_is_written_from_a_run_that_did_not_reach_the_raw_limit(tmp_path: Path) -> None:
-    readme = tmp_path / "README.md"
-    readme.write_text("\n".join(place(name, "old") for name in PLACES))
+@pytest.mark.parametrize("name", ["io", "load"])
+def test_no_table_is_written_from_a_run_that_did_not_reach_the_raw_limit(name: str, tmp_path: Path) -> None:
     beaten = SECONDS | {"dcp": (0.9, 1.1, 1.0)}
+    write_all(tmp_path, io_result(beaten) if name == "io" else load_result(beaten))
     with pytest.raises(RawLimitError):
-        run_table(io_result(beaten), readme)
-    with pytest.raises(RawLimitError):
-        run_table(io_result(SECONDS), readme, loads=load_result(beaten))
-    assert "old" in readme.read_text()
+        publish(tmp_path)
+    assert (tmp_path / TABLES).read_text() == page()
 
 
-@pytest.mark.parametrize("missing", PLACES)
+@pytest.mark.parametrize("missing", PLACES.values())
 def test_where_one_table_has_no_place_no_table_is_written(tmp_path: Path, missing: str) -> None:
-    readme = tmp_path / "README.md"
-    before = "\n".join(place(name, "old") for name in PLACES if name != missing)
-    readme.write_text(before)
+    write_all(tmp_path)
+    before = page().replace(place(missing), "")
+    (tmp_path / TABLES).write_text(before)
     with pytest.raises(MarkersError, match=f"{missing}:start"):
-        run_table(io_result(SECONDS), readme)
-    assert readme.read_text() == before
+        publish(tmp_path)
+    assert (tmp_path / TABLES).read_text() == before
+    assert (tmp_path / README).read_text() == place("front")
 
 
 def place(name: str, content: str = "") -> str:
@@ -471,18 +466,15 @@ def place(name: str, content: str = "") -> str:
     return "\n".join((markers(name)[0], content, markers(name)[1]))
 
 
-def committed(name: str) -> Result:
-    """The result of a benchmark in this repository."""
-    return read_result(ROOT / RESULTS / f"{name}.json", command=name)
+def page(rendered: Mapping[str, str] | None = None) -> str:
+    """A document with places for all tables, and what was rendered in them."""
+    return "# Title\n" + "\nMiddle\n".join(place(name, (rendered or {}).get(name, "")) for name in PLACES.values())
 
 
-def run_table(figures: Result, document: Path, *, chart: Path | None = None, loads: Result = LOADS) -> str:
-    """`bench table` of `figures`, of `loads`, and of runs of the other benchmarks. Return the short table."""
-    folder = document.parent / "results"
-    readme, (start, end) = document.with_name("front.md"), markers("front")
-    readme.write_text(f"{start}\n{end}\n")
-    others = (small_result(), engine_result(), view_result(), plan_result(), history_result())
-    for result in (figures, loads, *others):
-        write_result(result, folder)
-    table(results=folder, document=document, readme=readme, chart=chart or folder / "speed.svg")
-    return readme.read_text().removeprefix(f"{start}\n").removesuffix(f"\n{end}\n")
+def write_all(root: Path, *others: Result) -> None:
+    """A repository with results of all benchmarks, some of them others than those of `FOUND`, and empty documents."""
+    for result in (*FOUND.values(), *others):
+        write_result(result, root / RESULTS)
+    (root / TABLES).parent.mkdir()
+    (root / TABLES).write_text(page())
+    (root / README).write_text(place("front"))

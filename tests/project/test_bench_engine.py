@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -16,16 +15,14 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, init_device_mesh
 
 import holdfast
-from bench.contenders import described
-from bench.engine import PARTS, bars, engine, first_blocked_s, read_earlier, render_engine, require_limit
-from bench.engine_contenders import NAMES, OURS, OURS_SYNC, OWN, THREAD, able, discard, folder_of
+from bench.__main__ import measure
+from bench.contenders import BACKGROUND, OURS, OURS_SYNC, THREAD, select
+from bench.costs import Watch, cpu_s, held, keepers, node_memory, tree
+from bench.engine import ENGINE, PARTS, bars, first_blocked_s, render_engine
 from bench.engine_saves import ALONE, BESIDE_WORK
-from bench.errors import BenchError, RawLimitError, SetupError
-from bench.live import STEPPED, Live, Work
-from bench.processes import cpu_s, held, keepers, node_memory, tree
-from bench.schema import RAW, Part, Result, chosen, read_result, write_result
-from bench.state import LlamaLike, local
-from bench.watch import Watch
+from bench.schema import RAW, Options, RawLimitError, Result, SetupError, read_result, require_raw_limit, write_result
+from bench.state import STEPPED, Live, LlamaLike, State, Work, local
+from bench.ways import Site
 from tests.project.bench_results import engine_result, loop_part, saves_part
 from tests.support.ranks import run_ranks
 
@@ -81,20 +78,24 @@ def test_the_processes_of_a_rank_are_it_and_all_that_descend_from_it() -> None:
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as child:
         assert child.stdout is not None
         child.stdout.readline()
-        found = tree(child.pid)
-        assert (found[0], len(found)) == (child.pid, 2)
-        assert set(found) < set(tree(os.getpid()))
-        assert tree(os.getpid(), without=(child.pid,)) == [pid for pid in tree(os.getpid()) if pid not in found]
-        for pid in found:
-            os.kill(pid, 9)
+        found, every = tree(child.pid), tree(os.getpid())
+        assert (found[0].pid, len(found)) == (child.pid, 2)
+        assert set(found) < set(every)
+        assert tree(os.getpid(), without=(child.pid,)) == [each for each in every if each.pid != child.pid]
+        for process in found:
+            process.kill()
 
 
 def test_cpu_time_is_counted_of_processes_and_of_their_children_that_have_ended() -> None:
-    before_s = cpu_s([os.getpid()])
+    own = tree(os.getpid())[:1]
+    before_s = cpu_s(own)
     busy = "import time\nwhile time.process_time() < 0.3: pass"
     subprocess.run([sys.executable, "-c", busy], check=True)
-    assert cpu_s([os.getpid()]) - before_s > 0.25  # the kernel counts in ticks of 10 ms
-    assert cpu_s([2**22 + 1]) == 0.0  # there is no such process
+    assert cpu_s(own) - before_s > 0.25  # the kernel counts in ticks of 10 ms
+    with subprocess.Popen(["sleep", "60"]) as child:
+        ended = tree(child.pid)
+        child.kill()
+    assert cpu_s(ended) == 0.0
 
 
 def test_memory_is_watched_from_outside_with_that_of_children() -> None:
@@ -102,7 +103,7 @@ def test_memory_is_watched_from_outside_with_that_of_children() -> None:
     with subprocess.Popen([sys.executable, "-c", HOLD], stdout=subprocess.PIPE) as child:
         assert child.stdout is not None
         child.stdout.readline()
-        assert held([child.pid]).nbytes > 64 << 20
+        assert held(tree(child.pid)).nbytes > 64 << 20
         peak = watch.stop()
         child.kill()
     assert peak > 64 << 20
@@ -127,8 +128,8 @@ def test_keepers_are_found_by_their_lock_and_end_with_the_memory_of_their_node(t
         (lock,) = node.glob("holdfast-*/*/keeper.lock")
         lock.write_text(f"{os.getpid()}\n")
         assert keepers(node) == []  # somebody else has the number now
-        lock.write_text(f"{keeper}\n")
-    assert cpu_s([keeper]) == 0.0  # it has ended
+        lock.write_text(f"{keeper.pid}\n")
+    assert not keeper.is_running()
     assert not node.exists()
 
 
@@ -137,32 +138,34 @@ def test_keepers_are_found_by_their_lock_and_end_with_the_memory_of_their_node(t
 
 def test_contenders_are_known_by_name_and_each_says_what_its_figures_include() -> None:
     with pytest.raises(SetupError, match=r"no contender zip.*raw, torch.save, dcp, .*holdfast"):
-        able(("zip",))
-    assert able((OURS, RAW))[0] == (RAW, OURS)
-    assert tuple(each.name for each in described(NAMES, *OWN, direct=True)) == NAMES
+        select(("zip",), BACKGROUND)
+    assert select((OURS, "dcp"), BACKGROUND)[0] == (RAW, "dcp", OURS)
+    assert tuple(entry.about.name for entry in BACKGROUND.values()) == tuple(BACKGROUND)
 
 
 def test_a_package_that_is_not_installed_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bench.contenders.find_spec", lambda name: None)
-    names, reasons = able(NAMES)
+    names, reasons = select(None, BACKGROUND)
     assert set(reasons) == {"torchsnapshot-async", "torch_checkpointing-async"}
-    assert names == tuple(name for name in NAMES if name not in reasons)
+    assert names == tuple(name for name in BACKGROUND if name not in reasons)
 
 
 def test_of_a_run_the_head_is_kept_and_of_others_nothing(tmp_path: Path) -> None:
-    run = folder_of(OURS_SYNC, "1", tmp_path)
-    assert run == folder_of(OURS_SYNC, "2", tmp_path)
+    ours, thread = BACKGROUND[OURS_SYNC].way, BACKGROUND[THREAD].way
+    site = Site(State({}), tmp_path, None, direct=False)
+    run = ours.place(site, OURS_SYNC, "1")
+    assert run == ours.place(site, OURS_SYNC, "2")
     state = {"a": torch.zeros(4)}
     for step in (1, 2, 3):
         holdfast.save(str(run), state, step)
-    discard(OURS_SYNC, run)
+    ours.discard(run)
     assert holdfast.load(str(run), into=state).step == 3
     assert len(list((run / "checkpoints").glob("*/manifest*"))) == 1
 
-    folder = folder_of(THREAD, "1", tmp_path)
-    assert folder != folder_of(THREAD, "2", tmp_path)
+    folder = thread.place(site, THREAD, "1")
+    assert folder != thread.place(site, THREAD, "2")
     folder.mkdir(parents=True)
-    discard(THREAD, folder)
+    thread.discard(folder)
     assert not folder.exists()
 
 
@@ -202,12 +205,12 @@ def test_the_bars_hold_only_for_runs_of_full_size() -> None:
 
 
 def test_a_durable_save_that_beats_the_raw_limit_is_an_error_of_the_harness() -> None:
-    require_limit(engine_result())
+    require_raw_limit(engine_result())
     fast = saves_part(nbytes=FULL, thread_s=0.9)
     with pytest.raises(RawLimitError, match=r"dcp-async-thread reached 1\.11 of the raw limit"):
-        require_limit(Result("engine", (fast,)))
+        require_raw_limit(Result("engine", (fast,)))
     synced_nothing = tuple(msgspec.structs.replace(contender, durable="no") for contender in fast.contenders)
-    require_limit(Result("engine", (msgspec.structs.replace(fast, contenders=synced_nothing),)))
+    require_raw_limit(Result("engine", (msgspec.structs.replace(fast, contenders=synced_nothing),)))
 
 
 def test_the_tables_have_medians_extremes_bars_and_who_could_not_take_part() -> None:
@@ -235,67 +238,47 @@ def test_the_tables_have_medians_extremes_bars_and_who_could_not_take_part() -> 
 # The command
 
 
-def test_a_wrong_part_is_refused_with_the_known_ones() -> None:
-    assert chosen(None, PARTS, kind="part") == PARTS
-    assert chosen(["loop", "saves"], PARTS, kind="part") == ("saves", "loop")
+def test_a_wrong_part_is_refused_with_the_known_ones(tmp_path: Path) -> None:
     with pytest.raises(SetupError, match=r"no part save.*saves, restore, python, loop"):
-        engine(only=["save"])
+        measure(ENGINE, Options(), ["save"], tmp_path)
 
 
-@pytest.mark.parametrize("wrong", [{"rounds": 0}, {"every": 0}, {"contender": ["zip"]}])
-def test_a_run_that_cannot_be_is_refused_before_it_starts(wrong: dict[str, int | list[str]], tmp_path: Path) -> None:
+@pytest.mark.parametrize("wrong", [{"rounds": 0}, {"world": 0}, {"scale": -1.0}])
+def test_a_run_that_cannot_be_is_refused(wrong: dict[str, int]) -> None:
     with pytest.raises(SetupError):
-        engine(results=tmp_path, **wrong)  # type: ignore[arg-type]
+        Options(**wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "part"),
+    [({"scale": 1e9}, "saves"), ({"contenders": (OURS_SYNC,)}, "loop"), ({"contenders": ("zip",)}, "saves")],
+)
+def test_a_part_that_has_no_room_or_no_contender_is_refused(
+    wrong: dict[str, float | tuple[str, ...]], part: str, tmp_path: Path
+) -> None:
+    with pytest.raises(SetupError, match=r"are needed|in the background|no contender zip"):
+        measure(ENGINE, Options(folder=tmp_path, **wrong), [part], tmp_path)  # type: ignore[arg-type]
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("wrong", [{"gib": 1e9}, {"contender": [OURS_SYNC], "only": ["loop"]}])
-def test_a_part_that_has_no_room_or_no_contender_is_refused(
-    wrong: dict[str, float | list[str]], tmp_path: Path
-) -> None:
-    with pytest.raises(SetupError, match=r"are needed|in the background"):
-        engine(folder=tmp_path, results=tmp_path, **wrong)  # type: ignore[arg-type]
-
-
-def test_a_part_that_is_measured_again_leaves_the_others_and_a_missed_bar_is_an_error_after_the_file_is_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_part_that_is_measured_again_leaves_the_others(tmp_path: Path) -> None:
     write_result(engine_result(), tmp_path)
-    before = read_result(tmp_path / "engine.json", command="engine")
+    before = read_result("engine", tmp_path)
     assert before == engine_result()
     slow = loop_part(nbytes=FULL, loop_s=9.0)
-
-    def measure_part(*_: object) -> Part:
-        return slow
-
-    monkeypatch.setattr("bench.engine.measure_part", measure_part)
-    with pytest.raises(BenchError, match=r"loop slowed down by 12\.5 %"):
-        engine(only=["loop"], results=tmp_path)
-    after = read_result(tmp_path / "engine.json", command="engine")
-    assert after.parts == (*before.parts[:3], slow)
-    assert read_earlier("other", tmp_path) == Result("other", ())
+    again = ENGINE._replace(parts={**ENGINE.parts, "loop": lambda _: slow})
+    found = measure(again, Options(), ["loop"], tmp_path)
+    assert found == read_result("engine", tmp_path)
+    assert found.parts == (*before.parts[:3], slow)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)  # it starts ranks five times
 def test_a_run_leaves_a_result_that_its_tables_can_be_made_from_and_nothing_else(tmp_path: Path) -> None:
     (tmp_path / "node").mkdir()
-    tiny = {"gib": 0.001, "python_gib": 0.001, "loop_gib": 0.001, "layers": 1, "rounds": 1}
-    # Of a state this small no share means anything; the file is there before it is judged.
-    with suppress(RawLimitError):
-        engine(
-            **tiny,  # type: ignore[arg-type]
-            contender=[THREAD, OURS_SYNC, OURS],
-            work_s=0.05,
-            calm_s=0.05,
-            steps=4,
-            every=2,
-            tokens=512,
-            folder=tmp_path,
-            memory=tmp_path / "node",
-            results=tmp_path,
-        )
-    found = read_result(tmp_path / "engine.json", command="engine")
+    tiny = Options(scale=0, rounds=1, contenders=(THREAD, OURS_SYNC, OURS), folder=tmp_path, memory=tmp_path / "node")
+    found = measure(ENGINE, tiny, None, tmp_path)
+    assert found == read_result("engine", tmp_path)
     saves, restore, python, _ = (found.part(name) for name in PARTS)
     assert [each.name for each in saves.able] == [RAW, THREAD, OURS_SYNC, OURS]
     assert len(restore.samples) == 1

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import os
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
 
-from bench.contenders import LATER
-from bench.errors import RawLimitError, SetupError
-from bench.load import MOVES, PACKAGES, bars, load, render_load, why_not
-from bench.meter import Meter
-from bench.placing import mesh_shape
-from bench.raw import RAW_WAYS
-from bench.save_load import SaveLoad
-from bench.schema import RAW, Result, raw_name, read_result
-from bench.state import LlamaLike, State, as_bytes, content, parameter_shapes, width_for
+from bench.__main__ import measure
+from bench.contenders import SAVING, select
+from bench.costs import read_nbytes
+from bench.load import LOADS, MOVES, bars, contenders_of, render_load
+from bench.schema import RAW, Options, Result, SetupError, read_result
+from bench.state import State, as_bytes, content, mesh_shape, parameter_shapes, width_for
 from tests.project.bench_results import NBYTES, SECONDS, load_part, load_result
 
 TORCH_ONLY = ("torch.save", "dcp", "holdfast")
@@ -53,43 +49,32 @@ def test_fsdp_over_tensor_parallelism_has_a_mesh_of_two_axes() -> None:
 
 
 def test_scenarios_are_chosen_by_name_and_an_unknown_one_is_refused_with_the_known_ones(tmp_path: Path) -> None:
-    with pytest.raises(SetupError, match=r"no scenario up.*same, columns, grow, shrink, fsdp-tp, replicas"):
-        load(scenario=["up"], folder=tmp_path)
+    with pytest.raises(SetupError, match=r"no part up.*same, columns, grow, shrink, fsdp-tp, replicas"):
+        measure(LOADS, Options(folder=tmp_path), ["up"], tmp_path)
 
 
 def test_torch_load_takes_part_only_where_the_same_ranks_load() -> None:
-    assert [name for name, move in MOVES.items() if why_not("torch.save", move) is None] == ["same", "replicas"]
+    able = {name: contenders_of(move, Options())[0] for name, move in MOVES.items()}
+    assert [name for name, contenders in able.items() if "torch.save" in contenders] == ["same", "replicas"]
 
 
 def test_a_package_that_is_not_installed_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bench.contenders.find_spec", lambda name: None)
-    reasons = [why_not(name, MOVES["same"]) for name in PACKAGES]
-    assert reasons == ["it is not installed; `make bench` installs it"] * len(PACKAGES)
-
-
-def test_a_run_that_only_loads_finds_what_another_kept_in_every_round(tmp_path: Path) -> None:
-    kept = (raw_name("1 x 16 MiB"),)
-    job = SaveLoad(
-        world=2, rounds=3, recipe=LlamaLike(1), contenders=(RAW, "dcp", LATER), measures=("load",), kept=kept
-    )
-    assert {job.folder_of("dcp", number, tmp_path) for number in range(3)} == {tmp_path / "dcp"}
-    assert job.num_samples() == 4 * (len(RAW_WAYS) + 2)
-
-
-def test_a_run_without_a_round_is_refused() -> None:
-    with pytest.raises(SetupError, match="at least one round"):
-        load(rounds=0)
+    names, reasons = select(None, SAVING)
+    packages = ("torch_checkpointing", "torchsnapshot", "safetensors")
+    assert reasons == dict.fromkeys(packages, "it is not installed; `make bench` installs it")
+    assert not set(names) & set(packages)
 
 
 # Figures
 
 
-def test_the_meter_counts_what_read_calls_return(tmp_path: Path) -> None:
+def test_what_read_calls_return_is_counted(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(os.urandom(1 << 20))
-    meter = Meter()
+    _, before = read_nbytes()
     path.read_bytes()
-    assert 1 << 20 <= meter.stop()["asked_nbytes"] < 2 << 20
+    assert 1 << 20 <= read_nbytes()[1] - before < 2 << 20
 
 
 def test_bytes_are_those_of_all_ranks() -> None:
@@ -125,17 +110,8 @@ def test_the_table_says_which_bars_were_met() -> None:
 
 @pytest.mark.slow
 def test_a_run_leaves_a_result_that_its_tables_can_be_made_from(tmp_path: Path) -> None:
-    # Of a state this small no share means anything; the file is there before it is judged.
-    with suppress(RawLimitError):
-        load(
-            gib=0.001,
-            rounds=1,
-            scenario=["fsdp-tp"],
-            contender=[*TORCH_ONLY],
-            folder=tmp_path,
-            results=tmp_path,
-        )
-    found = read_result(tmp_path / "load.json", command="load")
+    measure(LOADS, Options(scale=0, rounds=1, contenders=TORCH_ONLY, folder=tmp_path), ["fsdp-tp"], tmp_path)
+    found = read_result("load", tmp_path)
     (only,) = found.parts
     assert only.scenario.facts == {"saved": "rows, 4 ranks", "loaded": "fsdp-tp, 4 ranks"}
     assert [contender.name for contender in only.able] == [RAW, "dcp", "holdfast"]

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from bench.__main__ import measure
 from bench.plan import CASES
-from bench.schema import read_result
-from bench.view import NOTHING, OPENED, SHOWN, bars, render_view, view, write_simulated
+from bench.schema import Options, read_result
+from bench.view import NOTHING, OPENED, SHOWN, VIEW, bars, render_view, write_simulated
 from holdfast.format import records
 from holdfast.format.container import Files
 from holdfast.format.manifest import decode
@@ -17,8 +18,7 @@ from tests.project.bench_results import view_result
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_seal_of_a_simulated_checkpoint_has_the_sizes_of_its_files(case: str, tmp_path: Path) -> None:
-    simulate, smallest, _ = CASES[case]
-    write_simulated(tmp_path / "checkpoint", simulate(max(4, smallest)))
+    write_simulated(tmp_path / "checkpoint", CASES[case].simulate(max(4, CASES[case].smallest)))
     (manifest,) = (path for path in (tmp_path / "checkpoint").iterdir() if path.name != records.SEAL_NAME)
     files = Files(decode(manifest.read_bytes(), path=str(manifest)))
     seal = records.decode((tmp_path / "checkpoint" / records.SEAL_NAME).read_bytes(), records.Seal, path="seal")
@@ -46,8 +46,8 @@ def test_the_tables_have_medians_extremes_bars_and_who_could_not_take_part() -> 
 
 @pytest.mark.slow
 def test_a_run_leaves_a_result_that_its_tables_can_be_made_from(tmp_path: Path) -> None:
-    view(tensors=100, world=128, rounds=1, folder=tmp_path, results=tmp_path)
-    found = read_result(tmp_path / "view.json", command="view")
+    measure(VIEW, Options(scale=0, rounds=1, folder=tmp_path), None, tmp_path)
+    found = read_result("view", tmp_path)
     assert {each.contender for each in found.part(OPENED).samples} >= {"holdfast", "dcp"}
     assert {each.contender for each in found.part(SHOWN).samples} == {NOTHING, *CASES}
     assert render_view(found)

@@ -17,16 +17,20 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-from demo.kill import file_in_the_making, stopped
-from demo.launch import DemoError, Training, running
-from demo.memory import Look, keepers, look, node_memory
-from demo.model import GPT, Shape, loss_of
+from demo.processes import (
+    DemoError,
+    Look,
+    Training,
+    file_in_the_making,
+    keepers,
+    look,
+    node_memory,
+    stopped,
+)
 from demo.promises import LOSS_TOLERANCE, close_losses, newest_from_memory, read_once, same_losses, same_state
-from demo.recorder import Recorder, tensor_digests, value_digests
-from demo.records import LOSSES, Restored, Save, State, read_losses, read_restored, read_saves, read_states
-from demo.show import Curves, draw
-from demo.text import Batches, standard_library
-from demo.train import learning_rate_factor
+from demo.show import draw
+from demo.train import GPT, batch, learning_rate_factor, loss_of, standard_library
+from demo.witness import Witness, notes, tensor_digests, value_digests
 from holdfast.format.records import Place
 from holdfast.keeper.client import ensure_keeper
 from holdfast.node_memory.node_folder import NodeFolder
@@ -34,8 +38,8 @@ from holdfast.node_memory.slots import Contents, Slot, SlotRecord, SlotState
 from tests.support.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
-TINY = Shape(context=8, num_layers=1, num_heads=2, width=8)
-STATE = State({"model/a": "1", "optimizer/a/step": "2"}, {"schedule": "3"})
+TINY = {"context": 8, "num_layers": 1, "num_heads": 2, "width": 8}
+DIGESTS = {"model/a": "1", "optimizer/a/step": "2", "values of schedule": "3"}
 PROMISE = "what is promised"
 
 
@@ -52,33 +56,31 @@ def test_the_text_is_python_and_the_same_each_time(text: Tensor) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_the_ranks_of_any_world_together_have_the_same_batch(text: Tensor, world_size: int) -> None:
-    batches = Batches(text, size=8, context=16)
-    parts = [batches.local(3, rank=rank, world_size=world_size) for rank in range(world_size)]
-    assert torch.equal(torch.cat(parts), batches.local(3, rank=0, world_size=1))
+    parts = [batch(text, 3, rank=rank, world_size=world_size, size=8) for rank in range(world_size)]
+    assert torch.equal(torch.cat(parts), batch(text, 3, rank=0, world_size=1, size=8))
 
 
 def test_every_step_has_a_batch_of_its_own(text: Tensor) -> None:
-    batches = Batches(text, size=8, context=16)
-    assert not torch.equal(batches.local(1, rank=0, world_size=1), batches.local(2, rank=0, world_size=1))
+    assert not torch.equal(batch(text, 1, rank=0, world_size=1), batch(text, 2, rank=0, world_size=1))
 
 
 def test_a_batch_that_cannot_be_divided_evenly_is_refused(text: Tensor) -> None:
     with pytest.raises(ValueError, match=r"8 samples .* 3 ranks"):
-        Batches(text, size=8, context=16).local(1, rank=0, world_size=3)
+        batch(text, 1, rank=0, world_size=3, size=8)
 
 
 def test_embedding_and_head_are_one_parameter_with_two_names() -> None:
-    model = GPT(TINY)
+    model = GPT(**TINY)
     assert model.head.weight is model.token_embedding.weight
     assert {"head.weight", "token_embedding.weight"} <= model.state_dict().keys()
 
 
 def test_the_model_of_the_demo_has_between_one_and_three_million_parameters() -> None:
-    assert 1_000_000 < sum(parameter.numel() for parameter in GPT(Shape()).parameters()) < 3_000_000
+    assert 1_000_000 < sum(parameter.numel() for parameter in GPT().parameters()) < 3_000_000
 
 
 def test_a_byte_is_predicted_from_those_before_it_only() -> None:
-    model = GPT(TINY)
+    model = GPT(**TINY)
     tokens = torch.arange(8).unsqueeze(0)
     changed = tokens.clone()
     changed[0, 5] = 99
@@ -96,13 +98,12 @@ def test_the_learning_rate_warms_up_and_then_falls_to_a_tenth() -> None:
 
 def trained(num_steps: int, text: Tensor) -> tuple[GPT, torch.optim.AdamW, LRScheduler, list[float]]:
     torch.manual_seed(5)
-    model = GPT(TINY)
+    model = GPT(**TINY)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     schedule = LambdaLR(optimizer, lambda step: learning_rate_factor(step, 20))
-    batches = Batches(text, size=8, context=TINY.context)
     losses = []
     for step in range(1, num_steps + 1):
-        loss = loss_of(model, batches.local(step, rank=0, world_size=1))
+        loss = loss_of(model, batch(text, step, rank=0, world_size=1, size=8, context=TINY["context"]))
         loss.backward()  # type: ignore[no-untyped-call]  # torch does not say
         optimizer.step()
         optimizer.zero_grad()
@@ -120,18 +121,21 @@ def test_training_repeats_itself_bit_by_bit_and_learns(text: Tensor) -> None:
 
 def test_digests_tell_one_bit_of_any_tensor_or_value(text: Tensor) -> None:
     model, optimizer, schedule, _ = trained(2, text)
-    before = State(tensor_digests(model, optimizer), value_digests(optimizer, schedule))
+    before = tensor_digests(model, optimizer) | value_digests(optimizer, schedule)
     last = model.norm.weight
     with torch.no_grad():
         optimizer.state[last]["exp_avg"].view(torch.int32)[0] ^= 1
     optimizer.param_groups[0]["weight_decay"] = 0.5
-    after = State(tensor_digests(model, optimizer), value_digests(optimizer, schedule))
-    assert before.differences(after) == {"optimizer/norm.weight/exp_avg", "optimizer/group 0"}
+    after = tensor_digests(model, optimizer) | value_digests(optimizer, schedule)
+    assert {name for name, _ in before.items() ^ after.items()} == {
+        "optimizer/norm.weight/exp_avg",
+        "values of optimizer group 0",
+    }
 
 
 def digests_of_a_model(*, sharded: bool) -> dict[str, str]:
     torch.manual_seed(5)
-    model = GPT(TINY)
+    model = GPT(**TINY)
     if sharded:
         fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
     return tensor_digests(model, torch.optim.AdamW(model.parameters()))
@@ -148,49 +152,52 @@ def test_digests_of_sharded_tensors_are_those_of_the_whole() -> None:
 def test_a_witness_notes_losses_and_states_that_read_back_with_every_bit(tmp_path: Path, text: Tensor) -> None:
     model, optimizer, schedule, losses = trained(2, text)
     for rank in (1, 0):
-        witness = Recorder(tmp_path, rank=rank)
+        witness = Witness(tmp_path, rank=rank)
         for step, loss in enumerate(losses, start=1):
-            witness.loss(step, loss)
+            witness.note("loss", step=step, value=loss)
         witness.state("saved", 2, model, optimizer, schedule)
-    assert [loss.hex() for loss in read_losses(tmp_path).values()] == [loss.hex() for loss in losses]
-    first, second = read_states(tmp_path, "saved", 2, world_size=2)
+    training = Training(tmp_path, 2, 6)
+    assert [loss.hex() for loss in training.losses().values()] == [loss.hex() for loss in losses]
+    first, second = training.each("saved", step=2)
     assert first == second
-    assert first.tensors == tensor_digests(model, optimizer)
+    assert first["digests"] == tensor_digests(model, optimizer) | value_digests(optimizer, schedule)
+    assert [note["pid"] for note in training.each("started")] == [os.getpid()] * 2
 
 
-def test_a_witness_notes_saves_of_rank_0_and_what_each_rank_restored(tmp_path: Path) -> None:
-    for rank in (1, 0):
-        witness = Recorder(tmp_path, rank=rank)
-        witness.saved(2, 0.25 * (1 + rank))
-        witness.saved(4, 0.5)
-        witness.restored(Restored(4, "storage", nbytes=rank, seconds=0.1))
-    assert read_saves(tmp_path) == [Save(2, 0.25), Save(4, 0.5)]
-    assert [each.nbytes for each in read_restored(tmp_path, world_size=2)] == [0, 1]
+def test_what_a_rank_has_not_noted_is_an_error_that_names_the_logs(tmp_path: Path) -> None:
+    Witness(tmp_path, rank=0)
+    with pytest.raises(DemoError, match="noted nothing about 'started', see the logs"):
+        Training(tmp_path, 2, 6).each("started")
 
 
-def test_a_loss_that_is_still_being_written_is_not_read(tmp_path: Path) -> None:
-    assert read_losses(tmp_path) == {}
-    (tmp_path / LOSSES).write_text('{"step":1,"value":2.5}\n{"step":2,"val')
-    assert read_losses(tmp_path) == {1: 2.5}
+def test_a_note_that_is_still_being_written_is_not_read(tmp_path: Path) -> None:
+    assert notes(tmp_path, "loss") == []
+    (tmp_path / "rank-0.jsonl").write_text('{"kind":"loss","step":1,"value":2.5}\n{"kind":"loss","step":2,"val')
+    assert [note["value"] for note in notes(tmp_path, "loss")] == [2.5]
+    assert notes(tmp_path, "loss", step=2) == notes(tmp_path, "saved") == []
 
 
 def test_the_same_state_on_every_rank_keeps_the_promise() -> None:
-    assert same_state(PROMISE, [STATE, STATE], [STATE] * 4).kept
+    assert same_state(PROMISE, noted(DIGESTS, DIGESTS), noted(*[DIGESTS] * 4)).kept
 
 
 @pytest.mark.parametrize(
     ("saved", "loaded"),
     [
-        ([STATE], []),
-        ([STATE], [STATE, State({"model/a": "1", "optimizer/a/step": "9"}, {"schedule": "3"})]),
-        ([STATE], [State({"model/a": "1", "optimizer/a/step": "2"}, {"schedule": "9"})]),
-        ([STATE], [State({"model/a": "1"}, {"schedule": "3"})]),
-        ([STATE, State({}, {})], [STATE]),
+        ([DIGESTS], []),
+        ([DIGESTS], [DIGESTS, DIGESTS | {"optimizer/a/step": "9"}]),
+        ([DIGESTS], [DIGESTS | {"values of schedule": "9"}]),
+        ([DIGESTS], [{name: digest for name, digest in DIGESTS.items() if name != "optimizer/a/step"}]),
+        ([DIGESTS, {}], [DIGESTS]),
     ],
     ids=["nothing loaded", "one tensor on one rank", "a value", "a missing tensor", "ranks that saved differ"],
 )
-def test_any_difference_of_states_breaks_the_promise(saved: list[State], loaded: list[State]) -> None:
-    assert not same_state(PROMISE, saved, loaded).kept
+def test_any_difference_of_states_breaks_the_promise(saved: list[dict[str, str]], loaded: list[dict[str, str]]) -> None:
+    assert not same_state(PROMISE, noted(*saved), noted(*loaded)).kept
+
+
+def noted(*digests: dict[str, str]) -> list[dict[str, object]]:
+    return [{"digests": each} for each in digests]
 
 
 def test_losses_are_the_same_only_when_all_their_bits_are() -> None:
@@ -211,17 +218,20 @@ def test_losses_are_close_only_within_the_tolerance_and_when_all_are_there() -> 
 
 
 def test_bytes_read_twice_break_the_promise_that_they_are_read_once() -> None:
-    assert read_once(PROMISE, [600, 400, 0], 1000).kept
-    assert not read_once(PROMISE, [600, 401], 1000).kept
-    assert not read_once(PROMISE, [0, 0], 1000).kept
+    def read(*nbytes: int) -> list[dict[str, object]]:
+        return [{"nbytes": each} for each in nbytes]
+
+    assert read_once(PROMISE, read(600, 400, 0), 1000).kept
+    assert not read_once(PROMISE, read(600, 401), 1000).kept
+    assert not read_once(PROMISE, read(0, 0), 1000).kept
 
 
 def test_only_the_newest_step_in_memory_ahead_of_storage_on_all_ranks_keeps_the_promise() -> None:
-    restored = Restored(10, "node memory", nbytes=1, seconds=0.1)
+    restored: dict[str, object] = {"step": 10, "tier": "node memory"}
     assert newest_from_memory(PROMISE, [restored] * 2, whole=10, head=8).kept
     assert not newest_from_memory(PROMISE, [restored] * 2, whole=12, head=8).kept
     assert not newest_from_memory(PROMISE, [restored] * 2, whole=10, head=10).kept
-    elsewhere = Restored(10, "storage", nbytes=1, seconds=0.1)
+    elsewhere = restored | {"tier": "storage"}
     assert not newest_from_memory(PROMISE, [restored, elsewhere], whole=10, head=8).kept
 
 
@@ -299,14 +309,15 @@ def filled(slot: Slot, step: int, rank: int, state: SlotState) -> None:
 def test_a_look_at_memory_tells_what_is_copied_sealed_and_in_storage_on_all_ranks(tmp_path: Path) -> None:
     run = tmp_path / "run"
     with node_memory() as node_dir, NodeFolder(str(run), node_dir=node_dir) as folder:
-        assert look(run, node_dir, world_size=2) == Look(is_copying=False, copied=-1, sealed=-1, committed=-1)
+        job = Training(tmp_path, 2, 6, save_to=run, node_dir=node_dir)
+        assert look(job) == Look(is_copying=False, copied=-1, sealed=-1, committed=-1)
         slots = [[Slot.create(folder, rank=rank, nbytes=1) for _ in range(4)] for rank in range(2)]
         for rank, (first, second, third, fourth) in enumerate(slots):
             filled(first, 2, rank, SlotState.COMMITTED)
             filled(second, 4, rank, SlotState.SEALED)
             filled(third, 6, rank, SlotState.STAGED)
             filled(fourth, 8, rank, (SlotState.STAGED, SlotState.WRITING)[rank])
-        assert look(run, node_dir, world_size=2) == Look(is_copying=True, copied=6, sealed=4, committed=2)
+        assert look(job) == Look(is_copying=True, copied=6, sealed=4, committed=2)
         for slot in (slot for of_rank in slots for slot in of_rank):
             slot.close()
 
@@ -343,8 +354,8 @@ def test_the_error_and_exit_status_of_a_rank_are_found_in_what_torchrun_printed(
 def test_the_picture_is_a_png(tmp_path: Path) -> None:
     losses = {step: 6.0 / step for step in range(1, 13)}
     rest = {step: loss for step, loss in losses.items() if step > 6}
-    curves = Curves(losses, losses, {2: rest, 4: {step: loss + 1e-7 for step, loss in rest.items()}}, killed=8, head=6)
-    draw(curves, tmp_path / "losses.png")
+    resumed = {2: rest, 4: {step: loss + 1e-7 for step, loss in rest.items()}}
+    draw(losses, losses, resumed, killed=8, head=6, path=tmp_path / "losses.png")
     assert (tmp_path / "losses.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -352,11 +363,8 @@ def test_the_picture_is_a_png(tmp_path: Path) -> None:
 @pytest.mark.timeout(300)
 def test_a_training_that_fails_is_an_error_with_the_end_of_its_log(tmp_path: Path) -> None:
     training = Training(tmp_path / "broken", world_size=3, steps=6)
-    with (
-        pytest.raises(DemoError, match="cannot be divided evenly among 3 ranks"),
-        running(training, lambda _: None) as processes,
-    ):
-        processes.finish()
+    with pytest.raises(DemoError, match="cannot be divided evenly among 3 ranks"):
+        training.finish("A training that fails")
 
 
 @pytest.mark.slow

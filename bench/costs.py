@@ -1,0 +1,177 @@
+"""The cost of a turn, as the kernel counts it: CPU seconds, memory and bytes read; and caches that are cold before it.
+
+``python -m bench.costs PID`` is a separate process that watches the memory of a rank and of all processes that it
+started. From inside, looking would take the interpreter's time from what is watched.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import re
+import select
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+
+_DROP_CACHES = Path("/proc/sys/vm/drop_caches")
+_PAGES_AND_INODES = "3"
+_END_TIMEOUT_S = 10.0
+_LOOK_S = 0.005
+#: A look goes through all pages of a process. So much longer than it takes the processor, nothing is looked at: that
+#: the watch takes a third of a core at most.
+_PAUSE = 2
+
+
+class Held(NamedTuple):
+    """Memory that processes hold; of what they share with others, their share. `shared_nbytes` of it is in files in
+    memory, mapped."""
+
+    nbytes: int
+    shared_nbytes: int
+
+
+def tree(root: int, *, without: Collection[int] = ()) -> list[psutil.Process]:
+    """Process `root` and all that descend from it, but for those in `without`."""
+    process = psutil.Process(root)
+    return [process, *(each for each in process.children(recursive=True) if each.pid not in without)]
+
+
+def cpu_s(processes: Iterable[psutil.Process]) -> float:
+    """User and system time of processes, of all their threads and of those of their children that have ended."""
+    total = 0.0
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            total += sum(process.cpu_times()[:4])
+    return total
+
+
+def held(processes: Iterable[psutil.Process]) -> Held:
+    """What processes hold together."""
+    nbytes = shared_nbytes = 0
+    for process in processes:
+        # A process may end while it is looked at.
+        with suppress(FileNotFoundError, ProcessLookupError):
+            text = Path(f"/proc/{process.pid}/smaps_rollup").read_text()
+            counters = dict(re.findall(r"^(Pss|Pss_Shmem):\s+(\d+) kB$", text, re.MULTILINE))
+            nbytes += 1024 * int(counters["Pss"])
+            shared_nbytes += 1024 * int(counters["Pss_Shmem"])
+    return Held(nbytes, shared_nbytes)
+
+
+def read_nbytes() -> tuple[int, int]:
+    """Bytes that came from the device for this process so far, and bytes that its read calls returned."""
+    counters = psutil.Process().io_counters()
+    return counters.read_bytes, counters.read_chars
+
+
+def give_back() -> None:
+    """Return freed memory of this process to the kernel: else what reuses it would look free."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+
+
+def keepers(node_dir: Path) -> list[psutil.Process]:
+    """The keepers of holdfast that work below `node_dir`."""
+    found = []
+    for lock in sorted(node_dir.glob("holdfast-*/*/keeper.lock")):
+        # Empty until a keeper has begun, and what a dead one has left may be the number of another process by now.
+        with suppress(ValueError, FileNotFoundError, psutil.NoSuchProcess):
+            process = psutil.Process(int(lock.read_text()))
+            if "holdfast.keeper" in process.cmdline():
+                found.append(process)
+    return found
+
+
+@contextmanager
+def node_memory(parent: Path) -> Iterator[Path]:
+    """A folder of its own in `parent`, which is in memory, to be a node's. Its keepers and slots end with it."""
+    with tempfile.TemporaryDirectory(prefix="bench-", dir=parent) as folder:
+        try:
+            yield Path(folder)
+        finally:
+            last = keepers(Path(folder))
+            for keeper in last:
+                with suppress(psutil.NoSuchProcess):
+                    keeper.kill()
+            psutil.wait_procs(last, timeout=_END_TIMEOUT_S)
+
+
+def how_dropped() -> str:
+    """How `settle` empties the page cache on this machine, in words for the result file."""
+    if os.access(_DROP_CACHES, os.W_OK):
+        return "sync and drop_caches before each timing"
+    return "sync and posix_fadvise(DONTNEED) of the files read before each timing (drop_caches is denied)"
+
+
+def settle(folder: Path) -> None:
+    """Write all dirty pages back, then drop cached pages: all of them, or where denied those of `folder`."""
+    os.sync()
+    if os.access(_DROP_CACHES, os.W_OK):
+        _DROP_CACHES.write_text(_PAGES_AND_INODES)
+        return
+    for path in folder.rglob("*"):
+        if path.is_file():
+            fd = os.open(path, os.O_RDONLY)
+            try:
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            finally:
+                os.close(fd)
+
+
+class Watch:
+    """Watches the memory of this process and its children from construction to `stop`.
+
+    With `node_dir`, the keepers below it count too, for this rank an even part of them, and not what is mapped of files
+    in memory: those are the slots.
+    """
+
+    def __init__(self, *, node_dir: Path | None = None, world: int = 1) -> None:
+        keeping = [str(node_dir), str(world)] if node_dir else []
+        command = [sys.executable, "-m", "bench.costs", str(os.getpid()), *keeping]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert self._process.stdout is not None
+        # It says one word when it knows what was held before.
+        self._process.stdout.readline()
+
+    def stop(self) -> int:
+        """The most bytes that were held beyond what was held at first."""
+        said, _ = self._process.communicate()
+        return int(said)
+
+
+def main(root: str, *keeping: str) -> None:
+    """Watch until the end of the standard input, then write the peak."""
+    peak = before = _held_nbytes(int(root), *keeping)
+    print("watching", flush=True)
+    taken_s, is_over = 0.0, False
+    while not is_over:
+        is_over = bool(select.select([sys.stdin], [], [], max(_LOOK_S, _PAUSE * taken_s))[0])
+        start_s = time.process_time()
+        peak = max(peak, _held_nbytes(int(root), *keeping))
+        taken_s = time.process_time() - start_s
+    with suppress(BrokenPipeError):  # the rank has died
+        os.write(sys.stdout.fileno(), b"%d\n" % (peak - before))
+
+
+def _held_nbytes(root: int, node_dir: str = "", world: str = "1") -> int:
+    try:
+        own = held(tree(root, without=(os.getpid(),)))
+    except psutil.NoSuchProcess:
+        return 0
+    if not node_dir:
+        return own.nbytes
+    kept = held(keepers(Path(node_dir)))
+    return own.nbytes - own.shared_nbytes + (kept.nbytes - kept.shared_nbytes) // int(world)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,278 @@
+"""A way to save and load a state, which every contender is to the runner; and those of torch and of holdfast."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+
+import holdfast
+from bench.raw import RAW_WAYS, RawFile, RawImage
+from bench.schema import RAW, BenchError
+from bench.state import Live, Memory, State
+from holdfast.run.history import Run
+from holdfast.run.removal import remove_checkpoint
+from holdfast.store.base import Location
+from holdfast.store.urls import open_store
+
+#: Snapshots that holdfast keeps in the memory of the node, per rank.
+GENERATIONS = 2
+
+
+class Pending(NamedTuple):
+    """A save that may still be under way on this rank when its call returns; as it is by default, one that is over.
+
+    `wait` returns when it is durable, as far as the contender makes it so, and raises why it failed. Nothing of the
+    state is needed any more when it `is_copied`. `persist_s` are the seconds from there until it was durable, where the
+    contender tells them.
+    """
+
+    wait: Callable[[], object] = lambda: None
+    is_over: Callable[[], bool] = lambda: True
+    is_copied: Callable[[], bool] = lambda: True
+    wait_copied: Callable[[], object] = lambda: None
+    persist_s: Callable[[], float | None] = lambda: None
+
+    @staticmethod
+    def of(ended: Future[Any], copied: Future[Any] | None = None) -> Pending:
+        """A save with a future for its end, and another one for the copy where that goes on in the background."""
+        if copied is None:
+            return Pending(ended.result, ended.done)
+        return Pending(ended.result, ended.done, copied.done, copied.result)
+
+
+class Site:
+    """What a rank saves, and where: below `folder` on the device, and below `node_dir` in memory."""
+
+    def __init__(self, state: State, folder: Path, node_dir: Path | None, *, direct: bool) -> None:
+        self.state = state
+        self.folder = folder
+        self.node_dir = node_dir
+        self.direct = direct
+
+    @cached_property
+    def live(self) -> Live:
+        """The state as a training loop has it."""
+        return Live(self.state)
+
+    @cached_property
+    def image(self) -> RawImage:
+        """The bytes that the raw limit writes for this rank."""
+        return RawImage(self.state.share(dist.get_rank(), dist.get_world_size()))
+
+
+class Way:
+    """What a contender does with a state. All methods are collective; each way has `load`, and `save` or `begin`."""
+
+    #: All its saves go into one run; of another way, each goes into a folder of its own.
+    one_run = False
+
+    def __init__(self, site: Site, name: str) -> None:
+        self.site = site
+        self.state = site.state
+
+    @property
+    def memory(self) -> Memory:
+        """What is saved, and loaded in place."""
+        return self.state
+
+    @classmethod
+    def place(cls, site: Site, name: str, what: str) -> Path:
+        """The folder that entrant `name` saves `what` into, and loads it from."""
+        return site.folder / name.replace(" ", "-") / ("run" if cls.one_run else what)
+
+    @classmethod
+    def discard(cls, folder: Path) -> None:
+        """Delete what is in `folder`; of a run all but its head, which later saves follow. For one rank to call."""
+        if not cls.one_run:
+            shutil.rmtree(folder)
+            return
+        run = Run.open(open_store(Location(str(folder))))
+        _head, *older = run.lineage()
+        for commit in older:
+            remove_checkpoint(run, commit)
+
+    def save(self, folder: Path) -> None:
+        """Save into `folder`. Returns when this rank's part is durable."""
+        self.begin(folder).wait()
+
+    def begin(self, folder: Path) -> Pending:
+        """Save into `folder`, or begin to; what training waits for is the time of this call."""
+        self.save(folder)
+        return Pending()
+
+    def load(self, folder: Path) -> None:
+        """Load the last save, which went into `folder`, into the same memory."""
+        raise NotImplementedError
+
+    def unlocked(self) -> AbstractContextManager[None]:
+        """A ``with`` block in which the state may change, entered when it has been copied."""
+        return nullcontext()
+
+    def ready(self) -> None:
+        """Have again what was given up by `rest`, as if there had been none."""
+
+    def rest(self) -> None:
+        """Give up memory that others need, until `ready`."""
+
+    def close(self) -> None:
+        """Let go of everything, when all that was begun is over."""
+
+
+class Raw(Way):
+    """The raw limit, in the way that its name says, or in the first one."""
+
+    def __init__(self, site: Site, name: str) -> None:
+        super().__init__(site, name)
+        self._way = RAW_WAYS[name.removeprefix(RAW).strip() or next(iter(RAW_WAYS))]
+
+    @property
+    def memory(self) -> Memory:
+        return self.site.image
+
+    def save(self, folder: Path) -> None:
+        self._file().write(_rank_file(folder, dist.get_rank()))
+
+    def load(self, folder: Path) -> None:
+        self._file().read(_rank_file(folder, dist.get_rank()))
+
+    def ready(self) -> None:
+        _ = self.memory  # made before the clock starts
+
+    def rest(self) -> None:
+        with suppress(AttributeError):
+            del self.site.image
+
+    def _file(self) -> RawFile:
+        return RawFile(self.site.image, self._way, direct=self.site.direct)
+
+
+class RawBeside(Raw):
+    """The raw limit beside a loop: what the device takes from the cores when as many bytes are written, and no more.
+
+    Where it is a virtual one, its host may do that on the same cores.
+    """
+
+    def __init__(self, site: Site, name: str) -> None:
+        super().__init__(site, name)
+        self._pool = ThreadPoolExecutor(1)
+        self.ready()
+
+    def begin(self, folder: Path) -> Pending:
+        return Pending.of(self._pool.submit(self.save, folder))
+
+    def close(self) -> None:
+        self._pool.shutdown()
+
+
+class TorchSave(Way):
+    """`torch.save` and `torch.load` of one file per rank; of one file for all where all hold the same."""
+
+    def __init__(self, site: Site, name: str) -> None:
+        super().__init__(site, name)
+        self._rank = dist.get_rank() if self.state.is_sharded() else 0
+
+    def save(self, folder: Path) -> None:
+        if self._rank != dist.get_rank():
+            return
+        with _rank_file(folder, self._rank).open("wb") as file:
+            torch.save(self.state.tensors() | self.state.values(), file)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def load(self, folder: Path) -> None:
+        loaded = torch.load(_rank_file(folder, self._rank), map_location="cpu", weights_only=True)
+        self.state.set_values(loaded)
+        for path, tensor in self.state.tensors().items():
+            tensor.copy_(loaded[path])
+
+
+class Dcp(Way):
+    """`torch.distributed.checkpoint` with its defaults."""
+
+    def save(self, folder: Path) -> None:
+        dcp_save(self.state.tree, checkpoint_id=folder)
+
+    def load(self, folder: Path) -> None:
+        dcp_load(self.state.tree, checkpoint_id=folder)
+
+
+class Holdfast(Way):
+    """`holdfast.save` and `holdfast.load` with their defaults, each save into a new run."""
+
+    def __init__(self, site: Site, name: str) -> None:
+        super().__init__(site, name)
+        self.steps = itertools.count()
+
+    @property
+    def _saved(self) -> dict[str, Any]:
+        return self.state.tree
+
+    def save(self, folder: Path) -> None:
+        holdfast.save(str(folder), self._saved, next(self.steps))
+
+    def load(self, folder: Path) -> None:
+        holdfast.load(str(folder), into=self._saved)
+
+
+class HoldfastLater(Holdfast):
+    """The same with all saves in one run: after the warm-up each of them is a later save."""
+
+    one_run = True
+
+
+class HoldfastLive(HoldfastLater):
+    """The same of the live objects."""
+
+    @property
+    def _saved(self) -> dict[str, Any]:
+        return self.site.live.objects
+
+
+class HoldfastBackground(HoldfastLive):
+    """`holdfast.Checkpointer` of the live objects. Its guard is in the optimizer."""
+
+    def __init__(self, site: Site, name: str) -> None:
+        super().__init__(site, name)
+        assert site.node_dir is not None, "its job is one in memory"
+        memory = holdfast.Memory(generations=GENERATIONS, node_dir=site.node_dir)
+        self.checkpointer = holdfast.Checkpointer(str(self.place(site, name, "")), self._saved, memory=memory)
+
+    def begin(self, folder: Path) -> Pending:
+        handle = self.checkpointer.save(next(self.steps))
+
+        def wait() -> None:
+            handle.durable.wait()
+            if handle.place is None:
+                raise BenchError("holdfast did not save into memory: there is too little of it.")
+
+        def persist_s() -> float | None:
+            staged_s, durable_s = handle.staged.seconds, handle.durable.seconds
+            assert staged_s is not None
+            assert durable_s is not None
+            return durable_s - staged_s
+
+        staged, durable = handle.staged, handle.durable
+        return Pending(wait, lambda: durable.is_over, lambda: staged.is_over, staged.wait, persist_s)
+
+    def save(self, folder: Path) -> None:
+        self.begin(folder).wait()
+
+    def close(self) -> None:
+        """End the background threads; keeper and memory stay."""
+        self.checkpointer.close()
+
+
+def _rank_file(folder: Path, rank: int) -> Path:
+    return folder / f"rank-{rank}"
