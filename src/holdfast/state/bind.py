@@ -51,12 +51,11 @@ from holdfast.state.registry import (
     decode,
     registered,
 )
+from holdfast.state.resized import INSIDE, objects_in, put
 from holdfast.wording import count, kind_of, with_article
 
 #: Kinds of dicts whose items an empty one can take.
 _DICTS = ("dict", "ordered")
-#: The stored nodes that fill a live tensor or object, and so are no values.
-_FILL_LIVE_ONES = (TensorRef, PlanesNode, values.PerRankNode, Open)
 
 
 def bind(
@@ -491,8 +490,12 @@ class _Binder:
             self.restore(description.write, merged, is_random=description.is_random)
             return lambda: item
 
+        for name in objects_in(path, live):
+            self._mismatches.add("incompatible.per_rank", name, INSIDE)
+
         def finish() -> object:
-            item.value = merged()
+            if (new := put(live, merged())) is not live:
+                item.value = new
             return item
 
         return finish
@@ -531,7 +534,7 @@ class _Binder:
     def _is_dict_of_values(self, path: str) -> bool:
         """Whether `path` has a stored dict whose items are all values, so that an empty dict can take them."""
         node = self.nodes.get(path)
-        return isinstance(node, values.TableNode) and node.kind in _DICTS and not self._holds_live(path, node)
+        return isinstance(node, values.TableNode) and node.kind in _DICTS and not values.holds_live(path, self.nodes)
 
     def _holds_only_values(self, item: object) -> bool:
         """Whether no part of `item` has to keep its identity. Notes the types of NamedTuples on the way."""
@@ -562,33 +565,23 @@ class _Binder:
         node = self.nodes.get(path)
         if node is None and self._matcher.canonical(path) not in self._stored:
             self.missing(path)
-        elif node is None or self._holds_live(path, node):
+        elif node is None or values.holds_live(path, self.nodes):
             self._mismatches.add_kind(path, kind_of(item), node)
         else:
             return self.opaque(path)
         return lambda: item
 
-    def _holds_live(self, path: str, node: Node) -> bool:
-        """Whether a stored node is or has a tensor or an object, which fills a live one and replaces no value."""
-        if isinstance(node, Encoded):
-            return False
-        if isinstance(node, Stateful) or isinstance(values.bare(node), _FILL_LIVE_ONES):
-            return True
-        below = (join(path, name) for name in values.children(node))
-        return any(self._holds_live(name, values.lookup(self.nodes, name)) for name in below)
-
     def _is_list_of_live(self, path: str, kind: str) -> bool:
         """Whether `path` has a stored list or tuple of that kind with tensors or objects: it is bound item by item."""
         node = self.nodes.get(path)
-        return isinstance(node, values.Items) and node.kind == kind and self._holds_live(path, node)
+        return isinstance(node, values.Items) and node.kind == kind and values.holds_live(path, self.nodes)
 
     def _generator(self, path: str, item: torch.Generator) -> None:
         node = self.nodes.get(path)
         if node is None:
             self.missing(path)
-        elif isinstance(node, TorchValue) and (node.kind, node.text.partition(":")[0]) == (
-            "generator",
-            item.device.type,
+        elif (
+            isinstance(node, TorchValue) and f"{node.kind} {node.text}".split(":")[0] == f"generator {item.device.type}"
         ):
             self.mark(path)
             state = generator_state(node)
