@@ -580,9 +580,7 @@ class _Binder:
         node = self.nodes.get(path)
         if node is None:
             self.missing(path)
-        elif (
-            isinstance(node, TorchValue) and f"{node.kind} {node.text}".split(":")[0] == f"generator {item.device.type}"
-        ):
+        elif isinstance(node, TorchValue) and [node.kind, node.text.split(":")[0]] == ["generator", item.device.type]:
             self.mark(path)
             state = generator_state(node)
             self._finish_generators.append(lambda: item.set_state(state))
