@@ -8,10 +8,12 @@ import time
 import weakref
 from pathlib import Path
 
+import pytest
 import torch
 
+import holdfast
 from holdfast import Checkpointer, Memory
-from tests.checkpointer.test_checkpointer import end_keepers
+from tests.checkpointer.test_checkpointer import end_keepers, late_copies
 
 #: More than threads of Python get done in the time that a test has, if each call of torch waits for its turn.
 NUM_TENSORS = 1500
@@ -56,4 +58,31 @@ def test_the_folder_of_a_node_may_be_text(tmp_path: Path) -> None:
     with Checkpointer(tmp_path / "run", {"weight": torch.ones(3)}, memory=memory) as checkpointer:
         handle = checkpointer.save(1)
     assert handle.durable.is_done
+    end_keepers(tmp_path)
+
+
+@pytest.mark.parametrize("how", ["in the state", "under the guard"])
+def test_the_ways_that_the_guide_names_keep_fused_steps_of_another_optimizer_out_of_a_save(
+    tmp_path: Path, how: str
+) -> None:
+    model = torch.nn.Linear(30, 40)
+    own, other = (torch.optim.Adam(model.parameters(), fused=fused) for fused in (False, True))
+    model(torch.ones(30)).sum().backward()
+    own.step()
+    other.step()
+    state: dict[str, object] = {"model": model, "own": own}
+    if how == "in the state":
+        state["other"] = other
+    with Checkpointer(tmp_path / "run", state, memory=Memory(node_dir=tmp_path)) as checkpointer:
+        checkpointer.save(0)
+        before = model.weight.detach().clone()
+        with late_copies():
+            checkpointer.save(1)
+            if how == "in the state":
+                other.step()
+            else:
+                with checkpointer.guard():
+                    other.step()
+    assert not torch.equal(model.weight, before)
+    assert torch.equal(holdfast.open(tmp_path / "run")["model/weight"][...], before)
     end_keepers(tmp_path)

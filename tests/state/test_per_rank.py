@@ -3,6 +3,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, cast
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -282,6 +283,61 @@ def test_an_object_loads_what_the_function_made_of_all_states() -> None:
     saved = save({"loader": PerRank(Loader([1, 2]))}, {"loader": PerRank(Loader([3]))})
     load(saved, {"loader": PerRank(loader, on_resize=lambda parts, rank, world_size: {"all": parts})}, 0, 1)
     assert loader.state == {"all": [[1, 2], [3]]}
+
+
+def _noted(seed: int) -> dict[str, object]:
+    generator = torch.Generator()
+    generator.manual_seed(seed)
+    return {
+        "tensor": torch.full((3,), float(seed)),
+        "array": np.full(2, seed),
+        "dict": {"n": seed, "inner": {"w": torch.full((2,), seed)}},
+        "list": [seed, torch.full((1,), seed)],
+        "generator": generator,
+    }
+
+
+def test_what_a_function_gives_goes_on_in_the_variables_of_the_job() -> None:
+    """The live objects were cut off: the job changed them, and the next save stored what the load had given."""
+    states: list[State] = [{name: PerRank(item) for name, item in _noted(seed).items()} for seed in (5, 6)]
+    saved = save(*states)
+    live, expected = _noted(1), _noted(6)
+    into: State = {name: PerRank(item, on_resize=lambda parts, rank, size: parts[1]) for name, item in live.items()}
+    inner = cast("dict[str, dict[str, torch.Tensor]]", live["dict"])["inner"]
+    deep = [inner, inner["w"], cast("list[object]", live["list"])[1]]
+    load(saved, into, 0, 1)
+    assert all(cast("PerRank[object]", into[name]).value is item for name, item in live.items())
+    assert cast("dict[str, object]", live["dict"])["inner"] is deep[0]
+    assert inner["w"] is deep[1]
+    assert cast("list[object]", live["list"])[1] is deep[2]
+    generators = [cast("torch.Generator", of.pop("generator")) for of in (live, expected)]
+    assert bits(generators[0].get_state()) == bits(generators[1].get_state())
+    assert str(live) == str(expected)
+
+
+def test_what_a_function_gives_takes_the_place_of_a_value_that_it_does_not_fit() -> None:
+    saved = save({"own": PerRank([1, torch.ones(3)])}, {"own": PerRank([2, torch.zeros(3)])})
+    own = [0, torch.ones(1), "more"]
+    into = PerRank[object](own, on_resize=lambda parts, rank, size: parts[0])
+    load(saved, {"own": into}, 0, 1)
+    assert into.value is own
+    assert str(own) == str([1, torch.ones(3)])
+    none = PerRank[object](None, on_resize=lambda parts, rank, size: {"all": parts})
+    load(saved, {"own": none}, 0, 1)
+    assert list(cast("dict[str, object]", none.value)) == ["all"]
+
+
+def test_a_function_does_not_silently_replace_an_object_inside_a_container_by_its_state() -> None:
+    def state(n: int) -> dict[str, object]:
+        return {"loaders": [Loader([n])], "n": n}
+
+    saved = save({"own": PerRank(state(1))}, {"own": PerRank(state(2))})
+    into = PerRank(state(0), on_resize=lambda parts, rank, size: cast("dict[str, object]", parts[0]))
+    with pytest.raises(IncompatibleError, match=r"own/loaders/0.*PerRank of its own") as caught:
+        load(saved, {"own": into}, 0, 1)
+    assert caught.value.code == "incompatible.per_rank"
+    load(saved, {"own": into}, 0, 2)
+    assert cast("list[Loader]", into.value["loaders"])[0].state == [1]
 
 
 def test_a_function_is_not_called_on_as_many_ranks() -> None:

@@ -9,18 +9,7 @@ import msgspec
 
 from holdfast.agreement.messages import Digests
 from holdfast.errors import StateError
-from holdfast.format.names import join
-from holdfast.format.values import (
-    Encoded,
-    Node,
-    Open,
-    PerRankNode,
-    PlanesNode,
-    Stateful,
-    TableNode,
-    TensorRef,
-    children,
-)
+from holdfast.format.values import Node, PerRankNode, TableNode, holds_live
 from holdfast.wording import count
 
 #: A table of values, and the ranks that all have it.
@@ -101,7 +90,7 @@ def merge_values(tables: Sequence[Shared]) -> dict[str, Node]:
                     path=path,
                 )
     for path, rank in other_keys.items():
-        if not _holds_live(path, united):
+        if not holds_live(path, united):
             raise StateError(
                 f"The dict {path!r} has other keys on rank {rank} than on rank {origin[path]}, and holds nothing but "
                 "values: a load would give the keys of all ranks to each.",
@@ -112,16 +101,6 @@ def merge_values(tables: Sequence[Shared]) -> dict[str, Node]:
     for path in (path for path, node in united.items() if isinstance(node, PerRankNode)):
         _check_on_all(path, tables)
     return united
-
-
-def _holds_live(path: str, nodes: Mapping[str, Node]) -> bool:
-    """Whether the node at `path` is or holds a tensor, an object or a `PerRankNode`, which fill live ones."""
-    node = nodes[path]
-    if isinstance(node, Encoded):
-        return False
-    if isinstance(node, TensorRef | PlanesNode | PerRankNode | Open | Stateful):
-        return True
-    return any(_holds_live(join(path, name), nodes) for name in children(node))
 
 
 def _check_on_all(path: str, tables: Iterable[Shared]) -> None:

@@ -353,6 +353,16 @@ def lookup(nodes: Mapping[str, Node], path: str) -> Node:
     return node
 
 
+def holds_live(path: str, nodes: Mapping[str, Node]) -> bool:
+    """Whether the node at `path` is or has a tensor or an object, which fills a live one and replaces no value."""
+    node = lookup(nodes, path)
+    if isinstance(node, Encoded):
+        return False
+    if isinstance(node, Stateful | TensorRef | PlanesNode | PerRankNode | Open):
+        return True
+    return any(holds_live(join(path, name), nodes) for name in children(node))
+
+
 def rebuild(
     nodes: Mapping[str, Node],
     path: str,

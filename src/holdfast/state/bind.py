@@ -39,7 +39,6 @@ from holdfast.state.differences import Mismatches, difference, is_leaf
 from holdfast.state.flatten import check_depth, check_root, name_of_planes, planes_as_tensors
 from holdfast.state.kinds import (
     DICTS,
-    holds_live,
     is_dict_of_values,
     is_list_of_live,
     is_of_class,
@@ -60,6 +59,7 @@ from holdfast.state.registry import (
     decode,
     registered,
 )
+from holdfast.state.resized import INSIDE, objects_in, put
 from holdfast.state.same_objects import SameObjects, is_changed_in_place
 from holdfast.wording import count, kind_of, with_article
 
@@ -502,8 +502,12 @@ class _Binder:
             self.restore(description.write, merged, is_random=description.is_random)
             return lambda: item
 
+        for name in objects_in(path, live):
+            self._mismatches.add("incompatible.per_rank", name, INSIDE)
+
         def finish() -> object:
-            item.value = merged()
+            if (new := put(live, merged())) is not live:
+                item.value = new
             return item
 
         return finish
@@ -580,7 +584,7 @@ class _Binder:
         node = self.nodes.get(path)
         if node is None and self._matcher.canonical(path) not in self._stored:
             self.missing(path)
-        elif node is None or holds_live(self.nodes, path, node) or not may_replace(item, node):
+        elif node is None or values.holds_live(path, self.nodes) or not may_replace(item, node):
             self._mismatches.add_kind(path, kind_of(item), node)
         else:
             return self.opaque(path)
@@ -590,10 +594,7 @@ class _Binder:
         node = self.nodes.get(path)
         if node is None:
             self.missing(path)
-        elif isinstance(node, TorchValue) and (node.kind, node.text.partition(":")[0]) == (
-            "generator",
-            item.device.type,
-        ):
+        elif isinstance(node, TorchValue) and [node.kind, node.text.split(":")[0]] == ["generator", item.device.type]:
             self.mark(path)
             state = generator_state(node)
             self._finish_generators.append(lambda: item.set_state(state))

@@ -14,7 +14,6 @@ from holdfast.format.near import Substitution, near, substitution
 from holdfast.format.values import Encoded, Node, Open, PlanesNode, Stateful, TensorRef, TorchValue
 from holdfast.geometry import Shape
 from holdfast.mapping.parts import StoredTensor
-from holdfast.state.kinds import holds_live
 from holdfast.wording import count, with_article
 
 _SHOWN = 10
@@ -120,7 +119,7 @@ def _grown(unexpected: Collection[str], known: Iterable[str], nodes: Mapping[str
     here = {name.rpartition("/")[0] for name in known if name not in lacking}
     for path in sorted({name.rpartition("/")[0] for name in lacking if is_leaf(name, nodes)} & here):
         node = nodes.get(path)
-        if isinstance(node, values.TableNode) and node.kind == "dict" and not holds_live(nodes, path, node):
+        if isinstance(node, values.TableNode) and node.kind == "dict" and not values.holds_live(path, nodes):
             yield f"If the job fills the dict {path!r} while it trains, load into an empty one: it takes all entries."
             return
 

@@ -6,38 +6,25 @@ from collections.abc import Mapping, MutableMapping
 from typing import Final
 
 from holdfast.format import values
-from holdfast.format.names import join, parse_component
-from holdfast.format.values import Encoded, Node, Open, PlanesNode, RecordNode, Stateful, TableNode, TensorRef
+from holdfast.format.names import parse_component
+from holdfast.format.values import Node, RecordNode, TableNode
 from holdfast.state.placements import torch_value
 from holdfast.state.registry import registered
 
 #: Kinds of dicts whose items an empty one can take.
 DICTS: Final = ("dict", "ordered")
-#: The stored nodes that fill a live tensor or object, and so are no values.
-_FILL_LIVE_ONES = (TensorRef, PlanesNode, values.PerRankNode, Open)
-
-
-def holds_live(nodes: Mapping[str, Node], path: str, node: Node) -> bool:
-    """Whether the stored `node` at `path` is or has a tensor or an object, which fills a live one and replaces no
-    value."""
-    if isinstance(node, Encoded):
-        return False
-    if isinstance(node, Stateful) or isinstance(values.bare(node), _FILL_LIVE_ONES):
-        return True
-    below = (join(path, name) for name in values.children(node))
-    return any(holds_live(nodes, name, values.lookup(nodes, name)) for name in below)
 
 
 def is_dict_of_values(nodes: Mapping[str, Node], path: str) -> bool:
     """Whether `path` has a stored dict whose items are all values, so that an empty dict can take them."""
     node = nodes.get(path)
-    return isinstance(node, TableNode) and node.kind in DICTS and not holds_live(nodes, path, node)
+    return isinstance(node, TableNode) and node.kind in DICTS and not values.holds_live(path, nodes)
 
 
 def is_list_of_live(nodes: Mapping[str, Node], path: str, kind: str) -> bool:
     """Whether `path` has a stored list or tuple of that kind with tensors or objects: it is bound item by item."""
     node = nodes.get(path)
-    return isinstance(node, values.Items) and node.kind == kind and holds_live(nodes, path, node)
+    return isinstance(node, values.Items) and node.kind == kind and values.holds_live(path, nodes)
 
 
 def may_replace(item: object, node: Node) -> bool:

@@ -18,8 +18,10 @@ class PerRank(Generic[T]):
     its own part back, bit for bit and in place. `on_resize` says how a load on another number of ranks behaves:
     ``"error"`` raises `IncompatibleError`; ``"first"`` gives every rank the part of rank 0; a function is called as
     ``on_resize(parts, rank, world_size)`` with the parts of all ranks of the save (objects as their state, tensors on
-    the CPU) and the rank and number of ranks of the load. Its result becomes `value`, or is the state that an object
-    with a ``state_dict`` loads.
+    the CPU) and the rank and number of ranks of the load. Its result is the state that an object with a ``state_dict``
+    loads. Otherwise it is put into `value`: a dict or list takes the new items in place, and a tensor, array or
+    `torch.Generator` of the same shape and dtype, or device, the new contents. Anything else is replaced, so read it
+    from `value` after the load. Objects inside a dict, list or tuple are refused then (``incompatible.per_rank``).
     """
 
     value: T
