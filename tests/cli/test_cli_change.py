@@ -82,6 +82,12 @@ def test_without_a_terminal_a_change_needs_yes(run: Path, command: list[str]) ->
     assert len(removed_and_kept(run)) == 3
 
 
+def test_a_rollback_to_the_head_does_not_say_that_the_run_goes_back(run: Path) -> None:
+    done = holdfast_command("rollback", run, "--to", "1.3", "--yes")
+    assert (done.status, "stays at" in done.out, "goes back to" in done.out) == (0, True, False)
+    assert done.lines[-1] == "the head is still step 3 at 1.3"
+
+
 @pytest.mark.parametrize("which", ["1.2", "step=2"])
 def test_rm_deletes_one_checkpoint_and_says_so(run: Path, which: str) -> None:
     done = holdfast_command("rm", f"{run}@{which}", "--yes")
@@ -102,7 +108,9 @@ def test_rm_refuses_the_head_and_what_an_epoch_began_from(run: Path) -> None:
     holdfast_command("rollback", run, "--to", "1.1", "--yes")
     holdfast.load(run, into={"w": torch.zeros(10)}, continues=True)
     holdfast.save(run, {"w": torch.zeros(10)}, 4)
-    assert refused(holdfast_command("rm", f"{run}@1.1", "--yes"))
+    origin = holdfast_command("rm", f"{run}@1.1", "--yes")
+    assert refused(origin)
+    assert "rollback" not in origin.err, "it would not help: the checkpoint stays a part of the history"
     assert holdfast_command("rm", f"{run}@1.3", "--yes").status == 0
 
 

@@ -257,10 +257,19 @@ def test_loading_with_rules_keeps_the_identity_of_live_tensors(tmp_path: Path) -
 # --- what is refused -------------------------------------------------------------------------------------------------
 
 
+def test_a_cast_to_a_dtype_that_is_no_text_says_how_to_name_it() -> None:
+    with pytest.raises(TypeError, match=r"'bfloat16'.*not by torch\.bfloat16"):
+        Cast("model/q", torch.bfloat16)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("rule", "words"),
     [
         (Rename("model/qq", "x"), ["'model/qq' matches nothing", "did you mean 'model/q'"]),
+        (Rename("qq", "x"), ["'qq' matches nothing"]),
+        (Rename("q", "x"), ["did you mean 'model/q'"]),
+        (Rename("l.{i}.a", "l.{i}"), ["did you mean 'model/l.{i}.a'"]),
+        (Drop("model/l"), ["did you mean 'model/l.{x:**}'"]),
         (Drop("**.qq"), ["matches nothing"]),
         (Cast("model/count", "bfloat16"), ["matches nothing"]),
         (Cast("model/count", "int32"), ["int64", "to int32 would change the kind"]),

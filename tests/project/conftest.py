@@ -6,19 +6,24 @@ import os
 import shutil
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+import xxhash
 
+from holdfast.format.records import MARKER_KEY
 from holdfast.node_memory.node_folder import DEFAULT_NODE_DIR
 from tests.keeper.test_keeper import keeper_of
 
 
 @pytest.fixture
-def memory_is_given_back() -> Iterator[None]:
-    """End the keepers that an example has started, and remove what is in memory."""
-    user = DEFAULT_NODE_DIR / f"holdfast-{os.geteuid()}"
-    before = set(user.glob("*"))
+def memory_is_given_back(tmp_path: Path) -> Iterator[None]:
+    """End the keepers of the runs that an example has made, and remove what is in memory. Leaves alone those of other
+    tests and jobs on this machine."""
     yield
-    for folder in set(user.glob("*")) - before:
-        os.kill(keeper_of(folder), signal.SIGKILL)
-        shutil.rmtree(folder)
+    user = DEFAULT_NODE_DIR / f"holdfast-{os.geteuid()}"
+    for marker in tmp_path.rglob(MARKER_KEY):
+        folder = user / xxhash.xxh3_64_hexdigest(os.fsencode(marker.parent))
+        if folder.exists():
+            os.kill(keeper_of(folder), signal.SIGKILL)
+            shutil.rmtree(folder)

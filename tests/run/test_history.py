@@ -138,6 +138,22 @@ def test_a_folder_that_is_not_a_run_is_told_with_the_runs_in_it(tmp_path: Path) 
         Run.open(open_store(Location(str(tmp_path / "b"))))
 
 
+def test_the_checkpoints_of_a_run_lead_to_the_run(tmp_path: Path) -> None:
+    Run.create(open_store(Location(str(tmp_path / "run"))))
+    (tmp_path / "run" / "checkpoints").mkdir()
+    with pytest.raises(NotFoundError, match=r"Name the run that it is a part of: '.*/run'"):
+        Run.open(open_store(Location(str(tmp_path / "run" / "checkpoints"))))
+
+
+def test_steps_that_exist_are_listed_in_order_where_one_was_saved_again() -> None:
+    run = new_run()
+    open_epoch(run)
+    for seq, step in enumerate((0, 1, 2, 1), 1):
+        save(run, Place(1, seq), step=step)
+    with pytest.raises(NotFoundError, match=r"Choose one of its steps: 2, 1, 0\."):
+        run.find(step=7)
+
+
 def test_what_was_meant_as_a_selector_is_explained(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match=r"RUN@step=700"):
         resolve(parse(tmp_path / "run@latest"))

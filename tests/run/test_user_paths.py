@@ -72,7 +72,7 @@ def test_a_run_that_was_moved_while_its_job_ran_is_said_to_be_one(tmp_path: Path
     holdfast.save(tmp_path / "run", state, 1)
     (tmp_path / "run").rename(tmp_path / "moved")
     (tmp_path / "run").symlink_to(tmp_path / "moved")
-    with pytest.raises(ConfigurationError, match=r"knows it by another path, '.*/run', .*Load the run first"):
+    with pytest.raises(ConfigurationError, match=r"knows it by another path, '.*/run', .*load the run first"):
         holdfast.save(tmp_path / "run", state, 2)
     holdfast.load(tmp_path / "run", state)
     assert holdfast.save(tmp_path / "run", state, 2).place == "2.1"

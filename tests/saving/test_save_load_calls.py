@@ -197,8 +197,19 @@ def test_errors_about_names_know_what_is_often_behind_them(tmp_path: Path) -> No
     other, fresh = training()
     with pytest.raises(IncompatibleError, match="A learning-rate scheduler adds initial_lr"):
         holdfast.load(tmp_path / "run", {"model": other, "optimizer": fresh})
+    with pytest.raises(IncompatibleError) as caught:  # the whole optimizer is missing: its rates explain nothing
+        holdfast.load(tmp_path / "run", {"model": other, "x": 1})
+    assert "initial_lr" not in caught.value.action
     with pytest.raises(IncompatibleError, match=r"tree\('optimizer'\), and pass that to load_state_dict"):
         holdfast.load(tmp_path / "dicts", {"optimizer": fresh.state_dict()})
     tree: Any = holdfast.open(tmp_path / "dicts").tree("optimizer")
     fresh.load_state_dict(tree)
     assert fresh.state[next(other.parameters())]["exp_avg"].equal(optimizer.state[next(model.parameters())]["exp_avg"])
+
+
+def test_a_save_of_an_empty_state_warns(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    holdfast.save(tmp_path / "run", {}, 1)
+    assert "the state of step 1 is empty" in caplog.text
+    caplog.clear()
+    holdfast.save(tmp_path / "run", {"epoch": 1}, 2)
+    assert "is empty" not in caplog.text

@@ -3,7 +3,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import enum
+import io
 import re
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -558,3 +560,16 @@ def test_three_thousand_tensors_are_flattened_in_milliseconds() -> None:
         assert len(flatten(state).tensors) == 3000
         times.append(time.perf_counter() - start)
     assert min(times) < 0.2  # 0.02 s on an idle machine
+
+
+@pytest.mark.parametrize(
+    "leaf", [len, lambda: 0, iter([1]), threading.Lock(), threading.Event(), object(), io.StringIO()]
+)
+def test_nobody_is_told_to_register_functions_iterators_or_locks(leaf: object) -> None:
+    assert refusal({"x": leaf}).action == "Take it out of the state."
+
+
+def test_the_path_of_a_cycle_is_shown_where_it_begins() -> None:
+    cycle: list[object] = []
+    cycle.append(cycle)
+    assert "'x/0/0/0'" in str(refusal({"x": cycle}))

@@ -46,7 +46,8 @@ def rollback(run: str, to: str, *, yes: bool, as_json: bool) -> bool:
     if not as_json:
         screen = console()
         say(screen, f"{printable(run)}: the head is {before}")
-        say(screen, f"  goes back to  {_described(commit)}")
+        is_head = next(found.lineage_places(), None) == commit.place
+        say(screen, f"  {'stays at    ' if is_head else 'goes back to'}  {_described(commit)}")
         abandoned = [str(place) for place in takewhile(lambda place: place != commit.place, found.lineage_places())]
         if abandoned:
             say(screen, f"  abandons      {some(abandoned)} (kept; a rollback can go there too)")

@@ -131,28 +131,29 @@ class Globs:
         lost = [text for text, _, _ in self._globs if text not in self._matched]
         if not lost and self._asked and not any(self._asked.values()):
             return {", ".join(text for text, _, _ in self._globs): []}
-        names = {name[:end] for name in self._asked for end in _ends(name)} if lost else set()
-        return {text: self._meant(text.removeprefix("!"), names) for text in lost}
+        return {text: meant(text.removeprefix("!"), self._asked) for text in lost}
 
-    def _meant(self, text: str, names: Collection[str]) -> list[str]:
-        """Globs or names that the user may have meant by a glob that matched nothing.
 
-        These are: the object above it that is selected only as a whole; the names below a part of a module; the same
-        glob with a slash for its first dot, or with the container that it lacks; or near names.
-        """
-        wholes = [name for name in self._asked if text.startswith(f"{name}/")]
-        if wholes:
-            return [max(wholes, key=len)]
-        if any(name.startswith(f"{text}.") for name in names):
-            return [f"{text}.*"]
-        slashed = text.replace(".", "/", 1)
-        if slashed in names:
-            return [slashed]
-        if slashed != text and any(name.startswith(f"{slashed}.") for name in names):
-            return [f"{slashed}.*"]
-        pattern = Pattern(text)
-        cut = {name[:at] for name in names for at in _ends(name) if pattern.match(name[at + 1 :]) is not None}
-        return [f"{container}/{text}" for container in sorted(cut)[:3]] or near(text, names)
+def meant(text: str, asked: Collection[str], *, below: str = "*") -> list[str]:
+    """Patterns or names that the user may have meant by a pattern that matched none of the names `asked`.
+
+    These are: the object above it that is selected only as a whole; the names `below` a part of a module; the same
+    pattern with a slash for its first dot, or with the container that it lacks; or near names.
+    """
+    wholes = [name for name in asked if text.startswith(f"{name}/")]
+    if wholes:
+        return [max(wholes, key=len)]
+    names = {name[:end] for name in asked for end in _ends(name)}
+    if any(name.startswith(f"{text}.") for name in names):
+        return [f"{text}.{below}"]
+    slashed = text.replace(".", "/", 1)
+    if slashed in names:
+        return [slashed]
+    if slashed != text and any(name.startswith(f"{slashed}.") for name in names):
+        return [f"{slashed}.{below}"]
+    pattern = Pattern(text)
+    cut = {name[:at] for name in names for at in _ends(name) if pattern.match(name[at + 1 :]) is not None}
+    return [f"{container}/{text}" for container in sorted(cut)[:3]] or near(text, names)
 
 
 def _ends(name: str) -> list[int]:

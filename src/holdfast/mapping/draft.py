@@ -15,8 +15,7 @@ from typing import NamedTuple
 from holdfast.errors import IncompatibleError
 from holdfast.format import values
 from holdfast.format.names import component, join, parse_component, split
-from holdfast.format.near import near
-from holdfast.format.patterns import Pattern
+from holdfast.format.patterns import Pattern, meant
 from holdfast.format.values import Node, Open
 from holdfast.mapping.parts import ImpossibleError, Made, Parts, StoredTensor, as_stored
 
@@ -357,7 +356,9 @@ class MappingState:
 
     def unmatched(self, names: str) -> IncompatibleError:
         """The error for a pattern that matches nothing that its rule can change."""
-        close = near(names, self.subjects())
+        subjects = self.subjects()
+        containers = {name[:at] for name in subjects for at, letter in enumerate(name) if letter == "/"}
+        close = meant(names, [name for name in subjects if name not in containers], below="{x:**}")
         hint = f"; did you mean {_some(close)}?" if close else "."
         return self.refused(f"{names!r} matches nothing that this kind of rule can change{hint}")
 

@@ -64,6 +64,8 @@ class Cast(_OnNames, frozen=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if not isinstance(self.dtype, str):
+            raise TypeError(f"a rule names a dtype by its text, such as 'bfloat16', not by {self.dtype!r}")
         if self.dtype not in DTYPES:
             raise ValueError(f"{self.dtype!r} is not a dtype; use one of {', '.join(DTYPES)}")
 

@@ -369,9 +369,10 @@ class Run:
         commit = self.needed_commit(places[at]) if at < len(places) else None
         if commit is not None and commit.step == step:
             return commit
-        newest = dict.fromkeys(str(_step_of(self.needed_commit(place))) for place in places[:_MAX_TOLD])
+        steps = sorted({_step_of(self.needed_commit(place)) for place in places[:_MAX_TOLD]}, reverse=True)
+        newest = list(map(str, steps))
         others = len(places) - _MAX_TOLD
-        told = [*newest, f"those of {count(others, 'older checkpoint')}"] if others > 0 else list(newest)
+        told = [*newest, f"those of {count(others, 'older checkpoint')}"] if others > 0 else newest
         raise self._no_commit(f"of step {step} on the lineage of its head", "steps", told)
 
     def _commit_of(self, folder: str) -> Commit | None:

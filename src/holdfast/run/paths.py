@@ -156,7 +156,9 @@ def no_run(storage: Store, origin: str | None = None) -> NotFoundError | Corrupt
         what = "it exists but is not a holdfast run (it is empty)."
     else:
         what = "there is no such folder."
-    if below:
+    if foreign is None and beside is not None and beside.nbytes(MARKER_KEY) is not None:
+        action = f"Name the run that it is a part of: '{path.parent}'."
+    elif below:
         action = f"Name one of the runs in it: {some(below)}."
     elif close and foreign is None:
         action = f"Did you mean {some(close)}, in the same folder?"

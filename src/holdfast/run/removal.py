@@ -39,10 +39,12 @@ def check_unneeded(run: Run, place: Place) -> None:
     """Raise `ConfigurationError` where the checkpoint at `place` is the head, or an epoch was opened from it."""
     # The head first, so that the check of epochs below sees an epoch that is opened in between.
     if next(run.lineage_places(), None) == place:
-        raise _needed(run, place, "it is the head of the run")
+        action = "Choose another one; a rollback to an older checkpoint makes that one the head."
+        raise _needed(run, place, "it is the head of the run", action)
     for number in run.epochs():
         if number > place.epoch and run.epoch(number).opened_from == place:
-            raise _needed(run, place, f"epoch {number} was opened from it")
+            action = "Keep it, and choose another one: what was saved since then goes on from it."
+            raise _needed(run, place, f"epoch {number} was opened from it", action)
 
 
 def remove_place(run: Run, place: Place, folder: str) -> None:
@@ -82,10 +84,10 @@ def _delete_files(run: Run, folder: str) -> None:
         run.storage.delete(records.checkpoint_key(folder, name))
 
 
-def _needed(run: Run, place: Place, why: str) -> ConfigurationError:
+def _needed(run: Run, place: Place, why: str, action: str) -> ConfigurationError:
     return ConfigurationError(
         f"checkpoint {place} of '{run.storage.location}' cannot be removed: {why}.",
         code="config.needed",
-        action="Choose another checkpoint. To remove the head, roll back to an older checkpoint first.",
+        action=action,
         path=run.storage.location.url,
     )

@@ -76,9 +76,9 @@ def save(
     Blocking and collective over `group` (default: all ranks of the job): every rank calls it with the same `run` and
     `step`; one plain process may call it too. `step` is the number of the last finished step. A save after a
     load logs a warning if its `step` is not greater than that of the loaded checkpoint. `save` creates `run` if it does
-    not exist. If it has a history, this job must have loaded from it, unless ``takeover=True``. `metrics` are recorded
-    with the commit. Extra memory is three buffers of 2 MiB. While layouts do not change, later saves exchange a few
-    kilobytes per rank and no plan.
+    not exist. If it has a history, this job must have loaded from it, unless ``takeover=True``. `metrics`, those of
+    the first rank, are recorded with the commit. Extra memory is three buffers of 2 MiB. While layouts do not change,
+    later saves exchange a few kilobytes per rank and no plan.
 
     `select` are globs of names, as in `load`. Only the names that they match are saved, such as the adapters of a model
     (``"**lora_*"``), and nothing else is read. Optimizers, objects and values are selected by their own names, and a
@@ -141,6 +141,8 @@ def save_to_storage(
         request = SaveRequest(storage, step, numbers, takeover, now(), sources)
         report = _Saving(channel, deadline, request, group_ranks(group), select, is_strict=is_strict).run(state)
     channel.await_readers(deadline)
+    if channel.rank == 0 and not state and not report.num_tensors:
+        LOG.warning("the state of step %d is empty, so its checkpoint holds nothing", step)
     if channel.rank == 0:
         LOG.info("saved %s, to %s", report.summary, report.path)
     return report

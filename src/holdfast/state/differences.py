@@ -139,7 +139,8 @@ def _unbuilt(unexpected: Collection[str], stored: Collection[str], nodes: Mappin
 
 def _hints(names: Collection[str]) -> Iterator[str]:
     """Explain the names that differ in ways that users often meet."""
-    if any(name.endswith("/initial_lr") for name in names):
+    rates = [name.removesuffix("/initial_lr") for name in names if name.endswith("/initial_lr")]
+    if rates and not any(f"{group}/lr" in names for group in rates):  # else the whole group is on one side only
         yield "A learning-rate scheduler adds initial_lr to the groups of its optimizer: build it before the load."
     saved = sorted({_entry(name) for name in names if "/state/%int=" in name})
     if saved:

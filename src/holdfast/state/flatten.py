@@ -32,7 +32,7 @@ from holdfast.state.marks import Marked
 from holdfast.state.per_rank import PerRank
 from holdfast.state.piecewise import Piecewise, describe
 from holdfast.state.placements import dtensor_type, is_dtensor, torch_value
-from holdfast.state.plain_forms import plain_form
+from holdfast.state.plain_forms import is_registrable, plain_form
 from holdfast.state.registry import ARRAY, Registration, any_registered, planes_of, registered
 from holdfast.wording import count, kind_of, with_article
 
@@ -105,8 +105,9 @@ def check_root(state: Mapping[str, object]) -> None:
 def check_depth(path: str) -> None:
     """Refuse a container at such a depth that it probably contains itself."""
     if path.count("/") >= values.MAX_DEPTH - 1:
+        top = "/".join(path.split("/")[:4])
         raise StateError(
-            f"The containers at {path!r:.200} contain themselves, or are nested more than {values.MAX_DEPTH} deep.",
+            f"The containers at {top!r:.200} contain themselves, or are nested more than {values.MAX_DEPTH} deep.",
             code="state.nesting",
             action="Take the cycle out, or flatten them.",
             path=path,
@@ -484,7 +485,8 @@ def _unsupported_leaf(path: str, item: object) -> StateError:
     else:
         plain = plain_form(item, _variable(path))
         first = "Take it out of the state" if plain is None else f"Put {plain} into the state instead"
-        action = f"{first}, or register its type: holdfast.register_value({kind.__qualname__}, ...)."
+        register = f", or register its type: holdfast.register_value({kind.__qualname__}, ...)"
+        action = f"{first}{register if is_registrable(item) else ''}."
     return StateError(
         f"{path!r} is {with_article(f'{kind.__module__}.{kind.__qualname__}')}, which {problem}.",
         code="state.unsupported_leaf",

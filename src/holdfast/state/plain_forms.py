@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from datetime import date, time, timedelta
 from decimal import Decimal
 from enum import Enum
 from fractions import Fraction
+from io import IOBase
 from pathlib import PurePath
-from types import FunctionType, ModuleType, SimpleNamespace
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from typing import Final
 from uuid import UUID
 
 #: Expressions that give the plain form of an object of these types; the first row that fits applies.
@@ -31,6 +34,25 @@ _EXPRESSIONS: tuple[tuple[tuple[type, ...], str], ...] = (
     ((int,), "int({})"),
     ((float,), "float({})"),
 )
+
+#: Types of code, of places in an iteration and of open files.
+_NO_VALUES: Final = (
+    type,
+    ModuleType,
+    FunctionType,
+    BuiltinFunctionType,
+    MethodType,
+    functools.partial,
+    Iterator,
+    IOBase,
+)
+
+
+def is_registrable(item: object) -> bool:
+    """Whether it makes sense to register the type of `item`: not where it is code, a place in an iteration, a lock or
+    an open file, which no value can stand for."""
+    kind = type(item)
+    return not (isinstance(item, _NO_VALUES) or kind is object or kind.__module__ in ("_thread", "threading"))
 
 
 def plain_form(item: object, name: str) -> str | None:
