@@ -74,8 +74,8 @@ def node_memory(node_dir: Path) -> Iterator[RunMemory]:
 def give_way(node_dir: Path, nbytes: int | None = None, *, run: str | None = None) -> int:
     """Remove slots of ranks without a living trainer whose contents are durable or given up: those that changed longest
     ago first, until the removed ones had `nbytes` of memory (None: all); of this `run` (None: of all runs of this
-    user). Also removes folders that have no slots and no keeper. Returns the bytes of memory that the removed slots had;
-    they are free once the keepers have noticed the removal."""
+    user). Also removes folders that have no slots and no keeper. Returns the bytes of memory that the removed slots
+    had; they are free once the keepers have noticed the removal."""
     found = [
         (held.since, folder.path, held.name)
         for folder in node_folders(node_dir)

@@ -152,11 +152,8 @@ def _marker(run: Run) -> Iterator[Finding]:
         path, can_finish = run.storage.path(MARKER_KEY), probable_marker(run.storage) is not None
         text = f"{error.message} Nothing of the run can be loaded without it. Restore it from another copy of the run"
         how = "; or finish it: the run's checkpoints say its id, and it is made anew." if can_finish else "."
-        remedy: Remedy = "finish" if can_finish else "none"
-        if error.code == "corrupt.marker":
-            yield Finding("marker.missing", path, text + how, remedy)
-        else:
-            yield Finding("record.damaged", path, text + how, remedy)
+        code = "marker.missing" if error.code == "corrupt.marker" else "record.damaged"
+        yield Finding(code, path, text + how, "finish" if can_finish else "none")
 
 
 def _names(run: Run) -> Iterator[Finding]:
