@@ -51,6 +51,18 @@ def test_the_command_lists_what_lies_in_memory_frees_what_is_durable_and_ends_ke
     assert_loads(run, saved)
 
 
+def test_a_snapshot_that_was_given_up_is_not_called_durable(run: Run, saved: Saved, folder: NodeFolder) -> None:
+    run.open_epoch(after=1, opened_from=None, why="start", world_size=2, incarnation="1" * 32)
+    with kept(folder, run.storage.location.url):
+        until(lambda: states(saved) == {SlotState.FENCED})
+    (row,) = holdfast_command("node", "--node-dir", folder.node_dir, "--json").json["runs"]
+    assert [(each["state"], each["is_durable"], each["is_freeable"]) for each in row["slots"]] == [
+        ("fenced", False, True)
+    ] * 2
+    text = holdfast_command("node", "--node-dir", folder.node_dir).out
+    assert "are durable or given up and no trainer has them" in text
+
+
 def test_the_command_says_which_keeper_does_not_end(run: Run, folder: NodeFolder) -> None:
     with kept(folder, run.storage.location.url) as process:
         process.send_signal(signal.SIGSTOP)

@@ -292,10 +292,12 @@ def test_a_folder_in_the_place_of_a_commit_is_a_finding_beside_the_others(run: P
 
 def test_closed_and_full_outputs_do_not_look_like_a_finding(run: Path) -> None:
     python = [sys.executable, "-m", "holdfast"]
-    for command in (["ls", str(run)], ["verify", str(run), "--json"]):
+    for command in (["ls", str(run)], ["ls", str(run), "--json"], ["verify", str(run), "--json"]):
         shell = ["/bin/sh", "-c", 'exec "$@" >&-', "sh"]
         closed = subprocess.run([*shell, *python, *command], capture_output=True, check=False)
         assert (closed.returncode, closed.stderr) == (0, b"")
         with Path("/dev/full").open("w") as full:
             done = subprocess.run([*python, *command], stdout=full, stderr=subprocess.PIPE, check=False)
         assert done.returncode == 3
+        assert b"[storage.output] standard output takes no more: No space left on device." in done.stderr
+        assert b"Traceback" not in done.stderr

@@ -22,6 +22,7 @@ from holdfast.format.records import Commit, Place
 from holdfast.keeper import daemon, writing
 from holdfast.keeper.client import ensure_keeper
 from holdfast.keeper.daemon import Keeper
+from holdfast.keeper.log import LIMIT_NBYTES
 from holdfast.keeper.persist import Sealing, persist
 from holdfast.node_memory.claims import Claim
 from holdfast.node_memory.generations import generation_ids
@@ -459,3 +460,55 @@ def test_the_command_keeps_a_run(run: Run, saved: Saved, folder: NodeFolder) -> 
         process.terminate()
         assert process.wait(30) == 0
     assert_loads(run, saved)
+
+
+def test_the_log_of_a_keeper_does_not_grow_without_a_limit(tmp_path: Path) -> None:
+    script = (
+        "import logging; from holdfast.keeper.log import BoundedLog;"
+        "logging.basicConfig(level=logging.INFO, handlers=[BoundedLog(is_bounded=True)]);"
+        "[logging.info('line %d %s', number, 'x' * 400) for number in range(10_000)]"
+    )
+    with (tmp_path / "keeper.log").open("a+b") as log:
+        subprocess.run([sys.executable, "-c", script], check=True, stderr=log)
+    text = (tmp_path / "keeper.log").read_text()
+    assert len(text) <= LIMIT_NBYTES
+    lines = text.splitlines()
+    assert lines[0] == "(older lines were removed)"
+    assert "line 9999" in lines[-1]
+
+
+def test_the_same_trouble_with_storage_is_logged_once(
+    run: Run,
+    saved: Saved,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    folder: NodeFolder,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(daemon, "_RETRY_S", 0.0)
+    (tmp_path / "run").rename(tmp_path / "away")
+    keeper = Keeper(folder)
+    until(lambda: bool(keeper.look() and saved.slots[0].refresh().error))
+    end = time.monotonic() + 0.5
+    keeper.run(is_over=lambda: time.monotonic() > end, idle_s=60)
+    (tmp_path / "away").rename(tmp_path / "run")
+    until(lambda: not (keeper.look() or keeper.owes))
+    keeper.close()
+    assert caplog.text.count("no holdfast run at") == 1
+
+
+@pytest.mark.parametrize("kind", ["lost", "garbage"])
+def test_a_sealed_slot_of_nothing_that_is_known_is_given_up(saved: Saved, folder: NodeFolder, kind: str) -> None:
+    sealing = Sealing(saved.generation)
+    for slot in saved.slots:
+        sealing.seal(slot)
+    path = folder.path / f"generation-{saved.generation.checkpoint_id}"
+    if kind == "lost":
+        path.unlink()
+    else:
+        path.write_bytes(bytes(4096))
+    keeper = Keeper(folder)
+    keeper.look()
+    assert states(saved) == {SlotState.FREE}
+    assert not keeper.owes
+    keeper.close()

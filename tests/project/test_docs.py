@@ -25,7 +25,7 @@ ROW = re.compile(r"^\| `([a-z_.]+)` \| (.+) \| (.+) \|$", re.MULTILINE)
 #: What codes of errors and findings begin with. A code of another kind needs a table of its own in the page.
 KINDS = (
     "config|state|not_found|incompatible|corrupt|storage|timeout|fenced|"
-    "commit|epoch|extra|folder|leftover|record|unknown"
+    "commit|epoch|extra|folder|leftover|marker|record|unknown"
 )
 WHOLE_CODES = {"unexpected", "leftover"}
 

@@ -5,6 +5,7 @@ Exit codes: 0 fine, 1 a finding, 2 wrong usage, 3 failure, 130 interrupted.
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import signal
@@ -12,10 +13,13 @@ import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn, Protocol, runtime_checkable
+from typing import Final, NoReturn, Protocol, runtime_checkable
 
 from holdfast.cli.commands import FAILURE, INTERRUPTED, USAGE, app
-from holdfast.errors import ConfigurationError, HoldfastError
+from holdfast.errors import ConfigurationError, HoldfastError, StorageError
+
+#: Errors of a write to standard output. (Errors of stores are `StorageError`s, and others name a file.)
+_FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 
 
 def main() -> NoReturn:
@@ -78,6 +82,8 @@ def _status(error: BaseException, *, as_json: bool) -> int:
             error.show()
             return error.exit_code
         known, status = _usage(error), error.exit_code
+    elif isinstance(error, OSError) and error.filename is None and error.errno in _FULL:
+        known, status, as_json = _full_output(error), FAILURE, False
     else:
         traceback.print_exception(error)
         if not as_json:
@@ -89,9 +95,17 @@ def _status(error: BaseException, *, as_json: bool) -> int:
         (print_error if as_json else explain)(known)
         sys.stdout.flush()
     except OSError:
-        # The output takes nothing, as on a full disk, so only the exit code tells. Python flushes it once more.
+        # The output takes nothing, as on a full disk. Python flushes it once more.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return status
+
+
+def _full_output(error: OSError) -> StorageError:
+    return StorageError(
+        f"standard output takes no more: {error.strerror or error}.",
+        code="storage.output",
+        action="Make room where it goes, or send it elsewhere.",
+    )
 
 
 def _usage(error: _Misuse) -> ConfigurationError:

@@ -27,7 +27,8 @@ class SlotRow(msgspec.Struct, frozen=True):
 
     `step` is null where the slot is empty; `state` is null where it is damaged or of another version. `owner` is
     "trainer" where a trainer of this rank lives, else "keeper" where a keeper runs, else "nobody". Where it
-    `is_durable`, freeing the slot loses nothing.
+    `is_durable`, storage has all that is in it. Where it `is_freeable`, ``--free`` may remove it: it is durable, or it
+    was given up (`fenced`) and never becomes durable.
     """
 
     rank: int
@@ -37,6 +38,7 @@ class SlotRow(msgspec.Struct, frozen=True):
     age_s: float
     owner: str
     is_durable: bool
+    is_freeable: bool
 
 
 class RunRow(msgspec.Struct, frozen=True):
@@ -116,7 +118,7 @@ def _slot(held: HeldSlot, *, is_kept: bool) -> SlotRow:
     owner = "trainer" if held.has_trainer else "keeper" if is_kept else "nobody"
     state = None if held.state is None else held.state.name.lower()
     age_s = max(time.time() - held.since, 0.0)
-    return SlotRow(held.rank, held.step, state, held.nbytes, age_s, owner, held.is_durable)
+    return SlotRow(held.rank, held.step, state, held.nbytes, age_s, owner, held.is_durable, held.is_freeable)
 
 
 def _show_ends(screen: Console, ended: list[RunMemory], not_ended: list[RunMemory]) -> None:
@@ -136,9 +138,11 @@ def _show(screen: Console, node_dir: Path, runs: list[RunRow]) -> None:
         say(screen, f"\n{printable(row.run or _UNKNOWN)}: {kept}; {printable(row.folder)}")
         if row.slots:
             screen.print(_table(row.slots))
-    idle = sum(slot.nbytes for slot in slots if slot.is_durable and slot.owner != "trainer")
+    idle = [slot for slot in slots if slot.is_freeable and slot.owner != "trainer"]
     if idle:
-        say(screen, f"\n{size(idle)} are durable, and their trainers have ended; holdfast node --free frees them")
+        what = "durable" if all(slot.is_durable for slot in idle) else "durable or given up"
+        nbytes = size(sum(slot.nbytes for slot in idle))
+        say(screen, f"\n{nbytes} are {what}, and their trainers have ended; holdfast node --free frees them")
 
 
 def _table(slots: list[SlotRow]) -> Listing:

@@ -35,8 +35,8 @@ LOG_NAME: Final = "keeper.log"
 class HeldSlot(NamedTuple):
     """A slot as it was found. `state` is None where the slot is damaged or of another version of holdfast. `step` is
     that of its checkpoint, if it holds one. `since` is the time at which it came into this state, in seconds since
-    1970. `has_trainer` says whether a living trainer has a claim to its rank's slots, and `is_durable` whether the slot
-    can be removed without losing anything."""
+    1970. `has_trainer` says whether a living trainer has a claim to its rank's slots, `is_durable` whether storage has
+    all that the slot holds, and `is_freeable` whether the slot may be removed: it is durable, or was given up."""
 
     name: str
     rank: int
@@ -46,6 +46,7 @@ class HeldSlot(NamedTuple):
     since: float
     has_trainer: bool
     is_durable: bool
+    is_freeable: bool
 
 
 class RunMemory(NamedTuple):
@@ -71,16 +72,16 @@ def node_memory(node_dir: Path) -> Iterator[RunMemory]:
 
 
 def give_way(node_dir: Path, nbytes: int | None = None, *, run: str | None = None) -> int:
-    """Remove slots of ranks without a living trainer whose contents are all durable: those that changed longest ago
-    first, until the removed ones had `nbytes` of memory (None: all); of this `run` (None: of all runs of this user).
-    Also removes folders that have no slots and no keeper. Returns the bytes of memory that the removed slots had; they
-    are free once the keepers have noticed the removal."""
+    """Remove slots of ranks without a living trainer whose contents are durable or given up: those that changed longest
+    ago first, until the removed ones had `nbytes` of memory (None: all); of this `run` (None: of all runs of this
+    user). Also removes folders that have no slots and no keeper. Returns the bytes of memory that the removed slots
+    had; they are free once the keepers have noticed the removal."""
     found = [
         (held.since, folder.path, held.name)
         for folder in node_folders(node_dir)
         if run in (None, run_of(folder))
         for held in _held_in(folder)
-        if held.is_durable and not held.has_trainer
+        if held.is_freeable and not held.has_trainer
     ]
     given = 0
     for _, path, name in sorted(found):
@@ -174,12 +175,17 @@ def _held_in(folder: NodeFolder) -> Iterator[HeldSlot]:
 
 def _held(folder: NodeFolder, slot: Slot) -> HeldSlot:
     contents = slot.record.contents
-    is_durable = slot.state in REUSABLE or (slot.state == SlotState.WRITING and not slot.is_taken)
+    is_freeable = slot.state in REUSABLE or (slot.state == SlotState.WRITING and not slot.is_taken)
+    is_durable = is_freeable and slot.state != SlotState.FENCED
     has_trainer = is_claimed(folder, slot.rank)
     step = contents.step if contents else None
-    return HeldSlot(slot.name, slot.rank, slot.state, step, slot.held_nbytes, slot.since, has_trainer, is_durable)
+    return HeldSlot(
+        slot.name, slot.rank, slot.state, step, slot.held_nbytes, slot.since, has_trainer, is_durable, is_freeable
+    )
 
 
 def _unreadable(folder: NodeFolder, name: str) -> HeldSlot:
     rank, status = rank_of(name), os.stat(name, dir_fd=folder.fileno(), follow_symlinks=False)
-    return HeldSlot(name, rank, None, None, status.st_blocks * 512, status.st_mtime, is_claimed(folder, rank), False)
+    return HeldSlot(
+        name, rank, None, None, status.st_blocks * 512, status.st_mtime, is_claimed(folder, rank), False, False
+    )

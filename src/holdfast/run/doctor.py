@@ -149,10 +149,10 @@ def _marker(run: Run) -> Iterator[Finding]:
     try:
         Run.open(run.storage)
     except CorruptError as error:
-        code = "marker.missing" if error.code == "corrupt.marker" else "record.damaged"
         path, can_finish = run.storage.path(MARKER_KEY), probable_marker(run.storage) is not None
         text = f"{error.message} Nothing of the run can be loaded without it. Restore it from another copy of the run"
         how = "; or finish it: the run's checkpoints say its id, and it is made anew." if can_finish else "."
+        code = "marker.missing" if error.code == "corrupt.marker" else "record.damaged"
         yield Finding(code, path, text + how, "finish" if can_finish else "none")
 
 
