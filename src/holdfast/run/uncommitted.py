@@ -148,7 +148,10 @@ class Uncommitted:
         if young:
             text = f"{what} Its save may be in progress: look again when it has ended, or remove it by force."
             return FolderState("folder.in_progress", text, "none")
-        text = f"{what} Its save did not end, so it was never visible, and nobody can finish it. Remove it."
+        text = (
+            f"{what} Its save did not end, so it was never visible. Only the memory of a node may still hold it whole "
+            "(holdfast node): then its keeper finishes it when storage takes it. Else remove it."
+        )
         return FolderState("folder.unfinished", text, self._remedy())
 
     def _damaged(self, error: CorruptError) -> FolderState:
