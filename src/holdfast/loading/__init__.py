@@ -416,7 +416,9 @@ class Loading:
             load = Load(checkpoint.storage.resolved(), "", None, 0, continues, is_whole)
         else:
             assert epoch is not None, "a run with a checkpoint has an epoch"
-            load = Load(run.storage.resolved(), run.run_id, checkpoint.seal.place, epoch, continues, is_whole)
+            root, place = run.storage.resolved(), checkpoint.seal.place
+            has_commit = checkpoint.sealed.commit is not None
+            load = Load(root, run.run_id, place, epoch, continues, is_whole, has_commit=has_commit)
         note_filled(load, state, binding, is_whole=is_whole)
 
     def _bind(self, opened: Opened, into: Mapping[str, object]) -> _BoundLoad:
