@@ -355,7 +355,6 @@ class Checkpointer:
         if tier is None:
             return False
         tier.settle()
-        tier.await_restored(timeout_s=self._timeout_s)
         try:
             self._stage(tier, machine, metrics)
         except HoldfastError as error:

@@ -2,7 +2,8 @@
 chooses.
 
 A checkpoint in memory counts only if it is on the lineage of the run's head: it is the head, or a later checkpoint of
-the newest epoch, which a keeper is about to commit. Checkpoints that a rollback left behind are never restored.
+the newest epoch, which a keeper is about to commit. Checkpoints that a rollback left behind are never restored, nor are
+those that somebody gave up or removed.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from holdfast.format.records import FileSeal, Place
 from holdfast.node_memory.generations import Generation, read_generation
 from holdfast.node_memory.node_folder import NodeFolder
 from holdfast.node_memory.slots import WHOLE, Slot, SlotState
-from holdfast.run.complete import StoredManifest, encode_seal
+from holdfast.run.complete import StoredManifest, can_commit, encode_seal
 from holdfast.run.history import Run
 from holdfast.store.base import Store
 
@@ -56,7 +57,8 @@ class Chosen(msgspec.Struct, frozen=True, tag="chosen"):
     (empty: every rank can read all files). `manifest` is for nodes that hold no file of the checkpoint and so lack its
     manifest; empty if there is no such node. With `is_all`, storage has no checkpoint of the run yet.
 
-    `given_up` are checkpoints of which memory has only a part, because the nodes or ranks with the rest are gone.
+    `given_up` are checkpoints of which memory has only a part, because the nodes or ranks with the rest are gone, and
+    those that somebody removed from storage before they were committed.
     `let_go` are checkpoints of another history than the one in storage."""
 
     seal: bytes = b""
@@ -169,6 +171,9 @@ class Survey:
             is_head = place == head and run.commit(place).checkpoint_id == checkpoint_id
             if is_head or (place.epoch == epoch and (head is None or head < place)):
                 stored, files = whole
+                if not is_head and not can_commit(run, place, stored.folder):
+                    given_up.append(checkpoint_id)
+                    continue
                 seal = encode_seal(stored, [next(iter(holders.values())) for holders in files])
                 manifest = b"" if self._all_know(files) else stored.data
                 owners = _owners(self._inventories, files)

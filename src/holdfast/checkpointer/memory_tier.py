@@ -15,12 +15,15 @@ from pathlib import Path
 from typing import Final, Literal, NamedTuple, NoReturn
 from weakref import WeakSet
 
+import msgspec
+
 from holdfast.calls import CHECKPOINTER_CLOSE, outer
 from holdfast.checkpointer.background import Background
 from holdfast.checkpointer.backoff import Backoff
+from holdfast.checkpointer.commit_wait import CommitWait
 from holdfast.checkpointer.messages import MemoryStatus, SnapshotRoom
-from holdfast.checkpointer.restoring import Restored, await_commit, drop_parts
-from holdfast.checkpointer.save_errors import is_unusable, too_slow
+from holdfast.checkpointer.restoring import Restored, drop_parts
+from holdfast.checkpointer.save_errors import is_unusable, never_committed, not_committed, too_slow
 from holdfast.checkpointer.staging import Stager
 from holdfast.control.channel import Channel
 from holdfast.control.deadline import Deadline
@@ -101,8 +104,9 @@ class MemoryTier:
         self._backoff = Backoff()
         #: The error of the last save that could not use memory.
         self._trouble: ErrorWire | None = None
-        #: The place of the checkpoint that was restored from memory, if it was not committed then.
-        self._uncommitted: Place | None = None
+        #: The wait for the commit of the checkpoint that was restored from memory, if it was not committed then. Rank
+        #: 0 looks, for all ranks.
+        self._commit_wait: CommitWait | None = None
         #: The place of the newest checkpoint that memory held whole when this job looked at it.
         self._whole: Place | None = None
 
@@ -166,13 +170,8 @@ class MemoryTier:
     def note_restored(self, restored: Restored) -> None:
         """Record the checkpoint from which this job continues."""
         self._has_looked = True
-        self._uncommitted, self._whole = restored.uncommitted, restored.whole
-
-    def await_restored(self, *, timeout_s: float) -> None:
-        """Wait until the checkpoint that was restored from memory is committed: no save can follow it before."""
-        if self._uncommitted is not None:
-            await_commit(self._run, self._uncommitted, node_dir=self._node_dir, timeout_s=timeout_s)
-            self._uncommitted = None
+        self._commit_wait = None if restored.uncommitted is None else CommitWait(restored.uncommitted)
+        self._whole = restored.whole
 
     def put_off(self, channel: Channel, deadline: Deadline) -> NoReturn:
         """Tell all ranks that this one does not try memory now, and raise the reason. Ranks that would try hear it too.
@@ -189,20 +188,28 @@ class MemoryTier:
         when_full: Literal["wait", "skip"],
         may_begin_anew: bool,
     ) -> SnapshotRoom:
-        """Find out whether all ranks have room for another snapshot. Waits for room if `when_full` says so. Collective.
+        """Find out whether all ranks have room for another snapshot. Waits for room if `when_full` says so. Before
+        that, waits until the checkpoint that this job restored from memory is committed. Collective.
 
-        Raises an error that `is_unusable`, on all ranks, if any rank cannot use its memory, or puts off trying it; and
-        ``config`` errors if this job restored nothing and must not begin the run anew.
+        Raises an error that `is_unusable`, on all ranks, if any rank cannot use its memory, or puts off trying it;
+        ``config`` errors if this job restored nothing and must not begin the run anew; and `FencedError` if the
+        checkpoint that it restored can never be committed, because another job has taken over the run.
         """
 
         def look(standings: Sequence[MemoryStatus]) -> SnapshotRoom:
-            found = SnapshotRoom.of(standings, self.stager.run_id or self._run_id(deadline))
             is_late = deadline.remaining_s() < _LATE * deadline.timeout_s
+            found = SnapshotRoom.of(standings, self.stager.run_id or self._run_id(deadline))
+            if self._commit_wait is not None and found.trouble is None:
+                found = self._with_commit(found, self._commit_wait, standings, deadline, is_over=is_late)
+                if found.full and found.awaits_commit and when_full == "wait":
+                    raise not_committed(self._commit_wait.restored.place, found.held_up, self._run.url)
             if found.full and found.trouble is None and when_full == "wait" and is_late:
                 raise too_slow(found, deadline.timeout_s)
             return found
 
         told_at = time.monotonic() + _PATIENCE_S
+        if self._commit_wait is not None:
+            self._commit_wait.begin()
         while True:
             found = self._found(channel, deadline, look, is_as_before=is_as_before)
             if not found.all_looked:
@@ -214,12 +221,11 @@ class MemoryTier:
             if self.stager.run_id != found.run_id:
                 self.stager.belong_to(found.run_id)
                 continue  # foreign slots were freed, so look again
-            if not found.full or when_full == "skip":
+            if found.has_room or (found.full and when_full == "skip"):
                 return found
             if time.monotonic() > told_at:
                 told_at = math.inf
-                names = ", ".join(map(str, found.full[:8]))
-                _log.warning("%s waits for memory: the snapshots of rank %s are not durable yet", channel.label, names)
+                _log.warning("%s waits for memory: %s", channel.label, found.why_full)
             time.sleep(_LOOK_S)
 
     def _found(
@@ -238,16 +244,47 @@ class MemoryTier:
                 has_looked=self._has_looked,
                 whole=self._whole,
                 backoff=self._backoff,
+                awaited=None if self._commit_wait is None else self._commit_wait.restored.place,
                 put_off=self._trouble if self.is_put_off else None,
             )
 
         found = channel.exchange("memory", attempt(stand), look, deadline, takes=MemoryStatus, gives=SnapshotRoom)
+        if self._commit_wait is not None and not found.awaits_commit and found.trouble is None:
+            if self._commit_wait.restored.checkpoint_id in found.given_up:
+                self._whole = None
+            self._commit_wait = None
         self.stager.give_up(found.given_up)
         self.stager.give_up_beyond(found.reached)
         if found.trouble is not None:
             self._backoff = found.backoff
             raise from_wire(found.trouble)
         return found
+
+    def _with_commit(
+        self,
+        found: SnapshotRoom,
+        wait: CommitWait,
+        standings: Sequence[MemoryStatus],
+        deadline: Deadline,
+        *,
+        is_over: bool,
+    ) -> SnapshotRoom:
+        """`found`, with rank 0's answer whether the checkpoint that this job restored from memory is committed.
+
+        If it can never be, all ranks give it up and go on: memory holds its state no longer, but this job has it.
+        Raises `FencedError` if another job has taken over the run, or the keeper says that this is another history.
+        """
+        restored, fenced = wait.restored, next((each.fenced for each in standings if each.fenced), "")
+        with TimedStore(open_store(self._run), timeout_s=deadline.for_storage_s) as storage:
+            fate = wait.look(storage, at_once=bool(fenced))
+        if fate == "committed":
+            return found
+        if fate == "never":
+            return msgspec.structs.replace(found, given_up=(*found.given_up, restored.checkpoint_id))
+        if fenced:
+            raise never_committed(restored.place, fenced, self._run.url)
+        full = tuple(range(len(standings))) if wait.is_late(is_over=is_over) else ()
+        return msgspec.structs.replace(found, awaits_commit=True, full=full)
 
     def _run_id(self, deadline: Deadline) -> str:
         """The id of the run in storage; "" if storage has no run there."""

@@ -27,6 +27,8 @@ class MemoryStatus(msgspec.Struct, frozen=True, array_like=True):
     - `has_looked`: the rank knows what memory held before this job.
     - `backoff`: the number of saves for which the rank does not try memory, after earlier trouble.
     - `held_up`: the reason why the last try to make a snapshot of this rank durable failed ("": none failed).
+    - `fenced`: the reason why this node's keeper will never commit the checkpoint that this job restored from memory
+      ("": it may).
     """
 
     sealed: Place | None
@@ -39,6 +41,7 @@ class MemoryStatus(msgspec.Struct, frozen=True, array_like=True):
     has_looked: bool = True
     backoff: Backoff = Backoff()
     held_up: str = ""
+    fenced: str = ""
 
     def has_room(self, needed: Place | None) -> bool:
         """Whether the rank has a slot to fill, given that checkpoints before `needed` are not needed any more."""
@@ -60,7 +63,9 @@ class SnapshotRoom(msgspec.Struct, frozen=True, array_like=True):
       staged for a later place can never be whole.
     - `all_looked`: every rank knows what memory held before this job.
     - `backoff`: the merged backoff of all ranks.
-    - `held_up`: the reason of the first rank in `full` that has one.
+    - `held_up`: the reason of the first rank in `full` that has one, else of the first rank.
+    - `awaits_commit`: the checkpoint that this job restored from memory is not committed yet, and no save can follow it
+      before. Then `full` is empty as long as the save may wait, and has all ranks when it waits no longer.
     """
 
     run_id: str
@@ -73,6 +78,19 @@ class SnapshotRoom(msgspec.Struct, frozen=True, array_like=True):
     all_looked: bool
     backoff: Backoff
     held_up: str
+    awaits_commit: bool = False
+
+    @property
+    def has_room(self) -> bool:
+        """Whether the next save may begin."""
+        return not self.full and not self.awaits_commit
+
+    @property
+    def why_full(self) -> str:
+        """The reason why the next save may not begin."""
+        if self.awaits_commit:
+            return "the checkpoint that was restored from memory is not committed yet"
+        return f"the snapshots of rank {', '.join(map(str, self.full[:8]))} are not durable yet"
 
     @staticmethod
     def of(standings: Sequence[MemoryStatus], run_id: str) -> SnapshotRoom:
@@ -87,7 +105,8 @@ class SnapshotRoom(msgspec.Struct, frozen=True, array_like=True):
         reached = None if None in heard else min(each for each in heard if each is not None)
         all_looked = all(standing.has_looked for standing in standings)
         backoff = Backoff.merged([standing.backoff for standing in standings])
-        held_up = next((standings[number].held_up for number in full if standings[number].held_up), "")
+        told = [standings[number].held_up for number in full] + [standing.held_up for standing in standings]
+        held_up = next(filter(None, told), "")
         return SnapshotRoom(run_id, needed, full, given_up, as_before, trouble, reached, all_looked, backoff, held_up)
 
 

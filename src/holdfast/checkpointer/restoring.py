@@ -17,13 +17,14 @@ from holdfast.checkpoint.catalogue import EVERY_RANK, FileCopy, Tier
 from holdfast.checkpoint.reading import Checkpoint
 from holdfast.checkpoint.sealed import Sealed
 from holdfast.checkpointer.choosing import Chosen, Inventory, Survey, Unknown, inventory, known_of
+from holdfast.checkpointer.commit_wait import RestoredCheckpoint
 from holdfast.checkpointer.first_save import check_first_save
 from holdfast.checkpointer.restore_report import RestoreReport
 from holdfast.checkpointer.save_errors import is_unusable
 from holdfast.control.channel import Channel
 from holdfast.control.deadline import Deadline
 from holdfast.control.torch_store import default_channel, group_ranks
-from holdfast.errors import ConfigurationError, CorruptError, DeadlineError, HoldfastError, NotFoundError
+from holdfast.errors import ConfigurationError, CorruptError, HoldfastError, NotFoundError
 from holdfast.format import manifest as fmt
 from holdfast.format import records
 from holdfast.format import values as value_codec
@@ -52,11 +53,11 @@ _log = logging.getLogger(__name__)
 
 
 class Restored(NamedTuple):
-    """The report of a restore. `uncommitted` is the checkpoint's place if it was not committed yet, and `whole` its
-    place if memory holds it whole."""
+    """The report of a restore. `uncommitted` is the checkpoint if it was not committed yet, and `whole` its place if
+    memory holds it whole."""
 
     report: RestoreReport
-    uncommitted: Place | None = None
+    uncommitted: RestoredCheckpoint | None = None
     whole: Place | None = None
 
 
@@ -99,26 +100,6 @@ def restore(
         check_first_save(run, state, select=select, group=group, timeout_s=timeout_s)
         return Restored(RestoreReport(None, None, None, None))
     return Restored(RestoreReport(report.step, report.place, "storage", report))
-
-
-def await_commit(run: Location, place: Place, *, node_dir: Path, timeout_s: float) -> None:
-    """Wait until the checkpoint that was restored from memory is committed: no save can follow it in the history
-    before. Raises `DeadlineError` after `timeout_s`."""
-    end = time.monotonic() + timeout_s
-    with (
-        NodeFolder(run.url, node_dir=node_dir) as folder,
-        TimedStore(open_store(run), timeout_s=2 * timeout_s) as storage,
-    ):
-        while storage.nbytes(records.commit_key(place)) is None:
-            ensure_keeper(folder, run.url)
-            if time.monotonic() > end:
-                raise DeadlineError(
-                    f"The checkpoint {place}, restored from memory, was not committed within {timeout_s:.0f} s.",
-                    code="timeout.commit",
-                    action="Read the log of the keeper for the cause.",
-                    path=storage.location.url,
-                )
-            time.sleep(_LOOK_S)
 
 
 def drop_parts(
@@ -170,7 +151,8 @@ def _from_memory(
             loading = Loading(channel, deadline, storage, group_ranks(group), options)
             report = _load(channel, deadline, loading, state, Opened(Checkpoint(sealed), run_opened), chosen.epoch)
         channel.await_readers(deadline)
-        uncommitted = None if chosen.committed else seal.place
+        restored = RestoredCheckpoint(run_opened.run_id, chosen.epoch, seal.place, seal.checkpoint_id, chosen.folder)
+        uncommitted = None if chosen.committed else restored
         return Restored(RestoreReport(report.step, report.place, "node memory", report), uncommitted, seal.place)
 
 

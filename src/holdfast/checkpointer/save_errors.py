@@ -7,6 +7,7 @@ from typing import Final
 
 from holdfast.checkpointer.messages import SnapshotRoom
 from holdfast.errors import DeadlineError, FencedError, HoldfastError, StateError, StorageError
+from holdfast.format.records import Place
 
 #: Codes of errors after which saves go to storage for a while: this node's memory cannot be used now.
 _UNUSABLE: Final = frozenset({"config.memory", "config.keeper", "config.not_private", "storage.memory"})
@@ -111,6 +112,28 @@ def too_slow(found: SnapshotRoom, timeout_s: float) -> DeadlineError:
         action="Save less often, keep more generations, or read the log of the keeper for the cause.",
         rank=found.full[0],
         details=last_try(found.held_up),
+    )
+
+
+def not_committed(place: Place, held_up: str, path: str) -> DeadlineError:
+    """A save could not follow the checkpoint at `place`, which was restored from memory and is not committed yet."""
+    return DeadlineError(
+        f"The checkpoint {place}, restored from memory, is not committed yet, so no save can follow it.",
+        code="timeout.commit",
+        action="Remove what holds its keeper up (see the keeper's log); memory keeps the checkpoint until then.",
+        path=path,
+        details=last_try(held_up),
+    )
+
+
+def never_committed(place: Place, why: str, path: str) -> FencedError:
+    """The checkpoint at `place`, which was restored from memory, will never be committed. `why` is the keeper's
+    reason."""
+    return FencedError(
+        f"the checkpoint {place}, restored from memory, will never be committed: {why}",
+        code="fenced.epoch",
+        action="Call restore() again, or stop this job.",
+        path=path,
     )
 
 

@@ -113,10 +113,12 @@ class Stager:
         has_looked: bool,
         whole: Place | None,
         backoff: Backoff,
+        awaited: Place | None = None,
         put_off: ErrorWire | None = None,
     ) -> MemoryStatus:
         """The status of this rank's memory. `whole` is the newest checkpoint that memory held whole when this job
-        looked at it, if it `has_looked`. `MemoryStatus` explains the other arguments.
+        looked at it, if it `has_looked`. `awaited` is the checkpoint that this job restored from memory, if the save
+        waits for its commit. `MemoryStatus` explains the other arguments.
 
         With `put_off`, this does not touch memory, and reports `put_off` as the trouble. Otherwise it opens the memory
         if it is not open, starts a keeper if there is none, because only a keeper frees slots, and prepares slots anew
@@ -143,7 +145,7 @@ class Stager:
             if trouble is not None:
                 raise trouble
             with unusable_memory(self.node_dir):
-                found = self._look_at_slots(known, whole)
+                found = self._look_at_slots(known, whole, awaited)
         except HoldfastError as error:
             if not (self._was_used or is_unusable(error)):
                 raise
@@ -152,7 +154,7 @@ class Stager:
         # As long as there are no slots, the save must wait until all ranks know the plan and have taken memory.
         return msgspec.structs.replace(found, is_as_before=is_as_before and self._prepared_nbytes >= 0)
 
-    def _look_at_slots(self, known: MemoryStatus, whole: Place | None) -> MemoryStatus:
+    def _look_at_slots(self, known: MemoryStatus, whole: Place | None, awaited: Place | None) -> MemoryStatus:
         """`known`, completed with the state of the slots."""
         memory = self._memory.opened(num_slots=self.num_slots)
         if memory.is_removed:
@@ -172,6 +174,10 @@ class Stager:
             # No job will restore any other checkpoint that an earlier job left in a slot: a rollback left it behind, or
             # its other parts are gone or long replaced, because the last job ran without this rank or its node.
             arena.is_left = lambda contents: contents.place != whole and not self._is_of_this_job(contents.place)
+        record = None if awaited is None else arena.record_at(awaited)
+        if record is not None:
+            fenced = (record.error or "fenced") if record.state == SlotState.FENCED else ""
+            known = msgspec.structs.replace(known, held_up=known.held_up or record.error, fenced=fenced)
         newest, (is_free, oldest) = arena.newest_sealed(), arena.oldest()
         mine = [newest] if newest is not None and self._is_of_this_job(newest) else []
         if self._partless is not None:

@@ -437,7 +437,10 @@ class Loading:
         else:
             assert epoch is not None, "a run with a checkpoint has an epoch"
             root, place = run.storage.resolved(), checkpoint.seal.place
-            load = Load(root, run.run_id, place, epoch, continues, is_whole, passed=passed, equal=equal)
+            has_commit = checkpoint.sealed.commit is not None
+            load = Load(
+                root, run.run_id, place, epoch, continues, is_whole, passed=passed, equal=equal, has_commit=has_commit
+            )
         note_filled(load, state, bound.binding, is_whole=is_whole)
 
     def _bind(self, opened: Opened, into: Mapping[str, object]) -> _BoundLoad:

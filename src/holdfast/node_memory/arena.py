@@ -94,8 +94,8 @@ class Arena:
 
     def take(self, needed: Place | None) -> Slot | None:
         """Take the lock of a slot that may be filled, and return the slot; None where there is none now. A slot may be
-        filled if it is free, or if it holds a committed or fenced checkpoint that comes before `needed`, the newest one
-        that all ranks hold sealed, or that an earlier job left (`is_left`).
+        filled if it is free, if its checkpoint is fenced, or if it holds a committed checkpoint that comes before
+        `needed`, the newest one that all ranks hold sealed, or that an earlier job left (`is_left`).
 
         Where `needed` is None, some rank holds nothing, so no checkpoint is whole in memory. Then the slot's checkpoint
         must come before the newest one of this rank.
@@ -109,12 +109,12 @@ class Arena:
         return None
 
     def oldest(self) -> tuple[bool, Place | None]:
-        """Whether a slot holds nothing that is needed (it is empty, or an earlier job left its checkpoint) or the first
-        preparation will make one; and the oldest checkpoint in the other slots that might be filled."""
+        """Whether a slot holds nothing that is needed (it is empty or fenced, or an earlier job left its checkpoint) or
+        the first preparation will make one; and the oldest checkpoint in the other slots that might be filled."""
         there = [slot for slot in self._slots if not slot.is_removed]
-        contents = [slot.record.contents for slot in there if slot.refresh().state in REUSABLE]
-        places = [each.place for each in contents if each is not None and not self.is_left(each)]
-        is_free = len(places) < len(contents) or (self._thread is None and len(there) < self.num_slots)
+        records = [record for slot in there if (record := slot.refresh()).state in REUSABLE]
+        places = [place for record in records if (place := self._kept(record)) is not None]
+        is_free = len(places) < len(records) or (self._thread is None and len(there) < self.num_slots)
         return is_free, min(places, default=None)
 
     def forget(self, is_foreign: Callable[[Contents], bool]) -> tuple[list[Contents], list[str]]:
@@ -144,6 +144,11 @@ class Arena:
             self._unregister(slot)
             if not slot.remove_if(lambda _: True):
                 slot.close()  # it is gone already, or another job has it
+
+    def record_at(self, place: Place) -> SlotRecord | None:
+        """The record of the slot that holds a part of the checkpoint at `place`; None if there is none."""
+        records = [slot.refresh() for slot in (*self._slots, *self._retired)]
+        return next((each for each in records if each.contents is not None and each.contents.place == place), None)
 
     def newest_sealed(self) -> Place | None:
         """The place of the newest checkpoint whose data file of this rank is complete in memory."""
@@ -212,10 +217,18 @@ class Arena:
                 self._slots.append(slot)
 
     def _is_reusable(self, slot: Slot, needed: Place | None) -> bool:
-        contents = slot.refresh().contents
-        if slot.is_removed or slot.state not in REUSABLE:
+        record = slot.refresh()
+        if slot.is_removed or record.state not in REUSABLE:
             return False
-        return contents is None or self.is_left(contents) or (needed is not None and contents.place < needed)
+        place = self._kept(record)
+        return place is None or (needed is not None and place < needed)
+
+    def _kept(self, record: SlotRecord) -> Place | None:
+        """The place of the checkpoint in a slot, if some job may restore it; else None."""
+        contents = record.contents
+        if contents is None or record.state == SlotState.FENCED or self.is_left(contents):
+            return None
+        return contents.place
 
     def _sort(self, nbytes: int) -> None:
         """Retire slots that are too small, too many, or removed."""

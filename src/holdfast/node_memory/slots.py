@@ -10,7 +10,8 @@ The state of a slot decides which process may change it, so that at any time onl
     STAGED      the keeper          the copy is complete
     SEALED      the keeper          hashed, with its header: a data file like any other, read until it is durable
     COMMITTED   the lock's holder   the checkpoint is in the history of the run
-    FENCED      the lock's holder   the contents must not become durable: another job took over the run
+    FENCED      the lock's holder   the contents must not become durable: another job took over the run, or somebody
+                                    gave the checkpoint up
 
 The slot's lock is a lock on its file (`file_locks`), and the keeper's right is a lock on a file of the folder
 (`keeper_lock`): the kernel drops both when their holder dies. So no process has to judge whether another one lives, and
@@ -99,8 +100,9 @@ _NEXT: Final = {
 }
 
 
-#: States of slots that hold a whole data file.
-WHOLE: Final = (SlotState.SEALED, SlotState.COMMITTED, SlotState.FENCED)
+#: States of slots that hold a whole data file which may be restored. (That of a FENCED slot must not: the run goes on
+#: without it.)
+WHOLE: Final = (SlotState.SEALED, SlotState.COMMITTED)
 #: States in which a slot may be overwritten or removed: its contents are nothing, durable, or must not become durable.
 REUSABLE: Final = (SlotState.FREE, SlotState.COMMITTED, SlotState.FENCED)
 #: States of slots that a keeper still has to make durable.

@@ -22,7 +22,7 @@ from holdfast.format import container, records
 from holdfast.format import manifest as fmt
 from holdfast.format.container import TABLE_OFFSET, FileLayout, Files
 from holdfast.format.manifest import DecodedManifest
-from holdfast.format.records import Commit, Diverged, FileSeal, Seal, SealDigest
+from holdfast.format.records import Commit, Diverged, FileSeal, Place, Seal, SealDigest
 from holdfast.format.tombstones import Abandoned
 from holdfast.io.digest import table_nbytes
 from holdfast.run.history import Run
@@ -207,6 +207,17 @@ def _check_visible(run: Run, stored: StoredManifest) -> None:
             path=path,
             rank=rank,
         )
+
+
+def can_commit(run: Run, place: Place, folder: str) -> bool:
+    """Whether an uncommitted checkpoint may still be committed: nobody has removed it, or given it up as unfinished.
+    Two requests."""
+    if run.is_removed(place):
+        return False
+    try:
+        return not is_abandoned(run.storage.read(records.checkpoint_key(folder, records.SEAL_NAME)))
+    except NotFoundError:
+        return True
 
 
 def is_abandoned(seal: bytes) -> bool:

@@ -78,7 +78,9 @@ class Load:
     `continues` is the caller's statement whether the run continues from it, or None. `is_whole`: the load filled the
     whole state that was given with the whole checkpoint, without a selection, a mapping or a cast. `is_torn`: the load
     failed half way, so what it filled may hold parts of two states. `passed` is the damaged checkpoint instead of which
-    it took `place`, or None. `equal` are the copies that it made equal. `number` counts the loads of this process.
+    it took `place`, or None. `equal` are the copies that it made equal. `has_commit`: the load found the checkpoint by
+    its commit; a checkpoint that was restored from node memory may not be committed yet. `number` counts the loads of
+    this process.
     """
 
     root: str
@@ -90,6 +92,7 @@ class Load:
     is_torn: bool = False
     passed: Place | None = None
     equal: MadeEqual = field(default=MadeEqual(frozenset(), frozenset()), compare=False, repr=False)
+    has_commit: bool = True
     number: int = 0
 
 
@@ -256,6 +259,13 @@ class Session:
             return before
 
     @outer(NOTES)
+    def has_opened(self, run: Run, epoch: int) -> bool:
+        """Whether this process opened `epoch` of `run`."""
+        root = run.storage.resolved()
+        with self._lock:
+            return _is_own(run, self._memory(root, run.run_id), epoch)
+
+    @outer(NOTES)
     def incarnation(self, run: Run) -> str:
         """The incarnation in the records of all epochs of `run` that this process opens."""
         root = run.storage.resolved()
@@ -390,7 +400,8 @@ def _open_epoch(
     origin: Place | None
     why: Why
     if loaded is not None:
-        origin, why = loaded.place, "resume" if at in (loaded.place, loaded.passed) else "rollback"
+        origin = _committed_origin(run, loaded)
+        why = "start" if origin is None else "resume" if at in (origin, loaded.passed) else "rollback"
     elif takeover and newest:
         origin, why = at, "takeover"
     elif at is None or (head := run.head()) is None:
@@ -401,6 +412,23 @@ def _open_epoch(
     return run.open_epoch(
         after=newest, opened_from=origin, why=why, world_size=world_size, incarnation=memory.incarnation
     )
+
+
+def _committed_origin(run: Run, load: Load) -> Place | None:
+    """The place from which an epoch after `load` is opened: that of the load. For a checkpoint that was restored from
+    node memory and never committed, the newest committed place before it, if there is one."""
+    place = load.place
+    if load.has_commit or place is None or run.is_committed(place) or run.is_removed(place):
+        return place
+    origin = next(run.lineage_places(start=place), None)
+    _log.warning(
+        "the checkpoint %s of '%s', which this job restored from memory, was never committed: the history goes on "
+        "from %s, with this job's state",
+        place,
+        run.storage.location.url,
+        origin or "its beginning",
+    )
+    return origin
 
 
 def _unloaded(run: Run, memory: _RunNotes, head: Commit, *, moved_from: str | None) -> ConfigurationError:
