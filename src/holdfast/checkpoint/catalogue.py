@@ -6,12 +6,11 @@ store, and a new tier adds copies here and changes no reader.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
-from holdfast.format.manifest import file_name
 from holdfast.store.base import Store
 
 
@@ -73,9 +72,15 @@ class Catalogue:
         """For each data file, the only rank that can read it, or `EVERY_RANK`; None if every rank can read them all."""
         if not self.nearer:
             return None
-        holders = tuple(self.nearest(file_name(index)).holder for index in range(num_files))
+        holders = tuple(copy.holder for copy in self._data_files(num_files))
         return holders if any(holder != EVERY_RANK for holder in holders) else None
 
     def is_prompt(self, num_files: int) -> bool:
         """Whether reads of all data files wait for nothing."""
-        return bool(self.nearer) and all(self.nearest(file_name(index)).tier.is_prompt for index in range(num_files))
+        return bool(self.nearer) and all(copy.tier.is_prompt for copy in self._data_files(num_files))
+
+    def _data_files(self, num_files: int) -> Iterator[FileCopy]:
+        """The nearest copies of all data files."""
+        from holdfast.format.manifest import file_name  # needs numpy, which commands that list records do without
+
+        return (self.nearest(file_name(index)) for index in range(num_files))

@@ -151,8 +151,8 @@ class Uncommitted:
             text = f"{what} Its save may be in progress: look again in {ceil(young_s)} s, or remove it by force."
             return FolderState("folder.in_progress", text, "none")
         text = (
-            f"{what} Its save never ended, so the checkpoint was never visible. Only the memory of a node may still hold "
-            "it whole (holdfast node): then its keeper finishes it when storage takes it. Else remove it."
+            f"{what} Its save never ended, so the checkpoint was never visible. Only the memory of a node may still "
+            "hold it whole (holdfast node): then its keeper finishes it when storage takes it. Else remove it."
         )
         return FolderState("folder.unfinished", text, self._remedy())
 
