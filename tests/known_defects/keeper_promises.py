@@ -86,8 +86,8 @@ KEEPER_MUTATIONS = [
     Mutation(  # keeper damaged slot stays
         "keeper/test_keeper.py::test_what_no_version_understands_is_removed",
         "keeper/daemon.py",
-        "                    self._folder.remove(name)\n        for name, slot",
-        "                    pass\n        for name, slot",
+        "                    self._folder.discard(name)  # where it cannot be removed, it is passed over\n",
+        "",
     ),
     Mutation(  # keeper owes after protocol
         "keeper/test_keeper_promises.py::test_a_keeper_that_cannot_make_all_durable_ends_in_time_and_says_so",
@@ -212,10 +212,10 @@ KEEPER_MUTATIONS = [
         "        await_seal",
     ),
     Mutation(  # generation undigested
-        "keeper/test_persist.py::test_a_damaged_generation_is_an_error_that_names_it[-1]",
+        "keeper/test_persist.py::test_a_damaged_generation_is_an_error_that_names_it[30]",
         "node_memory/generations.py",
-        "    if data[:start] != _MAGIC + xxhash.xxh3_128_digest(payload):\n",
-        "    if not data:\n",
+        "    if data[:start] == _MAGIC + xxhash.xxh3_128_digest(payload):\n",
+        "    if data:\n",
     ),
     Mutation(  # generation twice
         "keeper/test_keeper_promises.py::test_a_generation_is_removed_with_the_note_that_it_was_given_up",
@@ -226,8 +226,20 @@ KEEPER_MUTATIONS = [
     Mutation(  # given up stays
         "keeper/test_keeper_promises.py::test_a_generation_is_removed_with_the_note_that_it_was_given_up",
         "node_memory/generations.py",
-        "    folder.remove(_GIVEN_UP_PREFIX + checkpoint_id)\n",
+        "    folder.discard(_GIVEN_UP_PREFIX + checkpoint_id)\n",
         "",
+    ),
+    Mutation(  # lost generation blocks
+        "keeper/test_keeper.py::test_a_sealed_slot_of_nothing_that_is_known_is_given_up[lost]",
+        "keeper/daemon.py",
+        "                        self._lose(slot, f\"nothing is known of its checkpoint. {error}\")\n",
+        "                        pass\n",
+    ),
+    Mutation(  # keepers without end
+        "faults/test_odd_node_folders.py::test_a_keeper_that_works_again_is_started_after_a_while",
+        "keeper/client.py",
+        "    if num_starts >= MAX_STARTS:\n",
+        "    if num_starts < 0:\n",
     ),
     Mutation(  # slot cell undigested
         "node_memory/test_slots.py::test_a_record_that_was_half_written_is_none_and_the_one_before_holds",
