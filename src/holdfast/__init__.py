@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from holdfast.frameworks.registry import register_adapter
     from holdfast.geometry import Box, FlatRange
     from holdfast.loading import load
-    from holdfast.loading.dry_run import LoadPlan, plan_load
+    from holdfast.loading.load_plan import LoadPlan, plan_load
     from holdfast.plan.exchange import Bandwidths
     from holdfast.publishing import transfer
     from holdfast.reports import LoadReport, SaveReport, TransferReport
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from holdfast.state.per_rank import PerRank
     from holdfast.state.piecewise import Piecewise
     from holdfast.state.random_state import RandomState
-    from holdfast.state.registry import register_tensor, register_value
+    from holdfast.state.registered_types import register_tensor, register_value
     from holdfast.store.base import Location
     from holdfast.view import LazyTensor, View, open
 
@@ -53,8 +53,8 @@ _HOMES = {
     "RestoreReport": "holdfast.checkpointer.restore_report",
     "save": "holdfast.saving",
     "load": "holdfast.loading",
-    "plan_load": "holdfast.loading.dry_run",
-    "LoadPlan": "holdfast.loading.dry_run",
+    "plan_load": "holdfast.loading.load_plan",
+    "LoadPlan": "holdfast.loading.load_plan",
     "open": "holdfast.view",
     "View": "holdfast.view",
     "LazyTensor": "holdfast.view",
@@ -69,8 +69,8 @@ _HOMES = {
     "Bandwidths": "holdfast.plan.exchange",
     "Location": "holdfast.store.base",
     "register_adapter": "holdfast.frameworks.registry",
-    "register_tensor": "holdfast.state.registry",
-    "register_value": "holdfast.state.registry",
+    "register_tensor": "holdfast.state.registered_types",
+    "register_value": "holdfast.state.registered_types",
     "transfer": "holdfast.publishing",
 }
 

@@ -31,7 +31,7 @@ from holdfast.plan.layout import Mesh, Pieces, Placed, TensorLayout, Whole
 from holdfast.plan.layout import Shard as ShardPlacement
 from holdfast.plan.save import plan_save
 from holdfast.run.history import Run
-from holdfast.state.memory import digest_of
+from holdfast.state.local_memory import digest_of
 from holdfast.store.base import Location
 from holdfast.store.urls import open_store
 from tests.support import independent_reader

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from holdfast.checkpoint.catalogue import EVERY_RANK, Catalogue, FileCopy, Tier
-from holdfast.checkpoint.reading import Checkpoint
 from holdfast.checkpoint.sealed import Sealed
+from holdfast.checkpoint.stored_checkpoint import Checkpoint
 from holdfast.errors import CorruptError
 from holdfast.format.manifest import file_name
 from holdfast.format.records import Place

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from holdfast.checkpoint import compare as module
 from holdfast.checkpoint.compare import compare, pairs
 from holdfast.checkpoint.elements import ElementDiff
-from holdfast.checkpoint.reading import Checkpoint
+from holdfast.checkpoint.stored_checkpoint import Checkpoint
 from holdfast.format.dtypes import CARRIERS, DTYPES
 from holdfast.format.records import Place
 from holdfast.plan.layout import TensorLayout, Whole

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import holdfast
 from holdfast.cli import tree
 from holdfast.cli.screen import ago
-from holdfast.cli.values import natural
+from holdfast.cli.value_text import natural
 from holdfast.format.names import join
 from holdfast.format.records import Place
 from holdfast.format.values import Blob, Items, Node, Open, PerRankNode, Plain, TableNode, Text

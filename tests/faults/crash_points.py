@@ -30,7 +30,6 @@ from unittest.mock import patch
 
 from holdfast.control.channel import Channel
 from holdfast.io.buffers import BufferPool
-from holdfast.saving import writing
 from holdfast.store import posix
 from holdfast.store.posix import PosixStore, PosixWriter
 
@@ -178,6 +177,6 @@ def traced(trace: Trace) -> Iterator[None]:
         patch.object(PosixWriter, "publish", traced_publish),
         patch.object(Channel, "exchange", traced_exchange),
         patch.object(posix, "os", _TracedOs(trace)),
-        patch.object(writing, "pipeline_pool", lambda: BufferPool(2 * BUFFER_NBYTES, buffer_nbytes=BUFFER_NBYTES)),
+        patch.object(shares, "pipeline_pool", lambda: BufferPool(2 * BUFFER_NBYTES, buffer_nbytes=BUFFER_NBYTES)),
     ):
         yield

@@ -21,8 +21,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 import holdfast
 from holdfast import CorruptError, NotFoundError
 from holdfast.checkpoint.fault import Fault
-from holdfast.checkpoint.reading import Checkpoint
-from holdfast.checkpoint.verify import verify_checkpoint
+from holdfast.checkpoint.stored_checkpoint import Checkpoint
+from holdfast.checkpoint.verification import verify_checkpoint
 from holdfast.format import records
 from holdfast.format.container import BLOCK_NBYTES, TABLE_OFFSET, VALUES_NAME, num_blocks
 from holdfast.format.records import Place

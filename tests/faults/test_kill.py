@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 import holdfast
 from holdfast import DeadlineError, StorageError
-from holdfast.state.memory import MemorySource
+from holdfast.state.local_memory import MemorySource
 from holdfast.store import posix
 from holdfast.store.posix import PosixStore, PosixWriter
 from tests.support.models import Cell, Kind, build, differing, filled, start_new_job, tensors

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 import holdfast
-from holdfast.checkpoint.reading import Checkpoint
+from holdfast.checkpoint.stored_checkpoint import Checkpoint
 from holdfast.format import manifest as fmt
 from holdfast.format.container import BLOCK_NBYTES
 from holdfast.format.dtypes import DTYPES
@@ -32,7 +32,7 @@ from holdfast.plan.layout import Mesh, Pieces, Placed, Shard, TensorLayout, Whol
 from holdfast.plan.save import CheckpointIdentity
 from holdfast.run.history import resolve
 from holdfast.run.paths import parse
-from tests.state.test_registry import Phase, quantised
+from tests.state.test_registered_types import Phase, quantised
 from tests.support import independent_reader
 from tests.support.bound import Loader
 from tests.support.published import EPOCHS, RUN_ID, begin, plan, publish, put, run_alone

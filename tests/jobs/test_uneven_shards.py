@@ -23,7 +23,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import holdfast
 from holdfast.errors import StateError
 from holdfast.state.flatten import flatten
-from holdfast.state.memory import LocalPieces
+from holdfast.state.local_memory import LocalPieces
 from tests.support.models import start_new_job
 from tests.support.ranks import RanksFailedError, run_processes, run_ranks
 

@@ -13,7 +13,7 @@ import pytest
 from safetensors.numpy import load_file
 
 import holdfast
-from holdfast.checkpoint.reading import pack_values
+from holdfast.checkpoint.stored_checkpoint import pack_values
 from holdfast.errors import CorruptError, FencedError
 from holdfast.format import manifest as fmt
 from holdfast.format import records

@@ -13,7 +13,7 @@ MUTATIONS = [
     ),
     Mutation(  # a data file is taken for the right one because it is sound in itself
         "known_defects/test_wrong_bytes.py::test_files_of_two_saves_load_as_one_checkpoint",
-        "checkpoint/reading.py",
+        "checkpoint/stored_checkpoint.py",
         "        if xxhash.xxh3_128_hexdigest(table) != self.seal.files[index].digest:\n",
         "        if not table:\n",
     ),
@@ -26,13 +26,13 @@ MUTATIONS = [
     ),
     Mutation(  # copies that differ are not told
         "known_defects/test_wrong_bytes.py::test_of_two_ranks_different_state_under_one_name_an_arbitrary_one_survives",
-        "agreement/replicas.py",
+        "agreement/undeclared_copies.py",
         "        if len(groups) > 1:\n",
         "        if len(groups) > 2:\n",
     ),
     Mutation(  # strict in one direction only
         "known_defects/test_partial_loads.py::test_a_tensor_that_the_checkpoint_lacks_keeps_what_it_had",
-        "loading/names.py",
+        "loading/compared_names.py",
         "if strict and (missing or unexpected):",
         "if strict and unexpected:",
     ),
@@ -74,7 +74,7 @@ MUTATIONS = [
     ),
     Mutation(  # what is not there at all is no run, so nobody minds
         "known_defects/test_errors_and_hangs.py::test_nodes_that_do_not_share_the_folder_save_a_part_each",
-        "saving/writing.py",
+        "saving/shares.py",
         "    if storage.nbytes(key) is None:\n",
         "    if not key:\n",
     ),

@@ -20,7 +20,7 @@ from torch.distributed.tensor import Shard as DShard
 
 import holdfast
 from bench.layouts import fsdp
-from holdfast.checkpoint.reading import Checkpoint
+from holdfast.checkpoint.stored_checkpoint import Checkpoint
 from holdfast.cooperative import reading as together
 from holdfast.cooperative.neighbours import node_id
 from holdfast.errors import ConfigurationError, IncompatibleError
@@ -31,7 +31,7 @@ from holdfast.geometry import FlatRange, Int64s, Shape
 from holdfast.io import jobs as io_jobs
 from holdfast.io.buffers import BUFFER_NBYTES
 from holdfast.io.jobs import ReadJob
-from holdfast.loading.dry_run import LoadPlan
+from holdfast.loading.load_plan import LoadPlan
 from holdfast.mapping import Fuse, Pad, Rename, Rule, Stack, Transpose
 from holdfast.mapping.apply import mapped
 from holdfast.mapping.draft import CheckpointTable

@@ -26,6 +26,14 @@ def test_every_class_has_a_name_of_its_own() -> None:
     assert {name: places for name, places in found.items() if len(places) > 1} == {}
 
 
+def test_every_module_has_a_file_name_of_its_own() -> None:
+    found: dict[str, list[str]] = defaultdict(list)
+    for path in sorted(PACKAGE.rglob("*.py")):
+        if path.stem not in ("__init__", "__main__"):
+            found[path.stem].append(str(path.relative_to(PACKAGE)))
+    assert {name: places for name, places in found.items() if len(places) > 1} == {}
+
+
 @pytest.mark.parametrize("folder", ["tests", "bench", "demo", "docs", "src"])
 def test_every_import_of_ours_names_something_that_exists(folder: str) -> None:
     """Imports in code are checked by mypy; those in strings (scripts of tests) and pages are checked only here."""

@@ -17,7 +17,7 @@ from holdfast import Checkpointer, CorruptError, Memory, NotFoundError
 from holdfast.format import records
 from holdfast.format.records import Place
 from holdfast.node_memory.slots import Slot, SlotState, slot_names
-from holdfast.run.doctor import examine, finish
+from holdfast.run.diagnosis import examine, finish
 from tests.checkpointer.test_checkpointer import end_keepers, folder_of
 from tests.run.test_lost_epochs import opened
 from tests.store.test_posix_storage import mounted

@@ -11,7 +11,7 @@ import pytest
 from holdfast.errors import ConfigurationError, CorruptError
 from holdfast.format import records
 from holdfast.format.records import Commit, Place
-from holdfast.run.doctor import Finding, examine, finish, remove
+from holdfast.run.diagnosis import Finding, examine, finish, remove
 from holdfast.run.history import Run
 from holdfast.run.rollback import rollback
 from holdfast.store.base import Location

@@ -28,12 +28,12 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from holdfast.checkpoint.reading import Checkpoint
+from holdfast.checkpoint.stored_checkpoint import Checkpoint
 from holdfast.errors import ConfigurationError, CorruptError, FencedError, NotFoundError
 from holdfast.format import records
 from holdfast.format.records import Commit, Place
 from holdfast.run.complete import check_files, check_present, complete, read_manifest, seal_and_commit
-from holdfast.run.doctor import examine, finish, remove
+from holdfast.run.diagnosis import examine, finish, remove
 from holdfast.run.history import Run
 from holdfast.run.removal import remove_checkpoint
 from holdfast.run.rollback import rollback

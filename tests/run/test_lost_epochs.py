@@ -12,7 +12,7 @@ import holdfast
 from holdfast import Checkpointer, CorruptError, NotFoundError
 from holdfast.format import records
 from holdfast.format.records import Place
-from holdfast.run.doctor import examine, finish
+from holdfast.run.diagnosis import examine, finish
 from holdfast.run.history import Run
 from holdfast.run.removal import remove_checkpoint
 from holdfast.run.rollback import rollback

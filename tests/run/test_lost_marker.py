@@ -12,7 +12,7 @@ import torch
 
 import holdfast
 from holdfast import Checkpointer, ConfigurationError, CorruptError, Memory, NotFoundError
-from holdfast.run.doctor import examine, repair
+from holdfast.run.diagnosis import examine, repair
 from holdfast.run.history import Run
 from holdfast.run.lost_marker import unmarked_run
 from holdfast.store.base import Location

@@ -11,7 +11,7 @@ from holdfast.errors import ConfigurationError, FencedError, NotFoundError
 from holdfast.format import records
 from holdfast.format.records import Place
 from holdfast.run.complete import check_files, complete, read_manifest, seal_and_commit
-from holdfast.run.doctor import examine, remove
+from holdfast.run.diagnosis import examine, remove
 from holdfast.run.history import Run
 from holdfast.run.removal import abandon, remove_checkpoint
 from holdfast.run.rollback import rollback

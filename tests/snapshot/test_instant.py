@@ -22,7 +22,7 @@ from holdfast.snapshot import capture as snapshot_module
 from holdfast.snapshot.capture import Snapshot
 from holdfast.state.flatten import FlatState, flatten
 from tests.checkpointer.test_checkpointer import end_keepers, late_copies
-from tests.state.test_registry import Quantised, quantised
+from tests.state.test_registered_types import Quantised, quantised
 from tests.support.bound import bits
 
 State = dict[str, Any]

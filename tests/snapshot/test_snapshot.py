@@ -24,7 +24,7 @@ from holdfast.snapshot.guard import Guard
 from holdfast.snapshot.routes import RoutedPart, Routes
 from holdfast.state.collect import LocalTensor
 from holdfast.state.flatten import flatten
-from holdfast.state.placements import DTYPE_NAMES
+from holdfast.state.local_placements import DTYPE_NAMES
 from tests.support.bound import bits
 
 State = dict[str, object]

@@ -20,7 +20,7 @@ from holdfast.format import values
 from holdfast.format.values import TorchValue
 from holdfast.state.bind import bind
 from holdfast.state.differences import difference
-from holdfast.state.placements import revive
+from holdfast.state.local_placements import revive
 from tests.support.bound import (
     Loader,
     State,

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from hypothesis import given
 
-from holdfast.state.memory import MemorySource, PackedSource, packed
+from holdfast.state.local_memory import MemorySource, PackedSource, packed
 
 SIZES = st.sampled_from([0, 1, 3, 100, 1025, 9000])
 DTYPES = st.sampled_from([torch.uint8, torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.complex128])

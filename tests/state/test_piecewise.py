@@ -23,7 +23,7 @@ from holdfast.format.container import Files
 from holdfast.geometry import Shape
 from holdfast.plan import replicas
 from holdfast.plan.load import ReadRequest
-from holdfast.state.memory import LocalPieces, carried
+from holdfast.state.local_memory import LocalPieces, carried
 from holdfast.state.piecewise import describe
 from tests.support.models import Bits, bits, full, start_new_job
 from tests.support.ranks import RanksFailedError, run_ranks

@@ -13,7 +13,7 @@ import torch
 import holdfast
 from holdfast.format.dtypes import CARRIERS, DTYPES
 from holdfast.geometry import Box, whole
-from holdfast.state.memory import carried
+from holdfast.state.local_memory import carried
 from holdfast.state.targets import MemoryTargets
 
 SHAPES = [(7, 5), (), (3,), (2, 3, 4), (1, 1)]

@@ -8,8 +8,8 @@ from functools import cache
 
 import numpy as np
 
-from holdfast.checkpoint.reading import Checkpoint, pack_values
-from holdfast.checkpoint.verify import verify_checkpoint
+from holdfast.checkpoint.stored_checkpoint import Checkpoint, pack_values
+from holdfast.checkpoint.verification import verify_checkpoint
 from holdfast.format import container, records
 from holdfast.format import manifest as fmt
 from holdfast.format.container import Files

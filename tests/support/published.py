@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from holdfast.checkpoint.reading import pack_values
+from holdfast.checkpoint.stored_checkpoint import pack_values
 from holdfast.format import container, records
 from holdfast.format import manifest as fmt
 from holdfast.format.container import BLOCK_NBYTES, Files

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from holdfast.checkpoint.reading import Checkpoint
+from holdfast.checkpoint.stored_checkpoint import Checkpoint
 from holdfast.format.records import Place
 from holdfast.format.values import Node, Open
 from holdfast.plan.save import CheckpointIdentity

@@ -24,7 +24,7 @@ import holdfast
 from holdfast import Box, CorruptError, FlatRange, NotFoundError, View
 from holdfast.format.values import Undecoded
 from holdfast.plan.layout import Pieces, TensorLayout
-from holdfast.state.registry import register_value
+from holdfast.state.registered_types import register_value
 from holdfast.view import Piece, order
 from tests.support.models import build, filled, full, tensors
 from tests.support.published import put

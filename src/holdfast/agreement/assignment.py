@@ -13,7 +13,7 @@ from holdfast.format.container import FileLayout, Files
 from holdfast.format.manifest import DecodedManifest, DecodedTable
 from holdfast.io.sources import Source
 from holdfast.state.flatten import FlatState
-from holdfast.state.memory import LocalPieces, MemorySource, packed
+from holdfast.state.local_memory import LocalPieces, MemorySource, packed
 
 T = TypeVar("T", bound=DecodedTable)
 

@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 
 import xxhash
 
-from holdfast.agreement.messages import Compare, Described, Details, Digests, Questions
-from holdfast.checkpoint.reading import pack_values
+from holdfast.agreement.plan_messages import Compare, Described, Details, Digests, Questions
+from holdfast.checkpoint.stored_checkpoint import pack_values
 from holdfast.format import values as value_codec
 from holdfast.geometry import Box
 from holdfast.plan.body import RankLayout
 from holdfast.plan.layout import Whole
 from holdfast.state.flatten import FlatState
-from holdfast.state.memory import LocalPieces, digest_of
+from holdfast.state.local_memory import LocalPieces, digest_of
 
 #: Number of shares of the undeclared replicas; a save by a known plan compares one of them.
 NUM_TURNS = 16

@@ -14,9 +14,9 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 import numpy as np
 
 from holdfast.agreement.local import NUM_TURNS, RankState
-from holdfast.agreement.messages import Compare, Described, Details, Digests, Questions
-from holdfast.agreement.replicas import describe, diverged, merge_values
-from holdfast.checkpoint.reading import pack_values
+from holdfast.agreement.plan_messages import Compare, Described, Details, Digests, Questions
+from holdfast.agreement.undeclared_copies import describe, diverged, merge_values
+from holdfast.checkpoint.stored_checkpoint import pack_values
 from holdfast.errors import StateError
 from holdfast.format import values as value_codec
 from holdfast.format.patterns import check_matched

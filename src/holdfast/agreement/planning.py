@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeAlias, TypeVar
 
 from holdfast.agreement.assignment import T, WriteAssignment
 from holdfast.agreement.local import NUM_TURNS, RankState
-from holdfast.agreement.messages import Compare, Described, Details, Digests, Questions
+from holdfast.agreement.plan_messages import Compare, Described, Details, Digests, Questions
 from holdfast.agreement.planner import PlanMemory, Planner
 from holdfast.control.channel import Channel
 from holdfast.control.deadline import Deadline

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from holdfast.checkpoint.elements import Array, ElementDiff
-from holdfast.checkpoint.reading import Checkpoint
+from holdfast.checkpoint.stored_checkpoint import Checkpoint
 from holdfast.format import values as value_codec
 from holdfast.format.dtypes import CARRIERS, DTYPES
 from holdfast.format.values import Container, Leaf, Node

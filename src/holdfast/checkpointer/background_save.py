@@ -12,9 +12,9 @@ from holdfast.agreement.planner import Planner
 from holdfast.agreement.planning import Planning, StoredPlanCache
 from holdfast.agreement.request import SaveRequest
 from holdfast.checkpointer.background import Background
-from holdfast.checkpointer.messages import ANSWERS, Agreed
 from holdfast.checkpointer.save_errors import interrupted, not_staged
 from holdfast.checkpointer.save_machine import SaveMachine
+from holdfast.checkpointer.snapshot_messages import ANSWERS, Agreed
 from holdfast.checkpointer.staged_place import StagedPlace
 from holdfast.checkpointer.staging import Stager, next_share
 from holdfast.control.channel import Channel

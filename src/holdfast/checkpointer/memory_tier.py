@@ -21,9 +21,9 @@ from holdfast.calls import CHECKPOINTER_CLOSE, outer
 from holdfast.checkpointer.background import Background
 from holdfast.checkpointer.backoff import Backoff
 from holdfast.checkpointer.commit_wait import CommitWait
-from holdfast.checkpointer.messages import MemoryStatus, SnapshotRoom
 from holdfast.checkpointer.restoring import Restored, drop_parts
 from holdfast.checkpointer.save_errors import is_unusable, never_committed, not_committed, too_slow
+from holdfast.checkpointer.snapshot_messages import MemoryStatus, SnapshotRoom
 from holdfast.checkpointer.staging import Stager
 from holdfast.control.channel import Channel
 from holdfast.control.deadline import Deadline

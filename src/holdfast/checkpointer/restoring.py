@@ -14,8 +14,8 @@ import numpy as np
 from torch.distributed import ProcessGroup
 
 from holdfast.checkpoint.catalogue import EVERY_RANK, FileCopy, Tier
-from holdfast.checkpoint.reading import Checkpoint
 from holdfast.checkpoint.sealed import Sealed
+from holdfast.checkpoint.stored_checkpoint import Checkpoint
 from holdfast.checkpointer.choosing import Chosen, Inventory, Survey, Unknown, inventory, known_of
 from holdfast.checkpointer.commit_wait import RestoredCheckpoint
 from holdfast.checkpointer.first_save import check_first_save

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
-from holdfast.checkpointer.messages import SnapshotRoom
+from holdfast.checkpointer.snapshot_messages import SnapshotRoom
 from holdfast.errors import DeadlineError, FencedError, HoldfastError, StateError, StorageError
 from holdfast.format.records import Place
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from holdfast.agreement.planner import AgreedPlan
 from holdfast.agreement.request import SaveRequest
-from holdfast.checkpointer.messages import Agreed
+from holdfast.checkpointer.snapshot_messages import Agreed
 from holdfast.format import records
 from holdfast.run.session import JOB
 

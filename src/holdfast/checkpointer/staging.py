@@ -14,11 +14,11 @@ import numpy as np
 import torch
 
 from holdfast.agreement.assignment import StoredShare, WriteAssignment
-from holdfast.checkpoint.reading import pack_values
+from holdfast.checkpoint.stored_checkpoint import pack_values
 from holdfast.checkpointer.backoff import Backoff
-from holdfast.checkpointer.messages import Agreed, MemoryStatus
 from holdfast.checkpointer.save_errors import is_unusable, unusable
 from holdfast.checkpointer.save_machine import SaveMachine
+from holdfast.checkpointer.snapshot_messages import Agreed, MemoryStatus
 from holdfast.checkpointer.watcher import Watcher
 from holdfast.errors import DeadlineError, ErrorWire, HoldfastError, StorageError, to_wire
 from holdfast.format import manifest as fmt

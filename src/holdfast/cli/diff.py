@@ -12,9 +12,9 @@ from rich.console import Console
 from rich.text import Text
 
 from holdfast.checkpoint.compare import Comparison, TensorDifference, TensorFacts, compare, pairs
-from holdfast.checkpoint.reading import Checkpoint
+from holdfast.checkpoint.stored_checkpoint import Checkpoint
 from holdfast.cli.screen import Listing, console, counting, print_json, say, when
-from holdfast.cli.values import kind_of, natural, shortened, text_of
+from holdfast.cli.value_text import kind_of, natural, shortened, text_of
 from holdfast.errors import NotFoundError, printable
 from holdfast.format.values import Node
 from holdfast.run.history import resolve

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from holdfast import mapping as rules
-from holdfast.checkpoint.reading import Checkpoint
+from holdfast.checkpoint.stored_checkpoint import Checkpoint
 from holdfast.cli.screen import Listing, console, print_json, say
 from holdfast.errors import ConfigurationError, printable
 from holdfast.format.manifest import file_name

@@ -10,8 +10,8 @@ import msgspec
 from rich.console import Console
 from rich.text import Text
 
-from holdfast.checkpoint.reading import Checkpoint
-from holdfast.cli import values as value_text
+from holdfast.checkpoint.stored_checkpoint import Checkpoint
+from holdfast.cli import value_text
 from holdfast.cli.screen import Listing, ago, console, metrics_text, print_json, say, when
 from holdfast.cli.tree import ShownTensor, lines, tensors_of
 from holdfast.errors import NotFoundError, printable

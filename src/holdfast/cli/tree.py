@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from holdfast.checkpoint.reading import Checkpoint
+from holdfast.checkpoint.stored_checkpoint import Checkpoint
 from holdfast.format.dtypes import DTYPES
 from holdfast.format.partition import BoxCells, Cells, FlatCells
 from holdfast.geometry import Shape

@@ -11,9 +11,9 @@ import msgspec
 from rich.text import Text
 
 from holdfast.checkpoint.fault import Fault
-from holdfast.checkpoint.reading import Checkpoint
 from holdfast.checkpoint.sealed import Sealed
-from holdfast.checkpoint.verify import verify_checkpoint
+from holdfast.checkpoint.stored_checkpoint import Checkpoint
+from holdfast.checkpoint.verification import verify_checkpoint
 from holdfast.cli.runs import open_run
 from holdfast.cli.screen import console, counting, print_json, say
 from holdfast.errors import CorruptError, HoldfastError, NotFoundError, printable

@@ -8,8 +8,8 @@ from contextlib import ExitStack
 
 import numpy as np
 
-from holdfast.cooperative.exchange import SharedMemoryTransport
 from holdfast.cooperative.neighbours import Neighbour
+from holdfast.cooperative.shared_memory import SharedMemoryTransport
 from holdfast.io.buffers import NUM_THREADS
 from holdfast.io.chunks import Chunk, ChunkReading, Origin, Route, Transport
 from holdfast.io.jobs import FileDelivery, OnCorrupt, ReadJob

@@ -13,7 +13,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from holdfast.calls import CHECKPOINTER_RESTORE, LOAD, PLAIN, outer, refuse_nested
-from holdfast.checkpoint.reading import Checkpoint
+from holdfast.checkpoint.stored_checkpoint import Checkpoint
 from holdfast.control.channel import Channel
 from holdfast.control.deadline import Deadline
 from holdfast.control.torch_store import default_channel, group_ranks
@@ -21,9 +21,9 @@ from holdfast.cooperative.reading import MEMORY_NBYTES, MIN_MEMORY_NBYTES, Coope
 from holdfast.errors import ConfigurationError, CorruptError, HoldfastError, StorageError
 from holdfast.format.patterns import Globs
 from holdfast.format.records import Place
+from holdfast.loading.compared_names import Names, compared
 from holdfast.loading.filled import note_filled, partly_filled_on_errors
 from holdfast.loading.filling import Filling, outside_inference_mode
-from holdfast.loading.names import Names, compared
 from holdfast.mapping import Pad, Rule
 from holdfast.mapping.apply import mapped
 from holdfast.mapping.draft import CheckpointTable

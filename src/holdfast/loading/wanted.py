@@ -15,8 +15,8 @@ from holdfast.geometry import Box
 from holdfast.mapping.parts import NO_AXIS, Parts
 from holdfast.plan.load import ReadRequest, resharded
 from holdfast.state.binding import Binding
+from holdfast.state.local_memory import LocalPieces
 from holdfast.state.match import BoundTensor
-from holdfast.state.memory import LocalPieces
 from holdfast.state.targets import MemoryTargets
 
 

@@ -31,14 +31,14 @@ from holdfast.format import values as value_codec
 from holdfast.format.container import FileLayout
 from holdfast.format.manifest import DecodedTable
 from holdfast.format.patterns import Globs
+from holdfast.loading.compared_names import Names, compared
 from holdfast.loading.filled import note_refilled, partly_filled_on_errors
 from holdfast.loading.filling import Filling, outside_inference_mode
-from holdfast.loading.names import Names, compared
 from holdfast.mapping.parts import stored_tensors
 from holdfast.phases import Stopwatch, attempt, done, told
 from holdfast.publishing.announcing import ANSWERS, Announced, Announcing
+from holdfast.publishing.distinct_memory import to_fill
 from holdfast.publishing.live import NAME, LiveFile, live_files
-from holdfast.publishing.overlap import to_fill
 from holdfast.reports import TransferReport
 from holdfast.state.bind import bind
 from holdfast.state.binding import Binding

@@ -6,7 +6,7 @@ from typing import Final
 
 import msgspec
 
-from holdfast.agreement.messages import Compare, Questions
+from holdfast.agreement.plan_messages import Compare, Questions
 from holdfast.agreement.planner import AgreedPlan
 from holdfast.format import values as value_codec
 

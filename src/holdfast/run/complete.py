@@ -14,9 +14,9 @@ from types import MappingProxyType
 import numpy as np
 import xxhash
 
-from holdfast.checkpoint.reading import Checkpoint
 from holdfast.checkpoint.sealed import Sealed
-from holdfast.checkpoint.verify import verify_checkpoint
+from holdfast.checkpoint.stored_checkpoint import Checkpoint
+from holdfast.checkpoint.verification import verify_checkpoint
 from holdfast.errors import CorruptError, FencedError, NotFoundError, StorageError
 from holdfast.format import container, records
 from holdfast.format import manifest as fmt

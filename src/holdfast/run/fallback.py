@@ -7,7 +7,7 @@ from itertools import dropwhile
 
 import msgspec
 
-from holdfast.checkpoint.reading import Checkpoint
+from holdfast.checkpoint.stored_checkpoint import Checkpoint
 from holdfast.errors import CorruptError, HoldfastError, NotFoundError
 from holdfast.format.records import Place
 from holdfast.run.complete import check_present

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from holdfast.checkpoint.reading import Checkpoint
+from holdfast.checkpoint.stored_checkpoint import Checkpoint
 from holdfast.errors import NotFoundError
 from holdfast.format.records import Commit, Place
 from holdfast.run.complete import check_present

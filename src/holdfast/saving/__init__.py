@@ -41,8 +41,8 @@ from holdfast.run.paths import parse
 from holdfast.run.session import JOB, NEVER_LOADED
 from holdfast.saving.messages import ANSWERS, Planned, Written
 from holdfast.saving.rank_loss import commit_after_rank_loss, is_desertion
+from holdfast.saving.shares import share_in, write_share
 from holdfast.saving.stored_place import StoredPlace
-from holdfast.saving.writing import share_in, write_share
 from holdfast.snapshot.device import await_queued
 from holdfast.state.flatten import flatten
 from holdfast.state.identity import parts_of

@@ -10,7 +10,7 @@ import torch
 
 from holdfast.geometry import Box, FlatRange, flat_boxes
 from holdfast.state.collect import LocalTensor
-from holdfast.state.memory import LocalPieces, carried
+from holdfast.state.local_memory import LocalPieces, carried
 from holdfast.store.base import Bytes
 
 #: Dtypes that torch copies bit for bit (a copy of bools, for example, only keeps their truth values), each with the

@@ -45,14 +45,14 @@ from holdfast.state.kinds import (
     may_replace,
     restore_order,
 )
+from holdfast.state.local_placements import empty, generator_state, revive, same_placement
 from holdfast.state.match import Matcher, SelectedNodes, Terms
 from holdfast.state.meta import MetaTensors, become, check_alone, check_fillable
 from holdfast.state.overlap import check_disjoint
 from holdfast.state.per_rank import PerRank
 from holdfast.state.piecewise import Piecewise, describe
-from holdfast.state.placements import empty, generator_state, revive, same_placement
 from holdfast.state.random_state import RandomState
-from holdfast.state.registry import (
+from holdfast.state.registered_types import (
     ARRAY,
     Registration,
     check_registered,

@@ -17,7 +17,7 @@ from holdfast.format.manifest import MAX_AXES, MAX_NUMEL
 from holdfast.format.names import own_part
 from holdfast.frameworks import NamedTensor
 from holdfast.plan.layout import Placed, Replicas, Spec, TensorLayout, Whole
-from holdfast.state.placements import DTYPE_NAMES, PlacementReader, is_dtensor, local_part, local_parts, specs_of
+from holdfast.state.local_placements import DTYPE_NAMES, PlacementReader, is_dtensor, local_part, local_parts, specs_of
 from holdfast.wording import count
 
 if TYPE_CHECKING:

@@ -28,12 +28,12 @@ from holdfast.plan.layout import Replicas
 from holdfast.state.arrays import Array, check_array
 from holdfast.state.collect import LocalTensor, TensorCollector, WalkCache, unsupported_tensor
 from holdfast.state.differences import listing
+from holdfast.state.local_placements import dtensor_type, is_dtensor, torch_value
 from holdfast.state.marks import Marked
 from holdfast.state.per_rank import PerRank
 from holdfast.state.piecewise import Piecewise, describe
-from holdfast.state.placements import dtensor_type, is_dtensor, torch_value
 from holdfast.state.plain_forms import is_registrable, plain_form
-from holdfast.state.registry import ARRAY, Registration, any_registered, planes_of, registered
+from holdfast.state.registered_types import ARRAY, Registration, any_registered, planes_of, registered
 from holdfast.wording import count, kind_of, with_article
 
 _TENSOR = TensorRef()

@@ -24,9 +24,9 @@ from holdfast.frameworks.known_types import unwrapped
 from holdfast.frameworks.module import innermost
 from holdfast.frameworks.registry import adapter_of
 from holdfast.run.session import FilledMemory, Identity, StatePart
+from holdfast.state.local_placements import local_parts
 from holdfast.state.per_rank import PerRank
 from holdfast.state.piecewise import Piecewise
-from holdfast.state.placements import local_parts
 
 #: The number for memory that cannot be recognised; no storage has this address.
 _UNKNOWN: Final = 0

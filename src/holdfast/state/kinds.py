@@ -8,8 +8,8 @@ from typing import Final
 from holdfast.format import values
 from holdfast.format.names import parse_component
 from holdfast.format.values import Node, RecordNode, TableNode
-from holdfast.state.placements import torch_value
-from holdfast.state.registry import registered
+from holdfast.state.local_placements import torch_value
+from holdfast.state.registered_types import registered
 
 #: Kinds of dicts whose items an empty one can take.
 DICTS: Final = ("dict", "ordered")

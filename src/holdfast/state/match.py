@@ -17,7 +17,7 @@ from holdfast.mapping.parts import StoredTensor, castable
 from holdfast.plan.layout import TensorLayout
 from holdfast.state.collect import LocalTensor
 from holdfast.state.differences import Mismatches
-from holdfast.state.memory import digest_of
+from holdfast.state.local_memory import digest_of
 
 
 class BoundTensor(msgspec.Struct, frozen=True, gc=False):

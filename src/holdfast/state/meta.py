@@ -15,7 +15,7 @@ from holdfast.errors import ConfigurationError, IncompatibleError, StateError
 from holdfast.frameworks import NamedTensor
 from holdfast.state.collect import Tied
 from holdfast.state.differences import listing
-from holdfast.state.placements import dtensor_type, is_dtensor, local_part
+from holdfast.state.local_placements import dtensor_type, is_dtensor, local_part
 from holdfast.wording import count
 
 # Offsets in a storage shift by multiples of this only, which keeps them aligned: no element is larger.

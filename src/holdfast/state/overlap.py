@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from holdfast.errors import StateError
+from holdfast.state.local_memory import AddressedMemory
 from holdfast.state.match import BoundTensor
-from holdfast.state.memory import AddressedMemory
 
 #: Limit of numpy's search for a common byte of two strided views, in its own unit; beyond it, they count as
 #: overlapping.

@@ -16,7 +16,7 @@ from holdfast.format.names import own_part
 from holdfast.geometry import Box, FlatRange, Shape, intersect
 from holdfast.plan.layout import Pieces, TensorLayout
 from holdfast.state.collect import LocalTensor, check_shape, reaches_beyond
-from holdfast.state.placements import DTYPE_NAMES
+from holdfast.state.local_placements import DTYPE_NAMES
 from holdfast.wording import count, kind_of
 
 

@@ -13,7 +13,7 @@ from holdfast.format.values import is_record
 from holdfast.frameworks.known_types import unwrapped
 from holdfast.frameworks.registry import adapter_of
 from holdfast.state.containers import maker, refill
-from holdfast.state.registry import registered
+from holdfast.state.registered_types import registered
 
 #: The text about an object that `objects_in` finds.
 INSIDE: Final = "an object in a container, which a function as on_resize cannot fill: give it a PerRank of its own"

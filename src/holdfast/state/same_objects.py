@@ -19,7 +19,7 @@ from holdfast.frameworks.module import innermost
 from holdfast.frameworks.registry import adapter_of
 from holdfast.state.differences import Mismatches
 from holdfast.state.match import Matcher
-from holdfast.state.registry import registered
+from holdfast.state.registered_types import registered
 
 
 def is_changed_in_place(item: object) -> bool:

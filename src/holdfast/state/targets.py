@@ -14,7 +14,7 @@ from torch._C._nn import unflatten_dense_tensors
 
 from holdfast.format.dtypes import CARRIERS
 from holdfast.geometry import Box, whole
-from holdfast.state.memory import array_of, carried, copy_elements
+from holdfast.state.local_memory import array_of, carried, copy_elements
 from holdfast.store.base import Bytes
 
 Array = npt.NDArray[Any]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
 
-from holdfast.checkpoint.reading import Checkpoint
+from holdfast.checkpoint.stored_checkpoint import Checkpoint
 from holdfast.errors import NotFoundError
 from holdfast.format import values as value_codec
 from holdfast.format.near import near
@@ -18,12 +18,12 @@ from holdfast.format.values import Open, TorchValue, Undecoded
 from holdfast.options import check_flag
 from holdfast.run.history import resolve
 from holdfast.run.paths import parse, some
-from holdfast.state import registry
+from holdfast.state.registered_types import decode
 from holdfast.store.base import Location
+from holdfast.view.nested import nested, tensors_in
 from holdfast.view.order import Piece, in_file_order
 from holdfast.view.source import ViewSource
 from holdfast.view.tensor import LazyTensor, as_numpy, as_torch, numpy_dtype
-from holdfast.view.tree import nested, tensors_in
 from holdfast.wording import count
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ class View:
         with the name of its device and the bytes of its state, because this machine may not have that device.
         """
         nodes = self._checkpoint.nodes
-        return value_codec.rebuild(nodes, name, tensors=self.__getitem__, revive=_revived, decode=registry.decode)
+        return value_codec.rebuild(nodes, name, tensors=self.__getitem__, revive=_revived, decode=decode)
 
     def __getitem__(self, name: str) -> LazyTensor:
         """The tensor with this name or alias. Raises `NotFoundError`, which lists close matches."""
@@ -160,7 +160,7 @@ class View:
         tensors = {tensor: found[number] for tensor, number in numbers.items()}.__getitem__
         if numpy:
             return value_codec.rebuild(nodes, name, tensors, decode=Undecoded)
-        return value_codec.rebuild(nodes, name, tensors, revive=_revived, decode=registry.decode)
+        return value_codec.rebuild(nodes, name, tensors, revive=_revived, decode=decode)
 
     def in_file_order(self, globs: str | Sequence[str] = "**") -> Iterator[Piece]:
         """The stored pieces of all tensors whose names match, in the order of the files: for converters.
@@ -243,7 +243,7 @@ def open(path: str | os.PathLike[str] | Location, *, verify: bool = True) -> Vie
 
 def _revived(value: TorchValue) -> object:
     """The torch dtype, device or size that `value` stands for; a generator stays encoded."""
-    from holdfast.state.placements import revive  # here, because a view of other values does not need torch
+    from holdfast.state.local_placements import revive  # here, because a view of other values does not need torch
 
     return value if value.kind == "generator" else revive(value)
 

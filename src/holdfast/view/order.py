@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from holdfast.checkpoint.reading import Checkpoint
+from holdfast.checkpoint.stored_checkpoint import Checkpoint
 from holdfast.format.container import BLOCK_NBYTES, Entry, FileLayout
 from holdfast.geometry import Box, FlatRange, flat_boxes
 from holdfast.io.buffers import BufferPool

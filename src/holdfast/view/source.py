@@ -11,7 +11,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 import numpy.typing as npt
 
-from holdfast.checkpoint.reading import Checkpoint
+from holdfast.checkpoint.stored_checkpoint import Checkpoint
 from holdfast.errors import NotFoundError
 from holdfast.format.dtypes import CARRIERS
 from holdfast.geometry import Box, whole

@@ -19,8 +19,8 @@ from typing import Literal, Self
 import msgspec
 import numpy as np
 
-from holdfast.checkpoint.reading import Checkpoint, unpack_values
-from holdfast.checkpoint.verify import verify_checkpoint
+from holdfast.checkpoint.stored_checkpoint import Checkpoint, unpack_values
+from holdfast.checkpoint.verification import verify_checkpoint
 from holdfast.errors import CorruptError, HoldfastError, IncompatibleError, NotFoundError
 from holdfast.format import manifest as fmt
 from holdfast.format import names, records, sequences

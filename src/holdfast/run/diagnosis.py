@@ -12,8 +12,8 @@ from typing import Protocol
 
 import msgspec
 
-from holdfast.checkpoint.reading import Checkpoint
-from holdfast.checkpoint.verify import verify_checkpoint
+from holdfast.checkpoint.stored_checkpoint import Checkpoint
+from holdfast.checkpoint.verification import verify_checkpoint
 from holdfast.errors import ConfigurationError, CorruptError, HoldfastError
 from holdfast.format import manifest as fmt
 from holdfast.format import records

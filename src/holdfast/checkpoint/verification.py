@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from holdfast.checkpoint.fault import MAX_NAMED, Fault
-from holdfast.checkpoint.reading import Checkpoint
+from holdfast.checkpoint.stored_checkpoint import Checkpoint
 from holdfast.errors import CorruptError, NotFoundError, StorageError
 from holdfast.format import container, records
 from holdfast.format.container import BLOCK_NBYTES, FileLayout

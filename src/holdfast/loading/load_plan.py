@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from holdfast.checkpoint.reading import Checkpoint
+from holdfast.checkpoint.stored_checkpoint import Checkpoint
 from holdfast.control.torch_store import group_ranks
 from holdfast.format.manifest import file_name
 from holdfast.format.patterns import Globs

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import xxhash
 
 from holdfast.agreement.assignment import StoredShare, WriteAssignment, sources_of
-from holdfast.checkpoint.reading import pack_values
+from holdfast.checkpoint.stored_checkpoint import pack_values
 from holdfast.errors import StorageError
 from holdfast.format import container, records
 from holdfast.format import manifest as fmt

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from holdfast.agreement.messages import Digests
+from holdfast.agreement.plan_messages import Digests
 from holdfast.errors import StateError
 from holdfast.format.values import Node, PerRankNode, TableNode, holds_live
 from holdfast.wording import count

@@ -7,7 +7,7 @@ from typing import Final
 
 import msgspec
 
-from holdfast.agreement.messages import Compare, Questions
+from holdfast.agreement.plan_messages import Compare, Questions
 from holdfast.checkpointer.backoff import Backoff
 from holdfast.errors import ErrorWire
 from holdfast.format.records import Place

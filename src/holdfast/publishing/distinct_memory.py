@@ -9,8 +9,8 @@ import torch
 
 from holdfast.errors import StateError
 from holdfast.state.collect import LocalTensor
+from holdfast.state.local_memory import LocalPieces
 from holdfast.state.match import BoundTensor
-from holdfast.state.memory import LocalPieces
 from holdfast.state.overlap import MemorySpan
 
 

@@ -18,9 +18,9 @@ from torch.distributed.tensor import DTensor, Replicate
 from holdfast.errors import ConfigurationError, IncompatibleError, StateError
 from holdfast.format import values
 from holdfast.format.values import Encoded, Items, Plain, PlanesNode, Undecoded
-from holdfast.state import registry
+from holdfast.state import registered_types
 from holdfast.state.flatten import flatten
-from holdfast.state.registry import register_tensor, register_value
+from holdfast.state.registered_types import register_tensor, register_value
 from tests.support.bound import Loader, State, assert_same, bits, bound, load, refused, save
 
 # --- values ----------------------------------------------------------------------------------------------------------
@@ -52,16 +52,16 @@ register_value(
 @pytest.fixture
 def unregistered(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     def forget(name: str) -> None:
-        monkeypatch.delitem(registry._BY_TYPE, registry._BY_NAME[name].kind)
-        monkeypatch.delitem(registry._BY_NAME, name)
+        monkeypatch.delitem(registered_types._BY_TYPE, registered_types._BY_NAME[name].kind)
+        monkeypatch.delitem(registered_types._BY_NAME, name)
 
     return forget
 
 
 @pytest.fixture
 def no_registrations(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_BY_TYPE", {})
-    monkeypatch.setattr(registry, "_BY_NAME", {})
+    monkeypatch.setattr(registered_types, "_BY_TYPE", {})
+    monkeypatch.setattr(registered_types, "_BY_NAME", {})
 
 
 def test_a_registered_value_is_stored_as_its_name_and_what_it_was_encoded_to() -> None:
@@ -136,9 +136,9 @@ def test_without_the_registration_a_value_reads_as_its_name_and_the_plain_value(
 ) -> None:
     nodes = values.decode(save({"phase": [Phase.DECAY]}).nodes)
     assert values.rebuild(nodes, "phase", str) == [Undecoded("tests.phase", "decay")]
-    assert values.rebuild(nodes, "phase", str, decode=registry.decode) == [Phase.DECAY]
+    assert values.rebuild(nodes, "phase", str, decode=registered_types.decode) == [Phase.DECAY]
     unregistered("tests.phase")
-    assert values.rebuild(nodes, "phase", str, decode=registry.decode) == [Undecoded("tests.phase", "decay")]
+    assert values.rebuild(nodes, "phase", str, decode=registered_types.decode) == [Undecoded("tests.phase", "decay")]
 
 
 def test_a_stored_registered_container_does_not_fill_a_live_plain_one() -> None:
@@ -371,7 +371,7 @@ def test_a_registration_with_arguments_of_other_types_registers_nothing(
     for register in (register_tensor, register_value):
         with pytest.raises(TypeError, match=reason if register is register_tensor else "not"):
             register(kind, planes, lambda stored: quantised(0), name=name)
-    assert not registry._BY_NAME
+    assert not registered_types._BY_NAME
 
 
 def test_an_encoder_that_gives_what_it_was_given_is_refused() -> None:
