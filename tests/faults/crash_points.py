@@ -30,6 +30,7 @@ from unittest.mock import patch
 
 from holdfast.control.channel import Channel
 from holdfast.io.buffers import BufferPool
+from holdfast.saving import shares
 from holdfast.store import posix
 from holdfast.store.posix import PosixStore, PosixWriter
 

@@ -162,9 +162,14 @@ def test_a_job_that_a_rollback_stopped_before_its_first_save_waits_in_every_save
                 checkpointer.save(step)
             assert caught.value.code == "fenced.newer_epoch"
             assert time.monotonic() - begun_s < AT_ONCE_S
-        left.make_room()
         assert checkpointer.restore().step == 0
-        save_at_once(checkpointer, into, 2, 3)
+        into["w"].fill_(2)
+        begun_s = time.monotonic()
+        first = checkpointer.save(2)  # the disk is still full
+        assert time.monotonic() - begun_s < AT_ONCE_S
+        left.make_room()
+        first.durable.wait(60)
+        save_at_once(checkpointer, into, 3)
     assert left.lineage() == [3, 2, 0]
 
 

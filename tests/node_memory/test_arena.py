@@ -167,12 +167,35 @@ def test_a_slot_that_a_dead_process_was_filling_is_free(folder: NodeFolder) -> N
 
 def test_a_slot_that_a_living_process_is_filling_is_left_alone(folder: NodeFolder) -> None:
     arena = ready(folder, MIB)
-    filled(some(arena.take(None)), SlotState.WRITING)
+    theirs = filled(some(arena.take(None)), SlotState.WRITING)
     again = ready(folder, MIB)  # of another process, for all that the locks know
-    filled(some(again.take(None)), SlotState.WRITING)
+    mine = [filled(some(again.take(None)), SlotState.WRITING, seq=seq) for seq in (2, 3)]
     assert again.take(None) is None
+    assert not again.is_short
+    assert theirs.name not in {slot.name for slot in mine}
+    assert theirs.refresh().state == SlotState.WRITING
     again.close()
     arena.close()
+
+
+def test_the_slot_of_a_process_that_stands_still_is_replaced_and_goes_when_that_process_is_dead(
+    folder: NodeFolder,
+) -> None:
+    theirs = ready(folder, MIB)
+    mine = ready(folder, MIB)
+    stuck = filled(some(theirs.take(None)), SlotState.WRITING)
+    was_short = mine.is_short
+    mine.prepare(MIB)
+    assert mine.wait(60)
+    assert (was_short, mine.is_short) == (True, False)
+    assert len(slot_names(folder)) == 3
+    theirs.close()  # as the kernel does when the process ends
+    with Slot(folder, stuck.name) as slot:
+        assert slot.free_if_abandoned()  # as the keeper does
+    mine.remove_retired(None)
+    assert stuck.name not in slot_names(folder)
+    assert len(slot_names(folder)) == 2
+    mine.close()
 
 
 def test_a_larger_state_gets_larger_slots_and_what_the_old_ones_hold_stays_until_it_is_not_needed(

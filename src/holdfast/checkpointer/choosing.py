@@ -9,8 +9,9 @@ those that somebody gave up or removed.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
+from typing import NamedTuple
 
 import msgspec
 
@@ -51,6 +52,23 @@ class Inventory(msgspec.Struct, frozen=True, array_like=True):
     is_filling: bool
 
 
+class Clearing(NamedTuple):
+    """A look at memory by a job whose saves find no room: it gives up the checkpoints that earlier jobs left and that
+    can never be committed, because memory has only a part of them, or because there is a newer epoch than theirs.
+    Earlier jobs left those before `first`, the first place that this job took (None: all).
+
+    With `takes_over`, this job has restored, so its next save stops the earlier job. Then it also gives up what a
+    trainer of that job is still filling: the trainer may stand still.
+    """
+
+    first: Place | None
+    takes_over: bool
+
+    def covers(self, place: Place) -> bool:
+        """Whether the checkpoint at `place` is of an earlier job."""
+        return self.first is None or place < self.first
+
+
 class Chosen(msgspec.Struct, frozen=True, tag="chosen"):
     """The checkpoint that all ranks restore: its seal (empty: restore from storage), the newest epoch of its run, the
     name of its folder, `owners`, and whether it is committed. `owners` are the ranks that read each file for all others
@@ -80,6 +98,8 @@ class Unknown(msgspec.Struct, frozen=True, tag="unknown"):
 
 def inventory(folder: NodeFolder, slots: Sequence[Slot]) -> Inventory:
     """The inventory of this node's `slots`."""
+    # First, because a slot that a trainer is just filling may be complete a moment later.
+    is_filling = any(slot.state == SlotState.WRITING and not _is_of_dead(slot) for slot in slots)
     held = []
     known: dict[str, Generation] = {}
     for slot in slots:
@@ -102,8 +122,12 @@ def inventory(folder: NodeFolder, slots: Sequence[Slot]) -> Inventory:
                         record.state == SlotState.COMMITTED,
                     )
                 )
-    is_filling = any(slot.state == SlotState.WRITING and slot.is_taken for slot in slots)
     return Inventory(folder.identity(), tuple(held), is_filling)
+
+
+def _is_of_dead(slot: Slot) -> bool:
+    """Whether the process that was filling a slot is dead. Reads the slot again."""
+    return not slot.is_occupied and slot.state == SlotState.WRITING
 
 
 def known_of(folder: NodeFolder, unknown: Unknown, *, rank: int) -> list[Generation]:
@@ -117,9 +141,10 @@ def known_of(folder: NodeFolder, unknown: Unknown, *, rank: int) -> list[Generat
 
 
 class Survey:
-    """Rank 0's view of the memory of all nodes."""
+    """Rank 0's view of the memory of all nodes; with `clearing`, to make room for saves."""
 
-    def __init__(self) -> None:
+    def __init__(self, clearing: Clearing | None = None) -> None:
+        self._clearing = clearing
         self._inventories: Sequence[Inventory] = ()
         self._generations: dict[str, Generation] = {}
         self._senders: dict[str, int] = {}
@@ -158,14 +183,14 @@ class Survey:
         _warn_of(run, foreign.values())
         places = {each.checkpoint_id: each.place for each in held if each.checkpoint_id not in foreign}
         committed = {each.checkpoint_id for each in held if each.is_committed}
-        given_up: list[str] = []
+        given_up = [] if self._clearing is None else self._to_clear(run, epoch, places, committed, self._clearing)
         # If a trainer is at work, a checkpoint that is there in part may soon be whole.
         is_filling = any(inventory.is_filling for inventory in self._inventories)
         for checkpoint_id in sorted(places, key=places.__getitem__, reverse=True):
             place = places[checkpoint_id]
             whole = self._whole(run, checkpoint_id)
             if whole is None:
-                if not is_filling and checkpoint_id not in committed:
+                if self._clearing is None and not is_filling and checkpoint_id not in committed:
                     given_up.append(checkpoint_id)
                 continue
             is_head = place == head and run.commit(place).checkpoint_id == checkpoint_id
@@ -180,6 +205,15 @@ class Survey:
                 alone = head is None
                 return Chosen(seal, manifest, epoch, stored.folder, owners, is_head, alone, tuple(given_up), let_go)
         return Chosen(given_up=tuple(given_up), let_go=let_go)
+
+    def _to_clear(
+        self, run: Run, epoch: int, places: Mapping[str, Place], committed: Collection[str], clearing: Clearing
+    ) -> list[str]:
+        """The checkpoints that `clearing` gives up, in a run whose newest epoch is `epoch`."""
+        old = [each for each, place in places.items() if clearing.covers(place) and each not in committed]
+        may_be_whole = not clearing.takes_over and any(inventory.is_filling for inventory in self._inventories)
+        parts = [] if may_be_whole else [each for each in old if self._whole(run, each) is None]
+        return sorted({*parts, *(each for each in old if places[each].epoch < epoch)})
 
     def _whole(self, run: Run, checkpoint_id: str) -> tuple[StoredManifest, list[dict[str, FileSeal]]] | None:
         """The manifest of a checkpoint, and for each of its files the nodes that hold it. None if the nodes together do

@@ -20,8 +20,9 @@ import msgspec
 from holdfast.calls import CHECKPOINTER_CLOSE, outer
 from holdfast.checkpointer.background import Background
 from holdfast.checkpointer.backoff import Backoff
+from holdfast.checkpointer.choosing import Clearing
 from holdfast.checkpointer.commit_wait import CommitWait
-from holdfast.checkpointer.restoring import Restored, drop_parts
+from holdfast.checkpointer.restoring import Restored, drop_parts, make_room
 from holdfast.checkpointer.save_errors import is_unusable, never_committed, not_committed, too_slow
 from holdfast.checkpointer.snapshot_messages import MemoryStatus, SnapshotRoom
 from holdfast.checkpointer.staging import Stager
@@ -37,6 +38,9 @@ from holdfast.store.urls import open_store
 
 #: Interval at which a save checks whether slots have become free.
 _LOOK_S: Final = 0.01
+#: Interval of looks at what earlier jobs left in memory, by saves that find no room. In that time, a job that is being
+#: killed dies, or completes its last checkpoint.
+_LOOK_AGAIN_S: Final = 1.0
 #: Part of its time that a save keeps: it stops waiting for a slot when no more is left, so that all ranks hear of that.
 _LATE: Final = 0.1
 #: Time after which a log line tells what a save waits for.
@@ -98,6 +102,10 @@ class MemoryTier:
         self._backgrounds: list[Background] = []
         #: Whether this job has looked at what memory held before it.
         self._has_looked = False
+        #: Whether this job has restored, or found nothing to restore.
+        self._has_restored = False
+        #: The time from which a save without room looks again at what earlier jobs left.
+        self._looks_again_at = 0.0
         #: Whether the last save was refused in the background, for a reason that stays until the job does something, as
         #: ``config.unclear_history`` is. The next save waits, and raises it.
         self.was_refused = False
@@ -169,7 +177,8 @@ class MemoryTier:
 
     def note_restored(self, restored: Restored) -> None:
         """Record the checkpoint from which this job continues."""
-        self._has_looked = True
+        self._has_looked = self._has_restored = True
+        self._looks_again_at = time.monotonic() + _LOOK_AGAIN_S
         self._commit_wait = None if restored.uncommitted is None else CommitWait(restored.uncommitted)
         self._whole = restored.whole
 
@@ -197,15 +206,7 @@ class MemoryTier:
         """
 
         def look(standings: Sequence[MemoryStatus]) -> SnapshotRoom:
-            is_late = deadline.remaining_s() < _LATE * deadline.timeout_s
-            found = SnapshotRoom.of(standings, self.stager.run_id or self._run_id(deadline))
-            if self._commit_wait is not None and found.trouble is None:
-                found = self._with_commit(found, self._commit_wait, standings, deadline, is_over=is_late)
-                if found.full and found.awaits_commit and when_full == "wait":
-                    raise not_committed(self._commit_wait.restored.place, found.held_up, self._run.url)
-            if found.full and found.trouble is None and when_full == "wait" and is_late:
-                raise too_slow(found, deadline.timeout_s)
-            return found
+            return self._answer(standings, deadline, waits=when_full == "wait")
 
         told_at = time.monotonic() + _PATIENCE_S
         if self._commit_wait is not None:
@@ -217,10 +218,15 @@ class MemoryTier:
                 # that had the rest are gone.
                 self._whole = drop_parts(self._run, self._node_dir, channel, deadline, may_begin_anew=may_begin_anew)
                 self._has_looked = True
+                self._looks_again_at = time.monotonic() + _LOOK_AGAIN_S
                 continue
             if self.stager.run_id != found.run_id:
                 self.stager.belong_to(found.run_id)
                 continue  # foreign slots were freed, so look again
+            if found.looks_again:
+                clearing = Clearing(self.stager.first, takes_over=self._has_restored)
+                make_room(self._run, self._node_dir, channel, deadline, clearing)
+                self._looks_again_at = time.monotonic() + _LOOK_AGAIN_S
             if found.has_room or (found.full and when_full == "skip"):
                 return found
             if time.monotonic() > told_at:
@@ -259,6 +265,23 @@ class MemoryTier:
             self._backoff = found.backoff
             raise from_wire(found.trouble)
         return found
+
+    def _answer(self, standings: Sequence[MemoryStatus], deadline: Deadline, *, waits: bool) -> SnapshotRoom:
+        """Rank 0's answer to all ranks. Raises `DeadlineError` if the save waits for room and may not wait longer."""
+        is_over = deadline.remaining_s() < _LATE * deadline.timeout_s
+        found = SnapshotRoom.of(standings, self.stager.run_id or self._run_id(deadline))
+        if found.trouble is not None:
+            return found
+        if self._commit_wait is not None:
+            found = self._with_commit(found, self._commit_wait, standings, deadline, is_over=is_over)
+            if found.awaits_commit:
+                if found.full and waits:
+                    raise not_committed(self._commit_wait.restored.place, found.held_up, self._run.url)
+                return found
+        if found.full and waits and is_over:
+            raise too_slow(found, deadline.timeout_s)
+        has_left = any(standings[number].has_left for number in found.full)
+        return msgspec.structs.replace(found, looks_again=has_left and time.monotonic() > self._looks_again_at)
 
     def _with_commit(
         self,

@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 from holdfast.checkpoint.catalogue import EVERY_RANK, FileCopy, Tier
 from holdfast.checkpoint.sealed import Sealed
 from holdfast.checkpoint.stored_checkpoint import Checkpoint
-from holdfast.checkpointer.choosing import Chosen, Inventory, Survey, Unknown, inventory, known_of
+from holdfast.checkpointer.choosing import Chosen, Clearing, Inventory, Survey, Unknown, inventory, known_of
 from holdfast.checkpointer.commit_wait import RestoredCheckpoint
 from holdfast.checkpointer.first_save import check_first_save
 from holdfast.checkpointer.restore_report import RestoreReport
@@ -129,6 +129,13 @@ def drop_parts(
         return seal.place
 
 
+def make_room(run: Location, node_dir: Path, channel: Channel, deadline: Deadline, clearing: Clearing) -> None:
+    """Give up the checkpoints that `clearing` names: at the last look, a trainer may have been filling the rest of one.
+    Collective."""
+    with _looked_at(run, node_dir, channel, deadline, clearing):
+        pass
+
+
 def _from_memory(
     run: Location,
     state: Mapping[str, object],
@@ -158,11 +165,11 @@ def _from_memory(
 
 @contextmanager
 def _looked_at(
-    run: Location, node_dir: Path, channel: Channel, deadline: Deadline
+    run: Location, node_dir: Path, channel: Channel, deadline: Deadline, clearing: Clearing | None = None
 ) -> Iterator[tuple[NodeFolder, list[Slot], Chosen]]:
     """Look at the memory of all nodes, and choose the checkpoint that all ranks restore. Yields this node's open folder
-    and slots, and the choice. Gives up checkpoints of which memory has only a part, and lets go of those of another
-    history. Collective."""
+    and slots, and the choice. Gives up checkpoints of which memory has only a part (`Clearing` says which others), and
+    lets go of those of another history. Collective."""
     with ExitStack() as stack:
 
         def look() -> _NodeMemory:
@@ -179,7 +186,7 @@ def _looked_at(
                 _let_go(folder, slots, chosen.let_go)
 
         node = attempt(look)
-        chosen = _choose(run, node, channel, deadline)
+        chosen = _choose(run, node, channel, deadline, clearing)
         folder, slots, _ = done(node)
         if chosen.given_up or chosen.let_go:
             channel.confirm("inventory", attempt(give_up), deadline)
@@ -194,9 +201,11 @@ class _NodeMemory(NamedTuple):
     inventory: Inventory
 
 
-def _choose(run: Location, node: _NodeMemory | Exception, channel: Channel, deadline: Deadline) -> Chosen:
+def _choose(
+    run: Location, node: _NodeMemory | Exception, channel: Channel, deadline: Deadline, clearing: Clearing | None
+) -> Chosen:
     """Choose the checkpoint that all ranks restore from memory. Collective."""
-    survey = Survey()
+    survey = Survey(clearing)
 
     def choose(inventories: Sequence[Inventory]) -> Chosen | Unknown:
         survey.look(done(node).folder, inventories)

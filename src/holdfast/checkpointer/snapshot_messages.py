@@ -29,6 +29,8 @@ class MemoryStatus(msgspec.Struct, frozen=True, array_like=True):
     - `held_up`: the reason why the last try to make a snapshot of this rank durable failed ("": none failed).
     - `fenced`: the reason why this node's keeper will never commit the checkpoint that this job restored from memory
       ("": it may).
+    - `has_left`: a slot holds a checkpoint that an earlier job left, that is not durable, and that this job did not
+      restore.
     """
 
     sealed: Place | None
@@ -42,6 +44,7 @@ class MemoryStatus(msgspec.Struct, frozen=True, array_like=True):
     backoff: Backoff = Backoff()
     held_up: str = ""
     fenced: str = ""
+    has_left: bool = False
 
     def has_room(self, needed: Place | None) -> bool:
         """Whether the rank has a slot to fill, given that checkpoints before `needed` are not needed any more."""
@@ -66,6 +69,7 @@ class SnapshotRoom(msgspec.Struct, frozen=True, array_like=True):
     - `held_up`: the reason of the first rank in `full` that has one, else of the first rank.
     - `awaits_commit`: the checkpoint that this job restored from memory is not committed yet, and no save can follow it
       before. Then `full` is empty as long as the save may wait, and has all ranks when it waits no longer.
+    - `looks_again`: all ranks are to look again at what earlier jobs left in memory.
     """
 
     run_id: str
@@ -79,6 +83,7 @@ class SnapshotRoom(msgspec.Struct, frozen=True, array_like=True):
     backoff: Backoff
     held_up: str
     awaits_commit: bool = False
+    looks_again: bool = False
 
     @property
     def has_room(self) -> bool:

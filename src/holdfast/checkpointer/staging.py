@@ -68,7 +68,7 @@ class Stager:
         #: The last place that all ranks agreed on with this one; None before there is one.
         self.last: Place | None = None
         #: The first place that this job staged for.
-        self._first: Place | None = None
+        self.first: Place | None = None
         #: Place and id of the last checkpoint of which this rank had no part to write, and so has no slot.
         self._partless: tuple[Place, str] | None = None
         #: The id of the run that this rank's memory belongs to; None before it is known.
@@ -174,6 +174,7 @@ class Stager:
             # No job will restore any other checkpoint that an earlier job left in a slot: a rollback left it behind, or
             # its other parts are gone or long replaced, because the last job ran without this rank or its node.
             arena.is_left = lambda contents: contents.place != whole and not self._is_of_this_job(contents.place)
+            known = msgspec.structs.replace(known, has_left=arena.holds_for_keeper(arena.is_left))
         record = None if awaited is None else arena.record_at(awaited)
         if record is not None:
             fenced = (record.error or "fenced") if record.state == SlotState.FENCED else ""
@@ -187,7 +188,7 @@ class Stager:
 
     def _is_of_this_job(self, place: Place) -> bool:
         """Whether this job staged the checkpoint at `place`."""
-        return self._first is not None and place >= self._first
+        return self.first is not None and place >= self.first
 
     def retire(self) -> None:
         """Give memory back: at once the slots that need not become durable any more, the others once they are durable.
@@ -225,8 +226,8 @@ class Stager:
         if self._partless is not None and self._partless[0] >= agreed.place:
             self._partless = None
         self.last = agreed.place
-        if self._first is None or self.last < self._first:
-            self._first = self.last
+        if self.first is None or self.last < self.first:
+            self.first = self.last
         if needed is not None and needed >= agreed.place:
             needed = None
         return None if share.layout is None else self._free_slot(needed)

@@ -18,7 +18,7 @@ from holdfast.node_memory.claims import Claim
 from holdfast.node_memory.inventory import give_way
 from holdfast.node_memory.limits import MemoryLimit, rooms
 from holdfast.node_memory.node_folder import NodeFolder, unusable_memory
-from holdfast.node_memory.slots import REUSABLE, WHOLE, Contents, Slot, SlotRecord, SlotState, slot_names
+from holdfast.node_memory.slots import OWED, REUSABLE, WHOLE, Contents, Slot, SlotRecord, SlotState, slot_names
 from holdfast.store.base import Bytes
 
 #: Registers memory with an accelerator; returns a function that unregisters it.
@@ -29,12 +29,17 @@ _SPARE_NBYTES = 256 << 20
 #: Time in which keepers notice removed slots and release their memory, even on a busy machine: they run at the lowest
 #: priority.
 _GIVEN_WAY_S = 10.0
+#: Time in which a process of an ended job that is filling a slot may still die, before the arena does without the slot.
+_DYING_S = 1.0
 _LOOK_S = 0.02
 
 
 class Arena:
     """The arena of `rank`: `num_slots` slots in `folder`, beginning with those that are there. This process has a claim
-    to them until `close`, which leaves the slots in place. Only one thread of one process per rank uses it."""
+    to them until `close`, which leaves the slots in place. Only one thread of one process per rank uses it.
+
+    A slot that another process is filling, one of an earlier job say, does not count: that process may stand still.
+    """
 
     def __init__(self, folder: NodeFolder, *, rank: int, num_slots: int) -> None:
         self._folder = folder
@@ -89,8 +94,9 @@ class Arena:
 
     @property
     def is_short(self) -> bool:
-        """Whether some process has removed slots after they were ready, so that a new preparation is needed."""
-        return self.is_ready and any(slot.is_removed for slot in self._slots)
+        """Whether some process has removed slots after they were ready, or is filling some, so that a new preparation
+        is needed."""
+        return self.is_ready and any(slot.is_removed or slot.is_occupied for slot in self._slots)
 
     def take(self, needed: Place | None) -> Slot | None:
         """Take the lock of a slot that may be filled, and return the slot; None where there is none now. A slot may be
@@ -111,7 +117,7 @@ class Arena:
     def oldest(self) -> tuple[bool, Place | None]:
         """Whether a slot holds nothing that is needed (it is empty or fenced, or an earlier job left its checkpoint) or
         the first preparation will make one; and the oldest checkpoint in the other slots that might be filled."""
-        there = [slot for slot in self._slots if not slot.is_removed]
+        there = [slot for slot in self._slots if not (slot.is_removed or slot.is_occupied)]
         records = [record for slot in there if (record := slot.refresh()).state in REUSABLE]
         places = [place for record in records if (place := self._kept(record)) is not None]
         is_free = len(places) < len(records) or (self._thread is None and len(there) < self.num_slots)
@@ -150,6 +156,11 @@ class Arena:
         records = [slot.refresh() for slot in (*self._slots, *self._retired)]
         return next((each for each in records if each.contents is not None and each.contents.place == place), None)
 
+    def holds_for_keeper(self, is_old: Callable[[Contents], bool]) -> bool:
+        """Whether a slot has contents that are old, and that the keeper still has to make durable."""
+        records = [slot.refresh() for slot in self._slots]
+        return any(each.contents is not None and is_old(each.contents) for each in records if each.state in OWED)
+
     def newest_sealed(self) -> Place | None:
         """The place of the newest checkpoint whose data file of this rank is complete in memory."""
         records = [slot.refresh() for slot in (*self._slots, *self._retired) if not slot.is_removed]
@@ -158,11 +169,12 @@ class Arena:
 
     def give_back(self, *, watched: Collection[Slot] = ()) -> bool:
         """Stop preparing, and remove the slots whose contents need not become durable any more, except for the
-        `watched` ones. Returns whether no slot is left. Call it again when the keeper has made progress; afterwards
-        only `close` may be called."""
+        `watched` ones. Leaves slots that another process is filling to it. Returns whether no slot is left. Call it
+        again when the keeper has made progress; afterwards only `close` may be called."""
         self._stop()
         for slots in (self._slots, self._retired):
-            for slot in [slot for slot in slots if slot not in watched and slot.refresh().state in REUSABLE]:
+            unneeded = [slot for slot in slots if slot.refresh().state in REUSABLE or slot.is_occupied]
+            for slot in [slot for slot in unneeded if slot not in watched]:
                 slots.remove(slot)
                 self._unregister(slot)
                 if not slot.remove_if(lambda _: True):
@@ -187,6 +199,7 @@ class Arena:
         start_s = time.perf_counter()
         try:
             with suppress(_Stopped), unusable_memory(self._folder.path):
+                self._await_dying()
                 self._sort(nbytes)
                 self._look((self.num_slots - len(self._slots)) * nbytes)
                 for slot in self._slots:
@@ -203,6 +216,14 @@ class Arena:
             self.seconds = time.perf_counter() - start_s
             self._done.set()
             self._one.set()
+
+    def _await_dying(self) -> None:
+        """Wait a moment for processes that are filling slots of this arena, and free the slots of those that died."""
+        end = time.monotonic() + _DYING_S
+        while any(slot.is_occupied for slot in self._slots) and time.monotonic() < end and not self._stopped:
+            time.sleep(_LOOK_S)
+        for slot in self._slots:
+            slot.free_if_abandoned()
 
     def _take_over(self) -> None:
         """Take over the slots that an earlier trainer of this rank left."""
@@ -231,8 +252,9 @@ class Arena:
         return contents.place
 
     def _sort(self, nbytes: int) -> None:
-        """Retire slots that are too small, too many, or removed."""
-        fit = [slot for slot in self._slots if slot.nbytes >= nbytes and not slot.is_removed][: self.num_slots]
+        """Retire slots that are too small, too many, removed, or occupied."""
+        usable = [slot for slot in self._slots if not (slot.is_removed or slot.is_occupied)]
+        fit = [slot for slot in usable if slot.nbytes >= nbytes][: self.num_slots]
         self._retired += [slot for slot in self._slots if slot not in fit]
         self._slots = fit
         self.remove_retired(None)

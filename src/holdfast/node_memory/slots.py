@@ -238,6 +238,11 @@ class Slot:
         """Whether another process, which then is alive, has the slot's lock."""
         return file_locks.is_locked(self._fd)
 
+    @property
+    def is_occupied(self) -> bool:
+        """Whether another process, which is alive, is filling the slot. It may stand still for as long as it likes."""
+        return self.refresh().state == SlotState.WRITING and self.is_taken
+
     def take(self) -> bool:
         """Take the slot's lock if it is free, and read the record again. Returns whether this process has the lock now;
         it does not take the lock of a slot that was removed."""
