@@ -177,7 +177,7 @@ class Checkpoint(DataFiles):
             read_files([ReadJob(data_nbytes, open_, [extent], deliver)], pool=pool, on_corrupt=self.corrupt_block)
         name = fmt.file_name(block.file)
         nodes = unpack_values(out.tobytes(), path=self.path(name))
-        if sorted(nodes) != sorted(block.paths):
+        if list(nodes) != sorted(block.paths):  # decoding has found the nodes sorted
             raise self._corrupt(name, "its values are not those that the manifest lists")
         unheld = next((part for part in value_codec.parts(nodes) if part not in self._paths), None)
         if unheld is not None:

@@ -16,7 +16,7 @@ import unicodedata
 from collections import Counter, OrderedDict, namedtuple
 from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
-from itertools import pairwise
+from operator import ge
 from typing import Literal, NamedTuple, Protocol, TypeGuard
 
 import msgspec
@@ -265,7 +265,8 @@ def decode(data: bytes) -> dict[str, Node]:
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise _malformed("", f"cannot be decoded ({error})") from error
     nodes = {row.path: row.node for row in rows}
-    if any(path >= following for path, following in pairwise(row.path for row in rows)):
+    paths = [row.path for row in rows]
+    if any(map(ge, paths, paths[1:])):
         raise _malformed("", "are not sorted by path")
     for path, node in nodes.items():
         if path.count("/") >= MAX_DEPTH:

@@ -48,7 +48,7 @@ from holdfast.state.kinds import (
 from holdfast.state.local_placements import empty, generator_state, revive, same_placement
 from holdfast.state.match import Matcher, SelectedNodes, Terms
 from holdfast.state.meta import MetaTensors, become, check_alone, check_fillable
-from holdfast.state.overlap import check_disjoint
+from holdfast.state.overlap import TargetMemory, check_disjoint
 from holdfast.state.per_rank import PerRank
 from holdfast.state.piecewise import Piecewise, describe
 from holdfast.state.random_state import RandomState
@@ -121,7 +121,7 @@ class _Binder:
         self._rank = rank
         self._world_size = world_size
         self._own_parts: set[str | None] = {None}
-        self._planed: list[tuple[NamedTensor, str]] = []
+        self._planed: list[tuple[NamedTensor, NamedTensor]] = []
         self._stored = stored
         self._aliases = aliases
         self._mismatches = Mismatches()
@@ -156,8 +156,9 @@ class _Binder:
             self._matcher.match(names, local)
         if self._mismatches:
             raise self._mismatches.error()
-        check_disjoint(self._matcher.targets)
-        check_writable(self._matcher.targets)
+        memory = TargetMemory.of(self._matcher.targets)
+        check_disjoint(memory)
+        check_writable(memory)
 
         def finish() -> object:
             self._matcher.check_copies()
@@ -186,7 +187,6 @@ class _Binder:
         """Find the source of every tensor that was added since the last call; with `named`, note its stored name."""
         pending, self._pending = self._pending, []
         planed, self._planed = self._planed, []
-        canonical = {}
         self._to_allocate.look_for_meshes(pending)
         collector = TensorCollector(meta=True)
         collector.add(pending)
@@ -200,12 +200,12 @@ class _Binder:
                 else:
                     self._on_meta.update(names)
             if named:
-                canonical.update(dict.fromkeys(names, source))
                 replicas = tied.entries[0].replicas
-                self._names.update((id(e.tensor), NamedTensor(source, e.tensor, replicas)) for e in tied.entries)
+                for entry in tied.entries:
+                    self._names[id(entry.tensor)] = NamedTensor(source, entry.tensor, replicas)
         if named:
             for entry, plane in planed:
-                name = name_of_planes(canonical[plane])
+                name = name_of_planes(self._names[id(plane.tensor)].name)
                 self._names[id(entry.tensor)] = NamedTensor(name, entry.tensor, entry.replicas)
 
     def _unexpected(self) -> Iterator[str]:
@@ -318,7 +318,7 @@ class _Binder:
             self._mismatches.add_kind(entry.name, here, node)
             return
         self._pending += planes.values()
-        self._planed.append((entry, next(iter(planes.values())).name))
+        self._planed.append((entry, next(iter(planes.values()))))
         if entry.tensor.is_meta:
             check_alone(entry)
             of_tensor = {plane: held.tensor for plane, held in planes.items()}

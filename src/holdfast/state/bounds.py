@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -11,25 +10,24 @@ import numpy as np
 import torch
 
 from holdfast.errors import StateError
-from holdfast.state.match import BoundTensor
+from holdfast.state.overlap import TargetMemory
 
 _MAPS = Path("/proc/self/maps")
 #: The start and the end in a line of a mapping that may not be written to.
 _READ_ONLY = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) .-", re.MULTILINE)
 
 
-def check_writable(targets: Sequence[BoundTensor]) -> None:
-    """Refuse targets in memory that is mapped for reading only, such as that of a mapped file.
+def check_writable(memory: TargetMemory) -> None:
+    """Refuse targets whose memory is mapped for reading only, such as that of a mapped file.
 
     Raises:
         StateError: code ``state.read_only``; the error names the tensor.
     """
-    parts = [part for target in targets for part in target.local.memory]
-    addresses = np.fromiter(map(torch.Tensor.data_ptr, parts), np.uint64, len(parts))
+    targets, parts, addresses = memory
     maps = np.asarray([(0, 0), *_read_only_maps()], np.uint64)
     stops = maps[np.searchsorted(maps[:, 0], addresses, side="right") - 1, 1]
     # Addresses on a device, and of empty tensors, mean nothing here.
-    inside = [int(number) for number in np.flatnonzero(addresses < stops) if _is_on_host(parts[number])]
+    inside = [number for number in np.flatnonzero(addresses < stops).tolist() if _is_on_host(parts[number])]
     if inside:
         names = [target.name for target in targets for _ in target.local.memory]
         raise _read_only(names[inside[0]])

@@ -16,6 +16,7 @@ from holdfast.errors import StateError
 from holdfast.format.manifest import MAX_AXES, MAX_NUMEL
 from holdfast.format.names import own_part
 from holdfast.frameworks import NamedTensor
+from holdfast.geometry import Shape
 from holdfast.plan.layout import Placed, Replicas, Spec, TensorLayout, Whole
 from holdfast.state.local_placements import DTYPE_NAMES, PlacementReader, is_dtensor, local_part, local_parts, specs_of
 from holdfast.wording import count
@@ -64,8 +65,8 @@ class Facts(NamedTuple):
     replicas: list[Replicas]
     specs: list[int]
     dtypes: list[torch.dtype]
-    shapes: list[tuple[int, ...]]
-    strides: list[tuple[int, ...]]
+    shapes: list[Shape]
+    strides: list[Shape]
     addresses: list[int]
 
 
@@ -153,8 +154,8 @@ class TensorCollector:
 
     def tied(self) -> Iterator[Tied]:
         """All memory that was found, each with all its entries."""
-        for place, local in enumerate(self.found):
-            yield Tied(local, self._entries(place))
+        for place, (local, first) in enumerate(zip(self.found, self._first, strict=True)):
+            yield Tied(local, self._entries(place) if place in self._others else [first])
 
     def _entries(self, place: int) -> list[NamedTensor]:
         return [self._first[place], *self._others.get(place, ())]
@@ -190,11 +191,12 @@ class TensorCollector:
         names, shapes, dtypes = facts.names, facts.shapes, map(DTYPE_NAMES.__getitem__, facts.dtypes)
         specs: list[Spec] = list(map(_WHOLE.__getitem__, facts.replicas))
         if any(placed):
-            rows = zip(placed, specs, shapes, names, strict=True)
+            held, shapes = shapes, _global_shapes(placed, shapes)
+            rows = zip(placed, specs, shapes, held, names, strict=True)
             specs = [
-                whole if spec is None else self._placements.spec(spec, held, name) for spec, whole, held, name in rows
+                whole if spec is None else self._placements.spec(spec, shape, part, name)
+                for spec, whole, shape, part, name in rows
             ]
-            shapes = _plain(held if spec is None else spec.shape for spec, held in zip(placed, shapes, strict=True))
         for shape, name in dict(zip(reversed(shapes), reversed(names), strict=True)).items():
             check_shape(name, shape)
         return list(map(TensorLayout, names, dtypes, shapes, specs))
@@ -270,11 +272,16 @@ def _read(ordered: Sequence[NamedTensor], *, meta: bool) -> _FoundTensors:
     return _FoundTensors(facts, specs, parts)
 
 
-def _plain(shapes: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:
+def _plain(shapes: Iterable[Shape]) -> list[Shape]:
     """The same shapes or strides as plain tuples, one object for equal ones: they are kept from save to save, and the
     garbage collector stops tracking plain tuples of numbers after its first pass."""
-    known: dict[tuple[int, ...], tuple[int, ...]] = {}
+    known: dict[Shape, Shape] = {}
     return [known.get(shape) or known.setdefault(shape, tuple(shape)) for shape in shapes]
+
+
+def _global_shapes(placed: Sequence[DTensorSpec | None], held: Sequence[Shape]) -> list[Shape]:
+    """The global shapes of tensors whose local parts have the shapes `held`."""
+    return _plain(part if spec is None else spec.shape for spec, part in zip(placed, held, strict=True))
 
 
 def _address(tensor: torch.Tensor, part: torch.Tensor, *, meta: bool) -> int:

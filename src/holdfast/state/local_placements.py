@@ -80,8 +80,8 @@ class PlacementReader:
         self._last: tuple[tuple[object, ...], Placed] | None = None
         self._shapes: dict[tuple[int, Shape], Shape] = {}
 
-    def spec(self, described: DTensorSpec, held: Shape, name: str) -> Placed:
-        """The spec of the DTensor `name`, whose local part on this rank has the shape `held`.
+    def spec(self, described: DTensorSpec, shape: Shape, held: Shape, name: str) -> Placed:
+        """The spec of the DTensor `name` of `shape`, whose local part on this rank has the shape `held`.
 
         Raises:
             StateError: the placements have no layout (code ``state.placement``), or imply another shape than `held`
@@ -91,8 +91,8 @@ class PlacementReader:
         key = (id(described.mesh), described.placements, getattr(described, "shard_order", None))
         if self._last is None or self._last[0] != key:
             self._last = (key, self._specs.get(key) or self._translated(described, key, name))
-        spec, shape = self._last[1], described.shape
-        expected = self._shapes.get((id(spec), shape)) or self._expected(spec, described)
+        spec = self._last[1]
+        expected = self._shapes.get((id(spec), shape)) or self._expected(spec, shape, described.mesh.get_rank())
         if held != expected and (0 not in held or 0 not in expected):
             raise _misshapen(described, held, expected, name)
         return spec
@@ -104,11 +104,10 @@ class PlacementReader:
         spec = self._specs[key] = Placed(self._mesh(mesh, translated, axes, name), _in_order(translated, axes))
         return spec
 
-    def _expected(self, spec: Placed, described: DTensorSpec) -> Shape:
-        """The shape of the local part on this rank of a tensor with this spec."""
-        rank, shape = described.mesh.get_rank(), tuple(described.shape)
+    def _expected(self, spec: Placed, shape: Shape, rank: int) -> Shape:
+        """The shape of the part on `rank` of a tensor of `shape` with this spec."""
         expected = local_shape(spec, shape, rank) if rank in spec.mesh.ranks else (0,)
-        self._shapes[id(spec), described.shape] = expected
+        self._shapes[id(spec), shape] = expected
         return expected
 
     def _mesh(self, mesh: DeviceMesh, placements: Sequence[Placement], axes: tuple[int, ...] | None, name: str) -> Mesh:

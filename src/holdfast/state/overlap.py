@@ -7,6 +7,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from holdfast.errors import StateError
@@ -19,6 +20,20 @@ _MAX_WORK = 1 << 20
 
 _device_of = attrgetter("device")
 _nbytes_of = attrgetter("nbytes")
+
+
+class TargetMemory(NamedTuple):
+    """The local memory of all `targets`, part by part in their order, and the address of each part."""
+
+    targets: Sequence[BoundTensor]
+    parts: Sequence[torch.Tensor]
+    addresses: npt.NDArray[np.uint64]
+
+    @staticmethod
+    def of(targets: Sequence[BoundTensor]) -> TargetMemory:
+        """Read the addresses of all parts."""
+        parts = [part for target in targets for part in target.local.memory]
+        return TargetMemory(targets, parts, np.fromiter(map(torch.Tensor.data_ptr, parts), np.uint64, len(parts)))
 
 
 class MemorySpan(NamedTuple):
@@ -44,8 +59,8 @@ class _HeldMemory(NamedTuple):
     view: torch.Tensor
 
 
-def check_disjoint(targets: Sequence[BoundTensor]) -> None:
-    """Refuse targets if two of their elements share memory, in one tensor or in two.
+def check_disjoint(memory: TargetMemory) -> None:
+    """Refuse the memory of targets if two of their elements share it, in one tensor or in two.
 
     Two targets may share memory if they are the same part of the same stored tensor. Tensors on the meta device are
     skipped, because they have no memory yet.
@@ -53,10 +68,10 @@ def check_disjoint(targets: Sequence[BoundTensor]) -> None:
     Raises:
         StateError: code ``state.overlap``; the error names the tensors.
     """
-    if _are_apart([view for target in targets for view in target.local.memory]):
+    if _are_apart(memory):
         return
     open_: list[_HeldMemory] = []
-    for held in sorted(_held(targets), key=lambda held: held.span):
+    for held in sorted(_held(memory.targets), key=lambda held: held.span):
         if _may_overlap_itself(held.view):
             layout = f"shape {list(held.view.shape)}, strides {list(held.view.stride())}"
             raise _overlap(
@@ -72,14 +87,14 @@ def check_disjoint(targets: Sequence[BoundTensor]) -> None:
         open_.append(held)
 
 
-def _are_apart(views: Sequence[torch.Tensor]) -> bool:
-    """Whether all views are on one device, have no holes and lie one after another, as in most states. A quick test,
-    which is done for all views at once."""
-    if not all(map(torch.Tensor.is_contiguous, views)) or len(set(map(_device_of, views))) > 1:
+def _are_apart(memory: TargetMemory) -> bool:
+    """Whether all parts are on one device, have no holes and lie one after another, as in most states. A quick test,
+    which is done for all parts at once."""
+    _, parts, starts = memory
+    if not all(map(torch.Tensor.is_contiguous, parts)) or len(set(map(_device_of, parts))) > 1:
         return False
-    starts = np.fromiter(map(torch.Tensor.data_ptr, views), np.uint64, len(views))
     order = np.argsort(starts)
-    stops = starts + np.fromiter(map(_nbytes_of, views), np.uint64, len(views))
+    stops = starts + np.fromiter(map(_nbytes_of, parts), np.uint64, len(parts))
     return bool(np.all(stops[order[:-1]] <= starts[order[1:]]))
 
 

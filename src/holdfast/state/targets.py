@@ -87,7 +87,7 @@ class MemoryTargets:
             kinds = [None if want in self._casts else kind for want, kind in zip(wants, kinds, strict=True)]
         first = 0
         for dtype, run in groupby(kinds):
-            last = first + sum(1 for _ in run)
+            last = first + len(list(run))
             views = targets[first:last]
             if dtype is None:
                 nbytes = self._put_each(wants[first:last], data)
