@@ -232,7 +232,7 @@ KEEPER_MUTATIONS = [
     Mutation(  # lost generation blocks
         "keeper/test_keeper.py::test_a_sealed_slot_of_nothing_that_is_known_is_given_up[lost]",
         "keeper/daemon.py",
-        "                        self._lose(slot, f\"nothing is known of its checkpoint. {error}\")\n",
+        '                        self._lose(slot, f"nothing is known of its checkpoint. {error}")\n',
         "                        pass\n",
     ),
     Mutation(  # keepers without end
