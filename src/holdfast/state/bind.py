@@ -39,6 +39,7 @@ from holdfast.state.differences import Mismatches, difference, is_leaf
 from holdfast.state.flatten import check_depth, check_root, name_of_planes, planes_as_tensors
 from holdfast.state.kinds import (
     DICTS,
+    RecordTypes,
     is_dict_of_values,
     is_list_of_live,
     is_of_class,
@@ -137,7 +138,7 @@ class _Binder:
         self._to_rebuild: list[tuple[torch.Tensor, Registration, dict[str, torch.Tensor]]] = []
         self._pending: list[NamedTensor] = []
         self._names: dict[int, NamedTensor] = {}
-        self._records: dict[tuple[str, tuple[str, ...]], Callable[..., object]] = {}
+        self._records = RecordTypes()
         #: Objects whose state has names of tensors in its own names, with their adapters.
         self._last: list[tuple[str, object, Adapter]] = []
         self._piecewise: dict[str, Piecewise] = {}
@@ -375,7 +376,12 @@ class _Binder:
         def rebuilt() -> object:
             with writing(path, "a decode function"):
                 return values.rebuild(
-                    self._all_nodes, path, tensors.__getitem__, revive=revive, record=self._record_type, decode=decode
+                    self._all_nodes,
+                    path,
+                    tensors.__getitem__,
+                    revive=revive,
+                    record=self._records.type_of,
+                    decode=decode,
                 )
 
         return rebuilt
@@ -452,7 +458,7 @@ class _Binder:
         if registered(item) is not None or isinstance(item, Counter | torch.Size):
             return True
         return not isinstance(item, dict | list | tuple) or (
-            not isinstance(item, dict) and not values.is_record(item) and self._holds_only_values(item)
+            not isinstance(item, dict) and not values.is_record(item) and self._records.hold_only_values(item)
         )
 
     def _per_rank(self, path: str, item: PerRank[object]) -> Finish:
@@ -517,7 +523,7 @@ class _Binder:
             return self._whole(path, item, "counter") if isinstance(item, Counter) else self._dict(path, item)
         record = values.is_record(item)
         kind = "list" if isinstance(item, list) else "tuple"
-        if not record and self._holds_only_values(item) and not is_list_of_live(self.nodes, path, kind):
+        if not record and self._records.hold_only_values(item) and not is_list_of_live(self.nodes, path, kind):
             return self._whole(path, item, kind)
         self._expect(path, item, values.RecordNode if record else values.Items)
         node = self.nodes.get(path)
@@ -555,21 +561,6 @@ class _Binder:
 
         return finish
 
-    def _holds_only_values(self, item: object) -> bool:
-        """Whether no part of `item` has to keep its identity. Notes the types of NamedTuples on the way."""
-        item = unwrapped(item)
-        if registered(item) is not None:
-            return not isinstance(item, torch.Tensor | np.ndarray)
-        if isinstance(item, (torch.Tensor, Piecewise, torch.Generator, PerRank)):
-            return False
-        if isinstance(item, dict):
-            return all(self._holds_only_values(part) for part in item.values())
-        if isinstance(item, (list, tuple)):
-            if values.is_record(item):
-                self._records[type(item).__name__, item._fields] = maker(type(item))
-            return all(self._holds_only_values(part) for part in item)
-        return adapter_of(item) is None
-
     def _whole(self, path: str, item: object, *kinds: str) -> Finish:
         """Bind a container of values that is of one of the `kinds`. It is replaced as a whole; a list, dict or Counter
         takes the new contents in place."""
@@ -600,9 +591,6 @@ class _Binder:
             self._finish_generators.append(lambda: item.set_state(state))
         else:
             self._mismatches.add_kind(path, with_article(f"{item.device.type} Generator"), node)
-
-    def _record_type(self, name: str, fields: tuple[str, ...]) -> Callable[..., object]:
-        return self._records.get((name, fields)) or values.record_type(name, fields)
 
     def _expect(self, path: str, item: object, *kinds: type[Node]) -> None:
         node = self.nodes.get(path) if self._is_selected(path) else None

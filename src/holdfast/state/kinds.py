@@ -2,17 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Final
+
+import numpy as np
+import torch
 
 from holdfast.format import values
 from holdfast.format.names import parse_component
 from holdfast.format.values import Node, RecordNode, TableNode
+from holdfast.frameworks.known_types import unwrapped
+from holdfast.frameworks.registry import adapter_of
+from holdfast.state.containers import maker
 from holdfast.state.local_placements import torch_value
+from holdfast.state.per_rank import PerRank
+from holdfast.state.piecewise import Piecewise
 from holdfast.state.registered_types import registered
 
 #: Kinds of dicts whose items an empty one can take.
 DICTS: Final = ("dict", "ordered")
+
+
+class RecordTypes:
+    """The types of the NamedTuples of a live state, for those of its values that are rebuilt."""
+
+    def __init__(self) -> None:
+        self._makers: dict[tuple[str, tuple[str, ...]], Callable[..., object]] = {}
+
+    def hold_only_values(self, item: object) -> bool:
+        """Whether no part of `item` has to keep its identity. Notes the types of NamedTuples on the way."""
+        item = unwrapped(item)
+        if registered(item) is not None:
+            return not isinstance(item, torch.Tensor | np.ndarray)
+        if isinstance(item, (torch.Tensor, Piecewise, torch.Generator, PerRank)):
+            return False
+        if isinstance(item, dict):
+            return all(self.hold_only_values(part) for part in item.values())
+        if isinstance(item, (list, tuple)):
+            if values.is_record(item):
+                self._makers[type(item).__name__, item._fields] = maker(type(item))
+            return all(self.hold_only_values(part) for part in item)
+        return adapter_of(item) is None
+
+    def type_of(self, name: str, fields: tuple[str, ...]) -> Callable[..., object]:
+        """The type that was noted for NamedTuples of class `name` with these `fields`, or a new one."""
+        return self._makers.get((name, fields)) or values.record_type(name, fields)
 
 
 def is_dict_of_values(nodes: Mapping[str, Node], path: str) -> bool:
