@@ -60,7 +60,7 @@ def test_a_snapshot_that_was_given_up_is_not_called_durable(run: Run, saved: Sav
         ("fenced", False, True)
     ] * 2
     text = holdfast_command("node", "--node-dir", folder.node_dir).out
-    assert "are durable or given up and no trainer has them" in text
+    assert "are durable or given up, and their trainers have ended" in text
 
 
 def test_the_command_says_which_keeper_does_not_end(run: Run, folder: NodeFolder) -> None:

@@ -223,7 +223,7 @@ def test_a_folder_that_is_not_private_costs_what_is_in_it_and_a_restore_goes_to_
     folder = killed_with_a_sealed_snapshot(run, node_dir)
     folder.chmod(0o755)
     assert goes_on(run, node_dir) == (0, [True] * 3)
-    assert "what is in memory cannot be used, going to storage: [config.not_private]" in caplog.text
+    assert "the snapshots in memory cannot be used, restoring from storage instead: [config.not_private]" in caplog.text
     shutil.rmtree(folder)
 
 

@@ -181,7 +181,7 @@ def save_every_kind_of_node(run: Path) -> dict[str, bytes]:
         "phase": Phase.WARMUP,
         "quantised": quantised(7),
         "stateful": [Loader(Phase.WARMUP), Loader(quantised(8))],
-        "keys": {"both": 1, f"only on {rank}": rank},
+        "keys": {"both": torch.ones(1), f"only on {rank}": rank},
     }
     holdfast.save(run, state, 3)
     nodes = Checkpoint(resolve(parse(run)).sealed).nodes

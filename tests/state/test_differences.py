@@ -224,7 +224,7 @@ def test_a_best_state_dict_that_the_live_state_lacks_is_to_be_built_before_the_l
     holdfast.save(tmp_path / "run", {"model": model, "best": best}, 0)
     with pytest.raises(IncompatibleError) as caught:
         holdfast.load(tmp_path / "run", {"model": nn.Linear(2, 3), "best": begun})
-    assert re.search(r"build (the dict 'best' with its entries before it|it before the load)", str(caught.value))
+    assert re.search(r"build (the dict 'best' with its entries before it|that before the load)", str(caught.value))
     built = {name: torch.empty_like(tensor) for name, tensor in best.items()}
     holdfast.load(tmp_path / "run", {"model": nn.Linear(2, 3), "best": built})
     assert all(torch.equal(built[name], best[name]) for name in best)

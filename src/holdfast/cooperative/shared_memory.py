@@ -51,7 +51,7 @@ class SharedMemoryTransport:
 
     def bring(self, rank: int, number: int, out: Bytes) -> NoReturn:
         """Never called: neighbours lend."""
-        raise AssertionError(f"chunk {number} of neighbour {rank} is lent, not brought into {len(out)} bytes")
+        raise AssertionError(f"neighbour {rank} lends chunk {number} and does not send it")
 
     def interrupt(self) -> None:
         """Do nothing: no call blocks for long."""

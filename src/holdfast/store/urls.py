@@ -15,6 +15,7 @@ from urllib.parse import unquote
 from holdfast.errors import ConfigurationError
 from holdfast.store.base import SCHEME, Location, Store
 from holdfast.store.posix import PosixStore
+from holdfast.store.posix_errors import in_the_way
 from holdfast.store.timed import TimedStore
 
 _GROUP = "holdfast.stores"
@@ -49,13 +50,15 @@ def open_store(location: Location) -> Store:
 
 def canonical(location: Location, *, timeout_s: float) -> Location:
     """`location` with the links in its path resolved, so that all paths of one folder give one location. A URL stays as
-    it is.
+    it is, and so does a path that leads through a dangling link or a file: whoever opens it is told of that.
 
     Raises `StorageError`, code ``storage.timeout``, where the file system does not answer in time.
     """
     if location.folder is None:
         return location
     with TimedStore(open_store(location), timeout_s=timeout_s) as storage:
+        if storage.limit.run("look at", location.url, lambda: in_the_way(location.url)) is not None:
+            return location
         return Location(storage.resolved(), location.options)
 
 
