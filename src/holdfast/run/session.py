@@ -46,7 +46,7 @@ class FilledMemory(Protocol):
     """
 
     def among(self, numbers: AbstractSet[int]) -> AbstractSet[int]:
-        """Those of `numbers` whose memory belongs to these tensors and still exists."""
+        """Those of `numbers` whose memory belongs to these tensors."""
 
     def forget(self, newer: FilledMemory | None) -> bool:
         """Forget memory that no longer exists, and memory that is in `newer`. Returns whether anything is left."""
