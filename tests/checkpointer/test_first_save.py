@@ -66,6 +66,15 @@ def test_a_path_that_cannot_become_a_run_is_refused_by_restore_as_by_the_first_s
     assert (restored.value.code, restored.value.message) == (saved.value.code, saved.value.message)
 
 
+def test_a_selection_that_matches_nothing_is_refused_by_restore_as_by_the_first_save(tmp_path: Path) -> None:
+    checkpointer = Checkpointer(tmp_path / "run", state(), memory=None, select="no_such_name/*")
+    with pytest.raises(HoldfastError) as restored:
+        checkpointer.restore()
+    with pytest.raises(HoldfastError) as saved:
+        checkpointer.save(0)
+    assert restored.value.code == saved.value.code == "incompatible.select"
+
+
 def test_the_parent_of_runs_is_refused_with_the_names_of_the_runs(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"Name one of the runs in it \(a, b\)"):
         Checkpointer(parent_of_runs(tmp_path), state(), memory=None).restore()

@@ -12,6 +12,7 @@ from holdfast.errors import CorruptError, StateError
 from holdfast.format.names import (
     Key,
     check_components,
+    check_names,
     component,
     is_rank_component,
     join,
@@ -156,3 +157,12 @@ def test_a_name_is_sound_when_all_its_components_are(name: str) -> None:
     else:
         with pytest.raises(CorruptError, match=r"corrupt\.name"):
             check_components(name)
+
+
+@given(st.lists(st.text("a%/@25F0=", max_size=12), max_size=4))
+def test_names_are_sound_together_when_each_of_them_is(names: list[str]) -> None:
+    if all(is_sound(component) for name in names for component in split(name)):
+        check_names(names)
+    else:
+        with pytest.raises(CorruptError, match=r"corrupt\.name"):
+            check_names(names)

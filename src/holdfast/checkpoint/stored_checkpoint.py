@@ -182,7 +182,8 @@ class Checkpoint(DataFiles):
         unheld = next((part for part in value_codec.parts(nodes) if part not in self._paths), None)
         if unheld is not None:
             raise self._corrupt(name, f"its values refer to {unheld!r}, which no data file holds")
-        lost = set(value_codec.tensors(nodes)).difference(self.numbers, self.manifest.body.aliases)
+        known, aliases = self.numbers, self.manifest.body.aliases
+        lost = [name for name in value_codec.tensors(nodes) if name not in known and name not in aliases]
         if lost:
             raise self._corrupt(name, f"its values refer to tensor {min(lost)!r}, which the manifest does not list")
         return nodes

@@ -11,7 +11,7 @@ from holdfast.control.deadline import Deadline
 from holdfast.control.torch_store import default_channel
 from holdfast.errors import StateError
 from holdfast.format import records
-from holdfast.format.patterns import Globs
+from holdfast.format.patterns import Globs, check_matched
 from holdfast.phases import attempt
 from holdfast.run.history import Run
 from holdfast.state.flatten import flatten
@@ -37,12 +37,16 @@ def check_first_save(
     deadline = Deadline(timeout_s)
     channel = default_channel("restore", group, deadline=deadline)
 
-    def check() -> None:
+    def check() -> dict[str, list[str]]:
         if channel.rank == 0:
             _check_path(run, deadline)
-        _check_state(state, select, rank=channel.rank, world_size=channel.world_size)
+        return _unmatched(state, select, rank=channel.rank, world_size=channel.world_size)
 
-    channel.confirm("first save", attempt(check), deadline)
+    def answer(ranks: Sequence[dict[str, list[str]]]) -> bytes:
+        check_matched("select", ranks, where="the state")
+        return b""
+
+    channel.exchange("first save", attempt(check), answer, deadline, takes=dict[str, list[str]], gives=bytes)
     channel.await_readers(deadline)
 
 
@@ -54,10 +58,13 @@ def _check_path(run: Location, deadline: Deadline) -> None:
             storage.limit.run("look at", path, lambda: check_creatable(path))
 
 
-def _check_state(
+def _unmatched(
     state: Mapping[str, object], select: str | Sequence[str] | None, *, rank: int, world_size: int
-) -> None:
+) -> dict[str, list[str]]:
+    """The globs of the selection that match nothing in the state, with names that are near. Raises the error of a state
+    that can never be saved."""
     globs = None if select is None else Globs(select)
     walk = attempt(lambda: flatten(state, rank=rank, world_size=world_size, select=globs))
     if isinstance(walk, StateError) and walk.code in _LASTING:
         raise walk
+    return {} if isinstance(walk, Exception) else dict(walk.unmatched)

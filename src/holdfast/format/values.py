@@ -25,7 +25,7 @@ import numpy as np
 from holdfast.decoding import decode_msgpack
 from holdfast.errors import CorruptError, NotFoundError, StateError
 from holdfast.format.names import (
-    check_components,
+    check_names,
     component,
     is_rank_component,
     join,
@@ -268,10 +268,10 @@ def decode(data: bytes) -> dict[str, Node]:
     paths = [row.path for row in rows]
     if any(map(ge, paths, paths[1:])):
         raise _malformed("", "are not sorted by path")
+    check_names(paths)
     for path, node in nodes.items():
         if path.count("/") >= MAX_DEPTH:
             raise _malformed(path, f"are nested deeper than {MAX_DEPTH}")
-        check_components(path)
         if type(node) not in _ALWAYS_SOUND:
             _check(path, node, nodes)
     return nodes

@@ -24,6 +24,7 @@ from holdfast.frameworks.known_types import (
     KnownType,
     Transparent,
     WholeObject,
+    Wrapper,
     known_type,
     refusal_of,
     type_of,
@@ -167,9 +168,10 @@ def _walk(module: nn.Module, prefix: str, path: str, unsynced: frozenset[int] | 
 
     `prefix` is escaped already: a component is escaped letter by letter, so its parts may be escaped one by one.
     """
-    module = cast("nn.Module", unwrapped(module))
-    kind: type = type(module)  # of any metaclass: mypy doubts that those can be hashed
-    traits = _traits(kind)
+    traits = _traits(type_of(module))
+    if isinstance(traits.known, Wrapper):
+        module = cast("nn.Module", unwrapped(module))
+        traits = _traits(type_of(module))
     base = join(path, prefix)
     _refuse_hidden_state(module, traits, path, prefix, state.wants)
     if traits.shards:
@@ -186,7 +188,7 @@ def _walk(module: nn.Module, prefix: str, path: str, unsynced: frozenset[int] | 
         for name, buffer in module._buffers.items():  # noqa: SLF001
             if buffer is not None and name not in transient:
                 state.tensors.append(_entry(base + component(name, path=path), buffer, "first", unsynced))
-    extra = _extra_of(module, path, traits)
+    extra = _extra_of(module, path, traits) if traits.known or traits.has_extra_state else None
     if extra is not None:
         state.extras.append((f"{base}_extra_state", extra))
     for name, child in module._modules.items():  # noqa: SLF001

@@ -48,7 +48,7 @@ class FilledMemory(Protocol):
     """
 
     def among(self, numbers: AbstractSet[int]) -> AbstractSet[int]:
-        """The `numbers` whose memory belongs to these tensors and still exists."""
+        """The `numbers` whose memory belongs to these tensors."""
 
     def forget(self, newer: FilledMemory | None) -> bool:
         """Forget memory that no longer exists, and memory that is in `newer`. Returns whether anything is left."""

@@ -81,6 +81,10 @@ class WalkCache(NamedTuple):
     layouts: list[TensorLayout]
     tied: list[tuple[int, int]]
 
+    def untied(self, items: Sequence[T]) -> Iterable[T]:
+        """Those of `items`, one per tensor, that belong to the tensors whose memory is new."""
+        return map(items.__getitem__, self.new) if self.tied else items
+
 
 class _FoundTensors(NamedTuple):
     """The facts, DTensor specs and local memory of tensors, before they are compared with the last walk."""
@@ -138,12 +142,11 @@ class TensorCollector:
         if known is None or known.facts != read.facts:
             self._last.clear()  # later tensors may be tied to the changed ones
             known = self._describe(ordered, read)
-        parts = map(read.parts.__getitem__, known.new)
         self.found += [
             LocalTensor(layout, (part.detach() if part.requires_grad else part,))
-            for layout, part in zip(known.layouts, parts, strict=True)
+            for layout, part in zip(known.layouts, known.untied(read.parts), strict=True)
         ]
-        self._first += map(ordered.__getitem__, known.new)
+        self._first += known.untied(ordered)
         for number, place in known.tied:
             self._others.setdefault(place, []).append(ordered[number])
             entries = self._entries(place)

@@ -130,7 +130,8 @@ class Walk:
     """One walk of a state, in two parts; it is the `Sink` of the adapters.
 
     The constructor reads the whole structure: every tensor, value, group and slot. Only the slots in `left`, thousands
-    of plain tensors that only a step changes, have no names yet. `finish` names them. Without `leaves`, none are left.
+    of plain tensors that only a step changes, have no names yet. `finish` names them. Without `leaves`,
+    `left` stays empty: then call `finish` at once.
     """
 
     def __init__(
@@ -238,13 +239,18 @@ class Walk:
         self._unsteady.update(self._names[id(tensor)].name for tensor in self._changed_elsewhere)
         self._gather()
         # By now, memory that the state also has elsewhere has got its canonical name from there.
+        if leaves:
+            self._leave_some()
+            self._gather()
+
+    def _leave_some(self) -> None:
+        """Name the deferred parts that cannot be left for `finish`."""
         deferred, self._deferred = self._deferred, []
         for part in deferred:
-            if not (leaves and self._leave(part)):
+            if not self._leave(part):
                 num_before = len(self._tensors)
                 part.describe(self)
                 self._stepped.update(islice(self._tensors, num_before, None))
-        self._gather()
 
     def _refuse_part_of_trained(self, path: str, optimizer: Optimizer, saved: Holds[int]) -> None:
         """Refuse a selection that takes the state of an optimizer and only a part of the weights that it trains: after

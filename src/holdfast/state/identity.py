@@ -48,6 +48,7 @@ class _Object:
 
 # The calls behind torch's own StorageWeakRef. Bound here, because an interpreter that shuts down has cleared torch and
 # the names of this module before `__del__` runs.
+_hold = cast("Callable[[torch.UntypedStorage], int]", torch.UntypedStorage._weak_ref)  # noqa: SLF001
 _is_gone = cast("Callable[[int], bool]", torch.UntypedStorage._expired)  # noqa: SLF001
 _free = cast("Callable[[int], None]", torch.UntypedStorage._free_weak_ref)  # noqa: SLF001
 
@@ -68,12 +69,11 @@ class TensorMemory:
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._numbers: set[int] = set()
         storages = {storage._cdata: storage for storage in _storages(tensors) if storage is not None}  # noqa: SLF001
-        for storage in storages.values():
-            self._numbers.add(cast("int", storage._weak_ref()))  # noqa: SLF001
+        self._numbers.update(map(_hold, storages.values()))
 
     def among(self, numbers: AbstractSet[int]) -> AbstractSet[int]:
-        """As `FilledMemory.among`."""
-        return {number for number in self._numbers & numbers if not _is_gone(number)}
+        """As `FilledMemory.among`. No test whether it still exists is needed: no other memory gets these numbers."""
+        return self._numbers & numbers
 
     def forget(self, newer: FilledMemory | None) -> bool:
         """As `FilledMemory.forget`."""
