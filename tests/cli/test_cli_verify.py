@@ -301,3 +301,8 @@ def test_closed_and_full_outputs_do_not_look_like_a_finding(run: Path) -> None:
         assert done.returncode == 3
         assert b"[storage.output] standard output takes no more: No space left on device." in done.stderr
         assert b"Traceback" not in done.stderr
+    for command, code in ((["show", f"{run}@step=99", "--json"], b"not_found."), (["show", "--json"], b"config.usage")):
+        with Path("/dev/full").open("w") as full:
+            done = subprocess.run([*python, *command], stdout=full, stderr=subprocess.PIPE, check=False)
+        assert done.returncode
+        assert code in done.stderr, "an error that standard output does not take is on standard error"

@@ -12,6 +12,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Final, NoReturn, Protocol, runtime_checkable
 
@@ -97,6 +98,9 @@ def _status(error: BaseException, *, as_json: bool) -> int:
     except OSError:
         # The output takes nothing, as on a full disk. Python flushes it once more.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if as_json:
+            with suppress(OSError):  # standard error may be as full
+                explain(known)
     return status
 
 

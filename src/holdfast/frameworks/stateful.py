@@ -190,7 +190,12 @@ def reading(path: str, what: str) -> Iterator[None]:
 
 
 @contextmanager
-def writing(path: str, what: str) -> Iterator[None]:
+def writing(
+    path: str,
+    what: str,
+    *,
+    action: str = "Build the object as it was when the checkpoint was written, or take it out of the state.",
+) -> Iterator[None]:
     """A ``with`` block that loads the object at `path`. Turns an error of the object's code, which `what` names, into
     an `IncompatibleError`, code ``incompatible.object``."""
     try:
@@ -201,7 +206,7 @@ def writing(path: str, what: str) -> Iterator[None]:
         raise IncompatibleError(
             f"{_failed(path, what, error)}: it did not take the stored state.",
             code="incompatible.object",
-            action="Build the object as it was when the checkpoint was written, or take it out of the state.",
+            action=action,
             path=path,
         ) from error
 

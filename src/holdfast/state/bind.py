@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from functools import cached_property
 from itertools import chain
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -53,16 +53,13 @@ from holdfast.state.overlap import TargetMemory, check_disjoint
 from holdfast.state.per_rank import PerRank
 from holdfast.state.piecewise import Piecewise, describe
 from holdfast.state.random_state import RandomState
-from holdfast.state.registered_types import (
-    ARRAY,
-    Registration,
-    check_registered,
-    decode,
-    registered,
-)
+from holdfast.state.registered_types import ARRAY, Registration, check_registered, decode, registered
 from holdfast.state.resized import INSIDE, objects_in, put
 from holdfast.state.same_objects import SameObjects, is_changed_in_place
 from holdfast.wording import count, kind_of, with_article
+
+#: The advice about an error that a user's ``on_resize`` raises.
+_ON_RESIZE: Final = "Correct the function: it gets the stored values of all ranks, this rank, and the number of ranks."
 
 
 def bind(
@@ -500,7 +497,7 @@ class _Binder:
 
         def merged() -> object:
             held = cast("list[object]", parts())
-            with writing(path, "on_resize"):
+            with writing(path, "on_resize", action=_ON_RESIZE):
                 return merge(held, self._rank, self._world_size)
 
         if registered(live) is None and isinstance(adapter_of(live), StatefulAdapter):
