@@ -73,6 +73,7 @@ def test_a_transfer_of_a_part_does_not_lift_the_refusal_of_the_rest(tmp_path: Pa
     refused(tmp_path / "run", target, 1)
     holdfast.transfer(source, target, select=["model/bias", "loose"])
     holdfast.save(tmp_path / "run", target, 1)
+    assert holdfast.open(tmp_path / "run").step == 1
 
 
 def test_a_transfer_that_mends_lets_the_job_go_on_in_its_run(tmp_path: Path) -> None:

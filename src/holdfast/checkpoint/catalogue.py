@@ -1,4 +1,4 @@
-"""Where the files of a checkpoint can be had: which copies there are, in which tier, and who can read them.
+"""The catalogue of the copies of a checkpoint's files: in which store and tier each lies, and who can read it.
 
 Readers ask the catalogue for the nearest copy of a file and never know the tiers. So a checkpoint is not tied to one
 store, and a new tier adds copies here and changes no reader.

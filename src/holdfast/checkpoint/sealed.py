@@ -28,7 +28,7 @@ class Sealed:
 
     @property
     def catalogue(self) -> Catalogue:
-        """Where the checkpoint's files can be had."""
+        """The catalogue of the copies of the checkpoint's files."""
         return Catalogue(self.nearer, self.storage, self.prefix)
 
     def key(self, name: str) -> str:

@@ -379,7 +379,7 @@ class Keeper:
             clear_starts(self._folder)
 
     def _tell(self, about: str, trouble: str) -> None:
-        """Log the `trouble` with a slot or a checkpoint; "" where it is over. The same trouble is told once."""
+        """Log the `trouble` with a slot or a checkpoint, once for each text; "" says that it is over."""
         if trouble and self._told.get(about) != trouble:
             _log.error("%s", trouble)
         self._told[about] = trouble

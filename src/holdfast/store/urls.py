@@ -50,7 +50,7 @@ def open_store(location: Location) -> Store:
 
 def canonical(location: Location, *, timeout_s: float) -> Location:
     """`location` with the links in its path resolved, so that all paths of one folder give one location. A URL stays as
-    it is, and so does a path that leads through a dangling link or a file: whoever opens it is told of that.
+    it is, and so does a path that leads through a dangling link or a file: opening it raises an error that says so.
 
     Raises `StorageError`, code ``storage.timeout``, where the file system does not answer in time.
     """
