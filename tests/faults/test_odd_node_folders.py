@@ -17,6 +17,7 @@ import holdfast
 from holdfast import Checkpointer, Memory
 from holdfast.keeper.client import ensure_keeper
 from holdfast.node_memory import keeper_starts
+from holdfast.node_memory.inventory import LOG_NAME
 from holdfast.node_memory.keeper_lock import is_kept
 from holdfast.node_memory.keeper_starts import MAX_STARTS, starts
 from holdfast.node_memory.node_folder import NodeFolder
@@ -184,7 +185,7 @@ def test_a_keeper_that_always_crashes_is_not_started_for_ever_and_saves_go_to_st
     checkpointer.__exit__(RuntimeError, RuntimeError(), None)
 
 
-def test_a_keeper_that_works_again_is_started_after_a_while(
+def test_a_keeper_that_works_again_is_started_after_a_while_and_until_then_the_error_says_why_the_last_died(
     run: str, node_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Path(run).mkdir()
@@ -195,7 +196,9 @@ def test_a_keeper_that_works_again_is_started_after_a_while(
             for _ in range(MAX_STARTS):
                 ensure_keeper(folder, run)
                 until(lambda: not is_kept(folder))
-            with pytest.raises(holdfast.ConfigurationError, match=r"did not start .5 of them died"):
+            with (folder.path / LOG_NAME).open("a") as log:
+                log.write("2026-11-25 02:44:47,075 INFO another keeper is at work\n")
+            with pytest.raises(holdfast.ConfigurationError, match=r"did not start .5 of them died.*: a defect"):
                 ensure_keeper(folder, run)
             assert time.monotonic() - began_s > 2.0
         with pytest.raises(holdfast.ConfigurationError, match="did not start"):

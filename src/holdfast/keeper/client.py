@@ -21,6 +21,7 @@ from holdfast.node_memory.node_folder import NodeFolder
 
 _NUM_TRIES: Final = 3
 _KILLED: Final = -9
+_INFO: Final = " INFO "
 #: A keeper that takes longer to start is killed. (Python itself may lie on a file system that hangs.)
 _START_LIMIT_S: Final = 20.0
 
@@ -101,8 +102,9 @@ def _no_keeper(folder: NodeFolder, run: str, how: str) -> ConfigurationError:
 
 
 def _last_words(folder: NodeFolder) -> str:
+    """The last line of the keepers' log that can say why one died. Another keeper may have logged its start since."""
     text = ""
     with suppress(OSError, ConfigurationError), os.fdopen(folder.open(LOG_NAME), "rb") as file:
         text = file.read().decode(errors="replace")
-    lines = text.splitlines()
-    return lines[-1].rstrip(".") if lines else "its log is empty"
+    reasons = [line for line in text.splitlines() if _INFO not in line]
+    return reasons[-1].rstrip(".") if reasons else "its log says nothing"
