@@ -292,10 +292,10 @@ class _Binder:
 
     def _dtype(self, name: str, stored: str, cast_to: torch.dtype | None) -> str:
         """The dtype `cast_to` if the tensor `name` may be cast to it, else the dtype that is `stored`."""
-        if cast_to is None:
+        if cast_to is None or not self._matcher.may_cast([name]):
             return stored
         wanted = str(cast_to).removeprefix("torch.")
-        return wanted if castable(stored, wanted) and self._matcher.may_cast([name]) else stored
+        return wanted if castable(stored, wanted) else stored
 
     def fill(self, entry: NamedTensor) -> None:
         registration = registered(entry.tensor)
