@@ -19,7 +19,7 @@ MUTATIONS = [
     ),
     Mutation(  # optimizer state is made in the dtype of its parameter
         "known_defects/test_wrong_bytes.py::test_moments_are_rounded_to_the_dtype_of_the_weight",
-        "state/bind.py",
+        "state/bind_tensors.py",
         "        return empty(dtype, stored.shape, like=like, device=device)\n\n",
         '        return empty(str(getattr(like, "dtype", None)).removeprefix("torch."), stored.shape, like=like, '
         "device=device)\n\n",
