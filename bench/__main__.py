@@ -9,26 +9,16 @@ from typing import Annotated
 
 import typer
 
+from bench.benchmark import Benchmark, Options, chosen, require_bars, require_raw_limit
 from bench.engine import ENGINE
+from bench.errors import BenchError, MarkersError
 from bench.front import render_chart, render_front
 from bench.history import HISTORY
 from bench.io import IO
 from bench.load import LOADS
 from bench.markdown import RESULTS, replace_part
 from bench.plan import PLAN, draw_planning
-from bench.schema import (
-    BenchError,
-    Benchmark,
-    MarkersError,
-    Options,
-    Part,
-    Result,
-    chosen,
-    read_result,
-    require_bars,
-    require_raw_limit,
-    write_result,
-)
+from bench.schema import Part, Result, read_result, write_result
 from bench.small import SMALL
 from bench.view import VIEW
 

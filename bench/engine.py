@@ -6,21 +6,33 @@ all cores.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any
+from statistics import median
+from typing import Any, NamedTuple
 
+from bench.benchmark import Bar, Benchmark, Options, judged
 from bench.contenders import BACKGROUND, OURS, OURS_SYNC, select
-from bench.engine_loops import NO_SAVES, PythonLoop, TrainingLoop
-from bench.engine_restore import Restores
-from bench.engine_saves import ALONE, BESIDE_WORK, Saves
+from bench.engine_turns import ALONE, BESIDE_WORK, NO_SAVES, PythonLoop, Restores, Saves, TrainingLoop
 from bench.environment import in_words
-from bench.markdown import label, of_raw, raw_in_words, reasons, samples_link, table
+from bench.errors import SetupError
+from bench.markdown import (
+    NO_FIGURE,
+    cpu,
+    figures,
+    labels,
+    memory,
+    raw_in_words,
+    reasons,
+    samples_link,
+    shares,
+    table,
+    text,
+    verdicts,
+)
 from bench.runner import Job, Turns, measure
-from bench.schema import RAW, WARM_UP, Bar, Benchmark, Options, Part, Result, SetupError
+from bench.schema import RAW, WARM_UP, Part, Result, paired_ratios
 from bench.state import LlamaLike
-from bench.statistics import NO_FIGURE, median, paired_ratios, text
 from bench.ways import GENERATIONS
 
 SAVES, RESTORE, PYTHON, LOOP = ("saves", "restore", "python", "loop")
@@ -37,8 +49,7 @@ MEMORY_MIB = 128.0
 PYTHON_SLOW_DOWN, LOOP_SLOW_DOWN = 0.05, 0.03
 
 
-@dataclass(frozen=True)
-class Measured:
+class Measured(NamedTuple):
     """What is measured in a part: a state of `gib`, of which `copies` are on the device at once. `timed` are facts in
     seconds, and shorter at a smaller scale."""
 
@@ -46,8 +57,8 @@ class Measured:
     gib: float
     copies: int
     world: int | None = None
-    facts: Mapping[str, Any] = field(default_factory=dict)
-    timed: Mapping[str, float] = field(default_factory=dict)
+    facts: Mapping[str, Any] = {}
+    timed: Mapping[str, float] = {}
 
 
 PARTS = {
@@ -112,26 +123,29 @@ def bars(result: Result) -> Iterator[Bar]:
     if part and _is_full(part, world=MIN_WORLD, nbytes=MIN_NBYTES) and part.scenario.state.num_tensors >= MIN_TENSORS:
         found = {each.name for each in part.able}
         if OURS in found:
-            blocked_s, step_wait_s = (median(_beside(part, OURS, key)) for key in ("blocked_s", "step_wait_s"))
-            yield _bar("blocked", 1e3 * blocked_s, BLOCKED_MS, "ms")
-            yield _bar("step wait", 1e3 * step_wait_s, STEP_WAIT_MS, "ms")
+            blocked_s, step_wait_s = (
+                median(part.series(OURS, key, measure=BESIDE_WORK)) for key in ("blocked_s", "step_wait_s")
+            )
             persist_share = median(part.shares(OURS, "persist_s", measure=ALONE))
-            yield _bar("persist, of raw", persist_share, SHARE_OF_RAW, at_least=True)
-            yield _bar("CPU", part.cpu_s_per_gb(OURS, measure=ALONE), CPU_S_PER_GB, "s/GB")
-            yield _bar("extra memory per rank", _peak_nbytes(part, OURS) / 2**20, MEMORY_MIB, "MiB")
+            peak_nbytes = part.peak_nbytes(OURS, ALONE, BESIDE_WORK)
+            yield judged("blocked", 1e3 * blocked_s, BLOCKED_MS, " ms")
+            yield judged("step wait", 1e3 * step_wait_s, STEP_WAIT_MS, " ms")
+            yield judged("persist, of raw", persist_share, SHARE_OF_RAW, at_least=True)
+            yield judged("CPU", part.cpu_s_per_gb(OURS, measure=ALONE), CPU_S_PER_GB, " s/GB")
+            yield judged("extra memory per rank", peak_nbytes / 2**20, MEMORY_MIB, " MiB")
         if OURS_SYNC in found:
             share = median(part.shares(OURS_SYNC, measure=ALONE))
-            yield _bar("holdfast.save, of raw", share, SHARE_OF_RAW, at_least=True)
+            yield judged("holdfast.save, of raw", share, SHARE_OF_RAW, at_least=True)
     part = result.find(RESTORE)
     if part and _is_full(part, world=MIN_WORLD, nbytes=MIN_NBYTES):
-        yield _bar("restore, of memcpy", median(of_memcpy(part, "seconds")), SHARE_OF_MEMCPY, at_least=True)
+        yield judged("restore, of memcpy", median(of_memcpy(part, "seconds")), SHARE_OF_MEMCPY, at_least=True)
     part = result.find(PYTHON)
     if part and _is_full(part, world=1, nbytes=MIN_PYTHON_NBYTES) and part.series(OURS):
         slow_down = median(python_slow_down(part, OURS, "persisting_per_s"))
-        yield _bar("Python-bound rank slowed down by", 100 * slow_down, 100 * PYTHON_SLOW_DOWN, "%")
+        yield judged("Python-bound rank slowed down by", 100 * slow_down, 100 * PYTHON_SLOW_DOWN, " %")
     part = result.find(LOOP)
     if part and _is_full(part, world=MIN_WORLD, nbytes=MIN_LOOP_NBYTES) and part.series(OURS):
-        yield _bar("loop slowed down by", 100 * median(loop_slow_down(part, OURS)), 100 * LOOP_SLOW_DOWN, "%")
+        yield judged("loop slowed down by", 100 * median(loop_slow_down(part, OURS)), 100 * LOOP_SLOW_DOWN, " %")
 
 
 def first_blocked_s(part: Part, name: str) -> float:
@@ -146,20 +160,6 @@ def _is_full(part: Part, *, world: int, nbytes: int) -> bool:
     return scenario.rounds >= MIN_ROUNDS and scenario.world >= world and scenario.state.nbytes >= nbytes
 
 
-def _bar(what: str, figure: float, limit: float, unit: str = "", *, at_least: bool = False) -> Bar:
-    unit = f" {unit}" if unit else ""
-    words = f"{what} {figure:.3g}{unit} (at {'least' if at_least else 'most'} {limit:g}{unit})"
-    return Bar(what, figure, limit, words, at_least)
-
-
-def _beside(part: Part, name: str, key: str) -> list[float]:
-    return part.series(name, key, measure=BESIDE_WORK)
-
-
-def _peak_nbytes(part: Part, name: str) -> float:
-    return part.peak_nbytes(name, ALONE, BESIDE_WORK)
-
-
 def _restores(part: Part, key: str) -> list[float]:
     """A figure of each restore, whether the ranks died when their save was staged or durable."""
     of = sum if key == "moved_cpu_s" else max
@@ -172,110 +172,95 @@ def _restores(part: Part, key: str) -> list[float]:
 def render_engine(result: Result) -> str:
     """The figures of `result` as Markdown: of each part that was measured."""
     saves, restore, python, loop = map(result.find, PARTS)
-    lines: list[str] = []
-    if saves:
-        lines += [*_save_rows(saves), "", _about_saves(saves), ""]
-    if restore:
-        lines += [*_restore_rows(restore), "", _about_restore(restore), ""]
-    if python or loop:
-        lines += [*_slow_down_rows(python, loop), ""]
-    if python:
-        lines += [_about_python(python), ""]
-    if loop:
-        lines += [_about_loop(loop), ""]
-    judged = "; ".join(bar.text() for bar in bars(result))
-    if judged:
-        lines += [f"Bars for holdfast: {judged}.", ""]
-    machines = dict.fromkeys(f"{in_words(part.environment)}, {part.date[:10]}" for part in result.parts)
+    machines = "; ".join(dict.fromkeys(f"{in_words(part.environment)}, {part.date[:10]}" for part in result.parts))
     packages = "".join(f", {name} {version}" for name, version in (saves.packages if saves else {}).items())
-    return "\n".join((*lines, f"{'; '.join(machines)}{packages}. {samples_link(result.name)}."))
+    paragraphs = [
+        *(_saves(saves) if saves else ()),
+        *(_restore(restore) if restore else ()),
+        *([_slow_downs(python, loop)] if python or loop else ()),
+        *([_about_python(python)] if python else ()),
+        *([_about_loop(loop)] if loop else ()),
+        *verdicts(bars(result), "for holdfast"),
+        f"{machines}{packages}. {samples_link(result.name)}.",
+    ]
+    return "\n\n".join(paragraphs)
 
 
-def _save_rows(part: Part) -> list[str]:
-    def memory(name: str) -> str:
-        return NO_FIGURE if name == RAW else f"{_peak_nbytes(part, name) / 1e6:.0f}"
+def _saves(part: Part) -> tuple[str, str]:
+    def peak(name: str) -> str:
+        return NO_FIGURE if name == RAW else memory(part, name, ALONE, BESIDE_WORK)
 
-    return table(
+    lines = table(
         "",
-        {each.name: label(each) for each in part.able},
+        labels(part),
         [
-            ("save blocks, ms", lambda name: text(_beside(part, name, "blocked_s"), 1, scale=1e3)),
-            ("next step waits, ms", lambda name: text(_beside(part, name, "step_wait_s"), 1, scale=1e3)),
-            ("durable after, s", lambda name: text(part.series(name, measure=ALONE))),
-            ("of raw", lambda name: of_raw(part, name, ALONE)),
-            ("CPU, s/GB", lambda name: f"{part.cpu_s_per_gb(name, measure=ALONE):.2f}"),
-            ("memory per rank, MB", memory),
+            figures("save blocks, ms", part, "blocked_s", 1, measure=BESIDE_WORK, scale=1e3),
+            figures("next step waits, ms", part, "step_wait_s", 1, measure=BESIDE_WORK, scale=1e3),
+            figures("durable after, s", part, measure=ALONE),
+            shares(part, ALONE),
+            ("CPU, s/GB", lambda name: cpu(part, name, ALONE)),
+            ("memory per rank, MB", peak),
         ],
     )
-
-
-def _about_saves(part: Part) -> str:
-    names, facts = [each.name for each in part.able], part.scenario.facts
-    first = ", ".join(f"{name} {first_blocked_s(part, name):.2f}" for name in names if name != RAW)
+    scenario = part.scenario
+    first = ", ".join(f"{name} {first_blocked_s(part, name):.2f}" for name in labels(part) if name != RAW)
     synced = "; ".join(f"{contender.name}: {contender.durable}" for contender in part.able)
     persisted = text(part.shares(OURS, "persist_s", measure=ALONE))
-    persisting = f" (holdfast, from the end of the copy: {persisted})" if OURS in names else ""
-    return (
-        f"{part.scenario.state.nbytes / 1e9:.2f} GB ({part.scenario.state.num_tensors:,} tensors), "
-        f"{part.scenario.world} ranks, medians of {part.scenario.rounds} interleaved rounds (lowest to highest) after "
-        f"a warm-up. Blocked: the call of save, beside {facts['work_s']:g} s of work per step. The next step waits as "
-        "long as it takes more than one without a save. Durable, shares and CPU (of all processes) are of saves beside "
-        f"which ranks do nothing. Of raw: raw seconds / seconds, paired by round{persisting}; raw limit: best of "
+    persisting = f" (holdfast, from the end of the copy: {persisted})" if OURS in labels(part) else ""
+    how = (
+        f"{scenario.state.nbytes / 1e9:.2f} GB ({scenario.state.num_tensors:,} tensors), {scenario.world} ranks, "
+        f"medians of {scenario.rounds} interleaved rounds (lowest to highest) after a warm-up. Blocked: the call of "
+        f"save, beside {scenario.facts['work_s']:g} s of work per step. The next step waits as long as it takes more "
+        "than one without a save. Durable, shares and CPU (of all processes) are of saves beside which ranks do "
+        f"nothing. Of raw: raw seconds / seconds, paired by round{persisting}; raw limit: best of "
         f"{raw_in_words(part)} ({part.raw_way(ALONE)}). Memory is the proportional set size of all processes beyond "
-        f"what there was before a contender's first save; holdfast has {facts['generations']} generations of the state "
-        f"in the memory of the node beside it. What durable means: {synced}. The first save of each blocked for, s: "
-        f"{first}. Every contender's last save is loaded and compared with what was saved.{reasons(part)}"
+        f"what there was before a contender's first save; holdfast has {scenario.facts['generations']} generations of "
+        f"the state in the memory of the node beside it. What durable means: {synced}. The first save of each blocked "
+        f"for, s: {first}. Every contender's last save is loaded and compared with what was saved.{reasons(part)}"
     )
+    return lines, how
 
 
-def _restore_rows(part: Part) -> list[str]:
-    labels = {
+def _restore(part: Part) -> tuple[str, str]:
+    rows = {
         "seconds": "restore from node memory (verified)",
         "moved_s": "copy of each tensor, with its digests, and no more",
         "memcpy_s": "memcpy of as many bytes",
         "load_s": "load from storage, cold caches (verified)",
     }
-    shares = {"memcpy_s": "1", "load_s": NO_FIGURE}
-    return table(
-        "after SIGKILL of all ranks",
-        labels,
-        [
-            ("s", lambda key: text(_restores(part, key))),
-            ("of memcpy", lambda key: shares.get(key) or text(of_memcpy(part, key))),
-        ],
+
+    def share(key: str) -> str:
+        return {"memcpy_s": "1", "load_s": NO_FIGURE}.get(key) or text(of_memcpy(part, key))
+
+    lines = table(
+        "after SIGKILL of all ranks", rows, [("s", lambda key: text(_restores(part, key))), ("of memcpy", share)]
     )
-
-
-def _about_restore(part: Part) -> str:
     scenario = part.scenario
     moved_cpu_s = median(_restores(part, "moved_cpu_s")) / (scenario.state.nbytes / 1e9)
-    return (
+    how = (
         f"{scenario.state.nbytes / 1e9:.2f} GB, {scenario.world} ranks, medians of {scenario.rounds} rounds (lowest "
         "to highest). In each, ranks that have saved are killed, and new ones have everything but the state when the "
         "clock starts. The memcpy is of one block from touched memory to touched memory, by all ranks at once, best of "
         f"three, and so is the copy of each tensor; with digests it takes {moved_cpu_s:.2f} s of CPU per GB, "
         "of a save as of a restore. Every state is compared with what was saved."
     )
+    return lines, how
 
 
-def _slow_down_rows(python: Part | None, loop: Part | None) -> list[str]:
-    parts = [part for part in (python, loop) if part is not None]
+def _slow_downs(python: Part | None, loop: Part | None) -> str:
+    def percent(part: Part | None, slow_down: Callable[[Part, str], list[float]]) -> Callable[[str], str]:
+        return lambda name: text(slow_down(part, name) if part else [], 1, scale=100)
+
     # Those beside Python first, as they are there.
-    names = dict.fromkeys(each.name for part in parts for each in part.able)
-
-    def beside(name: str, key: str) -> str:
-        return text(python_slow_down(python, name, key) if python else [], 1, scale=100)
-
+    names = dict.fromkeys(each.name for part in (python, loop) if part for each in part.able)
+    persisting, saving = (partial(python_slow_down, key=key) for key in ("persisting_per_s", "saving_per_s"))
     return table(
         "slowed down by, %",
         {name: name for name in names},
         [
-            ("loop of Python, while persisting", lambda name: beside(name, "persisting_per_s")),
-            ("with the copy", lambda name: beside(name, "saving_per_s")),
-            (
-                "training loop, all cores busy",
-                lambda name: text(loop_slow_down(loop, name) if loop else [], 1, scale=100),
-            ),
+            ("loop of Python, while persisting", percent(python, persisting)),
+            ("with the copy", percent(python, saving)),
+            ("training loop, all cores busy", percent(loop, loop_slow_down)),
         ],
     )
 
@@ -292,7 +277,7 @@ def _about_loop(part: Part) -> str:
 
     def lag_s(name: str) -> float:
         durable, ended = part.series(name, "durable_s"), part.series(name)
-        return median([late - end for late, end in zip(durable, ended, strict=True)])
+        return median(late - end for late, end in zip(durable, ended, strict=True))
 
     lags = ", ".join(f"{each.name} {lag_s(each.name):.2f}" for each in part.able)
     return (

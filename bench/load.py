@@ -8,29 +8,27 @@ wrote, an even part of the state each.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
+from statistics import median
 from typing import NamedTuple
 
-import msgspec
-
+from bench.benchmark import Bar, Benchmark, Options, judged
 from bench.contenders import LATER, SAVING, select
-from bench.markdown import label, raw_in_words, table, whereabouts
+from bench.markdown import Column, cpu, labels, memory, raw_in_words, table, text, verdicts, whereabouts
 from bench.runner import Job, measure
-from bench.save_load import Keep, Loads, copies
-from bench.schema import RAW, Bar, Benchmark, Options, Part, Result
+from bench.save_load import LOAD, Keep, Loads, copies
+from bench.schema import RAW, Part, Result
 from bench.state import NUM_LAYERS, Layout, LlamaLike
-from bench.statistics import median, text
 
 #: The size that the bars hold for; the least share of the raw limit that each scenario is to reach, and what all of
 #: them may cost at most.
 MIN_NBYTES = 2_000_000_000
 SHARE_BARS = {"same": 0.9, "columns": 0.8, "grow": 0.7, "shrink": 0.7, "fsdp-tp": 0.7}
-CPU_BAR_S_PER_GB = 0.35
-READ_BAR = 1.02
+CPU_BAR_S_PER_GB, READ_BAR = 0.35, 1.02
 #: The default memory budget, and 64 MiB beside it.
 MEMORY_BAR_NBYTES = 128 << 20
 
-LOAD = "load"
 _LABELS = {RAW: "raw limit, GB/s", "torch.save": "torch.load"}
 _NO_OTHER_LAYOUT = "a file holds what one rank held, so only as many ranks of the same layout can load"
 
@@ -66,29 +64,24 @@ def measure_load(name: str, options: Options) -> Part:
     """Loads of every contender that can take part in a move, in paired rounds."""
     move = MOVES[name]
     names, absent = contenders_of(move, options)
-
-    def recipe(side: Side) -> LlamaLike:
-        return LlamaLike(options.nbytes(gib=2.0), side.layout, move.num_layers)
-
+    about_saved, about_loaded = (f"{side.layout}, {side.world} ranks" for side in (move.saved, move.loaded))
+    recipe = LlamaLike(options.nbytes(gib=2.0), move.loaded.layout, move.num_layers)
     loading = Job(
         name=name,
         title=move.title,
         turns=Loads,
-        recipe=recipe(move.loaded),
+        recipe=recipe,
         world=move.loaded.world,
         rounds=options.rounds or 7,
         contenders=names,
         # Of replicas, a contender may store one for each rank.
         copies=copies(names) + move.saved.world,
-        facts={
-            when: f"{side.layout}, {side.world} ranks"
-            for when, side in (("saved", move.saved), ("loaded", move.loaded))
-        },
+        facts={"saved": about_saved, "loaded": about_loaded},
     )
-    saving = msgspec.structs.replace(
+    saving = replace(
         loading,
         turns=Keep,
-        recipe=recipe(move.saved),
+        recipe=recipe._replace(layout=move.saved.layout),
         world=move.saved.world,
         rounds=0,
         contenders=tuple(each for each in names if each != RAW),
@@ -112,38 +105,51 @@ def bars(result: Result) -> Iterator[Bar]:
         if part.scenario.state.nbytes >= MIN_NBYTES and part.series("holdfast", measure=LOAD)
     ]
     for part in parts:
-        least, share = SHARE_BARS.get(part.scenario.name), median(part.shares("holdfast", measure=LOAD))
-        if least is not None:
-            words = f"{part.scenario.title}, of raw: {share:.2f} (at least {least})"
-            yield Bar("of raw", share, least, words, at_least=True)
+        if least := SHARE_BARS.get(part.scenario.name):
+            share = median(part.shares("holdfast", measure=LOAD))
+            yield judged(f"{part.scenario.title}, of raw:", share, least, form="{:.2f}", at_least=True)
     for part in parts:
-        cpu_s, read = part.cpu_s_per_gb("holdfast", measure=LOAD), _per_byte(part, "holdfast", "device_nbytes")
         if part.scenario.name == "same":
-            words = f"CPU seconds per GB: {cpu_s:.2f} (at most {CPU_BAR_S_PER_GB})"
-            yield Bar("CPU", cpu_s, CPU_BAR_S_PER_GB, words)
+            cpu_s = part.cpu_s_per_gb("holdfast", measure=LOAD)
+            yield judged("CPU seconds per GB:", cpu_s, CPU_BAR_S_PER_GB, form="{:.2f}")
         if part.scenario.name == "replicas":
-            words = f"{part.scenario.title}, read of needed: {read:.3f} (at most {READ_BAR})"
-            yield Bar("read", read, READ_BAR, words)
+            read = part.per_byte("holdfast", "device_nbytes", measure=LOAD)
+            yield judged(f"{part.scenario.title}, read of needed:", read, READ_BAR, form="{:.3f}")
     if parts:
         most = max(part.peak_nbytes("holdfast", LOAD) for part in parts)
-        words = f"extra memory of a rank: {most / 1e6:.0f} MB (at most {MEMORY_BAR_NBYTES / 1e6:.0f})"
-        yield Bar("memory", most, MEMORY_BAR_NBYTES, words)
+        yield judged("extra memory of a rank:", most / 1e6, MEMORY_BAR_NBYTES / 1e6, form="{:.0f} MB")
 
 
 def render_load(result: Result) -> str:
     """The figures of `result` as Markdown."""
     last = result.parts[-1]
-    labels = {each.name: _LABELS.get(each.name) or label(each, "(verified)") for each in last.contenders}
-    costly = {name: label for name, label in labels.items() if name != RAW}
-    lines = [*table("", labels, _columns(result, _share)), "", _about_shares(result), ""]
-    lines += [*table("", costly, _columns(result, _cost)), "", _about_costs(result)]
-    judged = "; ".join(bar.text() for bar in bars(result))
-    if judged:
-        lines += ["", f"Bars for holdfast: {judged}."]
-    return "\n".join((*lines, "", whereabouts(result.name, last, packages=True)))
+    rows = {each.name: each.name for each in last.contenders} | labels(last, "(verified)")
+    rows |= {name: label for name, label in _LABELS.items() if name in rows}
+    costly = {name: label for name, label in rows.items() if name != RAW}
+    sizes = sorted(f"{each.scenario.state.nbytes / 1e9:.2f}" for each in result.parts)
+    about_shares = (
+        f"Share of the raw limit (raw seconds / seconds, paired by round), medians of {last.scenario.rounds} "
+        f"interleaved rounds (lowest to highest). {sizes[0]} to {sizes[-1]} GB; caches are cold before every load "
+        f"({last.caches}), and every load is compared with what was saved. Raw limit: as many processes as ranks that "
+        f"load read the state's bytes once, evenly, {last.contenders[0].io}, best of {raw_in_words(last)}."
+    )
+    every = dict.fromkeys(
+        f" Not possible for {_LABELS.get(name, name)}: {reason}."
+        for part in result.parts
+        for name, reason in part.not_possible.items()
+    )
+    about_costs = (
+        "CPU seconds of all ranks per GB; extra memory of a rank, MB; bytes that all ranks read from the device per "
+        "byte of the state (in brackets: that their read calls returned, from the page cache too; mapped files are "
+        f"none).{''.join(every)}"
+    )
+    shares = [table("", rows, _columns(result, _share)), about_shares]
+    costs = [table("", costly, _columns(result, _cost)), about_costs]
+    judgements = verdicts(bars(result), "for holdfast")
+    return "\n\n".join([*shares, *costs, *judgements, whereabouts(result.name, last, packages=True)])
 
 
-def _columns(result: Result, cell: Callable[[Part, str], str]) -> list[tuple[str, Callable[[str], str]]]:
+def _columns(result: Result, cell: Callable[[Part, str], str]) -> list[Column[str]]:
     """A column for each scenario."""
 
     def of(part: Part, name: str) -> str:
@@ -155,43 +161,12 @@ def _columns(result: Result, cell: Callable[[Part, str], str]) -> list[tuple[str
 def _share(part: Part, name: str) -> str:
     if name != RAW:
         return text(part.shares(name, measure=LOAD))
-    nbytes = part.scenario.state.nbytes
-    return text([nbytes / 1e9 / seconds for seconds in part.series(name, measure=LOAD)])
+    return text([part.scenario.state.nbytes / 1e9 / seconds for seconds in part.series(name, measure=LOAD)])
 
 
 def _cost(part: Part, name: str) -> str:
-    read, asked = (_per_byte(part, name, key) for key in ("device_nbytes", "asked_nbytes"))
-    memory = f"{part.peak_nbytes(name, LOAD) / 1e6:.0f}"
-    return f"{part.cpu_s_per_gb(name, measure=LOAD):.2f}; {memory}; {read:.2f} ({asked:.2f})"
-
-
-def _per_byte(part: Part, name: str, key: str) -> float:
-    """The bytes of all ranks per byte of the state: what every rank holds counts once."""
-    return median([each / part.scenario.state.nbytes for each in part.series(name, key, measure=LOAD, of=sum)])
-
-
-def _about_shares(result: Result) -> str:
-    part = result.parts[-1]
-    sizes = sorted(f"{each.scenario.state.nbytes / 1e9:.2f}" for each in result.parts)
-    return (
-        f"Share of the raw limit (raw seconds / seconds, paired by round), medians of {part.scenario.rounds} "
-        f"interleaved rounds (lowest to highest). {sizes[0]} to {sizes[-1]} GB; caches are cold before every load "
-        f"({part.caches}), and every load is compared with what was saved. Raw limit: as many processes as ranks that "
-        f"load read the state's bytes once, evenly, {part.contenders[0].io}, best of {raw_in_words(part)}."
-    )
-
-
-def _about_costs(result: Result) -> str:
-    every = dict.fromkeys(
-        f" Not possible for {_LABELS.get(name, name)}: {reason}."
-        for part in result.parts
-        for name, reason in part.not_possible.items()
-    )
-    return (
-        "CPU seconds of all ranks per GB; extra memory of a rank, MB; bytes that all ranks read from the device per "
-        "byte of the state (in brackets: that their read calls returned, from the page cache too; mapped files are "
-        f"none).{''.join(every)}"
-    )
+    read, asked = (part.per_byte(name, key, measure=LOAD) for key in ("device_nbytes", "asked_nbytes"))
+    return f"{cpu(part, name, LOAD)}; {memory(part, name, LOAD)}; {read:.2f} ({asked:.2f})"
 
 
 LOADS = Benchmark("load", {name: partial(measure_load, name) for name in MOVES}, render_load, bars)

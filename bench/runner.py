@@ -1,4 +1,4 @@
-"""The runner of all benchmarks with ranks: processes that stay warm, take turns and send samples."""
+"""The runner of all benchmarks: contenders take turns, in one process or in ranks that stay warm and send samples."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, ParamSpec, TypeVar
 
@@ -24,25 +25,14 @@ from rich.console import Console
 from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing.spawn import ProcessException, start_processes
 
-from bench.contenders import SAVING, Entry
+from bench.benchmark import Options
+from bench.contenders import SAVING, Registry
 from bench.costs import cpu_s, keepers, node_memory, settle, tree
 from bench.environment import package_versions
+from bench.errors import RankFailedError, SetupError, WrongBytesError
 from bench.raw import RAW_WAYS, takes_direct
-from bench.schema import (
-    RAW,
-    WARM_UP,
-    Options,
-    Part,
-    RankFailedError,
-    Sample,
-    Scenario,
-    SetupError,
-    StateSize,
-    WrongBytesError,
-    measured,
-)
+from bench.schema import RAW, WARM_UP, Part, Sample, Scenario, StateSize, measured, rotated
 from bench.state import Recipe, State
-from bench.statistics import rotated
 from bench.ways import GENERATIONS, HoldfastBackground, Site, Way
 
 #: What torchrun gives each of several ranks of a node.
@@ -71,7 +61,8 @@ class Span(NamedTuple):
 Found = Mapping[str, float | Span | list[Span]]
 
 
-class Job(msgspec.Struct, frozen=True, kw_only=True):
+@dataclass(frozen=True, kw_only=True)
+class Job:
     """What ranks do together, on what `recipe` makes: `turns`, of `contenders`. On the device there are `copies` of the
     state at once, at most. `facts` are what is particular to the turns; a result file has them too.
 
@@ -87,7 +78,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     contenders: tuple[str, ...]
     copies: int
     in_memory: bool = False
-    facts: Mapping[str, Any] = {}
+    facts: Mapping[str, Any] = field(default_factory=dict)
     folder: Path = Path()
     node_dir: Path | None = None
     direct: bool = False
@@ -99,7 +90,7 @@ class Turns:
 
     #: In each round, every entrant takes one turn for each of these.
     measures: tuple[str, ...] = ("",)
-    registry: ClassVar[Mapping[str, Entry]] = SAVING
+    registry: ClassVar[Registry] = SAVING
     #: The ranks of each round are new ones, which are killed at its end.
     mortal = False
 
@@ -127,7 +118,7 @@ class Turns:
 
     def place(self, name: str, what: object) -> Path:
         """The folder that entrant `name` saves `what` into, and loads it from."""
-        return self._kind(name).place(self.site, name, str(what))
+        return self._kind(name).place(self.site, name, what)
 
     def cold(self, folder: Path) -> Path:
         """`folder`, made where it is not there, beside caches that are cold; when all ranks are here."""
@@ -154,13 +145,13 @@ class Turns:
         return used_s
 
     def _kind(self, name: str) -> type[Way]:
-        return self.registry[RAW if name.startswith(RAW) else name].way
+        return self.registry[RAW if name.startswith(RAW) else name]
 
 
 def measure(job: Job, options: Options, *, first: Job | None = None, absent: Mapping[str, str] | None = None) -> Part:
     """Run `job`, after `first` in the same folder. SetupError where there is no room for it. `absent` are contenders
     that cannot take part, and why."""
-    nbytes = _HEADROOM * job.recipe.nbytes(job.world)
+    nbytes, absent = _HEADROOM * job.recipe.nbytes(job.world), absent or {}
     require_room(f"in {options.folder}", job.copies * nbytes, free=shutil.disk_usage(options.folder).free)
     with ExitStack() as stack:
         folder = stack.enter_context(scratch(options.folder))
@@ -172,24 +163,22 @@ def measure(job: Job, options: Options, *, first: Job | None = None, absent: Map
         status = stack.enter_context(Console(stderr=True).status(f"{job.name}: starting the ranks"))
 
         def tell(sample: Sample) -> None:
-            status.update(f"{job.name}: {describe(sample)} (of {job.rounds} rounds)")
+            turn = f"round {sample.round} of {job.rounds}: {sample.measure} {sample.contender}"
+            status.update(f"{job.name}, {turn} {max(sample.values['seconds']):.2f} s")
 
-        size, samples = StateSize(), tuple[Sample, ...]()
-        for each in (job,) if first is None else (first, job):
-            size, samples = run(msgspec.structs.replace(each, **where), on_sample=tell)
-    absent, registry, sampled = absent or {}, job.turns.registry, {sample.contender for sample in samples}
-    entries = [entry for name, entry in registry.items() if name in job.contenders or name in absent]
-    refused = {} if where["direct"] else {RAW: "buffered: the filesystem refused O_DIRECT"}
+        if first is not None:
+            run(replace(first, **where), on_sample=tell)
+        size, samples = run(replace(job, **where), on_sample=tell)
+    kinds = [kind for name, kind in job.turns.registry.items() if name in job.contenders or name in absent]
+    refused = {} if where["direct"] else {RAW: {"io": "buffered: the filesystem refused O_DIRECT"}}
     return measured(
         Scenario(name=job.name, title=job.title, world=job.world, rounds=job.rounds, state=size, facts=job.facts),
         samples,
         options.folder,
-        contenders=tuple(
-            msgspec.structs.replace(entry.about, io=refused.get(entry.about.name, entry.about.io)) for entry in entries
-        ),
+        contenders=tuple(msgspec.structs.replace(kind.about(), **refused.get(kind.name, {})) for kind in kinds),
         not_possible=absent,
-        raw_ways=tuple(way for way in RAW_WAYS if f"{RAW} {way}" in sampled),
-        packages=package_versions(entry.package for entry in entries if entry.package),
+        raw_ways=tuple(way for way in RAW_WAYS if f"{RAW} {way}" in {sample.contender for sample in samples}),
+        packages=package_versions(kind.package for kind in kinds if kind.package),
     )
 
 
@@ -201,7 +190,7 @@ def run(job: Job, *, on_sample: Callable[[Sample], None]) -> tuple[StateSize, tu
     for life in [range(number, number + 1) for number in rounds] if job.turns.mortal else [rounds]:
         # Here, where the kernel can choose the port before any rank starts.
         store = dist.TCPStore(HOST, 0, job.world, is_master=True, wait_for_workers=False)
-        for message in messages(run_rank, msgspec.structs.replace(job, store_port=store.port), life, world=job.world):
+        for message in messages(run_rank, replace(job, store_port=store.port), life, world=job.world):
             if isinstance(message, StateSize):
                 size = message
             else:
@@ -272,7 +261,8 @@ def together(found: Sequence[Found]) -> dict[str, tuple[float, ...]]:
             values[key] = tuple(every)  # type: ignore[arg-type]  # so are the others
         else:
             tries = zip(*(each if isinstance(each, list) else [each] for each in every), strict=True)
-            values[key] = (min(_seconds_of(spans) for spans in tries),)
+            seconds = (max(span.end_s for span in spans) - min(span.start_s for span in spans) for spans in tries)
+            values[key] = (min(seconds),)
     return values
 
 
@@ -308,29 +298,27 @@ def in_a_process(call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         return pool.submit(call, *args, **kwargs).result()
 
 
-def seconds_of(call: Callable[[], object]) -> float:
+def in_turns(rounds: range, takes: Mapping[str, Callable[[], Mapping[str, float]]]) -> tuple[Sample, ...]:
+    """A sample of each of `takes` in each of `rounds`, which begins with another one each time."""
+    return tuple(
+        Sample(name, number, {key: (value,) for key, value in takes[name]().items()}, turn=turn)
+        for number in rounds
+        for turn, name in enumerate(rotated(tuple(takes), number))
+    )
+
+
+def timed(call: Callable[[], object], key: str = "seconds") -> dict[str, float]:
     """Seconds of `call`, without those of freeing its result."""
     start_s = time.perf_counter()
     found = call()
     seconds = time.perf_counter() - start_s
     del found
-    return seconds
+    return {key: seconds}
 
 
-def command(*words: str | Path) -> tuple[float, float]:
+def command(*words: str | Path) -> dict[str, float]:
     """Seconds and processor seconds of a command of holdfast, its start included."""
-    before, start_s = os.times(), time.perf_counter()
-    subprocess.run([sys.executable, "-m", "holdfast.cli", *words], check=True, capture_output=True)
-    seconds, after = time.perf_counter() - start_s, os.times()
-    return seconds, after.children_user + after.children_system - before.children_user - before.children_system
-
-
-def describe(sample: Sample) -> str:
-    """One turn in words."""
-    where = "warm-up" if sample.round == WARM_UP else f"round {sample.round}"
-    return f"{where}: {sample.measure} {sample.contender} {max(sample.values['seconds']):.2f} s"
-
-
-def _seconds_of(spans: Sequence[Span]) -> float:
-    """From the first rank's start to the last rank's end."""
-    return max(span.end_s for span in spans) - min(span.start_s for span in spans)
+    before = os.times()
+    line = (sys.executable, "-m", "holdfast.cli", *words)
+    found = timed(lambda: subprocess.run(line, check=True, capture_output=True))
+    return found | {"cpu_s": sum(os.times()[2:4]) - sum(before[2:4])}  # of children, user and system

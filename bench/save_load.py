@@ -32,12 +32,10 @@ class SaveLoad(Turns):
         self._expected = {name: self.way(name).memory.digests() for name in super().entrants(WARM_UP)}
 
     def take(self, name: str, number: int, measure: str) -> Iterator[tuple[str, str, Found]]:
-        way = self.way(name)
-        keeps = SAVE not in self.measures
-        folder = self.place(name, _KEPT if keeps else number)
+        way, keeps = self.way(name), SAVE not in self.measures
         if measure == LOAD:
             way.memory.clear()
-        self.cold(folder)
+        folder = self.cold(self.place(name, _KEPT if keeps else number))
         operation = way.save if measure == SAVE else way.load
         give_back()
         watch = Watch() if number == WARM_UP else None
@@ -45,13 +43,11 @@ class SaveLoad(Turns):
         start_s = time.monotonic()
         operation(folder)
         span = Span(start_s, time.monotonic())
-        read = [now - before for now, before in zip(read_nbytes(), read_before, strict=True)]
-        found: Found = {
-            "seconds": span,
-            "cpu_s": self.cpu_s(name) - cpu_before_s,
-            **dict(zip(("device_nbytes", "asked_nbytes"), read, strict=True)),
-            **({} if watch is None else {"peak_extra_nbytes": watch.stop()}),
-        }
+        device_nbytes, asked_nbytes = (now - before for now, before in zip(read_nbytes(), read_before, strict=True))
+        cpu_s = self.cpu_s(name) - cpu_before_s
+        found: Found = {"seconds": span, "cpu_s": cpu_s, "device_nbytes": device_nbytes, "asked_nbytes": asked_nbytes}
+        if watch is not None:
+            found = {**found, "peak_extra_nbytes": watch.stop()}
         # No rank's digests take time from a rank that still loads: all have been there for the CPU seconds.
         if measure == LOAD:
             require_same(self._expected[name], way.memory.digests(), name=name)
@@ -68,14 +64,12 @@ class Many(SaveLoad):
 
 
 class Keep(Turns):
-    """Every contender saves once, untimed, where `Loads` in the same folder finds it."""
+    """Every contender saves, untimed, where `Loads` in the same folder finds it. For a job of no rounds but the
+    warm-up."""
 
-    def __init__(self, job: Job, state: State) -> None:
-        super().__init__(job, state)
-        keep(self, *self.job.contenders)
-
-    def entrants(self, number: int) -> tuple[str, ...]:
-        return ()
+    def take(self, name: str, number: int, measure: str) -> Iterator[tuple[str, str, Found]]:
+        _keep(self, name)
+        return iter(())
 
 
 class Loads(SaveLoad):
@@ -85,21 +79,17 @@ class Loads(SaveLoad):
 
     def __init__(self, job: Job, state: State) -> None:
         super().__init__(job, state)
-        keep(self, *(name for name in self.entrants(WARM_UP) if name.startswith(RAW)))
-
-
-def keep(turns: Turns, *names: str) -> None:
-    for name in names:
-        folder = turns.place(name, _KEPT)
-        if turns.leads:
-            folder.mkdir(parents=True)
-        dist.barrier()
-        turns.way(name).save(folder)
-        # Not all contenders wait for each other.
-        dist.barrier()
+        for name in self.entrants(WARM_UP):
+            if name.startswith(RAW):
+                _keep(self, name)
 
 
 def copies(names: Sequence[str]) -> int:
     """Copies of the state on the device at once, at most: before the loads of a round every entrant has one, and a run
     has one more."""
     return len(names) + (len(RAW_WAYS) - 1) * (RAW in names) + (LATER in names)
+
+
+def _keep(turns: Turns, name: str) -> None:
+    turns.way(name).save(turns.cold(turns.place(name, _KEPT)))
+    dist.barrier()  # not all contenders wait for each other

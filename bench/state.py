@@ -9,9 +9,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal, Protocol, TypeAlias, Union, cast
+from typing import Any, Literal, NamedTuple, TypeAlias, Union, cast
 
-import msgspec
 import torch
 import xxhash
 from torch import nn
@@ -20,7 +19,8 @@ from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tenso
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from bench.schema import SetupError, StateSize
+from bench.errors import SetupError
+from bench.schema import StateSize
 
 Leaf: TypeAlias = torch.Tensor | int | float
 Tree: TypeAlias = dict[str, Union["Tree", Leaf]]
@@ -40,16 +40,6 @@ _BY_COLUMNS = ("attention.wo", "mlp.down")
 STEPPED = ("norm", "layers.0.attention_norm", "layers.0.attention.wq")
 #: A product of matrices of this width takes part of a millisecond, and stays in a core's cache.
 _PRODUCT_WIDTH = 256
-
-
-class Memory(Protocol):
-    """Memory that a contender saves from and loads into."""
-
-    def clear(self) -> None:
-        """Destroy the content, so that a load that does nothing is seen."""
-
-    def digests(self) -> dict[str, str]:
-        """A digest of each part of the content of this rank."""
 
 
 class State:
@@ -106,7 +96,7 @@ class State:
         return tensors | {path: repr(value) for path, value in self.values().items()}
 
 
-class LlamaLike(msgspec.Struct, frozen=True):
+class LlamaLike(NamedTuple):
     """How to make a Llama-like training state of at least `min_nbytes` over all ranks, in `layout`."""
 
     min_nbytes: int
@@ -137,7 +127,7 @@ class LlamaLike(msgspec.Struct, frozen=True):
         return State({"model": placed("model"), "optimizer": optimizer, "progress": values})
 
 
-class ManySmall(msgspec.Struct, frozen=True):
+class ManySmall(NamedTuple):
     """How to make `num_tensors` tensors of float32, of which each rank holds `SMALL_LOCAL_SHAPE`."""
 
     num_tensors: int

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 
@@ -15,26 +15,15 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 import holdfast
+from bench.benchmark import Bar, Benchmark, Options
 from bench.contenders import why_absent
 from bench.costs import settle
+from bench.errors import WrongBytesError
 from bench.layouts import Sent
-from bench.markdown import in_time, reasons, table, time_bars, whereabouts
+from bench.markdown import figures, in_time, reasons, table, verdicts, whereabouts
 from bench.plan import CASES, manifest_of
-from bench.runner import command, in_a_process, scratch
-from bench.schema import (
-    Bar,
-    Benchmark,
-    Contender,
-    Options,
-    Part,
-    Result,
-    Sample,
-    Scenario,
-    StateSize,
-    WrongBytesError,
-    measured,
-)
-from bench.statistics import median, rotated, text
+from bench.runner import command, in_a_process, in_turns, scratch, timed
+from bench.schema import WARM_UP, Contender, Part, Result, Scenario, StateSize, measured
 from holdfast.format import manifest as fmt
 from holdfast.format import records
 from holdfast.format.container import Files
@@ -59,30 +48,31 @@ def measure_opens(options: Options) -> Part:
     """Opening what each library saved to read one tensor of many, in a new process and from a cold cache."""
     num_tensors, rounds = options.number(BAR_NUM_TENSORS, least=100), options.rounds or ROUNDS
     absent = {name: reason for name in LIBRARIES if (reason := why_absent(name if name == "safetensors" else ""))}
-    names = tuple(name for name in LIBRARIES if name not in absent)
-    samples = []
+    takes = {}
     with scratch(options.folder) as root:
-        for name in names:
-            (root / name).mkdir()
-            in_a_process(LIBRARIES[name][1], root / name, num_tensors)
-        for number in range(rounds):
-            for turn, name in enumerate(rotated(names, number)):
-                settle(root)
-                seconds = in_a_process(open_one, name, root / name, num_tensors // 2)
-                samples.append(Sample(name, number + 1, {"seconds": (seconds,)}, turn=turn))
+        for name in LIBRARIES:
+            if name not in absent:
+                (root / name).mkdir()
+                in_a_process(LIBRARIES[name][1], root / name, num_tensors)
+                takes[name] = partial(_open_cold, name, root / name, num_tensors // 2)
+        samples = in_turns(range(1, rounds + 1), takes)
     scenario = Scenario(name=OPENED, rounds=rounds, state=StateSize(num_tensors=num_tensors))
     contenders = tuple(map(Contender, LIBRARIES))
     return measured(scenario, samples, options.folder, contenders=contenders, not_possible=absent)
 
 
-def open_one(name: str, folder: Path, index: int) -> float:
+def _open_cold(name: str, folder: Path, index: int) -> dict[str, float]:
+    settle(folder)
+    return in_a_process(open_one, name, folder, index)
+
+
+def open_one(name: str, folder: Path, index: int) -> dict[str, float]:
     """Seconds to open what `name` saved and read one tensor, in this process, which has imported what it needs."""
     package, _, read = LIBRARIES[name]
     import_module(package)
-    start_s = time.perf_counter()
-    found = read(folder, name_of(index))
-    seconds = time.perf_counter() - start_s
-    if not (found == expected(index)).all():
+    found: list[Floats] = []
+    seconds = timed(lambda: found.append(read(folder, name_of(index))))
+    if not (found[0] == expected(index)).all():
         raise WrongBytesError(f"{name} read another tensor than it saved.")
     return seconds
 
@@ -90,18 +80,14 @@ def open_one(name: str, folder: Path, index: int) -> float:
 def measure_shows(options: Options) -> Part:
     """Whole commands, with warm caches: Python's own start from a cold disk would hide the rest."""
     world, rounds = options.number(BAR_WORLD), options.rounds or ROUNDS
-    commands: dict[str, list[str | Path]] = {NOTHING: [NOTHING]}
-    samples = []
+    takes = {NOTHING: partial(command, NOTHING)}
     with scratch(options.folder) as root:
         for name, case in CASES.items():
             write_simulated(root / name, case.simulate(max(world, case.smallest)))
-            commands[name] = ["show", root / name]
-        for number in range(-1, rounds):
-            for turn, name in enumerate(rotated(tuple(commands), number)):
-                seconds, _ = command(*commands[name])
-                samples.append(Sample(name, number + 1, {"seconds": (seconds,)}, turn=turn))
+            takes[name] = partial(command, "show", root / name)
+        samples = in_turns(range(WARM_UP, rounds + 1), takes)
     scenario = Scenario(name=SHOWN, world=world, rounds=rounds)
-    return measured(scenario, samples, options.folder, contenders=tuple(map(Contender, commands)))
+    return measured(scenario, samples, options.folder, contenders=tuple(map(Contender, takes)))
 
 
 def name_of(index: int) -> str:
@@ -186,11 +172,11 @@ def bars(result: Result) -> Iterator[Bar]:
     """The bars that hold for a run of this size, with its medians."""
     opened, shown = result.part(OPENED), result.part(SHOWN)
     if opened.scenario.state.num_tensors == BAR_NUM_TENSORS:
-        yield in_time("open and read one", median(opened.series("holdfast")), BAR_OPEN_S)
+        yield in_time("open and read one", opened.series("holdfast"), BAR_OPEN_S)
     if shown.scenario.world == BAR_WORLD:
         for contender in shown.contenders:
             if contender.name != NOTHING:
-                yield in_time(f"show {contender.name}", median(shown.series(contender.name)), BAR_SHOW_S)
+                yield in_time(f"show {contender.name}", shown.series(contender.name), BAR_SHOW_S)
 
 
 def render_view(result: Result) -> str:
@@ -206,11 +192,11 @@ def render_view(result: Result) -> str:
         f"open a checkpoint of {opened.scenario.state.num_tensors:,} tensors, read one": opened,
         f"`holdfast show` of a manifest of {shown.scenario.world:,} ranks": shown,
     }
-    lines: list[str] = []
-    for head, part in heads.items():
-        seconds = {each.name: text(part.series(each.name)) for each in part.able}
-        lines += [*table(head, {name: _LABELS.get(name, name) for name in seconds}, [("s", seconds.__getitem__)]), ""]
-    return "\n".join((*lines, *time_bars(bars(result)), how, "", whereabouts(result.name, opened)))
+    tables = [
+        table(head, {each.name: _LABELS.get(each.name, each.name) for each in part.able}, [figures("s", part)])
+        for head, part in heads.items()
+    ]
+    return "\n\n".join([*tables, *verdicts(bars(result)), how, whereabouts(result.name, opened)])
 
 
 VIEW = Benchmark("view", {OPENED: measure_opens, SHOWN: measure_shows}, render_view, bars)

@@ -16,11 +16,13 @@ from torch.distributed.tensor import DTensor, init_device_mesh
 
 import holdfast
 from bench.__main__ import measure
+from bench.benchmark import Options, require_raw_limit
 from bench.contenders import BACKGROUND, OURS, OURS_SYNC, THREAD, select
 from bench.costs import Watch, cpu_s, held, keepers, node_memory, tree
 from bench.engine import ENGINE, PARTS, bars, first_blocked_s, render_engine
-from bench.engine_saves import ALONE, BESIDE_WORK
-from bench.schema import RAW, Options, RawLimitError, Result, SetupError, read_result, require_raw_limit, write_result
+from bench.engine_turns import ALONE, BESIDE_WORK
+from bench.errors import RawLimitError, SetupError
+from bench.schema import RAW, Result, read_result, write_result
 from bench.state import STEPPED, Live, LlamaLike, State, Work, local
 from bench.ways import Site
 from tests.project.bench_results import engine_result, loop_part, saves_part
@@ -140,7 +142,7 @@ def test_contenders_are_known_by_name_and_each_says_what_its_figures_include() -
     with pytest.raises(SetupError, match=r"no contender zip.*raw, torch.save, dcp, .*holdfast"):
         select(("zip",), BACKGROUND)
     assert select((OURS, "dcp"), BACKGROUND)[0] == (RAW, "dcp", OURS)
-    assert tuple(entry.about.name for entry in BACKGROUND.values()) == tuple(BACKGROUND)
+    assert tuple(kind.about().name for kind in BACKGROUND.values()) == tuple(BACKGROUND)
 
 
 def test_a_package_that_is_not_installed_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,7 +153,7 @@ def test_a_package_that_is_not_installed_is_a_reason(monkeypatch: pytest.MonkeyP
 
 
 def test_of_a_run_the_head_is_kept_and_of_others_nothing(tmp_path: Path) -> None:
-    ours, thread = BACKGROUND[OURS_SYNC].way, BACKGROUND[THREAD].way
+    ours, thread = BACKGROUND[OURS_SYNC], BACKGROUND[THREAD]
     site = Site(State({}), tmp_path, None, direct=False)
     run = ours.place(site, OURS_SYNC, "1")
     assert run == ours.place(site, OURS_SYNC, "2")
