@@ -79,8 +79,21 @@ class Benchmark(NamedTuple):
     bars: Callable[[Result], Iterable[Bar]] = lambda _: ()
 
 
+def in_time(what: str, series: Sequence[float], most_s: float) -> Bar:
+    """A bar of so many seconds at most, for the median of `series`."""
+    seconds = median(series)
+    return Bar(what, seconds, most_s, f"{what} {_amount(seconds)}")
+
+
+def verdicts(bars: Iterable[Bar], head: str = "") -> list[str]:
+    """Which of `bars` were met, as a paragraph below `head`, or below the limits of those of `in_time`; none without
+    bars."""
+    every = tuple(bars)
+    most = " and ".join(_amount(most_s) for most_s in sorted({bar.limit for bar in every}, reverse=True))
+    return [f"Bars {head or f'({most})'}: {'; '.join(bar.text() for bar in every)}."] if every else []
+
+
 def require_bars(bars: Iterable[Bar]) -> None:
-    """BenchError when a bar was missed."""
     missed = [bar.text() for bar in bars if not bar.met]
     if missed:
         raise BenchError("; ".join(missed))
@@ -108,3 +121,7 @@ def chosen(names: Sequence[str] | None, known: Iterable[str], *, kind: str) -> t
     if unknown:
         raise SetupError(f"There is no {kind} {', '.join(unknown)}. Choose from {', '.join(known)}.")
     return tuple(name for name in known if names is None or name in names)
+
+
+def _amount(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 0.1 else f"{seconds * 1e3:.1f} ms"

@@ -11,25 +11,12 @@ from functools import partial
 from statistics import median
 from typing import Any, NamedTuple
 
-from bench.benchmark import Bar, Benchmark, Options, judged
+from bench.benchmark import Bar, Benchmark, Options, judged, verdicts
 from bench.contenders import BACKGROUND, OURS, OURS_SYNC, select
-from bench.engine_turns import ALONE, BESIDE_WORK, NO_SAVES, PythonLoop, Restores, Saves, TrainingLoop
+from bench.engine_turns import ALONE, BESIDE_WORK, MEASURES, NO_SAVES, PythonLoop, Restores, Saves, TrainingLoop
 from bench.environment import in_words
 from bench.errors import SetupError
-from bench.markdown import (
-    NO_FIGURE,
-    cpu,
-    figures,
-    labels,
-    memory,
-    raw_in_words,
-    reasons,
-    samples_link,
-    shares,
-    table,
-    text,
-    verdicts,
-)
+from bench.markdown import cpu, figures, labels, memory, raw_in_words, reasons, samples_link, shares, table, text
 from bench.runner import Job, Turns, measure
 from bench.schema import RAW, WARM_UP, Part, Result, paired_ratios
 from bench.state import LlamaLike
@@ -39,40 +26,34 @@ SAVES, RESTORE, PYTHON, LOOP = ("saves", "restore", "python", "loop")
 #: With 111 layers, model and optimizer have 4,008 tensors.
 NUM_LAYERS = 111
 
-#: The sizes that the bars hold for, and the bars.
+#: The bars hold for as many rounds, ranks and tensors, at least, and for parts of their full size.
 MIN_ROUNDS, MIN_WORLD, MIN_TENSORS = 7, 2, 3_000
-MIN_NBYTES, MIN_PYTHON_NBYTES, MIN_LOOP_NBYTES = 2_000_000_000, 1_000_000_000, 500_000_000
-BLOCKED_MS, STEP_WAIT_MS = 20.0, 5.0
-SHARE_OF_RAW, SHARE_OF_MEMCPY = 0.9, 0.6
-CPU_S_PER_GB = 0.2
-MEMORY_MIB = 128.0
-PYTHON_SLOW_DOWN, LOOP_SLOW_DOWN = 0.05, 0.03
 
 
 class Measured(NamedTuple):
     """What is measured in a part: a state of `gib`, of which `copies` are on the device at once. `timed` are facts in
-    seconds, and shorter at a smaller scale."""
+    seconds, and shorter at a smaller scale. The bars hold from `full_nbytes` on."""
 
     turns: type[Turns]
     gib: float
+    full_nbytes: int
     copies: int
-    world: int | None = None
+    world: int = 0
     facts: Mapping[str, Any] = {}
     timed: Mapping[str, float] = {}
 
 
 PARTS = {
     # Two runs keep their head until after their next save.
-    SAVES: Measured(Saves, 2.0, 5, facts={"generations": GENERATIONS}, timed={"work_s": 1.0}),
-    RESTORE: Measured(Restores, 2.0, 1),
+    SAVES: Measured(Saves, 2.0, 2_000_000_000, 5, facts={"generations": GENERATIONS}, timed={"work_s": 1.0}),
+    RESTORE: Measured(Restores, 2.0, 2_000_000_000, 1),
     # Two runs, and the save under way.
-    PYTHON: Measured(PythonLoop, 1.0, 3, world=1, timed={"calm_s": 1.0}),
-    LOOP: Measured(TrainingLoop, 0.5, 3, facts={"steps": 10, "every": 10, "tokens": 512}),
+    PYTHON: Measured(PythonLoop, 1.0, 1_000_000_000, 3, world=1, timed={"calm_s": 1.0}),
+    LOOP: Measured(TrainingLoop, 0.5, 500_000_000, 3, facts={"steps": 10, "every": 10, "tokens": 512}),
 }
 
 
 def measure_engine(name: str, options: Options) -> Part:
-    """One part."""
     part = PARTS[name]
     names, absent = select(options.contenders, BACKGROUND)
     names = tuple(each for each in part.turns.registry if each in names or part.turns is Restores)
@@ -118,34 +99,22 @@ def of_memcpy(part: Part, key: str) -> list[float]:
 
 
 def bars(result: Result) -> Iterator[Bar]:
-    """The bars that hold for the parts of `result`, with their medians."""
-    part = result.find(SAVES)
-    if part and _is_full(part, world=MIN_WORLD, nbytes=MIN_NBYTES) and part.scenario.state.num_tensors >= MIN_TENSORS:
-        found = {each.name for each in part.able}
-        if OURS in found:
-            blocked_s, step_wait_s = (
-                median(part.series(OURS, key, measure=BESIDE_WORK)) for key in ("blocked_s", "step_wait_s")
-            )
-            persist_share = median(part.shares(OURS, "persist_s", measure=ALONE))
-            peak_nbytes = part.peak_nbytes(OURS, ALONE, BESIDE_WORK)
-            yield judged("blocked", 1e3 * blocked_s, BLOCKED_MS, " ms")
-            yield judged("step wait", 1e3 * step_wait_s, STEP_WAIT_MS, " ms")
-            yield judged("persist, of raw", persist_share, SHARE_OF_RAW, at_least=True)
-            yield judged("CPU", part.cpu_s_per_gb(OURS, measure=ALONE), CPU_S_PER_GB, " s/GB")
-            yield judged("extra memory per rank", peak_nbytes / 2**20, MEMORY_MIB, " MiB")
-        if OURS_SYNC in found:
-            share = median(part.shares(OURS_SYNC, measure=ALONE))
-            yield judged("holdfast.save, of raw", share, SHARE_OF_RAW, at_least=True)
-    part = result.find(RESTORE)
-    if part and _is_full(part, world=MIN_WORLD, nbytes=MIN_NBYTES):
-        yield judged("restore, of memcpy", median(of_memcpy(part, "seconds")), SHARE_OF_MEMCPY, at_least=True)
-    part = result.find(PYTHON)
-    if part and _is_full(part, world=1, nbytes=MIN_PYTHON_NBYTES) and part.series(OURS):
-        slow_down = median(python_slow_down(part, OURS, "persisting_per_s"))
-        yield judged("Python-bound rank slowed down by", 100 * slow_down, 100 * PYTHON_SLOW_DOWN, " %")
-    part = result.find(LOOP)
-    if part and _is_full(part, world=MIN_WORLD, nbytes=MIN_LOOP_NBYTES) and part.series(OURS):
-        yield judged("loop slowed down by", 100 * median(loop_slow_down(part, OURS)), 100 * LOOP_SLOW_DOWN, " %")
+    if part := _full(result, SAVES, OURS):
+        persisted, peak_nbytes = part.shares(OURS, "persist_s", measure=ALONE), part.peak_nbytes(OURS, *MEASURES)
+        yield judged("blocked", 1e3 * median(part.series(OURS, "blocked_s", measure=BESIDE_WORK)), 20, " ms")
+        yield judged("step wait", 1e3 * median(part.series(OURS, "step_wait_s", measure=BESIDE_WORK)), 5, " ms")
+        yield judged("persist, of raw", median(persisted), 0.9, at_least=True)
+        yield judged("CPU", part.cpu_s_per_gb(OURS, measure=ALONE), 0.2, " s/GB")
+        yield judged("extra memory per rank", peak_nbytes / 2**20, 128, " MiB")
+    if part := _full(result, SAVES, OURS_SYNC):
+        yield judged("holdfast.save, of raw", median(part.shares(OURS_SYNC, measure=ALONE)), 0.9, at_least=True)
+    if part := _full(result, RESTORE, OURS):
+        yield judged("restore, of memcpy", median(of_memcpy(part, "seconds")), 0.6, at_least=True)
+    if part := _full(result, PYTHON, OURS):
+        slow_down = 100 * median(python_slow_down(part, OURS, "persisting_per_s"))
+        yield judged("Python-bound rank slowed down by", slow_down, 5, " %")
+    if part := _full(result, LOOP, OURS):
+        yield judged("loop slowed down by", 100 * median(loop_slow_down(part, OURS)), 3, " %")
 
 
 def first_blocked_s(part: Part, name: str) -> float:
@@ -155,9 +124,14 @@ def first_blocked_s(part: Part, name: str) -> float:
     return max(first.values["blocked_s"])
 
 
-def _is_full(part: Part, *, world: int, nbytes: int) -> bool:
-    scenario = part.scenario
-    return scenario.rounds >= MIN_ROUNDS and scenario.world >= world and scenario.state.nbytes >= nbytes
+def _full(result: Result, name: str, contender: str) -> Part | None:
+    """The part `name`, if it is of full size and `contender` took part."""
+    part, full = result.find(name), PARTS[name]
+    if part is None or contender not in {sample.contender for sample in part.samples}:
+        return None
+    scenario, state = part.scenario, part.scenario.state
+    enough = state.nbytes >= full.full_nbytes and state.num_tensors >= MIN_TENSORS and scenario.rounds >= MIN_ROUNDS
+    return part if enough and scenario.world >= (full.world or MIN_WORLD) else None
 
 
 def _restores(part: Part, key: str) -> list[float]:
@@ -170,16 +144,13 @@ def _restores(part: Part, key: str) -> list[float]:
 
 
 def render_engine(result: Result) -> str:
-    """The figures of `result` as Markdown: of each part that was measured."""
     saves, restore, python, loop = map(result.find, PARTS)
     machines = "; ".join(dict.fromkeys(f"{in_words(part.environment)}, {part.date[:10]}" for part in result.parts))
     packages = "".join(f", {name} {version}" for name, version in (saves.packages if saves else {}).items())
     paragraphs = [
         *(_saves(saves) if saves else ()),
         *(_restore(restore) if restore else ()),
-        *([_slow_downs(python, loop)] if python or loop else ()),
-        *([_about_python(python)] if python else ()),
-        *([_about_loop(loop)] if loop else ()),
+        *(_slow_downs(python, loop) if python or loop else ()),
         *verdicts(bars(result), "for holdfast"),
         f"{machines}{packages}. {samples_link(result.name)}.",
     ]
@@ -188,7 +159,7 @@ def render_engine(result: Result) -> str:
 
 def _saves(part: Part) -> tuple[str, str]:
     def peak(name: str) -> str:
-        return NO_FIGURE if name == RAW else memory(part, name, ALONE, BESIDE_WORK)
+        return "-" if name == RAW else memory(part, name, *MEASURES)
 
     lines = table(
         "",
@@ -230,11 +201,12 @@ def _restore(part: Part) -> tuple[str, str]:
     }
 
     def share(key: str) -> str:
-        return {"memcpy_s": "1", "load_s": NO_FIGURE}.get(key) or text(of_memcpy(part, key))
+        return "1" if key == "memcpy_s" else text([] if key == "load_s" else of_memcpy(part, key))
 
-    lines = table(
-        "after SIGKILL of all ranks", rows, [("s", lambda key: text(_restores(part, key))), ("of memcpy", share)]
-    )
+    def seconds(key: str) -> str:
+        return text(_restores(part, key))
+
+    lines = table("after SIGKILL of all ranks", rows, [("s", seconds), ("of memcpy", share)])
     scenario = part.scenario
     moved_cpu_s = median(_restores(part, "moved_cpu_s")) / (scenario.state.nbytes / 1e9)
     how = (
@@ -247,45 +219,37 @@ def _restore(part: Part) -> tuple[str, str]:
     return lines, how
 
 
-def _slow_downs(python: Part | None, loop: Part | None) -> str:
+def _slow_downs(python: Part | None, loop: Part | None) -> Iterator[str]:
     def percent(part: Part | None, slow_down: Callable[[Part, str], list[float]]) -> Callable[[str], str]:
         return lambda name: text(slow_down(part, name) if part else [], 1, scale=100)
 
     # Those beside Python first, as they are there.
     names = dict.fromkeys(each.name for part in (python, loop) if part for each in part.able)
     persisting, saving = (partial(python_slow_down, key=key) for key in ("persisting_per_s", "saving_per_s"))
-    return table(
-        "slowed down by, %",
-        {name: name for name in names},
-        [
-            ("loop of Python, while persisting", percent(python, persisting)),
-            ("with the copy", percent(python, saving)),
-            ("training loop, all cores busy", percent(loop, loop_slow_down)),
-        ],
-    )
-
-
-def _about_python(part: Part) -> str:
-    return (
-        f"Python: one rank counts beside a save of {part.scenario.state.nbytes / 1e9:.2f} GB, with a core to spare; "
-        f"its rate against that just before and after, medians of {part.scenario.rounds} rounds."
-    )
-
-
-def _about_loop(part: Part) -> str:
-    facts, state = part.scenario.facts, part.scenario.state
-
-    def lag_s(name: str) -> float:
-        durable, ended = part.series(name, "durable_s"), part.series(name)
-        return median(late - end for late, end in zip(durable, ended, strict=True))
-
-    lags = ", ".join(f"{each.name} {lag_s(each.name):.2f}" for each in part.able)
-    return (
-        f"Training loop: {part.scenario.world} ranks with the arithmetic of {facts['tokens']} tokens each per step, "
-        f"{facts['steps']} steps in {text(part.series(NO_SAVES))} s without saves, and with a save of "
-        f"{state.nbytes / 1e9:.2f} GB every {facts['every']} steps; medians of {part.scenario.rounds} interleaved "
-        f"rounds. `{RAW}` only writes as many bytes. The last save was durable after the end of the loop, s: {lags}."
-    )
+    columns = [
+        ("loop of Python, while persisting", percent(python, persisting)),
+        ("with the copy", percent(python, saving)),
+        ("training loop, all cores busy", percent(loop, loop_slow_down)),
+    ]
+    yield table("slowed down by, %", {name: name for name in names}, columns)
+    if python:
+        yield (
+            f"Python: one rank counts beside a save of {python.scenario.state.nbytes / 1e9:.2f} GB, with a core to "
+            f"spare; its rate against that just before and after, medians of {python.scenario.rounds} rounds."
+        )
+    if loop:
+        scenario, facts, durable_s = loop.scenario, loop.scenario.facts, partial(loop.series, key="durable_s")
+        lags = {
+            name: median(late - end for late, end in zip(durable_s(name), loop.series(name), strict=True))
+            for name in labels(loop)
+        }
+        yield (
+            f"Training loop: {scenario.world} ranks with the arithmetic of {facts['tokens']} tokens each per step, "
+            f"{facts['steps']} steps in {text(loop.series(NO_SAVES))} s without saves, and with a save of "
+            f"{scenario.state.nbytes / 1e9:.2f} GB every {facts['every']} steps; medians of {scenario.rounds} "
+            f"interleaved rounds. `{RAW}` only writes as many bytes. The last save was durable after the end of the "
+            f"loop, s: {', '.join(f'{name} {lag_s:.2f}' for name, lag_s in lags.items())}."
+        )
 
 
 ENGINE = Benchmark("engine", {name: partial(measure_engine, name) for name in PARTS}, render_engine, bars)

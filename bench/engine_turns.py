@@ -33,7 +33,7 @@ from holdfast.store.urls import open_store
 #: ``blocked_s`` of the call; ``persist_s`` from the end of the copy; ``step_wait_s`` is what the next step took longer
 #: than one without a save; ``cpu_s`` is of all processes together, and ``peak_extra_nbytes`` counted from before the
 #: contender's first save. The first save's seconds have its set-up in them.
-ALONE, BESIDE_WORK = "save", "save beside work"
+MEASURES = ALONE, BESIDE_WORK = ("save", "save beside work")
 #: The loop that saves nothing.
 NO_SAVES = "no saves"
 

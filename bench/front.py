@@ -36,7 +36,6 @@ _NO_METADATA = {"Date": None, "Creator": None, "Format": None, "Type": None}
 
 
 def render_front(saves: Result, engine: Result, small: Result) -> str:
-    """A few figures of each result as Markdown."""
     (part,), background, many = saves.parts, engine.part(SAVES), small.part(SMALL_SAVES)
 
     def waits(name: str) -> str:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import os
-import secrets
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from statistics import median
 
-import msgspec
 import torch
 
 import holdfast
@@ -19,11 +16,7 @@ from bench.environment import in_words
 from bench.markdown import table
 from bench.runner import command, in_turns, scratch, timed
 from bench.schema import Part, Result, Scenario, measured
-from holdfast.format import container, manifest, records
-from holdfast.format.container import TABLE_OFFSET, Files
-from holdfast.format.records import FileSeal, Place, SealDigest
-from holdfast.io.digest import table_nbytes
-from holdfast.run.complete import read_manifest
+from holdfast.format.records import Place
 from holdfast.run.history import Run
 from holdfast.store.base import Location
 from holdfast.store.urls import open_store
@@ -41,8 +34,8 @@ def measure_history(length: int, options: Options) -> Part:
     state: dict[str, object] = {"w": torch.zeros(1024)}
     with scratch(options.folder) as folder:
         root = folder / "run"
-        grow(root, state, length)
-        os.sync()  # else the first fsync of a save has to wait for all that was written
+        for step in range(1, length + 1):
+            holdfast.save(root, state, step)
         holdfast.load(root, state)
 
         def use() -> dict[str, float]:
@@ -61,50 +54,17 @@ def measure_history(length: int, options: Options) -> Part:
     return measured(scenario, samples, options.folder)
 
 
-def grow(root: Path, state: dict[str, object], length: int) -> None:
-    """A run of `length` checkpoints: one that is saved, and copies of it that differ in their place and step. They are
-    written without ``fsync``, which would take minutes."""
-    holdfast.save(root, state, 1)
-    run = Run.open(open_store(Location(str(root))))
-    first = run.locate(run.commit(Place(1, 1)))
-    assert first.commit is not None
-    original = read_manifest(run, first.commit.checkpoint).manifest
-    (name,) = (file.name for file in first.seal.files)
-    data = (root / first.key(name)).read_bytes()
-    layout = Files(original).layout(0)
-    table = container.parse_table(data[TABLE_OFFSET : TABLE_OFFSET + 2 * table_nbytes(layout.data_nbytes)])
-    for number in range(2, length + 1):
-        checkpoint_id, place = secrets.token_hex(8), Place(1, number)
-        folder, about = records.folder_name(number, checkpoint_id), {"checkpoint_id": checkpoint_id, "step": number}
-        body = msgspec.structs.replace(original.body, place=(place.epoch, place.seq), **about)
-        encoded = original.with_body(body).encode()
-        sealed = FileSeal(manifest.NAME, len(encoded), records.digest(encoded))
-        seal = records.encode(msgspec.structs.replace(first.seal, place=place, manifest=sealed, **about))
-        digest = SealDigest(len(seal), records.digest(seal))
-        commit = msgspec.structs.replace(first.commit, place=place, checkpoint=folder, seal=digest, **about)
-        (root / records.CHECKPOINTS / folder).mkdir()
-        header = container.header(manifest.decode(encoded, path=folder), layout, table)
-        files = {name: header + data[layout.data_start :], manifest.NAME: encoded, records.SEAL_NAME: seal}
-        for file, content in files.items():
-            (root / records.checkpoint_key(folder, file)).write_bytes(content)
-        (root / records.commit_key(place)).write_bytes(records.encode(commit))
-
-
 def find_oldest(root: Path) -> None:
-    """Find the oldest step by its number."""
     assert Run.open(open_store(Location(str(root)))).find(step=1).place == Place(1, 1)
 
 
 def bars(result: Result) -> Iterator[Bar]:
-    """The bar of the longest history."""
     if longest := result.find(str(LENGTHS[-1])):
         cpu_s = median(longest.series(OURS, "ls_cpu_s"))
         yield judged(f"ls of {LENGTHS[-1]:,} checkpoints", cpu_s, LS_BAR_S, " s")
 
 
 def render_history(result: Result) -> str:
-    """The figures as Markdown."""
-
     def cell(key: str, digits: int, scale: float = 1.0) -> Callable[[str], str]:
         return lambda name: f"{scale * median(result.part(name).series(OURS, key)):.{digits}f}"
 

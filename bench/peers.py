@@ -223,14 +223,12 @@ class Safetensors(Way):
 
 
 def _gathered(data: object, group: dist.ProcessGroup | None = None) -> dict[int, object]:
-    """`data` of each rank of `group`."""
     found: list[object] = [None] * dist.get_world_size(group)
     dist.all_gather_object(found, data, group)
     return dict(enumerate(found))
 
 
 def _copy(stored: Any, leaf: torch.Tensor) -> None:
-    """Fill `leaf` from its part of a `stored` tensor."""
     start, size = box(leaf)
     local(leaf).copy_(stored[tuple(slice(first, first + extent) for first, extent in zip(start, size, strict=True))])
 

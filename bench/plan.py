@@ -119,7 +119,6 @@ def measure_validation(options: Options) -> Part:
 
 
 def render_plan(result: Result) -> str:
-    """The figures at the largest world as Markdown."""
     largest = {part.scenario.name: part for part in result.parts if part.scenario.world == WORLDS[-1]}
     validation = result.part(VALIDATION)
     machine = validation.environment
@@ -147,7 +146,6 @@ def render_plan(result: Result) -> str:
 
 
 def bars(result: Result) -> Iterator[Bar]:
-    """The bars, at the largest world."""
     for part in result.parts:
         if part.scenario.world == WORLDS[-1]:
             case, title = CASES[part.scenario.title], part.scenario.title
@@ -160,7 +158,6 @@ def bars(result: Result) -> Iterator[Bar]:
 
 
 def draw_planning(result: Result, path: Path) -> None:
-    """Draw planning seconds and manifest size over world size, as a PNG at `path`."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 4), layout="constrained")

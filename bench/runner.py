@@ -22,7 +22,6 @@ import psutil
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing.spawn import ProcessException, start_processes
 
 from bench.benchmark import Options
@@ -151,7 +150,7 @@ class Turns:
 def measure(job: Job, options: Options, *, first: Job | None = None, absent: Mapping[str, str] | None = None) -> Part:
     """Run `job`, after `first` in the same folder. SetupError where there is no room for it. `absent` are contenders
     that cannot take part, and why."""
-    nbytes, absent = _HEADROOM * job.recipe.nbytes(job.world), absent or {}
+    nbytes, absent = _HEADROOM * job.recipe.min_nbytes, absent or {}
     require_room(f"in {options.folder}", job.copies * nbytes, free=shutil.disk_usage(options.folder).free)
     with ExitStack() as stack:
         folder = stack.enter_context(scratch(options.folder))
@@ -232,7 +231,7 @@ def run_rank(rank: int, job: Job, rounds: range, queue: Any) -> None:
     torch.set_num_threads(TORCH_THREADS)
     store = dist.TCPStore(HOST, job.store_port, job.world, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=job.world)
-    state = job.recipe.build(init_device_mesh("cpu", job.recipe.mesh_shape(job.world)))
+    state = job.recipe.build(job.world)
     turns = job.turns(job, state)
     if rank == 0:
         queue.put(state.size())
@@ -277,7 +276,6 @@ def require_same(expected: Mapping[str, str], found: Mapping[str, str], *, name:
 
 
 def require_room(what: str, nbytes: float, *, free: int) -> None:
-    """SetupError where there is less `free` than a run needs."""
     if free < nbytes:
         raise SetupError(
             f"{nbytes / 1e9:.1f} GB {what} are needed, {free / 1e9:.1f} GB are free. "
@@ -287,7 +285,6 @@ def require_room(what: str, nbytes: float, *, free: int) -> None:
 
 @contextmanager
 def scratch(folder: Path) -> Iterator[Path]:
-    """A folder below `folder` that ends with the block."""
     with tempfile.TemporaryDirectory(prefix="bench-", dir=folder) as path:
         yield Path(path)
 

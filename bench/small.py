@@ -7,6 +7,7 @@ ways to get the same tensors.
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from statistics import median
@@ -18,9 +19,9 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from bench.benchmark import Bar, Benchmark, Options
+from bench.benchmark import Bar, Benchmark, Options, in_time, verdicts
 from bench.contenders import LATER
-from bench.markdown import Column, figures, in_time, table, text, verdicts, whereabouts
+from bench.markdown import Column, figures, table, text, whereabouts
 from bench.runner import TORCH_THREADS, Job, in_a_process, in_turns, measure, timed
 from bench.save_load import LOAD, MEASURES, SAVE, Many, copies
 from bench.schema import Part, Result, Sample, Scenario, StateSize, measured
@@ -56,12 +57,12 @@ TENSORS_PER_LAYER = LINEARS_PER_LAYER * 2 * 4
 
 
 def measure_saves(options: Options) -> Part:
-    """Save and load of many small tensors."""
+    world, num_tensors = options.world or BAR_WORLD, options.number(BAR_NUM_TENSORS, least=20)
     job = Job(
         name=SAVES,
         turns=Many,
-        recipe=ManySmall(options.number(BAR_NUM_TENSORS, least=20)),
-        world=options.world or BAR_WORLD,
+        recipe=ManySmall(num_tensors, 4 * num_tensors * world * math.prod(SMALL_LOCAL_SHAPE)),
+        world=world,
         rounds=options.rounds or 5,
         contenders=NAMES,
         copies=copies(NAMES),
@@ -124,7 +125,6 @@ def _trained(kind: str, layers: int) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def bars(result: Result) -> Iterator[Bar]:
-    """The bars that hold for a run of this size, with its medians."""
     part = result.part(SAVES)
     if (part.scenario.state.num_tensors, part.scenario.world) == (BAR_NUM_TENSORS, BAR_WORLD):
         for measure in MEASURES:
@@ -137,7 +137,6 @@ def bars(result: Result) -> Iterator[Bar]:
 
 
 def render_small(result: Result) -> str:
-    """The figures of `result` as Markdown."""
     part, walked = result.part(SAVES), result.part("plain").scenario
     scenario = part.scenario
     num_saved, num_walked = (f"{each.state.num_tensors:,}" for each in (scenario, walked))

@@ -21,13 +21,12 @@ from bench.costs import Watch
 from bench.environment import filesystem
 from bench.errors import BenchError, MarkersError, RankFailedError, RawLimitError, SetupError, WrongBytesError
 from bench.front import render_chart, render_front
-from bench.io import IO, render_io
 from bench.markdown import RESULTS, markers, replace_part, text
 from bench.markdown import table as lines_of
 from bench.plan import bars as plan_bars
 from bench.raw import RAW_WAYS, RawFile, RawImage, RawWay, takes_direct
 from bench.runner import Found, Span, messages, require_same, together
-from bench.save_load import MEASURES, copies
+from bench.save_load import IO, MEASURES, copies, render_io
 from bench.schema import RAW, WARM_UP, Result, paired_ratios, read_result, rotated, write_result
 from bench.small import NAMES as SMALL_NAMES
 from bench.small import SAVES as SMALL_SAVES

@@ -12,13 +12,13 @@ import msgspec
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 import holdfast
 from bench.__main__ import measure
 from bench.benchmark import Options, require_raw_limit
 from bench.contenders import BACKGROUND, OURS, OURS_SYNC, THREAD, select
-from bench.costs import Watch, cpu_s, held, keepers, node_memory, tree
+from bench.costs import Watch, cpu_s, held_nbytes, keepers, node_memory, tree
 from bench.engine import ENGINE, PARTS, bars, first_blocked_s, render_engine
 from bench.engine_turns import ALONE, BESIDE_WORK
 from bench.errors import RawLimitError, SetupError
@@ -38,7 +38,7 @@ FULL = 2_000_000_000
 
 def live_state() -> dict[str, object]:
     """The content of a live state on a rank, before and after a step."""
-    state = LlamaLike(1, num_layers=1).build(init_device_mesh("cpu", (dist.get_world_size(),)))
+    state = LlamaLike(1, num_layers=1).build(dist.get_world_size())
     live = Live(state)
     before = state.digests()
     live.step()
@@ -105,7 +105,7 @@ def test_memory_is_watched_from_outside_with_that_of_children() -> None:
     with subprocess.Popen([sys.executable, "-c", HOLD], stdout=subprocess.PIPE) as child:
         assert child.stdout is not None
         child.stdout.readline()
-        assert held(tree(child.pid)).nbytes > 64 << 20
+        assert held_nbytes(tree(child.pid)) > 64 << 20
         peak = watch.stop()
         child.kill()
     assert peak > 64 << 20
