@@ -67,18 +67,18 @@ class Saves(Turns):
         self.way(name).rest()
 
     def _save_alone(self, name: str, number: int) -> Iterator[tuple[str, str, Found]]:
-        folder = self.cold(self.place(name, f"{number}-alone"))
+        folder = self.cold(self.way(name).place(f"{number}-alone"))
         yield name, ALONE, self._save(name, folder)
         self.discard(name, folder)
 
     def _save_twice(self, name: str, number: int) -> Iterator[tuple[str, str, Found]]:
         watch = self._watched(name) if number == WARM_UP else None
-        if name in self.ways:
+        if number != WARM_UP:
             self.way(name).ready()
         self._work.for_seconds(self._work_s)
         plain_step_s = self.site.live.step()
         yield from self._save_alone(name, number)
-        folder = self.cold(self.place(name, f"{number}-beside-work"))
+        folder = self.cold(self.way(name).place(f"{number}-beside-work"))
         expected = self.state.digests() if number == self.job.rounds else None
         found = self._save(name, folder, plain_step_s=plain_step_s)
         yield name, BESIDE_WORK, found | ({} if watch is None else {"peak_extra_nbytes": watch.stop()})
@@ -92,22 +92,23 @@ class Saves(Turns):
     def _save(self, name: str, folder: Path, *, plain_step_s: float | None = None) -> dict[str, Any]:
         """A save; beside work and a step, where one without a save takes `plain_step_s`. The first save of a contender
         sets it up, within its time."""
-        found: dict[str, Any] = {}
-        cpu_before_s = self.cpu_s(name)
-        called_s = time.monotonic()
-        pending = self.way(name).begin(folder)
-        found["blocked_s"] = time.monotonic() - called_s
-        if plain_step_s is not None:
-            self._work.for_seconds(self._work_s)
-            ready_s = time.monotonic()
-            with self.way(name).unlocked():
-                self.site.live.step()
-            found["step_wait_s"] = time.monotonic() - ready_s - plain_step_s
-        pending.wait()
-        found["seconds"] = Span(called_s, time.monotonic())
-        found["cpu_s"] = self.cpu_s(name) - cpu_before_s
-        persist_s = pending.persist_s()
-        return found if persist_s is None else found | {"persist_s": persist_s}
+        way, found = self.way(name), dict[str, Any]()
+
+        def save() -> None:
+            called_s = time.monotonic()
+            pending = way.begin(folder)
+            found["blocked_s"] = time.monotonic() - called_s
+            if plain_step_s is not None:
+                self._work.for_seconds(self._work_s)
+                ready_s = time.monotonic()
+                with way.unlocked():
+                    self.site.live.step()
+                found["step_wait_s"] = time.monotonic() - ready_s - plain_step_s
+            pending.wait()
+            if (persist_s := pending.persist_s()) is not None:
+                found["persist_s"] = persist_s
+
+        return self.observed(name, save) | found
 
     def _watched(self, name: str) -> Watch:
         """A watch of the memory from before there is anything of contender `name`."""
@@ -126,14 +127,9 @@ class PythonLoop(Turns):
 
     registry = BESIDE_PYTHON
 
-    def __init__(self, job: Job, state: State) -> None:
-        super().__init__(job, state)
-        for name in job.contenders:
-            self.way(name)
-
     def take(self, name: str, number: int, measure: str) -> Iterator[tuple[str, str, Found]]:
         calm_s: float = self.job.facts["calm_s"]
-        folder = self.cold(self.place(name, number))
+        folder = self.cold(self.way(name).place(number))
         before = _counted_for(calm_s)
         start_s = time.monotonic()
         pending = self.way(name).begin(folder)
@@ -178,7 +174,7 @@ class TrainingLoop(Turns):
     def take(self, name: str, number: int, measure: str) -> Iterator[tuple[str, str, Found]]:
         steps, every = range(self.job.facts["steps"]), self.job.facts["every"]
         way = None if name == NO_SAVES else self.way(name)
-        folders = {} if way is None else {step: self.place(name, f"{number}-{step}") for step in steps[::every]}
+        folders = {} if way is None else {step: way.place(f"{number}-{step}") for step in steps[::every]}
         for folder in (self.job.folder, *folders.values()):
             self.cold(folder)
         begun, reduced = [], torch.zeros(1)
@@ -216,18 +212,19 @@ class Restores(Turns):
 
     def take(self, name: str, number: int, measure: str) -> Iterator[tuple[str, str, Found]]:
         """Restore, and save to be killed."""
-        run, way = self.place(OURS, ""), self.way(OURS)
+        way = self.way(OURS)
         assert isinstance(way, HoldfastBackground)
+        run, checkpointer = way.place(""), way.checkpointer
         way.steps = itertools.count(number)
         _ = self.site.live
         if number != WARM_UP:
-            found = self._restored(way.checkpointer, run, step=number - 1)
-            yield name, "durable" if _is_durable(number - 1) else "staged", found
+            found = self._restored(checkpointer, run, step=number - 1)
+            yield name, "staged" if number % 2 == 0 else "durable", found
         with torch.no_grad():
             for tensor in self.state.tensors().values():
                 tensor.add_(1)
         pending = way.begin(run)
-        (pending.wait if _is_durable(number) else pending.wait_copied)()
+        (pending.wait if number % 2 == 0 else pending.wait_copied)()  # in every other round it is only staged
         self._saved(number).write_bytes(msgspec.json.encode(self.state.digests()))
 
     def _restored(self, checkpointer: holdfast.Checkpointer, run: Path, *, step: int) -> Found:
@@ -273,11 +270,6 @@ def _counted_until(is_over: Callable[[], bool]) -> tuple[int, float]:
 
 def _per_s(*counted: tuple[int, float]) -> float:
     return sum(total for total, _ in counted) / sum(seconds for _, seconds in counted)
-
-
-def _is_durable(step: int) -> bool:
-    """Whether the ranks are killed when the save of `step` is durable, or when it is staged."""
-    return step % 2 == 0
 
 
 def _await_commit(root: Path, step: int) -> None:

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from bench.costs import give_back
 from bench.state import box, local, walk
-from bench.ways import Dcp, Pending, Site, Way
+from bench.ways import Dcp, Pending, Way
 
 #: The part of the state's tree that has no tensors.
 _VALUES = "progress"
@@ -35,18 +36,20 @@ class DcpThread(Dcp):
     name = "dcp-async-thread"
     kind = AsyncCheckpointerType.THREAD
     save = Way.save
+    _stager: DefaultStager | None = None
+    _written: Future[Any] | None = None
+    _copied: Future[Any] | None = None
 
-    def __init__(self, site: Site, name: str) -> None:
-        super().__init__(site, name)
-        self._group = dist.new_group(backend="gloo")
-        self._stager: DefaultStager | None = self._new_stager()
-        self._written: Future[Any] | None = None
-        self._copied: Future[Any] | None = None
+    @cached_property
+    def _group(self) -> dist.ProcessGroup:
+        group: dist.ProcessGroup = dist.new_group(backend="gloo")
+        return group
 
     def begin(self, folder: Path) -> Pending:
         """Begin to save into `folder`, when the last save is over: it needs the stager's memory."""
         if self._written is not None:
             self._written.result()
+        self._stager = self._stager or self._new_stager()
         begun = async_save(
             self.state.tree,
             checkpoint_id=folder,
@@ -107,21 +110,22 @@ class TorchCheckpointing(Way):
     name = package = "torch_checkpointing"
     saver = "SyncCheckpointSaverConfig"
 
-    def __init__(self, site: Site, name: str) -> None:
+    @cached_property
+    def _manager(self) -> Any:
         from torch_checkpointing import CheckpointManager, ItemSpec, config
         from torch_checkpointing.checkpoint_layout import LayoutInfo, TorchSerialization
         from torch_checkpointing.default_resharder import DefaultResharder
         from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
 
-        super().__init__(site, name)
-        self._manager = CheckpointManager.Config(
+        manager = CheckpointManager.Config(
             items={_VALUES: ItemSpec(layout=LayoutInfo(f"{_VALUES}.pt", TorchSerialization()), required=False)},
             default=ItemSpec(resharder=DefaultResharder()),
             save=getattr(config, self.saver)(),
             storage_config=LocalFileSystemStorageConfig(use_direct_io=False),
         ).build()
-        self._manager._metadata_manager._all_gather_pickled_data = _gathered  # noqa: SLF001 - see above
+        manager._metadata_manager._all_gather_pickled_data = _gathered  # noqa: SLF001 - see above
         logging.getLogger("torch_checkpointing").setLevel(logging.ERROR)
+        return manager
 
     def begin(self, folder: Path) -> Pending:
         """Save the state as it is, and values in a file for all ranks."""
@@ -156,12 +160,15 @@ class TorchSnapshot(Way):
 
     name = package = "torchsnapshot"
 
-    def __init__(self, site: Site, name: str) -> None:
+    @cached_property
+    def _snapshot(self) -> Any:
         from torchsnapshot import Snapshot
 
-        super().__init__(site, name)
-        self.snapshot = Snapshot
-        self._tensors = {
+        return Snapshot
+
+    @cached_property
+    def _tensors(self) -> dict[str, Any]:
+        return {
             path: _sharded(leaf) if isinstance(leaf, DTensor) else leaf
             for _, _, path, leaf in walk(self.state.tree)
             if isinstance(leaf, torch.Tensor)
@@ -176,10 +183,10 @@ class TorchSnapshot(Way):
         self.state.set_values({path: loaded[path.replace("/", ".")] for path in self.state.values()})
 
     def save(self, folder: Path) -> None:
-        self.snapshot.take(str(folder), {"state": self}, replicated=["**"])
+        self._snapshot.take(str(folder), {"state": self}, replicated=["**"])
 
     def load(self, folder: Path) -> None:
-        self.snapshot(str(folder)).restore({"state": self})
+        self._snapshot(str(folder)).restore({"state": self})
 
 
 class TorchSnapshotAsync(TorchSnapshot):
@@ -188,7 +195,7 @@ class TorchSnapshotAsync(TorchSnapshot):
     name = "torchsnapshot-async"
 
     def begin(self, folder: Path) -> Pending:
-        taken = self.snapshot.async_take(str(folder), {"state": self}, replicated=["**"])
+        taken = self._snapshot.async_take(str(folder), {"state": self}, replicated=["**"])
         return Pending(taken.wait, taken.done)
 
 

@@ -61,16 +61,7 @@ class RawImage:
         """One digest of the whole image."""
         return {"image": digest(self.view[: self.nbytes])}
 
-
-class RawFile:
-    """The loop, in one way."""
-
-    def __init__(self, image: RawImage, way: RawWay, *, direct: bool) -> None:
-        self._image = image
-        self._way = way
-        self._flags = os.O_DIRECT if direct else 0
-
-    def write(self, path: Path) -> None:
+    def write(self, path: Path, way: RawWay, *, direct: bool) -> None:
         """Write the image to the new file `path`, durably."""
 
         def write(part: memoryview, start: int, buffer: memoryview | None) -> None:
@@ -81,40 +72,38 @@ class RawFile:
             while done < len(part):
                 done += os.pwritev(fd, [part[done:]], start + done)
 
-        with _opened(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | self._flags) as fd:
+        with _opened(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | direct * os.O_DIRECT) as fd:
             # Reserved space lets several threads write at once: extending writes are serialised by the kernel.
-            os.posix_fallocate(fd, 0, len(self._image.view))
-            self._each_request(write)
-            os.ftruncate(fd, self._image.nbytes)
+            os.posix_fallocate(fd, 0, len(self.view))
+            self._each_request(write, way)
+            os.ftruncate(fd, self.nbytes)
             os.fdatasync(fd)
 
-    def read(self, path: Path) -> None:
+    def read(self, path: Path, way: RawWay, *, direct: bool) -> None:
         """Fill the image from `path`."""
-        nbytes = self._image.nbytes
 
         def read(part: memoryview, start: int, buffer: memoryview | None) -> None:
             out = part if buffer is None else buffer[: len(part)]
-            done, needed = 0, min(len(out), nbytes - start)
+            done, needed = 0, min(len(out), self.nbytes - start)
             while done < needed:
                 count = os.preadv(fd, [out[done:]], start + done)
                 if count == 0:
-                    raise OSError(errno.EIO, f"the file ended at byte {start + done} of {nbytes}")
+                    raise OSError(errno.EIO, f"the file ended at byte {start + done} of {self.nbytes}")
                 done += count
             if buffer is not None:
                 _copy(part, out)
 
-        with _opened(path, os.O_RDONLY | self._flags) as fd:
-            self._each_request(read)
+        with _opened(path, os.O_RDONLY | direct * os.O_DIRECT) as fd:
+            self._each_request(read, way)
 
-    def _each_request(self, move: Callable[[memoryview, int, memoryview | None], None]) -> None:
+    def _each_request(self, move: Callable[[memoryview, int, memoryview | None], None], way: RawWay) -> None:
         """Call `move` with each part of the image, where it starts in the file, and a buffer if there is to be one."""
-        view, way = self._image.view, self._way
-        starts = range(0, len(view), way.request_nbytes)
+        starts = range(0, len(self.view), way.request_nbytes)
 
         def stripe(thread: int) -> None:
             buffer = _memory(way.request_nbytes) if way.copied else None
             for start in starts[thread :: way.threads]:
-                move(view[start : start + way.request_nbytes], start, buffer)
+                move(self.view[start : start + way.request_nbytes], start, buffer)
 
         with ThreadPoolExecutor(way.threads) as pool:
             list(pool.map(stripe, range(way.threads)))

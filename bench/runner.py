@@ -26,7 +26,7 @@ from torch.multiprocessing.spawn import ProcessException, start_processes
 
 from bench.benchmark import Options
 from bench.contenders import SAVING, Registry
-from bench.costs import cpu_s, keepers, node_memory, settle, tree
+from bench.costs import cpu_s, keepers, node_memory, read_nbytes, settle, tree
 from bench.environment import package_versions
 from bench.errors import RankFailedError, SetupError, WrongBytesError
 from bench.raw import RAW_WAYS, takes_direct
@@ -110,14 +110,10 @@ class Turns:
         raise NotImplementedError
 
     def way(self, name: str) -> Way:
-        """What entrant `name` does; set up at the first call."""
+        """What entrant `name` does."""
         if name not in self.ways:
-            self.ways[name] = self._kind(name)(self.site, name)
+            self.ways[name] = self.registry[RAW if name.startswith(RAW) else name](self.site, name)
         return self.ways[name]
-
-    def place(self, name: str, what: object) -> Path:
-        """The folder that entrant `name` saves `what` into, and loads it from."""
-        return self._kind(name).place(self.site, name, what)
 
     def cold(self, folder: Path) -> Path:
         """`folder`, made where it is not there, beside caches that are cold; when all ranks are here."""
@@ -131,20 +127,27 @@ class Turns:
         """Give back what a save takes on the device, when all ranks have done with it."""
         dist.barrier()
         if self.leads:
-            self._kind(name).discard(folder)
+            self.way(name).discard(folder)
 
-    def cpu_s(self, name: str) -> float:
-        """CPU seconds so far of this rank and all that it started, and on rank 0 of holdfast's keeper. All ranks are
-        here for it, so that what others still do for a save counts, and what they do next does not."""
+    def observed(self, name: str, work: Callable[[], object]) -> dict[str, Any]:
+        """What `work` takes, which is of entrant `name`. All ranks are here before and after, so that what others still
+        do for it counts, and what they do next does not."""
+        used_s, read = self._cpu_s(name), read_nbytes()
+        start_s = time.monotonic()
+        work()
+        span = Span(start_s, time.monotonic())
+        device_nbytes, asked_nbytes = (now - before for now, before in zip(read_nbytes(), read, strict=True))
+        used_s = self._cpu_s(name) - used_s
+        return {"seconds": span, "cpu_s": used_s, "device_nbytes": device_nbytes, "asked_nbytes": asked_nbytes}
+
+    def _cpu_s(self, name: str) -> float:
+        """CPU seconds so far of this rank and all that it started, and on rank 0 of holdfast's keeper."""
         dist.barrier()
         used_s = cpu_s(tree(os.getpid()))
-        if self.leads and self.job.node_dir and self._kind(name) is HoldfastBackground:
+        if self.leads and self.job.node_dir and isinstance(self.way(name), HoldfastBackground):
             used_s += cpu_s(keepers(self.job.node_dir))
         dist.barrier()
         return used_s
-
-    def _kind(self, name: str) -> type[Way]:
-        return self.registry[RAW if name.startswith(RAW) else name]
 
 
 def measure(job: Job, options: Options, *, first: Job | None = None, absent: Mapping[str, str] | None = None) -> Part:

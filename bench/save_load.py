@@ -8,7 +8,6 @@ ranks wrote, an even part of the state each.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -19,10 +18,10 @@ import torch.distributed as dist
 
 from bench.benchmark import Bar, Benchmark, Options, judged, verdicts
 from bench.contenders import LATER, SAVING, select
-from bench.costs import Watch, give_back, read_nbytes
+from bench.costs import Watch, give_back
 from bench.markdown import Column, cpu, figures, labels, memory, raw_in_words, shares, table, text, whereabouts
 from bench.raw import RAW_WAYS
-from bench.runner import Found, Job, Span, Turns, measure, require_same
+from bench.runner import Found, Job, Turns, measure, require_same
 from bench.schema import RAW, WARM_UP, Part, Result
 from bench.state import NUM_LAYERS, Layout, LlamaLike, State
 
@@ -58,19 +57,13 @@ class SaveLoad(Turns):
         way, keeps = self.way(name), SAVE not in self.measures
         if measure == LOAD:
             way.memory.clear()
-        folder = self.cold(self.place(name, _KEPT if keeps else number))
+        folder = self.cold(way.place(_KEPT if keeps else number))
         operation = way.save if measure == SAVE else way.load
         give_back()
         watch = Watch() if number == WARM_UP else None
-        cpu_before_s, read_before = self.cpu_s(name), read_nbytes()
-        start_s = time.monotonic()
-        operation(folder)
-        span = Span(start_s, time.monotonic())
-        device_nbytes, asked_nbytes = (now - before for now, before in zip(read_nbytes(), read_before, strict=True))
-        cpu_s = self.cpu_s(name) - cpu_before_s
-        found: Found = {"seconds": span, "cpu_s": cpu_s, "device_nbytes": device_nbytes, "asked_nbytes": asked_nbytes}
+        found = self.observed(name, lambda: operation(folder))
         if watch is not None:
-            found = {**found, "peak_extra_nbytes": watch.stop()}
+            found["peak_extra_nbytes"] = watch.stop()
         # No rank's digests take time from a rank that still loads: all have been there for the CPU seconds.
         if measure == LOAD:
             require_same(self._expected[name], way.memory.digests(), name=name)
@@ -114,7 +107,8 @@ def copies(names: Sequence[str]) -> int:
 
 
 def _keep(turns: Turns, name: str) -> None:
-    turns.way(name).save(turns.cold(turns.place(name, _KEPT)))
+    way = turns.way(name)
+    way.save(turns.cold(way.place(_KEPT)))
     dist.barrier()  # not all contenders wait for each other
 
 

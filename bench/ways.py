@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 import holdfast
 from bench.errors import BenchError
-from bench.raw import RAW_WAYS, RawFile, RawImage
+from bench.raw import RAW_WAYS, RawImage
 from bench.schema import RAW, Contender
 from bench.state import Live, State
 from holdfast.run.history import Run
@@ -75,7 +75,8 @@ class Site:
 
 
 class Way:
-    """What a contender does with a state. All methods are collective; each way has `load`, and `save` or `begin`.
+    """What a contender does with a state. All methods are collective; each way has `load`, and `save` or `begin`. What
+    they need is set up by the first call that needs it.
 
     Result files describe it with the first line of its docstring, and with what its figures include.
     """
@@ -87,9 +88,10 @@ class Way:
     #: All its saves go into one run; of another way, each goes into a folder of its own.
     one_run = False
 
-    def __init__(self, site: Site, name: str) -> None:
+    def __init__(self, site: Site, entrant: str) -> None:
         self.site = site
         self.state = site.state
+        self.entrant = entrant
 
     @classmethod
     def about(cls) -> Contender:
@@ -97,15 +99,13 @@ class Way:
         description = (inspect.getdoc(cls) or "").partition("\n")[0].rstrip(".")
         return Contender(cls.name, description, cls.durable, cls.verified, cls.io)
 
-    @classmethod
-    def place(cls, site: Site, name: str, what: object) -> Path:
-        """The folder that entrant `name` saves `what` into, and loads it from."""
-        return site.folder / name.replace(" ", "-") / ("run" if cls.one_run else str(what))
+    def place(self, what: object) -> Path:
+        """The folder that it saves `what` into, and loads it from."""
+        return self.site.folder / self.entrant.replace(" ", "-") / ("run" if self.one_run else str(what))
 
-    @classmethod
-    def discard(cls, folder: Path) -> None:
+    def discard(self, folder: Path) -> None:
         """Delete what is in `folder`; of a run all but its head, which later saves follow. For one rank to call."""
-        if cls.one_run:
+        if self.one_run:
             run = Run.open(open_store(Location(str(folder))))
             for commit in list(run.lineage())[1:]:
                 remove_checkpoint(run, commit)
@@ -153,9 +153,9 @@ class Raw(Way):
 
     name, durable, io = RAW, "fdatasync", "direct"
 
-    def __init__(self, site: Site, name: str) -> None:
-        super().__init__(site, name)
-        self._way = RAW_WAYS[name.removeprefix(RAW).strip() or next(iter(RAW_WAYS))]
+    def __init__(self, site: Site, entrant: str) -> None:
+        super().__init__(site, entrant)
+        self._way = RAW_WAYS[entrant.removeprefix(RAW).strip() or next(iter(RAW_WAYS))]
         self._pool = ThreadPoolExecutor(1)
 
     @property
@@ -163,13 +163,13 @@ class Raw(Way):
         return self.site.image
 
     def save(self, folder: Path) -> None:
-        self._file().write(_rank_file(folder, dist.get_rank()))
+        self.memory.write(_rank_file(folder, dist.get_rank()), self._way, direct=self.site.direct)
 
     def begin(self, folder: Path) -> Pending:
         return Pending.of(self._pool.submit(self.save, folder))
 
     def load(self, folder: Path) -> None:
-        self._file().read(_rank_file(folder, dist.get_rank()))
+        self.memory.read(_rank_file(folder, dist.get_rank()), self._way, direct=self.site.direct)
 
     def ready(self) -> None:
         _ = self.memory
@@ -181,18 +181,15 @@ class Raw(Way):
     def close(self) -> None:
         self._pool.shutdown()
 
-    def _file(self) -> RawFile:
-        return RawFile(self.site.image, self._way, direct=self.site.direct)
-
 
 class TorchSave(Way):
     """torch.save/torch.load, one file per rank, or one for all ranks where all hold the same."""
 
     name, durable = "torch.save", SYNCED
 
-    def __init__(self, site: Site, name: str) -> None:
-        super().__init__(site, name)
-        self._rank = dist.get_rank() if self.state.is_sharded() else 0
+    @property
+    def _rank(self) -> int:
+        return dist.get_rank() if self.state.is_sharded() else 0
 
     def save(self, folder: Path) -> None:
         if self._rank == dist.get_rank():
@@ -226,8 +223,8 @@ class Holdfast(Way):
     name, verified = "holdfast", "digest of every block read"
     durable, io = "fsync of files and folders, sealed and committed", "direct where the filesystem takes it"
 
-    def __init__(self, site: Site, name: str) -> None:
-        super().__init__(site, name)
+    def __init__(self, site: Site, entrant: str) -> None:
+        super().__init__(site, entrant)
         self.steps = itertools.count()
 
     @property
@@ -235,10 +232,10 @@ class Holdfast(Way):
         return self.state.tree
 
     def save(self, folder: Path) -> None:
-        holdfast.save(str(folder), self._saved, next(self.steps))
+        holdfast.save(folder, self._saved, next(self.steps))
 
     def load(self, folder: Path) -> None:
-        holdfast.load(str(folder), into=self._saved)
+        holdfast.load(folder, into=self._saved)
 
 
 class HoldfastLater(Holdfast):
@@ -263,11 +260,12 @@ class HoldfastBackground(HoldfastLive):
     name = "holdfast"
     save = Way.save
 
-    def __init__(self, site: Site, name: str) -> None:
-        super().__init__(site, name)
-        assert site.node_dir is not None, "its job is one in memory"
-        memory = holdfast.Memory(generations=GENERATIONS, node_dir=site.node_dir)
-        self.checkpointer = holdfast.Checkpointer(str(self.place(site, name, "")), self._saved, memory=memory)
+    @cached_property
+    def checkpointer(self) -> holdfast.Checkpointer:
+        """The one that saves and restores."""
+        assert self.site.node_dir is not None, "its job is one in memory"
+        memory = holdfast.Memory(generations=GENERATIONS, node_dir=self.site.node_dir)
+        return holdfast.Checkpointer(self.place(""), self._saved, memory=memory)
 
     def begin(self, folder: Path) -> Pending:
         handle = self.checkpointer.save(next(self.steps))

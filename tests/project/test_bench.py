@@ -24,7 +24,7 @@ from bench.front import render_chart, render_front
 from bench.markdown import RESULTS, markers, replace_part, text
 from bench.markdown import table as lines_of
 from bench.plan import bars as plan_bars
-from bench.raw import RAW_WAYS, RawFile, RawImage, RawWay, takes_direct
+from bench.raw import RAW_WAYS, RawImage, RawWay, takes_direct
 from bench.runner import Found, Span, messages, require_same, together
 from bench.save_load import IO, MEASURES, copies, render_io
 from bench.schema import RAW, WARM_UP, Result, paired_ratios, read_result, rotated, write_result
@@ -229,22 +229,21 @@ def test_the_raw_loop_reads_back_exactly_the_bytes_it_wrote(
         pytest.skip("this filesystem refuses O_DIRECT")
     data = b"\1" + os.urandom(nbytes - 1)  # differs from a cleared image even where it is one byte
     image = RawImage([memoryview(data[: nbytes // 3]), memoryview(data[nbytes // 3 :])])
-    file = RawFile(image, way, direct=direct)
-    file.write(tmp_path / "file")
+    image.write(tmp_path / "file", way, direct=direct)
     saved = image.digests()
     image.clear()
     cleared = image.digests()
-    file.read(tmp_path / "file")
+    image.read(tmp_path / "file", way, direct=direct)
     assert (tmp_path / "file").read_bytes() == data
     assert image.digests() == saved != cleared
 
 
 def test_a_raw_file_that_was_cut_is_an_error_and_no_short_read(tmp_path: Path) -> None:
-    file = RawFile(RawImage([memoryview(bytes(10_000))]), RawWay(1, 16 << 20), direct=False)
-    file.write(tmp_path / "file")
+    image, way = RawImage([memoryview(bytes(10_000))]), RawWay(1, 16 << 20)
+    image.write(tmp_path / "file", way, direct=False)
     os.truncate(tmp_path / "file", 5000)
     with pytest.raises(OSError, match="ended at byte 5000 of 10000"):
-        file.read(tmp_path / "file")
+        image.read(tmp_path / "file", way, direct=False)
 
 
 @given(st.integers(1, 1 << 36))

@@ -153,10 +153,10 @@ def test_a_package_that_is_not_installed_is_a_reason(monkeypatch: pytest.MonkeyP
 
 
 def test_of_a_run_the_head_is_kept_and_of_others_nothing(tmp_path: Path) -> None:
-    ours, thread = BACKGROUND[OURS_SYNC], BACKGROUND[THREAD]
-    site = Site(State({}), tmp_path, None, direct=False)
-    run = ours.place(site, OURS_SYNC, "1")
-    assert run == ours.place(site, OURS_SYNC, "2")
+    site = Site(State({}), tmp_path)
+    ours, thread = (BACKGROUND[name](site, name) for name in (OURS_SYNC, THREAD))
+    run = ours.place("1")
+    assert run == ours.place("2")
     state = {"a": torch.zeros(4)}
     for step in (1, 2, 3):
         holdfast.save(str(run), state, step)
@@ -164,8 +164,8 @@ def test_of_a_run_the_head_is_kept_and_of_others_nothing(tmp_path: Path) -> None
     assert holdfast.load(str(run), into=state).step == 3
     assert len(list((run / "checkpoints").glob("*/manifest*"))) == 1
 
-    folder = thread.place(site, THREAD, "1")
-    assert folder != thread.place(site, THREAD, "2")
+    folder = thread.place("1")
+    assert folder != thread.place("2")
     folder.mkdir(parents=True)
     thread.discard(folder)
     assert not folder.exists()
