@@ -54,7 +54,7 @@ def held_nbytes(processes: Iterable[psutil.Process], *, without_files: bool = Fa
         with suppress(FileNotFoundError, ProcessLookupError):
             text = Path(f"/proc/{process.pid}/smaps_rollup").read_text()
             counters = dict(re.findall(r"^(Pss|Pss_Shmem):\s+(\d+) kB$", text, re.MULTILINE))
-            nbytes += 1024 * (int(counters["Pss"]) - without_files * int(counters["Pss_Shmem"]))
+            nbytes += 1024 * (int(counters["Pss"]) - (int(counters["Pss_Shmem"]) if without_files else 0))
     return nbytes
 
 

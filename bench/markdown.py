@@ -32,8 +32,9 @@ def table(head: str, rows: Mapping[K, str], columns: Sequence[Column[K]]) -> str
 
 def labels(part: Part, verified: str = "") -> dict[str, str]:
     """The contenders that took part, for the heads of rows; with `verified` where one checks what it loads."""
-    found = {each.name: f"{each.name} {verified * (each.verified != 'no')}".rstrip() for each in part.able}
-    return {name: "raw limit" if name == RAW else label for name, label in found.items()}
+    rows = {each.name: each.name for each in part.able}
+    rows |= {each.name: f"{each.name} {verified}" for each in part.able if verified and each.verified != "no"}
+    return rows | ({RAW: "raw limit"} if RAW in rows else {})
 
 
 def text(series: Sequence[float], digits: int = 2, *, scale: float = 1.0) -> str:

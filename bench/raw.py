@@ -72,7 +72,7 @@ class RawImage:
             while done < len(part):
                 done += os.pwritev(fd, [part[done:]], start + done)
 
-        with _opened(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | direct * os.O_DIRECT) as fd:
+        with _opened(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, direct=direct) as fd:
             # Reserved space lets several threads write at once: extending writes are serialised by the kernel.
             os.posix_fallocate(fd, 0, len(self.view))
             self._each_request(write, way)
@@ -93,7 +93,7 @@ class RawImage:
             if buffer is not None:
                 _copy(part, out)
 
-        with _opened(path, os.O_RDONLY | direct * os.O_DIRECT) as fd:
+        with _opened(path, os.O_RDONLY, direct=direct) as fd:
             self._each_request(read, way)
 
     def _each_request(self, move: Callable[[memoryview, int, memoryview | None], None], way: RawWay) -> None:
@@ -113,7 +113,7 @@ def takes_direct(folder: Path) -> bool:
     """Whether files in `folder` take O_DIRECT writes of whole blocks."""
     path = folder / "direct-probe"
     try:
-        with _opened(path, os.O_CREAT | os.O_WRONLY | os.O_DIRECT) as fd:
+        with _opened(path, os.O_CREAT | os.O_WRONLY, direct=True) as fd:
             os.pwrite(fd, mmap.mmap(-1, BLOCK_NBYTES), 0)
     except OSError as error:
         if error.errno in (errno.EINVAL, errno.EOPNOTSUPP):
@@ -125,8 +125,8 @@ def takes_direct(folder: Path) -> bool:
 
 
 @contextmanager
-def _opened(path: Path, flags: int) -> Iterator[int]:
-    fd = os.open(path, flags, 0o644)
+def _opened(path: Path, flags: int, *, direct: bool) -> Iterator[int]:
+    fd = os.open(path, flags | (os.O_DIRECT if direct else 0), 0o644)
     try:
         yield fd
     finally:
