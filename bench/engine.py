@@ -18,7 +18,7 @@ from bench.environment import in_words
 from bench.errors import SetupError
 from bench.markdown import cpu, figures, labels, memory, raw_in_words, reasons, samples_link, shares, table, text
 from bench.runner import Job, Turns, measure
-from bench.schema import RAW, WARM_UP, Part, Result, paired_ratios
+from bench.schema import RAW, WARM_UP, Part, Result, Scenario, paired_ratios
 from bench.state import LlamaLike
 from bench.ways import GENERATIONS
 
@@ -62,17 +62,15 @@ def measure_engine(name: str, options: Options) -> Part:
             f"None of the contenders saves in the background. Choose from {', '.join(part.turns.registry)}."
         )
     rounds = options.rounds or MIN_ROUNDS
+    facts = {**part.facts} | {key: options.scale * seconds for key, seconds in part.timed.items()}
     job = Job(
-        name=name,
+        scenario=Scenario(name=name, world=part.world or options.world or MIN_WORLD, rounds=rounds, facts=facts),
         turns=part.turns,
         recipe=LlamaLike(options.nbytes(part.gib), "rows", options.number(NUM_LAYERS)),
-        world=part.world or options.world or MIN_WORLD,
-        rounds=rounds,
         contenders=names,
         # Those that die leave all that they saved.
         copies=part.copies + rounds * part.turns.mortal,
         in_memory=True,
-        facts={**part.facts} | {key: options.scale * seconds for key, seconds in part.timed.items()},
     )
     return measure(job, options, absent=absent if name == SAVES else {})
 

@@ -55,7 +55,7 @@ class Saves(Turns):
     def __init__(self, job: Job, state: State) -> None:
         super().__init__(job, state)
         self._work = Work()
-        self._work_s: float = job.facts["work_s"]
+        self._work_s: float = job.scenario.facts["work_s"]
         self.site.live.step()  # the first one of a process takes longer
 
     def take(self, name: str, number: int, measure: str) -> Iterator[tuple[str, str, Found]]:
@@ -79,7 +79,7 @@ class Saves(Turns):
         plain_step_s = self.site.live.step()
         yield from self._save_alone(name, number)
         folder = self.cold(self.way(name).place(f"{number}-beside-work"))
-        expected = self.state.digests() if number == self.job.rounds else None
+        expected = self.state.digests() if number == self.job.scenario.rounds else None
         found = self._save(name, folder, plain_step_s=plain_step_s)
         yield name, BESIDE_WORK, found | ({} if watch is None else {"peak_extra_nbytes": watch.stop()})
         if expected is not None:
@@ -114,7 +114,7 @@ class Saves(Turns):
         """A watch of the memory from before there is anything of contender `name`."""
         give_back()
         dist.barrier()
-        return Watch(node_dir=self.job.node_dir, world=self.job.world) if name == OURS else Watch()
+        return Watch(node_dir=self.job.node_dir, world=self.job.scenario.world) if name == OURS else Watch()
 
 
 class PythonLoop(Turns):
@@ -128,7 +128,7 @@ class PythonLoop(Turns):
     registry = BESIDE_PYTHON
 
     def take(self, name: str, number: int, measure: str) -> Iterator[tuple[str, str, Found]]:
-        calm_s: float = self.job.facts["calm_s"]
+        calm_s: float = self.job.scenario.facts["calm_s"]
         folder = self.cold(self.way(name).place(number))
         before = _counted_for(calm_s)
         start_s = time.monotonic()
@@ -163,7 +163,7 @@ class TrainingLoop(Turns):
         for name in job.contenders:
             self.way(name).ready()
         self._work = Work()
-        num_operations = _OPERATIONS * job.facts["tokens"] * state.size().nbytes // _PARAMETER_NBYTES
+        num_operations = _OPERATIONS * job.scenario.facts["tokens"] * state.size().nbytes // _PARAMETER_NBYTES
         self._num_products = max(1, num_operations // Work.OPERATIONS)
         _ = self.site.live
 
@@ -172,7 +172,7 @@ class TrainingLoop(Turns):
         return NO_SAVES, *self.job.contenders
 
     def take(self, name: str, number: int, measure: str) -> Iterator[tuple[str, str, Found]]:
-        steps, every = range(self.job.facts["steps"]), self.job.facts["every"]
+        steps, every = range(self.job.scenario.facts["steps"]), self.job.scenario.facts["every"]
         way = None if name == NO_SAVES else self.way(name)
         folders = {} if way is None else {step: way.place(f"{number}-{step}") for step in steps[::every]}
         for folder in (self.job.folder, *folders.values()):

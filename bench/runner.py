@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, ParamSpec, TypeVar
 
@@ -62,22 +62,16 @@ Found = Mapping[str, float | Span | list[Span]]
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What ranks do together, on what `recipe` makes: `turns`, of `contenders`. On the device there are `copies` of the
-    state at once, at most. `facts` are what is particular to the turns; a result file has them too.
+    """What ranks do together in a scenario, on what `recipe` makes: `turns`, of `contenders`. On the device there are
+    `copies` of the state at once, at most. The rest is where, for the ranks alone: a store at `store_port` outlives
+    them."""
 
-    The rest is where, for the ranks alone: a store at `store_port` outlives them.
-    """
-
-    name: str
-    title: str = ""
+    scenario: Scenario
     turns: type[Turns]
     recipe: Recipe
-    world: int
-    rounds: int
     contenders: tuple[str, ...]
     copies: int
     in_memory: bool = False
-    facts: Mapping[str, Any] = field(default_factory=dict)
     folder: Path = Path()
     node_dir: Path | None = None
     direct: bool = False
@@ -153,7 +147,7 @@ class Turns:
 def measure(job: Job, options: Options, *, first: Job | None = None, absent: Mapping[str, str] | None = None) -> Part:
     """Run `job`, after `first` in the same folder. SetupError where there is no room for it. `absent` are contenders
     that cannot take part, and why."""
-    nbytes, absent = _HEADROOM * job.recipe.min_nbytes, absent or {}
+    scenario, nbytes, absent = job.scenario, _HEADROOM * job.recipe.min_nbytes, absent or {}
     require_room(f"in {options.folder}", job.copies * nbytes, free=shutil.disk_usage(options.folder).free)
     with ExitStack() as stack:
         folder = stack.enter_context(scratch(options.folder))
@@ -162,11 +156,11 @@ def measure(job: Job, options: Options, *, first: Job | None = None, absent: Map
             require_room(f"in {options.memory}", GENERATIONS * nbytes, free=shutil.disk_usage(options.memory).free)
             require_room("of memory", _COPIES * nbytes + _OTHER_NBYTES, free=psutil.virtual_memory().available)
             where["node_dir"] = stack.enter_context(node_memory(options.memory))
-        status = stack.enter_context(Console(stderr=True).status(f"{job.name}: starting the ranks"))
+        status = stack.enter_context(Console(stderr=True).status(f"{scenario.name}: starting the ranks"))
 
         def tell(sample: Sample) -> None:
-            turn = f"round {sample.round} of {job.rounds}: {sample.measure} {sample.contender}"
-            status.update(f"{job.name}, {turn} {max(sample.values['seconds']):.2f} s")
+            turn = f"round {sample.round} of {scenario.rounds}: {sample.measure} {sample.contender}"
+            status.update(f"{scenario.name}, {turn} {max(sample.values['seconds']):.2f} s")
 
         if first is not None:
             run(replace(first, **where), on_sample=tell)
@@ -174,7 +168,7 @@ def measure(job: Job, options: Options, *, first: Job | None = None, absent: Map
     kinds = [kind for name, kind in job.turns.registry.items() if name in job.contenders or name in absent]
     refused = {} if where["direct"] else {RAW: {"io": "buffered: the filesystem refused O_DIRECT"}}
     return measured(
-        Scenario(name=job.name, title=job.title, world=job.world, rounds=job.rounds, state=size, facts=job.facts),
+        msgspec.structs.replace(scenario, state=size),
         samples,
         options.folder,
         contenders=tuple(msgspec.structs.replace(kind.about(), **refused.get(kind.name, {})) for kind in kinds),
@@ -187,12 +181,12 @@ def measure(job: Job, options: Options, *, first: Job | None = None, absent: Map
 def run(job: Job, *, on_sample: Callable[[Sample], None]) -> tuple[StateSize, tuple[Sample, ...]]:
     """Run `job` in its folder: the size of its state and all samples, the warm-up's too. `on_sample` sees each one as
     it comes. RankFailedError when a rank raises or dies; no process outlives the call."""
-    size, samples = StateSize(), list[Sample]()
-    rounds = range(WARM_UP, job.rounds + 1)
+    size, samples, world = StateSize(), list[Sample](), job.scenario.world
+    rounds = range(WARM_UP, job.scenario.rounds + 1)
     for life in [range(number, number + 1) for number in rounds] if job.turns.mortal else [rounds]:
         # Here, where the kernel can choose the port before any rank starts.
-        store = dist.TCPStore(HOST, 0, job.world, is_master=True, wait_for_workers=False)
-        for message in messages(run_rank, replace(job, store_port=store.port), life, world=job.world):
+        store = dist.TCPStore(HOST, 0, world, is_master=True, wait_for_workers=False)
+        for message in messages(run_rank, replace(job, store_port=store.port), life, world=world):
             if isinstance(message, StateSize):
                 size = message
             else:
@@ -228,13 +222,14 @@ def run_rank(rank: int, job: Job, rounds: range, queue: Any) -> None:
 
     In each round every entrant takes its turn, beginning with another one each round.
     """
-    about = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": job.world, "LOCAL_WORLD_SIZE": job.world}
+    world = job.scenario.world
+    about = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
     # Processes that ranks start make groups of their own.
     os.environ.update({name: str(value) for name, value in about.items()}, MASTER_ADDR=HOST)
     torch.set_num_threads(TORCH_THREADS)
-    store = dist.TCPStore(HOST, job.store_port, job.world, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=job.world)
-    state = job.recipe.build(job.world)
+    store = dist.TCPStore(HOST, job.store_port, world, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    state = job.recipe.build(world)
     turns = job.turns(job, state)
     if rank == 0:
         queue.put(state.size())
@@ -242,7 +237,7 @@ def run_rank(rank: int, job: Job, rounds: range, queue: Any) -> None:
         for measure in turns.measures:
             for turn, name in enumerate(rotated(turns.entrants(number), number)):
                 for contender, what, found in turns.take(name, number, measure):
-                    every: list[Found] | None = [found] * job.world if rank == 0 else None
+                    every: list[Found] | None = [found] * world if rank == 0 else None
                     dist.gather_object(found, every)
                     if every is not None:
                         queue.put(Sample(contender, number, together(every), what, turn))

@@ -14,6 +14,7 @@ from functools import partial
 from statistics import median
 from typing import NamedTuple
 
+import msgspec
 import torch.distributed as dist
 
 from bench.benchmark import Bar, Benchmark, Options, judged, verdicts
@@ -22,7 +23,7 @@ from bench.costs import Watch, give_back
 from bench.markdown import Column, cpu, figures, labels, memory, raw_in_words, shares, table, text, whereabouts
 from bench.raw import RAW_WAYS
 from bench.runner import Found, Job, Turns, measure, require_same
-from bench.schema import RAW, WARM_UP, Part, Result
+from bench.schema import RAW, WARM_UP, Part, Result, Scenario
 from bench.state import NUM_LAYERS, Layout, LlamaLike, State
 
 MEASURES = SAVE, LOAD = ("save", "load")
@@ -118,11 +119,9 @@ def _keep(turns: Turns, name: str) -> None:
 def measure_io(options: Options) -> Part:
     names, absent = select(options.contenders, SAVING, ("torch.save", "dcp", "holdfast"))
     job = Job(
-        name="io",
+        scenario=Scenario(name="io", world=options.world or 2, rounds=options.rounds or 7),
         turns=SaveLoad,
         recipe=LlamaLike(options.nbytes(gib=2.0)),
-        world=options.world or 2,
-        rounds=options.rounds or 7,
         contenders=names,
         copies=copies(names),
     )
@@ -193,26 +192,24 @@ MOVES = {
 def measure_load(name: str, options: Options) -> Part:
     move = MOVES[name]
     names, absent = contenders_of(move, options)
-    about_saved, about_loaded = (f"{side.layout}, {side.world} ranks" for side in (move.saved, move.loaded))
-    recipe = LlamaLike(options.nbytes(gib=2.0), move.loaded.layout, move.num_layers)
-    loading = Job(
+    saved, loaded = (f"{side.layout}, {side.world} ranks" for side in (move.saved, move.loaded))
+    scenario = Scenario(
         name=name,
         title=move.title,
-        turns=Loads,
-        recipe=recipe,
         world=move.loaded.world,
         rounds=options.rounds or 7,
-        contenders=names,
-        # Of replicas, a contender may store one for each rank.
-        copies=copies(names) + move.saved.world,
-        facts={"saved": about_saved, "loaded": about_loaded},
+        facts={"saved": saved, "loaded": loaded},
+    )
+    recipe = LlamaLike(options.nbytes(gib=2.0), move.loaded.layout, move.num_layers)
+    # Of replicas, a contender may store one for each rank.
+    loading = Job(
+        scenario=scenario, turns=Loads, recipe=recipe, contenders=names, copies=copies(names) + move.saved.world
     )
     saving = replace(
         loading,
+        scenario=msgspec.structs.replace(scenario, world=move.saved.world, rounds=0),
         turns=Keep,
         recipe=recipe._replace(layout=move.saved.layout),
-        world=move.saved.world,
-        rounds=0,
         contenders=tuple(each for each in names if each != RAW),
     )
     return measure(loading, options, first=saving, absent=absent)

@@ -59,14 +59,13 @@ TENSORS_PER_LAYER = LINEARS_PER_LAYER * 2 * 4
 def measure_saves(options: Options) -> Part:
     world, num_tensors = options.world or BAR_WORLD, options.number(BAR_NUM_TENSORS, least=20)
     job = Job(
-        name=SAVES,
+        scenario=Scenario(
+            name=SAVES, world=world, rounds=options.rounds or 5, facts={"local_shape": [*SMALL_LOCAL_SHAPE]}
+        ),
         turns=Many,
         recipe=ManySmall(num_tensors, 4 * num_tensors * world * math.prod(SMALL_LOCAL_SHAPE)),
-        world=world,
-        rounds=options.rounds or 5,
         contenders=NAMES,
         copies=copies(NAMES),
-        facts={"local_shape": [*SMALL_LOCAL_SHAPE]},
     )
     return measure(job, options)
 
