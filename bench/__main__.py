@@ -9,26 +9,15 @@ from typing import Annotated
 
 import typer
 
+from bench.benchmark import Benchmark, Options, chosen, require_bars, require_raw_limit
 from bench.engine import ENGINE
+from bench.errors import BenchError, MarkersError
 from bench.front import render_chart, render_front
 from bench.history import HISTORY
-from bench.io import IO
-from bench.load import LOADS
 from bench.markdown import RESULTS, replace_part
 from bench.plan import PLAN, draw_planning
-from bench.schema import (
-    BenchError,
-    Benchmark,
-    MarkersError,
-    Options,
-    Part,
-    Result,
-    chosen,
-    read_result,
-    require_bars,
-    require_raw_limit,
-    write_result,
-)
+from bench.save_load import IO, LOADS
+from bench.schema import Result, read_result, write_result
 from bench.small import SMALL
 from bench.view import VIEW
 
@@ -63,19 +52,11 @@ def bench(
     root: Annotated[Path, typer.Option(help="The repository whose results and documents are written.")] = Path(),
 ) -> None:
     """Measure holdfast against its peers and its bars. A missed bar ends this with status 1, when all is written."""
-    known = (*PLACES, TABLE)
-    asked = chosen(names or None, known, kind="benchmark")
+    asked = chosen(names or None, (*PLACES, TABLE), kind="benchmark")
     if TABLE in asked:
-        # Seen before the long run rather than after it.
-        documents(root, {})
-    options = Options(
-        rounds=rounds,
-        scale=scale,
-        world=world,
-        contenders=tuple(contender) if contender else None,
-        folder=folder,
-        memory=memory,
-    )
+        documents(root, {})  # what is wrong with them is seen before the long run rather than after it
+    contenders = tuple(contender) if contender else None
+    options = Options(rounds=rounds, scale=scale, world=world, contenders=contenders, folder=folder, memory=memory)
     measured = [(each, measure(each, options, only, root / RESULTS)) for each in BENCHMARKS if each.name in asked]
     if TABLE in asked:
         publish(root)
@@ -87,7 +68,9 @@ def bench(
 def measure(benchmark: Benchmark, options: Options, only: Sequence[str] | None, results: Path) -> Result:
     """Measure the parts of `benchmark` that were asked for. Whatever happens to a later part, each one is kept."""
     names = chosen(only, benchmark.parts, kind="part")
-    parts = {part.scenario.name: part for part in (_earlier(benchmark.name, results) if only else ())}
+    is_added = only and (results / f"{benchmark.name}.json").exists()
+    before = read_result(benchmark.name, results).parts if is_added else ()
+    parts = {part.scenario.name: part for part in before}
     result = Result(benchmark.name, ())
     for name in names:
         parts[name] = benchmark.parts[name](options)
@@ -96,11 +79,6 @@ def measure(benchmark: Benchmark, options: Options, only: Sequence[str] | None, 
     for bar in benchmark.bars(result):
         typer.echo(bar.text())
     return result
-
-
-def _earlier(name: str, results: Path) -> Sequence[Part]:
-    """What was measured before; nothing where there is no file yet."""
-    return read_result(name, results).parts if (results / f"{name}.json").exists() else ()
 
 
 def publish(root: Path) -> None:

@@ -18,7 +18,6 @@ import time
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import NamedTuple
 
 import psutil
 
@@ -29,14 +28,6 @@ _LOOK_S = 0.005
 #: A look goes through all pages of a process. So much longer than it takes the processor, nothing is looked at: that
 #: the watch takes a third of a core at most.
 _PAUSE = 2
-
-
-class Held(NamedTuple):
-    """Memory that processes hold; of what they share with others, their share. `shared_nbytes` of it is in files in
-    memory, mapped."""
-
-    nbytes: int
-    shared_nbytes: int
 
 
 def tree(root: int, *, without: Collection[int] = ()) -> list[psutil.Process]:
@@ -54,17 +45,17 @@ def cpu_s(processes: Iterable[psutil.Process]) -> float:
     return total
 
 
-def held(processes: Iterable[psutil.Process]) -> Held:
-    """What processes hold together."""
-    nbytes = shared_nbytes = 0
+def held_nbytes(processes: Iterable[psutil.Process], *, without_files: bool = False) -> int:
+    """What processes hold together; of what they share with others, their share. It may leave out files in memory that
+    are mapped."""
+    nbytes = 0
     for process in processes:
         # A process may end while it is looked at.
         with suppress(FileNotFoundError, ProcessLookupError):
             text = Path(f"/proc/{process.pid}/smaps_rollup").read_text()
             counters = dict(re.findall(r"^(Pss|Pss_Shmem):\s+(\d+) kB$", text, re.MULTILINE))
-            nbytes += 1024 * int(counters["Pss"])
-            shared_nbytes += 1024 * int(counters["Pss_Shmem"])
-    return Held(nbytes, shared_nbytes)
+            nbytes += 1024 * (int(counters["Pss"]) - (int(counters["Pss_Shmem"]) if without_files else 0))
+    return nbytes
 
 
 def read_nbytes() -> tuple[int, int]:
@@ -80,7 +71,6 @@ def give_back() -> None:
 
 
 def keepers(node_dir: Path) -> list[psutil.Process]:
-    """The keepers of holdfast that work below `node_dir`."""
     found = []
     for lock in sorted(node_dir.glob("holdfast-*/*/keeper.lock")):
         # Empty until a keeper has begun, and what a dead one has left may be the number of another process by now.
@@ -120,11 +110,8 @@ def settle(folder: Path) -> None:
         return
     for path in folder.rglob("*"):
         if path.is_file():
-            fd = os.open(path, os.O_RDONLY)
-            try:
-                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-            finally:
-                os.close(fd)
+            with path.open("rb") as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 class Watch:
@@ -164,13 +151,10 @@ def main(root: str, *keeping: str) -> None:
 
 def _held_nbytes(root: int, node_dir: str = "", world: str = "1") -> int:
     try:
-        own = held(tree(root, without=(os.getpid(),)))
+        own = held_nbytes(tree(root, without=(os.getpid(),)), without_files=bool(node_dir))
     except psutil.NoSuchProcess:
         return 0
-    if not node_dir:
-        return own.nbytes
-    kept = held(keepers(Path(node_dir)))
-    return own.nbytes - own.shared_nbytes + (kept.nbytes - kept.shared_nbytes) // int(world)
+    return own + (held_nbytes(keepers(Path(node_dir)), without_files=True) // int(world) if node_dir else 0)
 
 
 if __name__ == "__main__":

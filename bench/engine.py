@@ -6,62 +6,54 @@ all cores.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any
+from statistics import median
+from typing import Any, NamedTuple
 
+from bench.benchmark import Bar, Benchmark, Options, judged, verdicts
 from bench.contenders import BACKGROUND, OURS, OURS_SYNC, select
-from bench.engine_loops import NO_SAVES, PythonLoop, TrainingLoop
-from bench.engine_restore import Restores
-from bench.engine_saves import ALONE, BESIDE_WORK, Saves
+from bench.engine_turns import ALONE, BESIDE_WORK, MEASURES, NO_SAVES, PythonLoop, Restores, Saves, TrainingLoop
 from bench.environment import in_words
-from bench.markdown import label, of_raw, raw_in_words, reasons, samples_link, table
+from bench.errors import SetupError
+from bench.markdown import cpu, figures, labels, memory, raw_in_words, reasons, samples_link, shares, table, text
 from bench.runner import Job, Turns, measure
-from bench.schema import RAW, WARM_UP, Bar, Benchmark, Options, Part, Result, SetupError
+from bench.schema import RAW, WARM_UP, Part, Result, Scenario, paired_ratios
 from bench.state import LlamaLike
-from bench.statistics import NO_FIGURE, median, paired_ratios, text
 from bench.ways import GENERATIONS
 
 SAVES, RESTORE, PYTHON, LOOP = ("saves", "restore", "python", "loop")
 #: With 111 layers, model and optimizer have 4,008 tensors.
 NUM_LAYERS = 111
 
-#: The sizes that the bars hold for, and the bars.
+#: The bars hold for as many rounds, ranks and tensors, at least, and for parts of their full size.
 MIN_ROUNDS, MIN_WORLD, MIN_TENSORS = 7, 2, 3_000
-MIN_NBYTES, MIN_PYTHON_NBYTES, MIN_LOOP_NBYTES = 2_000_000_000, 1_000_000_000, 500_000_000
-BLOCKED_MS, STEP_WAIT_MS = 20.0, 5.0
-SHARE_OF_RAW, SHARE_OF_MEMCPY = 0.9, 0.6
-CPU_S_PER_GB = 0.2
-MEMORY_MIB = 128.0
-PYTHON_SLOW_DOWN, LOOP_SLOW_DOWN = 0.05, 0.03
 
 
-@dataclass(frozen=True)
-class Measured:
+class Measured(NamedTuple):
     """What is measured in a part: a state of `gib`, of which `copies` are on the device at once. `timed` are facts in
-    seconds, and shorter at a smaller scale."""
+    seconds, and shorter at a smaller scale. The bars hold from `full_nbytes` on."""
 
     turns: type[Turns]
     gib: float
+    full_nbytes: int
     copies: int
-    world: int | None = None
-    facts: Mapping[str, Any] = field(default_factory=dict)
-    timed: Mapping[str, float] = field(default_factory=dict)
+    world: int = 0
+    facts: Mapping[str, Any] = {}
+    timed: Mapping[str, float] = {}
 
 
 PARTS = {
     # Two runs keep their head until after their next save.
-    SAVES: Measured(Saves, 2.0, 5, facts={"generations": GENERATIONS}, timed={"work_s": 1.0}),
-    RESTORE: Measured(Restores, 2.0, 1),
+    SAVES: Measured(Saves, 2.0, 2_000_000_000, 5, facts={"generations": GENERATIONS}, timed={"work_s": 1.0}),
+    RESTORE: Measured(Restores, 2.0, 2_000_000_000, 1),
     # Two runs, and the save under way.
-    PYTHON: Measured(PythonLoop, 1.0, 3, world=1, timed={"calm_s": 1.0}),
-    LOOP: Measured(TrainingLoop, 0.5, 3, facts={"steps": 10, "every": 10, "tokens": 512}),
+    PYTHON: Measured(PythonLoop, 1.0, 1_000_000_000, 3, world=1, timed={"calm_s": 1.0}),
+    LOOP: Measured(TrainingLoop, 0.5, 500_000_000, 3, facts={"steps": 10, "every": 10, "tokens": 512}),
 }
 
 
 def measure_engine(name: str, options: Options) -> Part:
-    """One part."""
     part = PARTS[name]
     names, absent = select(options.contenders, BACKGROUND)
     names = tuple(each for each in part.turns.registry if each in names or part.turns is Restores)
@@ -70,17 +62,15 @@ def measure_engine(name: str, options: Options) -> Part:
             f"None of the contenders saves in the background. Choose from {', '.join(part.turns.registry)}."
         )
     rounds = options.rounds or MIN_ROUNDS
+    facts = {**part.facts} | {key: options.scale * seconds for key, seconds in part.timed.items()}
     job = Job(
-        name=name,
+        scenario=Scenario(name=name, world=part.world or options.world or MIN_WORLD, rounds=rounds, facts=facts),
         turns=part.turns,
         recipe=LlamaLike(options.nbytes(part.gib), "rows", options.number(NUM_LAYERS)),
-        world=part.world or options.world or MIN_WORLD,
-        rounds=rounds,
         contenders=names,
         # Those that die leave all that they saved.
         copies=part.copies + rounds * part.turns.mortal,
         in_memory=True,
-        facts={**part.facts} | {key: options.scale * seconds for key, seconds in part.timed.items()},
     )
     return measure(job, options, absent=absent if name == SAVES else {})
 
@@ -107,31 +97,22 @@ def of_memcpy(part: Part, key: str) -> list[float]:
 
 
 def bars(result: Result) -> Iterator[Bar]:
-    """The bars that hold for the parts of `result`, with their medians."""
-    part = result.find(SAVES)
-    if part and _is_full(part, world=MIN_WORLD, nbytes=MIN_NBYTES) and part.scenario.state.num_tensors >= MIN_TENSORS:
-        found = {each.name for each in part.able}
-        if OURS in found:
-            blocked_s, step_wait_s = (median(_beside(part, OURS, key)) for key in ("blocked_s", "step_wait_s"))
-            yield _bar("blocked", 1e3 * blocked_s, BLOCKED_MS, "ms")
-            yield _bar("step wait", 1e3 * step_wait_s, STEP_WAIT_MS, "ms")
-            persist_share = median(part.shares(OURS, "persist_s", measure=ALONE))
-            yield _bar("persist, of raw", persist_share, SHARE_OF_RAW, at_least=True)
-            yield _bar("CPU", part.cpu_s_per_gb(OURS, measure=ALONE), CPU_S_PER_GB, "s/GB")
-            yield _bar("extra memory per rank", _peak_nbytes(part, OURS) / 2**20, MEMORY_MIB, "MiB")
-        if OURS_SYNC in found:
-            share = median(part.shares(OURS_SYNC, measure=ALONE))
-            yield _bar("holdfast.save, of raw", share, SHARE_OF_RAW, at_least=True)
-    part = result.find(RESTORE)
-    if part and _is_full(part, world=MIN_WORLD, nbytes=MIN_NBYTES):
-        yield _bar("restore, of memcpy", median(of_memcpy(part, "seconds")), SHARE_OF_MEMCPY, at_least=True)
-    part = result.find(PYTHON)
-    if part and _is_full(part, world=1, nbytes=MIN_PYTHON_NBYTES) and part.series(OURS):
-        slow_down = median(python_slow_down(part, OURS, "persisting_per_s"))
-        yield _bar("Python-bound rank slowed down by", 100 * slow_down, 100 * PYTHON_SLOW_DOWN, "%")
-    part = result.find(LOOP)
-    if part and _is_full(part, world=MIN_WORLD, nbytes=MIN_LOOP_NBYTES) and part.series(OURS):
-        yield _bar("loop slowed down by", 100 * median(loop_slow_down(part, OURS)), 100 * LOOP_SLOW_DOWN, "%")
+    if part := _full(result, SAVES, OURS):
+        persisted, peak_nbytes = part.shares(OURS, "persist_s", measure=ALONE), part.peak_nbytes(OURS, *MEASURES)
+        yield judged("blocked", 1e3 * median(part.series(OURS, "blocked_s", measure=BESIDE_WORK)), 20, " ms")
+        yield judged("step wait", 1e3 * median(part.series(OURS, "step_wait_s", measure=BESIDE_WORK)), 5, " ms")
+        yield judged("persist, of raw", median(persisted), 0.9, at_least=True)
+        yield judged("CPU", part.cpu_s_per_gb(OURS, measure=ALONE), 0.2, " s/GB")
+        yield judged("extra memory per rank", peak_nbytes / 2**20, 128, " MiB")
+    if part := _full(result, SAVES, OURS_SYNC):
+        yield judged("holdfast.save, of raw", median(part.shares(OURS_SYNC, measure=ALONE)), 0.9, at_least=True)
+    if part := _full(result, RESTORE, OURS):
+        yield judged("restore, of memcpy", median(of_memcpy(part, "seconds")), 0.6, at_least=True)
+    if part := _full(result, PYTHON, OURS):
+        slow_down = 100 * median(python_slow_down(part, OURS, "persisting_per_s"))
+        yield judged("Python-bound rank slowed down by", slow_down, 5, " %")
+    if part := _full(result, LOOP, OURS):
+        yield judged("loop slowed down by", 100 * median(loop_slow_down(part, OURS)), 3, " %")
 
 
 def first_blocked_s(part: Part, name: str) -> float:
@@ -141,23 +122,14 @@ def first_blocked_s(part: Part, name: str) -> float:
     return max(first.values["blocked_s"])
 
 
-def _is_full(part: Part, *, world: int, nbytes: int) -> bool:
-    scenario = part.scenario
-    return scenario.rounds >= MIN_ROUNDS and scenario.world >= world and scenario.state.nbytes >= nbytes
-
-
-def _bar(what: str, figure: float, limit: float, unit: str = "", *, at_least: bool = False) -> Bar:
-    unit = f" {unit}" if unit else ""
-    words = f"{what} {figure:.3g}{unit} (at {'least' if at_least else 'most'} {limit:g}{unit})"
-    return Bar(what, figure, limit, words, at_least)
-
-
-def _beside(part: Part, name: str, key: str) -> list[float]:
-    return part.series(name, key, measure=BESIDE_WORK)
-
-
-def _peak_nbytes(part: Part, name: str) -> float:
-    return part.peak_nbytes(name, ALONE, BESIDE_WORK)
+def _full(result: Result, name: str, contender: str) -> Part | None:
+    """The part `name`, if it is of full size and `contender` took part."""
+    part, full = result.find(name), PARTS[name]
+    if part is None or contender not in {sample.contender for sample in part.samples}:
+        return None
+    scenario, state = part.scenario, part.scenario.state
+    enough = state.nbytes >= full.full_nbytes and state.num_tensors >= MIN_TENSORS and scenario.rounds >= MIN_ROUNDS
+    return part if enough and scenario.world >= (full.world or MIN_WORLD) else None
 
 
 def _restores(part: Part, key: str) -> list[float]:
@@ -170,137 +142,112 @@ def _restores(part: Part, key: str) -> list[float]:
 
 
 def render_engine(result: Result) -> str:
-    """The figures of `result` as Markdown: of each part that was measured."""
     saves, restore, python, loop = map(result.find, PARTS)
-    lines: list[str] = []
-    if saves:
-        lines += [*_save_rows(saves), "", _about_saves(saves), ""]
-    if restore:
-        lines += [*_restore_rows(restore), "", _about_restore(restore), ""]
-    if python or loop:
-        lines += [*_slow_down_rows(python, loop), ""]
-    if python:
-        lines += [_about_python(python), ""]
-    if loop:
-        lines += [_about_loop(loop), ""]
-    judged = "; ".join(bar.text() for bar in bars(result))
-    if judged:
-        lines += [f"Bars for holdfast: {judged}.", ""]
-    machines = dict.fromkeys(f"{in_words(part.environment)}, {part.date[:10]}" for part in result.parts)
+    machines = "; ".join(dict.fromkeys(f"{in_words(part.environment)}, {part.date[:10]}" for part in result.parts))
     packages = "".join(f", {name} {version}" for name, version in (saves.packages if saves else {}).items())
-    return "\n".join((*lines, f"{'; '.join(machines)}{packages}. {samples_link(result.name)}."))
+    paragraphs = [
+        *(_saves(saves) if saves else ()),
+        *(_restore(restore) if restore else ()),
+        *(_slow_downs(python, loop) if python or loop else ()),
+        *verdicts(bars(result), "for holdfast"),
+        f"{machines}{packages}. {samples_link(result.name)}.",
+    ]
+    return "\n\n".join(paragraphs)
 
 
-def _save_rows(part: Part) -> list[str]:
-    def memory(name: str) -> str:
-        return NO_FIGURE if name == RAW else f"{_peak_nbytes(part, name) / 1e6:.0f}"
+def _saves(part: Part) -> tuple[str, str]:
+    def peak(name: str) -> str:
+        return "-" if name == RAW else memory(part, name, *MEASURES)
 
-    return table(
+    lines = table(
         "",
-        {each.name: label(each) for each in part.able},
+        labels(part),
         [
-            ("save blocks, ms", lambda name: text(_beside(part, name, "blocked_s"), 1, scale=1e3)),
-            ("next step waits, ms", lambda name: text(_beside(part, name, "step_wait_s"), 1, scale=1e3)),
-            ("durable after, s", lambda name: text(part.series(name, measure=ALONE))),
-            ("of raw", lambda name: of_raw(part, name, ALONE)),
-            ("CPU, s/GB", lambda name: f"{part.cpu_s_per_gb(name, measure=ALONE):.2f}"),
-            ("memory per rank, MB", memory),
+            figures("save blocks, ms", part, "blocked_s", 1, measure=BESIDE_WORK, scale=1e3),
+            figures("next step waits, ms", part, "step_wait_s", 1, measure=BESIDE_WORK, scale=1e3),
+            figures("durable after, s", part, measure=ALONE),
+            shares(part, ALONE),
+            ("CPU, s/GB", lambda name: cpu(part, name, ALONE)),
+            ("memory per rank, MB", peak),
         ],
     )
-
-
-def _about_saves(part: Part) -> str:
-    names, facts = [each.name for each in part.able], part.scenario.facts
-    first = ", ".join(f"{name} {first_blocked_s(part, name):.2f}" for name in names if name != RAW)
+    scenario = part.scenario
+    first = ", ".join(f"{name} {first_blocked_s(part, name):.2f}" for name in labels(part) if name != RAW)
     synced = "; ".join(f"{contender.name}: {contender.durable}" for contender in part.able)
     persisted = text(part.shares(OURS, "persist_s", measure=ALONE))
-    persisting = f" (holdfast, from the end of the copy: {persisted})" if OURS in names else ""
-    return (
-        f"{part.scenario.state.nbytes / 1e9:.2f} GB ({part.scenario.state.num_tensors:,} tensors), "
-        f"{part.scenario.world} ranks, medians of {part.scenario.rounds} interleaved rounds (lowest to highest) after "
-        f"a warm-up. Blocked: the call of save, beside {facts['work_s']:g} s of work per step. The next step waits as "
-        "long as it takes more than one without a save. Durable, shares and CPU (of all processes) are of saves beside "
-        f"which ranks do nothing. Of raw: raw seconds / seconds, paired by round{persisting}; raw limit: best of "
+    persisting = f" (holdfast, from the end of the copy: {persisted})" if OURS in labels(part) else ""
+    how = (
+        f"{scenario.state.nbytes / 1e9:.2f} GB ({scenario.state.num_tensors:,} tensors), {scenario.world} ranks, "
+        f"medians of {scenario.rounds} interleaved rounds (lowest to highest) after a warm-up. Blocked: the call of "
+        f"save, beside {scenario.facts['work_s']:g} s of work per step. The next step waits as long as it takes more "
+        "than one without a save. Durable, shares and CPU (of all processes) are of saves beside which ranks do "
+        f"nothing. Of raw: raw seconds / seconds, paired by round{persisting}; raw limit: best of "
         f"{raw_in_words(part)} ({part.raw_way(ALONE)}). Memory is the proportional set size of all processes beyond "
-        f"what there was before a contender's first save; holdfast has {facts['generations']} generations of the state "
-        f"in the memory of the node beside it. What durable means: {synced}. The first save of each blocked for, s: "
-        f"{first}. Every contender's last save is loaded and compared with what was saved.{reasons(part)}"
+        f"what there was before a contender's first save; holdfast has {scenario.facts['generations']} generations of "
+        f"the state in the memory of the node beside it. What durable means: {synced}. The first save of each blocked "
+        f"for, s: {first}. Every contender's last save is loaded and compared with what was saved.{reasons(part)}"
     )
+    return lines, how
 
 
-def _restore_rows(part: Part) -> list[str]:
-    labels = {
+def _restore(part: Part) -> tuple[str, str]:
+    rows = {
         "seconds": "restore from node memory (verified)",
         "moved_s": "copy of each tensor, with its digests, and no more",
         "memcpy_s": "memcpy of as many bytes",
         "load_s": "load from storage, cold caches (verified)",
     }
-    shares = {"memcpy_s": "1", "load_s": NO_FIGURE}
-    return table(
-        "after SIGKILL of all ranks",
-        labels,
-        [
-            ("s", lambda key: text(_restores(part, key))),
-            ("of memcpy", lambda key: shares.get(key) or text(of_memcpy(part, key))),
-        ],
-    )
 
+    def share(key: str) -> str:
+        return "1" if key == "memcpy_s" else text([] if key == "load_s" else of_memcpy(part, key))
 
-def _about_restore(part: Part) -> str:
+    def seconds(key: str) -> str:
+        return text(_restores(part, key))
+
+    lines = table("after SIGKILL of all ranks", rows, [("s", seconds), ("of memcpy", share)])
     scenario = part.scenario
     moved_cpu_s = median(_restores(part, "moved_cpu_s")) / (scenario.state.nbytes / 1e9)
-    return (
+    how = (
         f"{scenario.state.nbytes / 1e9:.2f} GB, {scenario.world} ranks, medians of {scenario.rounds} rounds (lowest "
         "to highest). In each, ranks that have saved are killed, and new ones have everything but the state when the "
         "clock starts. The memcpy is of one block from touched memory to touched memory, by all ranks at once, best of "
         f"three, and so is the copy of each tensor; with digests it takes {moved_cpu_s:.2f} s of CPU per GB, "
         "of a save as of a restore. Every state is compared with what was saved."
     )
+    return lines, how
 
 
-def _slow_down_rows(python: Part | None, loop: Part | None) -> list[str]:
-    parts = [part for part in (python, loop) if part is not None]
+def _slow_downs(python: Part | None, loop: Part | None) -> Iterator[str]:
+    def percent(part: Part | None, slow_down: Callable[[Part, str], list[float]]) -> Callable[[str], str]:
+        return lambda name: text(slow_down(part, name) if part else [], 1, scale=100)
+
     # Those beside Python first, as they are there.
-    names = dict.fromkeys(each.name for part in parts for each in part.able)
-
-    def beside(name: str, key: str) -> str:
-        return text(python_slow_down(python, name, key) if python else [], 1, scale=100)
-
-    return table(
-        "slowed down by, %",
-        {name: name for name in names},
-        [
-            ("loop of Python, while persisting", lambda name: beside(name, "persisting_per_s")),
-            ("with the copy", lambda name: beside(name, "saving_per_s")),
-            (
-                "training loop, all cores busy",
-                lambda name: text(loop_slow_down(loop, name) if loop else [], 1, scale=100),
-            ),
-        ],
-    )
-
-
-def _about_python(part: Part) -> str:
-    return (
-        f"Python: one rank counts beside a save of {part.scenario.state.nbytes / 1e9:.2f} GB, with a core to spare; "
-        f"its rate against that just before and after, medians of {part.scenario.rounds} rounds."
-    )
-
-
-def _about_loop(part: Part) -> str:
-    facts, state = part.scenario.facts, part.scenario.state
-
-    def lag_s(name: str) -> float:
-        durable, ended = part.series(name, "durable_s"), part.series(name)
-        return median([late - end for late, end in zip(durable, ended, strict=True)])
-
-    lags = ", ".join(f"{each.name} {lag_s(each.name):.2f}" for each in part.able)
-    return (
-        f"Training loop: {part.scenario.world} ranks with the arithmetic of {facts['tokens']} tokens each per step, "
-        f"{facts['steps']} steps in {text(part.series(NO_SAVES))} s without saves, and with a save of "
-        f"{state.nbytes / 1e9:.2f} GB every {facts['every']} steps; medians of {part.scenario.rounds} interleaved "
-        f"rounds. `{RAW}` only writes as many bytes. The last save was durable after the end of the loop, s: {lags}."
-    )
+    names = dict.fromkeys(each.name for part in (python, loop) if part for each in part.able)
+    persisting, saving = (partial(python_slow_down, key=key) for key in ("persisting_per_s", "saving_per_s"))
+    columns = [
+        ("loop of Python, while persisting", percent(python, persisting)),
+        ("with the copy", percent(python, saving)),
+        ("training loop, all cores busy", percent(loop, loop_slow_down)),
+    ]
+    yield table("slowed down by, %", {name: name for name in names}, columns)
+    if python:
+        yield (
+            f"Python: one rank counts beside a save of {python.scenario.state.nbytes / 1e9:.2f} GB, with a core to "
+            f"spare; its rate against that just before and after, medians of {python.scenario.rounds} rounds."
+        )
+    if loop:
+        scenario, facts, durable_s = loop.scenario, loop.scenario.facts, partial(loop.series, key="durable_s")
+        lags = {
+            name: median(late - end for late, end in zip(durable_s(name), loop.series(name), strict=True))
+            for name in labels(loop)
+        }
+        yield (
+            f"Training loop: {scenario.world} ranks with the arithmetic of {facts['tokens']} tokens each per step, "
+            f"{facts['steps']} steps in {text(loop.series(NO_SAVES))} s without saves, and with a save of "
+            f"{scenario.state.nbytes / 1e9:.2f} GB every {facts['every']} steps; medians of {scenario.rounds} "
+            f"interleaved rounds. `{RAW}` only writes as many bytes. The last save was durable after the end of the "
+            f"loop, s: {', '.join(f'{name} {lag_s:.2f}' for name, lag_s in lags.items())}."
+        )
 
 
 ENGINE = Benchmark("engine", {name: partial(measure_engine, name) for name in PARTS}, render_engine, bars)

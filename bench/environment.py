@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import subprocess
 from collections.abc import Iterable
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import msgspec
 import psutil
+
+_MODEL = re.compile(r"^model name\s*: (.*)$", re.MULTILINE)
 
 
 class Environment(msgspec.Struct, frozen=True):
@@ -28,8 +32,8 @@ class Environment(msgspec.Struct, frozen=True):
 
 
 def environment(folder: Path) -> Environment:
-    """The environment of this process, with the filesystem of `folder`."""
     versions = package_versions(("holdfast", "torch"))
+    changed = _git("status", "--porcelain", "--untracked-files=no")
     return Environment(
         holdfast=versions.get("holdfast", "source tree"),
         torch=versions.get("torch", "source tree"),
@@ -37,14 +41,13 @@ def environment(folder: Path) -> Environment:
         kernel=platform.release(),
         filesystem=filesystem(folder),
         num_cpus=len(os.sched_getaffinity(0)),
-        cpu=_cpu_model(),
+        cpu=next(iter(_MODEL.findall(Path("/proc/cpuinfo").read_text())), platform.machine()),
         memory_nbytes=psutil.virtual_memory().total,
-        revision=_revision(),
+        revision=f"{_git('rev-parse', 'HEAD') or 'unknown'}{'+changes' if changed else ''}",
     )
 
 
 def in_words(machine: Environment) -> str:
-    """Versions and machine in one line."""
     return (
         f"{machine.cpu}, {machine.num_cpus} CPUs, {machine.filesystem}, Linux {machine.kernel}, "
         f"Python {machine.python}, torch {machine.torch}, holdfast {machine.holdfast} "
@@ -53,7 +56,6 @@ def in_words(machine: Environment) -> str:
 
 
 def filesystem(folder: Path) -> str:
-    """Type of the filesystem that holds `folder`."""
     folder = folder.resolve()
     mounts = [mount for mount in psutil.disk_partitions(all=True) if folder.is_relative_to(mount.mountpoint)]
     # Of two mounts at one place, the later one covers the other.
@@ -61,33 +63,14 @@ def filesystem(folder: Path) -> str:
 
 
 def package_versions(names: Iterable[str]) -> dict[str, str]:
-    """The version of each of these packages that is installed."""
     found: dict[str, str] = {}
     for name in names:
-        try:
+        with suppress(PackageNotFoundError):
             found[name] = version(name)
-        except PackageNotFoundError:
-            continue
     return found
 
 
-def _cpu_model() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        key, _, value = line.partition(":")
-        if key.strip() == "model name":
-            return value.strip()
-    return platform.machine()
-
-
-def _revision() -> str:
-    head = _git("rev-parse", "HEAD")
-    if head is None:
-        return "unknown"
-    return f"{head}+changes" if _git("status", "--porcelain", "--untracked-files=no") else head
-
-
-def _git(*arguments: str) -> str | None:
-    """Output of a git command in this package's repository; None outside of one."""
+def _git(*arguments: str) -> str:
+    """Output of a git command in this package's repository; nothing outside of one."""
     command = ("git", "-C", str(Path(__file__).parent), *arguments)
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return done.stdout.strip() if done.returncode == 0 else None
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()

@@ -4,23 +4,21 @@ much of the disk's speed saves and loads reach, as a picture for light and dark 
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
+from statistics import median
 
 from bench.contenders import OURS, THREAD
 from bench.engine import SAVES
-from bench.engine_saves import BESIDE_WORK
-from bench.markdown import table
-from bench.save_load import MEASURES
+from bench.engine_turns import BESIDE_WORK
+from bench.markdown import NO_FIGURE, cpu, table
+from bench.save_load import LOAD, MEASURES, SAVE
 from bench.schema import Part, Result
 from bench.small import SAVES as SMALL_SAVES
-from bench.statistics import NO_FIGURE, median
 
 CONTENDERS = {"holdfast": "Holdfast", "dcp": "PyTorch DCP", "torch.save": "torch.save"}
 #: Who of the columns saves in the background.
 _BACKGROUND = {"holdfast": OURS, "dcp": THREAD}
-
-
 _COLORS = ("#2f81f7", "#8b949e", "#c9ced6")
 _HEIGHT = 0.26
 #: matplotlib writes colours into each element; where the reader prefers dark pages, these take their place. The
@@ -38,19 +36,29 @@ _NO_METADATA = {"Date": None, "Creator": None, "Format": None, "Type": None}
 
 
 def render_front(saves: Result, engine: Result, small: Result) -> str:
-    """A few figures of each result as Markdown."""
-    (part,), background, many = saves.parts, engine.find(SAVES), small.part(SMALL_SAVES)
-    rows: dict[str, Callable[[str], str]] = {}
-    if background is not None:
-        rows["background save, ms: the call + what the next step waits"] = lambda name: _waits(background, name)
-    small_row = f"save of {many.scenario.state.num_tensors:,} small tensors, {many.scenario.world} ranks, s"
-    rows[small_row] = lambda name: _median(many.series(name, measure="save"))
-    rows["CPU of a save + a load, s per GB"] = lambda name: _both(
-        part, name, lambda measure: f"{part.cpu_s_per_gb(name, measure=measure):.2f}"
-    )
-    rows["extra memory of a rank in a save + in a load, MB"] = lambda name: _both(
-        part, name, lambda measure: f"{part.peak_nbytes(name, measure) / 1e6:,.0f}"
-    )
+    (part,), background, many = saves.parts, engine.part(SAVES), small.part(SMALL_SAVES)
+
+    def waits(name: str) -> str:
+        keys = ("blocked_s", "step_wait_s")
+        series = [background.series(_BACKGROUND.get(name, ""), key, measure=BESIDE_WORK) for key in keys]
+        return " + ".join(f"{1000 * median(each):,.0f}" for each in series) if all(series) else NO_FIGURE
+
+    def small_save_s(name: str) -> str:
+        series = many.series(name, measure=SAVE)
+        return f"{median(series):.2f}" if series else NO_FIGURE
+
+    def both(cost: Callable[[str, str], str], name: str) -> str:
+        took_part = bool(part.series(name, measure=SAVE))
+        return " + ".join(cost(name, measure) if took_part else NO_FIGURE for measure in MEASURES)
+
+    rows: dict[str, Callable[[str], str]] = {
+        "background save, ms: the call + what the next step waits": waits,
+        f"save of {many.scenario.state.num_tensors:,} small tensors, {many.scenario.world} ranks, s": small_save_s,
+        "CPU of a save + a load, s per GB": partial(both, lambda name, measure: cpu(part, name, measure)),
+        "extra memory of a rank in a save + in a load, MB": partial(
+            both, lambda name, measure: f"{part.peak_nbytes(name, measure) / 1e6:,.0f}"
+        ),
+    }
 
     def cell(name: str, row: str) -> str:
         return rows[row](name)
@@ -61,28 +69,7 @@ def render_front(saves: Result, engine: Result, small: Result) -> str:
         f"Medians. {scenario.state.nbytes / 1e9:.2f} GB of state, {scenario.world} ranks and {num_cpus} CPU cores, "
         "where the row does not say otherwise. All contenders of a row took turns in one run on one machine."
     )
-    return "\n".join((*lines, "", how))
-
-
-def moved_onto_other_layout(loads: Result) -> Part | None:
-    """The load onto another layout that the README shows."""
-    return loads.find("fsdp-tp")
-
-
-def _both(part: Part, name: str, figure: Callable[[str], str]) -> str:
-    """A figure of the save and one of the load."""
-    found = [figure(measure) if part.series(name, measure=measure) else NO_FIGURE for measure in MEASURES]
-    return " + ".join(found)
-
-
-def _median(series: Sequence[float]) -> str:
-    return f"{median(series):.2f}" if series else NO_FIGURE
-
-
-def _waits(part: Part, column: str) -> str:
-    name = _BACKGROUND.get(column, "")
-    series = [part.series(name, key, measure=BESIDE_WORK) for key in ("blocked_s", "step_wait_s")]
-    return " + ".join(f"{1000 * median(each):,.0f}" for each in series) if all(series) else NO_FIGURE
+    return f"{lines}\n\n{how}"
 
 
 def render_chart(saves: Result, loads: Result) -> str:
@@ -90,7 +77,10 @@ def render_chart(saves: Result, loads: Result) -> str:
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
-    groups = _groups(saves, loads)
+    (part,), moved = saves.parts, loads.find("fsdp-tp")
+    groups = {measure: _medians(part, measure) for measure in MEASURES}
+    if moved is not None:
+        groups[f"load {moved.scenario.title}".replace("-> ", "->\n")] = _medians(moved, LOAD)
     with mpl.rc_context({"svg.hashsalt": "holdfast", "svg.fonttype": "none", "font.size": 10}):
         figure = Figure(figsize=(7.4, 0.5 + 0.85 * len(groups)), layout="constrained")
         figure.patch.set_alpha(0)
@@ -125,14 +115,6 @@ def _label_at(share: float) -> float:
     return (1 if 0.92 < share < 1 else share) + 0.01
 
 
-def _groups(saves: Result, loads: Result) -> dict[str, dict[str, float]]:
-    """Medians by contender, for each group of bars by its label. Who cannot take part is missing."""
-    (part,), moved = saves.parts, moved_onto_other_layout(loads)
-    groups = {measure: _medians(part, measure) for measure in MEASURES}
-    if moved is not None:
-        groups[f"load {moved.scenario.title}".replace("-> ", "->\n")] = _medians(moved, "load")
-    return groups
-
-
 def _medians(part: Part, measure: str) -> dict[str, float]:
+    """Median shares by contender. Who cannot take part is missing."""
     return {each.name: median(part.shares(each.name, measure=measure)) for each in part.able}

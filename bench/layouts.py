@@ -7,7 +7,7 @@ the manifest; on a rank: decoding the manifest and finding what a changed layout
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -27,8 +27,7 @@ SLOTS = (
 )
 
 
-@dataclass(frozen=True)
-class Sent:
+class Sent(NamedTuple):
     """What arrives at the coordinator."""
 
     messages: list[RankMessage]
@@ -37,19 +36,17 @@ class Sent:
 
 def parameters(layers: range, *, ends: bool = True) -> Iterator[tuple[str, Shape, int]]:
     """Name, shape and tensor-parallel axis (-1: replicated) of each parameter."""
+    square, tall, wide, narrow = (HIDDEN, HIDDEN), (FFN, HIDDEN), (HIDDEN, FFN), (KV, HIDDEN)
+    attention = {"wq": (square, 0), "wk": (narrow, 0), "wv": (narrow, 0), "wo": (square, 1)}
     if ends:
         yield "tok_embeddings.weight", (VOCAB, HIDDEN), 0
     for layer in layers:
-        prefix = f"layers.{layer}"
-        yield f"{prefix}.attention.wq.weight", (HIDDEN, HIDDEN), 0
-        yield f"{prefix}.attention.wk.weight", (KV, HIDDEN), 0
-        yield f"{prefix}.attention.wv.weight", (KV, HIDDEN), 0
-        yield f"{prefix}.attention.wo.weight", (HIDDEN, HIDDEN), 1
-        yield f"{prefix}.feed_forward.w1.weight", (FFN, HIDDEN), 0
-        yield f"{prefix}.feed_forward.w2.weight", (HIDDEN, FFN), 1
-        yield f"{prefix}.feed_forward.w3.weight", (FFN, HIDDEN), 0
-        yield f"{prefix}.attention_norm.weight", (HIDDEN,), -1
-        yield f"{prefix}.ffn_norm.weight", (HIDDEN,), -1
+        for name, (shape, tp_axis) in attention.items():
+            yield f"layers.{layer}.attention.{name}.weight", shape, tp_axis
+        for name, (shape, tp_axis) in {"w1": (tall, 0), "w2": (wide, 1), "w3": (tall, 0)}.items():
+            yield f"layers.{layer}.feed_forward.{name}.weight", shape, tp_axis
+        for name in ("attention_norm", "ffn_norm"):
+            yield f"layers.{layer}.{name}.weight", (HIDDEN,), -1
     if ends:
         yield "norm.weight", (HIDDEN,), -1
         yield "output.weight", (VOCAB, HIDDEN), 0
@@ -62,7 +59,6 @@ def fsdp_layout(world_size: int) -> list[TensorLayout]:
 
 
 def fsdp(world_size: int) -> Sent:
-    """FSDP2 over all ranks."""
     return _sent([(RankLayout.of(fsdp_layout(world_size), {}), list(range(world_size)))])
 
 
@@ -95,14 +91,10 @@ def flat_random(world_size: int, seed: int = 0) -> Sent:
     cuts = {name: _random_cuts(rng, int(np.prod(shape)), world_size) for name, shape, _ in shapes}
     # Any parts that differ: the body and the order of slots do not depend on them.
     parts = {name: Pieces.ranges(FlatRange(number, number + 1)) for number, name in enumerate(cuts)}
-    tensors = sorted(
-        (
-            TensorLayout(slot.format(name), dtype, shape, parts[name])
-            for name, shape, _ in shapes
-            for slot, dtype in SLOTS
-        ),
-        key=lambda tensor: tensor.name,
+    every = (
+        TensorLayout(slot.format(name), dtype, shape, parts[name]) for name, shape, _ in shapes for slot, dtype in SLOTS
     )
+    tensors = sorted(every, key=lambda tensor: tensor.name)
     first = RankLayout.of(tensors, {})
     # All other ranks send the same body and columns of the same form: build those at once.
     by_slot = np.stack([cuts[name] for name in dict.fromkeys(_parameter_of(tensor.name) for tensor in tensors)])

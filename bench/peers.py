@@ -8,6 +8,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,32 +20,36 @@ from torch.distributed.tensor import DTensor
 
 from bench.costs import give_back
 from bench.state import box, local, walk
-from bench.ways import Dcp, Pending, Site, Way
+from bench.ways import Dcp, Pending, Way
 
 #: The part of the state's tree that has no tensors.
 _VALUES = "progress"
 
 
 class DcpThread(Dcp):
-    """`torch.distributed.checkpoint.async_save`, which writes in a thread.
+    """torch.distributed.checkpoint.async_save, its stager copying in the background, written by a thread.
 
-    Its stager is kept from save to save, with the memory that it copies into, and copies in the background. (Pinned
-    memory is for GPUs.) Its thread exchanges messages, so it has a group of its own.
+    Its stager is kept from save to save, with the memory that it copies into. (Pinned memory is for GPUs.) Its thread
+    exchanges messages, so it has a group of its own.
     """
 
+    name = "dcp-async-thread"
     kind = AsyncCheckpointerType.THREAD
+    save = Way.save
+    _stager: DefaultStager | None = None
+    _written: Future[Any] | None = None
+    _copied: Future[Any] | None = None
 
-    def __init__(self, site: Site, name: str) -> None:
-        super().__init__(site, name)
-        self._group = dist.new_group(backend="gloo")
-        self._stager: DefaultStager | None = self._new_stager()
-        self._written: Future[Any] | None = None
-        self._copied: Future[Any] | None = None
+    @cached_property
+    def _group(self) -> dist.ProcessGroup:
+        group: dist.ProcessGroup = dist.new_group(backend="gloo")
+        return group
 
     def begin(self, folder: Path) -> Pending:
         """Begin to save into `folder`, when the last save is over: it needs the stager's memory."""
         if self._written is not None:
             self._written.result()
+        self._stager = self._stager or self._new_stager()
         begun = async_save(
             self.state.tree,
             checkpoint_id=folder,
@@ -56,12 +61,8 @@ class DcpThread(Dcp):
         self._written, self._copied = begun.upload_completion, begun.staging_completion
         return Pending.of(self._written, self._copied)
 
-    def save(self, folder: Path) -> None:
-        self.begin(folder).wait()
-
     @contextmanager
     def unlocked(self) -> Iterator[None]:
-        """Wait until the state has been copied."""
         if self._copied is not None:
             self._copied.result()
         yield
@@ -85,18 +86,14 @@ class DcpThread(Dcp):
         give_back()
 
     def _new_stager(self) -> DefaultStager:
-        options = StagingOptions(
-            use_pinned_memory=False,
-            use_shared_memory=self.kind == AsyncCheckpointerType.PROCESS,
-            use_async_staging=True,
-            use_non_blocking_copy=False,
-        )
-        return DefaultStager(options)
+        shared = self.kind == AsyncCheckpointerType.PROCESS
+        return DefaultStager(StagingOptions(False, shared, use_async_staging=True, use_non_blocking_copy=False))
 
 
 class DcpProcess(DcpThread):
-    """The same in a process of its own; shared memory spares it a copy."""
+    """The same, written by a process; memory that is shared with it spares it a copy."""
 
+    name = "dcp-async-process"
     kind = AsyncCheckpointerType.PROCESS
 
     def rest(self) -> None:
@@ -104,54 +101,48 @@ class DcpProcess(DcpThread):
 
 
 class TorchCheckpointing(Way):
-    """`torch_checkpointing`'s manager: every item resharded by its own resharder, saved synchronously.
+    """CheckpointManager, synchronous, DefaultResharder for every item.
 
     Its save gathers the ranks' metadata through CUDA tensors; here it is made to gather them as objects. Its direct
     writes are off: they are unaligned, which ext4 refuses.
     """
 
-    def __init__(self, site: Site, name: str) -> None:
-        from torch_checkpointing import CheckpointManager, ItemSpec
+    name = package = "torch_checkpointing"
+    saver = "SyncCheckpointSaverConfig"
+
+    @cached_property
+    def _manager(self) -> Any:
+        from torch_checkpointing import CheckpointManager, ItemSpec, config
         from torch_checkpointing.checkpoint_layout import LayoutInfo, TorchSerialization
         from torch_checkpointing.default_resharder import DefaultResharder
         from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
 
-        super().__init__(site, name)
-        config = CheckpointManager.Config(
+        manager = CheckpointManager.Config(
             items={_VALUES: ItemSpec(layout=LayoutInfo(f"{_VALUES}.pt", TorchSerialization()), required=False)},
             default=ItemSpec(resharder=DefaultResharder()),
-            save=self._saver(),
+            save=getattr(config, self.saver)(),
             storage_config=LocalFileSystemStorageConfig(use_direct_io=False),
-        )
-        self._manager = config.build()
-        self._manager._metadata_manager._all_gather_pickled_data = _gathered  # noqa: SLF001 - see above
+        ).build()
+        manager._metadata_manager._all_gather_pickled_data = _gathered  # noqa: SLF001 - see above
         logging.getLogger("torch_checkpointing").setLevel(logging.ERROR)
+        return manager
 
-    def save(self, folder: Path) -> None:
+    def begin(self, folder: Path) -> Pending:
         """Save the state as it is, and values in a file for all ranks."""
-        self._save(folder)
+        own = {item: part for item, part in self.state.tree.items() if item != _VALUES or dist.get_rank() == 0}
+        written = self._manager.save(str(folder), own)  # a future, of a save in the background
+        return Pending() if written is None else Pending.of(written, self._manager._staging_future)  # noqa: SLF001
 
     def load(self, folder: Path) -> None:
         loaded = self._manager.load(str(folder), into=self.state.tree, strict=True)
         self.state.set_values({path: leaf for _, _, path, leaf in walk(dict(loaded))})
 
-    def _saver(self) -> Any:
-        from torch_checkpointing.config import SyncCheckpointSaverConfig
-
-        return SyncCheckpointSaverConfig()
-
-    def _save(self, folder: Path) -> Any:
-        """Save; the result is None, or of a save in the background a future."""
-        own = {item: part for item, part in self.state.tree.items() if item != _VALUES or dist.get_rank() == 0}
-        return self._manager.save(str(folder), own)
-
 
 class TorchCheckpointingAsync(TorchCheckpointing):
-    """The same with its saver for the background: copied by a thread, written by a process."""
+    """CheckpointManager, copied by a thread, written by a process, DefaultResharder for every item."""
 
-    def begin(self, folder: Path) -> Pending:
-        written = self._save(folder)
-        return Pending.of(written, self._manager._staging_future)  # noqa: SLF001 - it has no other name
+    name = "torch_checkpointing-async"
+    saver = "AsyncCheckpointSaverConfig"
 
     def unlocked(self) -> AbstractContextManager[None]:
         lock: AbstractContextManager[None] = self._manager.lock()
@@ -160,18 +151,24 @@ class TorchCheckpointingAsync(TorchCheckpointing):
     def close(self) -> None:
         self._manager.close()
 
-    def _saver(self) -> Any:
-        from torch_checkpointing.config import AsyncCheckpointSaverConfig
-
-        return AsyncCheckpointSaverConfig()
-
 
 class TorchSnapshot(Way):
-    """`torchsnapshot`. Knowing no DTensors, it is given ShardedTensors on the same memory; all else is replicated."""
+    """Snapshot.take/restore, defaults, ShardedTensors in place of DTensors, all else replicated.
 
-    def __init__(self, site: Site, name: str) -> None:
-        super().__init__(site, name)
-        self._tensors = {
+    It knows no DTensors; the ShardedTensors are on the same memory.
+    """
+
+    name = package = "torchsnapshot"
+
+    @cached_property
+    def _snapshot(self) -> Any:
+        from torchsnapshot import Snapshot
+
+        return Snapshot
+
+    @cached_property
+    def _tensors(self) -> dict[str, Any]:
+        return {
             path: _sharded(leaf) if isinstance(leaf, DTensor) else leaf
             for _, _, path, leaf in walk(self.state.tree)
             if isinstance(leaf, torch.Tensor)
@@ -186,28 +183,27 @@ class TorchSnapshot(Way):
         self.state.set_values({path: loaded[path.replace("/", ".")] for path in self.state.values()})
 
     def save(self, folder: Path) -> None:
-        from torchsnapshot import Snapshot
-
-        Snapshot.take(str(folder), {"state": self}, replicated=["**"])
+        self._snapshot.take(str(folder), {"state": self}, replicated=["**"])
 
     def load(self, folder: Path) -> None:
-        from torchsnapshot import Snapshot
-
-        Snapshot(str(folder)).restore({"state": self})
+        self._snapshot(str(folder)).restore({"state": self})
 
 
 class TorchSnapshotAsync(TorchSnapshot):
-    """`torchsnapshot.Snapshot.async_take`, which copies before it returns."""
+    """Snapshot.async_take, which copies before it returns; ShardedTensors in place of DTensors, all else replicated."""
+
+    name = "torchsnapshot-async"
 
     def begin(self, folder: Path) -> Pending:
-        from torchsnapshot import Snapshot
-
-        taken = Snapshot.async_take(str(folder), {"state": self}, replicated=["**"])
+        taken = self._snapshot.async_take(str(folder), {"state": self}, replicated=["**"])
         return Pending(taken.wait, taken.done)
 
 
 class Safetensors(Way):
-    """Whole tensors in `safetensors` files, one per saving rank; a loading rank takes its slices from all files."""
+    """Files of whole tensors, one per saving rank; a loading rank takes slices from all (safe_open)."""
+
+    name = package = "safetensors"
+    io = "mapped"
 
     def save(self, folder: Path) -> None:
         """Gather each tensor, and write those that fall to this rank, in turns."""
@@ -225,25 +221,21 @@ class Safetensors(Way):
     def load(self, folder: Path) -> None:
         from safetensors import safe_open
 
-        leaves = {path: leaf for _, _, path, leaf in walk(self.state.tree)}
+        leaves = {path: leaf for _, _, path, leaf in walk(self.state.tree) if isinstance(leaf, torch.Tensor)}
         for path in sorted(folder.glob("*.safetensors")):
             with safe_open(path, framework="pt") as file:
                 self.state.set_values(json.loads(file.metadata()["values"]))
                 for name in file.keys():  # noqa: SIM118 - not a mapping
-                    leaf = leaves[name]
-                    assert isinstance(leaf, torch.Tensor)
-                    _copy(file.get_slice(name), leaf) if leaf.ndim else leaf.copy_(file.get_tensor(name))
+                    _copy(file.get_slice(name) if leaves[name].ndim else file.get_tensor(name), leaves[name])
 
 
 def _gathered(data: object, group: dist.ProcessGroup | None = None) -> dict[int, object]:
-    """`data` of each rank of `group`."""
     found: list[object] = [None] * dist.get_world_size(group)
     dist.all_gather_object(found, data, group)
     return dict(enumerate(found))
 
 
 def _copy(stored: Any, leaf: torch.Tensor) -> None:
-    """Fill `leaf` from its part of a `stored` tensor."""
     start, size = box(leaf)
     local(leaf).copy_(stored[tuple(slice(first, first + extent) for first, extent in zip(start, size, strict=True))])
 

@@ -7,15 +7,16 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import NamedTuple
 
 import numpy as np
 
+from bench.benchmark import Bar, Benchmark, Options, judged
 from bench.layouts import Sent, flat_random, fsdp, fsdp_layout, three_d
 from bench.markdown import table
-from bench.runner import in_a_process, seconds_of
-from bench.schema import Bar, Benchmark, Options, Part, Result, Sample, Scenario, measured
-from bench.statistics import median
+from bench.runner import in_a_process, in_turns, timed
+from bench.schema import Part, Result, Sample, Scenario, measured
 from holdfast.format.container import Files
 from holdfast.format.manifest import decode
 from holdfast.format.records import Place
@@ -39,7 +40,7 @@ class Case(NamedTuple):
     smallest: int
     coordinator_s: float
     manifest_mib: float
-    memory_mib: float = 2048.0
+    memory_gib: float = 2.0
 
 
 CASES = {
@@ -68,29 +69,25 @@ def manifest_of(sent: Sent) -> bytes:
 
 def plan_world(case: str, world: int, rounds: int) -> tuple[dict[str, int], tuple[Sample, ...]]:
     """Plan a simulated world: from what all ranks sent to a manifest, and from that to one rank's reads."""
-    sent = CASES[case].simulate(world)
+    sent, every = CASES[case].simulate(world), range(1, rounds + 1)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    plan_times, manifest = [], b""
-    for _ in range(rounds):
-        start_s = time.perf_counter()
-        manifest = manifest_of(sent)
-        plan_times.append(time.perf_counter() - start_s)
+    planned = in_turns(every, {OURS: lambda: timed(lambda: manifest_of(sent), "plan_s")})
     extra = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
-    samples = []
-    for number, plan_s in enumerate(plan_times, 1):
+    manifest = manifest_of(sent)
+
+    def load_plan() -> dict[str, float]:
         start_s = time.perf_counter()
         files = Files(decode(manifest, path="manifest"))
         decode_s = time.perf_counter() - start_s
         wants = changed_layout(files)
-        start_s = time.perf_counter()
-        num_reads = sum(len(reads) for reads in plan_load(files, wants))
-        load_plan_s = time.perf_counter() - start_s
-        assert num_reads >= len(wants)
-        values = {"plan_s": (plan_s,), "decode_s": (decode_s,), "load_plan_s": (load_plan_s,)}
-        samples.append(Sample(OURS, number, values))
-    sent_nbytes = sum(map(len, sent.bodies.values())) + sum(16 + len(m.columns) for m in sent.messages)
-    facts = {"sent_nbytes": sent_nbytes, "manifest_nbytes": len(manifest), "extra_memory_nbytes": extra}
-    return facts, tuple(samples)
+
+        def reads() -> None:
+            assert sum(len(reads) for reads in plan_load(files, wants)) >= len(wants)
+
+        return {"decode_s": decode_s} | timed(reads, "load_plan_s")
+
+    facts = {"manifest_nbytes": len(manifest), "extra_memory_nbytes": extra}
+    return facts, planned + in_turns(every, {OURS: load_plan})
 
 
 def changed_layout(files: Files) -> list[ReadRequest]:
@@ -117,15 +114,18 @@ def measure_validation(options: Options) -> Part:
         assert coverage_fault([(extent,)] * num_tensors, tensors, starts, sizes) is None
 
     rounds = options.rounds or ROUNDS
-    samples = [Sample(OURS, number, {"seconds": (seconds_of(check),)}) for number in range(1, rounds + 1)]
+    samples = in_turns(range(1, rounds + 1), {OURS: lambda: timed(check)})
     return measured(Scenario(name=VALIDATION, rounds=rounds), samples, options.folder)
 
 
 def render_plan(result: Result) -> str:
-    """The figures at the largest world as Markdown."""
     largest = {part.scenario.name: part for part in result.parts if part.scenario.world == WORLDS[-1]}
     validation = result.part(VALIDATION)
     machine = validation.environment
+
+    def load_plan(name: str) -> str:
+        return f"{_median(largest[name], 'decode_s') + _median(largest[name], 'load_plan_s'):.2f}"
+
     lines = table(
         f"{WORLDS[-1]:,} ranks",
         {name: part.scenario.title for name, part in largest.items()},
@@ -133,10 +133,7 @@ def render_plan(result: Result) -> str:
             ("coordinator, s", lambda name: f"{_median(largest[name], 'plan_s'):.2f}"),
             ("manifest, MiB", lambda name: f"{_mib(largest[name], 'manifest_nbytes'):.2f}"),
             ("extra memory, MiB", lambda name: f"{_mib(largest[name], 'extra_memory_nbytes'):.0f}"),
-            (
-                "a rank's load plan, s",
-                lambda name: f"{_median(largest[name], 'decode_s') + _median(largest[name], 'load_plan_s'):.2f}",
-            ),
+            ("a rank's load plan, s", load_plan),
         ],
     )
     how = (
@@ -145,28 +142,22 @@ def render_plan(result: Result) -> str:
         f"{_median(validation, 'seconds'):.2f} s. {machine.cpu}, {machine.num_cpus} CPUs, Python {machine.python}, "
         f"revision {machine.revision[:12]}."
     )
-    return "\n".join((*lines, "", how))
+    return f"{lines}\n\n{how}"
 
 
 def bars(result: Result) -> Iterator[Bar]:
-    """The bars, at the largest world."""
     for part in result.parts:
         if part.scenario.world == WORLDS[-1]:
-            case = CASES[part.scenario.title]
-            for what, value, bar in (
-                ("coordinator s", _median(part, "plan_s"), case.coordinator_s),
-                ("manifest MiB", _mib(part, "manifest_nbytes"), case.manifest_mib),
-                ("memory MiB", _mib(part, "extra_memory_nbytes"), case.memory_mib),
-                ("load plan s", _median(part, "load_plan_s"), LOAD_PLAN_BAR_S),
-            ):
-                yield Bar(what, value, bar, f"{part.scenario.title} {what} {value:.2f} (at most {bar})")
+            case, title = CASES[part.scenario.title], part.scenario.title
+            yield judged(f"{title} coordinator", _median(part, "plan_s"), case.coordinator_s, " s")
+            yield judged(f"{title} manifest", _mib(part, "manifest_nbytes"), case.manifest_mib, " MiB")
+            yield judged(f"{title} memory", _mib(part, "extra_memory_nbytes") / 1024, case.memory_gib, " GiB")
+            yield judged(f"{title} load plan", _median(part, "load_plan_s"), LOAD_PLAN_BAR_S, " s")
     if validation := result.find(VALIDATION):
-        seconds = _median(validation, "seconds")
-        yield Bar("validation s", seconds, VALIDATION_BAR_S, f"validation s {seconds:.2f} (at most {VALIDATION_BAR_S})")
+        yield judged("validation", _median(validation, "seconds"), VALIDATION_BAR_S, " s")
 
 
 def draw_planning(result: Result, path: Path) -> None:
-    """Draw planning seconds and manifest size over world size, as a PNG at `path`."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 4), layout="constrained")
@@ -198,11 +189,9 @@ def _mib(part: Part, fact: str) -> float:
     return nbytes / 2**20
 
 
-def _parts() -> Iterator[tuple[str, Callable[[Options], Part]]]:
-    for name, case in CASES.items():
-        for world in (max(each, case.smallest) for each in WORLDS):
-            yield f"{name} x {world}", partial(measure_case, name, world)
-    yield VALIDATION, measure_validation
-
-
-PLAN = Benchmark("plan", dict(_parts()), render_plan, bars)
+PARTS = {
+    f"{name} x {world}": partial(measure_case, name, world)
+    for name, case in CASES.items()
+    for world in (max(each, case.smallest) for each in WORLDS)
+}
+PLAN = Benchmark("plan", {**PARTS, VALIDATION: measure_validation}, render_plan, bars)

@@ -10,8 +10,9 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,7 +21,6 @@ import numpy as np
 from bench.state import digest
 
 BLOCK_NBYTES = 4096
-_PART_NBYTES = 16 << 20
 
 
 class RawWay(NamedTuple):
@@ -55,68 +55,55 @@ class RawImage:
 
     def clear(self) -> None:
         """Zero all bytes."""
-        zeros = bytes(_PART_NBYTES)
-        for start in range(0, len(self.view), _PART_NBYTES):
-            part = self.view[start : start + _PART_NBYTES]
-            part[:] = memoryview(zeros)[: len(part)]
+        np.frombuffer(self.view, np.uint8)[:] = 0
 
     def digests(self) -> dict[str, str]:
         """One digest of the whole image."""
         return {"image": digest(self.view[: self.nbytes])}
 
-
-class RawFile:
-    """The loop, in one way."""
-
-    def __init__(self, image: RawImage, way: RawWay, *, direct: bool) -> None:
-        self._image = image
-        self._way = way
-        self._flags = os.O_DIRECT if direct else 0
-
-    def write(self, path: Path) -> None:
+    def write(self, path: Path, way: RawWay, *, direct: bool) -> None:
         """Write the image to the new file `path`, durably."""
-        view = self._image.view
 
         def write(part: memoryview, start: int, buffer: memoryview | None) -> None:
             if buffer is not None:
                 _copy(buffer[: len(part)], part)
                 part = buffer[: len(part)]
-            _write_all(fd, part, start)
+            done = 0
+            while done < len(part):
+                done += os.pwritev(fd, [part[done:]], start + done)
 
-        fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | self._flags, 0o644)
-        try:
+        with _opened(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, direct=direct) as fd:
             # Reserved space lets several threads write at once: extending writes are serialised by the kernel.
-            os.posix_fallocate(fd, 0, len(view))
-            self._each_request(write)
-            os.ftruncate(fd, self._image.nbytes)
+            os.posix_fallocate(fd, 0, len(self.view))
+            self._each_request(write, way)
+            os.ftruncate(fd, self.nbytes)
             os.fdatasync(fd)
-        finally:
-            os.close(fd)
 
-    def read(self, path: Path) -> None:
+    def read(self, path: Path, way: RawWay, *, direct: bool) -> None:
         """Fill the image from `path`."""
 
         def read(part: memoryview, start: int, buffer: memoryview | None) -> None:
             out = part if buffer is None else buffer[: len(part)]
-            _read_all(fd, out, start, self._image.nbytes)
+            done, needed = 0, min(len(out), self.nbytes - start)
+            while done < needed:
+                count = os.preadv(fd, [out[done:]], start + done)
+                if count == 0:
+                    raise OSError(errno.EIO, f"the file ended at byte {start + done} of {self.nbytes}")
+                done += count
             if buffer is not None:
                 _copy(part, out)
 
-        fd = os.open(path, os.O_RDONLY | self._flags)
-        try:
-            self._each_request(read)
-        finally:
-            os.close(fd)
+        with _opened(path, os.O_RDONLY, direct=direct) as fd:
+            self._each_request(read, way)
 
-    def _each_request(self, move: Callable[[memoryview, int, memoryview | None], None]) -> None:
+    def _each_request(self, move: Callable[[memoryview, int, memoryview | None], None], way: RawWay) -> None:
         """Call `move` with each part of the image, where it starts in the file, and a buffer if there is to be one."""
-        view, way = self._image.view, self._way
-        starts = range(0, len(view), way.request_nbytes)
+        starts = range(0, len(self.view), way.request_nbytes)
 
         def stripe(thread: int) -> None:
             buffer = _memory(way.request_nbytes) if way.copied else None
             for start in starts[thread :: way.threads]:
-                move(view[start : start + way.request_nbytes], start, buffer)
+                move(self.view[start : start + way.request_nbytes], start, buffer)
 
         with ThreadPoolExecutor(way.threads) as pool:
             list(pool.map(stripe, range(way.threads)))
@@ -125,13 +112,9 @@ class RawFile:
 def takes_direct(folder: Path) -> bool:
     """Whether files in `folder` take O_DIRECT writes of whole blocks."""
     path = folder / "direct-probe"
-    block = mmap.mmap(-1, BLOCK_NBYTES)
     try:
-        fd = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_DIRECT, 0o644)
-        try:
-            os.pwrite(fd, block, 0)
-        finally:
-            os.close(fd)
+        with _opened(path, os.O_CREAT | os.O_WRONLY, direct=True) as fd:
+            os.pwrite(fd, mmap.mmap(-1, BLOCK_NBYTES), 0)
     except OSError as error:
         if error.errno in (errno.EINVAL, errno.EOPNOTSUPP):
             return False
@@ -139,6 +122,15 @@ def takes_direct(folder: Path) -> bool:
     finally:
         path.unlink(missing_ok=True)
     return True
+
+
+@contextmanager
+def _opened(path: Path, flags: int, *, direct: bool) -> Iterator[int]:
+    fd = os.open(path, flags | (os.O_DIRECT if direct else 0), 0o644)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
 
 
 def _copy(target: memoryview, source: memoryview) -> None:
@@ -150,19 +142,3 @@ def _memory(nbytes: int) -> memoryview:
     mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     mapping.madvise(mmap.MADV_HUGEPAGE)
     return memoryview(mapping)
-
-
-def _write_all(fd: int, data: memoryview, start: int) -> None:
-    done = 0
-    while done < len(data):
-        done += os.pwritev(fd, [data[done:]], start + done)
-
-
-def _read_all(fd: int, out: memoryview, start: int, nbytes: int) -> None:
-    """Fill `out` from `start`, up to the end of a file of `nbytes`."""
-    done, needed = 0, min(len(out), nbytes - start)
-    while done < needed:
-        count = os.preadv(fd, [out[done:]], start + done)
-        if count == 0:
-            raise OSError(errno.EIO, f"the file ended at byte {start + done} of {nbytes}")
-        done += count

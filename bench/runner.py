@@ -1,4 +1,4 @@
-"""The runner of all benchmarks with ranks: processes that stay warm, take turns and send samples."""
+"""The runner of all benchmarks: contenders take turns, in one process or in ranks that stay warm and send samples."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, ParamSpec, TypeVar
 
@@ -21,28 +22,16 @@ import psutil
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing.spawn import ProcessException, start_processes
 
-from bench.contenders import SAVING, Entry
-from bench.costs import cpu_s, keepers, node_memory, settle, tree
+from bench.benchmark import Options
+from bench.contenders import SAVING, Registry
+from bench.costs import cpu_s, keepers, node_memory, read_nbytes, settle, tree
 from bench.environment import package_versions
+from bench.errors import RankFailedError, SetupError, WrongBytesError
 from bench.raw import RAW_WAYS, takes_direct
-from bench.schema import (
-    RAW,
-    WARM_UP,
-    Options,
-    Part,
-    RankFailedError,
-    Sample,
-    Scenario,
-    SetupError,
-    StateSize,
-    WrongBytesError,
-    measured,
-)
+from bench.schema import RAW, WARM_UP, Part, Sample, Scenario, StateSize, measured, rotated
 from bench.state import Recipe, State
-from bench.statistics import rotated
 from bench.ways import GENERATIONS, HoldfastBackground, Site, Way
 
 #: What torchrun gives each of several ranks of a node.
@@ -71,23 +60,18 @@ class Span(NamedTuple):
 Found = Mapping[str, float | Span | list[Span]]
 
 
-class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """What ranks do together, on what `recipe` makes: `turns`, of `contenders`. On the device there are `copies` of the
-    state at once, at most. `facts` are what is particular to the turns; a result file has them too.
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What ranks do together in a scenario, on what `recipe` makes: `turns`, of `contenders`. On the device there are
+    `copies` of the state at once, at most. The rest is where, for the ranks alone: a store at `store_port` outlives
+    them."""
 
-    The rest is where, for the ranks alone: a store at `store_port` outlives them.
-    """
-
-    name: str
-    title: str = ""
+    scenario: Scenario
     turns: type[Turns]
     recipe: Recipe
-    world: int
-    rounds: int
     contenders: tuple[str, ...]
     copies: int
     in_memory: bool = False
-    facts: Mapping[str, Any] = {}
     folder: Path = Path()
     node_dir: Path | None = None
     direct: bool = False
@@ -99,7 +83,7 @@ class Turns:
 
     #: In each round, every entrant takes one turn for each of these.
     measures: tuple[str, ...] = ("",)
-    registry: ClassVar[Mapping[str, Entry]] = SAVING
+    registry: ClassVar[Registry] = SAVING
     #: The ranks of each round are new ones, which are killed at its end.
     mortal = False
 
@@ -120,14 +104,10 @@ class Turns:
         raise NotImplementedError
 
     def way(self, name: str) -> Way:
-        """What entrant `name` does; set up at the first call."""
+        """What entrant `name` does."""
         if name not in self.ways:
-            self.ways[name] = self._kind(name)(self.site, name)
+            self.ways[name] = self.registry[RAW if name.startswith(RAW) else name](self.site, name)
         return self.ways[name]
-
-    def place(self, name: str, what: object) -> Path:
-        """The folder that entrant `name` saves `what` into, and loads it from."""
-        return self._kind(name).place(self.site, name, str(what))
 
     def cold(self, folder: Path) -> Path:
         """`folder`, made where it is not there, beside caches that are cold; when all ranks are here."""
@@ -141,26 +121,33 @@ class Turns:
         """Give back what a save takes on the device, when all ranks have done with it."""
         dist.barrier()
         if self.leads:
-            self._kind(name).discard(folder)
+            self.way(name).discard(folder)
 
-    def cpu_s(self, name: str) -> float:
-        """CPU seconds so far of this rank and all that it started, and on rank 0 of holdfast's keeper. All ranks are
-        here for it, so that what others still do for a save counts, and what they do next does not."""
+    def observed(self, name: str, work: Callable[[], object]) -> dict[str, Any]:
+        """What `work` takes, which is of entrant `name`. All ranks are here before and after, so that what others still
+        do for it counts, and what they do next does not."""
+        used_s, read = self._cpu_s(name), read_nbytes()
+        start_s = time.monotonic()
+        work()
+        span = Span(start_s, time.monotonic())
+        device_nbytes, asked_nbytes = (now - before for now, before in zip(read_nbytes(), read, strict=True))
+        used_s = self._cpu_s(name) - used_s
+        return {"seconds": span, "cpu_s": used_s, "device_nbytes": device_nbytes, "asked_nbytes": asked_nbytes}
+
+    def _cpu_s(self, name: str) -> float:
+        """CPU seconds so far of this rank and all that it started, and on rank 0 of holdfast's keeper."""
         dist.barrier()
         used_s = cpu_s(tree(os.getpid()))
-        if self.leads and self.job.node_dir and self._kind(name) is HoldfastBackground:
+        if self.leads and self.job.node_dir and isinstance(self.way(name), HoldfastBackground):
             used_s += cpu_s(keepers(self.job.node_dir))
         dist.barrier()
         return used_s
-
-    def _kind(self, name: str) -> type[Way]:
-        return self.registry[RAW if name.startswith(RAW) else name].way
 
 
 def measure(job: Job, options: Options, *, first: Job | None = None, absent: Mapping[str, str] | None = None) -> Part:
     """Run `job`, after `first` in the same folder. SetupError where there is no room for it. `absent` are contenders
     that cannot take part, and why."""
-    nbytes = _HEADROOM * job.recipe.nbytes(job.world)
+    scenario, nbytes, absent = job.scenario, _HEADROOM * job.recipe.min_nbytes, absent or {}
     require_room(f"in {options.folder}", job.copies * nbytes, free=shutil.disk_usage(options.folder).free)
     with ExitStack() as stack:
         folder = stack.enter_context(scratch(options.folder))
@@ -169,39 +156,37 @@ def measure(job: Job, options: Options, *, first: Job | None = None, absent: Map
             require_room(f"in {options.memory}", GENERATIONS * nbytes, free=shutil.disk_usage(options.memory).free)
             require_room("of memory", _COPIES * nbytes + _OTHER_NBYTES, free=psutil.virtual_memory().available)
             where["node_dir"] = stack.enter_context(node_memory(options.memory))
-        status = stack.enter_context(Console(stderr=True).status(f"{job.name}: starting the ranks"))
+        status = stack.enter_context(Console(stderr=True).status(f"{scenario.name}: starting the ranks"))
 
         def tell(sample: Sample) -> None:
-            status.update(f"{job.name}: {describe(sample)} (of {job.rounds} rounds)")
+            turn = f"round {sample.round} of {scenario.rounds}: {sample.measure} {sample.contender}"
+            status.update(f"{scenario.name}, {turn} {max(sample.values['seconds']):.2f} s")
 
-        size, samples = StateSize(), tuple[Sample, ...]()
-        for each in (job,) if first is None else (first, job):
-            size, samples = run(msgspec.structs.replace(each, **where), on_sample=tell)
-    absent, registry, sampled = absent or {}, job.turns.registry, {sample.contender for sample in samples}
-    entries = [entry for name, entry in registry.items() if name in job.contenders or name in absent]
-    refused = {} if where["direct"] else {RAW: "buffered: the filesystem refused O_DIRECT"}
+        if first is not None:
+            run(replace(first, **where), on_sample=tell)
+        size, samples = run(replace(job, **where), on_sample=tell)
+    kinds = [kind for name, kind in job.turns.registry.items() if name in job.contenders or name in absent]
+    refused = {} if where["direct"] else {RAW: {"io": "buffered: the filesystem refused O_DIRECT"}}
     return measured(
-        Scenario(name=job.name, title=job.title, world=job.world, rounds=job.rounds, state=size, facts=job.facts),
+        msgspec.structs.replace(scenario, state=size),
         samples,
         options.folder,
-        contenders=tuple(
-            msgspec.structs.replace(entry.about, io=refused.get(entry.about.name, entry.about.io)) for entry in entries
-        ),
+        contenders=tuple(msgspec.structs.replace(kind.about(), **refused.get(kind.name, {})) for kind in kinds),
         not_possible=absent,
-        raw_ways=tuple(way for way in RAW_WAYS if f"{RAW} {way}" in sampled),
-        packages=package_versions(entry.package for entry in entries if entry.package),
+        raw_ways=tuple(way for way in RAW_WAYS if f"{RAW} {way}" in {sample.contender for sample in samples}),
+        packages=package_versions(kind.package for kind in kinds if kind.package),
     )
 
 
 def run(job: Job, *, on_sample: Callable[[Sample], None]) -> tuple[StateSize, tuple[Sample, ...]]:
     """Run `job` in its folder: the size of its state and all samples, the warm-up's too. `on_sample` sees each one as
     it comes. RankFailedError when a rank raises or dies; no process outlives the call."""
-    size, samples = StateSize(), list[Sample]()
-    rounds = range(WARM_UP, job.rounds + 1)
+    size, samples, world = StateSize(), list[Sample](), job.scenario.world
+    rounds = range(WARM_UP, job.scenario.rounds + 1)
     for life in [range(number, number + 1) for number in rounds] if job.turns.mortal else [rounds]:
         # Here, where the kernel can choose the port before any rank starts.
-        store = dist.TCPStore(HOST, 0, job.world, is_master=True, wait_for_workers=False)
-        for message in messages(run_rank, msgspec.structs.replace(job, store_port=store.port), life, world=job.world):
+        store = dist.TCPStore(HOST, 0, world, is_master=True, wait_for_workers=False)
+        for message in messages(run_rank, replace(job, store_port=store.port), life, world=world):
             if isinstance(message, StateSize):
                 size = message
             else:
@@ -237,13 +222,14 @@ def run_rank(rank: int, job: Job, rounds: range, queue: Any) -> None:
 
     In each round every entrant takes its turn, beginning with another one each round.
     """
-    about = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": job.world, "LOCAL_WORLD_SIZE": job.world}
+    world = job.scenario.world
+    about = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
     # Processes that ranks start make groups of their own.
     os.environ.update({name: str(value) for name, value in about.items()}, MASTER_ADDR=HOST)
     torch.set_num_threads(TORCH_THREADS)
-    store = dist.TCPStore(HOST, job.store_port, job.world, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=job.world)
-    state = job.recipe.build(init_device_mesh("cpu", job.recipe.mesh_shape(job.world)))
+    store = dist.TCPStore(HOST, job.store_port, world, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    state = job.recipe.build(world)
     turns = job.turns(job, state)
     if rank == 0:
         queue.put(state.size())
@@ -251,7 +237,7 @@ def run_rank(rank: int, job: Job, rounds: range, queue: Any) -> None:
         for measure in turns.measures:
             for turn, name in enumerate(rotated(turns.entrants(number), number)):
                 for contender, what, found in turns.take(name, number, measure):
-                    every: list[Found] | None = [found] * job.world if rank == 0 else None
+                    every: list[Found] | None = [found] * world if rank == 0 else None
                     dist.gather_object(found, every)
                     if every is not None:
                         queue.put(Sample(contender, number, together(every), what, turn))
@@ -272,7 +258,8 @@ def together(found: Sequence[Found]) -> dict[str, tuple[float, ...]]:
             values[key] = tuple(every)  # type: ignore[arg-type]  # so are the others
         else:
             tries = zip(*(each if isinstance(each, list) else [each] for each in every), strict=True)
-            values[key] = (min(_seconds_of(spans) for spans in tries),)
+            seconds = (max(span.end_s for span in spans) - min(span.start_s for span in spans) for spans in tries)
+            values[key] = (min(seconds),)
     return values
 
 
@@ -287,7 +274,6 @@ def require_same(expected: Mapping[str, str], found: Mapping[str, str], *, name:
 
 
 def require_room(what: str, nbytes: float, *, free: int) -> None:
-    """SetupError where there is less `free` than a run needs."""
     if free < nbytes:
         raise SetupError(
             f"{nbytes / 1e9:.1f} GB {what} are needed, {free / 1e9:.1f} GB are free. "
@@ -297,7 +283,6 @@ def require_room(what: str, nbytes: float, *, free: int) -> None:
 
 @contextmanager
 def scratch(folder: Path) -> Iterator[Path]:
-    """A folder below `folder` that ends with the block."""
     with tempfile.TemporaryDirectory(prefix="bench-", dir=folder) as path:
         yield Path(path)
 
@@ -308,29 +293,27 @@ def in_a_process(call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         return pool.submit(call, *args, **kwargs).result()
 
 
-def seconds_of(call: Callable[[], object]) -> float:
+def in_turns(rounds: range, takes: Mapping[str, Callable[[], Mapping[str, float]]]) -> tuple[Sample, ...]:
+    """A sample of each of `takes` in each of `rounds`, which begins with another one each time."""
+    return tuple(
+        Sample(name, number, {key: (value,) for key, value in takes[name]().items()}, turn=turn)
+        for number in rounds
+        for turn, name in enumerate(rotated(tuple(takes), number))
+    )
+
+
+def timed(call: Callable[[], object], key: str = "seconds") -> dict[str, float]:
     """Seconds of `call`, without those of freeing its result."""
     start_s = time.perf_counter()
     found = call()
     seconds = time.perf_counter() - start_s
     del found
-    return seconds
+    return {key: seconds}
 
 
-def command(*words: str | Path) -> tuple[float, float]:
+def command(*words: str | Path) -> dict[str, float]:
     """Seconds and processor seconds of a command of holdfast, its start included."""
-    before, start_s = os.times(), time.perf_counter()
-    subprocess.run([sys.executable, "-m", "holdfast.cli", *words], check=True, capture_output=True)
-    seconds, after = time.perf_counter() - start_s, os.times()
-    return seconds, after.children_user + after.children_system - before.children_user - before.children_system
-
-
-def describe(sample: Sample) -> str:
-    """One turn in words."""
-    where = "warm-up" if sample.round == WARM_UP else f"round {sample.round}"
-    return f"{where}: {sample.measure} {sample.contender} {max(sample.values['seconds']):.2f} s"
-
-
-def _seconds_of(spans: Sequence[Span]) -> float:
-    """From the first rank's start to the last rank's end."""
-    return max(span.end_s for span in spans) - min(span.start_s for span in spans)
+    before = os.times()
+    line = (sys.executable, "-m", "holdfast.cli", *words)
+    found = timed(lambda: subprocess.run(line, check=True, capture_output=True))
+    return found | {"cpu_s": sum(os.times()[2:4]) - sum(before[2:4])}  # of children, user and system

@@ -1,25 +1,48 @@
-"""Turns in which a contender saves, and turns in which it loads what it saved: `bench io`, `bench load`, `bench small`.
+"""``python -m bench io`` and ``python -m bench load``: saves and loads against the raw limit of the device.
 
-Caches are cold before each turn, and what was loaded is compared with what was saved.
+Caches are cold before each turn, and what was loaded is compared with what was saved. `io` is both, on one layout.
+`load` is loads onto the layout that saved and onto others: per scenario, the ranks that save come first, and every
+contender saves once, untimed; then come the ranks that load, in every round. The raw limit reads files that the loading
+ranks wrote, an even part of the state each.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from statistics import median
+from typing import NamedTuple
 
+import msgspec
 import torch.distributed as dist
 
-from bench.contenders import LATER
-from bench.costs import Watch, give_back, read_nbytes
+from bench.benchmark import Bar, Benchmark, Options, judged, verdicts
+from bench.contenders import LATER, SAVING, select
+from bench.costs import Watch, give_back
+from bench.markdown import Column, cpu, figures, labels, memory, raw_in_words, shares, table, text, whereabouts
 from bench.raw import RAW_WAYS
-from bench.runner import Found, Job, Span, Turns, require_same
-from bench.schema import RAW, WARM_UP
-from bench.state import State
+from bench.runner import Found, Job, Turns, measure, require_same
+from bench.schema import RAW, WARM_UP, Part, Result, Scenario
+from bench.state import NUM_LAYERS, Layout, LlamaLike, State
 
 MEASURES = SAVE, LOAD = ("save", "load")
 #: Where those save that `Loads` load.
 _KEPT = "kept"
+
+#: The size that the bars hold for; the least share of the raw limit that each scenario is to reach, and what all of
+#: them may cost at most.
+MIN_NBYTES = 2_000_000_000
+SHARE_BARS = {"same": 0.9, "columns": 0.8, "grow": 0.7, "shrink": 0.7, "fsdp-tp": 0.7}
+CPU_BAR_S_PER_GB, READ_BAR = 0.35, 1.02
+#: The default memory budget, and 64 MiB beside it.
+MEMORY_BAR_NBYTES = 128 << 20
+
+_LABELS = {RAW: "raw limit, GB/s", "torch.save": "torch.load"}
+_NO_OTHER_LAYOUT = "a file holds what one rank held, so only as many ranks of the same layout can load"
+
+
+# Turns
 
 
 class SaveLoad(Turns):
@@ -32,26 +55,16 @@ class SaveLoad(Turns):
         self._expected = {name: self.way(name).memory.digests() for name in super().entrants(WARM_UP)}
 
     def take(self, name: str, number: int, measure: str) -> Iterator[tuple[str, str, Found]]:
-        way = self.way(name)
-        keeps = SAVE not in self.measures
-        folder = self.place(name, _KEPT if keeps else number)
+        way, keeps = self.way(name), SAVE not in self.measures
         if measure == LOAD:
             way.memory.clear()
-        self.cold(folder)
+        folder = self.cold(way.place(_KEPT if keeps else number))
         operation = way.save if measure == SAVE else way.load
         give_back()
         watch = Watch() if number == WARM_UP else None
-        cpu_before_s, read_before = self.cpu_s(name), read_nbytes()
-        start_s = time.monotonic()
-        operation(folder)
-        span = Span(start_s, time.monotonic())
-        read = [now - before for now, before in zip(read_nbytes(), read_before, strict=True)]
-        found: Found = {
-            "seconds": span,
-            "cpu_s": self.cpu_s(name) - cpu_before_s,
-            **dict(zip(("device_nbytes", "asked_nbytes"), read, strict=True)),
-            **({} if watch is None else {"peak_extra_nbytes": watch.stop()}),
-        }
+        found = self.observed(name, lambda: operation(folder))
+        if watch is not None:
+            found["peak_extra_nbytes"] = watch.stop()
         # No rank's digests take time from a rank that still loads: all have been there for the CPU seconds.
         if measure == LOAD:
             require_same(self._expected[name], way.memory.digests(), name=name)
@@ -68,14 +81,12 @@ class Many(SaveLoad):
 
 
 class Keep(Turns):
-    """Every contender saves once, untimed, where `Loads` in the same folder finds it."""
+    """Every contender saves, untimed, where `Loads` in the same folder finds it. For a job of no rounds but the
+    warm-up."""
 
-    def __init__(self, job: Job, state: State) -> None:
-        super().__init__(job, state)
-        keep(self, *self.job.contenders)
-
-    def entrants(self, number: int) -> tuple[str, ...]:
-        return ()
+    def take(self, name: str, number: int, measure: str) -> Iterator[tuple[str, str, Found]]:
+        _keep(self, name)
+        return iter(())
 
 
 class Loads(SaveLoad):
@@ -85,21 +96,198 @@ class Loads(SaveLoad):
 
     def __init__(self, job: Job, state: State) -> None:
         super().__init__(job, state)
-        keep(self, *(name for name in self.entrants(WARM_UP) if name.startswith(RAW)))
-
-
-def keep(turns: Turns, *names: str) -> None:
-    for name in names:
-        folder = turns.place(name, _KEPT)
-        if turns.leads:
-            folder.mkdir(parents=True)
-        dist.barrier()
-        turns.way(name).save(folder)
-        # Not all contenders wait for each other.
-        dist.barrier()
+        for name in self.entrants(WARM_UP):
+            if name.startswith(RAW):
+                _keep(self, name)
 
 
 def copies(names: Sequence[str]) -> int:
     """Copies of the state on the device at once, at most: before the loads of a round every entrant has one, and a run
     has one more."""
     return len(names) + (len(RAW_WAYS) - 1) * (RAW in names) + (LATER in names)
+
+
+def _keep(turns: Turns, name: str) -> None:
+    way = turns.way(name)
+    way.save(turns.cold(way.place(_KEPT)))
+    dist.barrier()  # not all contenders wait for each other
+
+
+# Save and load on one layout
+
+
+def measure_io(options: Options) -> Part:
+    names, absent = select(options.contenders, SAVING, ("torch.save", "dcp", "holdfast"))
+    job = Job(
+        scenario=Scenario(name="io", world=options.world or 2, rounds=options.rounds or 7),
+        turns=SaveLoad,
+        recipe=LlamaLike(options.nbytes(gib=2.0)),
+        contenders=names,
+        copies=copies(names),
+    )
+    return measure(job, options, absent=absent)
+
+
+def render_io(result: Result) -> str:
+    (part,) = result.parts
+    scenario, raw = part.scenario, part.contenders[0]
+    saving, loading = (part.raw_way(measure) for measure in MEASURES)
+    lines = table(
+        "",
+        labels(part, "(loads verified)"),
+        [
+            figures("save, s", part, measure=SAVE),
+            shares(part, SAVE),
+            figures("load, s", part, measure=LOAD),
+            shares(part, LOAD),
+            ("CPU, s/GB save, load", lambda name: f"{cpu(part, name, SAVE)}, {cpu(part, name, LOAD)}"),
+            (
+                "extra memory per rank, MB save, load",
+                lambda name: f"{memory(part, name, SAVE)}, {memory(part, name, LOAD)}",
+            ),
+        ],
+    )
+    how = (
+        f"{scenario.state.nbytes / 1e9:.2f} GB ({scenario.state.num_tensors} tensors), {scenario.world} ranks, "
+        f'medians of {scenario.rounds} interleaved rounds (lowest to highest); "of raw" is raw seconds / seconds, '
+        f"paired by round. Saves are durable, caches are cold ({part.caches}). Raw limit: {raw.description}, "
+        f"{raw.io}, {raw.durable}, best of {raw_in_words(part)} (save {saving}, load {loading})."
+    )
+    return "\n\n".join([lines, how, whereabouts(result.name, part)])
+
+
+IO = Benchmark("io", {"io": measure_io}, render_io)
+
+
+# Loads onto other layouts
+
+
+class Side(NamedTuple):
+    """The ranks that save or load, and how the state lies over them."""
+
+    layout: Layout
+    world: int
+
+
+class Move(NamedTuple):
+    """A checkpoint that is `saved` by some ranks and `loaded` by others. With fewer layers, tensors are larger."""
+
+    title: str
+    saved: Side
+    loaded: Side
+    num_layers: int = NUM_LAYERS
+
+
+MOVES = {
+    "same": Move("2 ranks, same rows", Side("rows", 2), Side("rows", 2)),
+    "columns": Move("rows -> columns, 2 ranks", Side("rows", 2), Side("columns", 2)),
+    "grow": Move("rows, 1 -> 4 ranks", Side("rows", 1), Side("rows", 4)),
+    "shrink": Move("rows, 4 -> 3 ranks", Side("rows", 4), Side("rows", 3)),
+    "fsdp-tp": Move("FSDP(4) -> TP 2 x FSDP 2", Side("rows", 4), Side("fsdp-tp", 4)),
+    # Of 2 GiB in two layers, each weight has more than 8 MiB.
+    "replicas": Move("4 replicas", Side("replicas", 4), Side("replicas", 4), num_layers=2),
+}
+
+
+def measure_load(name: str, options: Options) -> Part:
+    move = MOVES[name]
+    names, absent = contenders_of(move, options)
+    saved, loaded = (f"{side.layout}, {side.world} ranks" for side in (move.saved, move.loaded))
+    scenario = Scenario(
+        name=name,
+        title=move.title,
+        world=move.loaded.world,
+        rounds=options.rounds or 7,
+        facts={"saved": saved, "loaded": loaded},
+    )
+    recipe = LlamaLike(options.nbytes(gib=2.0), move.loaded.layout, move.num_layers)
+    # Of replicas, a contender may store one for each rank.
+    loading = Job(
+        scenario=scenario, turns=Loads, recipe=recipe, contenders=names, copies=copies(names) + move.saved.world
+    )
+    saving = replace(
+        loading,
+        scenario=msgspec.structs.replace(scenario, world=move.saved.world, rounds=0),
+        turns=Keep,
+        recipe=recipe._replace(layout=move.saved.layout),
+        contenders=tuple(each for each in names if each != RAW),
+    )
+    return measure(loading, options, first=saving, absent=absent)
+
+
+def contenders_of(move: Move, options: Options) -> tuple[tuple[str, ...], dict[str, str]]:
+    """The contenders that take part in `move`, and why the others that were asked for cannot."""
+    names, absent = select(options.contenders, SAVING, [name for name in SAVING if name != LATER])
+    if "torch.save" in names and move.saved != move.loaded:
+        names, absent = tuple(name for name in names if name != "torch.save"), absent | {"torch.save": _NO_OTHER_LAYOUT}
+    return names, absent
+
+
+def bars(result: Result) -> Iterator[Bar]:
+    parts = [
+        part
+        for part in result.parts
+        if part.scenario.state.nbytes >= MIN_NBYTES and part.series("holdfast", measure=LOAD)
+    ]
+    for part in parts:
+        if least := SHARE_BARS.get(part.scenario.name):
+            share = median(part.shares("holdfast", measure=LOAD))
+            yield judged(f"{part.scenario.title}, of raw:", share, least, form="{:.2f}", at_least=True)
+    for part in parts:
+        if part.scenario.name == "same":
+            cpu_s = part.cpu_s_per_gb("holdfast", measure=LOAD)
+            yield judged("CPU seconds per GB:", cpu_s, CPU_BAR_S_PER_GB, form="{:.2f}")
+        if part.scenario.name == "replicas":
+            read = part.per_byte("holdfast", "device_nbytes", measure=LOAD)
+            yield judged(f"{part.scenario.title}, read of needed:", read, READ_BAR, form="{:.3f}")
+    if parts:
+        most = max(part.peak_nbytes("holdfast", LOAD) for part in parts)
+        yield judged("extra memory of a rank:", most / 1e6, MEMORY_BAR_NBYTES / 1e6, form="{:.0f} MB")
+
+
+def render_load(result: Result) -> str:
+    last = result.parts[-1]
+    rows = {each.name: each.name for each in last.contenders} | labels(last, "(verified)")
+    rows |= {name: label for name, label in _LABELS.items() if name in rows}
+    costly = {name: label for name, label in rows.items() if name != RAW}
+    sizes = sorted(f"{each.scenario.state.nbytes / 1e9:.2f}" for each in result.parts)
+    about_shares = (
+        f"Share of the raw limit (raw seconds / seconds, paired by round), medians of {last.scenario.rounds} "
+        f"interleaved rounds (lowest to highest). {sizes[0]} to {sizes[-1]} GB; caches are cold before every load "
+        f"({last.caches}), and every load is compared with what was saved. Raw limit: as many processes as ranks that "
+        f"load read the state's bytes once, evenly, {last.contenders[0].io}, best of {raw_in_words(last)}."
+    )
+    every = dict.fromkeys(
+        f" Not possible for {_LABELS.get(name, name)}: {reason}."
+        for part in result.parts
+        for name, reason in part.not_possible.items()
+    )
+    about_costs = (
+        "CPU seconds of all ranks per GB; extra memory of a rank, MB; bytes that all ranks read from the device per "
+        "byte of the state (in brackets: that their read calls returned, from the page cache too; mapped files are "
+        f"none).{''.join(every)}"
+    )
+    shared, costs = table("", rows, _columns(result, _share)), table("", costly, _columns(result, _cost))
+    judgements, where = verdicts(bars(result), "for holdfast"), whereabouts(result.name, last, packages=True)
+    return "\n\n".join([shared, about_shares, costs, about_costs, *judgements, where])
+
+
+def _columns(result: Result, cell: Callable[[Part, str], str]) -> list[Column[str]]:
+    def of(part: Part, name: str) -> str:
+        return "not possible" if name in part.not_possible else cell(part, name)
+
+    return [(part.scenario.title, partial(of, part)) for part in result.parts]
+
+
+def _share(part: Part, name: str) -> str:
+    if name != RAW:
+        return text(part.shares(name, measure=LOAD))
+    return text([part.scenario.state.nbytes / 1e9 / seconds for seconds in part.series(name, measure=LOAD)])
+
+
+def _cost(part: Part, name: str) -> str:
+    read, asked = (part.per_byte(name, key, measure=LOAD) for key in ("device_nbytes", "asked_nbytes"))
+    return f"{cpu(part, name, LOAD)}; {memory(part, name, LOAD)}; {read:.2f} ({asked:.2f})"
+
+
+LOADS = Benchmark("load", {name: partial(measure_load, name) for name in MOVES}, render_load, bars)

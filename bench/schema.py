@@ -1,53 +1,29 @@
 """The schema of all results: scenarios, the contenders that took part in them, and a sample of each turn.
 
-All figures are made of the samples when they are shown. What a benchmark is to the command line stands here too.
+All figures are made of the samples when they are shown.
 """
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from statistics import median
+from typing import Any, TypeVar
 
 import msgspec
 
 from bench.costs import how_dropped
 from bench.environment import Environment, environment
-from bench.statistics import fastest, median, paired_ratios
+from bench.errors import SetupError
+
+T = TypeVar("T")
 
 #: The contender that every other one is compared with. It takes its turn in several ways; the fastest counts.
 RAW = "raw"
 #: Rounds are counted from 1; this one pays for imports and first calls. It is watched for its memory, and not timed.
 WARM_UP = 0
-#: A contender cannot be faster than the device; above this share the raw loop was not at the limit.
-MAX_SHARE_OF_RAW = 1.05
-
-
-class BenchError(Exception):
-    """Root of all errors of the benchmarks. Each ends the command with a message and a non-zero status."""
-
-
-class SetupError(BenchError):
-    """The run cannot start as asked."""
-
-
-class RankFailedError(BenchError):
-    """A rank process raised or died."""
-
-
-class WrongBytesError(BenchError):
-    """A contender loaded bytes that differ from those that it saved."""
-
-
-class RawLimitError(BenchError):
-    """A contender beat the raw limit, so the raw loop did not reach the limit."""
-
-
-class MarkersError(BenchError):
-    """The file has no place for the table."""
 
 
 class StateSize(msgspec.Struct, frozen=True):
@@ -129,7 +105,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
 
     def raw_way(self, measure: str = "") -> str:
         """The way of the raw limit that was fastest by the median over all rounds."""
-        return fastest({way: self.series(f"{RAW} {way}", measure=measure) for way in self.raw_ways})
+        return min(self.raw_ways, key=lambda way: median(self.series(f"{RAW} {way}", measure=measure)))
 
     def shares(self, contender: str, key: str = "seconds", *, measure: str = "") -> list[float]:
         """Raw seconds / seconds, paired by round; nothing where the contender has no such value."""
@@ -138,8 +114,11 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
 
     def cpu_s_per_gb(self, contender: str, *, measure: str = "") -> float:
         """Median CPU seconds of all ranks for 10^9 bytes of the state."""
-        nbytes = self.scenario.state.nbytes
-        return median([cpu_s / (nbytes / 1e9) for cpu_s in self.series(contender, "cpu_s", measure=measure, of=sum)])
+        return 1e9 * self.per_byte(contender, "cpu_s", measure=measure)
+
+    def per_byte(self, contender: str, key: str, *, measure: str = "") -> float:
+        """Median of what all ranks have together for each byte of the state: what every rank holds counts once."""
+        return median(self.series(contender, key, measure=measure, of=sum)) / self.scenario.state.nbytes
 
     def peak_nbytes(self, contender: str, *measures: str) -> float:
         """The most memory of any rank in the samples that watched it."""
@@ -169,82 +148,6 @@ class Result(msgspec.Struct, frozen=True):
         found = self.find(name)
         assert found is not None, f"{self.name} has no part {name}"
         return found
-
-
-class Bar(msgspec.Struct, frozen=True):
-    """A median of holdfast, what it is to be (at most, or at least, `limit`), and both in words."""
-
-    what: str
-    figure: float
-    limit: float
-    words: str
-    at_least: bool = False
-
-    @property
-    def met(self) -> bool:
-        """Whether it is."""
-        return self.figure >= self.limit if self.at_least else self.figure <= self.limit
-
-    def text(self) -> str:
-        """The figure, and whether it is what it is to be."""
-        return f"{self.words}: {'met' if self.met else 'missed'}"
-
-
-class Options(msgspec.Struct, frozen=True, kw_only=True):
-    """How to measure: what the command line says to all benchmarks. `scale` is the share of the full size of states,
-    of durations, and of numbers of tensors and layers; where it is 0, all are as small as they can be."""
-
-    rounds: int | None = None
-    scale: float = 1.0
-    world: int | None = None
-    contenders: tuple[str, ...] | None = None
-    folder: Path = Path()
-    memory: Path = Path("/dev/shm")
-
-    def __post_init__(self) -> None:
-        if (self.rounds is not None and self.rounds < 1) or (self.world is not None and self.world < 1):
-            raise SetupError("A run needs at least one round and one rank.")
-        if not self.scale >= 0:
-            raise SetupError(f"A scale of {self.scale} is not possible. Ask for 0 or more; 1 is the full size.")
-
-    def number(self, full: int, *, least: int = 1) -> int:
-        """So many of what there are `full` at full size."""
-        return max(least, round(self.scale * full))
-
-    def nbytes(self, gib: float) -> int:
-        """Bytes of a state that has `gib` at full size."""
-        return self.number(int(gib * 2**30))
-
-
-class Benchmark(NamedTuple):
-    """What the command line measures, judges and shows: each of `parts` is a scenario, and how it is measured."""
-
-    name: str
-    parts: Mapping[str, Callable[[Options], Part]]
-    render: Callable[[Result], str]
-    bars: Callable[[Result], Iterable[Bar]] = lambda _: ()
-
-
-def require_bars(bars: Iterable[Bar]) -> None:
-    """BenchError when a bar was missed."""
-    missed = [bar.text() for bar in bars if not bar.met]
-    if missed:
-        raise BenchError("; ".join(missed))
-
-
-def require_raw_limit(result: Result) -> None:
-    """RawLimitError when a contender's median share of the raw limit is above `MAX_SHARE_OF_RAW`. A save that syncs
-    nothing may be faster."""
-    for part in result.parts:
-        raw = {f"{RAW} {way}" for way in part.raw_ways}
-        measures = dict.fromkeys(sample.measure for sample in part.samples if sample.contender in raw)
-        for measure, contender in itertools.product(measures, part.able):
-            share = median(part.shares(contender.name, measure=measure) or [0])
-            if share > MAX_SHARE_OF_RAW and not (measure == "save" and contender.durable == "no"):
-                raise RawLimitError(
-                    f"{contender.name} reached {share:.2f} of the raw limit in {measure}: the raw limit was not "
-                    "reached by the raw loop, so no share of this run counts. Add a way to `bench/raw.py`, or rounds."
-                )
 
 
 def measured(scenario: Scenario, samples: Iterable[Sample], folder: Path, **about: Any) -> Part:
@@ -281,10 +184,12 @@ def read_result(name: str, folder: Path) -> Result:
         raise SetupError(f"{path} is not a result of this version ({error}). Run {again} again.") from error
 
 
-def chosen(names: Sequence[str] | None, known: Iterable[str], *, kind: str) -> tuple[str, ...]:
-    """Those of the `known` names that were asked for, in their order, or all; SetupError for one that is not known."""
-    known = tuple(known)
-    unknown = [name for name in names or () if name not in known]
-    if unknown:
-        raise SetupError(f"There is no {kind} {', '.join(unknown)}. Choose from {', '.join(known)}.")
-    return tuple(name for name in known if names is None or name in names)
+def rotated(items: Sequence[T], turn: int) -> tuple[T, ...]:
+    """`items`, beginning with item `turn` (modulo their number)."""
+    first = turn % len(items) if items else 0
+    return (*items[first:], *items[:first])
+
+
+def paired_ratios(numerators: Sequence[float], denominators: Sequence[float]) -> list[float]:
+    """One ratio per round; ValueError when the series are not from the same number of rounds."""
+    return [above / below for above, below in zip(numerators, denominators, strict=True)]

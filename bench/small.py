@@ -7,9 +7,10 @@ ways to get the same tensors.
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Literal
+from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -18,13 +19,13 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from bench.benchmark import Bar, Benchmark, Options, in_time, verdicts
 from bench.contenders import LATER
-from bench.markdown import in_time, table, time_bars, whereabouts
-from bench.runner import TORCH_THREADS, Job, in_a_process, measure, seconds_of
-from bench.save_load import MEASURES, Many, copies
-from bench.schema import Bar, Benchmark, Options, Part, Result, Sample, Scenario, StateSize, measured
+from bench.markdown import Column, figures, table, text, whereabouts
+from bench.runner import TORCH_THREADS, Job, in_a_process, in_turns, measure, timed
+from bench.save_load import LOAD, MEASURES, SAVE, Many, copies
+from bench.schema import Part, Result, Sample, Scenario, StateSize, measured
 from bench.state import SMALL_LOCAL_SHAPE, ManySmall
-from bench.statistics import median, rotated, text
 from holdfast.state.collect import WalkCache
 from holdfast.state.flatten import FlatState, flatten
 
@@ -33,21 +34,16 @@ BAR_NUM_TENSORS, BAR_WORLD, BAR_S = 10_000, 8, 1.0
 BAR_WALK_NUM_TENSORS, BAR_WALK_S = 3_000, 0.010
 
 SAVES = "saves"
-NAMES = ("dcp", "holdfast", LATER)
 _LABELS = {
     "dcp": "dcp",
     "holdfast": "holdfast, first save into a new run (loads verified)",
     LATER: "holdfast, later saves into one run (loads verified)",
 }
+NAMES = tuple(_LABELS)
 
-ModelKind = Literal["plain", "fsdp2"]
-MODEL_KINDS: tuple[ModelKind, ...] = ("plain", "fsdp2")
-FIRST_WALK, LATER_WALK, STATE_DICTS, GET_STATE_DICT = (
-    "holdfast-first",
-    "holdfast-later",
-    "state_dict",
-    "get_state_dict",
-)
+MODEL_KINDS = {"plain": "plain", "fsdp2": "FSDP2"}
+FIRST_WALK, LATER_WALK = "holdfast-first", "holdfast-later"
+STATE_DICTS, GET_STATE_DICT = "state_dict", "get_state_dict"
 _WALK_LABELS = {
     LATER_WALK: "holdfast, later save",
     FIRST_WALK: "holdfast, first save",
@@ -61,21 +57,20 @@ TENSORS_PER_LAYER = LINEARS_PER_LAYER * 2 * 4
 
 
 def measure_saves(options: Options) -> Part:
-    """Save and load of many small tensors."""
+    world, num_tensors = options.world or BAR_WORLD, options.number(BAR_NUM_TENSORS, least=20)
     job = Job(
-        name=SAVES,
+        scenario=Scenario(
+            name=SAVES, world=world, rounds=options.rounds or 5, facts={"local_shape": [*SMALL_LOCAL_SHAPE]}
+        ),
         turns=Many,
-        recipe=ManySmall(options.number(BAR_NUM_TENSORS, least=20)),
-        world=options.world or BAR_WORLD,
-        rounds=options.rounds or 5,
+        recipe=ManySmall(num_tensors, 4 * num_tensors * world * math.prod(SMALL_LOCAL_SHAPE)),
         contenders=NAMES,
         copies=copies(NAMES),
-        facts={"local_shape": [*SMALL_LOCAL_SHAPE]},
     )
     return measure(job, options)
 
 
-def measure_walks(kind: ModelKind, options: Options) -> Part:
+def measure_walks(kind: str, options: Options) -> Part:
     """Walks of one kind of model with AdamW, in a process of its own."""
     layers, rounds = options.number(NUM_LAYERS), options.rounds or 30
     samples = in_a_process(time_walks, kind, layers, rounds)
@@ -83,7 +78,7 @@ def measure_walks(kind: ModelKind, options: Options) -> Part:
     return measured(Scenario(name=kind, rounds=rounds, state=size), samples, options.folder)
 
 
-def time_walks(kind: ModelKind, layers: int, rounds: int) -> tuple[Sample, ...]:
+def time_walks(kind: str, layers: int, rounds: int) -> tuple[Sample, ...]:
     """The samples of one kind of model, in this process, as the only rank of a job.
 
     The contenders are interleaved, after one call each that is not counted.
@@ -111,16 +106,12 @@ def time_walks(kind: ModelKind, layers: int, rounds: int) -> tuple[Sample, ...]:
     for call in contenders.values():
         call()
     gc.disable()
-    samples = [
-        Sample(name, number + 1, {"seconds": (seconds_of(contenders[name]),)}, turn=turn)
-        for number in range(rounds)
-        for turn, name in enumerate(rotated(tuple(contenders), number))
-    ]
+    samples = in_turns(range(1, rounds + 1), {name: partial(timed, call) for name, call in contenders.items()})
     dist.destroy_process_group()
-    return tuple(samples)
+    return samples
 
 
-def _trained(kind: ModelKind, layers: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+def _trained(kind: str, layers: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     """A model and its AdamW after one step."""
     model = nn.Sequential(*(nn.Sequential(*(nn.Linear(4, 4) for _ in range(LINEARS_PER_LAYER))) for _ in range(layers)))
     if kind == "fsdp2":
@@ -133,33 +124,32 @@ def _trained(kind: ModelKind, layers: int) -> tuple[nn.Module, torch.optim.Optim
 
 
 def bars(result: Result) -> Iterator[Bar]:
-    """The bars that hold for a run of this size, with its medians."""
     part = result.part(SAVES)
     if (part.scenario.state.num_tensors, part.scenario.world) == (BAR_NUM_TENSORS, BAR_WORLD):
         for measure in MEASURES:
             for name in NAMES[1:]:
-                yield in_time(f"{measure} {name}", median(part.series(name, measure=measure)), BAR_S)
+                yield in_time(f"{measure} {name}", part.series(name, measure=measure), BAR_S)
     for kind in MODEL_KINDS:
         walked = result.part(kind)
         if walked.scenario.state.num_tensors == BAR_WALK_NUM_TENSORS:
-            yield in_time(f"later walk, {kind}", median(walked.series(LATER_WALK)), BAR_WALK_S)
+            yield in_time(f"later walk, {kind}", walked.series(LATER_WALK), BAR_WALK_S)
 
 
 def render_small(result: Result) -> str:
-    """The figures of `result` as Markdown."""
-    part, plain, fsdp2 = result.part(SAVES), result.part("plain"), result.part("fsdp2")
-    scenario, num_walked = part.scenario, f"{plain.scenario.state.num_tensors:,} tensors"
+    part, walked = result.part(SAVES), result.part("plain").scenario
+    scenario = part.scenario
+    num_saved, num_walked = (f"{each.state.num_tensors:,}" for each in (scenario, walked))
     rows, width = scenario.facts["local_shape"]
     durable = "; ".join(f"{contender.name}: {contender.durable}" for contender in part.contenders[:2])
     how = (
-        f"{scenario.state.num_tensors:,} DTensors (Shard(0), float32, {rows * scenario.world} x {width}), "
+        f"{num_saved} DTensors (Shard(0), float32, {rows * scenario.world} x {width}), "
         f"{scenario.world} ranks, gloo; from the first rank's start to the last rank's end. Medians of "
         f"{scenario.rounds} interleaved rounds (lowest to highest) after a warm-up; dcp takes so long that it takes "
-        f"part in {len(part.series('dcp', measure='save'))} of them, without a warm-up. Saves are durable ({durable}), "
+        f"part in {len(part.series('dcp', measure=SAVE))} of them, without a warm-up. Saves are durable ({durable}), "
         f"caches are cold ({part.caches}), and every load is compared with what was saved."
     )
     walk = (
-        f"Walks: {num_walked} (parameters and AdamW's slots), one rank, medians of {plain.scenario.rounds}, Python's "
+        f"Walks: {num_walked} tensors (parameters and AdamW's slots), one rank, medians of {walked.rounds}, Python's "
         f"garbage collector paused for all. {whereabouts(result.name, part)}"
     )
 
@@ -171,30 +161,19 @@ def render_small(result: Result) -> str:
         series = (part.series(name, "cpu_s", measure=measure, of=sum) for measure in MEASURES)
         return ", ".join(f"{median(each):.1f}" for each in series)
 
-    def walk_ms(part: Part, name: str) -> str:
-        return text(part.series(name), 1, scale=1e3)
-
-    lines = table(
-        f"{scenario.state.num_tensors:,} tensors",
-        _LABELS,
+    saves: list[Column[str]] = [("save, s", partial(times, SAVE)), ("load, s", partial(times, LOAD))]
+    walks = [figures(title, result.part(kind), digits=1, scale=1e3) for kind, title in MODEL_KINDS.items()]
+    return "\n\n".join(
         [
-            ("save, s", partial(times, "save")),
-            ("load, s", partial(times, "load")),
-            ("CPU of all ranks, s save, load", cpu_s),
-        ],
+            table(f"{num_saved} tensors", _LABELS, [*saves, ("CPU of all ranks, s save, load", cpu_s)]),
+            how,
+            table(f"finding {num_walked} tensors, ms", _WALK_LABELS, walks),
+            *verdicts(bars(result)),
+            walk,
+        ]
     )
-    walks = table(
-        f"finding {num_walked}, ms",
-        _WALK_LABELS,
-        [("plain", partial(walk_ms, plain)), ("FSDP2", partial(walk_ms, fsdp2))],
-    )
-    return "\n".join((*lines, "", how, "", *walks, "", *time_bars(bars(result)), walk))
 
 
 # Walks first: their processes start faster before the ranks have dropped the caches.
-SMALL = Benchmark(
-    "small",
-    {**{kind: partial(measure_walks, kind) for kind in MODEL_KINDS}, SAVES: measure_saves},
-    render_small,
-    bars,
-)
+WALKS = {kind: partial(measure_walks, kind) for kind in MODEL_KINDS}
+SMALL = Benchmark("small", {**WALKS, SAVES: measure_saves}, render_small, bars)

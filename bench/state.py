@@ -9,18 +9,18 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal, Protocol, TypeAlias, Union, cast
+from typing import Any, Literal, NamedTuple, TypeAlias, Union, cast
 
-import msgspec
 import torch
 import xxhash
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from bench.schema import SetupError, StateSize
+from bench.errors import SetupError
+from bench.schema import StateSize
 
 Leaf: TypeAlias = torch.Tensor | int | float
 Tree: TypeAlias = dict[str, Union["Tree", Leaf]]
@@ -40,16 +40,6 @@ _BY_COLUMNS = ("attention.wo", "mlp.down")
 STEPPED = ("norm", "layers.0.attention_norm", "layers.0.attention.wq")
 #: A product of matrices of this width takes part of a millisecond, and stays in a core's cache.
 _PRODUCT_WIDTH = 256
-
-
-class Memory(Protocol):
-    """Memory that a contender saves from and loads into."""
-
-    def clear(self) -> None:
-        """Destroy the content, so that a load that does nothing is seen."""
-
-    def digests(self) -> dict[str, str]:
-        """A digest of each part of the content of this rank."""
 
 
 class State:
@@ -86,16 +76,12 @@ class State:
 
     def size(self) -> StateSize:
         """Size over all ranks; replicated tensors count once."""
-        leaves = [leaf for *_, leaf in walk(self.tree)]
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        return StateSize(
-            nbytes=sum(math.prod(tensor.shape) * tensor.element_size() for tensor in tensors),
-            num_tensors=len(tensors),
-            num_values=len(leaves) - len(tensors),
-        )
+        tensors = [leaf for *_, leaf in walk(self.tree) if isinstance(leaf, torch.Tensor)]
+        nbytes = sum(math.prod(tensor.shape) * tensor.element_size() for tensor in tensors)
+        return StateSize(nbytes, len(tensors), len(self.values()))
 
     def clear(self) -> None:
-        """Zero every tensor and value."""
+        """Zero every tensor and value, so that a load that does nothing is seen."""
         for tensor in self.tensors().values():
             tensor.zero_()
         self.set_values({path: type(value)(0) for path, value in self.values().items()})
@@ -106,23 +92,16 @@ class State:
         return tensors | {path: repr(value) for path, value in self.values().items()}
 
 
-class LlamaLike(msgspec.Struct, frozen=True):
+class LlamaLike(NamedTuple):
     """How to make a Llama-like training state of at least `min_nbytes` over all ranks, in `layout`."""
 
     min_nbytes: int
     layout: Layout = "rows"
     num_layers: int = NUM_LAYERS
 
-    def nbytes(self, world: int) -> int:
-        """Bytes over `world` ranks, at least."""
-        return self.min_nbytes
-
-    def mesh_shape(self, world: int) -> tuple[int, ...]:
-        """The device mesh over `world` ranks that `build` wants."""
-        return mesh_shape(self.layout, world)
-
-    def build(self, mesh: DeviceMesh) -> State:
-        """The state of this rank of `mesh`."""
+    def build(self, world: int) -> State:
+        """The state of this rank of `world`."""
+        mesh = init_device_mesh("cpu", mesh_shape(self.layout, world))
         shapes = parameter_shapes(width_for(self.min_nbytes, self.num_layers), self.num_layers)
 
         def placed(prefix: str) -> Tree:
@@ -137,25 +116,16 @@ class LlamaLike(msgspec.Struct, frozen=True):
         return State({"model": placed("model"), "optimizer": optimizer, "progress": values})
 
 
-class ManySmall(msgspec.Struct, frozen=True):
+class ManySmall(NamedTuple):
     """How to make `num_tensors` tensors of float32, of which each rank holds `SMALL_LOCAL_SHAPE`."""
 
     num_tensors: int
+    min_nbytes: int
 
-    def nbytes(self, world: int) -> int:
-        """Bytes over `world` ranks."""
-        return 4 * self.num_tensors * world * math.prod(SMALL_LOCAL_SHAPE)
-
-    def mesh_shape(self, world: int) -> tuple[int, ...]:
-        """The device mesh over `world` ranks that `build` wants."""
-        return (world,)
-
-    def build(self, mesh: DeviceMesh) -> State:
-        """The state of this rank of `mesh`. SetupError when there is no tensor in it."""
-        if self.num_tensors < 1:
-            raise SetupError(f"A state of {self.num_tensors} tensors cannot be built. Ask for at least one.")
+    def build(self, world: int) -> State:
+        """The state of this rank of `world`."""
         rows, width = SMALL_LOCAL_SHAPE
-        shape = (rows * mesh.size(), width)
+        shape, mesh = (rows * world, width), init_device_mesh("cpu", (world,))
         names = [f"tensor-{index:06d}" for index in range(self.num_tensors)]
         return State({name: place(content(name, shape), name, "rows", mesh) for name in names})
 
@@ -168,8 +138,16 @@ class Live:
     peers that want tensors save ``state.tree``, which is the same memory."""
 
     def __init__(self, state: State) -> None:
-        model, optimizer = cast("Tree", state.tree["model"]), cast("Tree", state.tree["optimizer"])
-        self.module = _module(cast("dict[str, torch.Tensor]", model))
+        model, optimizer = cast("dict[str, torch.Tensor]", state.tree["model"]), cast("Tree", state.tree["optimizer"])
+        self.module = nn.Module()
+        for name, tensor in model.items():
+            path, _, last = name.rpartition(".")
+            module = self.module
+            for part in filter(None, path.split(".")):
+                if not hasattr(module, part):
+                    module.add_module(part, nn.Module())
+                module = getattr(module, part)
+            module.register_parameter(last, nn.Parameter(tensor))
         self.optimizer = torch.optim.AdamW(self.module.parameters())
         for name, parameter in self.module.named_parameters():
             slots = {slot: cast("Tree", optimizer[slot])[name] for slot in ("step", *MOMENTS)}
@@ -221,23 +199,19 @@ def walk(tree: Tree, prefix: str = "") -> Iterator[tuple[Tree, str, str, Leaf]]:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of `tensor` on this rank."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, without a copy."""
     flat: memoryview = tensor.detach().view(-1).view(torch.uint8).numpy().data
     return flat
 
 
 def digest(data: memoryview) -> str:
-    """xxh3-128 of `data`."""
     return xxhash.xxh3_128_hexdigest(data)
 
 
 def mesh_shape(layout: Layout, world: int) -> tuple[int, ...]:
-    """The shape of the device mesh of `layout` over `world` ranks."""
     return (world // TP, TP) if layout == "fsdp-tp" else (world,)
 
 
@@ -245,7 +219,12 @@ def place(whole: torch.Tensor, name: str, layout: Layout, mesh: DeviceMesh) -> t
     """What a rank of `mesh` holds of the parameter `name`, or of a moment of it, when every rank has it `whole`."""
     if layout == "replicas":
         return whole
-    return distribute_tensor(whole, mesh, _placements(name, whole.ndim, layout), src_data_rank=None)
+    cuts: tuple[Placement, ...] = (Shard(whole.ndim - 1 if layout == "columns" else 0),)
+    if layout == "fsdp-tp":
+        # As FSDP2 has it: it cuts the rows of what tensor parallelism left to this rank.
+        by_columns = name.endswith(_BY_COLUMNS)
+        cuts = (Shard(0), Shard(1)) if by_columns else (_StridedShard(0, split_factor=TP), Shard(0))
+    return distribute_tensor(whole, mesh, cuts, src_data_rank=None)
 
 
 def box(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -263,7 +242,6 @@ def content(path: str, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def parameter_shapes(width: int, num_layers: int = NUM_LAYERS) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the model's parameters."""
     layer: dict[str, tuple[int, ...]] = {
         **{f"attention.w{part}": (width, width) for part in "qkvo"},
         "mlp.gate": (4 * width, width),
@@ -283,34 +261,6 @@ def width_for(nbytes: int, num_layers: int = NUM_LAYERS) -> int:
     if nbytes <= 0:
         raise SetupError(f"A state of {nbytes} bytes cannot be built. Ask for more than 0 GiB.")
     width = WIDTH_STEP
-    while _state_nbytes(width, num_layers) < nbytes:
+    while 4 * (1 + len(MOMENTS)) * sum(map(math.prod, parameter_shapes(width, num_layers).values())) < nbytes:
         width += WIDTH_STEP
     return width
-
-
-def _state_nbytes(width: int, num_layers: int) -> int:
-    return 4 * (1 + len(MOMENTS)) * sum(math.prod(shape) for shape in parameter_shapes(width, num_layers).values())
-
-
-def _placements(name: str, num_axes: int, layout: Layout) -> tuple[Placement, ...]:
-    if layout == "columns":
-        return (Shard(num_axes - 1),)
-    if layout == "fsdp-tp":
-        # As FSDP2 has it: it cuts the rows of what tensor parallelism left to this rank.
-        by_columns = name.endswith(_BY_COLUMNS)
-        return (Shard(0), Shard(1)) if by_columns else (_StridedShard(0, split_factor=TP), Shard(0))
-    return (Shard(0),)
-
-
-def _module(parameters: dict[str, torch.Tensor]) -> nn.Module:
-    """A module with parameters of these names, on the memory of these tensors."""
-    root = nn.Module()
-    for name, tensor in parameters.items():
-        *above, last = name.split(".")
-        module = root
-        for part in above:
-            if part not in dict(module.named_children()):
-                module.add_module(part, nn.Module())
-            module = module.get_submodule(part)
-        module.register_parameter(last, nn.Parameter(tensor))
-    return root

@@ -2,45 +2,32 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib import import_module
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import xxhash
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 import holdfast
+from bench.benchmark import Bar, Benchmark, Options, in_time, verdicts
 from bench.contenders import why_absent
 from bench.costs import settle
+from bench.errors import WrongBytesError
 from bench.layouts import Sent
-from bench.markdown import in_time, reasons, table, time_bars, whereabouts
+from bench.markdown import figures, reasons, table, whereabouts
 from bench.plan import CASES, manifest_of
-from bench.runner import command, in_a_process, scratch
-from bench.schema import (
-    Bar,
-    Benchmark,
-    Contender,
-    Options,
-    Part,
-    Result,
-    Sample,
-    Scenario,
-    StateSize,
-    WrongBytesError,
-    measured,
-)
-from bench.statistics import median, rotated, text
+from bench.runner import command, in_a_process, in_turns, scratch, timed
+from bench.schema import WARM_UP, Contender, Part, Result, Scenario, StateSize, measured
 from holdfast.format import manifest as fmt
 from holdfast.format import records
 from holdfast.format.container import Files
 from holdfast.format.records import FileSeal, Seal
-
-Floats = npt.NDArray[np.float32]
 
 #: What the bars hold for, and the bars.
 BAR_NUM_TENSORS, BAR_OPEN_S = 100_000, 0.5
@@ -50,7 +37,7 @@ ROUNDS = 7
 NOTHING = "--help"
 OPENED, SHOWN = "opened", "shown"
 _LABELS = {"holdfast": "holdfast (verified)", NOTHING: "`holdfast --help`, for comparison"}
-_SHAPE = (4, 4)
+_SHAPE, _MODEL = (4, 4), "model.safetensors"
 #: Bounds memory.
 _FILES_AT_ONCE = 512
 
@@ -59,30 +46,34 @@ def measure_opens(options: Options) -> Part:
     """Opening what each library saved to read one tensor of many, in a new process and from a cold cache."""
     num_tensors, rounds = options.number(BAR_NUM_TENSORS, least=100), options.rounds or ROUNDS
     absent = {name: reason for name in LIBRARIES if (reason := why_absent(name if name == "safetensors" else ""))}
-    names = tuple(name for name in LIBRARIES if name not in absent)
-    samples = []
+    takes = {}
     with scratch(options.folder) as root:
-        for name in names:
-            (root / name).mkdir()
-            in_a_process(LIBRARIES[name][1], root / name, num_tensors)
-        for number in range(rounds):
-            for turn, name in enumerate(rotated(names, number)):
-                settle(root)
-                seconds = in_a_process(open_one, name, root / name, num_tensors // 2)
-                samples.append(Sample(name, number + 1, {"seconds": (seconds,)}, turn=turn))
+        for name in LIBRARIES:
+            if name not in absent:
+                (root / name).mkdir()
+                in_a_process(save_many, name, root / name, num_tensors)
+                takes[name] = partial(open_cold, name, root / name, num_tensors // 2)
+        samples = in_turns(range(1, rounds + 1), takes)
     scenario = Scenario(name=OPENED, rounds=rounds, state=StateSize(num_tensors=num_tensors))
     contenders = tuple(map(Contender, LIBRARIES))
     return measured(scenario, samples, options.folder, contenders=contenders, not_possible=absent)
 
 
-def open_one(name: str, folder: Path, index: int) -> float:
+def save_many(name: str, folder: Path, num_tensors: int) -> None:
+    LIBRARIES[name].save(folder, {name_of(index): expected(index) for index in range(num_tensors)})
+
+
+def open_cold(name: str, folder: Path, index: int) -> dict[str, float]:
+    settle(folder)
+    return in_a_process(open_one, name, folder, index)
+
+
+def open_one(name: str, folder: Path, index: int) -> dict[str, float]:
     """Seconds to open what `name` saved and read one tensor, in this process, which has imported what it needs."""
-    package, _, read = LIBRARIES[name]
-    import_module(package)
-    start_s = time.perf_counter()
-    found = read(folder, name_of(index))
-    seconds = time.perf_counter() - start_s
-    if not (found == expected(index)).all():
+    library, found = LIBRARIES[name], list[torch.Tensor]()
+    import_module(library.package)
+    seconds = timed(lambda: found.append(library.read(folder, name_of(index))))
+    if not torch.equal(found[0], expected(index)):
         raise WrongBytesError(f"{name} read another tensor than it saved.")
     return seconds
 
@@ -90,71 +81,54 @@ def open_one(name: str, folder: Path, index: int) -> float:
 def measure_shows(options: Options) -> Part:
     """Whole commands, with warm caches: Python's own start from a cold disk would hide the rest."""
     world, rounds = options.number(BAR_WORLD), options.rounds or ROUNDS
-    commands: dict[str, list[str | Path]] = {NOTHING: [NOTHING]}
-    samples = []
+    takes = {NOTHING: partial(command, NOTHING)}
     with scratch(options.folder) as root:
         for name, case in CASES.items():
             write_simulated(root / name, case.simulate(max(world, case.smallest)))
-            commands[name] = ["show", root / name]
-        for number in range(-1, rounds):
-            for turn, name in enumerate(rotated(tuple(commands), number)):
-                seconds, _ = command(*commands[name])
-                samples.append(Sample(name, number + 1, {"seconds": (seconds,)}, turn=turn))
+            takes[name] = partial(command, "show", root / name)
+        samples = in_turns(range(WARM_UP, rounds + 1), takes)
     scenario = Scenario(name=SHOWN, world=world, rounds=rounds)
-    return measured(scenario, samples, options.folder, contenders=tuple(map(Contender, commands)))
+    return measured(scenario, samples, options.folder, contenders=tuple(map(Contender, takes)))
 
 
 def name_of(index: int) -> str:
-    """The name of a tensor."""
     return f"layers.{index:06d}.weight"
 
 
-def expected(index: int) -> Floats:
-    """What it holds."""
-    return np.full(_SHAPE, index, np.float32)
+def expected(index: int) -> torch.Tensor:
+    return torch.full(_SHAPE, float(index))
 
 
-def _tensors(num_tensors: int) -> dict[str, torch.Tensor]:
-    return {name_of(index): torch.from_numpy(expected(index)) for index in range(num_tensors)}
-
-
-def _save_holdfast(folder: Path, num_tensors: int) -> None:
-    holdfast.save(str(folder / "run"), _tensors(num_tensors), 1)
-
-
-def _read_holdfast(folder: Path, name: str) -> Floats:
-    return holdfast.open(str(folder / "run"))[name].numpy()
-
-
-def _save_dcp(folder: Path, num_tensors: int) -> None:
-    dcp_save(_tensors(num_tensors), checkpoint_id=folder, no_dist=True)
-
-
-def _read_dcp(folder: Path, name: str) -> Floats:
+def _read_dcp(folder: Path, name: str) -> torch.Tensor:
     state = {name: torch.empty(_SHAPE)}
     dcp_load(state, checkpoint_id=folder, no_dist=True)
-    return state[name].numpy()
+    return state[name]
 
 
-def _save_safetensors(folder: Path, num_tensors: int) -> None:
-    from safetensors.torch import save_file
+class Library(NamedTuple):
+    """How a library saves tensors into a folder, and reads the one of a name there."""
 
-    save_file(_tensors(num_tensors), folder / "model.safetensors")
-
-
-def _read_safetensors(folder: Path, name: str) -> Floats:
-    from safetensors import safe_open
-
-    with safe_open(folder / "model.safetensors", framework="numpy") as file:
-        found: Floats = file.get_tensor(name)
-    return found
+    package: str
+    save: Callable[[Path, dict[str, torch.Tensor]], object]
+    read: Callable[[Path, str], torch.Tensor]
 
 
-#: Of each library the package, how it saves so many tensors into a folder, and how it reads the one of a name there.
-LIBRARIES: dict[str, tuple[str, Callable[[Path, int], None], Callable[[Path, str], Floats]]] = {
-    "holdfast": ("holdfast", _save_holdfast, _read_holdfast),
-    "dcp": ("torch.distributed.checkpoint", _save_dcp, _read_dcp),
-    "safetensors": ("safetensors", _save_safetensors, _read_safetensors),
+LIBRARIES = {
+    "holdfast": Library(
+        "holdfast",
+        lambda folder, tensors: holdfast.save(folder / "run", tensors, 1),
+        lambda folder, name: torch.from_numpy(holdfast.open(folder / "run")[name].numpy()),
+    ),
+    "dcp": Library(
+        "torch.distributed.checkpoint",
+        lambda folder, tensors: dcp_save(tensors, checkpoint_id=folder, no_dist=True),
+        _read_dcp,
+    ),
+    "safetensors": Library(
+        "safetensors.torch",
+        lambda folder, tensors: import_module("safetensors.torch").save_file(tensors, folder / _MODEL),
+        lambda folder, name: import_module("safetensors").safe_open(folder / _MODEL, "pt").get_tensor(name),
+    ),
 }
 
 
@@ -183,18 +157,16 @@ def _file_seals(files: Files) -> Iterator[FileSeal]:
 
 
 def bars(result: Result) -> Iterator[Bar]:
-    """The bars that hold for a run of this size, with its medians."""
     opened, shown = result.part(OPENED), result.part(SHOWN)
     if opened.scenario.state.num_tensors == BAR_NUM_TENSORS:
-        yield in_time("open and read one", median(opened.series("holdfast")), BAR_OPEN_S)
+        yield in_time("open and read one", opened.series("holdfast"), BAR_OPEN_S)
     if shown.scenario.world == BAR_WORLD:
         for contender in shown.contenders:
             if contender.name != NOTHING:
-                yield in_time(f"show {contender.name}", median(shown.series(contender.name)), BAR_SHOW_S)
+                yield in_time(f"show {contender.name}", shown.series(contender.name), BAR_SHOW_S)
 
 
 def render_view(result: Result) -> str:
-    """The figures of `result` as Markdown."""
     opened, shown = result.part(OPENED), result.part(SHOWN)
     how = (
         f"Medians of {opened.scenario.rounds} interleaved rounds (lowest to highest). Opening: in a new process that "
@@ -206,11 +178,11 @@ def render_view(result: Result) -> str:
         f"open a checkpoint of {opened.scenario.state.num_tensors:,} tensors, read one": opened,
         f"`holdfast show` of a manifest of {shown.scenario.world:,} ranks": shown,
     }
-    lines: list[str] = []
-    for head, part in heads.items():
-        seconds = {each.name: text(part.series(each.name)) for each in part.able}
-        lines += [*table(head, {name: _LABELS.get(name, name) for name in seconds}, [("s", seconds.__getitem__)]), ""]
-    return "\n".join((*lines, *time_bars(bars(result)), how, "", whereabouts(result.name, opened)))
+    tables = [
+        table(head, {each.name: _LABELS.get(each.name, each.name) for each in part.able}, [figures("s", part)])
+        for head, part in heads.items()
+    ]
+    return "\n\n".join([*tables, *verdicts(bars(result)), how, whereabouts(result.name, opened)])
 
 
 VIEW = Benchmark("view", {OPENED: measure_opens, SHOWN: measure_shows}, render_view, bars)

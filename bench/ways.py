@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import os
 import shutil
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,9 +20,10 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 import holdfast
-from bench.raw import RAW_WAYS, RawFile, RawImage
-from bench.schema import RAW, BenchError
-from bench.state import Live, Memory, State
+from bench.errors import BenchError
+from bench.raw import RAW_WAYS, RawImage
+from bench.schema import RAW, Contender
+from bench.state import Live, State
 from holdfast.run.history import Run
 from holdfast.run.removal import remove_checkpoint
 from holdfast.store.base import Location
@@ -28,6 +31,7 @@ from holdfast.store.urls import open_store
 
 #: Snapshots that holdfast keeps in the memory of the node, per rank.
 GENERATIONS = 2
+SYNCED = "fsync of each file"
 
 
 class Pending(NamedTuple):
@@ -47,19 +51,17 @@ class Pending(NamedTuple):
     @staticmethod
     def of(ended: Future[Any], copied: Future[Any] | None = None) -> Pending:
         """A save with a future for its end, and another one for the copy where that goes on in the background."""
-        if copied is None:
-            return Pending(ended.result, ended.done)
-        return Pending(ended.result, ended.done, copied.done, copied.result)
+        return Pending(ended.result, ended.done, *(() if copied is None else (copied.done, copied.result)))
 
 
+@dataclass
 class Site:
     """What a rank saves, and where: below `folder` on the device, and below `node_dir` in memory."""
 
-    def __init__(self, state: State, folder: Path, node_dir: Path | None, *, direct: bool) -> None:
-        self.state = state
-        self.folder = folder
-        self.node_dir = node_dir
-        self.direct = direct
+    state: State
+    folder: Path
+    node_dir: Path | None = None
+    direct: bool = False
 
     @cached_property
     def live(self) -> Live:
@@ -73,35 +75,47 @@ class Site:
 
 
 class Way:
-    """What a contender does with a state. All methods are collective; each way has `load`, and `save` or `begin`."""
+    """What a contender does with a state. All methods are collective; each way has `load`, and `save` or `begin`. What
+    they need is set up by the first call that needs it.
 
+    Result files describe it with the first line of its docstring, and with what its figures include.
+    """
+
+    name = ""
+    durable, verified, io = "no", "no", "buffered"
+    #: What it needs and not every environment has.
+    package = ""
     #: All its saves go into one run; of another way, each goes into a folder of its own.
     one_run = False
 
-    def __init__(self, site: Site, name: str) -> None:
+    def __init__(self, site: Site, entrant: str) -> None:
         self.site = site
         self.state = site.state
+        self.entrant = entrant
+
+    @classmethod
+    def about(cls) -> Contender:
+        """The contender in a result file."""
+        description = (inspect.getdoc(cls) or "").partition("\n")[0].rstrip(".")
+        return Contender(cls.name, description, cls.durable, cls.verified, cls.io)
+
+    def place(self, what: object) -> Path:
+        """The folder that it saves `what` into, and loads it from."""
+        return self.site.folder / self.entrant.replace(" ", "-") / ("run" if self.one_run else str(what))
+
+    def discard(self, folder: Path) -> None:
+        """Delete what is in `folder`; of a run all but its head, which later saves follow. For one rank to call."""
+        if self.one_run:
+            run = Run.open(open_store(Location(str(folder))))
+            for commit in list(run.lineage())[1:]:
+                remove_checkpoint(run, commit)
+        else:
+            shutil.rmtree(folder)
 
     @property
-    def memory(self) -> Memory:
+    def memory(self) -> State | RawImage:
         """What is saved, and loaded in place."""
         return self.state
-
-    @classmethod
-    def place(cls, site: Site, name: str, what: str) -> Path:
-        """The folder that entrant `name` saves `what` into, and loads it from."""
-        return site.folder / name.replace(" ", "-") / ("run" if cls.one_run else what)
-
-    @classmethod
-    def discard(cls, folder: Path) -> None:
-        """Delete what is in `folder`; of a run all but its head, which later saves follow. For one rank to call."""
-        if not cls.one_run:
-            shutil.rmtree(folder)
-            return
-        run = Run.open(open_store(Location(str(folder))))
-        _head, *older = run.lineage()
-        for commit in older:
-            remove_checkpoint(run, commit)
 
     def save(self, folder: Path) -> None:
         """Save into `folder`. Returns when this rank's part is durable."""
@@ -121,7 +135,7 @@ class Way:
         return nullcontext()
 
     def ready(self) -> None:
-        """Have again what was given up by `rest`, as if there had been none."""
+        """Have what a save needs before the clock starts: what `rest` gave up, as if there had been none."""
 
     def rest(self) -> None:
         """Give up memory that others need, until `ready`."""
@@ -131,65 +145,58 @@ class Way:
 
 
 class Raw(Way):
-    """The raw limit, in the way that its name says, or in the first one."""
+    """pwritev/preadv loops, one file per rank.
 
-    def __init__(self, site: Site, name: str) -> None:
-        super().__init__(site, name)
-        self._way = RAW_WAYS[name.removeprefix(RAW).strip() or next(iter(RAW_WAYS))]
+    In the way that its name says, or in the first one. Beside a loop it shows what the device takes from the cores when
+    as many bytes are written, and no more: the host of a virtual device may do that on the same cores.
+    """
+
+    name, durable, io = RAW, "fdatasync", "direct"
+
+    def __init__(self, site: Site, entrant: str) -> None:
+        super().__init__(site, entrant)
+        self._way = RAW_WAYS[entrant.removeprefix(RAW).strip() or next(iter(RAW_WAYS))]
+        self._pool = ThreadPoolExecutor(1)
 
     @property
-    def memory(self) -> Memory:
+    def memory(self) -> RawImage:
         return self.site.image
 
     def save(self, folder: Path) -> None:
-        self._file().write(_rank_file(folder, dist.get_rank()))
+        self.memory.write(_rank_file(folder, dist.get_rank()), self._way, direct=self.site.direct)
+
+    def begin(self, folder: Path) -> Pending:
+        return Pending.of(self._pool.submit(self.save, folder))
 
     def load(self, folder: Path) -> None:
-        self._file().read(_rank_file(folder, dist.get_rank()))
+        self.memory.read(_rank_file(folder, dist.get_rank()), self._way, direct=self.site.direct)
 
     def ready(self) -> None:
-        _ = self.memory  # made before the clock starts
+        _ = self.memory
 
     def rest(self) -> None:
         with suppress(AttributeError):
             del self.site.image
-
-    def _file(self) -> RawFile:
-        return RawFile(self.site.image, self._way, direct=self.site.direct)
-
-
-class RawBeside(Raw):
-    """The raw limit beside a loop: what the device takes from the cores when as many bytes are written, and no more.
-
-    Where it is a virtual one, its host may do that on the same cores.
-    """
-
-    def __init__(self, site: Site, name: str) -> None:
-        super().__init__(site, name)
-        self._pool = ThreadPoolExecutor(1)
-        self.ready()
-
-    def begin(self, folder: Path) -> Pending:
-        return Pending.of(self._pool.submit(self.save, folder))
 
     def close(self) -> None:
         self._pool.shutdown()
 
 
 class TorchSave(Way):
-    """`torch.save` and `torch.load` of one file per rank; of one file for all where all hold the same."""
+    """torch.save/torch.load, one file per rank, or one for all ranks where all hold the same."""
 
-    def __init__(self, site: Site, name: str) -> None:
-        super().__init__(site, name)
-        self._rank = dist.get_rank() if self.state.is_sharded() else 0
+    name, durable = "torch.save", SYNCED
+
+    @property
+    def _rank(self) -> int:
+        return dist.get_rank() if self.state.is_sharded() else 0
 
     def save(self, folder: Path) -> None:
-        if self._rank != dist.get_rank():
-            return
-        with _rank_file(folder, self._rank).open("wb") as file:
-            torch.save(self.state.tensors() | self.state.values(), file)
-            file.flush()
-            os.fsync(file.fileno())
+        if self._rank == dist.get_rank():
+            with _rank_file(folder, self._rank).open("wb") as file:
+                torch.save(self.state.tensors() | self.state.values(), file)
+                file.flush()
+                os.fsync(file.fileno())
 
     def load(self, folder: Path) -> None:
         loaded = torch.load(_rank_file(folder, self._rank), map_location="cpu", weights_only=True)
@@ -199,7 +206,9 @@ class TorchSave(Way):
 
 
 class Dcp(Way):
-    """`torch.distributed.checkpoint` with its defaults."""
+    """torch.distributed.checkpoint.save/load, defaults."""
+
+    name, durable = "dcp", SYNCED
 
     def save(self, folder: Path) -> None:
         dcp_save(self.state.tree, checkpoint_id=folder)
@@ -209,10 +218,13 @@ class Dcp(Way):
 
 
 class Holdfast(Way):
-    """`holdfast.save` and `holdfast.load` with their defaults, each save into a new run."""
+    """holdfast.save/load, defaults, each save into a new run."""
 
-    def __init__(self, site: Site, name: str) -> None:
-        super().__init__(site, name)
+    name, verified = "holdfast", "digest of every block read"
+    durable, io = "fsync of files and folders, sealed and committed", "direct where the filesystem takes it"
+
+    def __init__(self, site: Site, entrant: str) -> None:
+        super().__init__(site, entrant)
         self.steps = itertools.count()
 
     @property
@@ -220,20 +232,22 @@ class Holdfast(Way):
         return self.state.tree
 
     def save(self, folder: Path) -> None:
-        holdfast.save(str(folder), self._saved, next(self.steps))
+        holdfast.save(folder, self._saved, next(self.steps))
 
     def load(self, folder: Path) -> None:
-        holdfast.load(str(folder), into=self._saved)
+        holdfast.load(folder, into=self._saved)
 
 
 class HoldfastLater(Holdfast):
-    """The same with all saves in one run: after the warm-up each of them is a later save."""
+    """holdfast.save/load, defaults, all saves into one run: after the warm-up each of them is a later save."""
 
-    one_run = True
+    name, one_run = "holdfast-later", True
 
 
 class HoldfastLive(HoldfastLater):
-    """The same of the live objects."""
+    """holdfast.save of the live objects, defaults, all saves into one run."""
+
+    name, verified = "holdfast-sync", "no"  # only saves are timed
 
     @property
     def _saved(self) -> dict[str, Any]:
@@ -241,33 +255,33 @@ class HoldfastLive(HoldfastLater):
 
 
 class HoldfastBackground(HoldfastLive):
-    """`holdfast.Checkpointer` of the live objects. Its guard is in the optimizer."""
+    """holdfast.Checkpointer of the live objects, defaults, all saves into one run. Its guard is in the optimizer."""
 
-    def __init__(self, site: Site, name: str) -> None:
-        super().__init__(site, name)
-        assert site.node_dir is not None, "its job is one in memory"
-        memory = holdfast.Memory(generations=GENERATIONS, node_dir=site.node_dir)
-        self.checkpointer = holdfast.Checkpointer(str(self.place(site, name, "")), self._saved, memory=memory)
+    name = "holdfast"
+    save = Way.save
+
+    @cached_property
+    def checkpointer(self) -> holdfast.Checkpointer:
+        """The one that saves and restores."""
+        assert self.site.node_dir is not None, "its job is one in memory"
+        memory = holdfast.Memory(generations=GENERATIONS, node_dir=self.site.node_dir)
+        return holdfast.Checkpointer(self.place(""), self._saved, memory=memory)
 
     def begin(self, folder: Path) -> Pending:
         handle = self.checkpointer.save(next(self.steps))
+        staged, durable = handle.staged, handle.durable
 
         def wait() -> None:
-            handle.durable.wait()
+            durable.wait()
             if handle.place is None:
                 raise BenchError("holdfast did not save into memory: there is too little of it.")
 
-        def persist_s() -> float | None:
-            staged_s, durable_s = handle.staged.seconds, handle.durable.seconds
-            assert staged_s is not None
-            assert durable_s is not None
-            return durable_s - staged_s
+        def persist_s() -> float:
+            assert staged.seconds is not None
+            assert durable.seconds is not None
+            return durable.seconds - staged.seconds
 
-        staged, durable = handle.staged, handle.durable
         return Pending(wait, lambda: durable.is_over, lambda: staged.is_over, staged.wait, persist_s)
-
-    def save(self, folder: Path) -> None:
-        self.begin(folder).wait()
 
     def close(self) -> None:
         """End the background threads; keeper and memory stay."""

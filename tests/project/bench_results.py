@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from bench import engine, small
-from bench.contenders import BACKGROUND, LATER, OURS, OURS_SYNC, SAVING, THREAD, Entry
-from bench.engine_loops import NO_SAVES
-from bench.engine_saves import ALONE, BESIDE_WORK
+from bench.contenders import BACKGROUND, LATER, OURS, OURS_SYNC, SAVING, THREAD, Registry
+from bench.engine_turns import ALONE, BESIDE_WORK, NO_SAVES
 from bench.environment import Environment
 from bench.save_load import MEASURES
 from bench.schema import RAW, WARM_UP, Contender, Part, Result, Sample, Scenario, StateSize
@@ -87,8 +86,8 @@ def part(
     )
 
 
-def described(names: Sequence[str], known: Mapping[str, Entry] = SAVING) -> tuple[Contender, ...]:
-    return tuple(known[name].about for name in names)
+def described(names: Sequence[str], known: Registry = SAVING) -> tuple[Contender, ...]:
+    return tuple(known[name].about() for name in names)
 
 
 def io_result(seconds: Mapping[str, tuple[float, ...]]) -> Result:

@@ -12,15 +12,17 @@ import msgspec
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 import holdfast
 from bench.__main__ import measure
+from bench.benchmark import Options, require_raw_limit
 from bench.contenders import BACKGROUND, OURS, OURS_SYNC, THREAD, select
-from bench.costs import Watch, cpu_s, held, keepers, node_memory, tree
+from bench.costs import Watch, cpu_s, held_nbytes, keepers, node_memory, tree
 from bench.engine import ENGINE, PARTS, bars, first_blocked_s, render_engine
-from bench.engine_saves import ALONE, BESIDE_WORK
-from bench.schema import RAW, Options, RawLimitError, Result, SetupError, read_result, require_raw_limit, write_result
+from bench.engine_turns import ALONE, BESIDE_WORK
+from bench.errors import RawLimitError, SetupError
+from bench.schema import RAW, Result, read_result, write_result
 from bench.state import STEPPED, Live, LlamaLike, State, Work, local
 from bench.ways import Site
 from tests.project.bench_results import engine_result, loop_part, saves_part
@@ -36,7 +38,7 @@ FULL = 2_000_000_000
 
 def live_state() -> dict[str, object]:
     """The content of a live state on a rank, before and after a step."""
-    state = LlamaLike(1, num_layers=1).build(init_device_mesh("cpu", (dist.get_world_size(),)))
+    state = LlamaLike(1, num_layers=1).build(dist.get_world_size())
     live = Live(state)
     before = state.digests()
     live.step()
@@ -103,7 +105,7 @@ def test_memory_is_watched_from_outside_with_that_of_children() -> None:
     with subprocess.Popen([sys.executable, "-c", HOLD], stdout=subprocess.PIPE) as child:
         assert child.stdout is not None
         child.stdout.readline()
-        assert held(tree(child.pid)).nbytes > 64 << 20
+        assert held_nbytes(tree(child.pid)) > 64 << 20
         peak = watch.stop()
         child.kill()
     assert peak > 64 << 20
@@ -140,7 +142,7 @@ def test_contenders_are_known_by_name_and_each_says_what_its_figures_include() -
     with pytest.raises(SetupError, match=r"no contender zip.*raw, torch.save, dcp, .*holdfast"):
         select(("zip",), BACKGROUND)
     assert select((OURS, "dcp"), BACKGROUND)[0] == (RAW, "dcp", OURS)
-    assert tuple(entry.about.name for entry in BACKGROUND.values()) == tuple(BACKGROUND)
+    assert tuple(kind.about().name for kind in BACKGROUND.values()) == tuple(BACKGROUND)
 
 
 def test_a_package_that_is_not_installed_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,10 +153,10 @@ def test_a_package_that_is_not_installed_is_a_reason(monkeypatch: pytest.MonkeyP
 
 
 def test_of_a_run_the_head_is_kept_and_of_others_nothing(tmp_path: Path) -> None:
-    ours, thread = BACKGROUND[OURS_SYNC].way, BACKGROUND[THREAD].way
-    site = Site(State({}), tmp_path, None, direct=False)
-    run = ours.place(site, OURS_SYNC, "1")
-    assert run == ours.place(site, OURS_SYNC, "2")
+    site = Site(State({}), tmp_path)
+    ours, thread = (BACKGROUND[name](site, name) for name in (OURS_SYNC, THREAD))
+    run = ours.place("1")
+    assert run == ours.place("2")
     state = {"a": torch.zeros(4)}
     for step in (1, 2, 3):
         holdfast.save(str(run), state, step)
@@ -162,8 +164,8 @@ def test_of_a_run_the_head_is_kept_and_of_others_nothing(tmp_path: Path) -> None
     assert holdfast.load(str(run), into=state).step == 3
     assert len(list((run / "checkpoints").glob("*/manifest*"))) == 1
 
-    folder = thread.place(site, THREAD, "1")
-    assert folder != thread.place(site, THREAD, "2")
+    folder = thread.place("1")
+    assert folder != thread.place("2")
     folder.mkdir(parents=True)
     thread.discard(folder)
     assert not folder.exists()

@@ -9,10 +9,12 @@ import pytest
 import torch
 
 from bench.__main__ import measure
+from bench.benchmark import Options
 from bench.contenders import SAVING, select
 from bench.costs import read_nbytes
-from bench.load import LOADS, MOVES, bars, contenders_of, render_load
-from bench.schema import RAW, Options, Result, SetupError, read_result
+from bench.errors import SetupError
+from bench.save_load import LOADS, MOVES, bars, contenders_of, render_load
+from bench.schema import RAW, Result, read_result
 from bench.state import State, as_bytes, content, mesh_shape, parameter_shapes, width_for
 from tests.project.bench_results import NBYTES, SECONDS, load_part, load_result
 

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from bench.__main__ import measure
+from bench.benchmark import Options
 from bench.plan import CASES
-from bench.schema import Options, read_result
+from bench.schema import read_result
 from bench.view import NOTHING, OPENED, SHOWN, VIEW, bars, render_view, write_simulated
 from holdfast.format import records
 from holdfast.format.container import Files

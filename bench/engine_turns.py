@@ -1,0 +1,324 @@
+"""Turns in which a live training state is saved: the time that a loop waits for it, what a save costs the loop, and a
+restore from the memory of the node after the death of all ranks."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import msgspec
+import numpy as np
+import torch
+import torch.distributed as dist
+
+import holdfast
+from bench.contenders import BACKGROUND, BESIDE_PYTHON, BESIDE_TRAINING, OURS
+from bench.costs import Watch, give_back, settle
+from bench.errors import BenchError
+from bench.runner import Found, Job, Span, Turns, require_same
+from bench.schema import RAW, WARM_UP
+from bench.state import State, Work
+from bench.ways import HoldfastBackground
+from holdfast.format.container import BLOCK_NBYTES
+from holdfast.io.digest import digest_blocks
+from holdfast.run.history import Run
+from holdfast.store.base import Bytes, Location
+from holdfast.store.urls import open_store
+
+#: What is measured of `Saves`: saves beside which ranks do nothing, so that nothing takes a core from them, and saves
+#: beside work and a step. Of both, ``seconds`` until the last rank's is durable, from the first one's call;
+#: ``blocked_s`` of the call; ``persist_s`` from the end of the copy; ``step_wait_s`` is what the next step took longer
+#: than one without a save; ``cpu_s`` is of all processes together, and ``peak_extra_nbytes`` counted from before the
+#: contender's first save. The first save's seconds have its set-up in them.
+MEASURES = ALONE, BESIDE_WORK = ("save", "save beside work")
+#: The loop that saves nothing.
+NO_SAVES = "no saves"
+
+#: Counted between two looks at the save: a millisecond or so.
+_SLICE = 20_000
+#: Floating-point operations of a forward and a backward, per parameter and token (Kaplan et al., 2020), and bytes of a
+#: parameter with its two moments.
+_OPERATIONS, _PARAMETER_NBYTES = 6, 12
+#: A copy is tried so often in a round; the best one counts.
+_TRIES = 3
+_COMMIT_TIMEOUT_S = 120.0
+
+
+class Saves(Turns):
+    """Saves of all contenders; a step comes after ``work_s`` of work. The raw limit only saves beside nothing."""
+
+    registry = BACKGROUND
+
+    def __init__(self, job: Job, state: State) -> None:
+        super().__init__(job, state)
+        self._work = Work()
+        self._work_s: float = job.scenario.facts["work_s"]
+        self.site.live.step()  # the first one of a process takes longer
+
+    def take(self, name: str, number: int, measure: str) -> Iterator[tuple[str, str, Found]]:
+        if name.startswith(RAW):
+            self.way(name).ready()
+            yield from self._save_alone(name, number)
+        else:
+            yield from self._save_twice(name, number)
+        self.way(name).rest()
+
+    def _save_alone(self, name: str, number: int) -> Iterator[tuple[str, str, Found]]:
+        folder = self.cold(self.way(name).place(f"{number}-alone"))
+        yield name, ALONE, self._save(name, folder)
+        self.discard(name, folder)
+
+    def _save_twice(self, name: str, number: int) -> Iterator[tuple[str, str, Found]]:
+        watch = self._watched(name) if number == WARM_UP else None
+        if number != WARM_UP:
+            self.way(name).ready()
+        self._work.for_seconds(self._work_s)
+        plain_step_s = self.site.live.step()
+        yield from self._save_alone(name, number)
+        folder = self.cold(self.way(name).place(f"{number}-beside-work"))
+        expected = self.state.digests() if number == self.job.scenario.rounds else None
+        found = self._save(name, folder, plain_step_s=plain_step_s)
+        yield name, BESIDE_WORK, found | ({} if watch is None else {"peak_extra_nbytes": watch.stop()})
+        if expected is not None:
+            # What a step changed meanwhile must not be in it.
+            self.state.clear()
+            self.way(name).load(folder)
+            require_same(expected, self.state.digests(), name=name)
+        self.discard(name, folder)
+
+    def _save(self, name: str, folder: Path, *, plain_step_s: float | None = None) -> dict[str, Any]:
+        """A save; beside work and a step, where one without a save takes `plain_step_s`. The first save of a contender
+        sets it up, within its time."""
+        way, found = self.way(name), dict[str, Any]()
+
+        def save() -> None:
+            called_s = time.monotonic()
+            pending = way.begin(folder)
+            found["blocked_s"] = time.monotonic() - called_s
+            if plain_step_s is not None:
+                self._work.for_seconds(self._work_s)
+                ready_s = time.monotonic()
+                with way.unlocked():
+                    self.site.live.step()
+                found["step_wait_s"] = time.monotonic() - ready_s - plain_step_s
+            pending.wait()
+            if (persist_s := pending.persist_s()) is not None:
+                found["persist_s"] = persist_s
+
+        return self.observed(name, save) | found
+
+    def _watched(self, name: str) -> Watch:
+        """A watch of the memory from before there is anything of contender `name`."""
+        give_back()
+        dist.barrier()
+        return Watch(node_dir=self.job.node_dir, world=self.job.scenario.world) if name == OURS else Watch()
+
+
+class PythonLoop(Turns):
+    """Saves beside a loop of Python, which counts for ``calm_s`` before and after each save. Nothing but the
+    interpreter can do that for it, and there is a core to spare for whoever writes.
+
+    A sample has what it counted per second just before, while the state was copied in the background and written, while
+    it was only written, and just after; ``seconds`` until the save was durable.
+    """
+
+    registry = BESIDE_PYTHON
+
+    def take(self, name: str, number: int, measure: str) -> Iterator[tuple[str, str, Found]]:
+        calm_s: float = self.job.scenario.facts["calm_s"]
+        folder = self.cold(self.way(name).place(number))
+        before = _counted_for(calm_s)
+        start_s = time.monotonic()
+        pending = self.way(name).begin(folder)
+        copying = _counted_until(pending.is_copied)
+        persisting = _counted_until(pending.is_over)
+        span = Span(start_s, time.monotonic())
+        pending.wait()  # raises why it failed
+        found: Found = {
+            "before_per_s": _per_s(before),
+            "saving_per_s": _per_s(copying, persisting),
+            "persisting_per_s": _per_s(persisting),
+            "after_per_s": _per_s(_counted_for(calm_s)),
+            "seconds": span,
+        }
+        yield name, measure, found
+        self.discard(name, folder)
+
+
+class TrainingLoop(Turns):
+    """Training loops of so many ``steps`` of ``tokens`` per rank, with a save after the first one and ``every`` so many
+    from there, and without. Every rank keeps one core busy with the arithmetic of a forward and a backward, and all
+    ranks meet at the end of a step, as they do when they reduce gradients.
+
+    A sample has the ``seconds`` of a loop, and ``durable_s``, until its last save was durable.
+    """
+
+    registry = BESIDE_TRAINING
+
+    def __init__(self, job: Job, state: State) -> None:
+        super().__init__(job, state)
+        for name in job.contenders:
+            self.way(name).ready()
+        self._work = Work()
+        num_operations = _OPERATIONS * job.scenario.facts["tokens"] * state.size().nbytes // _PARAMETER_NBYTES
+        self._num_products = max(1, num_operations // Work.OPERATIONS)
+        _ = self.site.live
+
+    def entrants(self, number: int) -> tuple[str, ...]:
+        """All contenders, and a loop without saves."""
+        return NO_SAVES, *self.job.contenders
+
+    def take(self, name: str, number: int, measure: str) -> Iterator[tuple[str, str, Found]]:
+        steps, every = range(self.job.scenario.facts["steps"]), self.job.scenario.facts["every"]
+        way = None if name == NO_SAVES else self.way(name)
+        folders = {} if way is None else {step: way.place(f"{number}-{step}") for step in steps[::every]}
+        for folder in (self.job.folder, *folders.values()):
+            self.cold(folder)
+        begun, reduced = [], torch.zeros(1)
+        start_s = time.monotonic()
+        for step in steps:
+            self._work.products(self._num_products)
+            dist.all_reduce(reduced)
+            if way is None:
+                self.site.live.step()
+                continue
+            with way.unlocked():
+                self.site.live.step()
+            if step in folders:
+                begun.append(way.begin(folders[step]))
+        end_s = time.monotonic()
+        for pending in begun:
+            pending.wait()
+        yield name, measure, {"seconds": Span(start_s, end_s), "durable_s": Span(start_s, time.monotonic())}
+        for folder in dict.fromkeys(folders.values()):
+            self.discard(name, folder)
+
+
+class Restores(Turns):
+    """Restores from the memory of the node, after SIGKILL of all ranks.
+
+    In round `number` new ranks restore step `number` - 1, when they have everything but the state, unless there is none
+    yet; then they change the state, save step `number`, and are killed in their turn. A sample has the seconds of a
+    restore, of a copy of as many bytes, of a copy of each tensor with the digests of its bytes and nothing else
+    (``moved_cpu_s``: the CPU seconds for it), and of a load from storage. Its measure is whether the save was staged or
+    durable when the ranks died.
+    """
+
+    registry: ClassVar = {OURS: BACKGROUND[OURS]}
+    mortal = True
+
+    def take(self, name: str, number: int, measure: str) -> Iterator[tuple[str, str, Found]]:
+        """Restore, and save to be killed."""
+        way = self.way(OURS)
+        assert isinstance(way, HoldfastBackground)
+        run, checkpointer = way.place(""), way.checkpointer
+        way.steps = itertools.count(number)
+        _ = self.site.live
+        if number != WARM_UP:
+            found = self._restored(checkpointer, run, step=number - 1)
+            yield name, "staged" if number % 2 == 0 else "durable", found
+        with torch.no_grad():
+            for tensor in self.state.tensors().values():
+                tensor.add_(1)
+        pending = way.begin(run)
+        (pending.wait if number % 2 == 0 else pending.wait_copied)()  # in every other round it is only staged
+        self._saved(number).write_bytes(msgspec.json.encode(self.state.digests()))
+
+    def _restored(self, checkpointer: holdfast.Checkpointer, run: Path, *, step: int) -> Found:
+        expected = msgspec.json.decode(self._saved(step).read_bytes(), type=dict[str, str])
+
+        def restore() -> None:
+            report = checkpointer.restore()
+            if (report.tier, report.step) != ("node memory", step):
+                raise BenchError(f"Step {report.step} was restored from {report.tier}, not {step} from node memory.")
+
+        _await_commit(run, step)  # what a keeper still does would take its time from the restore
+        self.state.clear()
+        restores, _ = _timed(restore)
+        require_same(expected, self.state.digests(), name="holdfast (restore)")
+        copies, (moves, moved_cpu_s) = _copies(self.state), _moves(list(self.state.tensors().values()))
+        self.state.clear()
+        if self.leads:
+            settle(run)
+        loads, _ = _timed(lambda: holdfast.load(run, into=self.site.live.objects))
+        require_same(expected, self.state.digests(), name="holdfast (load)")
+        copied: Found = {"memcpy_s": copies, "moved_s": moves, "moved_cpu_s": moved_cpu_s}
+        return {"seconds": restores, **copied, "load_s": loads}
+
+    def _saved(self, step: int) -> Path:
+        """Where the digests of a step are, of this rank: they outlive it."""
+        return self.job.folder / f"digests-{step}-{dist.get_rank()}"
+
+
+def _counted_for(seconds: float) -> tuple[int, float]:
+    end_s = time.perf_counter() + seconds
+    return _counted_until(lambda: time.perf_counter() >= end_s)
+
+
+def _counted_until(is_over: Callable[[], bool]) -> tuple[int, float]:
+    """Count until `is_over`, at least one slice; returns how far and for how many seconds."""
+    start_s, total = time.perf_counter(), 0
+    while True:
+        for _ in range(_SLICE):
+            total += 1
+        if is_over():
+            return total, time.perf_counter() - start_s
+
+
+def _per_s(*counted: tuple[int, float]) -> float:
+    return sum(total for total, _ in counted) / sum(seconds for _, seconds in counted)
+
+
+def _await_commit(root: Path, step: int) -> None:
+    """Return when the last save is in the history of the run."""
+    run = Run.open(open_store(Location(str(root))))
+    end_s = time.monotonic() + _COMMIT_TIMEOUT_S
+    while (head := run.head()) is None or head.step != step:
+        if time.monotonic() > end_s:
+            raise BenchError(f"Step {step} was not committed within {_COMMIT_TIMEOUT_S:.0f} s.")
+        time.sleep(0.05)
+
+
+def _timed(work: Callable[[], object], tries: int = 1) -> tuple[list[Span], float]:
+    """When `work` was done, by all ranks at once, so often; and the least CPU seconds that it took."""
+    spans, cpu_s = [], []
+    for _ in range(tries):
+        dist.barrier()
+        start_s, start_cpu_s = time.monotonic(), time.process_time()
+        work()
+        spans.append(Span(start_s, time.monotonic()))
+        cpu_s.append(time.process_time() - start_cpu_s)
+    return spans, min(cpu_s)
+
+
+def _copies(state: State) -> list[Span]:
+    """Times of copies of as many bytes from touched memory to other touched memory, by all ranks at once."""
+    nbytes = sum(tensor.nbytes for tensor in state.tensors().values())
+    source, target = np.ones(nbytes, np.uint8), np.zeros(nbytes, np.uint8)
+    return _timed(lambda: np.copyto(target, source), _TRIES)[0]
+
+
+def _moves(sources: Sequence[torch.Tensor]) -> tuple[list[Span], float]:
+    """Times, and CPU seconds, of a copy of each of `sources` to touched memory, with the digests of what was copied
+    while the processor still has it."""
+    groups: list[tuple[list[torch.Tensor], list[torch.Tensor], Bytes]] = []
+    group: list[torch.Tensor] = []
+    for number, source in enumerate(sources, 1):
+        group.append(source)
+        nbytes = sum(each.nbytes for each in group)
+        if nbytes >= BLOCK_NBYTES or number == len(sources):
+            memory = torch.ones(nbytes, dtype=torch.uint8)
+            parts = torch.split(memory, [each.nbytes for each in group])
+            targets = [part.view(each.dtype).view(each.shape) for part, each in zip(parts, group, strict=True)]
+            groups.append((targets, group, memory.numpy()))
+            group = []
+
+    def move() -> None:
+        for targets, moved, data in groups:
+            torch._foreach_copy_(targets, moved)
+            digest_blocks(data)
+
+    return _timed(move, _TRIES)
