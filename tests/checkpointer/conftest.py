@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from holdfast import Memory
-from tests.checkpointer.test_checkpointer import end_keepers
+from tests.support.keepers import end_keepers
 
 
 @pytest.fixture

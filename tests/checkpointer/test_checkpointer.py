@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import patch
 
@@ -30,25 +30,17 @@ from holdfast.snapshot.routes import Pair
 from holdfast.store.base import Location
 from holdfast.store.linux import is_on_disk
 from holdfast.store.urls import open_store
-from tests.keeper.test_keeper import keeper_of, until
 from tests.store.test_posix_storage import mounted
 from tests.support.bound import bits
+from tests.support.keepers import end_keepers, keeper_of
 from tests.support.models import start_new_job
+from tests.support.nursery import until
 
 Rows = dict[str, torch.Tensor]
 
 
 def folder_of(run: str, node_dir: Path) -> NodeFolder:
     return NodeFolder(open_store(Location(run)).location.url, node_dir=node_dir)
-
-
-def end_keepers(node_dir: Path) -> None:
-    """Kill all keepers of a node, and wait for their ends."""
-    for path in node_dir.glob("holdfast-*/*/keeper.lock"):
-        with suppress(ProcessLookupError, ValueError):
-            keeper = int(path.read_text())
-            os.kill(keeper, signal.SIGKILL)
-            until(lambda keeper=keeper: not Path(f"/proc/{keeper}").exists())  # type: ignore[misc]
 
 
 class Loop:

@@ -20,8 +20,8 @@ from holdfast import HoldfastError
 from holdfast.cooperative import reading as together
 from holdfast.cooperative.neighbours import node_id
 from holdfast.plan.exchange import Bandwidths
-from tests.checkpointer.test_checkpointer import end_keepers
 from tests.support.faulty_storage import watched_store
+from tests.support.keepers import end_keepers
 from tests.support.models import start_new_job
 from tests.support.ranks import RankDiedError, RanksFailedError, run_ranks
 

@@ -20,7 +20,7 @@ from holdfast.agreement.planning import Planning
 from holdfast.checkpointer import memory_tier
 from holdfast.checkpointer.memory_tier import MemoryTier
 from holdfast.checkpointer.staging import Stager
-from tests.checkpointer.test_checkpointer import end_keepers
+from tests.support.keepers import end_keepers
 from tests.support.models import start_new_job
 from tests.support.ranks import run_ranks
 

@@ -22,12 +22,12 @@ from holdfast.node_memory.keeper_lock import is_kept
 from holdfast.node_memory.keeper_starts import MAX_STARTS, starts
 from holdfast.node_memory.node_folder import NodeFolder
 from holdfast.node_memory.slots import Slot, SlotState, slot_names
-from tests.checkpointer.test_checkpointer import Loop, end_keepers, folder_of
-from tests.faults.engine_job import kill_keepers
+from tests.checkpointer.test_checkpointer import Loop, folder_of
 from tests.faults.test_memory_trouble import FALLEN_BACK, saved
-from tests.keeper.test_keeper import keeper_of, until
 from tests.support.command_line import holdfast_command
+from tests.support.keepers import end_keepers, keeper_of
 from tests.support.models import start_new_job
+from tests.support.nursery import until
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def node_dir(tmp_path: Path) -> Iterator[Path]:
     path = tmp_path / "node"
     path.mkdir()
     yield path
-    kill_keepers(path)
+    end_keepers(path)
 
 
 def put(path: Path, kind: str) -> None:

@@ -21,8 +21,9 @@ from holdfast.run.history import Run
 from holdfast.store.base import Location
 from holdfast.store.urls import open_store
 from tests.checkpointer.test_checkpointer import holdfast_rollback
-from tests.faults.engine_job import kill_keepers, node_memory
+from tests.faults.engine_job import node_memory
 from tests.store.test_posix_storage import mounted
+from tests.support.keepers import end_keepers
 from tests.support.models import start_new_job
 from tests.support.nursery import until
 
@@ -77,7 +78,7 @@ def left(tmp_path: Path) -> Iterator[Left]:
         until(lambda: any((disk / "run" / "checkpoints").glob("step-0000000001-*/manifest*")))  # the keeper has tried
         start_new_job()
         yield Left(run, disk, Memory(node_dir=node_dir))
-        kill_keepers(node_dir)
+        end_keepers(node_dir)
 
 
 def state() -> dict[str, torch.Tensor]:
@@ -117,7 +118,7 @@ def test_a_checkpoint_that_the_doctor_gave_up_is_restored_from_memory_and_no_sav
     left: Left, keeper: str
 ) -> None:
     if keeper == "dead":
-        kill_keepers(left.memory.node_dir)
+        end_keepers(left.memory.node_dir)
     left.doctor_removes()
     into = state()
     with checkpointer_of(left, into) as checkpointer:
@@ -179,7 +180,7 @@ def test_where_no_keeper_starts_after_a_restore_from_memory_no_save_goes_to_stor
     into = state()
     with checkpointer_of(left, into) as checkpointer:
         assert checkpointer.restore().step == 1
-        kill_keepers(left.memory.node_dir)
+        end_keepers(left.memory.node_dir)
         left.make_room()
         with monkeypatch.context() as patch:
             patch.setattr(client, "_started", lambda *_: 1)
@@ -228,7 +229,7 @@ def test_a_job_that_went_back_in_storage_after_its_restore_from_memory_waits_for
         assert checkpointer.restore().step == 1
         holdfast.load(left.run, into, continues=True)
         assert (into["w"] == 0).all()
-        kill_keepers(left.memory.node_dir)  # so that none commits it
+        end_keepers(left.memory.node_dir)  # so that none commits it
         left.make_room()
         into["w"].fill_(2)
         holdfast.save(left.run, into, 2)  # opens an epoch of this job

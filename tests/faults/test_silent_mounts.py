@@ -11,8 +11,8 @@ import torch
 
 import holdfast
 from holdfast import Checkpointer, HoldfastError, Memory
-from tests.checkpointer.test_checkpointer import end_keepers
 from tests.faults.silent_mount import can_fall_silent, silent
+from tests.support.keepers import end_keepers
 from tests.support.models import start_new_job
 
 TIMEOUT_S = 3.0

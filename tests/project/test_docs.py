@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import holdfast
-from tests.checkpointer.test_checkpointer import end_keepers
+from tests.support.keepers import end_keepers
 
 ROOT = Path(__file__).parents[2]
 

@@ -22,7 +22,8 @@ from holdfast.run.history import Run
 from holdfast.run.session import JOB
 from holdfast.store.base import Location
 from holdfast.store.urls import open_store
-from tests.checkpointer.test_checkpointer import Loop, end_keepers
+from tests.checkpointer.test_checkpointer import Loop
+from tests.support.keepers import end_keepers
 from tests.support.models import start_new_job
 from tests.support.ranks import run_ranks
 

@@ -18,9 +18,10 @@ from holdfast.format import records
 from holdfast.format.records import Place
 from holdfast.node_memory.slots import Slot, SlotState, slot_names
 from holdfast.run.diagnosis import examine, finish
-from tests.checkpointer.test_checkpointer import end_keepers, folder_of
+from tests.checkpointer.test_checkpointer import folder_of
 from tests.run.test_lost_epochs import opened
 from tests.store.test_posix_storage import mounted
+from tests.support.keepers import end_keepers
 from tests.support.models import start_new_job
 from tests.support.nursery import until
 

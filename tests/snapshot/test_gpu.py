@@ -13,8 +13,9 @@ from torch import nn
 import holdfast
 from holdfast import Checkpointer, Memory
 from holdfast.node_memory.slots import Slot, slot_names
-from tests.checkpointer.test_checkpointer import end_keepers, folder_of
+from tests.checkpointer.test_checkpointer import folder_of
 from tests.support.bound import bits
+from tests.support.keepers import end_keepers
 
 pytestmark = pytest.mark.gpu
 

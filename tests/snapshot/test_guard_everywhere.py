@@ -26,8 +26,9 @@ from holdfast.snapshot import device
 from holdfast.snapshot.device import Queued
 from holdfast.snapshot.guard import Guard, changing
 from holdfast.snapshot.routes import Pair
-from tests.checkpointer.test_checkpointer import Loop, end_keepers, folder_of, late_copies
+from tests.checkpointer.test_checkpointer import Loop, folder_of, late_copies
 from tests.support import nursery
+from tests.support.keepers import end_keepers
 from tests.support.nursery import until
 
 

@@ -21,9 +21,10 @@ from holdfast.format import values
 from holdfast.snapshot import capture as snapshot_module
 from holdfast.snapshot.capture import Snapshot
 from holdfast.state.flatten import FlatState, flatten
-from tests.checkpointer.test_checkpointer import end_keepers, late_copies
+from tests.checkpointer.test_checkpointer import late_copies
 from tests.state.test_registered_types import Quantised, quantised
 from tests.support.bound import bits
+from tests.support.keepers import end_keepers
 
 State = dict[str, Any]
 
