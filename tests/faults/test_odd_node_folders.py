@@ -185,7 +185,7 @@ def test_a_keeper_that_always_crashes_is_not_started_for_ever_and_saves_go_to_st
     checkpointer.__exit__(RuntimeError, RuntimeError(), None)
 
 
-def test_a_keeper_that_works_again_is_started_after_a_while_and_until_then_the_error_says_why_the_last_died(
+def test_a_keeper_that_works_again_is_started_and_until_then_the_error_says_why_the_last_died(
     run: str, node_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Path(run).mkdir()

@@ -236,7 +236,7 @@ KEEPER_MUTATIONS = [
         "                        pass\n",
     ),
     Mutation(  # keepers without end
-        "faults/test_odd_node_folders.py::test_a_keeper_that_works_again_is_started_after_a_while",
+        "faults/test_odd_node_folders.py::test_a_keeper_that_works_again_is_started_and_until_then_the_error_says_why_the_last_died",
         "keeper/client.py",
         "    if num_starts >= MAX_STARTS:\n",
         "    if num_starts < 0:\n",

@@ -310,6 +310,22 @@ def test_partial_tensors_are_refused_by_name() -> None:
     assert (error.code, error.tensor) == ("state.placement", "grads/w")
 
 
+class InterleavedShard(Shard):
+    """Divides in another way than `Shard`, and equals it: as torch 2.6's own strided shard does."""
+
+
+@pytest.mark.usefixtures("world_of_one")
+def test_a_placement_that_equals_a_known_one_but_is_of_a_subclass_is_refused_after_the_known_one_too() -> None:
+    mesh = init_device_mesh("cpu", (1,))
+    assert InterleavedShard(0) == Shard(0)
+    state: dict[str, object] = {
+        name: DTensor.from_local(torch.zeros(4), mesh, [placement], run_check=False)
+        for name, placement in (("a", Shard(0)), ("b", InterleavedShard(0)))
+    }
+    error = refusal(state)
+    assert (error.code, error.tensor) == ("state.placement", "b")
+
+
 # --- what is refused -------------------------------------------------------------------------------------------------
 
 

@@ -131,11 +131,11 @@ def _read_saved(path: str, source: BindingSource) -> _Saved:
     state = join(path, "state")
     for name in source.stored_below(state):
         below = name[len(state) + 1 :]
-        stop = below.find("/")
-        while stop > 0 and below[:stop] not in saved.slots:
-            stop = below.find("/", stop + 1)
-        if stop > 0:
-            saved.slots[below[:stop]].add(below[stop + 1 :].partition("/")[0])
+        parameter = below.rpartition("/")[0]
+        while parameter and parameter not in saved.slots:
+            parameter = parameter.rpartition("/")[0]
+        if parameter:
+            saved.slots[parameter].add(below[len(parameter) + 1 :].partition("/")[0])
     saved.shared.update(split(name)[depth] for name in source.stored_below(join(path, "shared")))
     for name in source.stored_below(join(path, "param_groups")):
         saved.hyper.update(split(name)[depth + 1 : depth + 2])
@@ -424,13 +424,14 @@ def _bind_slots(
     source: BindingSource,
 ) -> dict[object, Finish]:
     slots: dict[object, Finish] = {}
-    owner = source.stored(parameter.name)
+    owner, dtype = source.stored(parameter.name), parameter.tensor.dtype
+    is_cast = owner is not None and getattr(torch, owner.dtype, None) is not dtype
     for text in (*(texts & {"step"}), *sorted(texts - {"step"})):  # mostly torch's own order
         key, name = parse_component(text), f"{path}/{text}"
-        kept = source.stored(name)
+        kept = source.stored(name) if is_cast else None
         # torch requires one dtype for a parameter and such a slot, so if the parameter is cast, the slot is cast too.
         follows = kept is not None and owner is not None and kept.dtype == owner.dtype and kept.shape
-        cast_to = parameter.tensor.dtype if follows else None
+        cast_to = dtype if follows else None
         slots[key] = _bind_slot(name, key, live.get(key), parameter, steps_on_device, source, cast_to=cast_to)
     return slots
 

@@ -18,25 +18,24 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from holdfast.errors import NotFoundError
 from holdfast.format import values
 from holdfast.format.names import component, join, own_part, rank_component
 from holdfast.format.patterns import Globs
-from holdfast.format.values import Encoded, Node, Open, PlanesNode, Stateful, TensorRef, TorchValue
+from holdfast.format.values import Encoded, Node, Open, Stateful, TensorRef, TorchValue
 from holdfast.frameworks import Adapter, Finish, NamedTensor
 from holdfast.frameworks.known_types import unwrapped
 from holdfast.frameworks.registry import adapter_of
 from holdfast.frameworks.registry import bound as adapted
 from holdfast.frameworks.stateful import StatefulAdapter, description_of, writing
-from holdfast.mapping.parts import StoredTensor, castable
+from holdfast.mapping.parts import StoredTensor
 from holdfast.plan.layout import Replicas
 from holdfast.state.arrays import array_as_tensor, check_array, is_shareable
+from holdfast.state.bind_tensors import TensorBinder
 from holdfast.state.binding import Binding
 from holdfast.state.bounds import check_writable
-from holdfast.state.collect import TensorCollector, is_describable
 from holdfast.state.containers import maker, refill
 from holdfast.state.differences import Mismatches, difference, is_leaf
-from holdfast.state.flatten import check_depth, check_root, name_of_planes, planes_as_tensors
+from holdfast.state.flatten import check_depth, check_root
 from holdfast.state.kinds import (
     DICTS,
     RecordTypes,
@@ -46,14 +45,14 @@ from holdfast.state.kinds import (
     may_replace,
     restore_order,
 )
-from holdfast.state.local_placements import empty, generator_state, revive, same_placement
+from holdfast.state.local_placements import generator_state, revive
 from holdfast.state.match import Matcher, SelectedNodes, Terms
-from holdfast.state.meta import MetaTensors, become, check_alone, check_fillable
+from holdfast.state.meta import check_fillable
 from holdfast.state.overlap import TargetMemory, check_disjoint
 from holdfast.state.per_rank import PerRank
-from holdfast.state.piecewise import Piecewise, describe
+from holdfast.state.piecewise import Piecewise
 from holdfast.state.random_state import RandomState
-from holdfast.state.registered_types import ARRAY, Registration, check_registered, decode, registered
+from holdfast.state.registered_types import ARRAY, check_registered, decode, registered
 from holdfast.state.resized import INSIDE, objects_in, put
 from holdfast.state.same_objects import SameObjects, is_changed_in_place
 from holdfast.wording import count, kind_of, with_article
@@ -111,7 +110,7 @@ class _Binder:
         *,
         device: torch.device | None,
     ) -> None:
-        self._select, self._kept = terms.select, terms.kept
+        self._select, self._is_selected = terms.select, terms.selects
         self.is_strict = terms.is_strict
         #: The nodes that adapters see: for modules only the selected ones. Optimizers are selected as a whole.
         self.nodes = nodes if self._select is None else SelectedNodes(nodes, self._select)
@@ -119,7 +118,6 @@ class _Binder:
         self._rank = rank
         self._world_size = world_size
         self._own_parts: set[str | None] = {None}
-        self._planed: list[tuple[NamedTensor, NamedTensor]] = []
         self._stored = stored
         self._aliases = aliases
         self._mismatches = Mismatches()
@@ -127,18 +125,15 @@ class _Binder:
         self._same_objects = SameObjects(
             self._matcher, self._mismatches, is_selected=self._is_selected, stored_below=self.stored_below
         )
-        self._to_allocate = MetaTensors(device)
-        self._on_meta: set[str] = set()
+        self._tensors = TensorBinder(stored, nodes, self._matcher, self._mismatches, terms, device=device)
+        #: The part of `BindingSource` that concerns tensors.
+        self.fill, self.memory = self._tensors.fill, self._tensors.memory
+        self.named, self.stored = self._tensors.named, self._tensors.stored
         self._unfillable: set[str] = set()
         self._reseeded: list[str] = []
-        #: Tensors of registered types on the meta device, which are rebuilt from their planes.
-        self._to_rebuild: list[tuple[torch.Tensor, Registration, dict[str, torch.Tensor]]] = []
-        self._pending: list[NamedTensor] = []
-        self._names: dict[int, NamedTensor] = {}
         self._records = RecordTypes()
         #: Objects whose state has names of tensors in its own names, with their adapters.
         self._last: list[tuple[str, object, Adapter]] = []
-        self._piecewise: dict[str, Piecewise] = {}
         self._schedulers: dict[int, list[str]] = {}
         self._finish_statefuls: list[Finish] = []
         #: The last steps of all: other objects may draw random numbers while they are restored.
@@ -146,12 +141,11 @@ class _Binder:
 
     def run(self, into: MutableMapping[str, object]) -> Binding:
         finish_containers = self._dict("", into)
-        self._match(named=bool(self._last))
+        self._tensors.match(named=bool(self._last))
         self.nodes = self._all_nodes
         finish_last = [adapted(path, adapter, item, self) for path, item, adapter in self._last]
-        self._match(named=False)
-        for names, local in describe(self._piecewise):
-            self._matcher.match(names, local)
+        self._tensors.match(named=False)
+        self._tensors.match_pieces()
         if self._mismatches:
             raise self._mismatches.error()
         memory = TargetMemory.of(self._matcher.targets)
@@ -160,7 +154,7 @@ class _Binder:
 
         def finish() -> object:
             self._matcher.check_copies()
-            self._rebuild()
+            self._tensors.rebuild()
             for step in (finish_containers, *finish_last, *self._finish_statefuls, *self._finish_generators):
                 step()
             return into
@@ -173,38 +167,13 @@ class _Binder:
             sorted(self._matcher.missing),
             self._matcher.missing_shapes,
             sorted(set(self._unexpected())),
-            sorted(self._on_meta),
+            sorted(self._tensors.on_meta),
             sorted(self._unfillable),
             sorted(self._reseeded),
             self._matcher.num_lost,
-            self._to_allocate.allocate,
+            self._tensors.to_allocate.allocate,
             finish,
         )
-
-    def _match(self, *, named: bool) -> None:
-        """Find the source of every tensor that was added since the last call; with `named`, note its stored name."""
-        pending, self._pending = self._pending, []
-        planed, self._planed = self._planed, []
-        self._to_allocate.look_for_meshes(pending)
-        collector = TensorCollector(meta=True)
-        collector.add(pending)
-        for tied in collector.tied():
-            names = [entry.name for entry in tied.entries]
-            chosen = names if self._select is None else [name for name in names if name in self._select]
-            source = self._matcher.match(chosen, tied.local) if chosen else self._matcher.source_of(names)
-            if tied.local.memory[0].is_meta:
-                if chosen and source in self._stored:
-                    self._to_allocate.add(tied)
-                else:
-                    self._on_meta.update(names)
-            if named:
-                replicas = tied.entries[0].replicas
-                for entry in tied.entries:
-                    self._names[id(entry.tensor)] = NamedTensor(source, entry.tensor, replicas)
-        if named:
-            for entry, plane in planed:
-                name = name_of_planes(self._names[id(plane.tensor)].name)
-                self._names[id(entry.tensor)] = NamedTensor(name, entry.tensor, entry.replicas)
 
     def _unexpected(self) -> Iterator[str]:
         """The unused names of tensors, of values, and of whole `PerRank` entries."""
@@ -228,14 +197,8 @@ class _Binder:
                 return select.covers(name[:end])
         return True
 
-    def _is_selected(self, name: str) -> bool:
-        return self._select is None or name in self._select
-
     def wants(self, name: str) -> bool:
         return self._is_selected(name)
-
-    def named(self, tensor: torch.Tensor) -> NamedTensor | None:
-        return self._names.get(id(tensor))
 
     def stored_below(self, path: str) -> Iterator[str]:
         # "0" is what follows "/".
@@ -251,82 +214,6 @@ class _Binder:
 
     def require_equal(self, name: str, copy: str) -> None:
         self._matcher.require_equal(name, copy)
-
-    def stored(self, name: str) -> StoredTensor | None:
-        return self._stored.get(self._matcher.canonical(name))
-
-    def memory(
-        self,
-        name: str,
-        *,
-        live: torch.Tensor | None,
-        like: torch.Tensor | None,
-        device: torch.device,
-        cast_to: torch.dtype | None = None,
-    ) -> torch.Tensor:
-        stored = self.stored(name)
-        if stored is None:
-            raise NotFoundError(
-                f"The values refer to tensor {name!r}, which is not among the tensors to load.",
-                code="not_found.tensor",
-                action="Select that tensor too, or leave out the object that it belongs to.",
-                tensor=name,
-            )
-        alike = like is not None and like.shape == stored.shape and registered(like) is None
-        like = like if alike else None
-        dtype = self._dtype(name, stored.dtype, cast_to)
-        fits = (
-            live is not None
-            and live.dtype is getattr(torch, dtype)
-            and live.shape == stored.shape
-            and live.device == device
-            and same_placement(live, like)
-        )
-        if live is not None and fits:
-            return live
-        if device.type == "meta":
-            device = self._to_allocate.device_of(like)
-        if self._matcher.canonical(name) in self._kept:
-            return empty(dtype, stored.shape, like=like, device=device).zero_()
-        return empty(dtype, stored.shape, like=like, device=device)
-
-    def _dtype(self, name: str, stored: str, cast_to: torch.dtype | None) -> str:
-        """The dtype `cast_to` if the tensor `name` may be cast to it, else the dtype that is `stored`."""
-        if cast_to is None:
-            return stored
-        wanted = str(cast_to).removeprefix("torch.")
-        return wanted if castable(stored, wanted) and self._matcher.may_cast([name]) else stored
-
-    def fill(self, entry: NamedTensor) -> None:
-        registration = registered(entry.tensor)
-        if registration is None:
-            if self._select is not None and not self._is_selected(entry.name) and not is_describable(entry.tensor):
-                # It is not loaded, so it need not be describable; but an optimizer may ask for its name.
-                source = self._matcher.source_of([entry.name])
-                self._names[id(entry.tensor)] = NamedTensor(source, entry.tensor, entry.replicas)
-            else:
-                self._pending.append(entry)
-            return
-        planes = planes_as_tensors(entry, registration)
-        node = self.nodes.get(entry.name)
-        expected = PlanesNode(registration.name, tuple(planes))
-        differs = self._matcher.canonical(entry.name) in self._stored or (node is not None and node != expected)
-        if differs and self._is_selected(entry.name):
-            here = f"{with_article(repr(registration.name))} of planes {', '.join(planes)}"
-            self._mismatches.add_kind(entry.name, here, node)
-            return
-        self._pending += planes.values()
-        self._planed.append((entry, next(iter(planes.values()))))
-        if entry.tensor.is_meta:
-            check_alone(entry)
-            of_tensor = {plane: held.tensor for plane, held in planes.items()}
-            self._to_rebuild.append((entry.tensor, registration, of_tensor))
-
-    def _rebuild(self) -> None:
-        """Rebuild tensors of registered types on the meta device from their planes, once those have memory."""
-        for tensor, registration, planes in self._to_rebuild:
-            if tensor.is_meta and not any(plane.is_meta for plane in planes.values()):
-                become(tensor, cast("torch.Tensor", registration.decode(planes)))
 
     def restore(self, write: Callable[[object], object], state: Finish, *, is_random: bool) -> None:
         steps = self._finish_generators if is_random else self._finish_statefuls
@@ -349,7 +236,7 @@ class _Binder:
             self._matcher.missing.add(name)
 
     def unfillable(self, name: str) -> None:
-        self._on_meta.add(name)
+        self._tensors.on_meta.add(name)
         if self._is_selected(name):
             self._unfillable.add(name)
 
@@ -416,7 +303,7 @@ class _Binder:
         if isinstance(item, PerRank):
             return self._per_rank(path, item)
         if isinstance(item, Piecewise):
-            self._piecewise[path] = item
+            self._tensors.fill_pieces(path, item)
         elif isinstance(item, torch.Generator):
             self._generator(path, item)
         elif (adapter := adapter_of(item)) is None:

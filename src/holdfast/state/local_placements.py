@@ -87,8 +87,10 @@ class PlacementReader:
             StateError: the placements have no layout (code ``state.placement``), or imply another shape than `held`
                 (``state.local_shape``).
         """
-        # `_meshes` keeps the mesh alive, so that no other mesh gets its id.
-        key = (id(described.mesh), described.placements, getattr(described, "shard_order", None))
+        # `_meshes` keeps the mesh alive, so that no other mesh gets its id. Types are part of the key: a shard may
+        # equal one of a subclass that divides in another way (in torch 2.6, also a strided one).
+        placements = described.placements
+        key = (id(described.mesh), placements, tuple(map(type, placements)), getattr(described, "shard_order", None))
         if self._last is None or self._last[0] != key:
             self._last = (key, self._specs.get(key) or self._translated(described, key, name))
         spec = self._last[1]
@@ -185,7 +187,10 @@ def same_placement(tensor: torch.Tensor, like: torch.Tensor | None) -> bool:
     """Whether `tensor` is divided among ranks as `like` is, or is not a DTensor where `like` is None."""
     if like is None or not is_dtensor(like):
         return like is None or not is_dtensor(tensor)
-    return is_dtensor(tensor) and tensor.device_mesh == like.device_mesh and tensor.placements == like.placements
+    if not is_dtensor(tensor):
+        return False
+    mine, other = tensor._spec, like._spec  # noqa: SLF001
+    return mine is other or (mine.mesh == other.mesh and mine.placements == other.placements)
 
 
 def empty(dtype: str, shape: Shape, *, like: torch.Tensor | None, device: torch.device) -> torch.Tensor:

@@ -47,6 +47,10 @@ class Terms(NamedTuple):
     kept: Collection[str] = ()
     is_strict: bool = True
 
+    def selects(self, name: str) -> bool:
+        """Whether the load fills what has this name."""
+        return self.select is None or name in self.select
+
 
 class Matcher:
     """The search for stored tensors by the names of live ones.

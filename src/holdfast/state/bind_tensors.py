@@ -1,0 +1,167 @@
+"""The binding of live tensors: what adapters and containers add is matched with the stored tensors that fill it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import cast
+
+import torch
+
+from holdfast.errors import NotFoundError
+from holdfast.format.values import Node, PlanesNode
+from holdfast.frameworks import NamedTensor
+from holdfast.mapping.parts import StoredTensor, castable
+from holdfast.state.collect import TensorCollector, is_describable
+from holdfast.state.differences import Mismatches
+from holdfast.state.flatten import name_of_planes, planes_as_tensors
+from holdfast.state.local_placements import empty, same_placement
+from holdfast.state.match import Matcher, Terms
+from holdfast.state.meta import MetaTensors, become, check_alone
+from holdfast.state.piecewise import Piecewise, describe
+from holdfast.state.registered_types import Registration, registered
+from holdfast.wording import with_article
+
+
+class TensorBinder:
+    """The live tensors of one walk. They are added by `fill` and `fill_pieces`, and matched by `match`."""
+
+    def __init__(
+        self,
+        stored: Mapping[str, StoredTensor],
+        nodes: Mapping[str, Node],
+        matcher: Matcher,
+        mismatches: Mismatches,
+        terms: Terms,
+        *,
+        device: torch.device | None,
+    ) -> None:
+        self._stored, self._nodes = stored, nodes
+        self._select, self._kept = terms.select, terms.kept
+        self._matcher, self._mismatches = matcher, mismatches
+        self.to_allocate = MetaTensors(device)
+        #: The names of live tensors on the meta device that no stored tensor fills.
+        self.on_meta: set[str] = set()
+        self._pending: list[NamedTensor] = []
+        self._planed: list[tuple[NamedTensor, NamedTensor]] = []
+        self._piecewise: dict[str, Piecewise] = {}
+        self._names: dict[int, NamedTensor] = {}
+        #: Tensors of registered types on the meta device, which are rebuilt from their planes.
+        self._to_rebuild: list[tuple[torch.Tensor, Registration, dict[str, torch.Tensor]]] = []
+
+    def fill(self, entry: NamedTensor) -> None:
+        """As `BindingSource.fill`. A tensor of a registered type is filled by its planes."""
+        registration = registered(entry.tensor)
+        if registration is None:
+            if self._select is not None and entry.name not in self._select and not is_describable(entry.tensor):
+                # It is not loaded, so it need not be describable; but an optimizer may ask for its name.
+                source = self._matcher.source_of([entry.name])
+                self._names[id(entry.tensor)] = NamedTensor(source, entry.tensor, entry.replicas)
+            else:
+                self._pending.append(entry)
+            return
+        planes = planes_as_tensors(entry, registration)
+        node = self._nodes.get(entry.name)
+        expected = PlanesNode(registration.name, tuple(planes))
+        differs = self._matcher.canonical(entry.name) in self._stored or (node is not None and node != expected)
+        if differs and (self._select is None or entry.name in self._select):
+            here = f"{with_article(repr(registration.name))} of planes {', '.join(planes)}"
+            self._mismatches.add_kind(entry.name, here, node)
+            return
+        self._pending += planes.values()
+        self._planed.append((entry, next(iter(planes.values()))))
+        if entry.tensor.is_meta:
+            check_alone(entry)
+            of_tensor = {plane: held.tensor for plane, held in planes.items()}
+            self._to_rebuild.append((entry.tensor, registration, of_tensor))
+
+    def fill_pieces(self, path: str, item: Piecewise) -> None:
+        """Add the pieces of a logical tensor. They are matched by `match_pieces`."""
+        self._piecewise[path] = item
+
+    def match(self, *, named: bool) -> None:
+        """Find the source of every tensor that was added since the last call; with `named`, note its stored name."""
+        pending, self._pending = self._pending, []
+        planed, self._planed = self._planed, []
+        self.to_allocate.look_for_meshes(pending)
+        collector = TensorCollector(meta=True)
+        collector.add(pending)
+        select = self._select
+        for tied in collector.tied():
+            names = [entry.name for entry in tied.entries]
+            chosen = names if select is None else [name for name in names if name in select]
+            source = self._matcher.match(chosen, tied.local) if chosen else self._matcher.source_of(names)
+            if tied.local.memory[0].is_meta:
+                if chosen and source in self._stored:
+                    self.to_allocate.add(tied)
+                else:
+                    self.on_meta.update(names)
+            if named:
+                replicas = tied.entries[0].replicas
+                for entry in tied.entries:
+                    self._names[id(entry.tensor)] = NamedTensor(source, entry.tensor, replicas)
+        if named:
+            for entry, plane in planed:
+                name = name_of_planes(self._names[id(plane.tensor)].name)
+                self._names[id(entry.tensor)] = NamedTensor(name, entry.tensor, entry.replicas)
+
+    def match_pieces(self) -> None:
+        """Find the source of everything that `fill_pieces` has added."""
+        for names, local in describe(self._piecewise):
+            self._matcher.match(names, local)
+
+    def named(self, tensor: torch.Tensor) -> NamedTensor | None:
+        """As `BindingSource.named`."""
+        return self._names.get(id(tensor))
+
+    def stored(self, name: str) -> StoredTensor | None:
+        """As `BindingSource.stored`."""
+        return self._stored.get(self._matcher.canonical(name))
+
+    def memory(
+        self,
+        name: str,
+        *,
+        live: torch.Tensor | None,
+        like: torch.Tensor | None,
+        device: torch.device,
+        cast_to: torch.dtype | None = None,
+    ) -> torch.Tensor:
+        """As `BindingSource.memory`."""
+        stored = self.stored(name)
+        if stored is None:
+            raise NotFoundError(
+                f"The values refer to tensor {name!r}, which is not among the tensors to load.",
+                code="not_found.tensor",
+                action="Select that tensor too, or leave out the object that it belongs to.",
+                tensor=name,
+            )
+        alike = like is not None and like.shape == stored.shape and registered(like) is None
+        like = like if alike else None
+        dtype = self._dtype(name, stored.dtype, cast_to)
+        fits = (
+            live is not None
+            and live.dtype is getattr(torch, dtype)
+            and live.shape == stored.shape
+            and live.device == device
+            and same_placement(live, like)
+        )
+        if live is not None and fits:
+            return live
+        if device.type == "meta":
+            device = self.to_allocate.device_of(like)
+        if self._matcher.canonical(name) in self._kept:
+            return empty(dtype, stored.shape, like=like, device=device).zero_()
+        return empty(dtype, stored.shape, like=like, device=device)
+
+    def _dtype(self, name: str, stored: str, cast_to: torch.dtype | None) -> str:
+        """The dtype `cast_to` if the tensor `name` may be cast to it, else the dtype that is `stored`."""
+        if cast_to is None or not self._matcher.may_cast([name]):
+            return stored
+        wanted = str(cast_to).removeprefix("torch.")
+        return wanted if castable(stored, wanted) else stored
+
+    def rebuild(self) -> None:
+        """Rebuild tensors of registered types on the meta device from their planes, once those have memory."""
+        for tensor, registration, planes in self._to_rebuild:
+            if tensor.is_meta and not any(plane.is_meta for plane in planes.values()):
+                become(tensor, cast("torch.Tensor", registration.decode(planes)))
