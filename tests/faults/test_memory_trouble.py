@@ -7,7 +7,6 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -27,19 +26,6 @@ from tests.support.ranks import run_ranks
 
 FALLEN_BACK = "saves go to storage, and training waits for them"
 AGAIN = "saves go to memory again"
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> str:
-    return str(tmp_path / "run")
-
-
-@pytest.fixture
-def node_dir(tmp_path: Path) -> Iterator[Path]:
-    path = tmp_path / "node"
-    path.mkdir()
-    yield path
-    end_keepers(path)
 
 
 def saved(loop: Loop, checkpointer: Checkpointer, step: int) -> holdfast.Handle:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 import torch
@@ -23,11 +22,6 @@ pytestmark = pytest.mark.gpu
 WIDTH = 5000
 #: Of a clock that all GPUs have: about half a second.
 LATE = 10**9
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> str:
-    return str(tmp_path / "run")
 
 
 @pytest.fixture
