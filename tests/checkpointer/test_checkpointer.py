@@ -31,6 +31,7 @@ from holdfast.store.base import Location
 from holdfast.store.linux import is_on_disk
 from holdfast.store.urls import open_store
 from tests.store.test_posix_storage import mounted
+from tests.support import nursery
 from tests.support.bound import bits
 from tests.support.keepers import end_keepers, keeper_of
 from tests.support.models import start_new_job
@@ -256,16 +257,10 @@ def test_a_run_with_history_must_be_restored_first(run: str, memory: Memory) -> 
     checkpointer.close()
 
 
-STAGED = """
-import os, signal, sys
-from pathlib import Path
-import torch
-from holdfast import Checkpointer, Memory
-
-checkpointer = Checkpointer(sys.argv[1], {"w": torch.arange(1 << 20)}, memory=Memory(node_dir=Path(sys.argv[2])))
-checkpointer.save(1).staged.wait(60)
-os.kill(os.getpid(), signal.SIGKILL)
-"""
+def stage_and_die(run: str, node_dir: Path) -> None:
+    checkpointer = Checkpointer(run, {"w": torch.arange(1 << 20)}, memory=Memory(node_dir=node_dir))
+    checkpointer.save(1).staged.wait(60)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_a_run_whose_checkpoints_are_all_in_memory_is_not_begun_anew_by_a_job_that_restored_nothing(
@@ -273,8 +268,8 @@ def test_a_run_whose_checkpoints_are_all_in_memory_is_not_begun_anew_by_a_job_th
 ) -> None:
     with mounted(tmp_path / "disk", "tmpfs", "size=1m") as disk:  # it takes the records, and no data
         run = str(disk / "run")
-        done = subprocess.run([sys.executable, "-c", STAGED, run, str(memory.node_dir)], check=False)
-        assert done.returncode == -signal.SIGKILL
+        killed = nursery.start(stage_and_die, run, memory.node_dir, err=tmp_path / "err")
+        assert killed.wait() == -signal.SIGKILL, killed.err
         into = {"w": torch.zeros(1 << 20, dtype=torch.int64)}
         second = Checkpointer(run, into, memory=memory)
         for _ in range(2):

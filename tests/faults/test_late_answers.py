@@ -24,7 +24,7 @@ from tests.support.keepers import end_keepers
 from tests.support.models import start_new_job
 from tests.support.ranks import run_ranks
 
-TIMEOUT_S = 8.0
+TIMEOUT_S = 5.0
 
 
 def late(call: Callable[..., Any], times: list[int]) -> Callable[..., Any]:
