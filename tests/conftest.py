@@ -1,10 +1,17 @@
-"""Settings for all tests."""
+"""Settings for all tests; a run and the memory of a node for those that save with a checkpointer."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
 
+import pytest
 from hypothesis import settings
+
+if TYPE_CHECKING:
+    from holdfast import Memory
 
 # Read when torch is first imported, here and by the rank processes: several of them share few cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -12,3 +19,27 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Machines that run tests are shared, so the time of one example says nothing about the code.
 settings.register_profile("holdfast", deadline=None, print_blob=True)
 settings.load_profile("holdfast")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> str:
+    return str(tmp_path / "run")
+
+
+@pytest.fixture
+def node_dir(tmp_path: Path) -> Iterator[Path]:
+    """A folder for the memory of a node; its keepers end with the test."""
+    from tests.support.keepers import end_keepers
+
+    path = tmp_path / "node"
+    path.mkdir()
+    yield path
+    end_keepers(path)
+
+
+@pytest.fixture
+def memory(node_dir: Path) -> Memory:
+    """Memory of a node of its own; its keepers end with the test."""
+    from holdfast import Memory
+
+    return Memory(node_dir=node_dir)

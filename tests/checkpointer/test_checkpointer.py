@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import patch
 
@@ -30,25 +30,18 @@ from holdfast.snapshot.routes import Pair
 from holdfast.store.base import Location
 from holdfast.store.linux import is_on_disk
 from holdfast.store.urls import open_store
-from tests.keeper.test_keeper import keeper_of, until
 from tests.store.test_posix_storage import mounted
+from tests.support import nursery
 from tests.support.bound import bits
+from tests.support.keepers import end_keepers, keeper_of
 from tests.support.models import start_new_job
+from tests.support.nursery import until
 
 Rows = dict[str, torch.Tensor]
 
 
 def folder_of(run: str, node_dir: Path) -> NodeFolder:
     return NodeFolder(open_store(Location(run)).location.url, node_dir=node_dir)
-
-
-def end_keepers(node_dir: Path) -> None:
-    """Kill all keepers of a node, and wait for their ends."""
-    for path in node_dir.glob("holdfast-*/*/keeper.lock"):
-        with suppress(ProcessLookupError, ValueError):
-            keeper = int(path.read_text())
-            os.kill(keeper, signal.SIGKILL)
-            until(lambda keeper=keeper: not Path(f"/proc/{keeper}").exists())  # type: ignore[misc]
 
 
 class Loop:
@@ -264,16 +257,10 @@ def test_a_run_with_history_must_be_restored_first(run: str, memory: Memory) -> 
     checkpointer.close()
 
 
-STAGED = """
-import os, signal, sys
-from pathlib import Path
-import torch
-from holdfast import Checkpointer, Memory
-
-checkpointer = Checkpointer(sys.argv[1], {"w": torch.arange(1 << 20)}, memory=Memory(node_dir=Path(sys.argv[2])))
-checkpointer.save(1).staged.wait(60)
-os.kill(os.getpid(), signal.SIGKILL)
-"""
+def stage_and_die(run: str, node_dir: Path) -> None:
+    checkpointer = Checkpointer(run, {"w": torch.arange(1 << 20)}, memory=Memory(node_dir=node_dir))
+    checkpointer.save(1).staged.wait(60)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_a_run_whose_checkpoints_are_all_in_memory_is_not_begun_anew_by_a_job_that_restored_nothing(
@@ -281,8 +268,8 @@ def test_a_run_whose_checkpoints_are_all_in_memory_is_not_begun_anew_by_a_job_th
 ) -> None:
     with mounted(tmp_path / "disk", "tmpfs", "size=1m") as disk:  # it takes the records, and no data
         run = str(disk / "run")
-        done = subprocess.run([sys.executable, "-c", STAGED, run, str(memory.node_dir)], check=False)
-        assert done.returncode == -signal.SIGKILL
+        killed = nursery.start(stage_and_die, run, memory.node_dir, err=tmp_path / "err")
+        assert killed.wait() == -signal.SIGKILL, killed.err
         into = {"w": torch.zeros(1 << 20, dtype=torch.int64)}
         second = Checkpointer(run, into, memory=memory)
         for _ in range(2):

@@ -13,7 +13,8 @@ import torch
 
 import holdfast
 from holdfast import Checkpointer, Memory
-from tests.checkpointer.test_checkpointer import end_keepers, late_copies
+from tests.checkpointer.test_checkpointer import late_copies
+from tests.support.keepers import end_keepers
 
 #: More than threads of Python get done in the time that a test has, if each call of torch waits for its turn.
 NUM_TENSORS = 1500

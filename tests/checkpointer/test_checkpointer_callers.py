@@ -17,7 +17,8 @@ import torch
 import holdfast
 from holdfast import Checkpointer, ConfigurationError, Memory
 from holdfast.checkpointer.memory_tier import MemoryTier
-from tests.checkpointer.test_checkpointer import end_keepers, late_copies
+from tests.checkpointer.test_checkpointer import late_copies
+from tests.support.keepers import end_keepers
 from tests.support.models import start_new_job
 from tests.support.nursery import until
 

@@ -19,17 +19,12 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_dev
 import holdfast
 from holdfast import Checkpointer, Memory, StateError
 from holdfast.node_memory.slots import Slot, slot_names
-from tests.checkpointer.test_checkpointer import (
-    Loop,
-    end_keepers,
-    folder_of,
-    holdfast_rollback,
-    late_copies,
-)
+from tests.checkpointer.test_checkpointer import Loop, folder_of, holdfast_rollback, late_copies
 from tests.faults.test_engine_faults import fill
-from tests.keeper.test_keeper import until
 from tests.store.test_posix_storage import mounted
+from tests.support.keepers import end_keepers
 from tests.support.models import start_new_job
+from tests.support.nursery import until
 from tests.support.ranks import run_ranks
 
 SHAPE = (12, 10)
@@ -277,7 +272,10 @@ def descriptors_of_saves(folder: str) -> int:
 
 
 def test_saves_in_the_background_leave_no_connection_behind_though_nobody_collects_garbage(tmp_path: Path) -> None:
-    assert max(run_ranks(2, descriptors_of_saves, str(tmp_path))) <= 3
+    try:
+        assert max(run_ranks(2, descriptors_of_saves, str(tmp_path))) <= 3
+    finally:
+        end_keepers(tmp_path)
 
 
 def test_two_checkpointers_of_one_job_save_in_the_background_side_by_side(tmp_path: Path) -> None:

@@ -16,8 +16,8 @@ import torch.distributed as dist
 import holdfast
 from holdfast import Checkpointer, ConfigurationError, DeadlineError, Memory, PerRank
 from tests.checkpointer.test_checkpointer import Loop, folder_of, late_copies
-from tests.keeper.test_keeper import keeper_of
 from tests.support.bound import bits
+from tests.support.keepers import keeper_of
 from tests.support.models import start_new_job
 from tests.support.ranks import run_ranks
 

@@ -18,7 +18,7 @@ import holdfast
 from holdfast import Checkpointer, ConfigurationError, HoldfastError, Memory
 from holdfast.decoding import _json, _msgpack
 from holdfast.snapshot.guard import changing
-from tests.checkpointer.test_checkpointer import end_keepers
+from tests.support.keepers import end_keepers
 from tests.support.models import start_new_job
 
 LIBRARY = str(Path(holdfast.__file__).parent)

@@ -14,10 +14,11 @@ from holdfast.run.history import Run
 from holdfast.store.base import Location
 from holdfast.store.urls import open_store
 from tests.keeper import test_keeper
-from tests.keeper.test_keeper import states, until
+from tests.keeper.test_keeper import states
 from tests.keeper.test_persist import Saved, assert_loads
 from tests.node_memory.test_node_memory import MIB, kept
 from tests.support.command_line import holdfast_command
+from tests.support.nursery import until
 
 run, folder, saved = test_keeper.run, test_keeper.folder, test_keeper.saved
 

@@ -20,7 +20,6 @@ from holdfast import HoldfastError
 from holdfast.cooperative import reading as together
 from holdfast.cooperative.neighbours import node_id
 from holdfast.plan.exchange import Bandwidths
-from tests.checkpointer.test_checkpointer import end_keepers
 from tests.support.faulty_storage import watched_store
 from tests.support.models import start_new_job
 from tests.support.ranks import RankDiedError, RanksFailedError, run_ranks
@@ -282,14 +281,6 @@ def test_a_bad_block_that_one_rank_reads_is_told_to_all(
         assert (told.kind, told.code, told.path) == ("CorruptError", "corrupt.file", data)
         assert "large-" in told.text
         assert told.took_s < TIMEOUT_S / 2
-
-
-@pytest.fixture
-def node_dir(tmp_path: Path) -> Iterator[Path]:
-    """Memory of a node of its own; its keepers end with the test."""
-    (tmp_path / "node").mkdir()
-    yield tmp_path / "node"
-    end_keepers(tmp_path / "node")
 
 
 def restore_and_count(run: str, node_dir: Path, sharded: bool) -> tuple[bool, int]:

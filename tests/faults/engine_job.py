@@ -37,6 +37,7 @@ from holdfast.store.base import Location
 from holdfast.store.urls import open_store
 from tests.faults.engine_points import Deed, Log, Role, traced
 from tests.support import nursery
+from tests.support.keepers import end_keepers
 from tests.support.nursery import until
 from tests.support.rank_worker import HOST
 
@@ -374,24 +375,4 @@ def node_memory(parent: Path, *, count: int = 1) -> Iterator[tuple[Path, ...]]:
             yield paths
         finally:
             for path in paths:
-                kill_keepers(path)
-
-
-def kill_keepers(node_dir: Path) -> None:
-    """Kill all keepers of a node that trainers have started, and return when they are dead."""
-    for pid in keepers(node_dir):
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-        until(lambda pid=pid: pid not in keepers(node_dir))  # type: ignore[misc]
-
-
-def keepers(node_dir: Path) -> list[int]:
-    """All keepers of a node that were started by the usual command, even those that are only starting."""
-    return [int(path.name) for path in Path("/proc").glob("[0-9]*") if str(node_dir) in _arguments(path)]
-
-
-def _arguments(process: Path) -> list[str]:
-    """The command line of a process; empty for one that has ended."""
-    with suppress(FileNotFoundError, ProcessLookupError):
-        return (process / "cmdline").read_text(errors="replace").split("\0")
-    return []
+                end_keepers(path)

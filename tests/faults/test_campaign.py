@@ -27,9 +27,9 @@ import holdfast
 from holdfast.run.history import Run
 from holdfast.store.base import Location
 from holdfast.store.urls import open_store
-from tests.checkpointer.test_checkpointer import end_keepers
 from tests.faults.campaign_job import Loop, Place, Truth, found, work
 from tests.support import nursery
+from tests.support.keepers import end_keepers
 
 NUM_SAVES: Final = 400
 SAVES_PER_RUN: Final = 200

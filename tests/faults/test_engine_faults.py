@@ -23,21 +23,11 @@ from holdfast import Checkpointer, DeadlineError, Memory, StorageError
 from holdfast.checkpointer import watcher
 from holdfast.keeper import client
 from holdfast.node_memory.slots import Slot, slot_names
-from tests.faults.engine_job import (
-    WORLD_SIZE,
-    Job,
-    Restored,
-    Spec,
-    Training,
-    Truth,
-    job,
-    keepers,
-    kill_keepers,
-    whole_in_memory,
-)
+from tests.faults.engine_job import WORLD_SIZE, Job, Restored, Spec, Training, Truth, job, whole_in_memory
 from tests.faults.engine_points import Deed, Log
 from tests.store.test_posix_storage import mounted
 from tests.support import nursery
+from tests.support.keepers import end_keepers, keepers, kill
 from tests.support.nursery import until
 
 TRAINERS = ("rank-0", "rank-1")
@@ -293,8 +283,7 @@ def test_saves_go_on_where_the_file_that_says_the_version_of_the_memory_is_damag
             (folder.path / "keeper.protocol").write_bytes(bytes(2))
             (folder.path / "slot-of nobody").touch()
         if not has_keeper:
-            os.kill(keeper, signal.SIGKILL)
-            until(lambda: not Path(f"/proc/{keeper}").exists())
+            kill(keeper)
         for step in (1, 2):
             saved(training, checkpointer, step).durable.wait(60)
     assert has_keeper == ("saves go to storage" not in caplog.text)
@@ -415,7 +404,7 @@ def small_node(tmp_path: Path) -> Iterator[Path]:
         try:
             yield node_dir
         finally:
-            kill_keepers(node_dir)
+            end_keepers(node_dir)
 
 
 def test_when_memory_fills_up_a_save_fails_clearly_and_nothing_is_lost(

@@ -22,7 +22,8 @@ import torch
 from holdfast import Checkpointer, Memory
 from holdfast.checkpointer.staging import Stager
 from holdfast.snapshot import capture as snapshot
-from tests.faults.engine_job import Spec, Training, Truth, keepers
+from tests.faults.engine_job import Spec, Training, Truth
+from tests.support.keepers import keepers
 from tests.support.nursery import until
 
 WARM_UP: Final = 40

@@ -22,18 +22,9 @@ from typing import Final
 
 import pytest
 
-from tests.faults.engine_job import (
-    SMALL_NUMEL,
-    WORLD_SIZE,
-    Job,
-    Spec,
-    Truth,
-    job,
-    kill_keepers,
-    node_memory,
-    whole_in_memory,
-)
+from tests.faults.engine_job import SMALL_NUMEL, WORLD_SIZE, Job, Spec, Truth, job, node_memory, whole_in_memory
 from tests.faults.test_crash_points import revision
+from tests.support.keepers import end_keepers
 
 NUM_KILLS: Final = 300
 KILLS_PER_RUN: Final = 25
@@ -123,7 +114,7 @@ class Sweep:
 
     def _lose_memory(self) -> None:
         for node_dir in self.spec.node_dirs:
-            kill_keepers(node_dir)
+            end_keepers(node_dir)
             for folder in node_dir.iterdir():
                 shutil.rmtree(folder)
 

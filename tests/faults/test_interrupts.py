@@ -30,7 +30,8 @@ from holdfast.snapshot import capture as snapshot_module
 from holdfast.snapshot import guard as guard_module
 from holdfast.store.base import Location
 from holdfast.store.urls import open_store
-from tests.checkpointer.test_checkpointer import Loop, end_keepers, folder_of
+from tests.checkpointer.test_checkpointer import Loop, folder_of
+from tests.support.keepers import end_keepers
 from tests.support.nursery import until
 
 SOURCES: Final = str(Path(holdfast.__file__).parent)

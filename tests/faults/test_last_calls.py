@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 import holdfast
 from holdfast import Checkpointer, Memory
-from tests.checkpointer.test_checkpointer import end_keepers
 from tests.support import nursery
+from tests.support.keepers import end_keepers
 
 WORLD_SIZE = 3
 ROUNDS = 2

@@ -20,11 +20,11 @@ from holdfast.agreement.planning import Planning
 from holdfast.checkpointer import memory_tier
 from holdfast.checkpointer.memory_tier import MemoryTier
 from holdfast.checkpointer.staging import Stager
-from tests.checkpointer.test_checkpointer import end_keepers
+from tests.support.keepers import end_keepers
 from tests.support.models import start_new_job
 from tests.support.ranks import run_ranks
 
-TIMEOUT_S = 8.0
+TIMEOUT_S = 5.0
 
 
 def late(call: Callable[..., Any], times: list[int]) -> Callable[..., Any]:

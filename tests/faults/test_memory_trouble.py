@@ -7,7 +7,6 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,29 +17,15 @@ from holdfast import Checkpointer, Memory
 from holdfast.checkpointer.backoff import Backoff
 from holdfast.node_memory.keeper_lock import is_kept
 from holdfast.node_memory.slots import slot_names
-from tests.checkpointer.test_checkpointer import Loop, end_keepers, folder_of, restored
-from tests.faults.engine_job import keepers, kill_keepers
-from tests.keeper.test_keeper import keeper_of
+from tests.checkpointer.test_checkpointer import Loop, folder_of, restored
 from tests.store.test_posix_storage import mounted
+from tests.support.keepers import end_keepers, keeper_of, keepers
 from tests.support.models import start_new_job
 from tests.support.nursery import until
 from tests.support.ranks import run_ranks
 
 FALLEN_BACK = "saves go to storage, and training waits for them"
 AGAIN = "saves go to memory again"
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> str:
-    return str(tmp_path / "run")
-
-
-@pytest.fixture
-def node_dir(tmp_path: Path) -> Iterator[Path]:
-    path = tmp_path / "node"
-    path.mkdir()
-    yield path
-    kill_keepers(path)
 
 
 def saved(loop: Loop, checkpointer: Checkpointer, step: int) -> holdfast.Handle:
@@ -100,7 +85,7 @@ def test_what_the_node_and_its_keeper_lost_is_told(run: str, node_dir: Path) -> 
         lost = saved(loop, checkpointer, 1)
         lost.staged.wait(60)
         shutil.rmtree(folder.path.parent)
-    kill_keepers(node_dir)
+    end_keepers(node_dir)
     with pytest.raises(holdfast.StorageError, match="step 1 is lost: its snapshot") as caught:
         lost.durable.wait(60)
     assert caught.value.code == "storage.memory_removed"
@@ -157,7 +142,7 @@ def test_a_tmpfs_is_out_of_inodes(run: str, tmp_path: Path, num_inodes: int, cap
                 saved(loop, checkpointer, step)
             assert AGAIN in caplog.text
         assert restored(run, memory) == ("node memory", 24, loop.bits())
-        kill_keepers(node_dir)
+        end_keepers(node_dir)
 
 
 def test_memory_is_given_back_after_a_fall_back_and_used_again_when_it_is_free(
@@ -184,7 +169,7 @@ def test_memory_is_given_back_after_a_fall_back_and_used_again_when_it_is_free(
             assert AGAIN in caplog.text
         assert is_in_memory(run, node_dir)
         assert holdfast.open(run).step == 7
-        kill_keepers(node_dir)
+        end_keepers(node_dir)
 
 
 def fall_back_together(run: str, node_dirs: list[Path]) -> list[bool]:
@@ -215,7 +200,7 @@ def test_all_nodes_fall_back_and_come_back_together(run: str, tmp_path: Path) ->
     assert [each[1] for each in found] == [True, True]
     for path in node_dirs:
         assert is_in_memory(run, path)
-        kill_keepers(path)
+        end_keepers(path)
     assert holdfast.open(run).step == 3
 
 

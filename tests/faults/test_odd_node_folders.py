@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -22,25 +23,12 @@ from holdfast.node_memory.keeper_lock import is_kept
 from holdfast.node_memory.keeper_starts import MAX_STARTS, starts
 from holdfast.node_memory.node_folder import NodeFolder
 from holdfast.node_memory.slots import Slot, SlotState, slot_names
-from tests.checkpointer.test_checkpointer import Loop, end_keepers, folder_of
-from tests.faults.engine_job import kill_keepers
+from tests.checkpointer.test_checkpointer import Loop, folder_of
 from tests.faults.test_memory_trouble import FALLEN_BACK, saved
-from tests.keeper.test_keeper import keeper_of, until
 from tests.support.command_line import holdfast_command
+from tests.support.keepers import end_keepers, keeper_of
 from tests.support.models import start_new_job
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> str:
-    return str(tmp_path / "run")
-
-
-@pytest.fixture
-def node_dir(tmp_path: Path) -> Iterator[Path]:
-    path = tmp_path / "node"
-    path.mkdir()
-    yield path
-    kill_keepers(path)
+from tests.support.nursery import until
 
 
 def put(path: Path, kind: str) -> None:
@@ -64,8 +52,25 @@ def put(path: Path, kind: str) -> None:
         path.symlink_to("/dev/zero")
 
 
-def killed_with_a_sealed_snapshot(run: str, node_dir: Path) -> Path:
-    """A job saves step 0, and step 1 into memory alone. Then it and its keeper die. Returns the folder in memory."""
+class Left(NamedTuple):
+    """A run, and the memory of its node, which a killed job has left: step 0 is durable, and step 1 lies sealed in
+    memory alone. The keeper is dead too."""
+
+    run: str
+    node_dir: Path
+
+    @property
+    def folder(self) -> Path:
+        """The folder in memory."""
+        return folder_of(self.run, self.node_dir).path
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a copy of what a killed job has left. Its originals lay beside it, in `now`."""
+    parent = tmp_path_factory.mktemp("killed")
+    run, node_dir = str(parent / "now" / "run"), parent / "now" / "node"
+    node_dir.mkdir(parents=True)
     loop = Loop()
     checkpointer = Checkpointer(run, loop.state, memory=Memory(node_dir=node_dir), timeout_s=20)
     saved(loop, checkpointer, 0).durable.wait(60)
@@ -81,8 +86,18 @@ def killed_with_a_sealed_snapshot(run: str, node_dir: Path) -> Path:
     end_keepers(node_dir)
     stored.unlink()
     Path(run + ".away").rename(stored)
+    (parent / "now").rename(parent / "kept")
+    return parent / "kept"
+
+
+@pytest.fixture
+def left(kept: Path) -> Iterator[Left]:
+    """What a killed job has left: a copy for each test, in the place of the originals, whose path is in their bytes."""
     start_new_job()
-    return folder_of(run, node_dir).path
+    now = Path(shutil.copytree(kept, kept.with_name("now")))
+    yield Left(str(now / "run"), now / "node")
+    end_keepers(now / "node")
+    shutil.rmtree(now)
 
 
 def sealed(path: Path) -> Path:
@@ -95,24 +110,21 @@ def sealed(path: Path) -> Path:
     raise AssertionError("no slot is sealed")
 
 
-def goes_on(run: str, node_dir: Path) -> tuple[int | None, list[bool]]:
+def goes_on(left: Left) -> tuple[int | None, list[bool]]:
     """The step that a new job restores, and whether each of its saves became durable."""
     loop = Loop(seed=1)
-    with Checkpointer(run, loop.state, memory=Memory(node_dir=node_dir), timeout_s=20) as checkpointer:
+    with Checkpointer(left.run, loop.state, memory=Memory(node_dir=left.node_dir), timeout_s=20) as checkpointer:
         step = checkpointer.restore().step
         handles = [saved(loop, checkpointer, number) for number in range(10, 13)]
     return step, [handle.durable.is_done for handle in handles]
 
 
 @pytest.mark.parametrize("kind", ["lost", "full folder", "garbage", "readable by others"])
-def test_a_damaged_generation_of_a_sealed_slot_does_not_block_all_later_saves(
-    run: str, node_dir: Path, kind: str
-) -> None:
-    folder = killed_with_a_sealed_snapshot(run, node_dir)
-    newest = max(folder.glob("generation-*"), key=lambda path: path.stat().st_mtime_ns)
+def test_a_damaged_generation_of_a_sealed_slot_does_not_block_all_later_saves(left: Left, kind: str) -> None:
+    newest = max(left.folder.glob("generation-*"), key=lambda path: path.stat().st_mtime_ns)
     put(newest, kind)
-    assert goes_on(run, node_dir) == (0, [True] * 3)
-    assert "nothing is known of its checkpoint" in (folder / "keeper.log").read_text()
+    assert goes_on(left) == (0, [True] * 3)
+    assert "nothing is known of its checkpoint" in (left.folder / "keeper.log").read_text()
 
 
 @pytest.mark.parametrize("kind", ["queue", "full folder", "empty", "readable by others"])
@@ -120,11 +132,10 @@ def test_a_damaged_generation_of_a_sealed_slot_does_not_block_all_later_saves(
     "name", ["keeper.lock", "keeper.log", "keeper.protocol", "keeper.run", "trainers.lock", "slot"]
 )
 def test_what_lies_in_place_of_a_file_of_the_folder_does_not_keep_a_job_from_saving(
-    run: str, node_dir: Path, name: str, kind: str
+    left: Left, name: str, kind: str
 ) -> None:
-    folder = killed_with_a_sealed_snapshot(run, node_dir)
-    put(sealed(folder) if name == "slot" else folder / name, kind)
-    step, are_durable = goes_on(run, node_dir)
+    put(sealed(left.folder) if name == "slot" else left.folder / name, kind)
+    step, are_durable = goes_on(left)
     assert step in (0, 1)
     assert are_durable == [True] * 3
 
@@ -170,6 +181,7 @@ def test_a_keeper_that_always_crashes_is_not_started_for_ever_and_saves_go_to_st
     saved(loop, checkpointer, 0).durable.wait(60)
     end_keepers(node_dir)
     broken_keepers(tmp_path, monkeypatch)
+    monkeypatch.setattr(keeper_starts, "_FIRST_PAUSE_S", 0.02)  # the next test has the usual one
     for step in range(1, 8):
         saved(loop, checkpointer, step)
     assert FALLEN_BACK in caplog.text
@@ -179,7 +191,7 @@ def test_a_keeper_that_always_crashes_is_not_started_for_ever_and_saves_go_to_st
     with folder_of(run, node_dir) as folder:
         log = folder.path / "keeper.log"
         num_crashes = log.read_text().count("Traceback")
-        time.sleep(2.0)
+        time.sleep(1.0)  # the next start would be due
         assert log.read_text().count("Traceback") == num_crashes
         assert MAX_STARTS <= num_crashes <= MAX_STARTS + 1  # the save and its watcher may start one each
     checkpointer.__exit__(RuntimeError, RuntimeError(), None)
@@ -221,23 +233,21 @@ def test_starts_of_a_keeper_that_makes_checkpoints_durable_are_not_counted(run: 
 
 
 def test_a_folder_that_is_not_private_costs_what_is_in_it_and_a_restore_goes_to_storage(
-    run: str, node_dir: Path, caplog: pytest.LogCaptureFixture
+    left: Left, caplog: pytest.LogCaptureFixture
 ) -> None:
-    folder = killed_with_a_sealed_snapshot(run, node_dir)
-    folder.chmod(0o755)
-    assert goes_on(run, node_dir) == (0, [True] * 3)
+    left.folder.chmod(0o755)
+    assert goes_on(left) == (0, [True] * 3)
     assert "the snapshots in memory cannot be used, restoring from storage instead: [config.not_private]" in caplog.text
-    shutil.rmtree(folder)
 
 
 def by_a_link(run: str, tmp_path: Path) -> str:
     """Another path of `run`, through a link."""
-    (tmp_path / "link").symlink_to(tmp_path)
+    (tmp_path / "link").symlink_to(Path(run).parent)
     return str(tmp_path / "link" / Path(run).name)
 
 
-def test_a_restart_by_another_path_of_the_run_finds_its_memory(run: str, node_dir: Path, tmp_path: Path) -> None:
-    killed_with_a_sealed_snapshot(run, node_dir)
+def test_a_restart_by_another_path_of_the_run_finds_its_memory(left: Left, tmp_path: Path) -> None:
+    run, node_dir = left
     other = by_a_link(run, tmp_path)
     listed = holdfast_command("node", "--json", "--node-dir", node_dir, other).json["runs"]
     assert [each["run"] for each in listed] == [run]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -21,8 +22,10 @@ from holdfast.run.history import Run
 from holdfast.store.base import Location
 from holdfast.store.urls import open_store
 from tests.checkpointer.test_checkpointer import holdfast_rollback
-from tests.faults.engine_job import kill_keepers, node_memory
+from tests.faults.engine_job import node_memory
 from tests.store.test_posix_storage import mounted
+from tests.support import nursery
+from tests.support.keepers import end_keepers
 from tests.support.models import start_new_job
 from tests.support.nursery import until
 
@@ -31,22 +34,17 @@ TIMEOUT_S = 20.0
 AT_ONCE_S = 5.0
 NUMEL = 1 << 20
 
-#: Step 0 is durable. The disk takes records and no more data when step 1 is saved, so that stays in memory.
-LEAVES = """
-import os, signal, subprocess, sys
-from pathlib import Path
-import torch
-from holdfast import Checkpointer, Memory
 
-run, node_dir, disk = sys.argv[1:]
-state = {"w": torch.zeros(1 << 20, dtype=torch.int64)}
-checkpointer = Checkpointer(run, state, memory=Memory(node_dir=Path(node_dir)))
-checkpointer.save(0).durable.wait(60)
-subprocess.run(["mount", "-o", "remount,size=10m", disk], check=True)
-state["w"].fill_(1)
-checkpointer.save(1).staged.wait(60)
-os.kill(os.getpid(), signal.SIGKILL)
-"""
+def leave(run: str, node_dir: Path, disk: Path) -> None:
+    """Save step 0, which becomes durable, and step 1, which stays in memory: the disk takes records and no more data
+    by then. Die."""
+    state = {"w": torch.zeros(NUMEL, dtype=torch.int64)}
+    checkpointer = Checkpointer(run, state, memory=Memory(node_dir=node_dir))
+    checkpointer.save(0).durable.wait(60)
+    subprocess.run(["mount", "-o", "remount,size=10m", disk], check=True)
+    state["w"].fill_(1)
+    checkpointer.save(1).staged.wait(60)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 class Left(NamedTuple):
@@ -72,12 +70,12 @@ class Left(NamedTuple):
 def left(tmp_path: Path) -> Iterator[Left]:
     with mounted(tmp_path / "disk", "tmpfs", "size=20m") as disk, node_memory(tmp_path) as (node_dir,):
         run = str(disk / "run")
-        done = subprocess.run([sys.executable, "-c", LEAVES, run, str(node_dir), str(disk)], check=False)
-        assert done.returncode == -signal.SIGKILL
+        job = nursery.start(leave, run, node_dir, disk, err=tmp_path / "err")
+        assert job.wait() == -signal.SIGKILL, job.err
         until(lambda: any((disk / "run" / "checkpoints").glob("step-0000000001-*/manifest*")))  # the keeper has tried
         start_new_job()
         yield Left(run, disk, Memory(node_dir=node_dir))
-        kill_keepers(node_dir)
+        end_keepers(node_dir)
 
 
 def state() -> dict[str, torch.Tensor]:
@@ -117,7 +115,7 @@ def test_a_checkpoint_that_the_doctor_gave_up_is_restored_from_memory_and_no_sav
     left: Left, keeper: str
 ) -> None:
     if keeper == "dead":
-        kill_keepers(left.memory.node_dir)
+        end_keepers(left.memory.node_dir)
     left.doctor_removes()
     into = state()
     with checkpointer_of(left, into) as checkpointer:
@@ -179,7 +177,7 @@ def test_where_no_keeper_starts_after_a_restore_from_memory_no_save_goes_to_stor
     into = state()
     with checkpointer_of(left, into) as checkpointer:
         assert checkpointer.restore().step == 1
-        kill_keepers(left.memory.node_dir)
+        end_keepers(left.memory.node_dir)
         left.make_room()
         with monkeypatch.context() as patch:
             patch.setattr(client, "_started", lambda *_: 1)
@@ -215,7 +213,7 @@ def test_beside_a_full_disk_every_save_after_a_restore_from_memory_waits_in_vain
             assert time.monotonic() - begun_s < (4.0 if step == 2 else 2.5)
         checkpointer._timeout_s = TIMEOUT_S
         left.make_room()
-        time.sleep(1.5)  # the keeper tries again every second
+        until(lambda: left.lineage()[0] == 1)  # the keeper tries again every second
         save_at_once(checkpointer, into, 5, 6)
     assert left.lineage() == [6, 5, 1, 0]
 
@@ -228,7 +226,7 @@ def test_a_job_that_went_back_in_storage_after_its_restore_from_memory_waits_for
         assert checkpointer.restore().step == 1
         holdfast.load(left.run, into, continues=True)
         assert (into["w"] == 0).all()
-        kill_keepers(left.memory.node_dir)  # so that none commits it
+        end_keepers(left.memory.node_dir)  # so that none commits it
         left.make_room()
         into["w"].fill_(2)
         holdfast.save(left.run, into, 2)  # opens an epoch of this job

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,7 +11,6 @@ import torch
 
 import holdfast
 from holdfast import Checkpointer, HoldfastError, Memory
-from tests.checkpointer.test_checkpointer import end_keepers
 from tests.faults.silent_mount import can_fall_silent, silent
 from tests.support.models import start_new_job
 
@@ -28,13 +27,6 @@ def store(tmp_path: Path) -> Path:
     if not can_fall_silent(folder):
         pytest.skip("needs /dev/fuse and the right to mount")
     return folder
-
-
-@pytest.fixture
-def memory(tmp_path: Path) -> Iterator[Memory]:
-    (tmp_path / "node").mkdir()
-    yield Memory(node_dir=tmp_path / "node")
-    end_keepers(tmp_path / "node")
 
 
 def state() -> dict[str, object]:

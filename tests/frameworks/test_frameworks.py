@@ -142,10 +142,10 @@ def test_loaders_without_a_state_are_refused_with_those_that_have_one() -> None:
         assert caught.value.code == "state.unsupported_leaf"
 
 
-def runners() -> dict[str, tuple[object, str]]:
-    """Objects that run a job, and what the error says goes into the state instead."""
+def runners(folder: Path) -> dict[str, tuple[object, str]]:
+    """Objects that run a job, which may write into `folder`, and what the error says goes into the state instead."""
     model = nn.Linear(2, 1)
-    arguments = TrainingArguments("never", use_cpu=True, report_to="none")
+    arguments = TrainingArguments(str(folder), use_cpu=True, report_to="none")
     return {
         "accelerator": (Accelerator(cpu=True), "accelerator.prepare"),
         "fabric": (lightning.Fabric(accelerator="cpu", devices=1), "fabric.setup"),
@@ -156,8 +156,8 @@ def runners() -> dict[str, tuple[object, str]]:
     }
 
 
-def test_what_runs_a_job_is_refused_with_what_goes_into_the_state_instead() -> None:
-    for runner, said in runners().values():
+def test_what_runs_a_job_is_refused_with_what_goes_into_the_state_instead(tmp_path: Path) -> None:
+    for runner, said in runners(tmp_path).values():
         with pytest.raises(StateError) as caught:
             holdfast.save("/never", {"runner": runner}, 1)
         assert caught.value.code == "state.unsupported_leaf"

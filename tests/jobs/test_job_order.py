@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 import holdfast
 from holdfast import FencedError, HoldfastError
-from tests.checkpointer.test_checkpointer import end_keepers
 from tests.jobs.told import TIMEOUT_S, Told, same_on_all, save_small, small, told
+from tests.support.keepers import end_keepers
 from tests.support.models import start_new_job
 from tests.support.ranks import run_processes, run_ranks
 

@@ -33,6 +33,8 @@ from holdfast.run.history import Run
 from holdfast.store.posix import PosixStore
 from holdfast.store.timed import TimedStore
 from tests.keeper.test_persist import Saved, assert_loads
+from tests.support.keepers import keeper_of
+from tests.support.nursery import until
 
 
 @pytest.fixture
@@ -76,19 +78,6 @@ def started(folder: NodeFolder, run: Run) -> Iterator[Callable[..., subprocess.P
             return process
 
         yield start
-
-
-def until(condition: Callable[[], bool], *, timeout_s: float = 30.0) -> None:
-    end = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < end, "it never came true"
-        time.sleep(0.01)
-
-
-def keeper_of(folder: Path) -> int:
-    """The process that keeps the run whose memory is in `folder`."""
-    until(lambda: bool((folder / "keeper.lock").read_text()))  # it says so when it has begun
-    return int((folder / "keeper.lock").read_text())
 
 
 def states(saved: Saved) -> set[SlotState]:

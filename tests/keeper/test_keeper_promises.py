@@ -40,9 +40,11 @@ from holdfast.run.history import Run
 from holdfast.store.posix import PosixStore
 from holdfast.store.timed import TimedStore
 from tests.keeper import test_keeper
-from tests.keeper.test_keeper import keeper_of, states, until
+from tests.keeper.test_keeper import states
 from tests.keeper.test_persist import Saved
 from tests.support.faulty_storage import FaultyStore
+from tests.support.keepers import keeper_of
+from tests.support.nursery import until
 
 run, folder, saved, started = test_keeper.run, test_keeper.folder, test_keeper.saved, test_keeper.started
 

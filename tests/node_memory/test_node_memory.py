@@ -38,12 +38,13 @@ from holdfast.run.history import Run
 from holdfast.store.base import Location
 from holdfast.store.posix import PosixStore
 from tests.faults.test_engine_faults import small_node
-from tests.keeper.test_keeper import states, until
+from tests.keeper.test_keeper import states
 from tests.keeper.test_keeper_promises import looked
 from tests.keeper.test_persist import Saved, assert_loads
 from tests.node_memory.test_arena import ready
 from tests.node_memory.test_slots import filled
 from tests.store.test_posix_storage import mounted
+from tests.support.nursery import until
 
 MIB = 1 << 20
 _NEW_NAMESPACE = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")

@@ -13,7 +13,7 @@ import xxhash
 
 from holdfast.format.records import MARKER_KEY
 from holdfast.node_memory.node_folder import DEFAULT_NODE_DIR
-from tests.keeper.test_keeper import keeper_of
+from tests.support.keepers import keeper_of
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import ast
 import inspect
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from operator import attrgetter
 from pathlib import Path
 
@@ -14,7 +14,6 @@ import pytest
 import torch
 
 import holdfast
-from tests.checkpointer.test_checkpointer import end_keepers
 
 ROOT = Path(__file__).parents[2]
 
@@ -71,14 +70,6 @@ def test_the_readme_is_short_and_names_the_commands_that_show_and_test() -> None
     text = (ROOT / "README.md").read_text()
     assert len(text.splitlines()) <= 120, "tables belong into docs/benchmarks.md, details into the guides"
     assert all(f"\nmake {command} " in text for command in ("demo", "test", "test-slow"))
-
-
-@pytest.fixture
-def memory(tmp_path: Path) -> Iterator[holdfast.Memory]:
-    """Memory of a node of its own; its keepers end with the test."""
-    (tmp_path / "node").mkdir()
-    yield holdfast.Memory(node_dir=tmp_path / "node")
-    end_keepers(tmp_path / "node")
 
 
 def test_the_eight_lines_of_the_readme_train_stop_and_go_on(

@@ -6,7 +6,7 @@ import gc
 import multiprocessing
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,7 @@ from holdfast.run.history import Run
 from holdfast.run.session import JOB
 from holdfast.store.base import Location
 from holdfast.store.urls import open_store
-from tests.checkpointer.test_checkpointer import Loop, end_keepers
+from tests.checkpointer.test_checkpointer import Loop
 from tests.support.models import start_new_job
 from tests.support.ranks import run_ranks
 
@@ -40,13 +40,6 @@ def run(tmp_path: Path) -> str:
         holdfast.save(root, loop.state, step)
     start_new_job()
     return root
-
-
-@pytest.fixture
-def memory(tmp_path: Path) -> Iterator[Memory]:
-    (tmp_path / "node").mkdir()
-    yield Memory(node_dir=tmp_path / "node")
-    end_keepers(tmp_path / "node")
 
 
 def newest(run: str) -> tuple[Why, Place | None]:

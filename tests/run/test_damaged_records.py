@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,11 @@ from holdfast.format import records
 from holdfast.format.records import Place
 from holdfast.node_memory.slots import Slot, SlotState, slot_names
 from holdfast.run.diagnosis import examine, finish
-from tests.checkpointer.test_checkpointer import end_keepers, folder_of
+from tests.checkpointer.test_checkpointer import folder_of
 from tests.run.test_lost_epochs import opened
 from tests.store.test_posix_storage import mounted
+from tests.support import nursery
+from tests.support.keepers import end_keepers
 from tests.support.models import start_new_job
 from tests.support.nursery import until
 
@@ -133,16 +134,11 @@ def test_one_sealed_checkpoint_without_a_commit_is_what_a_save_that_died_leaves(
     assert holdfast.save(root, state, 1).place == "2.1"
 
 
-STAGED = """
-import os, signal, sys
-from pathlib import Path
-import torch
-from holdfast import Checkpointer, Memory
-state = {f"w{number}": torch.full((1 << 19,), 7.0) for number in range(6)} | {"epoch": 3}
-checkpointer = Checkpointer(sys.argv[1], state, memory=Memory(node_dir=Path(sys.argv[2])))
-checkpointer.save(1).staged.wait(60)
-os.kill(os.getpid(), signal.SIGKILL)
-"""
+def stage_and_die(run: str, node_dir: Path) -> None:
+    state = {f"w{number}": torch.full((1 << 19,), 7.0) for number in range(6)} | {"epoch": 3}
+    checkpointer = Checkpointer(run, state, memory=Memory(node_dir=node_dir))
+    checkpointer.save(1).staged.wait(60)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_damaged_memory_that_is_the_only_copy_is_not_taken_for_a_first_start(tmp_path: Path) -> None:
@@ -151,8 +147,8 @@ def test_damaged_memory_that_is_the_only_copy_is_not_taken_for_a_first_start(tmp
     memory.node_dir.mkdir()
     with mounted(tmp_path / "disk", "tmpfs", "size=1m") as disk:
         run = str(disk / "run")
-        killed = subprocess.run([sys.executable, "-c", STAGED, run, str(memory.node_dir)], check=False)
-        assert killed.returncode == -signal.SIGKILL
+        killed = nursery.start(stage_and_die, run, memory.node_dir, err=tmp_path / "err")
+        assert killed.wait() == -signal.SIGKILL, killed.err
         with folder_of(run, memory.node_dir) as folder:
             for name in slot_names(folder):
                 with Slot(folder, name) as slot:

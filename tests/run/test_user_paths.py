@@ -14,8 +14,9 @@ from holdfast import Checkpointer, ConfigurationError, Memory
 from holdfast.run.history import Run
 from holdfast.store.base import Location
 from holdfast.store.urls import open_store
-from tests.checkpointer.test_checkpointer import Loop, end_keepers
+from tests.checkpointer.test_checkpointer import Loop
 from tests.support.command_line import holdfast_command
+from tests.support.keepers import end_keepers
 from tests.support.models import start_new_job
 
 

@@ -15,8 +15,8 @@ from torch.optim import AdamW
 
 import holdfast
 from holdfast import Checkpointer, IncompatibleError, Memory, PerRank, StateError
-from tests.checkpointer.test_checkpointer import end_keepers
 from tests.support.bound import bits
+from tests.support.keepers import end_keepers
 from tests.support.ranks import run_ranks
 
 State = dict[str, Any]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,8 +12,9 @@ from torch import nn
 import holdfast
 from holdfast import Checkpointer, Memory
 from holdfast.node_memory.slots import Slot, slot_names
-from tests.checkpointer.test_checkpointer import end_keepers, folder_of
+from tests.checkpointer.test_checkpointer import folder_of
 from tests.support.bound import bits
+from tests.support.keepers import end_keepers
 
 pytestmark = pytest.mark.gpu
 
@@ -22,11 +22,6 @@ pytestmark = pytest.mark.gpu
 WIDTH = 5000
 #: Of a clock that all GPUs have: about half a second.
 LATE = 10**9
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> str:
-    return str(tmp_path / "run")
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from pathlib import Path
@@ -26,21 +26,10 @@ from holdfast.snapshot import device
 from holdfast.snapshot.device import Queued
 from holdfast.snapshot.guard import Guard, changing
 from holdfast.snapshot.routes import Pair
-from tests.checkpointer.test_checkpointer import Loop, end_keepers, folder_of, late_copies
+from tests.checkpointer.test_checkpointer import Loop, folder_of, late_copies
 from tests.support import nursery
+from tests.support.keepers import end_keepers
 from tests.support.nursery import until
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> str:
-    return str(tmp_path / "run")
-
-
-@pytest.fixture
-def memory(tmp_path: Path) -> Iterator[Memory]:
-    (tmp_path / "node").mkdir()
-    yield Memory(node_dir=tmp_path / "node")
-    end_keepers(tmp_path / "node")
 
 
 def loaded(run: str, loop: Loop) -> None:

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import product
-from pathlib import Path
 from typing import Any, cast
 from unittest.mock import patch
 
@@ -21,25 +20,13 @@ from holdfast.format import values
 from holdfast.snapshot import capture as snapshot_module
 from holdfast.snapshot.capture import Snapshot
 from holdfast.state.flatten import FlatState, flatten
-from tests.checkpointer.test_checkpointer import end_keepers, late_copies
+from tests.checkpointer.test_checkpointer import late_copies
 from tests.state.test_registered_types import Quantised, quantised
 from tests.support.bound import bits
 
 State = dict[str, Any]
 
 ITEMS = 5
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> str:
-    return str(tmp_path / "run")
-
-
-@pytest.fixture
-def memory(tmp_path: Path) -> Iterator[Memory]:
-    (tmp_path / "node").mkdir()
-    yield Memory(node_dir=tmp_path / "node")
-    end_keepers(tmp_path / "node")
 
 
 def described(state: State) -> tuple[dict[str, bytes], bytes]:
