@@ -8,7 +8,6 @@ import re
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -17,7 +16,6 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
@@ -33,13 +31,6 @@ from holdfast.format.values import Items, Open, Plain, Stateful, TensorRef
 from holdfast.plan import layout
 from holdfast.state.flatten import FlatState, flatten
 from holdfast.state.piecewise import Piecewise
-
-
-@pytest.fixture
-def world_of_one() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def mlp() -> nn.Sequential:

@@ -27,6 +27,7 @@ from holdfast.calls import (
 )
 from holdfast.checkpointer.background import Background
 from holdfast.checkpointer.background_save import BackgroundSave, SavingJob, capture
+from holdfast.checkpointer.early_memory import reserve_memory
 from holdfast.checkpointer.events import StateRestored
 from holdfast.checkpointer.handle import Handle
 from holdfast.checkpointer.memory_tier import LEAVING_S, MemoryTier, tier_for
@@ -217,10 +218,11 @@ class Checkpointer:
             except IncompatibleError as error:
                 error.action = _with_load(error.action, self._run)
                 raise
-            if tier is not None:
-                tier.note_restored(restored)
             report = restored.report
             log_restored(StateRestored(self._run, report, self._is_first_rank))
+            if tier is not None:
+                tier.note_restored(restored)
+                reserve_memory(tier, self._state, select=self._select, group=self._group, timeout_s=self._timeout_s)
             return report
 
     @contextmanager

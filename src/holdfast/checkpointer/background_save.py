@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -153,7 +154,9 @@ class BackgroundSave:
             if not self.stager.fits(share):
                 self.stager.prepare(share, device=self._queued.device, timeout_s=self.deadline.for_storage_s)
 
+        begun_s = time.perf_counter()
         self.channel.confirm("memory", attempt(prepare), self.deadline)
+        self.machine.have_memory(time.perf_counter() - begun_s)
 
     def _flat(self) -> FlatState:
         """The whole state. Raises the error that prevented the snapshot."""

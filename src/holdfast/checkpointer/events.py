@@ -21,6 +21,14 @@ class SaveBegun:
 
 
 @dataclass(frozen=True, slots=True)
+class SaveMemoryReady:
+    """The memory for the save's plan, a new one, is ready on all ranks. This rank waited for it for `waited_s`."""
+
+    step: int
+    waited_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class SavePlaced:
     """All ranks have agreed on a plan, and on the checkpoint's place in the history of the run."""
 
@@ -98,6 +106,7 @@ class StateRestored:
 
 SaveEvent = (
     SaveBegun
+    | SaveMemoryReady
     | SavePlaced
     | SaveSkipped
     | SaveStaged

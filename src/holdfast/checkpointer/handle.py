@@ -10,6 +10,7 @@ from holdfast.checkpointer.events import (
     SaveDelayed,
     SaveEvent,
     SaveFailed,
+    SaveMemoryReady,
     SavePlaced,
     SaveSkipped,
     SaveStaged,
@@ -85,7 +86,8 @@ class Handle:
 
     `place` is the checkpoint's place in the run's history. It is None until all ranks have agreed on it, which they
     have when the save is staged, and stays None if the save was `skipped`, because no slot was free.
-    ``blocked_s`` is the time that the call of `save` took on this rank.
+    ``blocked_s`` is the time that the call of `save` took on this rank, and ``memory_wait_s`` the part of it for which
+    the memory of the node was not ready, as at a first save that comes soon after the start.
     """
 
     def __init__(self, step: int) -> None:
@@ -93,7 +95,7 @@ class Handle:
         self.step = step
         self.place: Place | None = None
         self.skipped = False
-        self.blocked_s = 0.0
+        self.blocked_s = self.memory_wait_s = 0.0
         self.staged = Stage(f"the copy of step {step}", begun_s=begun_s)
         self.durable = Stage(f"the checkpoint of step {step}", begun_s=begun_s)
 
@@ -105,6 +107,8 @@ class Handle:
     def hear(self, event: SaveEvent) -> None:
         """Record an event of the save. The save's `SaveMachine` calls it as a listener; only the first end counts."""
         match event:
+            case SaveMemoryReady():
+                self.memory_wait_s = event.waited_s
             case SavePlaced():
                 self.place = event.place
             case SaveStaged():

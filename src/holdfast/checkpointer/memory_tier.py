@@ -16,6 +16,7 @@ from typing import Final, Literal, NamedTuple, NoReturn
 from weakref import WeakSet
 
 import msgspec
+import torch
 
 from holdfast.calls import CHECKPOINTER_CLOSE, outer
 from holdfast.checkpointer.background import Background
@@ -168,6 +169,11 @@ class MemoryTier:
         self._backoff, self._trouble = self._backoff.after_fall_back(), to_wire(why)
         self.join()  # an earlier save may still be copying
         self.stager.retire()
+
+    def reserve(self, nbytes: int, *, device: torch.device | None) -> None:
+        """As `Stager.reserve`, unless earlier trouble puts memory off."""
+        if not self.is_put_off:
+            self.stager.reserve(nbytes, device=device)
 
     def note_used(self) -> None:
         """Record that a save used memory."""

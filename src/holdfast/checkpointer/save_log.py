@@ -36,10 +36,11 @@ class SaveLog:
                 self._tells_commit = event.tier == "node memory" and event.is_first_rank
             case SaveCommitted() if self._tells_commit:
                 LOG.info(
-                    "saved step %d at %s: blocked for %.3f s, durable after %.2f s",
+                    "saved step %d at %s: blocked for %.3f s%s, durable after %.2f s",
                     event.step,
                     handle.place,
                     handle.blocked_s,
+                    f" ({handle.memory_wait_s:.3f} s of it for memory)" if handle.memory_wait_s else "",
                     handle.durable.seconds,
                 )
             case SaveDelayed() if event.trouble not in self._told:

@@ -12,6 +12,7 @@ from holdfast.checkpointer.events import (
     SaveDelayed,
     SaveEvent,
     SaveFailed,
+    SaveMemoryReady,
     SavePlaced,
     SaveSealed,
     SaveSkipped,
@@ -69,6 +70,10 @@ class SaveMachine:
     def begin(self, tier: Tier, *, is_first_rank: bool) -> None:
         """The save starts on `tier`."""
         self._tell(SaveBegun(self.step, tier, is_first_rank))
+
+    def have_memory(self, waited_s: float) -> None:
+        """The memory for a new plan is ready."""
+        self._tell(SaveMemoryReady(self.step, waited_s))
 
     def put(self, place: Place) -> None:
         """All ranks have agreed on `place`."""

@@ -27,8 +27,9 @@ from holdfast.format.records import Place
 from holdfast.format.values import Node
 from holdfast.keeper.client import ensure_keeper
 from holdfast.node_memory.arena import Register
+from holdfast.node_memory.claims import is_claimed
 from holdfast.node_memory.generations import Generation, write_generation
-from holdfast.node_memory.node_folder import memory_error, unusable_memory
+from holdfast.node_memory.node_folder import NodeFolder, memory_error, unusable_memory
 from holdfast.node_memory.slots import Contents, Slot, SlotRecord, SlotState
 from holdfast.snapshot.device import registered
 from holdfast.snapshot.guard import Guard
@@ -61,6 +62,8 @@ class Stager:
         self._trouble: StorageError | None = None
         self._prepared_nbytes = -1
         self._prepared_slots = 0
+        #: The size of the slots that are prepared early; -1 if none are.
+        self._reserved_nbytes = -1
         self._register: Register | None = None
         #: The routes into each slot, by the slot's name; all are for one plan.
         self._routes: dict[str, Routes] = {}
@@ -78,9 +81,33 @@ class Stager:
         """Whether there are as many slots as wanted, each large enough for the data file of `share`."""
         return _nbytes(share) <= self._prepared_nbytes and self._prepared_slots == self.num_slots
 
+    def reserve(self, nbytes: int, *, device: torch.device | None) -> None:
+        """Begin to prepare slots for data files of up to `nbytes` in the background, before any save asks for them.
+        Does nothing once a save has, nor while another process has a claim to the slots of this rank: they may be those
+        of a job that trains.
+
+        Raises:
+            ConfigurationError, StorageError, OSError: memory cannot be used, or no keeper could be started. The first
+                save meets the same error.
+        """
+        if not nbytes or self._prepared_nbytes >= 0 or self._is_anothers():
+            return
+        memory = self._memory.opened(num_slots=self.num_slots)
+        ensure_keeper(memory.folder, self._run.url)
+        self._take_memory(nbytes, device, early=True)
+        self._reserved_nbytes = nbytes
+
+    def _is_anothers(self) -> bool:
+        """Whether another process has a claim to the slots of this rank."""
+        if self._memory.current is not None:
+            return False
+        with NodeFolder(self._run.url, node_dir=self.node_dir) as folder:
+            return is_claimed(folder, self._rank)
+
     def prepare(self, share: StoredShare, *, device: torch.device | None, timeout_s: float) -> None:
         """Prepare slots for the data file of `share`, and register them with `device` if there is one. Returns when the
-        first slot is ready, which takes about a second per GiB; a background thread prepares the others.
+        first slot is ready, which takes about a second per GiB unless `reserve` has begun early enough; a background
+        thread prepares the others.
 
         Raises:
             ConfigurationError: there is too little memory (the error names the limit), or no keeper could be started.
@@ -91,20 +118,46 @@ class Stager:
         with unusable_memory(memory.folder.path):
             ensure_keeper(memory.folder, self._run.url)
         nbytes = _nbytes(share)
-        self._register = None if device is None else partial(registered, device=device)
-        memory.arena.num_slots = self.num_slots
         if nbytes:
-            memory.arena.prepare(nbytes, register=self._register)
-            if not memory.arena.wait_for_one(timeout_s):
-                raise DeadlineError(
-                    f"The memory for snapshots of rank {self._rank} was not ready within {timeout_s:.0f} s.",
-                    code="timeout.memory",
-                    action="Raise timeout_s, or keep fewer generations.",
-                    rank=self._rank,
-                )
+            is_reserved = self._is_reserved(nbytes, device)
+            if not is_reserved:
+                self._take_memory(nbytes, device)
+            self._await_slot(timeout_s)
+            if is_reserved and memory.arena.error is not None:  # it may have asked for more than is needed
+                self._take_memory(nbytes, device)
+                self._await_slot(timeout_s)
             if memory.arena.error is not None:
                 raise memory.arena.error
         self._prepared_nbytes, self._prepared_slots = nbytes, self.num_slots
+        self._reserved_nbytes = -1
+
+    def _is_reserved(self, nbytes: int, device: torch.device | None) -> bool:
+        """Whether slots that `reserve` prepares, or has prepared, are fit for data files of `nbytes`."""
+        arena = self._memory.used.arena
+        is_registered = self._register is not None
+        return (
+            nbytes <= self._reserved_nbytes
+            and arena.num_slots == self.num_slots
+            and is_registered == (device is not None)
+            and arena.error is None
+            and not arena.is_short
+        )
+
+    def _take_memory(self, nbytes: int, device: torch.device | None, *, early: bool = False) -> None:
+        """Begin to prepare slots of `nbytes`."""
+        arena = self._memory.used.arena
+        self._register = None if device is None else partial(registered, device=device)
+        arena.num_slots = self.num_slots
+        arena.prepare(nbytes, register=self._register, early=early)
+
+    def _await_slot(self, timeout_s: float) -> None:
+        if not self._memory.used.arena.wait_for_one(timeout_s):
+            raise DeadlineError(
+                f"The memory for snapshots of rank {self._rank} was not ready within {timeout_s:.0f} s.",
+                code="timeout.memory",
+                action="Raise timeout_s, or keep fewer generations.",
+                rank=self._rank,
+            )
 
     def standing(
         self,
@@ -162,9 +215,9 @@ class Stager:
         ensure_keeper(memory.folder, self._run.url)
         self._was_used = True
         arena = memory.arena
-        if arena.error is not None:
+        if self._prepared_nbytes >= 0 and arena.error is not None:
             raise arena.error
-        if arena.is_short:
+        if self._prepared_nbytes >= 0 and arena.is_short:
             self._routes.clear()
             arena.prepare(self._prepared_nbytes, register=self._register)
         if self._prepared_nbytes == 0:
@@ -194,7 +247,7 @@ class Stager:
         """Give memory back: at once the slots that need not become durable any more, the others once they are durable.
         Call it only when no save is copying. The next `standing` opens the memory again."""
         self._routes.clear()
-        self._prepared_nbytes, self.run_id = -1, None
+        self._prepared_nbytes, self._reserved_nbytes, self.run_id = -1, -1, None
         self._memory.retire()
 
     def belong_to(self, run_id: str) -> None:
@@ -351,7 +404,7 @@ def next_share(agreed: Agreed, known: StoredShare | None, rank: int) -> StoredSh
 
 
 def _nbytes(share: StoredShare) -> int:
-    return 0 if share.layout is None else share.layout.data_start + share.layout.data_nbytes
+    return 0 if share.layout is None else share.layout.nbytes
 
 
 def _write_values(slot: Slot, layout: FileLayout, values: Mapping[str, Node]) -> None:

@@ -78,6 +78,11 @@ class FileLayout:
     data_start: int
     data_nbytes: int
 
+    @property
+    def nbytes(self) -> int:
+        """The size of the whole file."""
+        return self.data_start + self.data_nbytes
+
 
 @dataclass(frozen=True)
 class FileColumns:

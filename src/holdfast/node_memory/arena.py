@@ -59,6 +59,8 @@ class Arena:
         self._done = Event()
         #: Whether all slots are ready.
         self.is_ready = False
+        #: Whether a save has asked for slots, and not only an early preparation.
+        self._is_asked = False
         self._thread: Thread | None = None
         #: The error that ended the preparation, if any, and the seconds that the preparation took.
         self.error: HoldfastError | None = None
@@ -70,16 +72,18 @@ class Arena:
             self.close()
             raise
 
-    def prepare(self, nbytes: int, *, register: Register | None = None) -> None:
+    def prepare(self, nbytes: int, *, register: Register | None = None, early: bool = False) -> None:
         """Begin to prepare slots for data files of up to `nbytes`, in the background: existing slots that are large
         enough, and new ones; with `register`, each is registered. Blocks only until an earlier preparation has ended;
-        `wait` waits for this one. All other existing slots keep their contents as long as these may be needed."""
+        `wait` waits for this one. All other existing slots keep their contents as long as these may be needed. An
+        `early` preparation comes before the save that will ask for one; if it fails, nothing is lost."""
         if self._thread is not None:
             self._thread.join()  # it may still be making slots of another size
         self._register = register
         self._one.clear()
         self._done.clear()
         self.is_ready, self.error = False, None
+        self._is_asked = self._is_asked or not early
         self._thread = Thread(target=self._prepare, args=(nbytes,), name="holdfast-arena", daemon=True)
         self._thread.start()
 
@@ -116,11 +120,12 @@ class Arena:
 
     def oldest(self) -> tuple[bool, Place | None]:
         """Whether a slot holds nothing that is needed (it is empty or fenced, or an earlier job left its checkpoint) or
-        the first preparation will make one; and the oldest checkpoint in the other slots that might be filled."""
+        the preparation for the first save will make one; and the oldest checkpoint in the other slots that might be
+        filled."""
         there = [slot for slot in self._slots if not (slot.is_removed or slot.is_occupied)]
         records = [record for slot in there if (record := slot.refresh()).state in REUSABLE]
         places = [place for record in records if (place := self._kept(record)) is not None]
-        is_free = len(places) < len(records) or (self._thread is None and len(there) < self.num_slots)
+        is_free = len(places) < len(records) or (not self._is_asked and len(there) < self.num_slots)
         return is_free, min(places, default=None)
 
     def forget(self, is_foreign: Callable[[Contents], bool]) -> tuple[list[Contents], list[str]]:

@@ -73,6 +73,7 @@ def flatten(
     world_size: int = 1,
     last: Sequence[WalkCache] = (),
     select: Globs | None = None,
+    meta: bool = False,
 ) -> FlatState:
     """Name everything in `state`. Copies nothing: tensors share the live memory. Reads the values now.
 
@@ -81,10 +82,11 @@ def flatten(
     and Counters. Names inside a `PerRank` contain `rank`, and its node records that there are `world_size` such parts.
     `last` is `remembered` of the last walk of this state: tensors that have not changed since are not described again.
     Reads only the parts in `select`: it selects optimizers, objects and values by their own names, and lists only with
-    all their entries. Raises `StateError`, which names the path and the type, for any other leaf, for names that
-    collide, for cycles, and for tensors without a layout.
+    all their entries. With `meta`, tensors may be on the meta device. Raises `StateError`, which names the path and the
+    type, for any other leaf, for names that collide, for cycles, and for tensors without a layout.
     """
-    return Walk(state, rank=rank, world_size=world_size, last=last, select=select, leaves=False).finish()
+    walk = Walk(state, rank=rank, world_size=world_size, last=last, select=select, leaves=False, meta=meta)
+    return walk.finish()
 
 
 def check_root(state: Mapping[str, object]) -> None:
@@ -143,6 +145,7 @@ class Walk:
         last: Sequence[WalkCache] = (),
         select: Globs | None = None,
         leaves: bool = True,
+        meta: bool = False,
     ) -> None:
         """Read the structure of `state`; the other arguments are those of `flatten`."""
         self._select = select
@@ -160,7 +163,7 @@ class Walk:
         #: The optimizers in the state; their steps change tensors.
         self.optimizers: list[Optimizer] = []
         self._piecewise: dict[str, Piecewise] = {}
-        self._collector = TensorCollector(last)
+        self._collector = TensorCollector(last, meta=meta)
         self._num_collected = 0
         #: Parts that `finish` may name; once the constructor has decided, only those that it does name.
         self._deferred: list[Deferred] = []

@@ -1,0 +1,54 @@
+"""Memory before the first save: its size follows from a plan of the state, with the optimizer slots of a first step."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from itertools import chain
+
+from torch.distributed import ProcessGroup
+
+from holdfast.agreement.expected_files import expected_nbytes
+from holdfast.checkpointer.memory_tier import MemoryTier
+from holdfast.control.deadline import Deadline
+from holdfast.control.torch_store import default_channel, group_ranks
+from holdfast.errors import HoldfastError
+from holdfast.format.patterns import Globs
+from holdfast.phases import attempt, done
+from holdfast.snapshot.device import devices_of
+from holdfast.state.flatten import flatten
+from holdfast.state.predicted_slots import with_predicted_slots
+
+_log = logging.getLogger(__name__)
+
+
+def reserve_memory(
+    tier: MemoryTier,
+    state: Mapping[str, object],
+    *,
+    select: str | Sequence[str] | None,
+    group: ProcessGroup | None,
+    timeout_s: float,
+) -> None:
+    """Begin to prepare memory for saves of `state` in the background, so that the first save does not wait for it.
+    Collective. Whatever prevents that is not an error: the first save takes memory itself, and raises what is wrong.
+    """
+    deadline = Deadline(timeout_s)
+    channel = default_channel("restore", group, deadline=deadline)
+    rank, world_size = channel.rank, channel.world_size
+    flat = attempt(
+        lambda: flatten(
+            with_predicted_slots(state),
+            rank=rank,
+            world_size=world_size,
+            select=None if select is None else Globs(select),
+            meta=True,
+        )
+    )
+    try:
+        nbytes = expected_nbytes(flat, group_ranks(group), channel, deadline)
+        channel.await_readers(deadline)
+        memory = chain.from_iterable(each.memory for each in done(flat).tensors.values())
+        tier.reserve(nbytes, device=next(iter(devices_of(memory)), None))
+    except (HoldfastError, OSError) as error:
+        _log.debug("memory for the first save is not reserved: %s", error)

@@ -1,0 +1,159 @@
+"""Memory is taken from `restore` on, so that the first save does not wait for it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
+import holdfast
+from holdfast import Checkpointer, Memory
+from holdfast.io.pages import HUGE_PAGE_NBYTES
+from holdfast.node_memory.slots import Slot, slot_names
+from tests.checkpointer.test_checkpointer import Loop, end_keepers, folder_of
+from tests.keeper.test_keeper import until
+from tests.store.test_posix_storage import mounted
+from tests.support.ranks import run_ranks
+
+_CLAIMS = """
+import sys
+from pathlib import Path
+from holdfast.node_memory.claims import Claim
+from holdfast.node_memory.node_folder import NodeFolder
+with NodeFolder(sys.argv[1], node_dir=Path(sys.argv[2])) as folder, Claim(folder, 0):
+    print("claimed", flush=True)
+    sys.stdin.read()
+"""
+
+
+def slots(run: str, node_dir: Path, *, rank: int | None = None) -> dict[str, int]:
+    """The size of each slot of a run, by name."""
+    found = {}
+    with folder_of(run, node_dir) as folder:
+        for name in slot_names(folder, rank=rank):
+            with Slot(folder, name) as slot:
+                found[name] = slot.nbytes
+    return found
+
+
+def are_fit(found: dict[str, int], nbytes: int) -> bool:
+    """Whether all slots have the size of a data file of `nbytes`, rounded up to huge pages."""
+    return set(found.values()) == {-(-nbytes // HUGE_PAGE_NBYTES) * HUGE_PAGE_NBYTES}
+
+
+def test_the_first_save_fills_a_slot_that_restore_has_prepared(run: str, memory: Memory) -> None:
+    loop = Loop()
+    with Checkpointer(run, loop.state, memory=memory) as checkpointer:
+        checkpointer.restore()
+        until(lambda: len(slots(run, memory.node_dir)) == memory.generations)
+        prepared = slots(run, memory.node_dir)
+        loop.step()
+        handle = checkpointer.save(0)
+        handle.durable.wait(60)
+        assert slots(run, memory.node_dir) == prepared
+        assert are_fit(prepared, handle.staged.nbytes)
+        assert 0 < handle.memory_wait_s < handle.blocked_s
+        assert checkpointer.save(1).memory_wait_s == 0
+
+
+def test_a_first_save_that_comes_at_once_waits_for_the_rest_of_the_memory(run: str, memory: Memory) -> None:
+    state = {"weights": torch.arange(50_000_000, dtype=torch.float32)}
+    with Checkpointer(run, state, memory=memory) as checkpointer:
+        checkpointer.restore()
+        checkpointer.save(0).durable.wait(60)
+        prepared = slots(run, memory.node_dir)
+        checkpointer.save(1).durable.wait(60)
+        assert slots(run, memory.node_dir) == prepared
+        assert len(prepared) == memory.generations
+    assert torch.equal(holdfast.open(run)["weights"][...], state["weights"])
+
+
+def test_a_state_that_grows_by_more_than_its_optimizers_slots_is_saved(run: str, memory: Memory) -> None:
+    loop = Loop()
+    with Checkpointer(run, loop.state, memory=memory) as checkpointer:
+        checkpointer.restore()
+        loop.state["ema"] = {name: tensor.clone() for name, tensor in loop.model.state_dict().items()}
+        loop.step()
+        for step in range(3):
+            checkpointer.save(step).durable.wait(60)
+    assert holdfast.open(run).step == 2
+
+
+def test_a_reservation_for_which_memory_is_too_small_is_no_error_of_the_restore(run: str, tmp_path: Path) -> None:
+    with mounted(tmp_path / "small", "tmpfs", "size=300m") as node_dir:
+        (node_dir / "taken").write_bytes(bytes(40 << 20))
+        loop = Loop()
+        with Checkpointer(run, loop.state, memory=Memory(node_dir=node_dir)) as checkpointer:
+            checkpointer.restore()
+            (node_dir / "taken").unlink()
+            loop.step()
+            handle = checkpointer.save(0)
+            handle.durable.wait(60)
+            assert handle.staged.nbytes > 0
+            assert are_fit(slots(run, node_dir), handle.staged.nbytes)
+        end_keepers(node_dir)
+
+
+@pytest.fixture
+def claimed(run: str, memory: Memory) -> Iterator[None]:
+    """Another process has a claim to the slots of rank 0, as a job that trains does."""
+    with folder_of(run, memory.node_dir) as folder:
+        name = str(Path(run).absolute())
+        assert folder.path.exists()
+    process = subprocess.Popen(
+        [sys.executable, "-c", _CLAIMS, name, str(memory.node_dir)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert process.stdout is not None
+    assert process.stdin is not None
+    assert process.stdout.readline()
+    yield
+    process.stdin.close()
+    process.wait()
+    process.stdout.close()
+
+
+@pytest.mark.usefixtures("claimed")
+def test_a_restore_beside_a_job_that_trains_takes_none_of_its_memory(run: str, memory: Memory) -> None:
+    loop = Loop()
+    with Checkpointer(run, loop.state, memory=memory) as checkpointer:
+        checkpointer.restore()
+        assert slots(run, memory.node_dir) == {}
+
+
+def _first_save(run: str, node_dir: Path, kind: str) -> tuple[dict[str, int], dict[str, int], int]:
+    """The slots of this rank before and after its first save, and the size of its data file."""
+    module = nn.Sequential(nn.Linear(64, 33), nn.Linear(33, 7))
+    model: nn.Module = module
+    if kind == "fsdp2":
+        fully_shard(module, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    elif kind == "ddp":
+        model = DistributedDataParallel(module)
+    optimizer = torch.optim.AdamW(model.parameters())
+    rank, memory = dist.get_rank(), Memory(node_dir=node_dir)
+    with Checkpointer(run, {"model": model, "optimizer": optimizer}, memory=memory) as checkpointer:
+        checkpointer.restore()
+        has_part = kind == "fsdp2" or rank == 0  # of copies that are so small, rank 0 writes all
+        until(lambda: len(slots(run, node_dir, rank=rank)) == (memory.generations if has_part else 0))
+        before = slots(run, node_dir, rank=rank)
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        handle = checkpointer.save(0)
+        handle.durable.wait(60)
+        return before, slots(run, node_dir, rank=rank), handle.staged.nbytes
+
+
+@pytest.mark.parametrize("kind", ["fsdp2", "ddp", "plain"])
+def test_every_rank_reserves_the_size_of_its_own_part(run: str, memory: Memory, kind: str) -> None:
+    for before, after, nbytes in run_ranks(3, _first_save, run, memory.node_dir, kind):
+        assert before == after
+        assert are_fit(before, nbytes) if nbytes else not before
