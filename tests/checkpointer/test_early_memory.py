@@ -19,9 +19,10 @@ import holdfast
 from holdfast import Checkpointer, Memory
 from holdfast.io.pages import HUGE_PAGE_NBYTES
 from holdfast.node_memory.slots import Slot, slot_names
-from tests.checkpointer.test_checkpointer import Loop, end_keepers, folder_of
-from tests.keeper.test_keeper import until
+from tests.checkpointer.test_checkpointer import Loop, folder_of
 from tests.store.test_posix_storage import mounted
+from tests.support.keepers import end_keepers
+from tests.support.nursery import until
 from tests.support.ranks import run_ranks
 
 _CLAIMS = """
