@@ -16,7 +16,8 @@ from torch.distributed.tensor import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import holdfast
-from holdfast import Checkpointer, Memory
+from holdfast import Checkpointer, Memory, StateError
+from holdfast.checkpointer import early_memory
 from holdfast.io.pages import HUGE_PAGE_NBYTES
 from holdfast.node_memory.slots import Slot, slot_names
 from tests.checkpointer.test_checkpointer import Loop, folder_of
@@ -102,6 +103,22 @@ def test_a_reservation_for_which_memory_is_too_small_is_no_error_of_the_restore(
             assert handle.staged.nbytes > 0
             assert are_fit(slots(run, node_dir), handle.staged.nbytes)
         end_keepers(node_dir)
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError("a defect"), StateError("no", code="state.no", action="None.")])
+def test_an_error_of_the_reservation_is_no_error_of_the_restore(
+    run: str, memory: Memory, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    loop = Loop()
+    with Checkpointer(run, loop.state, memory=memory) as checkpointer:
+        with monkeypatch.context() as patched:
+            patched.setattr(early_memory, "flatten", fail)
+            checkpointer.restore()
+        checkpointer.save(0).durable.wait(60)
+    assert holdfast.open(run).step == 0
 
 
 @pytest.fixture

@@ -16,8 +16,8 @@ from holdfast.errors import HoldfastError
 from holdfast.format.patterns import Globs
 from holdfast.phases import attempt, done
 from holdfast.snapshot.device import devices_of
+from holdfast.state.expected_state import expected_state
 from holdfast.state.flatten import flatten
-from holdfast.state.predicted_slots import with_predicted_slots
 
 _log = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ def reserve_memory(
     rank, world_size = channel.rank, channel.world_size
     flat = attempt(
         lambda: flatten(
-            with_predicted_slots(state),
+            expected_state(state),
             rank=rank,
             world_size=world_size,
             select=None if select is None else Globs(select),
@@ -49,6 +49,11 @@ def reserve_memory(
         nbytes = expected_nbytes(flat, group_ranks(group), channel, deadline)
         channel.await_readers(deadline)
         memory = chain.from_iterable(each.memory for each in done(flat).tensors.values())
-        tier.reserve(nbytes, device=next(iter(devices_of(memory)), None))
+        tier.reserve(_with_margin(nbytes), device=next(iter(devices_of(memory)), None))
     except (HoldfastError, OSError) as error:
         _log.debug("memory for the first save is not reserved: %s", error)
+
+
+def _with_margin(nbytes: int) -> int:
+    """A size with room for what the plan leaves out: the state of schedulers and random generators, say."""
+    return nbytes + nbytes // 64 + (1 << 20) if nbytes else 0

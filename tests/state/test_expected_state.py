@@ -11,8 +11,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.optim import Optimizer
 
+from holdfast import PerRank
+from holdfast.state.expected_state import expected_state
 from holdfast.state.flatten import flatten
-from holdfast.state.predicted_slots import with_predicted_slots
 
 Make = Callable[[Iterable[nn.Parameter]], Optimizer]
 
@@ -63,7 +64,7 @@ def train(state: dict[str, object]) -> None:
 
 
 def layouts(state: dict[str, object], *, predicted: bool) -> dict[str, object]:
-    found = flatten(with_predicted_slots(state) if predicted else state, meta=predicted)
+    found = flatten(expected_state(state) if predicted else state, meta=predicted)
     return {name: tensor.layout for name, tensor in found.tensors.items()}
 
 
@@ -107,12 +108,27 @@ def test_slots_that_exist_are_kept_and_frozen_parameters_get_none() -> None:
     predicted = layouts(state, predicted=True)
     assert not [name for name in predicted if "state/model%2F0." in name or "state/model/0." in name]
     train(state)
-    assert with_predicted_slots(state)["optimizer"] is state["optimizer"]
+    assert expected_state(state)["optimizer"] is state["optimizer"]
 
 
 @pytest.mark.parametrize("kind", [Doubled, torch.optim.LBFGS])
 def test_optimizers_whose_step_may_do_anything_are_left_alone(kind: Callable[..., Optimizer]) -> None:
     module = model()
     optimizer = kind(module.parameters())
-    assert with_predicted_slots({"optimizer": optimizer})["optimizer"] is optimizer
+    assert expected_state({"optimizer": optimizer})["optimizer"] is optimizer
     assert Doubled.num_steps == 0
+
+
+class Loader:
+    """As data loaders that start processes when they are asked for their state."""
+
+    def state_dict(self) -> dict[str, object]:
+        raise AssertionError("the state of a loader was asked for")
+
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        raise NotImplementedError
+
+
+def test_objects_with_a_state_of_their_own_are_not_asked_for_it() -> None:
+    state: dict[str, object] = {"loader": Loader(), "mine": PerRank(Loader()), "several": [Loader()]}
+    assert not flatten(expected_state(state), meta=True).tensors

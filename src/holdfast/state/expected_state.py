@@ -1,4 +1,4 @@
-"""The prediction of optimizer state before the first step: the slots that it will make, as tensors without memory.
+"""The expected state: the live one, with optimizer slots that the first step will make, as tensors without memory.
 
 An optimizer of ``torch.optim`` makes its slots in its first step. To learn them earlier, a copy of the optimizer takes
 one step on the meta device, for one parameter of each shape.
@@ -17,7 +17,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from holdfast.frameworks.known_types import unwrapped
+from holdfast.frameworks.registry import adapter_of
+from holdfast.frameworks.stateful import StatefulAdapter
 from holdfast.state.local_placements import is_dtensor, local_part
+from holdfast.state.per_rank import PerRank
 
 #: Options of groups that choose another implementation of the same step; the plain one runs on the meta device.
 _PLAIN_STEP: Final = {"foreach": False, "fused": False, "capturable": False, "differentiable": False}
@@ -29,18 +32,23 @@ _log = logging.getLogger(__name__)
 _Slots = dict[object, object]
 
 
-def with_predicted_slots(state: Mapping[str, object]) -> Mapping[str, object]:
+def expected_state(state: Mapping[str, object]) -> Mapping[str, object]:
     """A state like `state`, to be walked and not to be saved: in place of each optimizer of ``torch.optim`` that has
-    not made all its slots yet, it has a stand-in with the slots that the next step will make. Changes nothing."""
-    return cast("Mapping[str, object]", _shadow(state, _MAX_DEPTH))
+    not made all its slots yet, it has a stand-in with the slots that the next step will make. Changes nothing.
+
+    Objects with a ``state_dict`` of their own, and parts of one rank, are left out: they are small, and those of data
+    loaders start processes when they are asked."""
+    return cast("Mapping[str, object]", _expected(state, _MAX_DEPTH))
 
 
-def _shadow(item: object, depth: int) -> object:
+def _expected(item: object, depth: int) -> object:
     if isinstance(item, dict) and depth:
-        return {key: _shadow(entry, depth - 1) for key, entry in item.items()}
+        return {key: _expected(entry, depth - 1) for key, entry in item.items()}
     if type(item) in (list, tuple) and depth:
-        return [_shadow(entry, depth - 1) for entry in cast("list[object]", item)]
+        return [_expected(entry, depth - 1) for entry in cast("list[object]", item)]
     inner = unwrapped(item)
+    if isinstance(inner, PerRank) or isinstance(adapter_of(inner), StatefulAdapter):
+        return None
     return _with_slots(inner) if isinstance(inner, Optimizer) else item
 
 
