@@ -166,7 +166,7 @@ def test_uneven_rows_under_fsdp2_and_tensor_parallelism_come_back_on_any_layout(
         assert run_ranks(world_size, load, run, grid, BOTH) == [[]] * world_size
 
 
-def checkpointed_and_moved(run: str) -> list[list[str]]:
+def checkpointed_and_moved(run: str, node_dir: Path) -> list[list[str]]:
     """The differences after a restore of a background save, and after a transfer between two layouts."""
     start_new_job()
     here, there = ((3,), (2,)), ((2,), (3,))
@@ -176,11 +176,12 @@ def checkpointed_and_moved(run: str) -> list[list[str]]:
         parameter.grad = parameter.detach().clone()
     optimizer.step()
     slots = [optimizer.state[parameter]["exp_avg"].clone() for parameter in model.parameters()]
-    with holdfast.Checkpointer(run, {"m": model, "o": optimizer}) as checkpointer:
+    memory = holdfast.Memory(node_dir=node_dir)
+    with holdfast.Checkpointer(run, {"m": model, "o": optimizer}, memory=memory) as checkpointer:
         checkpointer.save(1).durable.wait(40)
     restored = sharded(here, BOTH, [Shard(0)], whole=False)
     fresh = torch.optim.AdamW(restored.parameters(), lr=0.5)
-    with holdfast.Checkpointer(run, {"m": restored, "o": fresh}) as checkpointer:
+    with holdfast.Checkpointer(run, {"m": restored, "o": fresh}, memory=memory) as checkpointer:
         checkpointer.restore()
     moved = sharded(there, BOTH, [Shard(0)], whole=False)
     holdfast.transfer({"m": sharded(here, BOTH, [Shard(0)])}, {"m": moved}, timeout_s=40)
@@ -192,8 +193,8 @@ def checkpointed_and_moved(run: str) -> list[list[str]]:
     return [differing(restored, model), lost, differing(moved, sharded(there, BOTH, [Shard(0)]))]
 
 
-def test_uneven_rows_are_restored_and_transferred(tmp_path: Path) -> None:
-    assert run_ranks(6, checkpointed_and_moved, str(tmp_path / "run")) == [[[], [], []]] * 6
+def test_uneven_rows_are_restored_and_transferred(run: str, node_dir: Path) -> None:
+    assert run_ranks(6, checkpointed_and_moved, run, node_dir) == [[[], [], []]] * 6
 
 
 # --- meshes of ranks in another order --------------------------------------------------------------------------------
