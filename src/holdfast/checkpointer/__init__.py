@@ -222,7 +222,8 @@ class Checkpointer:
             log_restored(StateRestored(self._run, report, self._is_first_rank))
             if tier is not None:
                 tier.note_restored(restored)
-                reserve_memory(tier, self._state, select=self._select, group=self._group, timeout_s=self._timeout_s)
+                if report.tier != "node memory":  # which has the slots of the last job
+                    reserve_memory(tier, self._state, select=self._select, group=self._group, timeout_s=self._timeout_s)
             return report
 
     @contextmanager

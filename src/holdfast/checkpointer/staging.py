@@ -83,14 +83,14 @@ class Stager:
 
     def reserve(self, nbytes: int, *, device: torch.device | None) -> None:
         """Begin to prepare slots for data files of up to `nbytes` in the background, before any save asks for them.
-        Does nothing once a save has, nor while another process has a claim to the slots of this rank: they may be those
-        of a job that trains.
+        Does nothing once a save has, or if so much is reserved already, nor while another process has a claim to the
+        slots of this rank: they may be those of a job that trains.
 
         Raises:
             ConfigurationError, StorageError, OSError: memory cannot be used, or no keeper could be started. The first
                 save meets the same error.
         """
-        if not nbytes or self._prepared_nbytes >= 0 or self._is_anothers():
+        if nbytes <= max(self._reserved_nbytes, 0) or self._prepared_nbytes >= 0 or self._is_anothers():
             return
         memory = self._memory.opened(num_slots=self.num_slots)
         ensure_keeper(memory.folder, self._run.url)
