@@ -64,11 +64,10 @@ def test_a_job_that_passed_over_a_damaged_commit_record_saves_on(root: Path, how
 
 
 def test_what_is_damaged_in_storage_is_not_blamed_on_memory(
-    root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    root: Path, memory: Memory, caplog: pytest.LogCaptureFixture
 ) -> None:
     damage(root, HEAD, "emptied")
-    (tmp_path / "node").mkdir()
-    with Checkpointer(root, {"w": torch.zeros(4)}, memory=Memory(node_dir=tmp_path / "node")) as checkpointer:
+    with Checkpointer(root, {"w": torch.zeros(4)}, memory=memory) as checkpointer:
         assert checkpointer.restore(fallback=True).step == 2
     assert "the snapshots in memory cannot be used" not in caplog.text
 
