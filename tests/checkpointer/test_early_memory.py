@@ -5,7 +5,9 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from threading import Event
 
 import pytest
 import torch
@@ -16,8 +18,9 @@ from torch.distributed.tensor import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import holdfast
-from holdfast import Checkpointer, Memory, StateError
+from holdfast import Checkpointer, DeadlineError, Memory, StateError
 from holdfast.checkpointer import early_memory
+from holdfast.checkpointer.staging import Stager
 from holdfast.io.pages import HUGE_PAGE_NBYTES
 from holdfast.node_memory.slots import Slot, slot_names
 from tests.checkpointer.test_checkpointer import Loop, folder_of
@@ -28,7 +31,9 @@ from tests.support.ranks import run_ranks
 
 _CLAIMS = """
 import sys
+from functools import partial
 from pathlib import Path
+from threading import Event
 from holdfast.node_memory.claims import Claim
 from holdfast.node_memory.node_folder import NodeFolder
 with NodeFolder(sys.argv[1], node_dir=Path(sys.argv[2])) as folder, Claim(folder, 0):
@@ -144,7 +149,7 @@ def test_a_restore_beside_a_job_that_trains_takes_none_of_its_memory(run: str, m
     loop = Loop()
     with Checkpointer(run, loop.state, memory=memory) as checkpointer:
         checkpointer.restore()
-        assert slots(run, memory.node_dir) == {}
+    assert slots(run, memory.node_dir) == {}
 
 
 def _first_save(run: str, node_dir: Path, kind: str) -> tuple[dict[str, int], dict[str, int], int]:
@@ -175,3 +180,23 @@ def test_every_rank_reserves_the_size_of_its_own_part(run: str, memory: Memory, 
     for before, after, nbytes in run_ranks(3, _first_save, run, memory.node_dir, kind):
         assert before == after
         assert are_fit(before, nbytes) if nbytes else not before
+
+
+def test_no_call_outlasts_its_time_when_the_memory_of_a_reservation_does_not_answer(
+    run: str, memory: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = Event()
+
+    def hang(*_: object, **__: object) -> None:
+        answers.wait(60)
+
+    loop = Loop()
+    checkpointer = Checkpointer(run, loop.state, memory=memory, timeout_s=0.5)
+    monkeypatch.setattr(Stager, "reserve", hang)
+    checkpointer.restore()
+    for call in (checkpointer.restore, partial(checkpointer.save, 0)):
+        with pytest.raises(DeadlineError, match="was not ready within"):
+            call()
+    answers.set()
+    checkpointer.save(0).durable.wait(60)
+    checkpointer.close()

@@ -16,11 +16,11 @@ import torch
 from holdfast.agreement.assignment import StoredShare, WriteAssignment
 from holdfast.checkpoint.stored_checkpoint import pack_values
 from holdfast.checkpointer.backoff import Backoff
-from holdfast.checkpointer.save_errors import is_unusable, unusable
+from holdfast.checkpointer.save_errors import is_unusable, not_ready, unusable
 from holdfast.checkpointer.save_machine import SaveMachine
 from holdfast.checkpointer.snapshot_messages import Agreed, MemoryStatus
 from holdfast.checkpointer.watcher import Watcher
-from holdfast.errors import DeadlineError, ErrorWire, HoldfastError, StorageError, to_wire
+from holdfast.errors import ErrorWire, HoldfastError, StorageError, to_wire
 from holdfast.format import manifest as fmt
 from holdfast.format.container import FileLayout
 from holdfast.format.records import Place
@@ -152,12 +152,7 @@ class Stager:
 
     def _await_slot(self, timeout_s: float) -> None:
         if not self._memory.used.arena.wait_for_one(timeout_s):
-            raise DeadlineError(
-                f"The memory for snapshots of rank {self._rank} was not ready within {timeout_s:.0f} s.",
-                code="timeout.memory",
-                action="Raise timeout_s, or keep fewer generations.",
-                rank=self._rank,
-            )
+            raise not_ready(self._rank, timeout_s)
 
     def standing(
         self,
