@@ -15,6 +15,7 @@ from typing import Any
 
 import lightning
 import torch
+import torch.distributed as dist
 import torchmetrics
 from accelerate import Accelerator
 from torch import nn
@@ -187,3 +188,6 @@ if __name__ == "__main__":
         "transformers": run_transformers,
     }
     run[FRAMEWORK]()
+    # Without this, gloo sometimes aborts a process that ends ("terminate called without an active exception"), with
+    # torch alone too.
+    dist.destroy_process_group()
