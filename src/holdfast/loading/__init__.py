@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import attrgetter
 from typing import NamedTuple
 
 import msgspec
@@ -46,6 +47,7 @@ from holdfast.store.base import Location
 from holdfast.store.timed import TimedStore
 from holdfast.store.urls import open_store
 
+_name_of = attrgetter("name")
 _log = logging.getLogger(__name__)
 
 
@@ -430,7 +432,9 @@ class Loading:
         damaged one."""
         (checkpoint, run), continues = bound.opened, self._options.continues
         kept = bound.table.partly_kept()
-        filled = frozenset(target.name for target in bound.binding.targets if target.source not in kept)
+        targets = bound.binding.targets
+        whole = [target for target in targets if target.source not in kept] if kept else targets
+        filled = frozenset(map(_name_of, whole))
         equal = MadeEqual(filled, frozenset(self._ranks))
         if run is None:
             load = Load(checkpoint.storage.resolved(), "", None, 0, continues, is_whole, equal=equal)

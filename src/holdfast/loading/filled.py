@@ -42,8 +42,11 @@ def partly_filled_on_errors(
 
 
 def _filled(state: object, binding: Binding, *, is_whole: bool) -> list[Identity]:
+    objects = found_in(state)
+    if is_whole or not objects:
+        return [found.itself for found in objects]
     names = sorted({*binding.loaded, *(target.name for target in binding.targets)})
-    return [found.itself for found in found_in(state) if is_whole or _is_within(names, found.path)]
+    return [found.itself for found in objects if _is_within(names, found.path)]
 
 
 def _memory(binding: Binding) -> TensorMemory:

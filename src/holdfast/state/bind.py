@@ -160,10 +160,11 @@ class _Binder:
             return into
 
         used = self._matcher.used
+        tensors_used = (name for name in self._stored if name in used)  # mostly in order, so that the sort is quick
         values_used = (name for name in used.difference(self._stored) if is_leaf(name, self.nodes))
         return Binding(
             self._matcher.targets,
-            sorted(chain(used.intersection(self._stored), values_used)),
+            sorted(chain(tensors_used, values_used)),
             sorted(self._matcher.missing),
             self._matcher.missing_shapes,
             sorted(set(self._unexpected())),

@@ -90,7 +90,9 @@ class PlacementReader:
         # `_meshes` keeps the mesh alive, so that no other mesh gets its id. Types are part of the key: a shard may
         # equal one of a subclass that divides in another way (in torch 2.6, also a strided one).
         placements = described.placements
-        key = (id(described.mesh), placements, tuple(map(type, placements)), getattr(described, "shard_order", None))
+        # The type alone for a mesh of one axis, because a tuple takes longer.
+        kinds = type(placements[0]) if len(placements) == 1 else tuple(map(type, placements))
+        key = (id(described.mesh), kinds, placements, getattr(described, "shard_order", None))
         if self._last is None or self._last[0] != key:
             self._last = (key, self._specs.get(key) or self._translated(described, key, name))
         spec = self._last[1]
