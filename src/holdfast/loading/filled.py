@@ -15,13 +15,13 @@ from holdfast.state.identity import TensorMemory, found_in
 
 def note_filled(load: Load, state: object, binding: Binding, *, is_whole: bool) -> None:
     """Record for this process which objects of `state` were filled, by which load."""
-    JOB.note_loaded(load, _filled(state, binding, is_whole=is_whole), _memory(binding))
+    JOB.note_loaded(load, _filled(state, binding, is_whole=is_whole), TensorMemory(binding.memory))
 
 
 def note_refilled(state: object, binding: Binding) -> None:
     """Record for this process that a transfer has filled these objects whole. Whatever was loaded into them before
     still counts, except for what failed half way."""
-    JOB.note_refilled(_filled(state, binding, is_whole=False), _memory(binding))
+    JOB.note_refilled(_filled(state, binding, is_whole=False), TensorMemory(binding.memory))
 
 
 @contextmanager
@@ -47,10 +47,6 @@ def _filled(state: object, binding: Binding, *, is_whole: bool) -> list[Identity
         return [found.itself for found in objects]
     names = sorted({*binding.loaded, *(target.name for target in binding.targets)})
     return [found.itself for found in objects if _is_within(names, found.path)]
-
-
-def _memory(binding: Binding) -> TensorMemory:
-    return TensorMemory([part for target in binding.targets for part in target.local.memory])
 
 
 def _is_within(names: Sequence[str], path: str) -> bool:

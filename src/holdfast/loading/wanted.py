@@ -44,7 +44,7 @@ def wanted(files: DataFiles, binding: Binding, parts: Mapping[str, Parts], rank:
     """The needs of all targets of the binding on `rank`. `parts` has, for the tensors that a mapping changed, the
     stored parts that they are made of."""
     found, pieces = Wanted(), LocalPieces(rank)
-    wants, targets, numbers, dtype_of = found.wants, found.targets, files.numbers, files.manifest.dtype
+    wants, targets, numbers, body = found.wants, found.targets, files.numbers, files.manifest.body
     for target in binding.targets:
         local = target.local
         boxes = pieces.of(local.layout, local.memory)
@@ -53,7 +53,8 @@ def wanted(files: DataFiles, binding: Binding, parts: Mapping[str, Parts], rank:
                 _add_parts(found, files, target, parts[target.source], box, view)
             continue
         number = numbers[target.source]
-        dtype = _cast_from(dtype_of(number), target, found)
+        stored = body.dtype_table[body.dtypes[number]]
+        dtype = None if stored == local.layout.dtype else _cast_from(stored, target, found)
         for box, view in boxes:
             wants.append(ReadRequest(number, box))
             targets.add(view, dtype)
@@ -74,16 +75,15 @@ def _add_parts(
             number = files.numbers[part.source]
             found.owners[len(found.wants)] = target.source
             found.wants.append(ReadRequest(number, of_stored))
-            dtype = _cast_from(files.manifest.dtype(number), target, found)
+            stored = files.manifest.dtype(number)
+            dtype = None if stored == target.local.layout.dtype else _cast_from(stored, target, found)
             found.targets.add(_as_stored(held, part.axes), dtype)
         elif part.zero:
             found.zeros.append(held)
 
 
-def _cast_from(stored: str, target: BoundTensor, found: Wanted) -> torch.dtype | None:
-    """The dtype that a target's elements are cast from; None if they are not cast."""
-    if stored == target.local.layout.dtype:
-        return None
+def _cast_from(stored: str, target: BoundTensor, found: Wanted) -> torch.dtype:
+    """The dtype that a target's elements are cast from; notes that they are."""
     found.cast.add(target.source)
     dtype: torch.dtype = getattr(torch, stored)
     return dtype

@@ -164,6 +164,7 @@ class _Binder:
         values_used = (name for name in used.difference(self._stored) if is_leaf(name, self.nodes))
         return Binding(
             self._matcher.targets,
+            memory.parts,
             sorted(chain(tensors_used, values_used)),
             sorted(self._matcher.missing),
             self._matcher.missing_shapes,

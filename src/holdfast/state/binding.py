@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+import torch
 
 from holdfast.frameworks import Finish
 from holdfast.geometry import Shape
@@ -23,6 +25,8 @@ class Binding:
     """
 
     targets: list[BoundTensor]
+    #: The local memory of all targets.
+    memory: Sequence[torch.Tensor]
     loaded: list[str]
     missing: list[str]
     missing_shapes: dict[str, Shape]
