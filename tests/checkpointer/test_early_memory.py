@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -108,6 +109,20 @@ def test_a_reservation_for_which_memory_is_too_small_is_no_error_of_the_restore(
             assert handle.staged.nbytes > 0
             assert are_fit(slots(run, node_dir), handle.staged.nbytes)
         end_keepers(node_dir)
+
+
+def test_memory_that_goes_away_after_the_restore_costs_no_save(run: str, tmp_path: Path) -> None:
+    node_dir = tmp_path / "node"
+    node_dir.mkdir()
+    loop = Loop()
+    with Checkpointer(run, loop.state, memory=Memory(node_dir=node_dir)) as checkpointer:
+        checkpointer.restore()
+        until(lambda: len(slots(run, node_dir)) == 2)
+        end_keepers(node_dir)
+        shutil.rmtree(node_dir)
+        for step in range(3):
+            checkpointer.save(step).durable.wait(60)
+    assert holdfast.open(run).step == 2
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError("a defect"), StateError("no", code="state.no", action="None.")])

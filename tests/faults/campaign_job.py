@@ -27,6 +27,7 @@ import holdfast
 from holdfast import Checkpointer, HoldfastError, Memory
 from holdfast.snapshot import capture as snapshot_module
 from tests.support.bound import bits
+from tests.support.interrupts import leaves_block
 
 SOURCES: Final = str(Path(holdfast.__file__).parent)
 #: How long there is between two calls of a copy, at most, and how large they are.
@@ -261,6 +262,8 @@ def at_some_line(dice: random.Random) -> Iterator[None]:
             return None
         if event == "line":
             left[0] -= 1
+            if left[0] == 0 and leaves_block(frame):
+                left[0] = 1
             if left[0] == 0:
                 raise KeyboardInterrupt
         return trace

@@ -8,8 +8,6 @@ goes on, the next save commits, and whatever did commit holds one instant.
 from __future__ import annotations
 
 import gc
-import linecache
-import opcode
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -31,6 +29,7 @@ from holdfast.snapshot import guard as guard_module
 from holdfast.store.base import Location
 from holdfast.store.urls import open_store
 from tests.checkpointer.test_checkpointer import Loop, folder_of
+from tests.support.interrupts import leaves_block
 from tests.support.keepers import end_keepers
 from tests.support.nursery import until
 
@@ -73,19 +72,10 @@ class Raiser:
 
     def _is_due(self, frame: FrameType) -> bool:
         line = frame.f_code, frame.f_lasti
-        if line in self._met or _leaves_block(frame):
+        if line in self._met or leaves_block(frame):
             return False
         self._met.add(line)
         return len(self._met) % self._stride == 0
-
-
-def _leaves_block(frame: FrameType) -> bool:
-    """Whether the interpreter is about to release a lock or close a file at the end of a ``with`` block. It looks for
-    interrupts where functions begin, after calls, and where loops go back: never between such a block and the release,
-    which is C."""
-    is_leaving = opcode.opname[frame.f_code.co_code[frame.f_lasti]] in ("LOAD_CONST", "SWAP")
-    line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
-    return is_leaving and ("_lock:" in line or "with os.fdopen(" in line)
 
 
 class Victim:

@@ -94,6 +94,7 @@ class Stager:
             return
         memory = self._memory.opened(num_slots=self.num_slots)
         ensure_keeper(memory.folder, self._run.url)
+        self._was_used = True
         self._take_memory(nbytes, device, early=True)
         self._reserved_nbytes = nbytes
 
