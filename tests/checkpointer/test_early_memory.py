@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from threading import Event
+from typing import Any
 
 import pytest
 import torch
@@ -19,22 +22,22 @@ from torch.distributed.tensor import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import holdfast
-from holdfast import Checkpointer, DeadlineError, Memory, StateError
+from holdfast import Checkpointer, Memory, StateError
 from holdfast.checkpointer import early_memory
-from holdfast.checkpointer.staging import Stager
 from holdfast.io.pages import HUGE_PAGE_NBYTES
 from holdfast.node_memory.slots import Slot, slot_names
 from tests.checkpointer.test_checkpointer import Loop, folder_of
 from tests.store.test_posix_storage import mounted
 from tests.support.keepers import end_keepers
+from tests.support.models import start_new_job
 from tests.support.nursery import until
 from tests.support.ranks import run_ranks
 
 _CLAIMS = """
 import sys
-from functools import partial
 from pathlib import Path
 from threading import Event
+from typing import Any
 from holdfast.node_memory.claims import Claim
 from holdfast.node_memory.node_folder import NodeFolder
 with NodeFolder(sys.argv[1], node_dir=Path(sys.argv[2])) as folder, Claim(folder, 0):
@@ -197,21 +200,49 @@ def test_every_rank_reserves_the_size_of_its_own_part(run: str, memory: Memory, 
         assert are_fit(before, nbytes) if nbytes else not before
 
 
-def test_no_call_outlasts_its_time_when_the_memory_of_a_reservation_does_not_answer(
-    run: str, memory: Memory, monkeypatch: pytest.MonkeyPatch
+def test_a_second_save_waits_for_its_slot_while_the_reservation_goes_on(
+    run: str, memory: Memory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    answers = Event()
+    reserve = Slot.reserve
+    is_second = Event()
 
-    def hang(*_: object, **__: object) -> None:
-        answers.wait(60)
+    def slow(slot: Slot, **options: Any) -> None:
+        if is_second.is_set():
+            time.sleep(1)
+        is_second.set()
+        reserve(slot, **options)
 
+    monkeypatch.setattr(Slot, "reserve", slow)
     loop = Loop()
-    checkpointer = Checkpointer(run, loop.state, memory=memory, timeout_s=0.5)
-    monkeypatch.setattr(Stager, "reserve", hang)
-    checkpointer.restore()
-    for call in (checkpointer.restore, partial(checkpointer.save, 0)):
-        with pytest.raises(DeadlineError, match="was not ready within"):
-            call()
-    answers.set()
-    checkpointer.save(0).durable.wait(60)
-    checkpointer.close()
+    with Checkpointer(run, loop.state, memory=memory) as checkpointer:
+        checkpointer.restore()
+        handles = [checkpointer.save(step) for step in range(3)]
+    assert all(handle.durable.is_done for handle in handles)
+    assert "saves go to storage" not in caplog.text
+
+
+def test_workers_that_are_forked_right_after_a_restore_do_not_hold_up_the_first_save(run: str, memory: Memory) -> None:
+    loop = Loop()
+    with Checkpointer(run, loop.state, memory=memory, timeout_s=10) as checkpointer:
+        checkpointer.restore()
+        workers = []
+        for _ in range(20):
+            if (worker := os.fork()) == 0:
+                time.sleep(60)
+                os._exit(0)
+            workers.append(worker)
+        try:
+            checkpointer.save(0).durable.wait(30)
+        finally:
+            for worker in workers:
+                os.kill(worker, signal.SIGKILL)
+                os.waitpid(worker, 0)
+
+
+def test_a_job_that_only_restores_leaves_no_memory_behind(run: str, memory: Memory) -> None:
+    holdfast.save(run, Loop().state, 0)
+    start_new_job()
+    with Checkpointer(run, Loop().state, memory=memory) as checkpointer:
+        checkpointer.restore()
+        until(lambda: len(slots(run, memory.node_dir)) == memory.generations)
+    assert slots(run, memory.node_dir) == {}

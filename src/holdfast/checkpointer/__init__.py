@@ -203,7 +203,6 @@ class Checkpointer:
         with self._turn.taken("restore"):
             tier = self._shared_tier()
             if tier is not None:
-                tier.await_reservation(self._timeout_s)
                 tier.join()
             try:
                 restored = restore(
@@ -358,7 +357,6 @@ class Checkpointer:
         tier = self._shared_tier()
         if tier is None:
             return False
-        tier.await_reservation(self._timeout_s)
         tier.settle()
         try:
             self._stage(tier, machine, metrics)

@@ -50,7 +50,7 @@ def reserve_memory(
         channel.await_readers(deadline)
         memory = chain.from_iterable(each.memory for each in done(flat).tensors.values())
         tier.reserve(_with_margin(nbytes), device=next(iter(devices_of(memory)), None))
-    except HoldfastError as error:
+    except (HoldfastError, OSError) as error:
         _log.debug("memory for the first save is not reserved: %s", error)
 
 

@@ -12,7 +12,6 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from threading import Thread
 from typing import Final, Literal, NamedTuple, NoReturn
 from weakref import WeakSet
 
@@ -25,7 +24,7 @@ from holdfast.checkpointer.backoff import Backoff
 from holdfast.checkpointer.choosing import Clearing
 from holdfast.checkpointer.commit_wait import CommitWait
 from holdfast.checkpointer.restoring import Restored, drop_parts, make_room
-from holdfast.checkpointer.save_errors import is_unusable, never_committed, not_committed, not_ready, too_slow
+from holdfast.checkpointer.save_errors import is_unusable, never_committed, not_committed, too_slow
 from holdfast.checkpointer.snapshot_messages import MemoryStatus, SnapshotRoom
 from holdfast.checkpointer.staging import Stager
 from holdfast.control.channel import Channel
@@ -100,8 +99,6 @@ class MemoryTier:
         self._node_dir = key.node_dir
         self.stager = Stager(key.run, key.node_dir, rank=key.rank, num_slots=num_slots)
         self.users: WeakSet[object] = WeakSet()
-        #: The thread that reserves memory; None if none does.
-        self._reservation: Thread | None = None
         #: Background saves that may still run.
         self._backgrounds: list[Background] = []
         #: Whether this job has looked at what memory held before it.
@@ -133,12 +130,6 @@ class MemoryTier:
         self.stager.watch()
         return background.start()
 
-    def await_reservation(self, timeout_s: float) -> None:
-        """Wait until no reservation begins any more. Raises `DeadlineError` after `timeout_s`: the memory or its keeper
-        does not answer."""
-        if not self._has_reserved(timeout_s):
-            raise not_ready(self._key.rank, timeout_s)
-
     def settle(self) -> None:
         """Wait until all ranks have agreed on the last save. Raises `FencedError` if that save found that another job
         has taken over the run: this job must stop."""
@@ -154,10 +145,8 @@ class MemoryTier:
                 self._backgrounds.remove(background)
 
     def join(self, patience_s: float | None = None) -> bool:
-        """Wait until no background save is copying, and no reservation begins, but for ranks that do not answer no
-        longer than `patience_s`. Returns whether that is so now."""
-        if not self._has_reserved(patience_s):
-            return False
+        """Wait until no background save is copying, but for ranks that do not answer no longer than `patience_s`.
+        Returns whether no save is copying now."""
         for background in tuple(self._backgrounds):
             is_over = background.join(patience_s)
             if not is_over and not (background.is_settled and background.join()):
@@ -182,28 +171,9 @@ class MemoryTier:
         self.stager.retire()
 
     def reserve(self, nbytes: int, *, device: torch.device | None) -> None:
-        """As `Stager.reserve`, in the background, unless earlier trouble puts memory off. `settle` and `join` wait for
-        its end. (A keeper has to start, which takes a few tenths of a second.) An error is only noted: the first save
-        meets it again."""
-
-        def reserve() -> None:
-            try:
-                self.stager.reserve(nbytes, device=device)
-            except (HoldfastError, OSError) as error:
-                _log.debug("memory for the first save is not reserved: %s", error)
-
+        """As `Stager.reserve`, unless earlier trouble puts memory off."""
         if not self.is_put_off:
-            self._reservation = Thread(target=reserve, name="holdfast-reserve", daemon=True)
-            self._reservation.start()
-
-    def _has_reserved(self, patience_s: float | None = None) -> bool:
-        """Wait until no reservation begins any more, no longer than `patience_s`. Returns whether that is so."""
-        if self._reservation is not None:
-            self._reservation.join(patience_s)
-            if self._reservation.is_alive():
-                return False
-            self._reservation = None
-        return True
+            self.stager.reserve(nbytes, device=device)
 
     def note_used(self) -> None:
         """Record that a save used memory."""

@@ -103,16 +103,6 @@ def not_staged(step: int, error: BaseException) -> StorageError:
     )
 
 
-def not_ready(rank: int, timeout_s: float) -> DeadlineError:
-    """The error for memory of `rank` that was not ready within `timeout_s`."""
-    return DeadlineError(
-        f"The memory for snapshots of rank {rank} was not ready within {timeout_s:.0f} s.",
-        code="timeout.memory",
-        action="Raise timeout_s, or keep fewer generations.",
-        rank=rank,
-    )
-
-
 def too_slow(found: SnapshotRoom, timeout_s: float) -> DeadlineError:
     """A save found no slot in time."""
     names = ", ".join(map(str, found.full[:8]))

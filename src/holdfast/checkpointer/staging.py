@@ -16,11 +16,11 @@ import torch
 from holdfast.agreement.assignment import StoredShare, WriteAssignment
 from holdfast.checkpoint.stored_checkpoint import pack_values
 from holdfast.checkpointer.backoff import Backoff
-from holdfast.checkpointer.save_errors import is_unusable, not_ready, unusable
+from holdfast.checkpointer.save_errors import is_unusable, unusable
 from holdfast.checkpointer.save_machine import SaveMachine
 from holdfast.checkpointer.snapshot_messages import Agreed, MemoryStatus
 from holdfast.checkpointer.watcher import Watcher
-from holdfast.errors import ErrorWire, HoldfastError, StorageError, to_wire
+from holdfast.errors import DeadlineError, ErrorWire, HoldfastError, StorageError, to_wire
 from holdfast.format import manifest as fmt
 from holdfast.format.container import FileLayout
 from holdfast.format.records import Place
@@ -121,7 +121,9 @@ class Stager:
         nbytes = _nbytes(share)
         if nbytes:
             is_reserved = self._is_reserved(nbytes, device)
-            if not is_reserved:
+            if is_reserved:
+                memory.arena.count_on_early()
+            else:
                 self._take_memory(nbytes, device)
             self._await_slot(timeout_s)
             if is_reserved and memory.arena.error is not None:  # it may have asked for more than is needed
@@ -153,7 +155,12 @@ class Stager:
 
     def _await_slot(self, timeout_s: float) -> None:
         if not self._memory.used.arena.wait_for_one(timeout_s):
-            raise not_ready(self._rank, timeout_s)
+            raise DeadlineError(
+                f"The memory for snapshots of rank {self._rank} was not ready within {timeout_s:.0f} s.",
+                code="timeout.memory",
+                action="Raise timeout_s, or keep fewer generations.",
+                rank=self._rank,
+            )
 
     def standing(
         self,
@@ -338,8 +345,12 @@ class Stager:
 
     def close(self) -> None:
         """End the watching, and close the memory. Staged snapshots stay, and the keeper makes them durable; saves that
-        are not durable yet end here with the error `unwatched`. Call it only when no save is copying."""
+        are not durable yet end here with the error `unwatched`. Slots that were reserved, and that no save has filled,
+        are removed. Call it only when no save is copying."""
         self._watcher.close()
+        memory = self._memory.current
+        if memory is not None and self.first is None and self._reserved_nbytes >= 0:
+            memory.arena.remove_empty()
         self.guard.unhook()
         self._routes.clear()
         self._memory.close()

@@ -87,6 +87,10 @@ class Arena:
         self._thread = Thread(target=self._prepare, args=(nbytes,), name="holdfast-arena", daemon=True)
         self._thread.start()
 
+    def count_on_early(self) -> None:
+        """Note that a save counts on the early preparation, so that from now on only slots that are ready are free."""
+        self._is_asked = True
+
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until all slots are ready, or the preparation has failed (`error`). False when `timeout_s` passed
         first."""
@@ -185,6 +189,15 @@ class Arena:
                 if not slot.remove_if(lambda _: True):
                     slot.close()  # it is gone already, or another job has it
         return not (self._slots or self._retired)
+
+    def remove_empty(self) -> None:
+        """Stop preparing, and remove the slots that never held anything. Afterwards only `close` may be called."""
+        self._stop()
+        for slot in [slot for slot in self._slots if slot.refresh().contents is None]:
+            self._slots.remove(slot)
+            self._unregister(slot)
+            if not slot.remove_if(lambda record: record.contents is None):
+                slot.close()  # it is gone already, or another process has it
 
     def close(self) -> None:
         """Stop preparing, and close the slots, which stay in the folder."""
