@@ -168,8 +168,9 @@ def _walk(module: nn.Module, prefix: str, path: str, unsynced: frozenset[int] | 
 
     `prefix` is escaped already: a component is escaped letter by letter, so its parts may be escaped one by one.
     """
-    traits = _traits(type_of(module))
-    if isinstance(traits.known, Wrapper):
+    kind: type = type(module)  # here and not by `type_of`, because there may be thousands of modules
+    traits = _traits(kind)
+    if traits.known is not None and isinstance(traits.known, Wrapper):
         module = cast("nn.Module", unwrapped(module))
         traits = _traits(type_of(module))
     base = join(path, prefix)
