@@ -160,7 +160,7 @@ def end_with_its_ranks(training: Job, case: Case) -> None:
     for who in case.kills:
         process = training.keeper if who == "keeper" else training.ranks[int(who.removeprefix("rank-"))]
         assert process is not None
-        assert process.wait() == -9
+        assert process.wait() == -9, process.err
     if case.who == "one trainer":
         training.until_told("saved", step=STEP, ranks=[1 - case.rank])  # this far it gets alone
     training.kill_ranks()
@@ -204,7 +204,7 @@ def test_after_a_death_in_a_restore_the_next_one_restores_the_same(
     deed = Deed("trainer", f"after {phase}", 1, kills=kills)
     dying = replace(after(spec, "dying"), deeds=(deed,), timeout_s=5.0)
     with job(dying, keeper=True, armed=("trainer",)) as killed:
-        assert killed.ranks[1].wait() == -9
+        assert killed.ranks[1].wait() == -9, killed.ranks[1].err
         assert not killed.log.told("rank-1", "restored")
     with job(after(spec, stop=STEP + 1)) as following:
         assert following.restored(truth) == Restored(STEP - 1, "node memory")
