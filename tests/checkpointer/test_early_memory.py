@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from threading import Event
+from threading import Event, current_thread, main_thread
 from typing import Any
 
 import pytest
@@ -23,8 +23,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import holdfast
 from holdfast import Checkpointer, Memory, StateError
-from holdfast.checkpointer import early_memory
+from holdfast.checkpointer import early_memory, restoring
 from holdfast.io.pages import HUGE_PAGE_NBYTES
+from holdfast.node_memory.arena import Arena
 from holdfast.node_memory.slots import Slot, slot_names
 from tests.checkpointer.test_checkpointer import Loop, folder_of
 from tests.store.test_posix_storage import mounted
@@ -36,7 +37,7 @@ from tests.support.ranks import run_ranks
 _CLAIMS = """
 import sys
 from pathlib import Path
-from threading import Event
+from threading import Event, current_thread, main_thread
 from typing import Any
 from holdfast.node_memory.claims import Claim
 from holdfast.node_memory.node_folder import NodeFolder
@@ -246,3 +247,71 @@ def test_a_job_that_only_restores_leaves_no_memory_behind(run: str, memory: Memo
         checkpointer.restore()
         until(lambda: len(slots(run, memory.node_dir)) == memory.generations)
     assert slots(run, memory.node_dir) == {}
+
+
+def test_small_slots_of_a_removed_run_are_not_removed_while_the_first_save_frees_them(
+    run: str, memory: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A thread of the reservation closed slots of which the first save was writing the records.
+    with Checkpointer(run, {"weights": torch.ones(1000)}, memory=memory) as checkpointer:
+        for step in range(2):
+            checkpointer.save(step).durable.wait(60)
+    shutil.rmtree(run)
+    start_new_job()
+    sort, take = Arena._sort, Slot.take
+
+    def late(arena: Arena, nbytes: int) -> None:
+        time.sleep(0.3)
+        sort(arena, nbytes)
+
+    def slow(slot: Slot) -> bool:
+        taken = take(slot)
+        if current_thread() is main_thread():
+            time.sleep(0.8)
+        return taken
+
+    monkeypatch.setattr(Arena, "_sort", late)
+    monkeypatch.setattr(Slot, "take", slow)
+    state = {"weights": torch.arange(5_000_000, dtype=torch.float32)}
+    with Checkpointer(run, state, memory=memory) as checkpointer:
+        checkpointer.restore()
+        for step in range(2):
+            checkpointer.save(step).durable.wait(60)
+    assert torch.equal(holdfast.open(run)["weights"][...], state["weights"])
+
+
+def test_memory_of_the_run_that_goes_away_after_the_restore_is_taken_anew(
+    run: str, memory: Memory, caplog: pytest.LogCaptureFixture
+) -> None:
+    loop = Loop()
+    with Checkpointer(run, loop.state, memory=memory) as checkpointer:
+        checkpointer.restore()
+        until(lambda: len(slots(run, memory.node_dir)) == memory.generations)
+        end_keepers(memory.node_dir)
+        with folder_of(run, memory.node_dir) as folder:
+            shutil.rmtree(folder.path)
+        for step in range(3):
+            handle = checkpointer.save(step)
+            handle.durable.wait(60)
+            assert handle.staged.nbytes > 0
+    assert "saves go to storage" not in caplog.text
+
+
+def test_the_reservation_has_only_the_time_that_the_restore_has_left(
+    run: str, memory: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    restore, left_s = restoring.restore, []
+
+    def slow(*arguments: Any, **options: Any) -> Any:
+        time.sleep(0.5)
+        return restore(*arguments, **options)
+
+    def note(*arguments: Any) -> int:
+        left_s.append(arguments[-1].remaining_s())
+        return 0
+
+    monkeypatch.setattr(holdfast.checkpointer, "restore", slow)
+    monkeypatch.setattr(early_memory, "expected_nbytes", note)
+    with Checkpointer(run, Loop().state, memory=memory, timeout_s=30) as checkpointer:
+        checkpointer.restore()
+    assert [each <= 29.5 for each in left_s] == [True]

@@ -204,6 +204,7 @@ class Checkpointer:
             tier = self._shared_tier()
             if tier is not None:
                 tier.join()
+            deadline = Deadline(self._timeout_s)
             try:
                 restored = restore(
                     self._run,
@@ -223,7 +224,7 @@ class Checkpointer:
             if tier is not None:
                 tier.note_restored(restored)
                 if report.tier != "node memory":  # which has the slots of the last job
-                    reserve_memory(tier, self._state, select=self._select, group=self._group, timeout_s=self._timeout_s)
+                    reserve_memory(tier, self._state, select=self._select, group=self._group, deadline=deadline)
             return report
 
     @contextmanager

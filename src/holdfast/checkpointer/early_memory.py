@@ -28,12 +28,11 @@ def reserve_memory(
     *,
     select: str | Sequence[str] | None,
     group: ProcessGroup | None,
-    timeout_s: float,
+    deadline: Deadline,
 ) -> None:
     """Begin to prepare memory for saves of `state` in the background, so that the first save does not wait for it.
     Collective. Whatever prevents that is not an error: the first save takes memory itself, and raises what is wrong.
     """
-    deadline = Deadline(timeout_s)
     channel = default_channel("restore", group, deadline=deadline)
     rank, world_size = channel.rank, channel.world_size
     flat = attempt(
@@ -51,7 +50,7 @@ def reserve_memory(
         memory = chain.from_iterable(each.memory for each in done(flat).tensors.values())
         tier.reserve(_with_margin(nbytes), device=next(iter(devices_of(memory)), None))
     except (HoldfastError, OSError) as error:
-        _log.debug("memory for the first save is not reserved: %s", error)
+        _log.info("memory for the first save is not reserved: %s", error)
 
 
 def _with_margin(nbytes: int) -> int:

@@ -95,6 +95,7 @@ class Stager:
         memory = self._memory.opened(num_slots=self.num_slots)
         ensure_keeper(memory.folder, self._run.url)
         self._was_used = True
+        self._reserved_nbytes = -1
         self._take_memory(nbytes, device, early=True)
         self._reserved_nbytes = nbytes
 
@@ -213,6 +214,9 @@ class Stager:
     def _look_at_slots(self, known: MemoryStatus, whole: Place | None, awaited: Place | None) -> MemoryStatus:
         """`known`, completed with the state of the slots."""
         memory = self._memory.opened(num_slots=self.num_slots)
+        if memory.is_removed and self.first is None:  # it was opened for a reservation, and holds nothing of this job
+            self.retire()
+            memory = self._memory.opened(num_slots=self.num_slots)
         if memory.is_removed:
             raise FileNotFoundError(ENOENT, os.strerror(ENOENT))
         ensure_keeper(memory.folder, self._run.url)

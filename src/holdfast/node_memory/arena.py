@@ -7,9 +7,9 @@ process and its successors use it again and again.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
-from contextlib import suppress
-from threading import Event, Thread
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
+from threading import Event, Thread, current_thread
 from typing import TypeAlias
 
 from holdfast.errors import ConfigurationError, CorruptError, HoldfastError
@@ -74,18 +74,27 @@ class Arena:
 
     def prepare(self, nbytes: int, *, register: Register | None = None, early: bool = False) -> None:
         """Begin to prepare slots for data files of up to `nbytes`, in the background: existing slots that are large
-        enough, and new ones; with `register`, each is registered. Blocks only until an earlier preparation has ended;
-        `wait` waits for this one. All other existing slots keep their contents as long as these may be needed. An
-        `early` preparation comes before the save that will ask for one; if it fails, nothing is lost."""
-        if self._thread is not None:
-            self._thread.join()  # it may still be making slots of another size
+        enough, and new ones; with `register`, each is registered. Blocks only until an earlier preparation has ended,
+        and for a moment where another process is filling a slot; `wait` waits for this preparation. All other existing
+        slots keep their contents as long as these may be needed. An `early` preparation comes before the save that will
+        ask for one; if it fails, nothing is lost."""
+        self._join()  # it may still be making slots of another size
         self._register = register
-        self._one.clear()
-        self._done.clear()
         self.is_ready, self.error = False, None
         self._is_asked = self._is_asked or not early
-        self._thread = Thread(target=self._prepare, args=(nbytes,), name="holdfast-arena", daemon=True)
-        self._thread.start()
+        # Here and not in the background, where it would free and remove slots under the hands of the caller.
+        start_s = time.perf_counter()
+        with self._noting_errors():
+            self._await_dying()
+            self._sort(nbytes)
+        self._thread = Thread(target=self._take_memory, args=(nbytes, start_s), name="holdfast-arena", daemon=True)
+        try:
+            self._one.clear()
+            self._done.clear()
+            self._thread.start()
+        except BaseException:
+            self._end_preparation()
+            raise
 
     def count_on_early(self) -> None:
         """Note that a save counts on the early preparation, so that from now on only slots that are ready are free."""
@@ -102,9 +111,11 @@ class Arena:
 
     @property
     def is_short(self) -> bool:
-        """Whether some process has removed slots after they were ready, or is filling some, so that a new preparation
-        is needed."""
-        return self.is_ready and any(slot.is_removed or slot.is_occupied for slot in self._slots)
+        """Whether a new preparation is needed: some process has removed slots after they were ready, or is filling
+        some; or an interrupt ended the last preparation."""
+        if not self._done.is_set():
+            return False
+        return not self.is_ready or any(slot.is_removed or slot.is_occupied for slot in self._slots)
 
     def take(self, needed: Place | None) -> Slot | None:
         """Take the lock of a slot that may be filled, and return the slot; None where there is none now. A slot may be
@@ -210,30 +221,47 @@ class Arena:
 
     def _stop(self) -> None:
         self._stopped = True
-        if self._thread is not None:
+        self._join()
+
+    def _join(self) -> None:
+        if self._thread is not None and self._thread.ident is not None:  # an interrupt may have kept it from its start
             self._thread.join()
 
-    def _prepare(self, nbytes: int) -> None:
-        start_s = time.perf_counter()
+    def _end_preparation(self) -> None:
+        self._one.set()
+        self._done.set()
+
+    def _take_memory(self, nbytes: int, start_s: float) -> None:
+        """Give all slots their memory, and make new ones."""
+        if self._thread is not current_thread():
+            return  # an interrupt came while it was started, and another one does the work
         try:
-            with suppress(_Stopped), unusable_memory(self._folder.path):
-                self._await_dying()
-                self._sort(nbytes)
-                self._look((self.num_slots - len(self._slots)) * nbytes)
-                for slot in self._slots:
-                    if not slot.is_reserved:  # the process that made it was killed before it had reserved it
-                        slot.reserve(before=self._look)
-                    self._make_known(slot)
-                while len(self._slots) < self.num_slots:
-                    self._add(nbytes)
-                    self._one.set()
-                self.is_ready = True
-        except HoldfastError as error:
-            self.error = error
+            if self.error is None:
+                with self._noting_errors():
+                    self._fill_up(nbytes)
+                    self.is_ready = True
         finally:
             self.seconds = time.perf_counter() - start_s
-            self._done.set()
+            self._end_preparation()
+
+    def _fill_up(self, nbytes: int) -> None:
+        self._look((self.num_slots - len(self._slots)) * nbytes)
+        for slot in self._slots:
+            if not slot.is_reserved:  # the process that made it was killed before it had reserved it
+                slot.reserve(before=self._look)
+            self._make_known(slot)
+        while len(self._slots) < self.num_slots:
+            self._add(nbytes)
             self._one.set()
+
+    @contextmanager
+    def _noting_errors(self) -> Iterator[None]:
+        """An error in the block ends the preparation, and becomes its `error`."""
+        try:
+            with suppress(_Stopped), unusable_memory(self._folder.path):
+                yield
+        except HoldfastError as error:
+            self.error = error
 
     def _await_dying(self) -> None:
         """Wait a moment for processes that are filling slots of this arena, and free the slots of those that died."""
