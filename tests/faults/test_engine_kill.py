@@ -202,7 +202,7 @@ def test_after_a_death_in_a_restore_the_next_one_restores_the_same(
     with job(paused_at_the_third(spec), keeper=True) as training:
         training.until_told("paused", step=STEP)
     deed = Deed("trainer", f"after {phase}", 1, kills=kills)
-    dying = replace(after(spec, "dying"), deeds=(deed,), timeout_s=5.0)
+    dying = replace(after(spec, "dying"), deeds=(deed,))
     with job(dying, keeper=True, armed=("trainer",)) as killed:
         assert killed.ranks[1].wait() == -9, killed.ranks[1].err
         assert not killed.log.told("rank-1", "restored")
