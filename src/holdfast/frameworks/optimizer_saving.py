@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from itertools import chain
+from itertools import chain, repeat
 from typing import NamedTuple, cast
 
 import torch
@@ -15,6 +15,7 @@ from holdfast.format.names import component, join
 from holdfast.format.values import Open, Plain, TableNode
 from holdfast.frameworks import BindingSource, NamedTensor, Sink
 from holdfast.frameworks.known_types import Transparent, known_type, refusal_of, type_of
+from holdfast.plan.layout import Replicas
 from holdfast.wording import kind_of
 
 # Keys of a group that identify its parameters; all others are hyper-parameters.
@@ -43,12 +44,17 @@ class Kept(NamedTuple):
     def describe(self, sink: Sink) -> None:
         """Add the slots of the optimizer's parameters to `sink`."""
         state = join(self.path, "state")
-        tensors: list[NamedTensor] = []
+        # By columns, with little Python code per slot: every save runs this.
+        names: list[str] = []
+        values: list[object] = []
+        replicas: list[Replicas] = []
         for entry in chain.from_iterable(self.groups):
             slots = self.kept.get(id(entry.tensor))
-            if slots is not None:
-                _flatten_slots(f"{state}/{entry.name}", slots, entry, sink, tensors)
-        sink.tensors(tensors)
+            if slots:
+                names += _slot_names(f"{state}/{entry.name}", *slots)
+                values += slots.values()
+                replicas += repeat(entry.replicas, len(slots))
+        sink.tensors(_tensors_of(names, values, replicas, sink))
 
 
 class KeptGroups(NamedTuple):
@@ -151,15 +157,15 @@ def _flatten_hyper(path: str, group: Mapping[str, object], sink: Sink) -> None:
         sink.tree(join(path, key), value)
 
 
-def _flatten_slots(
-    path: str, slots: Mapping[object, object], parameter: NamedTensor, sink: Sink, tensors: list[NamedTensor]
-) -> None:
-    """Add the slots that are tensors to `tensors`, all others to `sink`."""
-    for name, value in zip(_slot_names(path, *slots), slots.values(), strict=True):
+def _tensors_of(
+    names: Sequence[str], slots: Sequence[object], replicas: Sequence[Replicas], sink: Sink
+) -> Iterator[NamedTensor]:
+    """The slots that are tensors. Adds all others to `sink`."""
+    for name, value, each in zip(names, slots, replicas, strict=True):
         if isinstance(value, torch.Tensor):
-            tensors.append(NamedTensor(name, value, parameter.replicas))
+            yield NamedTensor(name, value, each)
         else:
-            sink.tree(name, value, parameter.replicas)
+            sink.tree(name, value, each)
 
 
 # Cached, because making thousands of names again would take most of a walk.

@@ -31,6 +31,7 @@ _WHOLE: dict[Replicas, Whole] = {"split": Whole("split"), "first": Whole("first"
 _PLAIN = {torch.Tensor, nn.Parameter}
 
 _by_name = attrgetter("name")
+_replicas_of = attrgetter("replicas")
 _dtype_of = attrgetter("dtype")
 _layout_of = attrgetter("layout")
 _shape_of = attrgetter("shape")
@@ -265,7 +266,7 @@ def _read(ordered: Sequence[NamedTensor], *, meta: bool) -> _FoundTensors:
         raise _unsupported(ordered, parts, meta=meta) from error
     facts = Facts(
         names=list(map(_by_name, ordered)),
-        replicas=[entry.replicas for entry in ordered],
+        replicas=list(map(_replicas_of, ordered)),
         specs=list(map(id, specs)),
         dtypes=dtypes,
         shapes=shapes,
