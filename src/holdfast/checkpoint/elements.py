@@ -61,6 +61,7 @@ def _bits_differ(one: Array, other: Array) -> npt.NDArray[np.bool_]:
     return differ[0::2] | differ[1::2] if one.itemsize == 16 else differ
 
 
+@np.errstate(invalid="ignore")  # the conversion of a signaling nan, which any bits may be
 def _as_numbers(carriers: Array, dtype: str) -> Array:
     """The numbers in `carriers` as int64, uint64, float64 or complex128, whichever holds all of `dtype` exactly."""
     numbers: Array
