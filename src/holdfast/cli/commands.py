@@ -167,6 +167,66 @@ def plan(
 
 
 @app.command()
+def advise(
+    *,
+    durable: Annotated[
+        str,
+        typer.Option(
+            "--durable",
+            metavar="TIER",
+            help="Storage: the time that a save holds training up, until it is complete, and of a restore; and by how "
+            "much a save slows training down, if it does. Such as 3s,180s,300s,1%.",
+        ),
+    ],
+    peers: Annotated[
+        str, typer.Option("--peers", metavar="TIER", help="Copies in the memory of other nodes, if there are any.")
+    ] = "",
+    memory: Annotated[
+        str, typer.Option("--memory", metavar="TIER", help="The memory of the own node, if saves go there.")
+    ] = "",
+    mttf: Annotated[
+        str, typer.Option("--mttf", metavar="TIME", help="Mean time to a failure of the whole job, such as 3h.")
+    ] = "",
+    failures: Annotated[
+        str,
+        typer.Option("--failures", metavar="NAME", help="Or published failures: llama3, rsc1, rsc2, infinitehbd."),
+    ] = "",
+    nodes: Annotated[int, typer.Option("--nodes", metavar="N", min=0, help="Number of nodes, with --failures.")] = 0,
+    shares: Annotated[
+        str,
+        typer.Option(
+            "--shares",
+            metavar="P,N,J",
+            help="Shares of failures that end processes, take a node, or take more. Default: 23%,75%,2%, as Llama 3.",
+        ),
+    ] = "",
+    detection: Annotated[
+        str, typer.Option("--detection", metavar="TIME", help="Time from a failure to the restore.")
+    ] = "60s",
+    step: Annotated[str, typer.Option("--step", metavar="TIME", help="Time of a training step.")] = "",
+    max_overhead: Annotated[
+        str, typer.Option("--max-overhead", metavar="SHARE", help="What all saves may cost, such as 1%.")
+    ] = "",
+    in_flight: Annotated[
+        int, typer.Option("--in-flight", metavar="N", min=1, help="Saves to one tier that may overlap.")
+    ] = 1,
+    size: Annotated[str, typer.Option("--size", metavar="SIZE", help="Size of a checkpoint, such as 912GB.")] = "",
+    cost_per_hour: Annotated[
+        float, typer.Option("--cost-per-hour", metavar="PRICE", min=0, help="Price of an hour of the whole job.")
+    ] = 0.0,
+    as_json: JsonOption = False,
+) -> None:
+    """Advise how often to save. Prints an interval per tier, the time that is lost, and what changes would buy."""
+    from holdfast.cli.advise import Given, advice
+
+    given = Given(
+        memory, peers, durable, mttf, failures, nodes, shares, detection, step, max_overhead, in_flight, size,
+        cost_per_hour,
+    )  # fmt: skip
+    advice(given, as_json=as_json)
+
+
+@app.command()
 def doctor(
     run: RunArgument,
     *,

@@ -1,0 +1,124 @@
+"""``holdfast advise`` says how often to save, on screen and as JSON."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.support.command_line import Done, holdfast_command
+
+MEMORY = ("--memory", "0.05s,0.1s,10s")
+PEERS = ("--peers", "300ms, 5s, 1min")
+DURABLE = ("--durable", "3s,3min,5min")
+LLAMA3 = ("--failures", "llama3", "--nodes", "2048")
+
+
+def advised(*arguments: str) -> Done:
+    done = holdfast_command("advise", *arguments)
+    assert done.status == 0, done.err
+    return done
+
+
+def test_each_tier_gets_its_interval_and_the_job_its_waste() -> None:
+    done = advised(*MEMORY, *PEERS, *DURABLE, *LLAMA3)
+    assert done.lines[0].startswith("One failure every 3.09 h (Llama 3 405B: 419 failures")
+    rows = {line.split()[0]: " ".join(line.split()) for line in done.lines[3:6]}
+    assert rows["memory"].startswith("memory 69.6 s 1.79 34.9 s 69 s - the least waste")
+    assert rows["peers"].startswith("peers 94.4 s")
+    assert rows["durable"].startswith("durable 30.5 min 0.16 18.2 min 33.2 min")
+    assert "2.19 % of the time is lost:" in done.lines
+
+
+def test_the_plot_is_longest_far_from_the_advice() -> None:
+    done = advised(*DURABLE, "--mttf", "3h")
+    bars = [line.count("#") for line in done.lines if line.lstrip().startswith("x ")]
+    assert len(bars) == 7
+    assert bars[3] == min(bars)
+    assert max(bars) == 40
+
+
+def test_changes_and_rules_are_compared_with_the_advice() -> None:
+    found = advised(*MEMORY, *DURABLE, "--mttf", "3.09h", "--json").json
+    now = sum(found["waste"].values())
+    changes = {each["what"]: each["waste"] for each in found["changes"]}
+    assert changes["copies in the memory of other nodes"] == pytest.approx(0.022, abs=0.0005)
+    assert all(each < now for each in changes.values())
+    rules = {each["what"]: each["waste"] for each in found["rules"]}
+    assert min(rules.values()) > now
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ((), "the least waste"),
+        (("--step", "400s"), "no interval is shorter than a step"),
+        (("--max-overhead", "0.1%"), "the budget for saves"),
+        (("--shares", "0%,0%,100%", *MEMORY), "no failure needs it"),
+        (("--durable", "0,10min,5min"), "a save takes so long to complete"),
+        (("--durable", "0,0,5min"), "no interval is shorter than a second"),
+        (("--memory", "100s,1s,1s"), "no interval is shorter than that of a nearer tier"),
+    ],
+)
+def test_the_limit_that_sets_an_interval_is_named(options: tuple[str, ...], reason: str) -> None:
+    found = advised(*DURABLE, "--mttf", "3h", *options, "--json").json
+    assert reason in [tier["reason"] for tier in found["tiers"]]
+
+
+def test_steps_are_nested_and_a_budget_holds() -> None:
+    found = advised(*MEMORY, *PEERS, *DURABLE, *LLAMA3, "--step", "7s", "--max-overhead", "0.3%", "--json").json
+    memory, peers, durable = (tier["steps"] for tier in found["tiers"])
+    assert (peers % memory, durable % peers) == (0, 0)
+    assert found["tiers"][0]["interval_s"] == memory * 7
+    assert 0.0015 < found["waste"]["stall"] <= 0.003
+
+
+def test_bytes_and_money_are_told_where_their_price_is_known() -> None:
+    found = advised(*DURABLE, "--mttf", "3h", "--size", "2TB", "--cost-per-hour", "1000", "--json").json
+    (tier,) = found["tiers"]
+    assert tier["nbytes_per_day"] == pytest.approx(2e12 * 86400 / tier["interval_s"])
+    assert found["cost_per_day"] == pytest.approx(24_000 * sum(found["waste"].values()))
+    text = advised(*DURABLE, "--mttf", "3h", "--size", "2TiB", "--cost-per-hour", "1000")
+    assert "written/day" in text.lines[2]
+    assert ", 1,7" in next(line for line in text.lines if "of the time is lost" in line)
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ((), "the failures of the job must be given once"),
+        (("--mttf", "3h", *LLAMA3), "the failures of the job must be given once"),
+        (("--mttf", "3 hours"), "'3 hours', which is no such time"),
+        (("--mttf", "0s"), "'0s', which is no such time"),
+        (("--mttf", "-3h"), "which is no such time"),
+        (("--failures", "lama3", "--nodes", "8"), "called 'lama3'"),
+        (("--failures", "llama3"), "need the number of nodes"),
+        (("--mttf", "3h", "--durable", "3s,3min"), "2 numbers, but a tier has three or four"),
+        (("--mttf", "3h", "--durable", "3s,3min,5min,2"), "'2', which is no such share"),
+        (("--mttf", "3h", "--memory", "x,1s,1s"), "'x', which is no such time"),
+        (("--mttf", "3h", "--shares", "50%,20%,20%"), "are not three shares that make 100 %"),
+        (("--mttf", "3h", "--shares", "50%,50%"), "are not three shares that make 100 %"),
+        (("--mttf", "3h", "--step", "0s"), "'0s', which is no such time"),
+        (("--mttf", "3h", "--max-overhead", "0%"), "'0%', which is no such share"),
+        (("--mttf", "3h", "--max-overhead", "1e999%"), "'1e999%', which is no such share"),
+        (("--mttf", "3h", "--size", "2 lots"), "--size 2 lots is no size"),
+    ],
+)
+def test_a_number_that_makes_no_sense_is_explained(options: tuple[str, ...], problem: str) -> None:
+    done = holdfast_command("advise", *DURABLE, *options)
+    assert done.status == 2
+    assert problem in done.err
+    assert "[config.advice]" in done.err
+
+
+def test_advice_needs_nothing_heavy() -> None:
+    code = (
+        "import sys\n"
+        "from holdfast.cli import run\n"
+        "try: run(sys.argv[1:])\n"
+        "finally: print([name for name in ('torch', 'numpy', 'matplotlib') if name in sys.modules], file=sys.stderr)"
+    )
+    command = [sys.executable, "-c", code, "advise", *DURABLE, "--mttf", "3h"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stderr == "[]\n"
