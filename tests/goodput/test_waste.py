@@ -131,6 +131,7 @@ def test_intervals_in_steps_are_multiples_of_the_nearer_ones(
 def test_a_tier_that_no_failure_needs_is_never_saved_to() -> None:
     failures = replace(LLAMA3, shares=(1.0, 0.0, 0.0))
     assert best([MEMORY, DURABLE], failures)[1] == math.inf
+    assert best([MEMORY, PEERS, DURABLE], replace(LLAMA3, shares=(0.1, 0.9, 0.0)))[2] == math.inf
     assert in_steps([MEMORY, DURABLE], [70.0, math.inf], failures, step_s=7.0, floors_s=[7.0, 180.0]) == [10, None]
 
 

@@ -120,8 +120,8 @@ def _shares(text: str) -> tuple[float, float, float]:
             "Give the shares of failures that only end processes, that take a node, and that take more than a node, "
             "such as 23%,75%,2%.",
         )
-    process, node, _ = parts
-    return process, node, 1.0 - process - node
+    process, node, job = (part / sum(parts) for part in parts)
+    return process, node, job
 
 
 def _duration(text: str, option: str, *, least_s: float = 0.0) -> float:

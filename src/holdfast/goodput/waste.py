@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from holdfast.goodput.failures import Loss
 
@@ -51,13 +52,9 @@ class Failures:
 
     def rates(self, tiers: Sequence[Tier]) -> list[float]:
         """The failures per second that each of `tiers` serves: those that it is the first to survive."""
-        rates = []
-        served = 0.0
-        for tier in tiers:
-            survived = sum(self.shares[: tier.survives + 1])
-            rates.append((survived - served) / self.mttf_s)
-            served = survived
-        return rates
+        ends = [tier.survives + 1 for tier in tiers]
+        served = (sum(self.shares[begin:end]) for begin, end in pairwise([0, *ends]))
+        return [share / self.mttf_s for share in served]
 
 
 @dataclass(frozen=True)
