@@ -390,6 +390,26 @@ def test_one_process_alone_has_the_lock(folder: NodeFolder) -> None:
     assert not is_kept(folder)
 
 
+@pytest.mark.parametrize("is_left_empty", [True, False])
+def test_a_keeper_stays_for_trainers_to_come_but_not_where_they_left_no_slot(
+    folder: NodeFolder, monkeypatch: pytest.MonkeyPatch, *, is_left_empty: bool
+) -> None:
+    # An evaluation, which only restores, left a keeper behind for half an hour.
+    monkeypatch.setattr(daemon, "_LEFT_EMPTY_S", 0.2)
+    end = time.monotonic() + 1.0
+    claim = Claim(folder, 0) if is_left_empty else None
+    keeper = Keeper(folder)
+
+    def is_over() -> bool:
+        if claim is not None and time.monotonic() > end - 0.8:
+            claim.close()
+        return time.monotonic() > end
+
+    keeper.run(is_over=is_over, idle_s=60)
+    assert (time.monotonic() < end) == is_left_empty
+    keeper.close()
+
+
 def test_what_nobody_comes_back_for_is_given_up_after_a_day(
     run: Run, saved: Saved, folder: NodeFolder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

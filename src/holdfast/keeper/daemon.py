@@ -34,6 +34,8 @@ from holdfast.node_memory.slots import OWED, Slot, SlotRecord, SlotState, slot_n
 
 #: Time without trainers and work after which a keeper removes its slots and ends.
 IDLE_S: Final = 1800.0
+#: The same where trainers came and went and left no slot, as a job that only restores does.
+_LEFT_EMPTY_S: Final = 60.0
 #: Time without trainers after which a keeper frees slots that it could not make durable: parts of checkpoints whose
 #: other parts were in the memory of lost nodes, or of a run whose storage is gone.
 ORPHANED_S: Final = 86400.0
@@ -101,17 +103,21 @@ class Keeper:
     def run(self, *, is_over: Callable[[], bool], idle_s: float, orphaned_s: float = ORPHANED_S) -> None:
         """Work until `is_over`, or until there was no trainer and no work for `idle_s`; in that case, remove the slots.
         A slot that cannot be made durable counts as work until there was no trainer for `orphaned_s`, when it is freed.
-        Also ends when the lock's file was removed and all slots are durable."""
+        Where trainers came and went and left no slot, a minute is enough. Also ends when the lock's file was removed
+        and all slots are durable."""
         busy_at = tended_at = time.monotonic()
+        was_tended = False
         while not is_over():
             is_tended = is_claimed(self._folder)
             if is_tended:
                 tended_at = time.monotonic()
+                was_tended = True
             if time.monotonic() - tended_at > orphaned_s:
                 self._abandon(orphaned_s)
             if self.look() or self.owes or is_tended:
                 busy_at = time.monotonic()
-            if time.monotonic() - busy_at > idle_s:
+            is_left_empty = was_tended and not self._slots
+            if time.monotonic() - busy_at > (min(idle_s, _LEFT_EMPTY_S) if is_left_empty else idle_s):
                 self.give_back()
                 return
             if self.is_displaced and not self.owes:
