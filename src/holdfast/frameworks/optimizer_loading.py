@@ -6,7 +6,7 @@ import inspect
 import sys
 from collections.abc import Container, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from itertools import combinations
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -51,7 +51,7 @@ def bind_optimizer(path: str, optimizer: Optimizer, source: BindingSource) -> Fi
     saved = _read_saved(path, source)
     own = _own_flags(optimizer) if _is_other_class(path, optimizer, saved, source) else frozenset[str]()
     groups: list[Finish] = []
-    states: list[tuple[torch.Tensor, dict[object, Finish]]] = []
+    states: list[tuple[torch.Tensor, dict[object, _Slot]]] = []
     served: dict[int, int] = {}
     ordered: list[NamedTensor] = []
     for index, group in enumerate(optimizer.param_groups):
@@ -87,7 +87,8 @@ def bind_optimizer(path: str, optimizer: Optimizer, source: BindingSource) -> Fi
         for group in groups:
             group()
         for parameter, slots in states:
-            _replace(optimizer.state, parameter, {key: slot() for key, slot in slots.items()})
+            filled = {key: slot if isinstance(slot, torch.Tensor) else slot() for key, slot in slots.items()}
+            _replace(optimizer.state, parameter, filled)
         state = cast("MutableMapping[object, object]", optimizer.state)
         for key in [key for key in state if not isinstance(key, torch.Tensor)]:
             del state[key]
@@ -98,6 +99,10 @@ def bind_optimizer(path: str, optimizer: Optimizer, source: BindingSource) -> Fi
         return optimizer
 
     return finish
+
+
+#: A bound slot: the tensor that the load fills, or a function that returns the slot after the load.
+_Slot: TypeAlias = torch.Tensor | Finish
 
 
 class _Saved(NamedTuple):
@@ -422,8 +427,8 @@ def _bind_slots(
     parameter: NamedTensor,
     steps_on_device: bool,
     source: BindingSource,
-) -> dict[object, Finish]:
-    slots: dict[object, Finish] = {}
+) -> dict[object, _Slot]:
+    slots: dict[object, _Slot] = {}
     owner, dtype = source.stored(parameter.name), parameter.tensor.dtype
     is_cast = owner is not None and getattr(torch, owner.dtype, None) is not dtype
     for text in (*(texts & {"step"}), *sorted(texts - {"step"})):  # mostly torch's own order
@@ -445,7 +450,7 @@ def _bind_slot(
     source: BindingSource,
     *,
     cast_to: torch.dtype | None,
-) -> Finish:
+) -> _Slot:
     """Bind one slot: to the live tensor if it fits, else to new memory of the stored shape, and the stored dtype or the
     one that it is cast to."""
 
@@ -466,7 +471,7 @@ def _bind_slot(
         return source.opaque(name, memory, parameter.replicas)
     tensor = memory(name)
     source.fill(NamedTensor(name, tensor, parameter.replicas))
-    return lambda: tensor
+    return tensor
 
 
 def _factor_like(parameter: torch.Tensor, shape: torch.Size) -> torch.Tensor | None:
