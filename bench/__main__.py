@@ -11,7 +11,7 @@ import typer
 
 from bench.benchmark import Benchmark, Options, chosen, require_bars, require_raw_limit
 from bench.engine import ENGINE
-from bench.errors import BenchError, MarkersError
+from bench.errors import BenchError
 from bench.front import render_chart, render_front
 from bench.history import HISTORY
 from bench.markdown import RESULTS, replace_part
@@ -96,11 +96,11 @@ def publish(root: Path) -> None:
 
 
 def documents(root: Path, rendered: Mapping[str, str]) -> dict[Path, str]:
-    """The documents with what was `rendered` in its places. MarkersError where one has no place for a table."""
+    """The documents with what was `rendered` in its places. BenchError where one has no place for a table."""
     texts = {}
     for path, places in ((root / TABLES, PLACES.values()), (root / README, (FRONT,))):
         if not path.is_file():
-            raise MarkersError(f"There is no {path}. Run from the root of the repository, or name it with --root.")
+            raise BenchError(f"There is no {path}. Run from the root of the repository, or name it with --root.")
         texts[path] = path.read_text()
         for place in places:
             texts[path] = replace_part(texts[path], place, rendered.get(place, ""), where=path)

@@ -55,7 +55,7 @@ def select(
     names: Sequence[str] | None, known: Registry, usual: Sequence[str] | None = None
 ) -> tuple[tuple[str, ...], dict[str, str]]:
     """Those of `names`, or the `usual` ones, beside the raw limit, that can take part here, in the order of the tables,
-    and why the others cannot. SetupError for a name that is not known."""
+    and why the others cannot. BenchError for a name that is not known."""
     found = {RAW, *chosen(usual if names is None else names, known, kind="contender")}
     absent = {name: reason for name in known if name in found and (reason := why_absent(known[name].package))}
     return tuple(name for name in known if name in found and name not in absent), absent

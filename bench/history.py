@@ -14,7 +14,6 @@ import torch
 
 import holdfast
 from bench.benchmark import Bar, Benchmark, Options, judged
-from bench.environment import in_words
 from bench.markdown import table
 from bench.runner import command, in_turns, scratch, timed
 from bench.schema import Part, Result, Scenario, measured
@@ -85,7 +84,7 @@ def render_history(result: Result) -> str:
     )
     last = result.parts[-1]
     how = f"A state of 4 KiB, one process, medians of {last.scenario.rounds}. `python -m bench history`; "
-    return "\n\n".join([lines, f"{how}{in_words(last.environment)}."])
+    return "\n\n".join([lines, f"{how}{last.environment.in_words()}."])
 
 
 PARTS = {str(length): partial(measure_history, length) for length in LENGTHS}

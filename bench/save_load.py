@@ -20,11 +20,12 @@ import torch.distributed as dist
 from bench.benchmark import Bar, Benchmark, Options, judged, verdicts
 from bench.contenders import LATER, SAVING, select
 from bench.costs import Watch, give_back
-from bench.markdown import Column, cpu, figures, labels, memory, raw_in_words, shares, table, text, whereabouts
+from bench.markdown import Column, cpu, figures, labels, memory, shares, table, text, whereabouts
 from bench.raw import RAW_WAYS
 from bench.runner import Found, Job, Turns, measure, require_same
 from bench.schema import RAW, WARM_UP, Part, Result, Scenario
-from bench.state import NUM_LAYERS, Layout, LlamaLike, State
+from bench.state import NUM_LAYERS, Layout, LlamaLike
+from bench.ways import Site
 
 MEASURES = SAVE, LOAD = ("save", "load")
 #: Where those save that `Loads` load.
@@ -50,8 +51,8 @@ class SaveLoad(Turns):
 
     measures: tuple[str, ...] = MEASURES
 
-    def __init__(self, job: Job, state: State) -> None:
-        super().__init__(job, state)
+    def __init__(self, job: Job, site: Site) -> None:
+        super().__init__(job, site)
         self._expected = {name: self.way(name).memory.digests() for name in super().entrants(WARM_UP)}
 
     def take(self, name: str, number: int, measure: str) -> Iterator[tuple[str, str, Found]]:
@@ -94,8 +95,8 @@ class Loads(SaveLoad):
 
     measures = (LOAD,)
 
-    def __init__(self, job: Job, state: State) -> None:
-        super().__init__(job, state)
+    def __init__(self, job: Job, site: Site) -> None:
+        super().__init__(job, site)
         for name in self.entrants(WARM_UP):
             if name.startswith(RAW):
                 _keep(self, name)
@@ -151,7 +152,7 @@ def render_io(result: Result) -> str:
         f"{scenario.state.nbytes / 1e9:.2f} GB ({scenario.state.num_tensors} tensors), {scenario.world} ranks, "
         f'medians of {scenario.rounds} interleaved rounds (lowest to highest); "of raw" is raw seconds / seconds, '
         f"paired by round. Saves are durable, caches are cold ({part.caches}). Raw limit: {raw.description}, "
-        f"{raw.io}, {raw.durable}, best of {raw_in_words(part)} (save {saving}, load {loading})."
+        f"{raw.io}, {raw.durable}, best of {part.raw_in_words()} (save {saving}, load {loading})."
     )
     return "\n\n".join([lines, how, whereabouts(result.name, part)])
 
@@ -255,7 +256,7 @@ def render_load(result: Result) -> str:
         f"Share of the raw limit (raw seconds / seconds, paired by round), medians of {last.scenario.rounds} "
         f"interleaved rounds (lowest to highest). {sizes[0]} to {sizes[-1]} GB; caches are cold before every load "
         f"({last.caches}), and every load is compared with what was saved. Raw limit: as many processes as ranks that "
-        f"load read the state's bytes once, evenly, {last.contenders[0].io}, best of {raw_in_words(last)}."
+        f"load read the state's bytes once, evenly, {last.contenders[0].io}, best of {last.raw_in_words()}."
     )
     every = dict.fromkeys(
         f" Not possible for {_LABELS.get(name, name)}: {reason}."

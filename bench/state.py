@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tenso
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from bench.errors import SetupError
+from bench.errors import BenchError
 from bench.schema import StateSize
 
 Leaf: TypeAlias = torch.Tensor | int | float
@@ -259,7 +259,7 @@ def parameter_shapes(width: int, num_layers: int = NUM_LAYERS) -> dict[str, tupl
 def width_for(nbytes: int, num_layers: int = NUM_LAYERS) -> int:
     """The smallest width whose fp32 state (weights and moments) has at least `nbytes`."""
     if nbytes <= 0:
-        raise SetupError(f"A state of {nbytes} bytes cannot be built. Ask for more than 0 GiB.")
+        raise BenchError(f"A state of {nbytes} bytes cannot be built. Ask for more than 0 GiB.")
     width = WIDTH_STEP
     while 4 * (1 + len(MOMENTS)) * sum(map(math.prod, parameter_shapes(width, num_layers).values())) < nbytes:
         width += WIDTH_STEP

@@ -18,7 +18,7 @@ import holdfast
 from bench.benchmark import Bar, Benchmark, Options, in_time, verdicts
 from bench.contenders import why_absent
 from bench.costs import settle
-from bench.errors import WrongBytesError
+from bench.errors import BenchError
 from bench.layouts import Sent
 from bench.markdown import figures, reasons, table, whereabouts
 from bench.plan import CASES, manifest_of
@@ -74,7 +74,7 @@ def open_one(name: str, folder: Path, index: int) -> dict[str, float]:
     import_module(library.package)
     seconds = timed(lambda: found.append(library.read(folder, name_of(index))))
     if not torch.equal(found[0], expected(index)):
-        raise WrongBytesError(f"{name} read another tensor than it saved.")
+        raise BenchError(f"{name} read another tensor than it saved.")
     return seconds
 
 
