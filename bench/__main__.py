@@ -66,7 +66,7 @@ def bench(
 
 
 def measure(benchmark: Benchmark, options: Options, only: Sequence[str] | None, results: Path) -> Result:
-    """Measure the parts of `benchmark` that were asked for. Whatever happens to a later part, each one is kept."""
+    """Measure the parts of `benchmark` that were asked for, and keep each of them at once."""
     names = chosen(only, benchmark.parts, kind="part")
     is_added = only and (results / f"{benchmark.name}.json").exists()
     before = read_result(benchmark.name, results).parts if is_added else ()
@@ -82,7 +82,7 @@ def measure(benchmark: Benchmark, options: Options, only: Sequence[str] | None, 
 
 
 def publish(root: Path) -> None:
-    """Rewrite the tables between the markers of two files, and draw the charts; nothing where something is wrong."""
+    """Rewrite the tables in both documents and draw the charts, or nothing where something is wrong."""
     found = {each.name: read_result(each.name, root / RESULTS) for each in BENCHMARKS}
     for result in found.values():
         require_raw_limit(result)
@@ -96,7 +96,7 @@ def publish(root: Path) -> None:
 
 
 def documents(root: Path, rendered: Mapping[str, str]) -> dict[Path, str]:
-    """The documents with what was `rendered` in its places. BenchError where one has no place for a table."""
+    """The documents with what was `rendered`. BenchError where one has no place for a table."""
     texts = {}
     for path, places in ((root / TABLES, PLACES.values()), (root / README, (FRONT,))):
         if not path.is_file():
