@@ -131,26 +131,26 @@ class Watch:
         return int(self._process.communicate()[0])
 
 
-def main(root: str, *keeping: str) -> None:
+def main(root: str, node_dir: str = "", world: str = "1") -> None:
     """Watch until the end of the standard input, then write the peak."""
-    peak = before = _held_nbytes(int(root), *keeping)
+
+    def held() -> int:
+        try:
+            own = held_nbytes(tree(int(root), without=(os.getpid(),)), without_files=bool(node_dir))
+        except psutil.NoSuchProcess:
+            return 0
+        return own + (held_nbytes(keepers(Path(node_dir)), without_files=True) // int(world) if node_dir else 0)
+
+    peak = before = held()
     print("watching", flush=True)
     taken_s, is_over = 0.0, False
     while not is_over:
         is_over = bool(select.select([sys.stdin], [], [], max(_LOOK_S, _PAUSE * taken_s))[0])
         start_s = time.process_time()
-        peak = max(peak, _held_nbytes(int(root), *keeping))
+        peak = max(peak, held())
         taken_s = time.process_time() - start_s
     with suppress(BrokenPipeError):  # the rank has died
         os.write(sys.stdout.fileno(), b"%d\n" % (peak - before))
-
-
-def _held_nbytes(root: int, node_dir: str = "", world: str = "1") -> int:
-    try:
-        own = held_nbytes(tree(root, without=(os.getpid(),)), without_files=bool(node_dir))
-    except psutil.NoSuchProcess:
-        return 0
-    return own + (held_nbytes(keepers(Path(node_dir)), without_files=True) // int(world) if node_dir else 0)
 
 
 if __name__ == "__main__":

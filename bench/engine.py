@@ -1,8 +1,5 @@
-"""``python -m bench engine``: saves that training does not wait for, restores from memory, and what both cost.
-
-Four parts: saves, restores from the memory of the node, saves beside a loop of Python, and saves in a training loop on
-all cores.
-"""
+"""``python -m bench engine``: saves that training does not wait for, restores from the memory of the node, saves beside
+a loop of Python, and saves in a training loop on all cores."""
 
 from __future__ import annotations
 
@@ -148,18 +145,14 @@ def render_engine(result: Result) -> str:
 
 
 def _saves(part: Part) -> tuple[str, str]:
-    lines = table(
-        "",
-        labels(part),
-        [
-            figures("save blocks, ms", part, "blocked_s", 1, measure=BESIDE_WORK, scale=1e3),
-            figures("next step waits, ms", part, "step_wait_s", 1, measure=BESIDE_WORK, scale=1e3),
-            figures("durable after, s", part, measure=ALONE),
-            shares(part, ALONE),
-            ("CPU, s/GB", lambda name: cpu(part, name, ALONE)),
-            ("memory per rank, MB", lambda name: text([]) if name == RAW else memory(part, name, *MEASURES)),
-        ],
-    )
+    columns: list[Column[str]] = [
+        figures("save blocks, ms", part, "blocked_s", 1, measure=BESIDE_WORK, scale=1e3),
+        figures("next step waits, ms", part, "step_wait_s", 1, measure=BESIDE_WORK, scale=1e3),
+        figures("durable after, s", part, measure=ALONE),
+        shares(part, ALONE),
+        ("CPU, s/GB", lambda name: cpu(part, name, ALONE)),
+        ("memory per rank, MB", lambda name: text([]) if name == RAW else memory(part, name, *MEASURES)),
+    ]
     scenario = part.scenario
     first = ", ".join(f"{name} {first_blocked_s(part, name):.2f}" for name in labels(part) if name != RAW)
     synced = "; ".join(f"{contender.name}: {contender.durable}" for contender in part.able)
@@ -176,7 +169,7 @@ def _saves(part: Part) -> tuple[str, str]:
         f"the state in the memory of the node beside it. What durable means: {synced}. The first save of each blocked "
         f"for, s: {first}. Every contender's last save is loaded and compared with what was saved.{reasons(part)}"
     )
-    return lines, how
+    return table("", labels(part), columns), how
 
 
 def _restore(part: Part) -> tuple[str, str]:
@@ -190,7 +183,7 @@ def _restore(part: Part) -> tuple[str, str]:
     def share(key: str) -> str:
         return "1" if key == "memcpy_s" else text([] if key == "load_s" else of_memcpy(part, key))
 
-    columns = [("s", lambda key: text(_restores(part, key))), ("of memcpy", share)]
+    columns: list[Column[str]] = [("s", lambda key: text(_restores(part, key))), ("of memcpy", share)]
     lines = table("after SIGKILL of all ranks", rows, columns)
     scenario = part.scenario
     moved_cpu_s = median(_restores(part, "moved_cpu_s")) / (scenario.state.nbytes / 1e9)

@@ -21,7 +21,7 @@ from bench.errors import BenchError
 from bench.runner import Found, Job, Span, Turns, require_same
 from bench.schema import RAW, WARM_UP
 from bench.state import State, Work
-from bench.ways import HoldfastBackground, Site
+from bench.ways import HoldfastBackground, Site, Way
 from holdfast.format.container import BLOCK_NBYTES
 from holdfast.io.digest import digest_blocks
 from holdfast.run.history import Run
@@ -56,7 +56,7 @@ class Saves(Turns):
         self._work_s: float = job.scenario.facts["work_s"]
         self.site.live.step()  # the first one of a process takes longer
 
-    def take(self, name: str, number: int, measure: str) -> Iterator[tuple[str, str, Found]]:
+    def take(self, name: str, number: int, measure: str) -> Iterator[tuple[str, Found]]:
         if name.startswith(RAW):
             self.way(name).ready()
             yield from self._save_alone(name, number)
@@ -64,12 +64,12 @@ class Saves(Turns):
             yield from self._save_twice(name, number)
         self.way(name).rest()
 
-    def _save_alone(self, name: str, number: int) -> Iterator[tuple[str, str, Found]]:
+    def _save_alone(self, name: str, number: int) -> Iterator[tuple[str, Found]]:
         folder = self.cold(self.way(name).place(f"{number}-alone"))
-        yield name, ALONE, self._save(name, folder)
+        yield ALONE, self._save(name, folder)
         self.discard(name, folder)
 
-    def _save_twice(self, name: str, number: int) -> Iterator[tuple[str, str, Found]]:
+    def _save_twice(self, name: str, number: int) -> Iterator[tuple[str, Found]]:
         watch = self._watched(name) if number == WARM_UP else None
         if number != WARM_UP:
             self.way(name).ready()
@@ -79,7 +79,7 @@ class Saves(Turns):
         folder = self.cold(self.way(name).place(f"{number}-beside-work"))
         expected = self.state.digests() if number == self.job.scenario.rounds else None
         found = self._save(name, folder, plain_step_s=plain_step_s)
-        yield name, BESIDE_WORK, found | ({} if watch is None else {"peak_extra_nbytes": watch.stop()})
+        yield BESIDE_WORK, found | ({} if watch is None else {"peak_extra_nbytes": watch.stop()})
         if expected is not None:
             # What a step changed meanwhile must not be in it.
             self.state.clear()
@@ -123,7 +123,7 @@ class PythonLoop(Turns):
 
     registry = BESIDE_PYTHON
 
-    def take(self, name: str, number: int, measure: str) -> Iterator[tuple[str, str, Found]]:
+    def take(self, name: str, number: int, measure: str) -> Iterator[tuple[str, Found]]:
         calm_s: float = self.job.scenario.facts["calm_s"]
         folder = self.cold(self.way(name).place(number))
         before = _counted_for(calm_s)
@@ -140,7 +140,7 @@ class PythonLoop(Turns):
             "after_per_s": _per_s(_counted_for(calm_s)),
             "seconds": span,
         }
-        yield name, measure, found
+        yield measure, found
         self.discard(name, folder)
 
 
@@ -161,14 +161,15 @@ class TrainingLoop(Turns):
         num_operations = _OPERATIONS * job.scenario.facts["tokens"] * site.state.size().nbytes // _PARAMETER_NBYTES
         self._num_products = max(1, num_operations // Work.OPERATIONS)
         _ = site.live
+        self.ways[NO_SAVES] = Way(site, NO_SAVES)
 
     def entrants(self, number: int) -> tuple[str, ...]:
         return NO_SAVES, *self.job.contenders
 
-    def take(self, name: str, number: int, measure: str) -> Iterator[tuple[str, str, Found]]:
+    def take(self, name: str, number: int, measure: str) -> Iterator[tuple[str, Found]]:
         steps, every = range(self.job.scenario.facts["steps"]), self.job.scenario.facts["every"]
-        way = None if name == NO_SAVES else self.way(name)
-        folders = {} if way is None else {step: way.place(f"{number}-{step}") for step in steps[::every]}
+        way = self.way(name)
+        folders = {step: way.place(f"{number}-{step}") for step in steps[::every] if name != NO_SAVES}
         for folder in (self.site.where.folder, *folders.values()):
             self.cold(folder)
         begun, reduced = [], torch.zeros(1)
@@ -176,9 +177,6 @@ class TrainingLoop(Turns):
         for step in steps:
             self._work.products(self._num_products)
             dist.all_reduce(reduced)
-            if way is None:
-                self.site.live.step()
-                continue
             with way.unlocked():
                 self.site.live.step()
             if step in folders:
@@ -186,7 +184,7 @@ class TrainingLoop(Turns):
         end_s = time.monotonic()
         for pending in begun:
             pending.wait()
-        yield name, measure, {"seconds": Span(start_s, end_s), "durable_s": Span(start_s, time.monotonic())}
+        yield measure, {"seconds": Span(start_s, end_s), "durable_s": Span(start_s, time.monotonic())}
         for folder in dict.fromkeys(folders.values()):
             self.discard(name, folder)
 
@@ -203,7 +201,7 @@ class Restores(Turns):
     registry: ClassVar = {OURS: BACKGROUND[OURS]}
     mortal = True
 
-    def take(self, name: str, number: int, measure: str) -> Iterator[tuple[str, str, Found]]:
+    def take(self, name: str, number: int, measure: str) -> Iterator[tuple[str, Found]]:
         way = self.way(OURS)
         assert isinstance(way, HoldfastBackground)
         run, checkpointer = way.place(""), way.checkpointer
@@ -211,7 +209,7 @@ class Restores(Turns):
         _ = self.site.live
         if number != WARM_UP:
             found = self._restored(checkpointer, run, step=number - 1)
-            yield name, "staged" if number % 2 == 0 else "durable", found
+            yield "staged" if number % 2 == 0 else "durable", found
         with torch.no_grad():
             for tensor in self.state.tensors().values():
                 tensor.add_(1)

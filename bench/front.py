@@ -92,7 +92,9 @@ def render_chart(saves: Result, loads: Result) -> str:
             axes.barh(places, [share or 0 for share in found], 0.9 * _HEIGHT, color=_COLORS[number], label=label)
             for place, share in zip(places, found, strict=True):
                 words = "not possible" if share is None else f"{share:.2f}"
-                axes.text(_label_at(share or 0), place, words, va="center")
+                # Where it would lie on the line of the limit, it begins behind that.
+                end = 1 if share is not None and 0.92 < share < 1 else share or 0
+                axes.text(end + 0.01, place, words, va="center")
         limit = axes.axvline(1, color="#1f2328", linestyle="--", linewidth=1)
         limit.set_gid("limit")
         axes.set_yticks(range(len(groups)), list(groups))
@@ -107,11 +109,6 @@ def render_chart(saves: Result, loads: Result) -> str:
         figure.savefig(written, format="svg", metadata=_NO_METADATA)
     before, tag, after = written.getvalue().partition("<defs>")
     return "\n".join(line.rstrip() for line in f"{before}{_STYLE}{tag}{after}".splitlines()) + "\n"
-
-
-def _label_at(share: float) -> float:
-    """Where the figure behind a bar begins: where it would lie on the line of the limit, behind that."""
-    return (1 if 0.92 < share < 1 else share) + 0.01
 
 
 def _medians(part: Part, measure: str) -> dict[str, float]:

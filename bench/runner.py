@@ -95,8 +95,8 @@ class Turns:
         raw = [f"{RAW} {way}" for way in RAW_WAYS if RAW in self.job.contenders]
         return (*raw, *(name for name in self.job.contenders if name != RAW))
 
-    def take(self, name: str, number: int, measure: str) -> Iterator[tuple[str, str, Found]]:
-        """Take a turn of `name`; yields (contender, measure, found) of all that is measured in it."""
+    def take(self, name: str, number: int, measure: str) -> Iterator[tuple[str, Found]]:
+        """Take a turn of `name`; yields (measure, found) for each sample of it."""
         raise NotImplementedError
 
     def way(self, name: str) -> Way:
@@ -236,11 +236,11 @@ def run_rank(rank: int, job: Job, where: Where, store_port: int, rounds: range, 
     for number in rounds:
         for measure in turns.measures:
             for turn, name in enumerate(rotated(turns.entrants(number), number)):
-                for contender, what, found in turns.take(name, number, measure):
+                for what, found in turns.take(name, number, measure):
                     every: list[Found] | None = [found] * world if rank == 0 else None
                     dist.gather_object(found, every)
                     if every is not None:
-                        queue.put(Sample(contender, number, together(every), what, turn))
+                        queue.put(Sample(name, number, together(every), what, turn))
     if turns.mortal:
         queue.put(None)
         signal.pause()

@@ -47,7 +47,7 @@ class SaveLoad(Turns):
         super().__init__(job, site)
         self._expected = {name: self.way(name).memory.digests() for name in super().entrants(WARM_UP)}
 
-    def take(self, name: str, number: int, measure: str) -> Iterator[tuple[str, str, Found]]:
+    def take(self, name: str, number: int, measure: str) -> Iterator[tuple[str, Found]]:
         way, keeps = self.way(name), SAVE not in self.measures
         if measure == LOAD:
             way.memory.clear()
@@ -61,7 +61,7 @@ class SaveLoad(Turns):
         # No rank's digests take time from a rank that still loads: all have been there for the CPU seconds.
         if measure == LOAD:
             require_same(self._expected[name], way.memory.digests(), name=name)
-        yield name, measure, found
+        yield measure, found
         if measure == LOAD and not keeps:
             self.discard(name, folder)
 
@@ -76,7 +76,7 @@ class Many(SaveLoad):
 class Keep(Turns):
     """Every contender saves for `Loads`. For a job of no rounds but the warm-up."""
 
-    def take(self, name: str, number: int, measure: str) -> Iterator[tuple[str, str, Found]]:
+    def take(self, name: str, number: int, measure: str) -> Iterator[tuple[str, Found]]:
         _keep(self, name)
         return iter(())
 

@@ -138,7 +138,7 @@ class Way:
         return nullcontext()
 
     def ready(self) -> None:
-        """Have what a save needs before the clock starts: what `rest` gave up, as if there had been none."""
+        """Have what a save needs before the clock starts, as if there had been no `rest`."""
 
     def rest(self) -> None:
         """Give up memory that others need, until `ready`."""
@@ -166,13 +166,13 @@ class Raw(Way):
         return self.site.image
 
     def save(self, folder: Path) -> None:
-        self.memory.write(_rank_file(folder, dist.get_rank()), self._way, direct=self.site.where.direct)
+        self.memory.write(rank_file(folder), self._way, direct=self.site.where.direct)
 
     def begin(self, folder: Path) -> Pending:
         return Pending.of(self._pool.submit(self.save, folder))
 
     def load(self, folder: Path) -> None:
-        self.memory.read(_rank_file(folder, dist.get_rank()), self._way, direct=self.site.where.direct)
+        self.memory.read(rank_file(folder), self._way, direct=self.site.where.direct)
 
     def ready(self) -> None:
         _ = self.memory
@@ -190,22 +190,21 @@ class TorchSave(Way):
 
     name, durable = "torch.save", SYNCED
 
-    @property
-    def _rank(self) -> int:
-        return dist.get_rank() if self.state.is_sharded() else 0
-
     def save(self, folder: Path) -> None:
-        if self._rank == dist.get_rank():
-            with _rank_file(folder, self._rank).open("wb") as file:
+        if self.state.is_sharded() or dist.get_rank() == 0:
+            with self._file(folder).open("wb") as file:
                 torch.save(self.state.tensors() | self.state.values(), file)
                 file.flush()
                 os.fsync(file.fileno())
 
     def load(self, folder: Path) -> None:
-        loaded = torch.load(_rank_file(folder, self._rank), map_location="cpu", weights_only=True)
+        loaded = torch.load(self._file(folder), map_location="cpu", weights_only=True)
         self.state.set_values(loaded)
         for path, tensor in self.state.tensors().items():
             tensor.copy_(loaded[path])
+
+    def _file(self, folder: Path) -> Path:
+        return rank_file(folder) if self.state.is_sharded() else folder / "all-ranks"
 
 
 class Dcp(Way):
@@ -265,7 +264,7 @@ class HoldfastBackground(HoldfastLive):
 
     @cached_property
     def checkpointer(self) -> holdfast.Checkpointer:
-        """The one that saves and restores."""
+        """What saves and restores."""
         assert self.site.where.node_dir is not None, "its job is one in memory"
         memory = holdfast.Memory(generations=GENERATIONS, node_dir=self.site.where.node_dir)
         return holdfast.Checkpointer(self.place(""), self._saved, memory=memory)
@@ -291,5 +290,5 @@ class HoldfastBackground(HoldfastLive):
         self.checkpointer.close()
 
 
-def _rank_file(folder: Path, rank: int) -> Path:
-    return folder / f"rank-{rank}"
+def rank_file(folder: Path) -> Path:
+    return folder / f"rank-{dist.get_rank()}"
