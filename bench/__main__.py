@@ -11,7 +11,7 @@ import typer
 
 from bench.benchmark import Benchmark, Options, chosen, require_bars, require_raw_limit
 from bench.engine import ENGINE
-from bench.errors import BenchError, MarkersError
+from bench.errors import BenchError
 from bench.front import render_chart, render_front
 from bench.history import HISTORY
 from bench.markdown import RESULTS, replace_part
@@ -66,7 +66,7 @@ def bench(
 
 
 def measure(benchmark: Benchmark, options: Options, only: Sequence[str] | None, results: Path) -> Result:
-    """Measure the parts of `benchmark` that were asked for. Whatever happens to a later part, each one is kept."""
+    """Measure the parts of `benchmark` that were asked for, and keep each of them at once."""
     names = chosen(only, benchmark.parts, kind="part")
     is_added = only and (results / f"{benchmark.name}.json").exists()
     before = read_result(benchmark.name, results).parts if is_added else ()
@@ -82,7 +82,7 @@ def measure(benchmark: Benchmark, options: Options, only: Sequence[str] | None, 
 
 
 def publish(root: Path) -> None:
-    """Rewrite the tables between the markers of two files, and draw the charts; nothing where something is wrong."""
+    """Rewrite the tables in both documents and draw the charts, or nothing where something is wrong."""
     found = {each.name: read_result(each.name, root / RESULTS) for each in BENCHMARKS}
     for result in found.values():
         require_raw_limit(result)
@@ -96,11 +96,11 @@ def publish(root: Path) -> None:
 
 
 def documents(root: Path, rendered: Mapping[str, str]) -> dict[Path, str]:
-    """The documents with what was `rendered` in its places. MarkersError where one has no place for a table."""
+    """The documents with what was `rendered`. BenchError where one has no place for a table."""
     texts = {}
     for path, places in ((root / TABLES, PLACES.values()), (root / README, (FRONT,))):
         if not path.is_file():
-            raise MarkersError(f"There is no {path}. Run from the root of the repository, or name it with --root.")
+            raise BenchError(f"There is no {path}. Run from the root of the repository, or name it with --root.")
         texts[path] = path.read_text()
         for place in places:
             texts[path] = replace_part(texts[path], place, rendered.get(place, ""), where=path)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from bench.errors import BenchError, RawLimitError, SetupError
+from bench.errors import BenchError
 from bench.schema import RAW, Part, Result
 
 #: A contender cannot be faster than the device; above this share the raw loop was not at the limit.
@@ -18,7 +18,7 @@ MAX_SHARE_OF_RAW = 1.05
 
 
 class Bar(msgspec.Struct, frozen=True):
-    """A median of holdfast, what it is to be (at most, or at least, `limit`), and both in words."""
+    """A median of holdfast, its limit (at most, or at least), and both in words."""
 
     what: str
     figure: float
@@ -28,25 +28,38 @@ class Bar(msgspec.Struct, frozen=True):
 
     @property
     def met(self) -> bool:
-        """Whether it is."""
+        """Whether the figure keeps the limit."""
         return self.figure >= self.limit if self.at_least else self.figure <= self.limit
 
     def text(self) -> str:
-        """The figure, and whether it is what it is to be."""
+        """The words and the verdict."""
         return f"{self.words}: {'met' if self.met else 'missed'}"
 
 
 def judged(
     what: str, figure: float, limit: float, unit: str = "", *, form: str = "{:.3g}", at_least: bool = False
 ) -> Bar:
-    """A bar, with the figure in the words `form`, and the limit."""
+    """A bar whose words have the figure, in `form`, and the limit."""
     words = f"{what} {form.format(figure)}{unit} (at {'least' if at_least else 'most'} {limit:.3g}{unit})"
     return Bar(what, figure, limit, words, at_least)
 
 
+def in_time(what: str, series: Sequence[float], most_s: float) -> Bar:
+    """A bar of so many seconds at most for the median of `series`; `verdicts` names the limit once for all of them."""
+    seconds = median(series)
+    return Bar(what, seconds, most_s, f"{what} {_amount(seconds)}")
+
+
+def verdicts(bars: Iterable[Bar], head: str = "") -> list[str]:
+    """A paragraph of which `bars` were met, below `head` or below their limits in seconds; none without bars."""
+    every = tuple(bars)
+    most = " and ".join(_amount(most_s) for most_s in sorted({bar.limit for bar in every}, reverse=True))
+    return [f"Bars {head or f'({most})'}: {'; '.join(bar.text() for bar in every)}."] if every else []
+
+
 class Options(msgspec.Struct, frozen=True, kw_only=True):
-    """How to measure: what the command line says to all benchmarks. `scale` is the share of the full size of states,
-    of durations, and of numbers of tensors and layers; where it is 0, all are as small as they can be."""
+    """How to measure. `scale` is the share of the full size of states, of durations, and of numbers of tensors and
+    layers; at 0 all are as small as they can be."""
 
     rounds: int | None = None
     scale: float = 1.0
@@ -57,21 +70,21 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if (self.rounds is not None and self.rounds < 1) or (self.world is not None and self.world < 1):
-            raise SetupError("A run needs at least one round and one rank.")
+            raise BenchError("A run needs at least one round and one rank.")
         if not self.scale >= 0:
-            raise SetupError(f"A scale of {self.scale} is not possible. Ask for 0 or more; 1 is the full size.")
+            raise BenchError(f"A scale of {self.scale} is not possible. Ask for 0 or more; 1 is the full size.")
 
     def number(self, full: int, *, least: int = 1) -> int:
-        """So many of what there are `full` at full size."""
+        """The scaled number of what there are `full` at full size."""
         return max(least, round(self.scale * full))
 
     def nbytes(self, gib: float) -> int:
-        """Bytes of a state that has `gib` at full size."""
+        """The scaled bytes of a state that has `gib` at full size."""
         return self.number(int(gib * 2**30))
 
 
 class Benchmark(NamedTuple):
-    """What the command line measures, judges and shows: each of `parts` is a scenario, and how it is measured."""
+    """What the command line measures, judges and shows. Each of `parts` measures one scenario."""
 
     name: str
     parts: Mapping[str, Callable[[Options], Part]]
@@ -79,28 +92,13 @@ class Benchmark(NamedTuple):
     bars: Callable[[Result], Iterable[Bar]] = lambda _: ()
 
 
-def in_time(what: str, series: Sequence[float], most_s: float) -> Bar:
-    """A bar of so many seconds at most, for the median of `series`."""
-    seconds = median(series)
-    return Bar(what, seconds, most_s, f"{what} {_amount(seconds)}")
-
-
-def verdicts(bars: Iterable[Bar], head: str = "") -> list[str]:
-    """Which of `bars` were met, as a paragraph below `head`, or below the limits of those of `in_time`; none without
-    bars."""
-    every = tuple(bars)
-    most = " and ".join(_amount(most_s) for most_s in sorted({bar.limit for bar in every}, reverse=True))
-    return [f"Bars {head or f'({most})'}: {'; '.join(bar.text() for bar in every)}."] if every else []
-
-
 def require_bars(bars: Iterable[Bar]) -> None:
-    missed = [bar.text() for bar in bars if not bar.met]
-    if missed:
+    if missed := [bar.text() for bar in bars if not bar.met]:
         raise BenchError("; ".join(missed))
 
 
 def require_raw_limit(result: Result) -> None:
-    """RawLimitError when a contender's median share of the raw limit is above `MAX_SHARE_OF_RAW`. A save that syncs
+    """BenchError when a contender's median share of the raw limit is above `MAX_SHARE_OF_RAW`. A save that syncs
     nothing may be faster."""
     for part in result.parts:
         raw = {f"{RAW} {way}" for way in part.raw_ways}
@@ -108,18 +106,17 @@ def require_raw_limit(result: Result) -> None:
         for measure, contender in itertools.product(measures, part.able):
             share = median(part.shares(contender.name, measure=measure) or [0])
             if share > MAX_SHARE_OF_RAW and not (measure == "save" and contender.durable == "no"):
-                raise RawLimitError(
+                raise BenchError(
                     f"{contender.name} reached {share:.2f} of the raw limit in {measure}: the raw limit was not "
                     "reached by the raw loop, so no share of this run counts. Add a way to `bench/raw.py`, or rounds."
                 )
 
 
 def chosen(names: Sequence[str] | None, known: Iterable[str], *, kind: str) -> tuple[str, ...]:
-    """Those of the `known` names that were asked for, in their order, or all; SetupError for one that is not known."""
+    """Those of `known` that `names` asks for, or all, in the order of `known`; BenchError for an unknown one."""
     known = tuple(known)
-    unknown = [name for name in names or () if name not in known]
-    if unknown:
-        raise SetupError(f"There is no {kind} {', '.join(unknown)}. Choose from {', '.join(known)}.")
+    if unknown := [name for name in names or () if name not in known]:
+        raise BenchError(f"There is no {kind} {', '.join(unknown)}. Choose from {', '.join(known)}.")
     return tuple(name for name in known if names is None or name in names)
 
 

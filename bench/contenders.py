@@ -13,10 +13,9 @@ from bench.ways import Way
 
 Registry: TypeAlias = Mapping[str, type[Way]]
 
-#: Holdfast's own names in `SAVING`, and in `BACKGROUND` and those beside loops, where the live objects are saved.
-LATER = "holdfast-later"
-OURS, OURS_SYNC = "holdfast", "holdfast-sync"
-THREAD, PROCESS = "dcp-async-thread", "dcp-async-process"
+#: Names in `SAVING`, and in `BACKGROUND` and the registries beside loops.
+LATER = ways.HoldfastLater.name
+OURS, OURS_SYNC, THREAD = ways.HoldfastBackground.name, ways.HoldfastLive.name, peers.DcpThread.name
 
 
 def _registry(*kinds: type[Way]) -> Registry:
@@ -54,8 +53,8 @@ BESIDE_TRAINING = _registry(ways.Raw, *BESIDE_PYTHON.values())
 def select(
     names: Sequence[str] | None, known: Registry, usual: Sequence[str] | None = None
 ) -> tuple[tuple[str, ...], dict[str, str]]:
-    """Those of `names`, or the `usual` ones, beside the raw limit, that can take part here, in the order of the tables,
-    and why the others cannot. SetupError for a name that is not known."""
+    """The raw limit and those of `names`, or the `usual` ones, that can take part, in the order of the tables; and why
+    the others cannot. BenchError for an unknown name."""
     found = {RAW, *chosen(usual if names is None else names, known, kind="contender")}
     absent = {name: reason for name in known if name in found and (reason := why_absent(known[name].package))}
     return tuple(name for name in known if name in found and name not in absent), absent

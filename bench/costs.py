@@ -1,7 +1,7 @@
 """The cost of a turn, as the kernel counts it: CPU seconds, memory and bytes read; and caches that are cold before it.
 
-``python -m bench.costs PID`` is a separate process that watches the memory of a rank and of all processes that it
-started. From inside, looking would take the interpreter's time from what is watched.
+``python -m bench.costs PID`` watches the memory of a rank and of all processes that it started, without taking time
+from the rank's interpreter.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ _DROP_CACHES = Path("/proc/sys/vm/drop_caches")
 _PAGES_AND_INODES = "3"
 _END_TIMEOUT_S = 10.0
 _LOOK_S = 0.005
-#: A look goes through all pages of a process. So much longer than it takes the processor, nothing is looked at: that
-#: the watch takes a third of a core at most.
+#: Pause between two looks, in CPU times of a look (which goes through all pages): a third of a core is used at most.
 _PAUSE = 2
 
 
@@ -37,7 +36,7 @@ def tree(root: int, *, without: Collection[int] = ()) -> list[psutil.Process]:
 
 
 def cpu_s(processes: Iterable[psutil.Process]) -> float:
-    """User and system time of processes, of all their threads and of those of their children that have ended."""
+    """User and system time of processes, and of those of their children that have ended."""
     total = 0.0
     for process in processes:
         with suppress(psutil.NoSuchProcess):
@@ -46,8 +45,7 @@ def cpu_s(processes: Iterable[psutil.Process]) -> float:
 
 
 def held_nbytes(processes: Iterable[psutil.Process], *, without_files: bool = False) -> int:
-    """What processes hold together; of what they share with others, their share. It may leave out files in memory that
-    are mapped."""
+    """The proportional set size of processes, with or without mapped files in memory."""
     nbytes = 0
     for process in processes:
         # A process may end while it is looked at.
@@ -73,7 +71,7 @@ def give_back() -> None:
 def keepers(node_dir: Path) -> list[psutil.Process]:
     found = []
     for lock in sorted(node_dir.glob("holdfast-*/*/keeper.lock")):
-        # Empty until a keeper has begun, and what a dead one has left may be the number of another process by now.
+        # Empty until a keeper has begun; the number of a dead one may be that of another process by now.
         with suppress(ValueError, FileNotFoundError, psutil.NoSuchProcess):
             process = psutil.Process(int(lock.read_text()))
             if "holdfast.keeper" in process.cmdline():
@@ -83,7 +81,7 @@ def keepers(node_dir: Path) -> list[psutil.Process]:
 
 @contextmanager
 def node_memory(parent: Path) -> Iterator[Path]:
-    """A folder of its own in `parent`, which is in memory, to be a node's. Its keepers and slots end with it."""
+    """A folder below `parent` for the memory of a node. Its keepers and slots end with it."""
     with tempfile.TemporaryDirectory(prefix="bench-", dir=parent) as folder:
         try:
             yield Path(folder)
@@ -117,8 +115,7 @@ def settle(folder: Path) -> None:
 class Watch:
     """Watches the memory of this process and its children from construction to `stop`.
 
-    With `node_dir`, the keepers below it count too, for this rank an even part of them, and not what is mapped of files
-    in memory: those are the slots.
+    With `node_dir`, one rank's part of its keepers counts too, and mapped files in memory do not: they are the slots.
     """
 
     def __init__(self, *, node_dir: Path | None = None, world: int = 1) -> None:
@@ -131,30 +128,29 @@ class Watch:
 
     def stop(self) -> int:
         """The most bytes that were held beyond what was held at first."""
-        said, _ = self._process.communicate()
-        return int(said)
+        return int(self._process.communicate()[0])
 
 
-def main(root: str, *keeping: str) -> None:
+def main(root: str, node_dir: str = "", world: str = "1") -> None:
     """Watch until the end of the standard input, then write the peak."""
-    peak = before = _held_nbytes(int(root), *keeping)
+
+    def held() -> int:
+        try:
+            own = held_nbytes(tree(int(root), without=(os.getpid(),)), without_files=bool(node_dir))
+        except psutil.NoSuchProcess:
+            return 0
+        return own + (held_nbytes(keepers(Path(node_dir)), without_files=True) // int(world) if node_dir else 0)
+
+    peak = before = held()
     print("watching", flush=True)
     taken_s, is_over = 0.0, False
     while not is_over:
         is_over = bool(select.select([sys.stdin], [], [], max(_LOOK_S, _PAUSE * taken_s))[0])
         start_s = time.process_time()
-        peak = max(peak, _held_nbytes(int(root), *keeping))
+        peak = max(peak, held())
         taken_s = time.process_time() - start_s
     with suppress(BrokenPipeError):  # the rank has died
         os.write(sys.stdout.fileno(), b"%d\n" % (peak - before))
-
-
-def _held_nbytes(root: int, node_dir: str = "", world: str = "1") -> int:
-    try:
-        own = held_nbytes(tree(root, without=(os.getpid(),)), without_files=bool(node_dir))
-    except psutil.NoSuchProcess:
-        return 0
-    return own + (held_nbytes(keepers(Path(node_dir)), without_files=True) // int(world) if node_dir else 0)
 
 
 if __name__ == "__main__":

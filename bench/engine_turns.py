@@ -21,18 +21,16 @@ from bench.errors import BenchError
 from bench.runner import Found, Job, Span, Turns, require_same
 from bench.schema import RAW, WARM_UP
 from bench.state import State, Work
-from bench.ways import HoldfastBackground
+from bench.ways import HoldfastBackground, Site, Way
 from holdfast.format.container import BLOCK_NBYTES
 from holdfast.io.digest import digest_blocks
 from holdfast.run.history import Run
 from holdfast.store.base import Bytes, Location
 from holdfast.store.urls import open_store
 
-#: What is measured of `Saves`: saves beside which ranks do nothing, so that nothing takes a core from them, and saves
-#: beside work and a step. Of both, ``seconds`` until the last rank's is durable, from the first one's call;
-#: ``blocked_s`` of the call; ``persist_s`` from the end of the copy; ``step_wait_s`` is what the next step took longer
-#: than one without a save; ``cpu_s`` is of all processes together, and ``peak_extra_nbytes`` counted from before the
-#: contender's first save. The first save's seconds have its set-up in them.
+#: The measures of `Saves`: saves beside which ranks do nothing, and saves beside work and a step. ``seconds`` are until
+#: all is durable, ``blocked_s`` those of the call, ``persist_s`` from the end of the copy; ``step_wait_s`` is what the
+#: next step took longer than one without a save. Memory counts from before the first save, whose times have its set-up.
 MEASURES = ALONE, BESIDE_WORK = ("save", "save beside work")
 #: The loop that saves nothing.
 NO_SAVES = "no saves"
@@ -48,17 +46,17 @@ _COMMIT_TIMEOUT_S = 120.0
 
 
 class Saves(Turns):
-    """Saves of all contenders; a step comes after ``work_s`` of work. The raw limit only saves beside nothing."""
+    """Saves of all contenders; a step comes after ``work_s`` of work. The raw limit saves alone only."""
 
     registry = BACKGROUND
 
-    def __init__(self, job: Job, state: State) -> None:
-        super().__init__(job, state)
+    def __init__(self, job: Job, site: Site) -> None:
+        super().__init__(job, site)
         self._work = Work()
         self._work_s: float = job.scenario.facts["work_s"]
         self.site.live.step()  # the first one of a process takes longer
 
-    def take(self, name: str, number: int, measure: str) -> Iterator[tuple[str, str, Found]]:
+    def take(self, name: str, number: int, measure: str) -> Iterator[tuple[str, Found]]:
         if name.startswith(RAW):
             self.way(name).ready()
             yield from self._save_alone(name, number)
@@ -66,12 +64,12 @@ class Saves(Turns):
             yield from self._save_twice(name, number)
         self.way(name).rest()
 
-    def _save_alone(self, name: str, number: int) -> Iterator[tuple[str, str, Found]]:
+    def _save_alone(self, name: str, number: int) -> Iterator[tuple[str, Found]]:
         folder = self.cold(self.way(name).place(f"{number}-alone"))
-        yield name, ALONE, self._save(name, folder)
+        yield ALONE, self._save(name, folder)
         self.discard(name, folder)
 
-    def _save_twice(self, name: str, number: int) -> Iterator[tuple[str, str, Found]]:
+    def _save_twice(self, name: str, number: int) -> Iterator[tuple[str, Found]]:
         watch = self._watched(name) if number == WARM_UP else None
         if number != WARM_UP:
             self.way(name).ready()
@@ -81,7 +79,7 @@ class Saves(Turns):
         folder = self.cold(self.way(name).place(f"{number}-beside-work"))
         expected = self.state.digests() if number == self.job.scenario.rounds else None
         found = self._save(name, folder, plain_step_s=plain_step_s)
-        yield name, BESIDE_WORK, found | ({} if watch is None else {"peak_extra_nbytes": watch.stop()})
+        yield BESIDE_WORK, found | ({} if watch is None else {"peak_extra_nbytes": watch.stop()})
         if expected is not None:
             # What a step changed meanwhile must not be in it.
             self.state.clear()
@@ -90,8 +88,7 @@ class Saves(Turns):
         self.discard(name, folder)
 
     def _save(self, name: str, folder: Path, *, plain_step_s: float | None = None) -> dict[str, Any]:
-        """A save; beside work and a step, where one without a save takes `plain_step_s`. The first save of a contender
-        sets it up, within its time."""
+        """A save; beside work and a step, if a step without a save takes `plain_step_s`."""
         way, found = self.way(name), dict[str, Any]()
 
         def save() -> None:
@@ -114,20 +111,19 @@ class Saves(Turns):
         """A watch of the memory from before there is anything of contender `name`."""
         give_back()
         dist.barrier()
-        return Watch(node_dir=self.job.node_dir, world=self.job.scenario.world) if name == OURS else Watch()
+        return Watch(node_dir=self.site.where.node_dir, world=self.job.scenario.world) if name == OURS else Watch()
 
 
 class PythonLoop(Turns):
-    """Saves beside a loop of Python, which counts for ``calm_s`` before and after each save. Nothing but the
-    interpreter can do that for it, and there is a core to spare for whoever writes.
+    """Saves beside a loop that counts in Python, with a core to spare for whoever writes.
 
-    A sample has what it counted per second just before, while the state was copied in the background and written, while
-    it was only written, and just after; ``seconds`` until the save was durable.
+    A sample has what it counted per second for ``calm_s`` before, during the whole save, while the save only wrote, and
+    for ``calm_s`` after; and ``seconds`` until the save was durable.
     """
 
     registry = BESIDE_PYTHON
 
-    def take(self, name: str, number: int, measure: str) -> Iterator[tuple[str, str, Found]]:
+    def take(self, name: str, number: int, measure: str) -> Iterator[tuple[str, Found]]:
         calm_s: float = self.job.scenario.facts["calm_s"]
         folder = self.cold(self.way(name).place(number))
         before = _counted_for(calm_s)
@@ -144,47 +140,43 @@ class PythonLoop(Turns):
             "after_per_s": _per_s(_counted_for(calm_s)),
             "seconds": span,
         }
-        yield name, measure, found
+        yield measure, found
         self.discard(name, folder)
 
 
 class TrainingLoop(Turns):
-    """Training loops of so many ``steps`` of ``tokens`` per rank, with a save after the first one and ``every`` so many
-    from there, and without. Every rank keeps one core busy with the arithmetic of a forward and a backward, and all
-    ranks meet at the end of a step, as they do when they reduce gradients.
+    """Training loops of ``steps`` of ``tokens`` per rank, without saves and with one after every ``every`` steps. Every
+    rank keeps one core busy, and all ranks meet at the end of a step, as when they reduce gradients.
 
     A sample has the ``seconds`` of a loop, and ``durable_s``, until its last save was durable.
     """
 
     registry = BESIDE_TRAINING
 
-    def __init__(self, job: Job, state: State) -> None:
-        super().__init__(job, state)
+    def __init__(self, job: Job, site: Site) -> None:
+        super().__init__(job, site)
         for name in job.contenders:
             self.way(name).ready()
         self._work = Work()
-        num_operations = _OPERATIONS * job.scenario.facts["tokens"] * state.size().nbytes // _PARAMETER_NBYTES
+        num_operations = _OPERATIONS * job.scenario.facts["tokens"] * site.state.size().nbytes // _PARAMETER_NBYTES
         self._num_products = max(1, num_operations // Work.OPERATIONS)
-        _ = self.site.live
+        _ = site.live
+        self.ways[NO_SAVES] = Way(site, NO_SAVES)
 
     def entrants(self, number: int) -> tuple[str, ...]:
-        """All contenders, and a loop without saves."""
         return NO_SAVES, *self.job.contenders
 
-    def take(self, name: str, number: int, measure: str) -> Iterator[tuple[str, str, Found]]:
+    def take(self, name: str, number: int, measure: str) -> Iterator[tuple[str, Found]]:
         steps, every = range(self.job.scenario.facts["steps"]), self.job.scenario.facts["every"]
-        way = None if name == NO_SAVES else self.way(name)
-        folders = {} if way is None else {step: way.place(f"{number}-{step}") for step in steps[::every]}
-        for folder in (self.job.folder, *folders.values()):
+        way = self.way(name)
+        folders = {step: way.place(f"{number}-{step}") for step in steps[::every] if name != NO_SAVES}
+        for folder in (self.site.where.folder, *folders.values()):
             self.cold(folder)
         begun, reduced = [], torch.zeros(1)
         start_s = time.monotonic()
         for step in steps:
             self._work.products(self._num_products)
             dist.all_reduce(reduced)
-            if way is None:
-                self.site.live.step()
-                continue
             with way.unlocked():
                 self.site.live.step()
             if step in folders:
@@ -192,7 +184,7 @@ class TrainingLoop(Turns):
         end_s = time.monotonic()
         for pending in begun:
             pending.wait()
-        yield name, measure, {"seconds": Span(start_s, end_s), "durable_s": Span(start_s, time.monotonic())}
+        yield measure, {"seconds": Span(start_s, end_s), "durable_s": Span(start_s, time.monotonic())}
         for folder in dict.fromkeys(folders.values()):
             self.discard(name, folder)
 
@@ -200,9 +192,8 @@ class TrainingLoop(Turns):
 class Restores(Turns):
     """Restores from the memory of the node, after SIGKILL of all ranks.
 
-    In round `number` new ranks restore step `number` - 1, when they have everything but the state, unless there is none
-    yet; then they change the state, save step `number`, and are killed in their turn. A sample has the seconds of a
-    restore, of a copy of as many bytes, of a copy of each tensor with the digests of its bytes and nothing else
+    In each round, new ranks restore the step of the last round, change the state, save it and are killed. A sample has
+    the seconds of a restore, of a memcpy of as many bytes, of a copy of each tensor with the digests of its bytes
     (``moved_cpu_s``: the CPU seconds for it), and of a load from storage. Its measure is whether the save was staged or
     durable when the ranks died.
     """
@@ -210,8 +201,7 @@ class Restores(Turns):
     registry: ClassVar = {OURS: BACKGROUND[OURS]}
     mortal = True
 
-    def take(self, name: str, number: int, measure: str) -> Iterator[tuple[str, str, Found]]:
-        """Restore, and save to be killed."""
+    def take(self, name: str, number: int, measure: str) -> Iterator[tuple[str, Found]]:
         way = self.way(OURS)
         assert isinstance(way, HoldfastBackground)
         run, checkpointer = way.place(""), way.checkpointer
@@ -219,7 +209,7 @@ class Restores(Turns):
         _ = self.site.live
         if number != WARM_UP:
             found = self._restored(checkpointer, run, step=number - 1)
-            yield name, "staged" if number % 2 == 0 else "durable", found
+            yield "staged" if number % 2 == 0 else "durable", found
         with torch.no_grad():
             for tensor in self.state.tensors().values():
                 tensor.add_(1)
@@ -249,8 +239,8 @@ class Restores(Turns):
         return {"seconds": restores, **copied, "load_s": loads}
 
     def _saved(self, step: int) -> Path:
-        """Where the digests of a step are, of this rank: they outlive it."""
-        return self.job.folder / f"digests-{step}-{dist.get_rank()}"
+        """The file of this rank's digests of a step, which outlives the rank."""
+        return self.site.where.folder / f"digests-{step}-{dist.get_rank()}"
 
 
 def _counted_for(seconds: float) -> tuple[int, float]:
@@ -259,7 +249,7 @@ def _counted_for(seconds: float) -> tuple[int, float]:
 
 
 def _counted_until(is_over: Callable[[], bool]) -> tuple[int, float]:
-    """Count until `is_over`, at least one slice; returns how far and for how many seconds."""
+    """Count until `is_over`, at least one slice; returns the count and its seconds."""
     start_s, total = time.perf_counter(), 0
     while True:
         for _ in range(_SLICE):
@@ -283,7 +273,7 @@ def _await_commit(root: Path, step: int) -> None:
 
 
 def _timed(work: Callable[[], object], tries: int = 1) -> tuple[list[Span], float]:
-    """When `work` was done, by all ranks at once, so often; and the least CPU seconds that it took."""
+    """The spans in which all ranks did `work` at once, `tries` times; and the least CPU seconds that it took."""
     spans, cpu_s = [], []
     for _ in range(tries):
         dist.barrier()
@@ -295,14 +285,14 @@ def _timed(work: Callable[[], object], tries: int = 1) -> tuple[list[Span], floa
 
 
 def _copies(state: State) -> list[Span]:
-    """Times of copies of as many bytes from touched memory to other touched memory, by all ranks at once."""
+    """Spans of a memcpy of as many bytes from touched memory to touched memory."""
     nbytes = sum(tensor.nbytes for tensor in state.tensors().values())
     source, target = np.ones(nbytes, np.uint8), np.zeros(nbytes, np.uint8)
     return _timed(lambda: np.copyto(target, source), _TRIES)[0]
 
 
 def _moves(sources: Sequence[torch.Tensor]) -> tuple[list[Span], float]:
-    """Times, and CPU seconds, of a copy of each of `sources` to touched memory, with the digests of what was copied
+    """Spans and CPU seconds of a copy of each of `sources` to touched memory, with the digests of each block or more
     while the processor still has it."""
     groups: list[tuple[list[torch.Tensor], list[torch.Tensor], Bytes]] = []
     group: list[torch.Tensor] = []

@@ -6,15 +6,11 @@ import os
 import platform
 import re
 import subprocess
-from collections.abc import Iterable
-from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 
 import msgspec
 import psutil
-
-_MODEL = re.compile(r"^model name\s*: (.*)$", re.MULTILINE)
 
 
 class Environment(msgspec.Struct, frozen=True):
@@ -30,28 +26,28 @@ class Environment(msgspec.Struct, frozen=True):
     memory_nbytes: int
     revision: str
 
+    def in_words(self) -> str:
+        """All of it that tables name."""
+        return (
+            f"{self.cpu}, {self.num_cpus} CPUs, {self.filesystem}, Linux {self.kernel}, Python {self.python}, "
+            f"torch {self.torch}, holdfast {self.holdfast} (revision {self.revision[:12]})"
+        )
+
 
 def environment(folder: Path) -> Environment:
-    versions = package_versions(("holdfast", "torch"))
+    """This machine, with the filesystem of `folder`."""
+    models = re.findall(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     changed = _git("status", "--porcelain", "--untracked-files=no")
     return Environment(
-        holdfast=versions.get("holdfast", "source tree"),
-        torch=versions.get("torch", "source tree"),
+        holdfast=version("holdfast"),
+        torch=version("torch"),
         python=platform.python_version(),
         kernel=platform.release(),
         filesystem=filesystem(folder),
         num_cpus=len(os.sched_getaffinity(0)),
-        cpu=next(iter(_MODEL.findall(Path("/proc/cpuinfo").read_text())), platform.machine()),
+        cpu=models[0] if models else platform.machine(),
         memory_nbytes=psutil.virtual_memory().total,
         revision=f"{_git('rev-parse', 'HEAD') or 'unknown'}{'+changes' if changed else ''}",
-    )
-
-
-def in_words(machine: Environment) -> str:
-    return (
-        f"{machine.cpu}, {machine.num_cpus} CPUs, {machine.filesystem}, Linux {machine.kernel}, "
-        f"Python {machine.python}, torch {machine.torch}, holdfast {machine.holdfast} "
-        f"(revision {machine.revision[:12]})"
     )
 
 
@@ -60,14 +56,6 @@ def filesystem(folder: Path) -> str:
     mounts = [mount for mount in psutil.disk_partitions(all=True) if folder.is_relative_to(mount.mountpoint)]
     # Of two mounts at one place, the later one covers the other.
     return str(max(reversed(mounts), key=lambda mount: len(mount.mountpoint)).fstype) if mounts else "unknown"
-
-
-def package_versions(names: Iterable[str]) -> dict[str, str]:
-    found: dict[str, str] = {}
-    for name in names:
-        with suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
 
 
 def _git(*arguments: str) -> str:

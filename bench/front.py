@@ -1,5 +1,5 @@
-"""The README's figures for readers who are new to the project: a table of a few of all benchmarks, and a chart of how
-much of the disk's speed saves and loads reach, as a picture for light and dark pages."""
+"""The README's figures: a table of a few of all benchmarks, and a chart of how much of the disk's speed saves and loads
+reach, for light and dark pages."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ CONTENDERS = {"holdfast": "Holdfast", "dcp": "PyTorch DCP", "torch.save": "torch
 _BACKGROUND = {"holdfast": OURS, "dcp": THREAD}
 _COLORS = ("#2f81f7", "#8b949e", "#c9ced6")
 _HEIGHT = 0.26
-#: matplotlib writes colours into each element; where the reader prefers dark pages, these take their place. The
-#: background goes with them, for a page may be light for a reader who prefers dark ones.
+#: Replaces matplotlib's colours where the reader prefers dark pages, with a background, as the page may be light.
 _STYLE = """<style>
 svg { background: #ffffff }
 @media (prefers-color-scheme: dark) {
@@ -47,23 +46,24 @@ def render_front(saves: Result, engine: Result, small: Result) -> str:
         series = many.series(name, measure=SAVE)
         return f"{median(series):.2f}" if series else NO_FIGURE
 
-    def both(cost: Callable[[str, str], str], name: str) -> str:
+    def both(cost: Callable[[Part, str, str], str], name: str) -> str:
         took_part = bool(part.series(name, measure=SAVE))
-        return " + ".join(cost(name, measure) if took_part else NO_FIGURE for measure in MEASURES)
+        return " + ".join(cost(part, name, measure) if took_part else NO_FIGURE for measure in MEASURES)
+
+    def thousands(part: Part, name: str, measure: str) -> str:
+        return f"{part.peak_nbytes(name, measure) / 1e6:,.0f}"
 
     rows: dict[str, Callable[[str], str]] = {
         "background save, ms: the call + what the next step waits": waits,
         f"save of {many.scenario.state.num_tensors:,} small tensors, {many.scenario.world} ranks, s": small_save_s,
-        "CPU of a save + a load, s per GB": partial(both, lambda name, measure: cpu(part, name, measure)),
-        "extra memory of a rank in a save + in a load, MB": partial(
-            both, lambda name, measure: f"{part.peak_nbytes(name, measure) / 1e6:,.0f}"
-        ),
+        "CPU of a save + a load, s per GB": partial(both, cpu),
+        "extra memory of a rank in a save + in a load, MB": partial(both, thousands),
     }
 
-    def cell(name: str, row: str) -> str:
-        return rows[row](name)
+    def column(name: str) -> Callable[[str], str]:
+        return lambda row: rows[row](name)
 
-    lines = table("", {row: row for row in rows}, [(title, partial(cell, name)) for name, title in CONTENDERS.items()])
+    lines = table("", {row: row for row in rows}, [(title, column(name)) for name, title in CONTENDERS.items()])
     scenario, num_cpus = part.scenario, part.environment.num_cpus
     how = (
         f"Medians. {scenario.state.nbytes / 1e9:.2f} GB of state, {scenario.world} ranks and {num_cpus} CPU cores, "
@@ -91,9 +91,10 @@ def render_chart(saves: Result, loads: Result) -> str:
             places = [group + (number - 1) * _HEIGHT for group in range(len(groups))]
             axes.barh(places, [share or 0 for share in found], 0.9 * _HEIGHT, color=_COLORS[number], label=label)
             for place, share in zip(places, found, strict=True):
-                axes.text(
-                    _label_at(share or 0), place, "not possible" if share is None else f"{share:.2f}", va="center"
-                )
+                words = "not possible" if share is None else f"{share:.2f}"
+                # Where it would lie on the line of the limit, it begins behind that.
+                end = 1 if share is not None and 0.92 < share < 1 else share or 0
+                axes.text(end + 0.01, place, words, va="center")
         limit = axes.axvline(1, color="#1f2328", linestyle="--", linewidth=1)
         limit.set_gid("limit")
         axes.set_yticks(range(len(groups)), list(groups))
@@ -108,11 +109,6 @@ def render_chart(saves: Result, loads: Result) -> str:
         figure.savefig(written, format="svg", metadata=_NO_METADATA)
     before, tag, after = written.getvalue().partition("<defs>")
     return "\n".join(line.rstrip() for line in f"{before}{_STYLE}{tag}{after}".splitlines()) + "\n"
-
-
-def _label_at(share: float) -> float:
-    """Where the figure behind a bar begins: where it would lie on the line of the limit, behind that."""
-    return (1 if 0.92 < share < 1 else share) + 0.01
 
 
 def _medians(part: Part, measure: str) -> dict[str, float]:

@@ -7,31 +7,27 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from statistics import median
 
 import torch
 
 import holdfast
 from bench.benchmark import Bar, Benchmark, Options, judged
-from bench.environment import in_words
-from bench.markdown import table
+from bench.markdown import Column, table
 from bench.runner import command, in_turns, scratch, timed
 from bench.schema import Part, Result, Scenario, measured
-from holdfast.format.records import Place
 from holdfast.run.history import Run
 from holdfast.store.base import Location
 from holdfast.store.urls import open_store
 
 LENGTHS = (10, 1_000, 10_000)
-#: ``holdfast ls`` of the longest history.
+#: ``holdfast ls`` of the longest history, in processor seconds: others depend on what else runs.
 LS_BAR_S = 1.0
 OURS = "holdfast"
 
 
 def measure_history(length: int, options: Options) -> Part:
-    """Grow a run and use it: a load of the head and the save after it, finding the oldest step, two commands (of ``ls``
-    processor seconds too: wall-clock seconds of a process depend on what else runs)."""
+    """Grow a run and use it: a load of the head, the save after it, a search for the oldest step, two commands."""
     rounds, steps = options.rounds or 5, itertools.count(length + 1)
     state: dict[str, object] = {"w": torch.zeros(1024)}
     with scratch(options.memory) as memory, scratch(options.folder) as folder:
@@ -46,7 +42,7 @@ def measure_history(length: int, options: Options) -> Part:
             return {
                 **timed(lambda: holdfast.load(root, state), "load_s"),
                 **timed(lambda: holdfast.save(root, state, next(steps)), "save_s"),
-                **timed(lambda: find_oldest(root), "find_s"),
+                **timed(lambda: Run.open(open_store(Location(str(root)))).find(step=1), "find_s"),
                 "ls_s": listed["seconds"],
                 "ls_cpu_s": listed["cpu_s"],
                 "doctor_s": command("doctor", root)["seconds"],
@@ -55,10 +51,6 @@ def measure_history(length: int, options: Options) -> Part:
         samples = in_turns(range(1, rounds + 1), {OURS: use})
     scenario = Scenario(name=str(length), rounds=rounds, facts={"num_checkpoints": length})
     return measured(scenario, samples, options.folder)
-
-
-def find_oldest(root: Path) -> None:
-    assert Run.open(open_store(Location(str(root)))).find(step=1).place == Place(1, 1)
 
 
 def bars(result: Result) -> Iterator[Bar]:
@@ -71,21 +63,18 @@ def render_history(result: Result) -> str:
     def cell(key: str, digits: int, scale: float = 1.0) -> Callable[[str], str]:
         return lambda name: f"{scale * median(result.part(name).series(OURS, key)):.{digits}f}"
 
+    rows = {part.scenario.name: f"{part.scenario.facts['num_checkpoints']:,}" for part in result.parts}
     ls_s, ls_cpu_s = cell("ls_s", 2), cell("ls_cpu_s", 2)
-    lines = table(
-        "checkpoints",
-        {part.scenario.name: f"{part.scenario.facts['num_checkpoints']:,}" for part in result.parts},
-        [
-            ("load of the head, ms", cell("load_s", 0, 1000)),
-            ("save, ms", cell("save_s", 0, 1000)),
-            ("find a step, ms", cell("find_s", 0, 1000)),
-            ("`ls`, s (of CPU)", lambda name: f"{ls_s(name)} ({ls_cpu_s(name)})"),
-            ("`doctor`, s", cell("doctor_s", 2)),
-        ],
-    )
+    columns: list[Column[str]] = [
+        ("load of the head, ms", cell("load_s", 0, 1000)),
+        ("save, ms", cell("save_s", 0, 1000)),
+        ("find a step, ms", cell("find_s", 0, 1000)),
+        ("`ls`, s (of CPU)", lambda name: f"{ls_s(name)} ({ls_cpu_s(name)})"),
+        ("`doctor`, s", cell("doctor_s", 2)),
+    ]
     last = result.parts[-1]
     how = f"A state of 4 KiB, one process, medians of {last.scenario.rounds}. `python -m bench history`; "
-    return "\n\n".join([lines, f"{how}{in_words(last.environment)}."])
+    return "\n\n".join([table("checkpoints", rows, columns), f"{how}{last.environment.in_words()}."])
 
 
 PARTS = {str(length): partial(measure_history, length) for length in LENGTHS}

@@ -1,8 +1,4 @@
-"""Planning at scale: simulated layouts of a Llama-3-405B-like training state, from what ranks send to a manifest.
-
-No bytes are moved. Timed are, on the coordinator: decoding and grouping what all ranks sent, planning, and encoding
-the manifest; on a rank: decoding the manifest and finding what a changed layout needs.
-"""
+"""Simulated layouts of a Llama-3-405B-like training state, as what ranks send to the coordinator of a save."""
 
 from __future__ import annotations
 
@@ -59,13 +55,13 @@ def fsdp_layout(world_size: int) -> list[TensorLayout]:
 
 
 def fsdp(world_size: int) -> Sent:
-    return _sent([(RankLayout.of(fsdp_layout(world_size), {}), list(range(world_size)))])
+    return _sent([(fsdp_layout(world_size), range(world_size))])
 
 
-def stage_layout(stage: int, *, tp: int, pp: int, dp: int) -> tuple[list[TensorLayout], list[int]]:
+def stage_layout(stage: int, *, tp: int, pp: int, dp: int) -> tuple[list[TensorLayout], range]:
     """One pipeline stage: weights tensor-parallel and replicated over DP, optimizer sharded over DP per tensor too."""
-    ranks = tuple(range(stage * dp * tp, (stage + 1) * dp * tp))
-    mesh = Mesh((dp, tp), ranks)
+    ranks = range(stage * dp * tp, (stage + 1) * dp * tp)
+    mesh = Mesh((dp, tp), tuple(ranks))
     layers = range(NUM_LAYERS * stage // pp, NUM_LAYERS * (stage + 1) // pp)
 
     def specs(tp_axis: int) -> tuple[Spec, Spec]:
@@ -74,14 +70,13 @@ def stage_layout(stage: int, *, tp: int, pp: int, dp: int) -> tuple[list[TensorL
         slot = Placed(mesh, (Shard(slot_axis), Replicate() if tp_axis < 0 else Shard(tp_axis)))
         return weight, slot
 
-    return _layouts(parameters(layers, ends=stage in (0, pp - 1)), specs, suffix=str(stage)), list(ranks)
+    return _layouts(parameters(layers, ends=stage in (0, pp - 1)), specs, suffix=str(stage)), ranks
 
 
 def three_d(world_size: int) -> Sent:
     """TP 8 x PP 16 x DP, the optimizer sharded per tensor."""
     tp, pp = 8, 16
-    stages = [stage_layout(stage, tp=tp, pp=pp, dp=world_size // (tp * pp)) for stage in range(pp)]
-    return _sent([(RankLayout.of(tensors, {}), ranks) for tensors, ranks in stages])
+    return _sent([stage_layout(stage, tp=tp, pp=pp, dp=world_size // (tp * pp)) for stage in range(pp)])
 
 
 def flat_random(world_size: int, seed: int = 0) -> Sent:
@@ -125,7 +120,11 @@ def _layouts(
     return sorted(layouts, key=lambda tensor: tensor.name)
 
 
-def _sent(layouts: list[tuple[RankLayout, list[int]]]) -> Sent:
-    by_rank = {rank: RankMessage(layout.digest, layout.columns) for layout, ranks in layouts for rank in ranks}
-    bodies = {layout.digest: layout.body for layout, _ in layouts}
-    return Sent([by_rank[rank] for rank in range(len(by_rank))], bodies)
+def _sent(layouts: list[tuple[list[TensorLayout], range]]) -> Sent:
+    """What ranks send that hold `layouts`; each range of ranks follows the one before."""
+    sent = Sent([], {})
+    for tensors, ranks in layouts:
+        layout = RankLayout.of(tensors, {})
+        sent.messages.extend(RankMessage(layout.digest, layout.columns) for _ in ranks)
+        sent.bodies[layout.digest] = layout.body
+    return sent

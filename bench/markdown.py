@@ -1,4 +1,4 @@
-"""Tables of Markdown, what stands in their cells and below them, and their places in a document: between markers such
+"""Tables of Markdown, the cells in them and the words below them, and their places in a document: between markers such
 as ``<!-- bench:start -->`` and ``<!-- bench:end -->``."""
 
 from __future__ import annotations
@@ -9,8 +9,7 @@ from pathlib import Path
 from statistics import median
 from typing import TypeAlias, TypeVar
 
-from bench.environment import in_words
-from bench.errors import MarkersError
+from bench.errors import BenchError
 from bench.schema import RAW, Part
 
 K = TypeVar("K", bound=Hashable)
@@ -18,12 +17,12 @@ K = TypeVar("K", bound=Hashable)
 Column: TypeAlias = tuple[str, Callable[[K], str]]
 
 RESULTS = Path("bench/results")
-#: What a table has in place of a figure that there is not.
+#: The cell of a missing figure.
 NO_FIGURE = "-"
 
 
 def table(head: str, rows: Mapping[K, str], columns: Sequence[Column[K]]) -> str:
-    """A table: of each of `rows`, by its key, the label, and the cells of all `columns`."""
+    """A table with a row for each key of `rows`: its label, and its cell of each column."""
     lines = [[head, *(title for title, _ in columns)]]
     lines += [[label, *(cell(key) for _, cell in columns)] for key, label in rows.items()]
     top, *rest = ("|" + "".join(f" {cell} |" if cell else " |" for cell in cells) for cells in lines)
@@ -32,9 +31,8 @@ def table(head: str, rows: Mapping[K, str], columns: Sequence[Column[K]]) -> str
 
 def labels(part: Part, verified: str = "") -> dict[str, str]:
     """The contenders that took part, for the heads of rows; with `verified` where one checks what it loads."""
-    rows = {each.name: each.name for each in part.able}
-    rows |= {each.name: f"{each.name} {verified}" for each in part.able if verified and each.verified != "no"}
-    return rows | ({RAW: "raw limit"} if RAW in rows else {})
+    checks = {each.name: f" {verified}" if verified and each.verified != "no" else "" for each in part.able}
+    return {name: "raw limit" if name == RAW else f"{name}{suffix}" for name, suffix in checks.items()}
 
 
 def text(series: Sequence[float], digits: int = 2, *, scale: float = 1.0) -> str:
@@ -67,7 +65,7 @@ def memory(part: Part, name: str, *measures: str) -> str:
 def whereabouts(result: str, part: Part, *, packages: bool = False) -> str:
     """Where and when `part` was measured, and where its samples are."""
     found = "".join(f", {name} {version}" for name, version in part.packages.items()) if packages else ""
-    return f"{in_words(part.environment)}{found}, {part.date[:10]}. {samples_link(result)}."
+    return f"{part.environment.in_words()}{found}, {part.date[:10]}. {samples_link(result)}."
 
 
 def samples_link(result: str) -> str:
@@ -78,18 +76,13 @@ def reasons(part: Part) -> str:
     return "".join(f" Not possible for {name}: {reason}." for name, reason in part.not_possible.items())
 
 
-def raw_in_words(part: Part) -> str:
-    return f"{'; '.join(part.raw_ways)} (threads of a rank x size of a request)"
-
-
 def markers(name: str) -> tuple[str, str]:
     return f"<!-- {name}:start -->", f"<!-- {name}:end -->"
 
 
 def replace_part(text: str, name: str, rendered: str, *, where: Path) -> str:
-    """`text` with `rendered` between the markers of `name`; MarkersError, naming `where`, unless they are there once
-    each."""
+    """`text` with `rendered` between the markers of `name`; BenchError unless the document `where` has each once."""
     start, end = markers(name)
     if text.count(start) != 1 or text.count(end) != 1 or text.index(start) > text.index(end):
-        raise MarkersError(f"{where} needs one line {start} and below it one line {end}. Add both.")
+        raise BenchError(f"{where} needs one line {start} and below it one line {end}. Add both.")
     return re.sub(f"{start}.*{end}", lambda _: f"{start}\n{rendered}\n{end}", text, flags=re.DOTALL)

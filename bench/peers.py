@@ -1,5 +1,5 @@
-"""Contenders of other libraries, and those of PyTorch that save in the background, each set up for the shortest pause
-that it knows on a CPU. What not every environment has is imported where it is used."""
+"""Contenders of other libraries, and those of PyTorch that save in the background, each set up for its shortest pause
+on a CPU. Optional packages are imported where they are used."""
 
 from __future__ import annotations
 
@@ -46,9 +46,8 @@ class DcpThread(Dcp):
         return group
 
     def begin(self, folder: Path) -> Pending:
-        """Begin to save into `folder`, when the last save is over: it needs the stager's memory."""
         if self._written is not None:
-            self._written.result()
+            self._written.result()  # it needs the stager's memory
         self._stager = self._stager or self._new_stager()
         begun = async_save(
             self.state.tree,
@@ -97,7 +96,7 @@ class DcpProcess(DcpThread):
     kind = AsyncCheckpointerType.PROCESS
 
     def rest(self) -> None:
-        """Keep the stager, whose memory is shared: the process keeps that until its next save anyway."""
+        """Keep the stager: the process keeps its shared memory until its next save anyway."""
 
 
 class TorchCheckpointing(Way):
@@ -168,11 +167,8 @@ class TorchSnapshot(Way):
 
     @cached_property
     def _tensors(self) -> dict[str, Any]:
-        return {
-            path: _sharded(leaf) if isinstance(leaf, DTensor) else leaf
-            for _, _, path, leaf in walk(self.state.tree)
-            if isinstance(leaf, torch.Tensor)
-        }
+        leaves = self.state.leaves()
+        return leaves | {path: _sharded(leaf) for path, leaf in leaves.items() if isinstance(leaf, DTensor)}
 
     def state_dict(self) -> dict[str, Any]:
         """What is saved, and filled in place. Names have no slash: torchsnapshot 0.1.0 fails on one."""
@@ -211,33 +207,31 @@ class Safetensors(Way):
 
         rank, world = dist.get_rank(), dist.get_world_size()
         own: dict[str, torch.Tensor] = {}
-        for index, (_, _, path, leaf) in enumerate(walk(self.state.tree)):
-            if isinstance(leaf, torch.Tensor):
-                whole = leaf.full_tensor() if isinstance(leaf, DTensor) else leaf
-                if index % world == rank:
-                    own[path] = whole
+        for index, (path, leaf) in enumerate(self.state.leaves().items()):
+            whole = leaf.full_tensor() if isinstance(leaf, DTensor) else leaf
+            if index % world == rank:
+                own[path] = whole
         save_file(own, folder / f"{rank}.safetensors", {"values": json.dumps(self.state.values())})
 
     def load(self, folder: Path) -> None:
         from safetensors import safe_open
 
-        leaves = {path: leaf for _, _, path, leaf in walk(self.state.tree) if isinstance(leaf, torch.Tensor)}
+        leaves = self.state.leaves()
         for path in sorted(folder.glob("*.safetensors")):
             with safe_open(path, framework="pt") as file:
                 self.state.set_values(json.loads(file.metadata()["values"]))
                 for name in file.keys():  # noqa: SIM118 - not a mapping
-                    _copy(file.get_slice(name) if leaves[name].ndim else file.get_tensor(name), leaves[name])
+                    leaf = leaves[name]
+                    start, size = box(leaf)
+                    whole = file.get_slice(name) if leaf.ndim else file.get_tensor(name)
+                    own = tuple(slice(first, first + extent) for first, extent in zip(start, size, strict=True))
+                    local(leaf).copy_(whole[own])
 
 
 def _gathered(data: object, group: dist.ProcessGroup | None = None) -> dict[int, object]:
     found: list[object] = [None] * dist.get_world_size(group)
     dist.all_gather_object(found, data, group)
     return dict(enumerate(found))
-
-
-def _copy(stored: Any, leaf: torch.Tensor) -> None:
-    start, size = box(leaf)
-    local(leaf).copy_(stored[tuple(slice(first, first + extent) for first, extent in zip(start, size, strict=True))])
 
 
 def _sharded(leaf: DTensor) -> Any:

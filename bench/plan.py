@@ -14,7 +14,7 @@ import numpy as np
 
 from bench.benchmark import Bar, Benchmark, Options, judged
 from bench.layouts import Sent, flat_random, fsdp, fsdp_layout, three_d
-from bench.markdown import table
+from bench.markdown import Column, table
 from bench.runner import in_a_process, in_turns, timed
 from bench.schema import Part, Result, Sample, Scenario, measured
 from holdfast.format.container import Files
@@ -34,7 +34,7 @@ IDENTITY = CheckpointIdentity("0" * 16, "1" * 32, Place(1, 1), 700, 0.0, {})
 
 
 class Case(NamedTuple):
-    """A simulated layout, the smallest world that it makes sense for, and its bars at the largest one."""
+    """A simulated layout, its smallest world, and its bars at the largest one."""
 
     simulate: Callable[[int], Sent]
     smallest: int
@@ -63,12 +63,12 @@ def measure_case(case: str, world: int, options: Options) -> Part:
 
 
 def manifest_of(sent: Sent) -> bytes:
-    """What the coordinator writes: its own work on what all ranks sent."""
+    """What the coordinator writes for what all ranks sent."""
     return encode_plan(plan_save(sent.messages, sent.bodies), identity=IDENTITY, values=[RankValues(0, 1000, ("a",))])
 
 
 def plan_world(case: str, world: int, rounds: int) -> tuple[dict[str, int], tuple[Sample, ...]]:
-    """Plan a simulated world: from what all ranks sent to a manifest, and from that to one rank's reads."""
+    """Plan from what all ranks sent to a manifest, and from that to one rank's reads."""
     sent, every = CASES[case].simulate(world), range(1, rounds + 1)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     planned = in_turns(every, {OURS: lambda: timed(lambda: manifest_of(sent), "plan_s")})
@@ -119,30 +119,22 @@ def measure_validation(options: Options) -> Part:
 
 
 def render_plan(result: Result) -> str:
-    largest = {part.scenario.name: part for part in result.parts if part.scenario.world == WORLDS[-1]}
+    largest = {part.scenario.title: part for part in result.parts if part.scenario.world == WORLDS[-1]}
     validation = result.part(VALIDATION)
     machine = validation.environment
-
-    def load_plan(name: str) -> str:
-        return f"{_median(largest[name], 'decode_s') + _median(largest[name], 'load_plan_s'):.2f}"
-
-    lines = table(
-        f"{WORLDS[-1]:,} ranks",
-        {name: part.scenario.title for name, part in largest.items()},
-        [
-            ("coordinator, s", lambda name: f"{_median(largest[name], 'plan_s'):.2f}"),
-            ("manifest, MiB", lambda name: f"{_mib(largest[name], 'manifest_nbytes'):.2f}"),
-            ("extra memory, MiB", lambda name: f"{_mib(largest[name], 'extra_memory_nbytes'):.0f}"),
-            ("a rank's load plan, s", load_plan),
-        ],
-    )
+    columns: list[Column[str]] = [
+        ("coordinator, s", lambda case: f"{_median(largest[case], 'plan_s'):.2f}"),
+        ("manifest, MiB", lambda case: f"{_mib(largest[case], 'manifest_nbytes'):.2f}"),
+        ("extra memory, MiB", lambda case: f"{_mib(largest[case], 'extra_memory_nbytes'):.0f}"),
+        ("a rank's load plan, s", lambda case: f"{_median(largest[case], 'decode_s', 'load_plan_s'):.2f}"),
+    ]
     how = (
         f"Medians of {validation.scenario.rounds}. The load plan (with manifest decoding) is for one rank of FSDP over "
         f"{NEW_WORLD:,} ranks. 1,024 tensors of 1,024 irregular shards are checked for exact coverage in "
         f"{_median(validation, 'seconds'):.2f} s. {machine.cpu}, {machine.num_cpus} CPUs, Python {machine.python}, "
         f"revision {machine.revision[:12]}."
     )
-    return f"{lines}\n\n{how}"
+    return f"{table(f'{WORLDS[-1]:,} ranks', {case: case for case in largest}, columns)}\n\n{how}"
 
 
 def bars(result: Result) -> Iterator[Bar]:
@@ -180,8 +172,8 @@ def draw_planning(result: Result, path: Path) -> None:
     figure.savefig(path, dpi=130)
 
 
-def _median(part: Part, key: str) -> float:
-    return median(part.series(OURS, key))
+def _median(part: Part, *keys: str) -> float:
+    return sum(median(part.series(OURS, key)) for key in keys)
 
 
 def _mib(part: Part, fact: str) -> float:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -46,8 +46,7 @@ class RawImage:
 
     def __init__(self, parts: Sequence[memoryview]) -> None:
         self.nbytes = sum(part.nbytes for part in parts)
-        padded = -(-self.nbytes // BLOCK_NBYTES) * BLOCK_NBYTES
-        self.view = _memory(padded)
+        self.view = _memory(-(-self.nbytes // BLOCK_NBYTES) * BLOCK_NBYTES)
         position = 0
         for part in parts:
             self.view[position : position + part.nbytes] = part
@@ -63,47 +62,37 @@ class RawImage:
 
     def write(self, path: Path, way: RawWay, *, direct: bool) -> None:
         """Write the image to the new file `path`, durably."""
-
-        def write(part: memoryview, start: int, buffer: memoryview | None) -> None:
-            if buffer is not None:
-                _copy(buffer[: len(part)], part)
-                part = buffer[: len(part)]
-            done = 0
-            while done < len(part):
-                done += os.pwritev(fd, [part[done:]], start + done)
-
         with _opened(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, direct=direct) as fd:
             # Reserved space lets several threads write at once: extending writes are serialised by the kernel.
             os.posix_fallocate(fd, 0, len(self.view))
-            self._each_request(write, way)
+            self._move(fd, way, is_write=True)
             os.ftruncate(fd, self.nbytes)
             os.fdatasync(fd)
 
     def read(self, path: Path, way: RawWay, *, direct: bool) -> None:
         """Fill the image from `path`."""
-
-        def read(part: memoryview, start: int, buffer: memoryview | None) -> None:
-            out = part if buffer is None else buffer[: len(part)]
-            done, needed = 0, min(len(out), self.nbytes - start)
-            while done < needed:
-                count = os.preadv(fd, [out[done:]], start + done)
-                if count == 0:
-                    raise OSError(errno.EIO, f"the file ended at byte {start + done} of {self.nbytes}")
-                done += count
-            if buffer is not None:
-                _copy(part, out)
-
         with _opened(path, os.O_RDONLY, direct=direct) as fd:
-            self._each_request(read, way)
+            self._move(fd, way, is_write=False)
 
-    def _each_request(self, move: Callable[[memoryview, int, memoryview | None], None], way: RawWay) -> None:
-        """Call `move` with each part of the image, where it starts in the file, and a buffer if there is to be one."""
+    def _move(self, fd: int, way: RawWay, *, is_write: bool) -> None:
         starts = range(0, len(self.view), way.request_nbytes)
+        transfer, end = (os.pwritev, len(self.view)) if is_write else (os.preadv, self.nbytes)
 
         def stripe(thread: int) -> None:
             buffer = _memory(way.request_nbytes) if way.copied else None
             for start in starts[thread :: way.threads]:
-                move(self.view[start : start + way.request_nbytes], start, buffer)
+                part = self.view[start : start + way.request_nbytes]
+                memory = part if buffer is None else buffer[: len(part)]
+                if buffer is not None and is_write:
+                    _copy(memory, part)
+                done, needed = 0, min(len(part), end - start)
+                while done < needed:
+                    count = transfer(fd, [memory[done:]], start + done)
+                    if count == 0:
+                        raise OSError(errno.EIO, f"the file ended at byte {start + done} of {self.nbytes}")
+                    done += count
+                if buffer is not None and not is_write:
+                    _copy(part, memory)
 
         with ThreadPoolExecutor(way.threads) as pool:
             list(pool.map(stripe, range(way.threads)))

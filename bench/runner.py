@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import shutil
@@ -13,7 +14,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, ParamSpec, TypeVar
 
@@ -27,12 +29,11 @@ from torch.multiprocessing.spawn import ProcessException, start_processes
 from bench.benchmark import Options
 from bench.contenders import SAVING, Registry
 from bench.costs import cpu_s, keepers, node_memory, read_nbytes, settle, tree
-from bench.environment import package_versions
-from bench.errors import RankFailedError, SetupError, WrongBytesError
+from bench.errors import BenchError
 from bench.raw import RAW_WAYS, takes_direct
 from bench.schema import RAW, WARM_UP, Part, Sample, Scenario, StateSize, measured, rotated
-from bench.state import Recipe, State
-from bench.ways import GENERATIONS, HoldfastBackground, Site, Way
+from bench.state import Recipe
+from bench.ways import GENERATIONS, HoldfastBackground, Site, Way, Where
 
 #: What torchrun gives each of several ranks of a node.
 TORCH_THREADS = 1
@@ -62,9 +63,8 @@ Found = Mapping[str, float | Span | list[Span]]
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What ranks do together in a scenario, on what `recipe` makes: `turns`, of `contenders`. On the device there are
-    `copies` of the state at once, at most. The rest is where, for the ranks alone: a store at `store_port` outlives
-    them."""
+    """`turns` that the ranks of a scenario take, of `contenders`, with what `recipe` makes. There are at most `copies`
+    of the state on the device at once."""
 
     scenario: Scenario
     turns: type[Turns]
@@ -72,10 +72,6 @@ class Job:
     contenders: tuple[str, ...]
     copies: int
     in_memory: bool = False
-    folder: Path = Path()
-    node_dir: Path | None = None
-    direct: bool = False
-    store_port: int = 0
 
 
 class Turns:
@@ -87,11 +83,11 @@ class Turns:
     #: The ranks of each round are new ones, which are killed at its end.
     mortal = False
 
-    def __init__(self, job: Job, state: State) -> None:
+    def __init__(self, job: Job, site: Site) -> None:
         self.job = job
-        self.state = state
+        self.site = site
+        self.state = site.state
         self.leads = dist.get_rank() == 0
-        self.site = Site(state, job.folder, job.node_dir, direct=job.direct)
         self.ways: dict[str, Way] = {}
 
     def entrants(self, number: int) -> tuple[str, ...]:
@@ -99,8 +95,8 @@ class Turns:
         raw = [f"{RAW} {way}" for way in RAW_WAYS if RAW in self.job.contenders]
         return (*raw, *(name for name in self.job.contenders if name != RAW))
 
-    def take(self, name: str, number: int, measure: str) -> Iterator[tuple[str, str, Found]]:
-        """Take a turn of `name`; of all that is measured in it, the contender, the measure and what was found."""
+    def take(self, name: str, number: int, measure: str) -> Iterator[tuple[str, Found]]:
+        """Take a turn of `name`; yields (measure, found) for each sample of it."""
         raise NotImplementedError
 
     def way(self, name: str) -> Way:
@@ -110,7 +106,7 @@ class Turns:
         return self.ways[name]
 
     def cold(self, folder: Path) -> Path:
-        """`folder`, made where it is not there, beside caches that are cold; when all ranks are here."""
+        """Make `folder` if it is missing, and drop caches, when all ranks are here."""
         if self.leads:
             folder.mkdir(parents=True, exist_ok=True)
             settle(folder)
@@ -124,8 +120,8 @@ class Turns:
             self.way(name).discard(folder)
 
     def observed(self, name: str, work: Callable[[], object]) -> dict[str, Any]:
-        """What `work` takes, which is of entrant `name`. All ranks are here before and after, so that what others still
-        do for it counts, and what they do next does not."""
+        """What `work` of entrant `name` takes. All ranks are here before and after, so that what others still do for it
+        counts, and what they do next does not."""
         used_s, read = self._cpu_s(name), read_nbytes()
         start_s = time.monotonic()
         work()
@@ -138,35 +134,33 @@ class Turns:
         """CPU seconds so far of this rank and all that it started, and on rank 0 of holdfast's keeper."""
         dist.barrier()
         used_s = cpu_s(tree(os.getpid()))
-        if self.leads and self.job.node_dir and isinstance(self.way(name), HoldfastBackground):
-            used_s += cpu_s(keepers(self.job.node_dir))
+        if self.leads and self.site.where.node_dir and isinstance(self.way(name), HoldfastBackground):
+            used_s += cpu_s(keepers(self.site.where.node_dir))
         dist.barrier()
         return used_s
 
 
 def measure(job: Job, options: Options, *, first: Job | None = None, absent: Mapping[str, str] | None = None) -> Part:
-    """Run `job`, after `first` in the same folder. SetupError where there is no room for it. `absent` are contenders
+    """Run `job`, after `first` in the same folder. BenchError where there is no room for it. `absent` are contenders
     that cannot take part, and why."""
-    scenario, nbytes, absent = job.scenario, _HEADROOM * job.recipe.min_nbytes, absent or {}
-    require_room(f"in {options.folder}", job.copies * nbytes, free=shutil.disk_usage(options.folder).free)
+    scenario, absent = job.scenario, absent or {}
+    size, samples = StateSize(), list[Sample]()
+    require_room(job, options)
     with ExitStack() as stack:
         folder = stack.enter_context(scratch(options.folder))
-        where: dict[str, Any] = {"folder": folder, "direct": takes_direct(folder)}
-        if job.in_memory:
-            require_room(f"in {options.memory}", GENERATIONS * nbytes, free=shutil.disk_usage(options.memory).free)
-            require_room("of memory", _COPIES * nbytes + _OTHER_NBYTES, free=psutil.virtual_memory().available)
-            where["node_dir"] = stack.enter_context(node_memory(options.memory))
+        node_dir = stack.enter_context(node_memory(options.memory)) if job.in_memory else None
+        where = Where(folder, node_dir, takes_direct(folder))
         status = stack.enter_context(Console(stderr=True).status(f"{scenario.name}: starting the ranks"))
-
-        def tell(sample: Sample) -> None:
-            turn = f"round {sample.round} of {scenario.rounds}: {sample.measure} {sample.contender}"
-            status.update(f"{scenario.name}, {turn} {max(sample.values['seconds']):.2f} s")
-
-        if first is not None:
-            run(replace(first, **where), on_sample=tell)
-        size, samples = run(replace(job, **where), on_sample=tell)
+        jobs = [job] if first is None else [first, job]
+        for message in itertools.chain.from_iterable(run(each, where) for each in jobs):
+            if isinstance(message, StateSize):
+                size = message
+                continue
+            samples.append(message)
+            turn = f"round {message.round} of {scenario.rounds}: {message.measure} {message.contender}"
+            status.update(f"{scenario.name}, {turn} {max(message.values['seconds']):.2f} s")
     kinds = [kind for name, kind in job.turns.registry.items() if name in job.contenders or name in absent]
-    refused = {} if where["direct"] else {RAW: {"io": "buffered: the filesystem refused O_DIRECT"}}
+    refused = {} if where.direct else {RAW: {"io": "buffered: the filesystem refused O_DIRECT"}}
     return measured(
         msgspec.structs.replace(scenario, state=size),
         samples,
@@ -174,30 +168,39 @@ def measure(job: Job, options: Options, *, first: Job | None = None, absent: Map
         contenders=tuple(msgspec.structs.replace(kind.about(), **refused.get(kind.name, {})) for kind in kinds),
         not_possible=absent,
         raw_ways=tuple(way for way in RAW_WAYS if f"{RAW} {way}" in {sample.contender for sample in samples}),
-        packages=package_versions(kind.package for kind in kinds if kind.package),
+        packages={kind.package: version(kind.package) for kind in kinds if kind.package and kind.name not in absent},
     )
 
 
-def run(job: Job, *, on_sample: Callable[[Sample], None]) -> tuple[StateSize, tuple[Sample, ...]]:
-    """Run `job` in its folder: the size of its state and all samples, the warm-up's too. `on_sample` sees each one as
-    it comes. RankFailedError when a rank raises or dies; no process outlives the call."""
-    size, samples, world = StateSize(), list[Sample](), job.scenario.world
-    rounds = range(WARM_UP, job.scenario.rounds + 1)
+def require_room(job: Job, options: Options) -> None:
+    nbytes = _HEADROOM * job.recipe.min_nbytes
+    needs = [(f"in {options.folder}", job.copies * nbytes, shutil.disk_usage(options.folder).free)]
+    if job.in_memory:
+        needs += [
+            (f"in {options.memory}", GENERATIONS * nbytes, shutil.disk_usage(options.memory).free),
+            ("of memory", _COPIES * nbytes + _OTHER_NBYTES, psutil.virtual_memory().available),
+        ]
+    for what, needed, free in needs:
+        if free < needed:
+            raise BenchError(
+                f"{needed / 1e9:.1f} GB {what} are needed, {free / 1e9:.1f} GB are free. "
+                "Ask for a smaller state, or for another folder."
+            )
+
+
+def run(job: Job, where: Where) -> Iterator[StateSize | Sample]:
+    """Run `job`: yields the size of its state and every sample, the warm-up's too, as they come. BenchError when a rank
+    raises or dies; no process outlives the call."""
+    rounds, world = range(WARM_UP, job.scenario.rounds + 1), job.scenario.world
     for life in [range(number, number + 1) for number in rounds] if job.turns.mortal else [rounds]:
         # Here, where the kernel can choose the port before any rank starts.
         store = dist.TCPStore(HOST, 0, world, is_master=True, wait_for_workers=False)
-        for message in messages(run_rank, replace(job, store_port=store.port), life, world=world):
-            if isinstance(message, StateSize):
-                size = message
-            else:
-                samples.append(message)
-                on_sample(message)
-    return size, tuple(samples)
+        yield from messages(run_rank, job, where, store.port, life, world=world)
 
 
 def messages(target: Callable[..., None], *arguments: Any, world: int) -> Iterator[Any]:
     """What processes send that run `target` with their rank, `arguments`, and a queue to send by, until all have ended
-    or sent None, which is not yielded; then they are killed. RankFailedError when one raises or dies before."""
+    or sent None, which is not yielded; then they are killed. BenchError when one raises or dies before."""
     queue = multiprocessing.get_context("spawn").SimpleQueue()
     ranks = start_processes(target, (*arguments, queue), world, join=False)  # type: ignore[no-untyped-call]
     num_done, ended = 0, False
@@ -210,37 +213,34 @@ def messages(target: Callable[..., None], *arguments: Any, world: int) -> Iterat
                 if message is not None:
                     yield message
     except ProcessException as error:
-        raise RankFailedError(f"A rank failed: {error}") from error
+        raise BenchError(f"A rank failed: {error}") from error
     finally:
         for process in ranks.processes:
             process.kill()
             process.join()
 
 
-def run_rank(rank: int, job: Job, rounds: range, queue: Any) -> None:
-    """Do `rounds` of `job` as `rank`, as under torchrun on one node. Rank 0 sends the state's size and every sample.
-
-    In each round every entrant takes its turn, beginning with another one each round.
-    """
+def run_rank(rank: int, job: Job, where: Where, store_port: int, rounds: range, queue: Any) -> None:
+    """Do `rounds` of `job` as `rank`, as under torchrun on one node. Rank 0 sends the state's size and every sample."""
     world = job.scenario.world
     about = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
     # Processes that ranks start make groups of their own.
     os.environ.update({name: str(value) for name, value in about.items()}, MASTER_ADDR=HOST)
     torch.set_num_threads(TORCH_THREADS)
-    store = dist.TCPStore(HOST, job.store_port, world, is_master=False)
+    store = dist.TCPStore(HOST, store_port, world, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     state = job.recipe.build(world)
-    turns = job.turns(job, state)
+    turns = job.turns(job, Site(state, where))
     if rank == 0:
         queue.put(state.size())
     for number in rounds:
         for measure in turns.measures:
             for turn, name in enumerate(rotated(turns.entrants(number), number)):
-                for contender, what, found in turns.take(name, number, measure):
+                for what, found in turns.take(name, number, measure):
                     every: list[Found] | None = [found] * world if rank == 0 else None
                     dist.gather_object(found, every)
                     if every is not None:
-                        queue.put(Sample(contender, number, together(every), what, turn))
+                        queue.put(Sample(name, number, together(every), what, turn))
     if turns.mortal:
         queue.put(None)
         signal.pause()
@@ -264,20 +264,11 @@ def together(found: Sequence[Found]) -> dict[str, tuple[float, ...]]:
 
 
 def require_same(expected: Mapping[str, str], found: Mapping[str, str], *, name: str) -> None:
-    """WrongBytesError when what contender `name` loaded (`found`) differs from what it saved."""
-    wrong = [path for path in expected if found.get(path) != expected[path]]
-    if wrong:
-        raise WrongBytesError(
+    """BenchError when the digests that contender `name` loaded differ from those that it saved."""
+    if wrong := [path for path in expected if found.get(path) != expected[path]]:
+        raise BenchError(
             f"{name} loaded other bytes than it saved: "
             f"{len(wrong)} of {len(expected)} parts differ, the first is {wrong[0]}."
-        )
-
-
-def require_room(what: str, nbytes: float, *, free: int) -> None:
-    if free < nbytes:
-        raise SetupError(
-            f"{nbytes / 1e9:.1f} GB {what} are needed, {free / 1e9:.1f} GB are free. "
-            "Ask for a smaller state, or for another folder."
         )
 
 

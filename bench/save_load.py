@@ -1,37 +1,34 @@
 """``python -m bench io`` and ``python -m bench load``: saves and loads against the raw limit of the device.
 
-Caches are cold before each turn, and what was loaded is compared with what was saved. `io` is both, on one layout.
-`load` is loads onto the layout that saved and onto others: per scenario, the ranks that save come first, and every
-contender saves once, untimed; then come the ranks that load, in every round. The raw limit reads files that the loading
-ranks wrote, an even part of the state each.
+Caches are cold before each turn, and every load is compared with what was saved. `io` is both, on one layout. In each
+scenario of `load`, some ranks save once with every contender, untimed; then others load, in every round. There the raw
+limit reads files that the loading ranks wrote, an even part of the state each.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from statistics import median
 from typing import NamedTuple
 
-import msgspec
 import torch.distributed as dist
 
 from bench.benchmark import Bar, Benchmark, Options, judged, verdicts
 from bench.contenders import LATER, SAVING, select
 from bench.costs import Watch, give_back
-from bench.markdown import Column, cpu, figures, labels, memory, raw_in_words, shares, table, text, whereabouts
+from bench.markdown import Column, cpu, figures, labels, memory, shares, table, text, whereabouts
 from bench.raw import RAW_WAYS
 from bench.runner import Found, Job, Turns, measure, require_same
 from bench.schema import RAW, WARM_UP, Part, Result, Scenario
-from bench.state import NUM_LAYERS, Layout, LlamaLike, State
+from bench.state import NUM_LAYERS, Layout, LlamaLike
+from bench.ways import Site
 
 MEASURES = SAVE, LOAD = ("save", "load")
-#: Where those save that `Loads` load.
+#: The place of saves that `Loads` load.
 _KEPT = "kept"
 
-#: The size that the bars hold for; the least share of the raw limit that each scenario is to reach, and what all of
-#: them may cost at most.
+#: The size that the bars hold for, the least share of the raw limit of each scenario, and the most that all may cost.
 MIN_NBYTES = 2_000_000_000
 SHARE_BARS = {"same": 0.9, "columns": 0.8, "grow": 0.7, "shrink": 0.7, "fsdp-tp": 0.7}
 CPU_BAR_S_PER_GB, READ_BAR = 0.35, 1.02
@@ -39,10 +36,6 @@ CPU_BAR_S_PER_GB, READ_BAR = 0.35, 1.02
 MEMORY_BAR_NBYTES = 128 << 20
 
 _LABELS = {RAW: "raw limit, GB/s", "torch.save": "torch.load"}
-_NO_OTHER_LAYOUT = "a file holds what one rank held, so only as many ranks of the same layout can load"
-
-
-# Turns
 
 
 class SaveLoad(Turns):
@@ -50,11 +43,11 @@ class SaveLoad(Turns):
 
     measures: tuple[str, ...] = MEASURES
 
-    def __init__(self, job: Job, state: State) -> None:
-        super().__init__(job, state)
+    def __init__(self, job: Job, site: Site) -> None:
+        super().__init__(job, site)
         self._expected = {name: self.way(name).memory.digests() for name in super().entrants(WARM_UP)}
 
-    def take(self, name: str, number: int, measure: str) -> Iterator[tuple[str, str, Found]]:
+    def take(self, name: str, number: int, measure: str) -> Iterator[tuple[str, Found]]:
         way, keeps = self.way(name), SAVE not in self.measures
         if measure == LOAD:
             way.memory.clear()
@@ -68,23 +61,22 @@ class SaveLoad(Turns):
         # No rank's digests take time from a rank that still loads: all have been there for the CPU seconds.
         if measure == LOAD:
             require_same(self._expected[name], way.memory.digests(), name=name)
-        yield name, measure, found
+        yield measure, found
         if measure == LOAD and not keeps:
             self.discard(name, folder)
 
 
 class Many(SaveLoad):
-    """The same of so many tensors that dcp takes part in the first round only, and has no warm-up."""
+    """The same of so many tensors that dcp takes part in the first round only."""
 
     def entrants(self, number: int) -> tuple[str, ...]:
         return tuple(name for name in super().entrants(number) if name != "dcp" or number == 1)
 
 
 class Keep(Turns):
-    """Every contender saves, untimed, where `Loads` in the same folder finds it. For a job of no rounds but the
-    warm-up."""
+    """Every contender saves for `Loads`. For a job of no rounds but the warm-up."""
 
-    def take(self, name: str, number: int, measure: str) -> Iterator[tuple[str, str, Found]]:
+    def take(self, name: str, number: int, measure: str) -> Iterator[tuple[str, Found]]:
         _keep(self, name)
         return iter(())
 
@@ -94,16 +86,15 @@ class Loads(SaveLoad):
 
     measures = (LOAD,)
 
-    def __init__(self, job: Job, state: State) -> None:
-        super().__init__(job, state)
+    def __init__(self, job: Job, site: Site) -> None:
+        super().__init__(job, site)
         for name in self.entrants(WARM_UP):
             if name.startswith(RAW):
                 _keep(self, name)
 
 
 def copies(names: Sequence[str]) -> int:
-    """Copies of the state on the device at once, at most: before the loads of a round every entrant has one, and a run
-    has one more."""
+    """The most copies of the state on the device at once: one of each entrant, and one more in a run."""
     return len(names) + (len(RAW_WAYS) - 1) * (RAW in names) + (LATER in names)
 
 
@@ -113,18 +104,11 @@ def _keep(turns: Turns, name: str) -> None:
     dist.barrier()  # not all contenders wait for each other
 
 
-# Save and load on one layout
-
-
 def measure_io(options: Options) -> Part:
     names, absent = select(options.contenders, SAVING, ("torch.save", "dcp", "holdfast"))
-    job = Job(
-        scenario=Scenario(name="io", world=options.world or 2, rounds=options.rounds or 7),
-        turns=SaveLoad,
-        recipe=LlamaLike(options.nbytes(gib=2.0)),
-        contenders=names,
-        copies=copies(names),
-    )
+    scenario = Scenario(name="io", world=options.world or 2, rounds=options.rounds or 7)
+    recipe = LlamaLike(options.nbytes(gib=2.0))
+    job = Job(scenario=scenario, turns=SaveLoad, recipe=recipe, contenders=names, copies=copies(names))
     return measure(job, options, absent=absent)
 
 
@@ -132,34 +116,28 @@ def render_io(result: Result) -> str:
     (part,) = result.parts
     scenario, raw = part.scenario, part.contenders[0]
     saving, loading = (part.raw_way(measure) for measure in MEASURES)
-    lines = table(
-        "",
-        labels(part, "(loads verified)"),
-        [
-            figures("save, s", part, measure=SAVE),
-            shares(part, SAVE),
-            figures("load, s", part, measure=LOAD),
-            shares(part, LOAD),
-            ("CPU, s/GB save, load", lambda name: f"{cpu(part, name, SAVE)}, {cpu(part, name, LOAD)}"),
-            (
-                "extra memory per rank, MB save, load",
-                lambda name: f"{memory(part, name, SAVE)}, {memory(part, name, LOAD)}",
-            ),
-        ],
-    )
+
+    def both(cost: Callable[[Part, str, str], str]) -> Callable[[str], str]:
+        return lambda name: f"{cost(part, name, SAVE)}, {cost(part, name, LOAD)}"
+
+    columns = [
+        figures("save, s", part, measure=SAVE),
+        shares(part, SAVE),
+        figures("load, s", part, measure=LOAD),
+        shares(part, LOAD),
+        ("CPU, s/GB save, load", both(cpu)),
+        ("extra memory per rank, MB save, load", both(memory)),
+    ]
     how = (
         f"{scenario.state.nbytes / 1e9:.2f} GB ({scenario.state.num_tensors} tensors), {scenario.world} ranks, "
         f'medians of {scenario.rounds} interleaved rounds (lowest to highest); "of raw" is raw seconds / seconds, '
         f"paired by round. Saves are durable, caches are cold ({part.caches}). Raw limit: {raw.description}, "
-        f"{raw.io}, {raw.durable}, best of {raw_in_words(part)} (save {saving}, load {loading})."
+        f"{raw.io}, {raw.durable}, best of {part.raw_in_words()} (save {saving}, load {loading})."
     )
-    return "\n\n".join([lines, how, whereabouts(result.name, part)])
+    return "\n\n".join([table("", labels(part, "(loads verified)"), columns), how, whereabouts(result.name, part)])
 
 
 IO = Benchmark("io", {"io": measure_io}, render_io)
-
-
-# Loads onto other layouts
 
 
 class Side(NamedTuple):
@@ -170,7 +148,7 @@ class Side(NamedTuple):
 
 
 class Move(NamedTuple):
-    """A checkpoint that is `saved` by some ranks and `loaded` by others. With fewer layers, tensors are larger."""
+    """A checkpoint that some ranks save and others load. With fewer layers, tensors are larger."""
 
     title: str
     saved: Side
@@ -192,35 +170,28 @@ MOVES = {
 def measure_load(name: str, options: Options) -> Part:
     move = MOVES[name]
     names, absent = contenders_of(move, options)
-    saved, loaded = (f"{side.layout}, {side.world} ranks" for side in (move.saved, move.loaded))
-    scenario = Scenario(
-        name=name,
-        title=move.title,
-        world=move.loaded.world,
-        rounds=options.rounds or 7,
-        facts={"saved": saved, "loaded": loaded},
-    )
-    recipe = LlamaLike(options.nbytes(gib=2.0), move.loaded.layout, move.num_layers)
-    # Of replicas, a contender may store one for each rank.
-    loading = Job(
-        scenario=scenario, turns=Loads, recipe=recipe, contenders=names, copies=copies(names) + move.saved.world
-    )
-    saving = replace(
-        loading,
-        scenario=msgspec.structs.replace(scenario, world=move.saved.world, rounds=0),
-        turns=Keep,
-        recipe=recipe._replace(layout=move.saved.layout),
-        contenders=tuple(each for each in names if each != RAW),
-    )
-    return measure(loading, options, first=saving, absent=absent)
+    sides = {"saved": move.saved, "loaded": move.loaded}
+    facts = {key: f"{side.layout}, {side.world} ranks" for key, side in sides.items()}
+
+    def job(side: Side, turns: type[Turns], rounds: int) -> Job:
+        return Job(
+            scenario=Scenario(name=name, title=move.title, world=side.world, rounds=rounds, facts=facts),
+            turns=turns,
+            recipe=LlamaLike(options.nbytes(gib=2.0), side.layout, move.num_layers),
+            contenders=tuple(each for each in names if each != RAW or turns is Loads),
+            copies=copies(names) + move.saved.world,  # of replicas, a contender may store one for each rank
+        )
+
+    loading = job(move.loaded, Loads, options.rounds or 7)
+    return measure(loading, options, first=job(move.saved, Keep, 0), absent=absent)
 
 
 def contenders_of(move: Move, options: Options) -> tuple[tuple[str, ...], dict[str, str]]:
     """The contenders that take part in `move`, and why the others that were asked for cannot."""
     names, absent = select(options.contenders, SAVING, [name for name in SAVING if name != LATER])
     if "torch.save" in names and move.saved != move.loaded:
-        names, absent = tuple(name for name in names if name != "torch.save"), absent | {"torch.save": _NO_OTHER_LAYOUT}
-    return names, absent
+        absent["torch.save"] = "a file holds what one rank held, so only as many ranks of the same layout can load"
+    return tuple(name for name in names if name not in absent), absent
 
 
 def bars(result: Result) -> Iterator[Bar]:
@@ -255,7 +226,7 @@ def render_load(result: Result) -> str:
         f"Share of the raw limit (raw seconds / seconds, paired by round), medians of {last.scenario.rounds} "
         f"interleaved rounds (lowest to highest). {sizes[0]} to {sizes[-1]} GB; caches are cold before every load "
         f"({last.caches}), and every load is compared with what was saved. Raw limit: as many processes as ranks that "
-        f"load read the state's bytes once, evenly, {last.contenders[0].io}, best of {raw_in_words(last)}."
+        f"load read the state's bytes once, evenly, {last.contenders[0].io}, best of {last.raw_in_words()}."
     )
     every = dict.fromkeys(
         f" Not possible for {_LABELS.get(name, name)}: {reason}."

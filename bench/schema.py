@@ -16,7 +16,7 @@ import msgspec
 
 from bench.costs import how_dropped
 from bench.environment import Environment, environment
-from bench.errors import SetupError
+from bench.errors import BenchError
 
 T = TypeVar("T")
 
@@ -59,9 +59,8 @@ class Sample(msgspec.Struct, frozen=True, omit_defaults=True):
     """What was measured in one turn: each of `values` is one number of the whole job, or one of each rank.
 
     ``seconds`` runs from the first rank's start to the last rank's end. ``cpu_s`` is user and system time of a rank and
-    of all that it started. ``peak_extra_nbytes`` is the most memory of those beyond what they held before. By the
-    kernel's count, ``device_nbytes`` came from the device (mapped files too), and ``asked_nbytes`` is what read calls
-    returned, from the device, the page cache or a pipe.
+    all that it started, ``peak_extra_nbytes`` the most memory that they had beyond that at the start. ``device_nbytes``
+    came from the device (mapped files too), ``asked_nbytes`` were returned by read calls, from wherever.
     """
 
     contender: str
@@ -90,22 +89,13 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(each for each in self.contenders if each.name not in self.not_possible)
 
     def series(
-        self,
-        contender: str,
-        key: str = "seconds",
-        *,
-        measure: str = "",
-        of: Callable[[Iterable[float]], float] = max,
+        self, contender: str, key: str = "seconds", *, measure: str = "", of: Callable[[Iterable[float]], float] = max
     ) -> list[float]:
-        """One value of each timed round in which there was one; `of` makes it of those of several ranks."""
+        """One value of each timed round that has one; `of` makes it of those of several ranks."""
         name = self._entrant(contender, measure)
         found = [sample for sample in self.samples if (sample.contender, sample.measure) == (name, measure)]
         timed = sorted((sample for sample in found if sample.round != WARM_UP), key=lambda sample: sample.round)
         return [of(sample.values[key]) for sample in timed if key in sample.values]
-
-    def raw_way(self, measure: str = "") -> str:
-        """The way of the raw limit that was fastest by the median over all rounds."""
-        return min(self.raw_ways, key=lambda way: median(self.series(f"{RAW} {way}", measure=measure)))
 
     def shares(self, contender: str, key: str = "seconds", *, measure: str = "") -> list[float]:
         """Raw seconds / seconds, paired by round; nothing where the contender has no such value."""
@@ -117,7 +107,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
         return 1e9 * self.per_byte(contender, "cpu_s", measure=measure)
 
     def per_byte(self, contender: str, key: str, *, measure: str = "") -> float:
-        """Median of what all ranks have together for each byte of the state: what every rank holds counts once."""
+        """Median sum over all ranks for each byte of the state; a byte that every rank holds counts once."""
         return median(self.series(contender, key, measure=measure, of=sum)) / self.scenario.state.nbytes
 
     def peak_nbytes(self, contender: str, *measures: str) -> float:
@@ -125,6 +115,14 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
         name = self._entrant(contender, measures[0])
         found = [each for each in self.samples if each.contender == name and each.measure in measures]
         return max((peak for each in found for peak in each.values.get("peak_extra_nbytes", ())), default=0)
+
+    def raw_way(self, measure: str = "") -> str:
+        """The way of the raw limit that was fastest by the median over all rounds."""
+        return min(self.raw_ways, key=lambda way: median(self.series(f"{RAW} {way}", measure=measure)))
+
+    def raw_in_words(self) -> str:
+        """The ways of the raw limit."""
+        return f"{'; '.join(self.raw_ways)} (threads of a rank x size of a request)"
 
     def _entrant(self, contender: str, measure: str) -> str:
         """Who has the samples of `contender`: of the raw limit, the fastest of its ways that were tried."""
@@ -145,21 +143,16 @@ class Result(msgspec.Struct, frozen=True):
 
     def part(self, name: str) -> Part:
         """The part of scenario `name`."""
-        found = self.find(name)
-        assert found is not None, f"{self.name} has no part {name}"
+        if (found := self.find(name)) is None:
+            raise BenchError(f"{self.name} has no part {name}. Run `python -m bench {self.name} --only {name}` first.")
         return found
 
 
 def measured(scenario: Scenario, samples: Iterable[Sample], folder: Path, **about: Any) -> Part:
     """A part that was measured in `folder`, here and now."""
-    return Part(
-        scenario=scenario,
-        date=datetime.now(UTC).isoformat(timespec="seconds"),
-        environment=environment(folder),
-        samples=tuple(samples),
-        caches=how_dropped(),
-        **about,
-    )
+    date = datetime.now(UTC).isoformat(timespec="seconds")
+    where = environment(folder)
+    return Part(scenario=scenario, date=date, environment=where, samples=tuple(samples), caches=how_dropped(), **about)
 
 
 def write_result(result: Result, folder: Path) -> Path:
@@ -174,14 +167,14 @@ def write_result(result: Result, folder: Path) -> Path:
 
 
 def read_result(name: str, folder: Path) -> Result:
-    """The result of benchmark `name` in `folder`; SetupError when there is none or it is not one."""
+    """The result of benchmark `name` in `folder`; BenchError when there is none or it is not one."""
     path, again = folder / f"{name}.json", f"`python -m bench {name}`"
     try:
         return msgspec.json.decode(path.read_bytes(), type=Result)
     except FileNotFoundError as error:
-        raise SetupError(f"There is no result at {path}. Run {again} first.") from error
+        raise BenchError(f"There is no result at {path}. Run {again} first.") from error
     except msgspec.DecodeError as error:
-        raise SetupError(f"{path} is not a result of this version ({error}). Run {again} again.") from error
+        raise BenchError(f"{path} is not a result of this version ({error}). Run {again} again.") from error
 
 
 def rotated(items: Sequence[T], turn: int) -> tuple[T, ...]:

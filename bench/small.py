@@ -1,8 +1,5 @@
-"""``python -m bench small``: the cost of many small tensors, where bytes hardly matter.
-
-Some ranks save and load them. And the walk of live objects with which a save finds its state is timed, beside usual
-ways to get the same tensors.
-"""
+"""``python -m bench small``: the cost of many small tensors, in saves and loads, and in the walk of live objects with
+which a save finds its state, beside usual ways to get the same tensors."""
 
 from __future__ import annotations
 
@@ -58,16 +55,10 @@ TENSORS_PER_LAYER = LINEARS_PER_LAYER * 2 * 4
 
 def measure_saves(options: Options) -> Part:
     world, num_tensors = options.world or BAR_WORLD, options.number(BAR_NUM_TENSORS, least=20)
-    job = Job(
-        scenario=Scenario(
-            name=SAVES, world=world, rounds=options.rounds or 5, facts={"local_shape": [*SMALL_LOCAL_SHAPE]}
-        ),
-        turns=Many,
-        recipe=ManySmall(num_tensors, 4 * num_tensors * world * math.prod(SMALL_LOCAL_SHAPE)),
-        contenders=NAMES,
-        copies=copies(NAMES),
-    )
-    return measure(job, options)
+    facts = {"local_shape": [*SMALL_LOCAL_SHAPE]}
+    scenario = Scenario(name=SAVES, world=world, rounds=options.rounds or 5, facts=facts)
+    recipe = ManySmall(num_tensors, 4 * num_tensors * world * math.prod(SMALL_LOCAL_SHAPE))
+    return measure(Job(scenario=scenario, turns=Many, recipe=recipe, contenders=NAMES, copies=copies(NAMES)), options)
 
 
 def measure_walks(kind: str, options: Options) -> Part:
@@ -79,10 +70,7 @@ def measure_walks(kind: str, options: Options) -> Part:
 
 
 def time_walks(kind: str, layers: int, rounds: int) -> tuple[Sample, ...]:
-    """The samples of one kind of model, in this process, as the only rank of a job.
-
-    The contenders are interleaved, after one call each that is not counted.
-    """
+    """Interleaved walks of one kind of model by the only rank of a job, after one walk each that is not counted."""
     torch.set_num_threads(TORCH_THREADS)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     model, optimizer = _trained(kind, layers)
@@ -124,14 +112,14 @@ def _trained(kind: str, layers: int) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def bars(result: Result) -> Iterator[Bar]:
-    part = result.part(SAVES)
-    if (part.scenario.state.num_tensors, part.scenario.world) == (BAR_NUM_TENSORS, BAR_WORLD):
+    part = result.find(SAVES)
+    if part and (part.scenario.state.num_tensors, part.scenario.world) == (BAR_NUM_TENSORS, BAR_WORLD):
         for measure in MEASURES:
             for name in NAMES[1:]:
                 yield in_time(f"{measure} {name}", part.series(name, measure=measure), BAR_S)
     for kind in MODEL_KINDS:
-        walked = result.part(kind)
-        if walked.scenario.state.num_tensors == BAR_WALK_NUM_TENSORS:
+        walked = result.find(kind)
+        if walked and walked.scenario.state.num_tensors == BAR_WALK_NUM_TENSORS:
             yield in_time(f"later walk, {kind}", walked.series(LATER_WALK), BAR_WALK_S)
 
 
@@ -161,17 +149,15 @@ def render_small(result: Result) -> str:
         series = (part.series(name, "cpu_s", measure=measure, of=sum) for measure in MEASURES)
         return ", ".join(f"{median(each):.1f}" for each in series)
 
-    saves: list[Column[str]] = [("save, s", partial(times, SAVE)), ("load, s", partial(times, LOAD))]
+    columns: list[Column[str]] = [
+        ("save, s", partial(times, SAVE)),
+        ("load, s", partial(times, LOAD)),
+        ("CPU of all ranks, s save, load", cpu_s),
+    ]
     walks = [figures(title, result.part(kind), digits=1, scale=1e3) for kind, title in MODEL_KINDS.items()]
-    return "\n\n".join(
-        [
-            table(f"{num_saved} tensors", _LABELS, [*saves, ("CPU of all ranks, s save, load", cpu_s)]),
-            how,
-            table(f"finding {num_walked} tensors, ms", _WALK_LABELS, walks),
-            *verdicts(bars(result)),
-            walk,
-        ]
-    )
+    saves = table(f"{num_saved} tensors", _LABELS, columns)
+    found = table(f"finding {num_walked} tensors, ms", _WALK_LABELS, walks)
+    return "\n\n".join([saves, how, found, *verdicts(bars(result)), walk])
 
 
 # Walks first: their processes start faster before the ranks have dropped the caches.

@@ -1,7 +1,6 @@
 """The states that contenders save and load: a Llama-like model with two Adam moments, or many small tensors.
 
-What a tensor holds follows from its path alone, so any layout of a state can be compared with any other. `Live` is a
-state as a training loop has it, and `Work` is what that does between two steps.
+What a tensor holds follows from its path alone, so any layout of a state can be compared with any other.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tenso
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from bench.errors import SetupError
+from bench.errors import BenchError
 from bench.schema import StateSize
 
 Leaf: TypeAlias = torch.Tensor | int | float
@@ -48,9 +47,13 @@ class State:
     def __init__(self, tree: Tree) -> None:
         self.tree = tree
 
+    def leaves(self) -> dict[str, torch.Tensor]:
+        """Each tensor by its path: a DTensor, or a plain one that every rank holds whole."""
+        return {path: leaf for _, _, path, leaf in walk(self.tree) if isinstance(leaf, torch.Tensor)}
+
     def tensors(self) -> dict[str, torch.Tensor]:
         """The local memory of each tensor by its path."""
-        return {path: local(leaf) for _, _, path, leaf in walk(self.tree) if isinstance(leaf, torch.Tensor)}
+        return {path: local(leaf) for path, leaf in self.leaves().items()}
 
     def values(self) -> dict[str, int | float]:
         """Each value that is not a tensor, by its path."""
@@ -64,21 +67,21 @@ class State:
 
     def is_sharded(self) -> bool:
         """Whether ranks hold different parts."""
-        return any(isinstance(leaf, DTensor) for *_, leaf in walk(self.tree))
+        return any(isinstance(leaf, DTensor) for leaf in self.leaves().values())
 
     def share(self, rank: int, world: int) -> list[memoryview]:
         """The bytes of the state that are this rank's: of a tensor that every rank holds whole, an even part."""
-        leaves = ((as_bytes(local(leaf)), leaf) for *_, leaf in walk(self.tree) if isinstance(leaf, torch.Tensor))
-        return [
-            data if isinstance(leaf, DTensor) else data[len(data) * rank // world : len(data) * (rank + 1) // world]
-            for data, leaf in leaves
-        ]
+        parts = []
+        for leaf in self.leaves().values():
+            data = as_bytes(local(leaf))
+            even = data[len(data) * rank // world : len(data) * (rank + 1) // world]
+            parts.append(data if isinstance(leaf, DTensor) else even)
+        return parts
 
     def size(self) -> StateSize:
         """Size over all ranks; replicated tensors count once."""
-        tensors = [leaf for *_, leaf in walk(self.tree) if isinstance(leaf, torch.Tensor)]
-        nbytes = sum(math.prod(tensor.shape) * tensor.element_size() for tensor in tensors)
-        return StateSize(nbytes, len(tensors), len(self.values()))
+        leaves = self.leaves().values()
+        return StateSize(sum(leaf.numel() * leaf.element_size() for leaf in leaves), len(leaves), len(self.values()))
 
     def clear(self) -> None:
         """Zero every tensor and value, so that a load that does nothing is seen."""
@@ -134,8 +137,8 @@ Recipe: TypeAlias = LlamaLike | ManySmall
 
 
 class Live:
-    """A module and AdamW on the memory of `state`, one of `LlamaLike`. ``objects`` is what holdfast saves;
-    peers that want tensors save ``state.tree``, which is the same memory."""
+    """A module and AdamW on the memory of `state`, one of `LlamaLike`. holdfast saves ``objects``, and peers that want
+    tensors ``state.tree``."""
 
     def __init__(self, state: State) -> None:
         model, optimizer = cast("dict[str, torch.Tensor]", state.tree["model"]), cast("Tree", state.tree["optimizer"])
@@ -157,14 +160,14 @@ class Live:
         self.objects = {"model": self.module, "optimizer": self.optimizer, "progress": state.tree["progress"]}
 
     def step(self) -> float:
-        """Step the optimizer; returns the seconds that took, with all that it waited for."""
+        """Step the optimizer; returns the seconds, with all waits."""
         start_s = time.perf_counter()
         self.optimizer.step()
         return time.perf_counter() - start_s
 
 
 class Work:
-    """What a forward and a backward are to a core: it is busy, mostly outside of the interpreter."""
+    """Keeps a core busy as a forward and a backward do, mostly outside of the interpreter."""
 
     #: Floating-point operations of one product.
     OPERATIONS = 2 * _PRODUCT_WIDTH**3
@@ -175,7 +178,7 @@ class Work:
         self._product = torch.empty(_PRODUCT_WIDTH, _PRODUCT_WIDTH)
 
     def for_seconds(self, seconds: float) -> int:
-        """Work for so long; returns how many products that were."""
+        """Work for so long; returns the number of products."""
         end_s, count = time.perf_counter() + seconds, 0
         while time.perf_counter() < end_s:
             self.products(1)
@@ -183,7 +186,7 @@ class Work:
         return count
 
     def products(self, count: int) -> None:
-        """Work for `count` products of matrices, however long they take."""
+        """Multiply matrices `count` times."""
         for _ in range(count):
             torch.mm(self._left, self._right, out=self._product)
 
@@ -216,7 +219,7 @@ def mesh_shape(layout: Layout, world: int) -> tuple[int, ...]:
 
 
 def place(whole: torch.Tensor, name: str, layout: Layout, mesh: DeviceMesh) -> torch.Tensor:
-    """What a rank of `mesh` holds of the parameter `name`, or of a moment of it, when every rank has it `whole`."""
+    """This rank's part of the parameter `name`, or of a moment of it, when every rank has it `whole`."""
     if layout == "replicas":
         return whole
     cuts: tuple[Placement, ...] = (Shard(whole.ndim - 1 if layout == "columns" else 0),)
@@ -228,7 +231,7 @@ def place(whole: torch.Tensor, name: str, layout: Layout, mesh: DeviceMesh) -> t
 
 
 def box(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(start, size) of what this rank holds of `tensor`, which no layout makes more than one block."""
+    """(start, size) of this rank's part of `tensor`, which is one block in every layout."""
     if not isinstance(tensor, DTensor):
         return (0,) * tensor.ndim, tuple(tensor.shape)
     size, start = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
@@ -236,7 +239,7 @@ def box(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def content(path: str, shape: tuple[int, ...]) -> torch.Tensor:
-    """What the whole tensor at `path` holds: random, and the same on every rank of every run."""
+    """The whole tensor at `path`: random, and the same on every rank of every run."""
     generator = torch.Generator().manual_seed(xxhash.xxh32_intdigest(path.encode()))
     return torch.empty(shape).uniform_(-1, 1, generator=generator)
 
@@ -259,7 +262,7 @@ def parameter_shapes(width: int, num_layers: int = NUM_LAYERS) -> dict[str, tupl
 def width_for(nbytes: int, num_layers: int = NUM_LAYERS) -> int:
     """The smallest width whose fp32 state (weights and moments) has at least `nbytes`."""
     if nbytes <= 0:
-        raise SetupError(f"A state of {nbytes} bytes cannot be built. Ask for more than 0 GiB.")
+        raise BenchError(f"A state of {nbytes} bytes cannot be built. Ask for more than 0 GiB.")
     width = WIDTH_STEP
     while 4 * (1 + len(MOMENTS)) * sum(map(math.prod, parameter_shapes(width, num_layers).values())) < nbytes:
         width += WIDTH_STEP

@@ -18,7 +18,7 @@ import holdfast
 from bench.benchmark import Bar, Benchmark, Options, in_time, verdicts
 from bench.contenders import why_absent
 from bench.costs import settle
-from bench.errors import WrongBytesError
+from bench.errors import BenchError
 from bench.layouts import Sent
 from bench.markdown import figures, reasons, table, whereabouts
 from bench.plan import CASES, manifest_of
@@ -69,12 +69,12 @@ def open_cold(name: str, folder: Path, index: int) -> dict[str, float]:
 
 
 def open_one(name: str, folder: Path, index: int) -> dict[str, float]:
-    """Seconds to open what `name` saved and read one tensor, in this process, which has imported what it needs."""
+    """Seconds to open what `name` saved and read one tensor, without those of imports."""
     library, found = LIBRARIES[name], list[torch.Tensor]()
     import_module(library.package)
     seconds = timed(lambda: found.append(library.read(folder, name_of(index))))
     if not torch.equal(found[0], expected(index)):
-        raise WrongBytesError(f"{name} read another tensor than it saved.")
+        raise BenchError(f"{name} read another tensor than it saved.")
     return seconds
 
 
@@ -99,18 +99,18 @@ def expected(index: int) -> torch.Tensor:
     return torch.full(_SHAPE, float(index))
 
 
-def _read_dcp(folder: Path, name: str) -> torch.Tensor:
-    state = {name: torch.empty(_SHAPE)}
-    dcp_load(state, checkpoint_id=folder, no_dist=True)
-    return state[name]
-
-
 class Library(NamedTuple):
     """How a library saves tensors into a folder, and reads the one of a name there."""
 
     package: str
     save: Callable[[Path, dict[str, torch.Tensor]], object]
     read: Callable[[Path, str], torch.Tensor]
+
+
+def _read_dcp(folder: Path, name: str) -> torch.Tensor:
+    state = {name: torch.empty(_SHAPE)}
+    dcp_load(state, checkpoint_id=folder, no_dist=True)
+    return state[name]
 
 
 LIBRARIES = {
@@ -157,10 +157,10 @@ def _file_seals(files: Files) -> Iterator[FileSeal]:
 
 
 def bars(result: Result) -> Iterator[Bar]:
-    opened, shown = result.part(OPENED), result.part(SHOWN)
-    if opened.scenario.state.num_tensors == BAR_NUM_TENSORS:
+    opened, shown = result.find(OPENED), result.find(SHOWN)
+    if opened and opened.scenario.state.num_tensors == BAR_NUM_TENSORS:
         yield in_time("open and read one", opened.series("holdfast"), BAR_OPEN_S)
-    if shown.scenario.world == BAR_WORLD:
+    if shown and shown.scenario.world == BAR_WORLD:
         for contender in shown.contenders:
             if contender.name != NOTHING:
                 yield in_time(f"show {contender.name}", shown.series(contender.name), BAR_SHOW_S)

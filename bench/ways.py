@@ -35,11 +35,10 @@ SYNCED = "fsync of each file"
 
 
 class Pending(NamedTuple):
-    """A save that may still be under way on this rank when its call returns; as it is by default, one that is over.
+    """A save that may still be under way on this rank when its call returns; by default, one that is over.
 
-    `wait` returns when it is durable, as far as the contender makes it so, and raises why it failed. Nothing of the
-    state is needed any more when it `is_copied`. `persist_s` are the seconds from there until it was durable, where the
-    contender tells them.
+    `wait` returns when it is durable, as far as the contender makes it so, and raises why it failed. The state may
+    change when it `is_copied`; `persist_s` are the seconds from there until it was durable, where the contender tells.
     """
 
     wait: Callable[[], object] = lambda: None
@@ -50,18 +49,24 @@ class Pending(NamedTuple):
 
     @staticmethod
     def of(ended: Future[Any], copied: Future[Any] | None = None) -> Pending:
-        """A save with a future for its end, and another one for the copy where that goes on in the background."""
+        """A save with a future for its end, and one for a copy in the background."""
         return Pending(ended.result, ended.done, *(() if copied is None else (copied.done, copied.result)))
+
+
+class Where(NamedTuple):
+    """The folders of a job on the device and in memory, and whether the device's takes O_DIRECT."""
+
+    folder: Path
+    node_dir: Path | None = None
+    direct: bool = False
 
 
 @dataclass
 class Site:
-    """What a rank saves, and where: below `folder` on the device, and below `node_dir` in memory."""
+    """What a rank saves, and where."""
 
     state: State
-    folder: Path
-    node_dir: Path | None = None
-    direct: bool = False
+    where: Where
 
     @cached_property
     def live(self) -> Live:
@@ -75,15 +80,13 @@ class Site:
 
 
 class Way:
-    """What a contender does with a state. All methods are collective; each way has `load`, and `save` or `begin`. What
-    they need is set up by the first call that needs it.
-
-    Result files describe it with the first line of its docstring, and with what its figures include.
+    """What a contender does with a state. All methods are collective; each way has `load`, and `save` or `begin`, whose
+    first call sets up what it needs. The first line of its docstring describes it in result files.
     """
 
     name = ""
     durable, verified, io = "no", "no", "buffered"
-    #: What it needs and not every environment has.
+    #: The optional package that it needs.
     package = ""
     #: All its saves go into one run; of another way, each goes into a folder of its own.
     one_run = False
@@ -101,10 +104,10 @@ class Way:
 
     def place(self, what: object) -> Path:
         """The folder that it saves `what` into, and loads it from."""
-        return self.site.folder / self.entrant.replace(" ", "-") / ("run" if self.one_run else str(what))
+        return self.site.where.folder / self.entrant.replace(" ", "-") / ("run" if self.one_run else str(what))
 
     def discard(self, folder: Path) -> None:
-        """Delete what is in `folder`; of a run all but its head, which later saves follow. For one rank to call."""
+        """Delete what is in `folder`, of a run all but its head. For one rank to call."""
         if self.one_run:
             run = Run.open(open_store(Location(str(folder))))
             for commit in list(run.lineage())[1:]:
@@ -135,7 +138,7 @@ class Way:
         return nullcontext()
 
     def ready(self) -> None:
-        """Have what a save needs before the clock starts: what `rest` gave up, as if there had been none."""
+        """Have what a save needs before the clock starts, as if there had been no `rest`."""
 
     def rest(self) -> None:
         """Give up memory that others need, until `ready`."""
@@ -147,8 +150,8 @@ class Way:
 class Raw(Way):
     """pwritev/preadv loops, one file per rank.
 
-    In the way that its name says, or in the first one. Beside a loop it shows what the device takes from the cores when
-    as many bytes are written, and no more: the host of a virtual device may do that on the same cores.
+    In the way that its name says, or in the first one. Beside a loop it shows what writing alone takes from the cores:
+    the host of a virtual device may do that on the same ones.
     """
 
     name, durable, io = RAW, "fdatasync", "direct"
@@ -163,13 +166,13 @@ class Raw(Way):
         return self.site.image
 
     def save(self, folder: Path) -> None:
-        self.memory.write(_rank_file(folder, dist.get_rank()), self._way, direct=self.site.direct)
+        self.memory.write(rank_file(folder), self._way, direct=self.site.where.direct)
 
     def begin(self, folder: Path) -> Pending:
         return Pending.of(self._pool.submit(self.save, folder))
 
     def load(self, folder: Path) -> None:
-        self.memory.read(_rank_file(folder, dist.get_rank()), self._way, direct=self.site.direct)
+        self.memory.read(rank_file(folder), self._way, direct=self.site.where.direct)
 
     def ready(self) -> None:
         _ = self.memory
@@ -187,22 +190,21 @@ class TorchSave(Way):
 
     name, durable = "torch.save", SYNCED
 
-    @property
-    def _rank(self) -> int:
-        return dist.get_rank() if self.state.is_sharded() else 0
-
     def save(self, folder: Path) -> None:
-        if self._rank == dist.get_rank():
-            with _rank_file(folder, self._rank).open("wb") as file:
+        if self.state.is_sharded() or dist.get_rank() == 0:
+            with self._file(folder).open("wb") as file:
                 torch.save(self.state.tensors() | self.state.values(), file)
                 file.flush()
                 os.fsync(file.fileno())
 
     def load(self, folder: Path) -> None:
-        loaded = torch.load(_rank_file(folder, self._rank), map_location="cpu", weights_only=True)
+        loaded = torch.load(self._file(folder), map_location="cpu", weights_only=True)
         self.state.set_values(loaded)
         for path, tensor in self.state.tensors().items():
             tensor.copy_(loaded[path])
+
+    def _file(self, folder: Path) -> Path:
+        return rank_file(folder) if self.state.is_sharded() else folder / "all-ranks"
 
 
 class Dcp(Way):
@@ -262,9 +264,9 @@ class HoldfastBackground(HoldfastLive):
 
     @cached_property
     def checkpointer(self) -> holdfast.Checkpointer:
-        """The one that saves and restores."""
-        assert self.site.node_dir is not None, "its job is one in memory"
-        memory = holdfast.Memory(generations=GENERATIONS, node_dir=self.site.node_dir)
+        """What saves and restores."""
+        assert self.site.where.node_dir is not None, "its job is one in memory"
+        memory = holdfast.Memory(generations=GENERATIONS, node_dir=self.site.where.node_dir)
         return holdfast.Checkpointer(self.place(""), self._saved, memory=memory)
 
     def begin(self, folder: Path) -> Pending:
@@ -288,5 +290,5 @@ class HoldfastBackground(HoldfastLive):
         self.checkpointer.close()
 
 
-def _rank_file(folder: Path, rank: int) -> Path:
-    return folder / f"rank-{rank}"
+def rank_file(folder: Path) -> Path:
+    return folder / f"rank-{dist.get_rank()}"

@@ -21,10 +21,10 @@ from bench.contenders import BACKGROUND, OURS, OURS_SYNC, THREAD, select
 from bench.costs import Watch, cpu_s, held_nbytes, keepers, node_memory, tree
 from bench.engine import ENGINE, PARTS, bars, first_blocked_s, render_engine
 from bench.engine_turns import ALONE, BESIDE_WORK
-from bench.errors import RawLimitError, SetupError
+from bench.errors import BenchError
 from bench.schema import RAW, Result, read_result, write_result
 from bench.state import STEPPED, Live, LlamaLike, State, Work, local
-from bench.ways import Site
+from bench.ways import Site, Where
 from tests.project.bench_results import engine_result, loop_part, saves_part
 from tests.support.ranks import run_ranks
 
@@ -139,7 +139,7 @@ def test_keepers_are_found_by_their_lock_and_end_with_the_memory_of_their_node(t
 
 
 def test_contenders_are_known_by_name_and_each_says_what_its_figures_include() -> None:
-    with pytest.raises(SetupError, match=r"no contender zip.*raw, torch.save, dcp, .*holdfast"):
+    with pytest.raises(BenchError, match=r"no contender zip.*raw, torch.save, dcp, .*holdfast"):
         select(("zip",), BACKGROUND)
     assert select((OURS, "dcp"), BACKGROUND)[0] == (RAW, "dcp", OURS)
     assert tuple(kind.about().name for kind in BACKGROUND.values()) == tuple(BACKGROUND)
@@ -153,7 +153,7 @@ def test_a_package_that_is_not_installed_is_a_reason(monkeypatch: pytest.MonkeyP
 
 
 def test_of_a_run_the_head_is_kept_and_of_others_nothing(tmp_path: Path) -> None:
-    site = Site(State({}), tmp_path)
+    site = Site(State({}), Where(tmp_path))
     ours, thread = (BACKGROUND[name](site, name) for name in (OURS_SYNC, THREAD))
     run = ours.place("1")
     assert run == ours.place("2")
@@ -209,7 +209,7 @@ def test_the_bars_hold_only_for_runs_of_full_size() -> None:
 def test_a_durable_save_that_beats_the_raw_limit_is_an_error_of_the_harness() -> None:
     require_raw_limit(engine_result())
     fast = saves_part(nbytes=FULL, thread_s=0.9)
-    with pytest.raises(RawLimitError, match=r"dcp-async-thread reached 1\.11 of the raw limit"):
+    with pytest.raises(BenchError, match=r"dcp-async-thread reached 1\.11 of the raw limit"):
         require_raw_limit(Result("engine", (fast,)))
     synced_nothing = tuple(msgspec.structs.replace(contender, durable="no") for contender in fast.contenders)
     require_raw_limit(Result("engine", (msgspec.structs.replace(fast, contenders=synced_nothing),)))
@@ -232,22 +232,19 @@ def test_the_tables_have_medians_extremes_bars_and_who_could_not_take_part() -> 
         "of raw 0.8 (at least 0.9): missed",
     ):
         assert fact in text
-    only = render_engine(Result("engine", (loop_part(nbytes=FULL),)))
-    assert "| holdfast | - | - | 1.0 (1.0 to 1.0) |" in only.splitlines()
-    assert "memcpy" not in only
 
 
 # The command
 
 
 def test_a_wrong_part_is_refused_with_the_known_ones(tmp_path: Path) -> None:
-    with pytest.raises(SetupError, match=r"no part save.*saves, restore, python, loop"):
+    with pytest.raises(BenchError, match=r"no part save.*saves, restore, python, loop"):
         measure(ENGINE, Options(), ["save"], tmp_path)
 
 
 @pytest.mark.parametrize("wrong", [{"rounds": 0}, {"world": 0}, {"scale": -1.0}])
 def test_a_run_that_cannot_be_is_refused(wrong: dict[str, int]) -> None:
-    with pytest.raises(SetupError):
+    with pytest.raises(BenchError):
         Options(**wrong)  # type: ignore[arg-type]
 
 
@@ -258,7 +255,7 @@ def test_a_run_that_cannot_be_is_refused(wrong: dict[str, int]) -> None:
 def test_a_part_that_has_no_room_or_no_contender_is_refused(
     wrong: dict[str, float | tuple[str, ...]], part: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(SetupError, match=r"are needed|in the background|no contender zip"):
+    with pytest.raises(BenchError, match=r"are needed|in the background|no contender zip"):
         measure(ENGINE, Options(folder=tmp_path, **wrong), [part], tmp_path)  # type: ignore[arg-type]
     assert not list(tmp_path.iterdir())
 

@@ -12,7 +12,7 @@ from bench.__main__ import measure
 from bench.benchmark import Options
 from bench.contenders import SAVING, select
 from bench.costs import read_nbytes
-from bench.errors import SetupError
+from bench.errors import BenchError
 from bench.save_load import LOADS, MOVES, bars, contenders_of, render_load
 from bench.schema import RAW, Result, read_result
 from bench.state import State, as_bytes, content, mesh_shape, parameter_shapes, width_for
@@ -51,7 +51,7 @@ def test_fsdp_over_tensor_parallelism_has_a_mesh_of_two_axes() -> None:
 
 
 def test_scenarios_are_chosen_by_name_and_an_unknown_one_is_refused_with_the_known_ones(tmp_path: Path) -> None:
-    with pytest.raises(SetupError, match=r"no part up.*same, columns, grow, shrink, fsdp-tp, replicas"):
+    with pytest.raises(BenchError, match=r"no part up.*same, columns, grow, shrink, fsdp-tp, replicas"):
         measure(LOADS, Options(folder=tmp_path), ["up"], tmp_path)
 
 
