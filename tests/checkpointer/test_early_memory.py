@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import signal
@@ -10,7 +11,8 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from threading import Event, current_thread, main_thread
+from threading import Event, Thread, current_thread, main_thread
+from threading import enumerate as enumerate_threads
 from typing import Any
 
 import pytest
@@ -37,7 +39,8 @@ from tests.support.ranks import run_ranks
 _CLAIMS = """
 import sys
 from pathlib import Path
-from threading import Event, current_thread, main_thread
+from threading import Event, Thread, current_thread, main_thread
+from threading import enumerate as enumerate_threads
 from typing import Any
 from holdfast.node_memory.claims import Claim
 from holdfast.node_memory.node_folder import NodeFolder
@@ -129,9 +132,10 @@ def test_memory_that_goes_away_after_the_restore_costs_no_save(run: str, tmp_pat
     assert holdfast.open(run).step == 2
 
 
-@pytest.mark.parametrize("error", [ZeroDivisionError("a defect"), StateError("no", code="state.no", action="None.")])
+@pytest.mark.parametrize("function", ["flatten", "expected_nbytes", "devices_of"])
+@pytest.mark.parametrize("error", [MemoryError("a defect"), StateError("no", code="state.no", action="None.")])
 def test_an_error_of_the_reservation_is_no_error_of_the_restore(
-    run: str, memory: Memory, monkeypatch: pytest.MonkeyPatch, error: Exception
+    run: str, memory: Memory, monkeypatch: pytest.MonkeyPatch, error: Exception, function: str
 ) -> None:
     def fail(*_: object, **__: object) -> None:
         raise error
@@ -139,7 +143,7 @@ def test_an_error_of_the_reservation_is_no_error_of_the_restore(
     loop = Loop()
     with Checkpointer(run, loop.state, memory=memory) as checkpointer:
         with monkeypatch.context() as patched:
-            patched.setattr(early_memory, "flatten", fail)
+            patched.setattr(early_memory, function, fail)
             checkpointer.restore()
         checkpointer.save(0).durable.wait(60)
     assert holdfast.open(run).step == 0
@@ -315,3 +319,93 @@ def test_the_reservation_has_only_the_time_that_the_restore_has_left(
     with Checkpointer(run, Loop().state, memory=memory, timeout_s=30) as checkpointer:
         checkpointer.restore()
     assert [each <= 29.5 for each in left_s] == [True]
+
+
+@pytest.mark.parametrize("fails_at", ["restore", "save"])
+def test_saves_go_on_after_a_thread_could_not_be_started(
+    run: str, memory: Memory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fails_at: str
+) -> None:
+    # Each later save waited for nine tenths of timeout_s, and raised that no slot became free.
+    start = Thread.start
+
+    def refused(thread: Thread) -> None:
+        if thread.name == "holdfast-arena":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    loop = Loop()
+    with Checkpointer(run, loop.state, memory=memory, timeout_s=20) as checkpointer:
+        with monkeypatch.context() as patched:
+            patched.setattr(Thread, "start", refused)
+            if fails_at == "restore":
+                checkpointer.restore()
+            else:
+                checkpointer.save(0)
+        handles = [checkpointer.save(step) for step in range(1, 6)]
+        handles[-1].durable.wait(60)
+        assert handles[-1].staged.nbytes > 0, "memory is used again"
+    assert holdfast.open(run).step == 5
+    assert ("can't start new thread" in caplog.text) == (fails_at == "save")
+
+
+def test_memory_that_a_dropped_checkpointer_reserved_goes_to_the_next_one(tmp_path: Path) -> None:
+    with mounted(tmp_path / "small", "tmpfs", "size=310m") as node_dir:
+        memory = Memory(node_dir=node_dir)
+        for number in range(3):
+            dropped = Checkpointer(tmp_path / f"run-{number}", {"weights": torch.ones(4_000_000)}, memory=memory)
+            dropped.restore()
+            name = str(tmp_path / f"run-{number}")
+            until(lambda name=name: len(slots(name, node_dir)) == 2)  # type: ignore[misc]
+            del dropped
+            gc.collect()
+        loop = Loop()
+        with Checkpointer(tmp_path / "run", loop.state, memory=memory) as checkpointer:
+            checkpointer.restore()
+            handle = checkpointer.save(0)
+            handle.durable.wait(60)
+            assert handle.staged.nbytes > 0
+        assert all(slots(str(tmp_path / f"run-{number}"), node_dir) == {} for number in range(3))
+        end_keepers(node_dir)
+
+
+def test_slots_that_are_larger_than_needed_make_room_for_smaller_ones(
+    run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    # The slots of weights that were frozen after the restore took the room of those that the save needed.
+    with mounted(tmp_path / "small", "tmpfs", "size=396m") as node_dir:
+        reserve = Slot.reserve
+
+        def then_taken(slot: Slot, **options: Any) -> None:
+            reserve(slot, **options)
+            (node_dir / "taken").write_bytes(bytes(60 << 20))
+
+        weight = nn.Parameter(torch.ones(5_000_000))
+        state = {"weight": weight, "optimizer": torch.optim.AdamW([weight])}
+        with Checkpointer(run, state, memory=Memory(node_dir=node_dir)) as checkpointer:
+            with monkeypatch.context() as patched:
+                patched.setattr(Slot, "reserve", then_taken)
+                checkpointer.restore()
+                until((node_dir / "taken").exists)
+                until(lambda: not any(thread.name == "holdfast-arena" for thread in enumerate_threads()))
+            assert len(slots(run, node_dir)) == 1
+            weight.requires_grad_(False)
+            handle = checkpointer.save(0)
+            handle.durable.wait(60)
+            assert handle.staged.nbytes > 0
+            assert are_fit(slots(run, node_dir), handle.staged.nbytes)
+        assert "saves go to storage" not in caplog.text
+        end_keepers(node_dir)
+
+
+def test_a_second_restore_reserves_no_second_time(run: str, memory: Memory) -> None:
+    # Meanwhile the memory may be that of a job that trains, to whom an evaluation left it.
+    state = {"weights": torch.ones(1000)}
+    with Checkpointer(run, state, memory=memory) as checkpointer:
+        checkpointer.restore()
+        until(lambda: len(slots(run, memory.node_dir)) == 2)
+        before = slots(run, memory.node_dir)
+        state["weights"] = torch.ones(2_000_000)
+        checkpointer.restore()
+        assert slots(run, memory.node_dir) == before
+        checkpointer.save(0).durable.wait(60)
+    assert holdfast.open(run).step == 0

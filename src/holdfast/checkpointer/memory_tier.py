@@ -66,6 +66,7 @@ _tiers: Final[dict[_Key, MemoryTier]] = {}
 def tier_for(user: object, run: Location, node_dir: Path, *, rank: int, num_slots: int) -> MemoryTier:
     """The memory tier of this process for `rank` in `run`; makes it if there is none. `user` shares it until it leaves
     or is garbage-collected. The tier has as many slots as the user with the largest `num_slots` wants."""
+    _close_unused()
     key = _Key(os.getpid(), run, node_dir, rank)
     tier = _tiers.get(key)
     if tier is None:
@@ -73,6 +74,15 @@ def tier_for(user: object, run: Location, node_dir: Path, *, rank: int, num_slot
     tier.stager.num_slots = max(tier.stager.num_slots, num_slots)
     tier.users.add(user)
     return tier
+
+
+def _close_unused() -> None:
+    """Close the tiers of this process whose users were garbage-collected, and that no save has used: they hold memory
+    that is reserved for nobody."""
+    for key, tier in tuple(_tiers.items()):
+        if key.pid == os.getpid() and not tier.users and tier.is_only_reserved:
+            del _tiers[key]
+            tier.stager.close()
 
 
 @atexit.register
@@ -118,6 +128,11 @@ class MemoryTier:
         self._commit_wait: CommitWait | None = None
         #: The place of the newest checkpoint that memory held whole when this job looked at it.
         self._whole: Place | None = None
+
+    @property
+    def is_only_reserved(self) -> bool:
+        """Whether memory was reserved, and no save has begun to use it."""
+        return not self._backgrounds and self.stager.is_only_reserved
 
     @property
     def is_put_off(self) -> bool:

@@ -83,26 +83,28 @@ class Stager:
 
     def reserve(self, nbytes: int, *, device: torch.device | None) -> None:
         """Begin to prepare slots for data files of up to `nbytes` in the background, before any save asks for them.
-        Does nothing once a save has, or if so much is reserved already, nor while another process has a claim to the
-        slots of this rank: they may be those of a job that trains.
+        Does nothing once this process has used its memory, nor while another process has a claim to the slots of this
+        rank: they may be those of a job that trains.
 
         Raises:
             ConfigurationError, StorageError, OSError: memory cannot be used, or no keeper could be started. The first
                 save meets the same error.
         """
-        if nbytes <= max(self._reserved_nbytes, 0) or self._prepared_nbytes >= 0 or self._is_anothers():
+        if nbytes <= 0 or self._memory.current is not None or self._is_anothers():
             return
         memory = self._memory.opened(num_slots=self.num_slots)
         ensure_keeper(memory.folder, self._run.url)
         self._was_used = True
-        self._reserved_nbytes = -1
         self._take_memory(nbytes, device, early=True)
         self._reserved_nbytes = nbytes
 
+    @property
+    def is_only_reserved(self) -> bool:
+        """Whether slots are reserved, and no save has used them."""
+        return self.first is None and self._reserved_nbytes >= 0
+
     def _is_anothers(self) -> bool:
-        """Whether another process has a claim to the slots of this rank."""
-        if self._memory.current is not None:
-            return False
+        """Whether another process has a claim to the slots of this rank. (This one has none yet.)"""
         with NodeFolder(self._run.url, node_dir=self.node_dir) as folder:
             return is_claimed(folder, self._rank)
 
@@ -124,10 +126,10 @@ class Stager:
             is_reserved = self._is_reserved(nbytes, device)
             if is_reserved:
                 memory.arena.count_on_early()
-            else:
-                self._take_memory(nbytes, device)
-            self._await_slot(timeout_s)
-            if is_reserved and memory.arena.error is not None:  # it may have asked for more than is needed
+                self._await_slot(timeout_s)
+            if not is_reserved or memory.arena.error is not None:
+                if self._reserved_nbytes >= 0 and memory.arena.error is not None:
+                    memory.arena.remove_empty()  # it may have asked for more than is needed
                 self._take_memory(nbytes, device)
                 self._await_slot(timeout_s)
             if memory.arena.error is not None:
@@ -353,7 +355,7 @@ class Stager:
         are removed. Call it only when no save is copying."""
         self._watcher.close()
         memory = self._memory.current
-        if memory is not None and self.first is None and self._reserved_nbytes >= 0:
+        if memory is not None and self.is_only_reserved:
             memory.arena.remove_empty()
         self.guard.unhook()
         self._routes.clear()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
+from errno import EAGAIN
 from threading import Event, Thread, current_thread
 from typing import TypeAlias
 
@@ -17,7 +18,7 @@ from holdfast.format.records import Place
 from holdfast.node_memory.claims import Claim
 from holdfast.node_memory.inventory import give_way
 from holdfast.node_memory.limits import MemoryLimit, rooms
-from holdfast.node_memory.node_folder import NodeFolder, unusable_memory
+from holdfast.node_memory.node_folder import NodeFolder, memory_error, unusable_memory
 from holdfast.node_memory.slots import OWED, REUSABLE, WHOLE, Contents, Slot, SlotRecord, SlotState, slot_names
 from holdfast.store.base import Bytes
 
@@ -62,6 +63,8 @@ class Arena:
         #: Whether a save has asked for slots, and not only an early preparation.
         self._is_asked = False
         self._thread: Thread | None = None
+        #: Whether this arena has removed empty slots, which a keeper may have mapped for some more moments.
+        self._has_removed = False
         #: The error that ended the preparation, if any, and the seconds that the preparation took.
         self.error: HoldfastError | None = None
         self.seconds = 0.0
@@ -81,7 +84,6 @@ class Arena:
         self._join()  # it may still be making slots of another size
         self._register = register
         self.is_ready, self.error = False, None
-        self._is_asked = self._is_asked or not early
         # Here and not in the background, where it would free and remove slots under the hands of the caller.
         start_s = time.perf_counter()
         with self._noting_errors():
@@ -92,9 +94,14 @@ class Arena:
             self._one.clear()
             self._done.clear()
             self._thread.start()
+        except RuntimeError as error:
+            self.error = memory_error(self._folder.path, OSError(EAGAIN, f"{error}"))
+            self._end_preparation()
         except BaseException:
             self._end_preparation()
             raise
+        # Only now: where an exception keeps slots from being made, the next save must ask for them again.
+        self._is_asked = self._is_asked or not early
 
     def count_on_early(self) -> None:
         """Note that a save counts on the early preparation, so that from now on only slots that are ready are free."""
@@ -202,13 +209,15 @@ class Arena:
         return not (self._slots or self._retired)
 
     def remove_empty(self) -> None:
-        """Stop preparing, and remove the slots that never held anything. Afterwards only `close` may be called."""
+        """Stop preparing, and remove the slots that never held anything."""
         self._stop()
         for slot in [slot for slot in self._slots if slot.refresh().contents is None]:
+            self._has_removed = True
             self._slots.remove(slot)
             self._unregister(slot)
             if not slot.remove_if(lambda record: record.contents is None):
                 slot.close()  # it is gone already, or another process has it
+        self._stopped = False
 
     def close(self) -> None:
         """Stop preparing, and close the slots, which stay in the folder."""
@@ -343,11 +352,12 @@ class Arena:
 
     def _tightest(self, wanted_nbytes: int) -> MemoryLimit:
         """The tightest limit on memory. Where it leaves less than `wanted_nbytes`, this first removes durable slots of
-        ranks without a trainer, of all runs of this user, and waits for their memory."""
+        ranks without a trainer, of all runs of this user, and waits for their memory and that of own removed slots."""
         is_locked = self._register is not None
         tightest = rooms(self._folder.path, locked=is_locked)[0]
         missing_nbytes = wanted_nbytes - tightest.free_nbytes
-        if missing_nbytes > 0 and give_way(self._folder.node_dir, missing_nbytes):
+        if missing_nbytes > 0 and (give_way(self._folder.node_dir, missing_nbytes) or self._has_removed):
+            self._has_removed = False
             end = time.monotonic() + _GIVEN_WAY_S
             while tightest.free_nbytes < wanted_nbytes and time.monotonic() < end and not self._stopped:
                 time.sleep(_LOOK_S)

@@ -58,13 +58,14 @@ def _with_slots(optimizer: Optimizer) -> Optimizer:
     if not f"{type(optimizer).__module__}.".startswith("torch.optim."):
         return optimizer
     slots: dict[torch.Tensor, _Slots] = {}
+    known: dict[object, _Slots] = {}
     for group in optimizer.param_groups:
-        known: dict[tuple[torch.Size, torch.dtype], _Slots] = {}
+        options = tuple((key, _kind(option)) for key, option in group.items() if key != "params")
         for parameter in group["params"]:
             if not parameter.requires_grad or parameter in optimizer.state:
                 continue
             part = local_part(parameter)
-            key = (part.shape, part.dtype)
+            key = (part.shape, part.dtype, options)
             if key not in known:
                 known[key] = _slots_after_a_step(optimizer, group, part)
             slots[parameter] = {name: _like(slot, parameter) for name, slot in known[key].items()}
@@ -73,6 +74,16 @@ def _with_slots(optimizer: Optimizer) -> Optimizer:
     stand_in = object.__new__(type(optimizer))
     stand_in.__dict__.update(optimizer.__dict__, state={**optimizer.state, **slots})
     return stand_in
+
+
+def _kind(option: object) -> object:
+    """An option of a group, as far as it decides which slots there are: of numbers, whether they are 0. There may be
+    thousands of groups, each with a rate of its own."""
+    if option is None or isinstance(option, bool | str):
+        return option
+    if isinstance(option, tuple | list):
+        return tuple(map(_kind, option))
+    return type(option), option == 0 if isinstance(option, int | float) else None
 
 
 def _slots_after_a_step(optimizer: Optimizer, group: Mapping[str, Any], part: torch.Tensor) -> _Slots:
