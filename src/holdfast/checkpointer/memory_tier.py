@@ -80,7 +80,7 @@ def _close_unused() -> None:
     """Close the tiers of this process whose users were garbage-collected, and that no save has used: they hold memory
     that is reserved for nobody."""
     for key, tier in tuple(_tiers.items()):
-        if key.pid == os.getpid() and not tier.users and tier.is_only_reserved:
+        if key.pid == os.getpid() and not tier.users and tier.is_unused:
             del _tiers[key]
             tier.stager.close()
 
@@ -130,9 +130,9 @@ class MemoryTier:
         self._whole: Place | None = None
 
     @property
-    def is_only_reserved(self) -> bool:
-        """Whether memory was reserved, and no save has begun to use it."""
-        return not self._backgrounds and self.stager.is_only_reserved
+    def is_unused(self) -> bool:
+        """Whether no save has used memory, or is about to."""
+        return not self._backgrounds and self.stager.is_unused
 
     @property
     def is_put_off(self) -> bool:

@@ -99,9 +99,9 @@ class Stager:
         self._reserved_nbytes = nbytes
 
     @property
-    def is_only_reserved(self) -> bool:
-        """Whether slots are reserved, and no save has used them."""
-        return self.first is None and self._reserved_nbytes >= 0
+    def is_unused(self) -> bool:
+        """Whether no save has used the memory of this rank."""
+        return self.first is None and self._prepared_nbytes < 0
 
     def _is_anothers(self) -> bool:
         """Whether another process has a claim to the slots of this rank. (This one has none yet.)"""
@@ -122,20 +122,25 @@ class Stager:
         with unusable_memory(memory.folder.path):
             ensure_keeper(memory.folder, self._run.url)
         nbytes = _nbytes(share)
-        if nbytes:
-            is_reserved = self._is_reserved(nbytes, device)
-            if is_reserved:
-                memory.arena.count_on_early()
-                self._await_slot(timeout_s)
-            if not is_reserved or memory.arena.error is not None:
-                if self._reserved_nbytes >= 0 and memory.arena.error is not None:
-                    memory.arena.remove_empty()  # it may have asked for more than is needed
-                self._take_memory(nbytes, device)
-                self._await_slot(timeout_s)
+        if nbytes and not self._has_reserved(nbytes, device, timeout_s):
+            if self._reserved_nbytes >= 0 and memory.arena.error is not None:
+                memory.arena.remove_empty()  # the reservation may have asked for more than is needed
+            self._take_memory(nbytes, device)
+            self._await_slot(timeout_s)
             if memory.arena.error is not None:
                 raise memory.arena.error
         self._prepared_nbytes, self._prepared_slots = nbytes, self.num_slots
         self._reserved_nbytes = -1
+
+    def _has_reserved(self, nbytes: int, device: torch.device | None, timeout_s: float) -> bool:
+        """Wait for the first slot that `reserve` prepares, if its slots are fit for data files of `nbytes`. Returns
+        whether there is one."""
+        arena = self._memory.used.arena
+        if not self._is_reserved(nbytes, device):
+            return False
+        arena.count_on_early()
+        self._await_slot(timeout_s)
+        return arena.error is None
 
     def _is_reserved(self, nbytes: int, device: torch.device | None) -> bool:
         """Whether slots that `reserve` prepares, or has prepared, are fit for data files of `nbytes`."""
@@ -355,7 +360,7 @@ class Stager:
         are removed. Call it only when no save is copying."""
         self._watcher.close()
         memory = self._memory.current
-        if memory is not None and self.is_only_reserved:
+        if memory is not None and self.is_unused:
             memory.arena.remove_empty()
         self.guard.unhook()
         self._routes.clear()
