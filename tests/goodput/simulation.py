@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from random import Random
 
 from holdfast.goodput.failures import DAY_S
-from holdfast.goodput.waste import Failures, Tier
+from holdfast.goodput.waste import Failures, TierCost
 
 
 def poisson(random: Random, mttf_s: float) -> float:
@@ -22,7 +22,7 @@ def bursty(random: Random, mttf_s: float) -> float:
 
 
 def simulated_waste(
-    tiers: Sequence[Tier],
+    tiers: Sequence[TierCost],
     intervals_s: Sequence[float],
     failures: Failures,
     *,
@@ -45,7 +45,7 @@ def simulated_waste(
 
 
 def _trained(
-    tiers: Sequence[Tier], intervals_s: Sequence[float], available_s: float, serving: int
+    tiers: Sequence[TierCost], intervals_s: Sequence[float], available_s: float, serving: int
 ) -> tuple[float, float]:
     """The seconds of work that a job does in the time to its failure, and those of the newest save of the tier
     `serving` that is complete by then. Intervals are seconds of the clock, and begin anew after a restore."""

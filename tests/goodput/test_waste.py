@@ -14,17 +14,17 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from holdfast.goodput.failures import PRESETS, Loss
-from holdfast.goodput.waste import Failures, Tier, age_s, best_intervals, in_steps, overhead, waste
+from holdfast.goodput.waste import Failures, TierCost, age_s, best_intervals, in_steps, overhead, waste
 from tests.goodput.simulation import bursty, poisson, simulated_waste
 
-MEMORY = Tier("memory", Loss.PROCESS, 0.05, 0.1, 10.0)
-PEERS = Tier("peers", Loss.NODE, 0.3, 5.0, 60.0)
-DURABLE = Tier("durable", Loss.JOB, 3.0, 180.0, 300.0)
+MEMORY = TierCost("memory", Loss.PROCESS, 0.05, 0.1, 10.0)
+PEERS = TierCost("peers", Loss.NODE, 0.3, 5.0, 60.0)
+DURABLE = TierCost("durable", Loss.JOB, 3.0, 180.0, 300.0)
 LLAMA3 = Failures(PRESETS["llama3"].mttf_s(2048), (0.23, 0.75, 0.02), 60.0)
 SMALL = replace(LLAMA3, mttf_s=7.9 * 3600)
 
 
-def best(tiers: list[Tier], failures: Failures) -> list[float]:
+def best(tiers: list[TierCost], failures: Failures) -> list[float]:
     return best_intervals(tiers, failures, floors_s=[0.0] * len(tiers))
 
 
@@ -44,7 +44,7 @@ def test_llama_3_failed_every_three_hours() -> None:
     ],
 )
 def test_the_worked_examples_of_the_literature_come_out(
-    tiers: list[Tier], failures: Failures, intervals_s: list[float], wasted: float
+    tiers: list[TierCost], failures: Failures, intervals_s: list[float], wasted: float
 ) -> None:
     found = best(tiers, failures)
     assert found == pytest.approx(intervals_s, rel=0.01)
@@ -53,7 +53,7 @@ def test_the_worked_examples_of_the_literature_come_out(
 
 @pytest.mark.parametrize("gap", [poisson, bursty])
 @pytest.mark.parametrize("tiers", [[MEMORY, PEERS, DURABLE], [MEMORY, DURABLE], [DURABLE]])
-def test_a_simulation_loses_what_the_model_says(tiers: list[Tier], gap: Callable[[Random, float], float]) -> None:
+def test_a_simulation_loses_what_the_model_says(tiers: list[TierCost], gap: Callable[[Random, float], float]) -> None:
     found = best(tiers, LLAMA3)
     simulated = mean(simulated_waste(tiers, found, LLAMA3, seed=seed, gap=gap) for seed in range(4))
     assert simulated == pytest.approx(waste(tiers, found, LLAMA3).total, rel=0.1)
@@ -73,7 +73,7 @@ def test_no_interval_of_a_grid_loses_much_less_in_a_simulation() -> None:
 
 def test_checkfreqs_rule_that_is_blind_to_failures_loses_more() -> None:
     # 400 nodes that fail every 25.8 h: the rule saves six times as often as it should.
-    failures, tier = Failures(25.8 * 3600, (0.0, 0.0, 1.0), 60.0), Tier("durable", Loss.JOB, 3.0, 120.0, 180.0)
+    failures, tier = Failures(25.8 * 3600, (0.0, 0.0, 1.0), 60.0), TierCost("durable", Loss.JOB, 3.0, 120.0, 180.0)
     (found,) = best([tier], failures)
     assert found == pytest.approx(746, rel=0.01)
     blind_s = max(tier.latency_s, tier.cost_s / 0.035)
@@ -88,15 +88,17 @@ failures = st.builds(Failures, st.floats(600, 1e7), shares, st.floats(0, 1000))
 
 
 @st.composite
-def tiers(draw: st.DrawFn) -> list[Tier]:
+def tiers(draw: st.DrawFn) -> list[TierCost]:
     survived = sorted({*draw(st.sets(st.sampled_from(list(Loss)))), Loss.JOB})
     slow_downs = st.floats(0, 0.1)
-    return [Tier(loss.name, loss, draw(seconds), draw(seconds), draw(seconds), draw(slow_downs)) for loss in survived]
+    return [
+        TierCost(loss.name, loss, draw(seconds), draw(seconds), draw(seconds), draw(slow_downs)) for loss in survived
+    ]
 
 
 @given(tiers(), failures, st.data())
 def test_no_other_intervals_within_the_limits_waste_less(
-    tiers: list[Tier], failures: Failures, data: st.DataObject
+    tiers: list[TierCost], failures: Failures, data: st.DataObject
 ) -> None:
     floors_s = [data.draw(st.floats(0.1, 1000)) for _ in tiers]
     budget = data.draw(st.floats(1e-4, 1))
@@ -113,7 +115,7 @@ def test_no_other_intervals_within_the_limits_waste_less(
 
 @given(tiers(), failures, st.floats(0.01, 500), st.floats(1e-4, 1))
 def test_intervals_in_steps_are_multiples_of_the_nearer_ones(
-    tiers: list[Tier], failures: Failures, step_s: float, budget: float
+    tiers: list[TierCost], failures: Failures, step_s: float, budget: float
 ) -> None:
     floors_s = [max(step_s, tier.latency_s) for tier in tiers]
     intervals_s = best_intervals(tiers, failures, floors_s=floors_s, max_overhead=budget)

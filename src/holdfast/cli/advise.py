@@ -14,7 +14,7 @@ from holdfast.cli.screen import Listing, console, print_json, say
 from holdfast.errors import ConfigurationError
 from holdfast.goodput.advice import Advice, Alternative, Limits, TierAdvice, advise
 from holdfast.goodput.failures import PRESETS, Loss
-from holdfast.goodput.waste import Failures, Tier
+from holdfast.goodput.waste import Failures, TierCost
 from holdfast.reports import size as size_text
 from holdfast.wording import count
 
@@ -74,7 +74,7 @@ def advice(given: Given, *, as_json: bool) -> None:
         _show(console(), found, source)
 
 
-def _tier(name: str, text: str) -> Tier:
+def _tier(name: str, text: str) -> TierCost:
     """The tier `name`, from its stall, latency and restore, and the share by which a save slows training down."""
     parts = text.split(",")
     if not 3 <= len(parts) <= 4:
@@ -85,7 +85,7 @@ def _tier(name: str, text: str) -> Tier:
         )
     stall_s, latency_s, restore_s = (_duration(part, f"--{name}") for part in parts[:3])
     slow_down = _share(parts[3], f"--{name}") if len(parts) == 4 else 0.0
-    return Tier(name, _SURVIVES[name], stall_s, latency_s, restore_s, slow_down)
+    return TierCost(name, _SURVIVES[name], stall_s, latency_s, restore_s, slow_down)
 
 
 def _failures(given: Given) -> tuple[Failures, str]:

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from holdfast.goodput.failures import DAY_S, Loss
-from holdfast.goodput.waste import Failures, Tier, Waste, age_s, best_intervals, in_steps, waste
+from holdfast.goodput.waste import Failures, TierCost, Waste, age_s, best_intervals, in_steps, waste
 
 #: The copies of a node's memory on other nodes that a change may add: seconds of GEMINI's kind of transfer.
-PEERS = Tier("peers", Loss.NODE, stall_s=0.3, latency_s=5.0, restore_s=60.0)
+PEERS = TierCost("peers", Loss.NODE, stall_s=0.3, latency_s=5.0, restore_s=60.0)
 #: How fast failures can be detected and processes be started again.
 FAST_DETECTION_S = 10.0
 #: The share of overhead in CheckFreq's rule.
@@ -72,7 +72,7 @@ class Limits:
     max_overhead: float = math.inf
     in_flight: int = 1
 
-    def floors_s(self, tiers: Sequence[Tier]) -> list[float]:
+    def floors_s(self, tiers: Sequence[TierCost]) -> list[float]:
         """The shortest interval of each tier: a step, and the time that a save takes to complete."""
         return [max(self.shortest_s, tier.latency_s / self.in_flight) for tier in tiers]
 
@@ -83,7 +83,7 @@ class Limits:
 
 
 def advise(
-    tiers: Sequence[Tier],
+    tiers: Sequence[TierCost],
     failures: Failures,
     limits: Limits,
     *,
@@ -108,7 +108,9 @@ def advise(
     )
 
 
-def _intervals(tiers: Sequence[Tier], failures: Failures, limits: Limits) -> tuple[list[float], Sequence[int | None]]:
+def _intervals(
+    tiers: Sequence[TierCost], failures: Failures, limits: Limits
+) -> tuple[list[float], Sequence[int | None]]:
     """The best intervals in seconds, and in steps."""
     floors_s = limits.floors_s(tiers)
     found = best_intervals(tiers, failures, floors_s=floors_s, max_overhead=limits.max_overhead)
@@ -119,7 +121,7 @@ def _intervals(tiers: Sequence[Tier], failures: Failures, limits: Limits) -> tup
 
 
 def _advice_of(
-    tiers: Sequence[Tier],
+    tiers: Sequence[TierCost],
     intervals_s: Sequence[float],
     steps: Sequence[int | None],
     failures: Failures,
@@ -142,7 +144,7 @@ def _advice_of(
         )
 
 
-def _reasons(tiers: Sequence[Tier], failures: Failures, limits: Limits) -> Iterator[str]:
+def _reasons(tiers: Sequence[TierCost], failures: Failures, limits: Limits) -> Iterator[str]:
     """The limit that sets the interval of each tier."""
     floors_s = limits.floors_s(tiers)
     free = best_intervals(tiers, failures, floors_s=[0.0] * len(tiers))
@@ -163,8 +165,8 @@ def _reasons(tiers: Sequence[Tier], failures: Failures, limits: Limits) -> Itera
             yield "the least waste"
 
 
-def _changes(tiers: Sequence[Tier], failures: Failures, limits: Limits) -> Iterator[Alternative]:
-    def changed(what: str, tiers: Sequence[Tier], failures: Failures = failures) -> Alternative:
+def _changes(tiers: Sequence[TierCost], failures: Failures, limits: Limits) -> Iterator[Alternative]:
+    def changed(what: str, tiers: Sequence[TierCost], failures: Failures = failures) -> Alternative:
         intervals_s, _ = _intervals(tiers, failures, limits)
         return Alternative(what, waste(tiers, intervals_s, failures).total)
 
@@ -184,7 +186,7 @@ def _changes(tiers: Sequence[Tier], failures: Failures, limits: Limits) -> Itera
         )
 
 
-def _rules(tiers: Sequence[Tier], failures: Failures, limits: Limits) -> Iterator[Alternative]:
+def _rules(tiers: Sequence[TierCost], failures: Failures, limits: Limits) -> Iterator[Alternative]:
     """Other ways to choose the interval of the last tier, with the advice for the others."""
     last, before = tiers[-1], _intervals(tiers, failures, limits)[0][:-1]
 

@@ -21,7 +21,7 @@ from holdfast.goodput.failures import Loss
 
 
 @dataclass(frozen=True)
-class Tier:
+class TierCost:
     """A tier that saves go to, and what one save costs.
 
     It survives failures up to `survives`. A save holds training up for `stall_s`, and slows it down by the share
@@ -50,7 +50,7 @@ class Failures:
     shares: tuple[float, float, float]
     detection_s: float
 
-    def rates(self, tiers: Sequence[Tier]) -> list[float]:
+    def rates(self, tiers: Sequence[TierCost]) -> list[float]:
         """The failures per second that each of `tiers` serves: those that it is the first to survive."""
         ends = [tier.survives + 1 for tier in tiers]
         served = (sum(self.shares[begin:end]) for begin, end in pairwise([0, *ends]))
@@ -74,7 +74,7 @@ class Waste:
         return self.stall + self.slow_down + self.redone + self.restore + self.detection
 
 
-def waste(tiers: Sequence[Tier], intervals_s: Sequence[float], failures: Failures) -> Waste:
+def waste(tiers: Sequence[TierCost], intervals_s: Sequence[float], failures: Failures) -> Waste:
     """The waste of a job that saves to each of `tiers` (nearest first) at its interval; an interval may be infinite."""
     rows = list(zip(tiers, intervals_s, failures.rates(tiers), strict=True))
     redone = [rate * (interval_s / 2 + tier.latency_s) for tier, interval_s, rate in rows if rate]
@@ -88,7 +88,7 @@ def waste(tiers: Sequence[Tier], intervals_s: Sequence[float], failures: Failure
 
 
 def best_intervals(
-    tiers: Sequence[Tier], failures: Failures, *, floors_s: Sequence[float], max_overhead: float = math.inf
+    tiers: Sequence[TierCost], failures: Failures, *, floors_s: Sequence[float], max_overhead: float = math.inf
 ) -> list[float]:
     """The interval of each tier (nearest first), in seconds, at which the waste is least; infinite for a tier that
     serves no failure.
@@ -117,7 +117,7 @@ def best_intervals(
     return found(high)
 
 
-def overhead(tiers: Sequence[Tier], intervals_s: Sequence[float]) -> float:
+def overhead(tiers: Sequence[TierCost], intervals_s: Sequence[float]) -> float:
     """The share of the time that saves to `tiers` at these intervals cost."""
     return sum(tier.cost_s / interval_s for tier, interval_s in zip(tiers, intervals_s, strict=True) if tier.cost_s)
 
@@ -153,7 +153,7 @@ class _Pool:
 
 
 def in_steps(
-    tiers: Sequence[Tier],
+    tiers: Sequence[TierCost],
     intervals_s: Sequence[float],
     failures: Failures,
     *,
@@ -193,7 +193,7 @@ def _around(steps: float, least: float, *, unit: int) -> set[int]:
     return {max(times, lowest) * unit for times in (math.floor(steps / unit), math.ceil(steps / unit))}
 
 
-def age_s(tier: Tier, interval_s: float, share: float) -> float:
+def age_s(tier: TierCost, interval_s: float, share: float) -> float:
     """The age of the newest save in a tier that the given share of all failures do not exceed: the work that is lost,
     in seconds. Failures come at any moment of an interval alike."""
     return tier.latency_s + share * interval_s
