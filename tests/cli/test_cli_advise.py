@@ -39,6 +39,11 @@ def test_the_plot_is_longest_far_from_the_advice() -> None:
     assert max(bars) == 40
 
 
+def test_a_job_that_fails_too_often_is_told_so() -> None:
+    assert "The job makes no progress" in advised(*DURABLE, "--mttf", "5min").out
+    assert "The job makes no progress" not in advised(*DURABLE, "--mttf", "1h").out
+
+
 def test_changes_and_rules_are_compared_with_the_advice() -> None:
     found = advised(*MEMORY, *DURABLE, "--mttf", "3.09h", "--json").json
     now = sum(found["waste"].values())
@@ -103,6 +108,8 @@ def test_bytes_and_money_are_told_where_their_price_is_known() -> None:
         (("--mttf", "3h", "--max-overhead", "0%"), "'0%', which is no such share"),
         (("--mttf", "3h", "--max-overhead", "1e999%"), "'1e999%', which is no such share"),
         (("--mttf", "3h", "--size", "2 lots"), "--size 2 lots is no size"),
+        (("--mttf", "3h", "--cost-per-hour", "inf"), "--cost-per-hour inf is no price"),
+        (("--mttf", "3h", "--durable", ""), "1 number, but a tier has three or four"),
     ],
 )
 def test_a_number_that_makes_no_sense_is_explained(options: tuple[str, ...], problem: str) -> None:

@@ -50,11 +50,10 @@ class Given(NamedTuple):
 def advice(given: Given, *, as_json: bool) -> None:
     """Print the advice for the job that `given` describes. Raises `ConfigurationError` for numbers that make no
     sense."""
-    tiers = [
-        _tier(name, text)
-        for name, text in (("memory", given.memory), ("peers", given.peers), ("durable", given.durable))
-        if text
-    ]
+    nearer = [_tier(name, text) for name, text in (("memory", given.memory), ("peers", given.peers)) if text]
+    tiers = [*nearer, _tier("durable", given.durable)]
+    if not math.isfinite(given.cost_per_hour):
+        raise _invalid(f"--cost-per-hour {given.cost_per_hour} is no price.", "Write it as 2000 or 98.5.")
     failures, source = _failures(given)
     limits = Limits(
         step_s=_duration(given.step, "--step", least_s=1e-6) if given.step else None,
@@ -172,6 +171,8 @@ def _show(screen: Console, found: Advice, source: str) -> None:
     }
     price = "" if found.cost_per_day is None else f", {found.cost_per_day:,.0f} a day"
     say(screen, f"{_percent(lost.total)} of the time is lost{price}:", "bold")
+    if lost.total >= 1:
+        say(screen, "  The job makes no progress: it fails before it has made up for the last failure.", "bold red")
     for what, share in parts.items():
         if share:
             say(screen, f"  {_percent(share):>7}  {what}")
