@@ -109,9 +109,9 @@ class Keeper:
         was_tended = False
         while not is_over():
             is_tended = is_claimed(self._folder)
+            was_tended = was_tended or is_tended
             if is_tended:
                 tended_at = time.monotonic()
-                was_tended = True
             if time.monotonic() - tended_at > orphaned_s:
                 self._abandon(orphaned_s)
             if self.look() or self.owes or is_tended:
