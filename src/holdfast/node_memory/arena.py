@@ -173,10 +173,7 @@ class Arena:
         for slot in [slot for slot in self._retired if slot.is_removed or self._is_reusable(slot, needed)]:
             if slot.refresh().state not in REUSABLE:
                 continue  # its file is removed, but the keeper has it mapped and still makes it durable
-            self._retired.remove(slot)
-            self._unregister(slot)
-            if not slot.remove_if(lambda _: True):
-                slot.close()  # it is gone already, or another job has it
+            self._remove(slot, self._retired)
 
     def record_at(self, place: Place) -> SlotRecord | None:
         """The record of the slot that holds a part of the checkpoint at `place`; None if there is none."""
@@ -202,10 +199,7 @@ class Arena:
         for slots in (self._slots, self._retired):
             unneeded = [slot for slot in slots if slot.refresh().state in REUSABLE or slot.is_occupied]
             for slot in [slot for slot in unneeded if slot not in watched]:
-                slots.remove(slot)
-                self._unregister(slot)
-                if not slot.remove_if(lambda _: True):
-                    slot.close()  # it is gone already, or another job has it
+                self._remove(slot, slots)
         return not (self._slots or self._retired)
 
     def remove_empty(self) -> None:
@@ -213,10 +207,7 @@ class Arena:
         self._stop()
         for slot in [slot for slot in self._slots if slot.refresh().contents is None]:
             self._has_removed = True
-            self._slots.remove(slot)
-            self._unregister(slot)
-            if not slot.remove_if(lambda record: record.contents is None):
-                slot.close()  # it is gone already, or another process has it
+            self._remove(slot, self._slots, lambda record: record.contents is None)
         self._stopped = False
 
     def close(self) -> None:
@@ -323,6 +314,15 @@ class Arena:
             raise
         self._make_known(slot)
         self._slots.append(slot)
+
+    def _remove(
+        self, slot: Slot, slots: list[Slot], is_unneeded: Callable[[SlotRecord], bool] = lambda _: True
+    ) -> None:
+        """Do without a slot of `slots`, and remove it for all processes, as `Slot.remove_if` does."""
+        slots.remove(slot)
+        self._unregister(slot)
+        if not slot.remove_if(is_unneeded):
+            slot.close()  # it is gone already, or another job has it
 
     def _make_known(self, slot: Slot) -> None:
         if self._register is not None and slot.name not in self._registered:
