@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
 from tests.support.command_line import Done, holdfast_command
@@ -117,15 +114,3 @@ def test_a_number_that_makes_no_sense_is_explained(options: tuple[str, ...], pro
     assert done.status == 2
     assert problem in done.err
     assert "[config.advice]" in done.err
-
-
-def test_advice_needs_nothing_heavy() -> None:
-    code = (
-        "import sys\n"
-        "from holdfast.cli import run\n"
-        "try: run(sys.argv[1:])\n"
-        "finally: print([name for name in ('torch', 'numpy', 'matplotlib') if name in sys.modules], file=sys.stderr)"
-    )
-    command = [sys.executable, "-c", code, "advise", *DURABLE, "--mttf", "3h"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert done.stderr == "[]\n"

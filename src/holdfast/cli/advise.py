@@ -10,10 +10,11 @@ from typing import Final, NamedTuple
 from rich.console import Console
 from rich.text import Text
 
+from holdfast.cli.amounts import scaled
 from holdfast.cli.screen import Listing, console, print_json, say
 from holdfast.errors import ConfigurationError
 from holdfast.goodput.advice import Advice, Alternative, Limits, TierAdvice, advise
-from holdfast.goodput.failures import PRESETS, Loss
+from holdfast.goodput.failures import LLAMA3_SHARES, PRESETS, Loss
 from holdfast.goodput.waste import Failures, TierCost
 from holdfast.reports import size as size_text
 from holdfast.wording import count
@@ -22,8 +23,7 @@ _NUMBER: Final = r"([0-9]+(?:\.[0-9]+)?(?:e-?[0-9]+)?)"
 _DURATION: Final = re.compile(rf"{_NUMBER} ?(ms|s|min|h|d)?")
 _SECONDS: Final = {"ms": 0.001, None: 1.0, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _SHARE: Final = re.compile(rf"{_NUMBER} ?%")
-_SIZE: Final = re.compile(rf"{_NUMBER} ?(k|M|G|T|P)?(i?)B")
-_PREFIXES: Final = ("", "k", "M", "G", "T", "P")
+_SIZE: Final = re.compile(rf"{_NUMBER} ?([kMGTP]i?)?B")
 _SURVIVES: Final = {"memory": Loss.PROCESS, "peers": Loss.NODE, "durable": Loss.JOB}
 #: Characters of the longest bar of the plot.
 _BAR_WIDTH: Final = 40
@@ -98,7 +98,7 @@ def _failures(given: Given) -> tuple[Failures, str]:
     preset = PRESETS.get(given.failures)
     if given.failures and preset is None:
         raise _invalid(f"nobody has published failures called '{given.failures}'.", f"Use {', '.join(PRESETS)}.")
-    shares = _shares(given.shares) if given.shares else PRESETS["llama3"].shares
+    shares = _shares(given.shares) if given.shares else LLAMA3_SHARES
     detection_s = _duration(given.detection, "--detection")
     if preset is None:
         mttf_s = _duration(given.mttf, "--mttf", least_s=1.0)
@@ -106,8 +106,6 @@ def _failures(given: Given) -> tuple[Failures, str]:
     if not given.nodes:
         raise _invalid("the failures of a fleet need the number of nodes of the job.", "Add --nodes, such as 128.")
     mttf_s = preset.mttf_s(given.nodes)
-    if not given.shares:
-        shares = preset.shares
     return Failures(mttf_s, shares, detection_s), f"{preset.source}; here {count(given.nodes, 'node')}"
 
 
@@ -143,8 +141,7 @@ def _nbytes(text: str) -> int:
     found = _SIZE.fullmatch(text.strip())
     if found is None:
         raise _invalid(f"--size {text} is no size.", "Write it as 912GB or 2TiB.")
-    scale: int = (1024 if found[3] else 1000) ** _PREFIXES.index(found[2] or "")
-    return round(float(found[1]) * scale)
+    return round(scaled(found[1], found[2] or ""))
 
 
 def _invalid(problem: str, action: str) -> ConfigurationError:

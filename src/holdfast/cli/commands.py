@@ -220,9 +220,20 @@ def advise(
     from holdfast.cli.advise import Given, advice
 
     given = Given(
-        memory, peers, durable, mttf, failures, nodes, shares, detection, step, max_overhead, in_flight, size,
-        cost_per_hour,
-    )  # fmt: skip
+        memory=memory,
+        peers=peers,
+        durable=durable,
+        mttf=mttf,
+        failures=failures,
+        nodes=nodes,
+        shares=shares,
+        detection=detection,
+        step=step,
+        max_overhead=max_overhead,
+        in_flight=in_flight,
+        size=size,
+        cost_per_hour=cost_per_hour,
+    )
     advice(given, as_json=as_json)
 
 

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from holdfast import mapping as rules
 from holdfast.checkpoint.stored_checkpoint import Checkpoint
+from holdfast.cli.amounts import scaled
 from holdfast.cli.screen import Listing, console, print_json, say
 from holdfast.errors import ConfigurationError, printable
 from holdfast.format.manifest import file_name
@@ -38,7 +39,6 @@ _NO_NETWORK = sys.float_info.min
 _BANDWIDTH = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([kMGT]i?)?(B|bit)/s")
 _REFUSED = "--cast allows only casts that keep the kind of number"
 _BAD = "bold red"
-_PREFIXES = ("", "k", "M", "G", "T")
 
 
 class PlannedFile(msgspec.Struct, frozen=True):
@@ -195,9 +195,7 @@ def _speed(text: str) -> float:
     found = _BANDWIDTH.fullmatch(text)
     speed = 0.0
     if found is not None:
-        prefix = found[2] or ""
-        base = 1024 if prefix.endswith("i") else 1000
-        speed = float(found[1]) * base ** _PREFIXES.index(prefix.removesuffix("i")) / (8 if found[3] == "bit" else 1)
+        speed = scaled(found[1], found[2] or "") / (8 if found[3] == "bit" else 1)
     if not speed:
         raise ConfigurationError(
             f"'{text}' is not a bandwidth.",

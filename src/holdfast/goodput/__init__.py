@@ -1,4 +1,5 @@
-"""How often to save: failures, the time that saves and failures cost, and the intervals that cost least.
+"""This room says how often a job should save: it has the failures of published fleets, a model of the time that saves
+and failures cost, and the search for the intervals that cost least.
 
-Pure: no clock, no files, no torch.
+It is pure: it uses no clock, no files and no torch.
 """

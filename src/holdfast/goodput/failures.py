@@ -1,4 +1,4 @@
-"""How often jobs fail, and what survives: counts that others have published."""
+"""The failures of fleets that others have counted and published."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ DAY_S: Final = 86_400.0
 
 
 class Loss(IntEnum):
-    """What a failure takes from a job. Each value takes what the ones before it take, and more."""
+    """The loss of a job in one failure. Each value includes the ones before it."""
 
     PROCESS = 0  # a process ends, and the memory of its node stays
     NODE = 1  # a node is gone, with its memory
@@ -19,13 +19,9 @@ class Loss(IntEnum):
 
 @dataclass(frozen=True)
 class FailureData:
-    """How often the nodes of a fleet failed, per day; and the share of each loss among the failures.
-
-    `source` says who counted what.
-    """
+    """The failures of a fleet, as a number per node and day. `source` names the fleet and the counts."""
 
     per_node_day: float
-    shares: tuple[float, float, float]
     source: str
 
     def mttf_s(self, num_nodes: int) -> float:
@@ -35,11 +31,11 @@ class FailureData:
 
 #: The share of each loss among Llama 3's 419 failures: 98 left the node's memory alone. Nobody has published how often
 #: several nodes fail at once; 2 % is a guess between the 1 % and 10 % that are worth trying.
-_LLAMA3_SHARES: Final = (0.23, 0.75, 0.02)
+LLAMA3_SHARES: Final = (0.23, 0.75, 0.02)
 
 PRESETS: Final = {
-    "llama3": FailureData(3.79e-3, _LLAMA3_SHARES, "Llama 3 405B: 419 failures of 2,048 nodes in 54 days"),
-    "rsc1": FailureData(6.50e-3, _LLAMA3_SHARES, "Meta's RSC-1: 6.50 per 1,000 node-days in 11 months"),
-    "rsc2": FailureData(2.34e-3, _LLAMA3_SHARES, "Meta's RSC-2: 2.34 per 1,000 node-days in 11 months"),
-    "infinitehbd": FailureData(4.19e-3, _LLAMA3_SHARES, "InfiniteHBD's trace: 584 faults of 400 nodes in 348 days"),
+    "llama3": FailureData(3.79e-3, "Llama 3 405B: 419 failures of 2,048 nodes in 54 days"),
+    "rsc1": FailureData(6.50e-3, "Meta's RSC-1: 6.50 per 1,000 node-days in 11 months"),
+    "rsc2": FailureData(2.34e-3, "Meta's RSC-2: 2.34 per 1,000 node-days in 11 months"),
+    "infinitehbd": FailureData(4.19e-3, "InfiniteHBD's trace: 584 faults of 400 nodes in 348 days"),
 }
