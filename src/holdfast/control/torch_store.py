@@ -9,7 +9,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import Final, TypeVar
+from typing import Final, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary, ref
 
 import torch.distributed as dist
@@ -90,11 +90,11 @@ class TorchStore:
         except dist.DistError as error:
             raise lost(error) from error
 
-    def claim(self, key: str, value: bytes) -> None:
-        """Store `value` under `key` unless the key exists."""
+    def claim(self, key: str, value: bytes) -> bytes:
+        """Store `value` under `key` unless the key exists. Returns the value that the key has."""
         try:
             # torch sets a missing key when the expected value is empty.
-            self._store.compare_set(key, "", value)  # type: ignore[arg-type]
+            return self._store.compare_set(key, "", value)  # type: ignore[arg-type]
         except dist.DistError as error:
             raise lost(error) from error
 
@@ -109,7 +109,7 @@ class TorchStore:
         return True
 
 
-class _Connection:
+class StoreConnection:
     """A client of a process group's store, for one thread at a time: a clone of our own, or torch's client where the
     store cannot be cloned."""
 
@@ -121,17 +121,17 @@ class _Connection:
         self.client = own or store
         # A wait occupies its client until it ends. Our clone may block; torch's client also serves torch, so we poll.
         self.is_own = own is not None
-        #: The background meeting that uses this connection, if any; a weak reference, so a dead meeting frees it.
-        self.user: ref[TorchMeeting] | None = None
+        #: The user in the background, if any; a weak reference, so a dead user frees it.
+        self.user: ref[object] | None = None
 
-    def let_go(self, user: TorchMeeting) -> None:
+    def let_go(self, user: object) -> None:
         """Note that `user` no longer needs this connection."""
         if self.user is not None and self.user() is user:
             self.user = None
 
     @property
     def is_free(self) -> bool:
-        """Whether another background meeting may take this connection."""
+        """Whether another user in the background may take this connection."""
         return (self.user is None or self.user() is None) and not self.requests.is_busy
 
 
@@ -142,31 +142,32 @@ class GroupStore:
     def __init__(self, store: dist.Store) -> None:
         # A weak reference: the store is the key of the weak dictionary `_jobs`, which holds this object.
         self._store = ref(store)
-        self._connection: _Connection | None = None
-        self._in_background: list[_Connection] = []
+        self._connection: StoreConnection | None = None
+        self._in_background: list[StoreConnection] = []
         self._numbers: dict[str, Iterator[int]] = defaultdict(itertools.count)
         self._processes: dict[str, dict[int, Process]] = defaultdict(dict)
         self._claims = Requests()
 
     @property
     def store(self) -> dist.Store:
-        """The store that torch itself uses."""
+        """The store that torch itself uses. Raises `StorageError` after the end of its process group."""
         store = self._store()
-        assert store is not None
+        if store is None:
+            raise lost("its process group has been destroyed")
         return store
 
-    def connection(self, timeout_s: float) -> _Connection:
+    def connection(self, timeout_s: float) -> StoreConnection:
         """The connection of the operation in the foreground; a new one where a request hangs in the last."""
         if self._connection is None or self._connection.requests.is_busy:
-            self._connection = _Connection(self.store, timeout_s)
+            self._connection = StoreConnection(self.store, timeout_s)
         return self._connection
 
-    def in_background(self, user: TorchMeeting, timeout_s: float) -> _Connection:
-        """A connection for `user` alone, until it leaves or is collected: several Checkpointers may save in the
+    def in_background(self, user: object, timeout_s: float) -> StoreConnection:
+        """A connection for `user` alone, until it lets go or is collected: several Checkpointers may save in the
         background at the same time."""
         connection = next((each for each in self._in_background if each.is_free), None)
         if connection is None:
-            connection = _Connection(self.store, timeout_s)
+            connection = StoreConnection(self.store, timeout_s)
             self._in_background = [each for each in self._in_background if not each.requests.is_busy]
             self._in_background.append(connection)
         connection.user = ref(user)
@@ -298,10 +299,31 @@ def default_channel(
         ConfigurationError: ``config.no_process_group``: a rank of several has no process group.
         StorageError: ``storage.control``: the store of the process group does not answer before `deadline`.
     """
+    member = member_of(group)
+    if member is None:
+        return Channel(None, rank=0, world_size=1, label=label, step=step)
+    # Count the operation even where the store does not answer: the other ranks count it too.
+    meeting = TorchMeeting(member.job, member.name, member.job.next_number(member.name), deadline=deadline)
+    return Channel(meeting, rank=member.rank, world_size=member.world_size, label=label, step=step)
+
+
+class Member(NamedTuple):
+    """This process as one of a group of ranks: its view of the job's store, the key prefix of the group (`name`), and
+    its rank in the group."""
+
+    job: GroupStore
+    name: str
+    rank: int
+    world_size: int
+
+
+def member_of(group: dist.ProcessGroup | None) -> Member | None:
+    """This process as a member of `group` (default: all ranks of the job); None in one plain process. Raises
+    `ConfigurationError` as `default_channel`."""
     if not dist.is_available() or not dist.is_initialized():
         check_group(group)
         _refuse_lonely_ranks()
-        return Channel(None, rank=0, world_size=1, label=label, step=step)
+        return None
     store = _get_default_store()
     ranks = group_ranks(group)
     if dist.get_rank() not in ranks:
@@ -309,10 +331,8 @@ def default_channel(
     job = _jobs.get(store)
     if job is None:
         job = _jobs[store] = GroupStore(store)
-    members = _PREFIX + ("" if group is None else "-" + hashlib.sha256(repr(ranks).encode()).hexdigest()[:16])
-    # Count the operation even where the store does not answer: the other ranks count it too.
-    meeting = TorchMeeting(job, members, job.next_number(members), deadline=deadline)
-    return Channel(meeting, rank=ranks.index(dist.get_rank()), world_size=len(ranks), label=label, step=step)
+    name = _PREFIX + ("" if group is None else "-" + hashlib.sha256(repr(ranks).encode()).hexdigest()[:16])
+    return Member(job, name, ranks.index(dist.get_rank()), len(ranks))
 
 
 def _not_in_group(rank: int) -> ConfigurationError:
