@@ -36,8 +36,10 @@ if TYPE_CHECKING:
     from holdfast.loading import load
     from holdfast.loading.load_plan import LoadPlan, plan_load
     from holdfast.plan.exchange import Bandwidths
+    from holdfast.policy.when import EverySteps, EveryTime, OnMetric, OnRequest, SavePolicy
     from holdfast.publishing import transfer
     from holdfast.reports import LoadReport, SaveReport, TransferReport
+    from holdfast.run.save_requests import request_save
     from holdfast.saving import save
     from holdfast.state.per_rank import PerRank
     from holdfast.state.piecewise import Piecewise
@@ -72,6 +74,12 @@ _HOMES = {
     "register_tensor": "holdfast.state.registered_types",
     "register_value": "holdfast.state.registered_types",
     "transfer": "holdfast.publishing",
+    "SavePolicy": "holdfast.policy.when",
+    "EverySteps": "holdfast.policy.when",
+    "EveryTime": "holdfast.policy.when",
+    "OnMetric": "holdfast.policy.when",
+    "OnRequest": "holdfast.policy.when",
+    "request_save": "holdfast.run.save_requests",
 }
 
 __all__ = [
@@ -81,6 +89,8 @@ __all__ = [
     "ConfigurationError",
     "CorruptError",
     "DeadlineError",
+    "EverySteps",
+    "EveryTime",
     "FencedError",
     "FlatRange",
     "Handle",
@@ -92,10 +102,13 @@ __all__ = [
     "Location",
     "Memory",
     "NotFoundError",
+    "OnMetric",
+    "OnRequest",
     "PerRank",
     "Piecewise",
     "RandomState",
     "RestoreReport",
+    "SavePolicy",
     "SaveReport",
     "StateError",
     "StorageError",
@@ -108,6 +121,7 @@ __all__ = [
     "register_adapter",
     "register_tensor",
     "register_value",
+    "request_save",
     "save",
     "transfer",
 ]

@@ -30,6 +30,7 @@ from holdfast.checkpointer.background_save import BackgroundSave, SavingJob, cap
 from holdfast.checkpointer.early_memory import reserve_memory
 from holdfast.checkpointer.events import StateRestored
 from holdfast.checkpointer.handle import Handle
+from holdfast.checkpointer.loop import Loop
 from holdfast.checkpointer.memory_tier import LEAVING_S, MemoryTier, tier_for
 from holdfast.checkpointer.restore_report import RestoreReport
 from holdfast.checkpointer.restoring import restore
@@ -44,6 +45,7 @@ from holdfast.format.patterns import Globs
 from holdfast.format.records import Place
 from holdfast.node_memory.node_folder import DEFAULT_NODE_DIR
 from holdfast.options import check_flag, check_timeout, checked_number
+from holdfast.policy.when import SavePolicy
 from holdfast.run.session import JOB, NEVER_LOADED
 from holdfast.saving import numbers_of, run_location, save_to_storage, whole
 from holdfast.snapshot.capture import Snapshot
@@ -101,6 +103,7 @@ class Checkpointer:
         state: Mapping[str, object],
         *,
         memory: Memory | None = Memory(),
+        save: SavePolicy | None = None,
         select: str | Sequence[str] | None = None,
         group: ProcessGroup | None = None,
         takeover: bool = False,
@@ -111,6 +114,8 @@ class Checkpointer:
             raise ValueError(f"when_full must be 'wait' or 'skip', not {when_full!r}")
         if not isinstance(memory, Memory | None):
             raise TypeError(f"memory must be a holdfast.Memory, or None to save to storage only, not {memory!r}")
+        if not isinstance(save, SavePolicy | None):
+            raise TypeError(f"save must be a policy, such as holdfast.EverySteps(1000), not {save!r}")
         check_flag("takeover", takeover)
         check_group(group)
         check_timeout(timeout_s)
@@ -135,6 +140,10 @@ class Checkpointer:
         self._handles: list[Handle] = []
         #: The guard of saves to storage; the memory tier has its own.
         self._guard = Guard()
+        self._policy = save
+        #: The decisions on when to save; None before they are needed.
+        self._loop: Loop | None = None
+        self._restored: RestoreReport | None = None
 
     @outer(CHECKPOINTER_SAVE)
     def save(self, step: int, *, metrics: Mapping[str, SupportsFloat] | None = None) -> Handle:
@@ -219,13 +228,51 @@ class Checkpointer:
             except IncompatibleError as error:
                 error.action = _with_load(error.action, self._run)
                 raise
-            report = restored.report
+            report = self._restored = restored.report
+            if self._loop is not None and report.load is not None:
+                self._loop.expect(report.next_step)
             log_restored(StateRestored(self._run, report, self._is_first_rank))
             if tier is not None:
                 tier.note_restored(restored)
                 if report.tier != "node memory":  # which has the slots of the last job
                     reserve_memory(tier, self._state, select=self._select, group=self._group, deadline=deadline)
             return report
+
+    def steps(self, total: int) -> Iterator[int]:
+        """The numbers of the steps that are left of `total`, for the ``for`` loop that trains. Before the first one,
+        this restores the state, unless `restore` did; a second loop goes on where the first one ended. Each step must
+        end with a call of `step`. The last one is followed by a save, whatever the policy says.
+
+        Raises what `restore` and `step` raise.
+        """
+        total = checked_number("total", total, least=0, reason="a loop has no negative number of steps")
+        restored = self.restore() if self._restored is None else self._restored
+        loop = self._policy_loop("steps")
+        start = loop.begin(restored.next_step, last=total - 1)
+        for step in range(start, total):
+            yield step
+            loop.require_ended(step)
+
+    def step(self, step: int, *, metrics: Mapping[str, SupportsFloat] | None = None) -> Handle | None:
+        """Record that `step` has ended, and save if the policy (the option `save`) says so. Returns the handle of that
+        save, or None. Collective: every rank calls this after each step. It sends messages only if a rank wants a save
+        that the others do not know of.
+
+        The `metrics` are for policies, and for the checkpoint if there is one. Numbers on a device stay there unless
+        they are needed.
+
+        Raises what `save` raises, and `ConfigurationError`: ``config.no_policy``: the option `save` is missing;
+        ``config.step_order``: steps do not follow each other, or do not follow the restored checkpoint;
+        ``config.two_loops``: another `Checkpointer` of this process decides when to save into the run.
+        """
+        loop = self._loop or self._policy_loop("step")
+        reason = loop.due(step, metrics)
+        if reason is None:
+            return None
+        handle = self.save(step, metrics=metrics)
+        if not handle.skipped:
+            loop.saved(step, reason)
+        return handle
 
     @contextmanager
     def guard(self) -> Iterator[None]:
@@ -263,6 +310,7 @@ class Checkpointer:
             return
         refuse_nested(CHECKPOINTER_CLOSE)
         self._is_closed = True
+        self._end_loop()
         try:
             self._wait(self._timeout_s)
         finally:
@@ -287,6 +335,7 @@ class Checkpointer:
     @outer(CHECKPOINTER_CLOSE)
     def _give_up(self) -> None:
         """Leave the memory tier, and wait for no save."""
+        self._end_loop()
         self._forget_ended()
         self._let_go(patience_s=LEAVING_S)
 
@@ -298,6 +347,29 @@ class Checkpointer:
                 action="Make a new Checkpointer, or close this one only after training.",
                 path=self._run.url,
             )
+
+    def _policy_loop(self, verb: str) -> Loop:
+        """The decisions on when to save."""
+        if self._loop is None:
+            refuse_nested(f"Checkpointer.{verb}")
+            self._require_open(verb)
+            if self._policy is None:
+                raise ConfigurationError(
+                    f"{verb}() was called on a Checkpointer without a policy, so it does not know when to save.",
+                    code="config.no_policy",
+                    action="Give the Checkpointer a policy, such as save=holdfast.EverySteps(1000), or call save().",
+                    path=self._run.url,
+                )
+            self._find_run()
+            self._loop = Loop(self._policy, self._run, group=self._group)
+            if self._restored is not None and self._restored.load is not None:
+                self._loop.expect(self._restored.next_step)
+        return self._loop
+
+    def _end_loop(self) -> None:
+        if self._loop is not None:
+            self._loop.close()
+            self._loop = None
 
     def _find_run(self) -> None:
         """Resolve the links in the run's path, once. Raises `StorageError` where the file system does not answer."""

@@ -1,4 +1,4 @@
-"""``holdfast rollback`` and ``holdfast rm``: the commands that change a run. Both print the head before and after."""
+"""``holdfast rollback``, ``rm`` and ``request-save``: the commands that change a run or ask a job to."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from holdfast.run.history import Run
 from holdfast.run.paths import Selection, parse, some
 from holdfast.run.removal import check_unneeded, remove_checkpoint
 from holdfast.run.rollback import rollback as roll_back
+from holdfast.run.save_requests import leave_request
 from holdfast.store.urls import open_store
 from holdfast.wording import count
 
@@ -35,6 +36,12 @@ class Removal(msgspec.Struct, frozen=True):
     """The document that ``rm --json`` prints: the deleted checkpoints."""
 
     deleted: list[ChangeDocument]
+
+
+def request_save(run: str) -> None:
+    """Ask the job that trains on `run` to save soon."""
+    leave_request(open_run(run))
+    say(console(), f"{printable(run)}: a save is requested; a job with the policy OnRequest saves within some steps")
 
 
 def rollback(run: str, to: str, *, yes: bool, as_json: bool) -> bool:

@@ -306,6 +306,14 @@ def node(
         raise typer.Exit(FAILURE)
 
 
+@app.command("request-save")
+def request_save(run: RunArgument) -> None:
+    """Ask the job that trains on a run to save soon. The job needs the policy OnRequest."""
+    from holdfast.cli.change import request_save
+
+    request_save(run)
+
+
 @app.command()
 def rollback(
     run: RunArgument,

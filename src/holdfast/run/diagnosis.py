@@ -25,6 +25,7 @@ from holdfast.run.lost_commits import commit_anew, published_folder
 from holdfast.run.lost_epochs import lost_epoch, make_anew
 from holdfast.run.lost_marker import make_marker_anew, probable_marker
 from holdfast.run.removal import abandon, check_unneeded, remove_place
+from holdfast.run.save_requests import REQUESTS, is_request_name
 from holdfast.run.uncommitted import IN_PROGRESS_S, UNREADABLE, Remedy, RunRecords, Uncommitted
 
 
@@ -158,7 +159,7 @@ def _marker(run: Run) -> Iterator[Finding]:
 
 def _names(run: Run) -> Iterator[Finding]:
     """Names that do not belong to a run."""
-    for folder in ("", CHECKPOINTS, EPOCHS, HISTORY):
+    for folder in ("", CHECKPOINTS, EPOCHS, HISTORY, REQUESTS):
         for name in run.storage.list(folder):
             if not _is_ours(folder, name):
                 path = run.storage.path(f"{folder}/{name}" if folder else name)
@@ -176,7 +177,9 @@ def _is_ours(folder: str, name: str) -> bool:
         return (records.parse_commit_name(name) or parse_removed_name(name)) is not None
     if folder == CHECKPOINTS:
         return records.parse_folder(name) is not None
-    return name in (MARKER_KEY, CHECKPOINTS, EPOCHS, HISTORY)
+    if folder == REQUESTS:
+        return is_request_name(name)
+    return name in (MARKER_KEY, CHECKPOINTS, EPOCHS, HISTORY, REQUESTS)
 
 
 def _epochs(run: Run, known: RunRecords) -> Iterator[Finding]:
@@ -279,7 +282,8 @@ def _folders(run: Run, known: RunRecords, *, deep: bool) -> Iterator[Finding]:
 def _leftovers(run: Run) -> Iterator[tuple[str, Finding]]:
     """Temporary files, of dead writers or of writers still at work, each with its key."""
     storage, root = run.storage, run.storage.path("x").removesuffix("/x")
-    for folder in ("", CHECKPOINTS, EPOCHS, HISTORY, *(f"{CHECKPOINTS}/{name}" for name in storage.list(CHECKPOINTS))):
+    checkpoints = (f"{CHECKPOINTS}/{name}" for name in storage.list(CHECKPOINTS))
+    for folder in ("", CHECKPOINTS, EPOCHS, HISTORY, REQUESTS, *checkpoints):
         names = storage.leftovers(folder)
         old = set(storage.leftovers(folder, older_than_s=IN_PROGRESS_S)) if names else set()
         for name in names:

@@ -1,0 +1,139 @@
+"""The decisions of one training loop: whether a save follows the step that just ended."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from typing import Final
+from weakref import WeakValueDictionary
+
+from torch.distributed import ProcessGroup
+
+from holdfast.checkpointer.request_trigger import RequestTrigger
+from holdfast.checkpointer.shared_wishes import SharedWishes, WishesOfOne, WishesOfRanks
+from holdfast.control.torch_store import member_of
+from holdfast.errors import ConfigurationError, StorageError
+from holdfast.phases import LOG
+from holdfast.policy.schedule import StepSchedule
+from holdfast.policy.triggers import Metrics, Trigger, triggers_of
+from holdfast.policy.when import OnRequest, SavePolicy
+from holdfast.store.base import Location
+
+_log = logging.getLogger(__name__)
+
+#: There is one registry per process, because two loops of a process would train one state.
+_loops: Final[WeakValueDictionary[tuple[int, Location], Loop]] = WeakValueDictionary()
+
+
+class Loop:
+    """Decides after each step of one training loop whether a save follows, identically on all ranks of `group`.
+
+    Steps of a schedule need no agreement. What only one rank knows (a time, a metric, a request) is a wish of that
+    rank, and the ranks agree on a step ahead. A wish is granted by the next save, whatever asked for that.
+    """
+
+    def __init__(self, policy: SavePolicy, run: Location, *, group: ProcessGroup | None) -> None:
+        """Raises `ConfigurationError`, code ``config.two_loops``, if this process has another loop on `run`."""
+        key = (os.getpid(), run)
+        if _loops.setdefault(key, self) is not self:
+            raise _second_loop(run)
+        self._key = key
+        member = member_of(group)
+        self._is_first_rank = is_first_rank = member is None or member.rank == 0
+        policies = tuple(policy.parts())
+        self._schedule = StepSchedule(policies)
+        self._triggers: list[Trigger] = []
+        if is_first_rank:
+            self._triggers.extend(triggers_of(policies, now_s=time.monotonic()))
+        self._requests = [
+            RequestTrigger(each, run, is_first_rank=is_first_rank) for each in policies if isinstance(each, OnRequest)
+        ]
+        self._triggers.extend(self._requests)
+        self._wishes: SharedWishes = (
+            WishesOfOne() if member is None or member.world_size == 1 else WishesOfRanks(member)
+        )
+        self._wish: str | None = None
+        #: The step that has to end next; None if any may.
+        self._next: int | None = None
+
+    def expect(self, step: int) -> None:
+        """The next step that ends has to be `step`."""
+        self._next = step
+
+    def begin(self, step: int, *, last: int) -> int:
+        """The loop begins with `step`, unless another step is expected, and ends with `last`, which a save follows
+        whatever the policy says. Returns the first step."""
+        if self._next is None:
+            self._next = step
+        self._schedule.last = last
+        return self._next
+
+    def due(self, step: int, metrics: Metrics | None) -> str | None:
+        """The reason for a save after `step`; None if there is none. The same on all ranks.
+
+        Raises `ConfigurationError`, code ``config.step_order``, if another step should have ended.
+        """
+        if self._next is not None and step != self._next:
+            raise _out_of_order(step, self._next)
+        self._next = step + 1
+        reason = self._wishes.enter(step) or self._schedule.reason(step)
+        now_s = time.monotonic()
+        for trigger in self._triggers:
+            self._wish = trigger.wish(metrics, now_s) or self._wish
+        if reason is None and self._wish is not None:
+            return self._share(step, self._wish)
+        return reason
+
+    def require_ended(self, step: int) -> None:
+        """Raise `ConfigurationError`, code ``config.step_missing``, unless `step` has ended."""
+        if self._next is not None and self._next <= step:
+            raise ConfigurationError(
+                f"step {step} of the loop ended without a call of step(), so nothing decided whether to save.",
+                code="config.step_missing",
+                action="Call checkpointer.step(step) at the end of each step.",
+                step=step,
+            )
+
+    def saved(self, step: int, reason: str) -> None:
+        """The save that was due after `step` for this `reason` has begun."""
+        if self._is_first_rank:
+            LOG.info("step %d is being saved: %s", step, reason)
+        self._wish = None
+        now_s = time.monotonic()
+        for trigger in self._triggers:
+            trigger.saved(now_s)
+
+    def close(self) -> None:
+        """The loop has ended."""
+        _loops.pop(self._key, None)
+        self._wishes.close()
+        for each in self._requests:
+            each.close()
+
+    def _share(self, step: int, wish: str) -> str | None:
+        """Tell the other ranks of the wish. Returns it if the save follows this step already."""
+        try:
+            return wish if self._wishes.wish(step, wish, scheduled=self._schedule.next_after(step)) else None
+        except StorageError as error:
+            _log.warning("the other ranks do not hear that a save is wanted (%s): %s", wish, error)
+            return None
+
+
+def _second_loop(run: Location) -> ConfigurationError:
+    return ConfigurationError(
+        f"two Checkpointers of this process decide when to save into '{run}'.",
+        code="config.two_loops",
+        action="Call step() of one of them, and close() it before another one takes its place.",
+        path=run.url,
+    )
+
+
+def _out_of_order(step: int, expected: int) -> ConfigurationError:
+    return ConfigurationError(
+        f"step({step}) was called where step({expected}) comes next.",
+        code="config.step_order",
+        action="Call step() once after each step, with the number of that step; the first one after restore() is "
+        "report.next_step.",
+        step=step,
+    )

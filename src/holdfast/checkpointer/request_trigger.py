@@ -1,0 +1,150 @@
+"""Requests for a save from outside the training loop: a signal, a file, or a record in the run."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from threading import Thread, current_thread
+from typing import Final
+from weakref import finalize
+
+from holdfast.checkpointer.signals import SignalNote
+from holdfast.errors import HoldfastError
+from holdfast.policy.triggers import Metrics
+from holdfast.policy.when import OnRequest
+from holdfast.run.save_requests import delete_requests, pending_requests
+from holdfast.store.base import Location
+from holdfast.store.timed import TimedStore
+from holdfast.store.urls import open_store
+
+_log = logging.getLogger(__name__)
+
+#: Time limit for one look at the run.
+_LOOK_S: Final = 30.0
+#: Time that the end of a loop waits for its background thread.
+_JOIN_S: Final = 1.0
+
+
+class RequestTrigger:
+    """Observes an `OnRequest` on this rank: the signal on every rank, the rest on the first rank alone."""
+
+    def __init__(self, policy: OnRequest, run: Location, *, is_first_rank: bool) -> None:
+        self._signal = None if policy.signum is None else SignalNote(policy.signum)
+        self._inbox = Inbox(run, policy.file, poll_s=policy.poll_s) if is_first_rank else None
+
+    def wish(self, metrics: Metrics | None, now_s: float) -> str | None:
+        """As `Trigger.wish`."""
+        if self._signal is not None and self._signal.is_noted:
+            return f"requested by {self._signal.name}"
+        return None if self._inbox is None else self._inbox.reason
+
+    def saved(self, now_s: float) -> None:
+        """As `Trigger.saved`."""
+        if self._signal is not None:
+            self._signal.is_noted = False
+        if self._inbox is not None:
+            self._inbox.grant()
+
+    def close(self) -> None:
+        """Stop observing."""
+        if self._signal is not None:
+            self._signal.remove()
+        if self._inbox is not None:
+            self._inbox.close()
+
+
+class Inbox:
+    """Looks in the background for requests in a run, and for a `file`; deletes those that a save has granted."""
+
+    def __init__(self, run: Location, file: Path | None, *, poll_s: float) -> None:
+        self._mail = _Mail(run, file)
+        self._bell: SimpleQueue[bool] = SimpleQueue()
+        watcher = Thread(target=_watch, args=(self._mail, self._bell, poll_s), name="holdfast-requests", daemon=True)
+        self._stop = finalize(self, _stop, watcher, self._bell)
+        watcher.start()
+
+    @property
+    def reason(self) -> str | None:
+        """Who asks for a save, as text; None if nobody does."""
+        return self._mail.reason
+
+    def grant(self) -> None:
+        """A save has begun: the requests that were seen before are granted."""
+        if self._mail.grant():
+            self._bell.put(True)
+
+    def close(self) -> None:
+        """Delete what was granted, and stop looking."""
+        self._stop()
+
+
+class _Mail:
+    """The requests that were seen, and those that are granted and have to be deleted. `look` and `tidy` are for the
+    background thread, the rest for the thread that trains."""
+
+    def __init__(self, run: Location, file: Path | None) -> None:
+        self._run = run
+        self._file = file
+        #: Who asks for a save, by the name of the request. Each change makes a new dict.
+        self._seen: dict[str, str] = {}
+        #: A dict for its order and its atomic changes of one key.
+        self._granted: dict[str, None] = {}
+
+    @property
+    def reason(self) -> str | None:
+        waiting = [who for name, who in self._seen.items() if name not in self._granted]
+        return f"requested by {waiting[0]}" if waiting else None
+
+    def grant(self) -> bool:
+        """Grant all requests that were seen. Returns whether there are any to delete."""
+        self._granted.update(dict.fromkeys(self._seen))
+        return bool(self._granted)
+
+    def look(self) -> None:
+        """Look for requests."""
+        with TimedStore(open_store(self._run), timeout_s=_LOOK_S) as store:
+            seen = pending_requests(store)
+        if self._file is not None and self._file.exists():
+            seen[str(self._file)] = f"the file {self._file}"
+        self._seen = seen
+
+    def tidy(self) -> None:
+        """Delete the requests that are granted."""
+        granted = tuple(self._granted)
+        if not granted:
+            return
+        with TimedStore(open_store(self._run), timeout_s=_LOOK_S) as store:
+            delete_requests(store, [name for name in granted if name != str(self._file)])
+        if self._file is not None and str(self._file) in granted:
+            self._file.unlink(missing_ok=True)
+        self._seen = {name: who for name, who in self._seen.items() if name not in granted}
+        for name in granted:
+            self._granted.pop(name, None)
+
+
+def _watch(mail: _Mail, bell: SimpleQueue[bool], poll_s: float) -> None:
+    """Look for requests until the bell says that the loop has ended."""
+    goes_on, has_warned = True, False
+    while goes_on:
+        try:
+            mail.tidy()
+            mail.look()
+        except (HoldfastError, OSError) as error:
+            if not has_warned:
+                has_warned = True
+                _log.warning("cannot look for requests to save; trying again: %s", error)
+        try:
+            goes_on = bell.get(timeout=poll_s)
+        except Empty:
+            continue
+    try:
+        mail.tidy()
+    except (HoldfastError, OSError) as error:
+        _log.warning("a request to save stays, although a save has granted it: %s", error)
+
+
+def _stop(watcher: Thread, bell: SimpleQueue[bool]) -> None:
+    bell.put(False)
+    if watcher is not current_thread():
+        watcher.join(_JOIN_S)

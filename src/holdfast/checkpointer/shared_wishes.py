@@ -1,0 +1,153 @@
+"""From a wish of one rank to a step after which all ranks save."""
+
+from __future__ import annotations
+
+import logging
+import time
+from queue import Empty, SimpleQueue
+from threading import Thread, current_thread
+from typing import Final, Protocol
+from weakref import finalize
+
+import torch.distributed as dist
+
+from holdfast.agreement.lead import Lead
+from holdfast.agreement.step_ahead import ProposedStep, Registers, StepAhead
+from holdfast.control.registers import SharedRegisters
+from holdfast.control.torch_store import Member
+from holdfast.errors import HoldfastError
+
+_log = logging.getLogger(__name__)
+
+#: Interval at which a rank looks for proposals; longer in large jobs, so that one store serves all ranks.
+_POLL_S: Final = 0.1
+_MAX_POLLS_PER_S: Final = 5000
+#: Time that a rank waits at a proposed step for the promises of the others.
+_PATIENCE_S: Final = 10.0
+#: Time limit for one request to the job's store.
+_REQUEST_S: Final = 10.0
+#: Time that the end of a loop waits for its background thread.
+_JOIN_S: Final = 1.0
+
+
+class SharedWishes(Protocol):
+    """The wishes of all ranks for a save. All ranks enter the same steps."""
+
+    def enter(self, step: int) -> str | None:
+        """Enter `step`. Returns the reason if all ranks have agreed to save after it. Seldom blocks."""
+
+    def wish(self, step: int, reason: str, *, scheduled: int | None) -> bool:
+        """This rank, which has entered `step`, wants a save. Returns whether it follows this step already. May be
+        called in every step until there is a save. `scheduled` is the next step that
+        a save follows anyway; if it is near, this does nothing."""
+
+    def close(self) -> None:
+        """The loop has ended."""
+
+
+class WishesOfOne:
+    """The wishes of the only rank: each is granted at once."""
+
+    def enter(self, step: int) -> str | None:
+        """As `SharedWishes.enter`."""
+        return None
+
+    def wish(self, step: int, reason: str, *, scheduled: int | None) -> bool:
+        """As `SharedWishes.wish`."""
+        return True
+
+    def close(self) -> None:
+        """As `SharedWishes.close`."""
+
+
+class WishesOfRanks:
+    """The wishes of the ranks of a job, which agree on a step ahead (`StepAhead`). Make it on all ranks, in the same
+    order among the calls of the library."""
+
+    def __init__(self, member: Member) -> None:
+        poll_s = max(_POLL_S, member.world_size / _MAX_POLLS_PER_S)
+        self._registers = SharedRegisters(member, "saves", timeout_s=_REQUEST_S)
+        self._ahead = StepAhead(world_size=member.world_size, is_first_rank=member.rank == 0)
+        # Every rank hears of a proposal within one interval, and of the verdict within another.
+        self._lead = Lead(2 * poll_s)
+        self._entered_s: float | None = None
+        #: The number of this rank's last proposal and the time of it, until its verdict is known.
+        self._proposed: tuple[int, float] | None = None
+        self._num_refused = 0
+        bell: SimpleQueue[None] = SimpleQueue()
+        listener = Thread(
+            target=_listen,
+            args=(self._ahead, self._registers.background, bell, poll_s),
+            name="holdfast-saves",
+            daemon=True,
+        )
+        # At the latest when the interpreter ends: a thread must not be inside torch then.
+        self._stop = finalize(self, _stop, listener, bell)
+        listener.start()
+
+    def enter(self, step: int) -> str | None:
+        """As `SharedWishes.enter`."""
+        now_s = time.monotonic()
+        if self._entered_s is not None:
+            self._lead.note_step(now_s - self._entered_s)
+        self._entered_s = now_s
+        if self._proposed is not None:
+            self._learn(*self._proposed, now_s)
+        appointment = self._ahead.arrive(step)
+        if appointment is None:
+            return None
+        if not appointment.decided.wait(_PATIENCE_S):
+            self._ahead.give_up(appointment, self._registers.foreground)
+        self._entered_s = None  # a save takes its own time
+        return appointment.proposed.reason if appointment.is_agreed else None
+
+    def wish(self, step: int, reason: str, *, scheduled: int | None) -> bool:
+        """As `SharedWishes.wish`."""
+        ahead = step + self._lead.steps
+        if self._proposed is None and self._ahead.is_idle and (scheduled is None or ahead < scheduled):
+            number = self._ahead.propose(ProposedStep(ahead, reason), self._registers.foreground)
+            self._proposed = number, time.monotonic()
+        return False
+
+    def close(self) -> None:
+        """As `SharedWishes.close`."""
+        self._stop()
+        self._registers.leave()
+
+    def _learn(self, number: int, proposed_s: float, now_s: float) -> None:
+        """Look for the verdict on this rank's last proposal."""
+        if self._ahead.number == number:
+            return
+        self._proposed = None
+        if self._ahead.num_refused > self._num_refused:
+            self._lead.note_refusal()
+        else:
+            self._lead.note_verdict(now_s - proposed_s)
+        self._num_refused = self._ahead.num_refused
+
+
+def _listen(ahead: StepAhead, registers: Registers, bell: SimpleQueue[None], poll_s: float) -> None:
+    """Answer the proposals of all ranks until the bell rings, or the process group is gone."""
+    has_warned = False
+    while not _rings(bell, poll_s) and dist.is_initialized():
+        try:
+            while ahead.look(registers):
+                pass
+        except HoldfastError as error:
+            if not has_warned and dist.is_initialized():
+                has_warned = True
+                _log.warning("this rank does not hear of saves that other ranks want; it tries again: %s", error)
+
+
+def _rings(bell: SimpleQueue[None], timeout_s: float) -> bool:
+    try:
+        bell.get(timeout=timeout_s)
+    except Empty:
+        return False
+    return True
+
+
+def _stop(listener: Thread, bell: SimpleQueue[None]) -> None:
+    bell.put(None)
+    if listener is not current_thread():
+        listener.join(_JOIN_S)

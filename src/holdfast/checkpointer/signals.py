@@ -1,0 +1,83 @@
+"""Notes of signals: the handler of a signal only sets a flag, which the training loop reads at the end of a step."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from threading import current_thread, main_thread
+from types import FrameType
+from typing import Final
+from weakref import WeakSet, ref
+
+from holdfast.errors import ConfigurationError
+
+
+class SignalNote:
+    """Notes that the signal `signum` came, and then calls the handler that was there before.
+
+    Until `remove`, the signal does not end the process. A child that is forked from this process has the earlier
+    handler. Make it in the main thread; else it raises `ConfigurationError`, code ``config.signal``.
+    """
+
+    def __init__(self, signum: int) -> None:
+        if current_thread() is not main_thread():
+            raise ConfigurationError(
+                f"a handler of {signal.Signals(signum).name} can be set only in the main thread.",
+                code="config.signal",
+                action="Make the Checkpointer in the main thread, or leave the signal out of its policy.",
+            )
+        self.name = signal.Signals(signum).name
+        #: Whether the signal has come since this was last set to False.
+        self.is_noted = False
+        self._signum = signum
+        self._before = signal.getsignal(signum)
+        self._handler = _handler(ref(self), self._before)
+        _notes.add(self)
+        signal.signal(signum, self._handler)
+
+    def remove(self) -> None:
+        """Bring back the handler that was there before. If another one was set since, that one stays, and finds the
+        earlier handler behind it."""
+        if self in _notes:
+            _notes.discard(self)
+            self.restore()
+
+    def restore(self) -> None:
+        """As `remove`, in this process alone."""
+        if signal.getsignal(self._signum) is self._handler and current_thread() is main_thread():
+            # A handler that was not set from Python is None here, and cannot be brought back.
+            signal.signal(self._signum, signal.SIG_DFL if self._before is None else self._before)
+
+
+#: All notes of this process that are not removed, for children to forget.
+_notes: Final[WeakSet[SignalNote]] = WeakSet()
+
+
+def _handler(
+    note: ref[SignalNote], before: Callable[[int, FrameType | None], object] | int | None
+) -> Callable[[int, FrameType | None], None]:
+    """The handler for `note`. It does not keep the note alive: where the note is gone, the handler behaves as the one
+    `before` it."""
+
+    def handle(signum: int, frame: FrameType | None) -> None:
+        alive = note()
+        is_wanted = alive is not None and alive in _notes
+        if alive is not None and is_wanted:
+            alive.is_noted = True
+        if callable(before):
+            before(signum, frame)
+        elif not is_wanted and before != signal.SIG_IGN:
+            signal.signal(signum, signal.SIG_DFL)
+            os.kill(os.getpid(), signum)
+
+    return handle
+
+
+def _forget_in_child() -> None:
+    for note in tuple(_notes):
+        note.restore()
+    _notes.clear()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)

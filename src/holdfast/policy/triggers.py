@@ -1,0 +1,105 @@
+"""Triggers: the observers that some policies need, because the number of a step does not tell when they are due.
+
+A trigger runs in one process. Its answer is a wish; all ranks then agree on a step for the save.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Final, Protocol, SupportsFloat
+
+from holdfast.policy.when import EveryTime, OnMetric, SavePolicy
+
+_log = logging.getLogger(__name__)
+
+#: After so many steps without its metric, a trigger says so.
+_PATIENCE_STEPS: Final = 1000
+
+Metrics = Mapping[str, SupportsFloat]
+
+
+class Trigger(Protocol):
+    """Observes a training loop."""
+
+    def wish(self, metrics: Metrics | None, now_s: float) -> str | None:
+        """The reason for a save soon after the step that just ended; None if there is none. `now_s` is the time by a
+        monotonic clock."""
+
+    def saved(self, now_s: float) -> None:
+        """A save has begun, for whatever reason."""
+
+
+class TimeTrigger:
+    """Observes an `EveryTime`."""
+
+    def __init__(self, policy: EveryTime, *, now_s: float) -> None:
+        self._interval_s = policy.seconds
+        self._last_s = now_s
+
+    def wish(self, metrics: Metrics | None, now_s: float) -> str | None:
+        """As `Trigger.wish`."""
+        return f"every {self._interval_s:g} s" if now_s - self._last_s >= self._interval_s else None
+
+    def saved(self, now_s: float) -> None:
+        """As `Trigger.saved`."""
+        self._last_s = now_s
+
+
+class MetricTrigger:
+    """Observes an `OnMetric`. Warns once if the metric is nan, and once if it does not appear in a thousand steps."""
+
+    def __init__(self, policy: OnMetric) -> None:
+        self._policy = policy
+        self._best = math.inf
+        self._sign = 1.0 if policy.mode == "min" else -1.0
+        self._num_absent = 0
+        self._has_warned = False
+
+    def wish(self, metrics: Metrics | None, now_s: float) -> str | None:
+        """As `Trigger.wish`."""
+        name = self._policy.name
+        given = None if metrics is None else metrics.get(name)
+        if given is None:
+            self._miss(metrics)
+            return None
+        self._num_absent = -1  # it has appeared
+        value = float(given)
+        if math.isnan(value):
+            self._warn(f"metric {name!r} is nan, which is never better; check what the loop gives to step(metrics=)")
+        elif not self._best - self._sign * value > self._policy.min_delta:
+            return None
+        else:
+            self._best = self._sign * value
+            return f"{name} {value:g} is the best so far"
+        return None
+
+    def saved(self, now_s: float) -> None:
+        """As `Trigger.saved`."""
+
+    def _miss(self, metrics: Metrics | None) -> None:
+        if self._num_absent < 0:
+            return
+        self._num_absent += 1
+        if self._num_absent == _PATIENCE_STEPS:
+            others = f"; its metrics are {', '.join(map(repr, metrics))}" if metrics else ""
+            self._warn(
+                f"no step has had the metric {self._policy.name!r} in {_PATIENCE_STEPS:,} steps, so OnMetric saves "
+                f"nothing; give it to step(metrics=){others}"
+            )
+
+    def _warn(self, text: str) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            _log.warning("%s", text)
+
+
+def triggers_of(policies: Iterable[SavePolicy], *, now_s: float) -> Iterator[Trigger]:
+    """The triggers of those policies that the clock or a metric decides."""
+    for policy in policies:
+        match policy:
+            case EveryTime():
+                yield TimeTrigger(policy, now_s=now_s)
+            case OnMetric():
+                yield MetricTrigger(policy)

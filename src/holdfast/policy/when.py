@@ -1,0 +1,153 @@
+"""The policies that say when a training loop saves."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from holdfast.options import check_positive, checked_number
+from holdfast.wording import kind_of
+
+
+class SavePolicy:
+    """A rule for when a training loop saves. ``a | b`` is the policy that saves whenever `a` or `b` does."""
+
+    def __or__(self, other: object) -> SavePolicy:
+        if not isinstance(other, SavePolicy):
+            return NotImplemented
+        return AnyOf((*self.parts(), *other.parts()))
+
+    def parts(self) -> Iterator[SavePolicy]:
+        """The policies that this one is made of; itself if it is a single one."""
+        yield self
+
+
+@dataclass(frozen=True)
+class AnyOf(SavePolicy):
+    """The policy that saves whenever one of `policies` does; `a | b` makes it.
+
+    Raises `ValueError` for policies that contradict each other: two intervals of time, or two rules for one metric.
+    """
+
+    policies: tuple[SavePolicy, ...]
+
+    def __post_init__(self) -> None:
+        kinds = Counter(each.subject for each in self.policies if isinstance(each, _ExclusivePolicy))
+        for subject, number in kinds.items():
+            if number > 1:
+                raise ValueError(f"the policy has {number} rules for {subject}; keep one of them")
+
+    def parts(self) -> Iterator[SavePolicy]:
+        """As `SavePolicy.parts`."""
+        yield from self.policies
+
+
+class _ExclusivePolicy(SavePolicy):
+    """A policy beside which no other policy for the same `subject` makes sense."""
+
+    @property
+    def subject(self) -> str:
+        """The subject, as errors name it."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class EverySteps(SavePolicy):
+    """Save after each step whose number is a multiple of `num_steps`, except after step 0."""
+
+    num_steps: int
+
+    def __post_init__(self) -> None:
+        least = "an interval has at least one step"
+        object.__setattr__(self, "num_steps", checked_number("num_steps", self.num_steps, least=1, reason=least))
+
+    def is_due(self, step: int) -> bool:
+        """Whether a save follows `step`."""
+        return step > 0 and step % self.num_steps == 0
+
+
+@dataclass(frozen=True)
+class EveryTime(_ExclusivePolicy):
+    """Save when `seconds` have passed since the last save, whatever asked for it, or since the start. The clock of the
+    first rank counts."""
+
+    seconds: float
+
+    def __post_init__(self) -> None:
+        check_positive("the interval", self.seconds, "seconds")
+
+    @property
+    def subject(self) -> str:
+        """As `_ExclusivePolicy.subject`."""
+        return "the time between saves"
+
+
+@dataclass(frozen=True)
+class OnMetric(_ExclusivePolicy):
+    """Save when the metric `name`, which the loop gives to `Checkpointer.step`, is better than ever before in this
+    process, by more than `min_delta`. With `mode` "min" a smaller value is better, with "max" a greater one. The value
+    of the first rank counts.
+
+    On several ranks, the save follows a step or a few steps later, when all ranks have agreed on it. To save exactly
+    the state that was measured, call `Checkpointer.save` on all ranks.
+    """
+
+    name: str
+    mode: Literal["min", "max"] = "min"
+    min_delta: float = 0.0
+
+    def __post_init__(self) -> None:
+        name: object = self.name
+        if not isinstance(name, str) or not name:
+            raise TypeError(f"the name of a metric is a string, not {name!r}")
+        if self.mode not in ("min", "max"):
+            raise ValueError(f"mode must be 'min' or 'max', not {self.mode!r}")
+        delta: object = self.min_delta
+        if not isinstance(delta, int | float) or not 0 <= delta < math.inf:
+            raise ValueError(f"min_delta is a difference of the metric, 0 or more, not {delta!r}")
+
+    @property
+    def subject(self) -> str:
+        """As `_ExclusivePolicy.subject`."""
+        return f"the metric {self.name!r}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnRequest(_ExclusivePolicy):
+    """Save when somebody asks for it: with ``holdfast.request_save(run)`` or ``holdfast request-save RUN`` from any
+    process; with the signal `signum` to any rank (SIGUSR1, say); or by creating the `file`, which the first rank then
+    removes. The first rank looks for requests and for the file every `poll_s` seconds.
+    """
+
+    signum: int | None = None
+    file: Path | None = None
+    poll_s: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.signum is not None:
+            _check_signal(self.signum)
+        if self.file is not None:
+            file: object = self.file
+            if not isinstance(file, str | os.PathLike):
+                raise TypeError(f"file is the path of a file, not {kind_of(file)}: {file!r}")
+            object.__setattr__(self, "file", Path(file))
+        check_positive("poll_s", self.poll_s, "seconds")
+
+    @property
+    def subject(self) -> str:
+        """As `_ExclusivePolicy.subject`."""
+        return "requests"
+
+
+def _check_signal(signum: object) -> None:
+    """Raise `TypeError` or `ValueError` unless a handler can be set for the signal `signum`."""
+    if isinstance(signum, bool) or not isinstance(signum, int):
+        raise TypeError(f"signum is a signal, such as signal.SIGUSR1, not {signum!r}")
+    if signum not in signal.valid_signals() or signum in (signal.SIGKILL, signal.SIGSTOP):
+        raise ValueError(f"no handler can be set for signal {signum}; use signal.SIGUSR1, for example")

@@ -1,0 +1,353 @@
+"""`Checkpointer.step` and `steps`: a loop saves when its policy says so, on all ranks after the same steps."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import holdfast
+from holdfast import Checkpointer, ConfigurationError, EverySteps, EveryTime, Memory, OnMetric, OnRequest
+from holdfast.format.records import Place
+from holdfast.run.history import Run
+from holdfast.store.urls import location_of, open_store
+from tests.support.keepers import end_keepers
+from tests.support.models import start_new_job
+from tests.support.ranks import run_ranks
+
+
+def committed(run: str) -> list[int]:
+    """The steps of all commits, in order."""
+    history = Run.open(open_store(location_of(run)))
+    return [history.commit(place).step for place in sorted(history.places(), key=_order)]
+
+
+def _order(place: Place) -> tuple[int, int]:
+    return place.epoch, place.seq
+
+
+@pytest.fixture
+def state() -> dict[str, object]:
+    return {"w": torch.zeros(100), "progress": {"samples": 0}}
+
+
+def wait_for(note: Callable[[], object], *, timeout_s: float = 20.0) -> None:
+    """Wait until `note` returns something."""
+    end_s = time.monotonic() + timeout_s
+    while not note():
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
+
+
+class TestStep:
+    def test_it_saves_after_the_steps_of_the_policy_alone(
+        self, run: str, state: dict[str, object], memory: Memory
+    ) -> None:
+        with Checkpointer(run, state, memory=memory, save=EverySteps(4) | EverySteps(6)) as checkpointer:
+            handles = {step: checkpointer.step(step) for step in range(14)}
+        assert [step for step, handle in handles.items() if handle] == [4, 6, 8, 12]
+        assert committed(run) == [4, 6, 8, 12]
+
+    def test_metrics_are_read_only_where_they_are_needed(self, run: str, state: dict[str, object]) -> None:
+        class OnDevice:
+            num_reads = 0
+
+            def __float__(self) -> float:
+                OnDevice.num_reads += 1
+                return 0.5
+
+        with Checkpointer(run, state, memory=None, save=EverySteps(5)) as checkpointer:
+            for step in range(11):
+                checkpointer.step(step, metrics={"loss": OnDevice()})
+        assert OnDevice.num_reads == 2
+        history = Run.open(open_store(location_of(run)))
+        assert [history.commit(place).metrics for place in history.places()] == [{"loss": 0.5}] * 2
+
+    def test_a_save_follows_a_better_metric(self, run: str, state: dict[str, object]) -> None:
+        with Checkpointer(run, state, memory=None, save=OnMetric("accuracy", mode="max")) as checkpointer:
+            for step, accuracy in enumerate([0.1, 0.3, 0.2, 0.4]):
+                checkpointer.step(step, metrics={"accuracy": accuracy})
+        assert committed(run) == [0, 1, 3]
+
+    def test_a_save_follows_when_the_time_has_come(self, run: str, state: dict[str, object]) -> None:
+        with Checkpointer(run, state, memory=None, save=EveryTime(3600)) as checkpointer:
+            checkpointer.step(0)
+        with Checkpointer(run, state, memory=None, save=EveryTime(0.2)) as checkpointer:
+            checkpointer.step(0)
+            time.sleep(0.25)
+            assert checkpointer.step(1) is not None
+        assert committed(run) == [1]
+
+    def test_a_skipped_save_does_not_grant_a_wish(
+        self, run: str, state: dict[str, object], memory: Memory, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        with Checkpointer(run, state, memory=memory, save=OnMetric("loss")) as checkpointer:
+            save = checkpointer.save
+
+            def skipped(step: int, *, metrics: object = None) -> holdfast.Handle:
+                handle = save(step)
+                handle.skipped = step == 0
+                return handle
+
+            monkeypatch.setattr(checkpointer, "save", skipped)
+            handles = [checkpointer.step(step, metrics={"loss": 1.0}) for step in range(3)]
+        assert [handle is not None for handle in handles] == [True, True, False]
+
+    @pytest.mark.parametrize("wrong", [3, 5, 2])
+    def test_steps_that_do_not_follow_each_other_are_refused(
+        self, run: str, state: dict[str, object], wrong: int
+    ) -> None:
+        checkpointer = Checkpointer(run, state, memory=None, save=EverySteps(100))
+        for step in range(4):
+            checkpointer.step(step)
+        with pytest.raises(
+            ConfigurationError, match=rf"step\({wrong}\) was called where step\(4\) comes next"
+        ) as error:
+            checkpointer.step(wrong)
+        assert error.value.code == "config.step_order"
+        checkpointer.step(4)
+
+    def test_a_loop_that_begins_anew_after_a_restore_is_refused(self, run: str, state: dict[str, object]) -> None:
+        holdfast.save(run, state, 7)
+        checkpointer = Checkpointer(run, state, memory=None, save=EverySteps(100))
+        checkpointer.restore()
+        with pytest.raises(ConfigurationError, match=r"step\(0\) was called where step\(8\) comes next"):
+            checkpointer.step(0)
+
+    def test_a_checkpointer_without_a_policy_refuses_it(self, run: str, state: dict[str, object]) -> None:
+        with pytest.raises(ConfigurationError, match="without a policy") as error:
+            Checkpointer(run, state, memory=None).step(0)
+        assert error.value.code == "config.no_policy"
+
+    def test_a_policy_that_is_none_is_refused(self, run: str, state: dict[str, object]) -> None:
+        with pytest.raises(TypeError, match=r"save must be a policy, such as holdfast.EverySteps\(1000\), not 100"):
+            Checkpointer(run, state, save=100)  # type: ignore[arg-type]
+
+    def test_two_loops_on_one_run_are_refused_until_the_first_has_ended(
+        self, run: str, state: dict[str, object]
+    ) -> None:
+        first = Checkpointer(run, state, memory=None, save=EverySteps(2))
+        second = Checkpointer(run, state, memory=None, save=EverySteps(3))
+        first.step(0)
+        with pytest.raises(ConfigurationError, match="two Checkpointers of this process") as error:
+            second.step(0)
+        assert error.value.code == "config.two_loops"
+        first.close()
+        second.step(0)
+
+    def test_a_closed_checkpointer_refuses_it(self, run: str, state: dict[str, object]) -> None:
+        checkpointer = Checkpointer(run, state, memory=None, save=EverySteps(2))
+        checkpointer.step(0)
+        checkpointer.close()
+        with pytest.raises(ConfigurationError, match="closed Checkpointer"):
+            checkpointer.step(1)
+
+
+class TestSteps:
+    def test_a_loop_goes_on_where_it_ended_and_saves_its_last_step(
+        self, run: str, state: dict[str, object], memory: Memory
+    ) -> None:
+        seen = []
+        for total in (5, 12):
+            start_new_job()
+            with Checkpointer(run, state, memory=memory, save=EverySteps(3)) as checkpointer:
+                for step in checkpointer.steps(total):
+                    seen.append(step)
+                    state["progress"]["samples"] += 1  # type: ignore[index]
+                    checkpointer.step(step)
+        assert seen == list(range(12))
+        assert state["progress"] == {"samples": 12}
+        assert committed(run) == [3, 4, 6, 9, 11]
+
+    def test_a_finished_loop_has_no_steps(self, run: str, state: dict[str, object]) -> None:
+        holdfast.save(run, state, 4)
+        with Checkpointer(run, state, memory=None, save=EverySteps(3)) as checkpointer:
+            assert list(checkpointer.steps(5)) == []
+
+    def test_a_second_loop_goes_on_where_the_first_one_ended(self, run: str, state: dict[str, object]) -> None:
+        with Checkpointer(run, state, memory=None, save=EverySteps(100)) as checkpointer:
+            for step in checkpointer.steps(3):
+                checkpointer.step(step)
+            for step in checkpointer.steps(8):
+                checkpointer.step(step)
+                if step == 5:
+                    break
+            assert [checkpointer.step(step) is not None for step in checkpointer.steps(8)] == [False, True]
+        assert committed(run) == [2, 7]
+
+    def test_it_restores_once(self, run: str, state: dict[str, object]) -> None:
+        holdfast.save(run, state, 4)
+        with Checkpointer(run, state, memory=None, save=EverySteps(3)) as checkpointer:
+            assert checkpointer.restore().next_step == 5
+            state["progress"] = {"samples": 77}
+            assert next(iter(checkpointer.steps(9))) == 5
+        assert state["progress"] == {"samples": 77}
+
+    def test_a_step_that_was_not_recorded_is_told(self, run: str, state: dict[str, object]) -> None:
+        with Checkpointer(run, state, memory=None, save=EverySteps(3)) as checkpointer:
+            steps = iter(checkpointer.steps(9))
+            next(steps)
+            with pytest.raises(ConfigurationError, match="step 0 of the loop ended without a call of step") as error:
+                next(steps)
+            assert error.value.code == "config.step_missing"
+
+
+class TestRequests:
+    @pytest.fixture
+    def before(self) -> Iterator[list[int]]:
+        """A handler of SIGUSR1 that the script has set earlier, with the signals that it got."""
+        got: list[int] = []
+
+        def note(signum: int, _: FrameType | None) -> None:
+            got.append(signum)
+
+        earlier = signal.signal(signal.SIGUSR1, note)
+        yield got
+        signal.signal(signal.SIGUSR1, earlier)
+
+    def test_a_signal_leads_to_one_save_and_reaches_the_earlier_handler(
+        self, run: str, state: dict[str, object], before: list[int]
+    ) -> None:
+        with Checkpointer(run, state, memory=None, save=OnRequest(signum=signal.SIGUSR1)) as checkpointer:
+            for step in range(6):
+                if step == 3:
+                    os.kill(os.getpid(), signal.SIGUSR1)
+                checkpointer.step(step)
+        assert committed(run) == [3]
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert before == [signal.SIGUSR1] * 2
+
+    def test_a_forked_child_has_the_earlier_handler(
+        self, run: str, state: dict[str, object], before: list[int]
+    ) -> None:
+        with Checkpointer(run, state, memory=None, save=OnRequest(signum=signal.SIGUSR1)) as checkpointer:
+            checkpointer.step(0)
+            ours = signal.getsignal(signal.SIGUSR1)
+            if (child := os.fork()) == 0:
+                os._exit(0 if signal.getsignal(signal.SIGUSR1) is not ours else 1)
+            assert os.waitpid(child, 0)[1] == 0
+            assert signal.getsignal(signal.SIGUSR1) is ours
+        assert before == []
+
+    def test_a_dropped_checkpointer_leaves_the_signal_to_the_earlier_handler(
+        self, run: str, state: dict[str, object], before: list[int]
+    ) -> None:
+        checkpointer = Checkpointer(run, state, memory=None, save=OnRequest(signum=signal.SIGUSR1))
+        checkpointer.step(0)
+        del checkpointer
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert before == [signal.SIGUSR1]
+
+    def test_a_process_asks_through_the_run(self, run: str, state: dict[str, object]) -> None:
+        holdfast.save(run, state, 0)
+        policy = OnRequest(poll_s=0.02)
+        with Checkpointer(run, state, memory=None, save=policy) as checkpointer:
+            checkpointer.restore()
+            checkpointer.step(1)
+            subprocess.run([sys.executable, "-m", "holdfast", "request-save", run], check=True, capture_output=True)
+            numbers = iter(range(2, 10**6))
+            wait_for(lambda: checkpointer.step(next(numbers)))
+            time.sleep(0.1)
+            asked = checkpointer.step(next(numbers))
+        assert asked is None
+        assert len(committed(run)) == 2
+        assert list(Path(run, "requests").iterdir()) == []
+
+    def test_a_file_asks(self, run: str, state: dict[str, object], tmp_path: Path) -> None:
+        file = tmp_path / "save-now"
+        with Checkpointer(run, state, memory=None, save=OnRequest(file=file, poll_s=0.02)) as checkpointer:
+            numbers = iter(range(10**6))
+            checkpointer.step(next(numbers))
+            file.touch()
+            wait_for(lambda: checkpointer.step(next(numbers)))
+            wait_for(lambda: not file.exists())
+            assert checkpointer.step(next(numbers)) is None
+        assert len(committed(run)) == 1
+
+    def test_a_request_outlives_a_job_that_does_not_serve_it(self, run: str, state: dict[str, object]) -> None:
+        holdfast.save(run, state, 0)
+        holdfast.request_save(run)
+        start_new_job()
+        with Checkpointer(run, state, memory=None, save=OnRequest(poll_s=0.02)) as checkpointer:
+            numbers = iter(range(checkpointer.restore().next_step, 10**6))
+            wait_for(lambda: checkpointer.step(next(numbers)))
+
+    def test_a_run_that_does_not_exist_cannot_be_asked(self, run: str) -> None:
+        with pytest.raises(holdfast.NotFoundError):
+            holdfast.request_save(run)
+
+    def test_a_checkpoint_cannot_be_asked(self, run: str, state: dict[str, object]) -> None:
+        holdfast.save(run, state, 0)
+        with pytest.raises(ConfigurationError, match="is one checkpoint"):
+            holdfast.request_save(f"{run}@step=0")
+
+    def test_a_signal_can_be_noted_only_from_the_main_thread(self, run: str, state: dict[str, object]) -> None:
+        from threading import Thread
+
+        errors: list[ConfigurationError] = []
+
+        def call() -> None:
+            try:
+                Checkpointer(run, state, memory=None, save=OnRequest(signum=signal.SIGUSR1)).step(0)
+            except ConfigurationError as error:
+                errors.append(error)
+
+        thread = Thread(target=call)
+        thread.start()
+        thread.join()
+        assert [error.code for error in errors] == ["config.signal"]
+
+
+def loop_of_ranks(run: str, node_dir: str, asks: int | None) -> list[int]:
+    """Train 60 steps of 20 ms; the rank `asks` gets a signal at step 20. Returns the steps that were saved."""
+    start_new_job()
+    state = {"w": torch.full((50,), float(dist.get_rank()))}
+    saved = []
+    policy = EverySteps(50) | OnRequest(signum=signal.SIGUSR1, poll_s=5.0) | EveryTime(1000)
+    with Checkpointer(run, {f"r{dist.get_rank()}": state}, memory=Memory(node_dir=Path(node_dir)), save=policy) as own:
+        for step in own.steps(60):
+            time.sleep(0.02)
+            dist.barrier()
+            if step == 20 and dist.get_rank() == asks:
+                os.kill(os.getpid(), signal.SIGUSR1)
+            if own.step(step) is not None:
+                saved.append(step)
+    return saved
+
+
+@pytest.mark.parametrize("asks", [0, 2])
+def test_one_signal_on_one_rank_makes_all_ranks_save_after_one_step(run: str, node_dir: Path, asks: int) -> None:
+    saved = run_ranks(3, loop_of_ranks, run, str(node_dir), asks)
+    assert saved[0] == saved[1] == saved[2]
+    (wanted,) = set(saved[0]) - {50, 59}
+    assert 20 < wanted < 50
+    assert committed(run) == saved[0]
+    end_keepers(node_dir)
+
+
+def loop_of_the_clock(run: str) -> list[int]:
+    """Ranks without collectives, one of them slower, and a policy of the first rank's clock."""
+    start_new_job()
+    saved = []
+    with Checkpointer(run, {"w": torch.zeros(5)}, memory=None, save=EveryTime(0.2)) as own:
+        for step in own.steps(150):
+            time.sleep(0.01 * (1 + dist.get_rank()))
+            if own.step(step) is not None:
+                saved.append(step)
+    return saved
+
+
+def test_ranks_that_drift_apart_still_save_after_the_same_steps(run: str) -> None:
+    first, second = run_ranks(2, loop_of_the_clock, run)
+    assert first == second
+    assert len(first) >= 3
+    assert committed(run) == first

@@ -1,0 +1,139 @@
+"""Policies for when to save: what each says, what contradicts, and what is refused."""
+
+from __future__ import annotations
+
+import logging
+import math
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.policy.schedule import StepSchedule
+from holdfast.policy.triggers import MetricTrigger, TimeTrigger
+from holdfast.policy.when import EverySteps, EveryTime, OnMetric, OnRequest, SavePolicy
+
+
+class TestEverySteps:
+    def test_it_saves_after_multiples_but_not_after_step_0(self) -> None:
+        assert [step for step in range(10) if EverySteps(3).is_due(step)] == [3, 6, 9]
+
+    @given(st.lists(st.integers(1, 50), min_size=1, max_size=3), st.integers(0, 200), st.integers(0, 200))
+    def test_the_next_step_of_a_schedule_is_the_first_with_a_reason(
+        self, intervals: list[int], step: int, last: int
+    ) -> None:
+        schedule = StepSchedule(map(EverySteps, intervals))
+        schedule.last = last
+        expected = next(each for each in range(step + 1, step + 52) if schedule.reason(each) is not None)
+        assert schedule.next_after(step) == expected
+
+    def test_a_schedule_of_nothing_has_no_next_step(self) -> None:
+        assert StepSchedule([EveryTime(1.0)]).next_after(5) is None
+
+
+class TestEveryTime:
+    def test_it_wishes_when_the_time_has_passed_since_the_last_save(self) -> None:
+        trigger = TimeTrigger(EveryTime(60), now_s=100.0)
+        assert trigger.wish(None, 159.0) is None
+        assert trigger.wish(None, 160.0) == "every 60 s"
+        trigger.saved(161.0)
+        assert trigger.wish(None, 220.0) is None
+        assert trigger.wish(None, 221.0) is not None
+
+
+class TestOnMetric:
+    @pytest.mark.parametrize(("mode", "better"), [("min", [0, 2, 5]), ("max", [0, 1, 3])])
+    def test_it_wishes_when_the_metric_is_better_than_ever(self, mode: str, better: list[int]) -> None:
+        trigger = MetricTrigger(OnMetric("loss", mode=mode))  # type: ignore[arg-type]
+        values = [3.0, 4.0, 2.0, 5.0, 2.0, 1.0]
+        assert [at for at, value in enumerate(values) if trigger.wish({"loss": value}, 0.0)] == better
+
+    def test_a_smaller_gain_than_min_delta_is_none(self) -> None:
+        trigger = MetricTrigger(OnMetric("loss", min_delta=0.5))
+        values = [3.0, 2.6, 2.5, 2.4, 1.0]
+        assert [at for at, value in enumerate(values) if trigger.wish({"loss": value}, 0.0)] == [0, 3, 4]
+
+    def test_nan_is_never_better_and_is_told_once(self, caplog: pytest.LogCaptureFixture) -> None:
+        trigger = MetricTrigger(OnMetric("loss"))
+        with caplog.at_level(logging.WARNING):
+            assert [
+                trigger.wish({"loss": value}, 0.0) is not None for value in (math.nan, math.nan, 1.0, math.nan)
+            ] == [
+                False,
+                False,
+                True,
+                False,
+            ]
+        assert [record.message for record in caplog.records] == [
+            "metric 'loss' is nan, which is never better; check what the loop gives to step(metrics=)"
+        ]
+
+    def test_a_metric_that_never_comes_is_told_with_those_that_do(self, caplog: pytest.LogCaptureFixture) -> None:
+        trigger = MetricTrigger(OnMetric("los"))
+        for _ in range(3000):
+            trigger.wish({"loss": 1.0}, 0.0)
+        (record,) = caplog.records
+        assert "no step has had the metric 'los' in 1,000 steps" in record.message
+        assert "its metrics are 'loss'" in record.message
+
+    def test_a_metric_that_comes_at_times_is_not_missed(self, caplog: pytest.LogCaptureFixture) -> None:
+        trigger = MetricTrigger(OnMetric("accuracy", mode="max"))
+        for step in range(3000):
+            trigger.wish({"accuracy": 0.5} if step == 500 else None, 0.0)
+        assert not caplog.records
+
+
+class TestUnion:
+    def test_it_is_flat_and_keeps_the_order(self) -> None:
+        a, b, c = EverySteps(3), EveryTime(60), OnMetric("loss")
+        assert list((a | (b | c)).parts()) == [a, b, c]
+        assert list((EverySteps(3) | EverySteps(5)).parts()) == [EverySteps(3), EverySteps(5)]
+        assert list((OnMetric("a") | OnMetric("b")).parts()) == [OnMetric("a"), OnMetric("b")]
+
+    @pytest.mark.parametrize(
+        ("make", "message"),
+        [
+            (lambda: EveryTime(60) | EveryTime(90), "2 rules for the time between saves"),
+            (lambda: OnMetric("loss") | EverySteps(2) | OnMetric("loss", mode="max"), "2 rules for the metric 'loss'"),
+            (lambda: OnRequest() | OnRequest(signum=signal.SIGUSR1), "2 rules for requests"),
+        ],
+    )
+    def test_policies_that_contradict_each_other_are_refused(
+        self, make: Callable[[], SavePolicy], message: str
+    ) -> None:
+        with pytest.raises(ValueError, match=message):
+            make()
+
+    def test_only_policies_can_be_joined(self) -> None:
+        with pytest.raises(TypeError):
+            EverySteps(3) | 5
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: EverySteps(0), "num_steps is 0, but an interval has at least one step"),
+        (lambda: EverySteps(2.5), "num_steps must be a whole number"),  # type: ignore[arg-type]
+        (lambda: EveryTime(0), "the interval must be positive"),
+        (lambda: EveryTime("10m"), "the interval must be a number of seconds"),  # type: ignore[arg-type]
+        (lambda: EveryTime(math.nan), "the interval must be positive"),
+        (lambda: OnMetric(""), "the name of a metric is a string"),
+        (lambda: OnMetric("loss", mode="least"), "mode must be 'min' or 'max'"),  # type: ignore[arg-type]
+        (lambda: OnMetric("loss", min_delta=-1), "min_delta is a difference"),
+        (lambda: OnRequest(signum=signal.SIGKILL), "no handler can be set for signal 9"),
+        (lambda: OnRequest(signum=12345), "no handler can be set for signal 12345"),
+        (lambda: OnRequest(signum="SIGUSR1"), "signum is a signal"),  # type: ignore[arg-type]
+        (lambda: OnRequest(file=5), "file is the path of a file"),  # type: ignore[arg-type]
+        (lambda: OnRequest(poll_s=0), "poll_s must be positive"),
+    ],
+)
+def test_a_policy_that_makes_no_sense_is_refused_where_it_is_made(make: Callable[[], object], message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        make()
+
+
+def test_the_path_of_a_request_may_be_text() -> None:
+    assert OnRequest(file="save-now").file == Path("save-now")  # type: ignore[arg-type]
