@@ -19,10 +19,11 @@ from bench.plan import PLAN, draw_planning
 from bench.save_load import IO, LOADS
 from bench.schema import Result, read_result, write_result
 from bench.small import SMALL
+from bench.step import STEP
 from bench.view import VIEW
 
 #: In the order in which they are measured, each with the name of its place in `docs/benchmarks.md`.
-BENCHMARKS = (IO, LOADS, PLAN, SMALL, VIEW, ENGINE, HISTORY)
+BENCHMARKS = (IO, LOADS, PLAN, SMALL, VIEW, ENGINE, HISTORY, STEP)
 PLACES = {each.name: "bench" if each is IO else each.name for each in BENCHMARKS}
 FRONT, TABLE = "front", "table"
 #: What is published, below the root of the repository.

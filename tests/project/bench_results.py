@@ -157,6 +157,12 @@ def history_result() -> Result:
     return Result("history", tuple(parts))
 
 
+def step_result() -> Result:
+    taken = [Sample("holdfast", 1, {"seconds": (0.05,)})]
+    parts = (part(name, taken, facts={"num_steps": 10_000}) for name in ("every-steps", "all-policies"))
+    return Result("step", tuple(parts))
+
+
 def engine_result(
     *, nbytes: int = NBYTES, blocked_s: float = 0.010, loop_s: float = 8.08, rounds: int = ROUNDS
 ) -> Result:

@@ -44,6 +44,7 @@ from tests.project.bench_results import (
     plan_result,
     sample,
     small_result,
+    step_result,
     view_result,
 )
 
@@ -60,6 +61,7 @@ FOUND = {
         view_result(),
         plan_result(),
         history_result(),
+        step_result(),
     )
 }
 
