@@ -123,6 +123,12 @@ class TestStep:
         with pytest.raises(ConfigurationError, match=r"step\(0\) was called where step\(8\) comes next"):
             checkpointer.step(0)
 
+    def test_a_step_that_is_no_number_is_refused(self, run: str, state: dict[str, object]) -> None:
+        checkpointer = Checkpointer(run, state, memory=None, save=EverySteps(2))
+        for wrong in ("1", 1.5, -1):
+            with pytest.raises(ValueError, match="step must be a whole number"):
+                checkpointer.step(wrong)  # type: ignore[arg-type]
+
     def test_a_checkpointer_without_a_policy_refuses_it(self, run: str, state: dict[str, object]) -> None:
         with pytest.raises(ConfigurationError, match="without a policy") as error:
             Checkpointer(run, state, memory=None).step(0)

@@ -246,8 +246,8 @@ class Checkpointer:
         Raises what `restore` and `step` raise.
         """
         total = checked_number("total", total, least=0, reason="a loop has no negative number of steps")
+        loop = self._policy_loop("steps")  # first, since signals may ask for a save from now on
         restored = self.restore() if self._restored is None else self._restored
-        loop = self._policy_loop("steps")
         start = loop.begin(restored.next_step, last=total - 1)
         for step in range(start, total):
             yield step
@@ -266,6 +266,7 @@ class Checkpointer:
         ``config.two_loops``: another `Checkpointer` of this process decides when to save into the run.
         """
         loop = self._loop or self._policy_loop("step")
+        step = whole(step)
         reason = loop.due(step, metrics)
         if reason is None:
             return None

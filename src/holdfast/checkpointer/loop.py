@@ -35,10 +35,9 @@ class Loop:
 
     def __init__(self, policy: SavePolicy, run: Location, *, group: ProcessGroup | None) -> None:
         """Raises `ConfigurationError`, code ``config.two_loops``, if this process has another loop on `run`."""
-        key = (os.getpid(), run)
-        if _loops.setdefault(key, self) is not self:
+        self._key = (os.getpid(), run)
+        if self._key in _loops:
             raise _second_loop(run)
-        self._key = key
         member = member_of(group)
         self._is_first_rank = is_first_rank = member is None or member.rank == 0
         policies = tuple(policy.parts())
@@ -56,6 +55,7 @@ class Loop:
         self._wish: str | None = None
         #: The step that has to end next; None if any may.
         self._next: int | None = None
+        _loops[self._key] = self
 
     def expect(self, step: int) -> None:
         """The next step that ends has to be `step`."""

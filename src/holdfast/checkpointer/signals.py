@@ -25,7 +25,7 @@ class SignalNote:
             raise ConfigurationError(
                 f"a handler of {signal.Signals(signum).name} can be set only in the main thread.",
                 code="config.signal",
-                action="Make the Checkpointer in the main thread, or leave the signal out of its policy.",
+                action="Call step() in the main thread, or leave the signal out of the policy.",
             )
         self.name = signal.Signals(signum).name
         #: Whether the signal has come since this was last set to False.
