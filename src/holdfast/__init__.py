@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from holdfast.loading import load
     from holdfast.loading.load_plan import LoadPlan, plan_load
     from holdfast.plan.exchange import Bandwidths
-    from holdfast.policy.when import EverySteps, EveryTime, OnMetric, OnRequest, SavePolicy
+    from holdfast.policy.when import EverySteps, EveryTime, OnMetric, OnPreemption, OnRequest, SavePolicy
     from holdfast.publishing import transfer
     from holdfast.reports import LoadReport, SaveReport, TransferReport
     from holdfast.run.save_requests import request_save
@@ -78,6 +78,7 @@ _HOMES = {
     "EverySteps": "holdfast.policy.when",
     "EveryTime": "holdfast.policy.when",
     "OnMetric": "holdfast.policy.when",
+    "OnPreemption": "holdfast.policy.when",
     "OnRequest": "holdfast.policy.when",
     "request_save": "holdfast.run.save_requests",
 }
@@ -103,6 +104,7 @@ __all__ = [
     "Memory",
     "NotFoundError",
     "OnMetric",
+    "OnPreemption",
     "OnRequest",
     "PerRank",
     "Piecewise",

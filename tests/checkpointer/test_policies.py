@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import holdfast
-from holdfast import Checkpointer, ConfigurationError, EverySteps, EveryTime, Memory, OnMetric, OnRequest
+from holdfast import Checkpointer, ConfigurationError, EverySteps, EveryTime, Memory, OnMetric, OnPreemption, OnRequest
 from holdfast.format.records import Place
 from holdfast.run.history import Run
 from holdfast.store.urls import location_of, open_store
@@ -338,6 +338,68 @@ def test_one_signal_on_one_rank_makes_all_ranks_save_after_one_step(run: str, no
     assert 20 < wanted < 50
     assert committed(run) == saved[0]
     end_keepers(node_dir)
+
+
+class TestPreemption:
+    def test_a_signal_saves_the_step_and_ends_the_loop(self, run: str, state: dict[str, object]) -> None:
+        ours = signal.getsignal(signal.SIGTERM)
+        with Checkpointer(run, state, memory=None, save=EverySteps(4) | OnPreemption()) as checkpointer:
+            for step in checkpointer.steps(100):
+                if step == 6:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                assert not checkpointer.preempted
+                checkpointer.step(step)
+            assert checkpointer.preempted
+        assert committed(run) == [4, 6]
+        assert signal.getsignal(signal.SIGTERM) is ours
+
+    def test_a_loop_goes_on_after_the_preempted_step(self, run: str, state: dict[str, object]) -> None:
+        for first in (0, 3):
+            start_new_job()
+            with Checkpointer(run, state, memory=None, save=OnPreemption((signal.SIGTERM, signal.SIGUSR1))) as own:
+                steps = []
+                for step in own.steps(100):
+                    steps.append(step)
+                    if step == first + 2:
+                        os.kill(os.getpid(), signal.SIGUSR1)
+                    own.step(step)
+            assert steps == [first, first + 1, first + 2]
+
+
+SCRIPT = """
+import sys, time
+import torch, torch.distributed as dist
+import holdfast
+dist.init_process_group("gloo")
+memory = holdfast.Memory(node_dir=sys.argv[2])
+state = {"w": torch.zeros(10), "progress": {"step": -1}}
+with holdfast.Checkpointer(sys.argv[1], state, memory=memory, save=holdfast.OnPreemption()) as checkpointer:
+    for step in checkpointer.steps(100_000):
+        time.sleep(0.005)
+        dist.all_reduce(torch.ones(1))
+        state["progress"]["step"] = step
+        if step == 3 and dist.get_rank() == 0:
+            print("trains", flush=True)
+        checkpointer.step(step)
+print("ends after", step, flush=True)
+dist.destroy_process_group()
+"""
+
+
+def test_sigterm_to_torchrun_leaves_a_checkpoint_of_the_last_step_on_all_ranks(
+    run: str, node_dir: Path, tmp_path: Path
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
+    job = subprocess.Popen([*command, run, str(node_dir)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert job.stdout is not None
+    assert job.stdout.readline() == "trains\n"
+    job.send_signal(signal.SIGTERM)
+    out, err = job.communicate(timeout=60)
+    first, second = out.splitlines()
+    assert first == second, err
+    assert committed(run) == [int(first.split()[-1])]
 
 
 def loop_of_the_clock(run: str) -> list[int]:

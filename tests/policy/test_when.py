@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from holdfast.policy.schedule import StepSchedule
 from holdfast.policy.triggers import MetricTrigger, TimeTrigger
-from holdfast.policy.when import EverySteps, EveryTime, OnMetric, OnRequest, SavePolicy
+from holdfast.policy.when import EverySteps, EveryTime, OnMetric, OnPreemption, OnRequest, SavePolicy
 
 
 class TestEverySteps:
@@ -99,6 +99,7 @@ class TestUnion:
             (lambda: EveryTime(60) | EveryTime(90), "2 rules for the time between saves"),
             (lambda: OnMetric("loss") | EverySteps(2) | OnMetric("loss", mode="max"), "2 rules for the metric 'loss'"),
             (lambda: OnRequest() | OnRequest(signum=signal.SIGUSR1), "2 rules for requests"),
+            (lambda: OnRequest(signum=signal.SIGTERM) | OnPreemption(), "2 rules for the signal SIGTERM"),
         ],
     )
     def test_policies_that_contradict_each_other_are_refused(
@@ -128,6 +129,9 @@ class TestUnion:
         (lambda: OnRequest(signum="SIGUSR1"), "signum is a signal"),  # type: ignore[arg-type]
         (lambda: OnRequest(file=5), "file is the path of a file"),  # type: ignore[arg-type]
         (lambda: OnRequest(poll_s=0), "poll_s must be positive"),
+        (lambda: OnPreemption(()), "signums is a tuple of signals"),
+        (lambda: OnPreemption(signal.SIGTERM), "signums is a tuple of signals"),  # type: ignore[arg-type]
+        (lambda: OnPreemption((signal.SIGSTOP,)), "no handler can be set for signal 19"),
     ],
 )
 def test_a_policy_that_makes_no_sense_is_refused_where_it_is_made(make: Callable[[], object], message: str) -> None:

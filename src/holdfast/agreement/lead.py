@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from typing import Final
 
-_LEAST_STEPS: Final = 2
+#: While the time of a step is unknown.
+_FIRST_STEPS: Final = 2
 #: The share of a new measurement in an average.
 _NEW: Final = 0.25
 #: The expected time to a verdict, and the time of a step, are multiplied by this.
@@ -26,8 +27,9 @@ class Lead:
     def steps(self) -> int:
         """The number of steps by which a proposal should look ahead."""
         if self._step_s is None:
-            return _LEAST_STEPS
-        return max(_LEAST_STEPS, 1 + math.ceil(_MARGIN * self._latency_s / self._step_s))
+            return _FIRST_STEPS
+        # A step that is under way on other ranks can still be promised, so one is enough where steps take long.
+        return math.ceil(_MARGIN * self._latency_s / self._step_s)
 
     def note_step(self, step_s: float) -> None:
         """A step took `step_s`."""

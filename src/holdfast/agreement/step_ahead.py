@@ -47,10 +47,11 @@ class Registers(Protocol):
 
 
 class ProposedStep(msgspec.Struct, frozen=True):
-    """A step after which all ranks are to act, and the reason."""
+    """A step after which all ranks are to act, the reason, and whether the loop `ends` then."""
 
     step: int
     reason: str
+    ends: bool = False
 
 
 class Appointment:

@@ -241,7 +241,8 @@ class Checkpointer:
     def steps(self, total: int) -> Iterator[int]:
         """The numbers of the steps that are left of `total`, for the ``for`` loop that trains. Before the first one,
         this restores the state, unless `restore` did; a second loop goes on where the first one ended. Each step must
-        end with a call of `step`. The last one is followed by a save, whatever the policy says.
+        end with a call of `step`. The last one is followed by a save, whatever the policy says. On a preemption
+        (`OnPreemption`) it ends early, on all ranks after the same step.
 
         Raises what `restore` and `step` raise.
         """
@@ -252,6 +253,8 @@ class Checkpointer:
         for step in range(start, total):
             yield step
             loop.require_ended(step)
+            if loop.is_preempted:
+                return
 
     def step(self, step: int, *, metrics: Mapping[str, SupportsFloat] | None = None) -> Handle | None:
         """Record that `step` has ended, and save if the policy (the option `save`) says so. Returns the handle of that
@@ -274,6 +277,12 @@ class Checkpointer:
         if not handle.skipped:
             loop.saved(step, reason)
         return handle
+
+    @property
+    def preempted(self) -> bool:
+        """Whether the loop has to end, because a rank was told that its machine is taken away (`OnPreemption`). It
+        changes in `step`, on all ranks in the same one, whose state is being saved."""
+        return self._loop is not None and self._loop.is_preempted
 
     @contextmanager
     def guard(self) -> Iterator[None]:

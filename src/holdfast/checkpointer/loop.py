@@ -12,12 +12,13 @@ from torch.distributed import ProcessGroup
 
 from holdfast.checkpointer.request_trigger import RequestTrigger
 from holdfast.checkpointer.shared_wishes import SharedWishes, WishesOfOne, WishesOfRanks
+from holdfast.checkpointer.signals import SignalNote
 from holdfast.control.torch_store import member_of
 from holdfast.errors import ConfigurationError, StorageError
 from holdfast.phases import LOG
 from holdfast.policy.schedule import StepSchedule
 from holdfast.policy.triggers import Metrics, Trigger, triggers_of
-from holdfast.policy.when import OnRequest, SavePolicy
+from holdfast.policy.when import OnPreemption, OnRequest, SavePolicy
 from holdfast.store.base import Location
 
 _log = logging.getLogger(__name__)
@@ -49,6 +50,10 @@ class Loop:
             RequestTrigger(each, run, is_first_rank=is_first_rank) for each in policies if isinstance(each, OnRequest)
         ]
         self._triggers.extend(self._requests)
+        preemptions = (each for each in policies if isinstance(each, OnPreemption))
+        self._notices = [SignalNote(signum) for each in preemptions for signum in each.signums]
+        #: Whether all ranks have agreed to end the loop after the last step that ended.
+        self.is_preempted = False
         self._wishes: SharedWishes = (
             WishesOfOne() if member is None or member.world_size == 1 else WishesOfRanks(member)
         )
@@ -77,12 +82,22 @@ class Loop:
         if self._next is not None and step != self._next:
             raise _out_of_order(step, self._next)
         self._next = step + 1
-        reason = self._wishes.enter(step) or self._schedule.reason(step)
+        agreed = self._wishes.enter(step)
+        if agreed is not None and agreed.ends:
+            self.is_preempted = True
+        reason = self._schedule.reason(step) if agreed is None else agreed.reason
         now_s = time.monotonic()
         for trigger in self._triggers:
             self._wish = trigger.wish(metrics, now_s) or self._wish
-        if reason is None and self._wish is not None:
-            return self._share(step, self._wish)
+        notice = None if self.is_preempted else next((each for each in self._notices if each.is_noted), None)
+        if notice is not None:
+            # Another save does not grant this: all ranks have to know that the loop ends with it.
+            if self._share(step, f"preempted by {notice.name}", scheduled=None, ends=True):
+                self.is_preempted = True
+                return f"preempted by {notice.name}"
+        elif reason is None and self._wish is not None:
+            scheduled = self._schedule.next_after(step)
+            return self._wish if self._share(step, self._wish, scheduled=scheduled, ends=False) else None
         return reason
 
     def require_ended(self, step: int) -> None:
@@ -110,14 +125,16 @@ class Loop:
         self._wishes.close()
         for each in self._requests:
             each.close()
+        for notice in self._notices:
+            notice.remove()
 
-    def _share(self, step: int, wish: str) -> str | None:
-        """Tell the other ranks of the wish. Returns it if the save follows this step already."""
+    def _share(self, step: int, wish: str, *, scheduled: int | None, ends: bool) -> bool:
+        """Tell the other ranks of the wish. Returns whether the save follows this step already."""
         try:
-            return wish if self._wishes.wish(step, wish, scheduled=self._schedule.next_after(step)) else None
+            return self._wishes.wish(step, wish, scheduled=scheduled, ends=ends)
         except StorageError as error:
             _log.warning("the other ranks do not hear that a save is wanted (%s): %s", wish, error)
-            return None
+            return False
 
 
 def _second_loop(run: Location) -> ConfigurationError:

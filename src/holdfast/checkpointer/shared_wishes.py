@@ -33,13 +33,13 @@ _JOIN_S: Final = 1.0
 class SharedWishes(Protocol):
     """The wishes of all ranks for a save. All ranks enter the same steps."""
 
-    def enter(self, step: int) -> str | None:
-        """Enter `step`. Returns the reason if all ranks have agreed to save after it. Seldom blocks."""
+    def enter(self, step: int) -> ProposedStep | None:
+        """Enter `step`. Returns what all ranks have agreed on, if they have agreed to save after it. Seldom blocks."""
 
-    def wish(self, step: int, reason: str, *, scheduled: int | None) -> bool:
-        """This rank, which has entered `step`, wants a save. Returns whether it follows this step already. May be
-        called in every step until there is a save. `scheduled` is the next step that
-        a save follows anyway; if it is near, this does nothing."""
+    def wish(self, step: int, reason: str, *, scheduled: int | None, ends: bool = False) -> bool:
+        """This rank, which has entered `step`, wants a save; with `ends`, all ranks then end the loop. Returns whether
+        the save follows this step already. May be called in every step until there is a save. `scheduled` is the next
+        step that a save follows anyway; if it is near, this does nothing."""
 
     def close(self) -> None:
         """The loop has ended."""
@@ -48,11 +48,11 @@ class SharedWishes(Protocol):
 class WishesOfOne:
     """The wishes of the only rank: each is granted at once."""
 
-    def enter(self, step: int) -> str | None:
+    def enter(self, step: int) -> ProposedStep | None:
         """As `SharedWishes.enter`."""
         return None
 
-    def wish(self, step: int, reason: str, *, scheduled: int | None) -> bool:
+    def wish(self, step: int, reason: str, *, scheduled: int | None, ends: bool = False) -> bool:
         """As `SharedWishes.wish`."""
         return True
 
@@ -85,7 +85,7 @@ class WishesOfRanks:
         self._stop = finalize(self, _stop, listener, bell)
         listener.start()
 
-    def enter(self, step: int) -> str | None:
+    def enter(self, step: int) -> ProposedStep | None:
         """As `SharedWishes.enter`."""
         now_s = time.monotonic()
         if self._entered_s is not None:
@@ -99,13 +99,13 @@ class WishesOfRanks:
         if not appointment.decided.wait(_PATIENCE_S):
             self._ahead.give_up(appointment, self._registers.foreground)
         self._entered_s = None  # a save takes its own time
-        return appointment.proposed.reason if appointment.is_agreed else None
+        return appointment.proposed if appointment.is_agreed else None
 
-    def wish(self, step: int, reason: str, *, scheduled: int | None) -> bool:
+    def wish(self, step: int, reason: str, *, scheduled: int | None, ends: bool = False) -> bool:
         """As `SharedWishes.wish`."""
         ahead = step + self._lead.steps
         if self._proposed is None and self._ahead.is_idle and (scheduled is None or ahead < scheduled):
-            number = self._ahead.propose(ProposedStep(ahead, reason), self._registers.foreground)
+            number = self._ahead.propose(ProposedStep(ahead, reason, ends), self._registers.foreground)
             self._proposed = number, time.monotonic()
         return False
 

@@ -32,14 +32,16 @@ class SavePolicy:
 class AnyOf(SavePolicy):
     """The policy that saves whenever one of `policies` does; `a | b` makes it.
 
-    Raises `ValueError` for policies that contradict each other: two intervals of time, or two rules for one metric.
+    Raises `ValueError` for policies that contradict each other: two intervals of time, or two rules for one metric or
+    one signal.
     """
 
     policies: tuple[SavePolicy, ...]
 
     def __post_init__(self) -> None:
-        kinds = Counter(each.subject for each in self.policies if isinstance(each, _ExclusivePolicy))
-        for subject, number in kinds.items():
+        exclusive = (each for each in self.policies if isinstance(each, _ExclusivePolicy))
+        rules = Counter(subject for each in exclusive for subject in each.subjects)
+        for subject, number in rules.items():
             if number > 1:
                 raise ValueError(f"the policy has {number} rules for {subject}; keep one of them")
 
@@ -49,11 +51,11 @@ class AnyOf(SavePolicy):
 
 
 class _ExclusivePolicy(SavePolicy):
-    """A policy beside which no other policy for the same `subject` makes sense."""
+    """A policy beside which no other policy for one of its `subjects` makes sense."""
 
     @property
-    def subject(self) -> str:
-        """The subject, as errors name it."""
+    def subjects(self) -> tuple[str, ...]:
+        """The subjects, as errors name them."""
         raise NotImplementedError
 
 
@@ -83,9 +85,9 @@ class EveryTime(_ExclusivePolicy):
         check_positive("the interval", self.seconds, "seconds")
 
     @property
-    def subject(self) -> str:
-        """As `_ExclusivePolicy.subject`."""
-        return "the time between saves"
+    def subjects(self) -> tuple[str, ...]:
+        """As `_ExclusivePolicy.subjects`."""
+        return ("the time between saves",)
 
 
 @dataclass(frozen=True)
@@ -113,9 +115,9 @@ class OnMetric(_ExclusivePolicy):
             raise ValueError(f"min_delta is a difference of the metric, 0 or more, not {delta!r}")
 
     @property
-    def subject(self) -> str:
-        """As `_ExclusivePolicy.subject`."""
-        return f"the metric {self.name!r}"
+    def subjects(self) -> tuple[str, ...]:
+        """As `_ExclusivePolicy.subjects`."""
+        return (f"the metric {self.name!r}",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,9 +142,37 @@ class OnRequest(_ExclusivePolicy):
         check_positive("poll_s", self.poll_s, "seconds")
 
     @property
-    def subject(self) -> str:
-        """As `_ExclusivePolicy.subject`."""
-        return "requests"
+    def subjects(self) -> tuple[str, ...]:
+        """As `_ExclusivePolicy.subjects`."""
+        return ("requests",) if self.signum is None else ("requests", _name_of(self.signum))
+
+
+@dataclass(frozen=True)
+class OnPreemption(_ExclusivePolicy):
+    """Save and end the loop when one of the signals `signums` comes to any rank, as it does before a machine is taken
+    away. All ranks save after the same step; then `Checkpointer.steps` ends, and `Checkpointer.preempted` is True.
+
+    The signal itself no longer ends the process. It is noticed at the end of a step, and the save follows that step or,
+    on several ranks, mostly the next one.
+    """
+
+    signums: tuple[int, ...] = (signal.SIGTERM,)
+
+    def __post_init__(self) -> None:
+        signums: object = self.signums
+        if not isinstance(signums, tuple) or not signums:
+            raise TypeError(f"signums is a tuple of signals, such as (signal.SIGTERM,), not {signums!r}")
+        for signum in self.signums:
+            _check_signal(signum)
+
+    @property
+    def subjects(self) -> tuple[str, ...]:
+        """As `_ExclusivePolicy.subjects`."""
+        return ("preemption", *map(_name_of, self.signums))
+
+
+def _name_of(signum: int) -> str:
+    return f"the signal {signal.Signals(signum).name}"
 
 
 def _check_signal(signum: object) -> None:
