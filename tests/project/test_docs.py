@@ -92,7 +92,7 @@ def test_the_eight_lines_of_the_readme_train_stop_and_go_on(
     names["scheduler"] = torch.optim.lr_scheduler.ConstantLR(optimizer)
     names["memory"] = memory
     code = example.replace('holdfast.open("runs/gpt")[', 'rows = holdfast.open("runs/gpt")[')
-    code = code.replace("state) as", "state, memory=memory) as")
+    code = code.replace("save=policy) as", "save=policy, memory=memory) as")
     for num_steps in (2, 5):
         exec(code, names | {"num_steps": num_steps})
     exec(code, names := names | {"num_steps": 5})  # nothing is left to do
