@@ -14,7 +14,7 @@ import pytest
 import holdfast
 from tests.checkpointer.test_policies import SCRIPT
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
 NUM_SIGNALS = 100
 #: A job is started anew after so many signals, so that starts are hit too.
@@ -27,15 +27,15 @@ def preempted(script: Path, run: Path, node_dir: Path, delay_s: float, *, trains
     """Start or resume the job, send SIGTERM to torchrun after `delay_s` (from the first steps on, if it `trains`), and
     return the last steps that the ranks report."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
-    job = subprocess.Popen(
+    with subprocess.Popen(
         [*command, str(run), str(node_dir)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    assert job.stdout is not None
-    if trains:
-        assert job.stdout.readline() == "trains\n"
-    time.sleep(delay_s)
-    job.send_signal(signal.SIGTERM)
-    out, err = job.communicate(timeout=DEADLINE_S)
+    ) as job:
+        assert job.stdout is not None
+        if trains:
+            assert job.stdout.readline() == "trains\n"
+        time.sleep(delay_s)
+        job.send_signal(signal.SIGTERM)
+        out, err = job.communicate(timeout=DEADLINE_S)
     return {int(line.split()[-1]) for line in out.splitlines() if line.startswith("ends")}, err
 
 
