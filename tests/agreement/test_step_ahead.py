@@ -69,7 +69,7 @@ class Rank:
             self.ahead.give_up(self.kept, self.registers)
 
     def propose(self, lead: int) -> None:
-        if self.ahead.is_idle:
+        if self.ahead.is_idle(until=self.step + lead):
             self.ahead.propose(ProposedStep(self.step + lead, f"step {self.step}"), self.registers)
 
 

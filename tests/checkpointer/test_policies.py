@@ -91,16 +91,24 @@ class TestStep:
         self, run: str, state: dict[str, object], memory: Memory, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         with Checkpointer(run, state, memory=memory, save=OnMetric("loss")) as checkpointer:
-            save = checkpointer.save
 
             def skipped(step: int, *, metrics: object = None) -> holdfast.Handle:
-                handle = save(step)
-                handle.skipped = step == 0
+                handle = holdfast.Handle(step)
+                handle.skipped = True
                 return handle
 
-            monkeypatch.setattr(checkpointer, "save", skipped)
-            handles = [checkpointer.step(step, metrics={"loss": 1.0}) for step in range(3)]
-        assert [handle is not None for handle in handles] == [True, True, False]
+            with monkeypatch.context() as patch:
+                patch.setattr(checkpointer, "save", skipped)
+                assert checkpointer.step(0, metrics={"loss": 1.0}) is not None
+            handles = [checkpointer.step(step, metrics={"loss": 1.0}) for step in (1, 2)]
+        assert [handle is not None for handle in handles] == [True, False]
+
+    def test_a_save_beside_it_grants_the_wishes_too(self, run: str, state: dict[str, object]) -> None:
+        with Checkpointer(run, state, memory=None, save=EveryTime(0.3)) as checkpointer:
+            checkpointer.step(0)
+            time.sleep(0.35)
+            checkpointer.save(1)
+            assert checkpointer.step(1) is None
 
     @pytest.mark.parametrize("wrong", [3, 5, 2])
     def test_steps_that_do_not_follow_each_other_are_refused(
@@ -206,6 +214,25 @@ class TestSteps:
                 next(steps)
             assert error.value.code == "config.step_missing"
 
+    def test_a_step_that_was_not_recorded_is_told_after_a_restore_too(self, run: str, state: dict[str, object]) -> None:
+        holdfast.save(run, state, 4)
+        with Checkpointer(run, state, memory=None, save=EverySteps(3)) as checkpointer:
+            steps = iter(checkpointer.steps(9))
+            assert next(steps) == 5
+            with pytest.raises(ConfigurationError, match="step 5 of the loop ended without a call of step"):
+                next(steps)
+
+    def test_a_loop_whose_body_restores_goes_on_from_there(self, run: str, state: dict[str, object]) -> None:
+        seen = []
+        with Checkpointer(run, state, memory=None, save=EverySteps(3)) as checkpointer:
+            for step in checkpointer.steps(7):
+                seen.append(step)
+                if seen == [0, 1, 2, 3, 4, 5]:
+                    checkpointer.restore()  # goes back to step 3
+                    continue
+                checkpointer.step(step)
+        assert seen == [0, 1, 2, 3, 4, 5, 4, 5, 6]
+
 
 class TestRequests:
     @pytest.fixture
@@ -252,6 +279,43 @@ class TestRequests:
         del checkpointer
         os.kill(os.getpid(), signal.SIGUSR1)
         assert before == [signal.SIGUSR1]
+
+    @pytest.mark.parametrize("ends", ["close", "drop"])
+    def test_the_end_of_an_older_checkpointer_leaves_the_signal_to_the_newer(
+        self, tmp_path: Path, state: dict[str, object], ends: str
+    ) -> None:
+        policy = OnRequest(signum=signal.SIGUSR2)
+        first: Checkpointer | None = Checkpointer(tmp_path / "a", state, memory=None, save=policy)
+        with Checkpointer(tmp_path / "b", state, memory=None, save=policy) as second:
+            second.step(0)
+            if ends == "close" and first is not None:
+                first.close()
+            first = None
+            os.kill(os.getpid(), signal.SIGUSR2)  # would end this process
+            assert second.step(1) is not None
+        signal.signal(signal.SIGUSR2, signal.SIG_DFL)
+
+    def test_a_signal_before_the_first_step_and_while_saves_become_durable_ends_nothing(
+        self, run: str, state: dict[str, object], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        checkpointer = Checkpointer(run, state, memory=None, save=OnRequest(signum=signal.SIGUSR2))
+        os.kill(os.getpid(), signal.SIGUSR2)
+        assert checkpointer.step(0) is not None
+        monkeypatch.setattr(checkpointer, "_wait", lambda _: os.kill(os.getpid(), signal.SIGUSR2))
+        checkpointer.close()
+        assert signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL
+
+    def test_a_request_that_cannot_be_deleted_does_not_hide_later_ones(
+        self, run: str, state: dict[str, object], tmp_path: Path
+    ) -> None:
+        holdfast.save(run, state, 0)
+        file = tmp_path / "save-now"
+        (file / "in it").mkdir(parents=True)  # a folder cannot be removed as a file
+        with Checkpointer(run, state, memory=None, save=OnRequest(file=file, poll_s=0.02)) as checkpointer:
+            numbers = iter(range(checkpointer.restore().next_step, 10**6))
+            wait_for(lambda: checkpointer.step(next(numbers)))
+            holdfast.request_save(run)
+            wait_for(lambda: checkpointer.step(next(numbers)))
 
     def test_a_process_asks_through_the_run(self, run: str, state: dict[str, object]) -> None:
         holdfast.save(run, state, 0)
@@ -303,7 +367,7 @@ class TestRequests:
 
         def call() -> None:
             try:
-                Checkpointer(run, state, memory=None, save=OnRequest(signum=signal.SIGUSR1)).step(0)
+                Checkpointer(run, state, memory=None, save=OnRequest(signum=signal.SIGUSR1))
             except ConfigurationError as error:
                 errors.append(error)
 
@@ -340,6 +404,58 @@ def test_one_signal_on_one_rank_makes_all_ranks_save_after_one_step(run: str, no
     end_keepers(node_dir)
 
 
+def loop_that_one_rank_leaves(run: str) -> list[float]:
+    """Rank 0 ends its loop early; the times of rank 1's steps after a request."""
+    start_new_job()
+    times = []
+    with Checkpointer(run, {"w": torch.zeros(5)}, memory=None, save=OnRequest(signum=signal.SIGUSR1)) as own:
+        for step in range(10 if dist.get_rank() == 0 else 60):
+            begun_s = time.monotonic()
+            time.sleep(0.01)
+            if step == 40:
+                os.kill(os.getpid(), signal.SIGUSR1)
+            own.step(step)
+            times.append(time.monotonic() - begun_s)
+    return times
+
+
+def test_a_rank_whose_peers_have_ended_their_loops_does_not_wait_for_them(run: str) -> None:
+    _, times = run_ranks(2, loop_that_one_rank_leaves, run)
+    assert max(times[40:]) < 5.0
+
+
+def jump_forward(run: str) -> list[int]:
+    """All ranks restore a later step while a step before it is agreed on; then one wants another save."""
+    start_new_job()
+    state = {"w": torch.zeros(5)}
+    holdfast.save(run, state, 300)
+    start_new_job()
+    saved = []
+    with Checkpointer(run, state, memory=None, save=OnRequest(signum=signal.SIGUSR1), takeover=True) as own:
+        for step in range(21):
+            time.sleep(0.02)
+            if step == 19 and dist.get_rank() == 0:
+                os.kill(os.getpid(), signal.SIGUSR1)
+            own.step(step)
+        time.sleep(0.5)  # the ranks agree on a step that they then leave out
+        for step in range(own.restore().next_step, 500):
+            time.sleep(0.005)
+            dist.barrier()
+            if step == 310 and dist.get_rank() == 1:
+                os.kill(os.getpid(), signal.SIGUSR1)
+            if own.step(step) is not None:
+                saved.append(step)
+                if step > 310:
+                    break
+    return saved
+
+
+def test_wishes_are_granted_after_a_restore_that_leaves_out_an_agreed_step(run: str) -> None:
+    first, second = run_ranks(2, jump_forward, run)
+    assert first == second
+    assert first[-1] > 310
+
+
 class TestPreemption:
     def test_a_signal_saves_the_step_and_ends_the_loop(self, run: str, state: dict[str, object]) -> None:
         ours = signal.getsignal(signal.SIGTERM)
@@ -352,6 +468,14 @@ class TestPreemption:
             assert checkpointer.preempted
         assert committed(run) == [4, 6]
         assert signal.getsignal(signal.SIGTERM) is ours
+
+    def test_before_the_first_step_it_ends_the_process(self, run: str) -> None:
+        script = """if True:
+            import os, signal, sys, holdfast
+            checkpointer = holdfast.Checkpointer(sys.argv[1], {}, memory=None, save=holdfast.OnPreemption())
+            os.kill(os.getpid(), signal.SIGTERM)
+        """
+        assert subprocess.run([sys.executable, "-c", script, run], check=False).returncode == -signal.SIGTERM
 
     def test_a_loop_goes_on_after_the_preempted_step(self, run: str, state: dict[str, object]) -> None:
         for first in (0, 3):

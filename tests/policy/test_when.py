@@ -140,4 +140,4 @@ def test_a_policy_that_makes_no_sense_is_refused_where_it_is_made(make: Callable
 
 
 def test_the_path_of_a_request_may_be_text() -> None:
-    assert OnRequest(file="save-now").file == Path("save-now")  # type: ignore[arg-type]
+    assert OnRequest(file="save-now").file == Path.cwd() / "save-now"  # type: ignore[arg-type]

@@ -95,10 +95,11 @@ class StepAhead:
         #: The number of proposals that did not find all ranks in time.
         self.num_refused = 0
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether no proposal is under way, as far as this rank knows."""
-        return not self._has_answered and not self._appointments
+    def is_idle(self, *, until: int) -> bool:
+        """Whether no proposal waits for its verdict, and nothing is agreed on for a step after the present one and up
+        to `until`, as far as this rank knows. (A step that is agreed on may be far away, where steps have become
+        slower.)"""
+        return not self._has_answered and not any(self._step < step <= until for step in tuple(self._appointments))
 
     @property
     def number(self) -> int:

@@ -37,6 +37,7 @@ from holdfast.checkpointer.restoring import restore
 from holdfast.checkpointer.save_errors import is_unusable, skipped
 from holdfast.checkpointer.save_log import SaveLog, log_restored
 from holdfast.checkpointer.save_machine import SaveMachine
+from holdfast.checkpointer.signals import note_signals
 from holdfast.checkpointer.turn import turn_in
 from holdfast.control.deadline import Deadline
 from holdfast.control.torch_store import check_group, default_channel, global_rank, group_ranks
@@ -45,6 +46,7 @@ from holdfast.format.patterns import Globs
 from holdfast.format.records import Place
 from holdfast.node_memory.node_folder import DEFAULT_NODE_DIR
 from holdfast.options import check_flag, check_timeout, checked_number
+from holdfast.phases import LOG
 from holdfast.policy.when import SavePolicy
 from holdfast.run.session import JOB, NEVER_LOADED
 from holdfast.saving import numbers_of, run_location, save_to_storage, whole
@@ -141,6 +143,8 @@ class Checkpointer:
         #: The guard of saves to storage; the memory tier has its own.
         self._guard = Guard()
         self._policy = save
+        #: From now on, a request by signal does not end the process.
+        self._signals = {} if save is None else note_signals(save.parts())
         #: The decisions on when to save; None before they are needed.
         self._loop: Loop | None = None
         self._restored: RestoreReport | None = None
@@ -179,6 +183,8 @@ class Checkpointer:
             handle.blocked_s = time.perf_counter() - begun_s
             if not handle.skipped:
                 self._handles.append(handle)
+                if self._loop is not None:
+                    self._loop.saved()
             return handle
 
     def _save(self, machine: SaveMachine, metrics: Mapping[str, SupportsFloat] | None) -> None:
@@ -247,14 +253,12 @@ class Checkpointer:
         Raises what `restore` and `step` raise.
         """
         total = checked_number("total", total, least=0, reason="a loop has no negative number of steps")
-        loop = self._policy_loop("steps")  # first, since signals may ask for a save from now on
+        loop = self._policy_loop("steps")
         restored = self.restore() if self._restored is None else self._restored
-        start = loop.begin(restored.next_step, last=total - 1)
-        for step in range(start, total):
+        step = loop.begin(restored.next_step, last=total - 1)
+        while step < total and not loop.is_preempted:
             yield step
-            loop.require_ended(step)
-            if loop.is_preempted:
-                return
+            step = loop.next_after(step)
 
     def step(self, step: int, *, metrics: Mapping[str, SupportsFloat] | None = None) -> Handle | None:
         """Record that `step` has ended, and save if the policy (the option `save`) says so. Returns the handle of that
@@ -273,10 +277,9 @@ class Checkpointer:
         reason = loop.due(step, metrics)
         if reason is None:
             return None
-        handle = self.save(step, metrics=metrics)
-        if not handle.skipped:
-            loop.saved(step, reason)
-        return handle
+        if self._is_first_rank:
+            LOG.info("step %d is being saved: %s", step, reason)
+        return self.save(step, metrics=metrics)
 
     @property
     def preempted(self) -> bool:
@@ -324,6 +327,7 @@ class Checkpointer:
         try:
             self._wait(self._timeout_s)
         finally:
+            self._forget_signals()
             self._let_go()
 
     def __enter__(self) -> Self:
@@ -346,6 +350,7 @@ class Checkpointer:
     def _give_up(self) -> None:
         """Leave the memory tier, and wait for no save."""
         self._end_loop()
+        self._forget_signals()
         self._forget_ended()
         self._let_go(patience_s=LEAVING_S)
 
@@ -371,7 +376,7 @@ class Checkpointer:
                     path=self._run.url,
                 )
             self._find_run()
-            self._loop = Loop(self._policy, self._run, group=self._group)
+            self._loop = Loop(self._policy, self._run, self._signals, group=self._group)
             if self._restored is not None and self._restored.load is not None:
                 self._loop.expect(self._restored.next_step)
         return self._loop
@@ -380,6 +385,10 @@ class Checkpointer:
         if self._loop is not None:
             self._loop.close()
             self._loop = None
+
+    def _forget_signals(self) -> None:
+        for note in self._signals.values():
+            note.remove()
 
     def _find_run(self) -> None:
         """Resolve the links in the run's path, once. Raises `StorageError` where the file system does not answer."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import time
+from collections.abc import Mapping
 from typing import Final
 from weakref import WeakValueDictionary
 
@@ -14,14 +14,11 @@ from holdfast.checkpointer.request_trigger import RequestTrigger
 from holdfast.checkpointer.shared_wishes import SharedWishes, WishesOfOne, WishesOfRanks
 from holdfast.checkpointer.signals import SignalNote
 from holdfast.control.torch_store import member_of
-from holdfast.errors import ConfigurationError, StorageError
-from holdfast.phases import LOG
+from holdfast.errors import ConfigurationError
 from holdfast.policy.schedule import StepSchedule
 from holdfast.policy.triggers import Metrics, Trigger, triggers_of
 from holdfast.policy.when import OnPreemption, OnRequest, SavePolicy
 from holdfast.store.base import Location
-
-_log = logging.getLogger(__name__)
 
 #: There is one registry per process, because two loops of a process would train one state.
 _loops: Final[WeakValueDictionary[tuple[int, Location], Loop]] = WeakValueDictionary()
@@ -34,43 +31,50 @@ class Loop:
     rank, and the ranks agree on a step ahead. A wish is granted by the next save, whatever asked for that.
     """
 
-    def __init__(self, policy: SavePolicy, run: Location, *, group: ProcessGroup | None) -> None:
+    def __init__(
+        self, policy: SavePolicy, run: Location, signals: Mapping[int, SignalNote], *, group: ProcessGroup | None
+    ) -> None:
         """Raises `ConfigurationError`, code ``config.two_loops``, if this process has another loop on `run`."""
         self._key = (os.getpid(), run)
         if self._key in _loops:
             raise _second_loop(run)
+        self._group = group
         member = member_of(group)
-        self._is_first_rank = is_first_rank = member is None or member.rank == 0
+        is_first_rank = member is None or member.rank == 0
         policies = tuple(policy.parts())
         self._schedule = StepSchedule(policies)
         self._triggers: list[Trigger] = []
         if is_first_rank:
             self._triggers.extend(triggers_of(policies, now_s=time.monotonic()))
         self._requests = [
-            RequestTrigger(each, run, is_first_rank=is_first_rank) for each in policies if isinstance(each, OnRequest)
+            RequestTrigger(each, run, signals, is_first_rank=is_first_rank)
+            for each in policies
+            if isinstance(each, OnRequest)
         ]
         self._triggers.extend(self._requests)
         preemptions = (each for each in policies if isinstance(each, OnPreemption))
-        self._notices = [SignalNote(signum) for each in preemptions for signum in each.signums]
+        self._notices = [signals[signum] for each in preemptions for signum in each.signums]
         #: Whether all ranks have agreed to end the loop after the last step that ended.
         self.is_preempted = False
-        self._wishes: SharedWishes = (
-            WishesOfOne() if member is None or member.world_size == 1 else WishesOfRanks(member)
-        )
+        self._wishes = _wishes_of(group)
         self._wish: str | None = None
         #: The step that has to end next; None if any may.
         self._next: int | None = None
+        #: Whether the state was restored since the last step ended.
+        self._was_restored = False
         _loops[self._key] = self
 
     def expect(self, step: int) -> None:
-        """The next step that ends has to be `step`."""
+        """The state was restored: the next step that ends has to be `step`."""
         self._next = step
+        self._was_restored = True
 
     def begin(self, step: int, *, last: int) -> int:
         """The loop begins with `step`, unless another step is expected, and ends with `last`, which a save follows
         whatever the policy says. Returns the first step."""
         if self._next is None:
             self._next = step
+        self._was_restored = False
         self._schedule.last = last
         return self._next
 
@@ -82,6 +86,12 @@ class Loop:
         if self._next is not None and step != self._next:
             raise _out_of_order(step, self._next)
         self._next = step + 1
+        self._was_restored = False
+        for each in self._notices:
+            each.is_armed = True
+        if self._wishes.is_stale:
+            self._wishes.close()
+            self._wishes = _wishes_of(self._group)
         agreed = self._wishes.enter(step)
         if agreed is not None and agreed.ends:
             self.is_preempted = True
@@ -92,28 +102,29 @@ class Loop:
         notice = None if self.is_preempted else next((each for each in self._notices if each.is_noted), None)
         if notice is not None:
             # Another save does not grant this: all ranks have to know that the loop ends with it.
-            if self._share(step, f"preempted by {notice.name}", scheduled=None, ends=True):
+            if self._wishes.wish(step, f"preempted by {notice.name}", scheduled=None, ends=True):
                 self.is_preempted = True
                 return f"preempted by {notice.name}"
         elif reason is None and self._wish is not None:
             scheduled = self._schedule.next_after(step)
-            return self._wish if self._share(step, self._wish, scheduled=scheduled, ends=False) else None
+            return self._wish if self._wishes.wish(step, self._wish, scheduled=scheduled) else None
         return reason
 
-    def require_ended(self, step: int) -> None:
-        """Raise `ConfigurationError`, code ``config.step_missing``, unless `step` has ended."""
-        if self._next is not None and self._next <= step:
+    def next_after(self, step: int) -> int:
+        """The number of the step that comes after `step`: another one than the next if the state was restored in that
+        step. Raises `ConfigurationError`, code ``config.step_missing``, if `step` has not ended."""
+        assert self._next is not None
+        if self._next <= step and not self._was_restored:
             raise ConfigurationError(
                 f"step {step} of the loop ended without a call of step(), so nothing decided whether to save.",
                 code="config.step_missing",
                 action="Call checkpointer.step(step) at the end of each step.",
                 step=step,
             )
+        return self._next
 
-    def saved(self, step: int, reason: str) -> None:
-        """The save that was due after `step` for this `reason` has begun."""
-        if self._is_first_rank:
-            LOG.info("step %d is being saved: %s", step, reason)
+    def saved(self) -> None:
+        """A save has begun: it grants all wishes of this rank."""
         self._wish = None
         now_s = time.monotonic()
         for trigger in self._triggers:
@@ -125,16 +136,11 @@ class Loop:
         self._wishes.close()
         for each in self._requests:
             each.close()
-        for notice in self._notices:
-            notice.remove()
 
-    def _share(self, step: int, wish: str, *, scheduled: int | None, ends: bool) -> bool:
-        """Tell the other ranks of the wish. Returns whether the save follows this step already."""
-        try:
-            return self._wishes.wish(step, wish, scheduled=scheduled, ends=ends)
-        except StorageError as error:
-            _log.warning("the other ranks do not hear that a save is wanted (%s): %s", wish, error)
-            return False
+
+def _wishes_of(group: ProcessGroup | None) -> SharedWishes:
+    member = member_of(group)
+    return WishesOfOne() if member is None or member.world_size == 1 else WishesOfRanks(member)
 
 
 def _second_loop(run: Location) -> ConfigurationError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Thread, current_thread
@@ -29,8 +30,10 @@ _JOIN_S: Final = 1.0
 class RequestTrigger:
     """Observes an `OnRequest` on this rank: the signal on every rank, the rest on the first rank alone."""
 
-    def __init__(self, policy: OnRequest, run: Location, *, is_first_rank: bool) -> None:
-        self._signal = None if policy.signum is None else SignalNote(policy.signum)
+    def __init__(
+        self, policy: OnRequest, run: Location, signals: Mapping[int, SignalNote], *, is_first_rank: bool
+    ) -> None:
+        self._signal = None if policy.signum is None else signals[policy.signum]
         self._inbox = Inbox(run, policy.file, poll_s=policy.poll_s) if is_first_rank else None
 
     def wish(self, metrics: Metrics | None, now_s: float) -> str | None:
@@ -48,8 +51,6 @@ class RequestTrigger:
 
     def close(self) -> None:
         """Stop observing."""
-        if self._signal is not None:
-            self._signal.remove()
         if self._inbox is not None:
             self._inbox.close()
 
@@ -125,23 +126,26 @@ class _Mail:
 
 def _watch(mail: _Mail, bell: SimpleQueue[bool], poll_s: float) -> None:
     """Look for requests until the bell says that the loop has ended."""
-    goes_on, has_warned = True, False
+    told: set[str] = set()
+    goes_on = True
     while goes_on:
-        try:
-            mail.tidy()
-            mail.look()
-        except (HoldfastError, OSError) as error:
-            if not has_warned:
-                has_warned = True
-                _log.warning("cannot look for requests to save; trying again: %s", error)
+        _try("cannot delete requests to save that are granted", mail.tidy, told)
+        _try("cannot look for requests to save", mail.look, told)
         try:
             goes_on = bell.get(timeout=poll_s)
         except Empty:
             continue
+    _try("cannot delete requests to save that are granted", mail.tidy, told)
+
+
+def _try(what: str, act: Callable[[], None], told: set[str]) -> None:
+    """Do `act`, which is tried again later; say once if it fails."""
     try:
-        mail.tidy()
+        act()
     except (HoldfastError, OSError) as error:
-        _log.warning("a request to save stays, although a save has granted it: %s", error)
+        if what not in told:
+            told.add(what)
+            _log.warning("%s; trying again: %s", what, error)
 
 
 def _stop(watcher: Thread, bell: SimpleQueue[bool]) -> None:

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from holdfast.agreement.lead import Lead
 from holdfast.agreement.step_ahead import ProposedStep, Registers, StepAhead
 from holdfast.control.registers import SharedRegisters
-from holdfast.control.torch_store import Member
-from holdfast.errors import HoldfastError
+from holdfast.control.torch_store import Member, is_current
+from holdfast.errors import HoldfastError, StorageError
 
 _log = logging.getLogger(__name__)
 
@@ -26,6 +26,12 @@ _MAX_POLLS_PER_S: Final = 5000
 _PATIENCE_S: Final = 10.0
 #: Time limit for one request to the job's store.
 _REQUEST_S: Final = 10.0
+#: Time for which a rank proposes nothing after it could not.
+_SILENCE_S: Final = 60.0
+#: Pause of the background thread after the store did not answer.
+_OUTAGE_S: Final = 5.0
+#: The register that a rank sets when its loop has ended.
+_LEFT: Final = "left"
 #: Time that the end of a loop waits for its background thread.
 _JOIN_S: Final = 1.0
 
@@ -41,6 +47,10 @@ class SharedWishes(Protocol):
         the save follows this step already. May be called in every step until there is a save. `scheduled` is the next
         step that a save follows anyway; if it is near, this does nothing."""
 
+    @property
+    def is_stale(self) -> bool:
+        """Whether the ranks have got another process group since, so that they need other `SharedWishes`."""
+
     def close(self) -> None:
         """The loop has ended."""
 
@@ -55,6 +65,11 @@ class WishesOfOne:
     def wish(self, step: int, reason: str, *, scheduled: int | None, ends: bool = False) -> bool:
         """As `SharedWishes.wish`."""
         return True
+
+    @property
+    def is_stale(self) -> bool:
+        """As `SharedWishes.is_stale`."""
+        return False
 
     def close(self) -> None:
         """As `SharedWishes.close`."""
@@ -74,6 +89,9 @@ class WishesOfRanks:
         #: The number of this rank's last proposal and the time of it, until its verdict is known.
         self._proposed: tuple[int, float] | None = None
         self._num_refused = 0
+        self._member = member
+        #: This rank proposes nothing before this time.
+        self._silent_until_s = 0.0
         bell: SimpleQueue[None] = SimpleQueue()
         listener = Thread(
             target=_listen,
@@ -96,7 +114,9 @@ class WishesOfRanks:
         appointment = self._ahead.arrive(step)
         if appointment is None:
             return None
-        if not appointment.decided.wait(_PATIENCE_S):
+        try:
+            appointment.decided.wait(_PATIENCE_S)
+        finally:  # also on Ctrl-C, for the others wait for this rank
             self._ahead.give_up(appointment, self._registers.foreground)
         self._entered_s = None  # a save takes its own time
         return appointment.proposed if appointment.is_agreed else None
@@ -104,14 +124,40 @@ class WishesOfRanks:
     def wish(self, step: int, reason: str, *, scheduled: int | None, ends: bool = False) -> bool:
         """As `SharedWishes.wish`."""
         ahead = step + self._lead.steps
-        if self._proposed is None and self._ahead.is_idle and (scheduled is None or ahead < scheduled):
-            number = self._ahead.propose(ProposedStep(ahead, reason, ends), self._registers.foreground)
-            self._proposed = number, time.monotonic()
+        if (
+            self._proposed is None
+            and self._ahead.is_idle(until=ahead)
+            and (scheduled is None or ahead < scheduled)
+            and time.monotonic() >= self._silent_until_s
+        ):
+            self._propose(ProposedStep(ahead, reason, ends))
         return False
+
+    def _propose(self, proposed: ProposedStep) -> None:
+        registers = self._registers.foreground
+        try:
+            left = registers.read(_LEFT)
+            if left is None:
+                self._proposed = self._ahead.propose(proposed, registers), time.monotonic()
+                return
+            why = f"rank {left.decode()} has ended its loop"
+        except StorageError as error:
+            why = str(error)
+        self._silent_until_s = time.monotonic() + _SILENCE_S
+        _log.warning("a save is wanted (%s), but the ranks cannot agree on it: %s", proposed.reason, why)
+
+    @property
+    def is_stale(self) -> bool:
+        """As `SharedWishes.is_stale`."""
+        return not is_current(self._member)
 
     def close(self) -> None:
         """As `SharedWishes.close`."""
         self._stop()
+        try:
+            self._registers.foreground.claim(_LEFT, str(self._member.rank).encode())
+        except StorageError as error:
+            _log.debug("the other ranks do not hear that this rank has ended its loop: %s", error)
         self._registers.leave()
 
     def _learn(self, number: int, proposed_s: float, now_s: float) -> None:
@@ -128,12 +174,14 @@ class WishesOfRanks:
 
 def _listen(ahead: StepAhead, registers: Registers, bell: SimpleQueue[None], poll_s: float) -> None:
     """Answer the proposals of all ranks until the bell rings, or the process group is gone."""
-    has_warned = False
-    while not _rings(bell, poll_s) and dist.is_initialized():
+    has_warned, pause_s = False, poll_s
+    while not _rings(bell, pause_s) and dist.is_initialized():
         try:
             while ahead.look(registers):
                 pass
+            pause_s = poll_s
         except HoldfastError as error:
+            pause_s = _OUTAGE_S
             if not has_warned and dist.is_initialized():
                 has_warned = True
                 _log.warning("this rank does not hear of saves that other ranks want; it tries again: %s", error)

@@ -4,32 +4,35 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from threading import current_thread, main_thread
 from types import FrameType
 from typing import Final
 from weakref import WeakSet, ref
 
 from holdfast.errors import ConfigurationError
+from holdfast.policy.when import OnPreemption, OnRequest, SavePolicy
 
 
 class SignalNote:
     """Notes that the signal `signum` came, and then calls the handler that was there before.
 
-    Until `remove`, the signal does not end the process. A child that is forked from this process has the earlier
-    handler. Make it in the main thread; else it raises `ConfigurationError`, code ``config.signal``.
+    Once `is_armed`, and until `remove`, the signal does not end the process. A child that is forked from this process
+    has the earlier handler. Make it in the main thread; else it raises `ConfigurationError`, code ``config.signal``.
     """
 
-    def __init__(self, signum: int) -> None:
+    def __init__(self, signum: int, *, is_armed: bool = True) -> None:
         if current_thread() is not main_thread():
             raise ConfigurationError(
                 f"a handler of {signal.Signals(signum).name} can be set only in the main thread.",
                 code="config.signal",
-                action="Call step() in the main thread, or leave the signal out of the policy.",
+                action="Make the Checkpointer in the main thread, or leave the signal out of its policy.",
             )
         self.name = signal.Signals(signum).name
         #: Whether the signal has come since this was last set to False.
         self.is_noted = False
+        #: Until this is True, the signal does what it did before.
+        self.is_armed = is_armed
         self._signum = signum
         self._before = signal.getsignal(signum)
         self._handler = _handler(ref(self), self._before)
@@ -50,6 +53,19 @@ class SignalNote:
             signal.signal(self._signum, signal.SIG_DFL if self._before is None else self._before)
 
 
+def note_signals(policies: Iterable[SavePolicy]) -> dict[int, SignalNote]:
+    """Begin to note the signals that `policies` wait for."""
+    notes: dict[int, SignalNote] = {}
+    for policy in policies:
+        match policy:
+            case OnRequest(signum=int(signum)):
+                notes[signum] = SignalNote(signum)
+            case OnPreemption():
+                # Before the first step there is nothing to save: this rank ends, rather than wait for others that end.
+                notes |= {signum: SignalNote(signum, is_armed=False) for signum in policy.signums}
+    return notes
+
+
 #: All notes of this process that are not removed, for children to forget.
 _notes: Final[WeakSet[SignalNote]] = WeakSet()
 
@@ -62,12 +78,13 @@ def _handler(
 
     def handle(signum: int, frame: FrameType | None) -> None:
         alive = note()
-        is_wanted = alive is not None and alive in _notes
+        is_wanted = alive is not None and alive in _notes and alive.is_armed
         if alive is not None and is_wanted:
             alive.is_noted = True
         if callable(before):
             before(signum, frame)
-        elif not is_wanted and before != signal.SIG_IGN:
+        elif not is_wanted and before != signal.SIG_IGN and signal.getsignal(signum) is handle:
+            # Nobody wants the signal. (A handler that was set later calls this one, and does want it.)
             signal.signal(signum, signal.SIG_DFL)
             os.kill(os.getpid(), signum)
 

@@ -48,20 +48,26 @@ class StoreRegisters:
 
 class SharedRegisters:
     """The registers of one use by a group of ranks, which all make these objects in the same order. `foreground` is for
-    the thread that calls the library, `background` for one thread beside it, which ends with `leave`."""
+    the thread that calls the library, `background` for one thread beside it, which ends with `leave`.
+
+    The store itself counts the uses of each rank. A process group that is destroyed and made again may have the same
+    store, in which the registers of an earlier use still stand."""
 
     def __init__(self, member: Member, use: str, *, timeout_s: float) -> None:
         self._job = member.job
-        name = f"{member.name}/{use}"
-        prefix = f"{name}/{self._job.next_number(name)}"
         self._timeout_s = timeout_s
         self._own = self._job.in_background(self, timeout_s)
-        self.foreground = StoreRegisters(prefix, lambda: self._job.connection(timeout_s), timeout_s=timeout_s)
+        uses = StoreRegisters(f"{member.name}/{use}", self._in_foreground, timeout_s=timeout_s)
+        prefix = f"{member.name}/{use}/{uses.count(str(member.rank))}"
+        self.foreground = StoreRegisters(prefix, self._in_foreground, timeout_s=timeout_s)
         self.background = StoreRegisters(prefix, self._in_background, timeout_s=timeout_s)
 
     def leave(self) -> None:
         """Release the connection of the background thread for other uses."""
         self._own.let_go(self)
+
+    def _in_foreground(self) -> StoreConnection:
+        return self._job.connection(self._timeout_s)
 
     def _in_background(self) -> StoreConnection:
         """The connection of the background thread; a new one where a request hangs in the last."""

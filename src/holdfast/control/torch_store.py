@@ -335,6 +335,11 @@ def member_of(group: dist.ProcessGroup | None) -> Member | None:
     return Member(job, name, ranks.index(dist.get_rank()), len(ranks))
 
 
+def is_current(member: Member) -> bool:
+    """Whether the process group that `member` belongs to still exists."""
+    return dist.is_initialized() and _jobs.get(_get_default_store()) is member.job
+
+
 def _not_in_group(rank: int) -> ConfigurationError:
     return ConfigurationError(
         f"rank {rank} is not in the group it called with.",

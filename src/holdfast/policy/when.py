@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from holdfast.options import check_positive, checked_number
+from holdfast.store.urls import absolute
 from holdfast.wording import kind_of
 
 
@@ -138,7 +139,7 @@ class OnRequest(_ExclusivePolicy):
             file: object = self.file
             if not isinstance(file, str | os.PathLike):
                 raise TypeError(f"file is the path of a file, not {kind_of(file)}: {file!r}")
-            object.__setattr__(self, "file", Path(file))
+            object.__setattr__(self, "file", Path(absolute(os.fspath(file))))
         check_positive("poll_s", self.poll_s, "seconds")
 
     @property
