@@ -79,6 +79,10 @@ class TestOnMetric:
         assert "no step has had the metric 'los' in 1,000 steps" in record.message
         assert "its metrics are 'loss'" in record.message
 
+    def test_a_metric_that_is_no_number_is_refused_by_its_name(self) -> None:
+        with pytest.raises(ValueError, match="metric 'loss' must be one number, not 'low'"):
+            MetricTrigger(OnMetric("loss")).wish({"loss": "low"}, 0.0)  # type: ignore[dict-item]
+
     def test_a_metric_that_comes_at_times_is_not_missed(self, caplog: pytest.LogCaptureFixture) -> None:
         trigger = MetricTrigger(OnMetric("accuracy", mode="max"))
         for step in range(3000):

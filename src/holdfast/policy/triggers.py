@@ -65,7 +65,10 @@ class MetricTrigger:
             self._miss(metrics)
             return None
         self._num_absent = -1  # it has appeared
-        value = float(given)
+        try:
+            value = float(given)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"metric {name!r} must be one number, not {given!r:.80}") from error
         if math.isnan(value):
             self._warn(f"metric {name!r} is nan, which is never better; check what the loop gives to step(metrics=)")
         elif not self._best - self._sign * value > self._policy.min_delta:
