@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -22,6 +23,7 @@ from holdfast.run.history import Run
 from holdfast.store.urls import location_of, open_store
 from tests.support.keepers import end_keepers
 from tests.support.models import start_new_job
+from tests.support.rank_worker import HOST
 from tests.support.ranks import run_ranks
 
 
@@ -402,6 +404,34 @@ def test_one_signal_on_one_rank_makes_all_ranks_save_after_one_step(run: str, no
     assert 20 < wanted < 50
     assert committed(run) == saved[0]
     end_keepers(node_dir)
+
+
+def loop_over_two_groups(run: str, port: int) -> list[int]:
+    """One loop in whose middle all ranks make their process group again; then one of them wants a save."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    saved = []
+    with Checkpointer(run, {"w": torch.zeros(5)}, memory=None, save=OnRequest(signum=signal.SIGUSR1)) as own:
+        for step in range(150):
+            time.sleep(0.01)
+            if step == 20:
+                dist.destroy_process_group()
+                store = dist.TCPStore(HOST, port, world_size, is_master=rank == 0)
+                dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+            if step == 40 and rank == 1:
+                os.kill(os.getpid(), signal.SIGUSR1)
+            if own.step(step) is not None:
+                saved.append(step)
+        dist.barrier()  # rank 0 serves the store
+    return saved
+
+
+def test_ranks_agree_again_after_they_have_made_their_process_group_again(run: str) -> None:
+    with socket.socket() as free:
+        free.bind((HOST, 0))
+        port = free.getsockname()[1]
+    first, second = run_ranks(2, loop_over_two_groups, run, port)
+    assert first == second
+    assert len(first) == 1
 
 
 def loop_that_one_rank_leaves(run: str) -> list[float]:
