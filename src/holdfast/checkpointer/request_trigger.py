@@ -67,7 +67,7 @@ class Inbox:
 
     @property
     def reason(self) -> str | None:
-        """Who asks for a save, as text; None if nobody does."""
+        """The reason for a save, which names the asker; None if nobody asks."""
         return self._mail.reason
 
     def grant(self) -> None:

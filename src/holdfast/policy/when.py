@@ -28,6 +28,11 @@ class SavePolicy:
         """The policies that this one is made of; itself if it is a single one."""
         yield self
 
+    @property
+    def subjects(self) -> tuple[str, ...]:
+        """The subjects that this policy alone may decide, as errors name them; none for most."""
+        return ()
+
 
 @dataclass(frozen=True)
 class AnyOf(SavePolicy):
@@ -40,8 +45,7 @@ class AnyOf(SavePolicy):
     policies: tuple[SavePolicy, ...]
 
     def __post_init__(self) -> None:
-        exclusive = (each for each in self.policies if isinstance(each, _ExclusivePolicy))
-        rules = Counter(subject for each in exclusive for subject in each.subjects)
+        rules = Counter(subject for each in self.policies for subject in each.subjects)
         for subject, number in rules.items():
             if number > 1:
                 raise ValueError(f"the policy has {number} rules for {subject}; keep one of them")
@@ -49,15 +53,6 @@ class AnyOf(SavePolicy):
     def parts(self) -> Iterator[SavePolicy]:
         """As `SavePolicy.parts`."""
         yield from self.policies
-
-
-class _ExclusivePolicy(SavePolicy):
-    """A policy beside which no other policy for one of its `subjects` makes sense."""
-
-    @property
-    def subjects(self) -> tuple[str, ...]:
-        """The subjects, as errors name them."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -76,7 +71,7 @@ class EverySteps(SavePolicy):
 
 
 @dataclass(frozen=True)
-class EveryTime(_ExclusivePolicy):
+class EveryTime(SavePolicy):
     """Save when `seconds` have passed since the last save, whatever asked for it, or since the start. The clock of the
     first rank counts."""
 
@@ -87,12 +82,12 @@ class EveryTime(_ExclusivePolicy):
 
     @property
     def subjects(self) -> tuple[str, ...]:
-        """As `_ExclusivePolicy.subjects`."""
+        """As `SavePolicy.subjects`."""
         return ("the time between saves",)
 
 
 @dataclass(frozen=True)
-class OnMetric(_ExclusivePolicy):
+class OnMetric(SavePolicy):
     """Save when the metric `name`, which the loop gives to `Checkpointer.step`, is better than ever before in this
     process, by more than `min_delta`. With `mode` "min" a smaller value is better, with "max" a greater one. The value
     of the first rank counts.
@@ -117,12 +112,12 @@ class OnMetric(_ExclusivePolicy):
 
     @property
     def subjects(self) -> tuple[str, ...]:
-        """As `_ExclusivePolicy.subjects`."""
+        """As `SavePolicy.subjects`."""
         return (f"the metric {self.name!r}",)
 
 
 @dataclass(frozen=True, kw_only=True)
-class OnRequest(_ExclusivePolicy):
+class OnRequest(SavePolicy):
     """Save when somebody asks for it: with ``holdfast.request_save(run)`` or ``holdfast request-save RUN`` from any
     process; with the signal `signum` to any rank (SIGUSR1, say); or by creating the `file`, which the first rank then
     removes. The first rank looks for requests and for the file every `poll_s` seconds.
@@ -144,12 +139,12 @@ class OnRequest(_ExclusivePolicy):
 
     @property
     def subjects(self) -> tuple[str, ...]:
-        """As `_ExclusivePolicy.subjects`."""
+        """As `SavePolicy.subjects`."""
         return ("requests",) if self.signum is None else ("requests", _name_of(self.signum))
 
 
 @dataclass(frozen=True)
-class OnPreemption(_ExclusivePolicy):
+class OnPreemption(SavePolicy):
     """Save and end the loop when one of the signals `signums` comes to any rank, as it does before a machine is taken
     away. All ranks save after the same step; then `Checkpointer.steps` ends, and `Checkpointer.preempted` is True.
 
@@ -168,7 +163,7 @@ class OnPreemption(_ExclusivePolicy):
 
     @property
     def subjects(self) -> tuple[str, ...]:
-        """As `_ExclusivePolicy.subjects`."""
+        """As `SavePolicy.subjects`."""
         return ("preemption", *map(_name_of, self.signums))
 
 

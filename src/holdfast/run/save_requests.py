@@ -78,7 +78,7 @@ def delete_requests(store: Store, names: Iterable[str]) -> None:
 
 
 def _asker(store: Store, name: str) -> str:
-    """Who made the request `name`, as far as its record can be read."""
+    """The maker of the request `name`, as far as its record can be read."""
     key = f"{REQUESTS}/{name}"
     try:
         return records.decode(store.read(key), SaveWanted, path=store.path(key)).by
