@@ -1,0 +1,1 @@
+"""Policies of training loops, as pure decisions: facts in, choices out."""
