@@ -1,0 +1,107 @@
+"""Leases of readers: records that keep the files of a checkpoint while somebody reads them (`holdfast.run.holds`).
+
+A thread of its own makes and renews the lease of each reader, so a read never waits for it. It needs no lock and no
+answer: until the record exists, the reader is as safe as one that may not write into the run.
+
+Readers leave leases only where somebody deletes checkpoints by a policy (`lease_is_wanted`). Elsewhere a read leaves
+nothing in a run, and costs one look.
+"""
+
+from __future__ import annotations
+
+import atexit
+import time
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+from threading import Thread, current_thread
+from typing import Final
+
+from holdfast.errors import HoldfastError
+from holdfast.format import records
+from holdfast.format.hold_records import LEASES_WANTED_KEY, LeasesWanted
+from holdfast.format.records import Place
+from holdfast.run.history import Located
+from holdfast.run.holds import create_lease
+from holdfast.store.base import Store
+from holdfast.store.timed import untimed
+
+#: The time that a lease lasts. It is renewed after half of it.
+LEASE_S: Final = 900.0
+#: Longest wait, at the end of the process, for the deletion of its leases.
+_EXIT_S: Final = 1.0
+
+
+class ReadLease:
+    """The lease of a reader on the checkpoint at `place`, until `end`. A thread makes, renews and deletes it.
+
+    Neither the constructor nor `end` waits for the store, or raises its errors: a reader goes on without a lease.
+    """
+
+    def __init__(self, storage: Store, place: Place) -> None:
+        self._ended: SimpleQueue[None] = SimpleQueue()
+        thread = Thread(target=_keep, args=(storage, place, self._ended), name="holdfast-lease", daemon=True)
+        with suppress(RuntimeError):  # the interpreter ends, or the machine has no room for a thread
+            thread.start()
+
+    def end(self) -> None:
+        """Have the lease deleted. May be called again, by any thread."""
+        self._ended.put(None)
+
+
+#: The threads of this process that keep leases, and how to end each. The copy of a forked process has no living one.
+_LIVING: Final[dict[Thread, SimpleQueue[None]]] = {}
+
+
+def leased(located: Located) -> ReadLease | None:
+    """A lease on the checkpoint that was found; None where nobody deletes checkpoints of its run by a policy."""
+    run, commit = located.run, located.sealed.commit
+    if run is None or commit is None:
+        return None
+    try:
+        return ReadLease(untimed(run.storage), commit.place) if lease_is_wanted(run.storage) else None
+    except HoldfastError:
+        return None
+
+
+def lease_is_wanted(storage: Store) -> bool:
+    """Whether somebody deletes checkpoints of the run by a policy. One request."""
+    return storage.nbytes(LEASES_WANTED_KEY) is not None
+
+
+def want_leases(storage: Store) -> None:
+    """Have readers leave leases in the run from now on."""
+    if not lease_is_wanted(storage):
+        storage.create(LEASES_WANTED_KEY, records.encode(LeasesWanted(created=records.now())))
+
+
+def _keep(storage: Store, place: Place, ended: SimpleQueue[None]) -> None:
+    _LIVING[current_thread()] = ended
+    key = ""
+    try:
+        while True:
+            renewed = create_lease(storage, place, lasting_s=LEASE_S)
+            if key:
+                storage.delete(key)
+            key = renewed
+            with suppress(Empty):
+                ended.get(timeout=LEASE_S / 2)
+                break
+    except HoldfastError:
+        pass  # the reader may not write into the run, or the store is in trouble: the lease ends by itself
+    with suppress(HoldfastError):
+        if key:
+            storage.delete(key)
+    del _LIVING[current_thread()]
+
+
+def _end_all() -> None:
+    """Delete the leases of this process at its end."""
+    living = {thread: ended for thread, ended in [*_LIVING.items()] if thread.is_alive()}
+    for ended in living.values():
+        ended.put(None)
+    end_s = time.monotonic() + _EXIT_S
+    for thread in living:
+        thread.join(max(end_s - time.monotonic(), 0))
+
+
+atexit.register(_end_all)
