@@ -180,7 +180,7 @@ def test_policies_of_different_subjects_go_together() -> None:
         (lambda: KeepBest("loss", mode="low"), "'min' or 'max'"),  # type: ignore[arg-type]
         (lambda: KeepBest(""), "empty"),
         (lambda: KeepBest(3), "name of a metric"),  # type: ignore[arg-type]
-        (lambda: KeepLast(1) | 3, "unsupported operand"),  # type: ignore[operator]
+        (lambda: KeepLast(1) | 3, "unsupported operand"),
         (lambda: check_keep(3), "keep must be KeepLast"),
         (lambda: check_keep(KeepLast), "keep must be KeepLast"),
     ],

@@ -64,17 +64,17 @@ class KeepPart(Protocol):
         """The trouble that keeps the policy from judging, or that its user should know."""
 
 
-class _Composable:
-    """A policy that ``|`` joins to another one."""
+class KeepPolicy:
+    """A rule for which checkpoints stay. ``a | b`` is the policy that keeps what `a` or `b` keeps."""
 
-    def __or__(self, other: KeepPolicy) -> KeepUnion:
-        if not isinstance(other, _Composable):
+    def __or__(self, other: object) -> KeepUnion:
+        if not isinstance(other, KeepPolicy):
             return NotImplemented
         return KeepUnion((*parts_of(self), *parts_of(other)))
 
 
 @dataclass(frozen=True)
-class KeepLast(_Composable):
+class KeepLast(KeepPolicy):
     """Keep the newest `number` checkpoints."""
 
     number: int
@@ -98,7 +98,7 @@ class KeepLast(_Composable):
 
 
 @dataclass(frozen=True)
-class KeepEvery(_Composable):
+class KeepEvery(KeepPolicy):
     """Keep the checkpoints whose step is a multiple of `steps`. That is the number of the step itself: after steps
     9,999, 10,000 and 10,001, ``KeepEvery(10_000)`` keeps the second. Step 0 is a multiple, too."""
 
@@ -123,7 +123,7 @@ class KeepEvery(_Composable):
 
 
 @dataclass(frozen=True)
-class KeepFor(_Composable):
+class KeepFor(KeepPolicy):
     """Keep the checkpoints that are younger than `time`: a `datetime.timedelta`, or a number of seconds."""
 
     time: float | timedelta
@@ -157,7 +157,7 @@ class KeepFor(_Composable):
 
 
 @dataclass(frozen=True)
-class KeepBest(_Composable):
+class KeepBest(KeepPolicy):
     """Keep the `number` checkpoints with the best `metric`: the smallest, or with ``mode="max"`` the greatest.
 
     The metrics are those of ``save(..., metrics={...})``. A checkpoint without the metric, and one where it is nan, is
@@ -220,7 +220,7 @@ class KeepBest(_Composable):
 
 
 @dataclass(frozen=True)
-class KeepUnion(_Composable):
+class KeepUnion(KeepPolicy):
     """The union of several policies: it keeps a checkpoint if one of its `parts` wants it. ``|`` makes it.
 
     Raises `ValueError` where two parts contradict each other, as ``KeepLast(3) | KeepLast(5)``, or the best of one
@@ -235,9 +235,6 @@ class KeepUnion(_Composable):
             other = seen.setdefault(part.subject, part)
             if other is not part:
                 raise ValueError(f"{other!r} and {part!r} contradict each other in one policy; leave one of them out")
-
-
-KeepPolicy = KeepLast | KeepEvery | KeepFor | KeepBest | KeepUnion
 
 
 class KeptCheckpoint(NamedTuple):
@@ -264,7 +261,7 @@ def check_keep(keep: object) -> None:
         )
 
 
-def parts_of(policy: object) -> tuple[KeepPart, ...]:
+def parts_of(policy: KeepPolicy) -> tuple[KeepPart, ...]:
     """The parts of a union; a policy that is none is its only part."""
     if isinstance(policy, KeepUnion):
         return policy.parts
