@@ -32,6 +32,7 @@ from holdfast.checkpointer.events import StateRestored
 from holdfast.checkpointer.handle import Handle
 from holdfast.checkpointer.loop import Loop
 from holdfast.checkpointer.memory_tier import LEAVING_S, MemoryTier, tier_for
+from holdfast.checkpointer.pruning import CLOSING_S, Pruning
 from holdfast.checkpointer.restore_report import RestoreReport
 from holdfast.checkpointer.restoring import restore
 from holdfast.checkpointer.save_errors import is_unusable, skipped
@@ -47,6 +48,7 @@ from holdfast.format.records import Place
 from holdfast.node_memory.node_folder import DEFAULT_NODE_DIR
 from holdfast.options import check_flag, check_timeout, checked_number
 from holdfast.phases import LOG
+from holdfast.policy.keep import KeepPolicy, check_keep
 from holdfast.policy.when import SavePolicy
 from holdfast.run.session import JOB, NEVER_LOADED
 from holdfast.saving import numbers_of, run_location, save_to_storage, whole
@@ -93,8 +95,9 @@ class Checkpointer:
     one plain process may call them too. Every save walks `state` again. If the run has a history, this job must have
     restored or loaded from it, unless ``takeover=True``; a takeover happens once, at the first save. If storage is
     slower than saves come, no slot of memory may be free: ``when_full`` says whether a save then waits, or all ranks
-    skip it. `select` are globs of names, as in `holdfast.save` and `holdfast.load`: only the names that they match are
-    saved and restored.
+    skip it. `keep` says which checkpoints stay, such as ``KeepLast(3) | KeepEvery(10_000)``: after each commit the
+    first rank deletes, in the background, the other ones on the head's lineage (default: all stay). `select` are globs
+    of names, as in `holdfast.save` and `holdfast.load`: only the names that they match are saved and restored.
 
     Use it as a context manager: at its end it waits until all saves are durable.
     """
@@ -106,6 +109,7 @@ class Checkpointer:
         *,
         memory: Memory | None = Memory(),
         save: SavePolicy | None = None,
+        keep: KeepPolicy | None = None,
         select: str | Sequence[str] | None = None,
         group: ProcessGroup | None = None,
         takeover: bool = False,
@@ -118,6 +122,7 @@ class Checkpointer:
             raise TypeError(f"memory must be a holdfast.Memory, or None to save to storage only, not {memory!r}")
         if not isinstance(save, SavePolicy | None):
             raise TypeError(f"save must be a policy, such as holdfast.EverySteps(1000), not {save!r}")
+        check_keep(keep)
         check_flag("takeover", takeover)
         check_group(group)
         check_timeout(timeout_s)
@@ -148,6 +153,7 @@ class Checkpointer:
         #: The decisions on when to save; None before they are needed.
         self._loop: Loop | None = None
         self._restored: RestoreReport | None = None
+        self._pruning = Pruning(keep, lambda: self._run)
 
     @outer(CHECKPOINTER_SAVE)
     def save(self, step: int, *, metrics: Mapping[str, SupportsFloat] | None = None) -> Handle:
@@ -176,7 +182,7 @@ class Checkpointer:
         self._require_open("save")
         self._find_run()
         handle = Handle(whole(step))
-        machine = SaveMachine(handle.step, handle.hear, SaveLog(handle).hear)
+        machine = SaveMachine(handle.step, handle.hear, SaveLog(handle).hear, self._pruning.listener())
         with self._turn.taken("save"):
             begun_s = time.perf_counter()
             self._save(machine, metrics)
@@ -329,6 +335,7 @@ class Checkpointer:
         finally:
             self._forget_signals()
             self._let_go()
+            self._pruning.close(CLOSING_S)
 
     def __enter__(self) -> Self:
         self._require_open("a with block")
@@ -352,6 +359,7 @@ class Checkpointer:
         self._end_loop()
         self._forget_signals()
         self._forget_ended()
+        self._pruning.close(0)
         self._let_go(patience_s=LEAVING_S)
 
     def _require_open(self, verb: str) -> None:
