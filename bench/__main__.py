@@ -16,6 +16,7 @@ from bench.front import render_chart, render_front
 from bench.history import HISTORY
 from bench.markdown import RESULTS, replace_part
 from bench.plan import PLAN, draw_planning
+from bench.prune import PRUNE
 from bench.save_load import IO, LOADS
 from bench.schema import Result, read_result, write_result
 from bench.small import SMALL
@@ -23,7 +24,7 @@ from bench.step import STEP
 from bench.view import VIEW
 
 #: In the order in which they are measured, each with the name of its place in `docs/benchmarks.md`.
-BENCHMARKS = (IO, LOADS, PLAN, SMALL, VIEW, ENGINE, HISTORY, STEP)
+BENCHMARKS = (IO, LOADS, PLAN, SMALL, VIEW, ENGINE, HISTORY, STEP, PRUNE)
 PLACES = {each.name: "bench" if each is IO else each.name for each in BENCHMARKS}
 FRONT, TABLE = "front", "table"
 #: What is published, below the root of the repository.

@@ -107,6 +107,7 @@ ARGUMENT = re.compile(r"^\| `(.+?)` \| (?:`(.+?)`)? *\| (?:`(.+?)`|-)? *\| .*\|$
 ALL = (
     *("Bandwidths", "Checkpointer", "Memory", "PerRank", "Piecewise", "load", "open", "plan_load"),
     *("EverySteps", "EveryTime", "OnMetric", "OnPreemption", "OnRequest", "request_save"),
+    *("KeepBest", "KeepEvery", "KeepFor", "KeepLast", "ls", "pin", "unpin", "remove"),
     *("register_adapter", "register_tensor", "register_value", "save", "transfer"),
 )
 
