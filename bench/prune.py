@@ -25,12 +25,13 @@ QUIET, BUSY = "quiet", "busy"
 _NUM_PRODUCTS, _WIDTH = 40, 192
 #: The steps after which the loop looks whether all is deleted; no step is measured meanwhile.
 _LOOK_STEPS = 100
+_SCHEDULE = Path("/proc/thread-self/schedstat")
 
 
 def measure_prune(options: Options) -> Part:
-    """A loop without deletions, and the same loop while ``keep=KeepLast(1)`` deletes a whole history."""
+    """A loop while ``keep=KeepLast(1)`` deletes a whole history, and as many steps without deletions."""
     torch.set_num_threads(TORCH_THREADS)
-    rounds, num_deleted = options.rounds or 3, options.number(NUM_DELETED, least=3)
+    rounds, num_deleted = options.rounds or 1, options.number(NUM_DELETED, least=3)
     state: dict[str, object] = {"w": torch.zeros(1024)}
     with scratch(options.memory) as memory, scratch(options.folder) as folder:
         for step in range(1, num_deleted + 1):
@@ -52,13 +53,14 @@ def loops(root: Path, state: dict[str, object], num_deleted: int) -> dict[str, f
     """The longest steps, and those that one step in a thousand exceeds, without and with deletions."""
     with holdfast.Checkpointer(root, state, memory=None, keep=holdfast.KeepLast(1)) as checkpointer:
         checkpointer.restore()
-        quiet = [seconds for _ in range(20) for seconds in steps(_LOOK_STEPS)]
+        steps(_LOOK_STEPS)
         begun_s = time.perf_counter()
         checkpointer.save(num_deleted + 1)
         busy: list[float] = []
         while len(list((root / "checkpoints").iterdir())) > 1:
             busy += steps(_LOOK_STEPS)
         deleting_s = time.perf_counter() - begun_s
+        quiet = steps(len(busy))
     times = {QUIET: quiet, BUSY: busy}
     longest = {f"{name}_max_s": max(seconds) for name, seconds in times.items()}
     rare = {f"{name}_rare_s": quantiles(seconds, n=1000)[-1] for name, seconds in times.items()}
@@ -67,15 +69,21 @@ def loops(root: Path, state: dict[str, object], num_deleted: int) -> dict[str, f
 
 
 def steps(number: int) -> list[float]:
-    """The seconds of so many steps."""
+    """The seconds of so many steps, without those in which the loop could run and other programs had the processors."""
     found = []
     weight, values = torch.eye(_WIDTH), torch.ones(_WIDTH, _WIDTH)
     for _ in range(number):
-        start_s = time.perf_counter()
+        queued_s, start_s = _queued_s(), time.perf_counter()
         for _ in range(_NUM_PRODUCTS):
             values = torch.mm(weight, values)
-        found.append(time.perf_counter() - start_s)
+        seconds = time.perf_counter() - start_s
+        found.append(seconds - (_queued_s() - queued_s))
     return found
+
+
+def _queued_s() -> float:
+    """The seconds for which this thread has waited for a processor."""
+    return int(_SCHEDULE.read_text().split()[1]) / 1e9
 
 
 def _ms(part: Part, key: str) -> float:
@@ -103,8 +111,8 @@ def render_prune(result: Result) -> str:
         ("longest", lambda name: f"{_ms(part, f'{name}_max_s'):.2f}"),
     ]
     how = (
-        f"The deletion took {median(part.series(OURS, 'deleting_s')):.0f} s. One process, medians of "
-        f"{part.scenario.rounds} rounds. `python -m bench prune`; "
+        f"Without the time for which other programs had the processors. The deletion took "
+        f"{median(part.series(OURS, 'deleting_s')):.0f} s. One process. `python -m bench prune`; "
     )
     return "\n\n".join([table("deleted meanwhile", rows, columns), f"{how}{part.environment.in_words()}."])
 

@@ -134,8 +134,8 @@ class TestPin:
         assert (done.status, len(steps(run))) == (2, 5)
         assert "config.pinned" in done.err
         assert f"holdfast unpin '{run}@1.2'" in done.err
-        assert holdfast_command("unpin", f"{run}@1.2").lines == [f"{run}: step 2 at 1.2 is not pinned"]
-        assert holdfast_command("unpin", f"{run}@1.2").lines == [f"{run}: step 2 at 1.2 was not pinned already"]
+        assert holdfast_command("unpin", f"{run}@1.2").lines == [f"{run}: step 2 at 1.2 is not pinned any more"]
+        assert holdfast_command("unpin", f"{run}@1.2").lines == [f"{run}: step 2 at 1.2 was not pinned"]
         assert holdfast_command("rm", f"{run}@1.2", "--yes").status == 0
         assert steps(run) == [5, 4, 3, 1]
 

@@ -163,6 +163,13 @@ def step_result() -> Result:
     return Result("step", tuple(parts))
 
 
+def prune_result(*, busy_max_s: float = 0.0125) -> Result:
+    quiet = {"quiet_s": (0.005,), "quiet_rare_s": (0.006,), "quiet_max_s": (0.010,)}
+    busy = {"busy_s": (0.0051,), "busy_rare_s": (0.007,), "busy_max_s": (busy_max_s,)}
+    taken = [Sample("holdfast", 1, {**quiet, **busy, "deleting_s": (130.0,)})]
+    return Result("prune", (part("deletion", taken, facts={"num_deleted": 1_000}),))
+
+
 def engine_result(
     *, nbytes: int = NBYTES, blocked_s: float = 0.010, loop_s: float = 8.08, rounds: int = ROUNDS
 ) -> Result:

@@ -153,8 +153,21 @@ def test_trainer_and_inference_ranks_pass_what_they_have() -> None:
     assert run_ranks(2, publish_as_the_guide, code) == [12.0, 12.0]
 
 
+def test_a_pinned_checkpoint_is_listed_and_an_unpinned_one_is_removed(
+    job: Names, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state = job["state"]
+    assert isinstance(state, dict)
+    for step in (8, 9):
+        holdfast.save("runs/gpt", state, step)
+    (code,) = snippets("retention")
+    exec(code, job)
+    assert capsys.readouterr().out == "[8]\n"
+    assert [checkpoint.step for checkpoint in holdfast.ls("runs/gpt")] == [9, 5]
+
+
 def test_every_piece_of_code_in_the_guides_is_run_by_a_test() -> None:
-    run = {"ddp": 2, "checkpointer": 4, "loading": 3, "publishing": 1}
+    run = {"ddp": 2, "checkpointer": 4, "loading": 3, "publishing": 1, "retention": 1}
     for guide in GUIDES.glob("*.md"):
         if guide.stem != "mapping":
             assert len(snippets(guide.stem)) == run.get(guide.stem, 0), guide.name

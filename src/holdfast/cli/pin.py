@@ -51,6 +51,8 @@ def _tell(rows: list[PinRow], *, as_json: bool) -> None:
         print_json(PinDocument(rows))
         return
     for row in rows:
-        now = "pinned" if row.pinned else "not pinned"
-        what = f"is {now}" if row.changed else f"was {now} already"
+        if row.changed:
+            what = "is pinned" if row.pinned else "is not pinned any more"
+        else:
+            what = "was pinned already" if row.pinned else "was not pinned"
         say(console(), f"{printable(row.run)}: step {row.step} at {row.place} {what}")
