@@ -50,6 +50,7 @@ from holdfast.phases import LOG
 from holdfast.policy.when import SavePolicy
 from holdfast.run.session import JOB, NEVER_LOADED
 from holdfast.saving import numbers_of, run_location, save_to_storage, whole
+from holdfast.run.paths import parse, selected
 from holdfast.snapshot.capture import Snapshot
 from holdfast.snapshot.guard import Guard, changing
 from holdfast.state.flatten import check_root
@@ -93,8 +94,8 @@ class Checkpointer:
     one plain process may call them too. Every save walks `state` again. If the run has a history, this job must have
     restored or loaded from it, unless ``takeover=True``; a takeover happens once, at the first save. If storage is
     slower than saves come, no slot of memory may be free: ``when_full`` says whether a save then waits, or all ranks
-    skip it. `select` are globs of names, as in `holdfast.save` and `holdfast.load`: only the names that they match are
-    saved and restored.
+    skip it. `initial` is the path of the checkpoint that a run without checkpoints begins with. `select` are globs of
+    names, as in `holdfast.save` and `holdfast.load`: only the names that they match are saved and restored.
 
     Use it as a context manager: at its end it waits until all saves are durable.
     """
@@ -112,6 +113,7 @@ class Checkpointer:
         when_full: Literal["wait", "skip"] = "wait",
         timeout_s: float = 600.0,
     ) -> None:
+        initial: str | os.PathLike[str] | Location | None = None,
         if when_full not in ("wait", "skip"):
             raise ValueError(f"when_full must be 'wait' or 'skip', not {when_full!r}")
         if not isinstance(memory, Memory | None):
@@ -148,6 +150,7 @@ class Checkpointer:
         #: The decisions on when to save; None before they are needed.
         self._loop: Loop | None = None
         self._restored: RestoreReport | None = None
+        self._initial = None if initial is None else parse(initial)
 
     @outer(CHECKPOINTER_SAVE)
     def save(self, step: int, *, metrics: Mapping[str, SupportsFloat] | None = None) -> Handle:
@@ -198,17 +201,22 @@ class Checkpointer:
             raise
 
     @outer(CHECKPOINTER_RESTORE)
-    def restore(self, *, verify: bool = True, fallback: bool = False) -> RestoreReport:
+    def restore(self, *, at: str | None = None, verify: bool = True, fallback: bool = False) -> RestoreReport:
         """Fill the state from the newest checkpoint on the run's lineage: from the memory of the nodes if it is there,
-        else from storage. If the run has no checkpoint, this changes nothing, and ``report.next_step`` is 0; but a path
-        that cannot become a run, and a state that cannot be saved, are errors already now.
+        else from storage. If the run has no checkpoint, this changes nothing, or loads the `initial` checkpoint, and
+        ``report.next_step`` is 0; but a path that cannot become a run, and a state that cannot be saved, are errors
+        already now.
+
+        With `at`, such as ``"step=700"`` or the place ``"3.12"``, fill it from that checkpoint in storage. The next
+        save continues from there, which makes it a rollback: later checkpoints stay, but the head does not descend
+        from them any more.
 
         If the copy in memory is damaged, this reads from storage instead. With `fallback`, it passes over a damaged
         checkpoint in storage, as `holdfast.load` does, and the next save continues from the older one that it loaded.
 
         Raises what `holdfast.load` raises; where there is nothing to restore, the `ConfigurationError`, `StorageError`
         or `StateError` that the first save would raise; and `ConfigurationError`: code ``config.closed``, after
-        `close`; ``config.nested``, as `save`.
+        `close`; ``config.nested``, as `save`; ``config.path``, where `at` selects nothing.
         """
         refuse_nested(CHECKPOINTER_RESTORE)
         self._require_open("restore")
@@ -238,6 +246,8 @@ class Checkpointer:
             if self._loop is not None and report.load is not None:
                 self._loop.expect(report.next_step)
             log_restored(StateRestored(self._run, report, self._is_first_rank))
+                    at=None if at is None else selected(self._run, at),
+                    initial=self._initial,
             if tier is not None:
                 tier.note_restored(restored)
                 if report.tier != "node memory":  # which has the slots of the last job
