@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from holdfast.loading.load_plan import LoadPlan, plan_load
     from holdfast.plan.exchange import Bandwidths
     from holdfast.policy.keep import KeepBest, KeepEvery, KeepFor, KeepLast, KeepPolicy
-    from holdfast.policy.when import EverySteps, EveryTime, OnMetric, OnPreemption, OnRequest, SavePolicy
+    from holdfast.policy.when import Auto, EverySteps, EveryTime, OnMetric, OnPreemption, OnRequest, SavePolicy
     from holdfast.publishing import transfer
     from holdfast.reports import LoadReport, SaveReport, TransferReport
     from holdfast.run.listing import ListedCheckpoint
@@ -84,6 +84,7 @@ _HOMES = {
     "transfer": "holdfast.publishing",
     "SavePolicy": "holdfast.policy.when",
     "EverySteps": "holdfast.policy.when",
+    "Auto": "holdfast.policy.when",
     "EveryTime": "holdfast.policy.when",
     "OnMetric": "holdfast.policy.when",
     "OnPreemption": "holdfast.policy.when",
@@ -97,6 +98,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "Auto",
     "Bandwidths",
     "Box",
     "Checkpointer",
