@@ -17,6 +17,7 @@ import holdfast
 from holdfast.policy.keep import KeepLast
 from holdfast.run.diagnosis import examine
 from holdfast.run.history import Run
+from holdfast.run.leases import await_ended_reads
 from holdfast.run.retention import Retention
 from holdfast.store.urls import location_of, open_store
 from tests.support import nursery
@@ -114,6 +115,7 @@ def test_after_a_death_at_a_point_all_visible_checkpoints_load_and_the_next_dele
         into = {"w": torch.zeros(10, dtype=torch.int64)}
         holdfast.load(f"{saved_run}@step={step}", into)
         assert into["w"].tolist() == [step] * 10
+    await_ended_reads()
     delete(saved_run, Deletion())
     opened = Run.open(open_store(location_of(saved_run)))
     assert [each.step for each in holdfast.ls(saved_run)] == [3]

@@ -65,6 +65,13 @@ def test_a_load_has_a_lease_until_it_ends(saved: Run, run: str) -> None:
     until(lambda: leased_places(saved) == [])
 
 
+def test_a_checkpoint_is_removed_right_after_it_was_loaded(saved: Run, run: str) -> None:
+    for step in (1, 2):
+        holdfast.load(f"{run}@step={step}", {"w": torch.zeros(10, dtype=torch.int64)})
+        holdfast.remove(f"{run}@step={step}")
+    assert [each.step for each in holdfast.ls(run)] == [3]
+
+
 def test_a_load_that_fails_gives_its_lease_back(saved: Run, run: str) -> None:
     with pytest.raises(holdfast.IncompatibleError):
         holdfast.load(run, {"other": torch.zeros(10)})

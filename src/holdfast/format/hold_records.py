@@ -31,8 +31,8 @@ class Pin(Record, frozen=True, kw_only=True, tag="pin"):
 
 
 class Lease(Record, frozen=True, kw_only=True, tag="lease"):
-    """The record of a reader that the files of the checkpoint at `place` must stay until the time `until`. `holder`
-    says who reads, for people."""
+    """A reader's record: the files of the checkpoint at `place` must stay until the time `until`. `holder` names the
+    reader, for people."""
 
     place: Place
     until: Seconds

@@ -1,4 +1,4 @@
-"""How much to keep: policies that choose, from the checkpoints of a run, those that stay. Pure; deletes nothing.
+"""Policies for how much to keep: they choose, from the checkpoints of a run, those that stay. Pure; deletes nothing.
 
 A policy names the checkpoints that it wants, and a union of policies wants whatever one of its parts wants. `decide`
 adds the rules that no policy can lift: the head stays, and everything down to the newest verified checkpoint, and

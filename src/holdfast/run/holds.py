@@ -1,4 +1,4 @@
-"""Who holds which checkpoint of a run: pins, leases of readers, and the protocol between them and a removal.
+"""Pins and leases hold checkpoints of a run. A protocol makes sure that a removal and a holder see each other.
 
 Somebody who must rely on a checkpoint, and somebody who is about to delete it, each create a record first and look for
 the record of the other afterwards. A store shows a created object in every later listing, so at least one of the two

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 from threading import Thread, current_thread
@@ -27,8 +28,8 @@ from holdfast.store.timed import untimed
 
 #: The time that a lease lasts. It is renewed after half of it.
 LEASE_S: Final = 900.0
-#: Longest wait, at the end of the process, for the deletion of its leases.
-_EXIT_S: Final = 1.0
+#: Longest wait for the deletion of leases.
+_PATIENCE_S: Final = 1.0
 
 
 class ReadLease:
@@ -39,17 +40,21 @@ class ReadLease:
 
     def __init__(self, storage: Store, place: Place) -> None:
         self._ended: SimpleQueue[None] = SimpleQueue()
-        thread = Thread(target=_keep, args=(storage, place, self._ended), name="holdfast-lease", daemon=True)
+        self._thread = Thread(target=_keep, args=(storage, place, self._ended), name="holdfast-lease", daemon=True)
         with suppress(RuntimeError):  # the interpreter ends, or the machine has no room for a thread
-            thread.start()
+            self._thread.start()
 
     def end(self) -> None:
         """Have the lease deleted. May be called again, by any thread."""
+        if self._thread.is_alive():
+            _ENDING.add(self._thread)
         self._ended.put(None)
 
 
 #: The threads of this process that keep leases, and how to end each. The copy of a forked process has no living one.
 _LIVING: Final[dict[Thread, SimpleQueue[None]]] = {}
+#: Those of them whose reads have ended, so that they are about to delete their leases.
+_ENDING: Final[set[Thread]] = set()
 
 
 def leased(located: Located) -> ReadLease | None:
@@ -74,6 +79,11 @@ def want_leases(storage: Store) -> None:
         storage.create(LEASES_WANTED_KEY, records.encode(LeasesWanted(created=records.now())))
 
 
+def await_ended_reads() -> None:
+    """Wait until the leases of reads of this process that have ended are deleted; for a short time at most."""
+    _join([thread for thread in [*_ENDING] if thread.is_alive()])
+
+
 def _keep(storage: Store, place: Place, ended: SimpleQueue[None]) -> None:
     _LIVING[current_thread()] = ended
     key = ""
@@ -92,6 +102,7 @@ def _keep(storage: Store, place: Place, ended: SimpleQueue[None]) -> None:
         if key:
             storage.delete(key)
     del _LIVING[current_thread()]
+    _ENDING.discard(current_thread())
 
 
 def _end_all() -> None:
@@ -99,8 +110,12 @@ def _end_all() -> None:
     living = {thread: ended for thread, ended in [*_LIVING.items()] if thread.is_alive()}
     for ended in living.values():
         ended.put(None)
-    end_s = time.monotonic() + _EXIT_S
-    for thread in living:
+    _join(living)
+
+
+def _join(threads: Iterable[Thread]) -> None:
+    end_s = time.monotonic() + _PATIENCE_S
+    for thread in threads:
         thread.join(max(end_s - time.monotonic(), 0))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 from holdfast.run.by_path import checkpoint_at, open_run, selected_checkpoint
+from holdfast.run.leases import await_ended_reads
 from holdfast.run.listing import HistoryReader, ListedCheckpoint
 from holdfast.run.pins import pin_checkpoint, unpin_checkpoint
 from holdfast.run.removal import remove_checkpoint
@@ -50,4 +51,5 @@ def remove(path: str | os.PathLike[str] | Location) -> None:
         NotFoundError: there is no such checkpoint.
     """
     run, commit = selected_checkpoint(path)
+    await_ended_reads()
     remove_checkpoint(run, commit)
