@@ -13,41 +13,25 @@ from bench.ways import Way
 
 Registry: TypeAlias = Mapping[str, type[Way]]
 
-#: Names in `SAVING`, and in `BACKGROUND` and the registries beside loops.
-LATER = ways.HoldfastLater.name
-OURS, OURS_SYNC, THREAD = ways.HoldfastBackground.name, ways.HoldfastLive.name, peers.DcpThread.name
-
 
 def _registry(*kinds: type[Way]) -> Registry:
     return {kind.name: kind for kind in kinds}
 
 
+_TORCH = (ways.Raw, ways.TorchSave, ways.Dcp)
+_TORCH_ASYNC = (peers.DcpThread, peers.DcpProcess)
+_PEERS = (peers.TorchCheckpointing, peers.TorchSnapshot, peers.Safetensors)
+_PEERS_ASYNC = (peers.TorchSnapshotAsync, peers.TorchCheckpointingAsync)
 #: Those that save and load while training waits.
-SAVING = _registry(
-    ways.Raw,
-    ways.TorchSave,
-    ways.Dcp,
-    peers.TorchCheckpointing,
-    peers.TorchSnapshot,
-    peers.Safetensors,
-    ways.Holdfast,
-    ways.HoldfastLater,
-)
+SAVING = _registry(*_TORCH, *_PEERS, ways.Holdfast, ways.HoldfastLater)
 #: Those that save a live training state, with or without a wait for the device.
-BACKGROUND = _registry(
-    ways.Raw,
-    ways.TorchSave,
-    ways.Dcp,
-    peers.DcpThread,
-    peers.DcpProcess,
-    peers.TorchSnapshotAsync,
-    peers.TorchCheckpointingAsync,
-    ways.HoldfastLive,
-    ways.HoldfastBackground,
-)
+BACKGROUND = _registry(*_TORCH, *_TORCH_ASYNC, *_PEERS_ASYNC, ways.HoldfastLive, ways.HoldfastBackground)
 #: Those of them that are measured beside a loop of Python, and beside a training loop.
-BESIDE_PYTHON = _registry(ways.HoldfastBackground, peers.DcpThread, peers.DcpProcess)
+BESIDE_PYTHON = _registry(ways.HoldfastBackground, *_TORCH_ASYNC)
 BESIDE_TRAINING = _registry(ways.Raw, *BESIDE_PYTHON.values())
+#: Names in `SAVING`, and in `BACKGROUND` and the registries beside loops.
+LATER = ways.HoldfastLater.name
+OURS, OURS_SYNC, THREAD = ways.HoldfastBackground.name, ways.HoldfastLive.name, peers.DcpThread.name
 
 
 def select(

@@ -80,13 +80,19 @@ def keepers(node_dir: Path) -> list[psutil.Process]:
 
 
 @contextmanager
+def scratch(parent: Path) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="bench-", dir=parent) as folder:
+        yield Path(folder)
+
+
+@contextmanager
 def node_memory(parent: Path) -> Iterator[Path]:
     """A folder below `parent` for the memory of a node. Its keepers and slots end with it."""
-    with tempfile.TemporaryDirectory(prefix="bench-", dir=parent) as folder:
+    with scratch(parent) as folder:
         try:
-            yield Path(folder)
+            yield folder
         finally:
-            last = keepers(Path(folder))
+            last = keepers(folder)
             for keeper in last:
                 with suppress(psutil.NoSuchProcess):
                     keeper.kill()

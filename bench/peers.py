@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,8 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType,
 from torch.distributed.tensor import DTensor
 
 from bench.costs import give_back
-from bench.state import box, local, walk
+from bench.state import VALUES, box, local
 from bench.ways import Dcp, Pending, Way
-
-#: The part of the state's tree that has no tensors.
-_VALUES = "progress"
 
 
 class DcpThread(Dcp):
@@ -117,7 +115,7 @@ class TorchCheckpointing(Way):
         from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
 
         manager = CheckpointManager.Config(
-            items={_VALUES: ItemSpec(layout=LayoutInfo(f"{_VALUES}.pt", TorchSerialization()), required=False)},
+            items={VALUES: ItemSpec(layout=LayoutInfo(f"{VALUES}.pt", TorchSerialization()), required=False)},
             default=ItemSpec(resharder=DefaultResharder()),
             save=getattr(config, self.saver)(),
             storage_config=LocalFileSystemStorageConfig(use_direct_io=False),
@@ -128,13 +126,13 @@ class TorchCheckpointing(Way):
 
     def begin(self, folder: Path) -> Pending:
         """Save the state as it is, and values in a file for all ranks."""
-        own = {item: part for item, part in self.state.tree.items() if item != _VALUES or dist.get_rank() == 0}
+        own = {item: part for item, part in self.state.tree.items() if item != VALUES or dist.get_rank() == 0}
         written = self._manager.save(str(folder), own)  # a future, of a save in the background
         return Pending() if written is None else Pending.of(written, self._manager._staging_future)  # noqa: SLF001
 
     def load(self, folder: Path) -> None:
         loaded = self._manager.load(str(folder), into=self.state.tree, strict=True)
-        self.state.set_values({path: leaf for _, _, path, leaf in walk(dict(loaded))})
+        self.state.values.update(loaded[VALUES])
 
 
 class TorchCheckpointingAsync(TorchCheckpointing):
@@ -160,29 +158,23 @@ class TorchSnapshot(Way):
     name = package = "torchsnapshot"
 
     @cached_property
-    def _snapshot(self) -> Any:
-        from torchsnapshot import Snapshot
-
-        return Snapshot
-
-    @cached_property
     def _tensors(self) -> dict[str, Any]:
-        leaves = self.state.leaves()
-        return leaves | {path: _sharded(leaf) for path, leaf in leaves.items() if isinstance(leaf, DTensor)}
+        """Each tensor by a name without a slash: torchsnapshot 0.1.0 fails on one."""
+        leaves = {path.replace("/", "."): leaf for path, leaf in self.state.leaves().items()}
+        return leaves | {name: _sharded(leaf) for name, leaf in leaves.items() if isinstance(leaf, DTensor)}
 
     def state_dict(self) -> dict[str, Any]:
-        """What is saved, and filled in place. Names have no slash: torchsnapshot 0.1.0 fails on one."""
-        return {path.replace("/", "."): leaf for path, leaf in (self._tensors | self.state.values()).items()}
+        return self._tensors | self.state.values
 
     def load_state_dict(self, loaded: Mapping[str, Any]) -> None:
         """Take over the values; tensors have been filled in place."""
-        self.state.set_values({path: loaded[path.replace("/", ".")] for path in self.state.values()})
+        self.state.values.update({name: loaded[name] for name in self.state.values})
 
     def save(self, folder: Path) -> None:
-        self._snapshot.take(str(folder), {"state": self}, replicated=["**"])
+        import_module(self.package).Snapshot.take(str(folder), {"state": self}, replicated=["**"])
 
     def load(self, folder: Path) -> None:
-        self._snapshot(str(folder)).restore({"state": self})
+        import_module(self.package).Snapshot(str(folder)).restore({"state": self})
 
 
 class TorchSnapshotAsync(TorchSnapshot):
@@ -191,7 +183,7 @@ class TorchSnapshotAsync(TorchSnapshot):
     name = "torchsnapshot-async"
 
     def begin(self, folder: Path) -> Pending:
-        taken = self._snapshot.async_take(str(folder), {"state": self}, replicated=["**"])
+        taken = import_module(self.package).Snapshot.async_take(str(folder), {"state": self}, replicated=["**"])
         return Pending(taken.wait, taken.done)
 
 
@@ -211,7 +203,7 @@ class Safetensors(Way):
             whole = leaf.full_tensor() if isinstance(leaf, DTensor) else leaf
             if index % world == rank:
                 own[path] = whole
-        save_file(own, folder / f"{rank}.safetensors", {"values": json.dumps(self.state.values())})
+        save_file(own, folder / f"{rank}.safetensors", {"values": json.dumps(self.state.values)})
 
     def load(self, folder: Path) -> None:
         from safetensors import safe_open
@@ -219,13 +211,11 @@ class Safetensors(Way):
         leaves = self.state.leaves()
         for path in sorted(folder.glob("*.safetensors")):
             with safe_open(path, framework="pt") as file:
-                self.state.set_values(json.loads(file.metadata()["values"]))
+                self.state.values.update(json.loads(file.metadata()["values"]))
                 for name in file.keys():  # noqa: SIM118 - not a mapping
                     leaf = leaves[name]
-                    start, size = box(leaf)
                     whole = file.get_slice(name) if leaf.ndim else file.get_tensor(name)
-                    own = tuple(slice(first, first + extent) for first, extent in zip(start, size, strict=True))
-                    local(leaf).copy_(whole[own])
+                    local(leaf).copy_(whole[box(leaf)])
 
 
 def _gathered(data: object, group: dist.ProcessGroup | None = None) -> dict[int, object]:
@@ -238,6 +228,6 @@ def _sharded(leaf: DTensor) -> Any:
     """A ShardedTensor on the local memory of `leaf`. Collective."""
     from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
 
-    start, _ = box(leaf)
-    shard = Shard.from_tensor_and_offsets(leaf.to_local(), list(start), dist.get_rank())
+    starts = [part.start for part in box(leaf)]
+    shard = Shard.from_tensor_and_offsets(leaf.to_local(), starts, dist.get_rank())
     return ShardedTensor._init_from_local_shards([shard], leaf.shape)  # noqa: SLF001 - its one constructor
