@@ -3,57 +3,63 @@
 from __future__ import annotations
 
 import itertools
+import multiprocessing
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
+from pathlib import Path
 from statistics import median
-from typing import ClassVar
 
+import torch
 import torch.distributed as dist
 
 import holdfast
 from bench.benchmark import Bar, Benchmark, Options, judged
+from bench.costs import scratch
 from bench.markdown import table
-from bench.runner import Found, Job, Turns, measure, timed
-from bench.schema import Part, Result, Scenario
-from bench.state import ManySmall
-from bench.ways import Site
+from bench.runner import HOST, TORCH_THREADS, in_turns, timed
+from bench.schema import Part, Result, Sample, Scenario, measured
 
-NUM_STEPS = 10_000
+WORLD, NUM_STEPS = 2, 10_000
 BAR_US = 20.0
 OURS = "holdfast"
 EVERY_STEPS, ALL_POLICIES = "every-steps", "all-policies"
 _LABELS = {EVERY_STEPS: "`EverySteps`", ALL_POLICIES: "`EverySteps`, `EveryTime`, `OnMetric` and `OnRequest`"}
 
 
-class Steps(Turns):
-    """Calls of `step` on all ranks at once, so many in a turn. The slowest rank's time counts."""
-
-    registry: ClassVar = {}
-
-    def __init__(self, job: Job, site: Site) -> None:
-        super().__init__(job, site)
-        policy: holdfast.SavePolicy = holdfast.EverySteps(10**12)
-        if job.scenario.name == ALL_POLICIES:
-            policy = policy | holdfast.EveryTime(1e6) | holdfast.OnMetric("accuracy") | holdfast.OnRequest()
-        self._checkpointer = holdfast.Checkpointer(site.folder / "run", site.state.tree, memory=None, save=policy)
-        self._numbers = itertools.count()
-
-    def take(self, name: str, number: int, measure: str) -> Iterator[tuple[str, Found]]:
-        def calls() -> None:
-            for _ in range(self.job.scenario.facts["num_steps"]):
-                self._checkpointer.step(next(self._numbers), metrics={"loss": 1.0})
-
-        dist.barrier()
-        yield measure, timed(calls)
-        if number == self.job.scenario.rounds:
-            self._checkpointer.close()
-
-
 def measure_steps(policies: str, options: Options) -> Part:
-    facts = {"num_steps": options.number(NUM_STEPS)}
-    scenario = Scenario(name=policies, world=2, rounds=options.rounds or 15, facts=facts)
-    recipe = ManySmall(num_tensors=1, min_nbytes=1)
-    return measure(options, Job(scenario=scenario, turns=Steps, recipe=recipe, contenders=(OURS,), copies=0))
+    """Calls of `step` on two ranks at once; the first one's time counts."""
+    rounds, num_steps = options.rounds or 15, options.number(NUM_STEPS)
+    store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+    spawning = multiprocessing.get_context("spawn")
+    with scratch(options.folder) as folder, ProcessPoolExecutor(WORLD, spawning) as pool:
+        arguments = (store.port, policies, num_steps, rounds, folder)
+        ranks = [pool.submit(time_steps, rank, *arguments) for rank in range(WORLD)]
+        first, *_ = [rank.result() for rank in ranks]
+    scenario = Scenario(name=policies, world=WORLD, rounds=rounds, facts={"num_steps": num_steps})
+    return measured(scenario, first, options.folder)
+
+
+def time_steps(rank: int, port: int, policies: str, num_steps: int, rounds: int, folder: Path) -> tuple[Sample, ...]:
+    """Samples of so many calls each, after one sample that is not counted."""
+    torch.set_num_threads(TORCH_THREADS)
+    dist.init_process_group("gloo", store=dist.TCPStore(HOST, port), rank=rank, world_size=WORLD)
+    policy: holdfast.SavePolicy = holdfast.EverySteps(10**12)
+    if policies == ALL_POLICIES:
+        policy = policy | holdfast.EveryTime(1e6) | holdfast.OnMetric("accuracy") | holdfast.OnRequest()
+    numbers = itertools.count()
+    checkpointer = holdfast.Checkpointer(folder, {"w": torch.zeros(1)}, memory=None, save=policy)
+
+    def calls() -> None:
+        for _ in range(num_steps):
+            checkpointer.step(next(numbers), metrics={"loss": 1.0})
+
+    calls()
+    samples = in_turns(range(1, rounds + 1), {OURS: partial(timed, calls)})
+    dist.barrier()
+    checkpointer.close()
+    dist.destroy_process_group()
+    return samples
 
 
 def _us_per_step(part: Part) -> float:
