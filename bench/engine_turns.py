@@ -19,12 +19,10 @@ from bench.costs import Watch, give_back, settle
 from bench.runner import Found, Job, Span, Turns, require_same
 from bench.schema import RAW, WARM_UP, BenchError
 from bench.state import State, Work
-from bench.ways import HoldfastBackground, Site, Way
+from bench.ways import HoldfastBackground, Site, Way, opened
 from holdfast.format.container import BLOCK_NBYTES
 from holdfast.io.digest import digest_blocks
-from holdfast.run.history import Run
-from holdfast.store.base import Bytes, Location
-from holdfast.store.urls import open_store
+from holdfast.store.base import Bytes
 
 #: The measures of `Saves`: saves beside which ranks do nothing, and saves beside work and a step. ``seconds`` are until
 #: all is durable, ``blocked_s`` those of the call, ``persist_s`` from the end of the copy; ``step_wait_s`` is what the
@@ -252,7 +250,7 @@ def _per_s(*counted: tuple[int, float]) -> float:
 
 def _await_commit(root: Path, step: int) -> None:
     """Return when the last save is in the history of the run."""
-    run = Run.open(open_store(Location(str(root))))
+    run = opened(root)
     end_s = time.monotonic() + _COMMIT_TIMEOUT_S
     while (head := run.head()) is None or head.step != step:
         if time.monotonic() > end_s:

@@ -17,9 +17,7 @@ from bench.costs import scratch
 from bench.markdown import table
 from bench.runner import command, in_turns, timed
 from bench.schema import Part, Result, Scenario, measured
-from holdfast.run.history import Run
-from holdfast.store.base import Location
-from holdfast.store.urls import open_store
+from bench.ways import opened
 
 LENGTHS = (10, 1_000, 10_000)
 #: ``holdfast ls`` of the longest history, in processor seconds: others depend on what else runs.
@@ -44,7 +42,7 @@ def measure_history(length: int, options: Options) -> Part:
             return {
                 **timed(lambda: holdfast.load(root, state), "load_s"),
                 **timed(lambda: holdfast.save(root, state, next(steps)), "save_s"),
-                **timed(lambda: Run.open(open_store(Location(str(root)))).find(step=1), "find_s"),
+                **timed(lambda: opened(root).find(step=1), "find_s"),
                 "ls_s": listed["seconds"],
                 "ls_cpu_s": listed["cpu_s"],
                 "doctor_s": command("doctor", root)["seconds"],

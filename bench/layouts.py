@@ -72,10 +72,9 @@ def stage_layout(stage: int, *, tp: int, pp: int, dp: int) -> tuple[list[TensorL
     layers = range(NUM_LAYERS * stage // pp, NUM_LAYERS * (stage + 1) // pp)
 
     def specs(tp_axis: int) -> tuple[Spec, Spec]:
-        weight = Placed(mesh, (Replicate(), Replicate() if tp_axis < 0 else Shard(tp_axis)))
+        across = Replicate() if tp_axis < 0 else Shard(tp_axis)
         slot_axis = 1 if tp_axis == 0 else 0  # the data-parallel cut goes along the other axis
-        slot = Placed(mesh, (Shard(slot_axis), Replicate() if tp_axis < 0 else Shard(tp_axis)))
-        return weight, slot
+        return Placed(mesh, (Replicate(), across)), Placed(mesh, (Shard(slot_axis), across))
 
     return _layouts(parameters(layers, ends=stage in (0, pp - 1)), specs, suffix=str(stage)), ranks
 

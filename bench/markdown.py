@@ -4,7 +4,7 @@ as ``<!-- bench:start -->`` and ``<!-- bench:end -->``."""
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from types import MappingProxyType
@@ -16,10 +16,9 @@ RESULTS = Path("bench/results")
 NO_FIGURE = "-"
 
 
-def table(*rows: Sequence[str]) -> str:
-    """A table; the first of `rows` has the titles of its columns."""
-    top, *rest = ("|" + "".join(f" {cell} |" if cell else " |" for cell in row) for row in rows)
-    return "\n".join((top, "|" + "---|" * len(rows[0]), *rest))
+def table(titles: Sequence[str], *rows: Iterable[str]) -> str:
+    top, *rest = ("|" + "".join(f" {cell} |" if cell else " |" for cell in row) for row in (titles, *rows))
+    return "\n".join((top, "|" + "---|" * len(titles), *rest))
 
 
 def labels(part: Part, verified: str = "") -> dict[str, str]:

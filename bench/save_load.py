@@ -115,23 +115,16 @@ def render_io(result: Result) -> str:
     (part,) = result.parts
     scenario, raw = part.scenario, part.contenders[0]
     saving, loading = (part.raw_way(measure) for measure in MEASURES)
-    titles = (
-        "",
-        "save, s",
-        "of raw",
-        "load, s",
-        "of raw",
-        "CPU, s/GB save, load",
-        "extra memory per rank, MB save, load",
-    )
-    rows = (
-        (
-            label,
-            *(cell for each in MEASURES for cell in (text(part.series(name, measure=each)), of_raw(part, name, each))),
-            *(", ".join(cost(part, name, each) for each in MEASURES) for cost in (cpu, memory)),
-        )
-        for name, label in labels(part, "(loads verified)").items()
-    )
+
+    def cells(name: str) -> Iterator[str]:
+        for each in MEASURES:
+            yield from (text(part.series(name, measure=each)), of_raw(part, name, each))
+        for cost in (cpu, memory):
+            yield ", ".join(cost(part, name, each) for each in MEASURES)
+
+    costs = ("CPU, s/GB save, load", "extra memory per rank, MB save, load")
+    titles = ("", "save, s", "of raw", "load, s", "of raw", *costs)
+    rows = ((label, *cells(name)) for name, label in labels(part, "(loads verified)").items())
     how = (
         f"{scenario.state.nbytes / 1e9:.2f} GB ({scenario.state.num_tensors} tensors), {scenario.world} ranks, "
         f'medians of {scenario.rounds} interleaved rounds (lowest to highest); "of raw" is raw seconds / seconds, '
@@ -172,9 +165,7 @@ MOVES = {
 def measure_load(name: str, options: Options) -> Part:
     move = MOVES[name]
     names, absent = contenders_of(move, options)
-    facts = {
-        key: f"{layout}, {world} ranks" for key, (layout, world) in (("saved", move.saved), ("loaded", move.loaded))
-    }
+    facts = {"saved": "{}, {} ranks".format(*move.saved), "loaded": "{}, {} ranks".format(*move.loaded)}
 
     def job(side: Side, turns: type[Turns], contenders: Sequence[str], rounds: int) -> Job:
         layout, world = side
@@ -225,12 +216,12 @@ def render_load(result: Result) -> str:
     rows[RAW] += ", GB/s"
 
     def lines(names: Sequence[str], cell: Callable[[Part, str], str]) -> str:
-        def cells(name: str) -> Iterator[str]:
-            return ("not possible" if name in part.not_possible else cell(part, name) for part in result.parts)
+        def row(name: str) -> Iterator[str]:
+            yield rows[name]
+            for part in result.parts:
+                yield "not possible" if name in part.not_possible else cell(part, name)
 
-        return table(
-            ("", *(part.scenario.title for part in result.parts)), *((rows[name], *cells(name)) for name in names)
-        )
+        return table(("", *(part.scenario.title for part in result.parts)), *map(row, names))
 
     sizes = sorted(f"{each.scenario.state.nbytes / 1e9:.2f}" for each in result.parts)
     about_shares = (

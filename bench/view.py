@@ -60,16 +60,16 @@ def measure_opens(options: Options) -> Part:
 
 
 def save_many(name: str, folder: Path, num_tensors: int) -> None:
-    LIBRARIES[name].save(folder, {name_of(index): expected(index) for index in range(num_tensors)})
+    LIBRARIES[name].save(folder, dict(map(named, range(num_tensors))))
 
 
 def open_one(name: str, folder: Path, index: int) -> dict[str, float]:
     """Seconds to open what `name` saved and read one tensor, without those of imports."""
-    library, found = LIBRARIES[name], list[torch.Tensor]()
+    library, found, (path, expected) = LIBRARIES[name], list[torch.Tensor](), named(index)
     import_module(library.package)
     settle(folder)
-    seconds = timed(lambda: found.append(library.read(folder, name_of(index))))
-    if not torch.equal(found[0], expected(index)):
+    seconds = timed(lambda: found.append(library.read(folder, path)))
+    if not torch.equal(found[0], expected):
         raise BenchError(f"{name} read another tensor than it saved.")
     return seconds
 
@@ -87,12 +87,8 @@ def measure_shows(options: Options) -> Part:
     return measured(scenario, samples, options.folder, contenders=tuple(map(Contender, takes)))
 
 
-def name_of(index: int) -> str:
-    return f"layers.{index:06d}.weight"
-
-
-def expected(index: int) -> torch.Tensor:
-    return torch.full(_SHAPE, float(index))
+def named(index: int) -> tuple[str, torch.Tensor]:
+    return f"layers.{index:06d}.weight", torch.full(_SHAPE, float(index))
 
 
 class Library(NamedTuple):

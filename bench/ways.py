@@ -103,7 +103,7 @@ class Way:
     def discard(self, folder: Path) -> None:
         """Delete what is in `folder`, of a run all but its head. For one rank to call."""
         if self.one_run:
-            run = Run.open(open_store(Location(str(folder))))
+            run = opened(folder)
             for commit in list(run.lineage())[1:]:
                 remove_checkpoint(run, commit)
         else:
@@ -283,3 +283,7 @@ class HoldfastBackground(HoldfastLive):
 
 def rank_file(folder: Path) -> Path:
     return folder / f"rank-{dist.get_rank()}"
+
+
+def opened(folder: Path) -> Run:
+    return Run.open(open_store(Location(str(folder))))

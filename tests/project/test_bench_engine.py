@@ -80,7 +80,6 @@ def test_the_processes_of_a_rank_are_it_and_all_that_descend_from_it() -> None:
         found, every = tree(child.pid), tree(os.getpid())
         assert (found[0].pid, len(found)) == (child.pid, 2)
         assert set(found) < set(every)
-        assert tree(os.getpid(), without=(child.pid,)) == [each for each in every if each.pid != child.pid]
         for process in found:
             process.kill()
 
