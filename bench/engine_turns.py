@@ -278,17 +278,20 @@ def _copies(state: State) -> list[Span]:
 
 
 def _moves(state: State) -> tuple[list[Span], float]:
-    """Spans and CPU seconds of a copy of each tensor to touched memory, with the digests of the tensors that end in one
-    block while the processor still has them."""
+    """Spans and CPU seconds of a copy of each tensor to touched memory, with the digests of each block or more while
+    the processor still has it."""
     sources = list(state.tensors().values())
-    ends = itertools.accumulate(source.nbytes for source in sources)
     groups: list[tuple[list[torch.Tensor], list[torch.Tensor], Bytes]] = []
-    for _, found in itertools.groupby(zip(ends, sources, strict=True), lambda each: each[0] // BLOCK_NBYTES):
-        group = [source for _, source in found]
-        memory = torch.ones(sum(each.nbytes for each in group), dtype=torch.uint8)
-        parts = torch.split(memory, [each.nbytes for each in group])
-        targets = [part.view(each.dtype).view(each.shape) for part, each in zip(parts, group, strict=True)]
-        groups.append((targets, group, memory.numpy()))
+    group: list[torch.Tensor] = []
+    for number, source in enumerate(sources, 1):
+        group.append(source)
+        nbytes = sum(each.nbytes for each in group)
+        if nbytes >= BLOCK_NBYTES or number == len(sources):
+            memory = torch.ones(nbytes, dtype=torch.uint8)
+            parts = torch.split(memory, [each.nbytes for each in group])
+            targets = [part.view(each.dtype).view(each.shape) for part, each in zip(parts, group, strict=True)]
+            groups.append((targets, group, memory.numpy()))
+            group = []
 
     def move() -> None:
         for targets, moved, data in groups:

@@ -52,7 +52,7 @@ def measure_opens(options: Options) -> Part:
             if name not in absent:
                 (root / name).mkdir()
                 in_a_process(save_many, name, root / name, num_tensors)
-                takes[name] = partial(in_a_process, open_one, name, root / name, num_tensors // 2)
+                takes[name] = partial(open_cold, name, root / name, num_tensors // 2)
         samples = in_turns(range(1, rounds + 1), takes)
     scenario = Scenario(name=OPENED, rounds=rounds, state=StateSize(num_tensors=num_tensors))
     contenders = tuple(map(Contender, LIBRARIES))
@@ -63,11 +63,15 @@ def save_many(name: str, folder: Path, num_tensors: int) -> None:
     LIBRARIES[name].save(folder, dict(map(named, range(num_tensors))))
 
 
+def open_cold(name: str, folder: Path, index: int) -> dict[str, float]:
+    settle(folder)
+    return in_a_process(open_one, name, folder, index)
+
+
 def open_one(name: str, folder: Path, index: int) -> dict[str, float]:
     """Seconds to open what `name` saved and read one tensor, without those of imports."""
     library, found, (path, expected) = LIBRARIES[name], list[torch.Tensor](), named(index)
     import_module(library.package)
-    settle(folder)
     seconds = timed(lambda: found.append(library.read(folder, path)))
     if not torch.equal(found[0], expected):
         raise BenchError(f"{name} read another tensor than it saved.")
