@@ -23,7 +23,7 @@ class _Gauge(Protocol):
     def set(self, amount: float, attributes: _Attributes) -> None: ...
 
 
-class _Meter(Protocol):
+class _InstrumentMaker(Protocol):
     def create_histogram(self, name: str, unit: str, description: str) -> _Histogram: ...
     def create_counter(self, name: str, unit: str, description: str) -> _Counter: ...
     def create_gauge(self, name: str, unit: str, description: str) -> _Gauge: ...
@@ -35,7 +35,7 @@ class OpenTelemetryMetrics:
     that the meter is from.
     """
 
-    def __init__(self, meter: _Meter) -> None:
+    def __init__(self, meter: _InstrumentMaker) -> None:
         self._readings = Readings()
         self._record = {each.name: _instrument(meter, each) for each in MEASURES}
 
@@ -47,7 +47,7 @@ class OpenTelemetryMetrics:
             self._record[reading.measure.name](reading.value, attributes)
 
 
-def _instrument(meter: _Meter, measure: Measure) -> Callable[[float, _Attributes], None]:
+def _instrument(meter: _InstrumentMaker, measure: Measure) -> Callable[[float, _Attributes], None]:
     """The function that records a reading of `measure`."""
     name = f"holdfast.{measure.name.replace('_', '.')}"
     unit = {"seconds": "s", "bytes": "By", "": "1"}[measure.unit]

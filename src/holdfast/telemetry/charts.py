@@ -16,7 +16,7 @@ _MOST_POINTS: Final = 600
 _NUM_TICKS: Final = 4
 
 
-class Line(NamedTuple):
+class Curve(NamedTuple):
     """A line of a chart: its name, the points, and the number of its look (colour and dashes)."""
 
     name: str
@@ -25,7 +25,7 @@ class Line(NamedTuple):
 
 
 def line_chart(
-    label: str, lines: Sequence[Line], *, x_text: Callable[[float], str], y_text: Callable[[float], str]
+    label: str, lines: Sequence[Curve], *, x_text: Callable[[float], str], y_text: Callable[[float], str]
 ) -> str:
     """A chart of lines over a common axis, from 0 upwards. `label` is what a screen reader says."""
     points = [point for line in lines for point in line.points]
@@ -72,7 +72,7 @@ def _svg(label: str, width: float, height: float, parts: Sequence[str], *, is_fi
 
 
 def _drawn(
-    line: Line,
+    line: Curve,
     place: Callable[[float, float], tuple[float, float]],
     x_text: Callable[[float], str],
     y_text: Callable[[float], str],

@@ -19,7 +19,7 @@ _COLUMNS: Final = ("when", "what", "place", "size", "blocked", "durable after", 
 _RIGHT: Final = ("size", "blocked", "durable after")
 
 
-class _Row(NamedTuple):
+class _LedgerRow(NamedTuple):
     at_s: float
     what: str
     place: str = ""
@@ -42,7 +42,7 @@ def ledger(history: RecordedHistory, saves: Sequence[JobSave], job: JobEvents) -
     return f'<div class="scroll">{table}</div>{note}'
 
 
-def _rows(history: RecordedHistory, saves: Sequence[JobSave], job: JobEvents) -> Iterable[_Row]:
+def _rows(history: RecordedHistory, saves: Sequence[JobSave], job: JobEvents) -> Iterable[_LedgerRow]:
     recorded = {save.place: save for save in saves if save.place}
     committed = set()
     for commit in history.commits:
@@ -50,7 +50,7 @@ def _rows(history: RecordedHistory, saves: Sequence[JobSave], job: JobEvents) ->
         committed.add(place)
         save = recorded.get(place)
         durable_s = None if save is None else save.durable_s
-        yield _Row(
+        yield _LedgerRow(
             commit.created,
             f"saved step {commit.step:,}",
             place,
@@ -63,17 +63,17 @@ def _rows(history: RecordedHistory, saves: Sequence[JobSave], job: JobEvents) ->
         if save.place not in committed:
             gone = "; removed since" if save.outcome == "committed" else ""
             remark = f"{save.outcome}{gone}{f': {save.trouble}' if save.trouble else ''}"
-            yield _Row(
+            yield _LedgerRow(
                 save.begun_s, f"save of step {save.step:,}", save.place, blocked=duration(save.blocked_s), remark=remark
             )
     for epoch in history.epochs:
         origin = f" from {epoch.opened_from}" if epoch.opened_from is not None else ""
         remark = f"{epoch.why}{origin}, {epoch.world_size:,} ranks"
-        yield _Row(epoch.created, f"epoch {epoch.epoch} begins", remark=remark)
+        yield _LedgerRow(epoch.created, f"epoch {epoch.epoch} begins", remark=remark)
     for restore in job.restores:
         if restore.rank == 0 and restore.step is not None:
             took = f"{duration(sum(span.seconds for span in restore.spans))} on rank 0"
-            yield _Row(
+            yield _LedgerRow(
                 restore.begun_s,
                 f"restored step {restore.step:,}",
                 restore.place,
@@ -81,7 +81,7 @@ def _rows(history: RecordedHistory, saves: Sequence[JobSave], job: JobEvents) ->
             )
 
 
-def _cells(row: _Row) -> str:
+def _cells(row: _LedgerRow) -> str:
     when = datetime.fromtimestamp(row.at_s).astimezone().strftime("%Y-%m-%d %H:%M:%S")
     cells = zip(_COLUMNS, (when, *row[1:]), strict=True)
     return "".join(f"<td{_class(name)}>{escape(printable(text))}</td>" for name, text in cells)

@@ -12,7 +12,7 @@ from typing import Final
 
 from holdfast.errors import printable
 from holdfast.reports import size
-from holdfast.telemetry.charts import Line, line_chart
+from holdfast.telemetry.charts import Curve, line_chart
 from holdfast.telemetry.durations import duration
 from holdfast.telemetry.heat_map import heat_map
 from holdfast.telemetry.ledger import ledger
@@ -98,7 +98,7 @@ def _sections(picture: RunPicture, saves: Sequence[JobSave]) -> list[str]:
         sections += [*_heat(saves), *_timelines(saves), *_times(saves), *_steps(picture.job), *_ages(saves)]
     sections += [
         "<h2>Sizes</h2>",
-        line_chart("Size of each checkpoint", [Line("size", sizes)], x_text=_step, y_text=lambda y: size(int(y))),
+        line_chart("Size of each checkpoint", [Curve("size", sizes)], x_text=_step, y_text=lambda y: size(int(y))),
         "<h2>Ledger</h2>",
         ledger(picture.history, saves, picture.job),
     ]
@@ -130,10 +130,10 @@ def _times(saves: Sequence[JobSave]) -> list[str]:
     blocked = [(float(save.step), save.blocked_s) for save in saves]
     return [
         "<h2>Time until durable</h2>",
-        line_chart("Time until each save is durable", [Line("until durable", durable)], x_text=_step, y_text=duration),
+        line_chart("Time until each save is durable", [Curve("until durable", durable)], x_text=_step, y_text=duration),
         "<h2>Training blocked</h2>",
         '<p class="about">The time of the call of <code>save</code> on the slowest rank.</p>',
-        line_chart("Time for which saves blocked training", [Line("blocked", blocked)], x_text=_step, y_text=duration),
+        line_chart("Time for which saves blocked training", [Curve("blocked", blocked)], x_text=_step, y_text=duration),
     ]
 
 
@@ -144,7 +144,7 @@ def _steps(job: JobEvents) -> list[str]:
         return []
     quiet = [(float(each.step), each.quiet_s) for each in mine if each.num_quiet]
     saving = [(float(each.step), each.saving_s) for each in mine if each.num_saving]
-    lines = [Line("no save under way", quiet, 0), Line("a save under way", saving, 1)]
+    lines = [Curve("no save under way", quiet, 0), Curve("a save under way", saving, 1)]
     return [
         "<h2>Step time</h2>",
         f'<p class="about">Medians of the steps between saves, on rank {first}.</p>',
@@ -155,7 +155,7 @@ def _steps(job: JobEvents) -> list[str]:
 def _ages(saves: Sequence[JobSave]) -> list[str]:
     points = recovery_points(saves)
     begun_s = points[0].at_s if points else 0.0
-    line = Line("age", [(point.at_s - begun_s, point.age_s) for point in points])
+    line = Curve("age", [(point.at_s - begun_s, point.age_s) for point in points])
     chart = line_chart("Age of the newest durable state", [line], x_text=duration, y_text=duration)
     about = "The training that a failure of the whole job would lose: it falls when a checkpoint becomes durable."
     return ["<h2>Age of the recovery point</h2>", f'<p class="about">{about}</p>', chart]
