@@ -123,6 +123,17 @@ def test_a_listener_hears_the_times_of_steps_with_and_without_a_save(run: str) -
     assert 0.002 <= first.quiet_s < 1
 
 
+def test_the_step_after_a_save_into_memory_counts_as_one_with_a_save(run: str, memory: holdfast.Memory) -> None:
+    heard = Recorder()
+    policy = holdfast.EverySteps(2)
+    with holdfast.Checkpointer(run, state(), memory=memory, save=policy, listeners=[heard]) as checkpointer:
+        checkpointer.restore()  # which starts the keeper
+        for step in range(4):
+            checkpointer.step(step)
+    counts = [(event.num_quiet, event.num_saving) for event in heard.events if isinstance(event, StepsTimed)]
+    assert counts == [(2, 0), (0, 1)]
+
+
 def test_a_save_that_fails_is_heard_of_too(run: str) -> None:
     heard = Recorder()
     checkpointer = holdfast.Checkpointer(run, {"w": threading.Lock()}, memory=None, listeners=[heard])

@@ -10,7 +10,8 @@ import torch
 
 import holdfast
 from holdfast.observing import JsonLines
-from tests.support.command_line import holdfast_command
+from tests.support.command_line import INTERRUPT, at_terminal, holdfast_command
+from tests.support.recorded_job import RankClock, recorded_save, write_records
 
 
 @pytest.fixture
@@ -87,3 +88,22 @@ def test_top_shows_the_newest_saves_once_where_there_is_no_terminal(recorded: st
     assert done.lines[1].startswith("newest durable state: ")
     rows = [line.split()[:2] for line in done.lines[3:]]
     assert rows == [["29", "1.3"], ["20", "1.2"], ["10", "1.1"]]
+
+
+def test_top_shows_what_ranks_do_for_the_save_under_way(recorded: str) -> None:
+    records = [
+        *list(recorded_save(RankClock(0, 3), 0))[:3],  # agreed
+        *list(recorded_save(RankClock(1, 3), 0))[:3],
+        *list(recorded_save(RankClock(2, 3), 0))[:5],  # sealed
+    ]
+    write_records(Path("live"), records)
+    done = holdfast_command("top", recorded, "--events", "live")
+    assert done.status == 0
+    assert any(line.endswith(": 2 ranks in copy, 1 rank in store") for line in done.lines)
+
+
+def test_top_goes_on_at_a_terminal_until_somebody_interrupts_it(recorded: str) -> None:
+    done = at_terminal("top", recorded, answer=INTERRUPT, when="outcome")
+    assert done.status == 0
+    assert "the head is step 29 at 1.3" in done.out
+    assert "Traceback" not in done.out

@@ -280,7 +280,7 @@ class Checkpointer:
         """
         loop = self._loop or self._policy_loop("step")
         step = whole(step)
-        self._observers.step_ends(step, is_saving=self._is_saving)
+        self._observers.step_ends(step)
         try:
             reason = loop.due(step, metrics)
             if reason is None:
@@ -289,7 +289,7 @@ class Checkpointer:
                 LOG.info("step %d is being saved: %s", step, reason)
             return self.save(step, metrics=metrics)
         finally:
-            self._observers.step_begins()
+            self._observers.step_begins(is_saving=self._is_saving)
 
     @property
     def preempted(self) -> bool:

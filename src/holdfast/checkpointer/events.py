@@ -129,9 +129,9 @@ class SaveReturned(_Timed):
 
 @dataclass(frozen=True, slots=True)
 class StepsTimed(_Timed):
-    """The median time of the steps up to `step` since the last such event: ``quiet_s`` of the `num_quiet` steps during
-    which no save was under way, ``saving_s`` of the `num_saving` others. (A median of no steps is 0.) The time that
-    `Checkpointer.step` takes is no part of a step."""
+    """The median time of the steps up to `step` since the last such event: ``quiet_s`` of the `num_quiet` steps at
+    whose beginning no save was under way, ``saving_s`` of the `num_saving` others. (A median of no steps is 0.) The
+    time that `Checkpointer.step` takes is no part of a step."""
 
     step: int
     num_quiet: int

@@ -42,15 +42,15 @@ class Observers:
         if self._relay is not None:
             self._relay.hear(event)
 
-    def step_begins(self) -> None:
-        """A step of the loop begins."""
+    def step_begins(self, *, is_saving: Callable[[], bool]) -> None:
+        """A step of the loop begins. `is_saving` says whether a save is under way."""
         if self._relay is not None:
-            self._times.begin()
+            self._times.begin(is_saving=is_saving())
 
-    def step_ends(self, step: int, *, is_saving: Callable[[], bool]) -> None:
-        """A step of the loop has ended. `is_saving` says whether a save was under way."""
+    def step_ends(self, step: int) -> None:
+        """A step of the loop has ended."""
         if self._relay is not None:
-            self._times.end(step, is_saving=is_saving())
+            self._times.end(step)
             if self._times.is_full:
                 self.tell_steps()
 

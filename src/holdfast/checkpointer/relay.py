@@ -35,8 +35,9 @@ class Relay:
     def hear(self, event: Event) -> None:
         """Pass on `event`. Drops it where too many events wait."""
         if self._thread is None:
-            self._thread = Thread(target=self._run, args=(self._find_source(),), name="holdfast-events", daemon=True)
-            self._thread.start()
+            thread = Thread(target=self._run, args=(self._find_source(),), name="holdfast-events", daemon=True)
+            thread.start()
+            self._thread = thread
         if self._events.qsize() < _MOST:
             self._events.put(event)
         else:

@@ -19,6 +19,7 @@ class StepTimes:
         self._quiet: list[float] = []
         self._saving: list[float] = []
         self._begun_s: float | None = None
+        self._is_saving = False
         self._step = 0
 
     @property
@@ -26,14 +27,15 @@ class StepTimes:
         """Whether it is time for an event about the steps so far."""
         return len(self._quiet) + len(self._saving) >= _MOST
 
-    def begin(self) -> None:
-        """A step begins."""
+    def begin(self, *, is_saving: bool) -> None:
+        """A step begins; `is_saving`: a save is under way. (It may end within the step, but none begins there.)"""
+        self._is_saving = is_saving
         self._begun_s = time.perf_counter()
 
-    def end(self, step: int, *, is_saving: bool) -> None:
-        """`step` has ended; `is_saving`: a save was under way."""
+    def end(self, step: int) -> None:
+        """`step` has ended."""
         if self._begun_s is not None:
-            (self._saving if is_saving else self._quiet).append(time.perf_counter() - self._begun_s)
+            (self._saving if self._is_saving else self._quiet).append(time.perf_counter() - self._begun_s)
             self._step = step
 
     def take(self) -> StepsTimed | None:

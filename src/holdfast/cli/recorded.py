@@ -7,7 +7,7 @@ from pathlib import Path
 from holdfast.cli.screen import console, say
 from holdfast.errors import StorageError
 from holdfast.run.history import Run
-from holdfast.telemetry.event_files import RecordedEvents, folder_beside, read_events
+from holdfast.telemetry.event_files import MOST_NBYTES, RecordedEvents, folder_beside, read_events
 from holdfast.wording import count
 
 
@@ -16,12 +16,12 @@ def events_folder(run: Run, named: str) -> Path | None:
     return Path(named) if named else folder_beside(run.storage.location)
 
 
-def events_in(folder: Path | None) -> RecordedEvents:
-    """The events in `folder`. Raises `StorageError` where they cannot be read."""
+def events_in(folder: Path | None, *, most_nbytes: int = MOST_NBYTES) -> RecordedEvents:
+    """The events in `folder`, the newest `most_nbytes` of them. Raises `StorageError` where they cannot be read."""
     if folder is None:
         return RecordedEvents([])
     try:
-        return read_events(folder)
+        return read_events(folder, most_nbytes=most_nbytes)
     except OSError as error:
         raise StorageError(
             f"the events in '{folder}' cannot be read: {error.strerror or error}.",

@@ -13,14 +13,14 @@ from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from holdfast.cli.recorded import events_folder
+from holdfast.cli.recorded import events_folder, events_in
 from holdfast.cli.runs import RunHead, open_run
 from holdfast.cli.screen import Listing, age, console
 from holdfast.errors import printable
 from holdfast.reports import size
 from holdfast.run.history import Run
 from holdfast.telemetry.durations import duration
-from holdfast.telemetry.event_files import no_events, read_events
+from holdfast.telemetry.event_files import no_events
 from holdfast.telemetry.rank_saves import UNDER_WAY, JobEvents, job_events
 from holdfast.telemetry.run_figures import JobSave, job_saves, step_figures
 from holdfast.wording import count
@@ -35,7 +35,7 @@ def top(run: str, *, events: str) -> None:
     """Show the saves of the job on `run` until Ctrl-C; where standard output is no terminal, once."""
     found = open_run(run)
     folder = events_folder(found, events)
-    if folder is None or not read_events(folder, most_nbytes=_MOST_NBYTES).records:
+    if not events_in(folder, most_nbytes=_MOST_NBYTES).records:
         raise no_events(folder, found.storage.location.url)
     screen = console()
     if not screen.is_terminal:
@@ -47,9 +47,9 @@ def top(run: str, *, events: str) -> None:
             time.sleep(_PAUSE_S)
 
 
-def _picture(run: Run, folder: Path) -> RenderableType:
+def _picture(run: Run, folder: Path | None) -> RenderableType:
     """The screen as it is now."""
-    job = job_events(read_events(folder, most_nbytes=_MOST_NBYTES).records)
+    job = job_events(events_in(folder, most_nbytes=_MOST_NBYTES).records)
     saves = job_saves(job.saves)
     return Group(*_head(run, job, saves), *_now(saves), _table(saves))
 

@@ -25,14 +25,20 @@ class Curve(NamedTuple):
 
 
 def line_chart(
-    label: str, lines: Sequence[Curve], *, x_text: Callable[[float], str], y_text: Callable[[float], str]
+    label: str,
+    lines: Sequence[Curve],
+    *,
+    x_text: Callable[[float], str],
+    y_text: Callable[[float], str],
+    y_base: float = 10,
 ) -> str:
-    """A chart of lines over a common axis, from 0 upwards. `label` is what a screen reader says."""
+    """A chart of lines over a common axis, from 0 upwards. `label` is what a screen reader says. Marks on the axis are
+    round numbers of units, which are powers of `y_base`."""
     points = [point for line in lines for point in line.points]
     if not points:
         return '<p class="none">Nothing is recorded.</p>'
     x_least, x_most = min(x for x, _ in points), max(x for x, _ in points)
-    y_ticks = _ticks(max(y for _, y in points))
+    y_ticks = _ticks(max(y for _, y in points), y_base)
 
     def place(x: float, y: float) -> tuple[float, float]:
         right = (x - x_least) / (x_most - x_least) if x_most > x_least else 0.5
@@ -95,10 +101,11 @@ def _thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]
     return [max(points[a:b], key=lambda point: point[1]) for a, b in pairwise(edges)]
 
 
-def _ticks(most: float) -> list[float]:
-    """Round numbers from 0 to `most` or a little more."""
+def _ticks(most: float, base: float) -> list[float]:
+    """From 0 to `most` or a little more, in steps that are round numbers of units."""
     if most <= 0:
         return [0.0, 1.0]
-    unit = 10 ** math.floor(math.log10(most / _NUM_TICKS))
+    unit = base ** math.floor(math.log(most / _NUM_TICKS, base))
+    unit *= 10 ** math.floor(math.log10(most / _NUM_TICKS / unit))
     step = next(unit * factor for factor in (1, 2, 2.5, 5, 10) if unit * factor * _NUM_TICKS >= most * 0.999)
     return [step * number for number in range(math.ceil(most / step - 1e-9) + 1)]

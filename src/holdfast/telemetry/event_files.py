@@ -15,7 +15,7 @@ from holdfast.telemetry.event_record import EventRecord
 
 SUFFIX: Final = ".jsonl"
 #: Most bytes that are read of all files of a folder together, and the least that are read of each: the newest ones.
-_MOST_NBYTES: Final = 256 * 2**20
+MOST_NBYTES: Final = 256 * 2**20
 _LEAST_NBYTES: Final = 64 * 2**10
 
 
@@ -35,7 +35,7 @@ def folder_beside(run: Location) -> Path | None:
     return None if folder is None else folder.with_name(f"{folder.name}.events")
 
 
-def read_events(folder: Path, *, most_nbytes: int = _MOST_NBYTES) -> RecordedEvents:
+def read_events(folder: Path, *, most_nbytes: int = MOST_NBYTES) -> RecordedEvents:
     """The events that are recorded in `folder`; none where there is no such folder. If its files are larger than
     `most_nbytes`, the newest part of each is read. Raises `OSError` for a file that cannot be read."""
     records: list[EventRecord] = []
@@ -43,7 +43,10 @@ def read_events(folder: Path, *, most_nbytes: int = _MOST_NBYTES) -> RecordedEve
     paths = sorted(folder.glob(f"*{SUFFIX}"))
     share = max(most_nbytes // max(len(paths), 1), _LEAST_NBYTES)
     for path in paths:
-        lines, is_cut = _newest_lines(path, share)
+        try:
+            lines, is_cut = _newest_lines(path, share)
+        except FileNotFoundError:  # somebody has just deleted it, which is allowed
+            continue
         num_cut += is_cut
         for line in lines:
             try:

@@ -83,7 +83,8 @@ def _tiles(picture: RunPicture, saves: Sequence[JobSave]) -> str:
         tiles.append((duration(median(durable)), "until a save is durable (median)"))
     steps = step_figures(picture.job.steps)
     if steps is not None:
-        tiles.append((f"{100 * steps.slowdown:+.1f} %", "step time while a save is under way"))
+        during = f"step time while a save is under way (median of {count(steps.num_saving, 'step')})"
+        tiles.append((f"{100 * steps.slowdown:+.1f} %", during))
     lost = [save for save in saves if save.outcome in ("failed", "skipped")]
     if saves:
         tiles.append((f"{len(lost):,} of {len(saves):,}", "saves failed or were skipped"))
@@ -98,7 +99,13 @@ def _sections(picture: RunPicture, saves: Sequence[JobSave]) -> list[str]:
         sections += [*_heat(saves), *_timelines(saves), *_times(saves), *_steps(picture.job), *_ages(saves)]
     sections += [
         "<h2>Sizes</h2>",
-        line_chart("Size of each checkpoint", [Curve("size", sizes)], x_text=_step, y_text=lambda y: size(int(y))),
+        line_chart(
+            "Size of each checkpoint",
+            [Curve("size", sizes)],
+            x_text=_step,
+            y_text=lambda nbytes: size(round(nbytes)),
+            y_base=1024,
+        ),
         "<h2>Ledger</h2>",
         ledger(picture.history, saves, picture.job),
     ]

@@ -168,6 +168,7 @@ class StepFigures(NamedTuple):
 
     quiet_s: float
     saving_s: float
+    num_saving: int
 
     @property
     def slowdown(self) -> float:
@@ -177,11 +178,11 @@ class StepFigures(NamedTuple):
 
 def step_figures(steps: Iterable[RankSteps]) -> StepFigures | None:
     """The figures of all steps; None where there were none of one of the two kinds."""
-    quiet, saving = [], []
-    for each in steps:
-        quiet += [each.quiet_s] * (each.num_quiet > 0)
-        saving += [each.saving_s] * (each.num_saving > 0)
-    return StepFigures(median(quiet), median(saving)) if quiet and saving else None
+    found = list(steps)
+    quiet = [each.quiet_s for each in found if each.num_quiet]
+    saving = [each.saving_s for each in found if each.num_saving]
+    num_saving = sum(each.num_saving for each in found)
+    return StepFigures(median(quiet), median(saving), num_saving) if quiet and saving else None
 
 
 def under_way(job: JobEvents) -> list[RankSave]:
