@@ -201,3 +201,5 @@ def test_the_end_of_a_checkpointer_does_not_wait_for_ever(caplog: pytest.LogCapt
 def test_a_listener_must_be_able_to_hear(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="has a method hear"):
         holdfast.Checkpointer(tmp_path, {}, listeners=[print])  # type: ignore[list-item]
+    with pytest.raises(TypeError, match="listeners is a list"):
+        holdfast.Checkpointer(tmp_path, {}, listeners=Recorder())  # type: ignore[arg-type]

@@ -26,6 +26,8 @@ class Observers:
     def __init__(
         self, listeners: Sequence[EventListener], run: Callable[[], Location], group: ProcessGroup | None
     ) -> None:
+        if not isinstance(listeners, Sequence):
+            raise TypeError(f"listeners is a list of objects that hear events, not {listeners!r}")
         for listener in listeners:
             if not callable(getattr(listener, "hear", None)):
                 raise TypeError(f"a listener has a method hear(event, source), which {listener!r} lacks")

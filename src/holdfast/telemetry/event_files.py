@@ -15,8 +15,8 @@ from holdfast.telemetry.event_record import EventRecord
 
 SUFFIX: Final = ".jsonl"
 #: Most bytes that are read of all files of a folder together, and the least that are read of each: the newest ones.
-MOST_NBYTES: Final = 256 * 2**20
-_LEAST_NBYTES: Final = 64 * 2**10
+MOST_NBYTES: Final = 128 * 2**20
+_LEAST_NBYTES: Final = 4096
 
 
 class RecordedEvents(NamedTuple):
