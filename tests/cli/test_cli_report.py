@@ -41,6 +41,13 @@ def test_the_page_goes_where_it_is_wanted_from_events_that_were_moved(recorded: 
     assert "<h2>Timelines</h2>" in Path("page.html").read_text()
 
 
+def test_events_are_found_when_a_link_leads_to_the_run(recorded: str) -> None:
+    Path("newest").symlink_to("runs/gpt")
+    done = holdfast_command("report", "newest")
+    assert (done.status, done.lines) == (0, ["wrote newest-report.html"])
+    assert "<h2>Timelines</h2>" in Path("newest-report.html").read_text()
+
+
 def test_a_page_without_events_says_how_to_record_them(recorded: str) -> None:
     Path("runs/gpt.events").rename("elsewhere")
     done = holdfast_command("report", recorded)

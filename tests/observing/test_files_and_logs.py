@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import ConfigurationError
-from holdfast.observing import EventListener, JsonLines, StructuredLog, TerminalLine
+from holdfast.observing import EventListener, JsonLines, SaveBegun, StructuredLog, TerminalLine
 from holdfast.telemetry.event_files import read_events
 from holdfast.telemetry.rank_saves import job_events
 from tests.observing.heard import DURABLE_SAVE, EVENTS, SOURCE, tell
@@ -90,8 +90,9 @@ class Terminal(io.StringIO):
         return True
 
 
-def shown_by(listener: EventListener, monkeypatch: pytest.MonkeyPatch, *, rank: int = 0) -> str:
+def shown_by(listener: EventListener, monkeypatch: pytest.MonkeyPatch, *, rank: int = 0, columns: int = 100) -> str:
     terminal = Terminal()
+    monkeypatch.setenv("COLUMNS", str(columns))
     monkeypatch.setattr(sys, "stderr", terminal)
     tell(listener, DURABLE_SAVE, SOURCE._replace(rank=rank))
     return terminal.getvalue()
@@ -108,6 +109,19 @@ def test_the_line_follows_the_save_and_is_gone_at_its_end(monkeypatch: pytest.Mo
         "holdfast: saving step 99: trying again after: no answer",
         "",
     ]
+
+
+def test_a_save_that_falls_back_to_storage_has_its_bar_instead(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    listener = TerminalLine()
+    tell(listener, [DURABLE_SAVE[0], SaveBegun(99, "storage", is_first_rank=True), *DURABLE_SAVE[1:]])
+    assert terminal.getvalue().split("\r\x1b[2K") == ["", "holdfast: saving step 99 to node memory", ""]
+
+
+def test_the_line_is_never_wider_than_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = shown_by(TerminalLine(), monkeypatch, columns=40).split("\r\x1b[2K")
+    assert max(map(len, lines)) == 39
 
 
 def test_other_ranks_and_logs_have_no_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -71,6 +71,13 @@ def test_a_step_that_a_new_process_saves_again_is_another_save() -> None:
     assert job.saves[1].begun_s - job.saves[0].begun_s == pytest.approx(500)
 
 
+def test_saves_of_one_process_into_two_runs_are_apart() -> None:
+    first = list(recorded_save(RankClock(0, 1), 0))
+    second = [msgspec.structs.replace(each, run="/runs/ema") for each in first]
+    job = job_events([record for pair in zip(first, second, strict=True) for record in pair])
+    assert [save.seconds() for save in job.saves] == [pytest.approx(PHASES, abs=1e-6)] * 2
+
+
 def test_a_save_under_way_tells_its_phase() -> None:
     events = list(recorded_save(RankClock(0, 1), 0))
     phases = [job_events(events[: number + 1]).saves[0].phase_now for number in range(5)]

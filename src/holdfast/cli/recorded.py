@@ -7,13 +7,18 @@ from pathlib import Path
 from holdfast.cli.screen import console, say
 from holdfast.errors import StorageError
 from holdfast.run.history import Run
+from holdfast.store.base import Location
 from holdfast.telemetry.event_files import MOST_NBYTES, RecordedEvents, folder_beside, read_events
 from holdfast.wording import count
 
 
 def events_folder(run: Run, named: str) -> Path | None:
-    """The folder with the events of `run`: the one that is `named`, or the one beside the run."""
-    return Path(named) if named else folder_beside(run.storage.location)
+    """The folder with the events of `run`: the one that is `named`, or the one beside the run itself, wherever a link
+    led to it."""
+    if named:
+        return Path(named)
+    location = run.storage.location
+    return folder_beside(location if location.folder is None else Location(run.storage.resolved()))
 
 
 def events_in(folder: Path | None, *, most_nbytes: int = MOST_NBYTES) -> RecordedEvents:

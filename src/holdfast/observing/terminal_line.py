@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 
 from holdfast.checkpointer.events import (
@@ -24,8 +25,9 @@ _ERASE = "\r\x1b[2K"
 
 
 class TerminalLine:
-    """Shows on standard error, on rank 0 at a terminal, what the newest save is doing: one line, written over by the
-    next, and erased when the checkpoint is durable. Where standard error is no terminal, as in a log, it shows nothing.
+    """Shows on standard error, on rank 0 at a terminal, what the newest save into memory is doing: one line, written
+    over by the next, and erased when the checkpoint is durable. (A save to storage shows a bar by itself.) Where standard
+    error is no terminal, as in a log, it shows nothing.
     """
 
     def __init__(self) -> None:
@@ -36,9 +38,11 @@ class TerminalLine:
         if source.rank != 0 or sys.stderr is None or not sys.stderr.isatty():
             return
         match event:
-            case SaveBegun():
+            case SaveBegun(tier="node memory"):
                 self._step = event.step
                 self._show(f"saving step {event.step} to {event.tier}")
+            case SaveBegun() if event.step == self._step:
+                self._end()
             case SavePlaced() if event.step == self._step:
                 self._show(f"saving step {event.step}: all ranks agree on {event.place}; copying")
             case SaveStaged() if event.step == self._step:
@@ -48,11 +52,15 @@ class TerminalLine:
             case SaveDelayed() if event.step == self._step:
                 self._show(f"saving step {event.step}: trying again after: {printable(event.trouble)}")
             case SaveCommitted() | SaveSkipped() | SaveFailed() | SaveUnwatched() if event.step == self._step:
-                self._step = None
-                self._write(_ERASE)
+                self._end()
+
+    def _end(self) -> None:
+        self._step = None
+        self._write(_ERASE)
 
     def _show(self, text: str) -> None:
-        self._write(f"{_ERASE}holdfast: {text}"[:200])
+        width = shutil.get_terminal_size().columns - 1  # a line that the terminal wraps could not be erased
+        self._write(_ERASE + f"holdfast: {text}"[:width])
 
     def _write(self, text: str) -> None:
         sys.stderr.write(text)

@@ -111,12 +111,13 @@ def job_events(records: Iterable[EventRecord]) -> JobEvents:
     return found._replace(num_dropped=num_dropped)
 
 
-def _process_of(record: EventRecord) -> tuple[str, int, int]:
-    return record.host, record.process, record.rank
+def _process_of(record: EventRecord) -> tuple[str, int, str]:
+    """The process, and the run that it saves into: a process may save into several runs."""
+    return record.host, record.process, record.run
 
 
 def _read_process(records: list[EventRecord], found: JobEvents) -> int:
-    """Add the events of one process to `found`. Returns the number of events that were dropped."""
+    """Add the events of one process and run to `found`. Returns the number of events that were dropped."""
     # One reading of the wall clock for the whole process: it may have been set in between.
     offset_s = records[0].unix_s - records[0].clock_s
     saves: dict[int, RankSave] = {}
