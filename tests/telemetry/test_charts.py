@@ -8,7 +8,7 @@ import pytest
 
 from holdfast.reports import size
 from holdfast.telemetry.charts import Curve, line_chart
-from holdfast.telemetry.durations import duration
+from holdfast.wording import duration
 
 
 def marks(most: float, *, base: float = 10) -> list[str]:
@@ -22,10 +22,10 @@ def marks(most: float, *, base: float = 10) -> list[str]:
 @pytest.mark.parametrize(
     ("most", "expected"),
     [
-        (0.0, ["0", "1 s"]),
-        (0.0037, ["0", "1 ms", "2 ms", "3 ms", "4 ms"]),
-        (61.26, ["0", "20 s", "40 s", "60 s", "80 s"]),
-        (1.26, ["0", "500 ms", "1 s", "1.5 s"]),
+        (0.0, ["0 s", "1 s"]),
+        (0.0037, ["0 s", "1 ms", "2 ms", "3 ms", "4 ms"]),
+        (61.26, ["0 s", "20 s", "40 s", "60 s", "80 s"]),
+        (1.26, ["0 s", "500 ms", "1 s", "1.5 s"]),
     ],
 )
 def test_marks_of_times_are_round(most: float, expected: list[str]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.telemetry.durations import duration
 from holdfast.telemetry.rank_saves import job_events
 from holdfast.telemetry.run_figures import heat_rows, job_saves, recovery_points, step_figures
 from tests.support.recorded_job import BEGUN_S, EVERY_S, NBYTES, PHASES, RankClock, recorded_job, recorded_save
@@ -53,11 +52,3 @@ def test_steps_are_slower_while_a_save_is_under_way() -> None:
     assert steps is not None
     assert steps.slowdown == pytest.approx(0.1)
     assert step_figures([]) is None
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(0, "0"), (0.0042, "4.2 ms"), (0.25, "250 ms"), (1.5, "1.5 s"), (90, "90 s"), (150, "2.5 min"), (9000, "2.5 h")],
-)
-def test_durations_have_units_that_suit_them(seconds: float, text: str) -> None:
-    assert duration(seconds) == text

@@ -19,11 +19,10 @@ from holdfast.cli.screen import Listing, age, console
 from holdfast.errors import printable
 from holdfast.reports import size
 from holdfast.run.history import Run
-from holdfast.telemetry.durations import duration
 from holdfast.telemetry.event_files import no_events
 from holdfast.telemetry.rank_saves import UNDER_WAY, JobEvents, job_events
 from holdfast.telemetry.run_figures import JobSave, job_saves, step_figures
-from holdfast.wording import count
+from holdfast.wording import count, duration
 
 _PAUSE_S: Final = 1.0
 #: What is read of the files of events at each look: some hundred of the newest events of each rank.

@@ -26,8 +26,8 @@ _ERASE = "\r\x1b[2K"
 
 class TerminalLine:
     """Shows on standard error, on rank 0 at a terminal, what the newest save into memory is doing: one line, written
-    over by the next, and erased when the checkpoint is durable. (A save to storage shows a bar by itself.) Where standard
-    error is no terminal, as in a log, it shows nothing.
+    over by the next, and erased when the checkpoint is durable. (A save to storage shows a bar by itself.) Where
+    standard error is no terminal, as in a log, it shows nothing.
     """
 
     def __init__(self) -> None:

@@ -7,8 +7,8 @@ from html import escape
 from typing import Final, NamedTuple
 
 from holdfast.telemetry.charts import drawing, legend
-from holdfast.telemetry.durations import duration
 from holdfast.telemetry.run_figures import DURABLE, HeatRow
+from holdfast.wording import duration
 
 #: A cell is as dark as the number of these factors that its time is over, compared to the rank in the middle.
 _FACTORS: Final = (1.1, 1.25, 1.5, 2.0, 3.0)

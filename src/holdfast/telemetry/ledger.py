@@ -9,9 +9,9 @@ from typing import Final, NamedTuple
 
 from holdfast.errors import printable
 from holdfast.reports import size
-from holdfast.telemetry.durations import duration
 from holdfast.telemetry.rank_saves import JobEvents
 from holdfast.telemetry.run_figures import JobSave, RecordedHistory
+from holdfast.wording import duration
 
 #: Most rows of the ledger.
 _MOST_ROWS: Final = 300

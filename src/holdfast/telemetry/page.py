@@ -13,7 +13,6 @@ from typing import Final
 from holdfast.errors import printable
 from holdfast.reports import size
 from holdfast.telemetry.charts import Curve, line_chart
-from holdfast.telemetry.durations import duration
 from holdfast.telemetry.heat_map import heat_map
 from holdfast.telemetry.ledger import ledger
 from holdfast.telemetry.rank_saves import JobEvents
@@ -26,7 +25,7 @@ from holdfast.telemetry.run_figures import (
     step_figures,
 )
 from holdfast.telemetry.timeline import timeline
-from holdfast.wording import count
+from holdfast.wording import count, duration
 
 #: Number of saves whose timelines the page shows.
 _NUM_TIMELINES: Final = 5

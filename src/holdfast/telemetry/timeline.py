@@ -6,9 +6,9 @@ from html import escape
 from typing import Final
 
 from holdfast.telemetry.charts import drawing, legend
-from holdfast.telemetry.durations import duration
 from holdfast.telemetry.rank_saves import PhaseSpan, RankSave
 from holdfast.telemetry.run_figures import BLOCKED, JobSave
+from holdfast.wording import duration
 
 #: Most ranks that are shown: the slowest ones.
 _MOST_RANKS: Final = 32
