@@ -99,14 +99,14 @@ def test_top_shows_the_newest_saves_once_where_there_is_no_terminal(recorded: st
 
 def test_top_shows_what_ranks_do_for_the_save_under_way(recorded: str) -> None:
     records = [
-        *list(recorded_save(RankClock(0, 3), 0))[:3],  # agreed
-        *list(recorded_save(RankClock(1, 3), 0))[:3],
-        *list(recorded_save(RankClock(2, 3), 0))[:5],  # sealed
+        *list(recorded_save(RankClock(0, 3), 0))[:5],  # sealed
+        *list(recorded_save(RankClock(1, 3), 0))[:3],  # agreed
+        *list(recorded_save(RankClock(2, 3), 0))[:2],  # begun
     ]
     write_records(Path("live"), records)
     done = holdfast_command("top", recorded, "--events", "live")
     assert done.status == 0
-    assert any(line.endswith(": 2 ranks in copy, 1 rank in store") for line in done.lines)
+    assert any(line.endswith(": 1 rank in store, 1 rank in copy, 1 rank in agree") for line in done.lines)
 
 
 def test_top_goes_on_at_a_terminal_until_somebody_interrupts_it(recorded: str) -> None:

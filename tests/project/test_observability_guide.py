@@ -15,6 +15,7 @@ from tests.observing.heard import FAILED_SAVE, tell
 from tests.support.command_line import holdfast_command
 
 GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "observability.md"
+#: All of them run here.
 SNIPPETS = re.findall(r"```py\n(.*?)```", GUIDE.read_text(), re.DOTALL)
 Names = dict[str, object]
 
@@ -73,3 +74,7 @@ def test_a_listener_of_ones_own_hears_of_a_failure(capsys: pytest.CaptureFixture
     exec(snippet("PageSomebody"), names)
     tell(listener_of(names), FAILED_SAVE)
     assert capsys.readouterr().out.startswith("step 199 of /runs/gpt is not saved: ")
+
+
+def test_no_piece_of_code_is_left_out() -> None:
+    assert len(SNIPPETS) == len(("json.loads", "prometheus_client", "opentelemetry", "TensorBoard", "PageSomebody"))

@@ -60,7 +60,7 @@ def test_a_save_that_falls_back_to_storage_is_one_save() -> None:
         for number, tier in enumerate(["node memory", "storage"])
     ]
     (save,) = job_events(begun).saves
-    assert (save.tier, save.outcome) == ("storage", UNDER_WAY)
+    assert (save.tier, save.outcome, save.spans) == ("storage", UNDER_WAY, [])
 
 
 def test_a_step_that_a_new_process_saves_again_is_another_save() -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
-from holdfast.telemetry.rank_saves import job_events
+from holdfast.telemetry.rank_saves import UNDER_WAY, job_events
 from holdfast.telemetry.run_figures import heat_rows, job_saves, recovery_points, step_figures
 from tests.support.recorded_job import BEGUN_S, EVERY_S, NBYTES, PHASES, RankClock, recorded_job, recorded_save
 
@@ -52,3 +53,23 @@ def test_steps_are_slower_while_a_save_is_under_way() -> None:
     assert steps is not None
     assert steps.slowdown == pytest.approx(0.1)
     assert step_figures([]) is None
+
+
+def test_ranks_that_have_not_agreed_yet_belong_to_the_save_of_the_others() -> None:
+    ahead, behind = list(recorded_save(RankClock(0, 2), 0)), list(recorded_save(RankClock(1, 2), 0))
+    (save,) = job_saves(job_events([*ahead[:4], *behind[:2]]).saves)
+    assert (save.place, [each.phase_now for each in save.ranks]) == ("1.1", ["seal", "agree"])
+
+
+def test_a_step_that_is_saved_again_after_a_restart_is_another_save() -> None:
+    before = [record for rank in range(2) for record in list(recorded_save(RankClock(rank, 2), 0))[:2]]
+    after = [
+        msgspec.structs.replace(record, process=9000 + rank, clock_s=record.clock_s + 300, unix_s=record.unix_s + 300)
+        for rank in range(2)
+        for record in recorded_save(RankClock(rank, 2), 0)
+    ]
+    saves = job_saves(job_events([*before, *after]).saves)
+    assert [(save.place, save.outcome, len(save.ranks)) for save in saves] == [
+        ("", UNDER_WAY, 2),
+        ("1.1", "committed", 2),
+    ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 from holdfast.checkpointer.events import (
     Event,
@@ -22,12 +22,12 @@ from holdfast.checkpointer.events import (
 
 
 class Measure(NamedTuple):
-    """A measure: its name, unit and meaning. Kinds: ``duration`` (a histogram, where there are such), ``counter`` (it
-    only rises), and ``gauge``. `labels` are the names of its labels."""
+    """A measure: its name, kind, unit and meaning. A ``duration`` is a histogram where there are such; a ``counter``
+    only rises. `labels` are the names of its labels."""
 
     name: str
-    kind: str
-    unit: str
+    kind: Literal["duration", "counter", "gauge"]
+    unit: Literal["seconds", "bytes", ""]
     meaning: str
     labels: tuple[str, ...] = ()
 

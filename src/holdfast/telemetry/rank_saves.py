@@ -129,7 +129,8 @@ def _read_process(records: list[EventRecord], found: JobEvents) -> int:
                 saves[step] = RankSave(record.rank, record.host, step, record.tier, at_s)
                 found.saves.append(saves[step])
             case "SaveBegun" if step is not None:
-                saves[step].tier = record.tier  # it falls back from memory to storage
+                saves[step].tier = record.tier  # it falls back from memory to storage, and begins again
+                saves[step].spans.clear()
             case "StateRestored":
                 begun_s = at_s - sum(record.seconds.values())
                 spans = list(_laid_out(record.seconds, begun_s))

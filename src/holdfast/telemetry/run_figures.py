@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from statistics import median
 from typing import Final, NamedTuple
@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 from holdfast.errors import CorruptError, NotFoundError
 from holdfast.format.records import Commit, Epoch, Place
 from holdfast.run.history import Run
-from holdfast.telemetry.rank_saves import UNDER_WAY, JobEvents, RankSave, RankSteps
+from holdfast.telemetry.rank_saves import RankSave, RankSteps
 
 #: What the heat map shows beside the phases: how long the call kept training, and the whole until it is durable.
 BLOCKED, DURABLE = "blocked", "durable"
@@ -52,11 +52,24 @@ def recorded_history(run: Run) -> RecordedHistory:
 
 @dataclass(frozen=True)
 class JobSave:
-    """One save of a job: what its ranks recorded of it."""
+    """One save of a job: what each of its ranks recorded of it."""
 
     step: int
-    place: str
-    ranks: Sequence[RankSave]
+    by_rank: dict[int, RankSave]
+
+    @property
+    def ranks(self) -> Collection[RankSave]:
+        """What the ranks recorded."""
+        return self.by_rank.values()
+
+    @property
+    def place(self) -> str:
+        """The place of the checkpoint; "" before ranks have agreed on one."""
+        return next((each.place for each in self.ranks if each.place), "")
+
+    def has_room_for(self, save: RankSave) -> bool:
+        """Whether `save`, of the same step, is another rank's part of this one."""
+        return save.rank not in self.by_rank and (not save.place or self.place in ("", save.place))
 
     @property
     def begun_s(self) -> float:
@@ -99,13 +112,20 @@ class JobSave:
 
 
 def job_saves(saves: Iterable[RankSave]) -> list[JobSave]:
-    """Put what the ranks recorded of each save together, in the order of time. Ranks of one save know its place, unless
-    it ended before they had agreed."""
-    groups: dict[tuple[int, str], list[RankSave]] = {}
-    for each in saves:
-        groups.setdefault((each.step, each.place), []).append(each)
-    found = [JobSave(step, place, ranks) for (step, place), ranks in groups.items()]
-    return sorted(found, key=lambda save: save.begun_s)
+    """Put what the ranks recorded of each save together, in the order of time.
+
+    A step that was saved again, after a restart, is another save: it has another place, and a rank takes part once. A
+    rank that has not agreed on a place yet, or ended before, belongs to the newest save that lacks this rank.
+    """
+    found: list[JobSave] = []
+    newest: dict[int, JobSave] = {}
+    for each in sorted(saves, key=lambda save: save.begun_s):
+        save = newest.get(each.step)
+        if save is None or not save.has_room_for(each):
+            save = newest[each.step] = JobSave(each.step, {})
+            found.append(save)
+        save.by_rank[each.rank] = each
+    return found
 
 
 class HeatRow(NamedTuple):
@@ -183,8 +203,3 @@ def step_figures(steps: Iterable[RankSteps]) -> StepFigures | None:
     saving = [each.saving_s for each in found if each.num_saving]
     num_saving = sum(each.num_saving for each in found)
     return StepFigures(median(quiet), median(saving), num_saving) if quiet and saving else None
-
-
-def under_way(job: JobEvents) -> list[RankSave]:
-    """The saves that have not ended, as far as is recorded."""
-    return [save for save in job.saves if save.outcome == UNDER_WAY]
