@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from datetime import datetime
 from html import escape
 from typing import Final, NamedTuple
 
 from holdfast.errors import printable
 from holdfast.reports import size
+from holdfast.telemetry.moments import moment_text
 from holdfast.telemetry.rank_saves import JobEvents
 from holdfast.telemetry.run_figures import JobSave, RecordedHistory
 from holdfast.wording import duration
@@ -82,8 +82,7 @@ def _rows(history: RecordedHistory, saves: Sequence[JobSave], job: JobEvents) ->
 
 
 def _cells(row: _LedgerRow) -> str:
-    when = datetime.fromtimestamp(row.at_s).astimezone().strftime("%Y-%m-%d %H:%M:%S")
-    cells = zip(_COLUMNS, (when, *row[1:]), strict=True)
+    cells = zip(_COLUMNS, (moment_text(row.at_s), *row[1:]), strict=True)
     return "".join(f"<td{_class(name)}>{escape(printable(text))}</td>" for name, text in cells)
 
 

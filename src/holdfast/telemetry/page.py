@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from html import escape
 from importlib.resources import files
 from statistics import median
@@ -15,6 +14,7 @@ from holdfast.reports import size
 from holdfast.telemetry.charts import Curve, line_chart
 from holdfast.telemetry.heat_map import heat_map
 from holdfast.telemetry.ledger import ledger
+from holdfast.telemetry.moments import moment_text
 from holdfast.telemetry.rank_saves import JobEvents
 from holdfast.telemetry.run_figures import (
     JobSave,
@@ -48,7 +48,7 @@ def page(picture: RunPicture) -> str:
     """The page as HTML. All text that comes from files is escaped."""
     saves = job_saves(picture.job.saves)
     style = files("holdfast.telemetry").joinpath("page.css").read_text(encoding="utf-8")
-    made = datetime.fromtimestamp(picture.now_s).astimezone().strftime("%Y-%m-%d %H:%M:%S %Z")
+    made = moment_text(picture.now_s)
     name = escape(printable(picture.run))
     body = [
         f"<h1>{name}</h1>",
