@@ -132,7 +132,7 @@ def test_mlflow_logs_the_metrics_of_the_steps(tmp_path: Path, monkeypatch: pytes
 
 
 class Table:
-    """What Weights & Biases and MLflow are asked, without them."""
+    """Stands for a run of Weights & Biases and for a client of MLflow."""
 
     def __init__(self) -> None:
         self.rows: list[dict[str, float]] = []

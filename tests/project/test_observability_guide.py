@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from operator import methodcaller
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,9 @@ def test_the_listeners_for_metrics_are_made_as_the_guide_does(tmp_path: Path) ->
             names: Names = {"writer": writer}
             exec(snippet(part), names)
             tell(listener_of(names))
+            if part == "prometheus_client":
+                sample = methodcaller("get_sample_value", "holdfast_durable_step", {"rank": "0"})
+                assert sample(names["registry"]) == 99
 
 
 def test_a_listener_of_ones_own_hears_of_a_failure(capsys: pytest.CaptureFixture[str]) -> None:

@@ -26,7 +26,7 @@ def recorded_commit(number: int) -> Commit:
 
 
 def picture_of(*, num_ranks: int = 4, num_saves: int = 3, slow_rank: int | None = None) -> RunPicture:
-    """What a page about the job shows."""
+    """The content of a page about the job."""
     epoch = Epoch(
         epoch=1, opened_from=None, why="start", created=BEGUN_S - 5, world_size=num_ranks, incarnation="0" * 32
     )

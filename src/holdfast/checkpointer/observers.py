@@ -1,4 +1,4 @@
-"""What the listeners of one `Checkpointer` hear."""
+"""The listeners of one `Checkpointer`, and their view of its loop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the commands about recorded events share: where the events of a run are, and where the output goes."""
+"""Helpers of commands about recorded events: the folder of the events, and the file for the output."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from holdfast.wording import count
 
 
 def events_folder(run: Run, named: str) -> Path | None:
-    """The folder with the events of `run`: the one that is `named`, or the one beside the run itself, wherever a link
-    led to it."""
+    """The folder with the events of `run`: the one that is `named`, else the one beside the run. Links that led to the
+    run are resolved."""
     if named:
         return Path(named)
     location = run.storage.location
@@ -37,7 +37,7 @@ def events_in(folder: Path | None, *, most_nbytes: int = MOST_NBYTES) -> Recorde
 
 
 def remarks_about(events: RecordedEvents) -> list[str]:
-    """What a reader must know about events that are missing."""
+    """Remarks for the reader about events that are missing."""
     remarks = []
     if events.num_damaged:
         remarks.append(f"{count(events.num_damaged, 'line')} of recorded events cannot be read.")

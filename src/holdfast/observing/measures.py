@@ -80,7 +80,7 @@ class Readings:
         self._begun: dict[tuple[EventSource, int], _Begun] = {}
 
     def of(self, event: Event, source: EventSource) -> list[Reading]:
-        """What `event` says of the measures."""
+        """The readings that `event` gives."""
         match event:
             case SaveBegun():
                 self._begun.setdefault((source, event.step), _Begun(event.at.clock_s, event.at.unix_s))

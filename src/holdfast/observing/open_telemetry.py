@@ -40,7 +40,7 @@ class OpenTelemetryMetrics:
         self._record = {each.name: _instrument(meter, each) for each in MEASURES}
 
     def hear(self, event: Event, source: EventSource) -> None:
-        """Record what `event` tells."""
+        """Record the readings of `event`."""
         for reading in self._readings.of(event, source):
             attributes: _Attributes = {"rank": source.rank, "run": source.run}
             attributes |= dict(zip(reading.measure.labels, reading.labels, strict=True))

@@ -38,7 +38,7 @@ class PrometheusMetrics:
                 self._metrics[each.name] = kind(name, each.meaning, labels, unit=each.unit, registry=to)
 
     def hear(self, event: Event, source: EventSource) -> None:
-        """Change the metrics that `event` tells of."""
+        """Update the metrics with the readings of `event`."""
         for reading in self._readings.of(event, source):
             self._note(reading, source)
 

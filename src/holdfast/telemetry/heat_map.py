@@ -1,4 +1,4 @@
-"""The heat map of phases and ranks: which rank is slow, and where."""
+"""The heat map of phases and ranks. It shows which rank is slow in which phase."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from holdfast.telemetry.charts import drawing, legend
 from holdfast.telemetry.run_figures import DURABLE, HeatRow
 from holdfast.wording import duration
 
-#: A cell is as dark as the number of these factors that its time is over, compared to the rank in the middle.
+#: The strength of a cell's colour is the number of these factors by which its time exceeds that of the middle rank.
 _FACTORS: Final = (1.1, 1.25, 1.5, 2.0, 3.0)
 #: Times that differ by less than this are equal. A rank looks only so often at what the keeper does.
 _EXACT_S: Final = 0.002
@@ -29,7 +29,7 @@ class _Cell(NamedTuple):
 
 
 def level_of(row: HeatRow, seconds: float) -> int:
-    """How dark a cell of `row` is, from 0 to 5."""
+    """The strength of the colour of a cell of `row`, from 0 to 5."""
     if seconds - row.typical_s < (_EXACT_OF_KEEPER_S if row.phase in _OF_KEEPER else _EXACT_S):
         return 0
     return sum(seconds > factor * row.typical_s for factor in _FACTORS)

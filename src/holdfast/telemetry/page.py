@@ -35,7 +35,7 @@ _NUM_HEAT_SAVES: Final = 20
 
 @dataclass(frozen=True)
 class RunPicture:
-    """What the page shows: the run's location, its history, its events, and remarks about what could not be read."""
+    """The content of a page: the location, the history and the events of a run, and remarks about missing parts."""
 
     run: str
     now_s: float

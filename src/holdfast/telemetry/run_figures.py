@@ -59,7 +59,7 @@ class JobSave:
 
     @property
     def ranks(self) -> Collection[RankSave]:
-        """What the ranks recorded."""
+        """The records of all ranks, in no order."""
         return self.by_rank.values()
 
     @property
@@ -101,7 +101,7 @@ class JobSave:
 
     @property
     def outcome(self) -> str:
-        """How the save ended: durable if one rank saw that, else as most of the ranks say."""
+        """The end of the save: committed if one rank saw that, else the end that most ranks saw."""
         outcomes = [each.outcome for each in self.ranks]
         return "committed" if "committed" in outcomes else max(outcomes, key=outcomes.count)
 

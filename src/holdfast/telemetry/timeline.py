@@ -1,4 +1,4 @@
-"""The timeline of one save: what each rank did when."""
+"""The timeline of one save: the phases of each rank over time."""
 
 from __future__ import annotations
 
