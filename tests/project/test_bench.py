@@ -35,6 +35,7 @@ from bench.state import parameter_shapes, width_for
 from tests.project.bench_results import (
     SECONDS,
     engine_result,
+    events_result,
     history_result,
     io_result,
     load_part,
@@ -61,6 +62,7 @@ FOUND = {
         plan_result(),
         history_result(),
         step_result(),
+        events_result(),
     )
 }
 
