@@ -13,8 +13,9 @@ import torch
 
 import holdfast
 from bench.benchmark import Bar, Benchmark, Options, judged
-from bench.markdown import Column, table
-from bench.runner import TORCH_THREADS, in_turns, scratch
+from bench.costs import scratch
+from bench.markdown import table, whereabouts
+from bench.runner import TORCH_THREADS, in_turns
 from bench.schema import Part, Result, Scenario, measured
 
 NUM_DELETED = 1_000
@@ -104,17 +105,15 @@ def bars(result: Result) -> Iterator[Bar]:
 
 def render_prune(result: Result) -> str:
     part = result.parts[-1]
-    rows = {QUIET: "nothing", BUSY: f"{part.scenario.facts['num_deleted']:,} checkpoints"}
-    columns: list[Column[str]] = [
-        ("step, ms: median", lambda name: f"{_ms(part, f'{name}_s'):.2f}"),
-        ("one in a thousand exceeds", lambda name: f"{_ms(part, f'{name}_rare_s'):.2f}"),
-        ("longest", lambda name: f"{_ms(part, f'{name}_max_s'):.2f}"),
-    ]
+    names = {QUIET: "nothing", BUSY: f"{part.scenario.facts['num_deleted']:,} checkpoints"}
+    keys = ("{}_s", "{}_rare_s", "{}_max_s")
+    rows = ((label, *(f"{_ms(part, key.format(name)):.2f}" for key in keys)) for name, label in names.items())
+    titles = ("deleted meanwhile", "step, ms: median", "one in a thousand exceeds", "longest")
     how = (
         f"Without the time for which other programs had the processors. The deletion took "
-        f"{median(part.series(OURS, 'deleting_s')):.0f} s. One process. `python -m bench prune`; "
+        f"{median(part.series(OURS, 'deleting_s')):.0f} s. One process. "
     )
-    return "\n\n".join([table("deleted meanwhile", rows, columns), f"{how}{part.environment.in_words()}."])
+    return "\n\n".join([table(titles, *rows), how + whereabouts("prune", part)])
 
 
 PRUNE = Benchmark("prune", {PART: measure_prune}, render_prune, bars)

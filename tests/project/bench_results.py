@@ -169,6 +169,13 @@ def prune_result(*, busy_max_s: float = 0.0125) -> Result:
     return Result("prune", (part("deletion", taken, facts={"num_deleted": 1_000}),))
 
 
+def events_result() -> Result:
+    names = ("step-without", "step-with", "save-told", "save-heard")
+    taken = [Sample(name, 1, {"seconds": (0.05,)}) for name in names]
+    facts = {"num_steps": 10_000, "num_saves": 500, "num_events": 7}
+    return Result("events", (part("one-process", taken, facts=facts),))
+
+
 def engine_result(
     *, nbytes: int = NBYTES, blocked_s: float = 0.010, loop_s: float = 8.08, rounds: int = ROUNDS
 ) -> Result:

@@ -36,6 +36,7 @@ from bench.state import parameter_shapes, width_for
 from tests.project.bench_results import (
     SECONDS,
     engine_result,
+    events_result,
     history_result,
     io_result,
     load_part,
@@ -64,6 +65,7 @@ FOUND = {
         history_result(),
         step_result(),
         prune_result(),
+        events_result(),
     )
 }
 
