@@ -1,6 +1,6 @@
-"""This room says which samples a job trains on next, on any number of ranks: an order of samples, and a position in it.
+"""The samples that a job trains on next, on any number of ranks and workers: each one once, in a computed order.
 
-It is pure: it uses no clock, no files and no torch. `GlobalOrder` is what a job holds.
+A state holds how far the job has trained, whatever workers have loaded ahead.
 """
 
 from holdfast.data.global_order import GlobalOrder

@@ -1,33 +1,51 @@
 """A stateless permutation: the place of each number follows from a key alone, so nothing is shuffled, kept or stored.
 
-The numbers below `length` are arranged in `rows` rows and `columns` columns, ``rows * columns >= length``, as nearly
-square as possible. A Feistel network over rows and columns (Black and Rogaway, "Ciphers with Arbitrary Finite Domains",
-2002) permutes the cells in `ROUNDS` rounds. In each, one coordinate is moved, cyclically, by a hash of the other one.
-Cells beyond `length` are walked over: such a cell is permuted again until the result is below `length`; there are fewer
-than ``columns`` of them, so this is rare.
-
-Checkpoints hold positions in these permutations, so the functions of this module never change: the golden values in
-``tests/data/test_permutation.py`` hold for all versions. All arithmetic is of 64 bits, unsigned, and wraps.
+Design note 018 is the normative text. Checkpoints hold positions in these permutations, so the functions of this module
+never change: the golden values in ``tests/data/test_permutation.py`` hold for all versions. All arithmetic is of 64
+bits, unsigned, and wraps.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import isqrt
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 Numbers = npt.NDArray[np.uint64]
 
-#: Fewer leave small lengths visibly uneven; more change nothing that can be measured.
-ROUNDS: Final = 8
+#: With 12, some orders of 5 or 6 numbers are more frequent than others; more than 16 change nothing that can be
+#: measured.
+ROUNDS: Final = 16
 #: Rows and columns fit in 32 bits, so that a product of two 32-bit numbers scales a hash to them.
 MAX_LENGTH: Final = 1 << 62
 
 _GOLDEN: Final = np.uint64(0x9E3779B97F4A7C15)
 _FIRST: Final = np.uint64(0xBF58476D1CE4E5B9)
 _SECOND: Final = np.uint64(0x94D049BB133111EB)
+
+
+class Grids(NamedTuple):
+    """The lengths that numbers are permuted below, and for each a grid of rows and columns with as many cells or a few
+    more. Either one entry for all numbers, or one for each."""
+
+    lengths: Numbers
+    rows: Numbers
+    columns: Numbers
+
+    @staticmethod
+    def of(lengths: Sequence[int]) -> Grids:
+        """The grids for `lengths`, which are positive and at most `MAX_LENGTH`."""
+        assert all(0 < length <= MAX_LENGTH for length in lengths)
+        rows = [isqrt(length - 1) + 1 for length in lengths]
+        columns = [-(-length // rows) for length, rows in zip(lengths, rows, strict=True)]
+        return Grids(*(np.array(each, dtype=np.uint64) for each in (lengths, rows, columns)))
+
+    def at(self, indices: npt.NDArray[np.intp]) -> Grids:
+        """The grids with these indices."""
+        return Grids(self.lengths[indices], self.rows[indices], self.columns[indices])
 
 
 def hashed(numbers: Numbers) -> Numbers:
@@ -41,42 +59,49 @@ def hashed(numbers: Numbers) -> Numbers:
     return mixed
 
 
-def keys_of(seed: int, numbers: Numbers) -> Numbers:
-    """A key for each of `numbers`, such as one for each epoch. `seed` is any whole number of 64 bits."""
-    (start,) = hashed(np.array([seed % (1 << 64)], dtype=np.uint64))
-    return hashed(hashed(numbers) ^ start)
+def keys_of(seeds: Numbers, numbers: Numbers) -> Numbers:
+    """A key for each of `numbers`, such as those of epochs, by one seed, or one for each."""
+    return hashed(hashed(numbers) ^ hashed(seeds))
 
 
-def permuted(numbers: Numbers, length: int, keys: Numbers) -> Numbers:
-    """The places of `numbers` in permutations of the numbers below `length`, by one key, or one for each number.
+def samples_at(places: Numbers, seeds: Numbers, grids: Grids) -> Numbers:
+    """The samples at `places` of endless orders, by one seed and length, or one for each place.
 
-    Takes a time that depends on how many numbers are asked for, and not on `length` (at most `MAX_LENGTH`).
+    An order has as many samples in each epoch as its length: each number below it, in the permutation whose key follows
+    from the seed and the number of the epoch.
     """
-    assert 0 < length <= MAX_LENGTH
-    rows = isqrt(length - 1) + 1
-    columns = -(-length // rows)
-    found = _permuted_once(numbers, rows, columns, keys)
-    while (beyond := np.flatnonzero(found >= np.uint64(length))).size:
-        found[beyond] = _permuted_once(found[beyond], rows, columns, keys if keys.size == 1 else keys[beyond])
+    epochs, numbers = np.divmod(places, grids.lengths)
+    return permuted(numbers, grids, keys_of(seeds, epochs))
+
+
+def permuted(numbers: Numbers, grids: Grids, keys: Numbers) -> Numbers:
+    """The places of `numbers` in permutations of the numbers below their lengths, by one key, or one for each number.
+
+    Takes a time that depends on how many numbers are asked for, and not on the lengths.
+    """
+    found = _permuted_once(numbers, grids, keys)
+    while (beyond := np.flatnonzero(found >= grids.lengths)).size:
+        there = grids if grids.lengths.size == 1 else grids.at(beyond)
+        found[beyond] = _permuted_once(found[beyond], there, keys if keys.size == 1 else keys[beyond])
     return found
 
 
-def _permuted_once(cells: Numbers, rows: int, columns: int, keys: Numbers) -> Numbers:
-    row, column = np.divmod(cells, np.uint64(columns))
+def _permuted_once(cells: Numbers, grids: Grids, keys: Numbers) -> Numbers:
+    row, column = np.divmod(cells, grids.columns)
     for number in range(ROUNDS):
         keys = keys + _GOLDEN
         if number % 2:
-            row = _moved(row, column, rows, keys)
+            row = _moved(row, column, grids.rows, keys)
         else:
-            column = _moved(column, row, columns, keys)
-    return row * np.uint64(columns) + column
+            column = _moved(column, row, grids.columns, keys)
+    return row * grids.columns + column
 
 
-def _moved(moving: Numbers, other: Numbers, size: int, keys: Numbers) -> Numbers:
-    """One coordinate, below `size`, moved cyclically by a hash of the other one and the key."""
+def _moved(moving: Numbers, other: Numbers, sizes: Numbers, keys: Numbers) -> Numbers:
+    """One coordinate, below `sizes`, moved cyclically by a hash of the other one and the key."""
     by = hashed(other ^ keys)
     by >>= np.uint64(32)
-    by *= np.uint64(size)
+    by *= sizes
     by >>= np.uint64(32)
     by += moving
-    return np.where(by >= np.uint64(size), by - np.uint64(size), by)
+    return np.where(by >= sizes, by - sizes, by)
