@@ -163,6 +163,12 @@ def step_result() -> Result:
     return Result("step", tuple(parts))
 
 
+def data_result() -> Result:
+    taken = [Sample("holdfast", 1, {"seconds": (0.05,)})]
+    parts = (part(name, taken, facts={"num_samples": 256_000}) for name in ("global", "mixed", "stream"))
+    return Result("data", tuple(parts))
+
+
 def engine_result(
     *, nbytes: int = NBYTES, blocked_s: float = 0.010, loop_s: float = 8.08, rounds: int = ROUNDS
 ) -> Result:

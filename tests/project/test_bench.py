@@ -35,6 +35,7 @@ from bench.small import bars as small_bars
 from bench.state import parameter_shapes, width_for
 from tests.project.bench_results import (
     SECONDS,
+    data_result,
     engine_result,
     history_result,
     io_result,
@@ -62,6 +63,7 @@ FOUND = {
         plan_result(),
         history_result(),
         step_result(),
+        data_result(),
     )
 }
 
