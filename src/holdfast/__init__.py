@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from holdfast.loading import load
     from holdfast.loading.load_plan import LoadPlan, plan_load
     from holdfast.plan.exchange import Bandwidths
-    from holdfast.policy.when import EverySteps, EveryTime, OnMetric, OnPreemption, OnRequest, SavePolicy
+    from holdfast.policy.when import Auto, EverySteps, EveryTime, OnMetric, OnPreemption, OnRequest, SavePolicy
     from holdfast.publishing import transfer
     from holdfast.reports import LoadReport, SaveReport, TransferReport
     from holdfast.run.save_requests import request_save
@@ -76,6 +76,7 @@ _HOMES = {
     "transfer": "holdfast.publishing",
     "SavePolicy": "holdfast.policy.when",
     "EverySteps": "holdfast.policy.when",
+    "Auto": "holdfast.policy.when",
     "EveryTime": "holdfast.policy.when",
     "OnMetric": "holdfast.policy.when",
     "OnPreemption": "holdfast.policy.when",
@@ -84,6 +85,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "Auto",
     "Bandwidths",
     "Box",
     "Checkpointer",

@@ -1,4 +1,4 @@
-"""Nouns with their numbers and articles, for messages."""
+"""Nouns with their numbers and articles, and times, for messages."""
 
 from __future__ import annotations
 
@@ -22,3 +22,13 @@ def with_article(noun: str) -> str:
 def kind_of(item: object) -> str:
     """The name of the type of `item` with its article."""
     return with_article(type(item).__name__)
+
+
+def duration(seconds: float) -> str:
+    """A time with two or three digits, in the unit that suits it."""
+    if 0 < seconds < 1:
+        return f"{1000 * seconds:.3g} ms"
+    for unit_s, unit in ((86400.0, "d"), (3600.0, "h"), (60.0, "min")):
+        if seconds >= 2 * unit_s:
+            return f"{seconds / unit_s:.3g} {unit}"
+    return f"{seconds:.3g} s"

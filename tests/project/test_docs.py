@@ -107,7 +107,7 @@ def test_the_eight_lines_of_the_readme_train_stop_and_go_on(
 ARGUMENT = re.compile(r"^\| `(.+?)` \| (?:`(.+?)`)? *\| (?:`(.+?)`|-)? *\| .*\|$", re.MULTILINE)
 ALL = (
     *("Bandwidths", "Checkpointer", "Memory", "PerRank", "Piecewise", "load", "open", "plan_load"),
-    *("EverySteps", "EveryTime", "OnMetric", "OnPreemption", "OnRequest", "request_save"),
+    *("Auto", "EverySteps", "EveryTime", "OnMetric", "OnPreemption", "OnRequest", "request_save"),
     *("register_adapter", "register_tensor", "register_value", "save", "transfer"),
     *(f"data.{name}" for name in holdfast.data.__all__ if name != "ShardSource"),
 )

@@ -5,7 +5,12 @@ from __future__ import annotations
 import itertools
 import re
 import signal
+import threading
+import time
+import urllib.request
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import numpy as np
@@ -191,7 +196,7 @@ def test_trainer_and_inference_ranks_pass_what_they_have() -> None:
 
 
 def test_every_piece_of_code_in_the_guides_is_run_by_a_test() -> None:
-    run = {"ddp": 2, "checkpointer": 4, "data": 3, "loading": 3, "publishing": 1}
+    run = {"ddp": 2, "checkpointer": 4, "data": 3, "loading": 3, "policies": 2, "publishing": 1}
     for guide in GUIDES.glob("*.md"):
         if guide.stem != "mapping":
             assert len(snippets(guide.stem)) == run.get(guide.stem, 0), guide.name
@@ -255,3 +260,45 @@ def test_a_restarted_job_goes_on_to_keep_the_best_beside_the_run_that_it_resumes
     assert steps == {4: [1, 0], 7: [5, 1, 0]}
     assert holdfast.open("runs/last").step == 6
     assert holdfast.open("runs/best@step=0").metrics == {"loss": 3.0}
+
+
+class Metadata(BaseHTTPRequestHandler):
+    """A metadata server that announces a preemption from the third question on."""
+
+    num_asked = 0
+
+    def do_GET(self) -> None:
+        Metadata.num_asked += 1
+        assert self.headers["Metadata-Flavor"] == "Google"
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b"TRUE" if Metadata.num_asked > 2 else b"FALSE")
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the name is that of the base class
+        """Print nothing."""
+
+
+def test_a_cloud_announces_a_preemption_and_an_evaluation_is_broken_off(job: Names) -> None:
+    notice, evaluation = snippets("policies")
+    with HTTPServer(("127.0.0.1", 0), Metadata) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        names: Names = {"holdfast": holdfast, "urllib": urllib}
+        exec(notice.replace("metadata.google.internal", f"127.0.0.1:{server.server_port}"), names)
+        policy = names["policy"]
+        assert isinstance(policy, holdfast.OnPreemption)
+        policy = replace(policy, poll_s=0.01)
+        start_new_job()
+        with holdfast.Checkpointer("runs/gpt", {"epoch": 1}, memory=None, save=policy, takeover=True) as own:
+            seen: list[int] = []
+
+            def evaluate(batch: int, seen: list[int] = seen) -> None:
+                seen.append(batch)
+                time.sleep(0.005)
+
+            names |= {"checkpointer": own, "batches": range(10_000), "evaluate": evaluate}
+            exec(evaluation, names)
+            assert own.step(0) is not None
+            assert own.preempted
+        server.shutdown()
+    assert len(seen) < 10_000
+    assert own.exit_code == 75

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import os
 import re
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, Self, SupportsFloat
+from typing import Literal, Self, SupportsFloat, TypeVar
 
 from torch.distributed import ProcessGroup
 
@@ -41,13 +43,14 @@ from holdfast.checkpointer.signals import note_signals
 from holdfast.checkpointer.turn import turn_in
 from holdfast.control.deadline import Deadline
 from holdfast.control.torch_store import check_group, default_channel, global_rank, group_ranks
-from holdfast.errors import ConfigurationError, HoldfastError, IncompatibleError
+from holdfast.errors import ConfigurationError, DeadlineError, HoldfastError, IncompatibleError
 from holdfast.format.patterns import Globs
 from holdfast.format.records import Place
 from holdfast.node_memory.node_folder import DEFAULT_NODE_DIR
 from holdfast.options import check_flag, check_timeout, checked_number
 from holdfast.phases import LOG
 from holdfast.policy.when import SavePolicy
+from holdfast.run.paths import parse, selected
 from holdfast.run.session import JOB, NEVER_LOADED
 from holdfast.saving import numbers_of, run_location, save_to_storage, whole
 from holdfast.snapshot.capture import Snapshot
@@ -56,6 +59,10 @@ from holdfast.state.flatten import check_root
 from holdfast.state.identity import parts_of
 from holdfast.store.base import Location
 from holdfast.store.urls import absolute, canonical
+
+T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,8 +100,8 @@ class Checkpointer:
     one plain process may call them too. Every save walks `state` again. If the run has a history, this job must have
     restored or loaded from it, unless ``takeover=True``; a takeover happens once, at the first save. If storage is
     slower than saves come, no slot of memory may be free: ``when_full`` says whether a save then waits, or all ranks
-    skip it. `select` are globs of names, as in `holdfast.save` and `holdfast.load`: only the names that they match are
-    saved and restored.
+    skip it. `initial` is the path of the checkpoint that a run without checkpoints begins with. `select` are globs of
+    names, as in `holdfast.save` and `holdfast.load`: only the names that they match are saved and restored.
 
     Use it as a context manager: at its end it waits until all saves are durable.
     """
@@ -106,6 +113,7 @@ class Checkpointer:
         *,
         memory: Memory | None = Memory(),
         save: SavePolicy | None = None,
+        initial: str | os.PathLike[str] | Location | None = None,
         select: str | Sequence[str] | None = None,
         group: ProcessGroup | None = None,
         takeover: bool = False,
@@ -142,11 +150,13 @@ class Checkpointer:
         self._handles: list[Handle] = []
         #: The guard of saves to storage; the memory tier has its own.
         self._guard = Guard()
+        self._initial = None if initial is None else parse(initial)
         self._policy = save
         #: From now on, a request by signal does not end the process.
         self._signals = {} if save is None else note_signals(save.parts())
         #: The decisions on when to save; None before they are needed.
         self._loop: Loop | None = None
+        self._was_preempted = False
         self._restored: RestoreReport | None = None
 
     @outer(CHECKPOINTER_SAVE)
@@ -176,7 +186,8 @@ class Checkpointer:
         self._require_open("save")
         self._find_run()
         handle = Handle(whole(step))
-        machine = SaveMachine(handle.step, handle.hear, SaveLog(handle).hear)
+        listeners = () if self._loop is None else (self._loop.hear,)
+        machine = SaveMachine(handle.step, handle.hear, SaveLog(handle).hear, *listeners)
         with self._turn.taken("save"):
             begun_s = time.perf_counter()
             self._save(machine, metrics)
@@ -198,17 +209,22 @@ class Checkpointer:
             raise
 
     @outer(CHECKPOINTER_RESTORE)
-    def restore(self, *, verify: bool = True, fallback: bool = False) -> RestoreReport:
+    def restore(self, *, at: str | None = None, verify: bool = True, fallback: bool = False) -> RestoreReport:
         """Fill the state from the newest checkpoint on the run's lineage: from the memory of the nodes if it is there,
-        else from storage. If the run has no checkpoint, this changes nothing, and ``report.next_step`` is 0; but a path
-        that cannot become a run, and a state that cannot be saved, are errors already now.
+        else from storage. If the run has no checkpoint, this changes nothing, or loads the `initial` checkpoint, and
+        ``report.next_step`` is 0; but a path that cannot become a run, and a state that cannot be saved, are errors
+        already now.
+
+        With `at`, such as ``"step=700"`` or the place ``"3.12"``, fill it from that checkpoint in storage. The next
+        save continues from there, which makes it a rollback: later checkpoints stay, but the head does not descend
+        from them any more.
 
         If the copy in memory is damaged, this reads from storage instead. With `fallback`, it passes over a damaged
         checkpoint in storage, as `holdfast.load` does, and the next save continues from the older one that it loaded.
 
         Raises what `holdfast.load` raises; where there is nothing to restore, the `ConfigurationError`, `StorageError`
         or `StateError` that the first save would raise; and `ConfigurationError`: code ``config.closed``, after
-        `close`; ``config.nested``, as `save`.
+        `close`; ``config.nested``, as `save`; ``config.path``, where `at` selects nothing.
         """
         refuse_nested(CHECKPOINTER_RESTORE)
         self._require_open("restore")
@@ -230,6 +246,8 @@ class Checkpointer:
                     verify=verify,
                     fallback=fallback,
                     timeout_s=self._timeout_s,
+                    at=None if at is None else selected(self._run, at),
+                    initial=self._initial,
                 )
             except IncompatibleError as error:
                 error.action = _with_load(error.action, self._run)
@@ -256,7 +274,7 @@ class Checkpointer:
         loop = self._policy_loop("steps")
         restored = self.restore() if self._restored is None else self._restored
         step = loop.begin(restored.next_step, last=total - 1)
-        while step < total and not loop.is_preempted:
+        while step < total and not loop.preemption.is_agreed:
             yield step
             step = loop.next_after(step)
 
@@ -285,7 +303,26 @@ class Checkpointer:
     def preempted(self) -> bool:
         """Whether the loop has to end, because a rank was told that its machine is taken away (`OnPreemption`). It
         changes in `step`, on all ranks in the same one, whose state is being saved."""
-        return self._loop is not None and self._loop.is_preempted
+        return self._was_preempted or (self._loop is not None and self._loop.preemption.is_agreed)
+
+    @property
+    def exit_code(self) -> int:
+        """The code with which the script should exit: 75 (EX_TEMPFAIL, try again later) if the loop was `preempted`,
+        else 0. May be asked after `close` too."""
+        return os.EX_TEMPFAIL if self.preempted else 0
+
+    def interruptible(self, parts: Iterable[T]) -> Iterator[T]:
+        """The `parts` of an evaluation, or of other work between two steps, which a preemption breaks off: on all ranks
+        after the same part. The next call of `step` then saves and ends the loop.
+
+        Collective: all ranks go through the same number of parts. Raises `ConfigurationError`: ``config.no_policy``,
+        as `step`.
+        """
+        loop = self._policy_loop("interruptible")
+        for part in parts:
+            yield part
+            if loop.breaks_off():
+                return
 
     @contextmanager
     def guard(self) -> Iterator[None]:
@@ -306,6 +343,17 @@ class Checkpointer:
             check_timeout(timeout_s)
         self._wait(self._timeout_s if timeout_s is None else timeout_s)
 
+    def _wait_before_the_end(self, left_s: float) -> None:
+        """Wait until all saves are durable, at most `left_s`, when the machine is gone."""
+        try:
+            self._wait(left_s)
+        except DeadlineError as error:
+            _log.warning(
+                "the machine is taken away, and not all saves are durable: %s The keeper goes on as long as it can; if "
+                "its memory is lost, the next job goes on from an older step.",
+                error.message,
+            )
+
     def _wait(self, timeout_s: float) -> None:
         for handle in tuple(self._handles):  # the handler of a signal may save meanwhile
             handle.durable.wait_inside(timeout_s)
@@ -323,12 +371,16 @@ class Checkpointer:
             return
         refuse_nested(CHECKPOINTER_CLOSE)
         self._is_closed = True
+        left_s = math.inf if self._loop is None else self._loop.preemption.left_s
         self._end_loop()
         try:
-            self._wait(self._timeout_s)
+            if left_s < self._timeout_s:
+                self._wait_before_the_end(left_s)
+            else:
+                self._wait(self._timeout_s)
         finally:
             self._forget_signals()
-            self._let_go()
+            self._let_go(patience_s=LEAVING_S if left_s < self._timeout_s else None)
 
     def __enter__(self) -> Self:
         self._require_open("a with block")
@@ -383,6 +435,7 @@ class Checkpointer:
 
     def _end_loop(self) -> None:
         if self._loop is not None:
+            self._was_preempted = self._loop.preemption.is_agreed
             self._loop.close()
             self._loop = None
 
@@ -421,7 +474,7 @@ class Checkpointer:
     def _save_through(self, machine: SaveMachine, metrics: dict[str, float]) -> None:
         """Save to storage, and return when the checkpoint is committed."""
         machine.begin("storage", is_first_rank=self._is_first_rank)
-        hold = self._guard.hold(timeout_s=self._timeout_s)
+        hold = self._guard.hold(timeout_s=self._limit_s)
         try:
             report = save_to_storage(
                 self._run,
@@ -431,13 +484,18 @@ class Checkpointer:
                 select=None if self._select is None else Globs(self._select),
                 group=self._group,
                 takeover=self._takeover,
-                timeout_s=self._timeout_s,
+                timeout_s=self._limit_s,
             )
         finally:
             hold.drop()
         machine.put(Place.parse(report.place))
         machine.stage(report.written_nbytes)
         machine.commit(report.written_nbytes)
+
+    @property
+    def _limit_s(self) -> float:
+        """The limit for the waits of a save: no longer than the machine exists, as far as this rank knows."""
+        return self._timeout_s if self._loop is None else min(self._timeout_s, self._loop.preemption.left_s)
 
     @property
     def _is_first_rank(self) -> bool:
@@ -463,7 +521,7 @@ class Checkpointer:
     def _stage(self, tier: MemoryTier, machine: SaveMachine, metrics: dict[str, float]) -> None:
         """Save into memory. Raises an error that `is_unusable` on all ranks if the memory of any node cannot be
         used."""
-        deadline = Deadline(self._timeout_s)
+        deadline = Deadline(self._limit_s)
         channel = default_channel(f"save of step {machine.step}", self._group, deadline=deadline, step=machine.step)
         if tier.is_put_off:
             tier.put_off(channel, deadline)

@@ -10,6 +10,9 @@ from weakref import WeakValueDictionary
 
 from torch.distributed import ProcessGroup
 
+from holdfast.checkpointer.auto_trigger import AutoTrigger
+from holdfast.checkpointer.events import SaveEvent
+from holdfast.checkpointer.preemption import Preemption
 from holdfast.checkpointer.request_trigger import RequestTrigger
 from holdfast.checkpointer.shared_wishes import SharedWishes, WishesOfOne, WishesOfRanks
 from holdfast.checkpointer.signals import SignalNote
@@ -17,7 +20,7 @@ from holdfast.control.torch_store import member_of
 from holdfast.errors import ConfigurationError
 from holdfast.policy.schedule import StepSchedule
 from holdfast.policy.triggers import Metrics, Trigger, triggers_of
-from holdfast.policy.when import OnPreemption, OnRequest, SavePolicy
+from holdfast.policy.when import Auto, OnRequest, SavePolicy
 from holdfast.store.base import Location
 
 #: There is one registry per process, because two loops of a process would train one state.
@@ -44,19 +47,29 @@ class Loop:
         policies = tuple(policy.parts())
         self._schedule = StepSchedule(policies)
         self._triggers: list[Trigger] = []
+        now_s = time.monotonic()
         if is_first_rank:
-            self._triggers.extend(triggers_of(policies, now_s=time.monotonic()))
+            self._triggers.extend(triggers_of(policies, now_s=now_s))
+        world_size = 1 if member is None else member.world_size
+        self._autos = [
+            AutoTrigger(each, run, world_size=world_size, now_s=now_s)
+            for each in policies
+            if isinstance(each, Auto) and is_first_rank
+        ]
+        self._triggers.extend(self._autos)
         self._requests = [
             RequestTrigger(each, run, signals, is_first_rank=is_first_rank)
             for each in policies
             if isinstance(each, OnRequest)
         ]
         self._triggers.extend(self._requests)
-        preemptions = (each for each in policies if isinstance(each, OnPreemption))
-        self._notices = [signals[signum] for each in preemptions for signum in each.signums]
-        #: Whether all ranks have agreed to end the loop after the last step that ended.
-        self.is_preempted = False
-        self._wishes = _wishes_of(group)
+        self.preemption = Preemption(policies, signals)
+        self._wishes = _wishes_of(group, "saves")
+        #: The agreement on the end of an evaluation, whose parts are counted like steps; None before the first one.
+        self._evaluation: SharedWishes | None = None
+        self._num_parts = 0
+        #: The reason why all ranks have broken off an evaluation; the next step ends the loop.
+        self._broken_off: str | None = None
         self._wish: str | None = None
         #: The step that has to end next; None if any may.
         self._next: int | None = None
@@ -87,28 +100,46 @@ class Loop:
             raise _out_of_order(step, self._next)
         self._next = step + 1
         self._was_restored = False
-        for each in self._notices:
-            each.is_armed = True
+        self.preemption.arm()
         if self._wishes.is_stale:
             self._wishes.close()
-            self._wishes = _wishes_of(self._group)
+            self._wishes = _wishes_of(self._group, "saves")
         agreed = self._wishes.enter(step)
         if agreed is not None and agreed.ends:
-            self.is_preempted = True
+            self.preemption.agree()
+        if self._broken_off is not None and not self.preemption.is_agreed:
+            self.preemption.agree()
+            return self._broken_off
         reason = self._schedule.reason(step) if agreed is None else agreed.reason
         now_s = time.monotonic()
         for trigger in self._triggers:
             self._wish = trigger.wish(metrics, now_s) or self._wish
-        notice = None if self.is_preempted else next((each for each in self._notices if each.is_noted), None)
-        if notice is not None:
+        preempted = None if self.preemption.is_agreed else self.preemption.reason
+        if preempted is not None:
             # Another save does not grant this: all ranks have to know that the loop ends with it.
-            if self._wishes.wish(step, f"preempted by {notice.name}", scheduled=None, ends=True):
-                self.is_preempted = True
-                return f"preempted by {notice.name}"
+            if self._wishes.wish(step, preempted, scheduled=None, ends=True):
+                self.preemption.agree()
+                return preempted
         elif reason is None and self._wish is not None:
             scheduled = self._schedule.next_after(step)
             return self._wish if self._wishes.wish(step, self._wish, scheduled=scheduled) else None
         return reason
+
+    def breaks_off(self) -> bool:
+        """Whether all ranks break off their evaluation, of which each has just done the same part, because one of them
+        has heard of a preemption."""
+        if self._evaluation is None or self._evaluation.is_stale:
+            if self._evaluation is not None:
+                self._evaluation.close()
+            self._evaluation = _wishes_of(self._group, "evaluations")
+        self._num_parts += 1
+        agreed = self._evaluation.enter(self._num_parts)
+        reason = self.preemption.reason
+        if agreed is not None:
+            self._broken_off = agreed.reason
+        elif reason is not None and self._evaluation.wish(self._num_parts, reason, scheduled=None, ends=True):
+            self._broken_off = reason
+        return self._broken_off is not None
 
     def next_after(self, step: int) -> int:
         """The number of the step that comes after `step`: another one than the next if the state was restored in that
@@ -130,17 +161,27 @@ class Loop:
         for trigger in self._triggers:
             trigger.saved(now_s)
 
+    def hear(self, event: SaveEvent) -> None:
+        """Hear an event of a save. Any thread may call this."""
+        for each in self._autos:
+            each.hear(event)
+
     def close(self) -> None:
         """The loop has ended."""
         _loops.pop(self._key, None)
-        self._wishes.close()
-        for each in self._requests:
-            each.close()
+        for wishes in (self._wishes, self._evaluation):
+            if wishes is not None:
+                wishes.close()
+        self.preemption.close()
+        for auto in self._autos:
+            auto.close()
+        for request in self._requests:
+            request.close()
 
 
-def _wishes_of(group: ProcessGroup | None) -> SharedWishes:
+def _wishes_of(group: ProcessGroup | None, use: str) -> SharedWishes:
     member = member_of(group)
-    return WishesOfOne() if member is None or member.world_size == 1 else WishesOfRanks(member)
+    return WishesOfOne() if member is None or member.world_size == 1 else WishesOfRanks(member, use)
 
 
 def _second_loop(run: Location) -> ConfigurationError:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from queue import Empty, SimpleQueue
-from threading import Thread, current_thread
 from typing import Final
-from weakref import finalize
 
+from holdfast.checkpointer.rounds import Rounds
 from holdfast.checkpointer.signals import SignalNote
 from holdfast.errors import HoldfastError
 from holdfast.policy.triggers import Metrics
@@ -23,8 +21,6 @@ _log = logging.getLogger(__name__)
 
 #: Time limit for one look at the run.
 _LOOK_S: Final = 30.0
-#: Time that the end of a loop waits for its background thread.
-_JOIN_S: Final = 1.0
 
 
 class RequestTrigger:
@@ -59,11 +55,8 @@ class Inbox:
     """Looks in the background for requests in a run, and for a `file`; deletes those that a save has granted."""
 
     def __init__(self, run: Location, file: Path | None, *, poll_s: float) -> None:
-        self._mail = _Mail(run, file)
-        self._bell: SimpleQueue[bool] = SimpleQueue()
-        watcher = Thread(target=_watch, args=(self._mail, self._bell, poll_s), name="holdfast-requests", daemon=True)
-        self._stop = finalize(self, _stop, watcher, self._bell)
-        watcher.start()
+        self._mail = _Mail(run, file, poll_s)
+        self._rounds = Rounds(self._mail.look, name="holdfast-requests", last=self._mail.tidy)
 
     @property
     def reason(self) -> str | None:
@@ -73,20 +66,23 @@ class Inbox:
     def grant(self) -> None:
         """A save has begun: the requests that were seen before are granted."""
         if self._mail.grant():
-            self._bell.put(True)
+            self._rounds.hurry()
 
     def close(self) -> None:
         """Delete what was granted, and stop looking."""
-        self._stop()
+        self._rounds.close()
 
 
 class _Mail:
     """The requests that were seen, and those that are granted and have to be deleted. `look` and `tidy` are for the
     background thread, the rest for the thread that trains."""
 
-    def __init__(self, run: Location, file: Path | None) -> None:
+    def __init__(self, run: Location, file: Path | None, poll_s: float) -> None:
         self._run = run
         self._file = file
+        self._poll_s = poll_s
+        #: The kinds of trouble that a warning has told.
+        self._told = set[str]()
         #: Who asks for a save, by the name of the request. Each change makes a new dict.
         self._seen: dict[str, str] = {}
         #: A dict for its order and its atomic changes of one key.
@@ -102,16 +98,24 @@ class _Mail:
         self._granted.update(dict.fromkeys(self._seen))
         return bool(self._granted)
 
-    def look(self) -> None:
-        """Look for requests."""
+    def look(self) -> float:
+        """Delete granted requests, and look for new ones. Returns the pause until the next look."""
+        self.tidy()
+        self._try("cannot look for requests to save", self._find)
+        return self._poll_s
+
+    def tidy(self) -> None:
+        """Delete the requests that are granted."""
+        self._try("cannot delete requests to save that are granted", self._delete)
+
+    def _find(self) -> None:
         with TimedStore(open_store(self._run), timeout_s=_LOOK_S) as store:
             seen = pending_requests(store)
         if self._file is not None and self._file.exists():
             seen[str(self._file)] = f"the file {self._file}"
         self._seen = seen
 
-    def tidy(self) -> None:
-        """Delete the requests that are granted."""
+    def _delete(self) -> None:
         granted = tuple(self._granted)
         if not granted:
             return
@@ -123,32 +127,11 @@ class _Mail:
         for name in granted:
             self._granted.pop(name, None)
 
-
-def _watch(mail: _Mail, bell: SimpleQueue[bool], poll_s: float) -> None:
-    """Look for requests until the bell says that the loop has ended."""
-    told: set[str] = set()
-    goes_on = True
-    while goes_on:
-        _try("cannot delete requests to save that are granted", mail.tidy, told)
-        _try("cannot look for requests to save", mail.look, told)
+    def _try(self, what: str, act: Callable[[], None]) -> None:
+        """Do `act`, which is tried again later; say once if it fails."""
         try:
-            goes_on = bell.get(timeout=poll_s)
-        except Empty:
-            continue
-    _try("cannot delete requests to save that are granted", mail.tidy, told)
-
-
-def _try(what: str, act: Callable[[], None], told: set[str]) -> None:
-    """Do `act`, which is tried again later; say once if it fails."""
-    try:
-        act()
-    except (HoldfastError, OSError) as error:
-        if what not in told:
-            told.add(what)
-            _log.warning("%s; trying again: %s", what, error)
-
-
-def _stop(watcher: Thread, bell: SimpleQueue[bool]) -> None:
-    bell.put(False)
-    if watcher is not current_thread():
-        watcher.join(_JOIN_S)
+            act()
+        except (HoldfastError, OSError) as error:
+            if what not in self._told:
+                self._told.add(what)
+                _log.warning("%s; trying again: %s", what, error)

@@ -16,7 +16,8 @@ class RestoreReport:
     """The restored checkpoint: its `step` (None: the run had no checkpoint yet), its `place`, and the `tier` that it
     was read from ("node memory" or "storage").
 
-    The loop continues at ``next_step``. `load` is the report of the load itself.
+    The loop continues at ``next_step``. `load` is the report of the load itself; where the run had no checkpoint yet,
+    that of the `initial` checkpoint of another run, or None.
     """
 
     step: int | None
@@ -32,4 +33,6 @@ class RestoreReport:
     def __repr__(self) -> str:
         if self.load is None:
             return "<RestoreReport: there was nothing to restore; the next step is 0>"
+        if self.step is None:
+            return f"<RestoreReport of a new run, which begins with {self.load!r}; the next step is 0>"
         return f"<RestoreReport from {self.tier}: {self.load!r}>"

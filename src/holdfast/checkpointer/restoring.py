@@ -41,7 +41,7 @@ from holdfast.phases import attempt, done, told
 from holdfast.reports import LoadReport
 from holdfast.run.fallback import is_damage
 from holdfast.run.history import Run
-from holdfast.run.paths import parse
+from holdfast.run.paths import Selection, parse
 from holdfast.store.base import Location
 from holdfast.store.memory import FilesInMemory, MemoryFile
 from holdfast.store.timed import TimedStore
@@ -71,10 +71,13 @@ def restore(
     verify: bool,
     fallback: bool,
     timeout_s: float,
+    at: Selection | None = None,
+    initial: Selection | None = None,
 ) -> Restored:
-    """Fill `state` from the newest checkpoint of `run`. Collective over `group`. See `Checkpointer.restore`."""
+    """Fill `state` from the newest checkpoint of `run`, or from the one that `at` selects. In a run without any,
+    fill it from the `initial` checkpoint of another run. Collective over `group`. See `Checkpointer.restore`."""
     damage: HoldfastError | None = None
-    if node_dir is not None:
+    if node_dir is not None and at is None:
         try:
             options = Options(select, verify=verify, continues=True)
             restored = _from_memory(run, state, node_dir, group, options, timeout_s=timeout_s)
@@ -88,9 +91,9 @@ def restore(
                 return restored
     try:
         options = Options(select, fallback=fallback, verify=verify, continues=True)
-        report = load_from_storage(parse(run), state, options, group=group, timeout_s=timeout_s)
+        report = load_from_storage(at or parse(run), state, options, group=group, timeout_s=timeout_s)
     except NotFoundError as error:
-        if error.code not in ("not_found.run", "not_found.head"):
+        if at is not None or error.code not in ("not_found.run", "not_found.head"):
             raise
         if damage is not None:  # the only copy: it may have filled a part of the state, and is not nothing
             damage.action = (
@@ -98,7 +101,11 @@ def restore(
             )
             raise damage from None
         check_first_save(run, state, select=select, group=group, timeout_s=timeout_s)
-        return Restored(RestoreReport(None, None, None, None))
+        if initial is None:
+            return Restored(RestoreReport(None, None, None, None))
+        options = Options(select, fallback=fallback, verify=verify, continues=False)
+        report = load_from_storage(initial, state, options, group=group, timeout_s=timeout_s)
+        return Restored(RestoreReport(None, None, "storage", report))
     return Restored(RestoreReport(report.step, report.place, "storage", report))
 
 

@@ -60,7 +60,8 @@ def log_restored(event: StateRestored) -> None:
     report = event.report
     if not event.is_first_rank:
         return
-    if report.load is None:
-        LOG.info("there is nothing to restore in '%s' yet: training begins at step 0", event.run)
-    elif report.tier == "node memory":
+    if report.step is None:
+        state = "" if report.load is None else f" with the state of {report.load.path}"
+        LOG.info("there is nothing to restore in '%s' yet: training begins at step 0%s", event.run, state)
+    elif report.tier == "node memory" and report.load is not None:
         LOG.info("restored from node memory: %s", report.load.summary)

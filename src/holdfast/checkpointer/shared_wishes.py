@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
-from queue import Empty, SimpleQueue
-from threading import Thread, current_thread
 from typing import Final, Protocol
-from weakref import finalize
 
 import torch.distributed as dist
 
 from holdfast.agreement.lead import Lead
 from holdfast.agreement.step_ahead import ProposedStep, Registers, StepAhead
+from holdfast.checkpointer.rounds import Rounds
 from holdfast.control.registers import SharedRegisters
 from holdfast.control.torch_store import Member, is_current
 from holdfast.errors import HoldfastError, StorageError
@@ -32,8 +30,6 @@ _SILENCE_S: Final = 60.0
 _OUTAGE_S: Final = 5.0
 #: The register that a rank sets when its loop has ended.
 _LEFT: Final = "left"
-#: Time that the end of a loop waits for its background thread.
-_JOIN_S: Final = 1.0
 
 
 class SharedWishes(Protocol):
@@ -76,12 +72,12 @@ class WishesOfOne:
 
 
 class WishesOfRanks:
-    """The wishes of the ranks of a job, which agree on a step ahead (`StepAhead`). Make it on all ranks, in the same
-    order among the calls of the library."""
+    """The wishes of the ranks of a job, which agree on a step ahead (`StepAhead`). `use` names what they agree on. Make
+    it on all ranks, in the same order among the calls of the library."""
 
-    def __init__(self, member: Member) -> None:
+    def __init__(self, member: Member, use: str) -> None:
         poll_s = max(_POLL_S, member.world_size / _MAX_POLLS_PER_S)
-        self._registers = SharedRegisters(member, "saves", timeout_s=_REQUEST_S)
+        self._registers = SharedRegisters(member, use, timeout_s=_REQUEST_S)
         self._ahead = StepAhead(world_size=member.world_size, is_first_rank=member.rank == 0)
         # Every rank hears of a proposal within one interval, and of the verdict within another.
         self._lead = Lead(2 * poll_s)
@@ -92,16 +88,7 @@ class WishesOfRanks:
         self._member = member
         #: This rank proposes nothing before this time.
         self._silent_until_s = 0.0
-        bell: SimpleQueue[None] = SimpleQueue()
-        listener = Thread(
-            target=_listen,
-            args=(self._ahead, self._registers.background, bell, poll_s),
-            name="holdfast-saves",
-            daemon=True,
-        )
-        # At the latest when the interpreter ends: a thread must not be inside torch then.
-        self._stop = finalize(self, _stop, listener, bell)
-        listener.start()
+        self._rounds = Rounds(_Listener(self._ahead, self._registers.background, poll_s).look, name=f"holdfast-{use}")
 
     def enter(self, step: int) -> ProposedStep | None:
         """As `SharedWishes.enter`."""
@@ -153,7 +140,7 @@ class WishesOfRanks:
 
     def close(self) -> None:
         """As `SharedWishes.close`."""
-        self._stop()
+        self._rounds.close()
         try:
             self._registers.foreground.claim(_LEFT, str(self._member.rank).encode())
         except StorageError as error:
@@ -172,30 +159,25 @@ class WishesOfRanks:
         self._num_refused = self._ahead.num_refused
 
 
-def _listen(ahead: StepAhead, registers: Registers, bell: SimpleQueue[None], poll_s: float) -> None:
-    """Answer the proposals of all ranks until the bell rings, or the process group is gone."""
-    has_warned, pause_s = False, poll_s
-    while not _rings(bell, pause_s) and dist.is_initialized():
+class _Listener:
+    """Answers the proposals of all ranks, every `poll_s`, until the process group is gone."""
+
+    def __init__(self, ahead: StepAhead, registers: Registers, poll_s: float) -> None:
+        self._ahead = ahead
+        self._registers = registers
+        self._poll_s = poll_s
+        self._has_warned = False
+
+    def look(self) -> float | None:
+        """Answer all proposals. Returns the pause until the next look; None where there will be none."""
+        if not dist.is_initialized():
+            return None
         try:
-            while ahead.look(registers):
+            while self._ahead.look(self._registers):
                 pass
-            pause_s = poll_s
         except HoldfastError as error:
-            pause_s = _OUTAGE_S
-            if not has_warned and dist.is_initialized():
-                has_warned = True
+            if not self._has_warned and dist.is_initialized():
+                self._has_warned = True
                 _log.warning("this rank does not hear of saves that other ranks want; it tries again: %s", error)
-
-
-def _rings(bell: SimpleQueue[None], timeout_s: float) -> bool:
-    try:
-        bell.get(timeout=timeout_s)
-    except Empty:
-        return False
-    return True
-
-
-def _stop(listener: Thread, bell: SimpleQueue[None]) -> None:
-    bell.put(None)
-    if listener is not current_thread():
-        listener.join(_JOIN_S)
+            return _OUTAGE_S
+        return self._poll_s

@@ -17,8 +17,9 @@ from holdfast.policy.when import OnPreemption, OnRequest, SavePolicy
 class SignalNote:
     """Notes that the signal `signum` came, and then calls the handler that was there before.
 
-    Once `is_armed`, and until `remove`, the signal does not end the process. A child that is forked from this process
-    has the earlier handler. Make it in the main thread; else it raises `ConfigurationError`, code ``config.signal``.
+    Once `is_armed`, and until `remove`, the signal does not end the process; a second SIGINT (Ctrl-C) does. A child
+    that is forked from this process has the earlier handler. Make it in the main thread; else it raises
+    `ConfigurationError`, code ``config.signal``.
     """
 
     def __init__(self, signum: int, *, is_armed: bool = True) -> None:
@@ -79,8 +80,11 @@ def _handler(
     def handle(signum: int, frame: FrameType | None) -> None:
         alive = note()
         is_wanted = alive is not None and alive in _notes and alive.is_armed
+        is_first = alive is not None and not alive.is_noted
         if alive is not None and is_wanted:
             alive.is_noted = True
+        if before is signal.default_int_handler and is_wanted and is_first:
+            return  # Python's own handler of Ctrl-C would end the loop in the middle of a step
         if callable(before):
             before(signum, frame)
         elif not is_wanted and before != signal.SIG_IGN and signal.getsignal(signum) is handle:

@@ -17,7 +17,7 @@ from holdfast.goodput.advice import Advice, Alternative, Limits, TierAdvice, adv
 from holdfast.goodput.failures import LLAMA3_SHARES, PRESETS, Loss
 from holdfast.goodput.waste import Failures, TierCost
 from holdfast.reports import size as size_text
-from holdfast.wording import count
+from holdfast.wording import count, duration
 
 _NUMBER: Final = r"([0-9]+(?:\.[0-9]+)?(?:e-?[0-9]+)?)"
 _DURATION: Final = re.compile(rf"{_NUMBER} ?(ms|s|min|h|d)?")
@@ -149,7 +149,7 @@ def _invalid(problem: str, action: str) -> ConfigurationError:
 
 
 def _show(screen: Console, found: Advice, source: str) -> None:
-    say(screen, f"One failure every {_time(found.mttf_s)} ({source}).")
+    say(screen, f"One failure every {duration(found.mttf_s)} ({source}).")
     screen.print()
     table = Listing(
         "tier", "save every", "failures/day", "half lose", "99 % lose", "written/day", "because", spare=("because",)
@@ -192,8 +192,8 @@ def _row(tier: TierAdvice) -> Sequence[str]:
         return tier.name, "never", "0", "-", "-", "-", tier.reason
     steps = "" if tier.steps is None else f" ({count(tier.steps, 'step')})"
     written = "-" if tier.nbytes_per_day is None else size_text(tier.nbytes_per_day)
-    ages = _time(tier.half_age_s), _time(tier.most_age_s)
-    return tier.name, _time(tier.interval_s) + steps, f"{tier.rate:.2f}", *ages, written, tier.reason
+    ages = duration(tier.half_age_s), duration(tier.most_age_s)
+    return tier.name, duration(tier.interval_s) + steps, f"{tier.rate:.2f}", *ages, written, tier.reason
 
 
 def _compare(screen: Console, title: str, others: Sequence[Alternative], now: float) -> None:
@@ -206,11 +206,3 @@ def _compare(screen: Console, title: str, others: Sequence[Alternative], now: fl
 
 def _percent(share: float) -> str:
     return f"{100 * share:.2f} %"
-
-
-def _time(seconds: float) -> str:
-    """A duration with two or three digits, in the unit that suits it."""
-    for unit_s, unit in ((86400.0, "d"), (3600.0, "h"), (60.0, "min")):
-        if seconds >= 2 * unit_s:
-            return f"{seconds / unit_s:.3g} {unit}"
-    return f"{seconds:.3g} s"

@@ -30,7 +30,7 @@ from holdfast.plan.layout_rules import Layout
 from holdfast.reports import size
 from holdfast.run.history import resolve
 from holdfast.run.paths import parse, some
-from holdfast.wording import count
+from holdfast.wording import count, duration
 
 #: Ranks per node, unless the user gives the number of nodes.
 _RANKS_PER_NODE = 8
@@ -277,11 +277,11 @@ def _reading(document: PlanDocument) -> list[str]:
     ]
     expected = document.expected
     if expected is not None and expected.once_s is not None:
-        first, second = _duration(expected.apart_s), _duration(expected.once_s)
+        first, second = duration(expected.apart_s), duration(expected.once_s)
         chosen = "nodes read for each other" if expected.once else "each node reads for itself"
         lines.append(f"the load takes at least {first}, or {second}: {chosen}")
     elif expected is not None:
-        taken = _duration(expected.apart_s)
+        taken = duration(expected.apart_s)
         lines.append(f"the load takes at least {taken}; --network adds the time if nodes read for each other")
     return lines
 
@@ -301,9 +301,3 @@ def _findings(document: PlanDocument) -> list[Text]:
             head = (f"{count(len(names), 'tensor')} {what}", style), f" ({why}): " if why else ": "
             lines.append(Text.assemble(*head, printable(some(names))))
     return lines
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 1:
-        return f"{1000 * seconds:.3g} ms"
-    return f"{seconds:.3g} s" if seconds < 600 else f"{seconds / 60:.0f} min"

@@ -39,3 +39,13 @@ PRESETS: Final = {
     "rsc2": FailureData(2.34e-3, "Meta's RSC-2: 2.34 per 1,000 node-days in 11 months"),
     "infinitehbd": FailureData(4.19e-3, "InfiniteHBD's trace: 584 faults of 400 nodes in 348 days"),
 }
+
+
+def learned_mttf_s(expected_s: float, *, num_failures: int, observed_s: float) -> float:
+    """The mean time to a failure of a job that was expected to fail once in `expected_s`, and has failed `num_failures`
+    times in `observed_s` seconds.
+
+    It is the posterior mean of the rate under a Gamma prior that counts as one failure: the expectation matters little
+    after a few failures, and a job that does not fail is trusted more and more.
+    """
+    return (expected_s + observed_s) / (1 + num_failures)

@@ -98,6 +98,17 @@ def parse(path: str | os.PathLike[str] | Location) -> Selection:
     return Selection(location, place=Place(int(match["epoch"]), int(match["seq"])), origin=origin)
 
 
+def selected(run: Location, at: str) -> Selection:
+    """The checkpoint of `run` that the selector `at` names, such as ``step=700`` or ``3.12``.
+
+    Raises `ConfigurationError`, code ``config.path``, for another text.
+    """
+    selection = parse(Location(f"{run.url}@{at}", run.options))
+    if selection.location != run:
+        raise _malformed(f"'{at}' selects no checkpoint of a run.", at)
+    return selection
+
+
 def _origin(folder: str) -> str | None:
     """A text for messages that says how the path `folder` became absolute; None for one that was absolute already."""
     if os.path.isabs(folder) or "://" in folder:  # noqa: PTH117 - a string, as in `location_of`

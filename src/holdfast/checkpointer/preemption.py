@@ -1,0 +1,132 @@
+"""The end of a loop because its machine is taken away: notices of it on this rank, and the agreement of all ranks."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Protocol
+
+from holdfast.checkpointer.rounds import Rounds
+from holdfast.checkpointer.signals import SignalNote
+from holdfast.policy.when import OnPreemption, SavePolicy
+
+_log = logging.getLogger(__name__)
+
+
+class Notice(Protocol):
+    """Something that tells this rank of a preemption."""
+
+    #: False until the first step has ended: before, there is nothing to save, and a signal ends the process.
+    is_armed: bool
+
+    @property
+    def name(self) -> str:
+        """What told it, as reasons name it."""
+
+    @property
+    def is_noted(self) -> bool:
+        """Whether it has told this rank."""
+
+
+class Preemption:
+    """What this rank has heard of a preemption, and whether all ranks have agreed to end the loop for it."""
+
+    def __init__(self, policies: Iterable[SavePolicy], signals: Mapping[int, SignalNote]) -> None:
+        self._notices: list[Notice] = []
+        self._hooks: list[NoticeHook] = []
+        self._deadline_s = math.inf
+        for policy in policies:
+            if isinstance(policy, OnPreemption):
+                self._notices.extend(signals[signum] for signum in policy.signums)
+                self._deadline_s = math.inf if policy.deadline_s is None else policy.deadline_s
+                if policy.notice is not None:
+                    self._hooks.append(NoticeHook(policy.notice, poll_s=policy.poll_s))
+        self._notices.extend(self._hooks)
+        #: Whether all ranks have agreed to end the loop after the last step that ended.
+        self.is_agreed = False
+        #: The time at which this rank first knew of it.
+        self._known_s: float | None = None
+
+    def arm(self) -> None:
+        """The first step has ended: signals no longer end the process."""
+        for each in self._notices:
+            each.is_armed = True
+
+    @property
+    def reason(self) -> str | None:
+        """The reason for a save that ends the loop, if this rank has heard of a preemption."""
+        noted = next((each for each in self._notices if each.is_noted), None)
+        if noted is None:
+            return None
+        self._know()
+        return f"preempted by {noted.name}"
+
+    def agree(self) -> None:
+        """All ranks have agreed."""
+        self._know()
+        self.is_agreed = True
+
+    @property
+    def left_s(self) -> float:
+        """The seconds until the machine is gone, at least a tenth of a second; infinite if nobody said so."""
+        if self._known_s is None:
+            return math.inf
+        return max(self._known_s + self._deadline_s - time.monotonic(), 0.1)
+
+    def close(self) -> None:
+        """Stop asking the hook."""
+        for each in self._hooks:
+            each.close()
+
+    def _know(self) -> None:
+        if self._known_s is None:
+            self._known_s = time.monotonic()
+
+
+class NoticeHook:
+    """Asks a function of the user for a notice, in the background, until it gives one."""
+
+    def __init__(self, ask: Callable[[], str | None], *, poll_s: float) -> None:
+        self._answer = _Answer(ask, poll_s)
+        self.is_armed = True
+        self._rounds = Rounds(self._answer.look, name="holdfast-notice")
+
+    @property
+    def name(self) -> str:
+        """As `Notice.name`."""
+        return f"a notice: {self._answer.text}"
+
+    @property
+    def is_noted(self) -> bool:
+        """As `Notice.is_noted`."""
+        return self._answer.text is not None
+
+    def close(self) -> None:
+        """Stop asking."""
+        self._rounds.close()
+
+
+class _Answer:
+    """The `text` that the function has given; None before it gives one."""
+
+    def __init__(self, ask: Callable[[], str | None], poll_s: float) -> None:
+        self._ask = ask
+        self._poll_s = poll_s
+        self._has_warned = False
+        self.text: str | None = None
+
+    def look(self) -> float | None:
+        """Ask. Returns the pause until the next question; None after an answer."""
+        try:
+            answer = self._ask()
+        except Exception:  # noqa: BLE001 - a hook of the user must not end the thread that asks it
+            if not self._has_warned:
+                self._has_warned = True
+                _log.warning("the notice hook of OnPreemption failed, and is asked again", exc_info=True)
+            return self._poll_s
+        if not answer:
+            return self._poll_s
+        self.text = str(answer)
+        return None

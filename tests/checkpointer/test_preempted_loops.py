@@ -1,0 +1,188 @@
+"""`OnPreemption` beyond a signal in a step: Ctrl-C, notices, deadlines, evaluations, and the exit code."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from holdfast import Checkpointer, EverySteps, Memory, OnPreemption
+from tests.checkpointer.test_policies import committed
+from tests.support.keepers import end_keepers, keepers
+from tests.support.models import start_new_job
+from tests.support.ranks import run_ranks
+
+
+@pytest.fixture
+def state() -> dict[str, object]:
+    return {"w": torch.zeros(100)}
+
+
+class TestCtrlC:
+    def test_the_first_one_saves_and_ends_the_loop(self, run: str, state: dict[str, object]) -> None:
+        with Checkpointer(run, state, memory=None, save=OnPreemption((signal.SIGINT,))) as own:
+            for step in own.steps(100):
+                if step == 3:
+                    signal.raise_signal(signal.SIGINT)
+                own.step(step)
+        assert committed(run) == [3]
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+    def test_the_second_one_interrupts(self, run: str, state: dict[str, object]) -> None:
+        own = Checkpointer(run, state, memory=None, save=OnPreemption((signal.SIGINT,)))
+        own.step(0)
+        signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        own.close()
+
+
+class TestNotice:
+    def test_a_text_from_the_hook_saves_and_ends_the_loop(
+        self, run: str, state: dict[str, object], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        told: list[str] = []
+        policy = OnPreemption((), notice=lambda: told[0] if told else None, poll_s=0.01)
+        with caplog.at_level(logging.INFO), Checkpointer(run, state, memory=None, save=policy) as own:
+            for step in own.steps(10_000):
+                if step == 3:
+                    told.append("the cloud takes this machine in 30 s")
+                time.sleep(0.005)
+                own.step(step)
+            assert own.preempted
+        assert 3 <= step < 9_999
+        assert "preempted by a notice: the cloud takes this machine in 30 s" in caplog.text
+
+    def test_a_hook_that_raises_is_told_once_and_asked_again(
+        self, run: str, state: dict[str, object], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        answers = iter([OSError("no route"), OSError("no route"), None, "now"])
+
+        def ask() -> str | None:
+            answer = next(answers)
+            if isinstance(answer, OSError):
+                raise answer
+            return answer
+
+        with Checkpointer(run, state, memory=None, save=OnPreemption((), notice=ask, poll_s=0.01)) as own:
+            for step in own.steps(10_000):
+                time.sleep(0.005)
+                own.step(step)
+            assert own.preempted
+        assert caplog.text.count("the notice hook of OnPreemption failed") == 1
+
+    @pytest.mark.parametrize(
+        ("options", "text"),
+        [
+            ({"notice": "soon"}, "notice is a function"),
+            ({"deadline_s": 0}, "deadline_s"),
+            ({"poll_s": -1}, "poll_s"),
+        ],
+    )
+    def test_nonsense_is_refused(self, options: dict[str, object], text: str) -> None:
+        with pytest.raises((TypeError, ValueError), match=text):
+            OnPreemption(**options)  # type: ignore[arg-type]
+
+    def test_a_policy_without_signals_and_notice_is_refused(self) -> None:
+        with pytest.raises(TypeError, match="signums is a tuple of signals"):
+            OnPreemption(())
+
+
+def test_the_end_waits_no_longer_than_the_machine_exists(
+    run: str, state: dict[str, object], memory: Memory, caplog: pytest.LogCaptureFixture
+) -> None:
+    own = Checkpointer(run, state, memory=memory, save=EverySteps(1) | OnPreemption(deadline_s=1.0))
+    own.step(0)
+    handle = own.step(1)
+    assert handle is not None
+    handle.durable.wait(20.0)
+    for pid in keepers(memory.node_dir):
+        os.kill(pid, signal.SIGSTOP)  # nothing becomes durable from now on
+    os.kill(os.getpid(), signal.SIGTERM)
+    begun_s = time.monotonic()
+    own.step(2)
+    assert own.preempted
+    own.close()
+    assert 1.0 <= time.monotonic() - begun_s < 15.0
+    assert "the machine is taken away, and not all saves are durable" in caplog.text
+    assert committed(run) == [1]
+
+
+SCRIPT = """
+import os, signal, sys
+import torch, holdfast
+state = {"w": torch.zeros(10)}
+with holdfast.Checkpointer(sys.argv[1], state, memory=None, save=holdfast.OnPreemption((signal.SIGUSR1,))) as own:
+    for step in own.steps(5):
+        if step == 3 and sys.argv[2] == "preempted":
+            os.kill(os.getpid(), signal.SIGUSR1)
+        own.step(step)
+sys.exit(own.exit_code)
+"""
+
+
+@pytest.mark.parametrize(("how", "code"), [("preempted", 75), ("whole", 0)])
+def test_the_exit_code_tells_the_scheduler_whether_to_start_the_job_again(
+    run: str, tmp_path: Path, how: str, code: int
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    assert subprocess.run([sys.executable, str(script), run, how], check=False).returncode == code
+
+
+class TestEvaluation:
+    def test_a_signal_breaks_it_off_and_the_step_is_saved(self, run: str, state: dict[str, object]) -> None:
+        parts = []
+        with Checkpointer(run, state, memory=None, save=EverySteps(100) | OnPreemption()) as own:
+            for step in own.steps(100):
+                if step == 4:
+                    for part in own.interruptible(range(1000)):
+                        parts.append(part)
+                        if part == 7:
+                            os.kill(os.getpid(), signal.SIGTERM)
+                own.step(step)
+        assert parts == list(range(8))
+        assert committed(run) == [4]
+
+    def test_without_one_it_runs_to_its_end(self, run: str, state: dict[str, object]) -> None:
+        with Checkpointer(run, state, memory=None, save=OnPreemption()) as own:
+            assert list(own.interruptible("abc")) == ["a", "b", "c"]
+            assert list(own.interruptible([])) == []
+
+
+def evaluations_of_ranks(run: str, node_dir: str) -> list[int]:
+    """Two evaluations of three ranks, of which one gets a signal in the second: how many parts each rank has done, and
+    the step that it saved."""
+    start_new_job()
+    num_parts = 0
+    memory = Memory(node_dir=Path(node_dir))
+    policy = OnPreemption((signal.SIGUSR2,))
+    with Checkpointer(run, {"w": torch.zeros(5)}, memory=memory, save=policy) as own:
+        for step in own.steps(10):
+            if step in (2, 5):
+                for part in own.interruptible(range(200)):
+                    num_parts += 1
+                    time.sleep(0.005 + 0.001 * dist.get_rank())
+                    if step == 5 and part == 20 and dist.get_rank() == 1:
+                        os.kill(os.getpid(), signal.SIGUSR2)
+            own.step(step)
+        assert own.preempted
+    return [num_parts, step]
+
+
+def test_all_ranks_break_an_evaluation_off_after_the_same_part(run: str, node_dir: Path) -> None:
+    first, second, third = run_ranks(3, evaluations_of_ranks, run, str(node_dir))
+    assert first == second == third
+    assert 220 < first[0] < 400
+    assert first[1] == 5
+    assert committed(run) == [5]
+    end_keepers(node_dir)
