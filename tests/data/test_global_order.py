@@ -142,6 +142,15 @@ def test_an_iterator_of_the_users_own_that_began_before_a_load_is_refused() -> N
         order.advance()
 
 
+def test_two_iterations_at_a_time_are_refused() -> None:
+    (order,) = orders(1)
+    loops = [order.follow(loader_of(order)) for _ in range(2)]
+    next(loops[0])
+    next(loops[1])
+    with pytest.raises(ConfigurationError, match=r"config\.batch.*one loader at a time"):
+        next(loops[0])
+
+
 def test_a_loader_with_another_batch_sampler_is_refused() -> None:
     (order,) = orders(1)
     with pytest.raises(ValueError, match="batch_sampler of the loader is not this order"):

@@ -68,14 +68,10 @@ class BatchOrder(ABC):
         """Say that the next batch was trained on: the oldest one that was drawn.
 
         Raises:
-            ConfigurationError: no batch was drawn since the last load or start (code ``config.batch``).
+            ConfigurationError: no such batch was drawn since the last iteration or load began (code ``config.batch``).
         """
         if not self._drawn:
-            raise ConfigurationError(
-                "A batch was trained on that this order did not give since its state was loaded.",
-                code="config.batch",
-                action="Call advance() once for each batch that was drawn, and start a new iteration after each load.",
-            )
+            raise _not_drawn()
         self._position = self._drawn.popleft()
 
     def follow(self, loader: Iterable[T]) -> Iterator[T]:
@@ -88,6 +84,7 @@ class BatchOrder(ABC):
         Raises:
             ValueError: `loader` has another batch sampler, its dataset has another length, or it may give batches out
                 of order.
+            ConfigurationError: another iteration began before this one ended (code ``config.batch``).
         """
         refuse_out_of_order(loader)
         if getattr(loader, "batch_sampler", self) is not self:
@@ -105,8 +102,11 @@ class BatchOrder(ABC):
 
     def _follow(self, loader: Iterable[T]) -> Iterator[T]:
         while True:
-            start = self._num_starts
+            start, drawn = self._num_starts, None
             for batch in loader:
+                if drawn is not None and self._drawn is not drawn:
+                    raise _not_drawn()
+                drawn = self._drawn
                 self.advance()
                 yield batch
                 if self._num_starts != start:
@@ -131,6 +131,15 @@ class BatchOrder(ABC):
         """
         self._position = check_identity(self._identity, state)
         self._restart()
+
+
+def _not_drawn() -> ConfigurationError:
+    return ConfigurationError(
+        "A batch was trained on that is not one of those that this order gave since its last iteration or load began.",
+        code="config.batch",
+        action="Iterate over one loader at a time, call advance() once for each batch, and start a new iteration after "
+        "each load.",
+    )
 
 
 def refuse_out_of_order(loader: object) -> None:

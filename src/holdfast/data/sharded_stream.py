@@ -36,7 +36,7 @@ class ShardSource(Protocol[S_co]):
 
 
 class ShardProgress:
-    """How far the job has trained on one shard: an entry of a state."""
+    """The state of one shard after the last sample that was trained on: an entry of a state."""
 
     def __init__(self) -> None:
         self.state: object = _UNOPENED
