@@ -95,7 +95,7 @@ class Ahead:
             yield drawn.pop(0)
 
 
-def state_of(ranks: list[ShardedStream]) -> tuple[object, dict[int, object]]:
+def state_of(ranks: list[ShardedStream], num_shards: int = NUM_SHARDS) -> tuple[object, dict[int, object]]:
     """The state of a job, as holdfast puts it together."""
     positions = [stream.state["position"].state_dict() for stream in ranks]  # type: ignore[attr-defined]
     assert all(position == positions[0] for position in positions)
@@ -104,7 +104,7 @@ def state_of(ranks: list[ShardedStream]) -> tuple[object, dict[int, object]]:
         own = stream.state["shards"]
         assert isinstance(own, dict)
         shards |= {shard: progress.state_dict() for shard, progress in own.items()}
-    assert shards.keys() == set(range(NUM_SHARDS))
+    assert shards.keys() == set(range(num_shards))
     return positions[0], shards
 
 
@@ -154,6 +154,27 @@ def test_another_size_of_batches_goes_on_with_the_shards_where_they_are() -> Non
     load(after, state_of(before))
     kept += trained(after, 2)
     assert kept == trained(streams(1), 2)
+
+
+def test_ranks_go_on_at_a_position_that_is_no_multiple_of_their_number() -> None:
+    def made(world_size: int) -> list[ShardedStream]:
+        return [
+            ShardedStream(Counting, num_shards=6, global_batch_size=world_size, rank=rank, world_size=world_size)
+            for rank in range(world_size)
+        ]
+
+    def numbered(ranks: list[ShardedStream], num_steps: int) -> list[tuple[int, int]]:
+        loops = [stream.follow(loader_of(stream)) for stream in ranks]
+        batches: list[Any] = [next(loop) for _ in range(num_steps) for loop in loops]
+        return [(int(shard), int(number)) for shard, number in batches]  # of one sample each
+
+    before, after = made(2), made(3)
+    samples = numbered(before, 2)
+    position, shards = state_of(before, num_shards=6)
+    load(after, (position, shards))
+    samples += numbered(after, 2)
+    # Places 0 to 9: shards 0 to 5, and once more 0 to 3.
+    assert sorted(samples) == sorted((place % 6, 1 + place // 6) for place in range(10))
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
