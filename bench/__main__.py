@@ -12,13 +12,12 @@ import typer
 from bench.benchmark import Benchmark, Options, chosen, require_bars, require_raw_limit
 from bench.data import DATA
 from bench.engine import ENGINE
-from bench.errors import BenchError
 from bench.front import render_chart, render_front
 from bench.history import HISTORY
 from bench.markdown import RESULTS, replace_part
 from bench.plan import PLAN, draw_planning
 from bench.save_load import IO, LOADS
-from bench.schema import Result, read_result, write_result
+from bench.schema import BenchError, Result, read_result, write_result
 from bench.small import SMALL
 from bench.step import STEP
 from bench.view import VIEW
@@ -38,22 +37,16 @@ def bench(
         typer.Argument(help=f"What to measure: {', '.join(PLACES)}; {TABLE} publishes all results. Default: all."),
     ] = None,
     *,
-    only: Annotated[
-        list[str] | None, typer.Option(help="Only this part; repeatable. The others stay as they are.")
-    ] = None,
+    only: Annotated[list[str] | None, typer.Option(help="Only this part; the others stay. Repeatable.")] = None,
     contender: Annotated[list[str] | None, typer.Option(help="Only this one beside the raw limit; repeatable.")] = None,
-    rounds: Annotated[int | None, typer.Option(help="Rounds; in each, every contender takes its turn once.")] = None,
-    world: Annotated[int | None, typer.Option(help="Ranks, where the scenario has no number of its own.")] = None,
-    scale: Annotated[float, typer.Option(help="Share of the full size of states; 0 is the smallest.")] = 1.0,
-    folder: Annotated[
-        Path, typer.Option("--dir", exists=True, file_okay=False, help="A folder on the device to measure.")
-    ] = Path(),
-    memory: Annotated[
-        Path, typer.Option("--node-dir", exists=True, file_okay=False, help="A folder in memory.")
-    ] = Path("/dev/shm"),
-    root: Annotated[Path, typer.Option(help="The repository whose results and documents are written.")] = Path(),
+    rounds: Annotated[int | None, typer.Option(min=1, help="In each round, every contender takes its turn.")] = None,
+    world: Annotated[int | None, typer.Option(min=1, help="Ranks, where a scenario names no number.")] = None,
+    scale: Annotated[float, typer.Option(min=0, help="Share of the full size of states; 0 is the smallest.")] = 1.0,
+    folder: Annotated[Path, typer.Option("--dir", exists=True, help="A folder on the device to measure.")] = Path(),
+    memory: Annotated[Path, typer.Option("--node-dir", exists=True, help="A folder in memory.")] = Path("/dev/shm"),
 ) -> None:
     """Measure holdfast against its peers and its bars. A missed bar ends this with status 1, when all is written."""
+    root = Path()
     asked = chosen(names or None, (*PLACES, TABLE), kind="benchmark")
     if TABLE in asked:
         documents(root, {})  # what is wrong with them is seen before the long run rather than after it
@@ -102,7 +95,7 @@ def documents(root: Path, rendered: Mapping[str, str]) -> dict[Path, str]:
     texts = {}
     for path, places in ((root / TABLES, PLACES.values()), (root / README, (FRONT,))):
         if not path.is_file():
-            raise BenchError(f"There is no {path}. Run from the root of the repository, or name it with --root.")
+            raise BenchError(f"There is no {path}. Run from the root of the repository.")
         texts[path] = path.read_text()
         for place in places:
             texts[path] = replace_part(texts[path], place, rendered.get(place, ""), where=path)
@@ -114,8 +107,7 @@ def main() -> None:
     try:
         typer.run(bench)
     except BenchError as error:
-        print(f"bench: {error}", file=sys.stderr)
-        raise SystemExit(1) from error
+        sys.exit(f"bench: {error}")
 
 
 if __name__ == "__main__":

@@ -10,8 +10,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from bench.errors import BenchError
-from bench.schema import RAW, Part, Result
+from bench.schema import BenchError, Part, Result
 
 #: A contender cannot be faster than the device; above this share the raw loop was not at the limit.
 MAX_SHARE_OF_RAW = 1.05
@@ -28,11 +27,9 @@ class Bar(msgspec.Struct, frozen=True):
 
     @property
     def met(self) -> bool:
-        """Whether the figure keeps the limit."""
         return self.figure >= self.limit if self.at_least else self.figure <= self.limit
 
     def text(self) -> str:
-        """The words and the verdict."""
         return f"{self.words}: {'met' if self.met else 'missed'}"
 
 
@@ -44,17 +41,10 @@ def judged(
     return Bar(what, figure, limit, words, at_least)
 
 
-def in_time(what: str, series: Sequence[float], most_s: float) -> Bar:
-    """A bar of so many seconds at most for the median of `series`; `verdicts` names the limit once for all of them."""
-    seconds = median(series)
-    return Bar(what, seconds, most_s, f"{what} {_amount(seconds)}")
-
-
-def verdicts(bars: Iterable[Bar], head: str = "") -> list[str]:
-    """A paragraph of which `bars` were met, below `head` or below their limits in seconds; none without bars."""
-    every = tuple(bars)
-    most = " and ".join(_amount(most_s) for most_s in sorted({bar.limit for bar in every}, reverse=True))
-    return [f"Bars {head or f'({most})'}: {'; '.join(bar.text() for bar in every)}."] if every else []
+def verdicts(bars: Iterable[Bar], head: str) -> list[str]:
+    """A paragraph of which `bars` were met, below `head`; none without bars."""
+    every = "; ".join(bar.text() for bar in bars)
+    return [f"Bars {head}: {every}."] if every else []
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,12 +57,6 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     contenders: tuple[str, ...] | None = None
     folder: Path = Path()
     memory: Path = Path("/dev/shm")
-
-    def __post_init__(self) -> None:
-        if (self.rounds is not None and self.rounds < 1) or (self.world is not None and self.world < 1):
-            raise BenchError("A run needs at least one round and one rank.")
-        if not self.scale >= 0:
-            raise BenchError(f"A scale of {self.scale} is not possible. Ask for 0 or more; 1 is the full size.")
 
     def number(self, full: int, *, least: int = 1) -> int:
         """The scaled number of what there are `full` at full size."""
@@ -101,8 +85,7 @@ def require_raw_limit(result: Result) -> None:
     """BenchError when a contender's median share of the raw limit is above `MAX_SHARE_OF_RAW`. A save that syncs
     nothing may be faster."""
     for part in result.parts:
-        raw = {f"{RAW} {way}" for way in part.raw_ways}
-        measures = dict.fromkeys(sample.measure for sample in part.samples if sample.contender in raw)
+        measures = dict.fromkeys(sample.measure for sample in part.samples)
         for measure, contender in itertools.product(measures, part.able):
             share = median(part.shares(contender.name, measure=measure) or [0])
             if share > MAX_SHARE_OF_RAW and not (measure == "save" and contender.durable == "no"):
@@ -118,7 +101,3 @@ def chosen(names: Sequence[str] | None, known: Iterable[str], *, kind: str) -> t
     if unknown := [name for name in names or () if name not in known]:
         raise BenchError(f"There is no {kind} {', '.join(unknown)}. Choose from {', '.join(known)}.")
     return tuple(name for name in known if names is None or name in names)
-
-
-def _amount(seconds: float) -> str:
-    return f"{seconds:.2f} s" if seconds >= 0.1 else f"{seconds * 1e3:.1f} ms"

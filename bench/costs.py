@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -29,10 +29,10 @@ _LOOK_S = 0.005
 _PAUSE = 2
 
 
-def tree(root: int, *, without: Collection[int] = ()) -> list[psutil.Process]:
-    """Process `root` and all that descend from it, but for those in `without`."""
+def tree(root: int) -> list[psutil.Process]:
+    """Process `root` and all that descend from it, but for this one where it descends from another."""
     process = psutil.Process(root)
-    return [process, *(each for each in process.children(recursive=True) if each.pid not in without)]
+    return [process, *(each for each in process.children(recursive=True) if each.pid != os.getpid())]
 
 
 def cpu_s(processes: Iterable[psutil.Process]) -> float:
@@ -80,13 +80,19 @@ def keepers(node_dir: Path) -> list[psutil.Process]:
 
 
 @contextmanager
+def scratch(parent: Path) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="bench-", dir=parent) as folder:
+        yield Path(folder)
+
+
+@contextmanager
 def node_memory(parent: Path) -> Iterator[Path]:
     """A folder below `parent` for the memory of a node. Its keepers and slots end with it."""
-    with tempfile.TemporaryDirectory(prefix="bench-", dir=parent) as folder:
+    with scratch(parent) as folder:
         try:
-            yield Path(folder)
+            yield folder
         finally:
-            last = keepers(Path(folder))
+            last = keepers(folder)
             for keeper in last:
                 with suppress(psutil.NoSuchProcess):
                     keeper.kill()
@@ -136,7 +142,7 @@ def main(root: str, node_dir: str = "", world: str = "1") -> None:
 
     def held() -> int:
         try:
-            own = held_nbytes(tree(int(root), without=(os.getpid(),)), without_files=bool(node_dir))
+            own = held_nbytes(tree(int(root)), without_files=bool(node_dir))
         except psutil.NoSuchProcess:
             return 0
         return own + (held_nbytes(keepers(Path(node_dir)), without_files=True) // int(world) if node_dir else 0)

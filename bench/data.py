@@ -7,7 +7,7 @@ from functools import partial
 from statistics import median
 
 from bench.benchmark import Bar, Benchmark, Options, judged
-from bench.markdown import Column, table
+from bench.markdown import table
 from bench.runner import in_turns, timed
 from bench.schema import Part, Result, Scenario, measured
 from holdfast.data import GlobalOrder, MixedOrder, ShardedStream
@@ -90,13 +90,13 @@ def bars(result: Result) -> Iterator[Bar]:
 
 
 def render_data(result: Result) -> str:
-    columns: list[Column[str]] = [("a sample, µs", lambda name: f"{_us_per_sample(result.part(name)):.2f}")]
+    rows = ((label, f"{_us_per_sample(result.part(name)):.2f}") for name, label in _LABELS.items())
     last = result.parts[-1]
     how = (
         f"Batches of {BATCH} samples on one rank, which nothing reads; medians of {last.scenario.rounds} rounds of "
-        f"{last.scenario.facts['num_samples']:,} samples. `python -m bench data`; "
+        f"{last.scenario.facts['num_samples']:,} samples. `python -m bench data`; {last.environment.in_words()}."
     )
-    return "\n\n".join([table("order", _LABELS, columns), f"{how}{last.environment.in_words()}."])
+    return f"{table(('order', 'a sample, µs'), *rows)}\n\n{how}"
 
 
 DATA = Benchmark("data", {name: partial(measure_order, name) for name in ORDERS}, render_data, bars)

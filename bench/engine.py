@@ -11,10 +11,9 @@ from typing import Any, NamedTuple
 from bench.benchmark import Bar, Benchmark, Options, judged, verdicts
 from bench.contenders import BACKGROUND, OURS, OURS_SYNC, select
 from bench.engine_turns import ALONE, BESIDE_WORK, MEASURES, NO_SAVES, PythonLoop, Restores, Saves, TrainingLoop
-from bench.errors import BenchError
-from bench.markdown import Column, cpu, figures, labels, memory, reasons, samples_link, shares, table, text
+from bench.markdown import NO_FIGURE, cpu, labels, memory, of_raw, reasons, samples_link, table, text
 from bench.runner import Job, Turns, measure
-from bench.schema import RAW, WARM_UP, Part, Result, Scenario, paired_ratios
+from bench.schema import RAW, WARM_UP, BenchError, Part, Result, Scenario, paired_ratios
 from bench.state import LlamaLike
 from bench.ways import GENERATIONS
 
@@ -64,9 +63,8 @@ def measure_engine(name: str, options: Options) -> Part:
         contenders=names,
         # Those that die leave all that they saved.
         copies=part.copies + rounds * part.turns.mortal,
-        in_memory=True,
     )
-    return measure(job, options, absent=absent if name == SAVES else {})
+    return measure(options, job, absent=absent if name == SAVES else {})
 
 
 # Figures
@@ -111,7 +109,7 @@ def bars(result: Result) -> Iterator[Bar]:
 
 def first_blocked_s(part: Part, name: str) -> float:
     """Seconds that a contender's first save blocked, its set-up included."""
-    first = next(each for each in part.samples if (each.contender, each.measure) == (name, ALONE))
+    first = part.taken(name, ALONE)[0]
     assert first.round == WARM_UP
     return max(first.values["blocked_s"])
 
@@ -145,14 +143,19 @@ def render_engine(result: Result) -> str:
 
 
 def _saves(part: Part) -> tuple[str, str]:
-    columns: list[Column[str]] = [
-        figures("save blocks, ms", part, "blocked_s", 1, measure=BESIDE_WORK, scale=1e3),
-        figures("next step waits, ms", part, "step_wait_s", 1, measure=BESIDE_WORK, scale=1e3),
-        figures("durable after, s", part, measure=ALONE),
-        shares(part, ALONE),
-        ("CPU, s/GB", lambda name: cpu(part, name, ALONE)),
-        ("memory per rank, MB", lambda name: text([]) if name == RAW else memory(part, name, *MEASURES)),
-    ]
+    waits = ("save blocks, ms", "next step waits, ms")
+    titles = ("", *waits, "durable after, s", "of raw", "CPU, s/GB", "memory per rank, MB")
+    rows = (
+        (
+            label,
+            *(text(part.series(name, key, measure=BESIDE_WORK), 1, scale=1e3) for key in ("blocked_s", "step_wait_s")),
+            text(part.series(name, measure=ALONE)),
+            of_raw(part, name, ALONE),
+            cpu(part, name, ALONE),
+            NO_FIGURE if name == RAW else memory(part, name, *MEASURES),
+        )
+        for name, label in labels(part).items()
+    )
     scenario = part.scenario
     first = ", ".join(f"{name} {first_blocked_s(part, name):.2f}" for name in labels(part) if name != RAW)
     synced = "; ".join(f"{contender.name}: {contender.durable}" for contender in part.able)
@@ -169,22 +172,18 @@ def _saves(part: Part) -> tuple[str, str]:
         f"the state in the memory of the node beside it. What durable means: {synced}. The first save of each blocked "
         f"for, s: {first}. Every contender's last save is loaded and compared with what was saved.{reasons(part)}"
     )
-    return table("", labels(part), columns), how
+    return table(titles, *rows), how
 
 
 def _restore(part: Part) -> tuple[str, str]:
-    rows = {
-        "seconds": "restore from node memory (verified)",
-        "moved_s": "copy of each tensor, with its digests, and no more",
-        "memcpy_s": "memcpy of as many bytes",
-        "load_s": "load from storage, cold caches (verified)",
-    }
-
-    def share(key: str) -> str:
-        return "1" if key == "memcpy_s" else text([] if key == "load_s" else of_memcpy(part, key))
-
-    columns: list[Column[str]] = [("s", lambda key: text(_restores(part, key))), ("of memcpy", share)]
-    lines = table("after SIGKILL of all ranks", rows, columns)
+    rows = (
+        ("restore from node memory (verified)", "seconds", text(of_memcpy(part, "seconds"))),
+        ("copy of each tensor, with its digests, and no more", "moved_s", text(of_memcpy(part, "moved_s"))),
+        ("memcpy of as many bytes", "memcpy_s", "1"),
+        ("load from storage, cold caches (verified)", "load_s", NO_FIGURE),
+    )
+    titles = ("after SIGKILL of all ranks", "s", "of memcpy")
+    lines = table(titles, *((label, text(_restores(part, key)), share) for label, key, share in rows))
     scenario = part.scenario
     moved_cpu_s = median(_restores(part, "moved_cpu_s")) / (scenario.state.nbytes / 1e9)
     how = (
@@ -198,20 +197,24 @@ def _restore(part: Part) -> tuple[str, str]:
 
 
 def _slow_downs(python: Part, loop: Part) -> tuple[str, str, str]:
-    def of_python(key: str, name: str) -> str:
-        return text(python_slow_down(python, name, key), 1, scale=100)
+    def percent(series: list[float]) -> str:
+        return text(series, 1, scale=100)
 
     def lag_s(name: str) -> float:
         ends = zip(loop.series(name, "durable_s"), loop.series(name), strict=True)
         return median(durable_s - end_s for durable_s, end_s in ends)
 
     # Those beside Python first, as they are there.
-    names = {each.name: each.name for part in (python, loop) for each in part.able}
-    columns: list[Column[str]] = [
-        ("loop of Python, while persisting", partial(of_python, "persisting_per_s")),
-        ("with the copy", partial(of_python, "saving_per_s")),
-        ("training loop, all cores busy", lambda name: text(loop_slow_down(loop, name), 1, scale=100)),
-    ]
+    names = dict.fromkeys(each.name for part in (python, loop) for each in part.able)
+    beside = ("loop of Python, while persisting", "with the copy", "training loop, all cores busy")
+    rows = (
+        (
+            name,
+            *(percent(python_slow_down(python, name, key)) for key in ("persisting_per_s", "saving_per_s")),
+            percent(loop_slow_down(loop, name)),
+        )
+        for name in names
+    )
     beside_python = (
         f"Python: one rank counts beside a save of {python.scenario.state.nbytes / 1e9:.2f} GB, with a core to "
         f"spare; its rate against that just before and after, medians of {python.scenario.rounds} rounds."
@@ -224,7 +227,7 @@ def _slow_downs(python: Part, loop: Part) -> tuple[str, str, str]:
         f"interleaved rounds. `{RAW}` only writes as many bytes. The last save was durable after the end of the "
         f"loop, s: {', '.join(f'{each.name} {lag_s(each.name):.2f}' for each in loop.able)}."
     )
-    return table("slowed down by, %", names, columns), beside_python, beside_training
+    return table(("slowed down by, %", *beside), *rows), beside_python, beside_training
 
 
 ENGINE = Benchmark("engine", {name: partial(measure_engine, name) for name in PARTS}, render_engine, bars)

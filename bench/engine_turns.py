@@ -5,11 +5,10 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
-import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -17,16 +16,13 @@ import torch.distributed as dist
 import holdfast
 from bench.contenders import BACKGROUND, BESIDE_PYTHON, BESIDE_TRAINING, OURS
 from bench.costs import Watch, give_back, settle
-from bench.errors import BenchError
 from bench.runner import Found, Job, Span, Turns, require_same
-from bench.schema import RAW, WARM_UP
+from bench.schema import RAW, WARM_UP, BenchError
 from bench.state import State, Work
-from bench.ways import HoldfastBackground, Site, Way
+from bench.ways import HoldfastBackground, Site, Way, opened
 from holdfast.format.container import BLOCK_NBYTES
 from holdfast.io.digest import digest_blocks
-from holdfast.run.history import Run
-from holdfast.store.base import Bytes, Location
-from holdfast.store.urls import open_store
+from holdfast.store.base import Bytes
 
 #: The measures of `Saves`: saves beside which ranks do nothing, and saves beside work and a step. ``seconds`` are until
 #: all is durable, ``blocked_s`` those of the call, ``persist_s`` from the end of the copy; ``step_wait_s`` is what the
@@ -57,37 +53,29 @@ class Saves(Turns):
         self.site.live.step()  # the first one of a process takes longer
 
     def take(self, name: str, number: int, measure: str) -> Iterator[tuple[str, Found]]:
-        if name.startswith(RAW):
-            self.way(name).ready()
-            yield from self._save_alone(name, number)
-        else:
-            yield from self._save_twice(name, number)
-        self.way(name).rest()
-
-    def _save_alone(self, name: str, number: int) -> Iterator[tuple[str, Found]]:
-        folder = self.cold(self.way(name).place(f"{number}-alone"))
-        yield ALONE, self._save(name, folder)
-        self.discard(name, folder)
-
-    def _save_twice(self, name: str, number: int) -> Iterator[tuple[str, Found]]:
-        watch = self._watched(name) if number == WARM_UP else None
-        if number != WARM_UP:
-            self.way(name).ready()
-        self._work.for_seconds(self._work_s)
+        way, saves_alone = self.way(name), name.startswith(RAW)
+        watch = self._watched(name) if number == WARM_UP and not saves_alone else None
+        if watch is None:
+            way.ready()
+        self._work.for_seconds(0 if saves_alone else self._work_s)
         plain_step_s = self.site.live.step()
-        yield from self._save_alone(name, number)
-        folder = self.cold(self.way(name).place(f"{number}-beside-work"))
-        expected = self.state.digests() if number == self.job.scenario.rounds else None
-        found = self._save(name, folder, plain_step_s=plain_step_s)
-        yield BESIDE_WORK, found | ({} if watch is None else {"peak_extra_nbytes": watch.stop()})
-        if expected is not None:
-            # What a step changed meanwhile must not be in it.
-            self.state.clear()
-            self.way(name).load(folder)
-            require_same(expected, self.state.digests(), name=name)
-        self.discard(name, folder)
+        for saving in (ALONE,) if saves_alone else MEASURES:
+            folder = self.cold(way.place(f"{number}-{saving}"))
+            is_last = saving == BESIDE_WORK and number == self.job.scenario.rounds
+            expected = self.state.digests() if is_last else {}
+            found = self._save(name, folder, plain_step_s if saving == BESIDE_WORK else None)
+            if watch and saving == BESIDE_WORK:
+                found["peak_extra_nbytes"] = watch.stop()
+            yield saving, found
+            if is_last:
+                # What a step changed meanwhile must not be in it.
+                self.state.clear()
+                way.load(folder)
+                require_same(expected, self.state.digests(), name=name)
+            self.discard(name, folder)
+        way.rest()
 
-    def _save(self, name: str, folder: Path, *, plain_step_s: float | None = None) -> dict[str, Any]:
+    def _save(self, name: str, folder: Path, plain_step_s: float | None) -> dict[str, Any]:
         """A save; beside work and a step, if a step without a save takes `plain_step_s`."""
         way, found = self.way(name), dict[str, Any]()
 
@@ -111,7 +99,7 @@ class Saves(Turns):
         """A watch of the memory from before there is anything of contender `name`."""
         give_back()
         dist.barrier()
-        return Watch(node_dir=self.site.where.node_dir, world=self.job.scenario.world) if name == OURS else Watch()
+        return Watch(node_dir=self.site.node_dir, world=self.job.scenario.world) if name == OURS else Watch()
 
 
 class PythonLoop(Turns):
@@ -170,7 +158,7 @@ class TrainingLoop(Turns):
         steps, every = range(self.job.scenario.facts["steps"]), self.job.scenario.facts["every"]
         way = self.way(name)
         folders = {step: way.place(f"{number}-{step}") for step in steps[::every] if name != NO_SAVES}
-        for folder in (self.site.where.folder, *folders.values()):
+        for folder in (self.site.folder, *folders.values()):
             self.cold(folder)
         begun, reduced = [], torch.zeros(1)
         start_s = time.monotonic()
@@ -202,23 +190,20 @@ class Restores(Turns):
     mortal = True
 
     def take(self, name: str, number: int, measure: str) -> Iterator[tuple[str, Found]]:
-        way = self.way(OURS)
+        way, tensors = self.way(OURS), list(self.state.tensors().values())
         assert isinstance(way, HoldfastBackground)
         run, checkpointer = way.place(""), way.checkpointer
         way.steps = itertools.count(number)
         _ = self.site.live
         if number != WARM_UP:
-            found = self._restored(checkpointer, run, step=number - 1)
-            yield "staged" if number % 2 == 0 else "durable", found
-        with torch.no_grad():
-            for tensor in self.state.tensors().values():
-                tensor.add_(1)
+            _add(tensors, number)  # as the ranks before have saved them
+            yield "staged" if number % 2 == 0 else "durable", self._restored(checkpointer, run, step=number - 1)
+        _add(tensors, 1)
         pending = way.begin(run)
         (pending.wait if number % 2 == 0 else pending.wait_copied)()  # in every other round it is only staged
-        self._saved(number).write_bytes(msgspec.json.encode(self.state.digests()))
 
     def _restored(self, checkpointer: holdfast.Checkpointer, run: Path, *, step: int) -> Found:
-        expected = msgspec.json.decode(self._saved(step).read_bytes(), type=dict[str, str])
+        expected = self.state.digests()
 
         def restore() -> None:
             report = checkpointer.restore()
@@ -229,18 +214,19 @@ class Restores(Turns):
         self.state.clear()
         restores, _ = _timed(restore)
         require_same(expected, self.state.digests(), name="holdfast (restore)")
-        copies, (moves, moved_cpu_s) = _copies(self.state), _moves(list(self.state.tensors().values()))
+        copies, (moves, moved_cpu_s) = _copies(self.state), _moves(self.state)
         self.state.clear()
         if self.leads:
             settle(run)
         loads, _ = _timed(lambda: holdfast.load(run, into=self.site.live.objects))
         require_same(expected, self.state.digests(), name="holdfast (load)")
-        copied: Found = {"memcpy_s": copies, "moved_s": moves, "moved_cpu_s": moved_cpu_s}
-        return {"seconds": restores, **copied, "load_s": loads}
+        return {"seconds": restores, "memcpy_s": copies, "moved_s": moves, "moved_cpu_s": moved_cpu_s, "load_s": loads}
 
-    def _saved(self, step: int) -> Path:
-        """The file of this rank's digests of a step, which outlives the rank."""
-        return self.site.where.folder / f"digests-{step}-{dist.get_rank()}"
+
+def _add(tensors: list[torch.Tensor], times: int) -> None:
+    with torch.no_grad():
+        for _ in range(times):
+            torch._foreach_add_(tensors, 1)
 
 
 def _counted_for(seconds: float) -> tuple[int, float]:
@@ -264,7 +250,7 @@ def _per_s(*counted: tuple[int, float]) -> float:
 
 def _await_commit(root: Path, step: int) -> None:
     """Return when the last save is in the history of the run."""
-    run = Run.open(open_store(Location(str(root))))
+    run = opened(root)
     end_s = time.monotonic() + _COMMIT_TIMEOUT_S
     while (head := run.head()) is None or head.step != step:
         if time.monotonic() > end_s:
@@ -291,9 +277,10 @@ def _copies(state: State) -> list[Span]:
     return _timed(lambda: np.copyto(target, source), _TRIES)[0]
 
 
-def _moves(sources: Sequence[torch.Tensor]) -> tuple[list[Span], float]:
-    """Spans and CPU seconds of a copy of each of `sources` to touched memory, with the digests of each block or more
-    while the processor still has it."""
+def _moves(state: State) -> tuple[list[Span], float]:
+    """Spans and CPU seconds of a copy of each tensor to touched memory, with the digests of each block or more while
+    the processor still has it."""
+    sources = list(state.tensors().values())
     groups: list[tuple[list[torch.Tensor], list[torch.Tensor], Bytes]] = []
     group: list[torch.Tensor] = []
     for number, source in enumerate(sources, 1):

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
-from functools import partial
 from statistics import median
 
 from bench.contenders import OURS, THREAD
@@ -46,25 +45,24 @@ def render_front(saves: Result, engine: Result, small: Result) -> str:
         series = many.series(name, measure=SAVE)
         return f"{median(series):.2f}" if series else NO_FIGURE
 
-    def both(cost: Callable[[Part, str, str], str], name: str) -> str:
+    def both(name: str, cost: Callable[[Part, str, str], str]) -> str:
         took_part = bool(part.series(name, measure=SAVE))
         return " + ".join(cost(part, name, measure) if took_part else NO_FIGURE for measure in MEASURES)
 
-    def thousands(part: Part, name: str, measure: str) -> str:
+    def peak_mb(part: Part, name: str, measure: str) -> str:
         return f"{part.peak_nbytes(name, measure) / 1e6:,.0f}"
 
-    rows: dict[str, Callable[[str], str]] = {
-        "background save, ms: the call + what the next step waits": waits,
-        f"save of {many.scenario.state.num_tensors:,} small tensors, {many.scenario.world} ranks, s": small_save_s,
-        "CPU of a save + a load, s per GB": partial(both, cpu),
-        "extra memory of a rank in a save + in a load, MB": partial(both, thousands),
-    }
-
-    def column(name: str) -> Callable[[str], str]:
-        return lambda row: rows[row](name)
-
-    lines = table("", {row: row for row in rows}, [(title, column(name)) for name, title in CONTENDERS.items()])
     scenario, num_cpus = part.scenario, part.environment.num_cpus
+    lines = table(
+        ("", *CONTENDERS.values()),
+        ("background save, ms: the call + what the next step waits", *map(waits, CONTENDERS)),
+        (
+            f"save of {many.scenario.state.num_tensors:,} small tensors, {many.scenario.world} ranks, s",
+            *map(small_save_s, CONTENDERS),
+        ),
+        ("CPU of a save + a load, s per GB", *(both(name, cpu) for name in CONTENDERS)),
+        ("extra memory of a rank in a save + in a load, MB", *(both(name, peak_mb) for name in CONTENDERS)),
+    )
     how = (
         f"Medians. {scenario.state.nbytes / 1e9:.2f} GB of state, {scenario.world} ranks and {num_cpus} CPU cores, "
         "where the row does not say otherwise. All contenders of a row took turns in one run on one machine."

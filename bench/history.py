@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from statistics import median
 
@@ -13,17 +13,17 @@ import torch
 
 import holdfast
 from bench.benchmark import Bar, Benchmark, Options, judged
-from bench.markdown import Column, table
-from bench.runner import command, in_turns, scratch, timed
+from bench.costs import scratch
+from bench.markdown import table
+from bench.runner import command, in_turns, timed
 from bench.schema import Part, Result, Scenario, measured
-from holdfast.run.history import Run
-from holdfast.store.base import Location
-from holdfast.store.urls import open_store
+from bench.ways import opened
 
 LENGTHS = (10, 1_000, 10_000)
 #: ``holdfast ls`` of the longest history, in processor seconds: others depend on what else runs.
 LS_BAR_S = 1.0
 OURS = "holdfast"
+FIGURES = ("load_s", "save_s", "find_s", "ls_s", "ls_cpu_s", "doctor_s")
 
 
 def measure_history(length: int, options: Options) -> Part:
@@ -42,7 +42,7 @@ def measure_history(length: int, options: Options) -> Part:
             return {
                 **timed(lambda: holdfast.load(root, state), "load_s"),
                 **timed(lambda: holdfast.save(root, state, next(steps)), "save_s"),
-                **timed(lambda: Run.open(open_store(Location(str(root)))).find(step=1), "find_s"),
+                **timed(lambda: opened(root).find(step=1), "find_s"),
                 "ls_s": listed["seconds"],
                 "ls_cpu_s": listed["cpu_s"],
                 "doctor_s": command("doctor", root)["seconds"],
@@ -60,21 +60,20 @@ def bars(result: Result) -> Iterator[Bar]:
 
 
 def render_history(result: Result) -> str:
-    def cell(key: str, digits: int, scale: float = 1.0) -> Callable[[str], str]:
-        return lambda name: f"{scale * median(result.part(name).series(OURS, key)):.{digits}f}"
+    def row(part: Part) -> tuple[str, ...]:
+        load_s, save_s, find_s, ls_s, ls_cpu_s, doctor_s = (median(part.series(OURS, key)) for key in FIGURES)
+        in_ms = (f"{1e3 * seconds:.0f}" for seconds in (load_s, save_s, find_s))
+        return (
+            f"{part.scenario.facts['num_checkpoints']:,}",
+            *in_ms,
+            f"{ls_s:.2f} ({ls_cpu_s:.2f})",
+            f"{doctor_s:.2f}",
+        )
 
-    rows = {part.scenario.name: f"{part.scenario.facts['num_checkpoints']:,}" for part in result.parts}
-    ls_s, ls_cpu_s = cell("ls_s", 2), cell("ls_cpu_s", 2)
-    columns: list[Column[str]] = [
-        ("load of the head, ms", cell("load_s", 0, 1000)),
-        ("save, ms", cell("save_s", 0, 1000)),
-        ("find a step, ms", cell("find_s", 0, 1000)),
-        ("`ls`, s (of CPU)", lambda name: f"{ls_s(name)} ({ls_cpu_s(name)})"),
-        ("`doctor`, s", cell("doctor_s", 2)),
-    ]
+    titles = ("checkpoints", "load of the head, ms", "save, ms", "find a step, ms", "`ls`, s (of CPU)", "`doctor`, s")
     last = result.parts[-1]
     how = f"A state of 4 KiB, one process, medians of {last.scenario.rounds}. `python -m bench history`; "
-    return "\n\n".join([table("checkpoints", rows, columns), f"{how}{last.environment.in_words()}."])
+    return f"{table(titles, *map(row, result.parts))}\n\n{how}{last.environment.in_words()}."
 
 
 PARTS = {str(length): partial(measure_history, length) for length in LENGTHS}

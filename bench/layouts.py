@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -14,6 +15,18 @@ from holdfast.plan.save import RankMessage
 
 NUM_LAYERS = 126
 HIDDEN, FFN, KV, VOCAB = 16384, 53248, 1024, 128256
+#: Shape and tensor-parallel axis (-1: replicated) of each weight of a layer.
+LAYER: dict[str, tuple[Shape, int]] = {
+    "attention.wq": ((HIDDEN, HIDDEN), 0),
+    "attention.wk": ((KV, HIDDEN), 0),
+    "attention.wv": ((KV, HIDDEN), 0),
+    "attention.wo": ((HIDDEN, HIDDEN), 1),
+    "feed_forward.w1": ((FFN, HIDDEN), 0),
+    "feed_forward.w2": ((HIDDEN, FFN), 1),
+    "feed_forward.w3": ((FFN, HIDDEN), 0),
+    "attention_norm": ((HIDDEN,), -1),
+    "ffn_norm": ((HIDDEN,), -1),
+}
 #: What is kept per parameter: bf16 weight, fp32 master, two moments.
 SLOTS = (
     ("model/{}", "bfloat16"),
@@ -31,18 +44,12 @@ class Sent(NamedTuple):
 
 
 def parameters(layers: range, *, ends: bool = True) -> Iterator[tuple[str, Shape, int]]:
-    """Name, shape and tensor-parallel axis (-1: replicated) of each parameter."""
-    square, tall, wide, narrow = (HIDDEN, HIDDEN), (FFN, HIDDEN), (HIDDEN, FFN), (KV, HIDDEN)
-    attention = {"wq": (square, 0), "wk": (narrow, 0), "wv": (narrow, 0), "wo": (square, 1)}
+    """Name, shape and tensor-parallel axis of each parameter."""
     if ends:
         yield "tok_embeddings.weight", (VOCAB, HIDDEN), 0
     for layer in layers:
-        for name, (shape, tp_axis) in attention.items():
-            yield f"layers.{layer}.attention.{name}.weight", shape, tp_axis
-        for name, (shape, tp_axis) in {"w1": (tall, 0), "w2": (wide, 1), "w3": (tall, 0)}.items():
-            yield f"layers.{layer}.feed_forward.{name}.weight", shape, tp_axis
-        for name in ("attention_norm", "ffn_norm"):
-            yield f"layers.{layer}.{name}.weight", (HIDDEN,), -1
+        for name, (shape, tp_axis) in LAYER.items():
+            yield f"layers.{layer}.{name}.weight", shape, tp_axis
     if ends:
         yield "norm.weight", (HIDDEN,), -1
         yield "output.weight", (VOCAB, HIDDEN), 0
@@ -65,10 +72,9 @@ def stage_layout(stage: int, *, tp: int, pp: int, dp: int) -> tuple[list[TensorL
     layers = range(NUM_LAYERS * stage // pp, NUM_LAYERS * (stage + 1) // pp)
 
     def specs(tp_axis: int) -> tuple[Spec, Spec]:
-        weight = Placed(mesh, (Replicate(), Replicate() if tp_axis < 0 else Shard(tp_axis)))
+        across = Replicate() if tp_axis < 0 else Shard(tp_axis)
         slot_axis = 1 if tp_axis == 0 else 0  # the data-parallel cut goes along the other axis
-        slot = Placed(mesh, (Shard(slot_axis), Replicate() if tp_axis < 0 else Shard(tp_axis)))
-        return weight, slot
+        return Placed(mesh, (Replicate(), across)), Placed(mesh, (Shard(slot_axis), across))
 
     return _layouts(parameters(layers, ends=stage in (0, pp - 1)), specs, suffix=str(stage)), ranks
 
@@ -83,7 +89,9 @@ def flat_random(world_size: int, seed: int = 0) -> Sent:
     """Every parameter cut at random into flat ranges, one per rank; its four tensors are cut alike."""
     rng = np.random.default_rng(seed)
     shapes = list(parameters(range(NUM_LAYERS)))
-    cuts = {name: _random_cuts(rng, int(np.prod(shape)), world_size) for name, shape, _ in shapes}
+    ends = {name: np.sort(rng.integers(0, math.prod(shape) + 1, world_size - 1)) for name, shape, _ in shapes}
+    cuts = {name: np.concatenate([[0], ends[name], [math.prod(shape)]]) for name, shape, _ in shapes}
+    parameter = {slot.format(name): name for name in cuts for slot, _ in SLOTS}
     # Any parts that differ: the body and the order of slots do not depend on them.
     parts = {name: Pieces.ranges(FlatRange(number, number + 1)) for number, name in enumerate(cuts)}
     every = (
@@ -92,20 +100,11 @@ def flat_random(world_size: int, seed: int = 0) -> Sent:
     tensors = sorted(every, key=lambda tensor: tensor.name)
     first = RankLayout.of(tensors, {})
     # All other ranks send the same body and columns of the same form: build those at once.
-    by_slot = np.stack([cuts[name] for name in dict.fromkeys(_parameter_of(tensor.name) for tensor in tensors)])
+    by_slot = np.stack([cuts[name] for name in dict.fromkeys(parameter[tensor.name] for tensor in tensors)])
     numbers = np.stack([by_slot[:, :-1], by_slot[:, 1:]], axis=-1).transpose(1, 0, 2).reshape(world_size, -1)
     columns = np.concatenate([np.ones((world_size, len(by_slot)), np.int64), numbers], axis=1)
     before = first.columns[: -columns[0].nbytes]
     return Sent([RankMessage(first.digest, before + row.tobytes()) for row in columns], {first.digest: first.body})
-
-
-def _parameter_of(name: str) -> str:
-    return name.removeprefix("optimizer/state/").removeprefix("model/").split("/")[0]
-
-
-def _random_cuts(rng: np.random.Generator, numel: int, parts: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    inner = np.sort(rng.integers(0, numel + 1, parts - 1))
-    return np.concatenate([[0], inner, [numel]]).astype(np.int64)
 
 
 def _layouts(

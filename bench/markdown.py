@@ -4,29 +4,21 @@ as ``<!-- bench:start -->`` and ``<!-- bench:end -->``."""
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
-from typing import TypeAlias, TypeVar
+from types import MappingProxyType
 
-from bench.errors import BenchError
-from bench.schema import RAW, Part
-
-K = TypeVar("K", bound=Hashable)
-#: A column: its title, and how a cell is made of the key of its row.
-Column: TypeAlias = tuple[str, Callable[[K], str]]
+from bench.schema import RAW, BenchError, Part
 
 RESULTS = Path("bench/results")
 #: The cell of a missing figure.
 NO_FIGURE = "-"
 
 
-def table(head: str, rows: Mapping[K, str], columns: Sequence[Column[K]]) -> str:
-    """A table with a row for each key of `rows`: its label, and its cell of each column."""
-    lines = [[head, *(title for title, _ in columns)]]
-    lines += [[label, *(cell(key) for _, cell in columns)] for key, label in rows.items()]
-    top, *rest = ("|" + "".join(f" {cell} |" if cell else " |" for cell in cells) for cells in lines)
-    return "\n".join((top, "|" + "---|" * (1 + len(columns)), *rest))
+def table(titles: Sequence[str], *rows: Iterable[str]) -> str:
+    top, *rest = ("|" + "".join(f" {cell} |" if cell else " |" for cell in row) for row in (titles, *rows))
+    return "\n".join((top, "|" + "---|" * len(titles), *rest))
 
 
 def labels(part: Part, verified: str = "") -> dict[str, str]:
@@ -43,15 +35,8 @@ def text(series: Sequence[float], digits: int = 2, *, scale: float = 1.0) -> str
     return f"{middle} ({low} to {high})"
 
 
-def figures(
-    title: str, part: Part, key: str = "seconds", digits: int = 2, *, measure: str = "", scale: float = 1.0
-) -> Column[str]:
-    """A column of medians and extremes of one value."""
-    return title, lambda name: text(part.series(name, key, measure=measure), digits, scale=scale)
-
-
-def shares(part: Part, measure: str) -> Column[str]:
-    return "of raw", lambda name: "1" if name == RAW else text(part.shares(name, measure=measure))
+def of_raw(part: Part, name: str, measure: str) -> str:
+    return "1" if name == RAW else text(part.shares(name, measure=measure))
 
 
 def cpu(part: Part, name: str, measure: str) -> str:
@@ -72,8 +57,9 @@ def samples_link(result: str) -> str:
     return f"[Samples](../{RESULTS / result}.json)"
 
 
-def reasons(part: Part) -> str:
-    return "".join(f" Not possible for {name}: {reason}." for name, reason in part.not_possible.items())
+def reasons(*parts: Part, renamed: Mapping[str, str] = MappingProxyType({})) -> str:
+    found = (reason for part in parts for reason in part.not_possible.items())
+    return "".join(dict.fromkeys(f" Not possible for {renamed.get(name, name)}: {reason}." for name, reason in found))
 
 
 def markers(name: str) -> tuple[str, str]:

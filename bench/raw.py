@@ -53,25 +53,22 @@ class RawImage:
             position += part.nbytes
 
     def clear(self) -> None:
-        """Zero all bytes."""
         np.frombuffer(self.view, np.uint8)[:] = 0
 
     def digests(self) -> dict[str, str]:
-        """One digest of the whole image."""
         return {"image": digest(self.view[: self.nbytes])}
 
-    def write(self, path: Path, way: RawWay, *, direct: bool) -> None:
-        """Write the image to the new file `path`, durably."""
-        with _opened(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, direct=direct) as fd:
+    def write(self, path: Path, way: RawWay) -> None:
+        """Write the image to `path`, durably."""
+        with _opened(path, os.O_CREAT | os.O_RDWR) as fd:
             # Reserved space lets several threads write at once: extending writes are serialised by the kernel.
             os.posix_fallocate(fd, 0, len(self.view))
             self._move(fd, way, is_write=True)
             os.ftruncate(fd, self.nbytes)
             os.fdatasync(fd)
 
-    def read(self, path: Path, way: RawWay, *, direct: bool) -> None:
-        """Fill the image from `path`."""
-        with _opened(path, os.O_RDONLY, direct=direct) as fd:
+    def read(self, path: Path, way: RawWay) -> None:
+        with _opened(path, os.O_RDONLY) as fd:
             self._move(fd, way, is_write=False)
 
     def _move(self, fd: int, way: RawWay, *, is_write: bool) -> None:
@@ -98,24 +95,14 @@ class RawImage:
             list(pool.map(stripe, range(way.threads)))
 
 
-def takes_direct(folder: Path) -> bool:
-    """Whether files in `folder` take O_DIRECT writes of whole blocks."""
-    path = folder / "direct-probe"
-    try:
-        with _opened(path, os.O_CREAT | os.O_WRONLY, direct=True) as fd:
-            os.pwrite(fd, mmap.mmap(-1, BLOCK_NBYTES), 0)
-    except OSError as error:
-        if error.errno in (errno.EINVAL, errno.EOPNOTSUPP):
-            return False
-        raise
-    finally:
-        path.unlink(missing_ok=True)
-    return True
-
-
 @contextmanager
-def _opened(path: Path, flags: int, *, direct: bool) -> Iterator[int]:
-    fd = os.open(path, flags | (os.O_DIRECT if direct else 0), 0o644)
+def _opened(path: Path, flags: int) -> Iterator[int]:
+    try:
+        fd = os.open(path, flags | os.O_DIRECT, 0o644)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        fd = os.open(path, flags, 0o644)  # this filesystem refuses O_DIRECT
     try:
         yield fd
     finally:

@@ -9,18 +9,15 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, ParamSpec, TypeVar
 
 import msgspec
-import psutil
 import torch
 import torch.distributed as dist
 from rich.console import Console
@@ -28,12 +25,11 @@ from torch.multiprocessing.spawn import ProcessException, start_processes
 
 from bench.benchmark import Options
 from bench.contenders import SAVING, Registry
-from bench.costs import cpu_s, keepers, node_memory, read_nbytes, settle, tree
-from bench.errors import BenchError
-from bench.raw import RAW_WAYS, takes_direct
-from bench.schema import RAW, WARM_UP, Part, Sample, Scenario, StateSize, measured, rotated
+from bench.costs import cpu_s, keepers, node_memory, read_nbytes, scratch, settle, tree
+from bench.raw import RAW_WAYS
+from bench.schema import RAW, WARM_UP, BenchError, Part, Sample, Scenario, StateSize, measured, rotated
 from bench.state import Recipe
-from bench.ways import GENERATIONS, HoldfastBackground, Site, Way, Where
+from bench.ways import HoldfastBackground, Site, Way
 
 #: What torchrun gives each of several ranks of a node.
 TORCH_THREADS = 1
@@ -42,8 +38,6 @@ HOST = "127.0.0.1"
 _LOOK_S = 0.1
 #: States are somewhat larger than asked for.
 _HEADROOM = 1.15
-#: States in memory at once, at most: the live one, snapshots, and what peers have of it; and all else.
-_COPIES, _OTHER_NBYTES = 6, 2 << 30
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -71,7 +65,6 @@ class Job:
     recipe: Recipe
     contenders: tuple[str, ...]
     copies: int
-    in_memory: bool = False
 
 
 class Turns:
@@ -100,7 +93,6 @@ class Turns:
         raise NotImplementedError
 
     def way(self, name: str) -> Way:
-        """What entrant `name` does."""
         if name not in self.ways:
             self.ways[name] = self.registry[RAW if name.startswith(RAW) else name](self.site, name)
         return self.ways[name]
@@ -134,25 +126,27 @@ class Turns:
         """CPU seconds so far of this rank and all that it started, and on rank 0 of holdfast's keeper."""
         dist.barrier()
         used_s = cpu_s(tree(os.getpid()))
-        if self.leads and self.site.where.node_dir and isinstance(self.way(name), HoldfastBackground):
-            used_s += cpu_s(keepers(self.site.where.node_dir))
+        if self.leads and isinstance(self.way(name), HoldfastBackground):
+            used_s += cpu_s(keepers(self.site.node_dir))
         dist.barrier()
         return used_s
 
 
-def measure(job: Job, options: Options, *, first: Job | None = None, absent: Mapping[str, str] | None = None) -> Part:
-    """Run `job`, after `first` in the same folder. BenchError where there is no room for it. `absent` are contenders
-    that cannot take part, and why."""
-    scenario, absent = job.scenario, absent or {}
-    size, samples = StateSize(), list[Sample]()
-    require_room(job, options)
-    with ExitStack() as stack:
-        folder = stack.enter_context(scratch(options.folder))
-        node_dir = stack.enter_context(node_memory(options.memory)) if job.in_memory else None
-        where = Where(folder, node_dir, takes_direct(folder))
-        status = stack.enter_context(Console(stderr=True).status(f"{scenario.name}: starting the ranks"))
-        jobs = [job] if first is None else [first, job]
-        for message in itertools.chain.from_iterable(run(each, where) for each in jobs):
+def measure(options: Options, *jobs: Job, absent: Mapping[str, str] | None = None) -> Part:
+    """Run `jobs` in one folder; the last one makes the part. BenchError where there is no room for it. `absent` are
+    contenders that cannot take part, and why."""
+    job, absent = jobs[-1], absent or {}
+    scenario, size, samples = job.scenario, StateSize(), list[Sample]()
+    needed, free = job.copies * _HEADROOM * job.recipe.min_nbytes, shutil.disk_usage(options.folder).free
+    if free < needed:
+        have = f"{needed / 1e9:.1f} GB in {options.folder} are needed, {free / 1e9:.1f} GB are free."
+        raise BenchError(f"{have} Ask for a smaller state, or for another folder.")
+    with (
+        scratch(options.folder) as folder,
+        node_memory(options.memory) as node_dir,
+        Console(stderr=True).status(f"{scenario.name}: starting the ranks") as status,
+    ):
+        for message in itertools.chain.from_iterable(run(each, Site(each.recipe, folder, node_dir)) for each in jobs):
             if isinstance(message, StateSize):
                 size = message
                 continue
@@ -160,42 +154,25 @@ def measure(job: Job, options: Options, *, first: Job | None = None, absent: Map
             turn = f"round {message.round} of {scenario.rounds}: {message.measure} {message.contender}"
             status.update(f"{scenario.name}, {turn} {max(message.values['seconds']):.2f} s")
     kinds = [kind for name, kind in job.turns.registry.items() if name in job.contenders or name in absent]
-    refused = {} if where.direct else {RAW: {"io": "buffered: the filesystem refused O_DIRECT"}}
     return measured(
         msgspec.structs.replace(scenario, state=size),
         samples,
         options.folder,
-        contenders=tuple(msgspec.structs.replace(kind.about(), **refused.get(kind.name, {})) for kind in kinds),
+        contenders=tuple(kind.about() for kind in kinds),
         not_possible=absent,
         raw_ways=tuple(way for way in RAW_WAYS if f"{RAW} {way}" in {sample.contender for sample in samples}),
         packages={kind.package: version(kind.package) for kind in kinds if kind.package and kind.name not in absent},
     )
 
 
-def require_room(job: Job, options: Options) -> None:
-    nbytes = _HEADROOM * job.recipe.min_nbytes
-    needs = [(f"in {options.folder}", job.copies * nbytes, shutil.disk_usage(options.folder).free)]
-    if job.in_memory:
-        needs += [
-            (f"in {options.memory}", GENERATIONS * nbytes, shutil.disk_usage(options.memory).free),
-            ("of memory", _COPIES * nbytes + _OTHER_NBYTES, psutil.virtual_memory().available),
-        ]
-    for what, needed, free in needs:
-        if free < needed:
-            raise BenchError(
-                f"{needed / 1e9:.1f} GB {what} are needed, {free / 1e9:.1f} GB are free. "
-                "Ask for a smaller state, or for another folder."
-            )
-
-
-def run(job: Job, where: Where) -> Iterator[StateSize | Sample]:
+def run(job: Job, site: Site) -> Iterator[StateSize | Sample]:
     """Run `job`: yields the size of its state and every sample, the warm-up's too, as they come. BenchError when a rank
     raises or dies; no process outlives the call."""
     rounds, world = range(WARM_UP, job.scenario.rounds + 1), job.scenario.world
     for life in [range(number, number + 1) for number in rounds] if job.turns.mortal else [rounds]:
         # Here, where the kernel can choose the port before any rank starts.
         store = dist.TCPStore(HOST, 0, world, is_master=True, wait_for_workers=False)
-        yield from messages(run_rank, job, where, store.port, life, world=world)
+        yield from messages(run_rank, job, site, store.port, life, world=world)
 
 
 def messages(target: Callable[..., None], *arguments: Any, world: int) -> Iterator[Any]:
@@ -220,7 +197,7 @@ def messages(target: Callable[..., None], *arguments: Any, world: int) -> Iterat
             process.join()
 
 
-def run_rank(rank: int, job: Job, where: Where, store_port: int, rounds: range, queue: Any) -> None:
+def run_rank(rank: int, job: Job, site: Site, store_port: int, rounds: range, queue: Any) -> None:
     """Do `rounds` of `job` as `rank`, as under torchrun on one node. Rank 0 sends the state's size and every sample."""
     world = job.scenario.world
     about = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
@@ -229,10 +206,9 @@ def run_rank(rank: int, job: Job, where: Where, store_port: int, rounds: range, 
     torch.set_num_threads(TORCH_THREADS)
     store = dist.TCPStore(HOST, store_port, world, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
-    state = job.recipe.build(world)
-    turns = job.turns(job, Site(state, where))
+    turns = job.turns(job, site)
     if rank == 0:
-        queue.put(state.size())
+        queue.put(site.state.size())
     for number in rounds:
         for measure in turns.measures:
             for turn, name in enumerate(rotated(turns.entrants(number), number)):
@@ -270,12 +246,6 @@ def require_same(expected: Mapping[str, str], found: Mapping[str, str], *, name:
             f"{name} loaded other bytes than it saved: "
             f"{len(wrong)} of {len(expected)} parts differ, the first is {wrong[0]}."
         )
-
-
-@contextmanager
-def scratch(folder: Path) -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="bench-", dir=folder) as path:
-        yield Path(path)
 
 
 def in_a_process(call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:

@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from statistics import median
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch.distributed as dist
 
 from bench.benchmark import Bar, Benchmark, Options, judged, verdicts
 from bench.contenders import LATER, SAVING, select
 from bench.costs import Watch, give_back
-from bench.markdown import Column, cpu, figures, labels, memory, shares, table, text, whereabouts
+from bench.markdown import cpu, labels, memory, of_raw, reasons, table, text, whereabouts
 from bench.raw import RAW_WAYS
 from bench.runner import Found, Job, Turns, measure, require_same
 from bench.schema import RAW, WARM_UP, Part, Result, Scenario
@@ -28,14 +28,13 @@ MEASURES = SAVE, LOAD = ("save", "load")
 #: The place of saves that `Loads` load.
 _KEPT = "kept"
 
-#: The size that the bars hold for, the least share of the raw limit of each scenario, and the most that all may cost.
+#: The size that the bars hold for, and the most that loads may cost.
 MIN_NBYTES = 2_000_000_000
-SHARE_BARS = {"same": 0.9, "columns": 0.8, "grow": 0.7, "shrink": 0.7, "fsdp-tp": 0.7}
 CPU_BAR_S_PER_GB, READ_BAR = 0.35, 1.02
 #: The default memory budget, and 64 MiB beside it.
 MEMORY_BAR_NBYTES = 128 << 20
 
-_LABELS = {RAW: "raw limit, GB/s", "torch.save": "torch.load"}
+_LOADERS = {"torch.save": "torch.load"}
 
 
 class SaveLoad(Turns):
@@ -109,7 +108,7 @@ def measure_io(options: Options) -> Part:
     scenario = Scenario(name="io", world=options.world or 2, rounds=options.rounds or 7)
     recipe = LlamaLike(options.nbytes(gib=2.0))
     job = Job(scenario=scenario, turns=SaveLoad, recipe=recipe, contenders=names, copies=copies(names))
-    return measure(job, options, absent=absent)
+    return measure(options, job, absent=absent)
 
 
 def render_io(result: Result) -> str:
@@ -117,73 +116,69 @@ def render_io(result: Result) -> str:
     scenario, raw = part.scenario, part.contenders[0]
     saving, loading = (part.raw_way(measure) for measure in MEASURES)
 
-    def both(cost: Callable[[Part, str, str], str]) -> Callable[[str], str]:
-        return lambda name: f"{cost(part, name, SAVE)}, {cost(part, name, LOAD)}"
+    def cells(name: str) -> Iterator[str]:
+        for each in MEASURES:
+            yield from (text(part.series(name, measure=each)), of_raw(part, name, each))
+        for cost in (cpu, memory):
+            yield ", ".join(cost(part, name, each) for each in MEASURES)
 
-    columns = [
-        figures("save, s", part, measure=SAVE),
-        shares(part, SAVE),
-        figures("load, s", part, measure=LOAD),
-        shares(part, LOAD),
-        ("CPU, s/GB save, load", both(cpu)),
-        ("extra memory per rank, MB save, load", both(memory)),
-    ]
+    costs = ("CPU, s/GB save, load", "extra memory per rank, MB save, load")
+    titles = ("", "save, s", "of raw", "load, s", "of raw", *costs)
+    rows = ((label, *cells(name)) for name, label in labels(part, "(loads verified)").items())
     how = (
         f"{scenario.state.nbytes / 1e9:.2f} GB ({scenario.state.num_tensors} tensors), {scenario.world} ranks, "
         f'medians of {scenario.rounds} interleaved rounds (lowest to highest); "of raw" is raw seconds / seconds, '
         f"paired by round. Saves are durable, caches are cold ({part.caches}). Raw limit: {raw.description}, "
         f"{raw.io}, {raw.durable}, best of {part.raw_in_words()} (save {saving}, load {loading})."
     )
-    return "\n\n".join([table("", labels(part, "(loads verified)"), columns), how, whereabouts(result.name, part)])
+    return "\n\n".join([table(titles, *rows), how, whereabouts(result.name, part)])
 
 
 IO = Benchmark("io", {"io": measure_io}, render_io)
 
-
-class Side(NamedTuple):
-    """The ranks that save or load, and how the state lies over them."""
-
-    layout: Layout
-    world: int
+#: How the state lies over so many ranks that save or load it.
+Side: TypeAlias = tuple[Layout, int]
 
 
 class Move(NamedTuple):
-    """A checkpoint that some ranks save and others load. With fewer layers, tensors are larger."""
+    """A checkpoint that some ranks save and others load, and the least share of the raw limit. With fewer layers,
+    tensors are larger."""
 
     title: str
     saved: Side
     loaded: Side
+    share_bar: float = 0.0
     num_layers: int = NUM_LAYERS
 
 
 MOVES = {
-    "same": Move("2 ranks, same rows", Side("rows", 2), Side("rows", 2)),
-    "columns": Move("rows -> columns, 2 ranks", Side("rows", 2), Side("columns", 2)),
-    "grow": Move("rows, 1 -> 4 ranks", Side("rows", 1), Side("rows", 4)),
-    "shrink": Move("rows, 4 -> 3 ranks", Side("rows", 4), Side("rows", 3)),
-    "fsdp-tp": Move("FSDP(4) -> TP 2 x FSDP 2", Side("rows", 4), Side("fsdp-tp", 4)),
+    "same": Move("2 ranks, same rows", ("rows", 2), ("rows", 2), 0.9),
+    "columns": Move("rows -> columns, 2 ranks", ("rows", 2), ("columns", 2), 0.8),
+    "grow": Move("rows, 1 -> 4 ranks", ("rows", 1), ("rows", 4), 0.7),
+    "shrink": Move("rows, 4 -> 3 ranks", ("rows", 4), ("rows", 3), 0.7),
+    "fsdp-tp": Move("FSDP(4) -> TP 2 x FSDP 2", ("rows", 4), ("fsdp-tp", 4), 0.7),
     # Of 2 GiB in two layers, each weight has more than 8 MiB.
-    "replicas": Move("4 replicas", Side("replicas", 4), Side("replicas", 4), num_layers=2),
+    "replicas": Move("4 replicas", ("replicas", 4), ("replicas", 4), num_layers=2),
 }
 
 
 def measure_load(name: str, options: Options) -> Part:
     move = MOVES[name]
     names, absent = contenders_of(move, options)
-    sides = {"saved": move.saved, "loaded": move.loaded}
-    facts = {key: f"{side.layout}, {side.world} ranks" for key, side in sides.items()}
+    facts = {"saved": "{}, {} ranks".format(*move.saved), "loaded": "{}, {} ranks".format(*move.loaded)}
 
-    def job(side: Side, turns: type[Turns], rounds: int) -> Job:
+    def job(side: Side, turns: type[Turns], contenders: Sequence[str], rounds: int) -> Job:
+        layout, world = side
         return Job(
-            scenario=Scenario(name=name, title=move.title, world=side.world, rounds=rounds, facts=facts),
+            scenario=Scenario(name=name, title=move.title, world=world, rounds=rounds, facts=facts),
             turns=turns,
-            recipe=LlamaLike(options.nbytes(gib=2.0), side.layout, move.num_layers),
-            contenders=tuple(each for each in names if each != RAW or turns is Loads),
-            copies=copies(names) + move.saved.world,  # of replicas, a contender may store one for each rank
+            recipe=LlamaLike(options.nbytes(gib=2.0), layout, move.num_layers),
+            contenders=tuple(contenders),
+            copies=copies(names) + move.saved[1],  # of replicas, a contender may store one for each rank
         )
 
-    loading = job(move.loaded, Loads, options.rounds or 7)
-    return measure(loading, options, first=job(move.saved, Keep, 0), absent=absent)
+    saving = job(move.saved, Keep, [each for each in names if each != RAW], 0)
+    return measure(options, saving, job(move.loaded, Loads, names, options.rounds or 7), absent=absent)
 
 
 def contenders_of(move: Move, options: Options) -> tuple[tuple[str, ...], dict[str, str]]:
@@ -195,32 +190,39 @@ def contenders_of(move: Move, options: Options) -> tuple[tuple[str, ...], dict[s
 
 
 def bars(result: Result) -> Iterator[Bar]:
-    parts = [
-        part
+    parts = {
+        part.scenario.name: part
         for part in result.parts
         if part.scenario.state.nbytes >= MIN_NBYTES and part.series("holdfast", measure=LOAD)
-    ]
-    for part in parts:
-        if least := SHARE_BARS.get(part.scenario.name):
+    }
+    for name, part in parts.items():
+        if least := MOVES[name].share_bar:
             share = median(part.shares("holdfast", measure=LOAD))
             yield judged(f"{part.scenario.title}, of raw:", share, least, form="{:.2f}", at_least=True)
-    for part in parts:
-        if part.scenario.name == "same":
-            cpu_s = part.cpu_s_per_gb("holdfast", measure=LOAD)
-            yield judged("CPU seconds per GB:", cpu_s, CPU_BAR_S_PER_GB, form="{:.2f}")
-        if part.scenario.name == "replicas":
-            read = part.per_byte("holdfast", "device_nbytes", measure=LOAD)
-            yield judged(f"{part.scenario.title}, read of needed:", read, READ_BAR, form="{:.3f}")
+    if same := parts.get("same"):
+        cpu_s = same.cpu_s_per_gb("holdfast", measure=LOAD)
+        yield judged("CPU seconds per GB:", cpu_s, CPU_BAR_S_PER_GB, form="{:.2f}")
+    if replicas := parts.get("replicas"):
+        read = replicas.per_byte("holdfast", "device_nbytes", measure=LOAD)
+        yield judged(f"{replicas.scenario.title}, read of needed:", read, READ_BAR, form="{:.3f}")
     if parts:
-        most = max(part.peak_nbytes("holdfast", LOAD) for part in parts)
+        most = max(part.peak_nbytes("holdfast", LOAD) for part in parts.values())
         yield judged("extra memory of a rank:", most / 1e6, MEMORY_BAR_NBYTES / 1e6, form="{:.0f} MB")
 
 
 def render_load(result: Result) -> str:
-    last = result.parts[-1]
-    rows = {each.name: each.name for each in last.contenders} | labels(last, "(verified)")
-    rows |= {name: label for name, label in _LABELS.items() if name in rows}
-    costly = {name: label for name, label in rows.items() if name != RAW}
+    last, able = result.parts[-1], labels(result.parts[-1], "(verified)")
+    rows = {each.name: _LOADERS.get(each.name, able.get(each.name, each.name)) for each in last.contenders}
+    rows[RAW] += ", GB/s"
+
+    def lines(names: Sequence[str], cell: Callable[[Part, str], str]) -> str:
+        def row(name: str) -> Iterator[str]:
+            yield rows[name]
+            for part in result.parts:
+                yield "not possible" if name in part.not_possible else cell(part, name)
+
+        return table(("", *(part.scenario.title for part in result.parts)), *map(row, names))
+
     sizes = sorted(f"{each.scenario.state.nbytes / 1e9:.2f}" for each in result.parts)
     about_shares = (
         f"Share of the raw limit (raw seconds / seconds, paired by round), medians of {last.scenario.rounds} "
@@ -228,26 +230,14 @@ def render_load(result: Result) -> str:
         f"({last.caches}), and every load is compared with what was saved. Raw limit: as many processes as ranks that "
         f"load read the state's bytes once, evenly, {last.contenders[0].io}, best of {last.raw_in_words()}."
     )
-    every = dict.fromkeys(
-        f" Not possible for {_LABELS.get(name, name)}: {reason}."
-        for part in result.parts
-        for name, reason in part.not_possible.items()
-    )
     about_costs = (
         "CPU seconds of all ranks per GB; extra memory of a rank, MB; bytes that all ranks read from the device per "
         "byte of the state (in brackets: that their read calls returned, from the page cache too; mapped files are "
-        f"none).{''.join(every)}"
+        f"none).{reasons(*result.parts, renamed=_LOADERS)}"
     )
-    shared, costs = table("", rows, _columns(result, _share)), table("", costly, _columns(result, _cost))
+    shared, costs = lines([*rows], _share), lines([name for name in rows if name != RAW], _cost)
     judgements, where = verdicts(bars(result), "for holdfast"), whereabouts(result.name, last, packages=True)
     return "\n\n".join([shared, about_shares, costs, about_costs, *judgements, where])
-
-
-def _columns(result: Result, cell: Callable[[Part, str], str]) -> list[Column[str]]:
-    def of(part: Part, name: str) -> str:
-        return "not possible" if name in part.not_possible else cell(part, name)
-
-    return [(part.scenario.title, partial(of, part)) for part in result.parts]
 
 
 def _share(part: Part, name: str) -> str:

@@ -5,18 +5,22 @@ All figures are made of the samples when they are shown.
 
 from __future__ import annotations
 
+import math
+import os
+import platform
 import re
+import subprocess
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
 
 import msgspec
+import psutil
 
 from bench.costs import how_dropped
-from bench.environment import Environment, environment
-from bench.errors import BenchError
 
 T = TypeVar("T")
 
@@ -24,6 +28,30 @@ T = TypeVar("T")
 RAW = "raw"
 #: Rounds are counted from 1; this one pays for imports and first calls. It is watched for its memory, and not timed.
 WARM_UP = 0
+
+
+class BenchError(Exception):
+    """A run that cannot start or cannot count, or a missed bar: the message says which, and what to do."""
+
+
+class Environment(msgspec.Struct, frozen=True):
+    """Versions and machine of one run."""
+
+    holdfast: str
+    torch: str
+    python: str
+    kernel: str
+    filesystem: str
+    num_cpus: int
+    cpu: str
+    memory_nbytes: int
+    revision: str
+
+    def in_words(self) -> str:
+        return (
+            f"{self.cpu}, {self.num_cpus} CPUs, {self.filesystem}, Linux {self.kernel}, Python {self.python}, "
+            f"torch {self.torch}, holdfast {self.holdfast} (revision {self.revision[:12]})"
+        )
 
 
 class StateSize(msgspec.Struct, frozen=True):
@@ -85,22 +113,25 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def able(self) -> tuple[Contender, ...]:
-        """The contenders that took part."""
         return tuple(each for each in self.contenders if each.name not in self.not_possible)
+
+    def taken(self, contender: str, measure: str = "") -> list[Sample]:
+        """The samples of `contender` by round, the warm-up's too; of the raw limit, those of its fastest way."""
+        name = f"{RAW} {self.raw_way(measure)}" if contender == RAW and self.raw_ways else contender
+        found = [sample for sample in self.samples if (sample.contender, sample.measure) == (name, measure)]
+        return sorted(found, key=lambda sample: sample.round)
 
     def series(
         self, contender: str, key: str = "seconds", *, measure: str = "", of: Callable[[Iterable[float]], float] = max
     ) -> list[float]:
         """One value of each timed round that has one; `of` makes it of those of several ranks."""
-        name = self._entrant(contender, measure)
-        found = [sample for sample in self.samples if (sample.contender, sample.measure) == (name, measure)]
-        timed = sorted((sample for sample in found if sample.round != WARM_UP), key=lambda sample: sample.round)
+        timed = (sample for sample in self.taken(contender, measure) if sample.round != WARM_UP)
         return [of(sample.values[key]) for sample in timed if key in sample.values]
 
     def shares(self, contender: str, key: str = "seconds", *, measure: str = "") -> list[float]:
-        """Raw seconds / seconds, paired by round; nothing where the contender has no such value."""
-        series = self.series(contender, key, measure=measure)
-        return paired_ratios(self.series(RAW, measure=measure), series) if series else []
+        """Raw seconds / seconds, paired by round; nothing where one of them has no such value."""
+        raw, series = self.series(RAW, measure=measure), self.series(contender, key, measure=measure)
+        return paired_ratios(raw, series) if raw and series else []
 
     def cpu_s_per_gb(self, contender: str, *, measure: str = "") -> float:
         """Median CPU seconds of all ranks for 10^9 bytes of the state."""
@@ -112,23 +143,15 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
 
     def peak_nbytes(self, contender: str, *measures: str) -> float:
         """The most memory of any rank in the samples that watched it."""
-        name = self._entrant(contender, measures[0])
-        found = [each for each in self.samples if each.contender == name and each.measure in measures]
-        return max((peak for each in found for peak in each.values.get("peak_extra_nbytes", ())), default=0)
+        found = [sample for measure in measures for sample in self.taken(contender, measure)]
+        return max((peak for sample in found for peak in sample.values.get("peak_extra_nbytes", ())), default=0)
 
     def raw_way(self, measure: str = "") -> str:
         """The way of the raw limit that was fastest by the median over all rounds."""
-        return min(self.raw_ways, key=lambda way: median(self.series(f"{RAW} {way}", measure=measure)))
+        return min(self.raw_ways, key=lambda way: median(self.series(f"{RAW} {way}", measure=measure) or [math.inf]))
 
     def raw_in_words(self) -> str:
-        """The ways of the raw limit."""
         return f"{'; '.join(self.raw_ways)} (threads of a rank x size of a request)"
-
-    def _entrant(self, contender: str, measure: str) -> str:
-        """Who has the samples of `contender`: of the raw limit, the fastest of its ways that were tried."""
-        ways = {f"{RAW} {way}" for way in self.raw_ways}
-        tried = contender == RAW and any(each.contender in ways and each.measure == measure for each in self.samples)
-        return f"{RAW} {self.raw_way(measure)}" if tried else contender
 
 
 class Result(msgspec.Struct, frozen=True):
@@ -138,21 +161,45 @@ class Result(msgspec.Struct, frozen=True):
     parts: tuple[Part, ...]
 
     def find(self, name: str) -> Part | None:
-        """The part of scenario `name`, if it was measured."""
         return next((part for part in self.parts if part.scenario.name == name), None)
 
     def part(self, name: str) -> Part:
-        """The part of scenario `name`."""
         if (found := self.find(name)) is None:
             raise BenchError(f"{self.name} has no part {name}. Run `python -m bench {self.name} --only {name}` first.")
         return found
 
 
+def environment(folder: Path) -> Environment:
+    """This machine, with the filesystem of `folder`."""
+    models = re.findall(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    git = ("git", "-C", Path(__file__).parent)
+    changed = _output(*git, "status", "--porcelain", "--untracked-files=no")
+    return Environment(
+        holdfast=version("holdfast"),
+        torch=version("torch"),
+        python=platform.python_version(),
+        kernel=platform.release(),
+        filesystem=filesystem(folder),
+        num_cpus=len(os.sched_getaffinity(0)),
+        cpu=models[0] if models else platform.machine(),
+        memory_nbytes=psutil.virtual_memory().total,
+        revision=f"{_output(*git, 'rev-parse', 'HEAD') or 'unknown'}{'+changes' if changed else ''}",
+    )
+
+
+def filesystem(folder: Path) -> str:
+    return _output("df", "--output=fstype", folder).split()[-1]
+
+
+def _output(*command: str | Path) -> str:
+    """What a command says; nothing where it fails."""
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+
+
 def measured(scenario: Scenario, samples: Iterable[Sample], folder: Path, **about: Any) -> Part:
     """A part that was measured in `folder`, here and now."""
-    date = datetime.now(UTC).isoformat(timespec="seconds")
-    where = environment(folder)
-    return Part(scenario=scenario, date=date, environment=where, samples=tuple(samples), caches=how_dropped(), **about)
+    date, here = datetime.now(UTC).isoformat(timespec="seconds"), environment(folder)
+    return Part(scenario=scenario, date=date, environment=here, samples=tuple(samples), caches=how_dropped(), **about)
 
 
 def write_result(result: Result, folder: Path) -> Path:

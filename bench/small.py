@@ -16,11 +16,11 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from bench.benchmark import Bar, Benchmark, Options, in_time, verdicts
+from bench.benchmark import Bar, Benchmark, Options, verdicts
 from bench.contenders import LATER
-from bench.markdown import Column, figures, table, text, whereabouts
+from bench.markdown import table, text, whereabouts
 from bench.runner import TORCH_THREADS, Job, in_a_process, in_turns, measure, timed
-from bench.save_load import LOAD, MEASURES, SAVE, Many, copies
+from bench.save_load import MEASURES, SAVE, Many, copies
 from bench.schema import Part, Result, Sample, Scenario, StateSize, measured
 from bench.state import SMALL_LOCAL_SHAPE, ManySmall
 from holdfast.state.collect import WalkCache
@@ -58,7 +58,7 @@ def measure_saves(options: Options) -> Part:
     facts = {"local_shape": [*SMALL_LOCAL_SHAPE]}
     scenario = Scenario(name=SAVES, world=world, rounds=options.rounds or 5, facts=facts)
     recipe = ManySmall(num_tensors, 4 * num_tensors * world * math.prod(SMALL_LOCAL_SHAPE))
-    return measure(Job(scenario=scenario, turns=Many, recipe=recipe, contenders=NAMES, copies=copies(NAMES)), options)
+    return measure(options, Job(scenario=scenario, turns=Many, recipe=recipe, contenders=NAMES, copies=copies(NAMES)))
 
 
 def measure_walks(kind: str, options: Options) -> Part:
@@ -116,11 +116,13 @@ def bars(result: Result) -> Iterator[Bar]:
     if part and (part.scenario.state.num_tensors, part.scenario.world) == (BAR_NUM_TENSORS, BAR_WORLD):
         for measure in MEASURES:
             for name in NAMES[1:]:
-                yield in_time(f"{measure} {name}", part.series(name, measure=measure), BAR_S)
+                what, seconds = f"{measure} {name}", median(part.series(name, measure=measure))
+                yield Bar(what, seconds, BAR_S, f"{what} {seconds:.2f} s")
     for kind in MODEL_KINDS:
         walked = result.find(kind)
         if walked and walked.scenario.state.num_tensors == BAR_WALK_NUM_TENSORS:
-            yield in_time(f"later walk, {kind}", walked.series(LATER_WALK), BAR_WALK_S)
+            what, seconds = f"later walk, {kind}", median(walked.series(LATER_WALK))
+            yield Bar(what, seconds, BAR_WALK_S, f"{what} {1e3 * seconds:.1f} ms")
 
 
 def render_small(result: Result) -> str:
@@ -141,23 +143,26 @@ def render_small(result: Result) -> str:
         f"garbage collector paused for all. {whereabouts(result.name, part)}"
     )
 
-    def times(measure: str, name: str) -> str:
-        series = part.series(name, measure=measure)
-        return text(series) if len(series) > 1 else f"{series[0]:.2f}"
+    def costs(name: str) -> Iterator[str]:
+        for each in MEASURES:
+            series = part.series(name, measure=each)
+            yield text(series) if len(series) > 1 else f"{series[0]:.2f}"
+        cpu_s = (median(part.series(name, "cpu_s", measure=each, of=sum)) for each in MEASURES)
+        yield ", ".join(f"{each:.1f}" for each in cpu_s)
 
-    def cpu_s(name: str) -> str:
-        series = (part.series(name, "cpu_s", measure=measure, of=sum) for measure in MEASURES)
-        return ", ".join(f"{median(each):.1f}" for each in series)
+    def walk_ms(name: str) -> Iterator[str]:
+        return (text(result.part(kind).series(name), 1, scale=1e3) for kind in MODEL_KINDS)
 
-    columns: list[Column[str]] = [
-        ("save, s", partial(times, SAVE)),
-        ("load, s", partial(times, LOAD)),
-        ("CPU of all ranks, s save, load", cpu_s),
-    ]
-    walks = [figures(title, result.part(kind), digits=1, scale=1e3) for kind, title in MODEL_KINDS.items()]
-    saves = table(f"{num_saved} tensors", _LABELS, columns)
-    found = table(f"finding {num_walked} tensors, ms", _WALK_LABELS, walks)
-    return "\n\n".join([saves, how, found, *verdicts(bars(result)), walk])
+    saves = table(
+        (f"{num_saved} tensors", "save, s", "load, s", "CPU of all ranks, s save, load"),
+        *((label, *costs(name)) for name, label in _LABELS.items()),
+    )
+    found = table(
+        (f"finding {num_walked} tensors, ms", *MODEL_KINDS.values()),
+        *((label, *walk_ms(name)) for name, label in _WALK_LABELS.items()),
+    )
+    head = f"({BAR_S:.2f} s and {1e3 * BAR_WALK_S:.1f} ms)"
+    return "\n\n".join([saves, how, found, *verdicts(bars(result), head), walk])
 
 
 # Walks first: their processes start faster before the ranks have dropped the caches.

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping
-from typing import Any, Literal, NamedTuple, TypeAlias, Union, cast
+from collections.abc import Iterator
+from typing import Literal, NamedTuple, TypeAlias, Union, cast
 
 import torch
 import xxhash
@@ -18,11 +18,9 @@ from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tenso
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from bench.errors import BenchError
-from bench.schema import StateSize
+from bench.schema import BenchError, StateSize
 
-Leaf: TypeAlias = torch.Tensor | int | float
-Tree: TypeAlias = dict[str, Union["Tree", Leaf]]
+Tree: TypeAlias = dict[str, Union["Tree", torch.Tensor, int, float]]
 #: Shards of rows (FSDP) or of columns; FSDP over tensor parallelism; or plain tensors that every rank holds (DDP).
 Layout = Literal["rows", "columns", "fsdp-tp", "replicas"]
 
@@ -37,8 +35,8 @@ TP = 2
 _BY_COLUMNS = ("attention.wo", "mlp.down")
 #: What a step changes: so little that its time hardly counts, and enough that a torn copy is seen.
 STEPPED = ("norm", "layers.0.attention_norm", "layers.0.attention.wq")
-#: A product of matrices of this width takes part of a millisecond, and stays in a core's cache.
-_PRODUCT_WIDTH = 256
+#: The part of a tree that has no tensors.
+VALUES = "progress"
 
 
 class State:
@@ -49,24 +47,18 @@ class State:
 
     def leaves(self) -> dict[str, torch.Tensor]:
         """Each tensor by its path: a DTensor, or a plain one that every rank holds whole."""
-        return {path: leaf for _, _, path, leaf in walk(self.tree) if isinstance(leaf, torch.Tensor)}
+        return dict(_leaves(self.tree))
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The local memory of each tensor by its path."""
         return {path: local(leaf) for path, leaf in self.leaves().items()}
 
+    @property
     def values(self) -> dict[str, int | float]:
-        """Each value that is not a tensor, by its path."""
-        return {path: leaf for _, _, path, leaf in walk(self.tree) if not isinstance(leaf, torch.Tensor)}
-
-    def set_values(self, values: Mapping[str, Any]) -> None:
-        """Take each value that is not a tensor from `values`, by its path."""
-        for parent, key, path, leaf in list(walk(self.tree)):
-            if not isinstance(leaf, torch.Tensor):
-                parent[key] = values[path]
+        """What is not a tensor, as a loop would change it."""
+        return cast("dict[str, int | float]", self.tree.get(VALUES, {}))
 
     def is_sharded(self) -> bool:
-        """Whether ranks hold different parts."""
         return any(isinstance(leaf, DTensor) for leaf in self.leaves().values())
 
     def share(self, rank: int, world: int) -> list[memoryview]:
@@ -74,25 +66,25 @@ class State:
         parts = []
         for leaf in self.leaves().values():
             data = as_bytes(local(leaf))
-            even = data[len(data) * rank // world : len(data) * (rank + 1) // world]
-            parts.append(data if isinstance(leaf, DTensor) else even)
+            even = slice(len(data) * rank // world, len(data) * (rank + 1) // world)
+            parts.append(data if isinstance(leaf, DTensor) else data[even])
         return parts
 
     def size(self) -> StateSize:
         """Size over all ranks; replicated tensors count once."""
         leaves = self.leaves().values()
-        return StateSize(sum(leaf.numel() * leaf.element_size() for leaf in leaves), len(leaves), len(self.values()))
+        return StateSize(sum(leaf.numel() * leaf.element_size() for leaf in leaves), len(leaves), len(self.values))
 
     def clear(self) -> None:
         """Zero every tensor and value, so that a load that does nothing is seen."""
         for tensor in self.tensors().values():
             tensor.zero_()
-        self.set_values({path: type(value)(0) for path, value in self.values().items()})
+        self.values.update({name: type(value)(0) for name, value in self.values.items()})
 
     def digests(self) -> dict[str, str]:
         """The digest of each local tensor and the text of each value."""
         tensors = {path: digest(as_bytes(tensor)) for path, tensor in self.tensors().items()}
-        return tensors | {path: repr(value) for path, value in self.values().items()}
+        return tensors | {name: repr(value) for name, value in self.values.items()}
 
 
 class LlamaLike(NamedTuple):
@@ -103,20 +95,17 @@ class LlamaLike(NamedTuple):
     num_layers: int = NUM_LAYERS
 
     def build(self, world: int) -> State:
-        """The state of this rank of `world`."""
-        mesh = init_device_mesh("cpu", mesh_shape(self.layout, world))
+        mesh = init_device_mesh("cpu", (world // TP, TP) if self.layout == "fsdp-tp" else (world,))
         shapes = parameter_shapes(width_for(self.min_nbytes, self.num_layers), self.num_layers)
 
-        def placed(prefix: str) -> Tree:
-            return {
-                name: place(content(f"{prefix}/{name}", shape), name, self.layout, mesh)
-                for name, shape in shapes.items()
-            }
+        def placed(slot: str) -> Tree:
+            wholes = ((name, content(f"{slot}/{name}", shape)) for name, shape in shapes.items())
+            return {name: place(whole, name, self.layout, mesh) for name, whole in wholes}
 
         optimizer: Tree = {moment: placed(moment) for moment in MOMENTS}
         optimizer["step"] = {name: torch.tensor(1000.0) for name in shapes}
         values: Tree = {"step": 1000, "tokens": 4_194_304_000, "lr": 3e-4}
-        return State({"model": placed("model"), "optimizer": optimizer, "progress": values})
+        return State({"model": placed("model"), "optimizer": optimizer, VALUES: values})
 
 
 class ManySmall(NamedTuple):
@@ -126,7 +115,6 @@ class ManySmall(NamedTuple):
     min_nbytes: int
 
     def build(self, world: int) -> State:
-        """The state of this rank of `world`."""
         rows, width = SMALL_LOCAL_SHAPE
         shape, mesh = (rows * world, width), init_device_mesh("cpu", (world,))
         names = [f"tensor-{index:06d}" for index in range(self.num_tensors)]
@@ -144,9 +132,9 @@ class Live:
         model, optimizer = cast("dict[str, torch.Tensor]", state.tree["model"]), cast("Tree", state.tree["optimizer"])
         self.module = nn.Module()
         for name, tensor in model.items():
-            path, _, last = name.rpartition(".")
+            *path, last = name.split(".")
             module = self.module
-            for part in filter(None, path.split(".")):
+            for part in path:
                 if not hasattr(module, part):
                     module.add_module(part, nn.Module())
                 module = getattr(module, part)
@@ -157,7 +145,7 @@ class Live:
             self.optimizer.state[parameter] = slots
             if name in STEPPED:
                 parameter.grad = torch.ones_like(parameter)
-        self.objects = {"model": self.module, "optimizer": self.optimizer, "progress": state.tree["progress"]}
+        self.objects = {"model": self.module, "optimizer": self.optimizer, VALUES: state.values}
 
     def step(self) -> float:
         """Step the optimizer; returns the seconds, with all waits."""
@@ -169,36 +157,31 @@ class Live:
 class Work:
     """Keeps a core busy as a forward and a backward do, mostly outside of the interpreter."""
 
+    #: A product of matrices of this width takes part of a millisecond, and stays in a core's cache.
+    WIDTH = 256
     #: Floating-point operations of one product.
-    OPERATIONS = 2 * _PRODUCT_WIDTH**3
+    OPERATIONS = 2 * WIDTH**3
 
     def __init__(self) -> None:
-        generator = torch.Generator().manual_seed(0)
-        self._left, self._right = (torch.randn(_PRODUCT_WIDTH, _PRODUCT_WIDTH, generator=generator) for _ in range(2))
-        self._product = torch.empty(_PRODUCT_WIDTH, _PRODUCT_WIDTH)
+        self._factor = content("work", (self.WIDTH, self.WIDTH))
+        self._product = torch.empty_like(self._factor)
 
-    def for_seconds(self, seconds: float) -> int:
-        """Work for so long; returns the number of products."""
-        end_s, count = time.perf_counter() + seconds, 0
+    def for_seconds(self, seconds: float) -> None:
+        end_s = time.perf_counter() + seconds
         while time.perf_counter() < end_s:
             self.products(1)
-            count += 1
-        return count
 
     def products(self, count: int) -> None:
-        """Multiply matrices `count` times."""
         for _ in range(count):
-            torch.mm(self._left, self._right, out=self._product)
+            torch.mm(self._factor, self._factor, out=self._product)
 
 
-def walk(tree: Tree, prefix: str = "") -> Iterator[tuple[Tree, str, str, Leaf]]:
-    """(parent, key, path, leaf) of every leaf, in order."""
-    for key, child in tree.items():
-        path = f"{prefix}{key}"
+def _leaves(tree: Tree, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    for name, child in tree.items():
         if isinstance(child, dict):
-            yield from walk(child, f"{path}/")
-        else:
-            yield tree, key, path, child
+            yield from _leaves(child, f"{prefix}{name}/")
+        elif isinstance(child, torch.Tensor):
+            yield f"{prefix}{name}", child
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -214,10 +197,6 @@ def digest(data: memoryview) -> str:
     return xxhash.xxh3_128_hexdigest(data)
 
 
-def mesh_shape(layout: Layout, world: int) -> tuple[int, ...]:
-    return (world // TP, TP) if layout == "fsdp-tp" else (world,)
-
-
 def place(whole: torch.Tensor, name: str, layout: Layout, mesh: DeviceMesh) -> torch.Tensor:
     """This rank's part of the parameter `name`, or of a moment of it, when every rank has it `whole`."""
     if layout == "replicas":
@@ -230,12 +209,12 @@ def place(whole: torch.Tensor, name: str, layout: Layout, mesh: DeviceMesh) -> t
     return distribute_tensor(whole, mesh, cuts, src_data_rank=None)
 
 
-def box(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(start, size) of this rank's part of `tensor`, which is one block in every layout."""
+def box(tensor: torch.Tensor) -> tuple[slice, ...]:
+    """This rank's part of `tensor`, which is one block in every layout."""
     if not isinstance(tensor, DTensor):
-        return (0,) * tensor.ndim, tuple(tensor.shape)
-    size, start = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return tuple(start), tuple(size)
+        return (slice(None),) * tensor.ndim
+    sizes, starts = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
 
 
 def content(path: str, shape: tuple[int, ...]) -> torch.Tensor:

@@ -15,8 +15,9 @@ import torch.distributed as dist
 
 import holdfast
 from bench.benchmark import Bar, Benchmark, Options, judged
-from bench.markdown import Column, table
-from bench.runner import TORCH_THREADS, in_turns, scratch, timed
+from bench.costs import scratch
+from bench.markdown import table
+from bench.runner import HOST, TORCH_THREADS, in_turns, timed
 from bench.schema import Part, Result, Sample, Scenario, measured
 
 WORLD, NUM_STEPS = 2, 10_000
@@ -29,14 +30,11 @@ _LABELS = {EVERY_STEPS: "`EverySteps`", ALL_POLICIES: "`EverySteps`, `EveryTime`
 def measure_steps(policies: str, options: Options) -> Part:
     """Calls of `step` on two ranks at once; the first one's time counts."""
     rounds, num_steps = options.rounds or 15, options.number(NUM_STEPS)
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    with (
-        scratch(options.folder) as folder,
-        ProcessPoolExecutor(WORLD, multiprocessing.get_context("spawn")) as pool,
-    ):
-        ranks = [
-            pool.submit(time_steps, rank, store.port, policies, num_steps, rounds, folder) for rank in range(WORLD)
-        ]
+    store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+    spawning = multiprocessing.get_context("spawn")
+    with scratch(options.folder) as folder, ProcessPoolExecutor(WORLD, spawning) as pool:
+        arguments = (store.port, policies, num_steps, rounds, folder)
+        ranks = [pool.submit(time_steps, rank, *arguments) for rank in range(WORLD)]
         first, *_ = [rank.result() for rank in ranks]
     scenario = Scenario(name=policies, world=WORLD, rounds=rounds, facts={"num_steps": num_steps})
     return measured(scenario, first, options.folder)
@@ -45,7 +43,7 @@ def measure_steps(policies: str, options: Options) -> Part:
 def time_steps(rank: int, port: int, policies: str, num_steps: int, rounds: int, folder: Path) -> tuple[Sample, ...]:
     """Samples of so many calls each, after one sample that is not counted."""
     torch.set_num_threads(TORCH_THREADS)
-    dist.init_process_group("gloo", store=dist.TCPStore("127.0.0.1", port), rank=rank, world_size=WORLD)
+    dist.init_process_group("gloo", store=dist.TCPStore(HOST, port), rank=rank, world_size=WORLD)
     policy: holdfast.SavePolicy = holdfast.EverySteps(10**12)
     if policies == ALL_POLICIES:
         policy = policy | holdfast.EveryTime(1e6) | holdfast.OnMetric("accuracy") | holdfast.OnRequest()
@@ -74,13 +72,13 @@ def bars(result: Result) -> Iterator[Bar]:
 
 
 def render_steps(result: Result) -> str:
-    columns: list[Column[str]] = [("a call of `step`, µs", lambda name: f"{_us_per_step(result.part(name)):.1f}")]
+    rows = ((label, f"{_us_per_step(result.part(name)):.1f}") for name, label in _LABELS.items())
     last = result.parts[-1]
     how = (
         f"No save is due; two ranks, medians of {last.scenario.rounds} rounds of {last.scenario.facts['num_steps']:,} "
-        f"calls. `python -m bench step`; "
+        f"calls. `python -m bench step`; {last.environment.in_words()}."
     )
-    return "\n\n".join([table("policies", _LABELS, columns), f"{how}{last.environment.in_words()}."])
+    return f"{table(('policies', 'a call of `step`, µs'), *rows)}\n\n{how}"
 
 
 STEP = Benchmark("step", {name: partial(measure_steps, name) for name in _LABELS}, render_steps, bars)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from statistics import median
 from typing import NamedTuple
 
 import numpy as np
@@ -15,15 +16,14 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 import holdfast
-from bench.benchmark import Bar, Benchmark, Options, in_time, verdicts
+from bench.benchmark import Bar, Benchmark, Options, verdicts
 from bench.contenders import why_absent
-from bench.costs import settle
-from bench.errors import BenchError
+from bench.costs import scratch, settle
 from bench.layouts import Sent
-from bench.markdown import figures, reasons, table, whereabouts
+from bench.markdown import reasons, table, text, whereabouts
 from bench.plan import CASES, manifest_of
-from bench.runner import command, in_a_process, in_turns, scratch, timed
-from bench.schema import WARM_UP, Contender, Part, Result, Scenario, StateSize, measured
+from bench.runner import command, in_a_process, in_turns, timed
+from bench.schema import WARM_UP, BenchError, Contender, Part, Result, Scenario, StateSize, measured
 from holdfast.format import manifest as fmt
 from holdfast.format import records
 from holdfast.format.container import Files
@@ -60,7 +60,7 @@ def measure_opens(options: Options) -> Part:
 
 
 def save_many(name: str, folder: Path, num_tensors: int) -> None:
-    LIBRARIES[name].save(folder, {name_of(index): expected(index) for index in range(num_tensors)})
+    LIBRARIES[name].save(folder, dict(map(named, range(num_tensors))))
 
 
 def open_cold(name: str, folder: Path, index: int) -> dict[str, float]:
@@ -70,10 +70,10 @@ def open_cold(name: str, folder: Path, index: int) -> dict[str, float]:
 
 def open_one(name: str, folder: Path, index: int) -> dict[str, float]:
     """Seconds to open what `name` saved and read one tensor, without those of imports."""
-    library, found = LIBRARIES[name], list[torch.Tensor]()
+    library, found, (path, expected) = LIBRARIES[name], list[torch.Tensor](), named(index)
     import_module(library.package)
-    seconds = timed(lambda: found.append(library.read(folder, name_of(index))))
-    if not torch.equal(found[0], expected(index)):
+    seconds = timed(lambda: found.append(library.read(folder, path)))
+    if not torch.equal(found[0], expected):
         raise BenchError(f"{name} read another tensor than it saved.")
     return seconds
 
@@ -91,12 +91,8 @@ def measure_shows(options: Options) -> Part:
     return measured(scenario, samples, options.folder, contenders=tuple(map(Contender, takes)))
 
 
-def name_of(index: int) -> str:
-    return f"layers.{index:06d}.weight"
-
-
-def expected(index: int) -> torch.Tensor:
-    return torch.full(_SHAPE, float(index))
+def named(index: int) -> tuple[str, torch.Tensor]:
+    return f"layers.{index:06d}.weight", torch.full(_SHAPE, float(index))
 
 
 class Library(NamedTuple):
@@ -157,13 +153,16 @@ def _file_seals(files: Files) -> Iterator[FileSeal]:
 
 
 def bars(result: Result) -> Iterator[Bar]:
+    def bar(what: str, series: Sequence[float], most_s: float) -> Bar:
+        return Bar(what, median(series), most_s, f"{what} {median(series):.2f} s")
+
     opened, shown = result.find(OPENED), result.find(SHOWN)
     if opened and opened.scenario.state.num_tensors == BAR_NUM_TENSORS:
-        yield in_time("open and read one", opened.series("holdfast"), BAR_OPEN_S)
+        yield bar("open and read one", opened.series("holdfast"), BAR_OPEN_S)
     if shown and shown.scenario.world == BAR_WORLD:
         for contender in shown.contenders:
             if contender.name != NOTHING:
-                yield in_time(f"show {contender.name}", shown.series(contender.name), BAR_SHOW_S)
+                yield bar(f"show {contender.name}", shown.series(contender.name), BAR_SHOW_S)
 
 
 def render_view(result: Result) -> str:
@@ -179,10 +178,11 @@ def render_view(result: Result) -> str:
         f"`holdfast show` of a manifest of {shown.scenario.world:,} ranks": shown,
     }
     tables = [
-        table(head, {each.name: _LABELS.get(each.name, each.name) for each in part.able}, [figures("s", part)])
+        table((head, "s"), *((_LABELS.get(each.name, each.name), text(part.series(each.name))) for each in part.able))
         for head, part in heads.items()
     ]
-    return "\n\n".join([*tables, *verdicts(bars(result)), how, whereabouts(result.name, opened)])
+    head = f"({BAR_SHOW_S:.2f} s and {BAR_OPEN_S:.2f} s)"
+    return "\n\n".join([*tables, *verdicts(bars(result), head), how, whereabouts(result.name, opened)])
 
 
 VIEW = Benchmark("view", {OPENED: measure_opens, SHOWN: measure_shows}, render_view, bars)

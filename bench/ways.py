@@ -20,10 +20,9 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 import holdfast
-from bench.errors import BenchError
 from bench.raw import RAW_WAYS, RawImage
-from bench.schema import RAW, Contender
-from bench.state import Live, State
+from bench.schema import RAW, BenchError, Contender
+from bench.state import Live, Recipe, State
 from holdfast.run.history import Run
 from holdfast.run.removal import remove_checkpoint
 from holdfast.store.base import Location
@@ -53,24 +52,20 @@ class Pending(NamedTuple):
         return Pending(ended.result, ended.done, *(() if copied is None else (copied.done, copied.result)))
 
 
-class Where(NamedTuple):
-    """The folders of a job on the device and in memory, and whether the device's takes O_DIRECT."""
-
-    folder: Path
-    node_dir: Path | None = None
-    direct: bool = False
-
-
 @dataclass
 class Site:
-    """What a rank saves, and where."""
+    """What a rank saves, and where: a folder on the device, and one in memory."""
 
-    state: State
-    where: Where
+    recipe: Recipe
+    folder: Path
+    node_dir: Path
+
+    @cached_property
+    def state(self) -> State:
+        return self.recipe.build(dist.get_world_size())
 
     @cached_property
     def live(self) -> Live:
-        """The state as a training loop has it."""
         return Live(self.state)
 
     @cached_property
@@ -98,18 +93,17 @@ class Way:
 
     @classmethod
     def about(cls) -> Contender:
-        """The contender in a result file."""
         description = (inspect.getdoc(cls) or "").partition("\n")[0].rstrip(".")
         return Contender(cls.name, description, cls.durable, cls.verified, cls.io)
 
     def place(self, what: object) -> Path:
         """The folder that it saves `what` into, and loads it from."""
-        return self.site.where.folder / self.entrant.replace(" ", "-") / ("run" if self.one_run else str(what))
+        return self.site.folder / self.entrant.replace(" ", "-") / ("run" if self.one_run else str(what))
 
     def discard(self, folder: Path) -> None:
         """Delete what is in `folder`, of a run all but its head. For one rank to call."""
         if self.one_run:
-            run = Run.open(open_store(Location(str(folder))))
+            run = opened(folder)
             for commit in list(run.lineage())[1:]:
                 remove_checkpoint(run, commit)
         else:
@@ -117,7 +111,6 @@ class Way:
 
     @property
     def memory(self) -> State | RawImage:
-        """What is saved, and loaded in place."""
         return self.state
 
     def save(self, folder: Path) -> None:
@@ -154,7 +147,7 @@ class Raw(Way):
     the host of a virtual device may do that on the same ones.
     """
 
-    name, durable, io = RAW, "fdatasync", "direct"
+    name, durable, io = RAW, "fdatasync", "direct where the filesystem takes it"
 
     def __init__(self, site: Site, entrant: str) -> None:
         super().__init__(site, entrant)
@@ -166,13 +159,13 @@ class Raw(Way):
         return self.site.image
 
     def save(self, folder: Path) -> None:
-        self.memory.write(rank_file(folder), self._way, direct=self.site.where.direct)
+        self.memory.write(rank_file(folder), self._way)
 
     def begin(self, folder: Path) -> Pending:
         return Pending.of(self._pool.submit(self.save, folder))
 
     def load(self, folder: Path) -> None:
-        self.memory.read(rank_file(folder), self._way, direct=self.site.where.direct)
+        self.memory.read(rank_file(folder), self._way)
 
     def ready(self) -> None:
         _ = self.memory
@@ -193,13 +186,13 @@ class TorchSave(Way):
     def save(self, folder: Path) -> None:
         if self.state.is_sharded() or dist.get_rank() == 0:
             with self._file(folder).open("wb") as file:
-                torch.save(self.state.tensors() | self.state.values(), file)
+                torch.save(self.state.tensors() | self.state.values, file)
                 file.flush()
                 os.fsync(file.fileno())
 
     def load(self, folder: Path) -> None:
         loaded = torch.load(self._file(folder), map_location="cpu", weights_only=True)
-        self.state.set_values(loaded)
+        self.state.values.update({name: loaded[name] for name in self.state.values})
         for path, tensor in self.state.tensors().items():
             tensor.copy_(loaded[path])
 
@@ -264,9 +257,7 @@ class HoldfastBackground(HoldfastLive):
 
     @cached_property
     def checkpointer(self) -> holdfast.Checkpointer:
-        """What saves and restores."""
-        assert self.site.where.node_dir is not None, "its job is one in memory"
-        memory = holdfast.Memory(generations=GENERATIONS, node_dir=self.site.where.node_dir)
+        memory = holdfast.Memory(generations=GENERATIONS, node_dir=self.site.node_dir)
         return holdfast.Checkpointer(self.place(""), self._saved, memory=memory)
 
     def begin(self, folder: Path) -> Pending:
@@ -292,3 +283,7 @@ class HoldfastBackground(HoldfastLive):
 
 def rank_file(folder: Path) -> Path:
     return folder / f"rank-{dist.get_rank()}"
+
+
+def opened(folder: Path) -> Run:
+    return Run.open(open_store(Location(str(folder))))

@@ -7,9 +7,8 @@ from collections.abc import Mapping, Sequence
 from bench import engine, small
 from bench.contenders import BACKGROUND, LATER, OURS, OURS_SYNC, SAVING, THREAD, Registry
 from bench.engine_turns import ALONE, BESIDE_WORK, NO_SAVES
-from bench.environment import Environment
 from bench.save_load import MEASURES
-from bench.schema import RAW, WARM_UP, Contender, Part, Result, Sample, Scenario, StateSize
+from bench.schema import RAW, WARM_UP, Contender, Environment, Part, Result, Sample, Scenario, StateSize
 from bench.view import NOTHING, OPENED, SHOWN
 
 NBYTES = 2_000_000_000

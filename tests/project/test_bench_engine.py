@@ -15,16 +15,15 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 import holdfast
-from bench.__main__ import measure
+from bench.__main__ import main, measure
 from bench.benchmark import Options, require_raw_limit
 from bench.contenders import BACKGROUND, OURS, OURS_SYNC, THREAD, select
 from bench.costs import Watch, cpu_s, held_nbytes, keepers, node_memory, tree
 from bench.engine import ENGINE, PARTS, bars, first_blocked_s, render_engine
 from bench.engine_turns import ALONE, BESIDE_WORK
-from bench.errors import BenchError
-from bench.schema import RAW, Result, read_result, write_result
+from bench.schema import RAW, BenchError, Result, read_result, write_result
 from bench.state import STEPPED, Live, LlamaLike, State, Work, local
-from bench.ways import Site, Where
+from bench.ways import Site
 from tests.project.bench_results import engine_result, loop_part, saves_part
 from tests.support.ranks import run_ranks
 
@@ -64,12 +63,10 @@ def test_a_live_state_is_on_the_memory_of_its_tree_and_a_step_changes_a_little_o
         assert found == {"changed": changed, "same memory": True, "sharded": True, "names": True, "slots": True}
 
 
-def test_work_takes_its_time_and_says_how_much_it_was() -> None:
+def test_work_takes_its_time() -> None:
     work, start_s = Work(), time.perf_counter()
-    count = work.for_seconds(0.05)
+    work.for_seconds(0.05)
     assert time.perf_counter() - start_s >= 0.05
-    assert count >= 1
-    work.products(1)
 
 
 # What it costs
@@ -83,7 +80,6 @@ def test_the_processes_of_a_rank_are_it_and_all_that_descend_from_it() -> None:
         found, every = tree(child.pid), tree(os.getpid())
         assert (found[0].pid, len(found)) == (child.pid, 2)
         assert set(found) < set(every)
-        assert tree(os.getpid(), without=(child.pid,)) == [each for each in every if each.pid != child.pid]
         for process in found:
             process.kill()
 
@@ -153,7 +149,8 @@ def test_a_package_that_is_not_installed_is_a_reason(monkeypatch: pytest.MonkeyP
 
 
 def test_of_a_run_the_head_is_kept_and_of_others_nothing(tmp_path: Path) -> None:
-    site = Site(State({}), Where(tmp_path))
+    site = Site(LlamaLike(1), tmp_path, tmp_path)
+    site.state = State({})
     ours, thread = (BACKGROUND[name](site, name) for name in (OURS_SYNC, THREAD))
     run = ours.place("1")
     assert run == ours.place("2")
@@ -242,10 +239,12 @@ def test_a_wrong_part_is_refused_with_the_known_ones(tmp_path: Path) -> None:
         measure(ENGINE, Options(), ["save"], tmp_path)
 
 
-@pytest.mark.parametrize("wrong", [{"rounds": 0}, {"world": 0}, {"scale": -1.0}])
-def test_a_run_that_cannot_be_is_refused(wrong: dict[str, int]) -> None:
-    with pytest.raises(BenchError):
-        Options(**wrong)  # type: ignore[arg-type]
+@pytest.mark.parametrize("wrong", ["--rounds=0", "--world=0", "--scale=-1"])
+def test_a_run_that_cannot_be_is_refused(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["bench", "step", wrong])
+    with pytest.raises(SystemExit) as refused:
+        main()
+    assert refused.value.code == 2
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,9 @@ from bench.__main__ import measure
 from bench.benchmark import Options
 from bench.contenders import SAVING, select
 from bench.costs import read_nbytes
-from bench.errors import BenchError
 from bench.save_load import LOADS, MOVES, bars, contenders_of, render_load
-from bench.schema import RAW, Result, read_result
-from bench.state import State, as_bytes, content, mesh_shape, parameter_shapes, width_for
+from bench.schema import RAW, BenchError, Result, read_result
+from bench.state import State, as_bytes, content, parameter_shapes, width_for
 from tests.project.bench_results import NBYTES, SECONDS, load_part, load_result
 
 TORCH_ONLY = ("torch.save", "dcp", "holdfast")
@@ -41,10 +40,6 @@ def test_of_replicas_every_weight_is_at_least_8_mib() -> None:
     replicas = MOVES["replicas"]
     shapes = parameter_shapes(width_for(2 << 30, replicas.num_layers), replicas.num_layers)
     assert min(4 * shape[0] * shape[1] for shape in shapes.values() if len(shape) == 2) >= 8 << 20
-
-
-def test_fsdp_over_tensor_parallelism_has_a_mesh_of_two_axes() -> None:
-    assert (mesh_shape("fsdp-tp", 4), mesh_shape("columns", 4)) == ((2, 2), (4,))
 
 
 # Who takes part

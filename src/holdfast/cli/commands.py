@@ -237,6 +237,40 @@ def advise(
     advice(given, as_json=as_json)
 
 
+@app.command(context_settings={"ignore_unknown_options": True})
+def prove(
+    script: Annotated[
+        list[str], typer.Argument(metavar="SCRIPT [ARGUMENTS]...", help="The script that trains, and its arguments.")
+    ],
+    *,
+    nproc: Annotated[int, typer.Option("--nproc", metavar="N", min=1, help="Ranks of the job, on this machine.")] = 1,
+    then: Annotated[int, typer.Option("--then", metavar="N", min=0, help="Ranks after each kill; 0: the same.")] = 0,
+    kills: Annotated[int, typer.Option("--kills", metavar="N", min=1, help="How often to kill the job.")] = 2,
+    every: Annotated[int, typer.Option("--every", metavar="STEPS", min=1, help="Steps from save to save.")] = 1,
+    seed: Annotated[int, typer.Option("--seed", metavar="N", help="What decides when to kill.")] = 0,
+    atol: Annotated[float, typer.Option("--atol", metavar="X", help="With --then: how far numbers may differ.")] = 1e-5,
+    folder: Annotated[
+        str, typer.Option("--dir", metavar="DIR", help="Keep all checkpoints and logs in this new folder.")
+    ] = "",
+    node_dir: Annotated[str, typer.Option("--node-dir", help="A folder in memory.")] = "/dev/shm",  # noqa: S108 - made private in it
+    as_json: JsonOption = False,
+) -> None:
+    """Prove that a script resumes: run it with and without kills, and compare all that it saves."""
+    from holdfast.cli.prove import show_proof
+    from holdfast.proving.proof import Script
+
+    chosen = Script(
+        arguments=tuple(script),
+        num_ranks=nproc,
+        every=every,
+        num_kills=kills,
+        seed=seed,
+        other_ranks=then or None,
+    )
+    if not show_proof(chosen, folder=folder, node_dir=node_dir, atol=atol, as_json=as_json):
+        raise typer.Exit(FINDING)
+
+
 @app.command()
 def doctor(
     run: RunArgument,

@@ -1,0 +1,153 @@
+"""``holdfast prove``: whether a user's script resumes."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.text import Text
+
+from holdfast.checkpoint.compare import Comparison
+from holdfast.cli.screen import console, print_json, say
+from holdfast.cli.value_text import shortened, text_of
+from holdfast.errors import ConfigurationError, printable
+from holdfast.format.values import Node
+from holdfast.proving.proof import FirstDifference, Proof, Script, prove
+from holdfast.wording import count
+
+#: Most names of each kind that are shown.
+_MAX_NAMES = 5
+
+
+class FirstDifferenceDocument(msgspec.Struct, frozen=True):
+    """The first difference between two attempts: the step, and the sorted names that differ after it."""
+
+    step: int
+    names: list[str]
+
+
+class ProofDocument(msgspec.Struct, frozen=True):
+    """The document that ``--json`` prints."""
+
+    proved: bool
+    num_steps: int
+    kills: list[int]
+    seed: int
+    undisturbed: FirstDifferenceDocument | None
+    resumed: FirstDifferenceDocument | None
+
+
+def show_proof(script: Script, *, folder: str, node_dir: str, atol: float, as_json: bool) -> bool:
+    """Prove that `script` resumes, and print the result. Everything that it saves goes to `folder`, or to a temporary
+    one if that is "". Returns whether it is proved."""
+    _check(script, folder, atol)
+    screen = console(stderr=as_json)
+
+    def tell(what: str) -> None:
+        say(screen, f"{script.arguments[0]}: {what} ...", "dim")
+
+    if folder:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        proof = prove(script, folder=Path(folder).absolute(), node_dir=Path(node_dir), tell=tell, atol=atol)
+    else:
+        with tempfile.TemporaryDirectory(prefix="holdfast-proof-") as made:
+            proof = prove(script, folder=Path(made), node_dir=Path(node_dir), tell=tell, atol=atol)
+    if as_json:
+        print_json(_document(proof, script))
+    else:
+        _show(screen, proof, script, atol)
+    return proof.is_proved
+
+
+def _check(script: Script, folder: str, atol: float) -> None:
+    """Raise `ConfigurationError` for options that make no sense."""
+    if not Path(script.arguments[0]).is_file():
+        raise ConfigurationError(
+            f"there is no script '{script.arguments[0]}'.",
+            code="config.script",
+            action="Name the script, and behind it its arguments.",
+            path=script.arguments[0],
+        )
+    if not 0 <= atol < math.inf:
+        raise ConfigurationError(
+            f"--atol {atol} is no difference of numbers.", code="config.script", action="Write it as 1e-6."
+        )
+    if folder and Path(folder).exists() and (not Path(folder).is_dir() or any(Path(folder).iterdir())):
+        raise ConfigurationError(
+            f"--dir '{folder}' is not an empty folder.",
+            code="config.script",
+            action="Name one that does not exist yet.",
+            path=folder,
+        )
+
+
+def _document(proof: Proof, script: Script) -> ProofDocument:
+    return ProofDocument(
+        proved=proof.is_proved,
+        num_steps=proof.num_steps,
+        kills=list(proof.kills),
+        seed=script.seed,
+        undisturbed=_difference_document(proof.undisturbed),
+        resumed=_difference_document(proof.resumed),
+    )
+
+
+def _difference_document(difference: FirstDifference | None) -> FirstDifferenceDocument | None:
+    return None if difference is None else FirstDifferenceDocument(difference.step, _names(difference.comparison))
+
+
+def _names(comparison: Comparison) -> list[str]:
+    tensors, values = (each.name for each in comparison.tensors), (each.name for each in comparison.values)
+    return sorted({*comparison.only_a, *comparison.only_b, *tensors, *values})
+
+
+def _show(screen: Console, proof: Proof, script: Script, atol: float) -> None:
+    kills = ", ".join(map(str, proof.kills))
+    if proof.undisturbed is not None:
+        say(screen, "Not proved: the script differs from itself, even when nothing disturbs it.", "bold red")
+        _show_difference(screen, proof.undisturbed, "two undisturbed attempts", script)
+        say(screen, "Set seeds, and use deterministic kernels and a fixed order of data, or nothing can be proved.")
+    elif proof.resumed is not None:
+        say(screen, "Not proved: the script that was killed goes on with another state.", "bold red")
+        _show_difference(screen, proof.resumed, f"the undisturbed attempt and the one killed after {kills}", script)
+        say(
+            screen,
+            "Check that everything a step reads is in the state: model, optimizer, scheduler, data, random state.",
+        )
+    else:
+        how = "bit for bit the same state"
+        if script.other_ranks not in (None, script.num_ranks):
+            how = f"the same state (within {atol:g}, on {script.other_ranks} ranks instead of {script.num_ranks})"
+        what = f"{count(proof.num_steps, 'step')}, killed after {kills}: {how} as without the kills"
+        say(screen, Text.assemble(("Proved: ", "bold green"), what + "."))
+    say(screen, f"--seed {script.seed} repeats these kills.", "dim")
+
+
+def _show_difference(screen: Console, difference: FirstDifference, between: str, script: Script) -> None:
+    found = difference.comparison
+    if script.every == 1:
+        say(screen, f"They first differ after step {difference.step}, between {between}:")
+    else:
+        say(
+            screen,
+            f"They differ after step {difference.step}, the first such among every {script.every}, between {between}:",
+        )
+    for tensor in found.tensors[:_MAX_NAMES]:
+        most = "" if tensor.max_abs is None else f", by up to {tensor.max_abs:g}"
+        many = "shape" if tensor.num_differing is None else f"{tensor.num_differing:,} of {tensor.a.numel:,} elements"
+        say(screen, f"  tensor {printable(tensor.name)}: {many}{most}")
+    for value in found.values[:_MAX_NAMES]:
+        say(screen, f"  value {printable(value.name)}: {_text(value.a)} and {_text(value.b)}")
+    for name in (*found.only_a, *found.only_b)[:_MAX_NAMES]:
+        say(screen, f"  only one has {printable(name)}")
+    kinds = found.tensors, found.values, (*found.only_a, *found.only_b)
+    rest = sum(max(len(kind) - _MAX_NAMES, 0) for kind in kinds)
+    if rest:
+        say(screen, f"  and {rest} more", "dim")
+
+
+def _text(node: Node | None) -> str:
+    return "nothing" if node is None else shortened(text_of(node))

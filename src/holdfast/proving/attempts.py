@@ -1,0 +1,77 @@
+"""Attempts of a script: each is a job under torchrun that ends by itself or is killed half way."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from itertools import takewhile
+from pathlib import Path
+from typing import Final
+
+from holdfast.errors import ConfigurationError
+from holdfast.proving.rehearsal import Rehearsal
+from holdfast.wording import count
+
+#: Lines of a script's output that an error quotes.
+_NUM_LINES: Final = 15
+#: The line in which torchrun begins to report that a rank has failed.
+_OF_TORCHRUN: Final = re.compile(r"E\d{4} .*/elastic/")
+#: Time for the processes of an attempt to end after they were told to.
+_END_S: Final = 10.0
+
+
+def attempt(script: Sequence[str], rehearsal: Rehearsal, *, num_ranks: int, log: Path) -> None:
+    """Run the script and its arguments on `num_ranks` ranks, until it ends or one of them is killed. Its output is
+    added to `log`.
+
+    Raises `ConfigurationError`, code ``config.script``, where the script fails by itself, or ends before the kill.
+    """
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_ranks}"]
+    with log.open("ab") as output:
+        begins = output.tell()
+        job = subprocess.Popen(
+            [*command, "-m", "holdfast.proving", *script],
+            env=rehearsal.in_environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            code = job.wait()
+        finally:  # also on Ctrl-C
+            _end(job)
+    said = log.read_bytes()[begins:].decode(errors="replace")
+    is_killed = code != 0 and f"Signal {int(signal.SIGKILL)} (SIGKILL)" in said
+    if rehearsal.dies_after is None and code:
+        raise _failed(script, f"it fails on {count(num_ranks, 'rank')}", said, log)
+    if rehearsal.dies_after is not None and not is_killed:
+        how = "it fails by itself" if code else "it ends"
+        raise _failed(script, f"{how} before it is killed after step {rehearsal.dies_after}", said, log)
+
+
+def _end(job: subprocess.Popen[bytes]) -> None:
+    """End all processes of a job; does nothing where it has ended."""
+    for signum in (signal.SIGTERM, signal.SIGKILL):
+        if job.poll() is not None:
+            return
+        with suppress(ProcessLookupError):
+            os.killpg(job.pid, signum)
+        with suppress(subprocess.TimeoutExpired):
+            job.wait(_END_S)
+
+
+def _failed(script: Sequence[str], how: str, said: str, log: Path) -> ConfigurationError:
+    own = list(takewhile(lambda line: not _OF_TORCHRUN.match(line), said.splitlines()))
+    lines = "\n".join(f"    {line}" for line in own[-_NUM_LINES:])
+    return ConfigurationError(
+        f"'{script[0]}' cannot be proved: {how}. The end of its output:\n{lines}",
+        code="config.script",
+        action=f"Make the script run to its end under torchrun first. Its whole output is in '{log}'.",
+        path=script[0],
+    )

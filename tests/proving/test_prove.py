@@ -1,0 +1,129 @@
+"""``holdfast prove``: it proves scripts that resume, and names what makes others differ."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.command_line import Done, holdfast_command
+
+#: A script whose pieces the tests take away one by one.
+SCRIPT = """
+import sys
+import torch, torch.distributed as dist
+import holdfast
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+state = {"model": model, "optimizer": optimizer, "progress": {"seen": 0}}
+state["random"] = holdfast.RandomState()
+with holdfast.Checkpointer("runs/mine", state, save=holdfast.EverySteps(100)) as checkpointer:
+    for step in checkpointer.steps(int(sys.argv[1])):
+        generator = torch.Generator().manual_seed(step)
+        batch = torch.randn(8, 4, generator=generator) + 0.01 * torch.rand(1)
+        model(batch).square().mean().backward()
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad, dist.ReduceOp.AVG)
+        optimizer.step()
+        optimizer.zero_grad()
+        state["progress"]["seen"] += 8
+        checkpointer.step(step)
+dist.destroy_process_group()
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+def prove(*arguments: object) -> Done:
+    return holdfast_command("prove", *map(str, arguments))
+
+
+def test_a_script_that_resumes_is_proved(script: Path, tmp_path: Path) -> None:
+    result = prove("--json", "--nproc", 2, "--kills", 1, "--dir", tmp_path / "proof", script, 6)
+    assert result.status == 0, result.err
+    assert result.json["proved"]
+    assert result.json["num_steps"] == 5
+    assert len(result.json["kills"]) == 1
+    assert not (tmp_path / "runs").exists()  # the script's own run is left alone
+
+
+@pytest.mark.slow
+def test_state_that_was_forgotten_is_named_with_the_first_step(script: Path, tmp_path: Path) -> None:
+    script.write_text(SCRIPT.replace('state["random"] = holdfast.RandomState()\n', ""))
+    result = prove(script, 8)
+    assert result.status == 1, result.err
+    assert "Not proved: the script that was killed goes on with another state." in result.out
+    assert "tensor model/bias: " in result.out
+    assert "Check that everything a step reads is in the state" in result.out
+
+
+@pytest.mark.slow
+def test_a_script_that_differs_from_itself_is_told_apart(script: Path) -> None:
+    script.write_text(SCRIPT.replace("torch.manual_seed(0)", "torch.seed()"))
+    result = prove("--kills", 1, script, 4)
+    assert result.status == 1, result.err
+    assert "the script differs from itself, even when nothing disturbs it" in result.out
+    assert "They first differ after step 1, between two undisturbed attempts:" in result.out
+
+
+@pytest.mark.slow
+def test_restarts_may_have_another_number_of_ranks(script: Path) -> None:
+    script.write_text(SCRIPT.replace(" + 0.01 * torch.rand(1)", ""))
+    result = prove("--nproc", 2, "--then", 3, script, 8)
+    assert result.status == 0, result.out + result.err
+    assert "on 3 ranks instead of 2" in result.out
+
+
+def test_a_script_that_fails_is_quoted(script: Path, tmp_path: Path) -> None:
+    script.write_text("raise ValueError('no data')")
+    result = prove("--dir", tmp_path / "proof", script)
+    assert result.status == 2
+    assert "it fails on 1 ranks" not in result.err
+    assert "ValueError: no data" in result.err
+    assert (tmp_path / "proof" / "undisturbed.log").exists()
+
+
+def test_a_script_that_saves_nothing_is_told_so(script: Path) -> None:
+    script.write_text("print('done')")
+    result = prove(script)
+    assert result.status == 2
+    assert "saved 0 steps, too few for 2 kills" in result.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["no-such-script.py"], "there is no script 'no-such-script.py'"),
+        (["--atol", "nan", sys.executable], "--atol nan is no difference"),
+        (["--dir", "/proc", sys.executable], "'/proc' is not an empty folder"),
+    ],
+)
+def test_nonsense_is_refused(arguments: list[str], text: str) -> None:
+    result = prove(*arguments)
+    assert result.status == 2
+    assert text in result.err
+
+
+@pytest.mark.slow
+def test_the_guide_shows_what_the_command_prints(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "guides" / "prove.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    (printed,) = re.findall(r"```text\n\$ holdfast prove train.py\n(.*?)```", text, re.DOTALL)
+    script.write_text(code)
+    monkeypatch.chdir(script.parent)
+    # Whether the save of a step ends before a kill at a random moment is chance, and so is the first step that differs.
+    assert _without_numbers(prove("train.py").out) == _without_numbers(printed)
+
+
+def _without_numbers(text: str) -> str:
+    return re.sub(r"after step \d+, between|by up to [\d.e-]+", "", text)
