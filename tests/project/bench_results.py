@@ -168,6 +168,13 @@ def data_result() -> Result:
     return Result("data", tuple(parts))
 
 
+def events_result() -> Result:
+    names = ("step-without", "step-with", "save-told", "save-heard")
+    taken = [Sample(name, 1, {"seconds": (0.05,)}) for name in names]
+    facts = {"num_steps": 10_000, "num_saves": 500, "num_events": 7}
+    return Result("events", (part("one-process", taken, facts=facts),))
+
+
 def engine_result(
     *, nbytes: int = NBYTES, blocked_s: float = 0.010, loop_s: float = 8.08, rounds: int = ROUNDS
 ) -> Result:

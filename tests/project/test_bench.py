@@ -36,6 +36,7 @@ from tests.project.bench_results import (
     SECONDS,
     data_result,
     engine_result,
+    events_result,
     history_result,
     io_result,
     load_part,
@@ -63,6 +64,7 @@ FOUND = {
         history_result(),
         step_result(),
         data_result(),
+        events_result(),
     )
 }
 

@@ -1,4 +1,5 @@
-"""The pieces of code in the guides run. (Those of the guide to mappings are in `test_mapping_guide`.)"""
+"""The pieces of code in the guides run. (For those of some guides there are `test_mapping_guide` and
+`test_observability_guide`.)"""
 
 from __future__ import annotations
 
@@ -30,6 +31,8 @@ from tests.support.models import start_new_job
 from tests.support.ranks import run_ranks
 
 GUIDES = Path(__file__).parents[2] / "docs" / "guides"
+#: Guides whose pieces have a file of tests of their own.
+ELSEWHERE = ("mapping", "observability")
 Names = dict[str, object]
 
 
@@ -198,7 +201,7 @@ def test_trainer_and_inference_ranks_pass_what_they_have() -> None:
 def test_every_piece_of_code_in_the_guides_is_run_by_a_test() -> None:
     run = {"ddp": 2, "checkpointer": 4, "data": 3, "loading": 3, "policies": 2, "publishing": 1}
     for guide in GUIDES.glob("*.md"):
-        if guide.stem != "mapping":
+        if guide.stem not in ELSEWHERE:
             assert len(snippets(guide.stem)) == run.get(guide.stem, 0), guide.name
         text = re.sub(r"```.*?```", "", guide.read_text(), flags=re.DOTALL)
         assert re.search(r"\n\n    \S", text) is None, f"fence the indented code of {guide.name}"

@@ -30,10 +30,11 @@ from holdfast.calls import (
 from holdfast.checkpointer.background import Background
 from holdfast.checkpointer.background_save import BackgroundSave, SavingJob, capture
 from holdfast.checkpointer.early_memory import reserve_memory
-from holdfast.checkpointer.events import StateRestored
+from holdfast.checkpointer.events import EventListener, StateRestored
 from holdfast.checkpointer.handle import Handle
 from holdfast.checkpointer.loop import Loop
 from holdfast.checkpointer.memory_tier import LEAVING_S, MemoryTier, tier_for
+from holdfast.checkpointer.observers import Observers
 from holdfast.checkpointer.restore_report import RestoreReport
 from holdfast.checkpointer.restoring import restore
 from holdfast.checkpointer.save_errors import is_unusable, skipped
@@ -101,7 +102,9 @@ class Checkpointer:
     restored or loaded from it, unless ``takeover=True``; a takeover happens once, at the first save. If storage is
     slower than saves come, no slot of memory may be free: ``when_full`` says whether a save then waits, or all ranks
     skip it. `initial` is the path of the checkpoint that a run without checkpoints begins with. `select` are globs of
-    names, as in `holdfast.save` and `holdfast.load`: only the names that they match are saved and restored.
+    names, as in `holdfast.save` and `holdfast.load`: only the names that they match are saved and restored. The
+    `listeners` hear the events of saves, restores and steps on this rank (`holdfast.observing` has some); training does
+    not wait for them.
 
     Use it as a context manager: at its end it waits until all saves are durable.
     """
@@ -118,6 +121,7 @@ class Checkpointer:
         group: ProcessGroup | None = None,
         takeover: bool = False,
         when_full: Literal["wait", "skip"] = "wait",
+        listeners: Sequence[EventListener] = (),
         timeout_s: float = 600.0,
     ) -> None:
         if when_full not in ("wait", "skip"):
@@ -151,6 +155,7 @@ class Checkpointer:
         #: The guard of saves to storage; the memory tier has its own.
         self._guard = Guard()
         self._initial = None if initial is None else parse(initial)
+        self._observers = Observers(listeners, lambda: self._run, group)
         self._policy = save
         #: From now on, a request by signal does not end the process.
         self._signals = {} if save is None else note_signals(save.parts())
@@ -186,12 +191,13 @@ class Checkpointer:
         self._require_open("save")
         self._find_run()
         handle = Handle(whole(step))
-        listeners = () if self._loop is None else (self._loop.hear,)
-        machine = SaveMachine(handle.step, handle.hear, SaveLog(handle).hear, *listeners)
+        self._observers.tell_steps()
+        heard_by = self._observers.listeners if self._loop is None else (self._loop.hear, *self._observers.listeners)
+        machine = SaveMachine(handle.step, handle.hear, SaveLog(handle).hear, *heard_by)
         with self._turn.taken("save"):
             begun_s = time.perf_counter()
             self._save(machine, metrics)
-            handle.blocked_s = time.perf_counter() - begun_s
+            machine.give_back(time.perf_counter() - begun_s)
             if not handle.skipped:
                 self._handles.append(handle)
                 if self._loop is not None:
@@ -255,7 +261,8 @@ class Checkpointer:
             report = self._restored = restored.report
             if self._loop is not None and report.load is not None:
                 self._loop.expect(report.next_step)
-            log_restored(StateRestored(self._run, report, self._is_first_rank))
+            log_restored(restoration := StateRestored(self._run, report, self._is_first_rank))
+            self._observers.hear(restoration)
             if tier is not None:
                 tier.note_restored(restored)
                 if report.tier != "node memory":  # which has the slots of the last job
@@ -292,12 +299,16 @@ class Checkpointer:
         """
         loop = self._loop or self._policy_loop("step")
         step = whole(step)
-        reason = loop.due(step, metrics)
-        if reason is None:
-            return None
-        if self._is_first_rank:
-            LOG.info("step %d is being saved: %s", step, reason)
-        return self.save(step, metrics=metrics)
+        self._observers.step_ends(step)
+        try:
+            reason = loop.due(step, metrics)
+            if reason is None:
+                return None
+            if self._is_first_rank:
+                LOG.info("step %d is being saved: %s", step, reason)
+            return self.save(step, metrics=metrics)
+        finally:
+            self._observers.step_begins(is_saving=self._is_saving)
 
     @property
     def preempted(self) -> bool:
@@ -381,6 +392,7 @@ class Checkpointer:
         finally:
             self._forget_signals()
             self._let_go(patience_s=LEAVING_S if left_s < self._timeout_s else None)
+            self._observers.close()
 
     def __enter__(self) -> Self:
         self._require_open("a with block")
@@ -405,6 +417,7 @@ class Checkpointer:
         self._forget_signals()
         self._forget_ended()
         self._let_go(patience_s=LEAVING_S)
+        self._observers.close()
 
     def _require_open(self, verb: str) -> None:
         if self._is_closed or sys.is_finalizing():
@@ -466,6 +479,9 @@ class Checkpointer:
             self._tier.leave(self)
             self._tier = None
 
+    def _is_saving(self) -> bool:
+        return any(not handle.durable.is_over for handle in self._handles)
+
     def _forget_ended(self) -> None:
         """Forget the handles of saves that have become durable or have failed."""
         for handle in [handle for handle in self._handles if handle.durable.is_over]:
@@ -490,7 +506,7 @@ class Checkpointer:
             hold.drop()
         machine.put(Place.parse(report.place))
         machine.stage(report.written_nbytes)
-        machine.commit(report.written_nbytes)
+        machine.commit(report.written_nbytes, seconds=report.seconds)
 
     @property
     def _limit_s(self) -> float:

@@ -1,9 +1,11 @@
-"""The events of saves and restores. Listeners, such as handles and the log, hear of them."""
+"""The events of saves, of restores, and of the steps between them. Listeners, such as handles, hear them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
 
 from holdfast.checkpointer.restore_report import RestoreReport, Tier
 from holdfast.errors import HoldfastError
@@ -11,8 +13,28 @@ from holdfast.format.records import Place
 from holdfast.store.base import Location
 
 
+class Moment(NamedTuple):
+    """A moment: in unix seconds, which can be compared between nodes, and by a clock of this process that never jumps,
+    which durations are made of."""
+
+    unix_s: float
+    clock_s: float
+
+    @staticmethod
+    def now() -> Moment:
+        """The present moment."""
+        return Moment(time.time(), time.perf_counter())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Timed:
+    """The base of all events: the moment at which this rank saw it happen. Events that differ only there are equal."""
+
+    at: Moment = field(default_factory=Moment.now, compare=False)
+
+
 @dataclass(frozen=True, slots=True)
-class SaveBegun:
+class SaveBegun(_Timed):
     """The save starts on `tier`. A save that falls back from memory to storage starts twice."""
 
     step: int
@@ -21,7 +43,7 @@ class SaveBegun:
 
 
 @dataclass(frozen=True, slots=True)
-class SaveMemoryReady:
+class SaveMemoryReady(_Timed):
     """The memory for the save's plan, a new one, is ready on all ranks. This rank waited for it for `waited_s`."""
 
     step: int
@@ -29,7 +51,7 @@ class SaveMemoryReady:
 
 
 @dataclass(frozen=True, slots=True)
-class SavePlaced:
+class SavePlaced(_Timed):
     """All ranks have agreed on a plan, and on the checkpoint's place in the history of the run."""
 
     step: int
@@ -37,7 +59,7 @@ class SavePlaced:
 
 
 @dataclass(frozen=True, slots=True)
-class SaveSkipped:
+class SaveSkipped(_Timed):
     """The save was skipped, because no slot of memory was free; `error` says so."""
 
     step: int
@@ -45,7 +67,7 @@ class SaveSkipped:
 
 
 @dataclass(frozen=True, slots=True)
-class SaveStaged:
+class SaveStaged(_Timed):
     """This rank's part, of `nbytes`, is copied, and survives this process."""
 
     step: int
@@ -53,14 +75,14 @@ class SaveStaged:
 
 
 @dataclass(frozen=True, slots=True)
-class SaveSealed:
+class SaveSealed(_Timed):
     """The keeper has hashed this rank's part and written its header."""
 
     step: int
 
 
 @dataclass(frozen=True, slots=True)
-class SaveDelayed:
+class SaveDelayed(_Timed):
     """The last try to make the checkpoint durable failed; `trouble` says why. The keeper tries again."""
 
     step: int
@@ -68,16 +90,17 @@ class SaveDelayed:
 
 
 @dataclass(frozen=True, slots=True)
-class SaveCommitted:
+class SaveCommitted(_Timed):
     """The checkpoint of all ranks is durable and committed. `nbytes` is the size of this rank's part, as far as this
-    rank knows it."""
+    rank knows it. For a save to storage, ``seconds`` says how long each phase took on this rank, in their order."""
 
     step: int
     nbytes: int
+    seconds: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
-class SaveUnwatched:
+class SaveUnwatched(_Timed):
     """This process no longer watches the save, and will not hear how it ends; `error` says so. The keeper goes on."""
 
     step: int
@@ -85,7 +108,7 @@ class SaveUnwatched:
 
 
 @dataclass(frozen=True, slots=True)
-class SaveFailed:
+class SaveFailed(_Timed):
     """The save failed. With `is_raised`, the call of `save` raises `error`. `cause` is the unexpected exception behind
     it, if there is one."""
 
@@ -96,7 +119,36 @@ class SaveFailed:
 
 
 @dataclass(frozen=True, slots=True)
-class StateRestored:
+class SaveReturned(_Timed):
+    """The call of `save` has returned, and training goes on: it was blocked for ``blocked_s``. The save may have ended
+    before."""
+
+    step: int
+    blocked_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepsTimed(_Timed):
+    """The median time of the steps up to `step` since the last such event: ``quiet_s`` of the `num_quiet` steps at
+    whose beginning no save was under way, ``saving_s`` of the `num_saving` others. (A median of no steps is 0.) The
+    time that `Checkpointer.step` takes is no part of a step."""
+
+    step: int
+    num_quiet: int
+    quiet_s: float
+    num_saving: int
+    saving_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class EventsDropped(_Timed):
+    """The listeners are so slow that `number` events before this one were dropped."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class StateRestored(_Timed):
     """`restore` has filled the state from a checkpoint of `run`, or has found none; `report` says which."""
 
     run: Location
@@ -115,8 +167,29 @@ SaveEvent = (
     | SaveCommitted
     | SaveUnwatched
     | SaveFailed
+    | SaveReturned
 )
+Event = SaveEvent | StateRestored | StepsTimed | EventsDropped
 
 #: A function that hears events. It is called in the thread of the event, which may be any thread, and must not raise.
 #: After an exception in that thread (Ctrl-C, say) it may be called again with the same event.
 Listener = Callable[[SaveEvent], None]
+
+
+class EventSource(NamedTuple):
+    """The origin of events: a rank of a job of `world_size` ranks, and what it saves into. `host` is the name of its
+    machine, `process` the number of its process."""
+
+    run: str
+    rank: int
+    world_size: int
+    host: str
+    process: int
+
+
+class EventListener(Protocol):
+    """A listener that users give to a `Checkpointer`."""
+
+    def hear(self, event: Event, source: EventSource) -> None:
+        """Hear an event. A thread of the `Checkpointer` calls this, one event at a time, in their order; training does
+        not wait for it. If it raises, the log says so once for each kind of exception, and it hears the next event."""

@@ -12,6 +12,7 @@ from holdfast.checkpointer.events import (
     SaveFailed,
     SaveMemoryReady,
     SavePlaced,
+    SaveReturned,
     SaveSkipped,
     SaveStaged,
     SaveUnwatched,
@@ -111,6 +112,8 @@ class Handle:
                 self.memory_wait_s = event.waited_s
             case SavePlaced():
                 self.place = event.place
+            case SaveReturned():
+                self.blocked_s = event.blocked_s
             case SaveStaged():
                 self.staged.end(nbytes=event.nbytes)
             case SaveDelayed():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import Enum, auto
+from types import MappingProxyType
 from typing import Final
 
 from holdfast.checkpointer.events import (
@@ -14,6 +16,7 @@ from holdfast.checkpointer.events import (
     SaveFailed,
     SaveMemoryReady,
     SavePlaced,
+    SaveReturned,
     SaveSealed,
     SaveSkipped,
     SaveStaged,
@@ -64,7 +67,7 @@ class SaveMachine:
 
     @property
     def is_over(self) -> bool:
-        """Whether the save has ended, so that no more events follow."""
+        """Whether the save has ended, so that only `SaveReturned` may follow."""
         return not _NEXT[self.state]
 
     def begin(self, tier: Tier, *, is_first_rank: bool) -> None:
@@ -94,9 +97,9 @@ class SaveMachine:
             self.trouble = trouble
             self._tell(SaveDelayed(self.step, trouble))
 
-    def commit(self, nbytes: int = 0) -> None:
+    def commit(self, nbytes: int = 0, *, seconds: Mapping[str, float] = MappingProxyType({})) -> None:
         """The checkpoint is committed."""
-        self._advance(SaveState.COMMITTED, SaveCommitted(self.step, nbytes))
+        self._advance(SaveState.COMMITTED, SaveCommitted(self.step, nbytes, seconds))
 
     def skip(self, error: HoldfastError) -> None:
         """The save was skipped."""
@@ -109,6 +112,10 @@ class SaveMachine:
     def fail(self, error: HoldfastError, *, is_raised: bool = False, cause: BaseException | None = None) -> None:
         """The save has failed."""
         self._advance(SaveState.ENDED, SaveFailed(self.step, error, is_raised, cause))
+
+    def give_back(self, blocked_s: float) -> None:
+        """The call of `save` returns after ``blocked_s``. This may come after the end of the save."""
+        self._tell(SaveReturned(self.step, blocked_s))
 
     def _advance(self, state: SaveState, event: SaveEvent) -> None:
         if state in _NEXT[self.state]:

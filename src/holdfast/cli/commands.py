@@ -30,6 +30,9 @@ def _seconds(value: float) -> float:
     return value
 
 
+EventsOption = Annotated[
+    str, typer.Option("--events", metavar="FOLDER", help="The recorded events. Default: RUN.events, beside the run.")
+]
 NamesOption = Annotated[
     str, typer.Option("--names", metavar="GLOB", help="Limit the command to names that match, such as 'model/*'.")
 ]
@@ -379,3 +382,37 @@ def rm(
 
     if not rm(paths, yes=yes, as_json=as_json):
         raise typer.Exit(FAILURE)
+
+
+@app.command()
+def report(
+    run: RunArgument,
+    *,
+    events: EventsOption = "",
+    out: Annotated[str, typer.Option("--out", metavar="FILE", help="The page. Default: RUN-report.html, here.")] = "",
+) -> None:
+    """Write a page about a run: its ranks and phases, times, sizes and ledger. It is one file, and loads nothing."""
+    from holdfast.cli.report import report
+
+    report(run, events=events, out=out)
+
+
+@app.command()
+def trace(
+    run: RunArgument,
+    *,
+    events: EventsOption = "",
+    out: Annotated[str, typer.Option("--out", metavar="FILE", help="The trace. Default: RUN-trace.json, here.")] = "",
+) -> None:
+    """Write a trace of all saves and restores, for each rank and phase. Perfetto opens it (ui.perfetto.dev)."""
+    from holdfast.cli.trace import trace
+
+    trace(run, events=events, out=out)
+
+
+@app.command()
+def top(run: RunArgument, *, events: EventsOption = "") -> None:
+    """Show the saves of a running job, live, until Ctrl-C."""
+    from holdfast.cli.top import top
+
+    top(run, events=events)

@@ -1,0 +1,66 @@
+"""Listeners for the events of a `Checkpointer`: to files, logs, metrics and dashboards.
+
+    >>> from holdfast.observing import JsonLines, PrometheusMetrics
+    >>> Checkpointer("runs/gpt", state, listeners=[JsonLines(), PrometheusMetrics()])
+
+A listener is an object with the method ``hear(event, source)``; write your own as easily. Ranks may have different
+listeners.
+"""
+
+from __future__ import annotations
+
+from holdfast.checkpointer.events import (
+    Event,
+    EventListener,
+    EventsDropped,
+    EventSource,
+    Moment,
+    SaveBegun,
+    SaveCommitted,
+    SaveDelayed,
+    SaveFailed,
+    SaveMemoryReady,
+    SavePlaced,
+    SaveReturned,
+    SaveSealed,
+    SaveSkipped,
+    SaveStaged,
+    SaveUnwatched,
+    StateRestored,
+    StepsTimed,
+)
+from holdfast.observing.json_lines import JsonLines
+from holdfast.observing.open_telemetry import OpenTelemetryMetrics
+from holdfast.observing.prometheus import PrometheusMetrics
+from holdfast.observing.scalars import MLflow, TensorBoard, WeightsAndBiases
+from holdfast.observing.structured_log import StructuredLog
+from holdfast.observing.terminal_line import TerminalLine
+
+__all__ = [
+    "Event",
+    "EventListener",
+    "EventSource",
+    "EventsDropped",
+    "JsonLines",
+    "MLflow",
+    "Moment",
+    "OpenTelemetryMetrics",
+    "PrometheusMetrics",
+    "SaveBegun",
+    "SaveCommitted",
+    "SaveDelayed",
+    "SaveFailed",
+    "SaveMemoryReady",
+    "SavePlaced",
+    "SaveReturned",
+    "SaveSealed",
+    "SaveSkipped",
+    "SaveStaged",
+    "SaveUnwatched",
+    "StateRestored",
+    "StepsTimed",
+    "StructuredLog",
+    "TensorBoard",
+    "TerminalLine",
+    "WeightsAndBiases",
+]

@@ -1,0 +1,115 @@
+"""The measures that dashboards show, by one name everywhere."""
+
+from __future__ import annotations
+
+from typing import Final, Literal, NamedTuple
+
+from holdfast.checkpointer.events import (
+    Event,
+    EventsDropped,
+    EventSource,
+    SaveBegun,
+    SaveCommitted,
+    SaveDelayed,
+    SaveFailed,
+    SaveReturned,
+    SaveSkipped,
+    SaveStaged,
+    SaveUnwatched,
+    StateRestored,
+    StepsTimed,
+)
+
+
+class Measure(NamedTuple):
+    """A measure: its name, kind, unit and meaning. A ``duration`` is a histogram where there are such; a ``counter``
+    only rises. `labels` are the names of its labels."""
+
+    name: str
+    kind: Literal["duration", "counter", "gauge"]
+    unit: Literal["seconds", "bytes", ""]
+    meaning: str
+    labels: tuple[str, ...] = ()
+
+
+BLOCKED: Final = Measure("save_blocked", "duration", "seconds", "time for which a save kept training")
+STAGED: Final = Measure("save_staged", "duration", "seconds", "from the call until this rank's part is copied")
+DURABLE: Final = Measure("save_durable", "duration", "seconds", "from the call until the checkpoint is durable")
+SAVES: Final = Measure("saves", "counter", "", "saves by the way in which they ended", ("outcome",))
+DELAYS: Final = Measure("save_delays", "counter", "", "failed tries to make a checkpoint durable")
+SAVED: Final = Measure("saved", "counter", "bytes", "bytes of this rank's parts of durable checkpoints")
+DURABLE_STEP: Final = Measure("durable_step", "gauge", "", "step of the newest durable checkpoint")
+RECOVERY_POINT: Final = Measure(
+    "recovery_point_timestamp", "gauge", "seconds", "when the state of the newest durable checkpoint was taken"
+)
+RESTORE: Final = Measure("restore", "duration", "seconds", "time of a restore, by tier", ("tier",))
+STEP: Final = Measure(
+    "step", "gauge", "seconds", "median time of recent steps, with and without a save under way", ("saving",)
+)
+DROPPED: Final = Measure("events_dropped", "counter", "", "events that listeners were too slow to hear")
+MEASURES: Final = (
+    *(BLOCKED, STAGED, DURABLE, SAVES, DELAYS, SAVED),
+    *(DURABLE_STEP, RECOVERY_POINT, RESTORE, STEP, DROPPED),
+)
+
+_OUTCOMES: Final = {
+    SaveCommitted: "committed",
+    SaveSkipped: "skipped",
+    SaveFailed: "failed",
+    SaveUnwatched: "unwatched",
+}
+
+
+class Reading(NamedTuple):
+    """A new value of a measure: of a duration or a gauge; for a counter, the amount by which it rises."""
+
+    measure: Measure
+    value: float
+    labels: tuple[str, ...] = ()
+
+
+class _Begun(NamedTuple):
+    clock_s: float
+    unix_s: float
+
+
+class Readings:
+    """Turns the events of one process into readings. It remembers when saves that are under way began."""
+
+    def __init__(self) -> None:
+        self._begun: dict[tuple[EventSource, int], _Begun] = {}
+
+    def of(self, event: Event, source: EventSource) -> list[Reading]:
+        """The readings that `event` gives."""
+        match event:
+            case SaveBegun():
+                self._begun.setdefault((source, event.step), _Begun(event.at.clock_s, event.at.unix_s))
+                return []
+            case SaveReturned():
+                return [Reading(BLOCKED, event.blocked_s)]
+            case SaveStaged():
+                begun = self._begun.get((source, event.step))
+                return [] if begun is None else [Reading(STAGED, event.at.clock_s - begun.clock_s)]
+            case SaveDelayed() | EventsDropped():
+                return [Reading(DELAYS, 1) if isinstance(event, SaveDelayed) else Reading(DROPPED, event.number)]
+            case SaveCommitted() | SaveSkipped() | SaveFailed() | SaveUnwatched():
+                return [Reading(SAVES, 1, (_OUTCOMES[type(event)],)), *self._ended(event, source)]
+            case StepsTimed():
+                quiet, saving = Reading(STEP, event.quiet_s, ("no",)), Reading(STEP, event.saving_s, ("yes",))
+                return [*([quiet] if event.num_quiet else []), *([saving] if event.num_saving else [])]
+            case StateRestored() if event.report.load is not None and event.report.tier is not None:
+                return [Reading(RESTORE, sum(event.report.load.seconds.values()), (event.report.tier,))]
+            case _:
+                return []
+
+    def _ended(
+        self, event: SaveCommitted | SaveSkipped | SaveFailed | SaveUnwatched, source: EventSource
+    ) -> list[Reading]:
+        begun = self._begun.pop((source, event.step), None)
+        if not isinstance(event, SaveCommitted):
+            return []
+        found = [Reading(SAVED, event.nbytes), Reading(DURABLE_STEP, event.step)]
+        if begun is not None:
+            durable_s = event.at.clock_s - begun.clock_s
+            found += [Reading(DURABLE, durable_s), Reading(RECOVERY_POINT, begun.unix_s)]
+        return found

@@ -1,0 +1,54 @@
+"""Events as metrics of Prometheus."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from holdfast.checkpointer.events import Event, EventSource
+from holdfast.observing.measures import MEASURES, Reading, Readings
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+#: From a millisecond, as a save into memory takes, to the hour of a slow store.
+_BUCKETS_S: Final = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 60, 120, 300, 600, 1800, 3600)
+
+
+class PrometheusMetrics:
+    """Keeps metrics of Prometheus, called ``holdfast_...``, in `registry` (default: the global one), with the label
+    ``rank``. Your program serves them (``prometheus_client.start_http_server``) or writes them to a file of the node
+    exporter. Needs the package ``prometheus_client``, as in ``pip install holdfast[prometheus]``.
+    """
+
+    def __init__(self, registry: CollectorRegistry | None = None) -> None:
+        from prometheus_client import REGISTRY, Counter, Gauge, Histogram
+
+        to = REGISTRY if registry is None else registry
+        self._readings = Readings()
+        self._metrics: dict[str, Counter | Gauge | Histogram] = {}
+        for each in MEASURES:
+            labels = ("rank", *each.labels)
+            name = f"holdfast_{each.name}"
+            if each.kind == "duration":
+                self._metrics[each.name] = Histogram(
+                    name, each.meaning, labels, unit=each.unit, registry=to, buckets=_BUCKETS_S
+                )
+            else:
+                kind = Counter if each.kind == "counter" else Gauge
+                self._metrics[each.name] = kind(name, each.meaning, labels, unit=each.unit, registry=to)
+
+    def hear(self, event: Event, source: EventSource) -> None:
+        """Update the metrics with the readings of `event`."""
+        for reading in self._readings.of(event, source):
+            self._note(reading, source)
+
+    def _note(self, reading: Reading, source: EventSource) -> None:
+        from prometheus_client import Counter, Gauge
+
+        metric = self._metrics[reading.measure.name].labels(str(source.rank), *reading.labels)
+        if isinstance(metric, Counter):
+            metric.inc(reading.value)
+        elif isinstance(metric, Gauge):
+            metric.set(reading.value)
+        else:
+            metric.observe(reading.value)

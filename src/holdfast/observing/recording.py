@@ -1,0 +1,108 @@
+"""From events to the records that files and logs hold."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from holdfast.checkpointer.events import (
+    Event,
+    EventsDropped,
+    EventSource,
+    SaveBegun,
+    SaveCommitted,
+    SaveDelayed,
+    SaveFailed,
+    SaveMemoryReady,
+    SavePlaced,
+    SaveReturned,
+    SaveSkipped,
+    SaveStaged,
+    SaveUnwatched,
+    StateRestored,
+    StepsTimed,
+)
+from holdfast.telemetry.event_record import EventRecord
+
+
+def record_of(event: Event, source: EventSource) -> EventRecord:
+    """The record of `event`."""
+    place, tier = _where(event)
+    error, message = _trouble(event)
+    return EventRecord(
+        event=type(event).__name__,
+        unix_s=event.at.unix_s,
+        clock_s=event.at.clock_s,
+        run=source.run,
+        rank=source.rank,
+        world_size=source.world_size,
+        host=source.host,
+        process=source.process,
+        step=step_of(event),
+        place=place,
+        tier=tier,
+        seconds=dict(_seconds(event)),
+        numbers=_numbers(event),
+        error=error,
+        message=message,
+    )
+
+
+def step_of(event: Event) -> int | None:
+    """The step that `event` is about; None if it is about none."""
+    if isinstance(event, EventsDropped):
+        return None
+    return event.report.step if isinstance(event, StateRestored) else event.step
+
+
+def _where(event: Event) -> tuple[str, str]:
+    """The place of the checkpoint, and the tier, as far as `event` tells them."""
+    match event:
+        case SaveBegun():
+            return "", event.tier
+        case SavePlaced():
+            return str(event.place), ""
+        case StateRestored():
+            return event.report.place or "", event.report.tier or ""
+        case _:
+            return "", ""
+
+
+def _seconds(event: Event) -> Mapping[str, float]:
+    match event:
+        case SaveMemoryReady():
+            return {"memory": event.waited_s}
+        case SaveReturned():
+            return {"blocked": event.blocked_s}
+        case SaveCommitted():
+            return event.seconds
+        case StepsTimed():
+            return {"quiet": event.quiet_s, "saving": event.saving_s}
+        case StateRestored() if event.report.load is not None:
+            return event.report.load.seconds
+        case _:
+            return {}
+
+
+def _numbers(event: Event) -> dict[str, int]:
+    match event:
+        case SaveStaged() | SaveCommitted():
+            return {"nbytes": event.nbytes}
+        case StepsTimed():
+            return {"quiet": event.num_quiet, "saving": event.num_saving}
+        case EventsDropped():
+            return {"dropped": event.number}
+        case StateRestored() if event.report.load is not None:
+            return {"nbytes": event.report.load.read_nbytes}
+        case _:
+            return {}
+
+
+def _trouble(event: Event) -> tuple[str, str]:
+    """The code and the message of the trouble that `event` tells of."""
+    match event:
+        case SaveDelayed():
+            return "", event.trouble
+        case SaveSkipped() | SaveUnwatched() | SaveFailed():
+            return event.error.code, event.error.message
+        case _:
+            return "", ""

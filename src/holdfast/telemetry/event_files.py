@@ -1,0 +1,79 @@
+"""Files of recorded events: one of each process, one line for each event, in a folder beside the run."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import msgspec
+
+from holdfast.decoding import decode_json
+from holdfast.errors import NotFoundError
+from holdfast.store.base import Location
+from holdfast.telemetry.event_record import EventRecord
+
+SUFFIX: Final = ".jsonl"
+#: Most bytes that are read of all files of a folder together, and the least that are read of each: the newest ones.
+MOST_NBYTES: Final = 128 * 2**20
+_LEAST_NBYTES: Final = 4096
+
+
+class RecordedEvents(NamedTuple):
+    """The events in a folder, in the order in which each process recorded them. `num_damaged` lines cannot be read, and
+    of `num_cut` files only the newest part was read."""
+
+    records: list[EventRecord]
+    num_damaged: int = 0
+    num_cut: int = 0
+
+
+def folder_beside(run: Location) -> Path | None:
+    """The folder in which the events of `run` are recorded unless the user names another one: ``<run>.events``, beside
+    the run. None for a run that is in no folder."""
+    folder = run.folder
+    return None if folder is None else folder.with_name(f"{folder.name}.events")
+
+
+def read_events(folder: Path, *, most_nbytes: int = MOST_NBYTES) -> RecordedEvents:
+    """The events that are recorded in `folder`; none where there is no such folder. If its files are larger than
+    `most_nbytes`, the newest part of each is read. Raises `OSError` for a file that cannot be read."""
+    records: list[EventRecord] = []
+    num_damaged = num_cut = 0
+    paths = sorted(folder.glob(f"*{SUFFIX}"))
+    share = max(most_nbytes // max(len(paths), 1), _LEAST_NBYTES)
+    for path in paths:
+        try:
+            lines, is_cut = _newest_lines(path, share)
+        except FileNotFoundError:  # somebody has just deleted it, which is allowed
+            continue
+        num_cut += is_cut
+        for line in lines:
+            try:
+                records.append(decode_json(line, EventRecord))
+            except msgspec.DecodeError:
+                num_damaged += 1
+    return RecordedEvents(records, num_damaged, num_cut)
+
+
+def no_events(folder: Path | None, run: str) -> NotFoundError:
+    """The error for a run of which no events are recorded in `folder`."""
+    return NotFoundError(
+        f"no events of '{run}' are recorded in '{folder}'." if folder else f"'{run}' has no folder of recorded events.",
+        code="not_found.events",
+        action="Give the Checkpointer listeners=[holdfast.observing.JsonLines()], and name the folder with --events "
+        "if it has another one.",
+        path=run,
+    )
+
+
+def _newest_lines(path: Path, most_nbytes: int) -> tuple[list[bytes], bool]:
+    """The last whole lines of a file, `most_nbytes` of them at most, and whether others come before them. The process
+    may be writing a line now, or may have been killed while it did: so the part after the last newline is no line."""
+    with path.open("rb") as file:
+        nbytes = file.seek(0, os.SEEK_END)
+        file.seek(max(nbytes - most_nbytes, 0))
+        data = file.read(most_nbytes)
+    lines = data.split(b"\n")[:-1]
+    is_cut = nbytes > most_nbytes
+    return lines[1:] if is_cut else lines, is_cut

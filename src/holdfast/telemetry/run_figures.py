@@ -1,0 +1,205 @@
+"""The figures of a run that the page and the screen show, from its history and its recorded events."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from statistics import median
+from typing import Final, NamedTuple
+
+from holdfast.errors import CorruptError, NotFoundError
+from holdfast.format.records import Commit, Epoch, Place
+from holdfast.run.history import Run
+from holdfast.telemetry.rank_saves import RankSave, RankSteps
+
+#: What the heat map shows beside the phases: how long the call kept training, and the whole until it is durable.
+BLOCKED, DURABLE = "blocked", "durable"
+#: The phases in their order: of saves into memory, then of saves to storage.
+_PHASES: Final = ("agree", "memory", "copy", "seal", "store", "describe", "plan", "compare", "write", "commit")
+
+
+class RecordedHistory(NamedTuple):
+    """The commits of a run, newest first, its head, and the epochs that can be read. `num_unreadable` counts records
+    that cannot."""
+
+    commits: list[Commit]
+    head: Place | None
+    epochs: list[Epoch]
+    num_unreadable: int
+
+
+def recorded_history(run: Run) -> RecordedHistory:
+    """Read the records of `run`. Those that are damaged are counted, and `holdfast doctor` says more about them."""
+    commits: list[Commit] = []
+    epochs: list[Epoch] = []
+    num_unreadable = 0
+    for place in run.places():
+        try:
+            commits.append(run.commit(place))
+        except (CorruptError, NotFoundError):
+            num_unreadable += 0 if run.is_removed(place) else 1
+    for number in run.epochs():
+        try:
+            epochs.append(run.epoch(number))
+        except (CorruptError, NotFoundError):
+            num_unreadable += 1
+    try:
+        head = run.head_place()
+    except CorruptError:
+        head = None
+    return RecordedHistory(commits, head, epochs, num_unreadable)
+
+
+@dataclass(frozen=True)
+class JobSave:
+    """One save of a job: what each of its ranks recorded of it."""
+
+    step: int
+    by_rank: dict[int, RankSave]
+
+    @property
+    def ranks(self) -> Collection[RankSave]:
+        """The records of all ranks, in no order."""
+        return self.by_rank.values()
+
+    @property
+    def place(self) -> str:
+        """The place of the checkpoint; "" before ranks have agreed on one."""
+        return next((each.place for each in self.ranks if each.place), "")
+
+    def has_room_for(self, save: RankSave) -> bool:
+        """Whether `save`, of the same step, is another rank's part of this one."""
+        return save.rank not in self.by_rank and (not save.place or self.place in ("", save.place))
+
+    @property
+    def begun_s(self) -> float:
+        """When the first rank began."""
+        return min(each.begun_s for each in self.ranks)
+
+    @property
+    def blocked_s(self) -> float:
+        """The time for which the save kept training: that of the slowest rank."""
+        return max((each.blocked.seconds for each in self.ranks if each.blocked is not None), default=0.0)
+
+    @property
+    def durable_at_s(self) -> float | None:
+        """When the checkpoint was durable, as the first rank saw it; None if it is not."""
+        return min(
+            (each.ended_s for each in self.ranks if each.ended_s is not None and each.outcome == "committed"),
+            default=None,
+        )
+
+    @property
+    def durable_s(self) -> float | None:
+        """The time from the first call until the checkpoint was durable; None if it is not."""
+        return None if self.durable_at_s is None else self.durable_at_s - self.begun_s
+
+    @property
+    def nbytes(self) -> int:
+        """The size of all parts."""
+        return sum(each.nbytes for each in self.ranks)
+
+    @property
+    def outcome(self) -> str:
+        """The end of the save: committed if one rank saw that, else the end that most ranks saw."""
+        outcomes = [each.outcome for each in self.ranks]
+        return "committed" if "committed" in outcomes else max(outcomes, key=outcomes.count)
+
+    @property
+    def trouble(self) -> str:
+        """The first trouble that a rank tells of."""
+        return next((each.trouble for each in self.ranks if each.trouble), "")
+
+
+def job_saves(saves: Iterable[RankSave]) -> list[JobSave]:
+    """Put what the ranks recorded of each save together, in the order of time.
+
+    A step that was saved again, after a restart, is another save: it has another place, and a rank takes part once. A
+    rank that has not agreed on a place yet, or ended before, belongs to the newest save that lacks this rank.
+    """
+    found: list[JobSave] = []
+    newest: dict[int, JobSave] = {}
+    for each in sorted(saves, key=lambda save: save.begun_s):
+        save = newest.get(each.step)
+        if save is None or not save.has_room_for(each):
+            save = newest[each.step] = JobSave(each.step, {})
+            found.append(save)
+        save.by_rank[each.rank] = each
+    return found
+
+
+class HeatRow(NamedTuple):
+    """One phase in the heat map: the median time on each rank that recorded it."""
+
+    phase: str
+    seconds: Mapping[int, float]
+
+    @property
+    def typical_s(self) -> float:
+        """The time on the rank in the middle."""
+        return median(self.seconds.values())
+
+
+def heat_rows(saves: Iterable[RankSave]) -> list[HeatRow]:
+    """The rows of the heat map, over committed saves."""
+    found: dict[str, dict[int, list[float]]] = {}
+    for save in saves:
+        if save.durable_s is None:
+            continue
+        seconds = {DURABLE: save.durable_s, **save.seconds()}
+        if save.blocked is not None:
+            seconds[BLOCKED] = save.blocked.seconds
+        for phase, duration_s in seconds.items():
+            found.setdefault(phase, {}).setdefault(save.rank, []).append(duration_s)
+    known = [phase for phase in (BLOCKED, *_PHASES) if phase in found]
+    others = sorted(found.keys() - {*known, DURABLE})
+    return [
+        HeatRow(phase, {rank: median(each) for rank, each in sorted(found[phase].items())})
+        for phase in (*known, *others, DURABLE)
+        if phase in found
+    ]
+
+
+class RecoveryPoint(NamedTuple):
+    """A moment, in unix seconds, and how old the newest durable state was then."""
+
+    at_s: float
+    age_s: float
+
+
+def recovery_points(saves: Iterable[JobSave]) -> list[RecoveryPoint]:
+    """The age of the newest durable state over time: it rises until a checkpoint is durable, and then falls to the time
+    that this checkpoint took."""
+    points: list[RecoveryPoint] = []
+    newest_s: float | None = None
+    durable = [(save.durable_at_s, save.begun_s) for save in saves if save.durable_at_s is not None]
+    for durable_at_s, begun_s in sorted(durable):
+        if newest_s is not None and begun_s <= newest_s:
+            continue
+        if newest_s is not None:
+            points.append(RecoveryPoint(durable_at_s, durable_at_s - newest_s))
+        newest_s = begun_s
+        points.append(RecoveryPoint(durable_at_s, durable_at_s - begun_s))
+    return points
+
+
+class StepFigures(NamedTuple):
+    """The median times of steps without a save under way, and with one."""
+
+    quiet_s: float
+    saving_s: float
+    num_saving: int
+
+    @property
+    def slowdown(self) -> float:
+        """The share by which a save under way slows a step down."""
+        return self.saving_s / self.quiet_s - 1 if self.quiet_s else 0.0
+
+
+def step_figures(steps: Iterable[RankSteps]) -> StepFigures | None:
+    """The figures of all steps; None where there were none of one of the two kinds."""
+    found = list(steps)
+    quiet = [each.quiet_s for each in found if each.num_quiet]
+    saving = [each.saving_s for each in found if each.num_saving]
+    num_saving = sum(each.num_saving for each in found)
+    return StepFigures(median(quiet), median(saving), num_saving) if quiet and saving else None

@@ -1,0 +1,205 @@
+"""Listeners hear events in their order, in a thread of their own, and never disturb training."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import holdfast
+from holdfast.checkpointer import relay as relay_module
+from holdfast.checkpointer.events import (
+    Event,
+    EventsDropped,
+    EventSource,
+    SaveBegun,
+    SaveCommitted,
+    SaveFailed,
+    SavePlaced,
+    SaveReturned,
+    SaveSealed,
+    SaveStaged,
+    StateRestored,
+    StepsTimed,
+)
+from holdfast.checkpointer.relay import Relay
+
+SOURCE = EventSource("runs/a", 0, 1, "node", 1)
+
+
+class Recorder:
+    """A listener that keeps what it hears."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.sources: list[EventSource] = []
+        self.threads: set[int] = set()
+
+    def hear(self, event: Event, source: EventSource) -> None:
+        self.events.append(event)
+        self.sources.append(source)
+        self.threads.add(threading.get_ident())
+
+    def of(self, *kinds: type[Event]) -> list[Event]:
+        return [event for event in self.events if isinstance(event, kinds)]
+
+
+class Failing:
+    """A listener that raises."""
+
+    def hear(self, event: Event, source: EventSource) -> None:
+        raise OSError("the disk of the log is full")
+
+
+def state() -> dict[str, object]:
+    return {"w": torch.ones(4)}
+
+
+def test_a_listener_hears_a_save_to_storage_from_its_call_to_its_return(run: str) -> None:
+    heard = Recorder()
+    with holdfast.Checkpointer(run, state(), memory=None, listeners=[heard]) as checkpointer:
+        checkpointer.save(3)
+    assert [type(event) for event in heard.events] == [SaveBegun, SavePlaced, SaveStaged, SaveCommitted, SaveReturned]
+    committed = heard.events[3]
+    assert isinstance(committed, SaveCommitted)
+    assert {"write", "commit"} <= committed.seconds.keys()
+    assert set(heard.sources) == {heard.sources[0]}
+    assert heard.sources[0][:3] == (run, 0, 1)
+
+
+def test_a_listener_hears_a_save_into_memory_until_it_is_durable(run: str, memory: holdfast.Memory) -> None:
+    heard = Recorder()
+    with holdfast.Checkpointer(run, state(), memory=memory, listeners=[heard]) as checkpointer:
+        handle = checkpointer.save(3)
+        handle.durable.wait(60)
+    kinds = [type(event) for event in heard.events]
+    assert kinds[0] is SaveBegun
+    assert {SavePlaced, SaveStaged, SaveReturned, SaveCommitted} <= set(kinds)
+    (returned,) = heard.of(SaveReturned)
+    assert isinstance(returned, SaveReturned)
+    assert returned.blocked_s == handle.blocked_s > 0
+
+
+def test_moments_rise_and_listeners_are_called_in_another_thread(run: str) -> None:
+    heard = Recorder()
+    before_s = time.time()
+    with holdfast.Checkpointer(run, state(), memory=None, listeners=[heard]) as checkpointer:
+        checkpointer.save(3)
+        checkpointer.save(4)
+    clocks = [event.at.clock_s for event in heard.events]
+    assert clocks == sorted(clocks)
+    assert all(before_s <= event.at.unix_s <= time.time() for event in heard.events)
+    assert heard.threads
+    assert threading.get_ident() not in heard.threads
+
+
+def test_a_listener_hears_of_a_restore(run: str) -> None:
+    with holdfast.Checkpointer(run, state(), memory=None) as checkpointer:
+        checkpointer.save(3)
+    heard = Recorder()
+    with holdfast.Checkpointer(run, state(), memory=None, listeners=[heard]) as checkpointer:
+        checkpointer.restore()
+    (restored,) = heard.of(StateRestored)
+    assert isinstance(restored, StateRestored)
+    assert restored.report.step == 3
+
+
+def test_a_listener_hears_the_times_of_steps_with_and_without_a_save(run: str) -> None:
+    heard = Recorder()
+    policy = holdfast.EverySteps(5)
+    with holdfast.Checkpointer(run, state(), memory=None, save=policy, listeners=[heard]) as checkpointer:
+        for step in range(10):
+            time.sleep(0.002)
+            checkpointer.step(step)
+    first, second = heard.of(StepsTimed)
+    assert isinstance(first, StepsTimed)
+    assert isinstance(second, StepsTimed)
+    assert (first.step, first.num_quiet, first.num_saving) == (5, 5, 0)  # nothing says when step 0 began
+    assert (second.step, second.num_quiet, second.num_saving) == (9, 4, 0)
+    assert 0.002 <= first.quiet_s < 1
+
+
+def test_the_step_after_a_save_into_memory_counts_as_one_with_a_save(run: str, memory: holdfast.Memory) -> None:
+    heard = Recorder()
+    policy = holdfast.EverySteps(2)
+    with holdfast.Checkpointer(run, state(), memory=memory, save=policy, listeners=[heard]) as checkpointer:
+        checkpointer.restore()  # which starts the keeper
+        for step in range(4):
+            checkpointer.step(step)
+    counts = [(event.num_quiet, event.num_saving) for event in heard.events if isinstance(event, StepsTimed)]
+    assert counts == [(2, 0), (0, 1)]
+
+
+def test_a_save_that_fails_is_heard_of_too(run: str) -> None:
+    heard = Recorder()
+    checkpointer = holdfast.Checkpointer(run, {"w": threading.Lock()}, memory=None, listeners=[heard])
+    with pytest.raises(holdfast.StateError):
+        checkpointer.save(3)
+    checkpointer.close()
+    (failed,) = heard.of(SaveFailed)
+    assert isinstance(failed, SaveFailed)
+    assert failed.is_raised
+
+
+def test_a_listener_that_raises_disturbs_neither_saves_nor_other_listeners(
+    run: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    heard = Recorder()
+    with (
+        caplog.at_level(logging.WARNING, "holdfast"),
+        holdfast.Checkpointer(run, state(), memory=None, listeners=[Failing(), heard]) as checkpointer,
+    ):
+        checkpointer.save(3)
+    assert len(heard.of(SaveCommitted)) == 1
+    (line,) = [record for record in caplog.records if "failed to hear" in record.message]
+    assert "SaveBegun" in line.message
+
+
+def test_a_slow_listener_loses_events_and_hears_how_many(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(relay_module, "_MOST", 3)
+    go_on, is_busy = threading.Event(), threading.Event()
+    heard = Recorder()
+
+    class Slow:
+        def hear(self, event: Event, source: EventSource) -> None:
+            is_busy.set()
+            go_on.wait(30)
+
+    relay = Relay([Slow(), heard], lambda: SOURCE)
+    relay.hear(SaveSealed(0))
+    is_busy.wait(30)
+    for step in range(1, 10):
+        relay.hear(SaveSealed(step))
+    go_on.set()
+    relay.close(30)
+    assert heard.events == [*(SaveSealed(step) for step in range(4)), EventsDropped(6)]
+    assert "6 events were dropped" in caplog.text
+
+
+def test_the_end_of_a_checkpointer_does_not_wait_for_ever(caplog: pytest.LogCaptureFixture) -> None:
+    forever = threading.Event()
+
+    class Stuck:
+        def hear(self, event: Event, source: EventSource) -> None:
+            forever.wait(30)
+
+    relay = Relay([Stuck()], lambda: SOURCE)
+    relay.hear(SaveSealed(0))
+    begun_s = time.monotonic()
+    relay.close(0.05)
+    assert time.monotonic() - begun_s < 5
+    assert "have not heard all" in caplog.text
+    forever.set()
+
+
+def test_a_listener_must_be_able_to_hear(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="has a method hear"):
+        holdfast.Checkpointer(tmp_path, {}, listeners=[print])  # type: ignore[list-item]
+    with pytest.raises(TypeError, match="listeners is a list"):
+        holdfast.Checkpointer(tmp_path, {}, listeners=Recorder())  # type: ignore[arg-type]

@@ -1,0 +1,116 @@
+"""``holdfast report``, ``trace`` and ``top``: from a real run with recorded events."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import holdfast
+from holdfast.observing import JsonLines
+from tests.support.command_line import INTERRUPT, at_terminal, holdfast_command
+from tests.support.recorded_job import RankClock, recorded_save, write_records
+
+
+@pytest.fixture
+def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A run with three checkpoints, and its events beside it."""
+    monkeypatch.chdir(tmp_path)
+    state = {"w": torch.ones(1000)}
+    policy = holdfast.EverySteps(10)
+    with holdfast.Checkpointer("runs/gpt", state, memory=None, save=policy, listeners=[JsonLines()]) as checkpointer:
+        for step in checkpointer.steps(30):
+            checkpointer.step(step)
+    return "runs/gpt"
+
+
+def test_the_page_is_written_and_named(recorded: str) -> None:
+    done = holdfast_command("report", recorded)
+    assert (done.status, done.lines) == (0, ["wrote gpt-report.html"])
+    text = Path("gpt-report.html").read_text()
+    assert "<h2>Ranks and phases</h2>" in text
+    assert "step 29" in text
+
+
+def test_the_page_goes_where_it_is_wanted_from_events_that_were_moved(recorded: str) -> None:
+    Path("runs/gpt.events").rename("elsewhere")
+    done = holdfast_command("report", recorded, "--events", "elsewhere", "--out", "page.html")
+    assert (done.status, done.lines) == (0, ["wrote page.html"])
+    assert "<h2>Timelines</h2>" in Path("page.html").read_text()
+
+
+def test_events_are_found_when_a_link_leads_to_the_run(recorded: str) -> None:
+    Path("newest").symlink_to("runs/gpt")
+    done = holdfast_command("report", "newest")
+    assert (done.status, done.lines) == (0, ["wrote newest-report.html"])
+    assert "<h2>Timelines</h2>" in Path("newest-report.html").read_text()
+
+
+def test_a_page_without_events_says_how_to_record_them(recorded: str) -> None:
+    Path("runs/gpt.events").rename("elsewhere")
+    done = holdfast_command("report", recorded)
+    assert done.status == 0
+    assert "the page has no times" in done.err
+    assert "listeners=[holdfast.observing.JsonLines()]" in Path("gpt-report.html").read_text()
+
+
+def test_a_page_that_cannot_be_written_is_an_error(recorded: str) -> None:
+    done = holdfast_command("report", recorded, "--out", "no/such/folder.html")
+    assert done.status == 3
+    assert "storage.output" in done.err
+
+
+def test_events_that_cannot_be_read_are_an_error(recorded: str) -> None:
+    Path("runs/gpt.events/rank-00009.jsonl").mkdir()
+    done = holdfast_command("report", recorded)
+    assert done.status == 3
+    assert "storage.events" in done.err
+
+
+def test_the_trace_has_the_phases_of_all_saves(recorded: str) -> None:
+    done = holdfast_command("trace", recorded)
+    assert (done.status, done.lines) == (0, ["wrote gpt-trace.json"])
+    events = json.loads(Path("gpt-trace.json").read_text())["traceEvents"]
+    assert [each["name"] for each in events].count("write") == 3
+    assert [each["name"] for each in events if each["cat"] == "whole"] == [
+        "nothing to restore",
+        *(f"step {step}" for step in (10, 20, 29)),
+    ]
+
+
+@pytest.mark.parametrize("command", ["trace", "top"])
+def test_without_events_there_is_nothing_to_show(recorded: str, command: str) -> None:
+    Path("runs/gpt.events").rename("elsewhere")
+    done = holdfast_command(command, recorded)
+    assert done.status == 3
+    assert "not_found.events" in done.err
+
+
+def test_top_shows_the_newest_saves_once_where_there_is_no_terminal(recorded: str) -> None:
+    done = holdfast_command("top", recorded)
+    assert done.status == 0
+    assert done.lines[0].endswith("runs/gpt: the head is step 29 at 1.3")
+    assert done.lines[1].startswith("newest durable state: ")
+    rows = [line.split()[:2] for line in done.lines[3:]]
+    assert rows == [["29", "1.3"], ["20", "1.2"], ["10", "1.1"]]
+
+
+def test_top_shows_what_ranks_do_for_the_save_under_way(recorded: str) -> None:
+    records = [
+        *list(recorded_save(RankClock(0, 3), 0))[:5],  # sealed
+        *list(recorded_save(RankClock(1, 3), 0))[:3],  # agreed
+        *list(recorded_save(RankClock(2, 3), 0))[:2],  # begun
+    ]
+    write_records(Path("live"), records)
+    done = holdfast_command("top", recorded, "--events", "live")
+    assert done.status == 0
+    assert any(line.endswith(": 1 rank in store, 1 rank in copy, 1 rank in agree") for line in done.lines)
+
+
+def test_top_goes_on_at_a_terminal_until_somebody_interrupts_it(recorded: str) -> None:
+    done = at_terminal("top", recorded, answer=INTERRUPT, when="outcome")
+    assert done.status == 0
+    assert "the head is step 29 at 1.3" in done.out
+    assert "Traceback" not in done.out

@@ -1,0 +1,49 @@
+"""Files of events are read as far as they can be read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from holdfast.store.base import Location
+from holdfast.telemetry.event_files import folder_beside, read_events
+from tests.support.recorded_job import recorded_job, write_records
+
+
+def test_what_was_written_is_read(tmp_path: Path) -> None:
+    records = recorded_job()
+    write_records(tmp_path, records)
+    assert read_events(tmp_path) == (records, 0, 0)
+
+
+def test_a_line_that_a_kill_tore_is_left_out(tmp_path: Path) -> None:
+    records = recorded_job(num_ranks=1)
+    write_records(tmp_path, records)
+    (path,) = tmp_path.iterdir()
+    path.write_bytes(path.read_bytes()[:-20])
+    assert read_events(tmp_path) == (records[:-1], 0, 0)
+
+
+def test_damaged_lines_are_counted(tmp_path: Path) -> None:
+    records = recorded_job(num_ranks=1)
+    write_records(tmp_path, records)
+    (path,) = tmp_path.iterdir()
+    path.write_bytes(b'{"event": 3}\n\xff\xfe\n' + path.read_bytes())
+    assert read_events(tmp_path) == (records, 2, 0)
+
+
+def test_of_large_files_the_newest_part_is_read(tmp_path: Path) -> None:
+    records = recorded_job(num_ranks=1, num_saves=300)
+    write_records(tmp_path, records)
+    found = read_events(tmp_path, most_nbytes=70_000)
+    assert 0 < len(found.records) < len(records)
+    assert found.records == records[-len(found.records) :]
+    assert (found.num_damaged, found.num_cut) == (0, 1)
+
+
+def test_no_folder_holds_no_events(tmp_path: Path) -> None:
+    assert read_events(tmp_path / "none") == ([], 0, 0)
+
+
+def test_events_lie_beside_a_run_that_is_a_folder() -> None:
+    assert folder_beside(Location("/shared/runs/gpt")) == Path("/shared/runs/gpt.events")
+    assert folder_beside(Location("memory://gpt")) is None
