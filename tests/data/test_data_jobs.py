@@ -53,6 +53,10 @@ def kill_after(ranks: list[subprocess.Popen[bytes]], folder: Path, life: int, nu
         assert time.monotonic() < end_s
         assert all(rank.poll() is None for rank in ranks)
         time.sleep(0.005)
+    kill(ranks)
+
+
+def kill(ranks: list[subprocess.Popen[bytes]]) -> None:
     for rank in ranks:
         rank.kill()
     for rank in ranks:
@@ -98,8 +102,7 @@ def run_killed(kind: str, folder: Path, node_dir: Path, worlds: list[int]) -> tu
             else:
                 assert [rank.wait(DEADLINE_S) for rank in ranks] == [0] * world_size
         finally:
-            for rank in ranks:
-                rank.kill()
+            kill(ranks)
     ends = [lines_of(folder, len(worlds) - 1, rank)[last] for rank in range(worlds[-1])]
     return trained(kind, folder, worlds, last), {int(str(number)) % (1 << 64) for end in ends for number in end}
 
