@@ -27,7 +27,7 @@ from holdfast.errors import (
 )
 
 if TYPE_CHECKING:
-    from holdfast import mapping
+    from holdfast import data, mapping
     from holdfast.checkpointer import Checkpointer, Memory
     from holdfast.checkpointer.handle import Handle
     from holdfast.checkpointer.restore_report import RestoreReport
@@ -137,6 +137,7 @@ __all__ = [
     "StorageError",
     "TransferReport",
     "View",
+    "data",
     "load",
     "ls",
     "mapping",
@@ -160,8 +161,8 @@ def __getattr__(name: str) -> object:
         from importlib.metadata import version
 
         return version("holdfast")
-    if name == "mapping":
-        return importlib.import_module("holdfast.mapping")
+    if name in ("data", "mapping"):
+        return importlib.import_module(f"holdfast.{name}")
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'holdfast' has no attribute {name!r}")

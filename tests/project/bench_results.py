@@ -169,6 +169,12 @@ def prune_result(*, busy_max_s: float = 0.0125) -> Result:
     return Result("prune", (part("deletion", taken, facts={"num_deleted": 1_000}),))
 
 
+def data_result() -> Result:
+    taken = [Sample("holdfast", 1, {"seconds": (0.05,)})]
+    parts = (part(name, taken, facts={"num_samples": 256_000}) for name in ("global", "mixed", "stream"))
+    return Result("data", tuple(parts))
+
+
 def events_result() -> Result:
     names = ("step-without", "step-with", "save-told", "save-heard")
     taken = [Sample(name, 1, {"seconds": (0.05,)}) for name in names]

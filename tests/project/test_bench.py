@@ -35,6 +35,7 @@ from bench.small import bars as small_bars
 from bench.state import parameter_shapes, width_for
 from tests.project.bench_results import (
     SECONDS,
+    data_result,
     engine_result,
     events_result,
     history_result,
@@ -65,6 +66,7 @@ FOUND = {
         history_result(),
         step_result(),
         prune_result(),
+        data_result(),
         events_result(),
     )
 }
