@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 import holdfast
 from holdfast import IncompatibleError
@@ -14,15 +15,12 @@ from holdfast.data import GlobalOrder
 from tests.support.models import start_new_job
 from tests.support.ranks import run_ranks
 
-stateful = pytest.importorskip("torchdata.stateful_dataloader", reason="torchdata is not installed")
-
-
 #: torchdata 0.11 calls it where it makes a loader.
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
 
 
 def loader_of(**options: object) -> Any:
-    loader: Any = stateful.StatefulDataLoader(torch.arange(40), **options)
+    loader: Any = StatefulDataLoader(torch.arange(40), **options)
     return loader
 
 
