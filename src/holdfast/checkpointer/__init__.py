@@ -420,6 +420,12 @@ class Checkpointer:
     @outer(CHECKPOINTER_CLOSE)
     def _give_up(self) -> None:
         """Leave the memory tier, and wait for no save."""
+        if self._loop is not None and self._loop.preemption.is_missed:
+            _log.warning(
+                "an exception ended the loop after a notice of a preemption (%s), so the last step is not saved. If it "
+                "came from a DataLoader whose workers got the signal too: worker_init_fn=holdfast.data.outlive_signals",
+                self._loop.preemption.reason,
+            )
         self._end_loop()
         self._forget_signals()
         self._forget_ended()

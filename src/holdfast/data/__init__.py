@@ -5,8 +5,17 @@ dataset, `MixedOrder` those of several. `ShardedStream` is for samples that only
 """
 
 from holdfast.data.global_order import GlobalOrder
+from holdfast.data.loader_workers import outlive_signals
 from holdfast.data.mixed_order import MixedOrder
 from holdfast.data.packed_tokens import PackedTokens, ShardOfDataset
 from holdfast.data.sharded_stream import ShardedStream, ShardSource
 
-__all__ = ["GlobalOrder", "MixedOrder", "PackedTokens", "ShardOfDataset", "ShardSource", "ShardedStream"]
+__all__ = [
+    "GlobalOrder",
+    "MixedOrder",
+    "PackedTokens",
+    "ShardOfDataset",
+    "ShardSource",
+    "ShardedStream",
+    "outlive_signals",
+]

@@ -11,6 +11,7 @@ import numpy as np
 
 from holdfast.data.batch_share import BatchShare
 from holdfast.data.data_identity import StateValue, check_identity
+from holdfast.data.loader_workers import keep_workers
 from holdfast.data.permutation import Numbers
 from holdfast.errors import ConfigurationError
 
@@ -98,6 +99,7 @@ class BatchOrder(ABC):
                 f"the dataset of the loader has {len(dataset):,} samples, but the order has {self._num_samples:,}; "
                 "make the order with the length of the dataset"
             )
+        keep_workers(loader)
         return self._follow(loader)
 
     def _follow(self, loader: Iterable[T]) -> Iterator[T]:

@@ -12,6 +12,7 @@ from torch.utils.data import IterableDataset, default_collate, get_worker_info
 from holdfast.data.batch_order import refuse_out_of_order
 from holdfast.data.batch_share import batch_share
 from holdfast.data.data_identity import VERSION, StateValue, check_identity, checked_fingerprint
+from holdfast.data.loader_workers import keep_workers
 from holdfast.errors import ConfigurationError
 from holdfast.options import checked_number
 
@@ -192,6 +193,7 @@ class ShardedStream(IterableDataset[tuple[object, _Drawn]]):
                 "workers that outlive an iteration would go on where they are after a load; make the loader with "
                 "persistent_workers=False"
             )
+        keep_workers(loader)
         return self._follow(loader)
 
     def _follow(self, loader: Iterable[Sequence[object]]) -> Iterator[object]:
