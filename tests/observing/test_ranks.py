@@ -52,7 +52,7 @@ def test_a_save_of_all_ranks_is_one_save_with_the_phases_of_each(run: str, node_
     assert all(row.seconds.keys() == {0, 1, 2} for row in rows.values())
     for save in job.saves:
         assert save.durable_s is not None
-        assert 0 < sum(save.seconds().values()) <= save.durable_s + 0.01
+        assert 0 < sum(save.seconds().values()) <= save.durable_s + 0.1  # a busy machine lets time pass between two clocks
         assert all(seconds >= 0 for seconds in save.seconds().values())
 
 

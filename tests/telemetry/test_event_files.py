@@ -27,8 +27,9 @@ def test_damaged_lines_are_counted(tmp_path: Path) -> None:
     records = recorded_job(num_ranks=1)
     write_records(tmp_path, records)
     (path,) = tmp_path.iterdir()
-    path.write_bytes(b'{"event": 3}\n\xff\xfe\n' + path.read_bytes())
-    assert read_events(tmp_path) == (records, 2, 0)
+    brackets = b'{"extra": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+    path.write_bytes(b'{"event": 3}\n\xff\xfe\n' + brackets + b"\n" + path.read_bytes())
+    assert read_events(tmp_path) == (records, 3, 0)
 
 
 def test_of_large_files_the_newest_part_is_read(tmp_path: Path) -> None:

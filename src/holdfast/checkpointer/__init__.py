@@ -38,7 +38,7 @@ from holdfast.checkpointer.observers import Observers
 from holdfast.checkpointer.pruning import CLOSING_S, Pruning
 from holdfast.checkpointer.restore_report import RestoreReport
 from holdfast.checkpointer.restoring import restore
-from holdfast.checkpointer.save_errors import is_unusable, skipped
+from holdfast.checkpointer.save_errors import interrupted, is_unusable, skipped
 from holdfast.checkpointer.save_log import SaveLog, log_restored
 from holdfast.checkpointer.save_machine import SaveMachine
 from holdfast.checkpointer.signals import note_signals
@@ -219,6 +219,9 @@ class Checkpointer:
         except HoldfastError as error:
             machine.fail(error, is_raised=True)
             raise
+        except BaseException:  # Ctrl-C, say: whoever follows the save hears that it has ended
+            machine.fail(interrupted(machine.step), is_raised=True)
+            raise
 
     @outer(CHECKPOINTER_RESTORE)
     def restore(self, *, at: str | None = None, verify: bool = True, fallback: bool = False) -> RestoreReport:
@@ -287,7 +290,7 @@ class Checkpointer:
         loop = self._policy_loop("steps")
         restored = self.restore() if self._restored is None else self._restored
         step = loop.begin(restored.next_step, last=total - 1)
-        while step < total and not loop.preemption.is_agreed:
+        while step < total and not loop.is_over:
             yield step
             step = loop.next_after(step)
 
@@ -313,13 +316,19 @@ class Checkpointer:
             if self._is_first_rank:
                 LOG.info("step %d is being saved: %s", step, reason)
             return self.save(step, metrics=metrics)
+        except DeadlineError as error:
+            if error.code != "timeout.preempted" and loop.preemption.left_s >= self._timeout_s:
+                raise
+            _log.warning("step %d is not saved, because the machine is taken away before: %s", step, error.message)
+            return None
         finally:
             self._observers.step_begins(is_saving=self._is_saving)
 
     @property
     def preempted(self) -> bool:
         """Whether the loop has to end, because a rank was told that its machine is taken away (`OnPreemption`). It
-        changes in `step`, on all ranks in the same one, whose state is being saved."""
+        changes in `step`, on all ranks in the same one, whose state is being saved; or in `interruptible`, which it
+        broke off: the next `step` then saves."""
         return self._was_preempted or (self._loop is not None and self._loop.preemption.is_agreed)
 
     @property
@@ -336,6 +345,7 @@ class Checkpointer:
         as `step`.
         """
         loop = self._policy_loop("interruptible")
+        loop.begin_evaluation()
         for part in parts:
             yield part
             if loop.breaks_off():
@@ -568,6 +578,7 @@ class Checkpointer:
                 is_as_before=is_as_before,
                 when_full=self._when_full,
                 may_begin_anew=self._takeover,
+                left_s=lambda: math.inf if self._loop is None else self._loop.preemption.known_left_s,
             )
             if free.full and self._when_full == "skip":
                 machine.skip(skipped(machine.step, free))

@@ -51,7 +51,7 @@ def read_events(folder: Path, *, most_nbytes: int = MOST_NBYTES) -> RecordedEven
         for line in lines:
             try:
                 records.append(decode_json(line, EventRecord))
-            except msgspec.DecodeError:
+            except (msgspec.DecodeError, RecursionError):  # the latter for a line with thousands of brackets
                 num_damaged += 1
     return RecordedEvents(records, num_damaged, num_cut)
 
