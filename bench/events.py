@@ -93,7 +93,7 @@ def _steps(folder: Path, listeners: tuple[JsonLines, ...], num_steps: int) -> Ca
 def _events() -> tuple[Event, ...]:
     """The events of one save, and of the steps before it."""
     return (
-        StepsTimed(1, 9, 0.1, 1, 0.1),
+        StepsTimed(1, 9, 0.1, 1, 0.1, 0.9, 0.1),
         SaveBegun(1, "node memory", is_first_rank=True),
         SaveReturned(1, 0.004),
         SavePlaced(1, Place(1, 1)),

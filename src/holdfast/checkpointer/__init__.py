@@ -237,7 +237,7 @@ class Checkpointer:
         check_flag("verify", verify)
         check_flag("fallback", fallback)
         self._find_run()
-        with self._turn.taken("restore"):
+        with self._turn.taken("restore"), self._observers.restoring():
             tier = self._shared_tier()
             if tier is not None:
                 tier.join()
@@ -302,6 +302,7 @@ class Checkpointer:
         self._observers.step_ends(step)
         try:
             reason = loop.due(step, metrics)
+            self._observers.note_choice(loop.choice)
             if reason is None:
                 return None
             if self._is_first_rank:
@@ -382,6 +383,7 @@ class Checkpointer:
             return
         refuse_nested(CHECKPOINTER_CLOSE)
         self._is_closed = True
+        self._observers.training_ends()
         left_s = math.inf if self._loop is None else self._loop.preemption.left_s
         self._end_loop()
         try:
@@ -392,7 +394,7 @@ class Checkpointer:
         finally:
             self._forget_signals()
             self._let_go(patience_s=LEAVING_S if left_s < self._timeout_s else None)
-            self._observers.close()
+            self._observers.close(is_early=self._was_preempted)
 
     def __enter__(self) -> Self:
         self._require_open("a with block")
@@ -413,11 +415,12 @@ class Checkpointer:
     @outer(CHECKPOINTER_CLOSE)
     def _give_up(self) -> None:
         """Leave the memory tier, and wait for no save."""
+        self._observers.training_ends()
         self._end_loop()
         self._forget_signals()
         self._forget_ended()
         self._let_go(patience_s=LEAVING_S)
-        self._observers.close()
+        self._observers.close(is_early=True)
 
     def _require_open(self, verb: str) -> None:
         if self._is_closed or sys.is_finalizing():
@@ -464,6 +467,7 @@ class Checkpointer:
         if run != self._run:
             self._run, self._turn = run, turn_in(run)
         self._is_found = True
+        self._observers.open()
 
     def _shared_tier(self) -> MemoryTier | None:
         """The memory tier of this process in the run; None if all saves go to storage."""
