@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
-
-import msgspec
 
 from holdfast.telemetry.event_record import EventRecord
 from holdfast.telemetry.goodput_ledger import Part
@@ -68,7 +65,10 @@ class World:
     state: tuple[Done, ...] = ()
     told: set[Done] = field(default_factory=set)
     sure: set[Done] = field(default_factory=set)
-    seconds: Counter[Part] = field(default_factory=Counter)
+    seconds: dict[Part, float] = field(default_factory=lambda: dict.fromkeys(Part, 0.0))
+    #: The seconds of each step, and those of first steps, which begin with a part of the start.
+    took_s: dict[Done, float] = field(default_factory=dict)
+    first_steps: set[Done] = field(default_factory=set)
     paused_s: float = 0.0
     num_done: int = 0
     num_jobs: int = 0
@@ -76,8 +76,7 @@ class World:
 
     def live(self, job: Job) -> None:
         """Live `job`."""
-        life = _Life(self, job)
-        life.live()
+        _Life(self, job).live()
         self.end = job.end
 
     def steps(self) -> dict[Part, int]:
@@ -89,6 +88,11 @@ class World:
             Part.PROVISIONAL: len(kept - sure),
             Part.WASTED: len(self.told - kept),
         }
+
+    def kept_s(self) -> tuple[float, float]:
+        """The seconds of the steps that are no waste: without first steps, and with them."""
+        kept = self.told & set(self.state)
+        return sum(self.took_s[each] for each in kept - self.first_steps), sum(self.took_s[each] for each in kept)
 
 
 class _Life:
@@ -126,7 +130,9 @@ class _Life:
             self.tell_steps()
             world.now_s += job.waited_s
             world.seconds[Part.SAVE] += job.waited_s
-            self.tell("CheckpointerClosed", seconds={"waited": job.waited_s}, numbers={"early": int(job.end == "early")})
+            self.tell(
+                "CheckpointerClosed", seconds={"waited": job.waited_s}, numbers={"early": int(job.end == "early")}
+            )
         else:  # what it did since its last event is unknown, and part of the time until the next job starts
             world.now_s -= self.since_s
 
@@ -137,9 +143,11 @@ class _Life:
             done = (world.state[-1][0] + 1 if world.state else 0), world.num_done
             world.state = (*world.state, done)
             world.now_s += deed.step_s
+            world.took_s[done] = deed.step_s
             if self.is_first_step:
                 self.tell("FirstStepEnded", step=done[0])
                 world.told.add(done)
+                world.first_steps.add(done)
                 self.is_first_step = False
             else:
                 self.since.append(done)
@@ -221,10 +229,3 @@ class _Life:
                 numbers=numbers or {},
             )
         )
-
-
-def copied(records: Sequence[EventRecord], *, later_s: float) -> list[EventRecord]:
-    """The `records` as if they had happened so much later."""
-    return [
-        msgspec.structs.replace(each, unix_s=each.unix_s + later_s, clock_s=each.clock_s + later_s) for each in records
-    ]

@@ -81,7 +81,8 @@ class Stretch:
         return self.is_restored or self.first is not None or bool(self.saved)
 
 
-class Prediction(NamedTuple):
+@dataclass(frozen=True)
+class Prediction:
     """The prediction of the policy `Auto`: for saves every ``interval_s`` of a job that fails every ``mttf_s``, the
     share `wasted` of the time of training."""
 
