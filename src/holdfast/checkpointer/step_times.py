@@ -10,11 +10,11 @@ from holdfast.checkpointer.events import StepsTimed
 
 #: Most steps that one event is about.
 _MOST: Final = 1000
-#: On the first rank, an event comes after this share of the time since the first one, in seconds between these limits:
-#: if the job is killed, hardly more of its time is unknown.
-_SHARE: Final = 0.01
+#: On the first rank, an event comes after this share of the time since the first step, in seconds between these limits.
+#: If the job is killed, hardly more of its time is unknown, and a day of its events takes some 2 MB.
+_SHARE: Final = 0.005
 _LEAST_S: Final = 0.1
-_MOST_S: Final = 60.0
+_MOST_S: Final = 20.0
 
 
 class StepTimes:
