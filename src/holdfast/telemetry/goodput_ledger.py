@@ -60,7 +60,7 @@ class JobLedger:
     prediction: Prediction | None
 
 
-class Comparison(NamedTuple):
+class WasteComparison(NamedTuple):
     """The shares of the time of training that `Auto` expected saves and work done again to take, and that they took."""
 
     predicted: float
@@ -101,14 +101,14 @@ class RunLedger:
         return sum(job.end != "closed" for job in self.jobs[:-1])
 
     @property
-    def comparison(self) -> Comparison | None:
+    def comparison(self) -> WasteComparison | None:
         """The predicted and the realised waste of the jobs that predicted it, by their time of training; None if there
         are none."""
         rows = [(job, job.prediction.wasted) for job in self.jobs if job.prediction is not None]
         training_s = sum(_sum_of(job, _TRAINING) for job, _ in rows)
         if not training_s:
             return None
-        return Comparison(
+        return WasteComparison(
             sum(predicted * _sum_of(job, _TRAINING) for job, predicted in rows) / training_s,
             sum(_sum_of(job, _PREDICTED) for job, _ in rows) / training_s,
         )
@@ -131,14 +131,14 @@ def goodput_ledger(records: Iterable[EventRecord], committed: Collection[str] = 
     jobs.sort(key=lambda job: job.opened_s)
     fates = iter(_fates([stretch for job in jobs for stretch in job.stretches], committed))
     lines: list[JobLedger] = []
-    before: _Turn | None = None
+    before: _JobTurn | None = None
     for turn in _in_turn(jobs):
         lines.append(_line(turn, before, [next(fates) for _ in turn.job.stretches]))
         before = turn
     return RunLedger(lines)
 
 
-class _Turn(NamedTuple):
+class _JobTurn(NamedTuple):
     """The time of a job, in unix seconds, in which no other job has its time."""
 
     job: JobTimes
@@ -146,19 +146,19 @@ class _Turn(NamedTuple):
     ended_s: float
 
 
-def _in_turn(jobs: Sequence[JobTimes]) -> list[_Turn]:
+def _in_turn(jobs: Sequence[JobTimes]) -> list[_JobTurn]:
     """The turns of jobs, which are in the order in which they opened their `Checkpointer`.
 
     A job that is started while another one trains has its turn when that one ends; if the other one does not notice
     that it is replaced, when the new one opens its `Checkpointer`.
     """
-    turns: list[_Turn] = []
+    turns: list[_JobTurn] = []
     for job in jobs:
         begun_s = job.begun_s
         if turns:
             begun_s = max(begun_s, min(turns[-1].ended_s, job.opened_s))
             turns[-1] = turns[-1]._replace(ended_s=min(turns[-1].ended_s, begun_s))
-        turns.append(_Turn(job, begun_s, job.ended_s))
+        turns.append(_JobTurn(job, begun_s, job.ended_s))
     return turns
 
 
@@ -219,7 +219,7 @@ def _saved_by(stretches: Sequence[Stretch], place: str, step: int) -> int | None
     return None
 
 
-def _line(turn: _Turn, before: _Turn | None, fates: Sequence[_Fate]) -> JobLedger:
+def _line(turn: _JobTurn, before: _JobTurn | None, fates: Sequence[_Fate]) -> JobLedger:
     """The ledger of a job, whose stretches have these `fates`, and which follows the job of `before`."""
     job = turn.job
     gap_s = 0.0 if before is None else turn.begun_s - before.ended_s
@@ -242,7 +242,7 @@ def _line(turn: _Turn, before: _Turn | None, fates: Sequence[_Fate]) -> JobLedge
     )
 
 
-def _seconds(turn: _Turn, fates: Sequence[_Fate], standstill_s: float) -> dict[Part, float]:
+def _seconds(turn: _JobTurn, fates: Sequence[_Fate], standstill_s: float) -> dict[Part, float]:
     """The parts of a job's time."""
     seconds = dict.fromkeys(Part, 0.0)
     seconds[Part.RECOVERY] = standstill_s

@@ -138,13 +138,13 @@ def processes(records: Iterable[EventRecord]) -> list[list[EventRecord]]:
 
 def job_times(records: list[EventRecord]) -> JobTimes:
     """The use of time by the process of `records`, which are in the order of its clock."""
-    reading = _Reading(records)
+    reading = _UseOfTime(records)
     for record in records:
         reading.read(record)
     return reading.finish()
 
 
-class _Reading:
+class _UseOfTime:
     """Goes through the events of a process. Each one says what the time before it was used for, back to the end of what
     an earlier event told of: so no time is used twice, whatever the records say."""
 
