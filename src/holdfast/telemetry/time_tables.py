@@ -24,7 +24,7 @@ _MEANINGS: Final = {
     Part.START: "from the start of the process to the first step, without the restore",
     Part.OTHER: "all other time of the jobs",
 }
-_ENDS: Final = {"closed": "ended", "early": "ended early", "unknown": "killed"}
+_ENDS: Final = {"closed": "ended", "early": "ended early", "unknown": "killed, or not closed"}
 
 
 def time_tables(ledger: RunLedger) -> str:
@@ -49,10 +49,10 @@ def time_tables(ledger: RunLedger) -> str:
     )
 
 
-def goodput_share(ledger: RunLedger) -> str:
-    """The share of goodput, with the steps that may still be lost, as text; of a ledger that has some time."""
+def goodput_share(ledger: RunLedger | JobLedger) -> str:
+    """The share of goodput, with the steps that may still be lost, as text."""
     good_s = ledger.seconds[Part.GOODPUT] + ledger.seconds[Part.PROVISIONAL]
-    return f"{100 * good_s / ledger.wall_s:.1f} %"
+    return f"{100 * good_s / ledger.wall_s:.1f} %" if ledger.wall_s else "-"
 
 
 def _whole(ledger: RunLedger) -> str:
@@ -66,17 +66,16 @@ def _comparison(ledger: RunLedger) -> str:
         return ""
     return (
         '<p class="about">The policy Auto expected saves and work done again to take '
-        f"<b>{found.predicted:.2%}</b> of the time of training. They took <b>{found.realised:.2%}</b>.</p>"
+        f"<b>{100 * found.predicted:.2f} %</b> of the time of training. They took "
+        f"<b>{100 * found.realised:.2f} %</b>.</p>"
     )
 
 
 def _job_row(number: int, job: JobLedger, *, is_last: bool) -> tuple[str, ...]:
     end = "under way, or killed" if is_last and job.end == "unknown" else _ENDS[job.end]
-    good_s = job.seconds[Part.GOODPUT] + job.seconds[Part.PROVISIONAL]
-    share = f"{100 * good_s / job.wall_s:.1f} %" if job.wall_s else "-"
     steps = (f"{job.steps[part]:,}" for part in (Part.GOODPUT, Part.PROVISIONAL, Part.WASTED))
     begun = f"{number:,}: {moment_text(job.begun_s)}"
-    return begun, end, f"{job.world_size:,}", duration(job.wall_s), share, *steps
+    return begun, end, f"{job.world_size:,}", duration(job.wall_s), goodput_share(job), *steps
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, num_texts: int) -> str:
