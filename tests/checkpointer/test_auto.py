@@ -13,7 +13,7 @@ import torch.distributed as dist
 import holdfast
 from holdfast import Auto, Checkpointer, EveryTime, Memory
 from holdfast.checkpointer.auto_trigger import AutoTrigger, num_nodes
-from holdfast.checkpointer.events import SaveBegun, SaveCommitted, SaveEvent, SaveFailed
+from holdfast.checkpointer.events import SaveBegun, SaveCommitted, SaveEvent, SaveFailed, SaveReturned
 from holdfast.errors import StorageError
 from holdfast.run.history import Run
 from holdfast.store.urls import location_of, open_store
@@ -28,7 +28,7 @@ class Driver:
 
     def __init__(self, run: str, policy: Auto, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 1000.0
-        monkeypatch.setattr(time, "monotonic", lambda: self.now_s)
+        monkeypatch.setattr(time, "perf_counter", lambda: self.now_s)
         self.trigger = AutoTrigger(policy, location_of(run), world_size=1, now_s=self.now_s)
 
     def steps(self, number: int) -> list[str]:
@@ -42,6 +42,7 @@ class Driver:
     def save(self, step: int, *, blocked_s: float) -> None:
         self.trigger.hear(SaveBegun(step, "node memory", is_first_rank=True))
         self.now_s += blocked_s
+        self.trigger.hear(SaveReturned(step, blocked_s))
         self.trigger.saved(self.now_s)
 
     def end(self, event: SaveEvent) -> None:

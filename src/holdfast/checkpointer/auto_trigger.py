@@ -9,7 +9,15 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Final
 
-from holdfast.checkpointer.events import SaveBegun, SaveCommitted, SaveEvent, SaveFailed, SaveSkipped, SaveUnwatched
+from holdfast.checkpointer.events import (
+    SaveBegun,
+    SaveCommitted,
+    SaveEvent,
+    SaveFailed,
+    SaveReturned,
+    SaveSkipped,
+    SaveUnwatched,
+)
 from holdfast.checkpointer.rounds import Rounds
 from holdfast.errors import HoldfastError, NotFoundError
 from holdfast.goodput.failures import PRESETS, learned_mttf_s
@@ -34,13 +42,11 @@ _RANKS_PER_NODE: Final = 8
 
 @dataclass
 class _OnWay:
-    """The save that is measured: when it began, how long it held training up (None: it still does), and when it was
-    complete (None: it is not yet)."""
+    """The save that is measured: when it began, and how long it held training up (None: it still does)."""
 
     step: int
     begun_s: float
     blocked_s: float | None = None
-    complete_s: float | None = None
 
 
 class AutoTrigger:
@@ -88,16 +94,16 @@ class AutoTrigger:
         self._has_saved = True
         if self._step_begun_s is not None:
             self._step_begun_s = now_s  # the call of `save` is no part of a step
-        if self._on_way is not None and self._on_way.blocked_s is None:
-            self._on_way.blocked_s = now_s - self._on_way.begun_s
 
     def hear(self, event: SaveEvent) -> None:
-        """Hear an event of a save."""
+        """Hear an event of a save. A save begins and returns in the thread that trains."""
         match event:
             case SaveBegun() if self._on_way is None:
-                self._on_way = _OnWay(event.step, time.monotonic())
+                self._on_way = _OnWay(event.step, event.at.clock_s)
+            case SaveReturned() if self._on_way is not None and event.step == self._on_way.step:
+                self._on_way.blocked_s = event.blocked_s
             case SaveCommitted():
-                self._ends.put((event.step, time.monotonic()))
+                self._ends.put((event.step, event.at.clock_s))
             case SaveSkipped() | SaveFailed() | SaveUnwatched():
                 self._ends.put((event.step, None))
 

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from holdfast.cli.recorded import events_folder, events_in, output_of, remarks_about, write_output
-from holdfast.cli.runs import open_run
 from holdfast.cli.screen import console, print_json, say
+from holdfast.run.by_path import open_run
 from holdfast.telemetry.event_files import no_events
 from holdfast.telemetry.goodput_ledger import JobLedger, Part, RunLedger, goodput_ledger
 from holdfast.telemetry.page import RunPicture, page
