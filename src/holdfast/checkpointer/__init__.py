@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import os
-import re
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -37,7 +36,7 @@ from holdfast.checkpointer.memory_tier import LEAVING_S, MemoryTier, tier_for
 from holdfast.checkpointer.observers import Observers
 from holdfast.checkpointer.pruning import CLOSING_S, Pruning
 from holdfast.checkpointer.restore_report import RestoreReport
-from holdfast.checkpointer.restoring import restore
+from holdfast.checkpointer.restoring import restore, with_load
 from holdfast.checkpointer.save_errors import is_unusable, skipped
 from holdfast.checkpointer.save_log import SaveLog, log_restored
 from holdfast.checkpointer.save_machine import SaveMachine
@@ -262,7 +261,7 @@ class Checkpointer:
                     initial=self._initial,
                 )
             except IncompatibleError as error:
-                error.action = _with_load(error.action, self._run)
+                error.action = with_load(error.action, self._run)
                 raise
             report = self._restored = restored.report
             if self._loop is not None and report.load is not None:
@@ -594,13 +593,3 @@ class Checkpointer:
             hold.pass_on(copier)
         finally:
             hold.drop()  # no effect once it is passed on; before that, it makes the background give the save up
-
-
-def _with_load(action: str, run: Location) -> str:
-    """The advice of a load, which `restore` made; if it names options, with the call that has them."""
-    if not re.search(r"\b[a-z_]+=", action):
-        return action
-    return (
-        f"{action} restore() takes no options of a load: holdfast.load('{run}', into=state, ..., continues=True) "
-        "has these options."
-    )
