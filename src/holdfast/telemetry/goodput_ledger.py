@@ -190,17 +190,20 @@ class _Fate(NamedTuple):
 
 def _fates(stretches: Sequence[Stretch], committed: Collection[str]) -> list[_Fate]:
     """Follow the history back from the newest state, from each restore to the stretch that had saved what it read."""
+    before = [_saved_by(stretches[:at], each.place, each.origin) for at, each in enumerate(stretches)]
+    sure = [max((step for place, step in each.saved.items() if place in committed), default=-1) for each in stretches]
+    for at, parent in reversed(list(enumerate(before))):
+        origin = stretches[at].origin
+        if parent is not None and (sure[at] >= origin or stretches[at].is_stored):
+            sure[parent] = max(sure[parent], origin)
     kept: dict[int, float] = {}
-    at: int | None = max((at for at, each in enumerate(stretches) if each.is_begun), default=None)
-    bound, sure = float("inf"), -1.0
-    while at is not None:
-        stretch = stretches[at]
-        kept[at] = bound
-        saved = [step for place, step in stretch.saved.items() if place in committed and step <= bound]
-        sure = max(sure, *saved, stretch.origin if stretch.is_stored else -1)
-        bound = min(bound, stretch.origin)
-        at = _saved_by(stretches[:at], stretch.place, stretch.origin)
-    return [_Fate(each.origin, kept.get(at, -1.0), sure) for at, each in enumerate(stretches)]
+    at_last: int | None = max((at for at, each in enumerate(stretches) if each.is_begun), default=None)
+    bound = float("inf")
+    while at_last is not None:
+        kept[at_last] = bound
+        bound = min(bound, stretches[at_last].origin)
+        at_last = before[at_last]
+    return [_Fate(each.origin, kept.get(at, -1.0), sure[at]) for at, each in enumerate(stretches)]
 
 
 def _saved_by(stretches: Sequence[Stretch], place: str, step: int) -> int | None:
