@@ -109,7 +109,7 @@ def test_steps_that_a_kill_undoes_are_wasted_and_later_steps_are_provisional_unt
 
 
 def test_a_step_is_safe_in_a_checkpoint_that_the_newest_state_does_not_descend_from() -> None:
-    saves = [Steps(5, 1.0), Save(1.0, "nobody"), Steps(3, 1.0), KEPT]
+    saves: list[Steps | Save] = [Steps(5, 1.0), Save(1.0, "nobody"), Steps(3, 1.0), KEPT]
     back = Restore(2.0, 1, "node memory")
     ledger = ledger_of(lived(Job(5.0, 3.0, BEGIN, saves, "killed", 0.0), Job(5.0, 3.0, back, [], "killed", 0.0)))
     assert ledger.steps == {Part.GOODPUT: 5, Part.PROVISIONAL: 0, Part.WASTED: 3}
