@@ -128,7 +128,7 @@ def test_the_ledger_of_a_run_with_many_kills_adds_up(run: str, node_dir: Path, t
     assert ledger.steps[Part.GOODPUT] == newest + 50
     assert ledger.steps[Part.PROVISIONAL] == 0
     assert num_in_vain(jobs) - UNTOLD * num_kills <= ledger.steps[Part.WASTED] <= num_in_vain(jobs)
-    assert ledger.wall_s == pytest.approx(passed_s, abs=1.0)
+    assert ledger.wall_s == pytest.approx(passed_s, abs=3.0)
     assert ledger.seconds[Part.RECOVERY] > 0
     assert ledger.comparison is not None
     assert 0 < ledger.comparison.predicted < 1
