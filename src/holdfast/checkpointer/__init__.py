@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import os
-import re
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -37,7 +36,7 @@ from holdfast.checkpointer.memory_tier import LEAVING_S, MemoryTier, tier_for
 from holdfast.checkpointer.observers import Observers
 from holdfast.checkpointer.pruning import CLOSING_S, Pruning
 from holdfast.checkpointer.restore_report import RestoreReport
-from holdfast.checkpointer.restoring import restore
+from holdfast.checkpointer.restoring import restore, with_load
 from holdfast.checkpointer.save_errors import interrupted, is_unusable, skipped
 from holdfast.checkpointer.save_log import SaveLog, log_restored
 from holdfast.checkpointer.save_machine import SaveMachine
@@ -246,7 +245,7 @@ class Checkpointer:
         check_flag("verify", verify)
         check_flag("fallback", fallback)
         self._find_run()
-        with self._turn.taken("restore"):
+        with self._turn.taken("restore"), self._observers.restoring():
             tier = self._shared_tier()
             if tier is not None:
                 tier.join()
@@ -265,7 +264,7 @@ class Checkpointer:
                     initial=self._initial,
                 )
             except IncompatibleError as error:
-                error.action = _with_load(error.action, self._run)
+                error.action = with_load(error.action, self._run)
                 raise
             report = self._restored = restored.report
             if self._loop is not None and report.load is not None:
@@ -311,6 +310,7 @@ class Checkpointer:
         self._observers.step_ends(step)
         try:
             reason = loop.due(step, metrics)
+            self._observers.note_choice(loop.choice)
             if reason is None:
                 return None
             if self._is_first_rank:
@@ -398,6 +398,7 @@ class Checkpointer:
             return
         refuse_nested(CHECKPOINTER_CLOSE)
         self._is_closed = True
+        self._observers.training_ends()
         left_s = math.inf if self._loop is None else self._loop.preemption.left_s
         self._end_loop()
         try:
@@ -409,7 +410,7 @@ class Checkpointer:
             self._forget_signals()
             self._let_go(patience_s=LEAVING_S if left_s < self._timeout_s else None)
             self._pruning.close(0 if left_s < self._timeout_s else CLOSING_S)
-            self._observers.close()
+            self._observers.close(is_early=self._was_preempted)
 
     def __enter__(self) -> Self:
         self._require_open("a with block")
@@ -436,12 +437,13 @@ class Checkpointer:
                 "came from a DataLoader whose workers got the signal too: worker_init_fn=holdfast.data.outlive_signals",
                 self._loop.preemption.reason,
             )
+        self._observers.training_ends()
         self._end_loop()
         self._forget_signals()
         self._forget_ended()
         self._pruning.close(0)
         self._let_go(patience_s=LEAVING_S)
-        self._observers.close()
+        self._observers.close(is_early=True)
 
     def _require_open(self, verb: str) -> None:
         if self._is_closed or sys.is_finalizing():
@@ -488,6 +490,7 @@ class Checkpointer:
         if run != self._run:
             self._run, self._turn = run, turn_in(run)
         self._is_found = True
+        self._observers.open()
 
     def _shared_tier(self) -> MemoryTier | None:
         """The memory tier of this process in the run; None if all saves go to storage."""
@@ -607,13 +610,3 @@ class Checkpointer:
             hold.pass_on(copier)
         finally:
             hold.drop()  # no effect once it is passed on; before that, it makes the background give the save up
-
-
-def _with_load(action: str, run: Location) -> str:
-    """The advice of a load, which `restore` made; if it names options, with the call that has them."""
-    if not re.search(r"\b[a-z_]+=", action):
-        return action
-    return (
-        f"{action} restore() takes no options of a load: holdfast.load('{run}', into=state, ..., continues=True) "
-        "has these options."
-    )

@@ -18,6 +18,7 @@ from holdfast.checkpointer.shared_wishes import SharedWishes, WishesOfOne, Wishe
 from holdfast.checkpointer.signals import SignalNote
 from holdfast.control.torch_store import member_of
 from holdfast.errors import ConfigurationError
+from holdfast.policy.pace import Choice
 from holdfast.policy.schedule import StepSchedule
 from holdfast.policy.triggers import Metrics, Trigger, triggers_of
 from holdfast.policy.when import Auto, OnRequest, SavePolicy
@@ -78,6 +79,11 @@ class Loop:
         #: Whether the state was restored since the last step ended.
         self._was_restored = False
         _loops[self._key] = self
+
+    @property
+    def choice(self) -> Choice | None:
+        """The present choice of the policy `Auto`; None before the first one, and on ranks that do not choose."""
+        return self._autos[0].choice if self._autos else None
 
     def expect(self, step: int) -> None:
         """The state was restored: the next step that ends has to be `step`."""

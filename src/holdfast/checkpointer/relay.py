@@ -32,6 +32,11 @@ class Relay:
         self._num_dropped = 0
         self._told = set[tuple[int, type[BaseException]]]()
 
+    @property
+    def is_in_use(self) -> bool:
+        """Whether there was an event."""
+        return self._thread is not None
+
     def hear(self, event: Event) -> None:
         """Pass on `event`. Drops it where too many events wait."""
         if self._thread is None:
