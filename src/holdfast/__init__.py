@@ -28,8 +28,9 @@ from holdfast.errors import (
 
 if TYPE_CHECKING:
     from holdfast import data, mapping
-    from holdfast.checkpointer import Checkpointer, Memory
+    from holdfast.checkpointer import Checkpointer
     from holdfast.checkpointer.handle import Handle
+    from holdfast.checkpointer.memory_option import Memory
     from holdfast.checkpointer.restore_report import RestoreReport
     from holdfast.frameworks.registry import register_adapter
     from holdfast.geometry import Box, FlatRange
@@ -53,7 +54,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "Checkpointer": "holdfast.checkpointer",
-    "Memory": "holdfast.checkpointer",
+    "Memory": "holdfast.checkpointer.memory_option",
     "Handle": "holdfast.checkpointer.handle",
     "RestoreReport": "holdfast.checkpointer.restore_report",
     "save": "holdfast.saving",

@@ -9,8 +9,6 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self, SupportsFloat, TypeVar
 
@@ -32,6 +30,7 @@ from holdfast.checkpointer.early_memory import reserve_memory
 from holdfast.checkpointer.events import EventListener, StateRestored
 from holdfast.checkpointer.handle import Handle
 from holdfast.checkpointer.loop import Loop
+from holdfast.checkpointer.memory_option import Memory
 from holdfast.checkpointer.memory_tier import LEAVING_S, MemoryTier, tier_for
 from holdfast.checkpointer.observers import Observers
 from holdfast.checkpointer.pruning import CLOSING_S, Pruning
@@ -47,7 +46,6 @@ from holdfast.control.torch_store import check_group, default_channel, global_ra
 from holdfast.errors import ConfigurationError, DeadlineError, HoldfastError, IncompatibleError
 from holdfast.format.patterns import Globs
 from holdfast.format.records import Place
-from holdfast.node_memory.node_folder import DEFAULT_NODE_DIR
 from holdfast.options import check_flag, check_timeout, checked_number
 from holdfast.phases import LOG
 from holdfast.policy.keep import KeepPolicy, check_keep
@@ -60,32 +58,11 @@ from holdfast.snapshot.guard import Guard, changing
 from holdfast.state.flatten import check_root
 from holdfast.state.identity import parts_of
 from holdfast.store.base import Location
-from holdfast.store.urls import absolute, canonical
+from holdfast.store.urls import canonical
 
 T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Memory:
-    """The use that a `Checkpointer` makes of a node's memory: it keeps `generations` snapshots per rank, at least 2,
-    because one must be whole while the next is copied. `node_dir` is the path of a file system in memory, as a `Path`
-    or as text."""
-
-    generations: int = 2
-    node_dir: Path = DEFAULT_NODE_DIR
-
-    def __post_init__(self) -> None:
-        least = "one must be whole while the next is copied"
-        object.__setattr__(self, "generations", checked_number("generations", self.generations, least=2, reason=least))
-        node_dir: object = self.node_dir
-        if not isinstance(node_dir, str | os.PathLike):
-            raise TypeError(
-                f"node_dir is the path of a file system in memory, not {node_dir!r}; give the Checkpointer memory=None "
-                "for saves to storage alone"
-            )
-        object.__setattr__(self, "node_dir", Path(absolute(str(node_dir))))
 
 
 class Checkpointer:
@@ -116,7 +93,7 @@ class Checkpointer:
         run: str | os.PathLike[str] | Location,
         state: Mapping[str, object],
         *,
-        memory: Memory | None = Memory(),
+        memory: Memory | None = Memory(),  # noqa: B008 - a frozen value
         save: SavePolicy | None = None,
         keep: KeepPolicy | None = None,
         initial: str | os.PathLike[str] | Location | None = None,

@@ -20,8 +20,9 @@ import numpy as np
 import torch
 
 import holdfast
-from holdfast.checkpointer import Checkpointer, Memory
+from holdfast.checkpointer import Checkpointer
 from holdfast.checkpointer.handle import Handle
+from holdfast.checkpointer.memory_option import Memory
 from holdfast.control.torch_store import global_rank
 from holdfast.policy.when import EverySteps
 from holdfast.proving.rehearsal import Rehearsal

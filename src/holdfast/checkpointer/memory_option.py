@@ -1,0 +1,32 @@
+"""The option of a `Checkpointer` that says how it uses the memory of a node."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from holdfast.node_memory.node_folder import DEFAULT_NODE_DIR
+from holdfast.options import checked_number
+from holdfast.store.urls import absolute
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """The use that a `Checkpointer` makes of a node's memory: it keeps `generations` snapshots per rank, at least 2,
+    because one must be whole while the next is copied. `node_dir` is the path of a file system in memory, as a `Path`
+    or as text."""
+
+    generations: int = 2
+    node_dir: Path = DEFAULT_NODE_DIR
+
+    def __post_init__(self) -> None:
+        least = "one must be whole while the next is copied"
+        object.__setattr__(self, "generations", checked_number("generations", self.generations, least=2, reason=least))
+        node_dir: object = self.node_dir
+        if not isinstance(node_dir, str | os.PathLike):
+            raise TypeError(
+                f"node_dir is the path of a file system in memory, not {node_dir!r}; give the Checkpointer memory=None "
+                "for saves to storage alone"
+            )
+        object.__setattr__(self, "node_dir", Path(absolute(str(node_dir))))
