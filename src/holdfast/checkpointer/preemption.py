@@ -27,7 +27,7 @@ class Notice(Protocol):
 
     @property
     def name(self) -> str:
-        """What told it, as reasons name it."""
+        """The name of the teller, for reasons."""
 
     @property
     def is_noted(self) -> bool:
@@ -35,7 +35,7 @@ class Notice(Protocol):
 
 
 class Preemption:
-    """What this rank has heard of a preemption, and whether all ranks have agreed to end the loop for it."""
+    """The notices of a preemption that came to this rank, and the agreement of all ranks to end the loop for it."""
 
     def __init__(self, policies: Iterable[SavePolicy], signals: Mapping[int, SignalNote]) -> None:
         self._notices: list[Notice] = []

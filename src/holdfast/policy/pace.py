@@ -48,7 +48,7 @@ class _Sample(NamedTuple):
 
 
 class SaveMeter:
-    """Measures what saves cost a loop. It is told of each step and each save, and has no clock."""
+    """Measures the cost of saves for a loop, from the times of its steps and saves. It has no clock."""
 
     def __init__(self) -> None:
         #: The seconds of steps without a save, and of those since the save began that is on its way.
