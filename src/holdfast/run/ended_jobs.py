@@ -13,7 +13,7 @@ _SANE: Final = 1_577_836_800.0
 
 
 class EndedJobs(NamedTuple):
-    """The number of jobs that have saved to a run and ended, and the seconds for which they are known to have trained."""
+    """The number of jobs that have saved to a run and ended, and the seconds for which they surely have trained."""
 
     num_jobs: int
     trained_s: float
