@@ -40,7 +40,7 @@ class _Discarded:
     def put(self, want: int, at: Box, elements: npt.NDArray[Any]) -> None:
         pass
 
-    def fill(self, wants: Sequence[int], data: Bytes) -> None:
+    def fill(self, wants: Sequence[int], skipped: int, data: Bytes) -> None:
         pass
 
     def memory(self, want: int) -> None:
