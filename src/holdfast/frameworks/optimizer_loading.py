@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Container, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from itertools import combinations
+from itertools import combinations, repeat
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias, cast
 
 import numpy as np
@@ -70,12 +70,10 @@ def bind_optimizer(path: str, optimizer: Optimizer, source: BindingSource) -> Fi
         origin_path = join(path, "param_groups", str(origin))
         groups.append(_bind_hyper(origin_path, group, own, source))
         on_device = any(_flag(join(origin_path, key), group.get(key), source) for key in ("capturable", "fused"))
-        for entry in _fitting(path, optimizer, found, saved, source):
-            live = optimizer.state.get(entry.tensor, {})
-            slots = _bind_slots(
-                join(path, "state", entry.name), saved.slots[entry.name], live, entry, on_device, source
-            )
-            states.append((entry.tensor, slots))
+        fitting = _fitting(path, optimizer, found, saved, source)
+        slots = _bind_slots(path, optimizer, fitting, saved, on_device, source)
+        states += zip((entry.tensor for entry in fitting), slots, strict=True)
+        for entry in fitting:
             _require_equal_copies(path, entry.name, saved, source)
     _check_rates(path, served, source)
     check_order(path, ordered, source)
@@ -229,9 +227,9 @@ def _match(
 
 def _require_equal_copies(path: str, parameter: str, saved: _Saved, source: BindingSource) -> None:
     """Require that slots stored for a parameter under its other names are equal to those that it gets."""
-    state = join(path, "state")
     for copy in source.copies(parameter):
         if copy in saved.group_of:
+            state = join(path, "state")
             source.mark(join(path, "group_of", component(copy)))
             for slot in sorted(saved.slots[copy] & saved.slots[parameter]):
                 source.require_equal(join(state, parameter, slot), join(state, copy, slot))
@@ -420,25 +418,81 @@ def _flag(path: str, live: object, source: BindingSource) -> bool:
     return bool(node.value if isinstance(node, Plain) else live)
 
 
+class _StoredSlots(NamedTuple):
+    """Stored slots of parameters, as columns: the name of each, its key, the live slot, the number of the parameter,
+    and the dtype that the slot must be cast to, or None."""
+
+    names: list[str]
+    keys: list[object]
+    live: list[object]
+    owners: list[int]
+    casts: list[torch.dtype | None]
+
+
 def _bind_slots(
     path: str,
-    texts: set[str],
-    live: Mapping[object, object],
-    parameter: NamedTensor,
+    optimizer: Optimizer,
+    parameters: Sequence[NamedTensor],
+    saved: _Saved,
     steps_on_device: bool,
     source: BindingSource,
-) -> dict[object, _Slot]:
-    slots: dict[object, _Slot] = {}
-    owner, dtype = source.stored(parameter.name), parameter.tensor.dtype
-    is_cast = owner is not None and getattr(torch, owner.dtype, None) is not dtype
-    for text in (*(texts & {"step"}), *sorted(texts - {"step"})):  # mostly torch's own order
-        key, name = parse_component(text), f"{path}/{text}"
-        kept = source.stored(name) if is_cast else None
-        # torch requires one dtype for a parameter and such a slot, so if the parameter is cast, the slot is cast too.
-        follows = kept is not None and owner is not None and kept.dtype == owner.dtype and kept.shape
-        cast_to = dtype if follows else None
-        slots[key] = _bind_slot(name, key, live.get(key), parameter, steps_on_device, source, cast_to=cast_to)
+) -> list[dict[object, _Slot]]:
+    """Bind the stored slots of each of the `parameters` of one group."""
+    columns = _stored_slots(join(path, "state"), optimizer, parameters, saved, source)
+    likes = [
+        None if key == "step" else parameters[owner].tensor
+        for key, owner in zip(columns.keys, columns.owners, strict=True)
+    ]
+    fitting = source.fitting(columns.names, columns.live, likes)
+    bound: list[dict[object, _Slot]] = [{} for _ in parameters]
+    filled: list[NamedTensor] = []
+    for name, key, live, owner, cast_to, fits in zip(*columns, fitting, strict=True):
+        parameter = parameters[owner]
+        is_at_home = key != "step" or (fits and live.device == _step_device(parameter, steps_on_device))
+        if fits and is_at_home and cast_to is None:
+            bound[owner][key] = live
+            filled.append(NamedTensor(name, live, parameter.replicas))
+        else:
+            slot = _bind_slot(name, key, live, parameter, steps_on_device, source, cast_to=cast_to)
+            bound[owner][key] = slot
+    source.fill_all(filled)
+    return bound
+
+
+def _stored_slots(
+    state: str, optimizer: Optimizer, parameters: Sequence[NamedTensor], saved: _Saved, source: BindingSource
+) -> _StoredSlots:
+    slots = _StoredSlots([], [], [], [], [])
+    orders: dict[frozenset[str], list[tuple[str, object]]] = {}
+    for number, parameter in enumerate(parameters):
+        texts = frozenset(saved.slots[parameter.name])
+        order = orders.get(texts)
+        if order is None:
+            in_order = (*(texts & {"step"}), *sorted(texts - {"step"}))  # mostly torch's own order
+            order = orders[texts] = [(text, parse_component(text)) for text in in_order]
+        live = optimizer.state.get(parameter.tensor, {})
+        names = [f"{state}/{parameter.name}/{text}" for text, _ in order]
+        slots.names.extend(names)
+        slots.keys.extend(key for _, key in order)
+        slots.live.extend(live.get(key) for _, key in order)
+        slots.owners.extend(repeat(number, len(order)))
+        slots.casts.extend(_casts(names, parameter, source))
     return slots
+
+
+def _casts(names: Sequence[str], parameter: NamedTensor, source: BindingSource) -> Iterable[torch.dtype | None]:
+    """The dtype that each slot of a parameter must be cast to, or None: torch requires one dtype for a parameter and
+    its slots of that dtype, so if the parameter is cast, these slots are cast too."""
+    owner, dtype = source.stored(parameter.name), parameter.tensor.dtype
+    if owner is None or getattr(torch, owner.dtype, None) is dtype:
+        return repeat(None, len(names))
+    kept = map(source.stored, names)
+    return [dtype if each is not None and each.dtype == owner.dtype and each.shape else None for each in kept]
+
+
+def _step_device(parameter: NamedTensor, on_device: bool) -> torch.device:
+    """The device of a step counter: torch keeps it on the host unless a kernel reads it."""
+    return parameter.tensor.device if on_device else torch.device("cpu")
 
 
 def _bind_slot(
@@ -457,9 +511,7 @@ def _bind_slot(
     def memory(stored: str) -> torch.Tensor:
         mine = live if isinstance(live, torch.Tensor) and stored == name else None
         if key == "step":
-            # torch keeps step counters on the host unless a kernel reads them.
-            device = parameter.tensor.device if steps_on_device else torch.device("cpu")
-            return source.memory(stored, live=mine, like=None, device=device)
+            return source.memory(stored, live=mine, like=None, device=_step_device(parameter, steps_on_device))
         device = parameter.tensor.device if mine is None else mine.device
         found = source.memory(stored, live=mine, like=parameter.tensor, device=device, cast_to=cast_to)
         like = None if found is mine else _factor_like(parameter.tensor, found.shape)
