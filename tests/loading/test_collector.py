@@ -16,10 +16,14 @@ def as_before() -> Iterator[None]:
     gc.enable()
 
 
+@collector_paused()
+def fail() -> None:
+    raise KeyError(gc.isenabled())
+
+
 def test_a_paused_collector_starts_again_after_an_error_too() -> None:
-    with pytest.raises(KeyError), collector_paused():
-        assert not gc.isenabled()
-        raise KeyError
+    with pytest.raises(KeyError, match="False"):
+        fail()
     assert gc.isenabled()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Container, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from itertools import combinations, repeat
+from itertools import combinations
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias, cast
 
 import numpy as np
@@ -104,11 +104,13 @@ _Slot: TypeAlias = torch.Tensor | Finish
 
 
 class _Saved(NamedTuple):
-    """An optimizer in the checkpoint: the name of its class (None if not recorded), the group of each parameter, the
-    slots of each, and the components of the shared state and of the hyper-parameters of all groups."""
+    """An optimizer in the checkpoint: the name of its class (None if not recorded), the group of each parameter and the
+    stored name of that value, the slots of each, and the components of the shared state and of the hyper-parameters of
+    all groups."""
 
     kind: str | None
     group_of: dict[str, int]
+    group_names: dict[str, str]
     slots: dict[str, set[str]]
     shared: set[str]
     hyper: set[str]
@@ -117,9 +119,10 @@ class _Saved(NamedTuple):
 def _read_saved(path: str, source: BindingSource) -> _Saved:
     recorded = source.nodes.get(join(path, "class"))
     kind = recorded.data.decode("utf-8", "replace") if isinstance(recorded, Text) else None
-    saved = _Saved(kind, {}, {}, set(), set())
+    saved = _Saved(kind, {}, {}, {}, set(), set())
     depth = len(split(path)) + 1
-    for name in source.stored_below(join(path, "group_of")):
+    group_of = join(path, "group_of")
+    for name in source.stored_below(group_of):
         node = source.nodes[name]
         if not isinstance(node, Plain) or type(node.value) is not int:
             raise CorruptError(
@@ -128,8 +131,9 @@ def _read_saved(path: str, source: BindingSource) -> _Saved:
                 action="Use another copy or an older checkpoint.",
                 path=name,
             )
-        parameter = str(parse_component(split(name)[depth]))
+        parameter = str(parse_component(name[len(group_of) + 1 :].partition("/")[0]))
         saved.group_of[parameter] = node.value
+        saved.group_names[parameter] = name
         saved.slots[parameter] = set()
     state = join(path, "state")
     for name in source.stored_below(state):
@@ -217,12 +221,12 @@ def _match(
 ) -> Iterator[NamedTensor]:
     """The group's parameters that the checkpoint has. Reports the others as missing."""
     for entry in named_parameters(path, index, group, source):
-        name = join(path, "group_of", component(entry.name))
-        if entry.name in saved.group_of:
+        name = saved.group_names.get(entry.name)
+        if name is None:
+            source.missing(join(path, "group_of", component(entry.name)))
+        else:
             source.mark(name)
             yield entry
-        else:
-            source.missing(name)
 
 
 def _require_equal_copies(path: str, parameter: str, saved: _Saved, source: BindingSource) -> None:
@@ -230,7 +234,7 @@ def _require_equal_copies(path: str, parameter: str, saved: _Saved, source: Bind
     for copy in source.copies(parameter):
         if copy in saved.group_of:
             state = join(path, "state")
-            source.mark(join(path, "group_of", component(copy)))
+            source.mark(saved.group_names[copy])
             for slot in sorted(saved.slots[copy] & saved.slots[parameter]):
                 source.require_equal(join(state, parameter, slot), join(state, copy, slot))
 
@@ -463,29 +467,30 @@ def _stored_slots(
     state: str, optimizer: Optimizer, parameters: Sequence[NamedTensor], saved: _Saved, source: BindingSource
 ) -> _StoredSlots:
     slots = _StoredSlots([], [], [], [], [])
-    orders: dict[frozenset[str], list[tuple[str, object]]] = {}
+    # By the sets of slots, of which there are few.
+    orders: dict[frozenset[str], tuple[list[str], list[object]]] = {}
     for number, parameter in enumerate(parameters):
         texts = frozenset(saved.slots[parameter.name])
         order = orders.get(texts)
         if order is None:
-            in_order = (*(texts & {"step"}), *sorted(texts - {"step"}))  # mostly torch's own order
-            order = orders[texts] = [(text, parse_component(text)) for text in in_order]
-        live = optimizer.state.get(parameter.tensor, {})
-        names = [f"{state}/{parameter.name}/{text}" for text, _ in order]
+            in_order = [*(texts & {"step"}), *sorted(texts - {"step"})]  # mostly torch's own order
+            order = orders[texts] = in_order, list(map(parse_component, in_order))
+        prefix = f"{state}/{parameter.name}/"
+        names = [prefix + text for text in order[0]]
         slots.names.extend(names)
-        slots.keys.extend(key for _, key in order)
-        slots.live.extend(live.get(key) for _, key in order)
-        slots.owners.extend(repeat(number, len(order)))
+        slots.keys.extend(order[1])
+        slots.live.extend(map(optimizer.state.get(parameter.tensor, {}).get, order[1]))
+        slots.owners.extend([number] * len(names))
         slots.casts.extend(_casts(names, parameter, source))
     return slots
 
 
-def _casts(names: Sequence[str], parameter: NamedTensor, source: BindingSource) -> Iterable[torch.dtype | None]:
+def _casts(names: Sequence[str], parameter: NamedTensor, source: BindingSource) -> Sequence[torch.dtype | None]:
     """The dtype that each slot of a parameter must be cast to, or None: torch requires one dtype for a parameter and
     its slots of that dtype, so if the parameter is cast, these slots are cast too."""
     owner, dtype = source.stored(parameter.name), parameter.tensor.dtype
     if owner is None or getattr(torch, owner.dtype, None) is dtype:
-        return repeat(None, len(names))
+        return [None] * len(names)
     kept = map(source.stored, names)
     return [dtype if each is not None and each.dtype == owner.dtype and each.shape else None for each in kept]
 

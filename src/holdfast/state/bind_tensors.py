@@ -10,6 +10,7 @@ import torch
 from holdfast.errors import NotFoundError
 from holdfast.format.values import Node, PlanesNode
 from holdfast.frameworks import NamedTensor
+from holdfast.geometry import Shape
 from holdfast.mapping.parts import StoredTensor, castable
 from holdfast.state.collect import TensorCollector, Tied, is_describable
 from holdfast.state.differences import Mismatches
@@ -151,7 +152,7 @@ class TensorBinder:
                 action="Select that tensor too, or leave out the object that it belongs to.",
                 tensor=name,
             )
-        like = _alike(like, stored)
+        like = _alike(like, stored.shape)
         dtype = self._dtype(name, stored.dtype, cast_to)
         fits = (
             live is not None
@@ -172,14 +173,15 @@ class TensorBinder:
         """As `BindingSource.fitting`."""
         # One look at each, in one place: states have thousands of slots, and nearly all fit.
         special = {*self._nodes, *self._matcher.aliases}
+        stored = map(self._stored.get, names)
         return [
-            isinstance(mine, torch.Tensor)
-            and kept is not None
-            and mine.shape == kept.shape
-            and DTYPE_NAMES.get(mine.dtype) == kept.dtype
+            kept is not None
+            and isinstance(mine, torch.Tensor)
+            and kept.shape == mine.shape
+            and kept.dtype == DTYPE_NAMES.get(mine.dtype)
             and name not in special
-            and same_placement(mine, _alike(other, kept))
-            for name, kept, mine, other in zip(names, map(self._stored.get, names), live, like, strict=True)
+            and same_placement(mine, _alike(other, kept.shape))
+            for name, kept, mine, other in zip(names, stored, live, like, strict=True)
         ]
 
     def _dtype(self, name: str, stored: str, cast_to: torch.dtype | None) -> str:
@@ -196,6 +198,6 @@ class TensorBinder:
                 become(tensor, cast("torch.Tensor", registration.decode(planes)))
 
 
-def _alike(like: torch.Tensor | None, stored: StoredTensor) -> torch.Tensor | None:
-    """`like` if a stored tensor has its shape, and could be placed as it is."""
-    return like if like is not None and like.shape == stored.shape and registered(like) is None else None
+def _alike(like: torch.Tensor | None, shape: Shape) -> torch.Tensor | None:
+    """`like` if it has `shape`, and plain memory could be placed as it is."""
+    return like if like is not None and like.shape == shape and registered(like) is None else None
