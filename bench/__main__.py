@@ -10,12 +10,14 @@ from typing import Annotated
 import typer
 
 from bench.benchmark import Benchmark, Options, chosen, require_bars, require_raw_limit
+from bench.data import DATA
 from bench.engine import ENGINE
 from bench.events import EVENTS
 from bench.front import render_chart, render_front
 from bench.history import HISTORY
 from bench.markdown import RESULTS, replace_part
 from bench.plan import PLAN, draw_planning
+from bench.prune import PRUNE
 from bench.save_load import IO, LOADS
 from bench.schema import BenchError, Result, read_result, write_result
 from bench.small import SMALL
@@ -23,7 +25,7 @@ from bench.step import STEP
 from bench.view import VIEW
 
 #: In the order in which they are measured, each with the name of its place in `docs/benchmarks.md`.
-BENCHMARKS = (IO, LOADS, PLAN, SMALL, VIEW, ENGINE, HISTORY, STEP, EVENTS)
+BENCHMARKS = (IO, LOADS, PLAN, SMALL, VIEW, ENGINE, HISTORY, STEP, PRUNE, EVENTS, DATA)
 PLACES = {each.name: "bench" if each is IO else each.name for each in BENCHMARKS}
 FRONT, TABLE = "front", "table"
 #: What is published, below the root of the repository.

@@ -27,7 +27,7 @@ from holdfast.errors import (
 )
 
 if TYPE_CHECKING:
-    from holdfast import mapping
+    from holdfast import data, mapping
     from holdfast.checkpointer import Checkpointer, Memory
     from holdfast.checkpointer.handle import Handle
     from holdfast.checkpointer.restore_report import RestoreReport
@@ -36,9 +36,12 @@ if TYPE_CHECKING:
     from holdfast.loading import load
     from holdfast.loading.load_plan import LoadPlan, plan_load
     from holdfast.plan.exchange import Bandwidths
+    from holdfast.policy.keep import KeepBest, KeepEvery, KeepFor, KeepLast, KeepPolicy
     from holdfast.policy.when import Auto, EverySteps, EveryTime, OnMetric, OnPreemption, OnRequest, SavePolicy
     from holdfast.publishing import transfer
     from holdfast.reports import LoadReport, SaveReport, TransferReport
+    from holdfast.run.listing import ListedCheckpoint
+    from holdfast.run.manage import ls, pin, remove, unpin
     from holdfast.run.save_requests import request_save
     from holdfast.saving import save
     from holdfast.state.per_rank import PerRank
@@ -69,6 +72,11 @@ _HOMES = {
     "FlatRange": "holdfast.geometry",
     "Box": "holdfast.geometry",
     "Bandwidths": "holdfast.plan.exchange",
+    "KeepBest": "holdfast.policy.keep",
+    "KeepEvery": "holdfast.policy.keep",
+    "KeepFor": "holdfast.policy.keep",
+    "KeepLast": "holdfast.policy.keep",
+    "KeepPolicy": "holdfast.policy.keep",
     "Location": "holdfast.store.base",
     "register_adapter": "holdfast.frameworks.registry",
     "register_tensor": "holdfast.state.registered_types",
@@ -82,6 +90,11 @@ _HOMES = {
     "OnPreemption": "holdfast.policy.when",
     "OnRequest": "holdfast.policy.when",
     "request_save": "holdfast.run.save_requests",
+    "ls": "holdfast.run.manage",
+    "pin": "holdfast.run.manage",
+    "unpin": "holdfast.run.manage",
+    "remove": "holdfast.run.manage",
+    "ListedCheckpoint": "holdfast.run.listing",
 }
 
 __all__ = [
@@ -99,7 +112,13 @@ __all__ = [
     "Handle",
     "HoldfastError",
     "IncompatibleError",
+    "KeepBest",
+    "KeepEvery",
+    "KeepFor",
+    "KeepLast",
+    "KeepPolicy",
     "LazyTensor",
+    "ListedCheckpoint",
     "LoadPlan",
     "LoadReport",
     "Location",
@@ -118,16 +137,21 @@ __all__ = [
     "StorageError",
     "TransferReport",
     "View",
+    "data",
     "load",
+    "ls",
     "mapping",
     "open",
+    "pin",
     "plan_load",
     "register_adapter",
     "register_tensor",
     "register_value",
+    "remove",
     "request_save",
     "save",
     "transfer",
+    "unpin",
 ]
 
 
@@ -137,8 +161,8 @@ def __getattr__(name: str) -> object:
         from importlib.metadata import version
 
         return version("holdfast")
-    if name == "mapping":
-        return importlib.import_module("holdfast.mapping")
+    if name in ("data", "mapping"):
+        return importlib.import_module(f"holdfast.{name}")
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'holdfast' has no attribute {name!r}")

@@ -112,5 +112,5 @@ def test_top_shows_what_ranks_do_for_the_save_under_way(recorded: str) -> None:
 def test_top_goes_on_at_a_terminal_until_somebody_interrupts_it(recorded: str) -> None:
     done = at_terminal("top", recorded, answer=INTERRUPT, when="outcome")
     assert done.status == 0
-    assert "the head is step 29 at 1.3" in done.out
+    assert "the head is step 29 at 1.3" in " ".join(done.out.split())  # a long path breaks the line elsewhere
     assert "Traceback" not in done.out

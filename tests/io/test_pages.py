@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -74,3 +76,30 @@ def test_shared_memory_goes_with_the_last_array_over_it() -> None:
     del part
     gc.collect()
     assert not in_maps()
+
+
+CHILD = """
+import gc, mmap, os, sys, tempfile
+from holdfast.io.pages import shared
+
+with tempfile.TemporaryFile() as file:
+    file.truncate(64 << 20)
+    data = shared(file.fileno(), 64 << 20, for_children=False)
+    low, high = data.ctypes.data, data.ctypes.data + (64 << 20)
+pid = os.fork()
+if pid:
+    sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+own = [mmap.mmap(-1, 1 << 20) for _ in range(60)]
+import ctypes
+places = [ctypes.addressof(ctypes.c_char.from_buffer(each)) for each in own]
+assert any(low <= place < high for place in places), "the child's mappings lie elsewhere: this shows nothing"
+del data
+gc.collect()
+for each in own:
+    each[0] = 1
+"""
+
+
+def test_a_forked_child_does_not_lose_memory_of_its_own_with_a_mapping_that_it_does_not_have() -> None:
+    """A forked worker of a DataLoader died of SIGSEGV after a restore from node memory."""
+    assert subprocess.run([sys.executable, "-c", CHILD], check=False).returncode == 0

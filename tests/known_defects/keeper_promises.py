@@ -250,8 +250,8 @@ KEEPER_MUTATIONS = [
     Mutation(  # slot in dumps
         "node_memory/test_slots.py::test_training_state_is_in_no_core_dump_and_in_no_child",
         "node_memory/slots.py",
-        "            keep_private(self._memory.ctypes.data, size)\n",
-        "",
+        "            self._memory = shared(self._fd, size, for_children=False)\n",
+        "            self._memory = shared(self._fd, size)\n",
     ),
     Mutation(  # slot any next
         "node_memory/test_slots.py::test_a_state_that_does_not_follow_is_a_defect_of_ours",

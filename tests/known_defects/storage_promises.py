@@ -362,4 +362,28 @@ STORAGE_MUTATIONS = [
         "            return request.result(max(self._end_s - time.monotonic(), 0))",
         "            return request.result(None)",
     ),
+    Mutation(  # removal looks only before its notice
+        "run/test_removal_races.py::test_a_pin_either_holds_or_fails",
+        "run/removal.py",
+        "        check_removable(run, place)\n        check_in_time()\n",
+        "        check_in_time()\n",
+    ),
+    Mutation(  # removal does not look for readers again
+        "run/test_removal_races.py::test_a_reader_with_a_lease_finds_all_files_until_it_ends",
+        "run/removal.py",
+        "    check_unread(run.storage, place)\n    run.storage.delete",
+        "    run.storage.delete",
+    ),
+    Mutation(  # a pin does not wait for an announced removal
+        "run/test_removal_races.py::test_a_pin_either_holds_or_fails",
+        "run/pins.py",
+        "    await_removals(run.storage, commit.place)\n",
+        "",
+    ),
+    Mutation(  # an epoch does not wait for an announced removal
+        "run/test_pins.py::test_a_rollback_waits_for_an_announced_removal",
+        "run/history.py",
+        "            await_removals(self.storage, opened_from)\n",
+        "            pass\n",
+    ),
 ]

@@ -162,6 +162,19 @@ def step_result() -> Result:
     return Result("step", tuple(parts))
 
 
+def prune_result(*, busy_max_s: float = 0.0125) -> Result:
+    quiet = {"quiet_s": (0.005,), "quiet_rare_s": (0.006,), "quiet_max_s": (0.010,)}
+    busy = {"busy_s": (0.0051,), "busy_rare_s": (0.007,), "busy_max_s": (busy_max_s,)}
+    taken = [Sample("holdfast", 1, {**quiet, **busy, "deleting_s": (130.0,)})]
+    return Result("prune", (part("deletion", taken, facts={"num_deleted": 1_000}),))
+
+
+def data_result() -> Result:
+    taken = [Sample("holdfast", 1, {"seconds": (0.05,)})]
+    parts = (part(name, taken, facts={"num_samples": 256_000}) for name in ("global", "mixed", "stream"))
+    return Result("data", tuple(parts))
+
+
 def events_result() -> Result:
     names = ("step-without", "step-with", "save-told", "save-heard")
     taken = [Sample(name, 1, {"seconds": (0.05,)}) for name in names]

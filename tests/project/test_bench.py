@@ -23,6 +23,7 @@ from bench.front import render_chart, render_front
 from bench.markdown import RESULTS, markers, replace_part, text
 from bench.markdown import table as lines_of
 from bench.plan import bars as plan_bars
+from bench.prune import PRUNE
 from bench.raw import RAW_WAYS, RawImage, RawWay
 from bench.runner import Found, Span, messages, require_same, together
 from bench.save_load import IO, MEASURES, copies, render_io
@@ -34,6 +35,7 @@ from bench.small import bars as small_bars
 from bench.state import parameter_shapes, width_for
 from tests.project.bench_results import (
     SECONDS,
+    data_result,
     engine_result,
     events_result,
     history_result,
@@ -42,6 +44,7 @@ from tests.project.bench_results import (
     load_result,
     part,
     plan_result,
+    prune_result,
     sample,
     small_result,
     step_result,
@@ -62,12 +65,23 @@ FOUND = {
         plan_result(),
         history_result(),
         step_result(),
+        prune_result(),
+        data_result(),
         events_result(),
     )
 }
 
 
 # Statistics
+
+
+def test_the_bar_of_deletions_is_the_delay_of_the_longest_step() -> None:
+    (met,) = PRUNE.bars(prune_result())
+    assert met.met
+    assert met.words == ("the longest step is longer while 1,000 checkpoints are deleted, by 2.5 ms (at most 5 ms)")
+    (missed,) = PRUNE.bars(prune_result(busy_max_s=0.0151))
+    assert not missed.met
+    assert "| 1,000 checkpoints | 5.10 | 7.00 | 12.50 |" in PRUNE.render(prune_result())
 
 
 def test_of_a_series_the_median_and_the_extremes_are_shown() -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.data import default_collate
 
 import holdfast
 
@@ -106,8 +107,10 @@ def test_the_eight_lines_of_the_readme_train_stop_and_go_on(
 ARGUMENT = re.compile(r"^\| `(.+?)` \| (?:`(.+?)`)? *\| (?:`(.+?)`|-)? *\| .*\|$", re.MULTILINE)
 ALL = (
     *("Bandwidths", "Checkpointer", "Memory", "PerRank", "Piecewise", "load", "open", "plan_load"),
+    *("KeepBest", "KeepEvery", "KeepFor", "KeepLast", "ls", "pin", "unpin", "remove"),
     *("Auto", "EverySteps", "EveryTime", "OnMetric", "OnPreemption", "OnRequest", "request_save"),
     *("register_adapter", "register_tensor", "register_value", "save", "transfer"),
+    *(f"data.{name}" for name in holdfast.data.__all__ if name != "ShardSource"),
 )
 
 
@@ -121,7 +124,9 @@ def signature_rows(call: Callable[..., object]) -> list[tuple[str, str, str]]:
             rows.append(("*", "", ""))
         kind, default = parameter.annotation, parameter.default
         text = str(default) if isinstance(default, Path) else repr(default)
-        text = {parameter.empty: "", holdfast.Memory(): "Memory()"}.get(default, text)
+        text = {parameter.empty: "", holdfast.Memory(): "Memory()", default_collate: "default_collate"}.get(
+            default, text
+        )
         rows.append((parameter.name, kind if isinstance(kind, str) else kind.__name__, text))
     return rows
 

@@ -14,14 +14,16 @@ from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, StepLR
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import ConcatDataset, DataLoader, DistributedSampler, TensorDataset
 
 import holdfast
+from holdfast.data import MixedOrder, PackedTokens, ShardedStream, ShardOfDataset
 from holdfast.run.history import Run
 from holdfast.store.base import Location
 from holdfast.store.urls import open_store
@@ -145,6 +147,41 @@ def test_another_learning_rate_is_that_of_the_next_steps() -> None:
         assert optimizer.param_groups[0]["lr"] == 3e-4
 
 
+def test_samples_come_from_datasets_by_their_weights_and_new_weights_hold_from_the_next_round_on(job: Names) -> None:
+    mixed, reweighted, _ = snippets("data")
+    web, code = TensorDataset(torch.arange(10)), TensorDataset(torch.arange(100, 104))
+    job |= {
+        "DataLoader": DataLoader,
+        "ConcatDataset": ConcatDataset,
+        "MixedOrder": MixedOrder,
+        "web": web,
+        "code": code,
+    }
+    exec(mixed, job)
+    batches = job["batches"]
+    assert isinstance(batches, Iterator)
+    for num_of_code in (2, 4):
+        (batch,) = next(batches)
+        assert (len(batch), int((batch >= 100).sum())) == (8, num_of_code)
+        exec(reweighted, job)
+
+
+def test_a_stream_of_packed_tokens_saves_and_loads_its_shards(job: Names) -> None:
+    _, _, code = snippets("data")
+    job |= {"DataLoader": DataLoader, "ShardedStream": ShardedStream, "ShardOfDataset": ShardOfDataset}
+    job |= {"PackedTokens": PackedTokens, "documents": [np.full(number % 9 + 1, number) for number in range(100)]}
+    exec(code, job)
+    batches, state = job["batches"], job["state"]
+    assert isinstance(batches, Iterator)
+    assert isinstance(state, dict)
+    first = next(batches)
+    assert first.shape == (8, 16)
+    holdfast.save("runs/stream", state, 1)
+    second = next(batches)
+    holdfast.load("runs/stream", into=state)
+    assert torch.equal(next(batches), second)
+
+
 def publish_as_the_guide(code: str) -> float:
     lines: list[Callable[[], object]] = [
         lambda: exec(code.splitlines()[0], {"holdfast": holdfast, "trained": served}),
@@ -161,8 +198,21 @@ def test_trainer_and_inference_ranks_pass_what_they_have() -> None:
     assert run_ranks(2, publish_as_the_guide, code) == [12.0, 12.0]
 
 
+def test_a_pinned_checkpoint_is_listed_and_an_unpinned_one_is_removed(
+    job: Names, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state = job["state"]
+    assert isinstance(state, dict)
+    for step in (8, 9):
+        holdfast.save("runs/gpt", state, step)
+    (code,) = snippets("retention")
+    exec(code, job)
+    assert capsys.readouterr().out == "[8]\n"
+    assert [checkpoint.step for checkpoint in holdfast.ls("runs/gpt")] == [9, 5]
+
+
 def test_every_piece_of_code_in_the_guides_is_run_by_a_test() -> None:
-    run = {"ddp": 2, "checkpointer": 4, "loading": 3, "policies": 2, "publishing": 1}
+    run = {"ddp": 2, "checkpointer": 4, "data": 3, "loading": 3, "policies": 2, "publishing": 1, "retention": 1}
     for guide in GUIDES.glob("*.md"):
         if guide.stem not in ELSEWHERE:
             assert len(snippets(guide.stem)) == run.get(guide.stem, 0), guide.name

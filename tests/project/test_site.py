@@ -16,6 +16,7 @@ import pytest
 import yaml
 
 import holdfast
+import holdfast.data
 import holdfast.frameworks
 import holdfast.mapping
 import holdfast.store.base
@@ -109,5 +110,6 @@ def test_the_site_is_built_strictly_and_nothing_in_it_leads_nowhere(tmp_path: Pa
     assert nowhere == []
     anchors = {anchor for html in found.values() for anchor in html.anchors}
     public = {f"holdfast.{name}" for name in holdfast.__all__}
-    public |= {f"holdfast.mapping.{name}" for name in holdfast.mapping.__all__}
+    for module in (holdfast.data, holdfast.mapping):
+        public |= {f"{module.__name__}.{name}" for name in module.__all__}
     assert public <= anchors

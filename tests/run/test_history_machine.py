@@ -32,6 +32,7 @@ from holdfast.checkpoint.stored_checkpoint import Checkpoint
 from holdfast.errors import ConfigurationError, CorruptError, FencedError, NotFoundError
 from holdfast.format import records
 from holdfast.format.records import Commit, Place
+from holdfast.run import holds
 from holdfast.run.complete import check_files, check_present, complete, read_manifest, seal_and_commit
 from holdfast.run.diagnosis import examine, finish, remove
 from holdfast.run.history import Run
@@ -46,6 +47,13 @@ from tests.support.faulty_storage import FaultyStore
 
 #: How far an activity goes before it is left alone: some operations, or (None) to its end.
 OPS = st.one_of(st.none(), st.none(), st.integers(0, 30))
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that opens an epoch does not wait for a removal that sleeps here for as long as a test likes. So this
+    is the worst case, where the head may become an older checkpoint. `test_removal_races` has the wait."""
+    monkeypatch.setattr(holds, "PATIENCE_S", 0.0)
 
 
 class Died(BaseException):

@@ -10,9 +10,10 @@ import pytest
 from holdfast.errors import ConfigurationError, FencedError, NotFoundError
 from holdfast.format import records
 from holdfast.format.records import Place
+from holdfast.format.tombstones import Removed, removed_key
 from holdfast.run.complete import check_files, complete, read_manifest, seal_and_commit
 from holdfast.run.diagnosis import examine, remove
-from holdfast.run.history import Run
+from holdfast.run.history import Run, no_head
 from holdfast.run.removal import abandon, remove_checkpoint
 from holdfast.run.rollback import rollback
 from holdfast.store.base import Location
@@ -77,18 +78,43 @@ def test_a_removed_checkpoint_leaves_nothing_but_its_tombstone(new_run: Callable
     assert [finding.folder for finding in examine(run)] == [folder_of(run, 40)]
 
 
-def test_the_head_and_what_an_epoch_was_opened_from_are_kept(new_run: Callable[[], Run]) -> None:
+def test_the_head_is_kept_also_where_a_new_epoch_has_no_checkpoint_yet(new_run: Callable[[], Run]) -> None:
     run = new_run()
     with pytest.raises(ConfigurationError, match="it is the head") as caught:
         remove_checkpoint(run, run.find(step=30))
     assert caught.value.code == "config.needed"
     rollback(run, 20)
-    rollback(run, 10)
-    for place, why in ((Place(1, 1), "it is the head"), (Place(1, 2), "epoch 2 was opened from it")):
-        with pytest.raises(ConfigurationError, match=why):
-            remove_checkpoint(run, run.find(place=place))
+    with pytest.raises(ConfigurationError, match="it is the head"):
+        remove_checkpoint(run, run.find(place=Place(1, 2)))
     remove_checkpoint(run, run.find(place=Place(1, 3)))
     assert [str(place) for place in run.places()] == ["1.2", "1.1"]
+
+
+def test_what_an_epoch_was_opened_from_is_removed_once_it_is_not_the_head(new_run: Callable[[], Run]) -> None:
+    run = new_run()
+    for epoch in range(2, 12):
+        origin = run.head_place()
+        assert origin is not None
+        begin(run, opened_from=origin)
+        save(run, Place(epoch, 1), 30 + epoch)
+        remove_checkpoint(run, run.find(place=origin))
+    assert steps(run) == [41, 20, 10]
+    for place in run.lineage_places():
+        check(run, run.find(place=place))
+    assert [finding.folder for finding in examine(run)] == [folder_of(run, 40)]
+
+
+def test_a_run_whose_whole_lineage_was_removed_is_not_begun_anew_silently(new_run: Callable[[], Run]) -> None:
+    run = new_run()
+    rollback(run, 10)
+    # As a process does that looked before the rollback, and slept.
+    run.storage.create(removed_key(Place(1, 1)), records.encode(Removed(place=Place(1, 1), checkpoint="x")))
+    assert run.head() is None
+    with pytest.raises(NotFoundError, match="no checkpoint on the lineage of its newest epoch") as caught:
+        no_head(run)
+    assert caught.value.code == "not_found.lineage"
+    rollback(run, Place(1, 3))
+    assert steps(run) == [30, 20]
 
 
 def test_a_save_that_slept_while_others_finished_and_removed_its_checkpoint_is_told_so(
@@ -118,11 +144,12 @@ def stopped(run: Run, work: Callable[[Run], None], num_changes: int) -> bool:
 
 def test_a_death_between_any_two_changes_of_a_removal_leaves_loadable_or_invisible(new_run: Callable[[], Run]) -> None:
     alive = True
-    for num_changes in range(12):
+    for num_changes in range(14):
         run = new_run()
         commit, folder = run.find(step=20), folder_of(run, 40)
         alive = stopped(run, lambda run, commit=commit: remove_checkpoint(run, commit), num_changes)  # type: ignore[misc]
-        assert steps(run) == ([30, 20, 10] if num_changes == 0 else [30, 10])
+        # The first change only announces the removal.
+        assert steps(run) == ([30, 20, 10] if num_changes < 2 else [30, 10])
         for place in run.places():
             check(run, run.commit(place))
         for finding in examine(run):
@@ -130,7 +157,7 @@ def test_a_death_between_any_two_changes_of_a_removal_leaves_loadable_or_invisib
                 assert finding.code == "folder.removal_unfinished"
                 remove(run, finding)
         assert [finding.folder for finding in examine(run)] == [folder]
-        assert (commit.checkpoint in run.storage.list("checkpoints")) == (num_changes == 0)
+        assert (commit.checkpoint in run.storage.list("checkpoints")) == (num_changes < 2)
         if not alive:
             break
     assert not alive

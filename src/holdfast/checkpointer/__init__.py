@@ -35,6 +35,7 @@ from holdfast.checkpointer.handle import Handle
 from holdfast.checkpointer.loop import Loop
 from holdfast.checkpointer.memory_tier import LEAVING_S, MemoryTier, tier_for
 from holdfast.checkpointer.observers import Observers
+from holdfast.checkpointer.pruning import CLOSING_S, Pruning
 from holdfast.checkpointer.restore_report import RestoreReport
 from holdfast.checkpointer.restoring import restore
 from holdfast.checkpointer.save_errors import is_unusable, skipped
@@ -50,6 +51,7 @@ from holdfast.format.records import Place
 from holdfast.node_memory.node_folder import DEFAULT_NODE_DIR
 from holdfast.options import check_flag, check_timeout, checked_number
 from holdfast.phases import LOG
+from holdfast.policy.keep import KeepPolicy, check_keep
 from holdfast.policy.when import SavePolicy
 from holdfast.run.paths import parse, selected
 from holdfast.run.session import JOB, NEVER_LOADED
@@ -101,10 +103,11 @@ class Checkpointer:
     one plain process may call them too. Every save walks `state` again. If the run has a history, this job must have
     restored or loaded from it, unless ``takeover=True``; a takeover happens once, at the first save. If storage is
     slower than saves come, no slot of memory may be free: ``when_full`` says whether a save then waits, or all ranks
-    skip it. `initial` is the path of the checkpoint that a run without checkpoints begins with. `select` are globs of
-    names, as in `holdfast.save` and `holdfast.load`: only the names that they match are saved and restored. The
-    `listeners` hear the events of saves, restores and steps on this rank (`holdfast.observing` has some); training does
-    not wait for them.
+    skip it. `keep` says which checkpoints stay, such as ``KeepLast(3) | KeepEvery(10_000)``: after each commit the
+    first rank deletes, in the background, the other ones on the head's lineage (default: all stay). `initial` is the
+    path of the checkpoint that a run without checkpoints begins with. `select` are globs of names, as in
+    `holdfast.save` and `holdfast.load`: only the names that they match are saved and restored. The `listeners` hear the
+    events of saves, restores and steps on this rank (`holdfast.observing` has some); training does not wait for them.
 
     Use it as a context manager: at its end it waits until all saves are durable.
     """
@@ -116,6 +119,7 @@ class Checkpointer:
         *,
         memory: Memory | None = Memory(),
         save: SavePolicy | None = None,
+        keep: KeepPolicy | None = None,
         initial: str | os.PathLike[str] | Location | None = None,
         select: str | Sequence[str] | None = None,
         group: ProcessGroup | None = None,
@@ -130,6 +134,7 @@ class Checkpointer:
             raise TypeError(f"memory must be a holdfast.Memory, or None to save to storage only, not {memory!r}")
         if not isinstance(save, SavePolicy | None):
             raise TypeError(f"save must be a policy, such as holdfast.EverySteps(1000), not {save!r}")
+        check_keep(keep)
         check_flag("takeover", takeover)
         check_group(group)
         check_timeout(timeout_s)
@@ -163,6 +168,7 @@ class Checkpointer:
         self._loop: Loop | None = None
         self._was_preempted = False
         self._restored: RestoreReport | None = None
+        self._pruning = Pruning(keep, lambda: self._run)
 
     @outer(CHECKPOINTER_SAVE)
     def save(self, step: int, *, metrics: Mapping[str, SupportsFloat] | None = None) -> Handle:
@@ -193,7 +199,7 @@ class Checkpointer:
         handle = Handle(whole(step))
         self._observers.tell_steps()
         heard_by = self._observers.listeners if self._loop is None else (self._loop.hear, *self._observers.listeners)
-        machine = SaveMachine(handle.step, handle.hear, SaveLog(handle).hear, *heard_by)
+        machine = SaveMachine(handle.step, handle.hear, SaveLog(handle).hear, self._pruning.listener(), *heard_by)
         with self._turn.taken("save"):
             begun_s = time.perf_counter()
             self._save(machine, metrics)
@@ -392,6 +398,7 @@ class Checkpointer:
         finally:
             self._forget_signals()
             self._let_go(patience_s=LEAVING_S if left_s < self._timeout_s else None)
+            self._pruning.close(0 if left_s < self._timeout_s else CLOSING_S)
             self._observers.close()
 
     def __enter__(self) -> Self:
@@ -413,9 +420,16 @@ class Checkpointer:
     @outer(CHECKPOINTER_CLOSE)
     def _give_up(self) -> None:
         """Leave the memory tier, and wait for no save."""
+        if self._loop is not None and self._loop.preemption.is_missed:
+            _log.warning(
+                "an exception ended the loop after a notice of a preemption (%s), so the last step is not saved. If it "
+                "came from a DataLoader whose workers got the signal too: worker_init_fn=holdfast.data.outlive_signals",
+                self._loop.preemption.reason,
+            )
         self._end_loop()
         self._forget_signals()
         self._forget_ended()
+        self._pruning.close(0)
         self._let_go(patience_s=LEAVING_S)
         self._observers.close()
 

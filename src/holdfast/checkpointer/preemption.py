@@ -63,6 +63,11 @@ class Preemption:
         self._know()
         return f"preempted by {noted.name}"
 
+    @property
+    def is_missed(self) -> bool:
+        """Whether this rank has heard of a preemption that no save has followed."""
+        return not self.is_agreed and self.reason is not None
+
     def agree(self) -> None:
         """All ranks have agreed."""
         self._know()

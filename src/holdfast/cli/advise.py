@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 from rich.console import Console
 from rich.text import Text
 
-from holdfast.cli.amounts import scaled
+from holdfast.cli.amounts import NUMBER, scaled, seconds_in
 from holdfast.cli.screen import Listing, console, print_json, say
 from holdfast.errors import ConfigurationError
 from holdfast.goodput.advice import Advice, Alternative, Limits, TierAdvice, advise
@@ -19,11 +19,8 @@ from holdfast.goodput.waste import Failures, TierCost
 from holdfast.reports import size as size_text
 from holdfast.wording import count, duration
 
-_NUMBER: Final = r"([0-9]+(?:\.[0-9]+)?(?:e-?[0-9]+)?)"
-_DURATION: Final = re.compile(rf"{_NUMBER} ?(ms|s|min|h|d)?")
-_SECONDS: Final = {"ms": 0.001, None: 1.0, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
-_SHARE: Final = re.compile(rf"{_NUMBER} ?%")
-_SIZE: Final = re.compile(rf"{_NUMBER} ?([kMGTP]i?)?B")
+_SHARE: Final = re.compile(rf"{NUMBER} ?%")
+_SIZE: Final = re.compile(rf"{NUMBER} ?([kMGTP]i?)?B")
 _SURVIVES: Final = {"memory": Loss.PROCESS, "peers": Loss.NODE, "durable": Loss.JOB}
 #: Characters of the longest bar of the plot.
 _BAR_WIDTH: Final = 40
@@ -122,8 +119,7 @@ def _shares(text: str) -> tuple[float, float, float]:
 
 
 def _duration(text: str, option: str, *, least_s: float = 0.0) -> float:
-    found = _DURATION.fullmatch(text.strip())
-    seconds = math.nan if found is None else float(found[1]) * _SECONDS[found[2]]
+    seconds = seconds_in(text)
     if not least_s <= seconds < math.inf:
         raise _invalid(f"{option} has '{text}', which is no such time.", "Write it as 250ms, 0.3s, 5min, 3.09h or 2d.")
     return seconds

@@ -1,10 +1,15 @@
-"""Amounts of bytes and bits as users write them."""
+"""Amounts of bytes and bits, and times, as users write them."""
 
 from __future__ import annotations
 
 import math
+import re
 from typing import Final
 
+#: A number without a sign.
+NUMBER: Final = r"([0-9]+(?:\.[0-9]+)?(?:e-?[0-9]+)?)"
+_TIME: Final = re.compile(rf"{NUMBER} ?(ms|s|min|h|d)?")
+_SECONDS: Final = {"ms": 0.001, None: 1.0, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _PREFIXES: Final = ("", "k", "M", "G", "T", "P")
 
 
@@ -12,3 +17,9 @@ def scaled(number: str, prefix: str) -> float:
     """The number times its prefix, such as ``k`` or ``Gi``; "" for none."""
     base = 1024 if prefix.endswith("i") else 1000
     return float(number) * math.pow(base, _PREFIXES.index(prefix.removesuffix("i")))
+
+
+def seconds_in(text: str) -> float:
+    """The seconds of a time such as ``250ms``, ``0.3s``, ``5min``, ``3.09h`` or ``2d``; nan for any other text."""
+    found = _TIME.fullmatch(text.strip())
+    return math.nan if found is None else float(found[1]) * _SECONDS[found[2]]

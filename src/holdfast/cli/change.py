@@ -8,17 +8,17 @@ from itertools import takewhile
 
 import msgspec
 
-from holdfast.cli.runs import RunHead, open_run
+from holdfast.cli.runs import RunHead
 from holdfast.cli.screen import confirmed, console, print_json, say, when
 from holdfast.errors import ConfigurationError, printable
 from holdfast.format.records import Commit
 from holdfast.reports import size
+from holdfast.run.by_path import open_run, selected_checkpoint
 from holdfast.run.history import Run
 from holdfast.run.paths import Selection, parse, some
-from holdfast.run.removal import check_unneeded, remove_checkpoint
+from holdfast.run.removal import check_removable, remove_checkpoint
 from holdfast.run.rollback import rollback as roll_back
 from holdfast.run.save_requests import leave_request
-from holdfast.store.urls import open_store
 from holdfast.wording import count
 
 
@@ -98,17 +98,8 @@ class _Doomed:
 
 
 def _doomed(path: str) -> _Doomed:
-    target = parse(path)
-    if target.step is None and target.place is None:
-        raise ConfigurationError(
-            f"'{path}' does not name a checkpoint of a run.",
-            code="config.path",
-            action=f"Write {target.root}@PLACE or {target.root}@step=N; holdfast ls {target.root} lists them.",
-            path=path,
-        )
-    run = Run.open(open_store(target.location), origin=target.origin)
-    commit = run.find(step=target.step, place=target.place)
-    check_unneeded(run, commit.place)
+    run, commit = selected_checkpoint(path)
+    check_removable(run, commit.place)
     return _Doomed(run, commit, (run.run_id, str(commit.place)))
 
 

@@ -20,6 +20,9 @@ _PATH_HELP = "A run (its head), RUN@step=700, RUN@3.12 (epoch 3, number 12), or 
 
 RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="The folder of a run.")]
 PathArgument = Annotated[str, typer.Argument(metavar="PATH", help=_PATH_HELP)]
+CheckpointsArgument = Annotated[
+    list[str], typer.Argument(metavar="RUN@PLACE...", help="Checkpoints of runs: RUN@3.12, or RUN@step=700.")
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document, for programs.")]
 YesOption = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")]
 
@@ -312,8 +315,8 @@ def keeper(
     ] = 60.0,
 ) -> None:
     """Make snapshots of a run on this node durable. For a prolog or a sidecar: trainers start a keeper if none runs."""
-    from holdfast.cli.runs import parse_run
     from holdfast.keeper.__main__ import serve
+    from holdfast.run.by_path import parse_run
 
     if not serve(parse_run(run).root, node_dir=node_dir, idle_s=idle_s, grace_s=grace_s):
         raise typer.Exit(FINDING)
@@ -370,9 +373,7 @@ def rollback(
 
 @app.command()
 def rm(
-    paths: Annotated[
-        list[str], typer.Argument(metavar="RUN@PLACE...", help="Checkpoints of runs: RUN@3.12, or RUN@step=700.")
-    ],
+    paths: CheckpointsArgument,
     *,
     yes: YesOption = False,
     as_json: JsonOption = False,
@@ -382,6 +383,58 @@ def rm(
 
     if not rm(paths, yes=yes, as_json=as_json):
         raise typer.Exit(FAILURE)
+
+
+@app.command()
+def prune(
+    run: RunArgument,
+    *,
+    keep_last: Annotated[
+        int | None, typer.Option("--keep-last", metavar="N", min=1, help="Keep the newest N checkpoints.")
+    ] = None,
+    keep_every: Annotated[
+        int | None,
+        typer.Option("--keep-every", metavar="N", min=1, help="Keep checkpoints whose step is a multiple of N."),
+    ] = None,
+    keep_best: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--keep-best",
+            metavar="METRIC[:N[:max]]",
+            help="Keep the N (default: 1) with the smallest metric, or the greatest; may be repeated.",
+        ),
+    ] = None,
+    keep_for: Annotated[
+        str, typer.Option("--keep-for", metavar="TIME", help="Keep checkpoints that are younger, such as 12h or 7d.")
+    ] = "",
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Delete nothing; only say what would go, and why.")
+    ] = False,
+    yes: YesOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Delete the checkpoints that no given policy keeps. Never the head, nor what is pinned or needed; asks first."""
+    from holdfast.cli.prune import KeepOptions, prune
+
+    options = KeepOptions(keep_last, keep_every, keep_best or (), keep_for)
+    if not prune(run, options, dry_run=dry_run, yes=yes, as_json=as_json):
+        raise typer.Exit(FAILURE)
+
+
+@app.command()
+def pin(paths: CheckpointsArgument, *, as_json: JsonOption = False) -> None:
+    """Keep checkpoints from being deleted, until somebody unpins them. A run stands for its head."""
+    from holdfast.cli.pin import pin
+
+    pin(paths, as_json=as_json)
+
+
+@app.command()
+def unpin(paths: CheckpointsArgument, *, as_json: JsonOption = False) -> None:
+    """Take back the pins of checkpoints. Deletes nothing."""
+    from holdfast.cli.pin import unpin
+
+    unpin(paths, as_json=as_json)
 
 
 @app.command()

@@ -9,10 +9,11 @@ import msgspec
 from rich.padding import Padding
 from rich.text import Text
 
-from holdfast.cli.runs import RunHead, open_run, parse_run
+from holdfast.cli.runs import RunHead
 from holdfast.cli.screen import confirmed, console, counting, explain, print_json, say
 from holdfast.errors import ConfigurationError, CorruptError, HoldfastError, printable
 from holdfast.run import diagnosis as core
+from holdfast.run.by_path import open_run, parse_run
 from holdfast.run.diagnosis import Finding
 from holdfast.run.history import Run
 from holdfast.run.lost_marker import unmarked_run

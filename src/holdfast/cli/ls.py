@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from itertools import groupby
 
@@ -12,30 +11,15 @@ import msgspec
 from rich.text import Text
 
 from holdfast.checkpoint.fault import Fault
-from holdfast.cli.runs import open_run
 from holdfast.cli.screen import Listing, age, console, metrics_text, print_json, say, when
 from holdfast.errors import CorruptError, NotFoundError, printable
-from holdfast.format.records import Commit, Diverged, Epoch, Place
+from holdfast.format.records import Diverged
 from holdfast.reports import size
+from holdfast.run.by_path import open_run
 from holdfast.run.history import Run
+from holdfast.run.listing import UNKNOWN_LINEAGE, HistoryReader, ListedCheckpoint
 from holdfast.run.lost_head import lost_head
 from holdfast.wording import count
-
-_UNKNOWN = "unknown whether the head descends from these"
-
-
-class Row(msgspec.Struct, frozen=True):
-    """One checkpoint in the list. `abandoned` says which epoch abandoned it; it is empty on the lineage."""
-
-    place: str
-    step: int
-    created: float
-    nbytes: int
-    head: bool
-    folder: str
-    metrics: dict[str, str | float]
-    diverged: Diverged
-    abandoned: str = ""
 
 
 class LsDocument(msgspec.Struct, frozen=True):
@@ -48,8 +32,8 @@ class LsDocument(msgspec.Struct, frozen=True):
 
     run: str
     run_id: str
-    lineage: list[Row]
-    abandoned: list[Row]
+    lineage: list[ListedCheckpoint]
+    abandoned: list[ListedCheckpoint]
     findings: list[Fault]
     uncommitted: str | None = None
 
@@ -57,10 +41,10 @@ class LsDocument(msgspec.Struct, frozen=True):
 def ls(run: str, *, as_json: bool) -> bool:
     """Print all committed checkpoints of the run at the path `run`. Returns True where all records are sound."""
     found = open_run(run)
-    listing = _HistoryReader(found)
+    listing = HistoryReader(found)
     lineage, others = listing.lineage(), listing.others()  # both add to `listing.faults`
-    faults = list(dict.fromkeys(listing.faults))
-    document = LsDocument(found.storage.location.url, found.run_id, lineage, others, faults, listing.uncommitted())
+    faults = list(dict.fromkeys(map(Fault.of, listing.faults)))
+    document = LsDocument(found.storage.location.url, found.run_id, lineage, others, faults, _uncommitted(found))
     if as_json:
         print_json(document)
     else:
@@ -68,94 +52,12 @@ def ls(run: str, *, as_json: bool) -> bool:
     return not document.findings
 
 
-class _HistoryReader:
-    """A reader of a run's records that turns unreadable ones into faults and continues."""
-
-    def __init__(self, run: Run) -> None:
-        self.faults: list[Fault] = []
-        self._run = run
-        self._places: list[Place] = []
-        self._broken = False
-        #: For each epoch, the reason why those of its checkpoints that are not on the lineage were abandoned.
-        self._reasons: dict[int, str] = {}
-
-    def lineage(self) -> list[Row]:
-        """The head and its ancestors, as far as epochs can be read."""
-        try:
-            self._places.extend(self._run.lineage_places())
-        except (CorruptError, NotFoundError) as error:
-            self.faults.append(Fault.of(error))
-            self._broken = True
-        return [row for number, place in enumerate(self._places) for row in self._rows(place, head=number == 0)]
-
-    def others(self) -> list[Row]:
-        """All other committed checkpoints, newest first."""
-        known = set(self._places)
-        return [
-            row
-            for place in self._run.places()
-            if place not in known
-            for row in self._rows(place, abandoned=_UNKNOWN if self._broken else self._reason(place.epoch))
-        ]
-
-    def uncommitted(self) -> str | None:
-        """A text about a sealed checkpoint beyond the head that has no commit; None where there is none."""
-        with suppress(CorruptError, NotFoundError):
-            head = self._run.head()
-            return None if head is None else lost_head(self._run, head, newest=self._run.newest_epoch() or 0)
-        return None  # the head is not known: that is a fault
-
-    def _reason(self, epoch: int) -> str:
-        if epoch not in self._reasons:
-            self._reasons[epoch] = _left_by(self._run, epoch)
-        return self._reasons[epoch]
-
-    def _rows(self, place: Place, *, head: bool = False, abandoned: str = "") -> Iterator[Row]:
-        """The row of a place; none where its record is damaged, or was removed just now."""
-        try:
-            yield _row(self._run.commit(place), head=head, abandoned=abandoned)
-        except (CorruptError, NotFoundError) as error:
-            if not self._run.is_removed(place):
-                self.faults.append(Fault.of(error))
-
-
-def _left_by(run: Run, epoch: int) -> str:
-    """A clause that names the epoch on the head's lineage that did not continue from the end of `epoch`."""
-    number = run.epochs()[0]
-    while True:
-        record = run.epoch(number)
-        origin = record.opened_from
-        if origin is None or origin.epoch <= epoch:
-            first = _first_from(run, record, after=epoch)
-            start = f"went on from {origin}" if origin is not None else "began anew"
-            return f"epoch {first.epoch} {start} ({first.why})"
-        number = origin.epoch
-
-
-def _first_from(run: Run, record: Epoch, *, after: int) -> Epoch:
-    """The first of the consecutive epochs, up to `record`, that were all opened from the same place.
-
-    A rollback is an epoch of its own, and the job that resumes there opens the next one from the same place.
-    """
-    # The record of an epoch off the lineage may be damaged without harm to it: then name a later epoch.
+def _uncommitted(run: Run) -> str | None:
+    """A text about a sealed checkpoint beyond the head that has no commit; None where there is none."""
     with suppress(CorruptError, NotFoundError):
-        while record.epoch - 1 > after and (earlier := run.epoch(record.epoch - 1)).opened_from == record.opened_from:
-            record = earlier
-    return record
-
-
-def _row(commit: Commit, *, head: bool, abandoned: str = "") -> Row:
-    return Row(
-        place=str(commit.place),
-        step=commit.step,
-        created=commit.created,
-        nbytes=commit.nbytes,
-        head=head,
-        folder=commit.checkpoint,
-        metrics=dict(commit.metrics),
-        diverged=commit.diverged,
-        abandoned=abandoned,
-    )
+        head = run.head()
+        return None if head is None else lost_head(run, head, newest=run.newest_epoch() or 0)
+    return None  # the head is not known: that is a fault
 
 
 def _show(document: LsDocument, name: str) -> None:
@@ -167,7 +69,7 @@ def _show(document: LsDocument, name: str) -> None:
         say(screen, f"{name}: no checkpoint has been committed yet.")
     for reason, group in groupby(document.abandoned, key=lambda row: row.abandoned):
         rows = list(group)
-        title = _UNKNOWN if reason == _UNKNOWN else f"abandoned when {reason}"
+        title = UNKNOWN_LINEAGE if reason == UNKNOWN_LINEAGE else f"abandoned when {reason}"
         say(screen, f"\n{title}: {_total(rows)}")
         screen.print(_table(rows))
     if document.uncommitted is not None:
@@ -182,13 +84,14 @@ def _show(document: LsDocument, name: str) -> None:
         say(screen, f"{command} explains the damage and offers remedies.")
 
 
-def _total(rows: list[Row]) -> str:
+def _total(rows: list[ListedCheckpoint]) -> str:
     return f"{count(len(rows), 'checkpoint')}, {size(sum(row.nbytes for row in rows))}"
 
 
-def _table(rows: list[Row]) -> Listing:
+def _table(rows: list[ListedCheckpoint]) -> Listing:
     now = time.time()
     optional = {
+        "pinned": ["pinned" if row.pinned else "" for row in rows],
         "metrics": [metrics_text(row.metrics) for row in rows],
         "diverged": [_names(row.diverged) for row in rows],
     }

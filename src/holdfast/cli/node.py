@@ -9,13 +9,13 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from holdfast.cli.runs import open_run, parse_run
 from holdfast.cli.screen import Listing, age, console, print_json, say
 from holdfast.errors import printable
 from holdfast.node_memory.inventory import LOG_NAME, HeldSlot, RunMemory, give_way, name_of, node_memory
 from holdfast.node_memory.keeper_lock import end_keeper
 from holdfast.node_memory.node_folder import NodeFolder, not_a_folder
 from holdfast.reports import size
+from holdfast.run.by_path import open_run, parse_run
 from holdfast.store.urls import absolute
 from holdfast.wording import count
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 
 from holdfast.cli.recorded import events_folder, events_in, output_of, remarks_about, write_output
-from holdfast.cli.runs import open_run
 from holdfast.cli.screen import console, say
+from holdfast.run.by_path import open_run
 from holdfast.telemetry.event_files import no_events
 from holdfast.telemetry.page import RunPicture, page
 from holdfast.telemetry.rank_saves import job_events

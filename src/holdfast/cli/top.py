@@ -14,10 +14,11 @@ from rich.live import Live
 from rich.text import Text
 
 from holdfast.cli.recorded import events_folder, events_in
-from holdfast.cli.runs import RunHead, open_run
+from holdfast.cli.runs import RunHead
 from holdfast.cli.screen import Listing, age, console
 from holdfast.errors import printable
 from holdfast.reports import size
+from holdfast.run.by_path import open_run
 from holdfast.run.history import Run
 from holdfast.telemetry.event_files import no_events
 from holdfast.telemetry.rank_saves import UNDER_WAY, JobEvents, job_events

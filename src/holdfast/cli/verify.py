@@ -14,11 +14,11 @@ from holdfast.checkpoint.fault import Fault
 from holdfast.checkpoint.sealed import Sealed
 from holdfast.checkpoint.stored_checkpoint import Checkpoint
 from holdfast.checkpoint.verification import verify_checkpoint
-from holdfast.cli.runs import open_run
 from holdfast.cli.screen import console, counting, print_json, say
 from holdfast.errors import CorruptError, HoldfastError, NotFoundError, printable
 from holdfast.format.records import Place
 from holdfast.reports import size
+from holdfast.run.by_path import open_run
 from holdfast.run.epoch_faults import epoch_faults
 from holdfast.run.history import Run, is_folder, resolve
 from holdfast.run.paths import parse

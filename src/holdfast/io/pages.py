@@ -7,14 +7,17 @@ system gives no huge pages, the memory works all the same.
 
 from __future__ import annotations
 
+import ctypes
 import mmap
+import os
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Final, NamedTuple
+from weakref import WeakSet
 
 import numpy as np
 
 from holdfast.store.base import Bytes
-from holdfast.store.linux import collapse_pages, map_file
+from holdfast.store.linux import collapse_pages, keep_private, map_file
 
 HUGE_PAGE_NBYTES = 2 << 20
 
@@ -34,12 +37,18 @@ def anonymous(nbytes: int) -> Mapped:
     return memory
 
 
-def shared(fd: int, nbytes: int) -> Bytes:
-    """Map the first `nbytes` bytes of the memory file `fd`, beginning at a huge page. See `in_huge_pages`."""
-    data = _room(nbytes).data
+def shared(fd: int, nbytes: int, *, for_children: bool = True) -> Bytes:
+    """Map the first `nbytes` bytes of the memory file `fd`, beginning at a huge page. See `in_huge_pages`.
+
+    Without `for_children`, neither processes that are forked from this one have the mapping, nor core dumps.
+    """
+    mapping, data = _room(nbytes)
     # Mapped over the middle of a mapping of our own, so that both are unmapped together.
     protection = mmap.PROT_READ | mmap.PROT_WRITE
     map_file(fd, nbytes, protection=protection, flags=mmap.MAP_SHARED, address=data.ctypes.data)
+    if not for_children:
+        _not_for_children.add(mapping)
+        keep_private(data.ctypes.data, nbytes)
     return data
 
 
@@ -61,6 +70,20 @@ def in_huge_pages() -> Callable[[Bytes], None]:
                 collapse_pages(first + start, HUGE_PAGE_NBYTES)
 
     return make
+
+
+#: The mappings that children of this process do not have.
+_not_for_children: Final[WeakSet[mmap.mmap]] = WeakSet()
+
+
+def _keep_in_child() -> None:
+    """Keep the objects of mappings that this child does not have. They would unmap their addresses at their end, and
+    by then something of the child's own may be there."""
+    for mapping in tuple(_not_for_children):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(mapping))  # for ever: also when the interpreter ends
+
+
+os.register_at_fork(after_in_child=_keep_in_child)
 
 
 def _room(nbytes: int) -> Mapped:

@@ -37,6 +37,7 @@ from holdfast.progress import PATIENCE_S, of_first_rank, progress
 from holdfast.reports import LoadReport
 from holdfast.run.fallback import Skipped, is_damage, resolve_sound
 from holdfast.run.history import Located, Run, is_folder, resolve
+from holdfast.run.leases import ReadLease, leased
 from holdfast.run.lost_head import lost_head
 from holdfast.run.paths import Selection, parse
 from holdfast.run.session import Load, MadeEqual
@@ -157,7 +158,11 @@ def load_from_storage(
     deadline = Deadline(timeout_s)
     channel = default_channel("load", group, deadline=deadline)
     with TimedStore(open_store(target.location), timeout_s=deadline.for_storage_s) as storage:
-        report = Loading(channel, deadline, storage, group_ranks(group), options).run(target, into)
+        loading = Loading(channel, deadline, storage, group_ranks(group), options)
+        try:
+            report = loading.run(target, into)
+        finally:
+            loading.end_lease()
     channel.await_readers(deadline)
     if channel.rank == 0:
         LOG.info("loaded %s, from %s", report.summary, report.path)
@@ -288,6 +293,8 @@ class Loading:
         self._located: Located | None = None
         #: Whether tensors that an older checkpoint does not fill may hold parts of a damaged one.
         self._is_mixed = False
+        #: The lease of rank 0 on the checkpoint that all ranks read.
+        self._lease: ReadLease | None = None
 
     def run(self, target: Selection, into: Mapping[str, object]) -> LoadReport:
         """Load and report. With `fallback`, continue with the next older checkpoint while one proves damaged.
@@ -315,6 +322,11 @@ class Loading:
                     error.action = self._advice(target, skipped, error.action)
                     raise
                 self._warn(skipped[-1:])
+
+    def end_lease(self) -> None:
+        """Let the checkpoint that was read be deleted."""
+        if self._lease is not None:
+            self._lease.end()
 
     @outside_inference_mode()
     def fill(
@@ -474,6 +486,8 @@ class Loading:
         def find(_: list[bytes]) -> _Resolved:
             located, passed = self._find(target, skipped)
             self._located = located
+            self.end_lease()
+            self._lease = leased(located)
             seal, commit = located.sealed.seal, located.sealed.commit
             self._warn(passed[len(skipped) :])
             self._warn_of_lost_head(target, located)
@@ -497,6 +511,10 @@ class Loading:
         """The advice about a damaged checkpoint: the next older one that loads, which rank 0 looks for."""
 
         def look(_: list[bytes]) -> bytes:
+            if self._located is not None and self._located.run is not None:
+                commit = self._located.sealed.commit
+                if commit is not None and self._located.run.is_removed(commit.place):
+                    return b"It was removed during this load, so load another one."
             seal = resolve_sound(target, self._storage, skipped)[0].sealed.seal
             name = Selection(target.location, place=seal.place)
             return f"Load '{name}' (step {seal.step}), load with fallback=True, or restore the damaged files.".encode()

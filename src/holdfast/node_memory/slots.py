@@ -59,7 +59,7 @@ from holdfast.io.pages import HUGE_PAGE_NBYTES, shared
 from holdfast.node_memory import file_locks
 from holdfast.node_memory.node_folder import NodeFolder
 from holdfast.store.base import Bytes
-from holdfast.store.linux import collapse_pages, keep_private
+from holdfast.store.linux import collapse_pages
 from holdfast.wording import count
 
 #: Offset of the data file in a slot: the start of a huge page. The gap after the state's page takes no memory.
@@ -172,8 +172,7 @@ class Slot:
             if size <= DATA_START:
                 raise self._corrupt(f"it has {count(size, 'byte')}")
             self.nbytes = size - DATA_START
-            self._memory = shared(self._fd, size)
-            keep_private(self._memory.ctypes.data, size)
+            self._memory = shared(self._fd, size, for_children=False)
             #: The page as it was last read, and the record in it.
             self._page, self._found = b"", _WrittenRecord(0, 0.0, SlotRecord(SlotState.FREE))
             self.record = self._newest().record

@@ -17,6 +17,7 @@ from holdfast.checkpoint.verification import verify_checkpoint
 from holdfast.errors import ConfigurationError, CorruptError, HoldfastError
 from holdfast.format import manifest as fmt
 from holdfast.format import records
+from holdfast.format.hold_records import PINS, is_pins_name
 from holdfast.format.records import CHECKPOINTS, EPOCHS, HISTORY, MARKER_KEY, SEAL_NAME, Commit, Place
 from holdfast.format.tombstones import parse_removed_name
 from holdfast.run.complete import check_present, complete
@@ -24,7 +25,7 @@ from holdfast.run.history import Run
 from holdfast.run.lost_commits import commit_anew, published_folder
 from holdfast.run.lost_epochs import lost_epoch, make_anew
 from holdfast.run.lost_marker import make_marker_anew, probable_marker
-from holdfast.run.removal import abandon, check_unneeded, remove_place
+from holdfast.run.removal import abandon, remove_place
 from holdfast.run.save_requests import REQUESTS, is_request_name
 from holdfast.run.uncommitted import IN_PROGRESS_S, UNREADABLE, Remedy, RunRecords, Uncommitted
 
@@ -136,8 +137,6 @@ def _remove_folder(run: Run, finding: Finding, folder: str, *, force: bool) -> N
     if place is None:
         abandon(run, folder)
         return
-    if place not in known.removed:
-        check_unneeded(run, place)
     remove_place(run, place, folder)
 
 
@@ -159,7 +158,7 @@ def _marker(run: Run) -> Iterator[Finding]:
 
 def _names(run: Run) -> Iterator[Finding]:
     """Names that do not belong to a run."""
-    for folder in ("", CHECKPOINTS, EPOCHS, HISTORY, REQUESTS):
+    for folder in ("", CHECKPOINTS, EPOCHS, HISTORY, REQUESTS, PINS):
         for name in run.storage.list(folder):
             if not _is_ours(folder, name):
                 path = run.storage.path(f"{folder}/{name}" if folder else name)
@@ -179,7 +178,9 @@ def _is_ours(folder: str, name: str) -> bool:
         return records.parse_folder(name) is not None
     if folder == REQUESTS:
         return is_request_name(name)
-    return name in (MARKER_KEY, CHECKPOINTS, EPOCHS, HISTORY, REQUESTS)
+    if folder == PINS:
+        return is_pins_name(name)
+    return name in (MARKER_KEY, CHECKPOINTS, EPOCHS, HISTORY, REQUESTS, PINS)
 
 
 def _epochs(run: Run, known: RunRecords) -> Iterator[Finding]:
@@ -283,7 +284,7 @@ def _leftovers(run: Run) -> Iterator[tuple[str, Finding]]:
     """Temporary files, of dead writers or of writers still at work, each with its key."""
     storage, root = run.storage, run.storage.path("x").removesuffix("/x")
     checkpoints = (f"{CHECKPOINTS}/{name}" for name in storage.list(CHECKPOINTS))
-    for folder in ("", CHECKPOINTS, EPOCHS, HISTORY, REQUESTS, *checkpoints):
+    for folder in ("", CHECKPOINTS, EPOCHS, HISTORY, REQUESTS, PINS, *checkpoints):
         names = storage.leftovers(folder)
         old = set(storage.leftovers(folder, older_than_s=IN_PROGRESS_S)) if names else set()
         for name in names:

@@ -26,6 +26,7 @@ from holdfast.errors import ConfigurationError, CorruptError, FencedError, NotFo
 from holdfast.format import records
 from holdfast.format.records import Commit, Epoch, Marker, Place, Record, Seal, Why
 from holdfast.format.tombstones import parse_removed_name, removed_key, removed_name
+from holdfast.run.holds import await_removals
 from holdfast.run.paths import Selection, lost_marker, no_run, runs_in, some
 from holdfast.store.base import Store
 from holdfast.store.urls import open_store
@@ -210,7 +211,8 @@ class Run:
         `after` is the newest epoch that the caller knows (0 for none): a caller that decided on an older view of the
         run loses, with `FencedError`, code ``fenced.lost_race``. `opened_from` must be committed. It may have been
         removed since: a job that has its state continues from that, and until the job's first commit the checkpoint
-        before it is the head. A process recognises its own record by `incarnation` (default: a new one).
+        before it is the head. If it is there on return, nobody removes it before that commit. A process recognises its
+        own record by `incarnation` (default: a new one).
         """
         # Commits of an epoch without a record would become those of the new epoch.
         self._proven(after, self.history())
@@ -232,6 +234,9 @@ class Run:
             theirs = self.epoch(mine.epoch)
             if theirs.incarnation != mine.incarnation:
                 raise self._lost_race(mine.epoch)
+        if opened_from is not None:
+            # A removal that is announced now may have looked before this epoch existed; a later one finds the epoch.
+            await_removals(self.storage, opened_from)
         return mine
 
     def check_fence(self, epoch: int) -> None:
@@ -513,7 +518,18 @@ def is_folder(storage: Store) -> bool:
 
 
 def no_head(run: Run) -> NoReturn:
-    """Raise the error for a run that has no committed checkpoint."""
+    """Raise the error for a run that has no committed checkpoint, or none on the lineage of its newest epoch."""
+    newest = run.newest_epoch()
+    origin = None if newest is None else run.epoch(newest).opened_from
+    if origin is not None:
+        raise NotFoundError(
+            f"run '{run.storage.location}' has no checkpoint on the lineage of its newest epoch, which was opened from "
+            f"{origin}: those were removed.",
+            code="not_found.lineage",
+            action="Choose another checkpoint with holdfast rollback (holdfast ls lists them), or start the training "
+            "again in another folder.",
+            path=run.storage.location.url,
+        )
     raise NotFoundError(
         f"run '{run.storage.location}' has no committed checkpoint.",
         code="not_found.head",

@@ -10,6 +10,10 @@ writes the seal or the commit again (their names are free) changes nothing that 
 *an unfinished save*: a record that says so takes the name of its seal. From then on nobody can seal the checkpoint, and
 so nobody can commit it. If the seal existed first, the checkpoint is finished or being finished, and nothing is
 deleted. The record stays for ever, too; the other files are deleted, the manifest last.
+
+The head, a pinned checkpoint and one that a reader uses are not deleted. `holdfast.run.holds` says why that is safe
+while others pin, read, and open epochs at the same moment. A place that an epoch was opened from may be deleted once it
+is not the head any more: the epoch's record goes on to say where the lineage continues.
 """
 
 from __future__ import annotations
@@ -21,41 +25,56 @@ from holdfast.format.records import CHECKPOINTS, SEAL_NAME, Commit, Place
 from holdfast.format.tombstones import Abandoned, Removed, removed_key
 from holdfast.run.complete import is_abandoned
 from holdfast.run.history import Run
+from holdfast.run.holds import check_unheld, check_unread, removal_announced
 
 
 def remove_checkpoint(run: Run, commit: Commit) -> None:
     """Delete the checkpoint of `commit`; durable on return. A second call finishes a deletion that a crash interrupted.
 
-    From the first change on, no reader sees the checkpoint any more. Jobs that are reading it fail.
+    From the first change on, no reader sees the checkpoint any more.
 
     Raises:
-        ConfigurationError: it is the head, or an epoch was opened from it; code ``config.needed``.
+        ConfigurationError: it is the head (``config.needed``), it is pinned (``config.pinned``), or a reader uses it
+            (``config.in_use``).
     """
-    check_unneeded(run, commit.place)
     remove_place(run, commit.place, commit.checkpoint)
 
 
-def check_unneeded(run: Run, place: Place) -> None:
-    """Raise `ConfigurationError` where the checkpoint at `place` is the head, or an epoch was opened from it."""
-    # The head first, so that the check of epochs below sees an epoch that is opened in between.
-    if next(run.lineage_places(), None) == place:
-        action = "Choose another one; a rollback to an older checkpoint makes that one the head."
-        raise _needed(run, place, "it is the head of the run", action)
-    for number in run.epochs():
-        if number > place.epoch and run.epoch(number).opened_from == place:
-            action = "Keep it, and choose another one: what was saved since then goes on from it."
-            raise _needed(run, place, f"epoch {number} was opened from it", action)
+def check_removable(run: Run, place: Place) -> None:
+    """Raise `ConfigurationError` where the checkpoint at `place` is pinned, used by a reader, or the head."""
+    check_unheld(run.storage, place)
+    if run.head_place() == place:
+        raise ConfigurationError(
+            f"checkpoint {place} of '{run.storage.location}' cannot be removed: it is the head of the run.",
+            code="config.needed",
+            action="Choose another one; a rollback to an older checkpoint makes that one the head.",
+            path=run.storage.location.url,
+        )
 
 
 def remove_place(run: Run, place: Place, folder: str) -> None:
     """Hide the commit at `place`, if any, then delete the commit and the files in ``checkpoints/<folder>``.
 
-    If an epoch is opened from the place at the same moment, its head is the next older checkpoint.
+    Raises as `check_removable`, before the first change. If the lease of a reader came at the same moment, this raises
+    ``config.in_use`` when the commit is hidden already; all files stay, and a later call goes on.
     """
-    run.storage.create(removed_key(place), records.encode(Removed(place=place, checkpoint=folder)))
+    if not run.is_removed(place):
+        _hide(run, place, folder)
+    # A reader that has not found the tombstone had its lease before this look.
+    check_unread(run.storage, place)
     run.storage.delete(records.commit_key(place))
     run.storage.delete(records.checkpoint_key(folder, SEAL_NAME))
     _delete_files(run, folder)
+
+
+def _hide(run: Run, place: Place, folder: str) -> None:
+    """Create the tombstone of `place`, unless somebody needs its checkpoint."""
+    check_removable(run, place)
+    with removal_announced(run.storage, place) as check_in_time:
+        # Once more: somebody who pins the checkpoint, or opens an epoch from it, may not have seen the notice.
+        check_removable(run, place)
+        check_in_time()
+        run.storage.create(removed_key(place), records.encode(Removed(place=place, checkpoint=folder)))
 
 
 def abandon(run: Run, folder: str) -> None:
@@ -82,12 +101,3 @@ def _delete_files(run: Run, folder: str) -> None:
     leftovers = run.storage.leftovers(f"{CHECKPOINTS}/{folder}")
     for name in (*data, *leftovers, fmt.NAME):
         run.storage.delete(records.checkpoint_key(folder, name))
-
-
-def _needed(run: Run, place: Place, why: str, action: str) -> ConfigurationError:
-    return ConfigurationError(
-        f"checkpoint {place} of '{run.storage.location}' cannot be removed: {why}.",
-        code="config.needed",
-        action=action,
-        path=run.storage.location.url,
-    )

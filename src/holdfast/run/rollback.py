@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from holdfast.checkpoint.stored_checkpoint import Checkpoint
-from holdfast.errors import NotFoundError
+from holdfast.errors import CorruptError, NotFoundError
 from holdfast.format.records import Commit, Place
 from holdfast.run.complete import check_present
 from holdfast.run.history import Run
@@ -23,14 +23,24 @@ def rollback(run: Run, to: Place | int) -> Commit:
     """
     newest = run.newest_epoch() or 0
     commit = run.find(place=to) if isinstance(to, Place) else run.find(step=to)
-    check_present(Checkpoint(run.locate(commit)))
+    try:
+        check_present(Checkpoint(run.locate(commit)))
+    except (CorruptError, NotFoundError):
+        if run.is_removed(commit.place):
+            raise _removed(run, commit, "The head has not changed.") from None
+        raise
     run.open_epoch(after=newest, opened_from=commit.place, why="rollback", world_size=1)
     if run.is_removed(commit.place):
-        raise NotFoundError(
-            f"checkpoint {commit.place} of '{run.storage.location}' was removed during the rollback to it.",
-            code="not_found.removed",
-            action="The head is now the next older checkpoint. Roll back again if you want another head.",
-            path=run.storage.location.url,
-            step=commit.step,
-        )
+        action = "The head is now the next older checkpoint. Roll back again if you want another head."
+        raise _removed(run, commit, action)
     return commit
+
+
+def _removed(run: Run, commit: Commit, action: str) -> NotFoundError:
+    return NotFoundError(
+        f"checkpoint {commit.place} of '{run.storage.location}' was removed during the rollback to it.",
+        code="not_found.removed",
+        action=action,
+        path=run.storage.location.url,
+        step=commit.step,
+    )

@@ -97,6 +97,13 @@ class Uncommitted:
             return self._damaged(error)
         return self._planned(stored, deep=deep)
 
+    @property
+    def is_half_removed(self) -> bool:
+        """Whether somebody has begun to delete the folder, so that anybody may go on. Reads no data file."""
+        if not self._names or (self._given_up and len(self._names) == 1):
+            return False
+        return self._given_up or self.place_to_hide() in self._known.removed
+
     def place_to_hide(self) -> Place | None:
         """The place that must be hidden before files are deleted: that of a seal, or one that is hidden already.
 

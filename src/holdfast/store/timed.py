@@ -268,13 +268,13 @@ class TimeLimit:
         """As `Store.writer`, for work inside `run`: the calling thread makes the requests itself."""
         check = partial(self.check, "write", store.path(key))
         check()
-        return _DirectWriter(_untimed(store).writer(key, nbytes=nbytes), check)
+        return _DirectWriter(untimed(store).writer(key, nbytes=nbytes), check)
 
     def direct_reader(self, store: Store, key: str) -> FileReader:
         """As `Store.reader`, for work inside `run`: the calling thread makes the requests itself."""
         check = partial(self.check, "read", store.path(key))
         check()
-        return _DirectReader(_untimed(store).reader(key), check)
+        return _DirectReader(untimed(store).reader(key), check)
 
     def start(self, call: Callable[[], T]) -> Future[T]:
         """Let a helper make `call`, also after the deadline."""
@@ -320,6 +320,6 @@ class TimeLimit:
         )
 
 
-def _untimed(store: Store) -> Store:
+def untimed(store: Store) -> Store:
     """The store whose requests the calling thread makes itself."""
     return store.untimed if isinstance(store, TimedStore) else store

@@ -6,6 +6,7 @@ import os
 from bisect import bisect_left
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+from weakref import finalize
 
 import numpy.typing as npt
 
@@ -17,6 +18,7 @@ from holdfast.format.patterns import Globs
 from holdfast.format.values import Open, TorchValue, Undecoded
 from holdfast.options import check_flag
 from holdfast.run.history import resolve
+from holdfast.run.leases import ReadLease, leased
 from holdfast.run.paths import parse, some
 from holdfast.state.registered_types import decode
 from holdfast.store.base import Location
@@ -39,9 +41,11 @@ class View:
     A view and its lazy tensors may be pickled, for spawned workers: each worker opens the same checkpoint again.
     """
 
-    def __init__(self, checkpoint: Checkpoint, *, verify: bool) -> None:
+    def __init__(self, checkpoint: Checkpoint, *, verify: bool, lease: ReadLease | None = None) -> None:
         self._checkpoint = checkpoint
         self._source = ViewSource(checkpoint, verify=verify)
+        if lease is not None:
+            finalize(self._source, lease.end)
 
     def __reduce__(self) -> tuple[object, ...]:
         return _over, (self._source,)
@@ -238,7 +242,8 @@ def open(path: str | os.PathLike[str] | Location, *, verify: bool = True) -> Vie
         CorruptError: the records or the manifest are damaged.
     """
     check_flag("verify", verify)
-    return View(Checkpoint(resolve(parse(path)).sealed), verify=verify)
+    located = resolve(parse(path))
+    return View(Checkpoint(located.sealed), verify=verify, lease=leased(located))
 
 
 def _revived(value: TorchValue) -> object:

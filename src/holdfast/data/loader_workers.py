@@ -1,0 +1,52 @@
+"""Workers of a `DataLoader` that outlive the signals of a preemption, which a launcher sends to them too."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable
+from functools import partial
+from threading import Thread
+from typing import Final
+
+#: The signals by which schedulers and launchers announce the end of a job.
+_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+
+
+def outlive_signals(worker_id: int) -> None:  # noqa: ARG001 - as `DataLoader` calls it
+    """Ignore SIGTERM, SIGINT, SIGUSR1 and SIGUSR2 in this process, except from the process that started it: the
+    ``worker_init_fn`` of a `DataLoader` in a job that saves on a preemption (`OnPreemption`).
+
+    ``torchrun`` sends such a signal to all processes of a rank. Workers that end then make the next batch an error, so
+    that the last step is not saved. A worker still ends with its loader and with its rank. `follow` of the orders and
+    streams of `holdfast.data` sees to it by itself.
+    """
+    parent = multiprocessing.parent_process()
+    # A handler does not hear who sent a signal; a thread that waits for it does. The process ends with its rank, which
+    # terminates it, and multiprocessing then waits for it for ever.
+    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    for signum in _SIGNALS:
+        signal.signal(signum, signal.SIG_IGN)  # for threads that were there before
+    of_parent = os.getppid() if parent is None or parent.pid is None else parent.pid
+    Thread(target=_end_for, args=(of_parent,), name="holdfast-worker", daemon=True).start()
+
+
+def keep_workers(loader: object) -> None:
+    """Have the workers that `loader` starts from now on outlive signals, after its own ``worker_init_fn``."""
+    before: Callable[[int], None] | None = getattr(loader, "worker_init_fn", None)
+    if getattr(loader, "num_workers", 0) and getattr(before, "func", before) not in (_start, outlive_signals):
+        loader.worker_init_fn = partial(_start, before)  # type: ignore[attr-defined]  # a DataLoader, or one like it
+
+
+def _start(before: Callable[[int], None] | None, worker_id: int) -> None:
+    if before is not None:
+        before(worker_id)
+    outlive_signals(worker_id)
+
+
+def _end_for(parent: int) -> None:
+    """End this process when `parent` sends it a signal."""
+    while signal.sigwaitinfo(_SIGNALS).si_pid != parent:
+        pass
+    os._exit(0)

@@ -1,0 +1,66 @@
+"""The complete example, `examples/train.py`: it loses nothing, whatever ends it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import holdfast
+from tests.support.nursery import until
+
+SCRIPT = Path(__file__).parents[2] / "examples" / "train.py"
+
+pytestmark = pytest.mark.usefixtures("memory_is_given_back")
+
+
+def train(num_ranks: int, *, num_steps: int) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_ranks}"]
+    command += [str(SCRIPT), "runs/demo", str(num_steps)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def ranks_of(job: subprocess.Popen[str]) -> list[int]:
+    """The processes of a job's ranks."""
+    children = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text()
+    return [int(pid) for pid in children.split()]
+
+
+def committed() -> list[int]:
+    return [each.step for each in holdfast.ls("runs/demo")] if Path("runs/demo/holdfast.json").exists() else []
+
+
+def test_it_goes_on_after_a_kill_on_another_number_of_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    job = train(2, num_steps=100_000)
+    until(lambda: bool(committed()), timeout_s=60)
+    os.kill(ranks_of(job)[0], signal.SIGKILL)
+    job.communicate(timeout=60)
+    assert job.returncode != 0
+    killed = holdfast.open("runs/demo").step
+
+    job = train(3, num_steps=killed + 20)
+    out, _ = job.communicate(timeout=120)
+    assert job.returncode == 0, out
+    view = holdfast.open("runs/demo")
+    assert view.step == killed + 19
+    # Each step has trained on its 24 samples, whatever the number of ranks.
+    assert view.value("data/position") == 24 * (killed + 20)
+    assert len(committed()) <= 3 + 2 + (killed + 20) // 100
+
+
+@pytest.mark.slow
+def test_sigterm_leaves_the_last_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    job = train(2, num_steps=100_000)
+    until(lambda: bool(committed()), timeout_s=60)
+    before = committed()[0]
+    time.sleep(0.5)
+    job.send_signal(signal.SIGTERM)
+    job.communicate(timeout=60)
+    assert holdfast.open("runs/demo").step > before
