@@ -29,7 +29,7 @@ _nbytes = attrgetter("nbytes")
 _is_cpu = attrgetter("is_cpu")
 
 
-class _Placed(NamedTuple):
+class _Places(NamedTuple):
     """The places of boxes, as columns: the address of each one's memory, and the size of its elements as they arrive.
 
     The address is 0 where the memory is no contiguous host memory of the dtype in which elements arrive.
@@ -62,7 +62,7 @@ class MemoryTargets:
     @property
     def nbytes(self) -> int:
         """The bytes of all elements, as they arrive."""
-        return sum(self._placed.sizes)
+        return sum(self._places.sizes)
 
     @property
     def views(self) -> Sequence[torch.Tensor]:
@@ -93,7 +93,7 @@ class MemoryTargets:
         """Copy elements of the boxes `wants`: `data` has the elements of one box after the other, each in row-major
         order. It begins `skipped` bytes into the first box, and may end before the last one does."""
         # By address: per tensor, an array or a call of torch costs more than most copies, and delays all other threads.
-        addresses, sizes = self._placed
+        addresses, sizes = self._places
         source, taken, nbytes = data.ctypes.data, 0, len(data)
         for want in wants:
             step = min(sizes[want] - skipped, nbytes - taken)
@@ -110,7 +110,7 @@ class MemoryTargets:
         assert taken == nbytes, "the boxes have fewer bytes than there are"
 
     @cached_property
-    def _placed(self) -> _Placed:
+    def _places(self) -> _Places:
         views = self._views
         addresses, sizes = list(map(torch.Tensor.data_ptr, views)), list(map(_nbytes, views))
         for want, dtype in self._casts.items():
@@ -119,7 +119,7 @@ class MemoryTargets:
             for want, view in enumerate(views):
                 if not (view.is_cpu and view.is_contiguous()):
                     addresses[want] = 0
-        return _Placed(addresses, sizes)
+        return _Places(addresses, sizes)
 
     def _put_part(self, want: int, skipped: int, data: Bytes) -> None:
         """Put elements of a box, after the first `skipped` bytes of it."""
