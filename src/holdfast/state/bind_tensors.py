@@ -177,8 +177,8 @@ class TensorBinder:
         return [
             kept is not None
             and isinstance(mine, torch.Tensor)
-            and kept.shape == mine.shape
             and kept.dtype == DTYPE_NAMES.get(mine.dtype)
+            and kept.shape == mine.shape
             and name not in special
             and same_placement(mine, _alike(other, kept.shape))
             for name, kept, mine, other in zip(names, stored, live, like, strict=True)
