@@ -32,7 +32,8 @@ from holdfast.checkpointer.relay import Relay
 from holdfast.format.records import Place
 from holdfast.observing import JsonLines
 
-NUM_STEPS, NUM_SAVES = 10_000, 500
+#: So few saves that no event is dropped.
+NUM_STEPS, NUM_SAVES = 10_000, 250
 #: The loop that is judged: so many seconds per step, and a save every so many steps, which is more often than any.
 STEP_S, EVERY = 0.1, 10
 BAR_PERCENT = 0.1
@@ -91,9 +92,9 @@ def _steps(folder: Path, listeners: tuple[JsonLines, ...], num_steps: int) -> Ca
 
 
 def _events() -> tuple[Event, ...]:
-    """The events of one save, and of the steps before it."""
+    """The events of one save, and of the steps before it, of which each has one while a loop is young."""
     return (
-        StepsTimed(1, 9, 0.1, 1, 0.1),
+        *(StepsTimed(1, 1, STEP_S, 0, 0.0, STEP_S, 0.0) for _ in range(EVERY)),
         SaveBegun(1, "node memory", is_first_rank=True),
         SaveReturned(1, 0.004),
         SavePlaced(1, Place(1, 1)),

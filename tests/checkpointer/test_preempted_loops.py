@@ -47,6 +47,25 @@ class TestCtrlC:
 
 
 class TestNotice:
+    @pytest.mark.parametrize("answer", [SystemExit(), torch.ones(2)])
+    def test_a_hook_that_answers_with_nonsense_is_asked_again(
+        self, run: str, state: dict[str, object], caplog: pytest.LogCaptureFixture, answer: object
+    ) -> None:
+        answers = iter([answer, "now"])
+
+        def ask() -> str | None:
+            found = next(answers)
+            if isinstance(found, SystemExit):
+                raise found
+            return found  # type: ignore[return-value]
+
+        with Checkpointer(run, state, memory=None, save=OnPreemption((), notice=ask, poll_s=0.01)) as own:
+            for step in own.steps(10_000):
+                time.sleep(0.005)
+                own.step(step)
+            assert own.preempted
+        assert "the notice hook of OnPreemption failed" in caplog.text
+
     def test_a_text_from_the_hook_saves_and_ends_the_loop(
         self, run: str, state: dict[str, object], caplog: pytest.LogCaptureFixture
     ) -> None:
@@ -153,6 +172,28 @@ class TestEvaluation:
         assert parts == list(range(8))
         assert committed(run) == [4]
 
+    def test_one_after_the_last_step_ends_as_preempted_too(self, run: str, state: dict[str, object]) -> None:
+        with Checkpointer(run, state, memory=None, save=OnPreemption()) as own:
+            for step in own.steps(3):
+                own.step(step)
+            for part in own.interruptible(range(10)):
+                if part == 3:
+                    os.kill(os.getpid(), signal.SIGTERM)
+        assert part == 3
+        assert own.exit_code == 75
+
+    def test_one_after_step_lets_one_more_step_end_and_be_saved(self, run: str, state: dict[str, object]) -> None:
+        trained = []
+        with Checkpointer(run, state, memory=None, save=OnPreemption()) as own:
+            for step in own.steps(100):
+                trained.append(step)
+                own.step(step)
+                for _ in own.interruptible(range(3)):
+                    if step == 4:
+                        os.kill(os.getpid(), signal.SIGTERM)
+        assert trained == [0, 1, 2, 3, 4, 5]
+        assert committed(run) == [5]
+
     def test_without_one_it_runs_to_its_end(self, run: str, state: dict[str, object]) -> None:
         with Checkpointer(run, state, memory=None, save=OnPreemption()) as own:
             assert list(own.interruptible("abc")) == ["a", "b", "c"]
@@ -185,4 +226,29 @@ def test_all_ranks_break_an_evaluation_off_after_the_same_part(run: str, node_di
     assert 220 < first[0] < 400
     assert first[1] == 5
     assert committed(run) == [5]
+    end_keepers(node_dir)
+
+
+def ranks_with_a_deadline(run: str, node_dir: str) -> list[object]:
+    """Two ranks, of which one knows the deadline first; nothing becomes durable any more."""
+    start_new_job()
+    memory = Memory(node_dir=Path(node_dir))
+    policy = EverySteps(5) | OnPreemption((signal.SIGUSR2,), deadline_s=2.0)
+    own = Checkpointer(run, {"w": torch.zeros(5)}, memory=memory, save=policy, timeout_s=120.0)
+    for step in own.steps(100_000):
+        time.sleep(0.02)
+        if step == 12 and dist.get_rank() == 1:
+            for pid in keepers(Path(node_dir)):
+                os.kill(pid, signal.SIGSTOP)
+            os.kill(os.getpid(), signal.SIGUSR2)
+        own.step(step)
+    own.close()
+    return [step, own.preempted, own.exit_code]
+
+
+def test_ranks_with_a_deadline_end_together_although_nothing_becomes_durable(run: str, node_dir: Path) -> None:
+    """One rank gave up a save that the other one waited for, and both raised."""
+    first, second = run_ranks(2, ranks_with_a_deadline, run, str(node_dir))
+    assert first == second
+    assert first[1:] == [True, 75]
     end_keepers(node_dir)

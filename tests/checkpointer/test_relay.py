@@ -13,9 +13,14 @@ import torch
 import holdfast
 from holdfast.checkpointer import relay as relay_module
 from holdfast.checkpointer.events import (
+    CheckpointerClosed,
+    CheckpointerOpened,
     Event,
     EventsDropped,
     EventSource,
+    FirstStepEnded,
+    IntervalChosen,
+    RestoreReturned,
     SaveBegun,
     SaveCommitted,
     SaveFailed,
@@ -63,8 +68,9 @@ def test_a_listener_hears_a_save_to_storage_from_its_call_to_its_return(run: str
     heard = Recorder()
     with holdfast.Checkpointer(run, state(), memory=None, listeners=[heard]) as checkpointer:
         checkpointer.save(3)
-    assert [type(event) for event in heard.events] == [SaveBegun, SavePlaced, SaveStaged, SaveCommitted, SaveReturned]
-    committed = heard.events[3]
+    saving = [SaveBegun, SavePlaced, SaveStaged, SaveCommitted, SaveReturned]
+    assert [type(event) for event in heard.events] == [CheckpointerOpened, *saving, CheckpointerClosed]
+    committed = heard.events[4]
     assert isinstance(committed, SaveCommitted)
     assert {"write", "commit"} <= committed.seconds.keys()
     assert set(heard.sources) == {heard.sources[0]}
@@ -77,7 +83,7 @@ def test_a_listener_hears_a_save_into_memory_until_it_is_durable(run: str, memor
         handle = checkpointer.save(3)
         handle.durable.wait(60)
     kinds = [type(event) for event in heard.events]
-    assert kinds[0] is SaveBegun
+    assert kinds[:2] == [CheckpointerOpened, SaveBegun]
     assert {SavePlaced, SaveStaged, SaveReturned, SaveCommitted} <= set(kinds)
     (returned,) = heard.of(SaveReturned)
     assert isinstance(returned, SaveReturned)
@@ -123,6 +129,79 @@ def test_a_listener_hears_the_times_of_steps_with_and_without_a_save(run: str) -
     assert 0.002 <= first.quiet_s < 1
 
 
+def test_a_listener_hears_of_the_job_from_the_start_of_its_process_to_its_end(run: str) -> None:
+    heard = Recorder()
+    policy = holdfast.EverySteps(100)
+    with holdfast.Checkpointer(run, state(), memory=None, save=policy, listeners=[heard]) as checkpointer:
+        for step in checkpointer.steps(3):
+            checkpointer.step(step)
+    kinds = (CheckpointerOpened, StateRestored, RestoreReturned, FirstStepEnded, StepsTimed, CheckpointerClosed)
+    opened, restored, returned, first, timed, closed = heard.of(*kinds)
+    assert isinstance(opened, CheckpointerOpened)
+    assert isinstance(returned, RestoreReturned)
+    assert isinstance(timed, StepsTimed)
+    assert isinstance(closed, CheckpointerClosed)
+    assert opened.age_s > 0
+    assert 0 < returned.took_s <= returned.at.clock_s - opened.at.clock_s
+    assert first == FirstStepEnded(0)
+    assert (timed.step, timed.num_quiet) == (2, 2)
+    assert timed.quiet_total_s == pytest.approx(2 * timed.quiet_s)
+    assert not closed.is_early
+    assert [type(event) for event in heard.events][-1] is CheckpointerClosed
+    assert isinstance(restored, StateRestored)
+
+
+def test_an_exception_ends_training_early(run: str) -> None:
+    heard = Recorder()
+    checkpointer = holdfast.Checkpointer(run, state(), memory=None, listeners=[heard])
+    checkpointer.restore()
+    error = ZeroDivisionError()
+    checkpointer.__exit__(type(error), error, None)
+    closed = heard.events[-1]
+    assert isinstance(closed, CheckpointerClosed)
+    assert closed.is_early
+
+
+def test_steps_after_a_restore_in_the_loop_are_counted_anew(run: str) -> None:
+    heard = Recorder()
+    policy = holdfast.EverySteps(2)
+    with holdfast.Checkpointer(run, state(), memory=None, save=policy, listeners=[heard]) as checkpointer:
+        for step in range(4):
+            checkpointer.step(step)
+        checkpointer.restore(at="step=2")
+        for step in range(3, 6):
+            checkpointer.step(step)
+    assert heard.of(FirstStepEnded) == [FirstStepEnded(0), FirstStepEnded(3)]
+    timed = [(event.step, event.num_quiet) for event in heard.events if isinstance(event, StepsTimed)]
+    assert timed == [(2, 2), (3, 1), (4, 1), (5, 1)]
+
+
+def test_the_first_rank_tells_of_steps_often_so_that_little_is_unknown_after_a_kill(run: str) -> None:
+    heard = Recorder()
+    policy = holdfast.EverySteps(10**6)
+    with holdfast.Checkpointer(run, state(), memory=None, save=policy, listeners=[heard]) as checkpointer:
+        for step in range(60):
+            checkpointer.step(step)
+            time.sleep(0.01)
+        told = [event.step for event in heard.events if isinstance(event, StepsTimed)]
+    assert 3 <= len(told) <= 6
+
+
+def test_listeners_hear_the_choices_of_the_policy_auto(run: str) -> None:
+    heard = Recorder()
+    policy = holdfast.Auto(mttf_s=3600.0)
+    with holdfast.Checkpointer(run, state(), memory=None, save=policy, listeners=[heard]) as checkpointer:
+        for step in checkpointer.steps(22):
+            checkpointer.step(step)
+    chosen = heard.of(IntervalChosen)
+    assert chosen
+    (first, *_) = chosen
+    assert isinstance(first, IntervalChosen)
+    assert first.mttf_s == 3600.0
+    assert 0 < first.wasted < 1
+    assert first.interval_s > 0
+
+
 def test_the_step_after_a_save_into_memory_counts_as_one_with_a_save(run: str, memory: holdfast.Memory) -> None:
     heard = Recorder()
     policy = holdfast.EverySteps(2)
@@ -156,7 +235,7 @@ def test_a_listener_that_raises_disturbs_neither_saves_nor_other_listeners(
         checkpointer.save(3)
     assert len(heard.of(SaveCommitted)) == 1
     (line,) = [record for record in caplog.records if "failed to hear" in record.message]
-    assert "SaveBegun" in line.message
+    assert "CheckpointerOpened" in line.message
 
 
 def test_a_slow_listener_loses_events_and_hears_how_many(

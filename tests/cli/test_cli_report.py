@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -114,3 +115,29 @@ def test_top_goes_on_at_a_terminal_until_somebody_interrupts_it(recorded: str) -
     assert done.status == 0
     assert "the head is step 29 at 1.3" in " ".join(done.out.split())  # a long path breaks the line elsewhere
     assert "Traceback" not in done.out
+
+
+def test_the_ledger_of_time_as_json_adds_up_and_no_page_is_written(recorded: str) -> None:
+    ledger = holdfast_command("report", recorded, "--json").json
+    assert not Path("gpt-report.html").exists()
+    assert ledger["run"].endswith("runs/gpt")
+    (job,) = ledger["jobs"]
+    assert job["end"] == "closed"
+    assert ledger["steps"] == {"GOODPUT": 30, "PROVISIONAL": 0, "WASTED_PROGRESS_FROM_DISRUPTION": 0}
+    assert sum(ledger["seconds"].values()) == pytest.approx(ledger["wall_s"], rel=1e-3)
+    assert ledger["seconds"]["UNPRODUCTIVE_CHECKPOINT_SAVE_TIME"] > 0
+    assert (ledger["predicted_waste"], ledger["num_disruptions"], ledger["remarks"]) == (None, 0, [])
+
+
+def test_the_ledger_of_a_run_without_events_is_empty(recorded: str) -> None:
+    Path("runs/gpt.events").rename("elsewhere")
+    ledger = holdfast_command("report", recorded, "--json").json
+    assert (ledger["wall_s"], ledger["jobs"]) == (0, [])
+
+
+def test_the_page_has_the_ledger_of_time(recorded: str) -> None:
+    holdfast_command("report", recorded)
+    text = Path("gpt-report.html").read_text()
+    assert "<h2>Ledger of time</h2>" in text
+    assert "UNPRODUCTIVE_CHECKPOINT_SAVE_TIME" in text
+    assert re.search(r"<b>[0-9.]+ %</b><span>goodput of ", text)

@@ -46,7 +46,7 @@ FAILED_SAVE: Final[Sequence[Event]] = (
     SaveBegun(199, "node memory", is_first_rank=True, at=at(60)),
     SaveFailed(199, FULL, at=at(61)),
 )
-STEPS: Final = StepsTimed(99, 90, 0.5, 10, 0.625, at=at(0))
+STEPS: Final = StepsTimed(99, 90, 0.5, 10, 0.625, 45.0, 6.25, at=at(0))
 EVENTS: Final[Sequence[Event]] = (STEPS, *DURABLE_SAVE, *FAILED_SAVE, EventsDropped(3, at=at(62)))
 
 

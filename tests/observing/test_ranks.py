@@ -11,6 +11,7 @@ import torch.distributed as dist
 import holdfast
 from holdfast.observing import JsonLines
 from holdfast.telemetry.event_files import read_events
+from holdfast.telemetry.goodput_ledger import Part, goodput_ledger
 from holdfast.telemetry.rank_saves import JobEvents, job_events
 from holdfast.telemetry.run_figures import heat_rows, job_saves
 from tests.support.models import start_new_job
@@ -52,7 +53,9 @@ def test_a_save_of_all_ranks_is_one_save_with_the_phases_of_each(run: str, node_
     assert all(row.seconds.keys() == {0, 1, 2} for row in rows.values())
     for save in job.saves:
         assert save.durable_s is not None
-        assert 0 < sum(save.seconds().values()) <= save.durable_s + 0.01
+        assert (
+            0 < sum(save.seconds().values()) <= save.durable_s + 0.1
+        )  # a busy machine lets time pass between two clocks
         assert all(seconds >= 0 for seconds in save.seconds().values())
 
 
@@ -67,3 +70,11 @@ def test_a_job_that_goes_on_adds_to_what_is_recorded(run: str) -> None:
         (7, "2.2", 2),
     ]
     assert [each.step for each in job.restores] == [None] * RANKS + [4] * 2
+
+
+def test_the_ledger_of_time_counts_each_step_of_a_job_once_whatever_the_number_of_its_ranks(run: str) -> None:
+    run_ranks(RANKS, train, run, None, 5)
+    run_ranks(2, train, run, None, 8)
+    ledger = goodput_ledger(read_events(Path(f"{run}.events")).records)
+    assert ledger.steps == {Part.GOODPUT: 8, Part.PROVISIONAL: 0, Part.WASTED: 0}
+    assert sum(ledger.seconds.values()) == pytest.approx(ledger.wall_s, rel=1e-3)

@@ -149,7 +149,8 @@ def test_one_slow_save_changes_nothing_for_long() -> None:
 
 def test_slower_steps_are_a_cost_of_the_save() -> None:
     loop = Loop()
-    loop.save(blocked_s=0.5, slow_s=1.1)
+    for _ in range(3):  # before that, nobody knows whether the first step was slow for its own reasons
+        loop.save(blocked_s=0.5, slow_s=1.1)
     assert loop.meter.cost.slowed_s == pytest.approx(10 * 0.1)
 
 
@@ -166,9 +167,10 @@ def test_an_evaluation_while_a_save_is_on_its_way_is_not_its_cost() -> None:
     meter = SaveMeter()
     for _ in range(16):
         meter.note_step(1.0, is_saving=False)
-    for step_s in (1.5, 1.1, 60.0, 1.1, 1.1):
-        meter.note_step(step_s, is_saving=True)
-    meter.note_save(blocked_s=0.2, latency_s=5.0)
+    for _ in range(3):
+        for step_s in (1.5, 1.1, 60.0, 1.1, 1.1):
+            meter.note_step(step_s, is_saving=True)
+        meter.note_save(blocked_s=0.2, latency_s=5.0)
     assert meter.cost.slowed_s == pytest.approx(0.5 + 4 * 0.1)
 
 

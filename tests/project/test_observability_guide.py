@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
+import sys
 from operator import methodcaller
 from pathlib import Path
 
@@ -12,6 +14,7 @@ import torch
 
 import holdfast
 from holdfast.observing import EventListener, JsonLines
+from holdfast.telemetry.goodput_ledger import Part
 from tests.observing.heard import FAILED_SAVE, tell
 from tests.support.command_line import holdfast_command
 
@@ -51,10 +54,25 @@ def test_the_commands_print_what_the_guide_shows() -> None:
 
 @pytest.mark.usefixtures("recorded")
 def test_the_recorded_events_can_be_read_as_the_guide_does(capsys: pytest.CaptureFixture[str]) -> None:
-    exec(snippet("json.loads"), {})
+    exec(snippet("pathlib"), {})
     rank, step, blocked_s = capsys.readouterr().out.split()
     assert (rank, step) == ("0", "19")
     assert float(blocked_s) > 0
+
+
+@pytest.mark.usefixtures("recorded")
+def test_the_ledger_can_be_read_as_the_guide_does(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    exec(snippet("GOODPUT"), {})
+    share, *wastes = capfd.readouterr().out.split()
+    assert 0 <= float(share) < 1
+    assert wastes == ["None", "None"]
+
+
+def test_the_guide_defines_every_part_of_the_ledger() -> None:
+    assert re.findall(r"^\| `([A-Z_]+)` \|", GUIDE.read_text(), re.MULTILINE) == list(Part)
 
 
 def test_the_listeners_for_metrics_are_made_as_the_guide_does(tmp_path: Path) -> None:
@@ -81,4 +99,6 @@ def test_a_listener_of_ones_own_hears_of_a_failure(capsys: pytest.CaptureFixture
 
 
 def test_no_piece_of_code_is_left_out() -> None:
-    assert len(SNIPPETS) == len(("json.loads", "prometheus_client", "opentelemetry", "TensorBoard", "PageSomebody"))
+    assert len(SNIPPETS) == len(
+        ("pathlib", "GOODPUT", "prometheus_client", "opentelemetry", "TensorBoard", "PageSomebody")
+    )

@@ -115,6 +115,23 @@ def test_nonsense_is_refused(arguments: list[str], text: str) -> None:
 
 
 @pytest.mark.slow
+def test_processes_that_the_script_leaves_behind_are_ended(script: Path, tmp_path: Path) -> None:
+    """Children of killed ranks, and ranks that ignore SIGTERM, went on after the proof."""
+    child = [sys.executable, "-c", f"import time; time.sleep(777)  # {tmp_path}"]
+    script.write_text(f"import subprocess\nsubprocess.Popen({child!r}, start_new_session=True)\n{SCRIPT}")
+    assert prove("--kills", 1, script, 6).status == 0
+    assert not [each for each in Path("/proc").glob("[0-9]*") if _has(each, str(tmp_path), "777")]
+
+
+def _has(process: Path, *texts: str) -> bool:
+    try:
+        command = (process / "cmdline").read_text(errors="replace")
+    except OSError:  # it has ended
+        return False
+    return all(text in command for text in texts)
+
+
+@pytest.mark.slow
 def test_the_guide_shows_what_the_command_prints(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = (Path(__file__).parents[2] / "docs" / "guides" / "prove.md").read_text()
     (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from holdfast.format.records import Commit, Diverged, Epoch, Place, SealDigest
+from holdfast.telemetry.goodput_ledger import goodput_ledger
 from holdfast.telemetry.page import RunPicture
 from holdfast.telemetry.rank_saves import job_events
 from holdfast.telemetry.run_figures import RecordedHistory
@@ -32,5 +33,6 @@ def picture_of(*, num_ranks: int = 4, num_saves: int = 3, slow_rank: int | None 
     )
     commits = [recorded_commit(number) for number in reversed(range(num_saves))]
     history = RecordedHistory(commits, commits[0].place if commits else None, [epoch], 0)
-    job = job_events(recorded_job(num_ranks=num_ranks, num_saves=num_saves, slow_rank=slow_rank))
-    return RunPicture("/shared/runs/gpt", BEGUN_S + num_saves * EVERY_S, history, job, [])
+    records = recorded_job(num_ranks=num_ranks, num_saves=num_saves, slow_rank=slow_rank)
+    ended_s = BEGUN_S + num_saves * EVERY_S
+    return RunPicture("/shared/runs/gpt", ended_s, history, job_events(records), goodput_ledger(records), [])

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from holdfast.decoding import decode_json
 from holdfast.format.records import LAST_S
 from holdfast.telemetry.event_record import EventRecord
+from holdfast.telemetry.goodput_ledger import goodput_ledger
 from holdfast.telemetry.moments import moment_text
 from holdfast.telemetry.page import page
 from holdfast.telemetry.perfetto import trace_of
@@ -21,9 +22,12 @@ from tests.telemetry.test_page import parsed
 EVENTS = (
     *("SaveBegun", "SaveMemoryReady", "SavePlaced", "SaveStaged", "SaveSealed", "SaveDelayed", "SaveCommitted"),
     *("SaveSkipped", "SaveUnwatched", "SaveFailed", "SaveReturned", "StateRestored", "StepsTimed", "EventsDropped"),
+    *("CheckpointerOpened", "RestoreReturned", "FirstStepEnded", "IntervalChosen", "CheckpointerClosed"),
     "SomethingOfALaterVersion",
 )
-names = st.sampled_from(["memory", "blocked", "write", "quiet", "saving", "a<b"])
+names = st.sampled_from(
+    ["memory", "blocked", "write", "quiet", "saving", "quiet_total", "age", "took", "waited", "a<b"]
+)
 counts = st.integers(0, 2**63 - 1)
 records = st.builds(
     EventRecord,
@@ -39,7 +43,9 @@ records = st.builds(
     place=st.sampled_from(["", "1.1", "1.2"]) | st.text(max_size=3),
     tier=st.sampled_from(["", "node memory", "storage"]),
     seconds=st.dictionaries(names, st.floats(0, 1e9), max_size=3),
-    numbers=st.dictionaries(st.sampled_from(["nbytes", "quiet", "saving", "dropped"]), counts, max_size=4),
+    numbers=st.dictionaries(
+        st.sampled_from(["nbytes", "quiet", "saving", "dropped", "early", "wasted_ppm"]), counts, max_size=4
+    ),
     error=st.text(max_size=3),
     message=st.text(max_size=3),
 )
@@ -48,7 +54,8 @@ records = st.builds(
 @given(st.lists(records, max_size=30))
 def test_any_records_make_a_page_and_a_trace(found: list[EventRecord]) -> None:
     job = job_events(found)
-    parsed(page(dataclasses.replace(picture_of(num_ranks=1, num_saves=1), job=job)))
+    picture = picture_of(num_ranks=1, num_saves=1)
+    parsed(page(dataclasses.replace(picture, job=job, ledger=goodput_ledger(found))))
     trace = trace_of(job)
     assert all(event.ts >= 0 and event.dur >= 0 for event in trace.trace_events)
     assert decode_json(msgspec.json.encode(trace), type(trace)) == trace

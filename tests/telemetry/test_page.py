@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from holdfast.telemetry.goodput_ledger import RunLedger
 from holdfast.telemetry.page import page
 from holdfast.telemetry.rank_saves import JobEvents, job_events
 from tests.support.browser import found_by, needs_browser, screenshot
@@ -66,6 +67,7 @@ def test_the_page_has_every_part() -> None:
         "Age of the recovery point",
         "Sizes",
         "Ledger",
+        "Ledger of time",
     ]
     tiles = dict(re.findall("<li><b>(.*?)</b><span>(.*?)</span></li>", text))
     assert tiles["step 299"] == "newest checkpoint"
@@ -99,7 +101,9 @@ def test_text_from_files_cannot_act_in_the_page() -> None:
 
 
 def test_a_run_without_events_has_a_page_with_its_history() -> None:
-    picture = dataclasses.replace(picture_of(), job=JobEvents([], [], [], 0), remarks=["no events are recorded."])
+    picture = dataclasses.replace(
+        picture_of(), job=JobEvents([], [], [], 0), ledger=RunLedger([]), remarks=["no events are recorded."]
+    )
     text = page(picture)
     parsed(text)
     assert re.findall("<h2>(.*?)</h2>", text) == ["Sizes", "Ledger"]

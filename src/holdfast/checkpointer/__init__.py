@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import os
-import re
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -37,8 +36,8 @@ from holdfast.checkpointer.memory_tier import LEAVING_S, MemoryTier, tier_for
 from holdfast.checkpointer.observers import Observers
 from holdfast.checkpointer.pruning import CLOSING_S, Pruning
 from holdfast.checkpointer.restore_report import RestoreReport
-from holdfast.checkpointer.restoring import restore
-from holdfast.checkpointer.save_errors import is_unusable, skipped
+from holdfast.checkpointer.restoring import restore, with_load
+from holdfast.checkpointer.save_errors import interrupted, is_unusable, skipped
 from holdfast.checkpointer.save_log import SaveLog, log_restored
 from holdfast.checkpointer.save_machine import SaveMachine
 from holdfast.checkpointer.signals import note_signals
@@ -219,6 +218,9 @@ class Checkpointer:
         except HoldfastError as error:
             machine.fail(error, is_raised=True)
             raise
+        except BaseException:  # Ctrl-C, say: whoever follows the save hears that it has ended
+            machine.fail(interrupted(machine.step), is_raised=True)
+            raise
 
     @outer(CHECKPOINTER_RESTORE)
     def restore(self, *, at: str | None = None, verify: bool = True, fallback: bool = False) -> RestoreReport:
@@ -243,7 +245,7 @@ class Checkpointer:
         check_flag("verify", verify)
         check_flag("fallback", fallback)
         self._find_run()
-        with self._turn.taken("restore"):
+        with self._turn.taken("restore"), self._observers.restoring():
             tier = self._shared_tier()
             if tier is not None:
                 tier.join()
@@ -262,7 +264,7 @@ class Checkpointer:
                     initial=self._initial,
                 )
             except IncompatibleError as error:
-                error.action = _with_load(error.action, self._run)
+                error.action = with_load(error.action, self._run)
                 raise
             report = self._restored = restored.report
             if self._loop is not None and report.load is not None:
@@ -287,7 +289,7 @@ class Checkpointer:
         loop = self._policy_loop("steps")
         restored = self.restore() if self._restored is None else self._restored
         step = loop.begin(restored.next_step, last=total - 1)
-        while step < total and not loop.preemption.is_agreed:
+        while step < total and not loop.is_over:
             yield step
             step = loop.next_after(step)
 
@@ -308,18 +310,25 @@ class Checkpointer:
         self._observers.step_ends(step)
         try:
             reason = loop.due(step, metrics)
+            self._observers.note_choice(loop.choice)
             if reason is None:
                 return None
             if self._is_first_rank:
                 LOG.info("step %d is being saved: %s", step, reason)
             return self.save(step, metrics=metrics)
+        except DeadlineError as error:
+            if error.code != "timeout.preempted" and loop.preemption.left_s >= self._timeout_s:
+                raise
+            _log.warning("step %d is not saved, because the machine is taken away before: %s", step, error.message)
+            return None
         finally:
             self._observers.step_begins(is_saving=self._is_saving)
 
     @property
     def preempted(self) -> bool:
         """Whether the loop has to end, because a rank was told that its machine is taken away (`OnPreemption`). It
-        changes in `step`, on all ranks in the same one, whose state is being saved."""
+        changes in `step`, on all ranks in the same one, whose state is being saved; or in `interruptible`, which it
+        broke off: the next `step` then saves."""
         return self._was_preempted or (self._loop is not None and self._loop.preemption.is_agreed)
 
     @property
@@ -336,6 +345,7 @@ class Checkpointer:
         as `step`.
         """
         loop = self._policy_loop("interruptible")
+        loop.begin_evaluation()
         for part in parts:
             yield part
             if loop.breaks_off():
@@ -388,6 +398,7 @@ class Checkpointer:
             return
         refuse_nested(CHECKPOINTER_CLOSE)
         self._is_closed = True
+        self._observers.training_ends()
         left_s = math.inf if self._loop is None else self._loop.preemption.left_s
         self._end_loop()
         try:
@@ -399,7 +410,7 @@ class Checkpointer:
             self._forget_signals()
             self._let_go(patience_s=LEAVING_S if left_s < self._timeout_s else None)
             self._pruning.close(0 if left_s < self._timeout_s else CLOSING_S)
-            self._observers.close()
+            self._observers.close(is_early=self._was_preempted)
 
     def __enter__(self) -> Self:
         self._require_open("a with block")
@@ -426,12 +437,13 @@ class Checkpointer:
                 "came from a DataLoader whose workers got the signal too: worker_init_fn=holdfast.data.outlive_signals",
                 self._loop.preemption.reason,
             )
+        self._observers.training_ends()
         self._end_loop()
         self._forget_signals()
         self._forget_ended()
         self._pruning.close(0)
         self._let_go(patience_s=LEAVING_S)
-        self._observers.close()
+        self._observers.close(is_early=True)
 
     def _require_open(self, verb: str) -> None:
         if self._is_closed or sys.is_finalizing():
@@ -478,6 +490,7 @@ class Checkpointer:
         if run != self._run:
             self._run, self._turn = run, turn_in(run)
         self._is_found = True
+        self._observers.open()
 
     def _shared_tier(self) -> MemoryTier | None:
         """The memory tier of this process in the run; None if all saves go to storage."""
@@ -568,6 +581,7 @@ class Checkpointer:
                 is_as_before=is_as_before,
                 when_full=self._when_full,
                 may_begin_anew=self._takeover,
+                left_s=lambda: math.inf if self._loop is None else self._loop.preemption.known_left_s,
             )
             if free.full and self._when_full == "skip":
                 machine.skip(skipped(machine.step, free))
@@ -596,13 +610,3 @@ class Checkpointer:
             hold.pass_on(copier)
         finally:
             hold.drop()  # no effect once it is passed on; before that, it makes the background give the save up
-
-
-def _with_load(action: str, run: Location) -> str:
-    """The advice of a load, which `restore` made; if it names options, with the call that has them."""
-    if not re.search(r"\b[a-z_]+=", action):
-        return action
-    return (
-        f"{action} restore() takes no options of a load: holdfast.load('{run}', into=state, ..., continues=True) "
-        "has these options."
-    )

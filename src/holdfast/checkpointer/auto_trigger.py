@@ -68,6 +68,11 @@ class AutoTrigger:
         self._past = _Past(run)
         self._rounds = Rounds(self._past.look, name="holdfast-history") if policy.mttf_s is None else None
 
+    @property
+    def choice(self) -> Choice | None:
+        """The present choice; None before the first one."""
+        return self._pace.choice
+
     def wish(self, metrics: Metrics | None, now_s: float) -> str | None:
         """As `Trigger.wish`."""
         if self._step_begun_s is not None:

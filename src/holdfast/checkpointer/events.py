@@ -130,14 +130,40 @@ class SaveReturned(_Timed):
 @dataclass(frozen=True, slots=True)
 class StepsTimed(_Timed):
     """The median time of the steps up to `step` since the last such event: ``quiet_s`` of the `num_quiet` steps at
-    whose beginning no save was under way, ``saving_s`` of the `num_saving` others. (A median of no steps is 0.) The
-    time that `Checkpointer.step` takes is no part of a step."""
+    whose beginning no save was under way, ``saving_s`` of the `num_saving` others; and the sums of their times. (A
+    median of no steps is 0.) The time that `Checkpointer.step` takes is no part of a step."""
 
     step: int
     num_quiet: int
     quiet_s: float
     num_saving: int
     saving_s: float
+    quiet_total_s: float
+    saving_total_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class FirstStepEnded(_Timed):
+    """`step` has ended, the first one of this `Checkpointer`, or the first one since a restore. `StepsTimed` does not
+    count it, because nothing says when it began."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointerOpened(_Timed):
+    """The first call of a `Checkpointer`, in a process that was started ``age_s`` before."""
+
+    age_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointerClosed(_Timed):
+    """The end of a `Checkpointer`, which waited ``waited_s`` for its saves. `is_early`: a preemption or an exception
+    ended training."""
+
+    waited_s: float
+    is_early: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +182,23 @@ class StateRestored(_Timed):
     is_first_rank: bool
 
 
+@dataclass(frozen=True, slots=True)
+class RestoreReturned(_Timed):
+    """The call of `restore` has returned, after ``took_s``."""
+
+    took_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class IntervalChosen(_Timed):
+    """The policy `Auto` saves every ``interval_s`` from now on. It expects a failure every ``mttf_s``, and that saves
+    and the work that failures undo take the share `wasted` of the time of training."""
+
+    interval_s: float
+    mttf_s: float
+    wasted: float
+
+
 SaveEvent = (
     SaveBegun
     | SaveMemoryReady
@@ -169,7 +212,9 @@ SaveEvent = (
     | SaveFailed
     | SaveReturned
 )
-Event = SaveEvent | StateRestored | StepsTimed | EventsDropped
+#: Events that are about no step.
+StepLess = CheckpointerOpened | CheckpointerClosed | RestoreReturned | IntervalChosen | EventsDropped
+Event = SaveEvent | StateRestored | StepsTimed | FirstStepEnded | StepLess
 
 #: A function that hears events. It is called in the thread of the event, which may be any thread, and must not raise.
 #: After an exception in that thread (Ctrl-C, say) it may be called again with the same event.

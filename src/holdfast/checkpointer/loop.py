@@ -18,11 +18,14 @@ from holdfast.checkpointer.shared_wishes import SharedWishes, WishesOfOne, Wishe
 from holdfast.checkpointer.signals import SignalNote
 from holdfast.control.torch_store import member_of
 from holdfast.errors import ConfigurationError
+from holdfast.policy.pace import Choice
 from holdfast.policy.schedule import StepSchedule
 from holdfast.policy.triggers import Metrics, Trigger, triggers_of
 from holdfast.policy.when import Auto, OnRequest, SavePolicy
 from holdfast.store.base import Location
 
+#: Parts of an evaluation are counted up from a multiple of this.
+_MAX_PARTS: Final = 1 << 32
 #: There is one registry per process, because two loops of a process would train one state.
 _loops: Final[WeakValueDictionary[tuple[int, Location], Loop]] = WeakValueDictionary()
 
@@ -67,7 +70,7 @@ class Loop:
         self._wishes = _wishes_of(group, "saves")
         #: The agreement on the end of an evaluation, whose parts are counted like steps; None before the first one.
         self._evaluation: SharedWishes | None = None
-        self._num_parts = 0
+        self._part = 0
         #: The reason why all ranks have broken off an evaluation; the next step ends the loop.
         self._broken_off: str | None = None
         self._wish: str | None = None
@@ -76,6 +79,11 @@ class Loop:
         #: Whether the state was restored since the last step ended.
         self._was_restored = False
         _loops[self._key] = self
+
+    @property
+    def choice(self) -> Choice | None:
+        """The present choice of the policy `Auto`; None before the first one, and on ranks that do not choose."""
+        return self._autos[0].choice if self._autos else None
 
     def expect(self, step: int) -> None:
         """The state was restored: the next step that ends has to be `step`."""
@@ -107,9 +115,9 @@ class Loop:
         agreed = self._wishes.enter(step)
         if agreed is not None and agreed.ends:
             self.preemption.agree()
-        if self._broken_off is not None and not self.preemption.is_agreed:
-            self.preemption.agree()
-            return self._broken_off
+        broken_off, self._broken_off = self._broken_off, None
+        if broken_off is not None:
+            return broken_off
         reason = self._schedule.reason(step) if agreed is None else agreed.reason
         now_s = time.monotonic()
         for trigger in self._triggers:
@@ -125,6 +133,16 @@ class Loop:
             return self._wish if self._wishes.wish(step, self._wish, scheduled=scheduled) else None
         return reason
 
+    @property
+    def is_over(self) -> bool:
+        """Whether the loop ends with the last step that ended. After an evaluation that was broken off, one more step
+        has to end, because the last one may not be saved."""
+        return self.preemption.is_agreed and self._broken_off is None
+
+    def begin_evaluation(self) -> None:
+        """An evaluation begins. Its parts have the same numbers on all ranks, whatever earlier ones had."""
+        self._part = (self._part // _MAX_PARTS + 1) * _MAX_PARTS
+
     def breaks_off(self) -> bool:
         """Whether all ranks break off their evaluation, of which each has just done the same part, because one of them
         has heard of a preemption."""
@@ -132,14 +150,19 @@ class Loop:
             if self._evaluation is not None:
                 self._evaluation.close()
             self._evaluation = _wishes_of(self._group, "evaluations")
-        self._num_parts += 1
-        agreed = self._evaluation.enter(self._num_parts)
+        if self.preemption.is_agreed:
+            return True
+        self._part += 1
+        agreed = self._evaluation.enter(self._part)
         reason = self.preemption.reason
         if agreed is not None:
             self._broken_off = agreed.reason
-        elif reason is not None and self._evaluation.wish(self._num_parts, reason, scheduled=None, ends=True):
+        elif reason is not None and self._evaluation.wish(self._part, reason, scheduled=None, ends=True):
             self._broken_off = reason
-        return self._broken_off is not None
+        if self._broken_off is None:
+            return False
+        self.preemption.agree()
+        return True
 
     def next_after(self, step: int) -> int:
         """The number of the step that comes after `step`: another one than the next if the state was restored in that

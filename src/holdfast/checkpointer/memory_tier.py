@@ -24,7 +24,7 @@ from holdfast.checkpointer.backoff import Backoff
 from holdfast.checkpointer.choosing import Clearing
 from holdfast.checkpointer.commit_wait import CommitWait
 from holdfast.checkpointer.restoring import Restored, drop_parts, make_room
-from holdfast.checkpointer.save_errors import is_unusable, never_committed, not_committed, too_slow
+from holdfast.checkpointer.save_errors import is_unusable, never_committed, no_time, not_committed, too_slow
 from holdfast.checkpointer.snapshot_messages import MemoryStatus, SnapshotRoom
 from holdfast.checkpointer.staging import Stager
 from holdfast.control.channel import Channel
@@ -44,6 +44,8 @@ _LOOK_S: Final = 0.01
 _LOOK_AGAIN_S: Final = 1.0
 #: Part of its time that a save keeps: it stops waiting for a slot when no more is left, so that all ranks hear of that.
 _LATE: Final = 0.1
+#: A save waits for no slot when the machine of a rank exists no longer than this.
+_GONE_S: Final = 0.2
 #: Time after which a log line tells what a save waits for.
 _PATIENCE_S: Final = 5.0
 #: Limit of the wait for ranks that may have ended, at the end of a job.
@@ -217,9 +219,11 @@ class MemoryTier:
         is_as_before: bool,
         when_full: Literal["wait", "skip"],
         may_begin_anew: bool,
+        left_s: Callable[[], float] = lambda: math.inf,
     ) -> SnapshotRoom:
         """Find out whether all ranks have room for another snapshot. Waits for room if `when_full` says so. Before
-        that, waits until the checkpoint that this job restored from memory is committed. Collective.
+        that, waits until the checkpoint that this job restored from memory is committed. It waits for nothing when
+        ``left_s`` of any rank, the time until its machine is gone, is over. Collective.
 
         Raises an error that `is_unusable`, on all ranks, if any rank cannot use its memory, or puts off trying it;
         ``config`` errors if this job restored nothing and must not begin the run anew; and `FencedError` if the
@@ -233,7 +237,7 @@ class MemoryTier:
         if self._commit_wait is not None:
             self._commit_wait.begin()
         while True:
-            found = self._found(channel, deadline, look, is_as_before=is_as_before)
+            found = self._found(channel, deadline, look, is_as_before=is_as_before, left_s=left_s)
             if not found.all_looked:
                 # This job did not restore. Give up the checkpoints of which memory has only a part: the nodes or ranks
                 # that had the rest are gone.
@@ -262,11 +266,12 @@ class MemoryTier:
         look: Callable[[list[MemoryStatus]], SnapshotRoom],
         *,
         is_as_before: bool,
+        left_s: Callable[[], float],
     ) -> SnapshotRoom:
         """The answer after all ranks have looked at their memory once. Raises the trouble of any rank."""
 
         def stand() -> MemoryStatus:
-            return self.stager.standing(
+            status = self.stager.standing(
                 is_as_before=is_as_before,
                 has_looked=self._has_looked,
                 whole=self._whole,
@@ -274,6 +279,7 @@ class MemoryTier:
                 awaited=None if self._commit_wait is None else self._commit_wait.restored.place,
                 put_off=self._trouble if self.is_put_off else None,
             )
+            return msgspec.structs.replace(status, left_s=left_s())
 
         found = channel.exchange("memory", attempt(stand), look, deadline, takes=MemoryStatus, gives=SnapshotRoom)
         if self._commit_wait is not None and not found.awaits_commit and found.trouble is None:
@@ -301,6 +307,8 @@ class MemoryTier:
                 return found
         if found.full and waits and is_over:
             raise too_slow(found, deadline.timeout_s)
+        if found.full and waits and min(status.left_s for status in standings) < _GONE_S:
+            raise no_time(found)
         has_left = any(standings[number].has_left for number in found.full)
         return msgspec.structs.replace(found, looks_again=has_left and time.monotonic() > self._looks_again_at)
 

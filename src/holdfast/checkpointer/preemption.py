@@ -6,13 +6,17 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import Protocol
+from typing import Final, Protocol
 
 from holdfast.checkpointer.rounds import Rounds
 from holdfast.checkpointer.signals import SignalNote
+from holdfast.phases import LOG
 from holdfast.policy.when import OnPreemption, SavePolicy
 
 _log = logging.getLogger(__name__)
+
+#: The least time that a wait takes, because 0 would mean no limit.
+_LEAST_S: Final = 0.1
 
 
 class Notice(Protocol):
@@ -60,6 +64,8 @@ class Preemption:
         noted = next((each for each in self._notices if each.is_noted), None)
         if noted is None:
             return None
+        if self._known_s is None:
+            LOG.info("this rank hears of a preemption (%s); all ranks save soon, and end the loop", noted.name)
         self._know()
         return f"preempted by {noted.name}"
 
@@ -74,16 +80,24 @@ class Preemption:
         self.is_agreed = True
 
     @property
+    def known_left_s(self) -> float:
+        """As `left_s`, as far as this rank knows alone; others may not know of it yet."""
+        return math.inf if self.reason is None else self._remaining_s()
+
+    @property
     def left_s(self) -> float:
-        """The seconds until the machine is gone, at least a tenth of a second; infinite if nobody said so."""
-        if self._known_s is None:
-            return math.inf
-        return max(self._known_s + self._deadline_s - time.monotonic(), 0.1)
+        """The seconds until the machine is gone, at least a tenth of a second; infinite if nobody said so, and before
+        all ranks have agreed: until then they wait for each other as ever."""
+        return self._remaining_s() if self.is_agreed else math.inf
 
     def close(self) -> None:
         """Stop asking the hook."""
         for each in self._hooks:
             each.close()
+
+    def _remaining_s(self) -> float:
+        assert self._known_s is not None
+        return max(self._known_s + self._deadline_s - time.monotonic(), _LEAST_S)
 
     def _know(self) -> None:
         if self._known_s is None:
@@ -126,12 +140,9 @@ class _Answer:
         """Ask. Returns the pause until the next question; None after an answer."""
         try:
             answer = self._ask()
-        except Exception:  # noqa: BLE001 - a hook of the user must not end the thread that asks it
+            self.text = str(answer) if answer else None
+        except (Exception, SystemExit):  # noqa: BLE001 - whatever the user's function does, it is asked again
             if not self._has_warned:
                 self._has_warned = True
                 _log.warning("the notice hook of OnPreemption failed, and is asked again", exc_info=True)
-            return self._poll_s
-        if not answer:
-            return self._poll_s
-        self.text = str(answer)
-        return None
+        return self._poll_s if self.text is None else None

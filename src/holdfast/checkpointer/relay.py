@@ -30,7 +30,12 @@ class Relay:
         self._events: SimpleQueue[Event | None] = SimpleQueue()
         self._thread: Thread | None = None
         self._num_dropped = 0
-        self._told = set[tuple[int, type[Exception]]]()
+        self._told = set[tuple[int, type[BaseException]]]()
+
+    @property
+    def is_in_use(self) -> bool:
+        """Whether there was an event."""
+        return self._thread is not None
 
     def hear(self, event: Event) -> None:
         """Pass on `event`. Drops it where too many events wait."""
@@ -69,7 +74,7 @@ class Relay:
         for number, listener in enumerate(self._listeners):
             try:
                 listener.hear(event, source)
-            except Exception as error:  # noqa: BLE001 - whatever it is, training and the other listeners go on
+            except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever it is, the other listeners go on
                 if (number, type(error)) not in self._told:
                     self._told.add((number, type(error)))
                     _log.warning("%r failed to hear %s", listener, type(event).__name__, exc_info=error)

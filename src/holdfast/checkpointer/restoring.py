@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -308,3 +309,13 @@ def _copies(folder: NodeFolder, slots: Sequence[Slot], seal: Seal, chosen: Chose
     holders = dict(enumerate(chosen.owners))
     names = {fmt.NAME: EVERY_RANK} | {each.name: holders.get(file, EVERY_RANK) for file, each in enumerate(seal.files)}
     return {name: (FileCopy(memory, prefix + name, Tier.NODE_MEMORY, holder),) for name, holder in names.items()}
+
+
+def with_load(action: str, run: Location) -> str:
+    """The advice of a load, which `restore` made; if it names options, with the call that has them."""
+    if not re.search(r"\b[a-z_]+=", action):
+        return action
+    return (
+        f"{action} restore() takes no options of a load: holdfast.load('{run}', into=state, ..., continues=True) "
+        "has these options."
+    )

@@ -115,6 +115,17 @@ def too_slow(found: SnapshotRoom, timeout_s: float) -> DeadlineError:
     )
 
 
+def no_time(found: SnapshotRoom) -> DeadlineError:
+    """A save found no slot before the machine of some rank is taken away."""
+    return DeadlineError(
+        "The machine is taken away before a snapshot finds room: the ones before it are not durable yet.",
+        code="timeout.preempted",
+        action="Read the log of the keeper for the cause, or save less often.",
+        rank=found.full[0],
+        details=last_try(found.held_up),
+    )
+
+
 def not_committed(place: Place, held_up: str, path: str) -> DeadlineError:
     """A save could not follow the checkpoint at `place`, which was restored from memory and is not committed yet."""
     return DeadlineError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Final
 
@@ -31,6 +32,7 @@ class MemoryStatus(msgspec.Struct, frozen=True, array_like=True):
       ("": it may).
     - `has_left`: a slot holds a checkpoint that an earlier job left, that is not durable, and that this job did not
       restore.
+    - ``left_s``: the seconds until the machine of this rank is taken away, as far as the rank knows.
     """
 
     sealed: Place | None
@@ -45,6 +47,7 @@ class MemoryStatus(msgspec.Struct, frozen=True, array_like=True):
     held_up: str = ""
     fenced: str = ""
     has_left: bool = False
+    left_s: float = math.inf
 
     def has_room(self, needed: Place | None) -> bool:
         """Whether the rank has a slot to fill, given that checkpoints before `needed` are not needed any more."""

@@ -443,11 +443,14 @@ def report(
     *,
     events: EventsOption = "",
     out: Annotated[str, typer.Option("--out", metavar="FILE", help="The page. Default: RUN-report.html, here.")] = "",
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Write no page; print the ledger of time as one JSON document.")
+    ] = False,
 ) -> None:
-    """Write a page about a run: its ranks and phases, times, sizes and ledger. It is one file, and loads nothing."""
+    """Write a page about a run: its ranks and phases, times, sizes and ledgers. It is one file, and loads nothing."""
     from holdfast.cli.report import report
 
-    report(run, events=events, out=out)
+    report(run, events=events, out=out, as_json=as_json)
 
 
 @app.command()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from functools import cache
 from pathlib import Path
 from typing import Final
@@ -33,6 +34,14 @@ class Process(msgspec.Struct, frozen=True, array_like=True):
         """Whether the process has certainly ended. A zombie counts as ended. False for a process of another node or
         another PID namespace, because this process cannot see it."""
         return self.where == _where() != "" and _started(self.pid) != self.started
+
+
+def age_s() -> float:
+    """Seconds since the calling process was started; 0 where the system has no ``/proc``."""
+    started = _started(os.getpid())
+    if not started:
+        return 0.0
+    return max(time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK"), 0.0)
 
 
 @cache

@@ -10,11 +10,16 @@ listeners.
 from __future__ import annotations
 
 from holdfast.checkpointer.events import (
+    CheckpointerClosed,
+    CheckpointerOpened,
     Event,
     EventListener,
     EventsDropped,
     EventSource,
+    FirstStepEnded,
+    IntervalChosen,
     Moment,
+    RestoreReturned,
     SaveBegun,
     SaveCommitted,
     SaveDelayed,
@@ -37,15 +42,20 @@ from holdfast.observing.structured_log import StructuredLog
 from holdfast.observing.terminal_line import TerminalLine
 
 __all__ = [
+    "CheckpointerClosed",
+    "CheckpointerOpened",
     "Event",
     "EventListener",
     "EventSource",
     "EventsDropped",
+    "FirstStepEnded",
+    "IntervalChosen",
     "JsonLines",
     "MLflow",
     "Moment",
     "OpenTelemetryMetrics",
     "PrometheusMetrics",
+    "RestoreReturned",
     "SaveBegun",
     "SaveCommitted",
     "SaveDelayed",

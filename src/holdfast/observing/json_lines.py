@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 from pathlib import Path
@@ -42,4 +43,7 @@ class JsonLines:
         path = folder / f"rank-{source.rank:05d}-{source.process}-{self._token}{SUFFIX}"
         # Opened for each line: the file may be moved away or deleted meanwhile, and few events happen.
         with path.open("ab", buffering=0) as file:
-            file.write(line)
+            written = file.write(line)
+            if written < len(line):  # or the next line would begin in the middle of this one
+                file.truncate(file.tell() - written)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))

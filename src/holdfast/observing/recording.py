@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from holdfast.checkpointer.events import (
+    CheckpointerClosed,
+    CheckpointerOpened,
     Event,
     EventsDropped,
     EventSource,
+    IntervalChosen,
+    RestoreReturned,
     SaveBegun,
     SaveCommitted,
     SaveDelayed,
@@ -19,9 +23,10 @@ from holdfast.checkpointer.events import (
     SaveStaged,
     SaveUnwatched,
     StateRestored,
+    StepLess,
     StepsTimed,
 )
-from holdfast.telemetry.event_record import EventRecord
+from holdfast.telemetry.event_record import LONGEST_S, EventRecord
 
 
 def record_of(event: Event, source: EventSource) -> EventRecord:
@@ -49,7 +54,7 @@ def record_of(event: Event, source: EventSource) -> EventRecord:
 
 def step_of(event: Event) -> int | None:
     """The step that `event` is about; None if it is about none."""
-    if isinstance(event, EventsDropped):
+    if isinstance(event, StepLess):
         return None
     return event.report.step if isinstance(event, StateRestored) else event.step
 
@@ -75,10 +80,25 @@ def _seconds(event: Event) -> Mapping[str, float]:
             return {"blocked": event.blocked_s}
         case SaveCommitted():
             return event.seconds
-        case StepsTimed():
-            return {"quiet": event.quiet_s, "saving": event.saving_s}
         case StateRestored() if event.report.load is not None:
             return event.report.load.seconds
+        case _:
+            return _seconds_of_job(event)
+
+
+def _seconds_of_job(event: Event) -> Mapping[str, float]:
+    match event:
+        case StepsTimed():
+            totals = {"quiet_total": event.quiet_total_s, "saving_total": event.saving_total_s}
+            return {"quiet": event.quiet_s, "saving": event.saving_s, **totals}
+        case CheckpointerOpened():
+            return {"age": event.age_s}
+        case CheckpointerClosed():
+            return {"waited": event.waited_s}
+        case RestoreReturned():
+            return {"took": event.took_s}
+        case IntervalChosen():
+            return {"interval": min(event.interval_s, LONGEST_S), "mttf": min(event.mttf_s, LONGEST_S)}
         case _:
             return {}
 
@@ -91,6 +111,10 @@ def _numbers(event: Event) -> dict[str, int]:
             return {"quiet": event.num_quiet, "saving": event.num_saving}
         case EventsDropped():
             return {"dropped": event.number}
+        case CheckpointerClosed():
+            return {"early": int(event.is_early)}
+        case IntervalChosen():
+            return {"wasted_ppm": round(1e6 * event.wasted)}
         case StateRestored() if event.report.load is not None:
             return {"nbytes": event.report.load.read_nbytes}
         case _:

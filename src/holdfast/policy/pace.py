@@ -19,6 +19,8 @@ LEAST_GAIN: Final = 0.05
 #: So many of the newest steps and saves count.
 _NUM_STEPS: Final = 256
 _NUM_SAVES: Final = 15
+#: So many saves tell whether the first step after one is slow because of it.
+_LEAST_FIRSTS: Final = 3
 #: For values of a normal distribution: the standard error of their median times the root of their number, and their
 #: standard deviation, in standard deviations and in median absolute deviations.
 _ERROR_OF_MEDIAN: Final = 1.2533
@@ -93,7 +95,9 @@ class SaveMeter:
         blocked_s, first_s, rest_s, num_rest, latency_s = map(median, zip(*self._samples, strict=True))
         error_s = _ERROR_OF_MEDIAN * _deviation(self._usual_s)
         counts = [1 / max(sum(sample.num_rest for sample in self._samples), 1), 1 / max(len(self._usual_s), 1)]
-        of_first_s = max(first_s - error_s / math.sqrt(len(self._samples)), 0.0)
+        # Whether the first step after a save was slow for its own reasons, such as an evaluation, only others can tell.
+        is_known = len(self._samples) >= _LEAST_FIRSTS
+        of_first_s = max(first_s - error_s / math.sqrt(len(self._samples)), 0.0) if is_known else 0.0
         of_rest_s = max(rest_s - error_s * math.sqrt(sum(counts)), 0.0)
         return SaveCost(blocked_s, of_first_s + num_rest * of_rest_s, latency_s)
 

@@ -7,7 +7,8 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
@@ -21,8 +22,9 @@ from holdfast.wording import count
 _NUM_LINES: Final = 15
 #: The line in which torchrun begins to report that a rank has failed.
 _OF_TORCHRUN: Final = re.compile(r"E\d{4} .*/elastic/")
-#: Time for the processes of an attempt to end after they were told to.
+#: Time for the processes of an attempt to end after they were told to, and from look to look after that.
 _END_S: Final = 10.0
+_LOOK_S: Final = 0.1
 
 
 def attempt(script: Sequence[str], rehearsal: Rehearsal, *, num_ranks: int, log: Path) -> None:
@@ -45,7 +47,7 @@ def attempt(script: Sequence[str], rehearsal: Rehearsal, *, num_ranks: int, log:
         try:
             code = job.wait()
         finally:  # also on Ctrl-C
-            _end(job)
+            _end(job, rehearsal)
     said = log.read_bytes()[begins:].decode(errors="replace")
     is_killed = code != 0 and f"Signal {int(signal.SIGKILL)} (SIGKILL)" in said
     if rehearsal.dies_after is None and code:
@@ -55,15 +57,30 @@ def attempt(script: Sequence[str], rehearsal: Rehearsal, *, num_ranks: int, log:
         raise _failed(script, f"{how} before it is killed after step {rehearsal.dies_after}", said, log)
 
 
-def _end(job: subprocess.Popen[bytes]) -> None:
-    """End all processes of a job; does nothing where it has ended."""
-    for signum in (signal.SIGTERM, signal.SIGKILL):
-        if job.poll() is not None:
-            return
+def _end(job: subprocess.Popen[bytes], rehearsal: Rehearsal) -> None:
+    """End all processes of an attempt, except for keepers: also those in sessions of their own, and those that the
+    script started and left behind."""
+    if job.poll() is None:
         with suppress(ProcessLookupError):
-            os.killpg(job.pid, signum)
+            os.killpg(job.pid, signal.SIGTERM)
         with suppress(subprocess.TimeoutExpired):
             job.wait(_END_S)
+    while pids := list(_processes_of(rehearsal)):
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(_LOOK_S)
+    job.wait()
+
+
+def _processes_of(rehearsal: Rehearsal) -> Iterator[int]:
+    """The processes that have the environment of an attempt. (Its folder makes that unique.)"""
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended, or is another user's
+            is_zombie = (process / "stat").read_bytes().rpartition(b") ")[2][:1] == b"Z"
+            is_keeper = b"holdfast.keeper" in (process / "cmdline").read_bytes()
+            if not is_zombie and not is_keeper and rehearsal.is_in((process / "environ").read_bytes()):
+                yield int(process.name)
 
 
 def _failed(script: Sequence[str], how: str, said: str, log: Path) -> ConfigurationError:

@@ -28,6 +28,11 @@ class Rehearsal(msgspec.Struct, frozen=True):
         """The environment of the attempt's processes."""
         return {**os.environ, _VARIABLE: msgspec.json.encode(self).decode()}
 
+    def is_in(self, environment: bytes) -> bool:
+        """Whether a process with this environment, as ``/proc`` shows it, belongs to the attempt or to another one with
+        the same folder."""
+        return msgspec.json.encode(self.folder) in environment and _VARIABLE.encode() in environment
+
     @staticmethod
     def of_environment() -> Rehearsal:
         """The instructions of this process."""

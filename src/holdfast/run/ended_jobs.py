@@ -8,6 +8,8 @@ from holdfast.run.history import Run
 
 #: So many of the newest epochs count.
 _NUM_EPOCHS: Final = 64
+#: No job has trained before 2020, in unix seconds: a clock that says so is wrong.
+_SANE: Final = 1_577_836_800.0
 
 
 class EndedJobs(NamedTuple):
@@ -34,6 +36,6 @@ def ended_jobs(run: Run, *, before: float) -> EndedJobs:
         num_jobs += 1
         newest = next(history.places_of(number), None)
         commit = None if newest is None else run.needed_commit(newest)
-        if commit is not None:
+        if commit is not None and epoch.created > _SANE:
             trained_s += max(commit.created - epoch.created, 0.0)
     return EndedJobs(num_jobs, trained_s)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -37,12 +39,11 @@ def folder_beside(run: Location) -> Path | None:
 
 def read_events(folder: Path, *, most_nbytes: int = MOST_NBYTES) -> RecordedEvents:
     """The events that are recorded in `folder`; none where there is no such folder. If its files are larger than
-    `most_nbytes`, the newest part of each is read. Raises `OSError` for a file that cannot be read."""
+    `most_nbytes`, the newest part of the large ones is read; the files of the first rank, which tell of all steps, get
+    half of that. Raises `OSError` for a file that cannot be read."""
     records: list[EventRecord] = []
     num_damaged = num_cut = 0
-    paths = sorted(folder.glob(f"*{SUFFIX}"))
-    share = max(most_nbytes // max(len(paths), 1), _LEAST_NBYTES)
-    for path in paths:
+    for path, share in _shares(folder, most_nbytes):
         try:
             lines, is_cut = _newest_lines(path, share)
         except FileNotFoundError:  # somebody has just deleted it, which is allowed
@@ -51,9 +52,39 @@ def read_events(folder: Path, *, most_nbytes: int = MOST_NBYTES) -> RecordedEven
         for line in lines:
             try:
                 records.append(decode_json(line, EventRecord))
-            except msgspec.DecodeError:
+            except (msgspec.DecodeError, RecursionError):  # the latter for a line with thousands of brackets
                 num_damaged += 1
     return RecordedEvents(records, num_damaged, num_cut)
+
+
+def _shares(folder: Path, most_nbytes: int) -> list[tuple[Path, int]]:
+    """The files of events, and how much is read of each."""
+    sizes: dict[Path, int] = {}
+    for path in sorted(folder.glob(f"*{SUFFIX}")):
+        with suppress(FileNotFoundError):  # somebody has just deleted it, which is allowed
+            sizes[path] = path.stat().st_size
+    first_rank = next((_rank_in(path) for path in sizes), "")
+    of_first = {path: size for path, size in sizes.items() if _rank_in(path) == first_rank}
+    others = {path: size for path, size in sizes.items() if path not in of_first}
+    shares = _fair(of_first, most_nbytes // 2 if others else most_nbytes)
+    used = sum(min(sizes[path], share) for path, share in shares.items())
+    shares |= _fair(others, max(most_nbytes - used, 0))
+    return [(path, shares[path]) for path in sizes]
+
+
+def _rank_in(path: Path) -> str:
+    """The part of the file's name that has the rank."""
+    return "-".join(path.name.split("-")[:2])
+
+
+def _fair(sizes: Mapping[Path, int], most_nbytes: int) -> dict[Path, int]:
+    """Divide `most_nbytes` among files. A small one leaves what it does not need to larger ones; if it grows before
+    somebody reads it, it still has its share."""
+    shares: dict[Path, int] = {}
+    for number, path in enumerate(sorted(sizes, key=lambda path: sizes[path])):
+        shares[path] = max(most_nbytes // (len(sizes) - number), _LEAST_NBYTES)
+        most_nbytes = max(most_nbytes - min(sizes[path], shares[path]), 0)
+    return shares
 
 
 def no_events(folder: Path | None, run: str) -> NotFoundError:

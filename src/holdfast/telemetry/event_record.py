@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Final
 
 import msgspec
 
 from holdfast.format.records import MAX_STEP, Seconds
 
-_Duration = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
+#: The longest duration that a record can hold, in seconds.
+LONGEST_S: Final = 1e9
+_Duration = Annotated[float, msgspec.Meta(ge=0, le=LONGEST_S)]
 _Number = Annotated[int, msgspec.Meta(ge=0, le=MAX_STEP)]
 
 

@@ -12,6 +12,7 @@ from typing import Final
 from holdfast.errors import printable
 from holdfast.reports import size
 from holdfast.telemetry.charts import Curve, line_chart
+from holdfast.telemetry.goodput_ledger import RunLedger
 from holdfast.telemetry.heat_map import heat_map
 from holdfast.telemetry.ledger import ledger
 from holdfast.telemetry.moments import moment_text
@@ -24,6 +25,7 @@ from holdfast.telemetry.run_figures import (
     recovery_points,
     step_figures,
 )
+from holdfast.telemetry.time_tables import goodput_share, time_tables
 from holdfast.telemetry.timeline import timeline
 from holdfast.wording import count, duration
 
@@ -35,12 +37,14 @@ _NUM_HEAT_SAVES: Final = 20
 
 @dataclass(frozen=True)
 class RunPicture:
-    """The content of a page: the location, the history and the events of a run, and remarks about missing parts."""
+    """The content of a page: the location, the history, the events and the ledger of time of a run, and remarks about
+    missing parts."""
 
     run: str
     now_s: float
     history: RecordedHistory
     job: JobEvents
+    ledger: RunLedger
     remarks: Sequence[str]
 
 
@@ -87,6 +91,8 @@ def _tiles(picture: RunPicture, saves: Sequence[JobSave]) -> str:
     lost = [save for save in saves if save.outcome in ("failed", "skipped")]
     if saves:
         tiles.append((f"{len(lost):,} of {len(saves):,}", "saves failed or were skipped"))
+    if picture.ledger.wall_s:
+        tiles.append((goodput_share(picture.ledger), f"goodput of {duration(picture.ledger.wall_s)}"))
     items = "".join(f"<li><b>{escape(value)}</b><span>{escape(what)}</span></li>" for value, what in tiles)
     return f'<ul class="tiles">{items}</ul>'
 
@@ -108,6 +114,8 @@ def _sections(picture: RunPicture, saves: Sequence[JobSave]) -> list[str]:
         "<h2>Ledger</h2>",
         ledger(picture.history, saves, picture.job),
     ]
+    if picture.ledger.wall_s:
+        sections += ["<h2>Ledger of time</h2>", time_tables(picture.ledger)]
     return sections
 
 
