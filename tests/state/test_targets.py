@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -32,7 +33,7 @@ def filled(views: list[torch.Tensor], data: np.ndarray) -> MemoryTargets:
     for view in views:
         targets.add(view)
     assert targets.nbytes == len(data)
-    targets.fill(range(len(views)), data)
+    targets.fill(range(len(views)), 0, data)
     return targets
 
 
@@ -70,6 +71,24 @@ def test_memory_of_any_strides_is_filled_among_others(make: Callable[[], torch.T
     views = [torch.zeros(3), make(), torch.zeros(2, 2), make()]
     data = random_bytes(sum(view.nbytes for view in views))
     filled(views, data)
+    assert_holds(views, data)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex128])
+@pytest.mark.parametrize("make", [*STRIDED.values(), lambda: torch.zeros(300, 400)], ids=[*STRIDED, "large"])
+def test_bytes_that_begin_and_end_inside_of_boxes_arrive(make: Callable[[], torch.Tensor], dtype: torch.dtype) -> None:
+    views = [part.to(dtype) for part in (torch.zeros(3), make(), torch.zeros(2, 2), make())]
+    data = random_bytes(sum(view.nbytes for view in views))
+    targets = MemoryTargets()
+    for view in views:
+        targets.add(view)
+    ends = np.cumsum([view.nbytes for view in views])
+    itemsize = views[1].element_size()
+    cuts = [0, views[0].nbytes + views[1].numel() // 2 * itemsize, int(ends[2]) + itemsize, len(data)]
+    for low, high in pairwise(cuts):
+        first, last = (int(np.searchsorted(ends, byte, side="right")) for byte in (low, high - 1))
+        skipped = low - int(ends[first] - views[first].nbytes)
+        targets.fill(range(first, last + 1), skipped, data[low:high])
     assert_holds(views, data)
 
 

@@ -12,6 +12,7 @@ from math import prod
 import msgspec
 import numpy as np
 
+from holdfast.checkpoint.delivery import cut
 from holdfast.checkpoint.elements import Array, ElementDiff
 from holdfast.checkpoint.stored_checkpoint import Checkpoint
 from holdfast.format import values as value_codec
@@ -239,13 +240,11 @@ class _ComparedArrays:
         """The elements of a want, one after the other."""
         return self.arrays[want].reshape(-1)
 
-    def fill(self, wants: Sequence[int], data: Bytes) -> None:
-        """Take all elements of several wants."""
-        start = 0
-        for want in wants:
-            out = self.arrays[want]
-            out.reshape(-1).view(np.uint8)[:] = data[start : start + out.nbytes]
-            start += out.nbytes
+    def fill(self, wants: Sequence[int], skipped: int, data: Bytes) -> None:
+        """Take elements of several wants."""
+        outs = [self.arrays[want].reshape(-1).view(np.uint8) for want in wants]
+        for out, (first, part) in zip(outs, cut(data, map(len, outs), skipped), strict=True):
+            out[first : first + len(part)] = part
 
 
 def _value_differences(a: Checkpoint, b: Checkpoint) -> Iterator[ValueDifference]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,9 +16,6 @@ from holdfast.plan.load import FileReads, ReadRequest, pieces
 from holdfast.plan.strided_runs import CopySpan, StridedRun, copy_spans
 from holdfast.store.base import Bytes
 
-#: Wants up to this size are filled many at a time, where a run of bytes has all of their elements.
-_FILLED_NBYTES = 1 << 20
-
 
 class Targets(Protocol):
     """The targets of a read, by the numbers of the wants. Several threads call the methods, for disjoint elements."""
@@ -27,8 +23,11 @@ class Targets(Protocol):
     def put(self, want: int, at: Box, elements: npt.NDArray[Any]) -> None:
         """Take elements (of the carrier type) for box `at`, relative to the wanted box."""
 
-    def fill(self, wants: Sequence[int], data: Bytes) -> None:
-        """Take all elements of several wants: `data` has those of one want after another, each in row-major order."""
+    def fill(self, wants: Sequence[int], skipped: int, data: Bytes) -> None:
+        """Take the elements of several wants: `data` has those of one want after another, each in row-major order.
+
+        `data` begins `skipped` bytes into the first want, and may end before the last one does.
+        """
 
     def memory(self, want: int) -> npt.NDArray[Any] | None:
         """The memory of a want in row-major order, to write carriers to; None where the reader must call `put`."""
@@ -42,40 +41,29 @@ class Delivery:
         self._reads = reads
         self._wants = wants
         self._targets = targets
-        sizes = reads.stops - reads.starts
+        self._numbers = reads.wants.tolist()
         #: The offset of each read when all are laid end to end, and the end of the last one.
-        self._line = np.r_[0, np.cumsum(sizes)].tolist()
-        self._filled = reads.straight & (sizes <= _FILLED_NBYTES)
+        self._line = np.r_[0, np.cumsum(reads.stops - reads.starts)].tolist()
+        #: The read at which the group of each read ends: straight reads that follow each other, or one other read.
+        self._behind = _ends_of_groups(reads.straight).tolist()
 
     def take(self, first: int, offset: int, data: Bytes) -> None:
         """Deliver bytes of read `first`, from `offset` on, and of the reads that follow it without a gap."""
         line, begin = self._line, self._line[first] + offset
         end = begin + len(data)
-        if end <= line[first + 1] and not self._filled[first]:
-            self._part(first, offset, data)
-            return
-        # `data` has all bytes of reads [low, high).
-        low, high = first + (offset > 0), bisect_right(line, end) - 1
-        if offset:
-            self._part(first, offset, data[: line[low] - begin])
-        for start, stop in self._groups(low, high):
-            held = data[line[start] - begin : line[stop] - begin]
-            if self._filled[start]:
-                self._targets.fill(self._reads.wants[start:stop].tolist(), held)
+        last = bisect_left(line, end, first + 1)
+        while first < last:
+            behind = min(self._behind[first], last)
+            held = data[max(line[first] - begin, 0) : line[behind] - begin]
+            if self._reads.straight[first]:
+                self._targets.fill(self._numbers[first:behind], offset, held)
             else:
-                self._part(start, 0, held)
-        if low <= high and line[high] < end:
-            self._part(high, 0, data[line[high] - begin :])
-
-    def _groups(self, low: int, high: int) -> Iterator[tuple[int, int]]:
-        """Ranges of reads that make up ``[low, high)``: reads that are filled together, and each other read alone."""
-        filled = self._filled[low:high]
-        cuts = low + 1 + np.flatnonzero(~(filled[1:] & filled[:-1]))
-        return pairwise((low, *cuts.tolist(), high)) if low < high else iter(())
+                self._part(first, offset, held)
+            first, offset = behind, 0
 
     def _part(self, index: int, offset: int, data: Bytes) -> None:
         """Deliver bytes of one read, from `offset` on."""
-        number = int(self._reads.wants[index])
+        number = self._numbers[index]
         want = self._wants[number]
         itemsize = int(self._files.itemsizes[want.tensor])
         run, skipped, numel = self._reads.strided_run(index), offset // itemsize, len(data) // itemsize
@@ -88,6 +76,21 @@ class Delivery:
         for at, stored, source, target in pieces(self._reads.read(index), want.box, skipped, numel):
             held = elements[at : at + stored.numel].reshape(stored.size)
             self._targets.put(number, target, held[source.slices()])
+
+
+def cut(data: Bytes, sizes: Iterable[int], skipped: int) -> Iterator[tuple[int, Bytes]]:
+    """Cut what `Targets.fill` takes into the bytes of each want, each with the place of its first byte in the want;
+    `sizes` are the numbers of bytes of the wants."""
+    start = 0
+    for size in sizes:
+        stop = start + size - skipped
+        yield skipped, data[start:stop]
+        start, skipped = stop, 0
+
+
+def _ends_of_groups(straight: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
+    last = np.flatnonzero(~(straight & np.r_[straight[1:], False]))
+    return last[np.searchsorted(last, np.arange(len(straight)))] + 1
 
 
 def _copy(span: CopySpan, run: StridedRun, data: Bytes, memory: npt.NDArray[Any]) -> None:

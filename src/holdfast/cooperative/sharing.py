@@ -44,6 +44,8 @@ class SharedReading:
         #: All the bytes that this rank is to read from storage.
         self.nbytes = int((chunks.stops - chunks.starts)[led & (chunks.senders < 0)].sum())
         self._chunks = chunks
+        columns = (chunks.numbers, chunks.files, chunks.starts, chunks.stops, chunks.senders)
+        self._rows = list(zip(*(column.tolist() for column in columns), strict=True))
         self._memory = SharedMemoryTransport(others, buffer_nbytes=len(buffers[0]))
         self._network = network
         self._transports = (self._memory,) if network is None else (self._memory, network)
@@ -88,25 +90,23 @@ class SharedReading:
         """As `ChunkReading.stop`."""
         self._reading.stop()
 
-    def _chunk(self, index: int) -> Chunk:
-        chunks = self._chunks
-        file, start, stop = int(chunks.files[index]), int(chunks.starts[index]), int(chunks.stops[index])
-        return Chunk(int(chunks.numbers[index]), self._targets[file], start, stop)
-
     def _lent_chunk(self, index: int) -> Chunk:
         """A chunk that a neighbour lends to this rank."""
+        number, file, start, stop, _ = self._rows[index]
         leader = self._chunks.ranks[self._chunks.leaders[index]]
-        return self._chunk(index)._replace(origin=Origin(self._memory, leader))
+        return Chunk(number, self._targets[file], start, stop, Origin(self._memory, leader))
 
     def _led_chunk(self, index: int) -> Chunk:
         """A chunk that this rank reads, or takes from another node, for all ranks of its node that want it."""
-        sender, receivers = int(self._chunks.senders[index]), self._chunks.receivers[index]
-        routes = [Route(self._memory, consumers)] if (consumers := self._chunks.consumers(index)) else []
+        number, file, start, stop, sender = self._rows[index]
+        consumers = self._chunks.consumers(index) if len(self._chunks.ranks) > 1 else []
+        routes = [Route(self._memory, consumers)] if consumers else []
         origin = None
         if self._network is not None:
+            receivers = self._chunks.receivers[index]
             routes += [Route(self._network, receivers)] if receivers else []
             origin = Origin(self._network, sender) if sender >= 0 else None
-        return self._chunk(index)._replace(origin=origin, routes=routes)
+        return Chunk(number, self._targets[file], start, stop, origin, routes)
 
 
 def sent_and_received(chunks: Chunks, rank: int) -> tuple[dict[int, list[int]], dict[int, list[int]]]:

@@ -158,6 +158,15 @@ class BindingSource(Protocol):
     def fill(self, entry: NamedTensor) -> None:
         """Fill a live tensor in place from the stored tensor of its name; if there is none, report it missing."""
 
+    def fill_all(self, entries: Sequence[NamedTensor]) -> None:
+        """As `fill`, for many tensors at once."""
+
+    def fitting(
+        self, names: Sequence[str], live: Sequence[object], like: Sequence[torch.Tensor | None]
+    ) -> Sequence[bool]:
+        """For each of many names, whether a tensor is stored under it and `memory` would return the `live` one, on the
+        device where that is. False for the name of a value."""
+
     def live(self, path: str, item: object) -> Finish:
         """Bind a live item, as `Sink.tree` adds it: its tensors are filled in place, its values replaced."""
 

@@ -125,8 +125,7 @@ def bind_module(path: str, module: nn.Module, source: BindingSource) -> Finish:
     Where FSDP2 keeps shards padded, its own post-load hook takes over the shards that got memory.
     """
     state = _read(path, module, source.wants)
-    for entry in state.tensors:
-        source.fill(entry)
+    source.fill_all(state.tensors)
     stored = {id(entry.tensor) for entry in state.tensors}
     for base, owner in state.modules:
         for name in _unstored_on_meta(owner, stored):

@@ -70,12 +70,10 @@ def bind_optimizer(path: str, optimizer: Optimizer, source: BindingSource) -> Fi
         origin_path = join(path, "param_groups", str(origin))
         groups.append(_bind_hyper(origin_path, group, own, source))
         on_device = any(_flag(join(origin_path, key), group.get(key), source) for key in ("capturable", "fused"))
-        for entry in _fitting(path, optimizer, found, saved, source):
-            live = optimizer.state.get(entry.tensor, {})
-            slots = _bind_slots(
-                join(path, "state", entry.name), saved.slots[entry.name], live, entry, on_device, source
-            )
-            states.append((entry.tensor, slots))
+        fitting = _fitting(path, optimizer, found, saved, source)
+        slots = _bind_slots(path, optimizer, fitting, saved, on_device, source)
+        states += zip((entry.tensor for entry in fitting), slots, strict=True)
+        for entry in fitting:
             _require_equal_copies(path, entry.name, saved, source)
     _check_rates(path, served, source)
     check_order(path, ordered, source)
@@ -106,11 +104,13 @@ _Slot: TypeAlias = torch.Tensor | Finish
 
 
 class _Saved(NamedTuple):
-    """An optimizer in the checkpoint: the name of its class (None if not recorded), the group of each parameter, the
-    slots of each, and the components of the shared state and of the hyper-parameters of all groups."""
+    """An optimizer in the checkpoint: the name of its class (None if not recorded), the group of each parameter and the
+    stored name of that value, the slots of each, and the components of the shared state and of the hyper-parameters of
+    all groups."""
 
     kind: str | None
     group_of: dict[str, int]
+    group_names: dict[str, str]
     slots: dict[str, set[str]]
     shared: set[str]
     hyper: set[str]
@@ -119,9 +119,10 @@ class _Saved(NamedTuple):
 def _read_saved(path: str, source: BindingSource) -> _Saved:
     recorded = source.nodes.get(join(path, "class"))
     kind = recorded.data.decode("utf-8", "replace") if isinstance(recorded, Text) else None
-    saved = _Saved(kind, {}, {}, set(), set())
+    saved = _Saved(kind, {}, {}, {}, set(), set())
     depth = len(split(path)) + 1
-    for name in source.stored_below(join(path, "group_of")):
+    group_of = join(path, "group_of")
+    for name in source.stored_below(group_of):
         node = source.nodes[name]
         if not isinstance(node, Plain) or type(node.value) is not int:
             raise CorruptError(
@@ -130,8 +131,9 @@ def _read_saved(path: str, source: BindingSource) -> _Saved:
                 action="Use another copy or an older checkpoint.",
                 path=name,
             )
-        parameter = str(parse_component(split(name)[depth]))
+        parameter = str(parse_component(name[len(group_of) + 1 :].partition("/")[0]))
         saved.group_of[parameter] = node.value
+        saved.group_names[parameter] = name
         saved.slots[parameter] = set()
     state = join(path, "state")
     for name in source.stored_below(state):
@@ -219,20 +221,20 @@ def _match(
 ) -> Iterator[NamedTensor]:
     """The group's parameters that the checkpoint has. Reports the others as missing."""
     for entry in named_parameters(path, index, group, source):
-        name = join(path, "group_of", component(entry.name))
-        if entry.name in saved.group_of:
+        name = saved.group_names.get(entry.name)
+        if name is None:
+            source.missing(join(path, "group_of", component(entry.name)))
+        else:
             source.mark(name)
             yield entry
-        else:
-            source.missing(name)
 
 
 def _require_equal_copies(path: str, parameter: str, saved: _Saved, source: BindingSource) -> None:
     """Require that slots stored for a parameter under its other names are equal to those that it gets."""
-    state = join(path, "state")
     for copy in source.copies(parameter):
         if copy in saved.group_of:
-            source.mark(join(path, "group_of", component(copy)))
+            state = join(path, "state")
+            source.mark(saved.group_names[copy])
             for slot in sorted(saved.slots[copy] & saved.slots[parameter]):
                 source.require_equal(join(state, parameter, slot), join(state, copy, slot))
 
@@ -420,25 +422,82 @@ def _flag(path: str, live: object, source: BindingSource) -> bool:
     return bool(node.value if isinstance(node, Plain) else live)
 
 
+class _StoredSlots(NamedTuple):
+    """Stored slots of parameters, as columns: the name of each, its key, the live slot, the number of the parameter,
+    and the dtype that the slot must be cast to, or None."""
+
+    names: list[str]
+    keys: list[object]
+    live: list[object]
+    owners: list[int]
+    casts: list[torch.dtype | None]
+
+
 def _bind_slots(
     path: str,
-    texts: set[str],
-    live: Mapping[object, object],
-    parameter: NamedTensor,
+    optimizer: Optimizer,
+    parameters: Sequence[NamedTensor],
+    saved: _Saved,
     steps_on_device: bool,
     source: BindingSource,
-) -> dict[object, _Slot]:
-    slots: dict[object, _Slot] = {}
-    owner, dtype = source.stored(parameter.name), parameter.tensor.dtype
-    is_cast = owner is not None and getattr(torch, owner.dtype, None) is not dtype
-    for text in (*(texts & {"step"}), *sorted(texts - {"step"})):  # mostly torch's own order
-        key, name = parse_component(text), f"{path}/{text}"
-        kept = source.stored(name) if is_cast else None
-        # torch requires one dtype for a parameter and such a slot, so if the parameter is cast, the slot is cast too.
-        follows = kept is not None and owner is not None and kept.dtype == owner.dtype and kept.shape
-        cast_to = dtype if follows else None
-        slots[key] = _bind_slot(name, key, live.get(key), parameter, steps_on_device, source, cast_to=cast_to)
+) -> list[dict[object, _Slot]]:
+    """Bind the stored slots of each of the `parameters` of one group."""
+    columns = _stored_slots(join(path, "state"), optimizer, parameters, saved, source)
+    likes = [
+        None if key == "step" else parameters[owner].tensor
+        for key, owner in zip(columns.keys, columns.owners, strict=True)
+    ]
+    fitting = source.fitting(columns.names, columns.live, likes)
+    bound: list[dict[object, _Slot]] = [{} for _ in parameters]
+    filled: list[NamedTensor] = []
+    for name, key, live, owner, cast_to, fits in zip(*columns, fitting, strict=True):
+        parameter = parameters[owner]
+        is_at_home = key != "step" or (fits and live.device == _step_device(parameter, steps_on_device))
+        if fits and is_at_home and cast_to is None:
+            bound[owner][key] = live
+            filled.append(NamedTensor(name, live, parameter.replicas))
+        else:
+            slot = _bind_slot(name, key, live, parameter, steps_on_device, source, cast_to=cast_to)
+            bound[owner][key] = slot
+    source.fill_all(filled)
+    return bound
+
+
+def _stored_slots(
+    state: str, optimizer: Optimizer, parameters: Sequence[NamedTensor], saved: _Saved, source: BindingSource
+) -> _StoredSlots:
+    slots = _StoredSlots([], [], [], [], [])
+    # By the sets of slots, of which there are few.
+    orders: dict[frozenset[str], tuple[list[str], list[object]]] = {}
+    for number, parameter in enumerate(parameters):
+        texts = frozenset(saved.slots[parameter.name])
+        order = orders.get(texts)
+        if order is None:
+            in_order = [*(texts & {"step"}), *sorted(texts - {"step"})]  # mostly torch's own order
+            order = orders[texts] = in_order, list(map(parse_component, in_order))
+        prefix = f"{state}/{parameter.name}/"
+        names = [prefix + text for text in order[0]]
+        slots.names.extend(names)
+        slots.keys.extend(order[1])
+        slots.live.extend(map(optimizer.state.get(parameter.tensor, {}).get, order[1]))
+        slots.owners.extend([number] * len(names))
+        slots.casts.extend(_casts(names, parameter, source))
     return slots
+
+
+def _casts(names: Sequence[str], parameter: NamedTensor, source: BindingSource) -> Sequence[torch.dtype | None]:
+    """The dtype that each slot of a parameter must be cast to, or None: torch requires one dtype for a parameter and
+    its slots of that dtype, so if the parameter is cast, these slots are cast too."""
+    owner, dtype = source.stored(parameter.name), parameter.tensor.dtype
+    if owner is None or getattr(torch, owner.dtype, None) is dtype:
+        return [None] * len(names)
+    kept = map(source.stored, names)
+    return [dtype if each is not None and each.dtype == owner.dtype and each.shape else None for each in kept]
+
+
+def _step_device(parameter: NamedTensor, on_device: bool) -> torch.device:
+    """The device of a step counter: torch keeps it on the host unless a kernel reads it."""
+    return parameter.tensor.device if on_device else torch.device("cpu")
 
 
 def _bind_slot(
@@ -457,9 +516,7 @@ def _bind_slot(
     def memory(stored: str) -> torch.Tensor:
         mine = live if isinstance(live, torch.Tensor) and stored == name else None
         if key == "step":
-            # torch keeps step counters on the host unless a kernel reads them.
-            device = parameter.tensor.device if steps_on_device else torch.device("cpu")
-            return source.memory(stored, live=mine, like=None, device=device)
+            return source.memory(stored, live=mine, like=None, device=_step_device(parameter, steps_on_device))
         device = parameter.tensor.device if mine is None else mine.device
         found = source.memory(stored, live=mine, like=parameter.tensor, device=device, cast_to=cast_to)
         like = None if found is mine else _factor_like(parameter.tensor, found.shape)

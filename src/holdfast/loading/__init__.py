@@ -22,6 +22,7 @@ from holdfast.cooperative.reading import MEMORY_NBYTES, MIN_MEMORY_NBYTES, Coope
 from holdfast.errors import ConfigurationError, CorruptError, HoldfastError, StorageError
 from holdfast.format.patterns import Globs
 from holdfast.format.records import Place
+from holdfast.loading.collector import collector_paused
 from holdfast.loading.compared_names import Names, compared
 from holdfast.loading.filled import note_filled, partly_filled_on_errors
 from holdfast.loading.filling import Filling, outside_inference_mode
@@ -459,6 +460,7 @@ class Loading:
             )
         note_filled(load, state, bound.binding, is_whole=is_whole)
 
+    @collector_paused()
     def _bind(self, opened: Opened, into: Mapping[str, object]) -> _BoundLoad:
         """Match names on this rank; changes nothing."""
         checkpoint = opened.checkpoint

@@ -14,6 +14,7 @@ from holdfast.checkpoint.delivery import Targets
 from holdfast.control.deadline import Deadline
 from holdfast.errors import DeadlineError
 from holdfast.geometry import Box
+from holdfast.loading.collector import collector_paused
 from holdfast.loading.wanted import Wanted, wanted
 from holdfast.mapping.parts import Parts
 from holdfast.plan.load import ReadRequest
@@ -40,7 +41,7 @@ class _Discarded:
     def put(self, want: int, at: Box, elements: npt.NDArray[Any]) -> None:
         pass
 
-    def fill(self, wants: Sequence[int], data: Bytes) -> None:
+    def fill(self, wants: Sequence[int], skipped: int, data: Bytes) -> None:
         pass
 
     def memory(self, want: int) -> None:
@@ -75,7 +76,8 @@ class Filling:
                 action="Raise timeout_s, or wait for `handle.staged` of that save first.",
             )
         self._binding.allocate()
-        self._wanted = wanted(self._files, self._binding, self._parts, self._rank)
+        with collector_paused():
+            self._wanted = wanted(self._files, self._binding, self._parts, self._rank)
         await_queued(self._wanted.targets.views)
         return self._wanted.wants, self._wanted.targets
 

@@ -59,6 +59,8 @@ class _MeetingCells:
     firsts: Int64s
     lasts: Int64s
     runs: Int64s
+    #: Number of elements of the wanted box.
+    numel: int
     #: Whether the wanted box equals one cell.
     alike: bool
 
@@ -188,9 +190,10 @@ def _plan(files: Files, wants: Sequence[ReadRequest]) -> _Plan:
     nothing = np.zeros(0, np.int64)
     cells, owners, withins, firsts, lasts = (np.concatenate([nothing, *column])[taken] for column in columns)
     runs = np.concatenate([np.zeros((0, 4), np.int64), *(meeting.runs for meeting in meetings)])[taken]
-    tensors, numels = np.asarray([(want.tensor, want.box.numel) for want in wants], np.int64).reshape(-1, 2)[want_of].T
-    straight = (runs[:, 0] == 0) & (runs[:, 1] == numels)
+    tensors = np.asarray([want.tensor for want in wants], np.int64)[want_of]
     met = of_want[want_of]
+    numels = np.asarray([meeting.numel for meeting in meetings], np.int64)[met]
+    straight = (runs[:, 0] == 0) & (runs[:, 1] == numels)
     return _Plan(meetings, met, want_of, tensors, cells, owners, withins, firsts, lasts, runs, straight)
 
 
@@ -198,15 +201,18 @@ def _meetings(files: Files, wants: Sequence[ReadRequest]) -> tuple[list[_Meeting
     """The distinct intersections of wanted boxes with stored cells, and for each want the index of its own."""
     partitions, shapes = files.manifest.body.partitions, files.manifest.body.shapes
     known: dict[tuple[int, int, Box], int] = {}
+    #: The same by the id of the box: equal boxes are mostly one object, and a box is slow to hash.
+    seen: dict[tuple[int, int, int], int] = {}
     meetings: list[_MeetingCells] = []
     meeting_of: list[int] = []
     for want in wants:
         tensor, box = want.tensor, want.box
-        key = (partitions[tensor], shapes[tensor], box)
-        index = known.get(key)
+        kind = (partitions[tensor], shapes[tensor], id(box))
+        index = seen.get(kind)
         if index is None:
-            index = known[key] = len(meetings)
-            meetings.append(_meet(files.cells(tensor), files.manifest.shape(tensor), box))
+            index = seen[kind] = known.setdefault((partitions[tensor], shapes[tensor], box), len(meetings))
+            if index == len(meetings):
+                meetings.append(_meet(files.cells(tensor), files.manifest.shape(tensor), box))
         meeting_of.append(index)
     return meetings, meeting_of
 
@@ -214,13 +220,13 @@ def _meetings(files: Files, wants: Sequence[ReadRequest]) -> tuple[list[_Meeting
 def _meet(cells: Cells, shape: Shape, box: Box) -> _MeetingCells:
     if not box.numel:
         nothing = np.zeros(0, np.int64)
-        return _MeetingCells(cells, shape, nothing, nothing, nothing, nothing.reshape(0, 4), alike=True)
+        return _MeetingCells(cells, shape, nothing, nothing, nothing, nothing.reshape(0, 4), 0, alike=True)
     numbers = cells.meeting(shape, box)
     if not isinstance(cells, FlatCells):
         spans = shared(*cells.boxes(numbers), box)
         alike = len(numbers) == 1 and cells.part(int(numbers[0])) == box
-        return _MeetingCells(cells, shape, numbers, *spans, alike=alike)
-    return _MeetingCells(cells, shape, *_flat_spans(cells, numbers, shape, box), alike=False)
+        return _MeetingCells(cells, shape, numbers, *spans, box.numel, alike=alike)
+    return _MeetingCells(cells, shape, *_flat_spans(cells, numbers, shape, box), box.numel, alike=False)
 
 
 def _flat_spans(cells: FlatCells, numbers: Int64s, shape: Shape, box: Box) -> tuple[Int64s, Int64s, Int64s, Int64s]:

@@ -127,7 +127,8 @@ class _Binder:
         )
         self._tensors = TensorBinder(stored, nodes, self._matcher, self._mismatches, terms, device=device)
         #: The part of `BindingSource` that concerns tensors.
-        self.fill, self.memory = self._tensors.fill, self._tensors.memory
+        self.fill, self.fill_all = self._tensors.fill, self._tensors.fill_all
+        self.memory, self.fitting = self._tensors.memory, self._tensors.fitting
         self.named, self.stored = self._tensors.named, self._tensors.stored
         self._unfillable: set[str] = set()
         self._reseeded: list[str] = []
@@ -168,7 +169,7 @@ class _Binder:
             sorted(chain(tensors_used, values_used)),
             sorted(self._matcher.missing),
             self._matcher.missing_shapes,
-            sorted(set(self._unexpected())),
+            sorted(self._unexpected()),
             sorted(self._tensors.on_meta),
             sorted(self._unfillable),
             sorted(self._reseeded),
@@ -179,9 +180,8 @@ class _Binder:
 
     def _unexpected(self) -> Iterator[str]:
         """The unused names of tensors, of values, and of whole `PerRank` entries."""
-        used = self._matcher.used
-        for name in chain(self._stored, self.nodes):
-            if name in used or own_part(name) not in self._own_parts:
+        for name in (self._stored.keys() | self.nodes.keys()) - self._matcher.used:
+            if own_part(name) not in self._own_parts:
                 continue
             if self._select is not None and not self._covers(self._select, name):
                 continue
@@ -209,7 +209,8 @@ class _Binder:
 
     @cached_property
     def _all_names(self) -> list[str]:
-        return sorted({*self._stored, *self._aliases, *self.nodes})
+        # By a dict, which keeps their order: each part is mostly sorted, so that the sort is quick.
+        return sorted(dict.fromkeys(chain(self._stored, self._aliases, self.nodes)))
 
     def copies(self, name: str) -> Sequence[str]:
         return self._matcher.copies(name)

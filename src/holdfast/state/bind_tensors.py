@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import cast
 
 import torch
@@ -10,15 +10,16 @@ import torch
 from holdfast.errors import NotFoundError
 from holdfast.format.values import Node, PlanesNode
 from holdfast.frameworks import NamedTensor
+from holdfast.geometry import Shape
 from holdfast.mapping.parts import StoredTensor, castable
-from holdfast.state.collect import TensorCollector, is_describable
+from holdfast.state.collect import TensorCollector, Tied, is_describable
 from holdfast.state.differences import Mismatches
 from holdfast.state.flatten import name_of_planes, planes_as_tensors
-from holdfast.state.local_placements import empty, same_placement
+from holdfast.state.local_placements import DTYPE_NAMES, empty, same_placement
 from holdfast.state.match import Matcher, Terms
 from holdfast.state.meta import MetaTensors, become, check_alone
 from holdfast.state.piecewise import Piecewise, describe
-from holdfast.state.registered_types import Registration, registered
+from holdfast.state.registered_types import Registration, any_registered, registered
 from holdfast.wording import with_article
 
 
@@ -74,6 +75,14 @@ class TensorBinder:
             of_tensor = {plane: held.tensor for plane, held in planes.items()}
             self._to_rebuild.append((entry.tensor, registration, of_tensor))
 
+    def fill_all(self, entries: Sequence[NamedTensor]) -> None:
+        """As `BindingSource.fill_all`."""
+        if self._select is None and not any_registered({type(entry.tensor) for entry in entries}):
+            self._pending += entries
+        else:
+            for entry in entries:
+                self.fill(entry)
+
     def fill_pieces(self, path: str, item: Piecewise) -> None:
         """Add the pieces of a logical tensor. They are matched by `match_pieces`."""
         self._piecewise[path] = item
@@ -85,8 +94,20 @@ class TensorBinder:
         self.to_allocate.look_for_meshes(pending)
         collector = TensorCollector(meta=True)
         collector.add(pending)
+        if self._select is None and not collector.aliases and self._matcher.match_alike(collector.found):
+            if named:
+                self._names |= {id(entry.tensor): entry for entry in pending}
+        else:
+            self._match_each(collector.tied(), named=named)
+        if named:
+            for entry, plane in planed:
+                name = name_of_planes(self._names[id(plane.tensor)].name)
+                self._names[id(entry.tensor)] = NamedTensor(name, entry.tensor, entry.replicas)
+
+    def _match_each(self, found: Iterable[Tied], *, named: bool) -> None:
+        """As `match`, for one tensor after the other."""
         select = self._select
-        for tied in collector.tied():
+        for tied in found:
             names = [entry.name for entry in tied.entries]
             chosen = names if select is None else [name for name in names if name in select]
             source = self._matcher.match(chosen, tied.local) if chosen else self._matcher.source_of(names)
@@ -99,10 +120,6 @@ class TensorBinder:
                 replicas = tied.entries[0].replicas
                 for entry in tied.entries:
                     self._names[id(entry.tensor)] = NamedTensor(source, entry.tensor, replicas)
-        if named:
-            for entry, plane in planed:
-                name = name_of_planes(self._names[id(plane.tensor)].name)
-                self._names[id(entry.tensor)] = NamedTensor(name, entry.tensor, entry.replicas)
 
     def match_pieces(self) -> None:
         """Find the source of everything that `fill_pieces` has added."""
@@ -135,8 +152,7 @@ class TensorBinder:
                 action="Select that tensor too, or leave out the object that it belongs to.",
                 tensor=name,
             )
-        alike = like is not None and like.shape == stored.shape and registered(like) is None
-        like = like if alike else None
+        like = _alike(like, stored.shape)
         dtype = self._dtype(name, stored.dtype, cast_to)
         fits = (
             live is not None
@@ -153,6 +169,21 @@ class TensorBinder:
             return empty(dtype, stored.shape, like=like, device=device).zero_()
         return empty(dtype, stored.shape, like=like, device=device)
 
+    def fitting(self, names: Sequence[str], live: Sequence[object], like: Sequence[torch.Tensor | None]) -> list[bool]:
+        """As `BindingSource.fitting`."""
+        # One look at each, in one place: states have thousands of slots, and nearly all fit.
+        special = {*self._nodes, *self._matcher.aliases}
+        stored = map(self._stored.get, names)
+        return [
+            kept is not None
+            and isinstance(mine, torch.Tensor)
+            and kept.dtype == DTYPE_NAMES.get(mine.dtype)
+            and kept.shape == mine.shape
+            and name not in special
+            and same_placement(mine, _alike(other, kept.shape))
+            for name, kept, mine, other in zip(names, stored, live, like, strict=True)
+        ]
+
     def _dtype(self, name: str, stored: str, cast_to: torch.dtype | None) -> str:
         """The dtype `cast_to` if the tensor `name` may be cast to it, else the dtype that is `stored`."""
         if cast_to is None or not self._matcher.may_cast([name]):
@@ -165,3 +196,8 @@ class TensorBinder:
         for tensor, registration, planes in self._to_rebuild:
             if tensor.is_meta and not any(plane.is_meta for plane in planes.values()):
                 become(tensor, cast("torch.Tensor", registration.decode(planes)))
+
+
+def _alike(like: torch.Tensor | None, shape: Shape) -> torch.Tensor | None:
+    """`like` if it has `shape`, and plain memory could be placed as it is."""
+    return like if like is not None and like.shape == shape and registered(like) is None else None

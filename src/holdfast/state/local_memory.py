@@ -27,7 +27,7 @@ _PACKED_NBYTES = 1 << 20
 
 #: The largest size of one copy. For sizes that fit a processor's second-level cache, the C library copies by string
 #: instructions, and a loop of such copies runs half as fast again.
-_COPY_NBYTES = 512 << 10
+COPY_NBYTES = 512 << 10
 
 Array = npt.NDArray[Any]
 
@@ -35,11 +35,11 @@ Array = npt.NDArray[Any]
 def copy_elements(target: Array, source: Array) -> None:
     """Copy `source` into `target`; both have one shape and type and are in host memory."""
     assert target.shape == source.shape, "numpy would broadcast"
-    if target.nbytes <= _COPY_NBYTES or not (target.flags.c_contiguous and source.flags.c_contiguous):
+    if target.nbytes <= COPY_NBYTES or not (target.flags.c_contiguous and source.flags.c_contiguous):
         target[...] = source
         return
     to, elements = target.reshape(-1), source.reshape(-1)
-    step = _COPY_NBYTES // target.itemsize
+    step = COPY_NBYTES // target.itemsize
     for start in range(0, len(to), step):
         to[start : start + step] = elements[start : start + step]
 

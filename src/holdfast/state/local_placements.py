@@ -187,12 +187,15 @@ def _groups_are_sorted(mesh: DeviceMesh, ranks: npt.NDArray[np.int64], axes: Seq
 
 def same_placement(tensor: torch.Tensor, like: torch.Tensor | None) -> bool:
     """Whether `tensor` is divided among ranks as `like` is, or is not a DTensor where `like` is None."""
-    if like is None or not is_dtensor(like):
-        return like is None or not is_dtensor(tensor)
-    if not is_dtensor(tensor):
-        return False
+    dtensor = dtensor_type()
+    if like is None:
+        return True
+    if type(like) is not dtensor or type(tensor) is not dtensor:
+        return type(like) is not dtensor and type(tensor) is not dtensor
     mine, other = tensor._spec, like._spec  # noqa: SLF001
-    return mine is other or (mine.mesh == other.mesh and mine.placements == other.placements)
+    return mine is other or (
+        (mine.mesh is other.mesh or mine.mesh == other.mesh) and mine.placements == other.placements
+    )
 
 
 def empty(dtype: str, shape: Shape, *, like: torch.Tensor | None, device: torch.device) -> torch.Tensor:

@@ -75,8 +75,9 @@ class Matcher:
         self.missing_shapes: dict[str, Shape] = {}
         #: The number of live tensors that the checkpoint does not have.
         self.num_lost = 0
+        #: The canonical name of every other name that is stored.
+        self.aliases = aliases
         self._stored = stored
-        self._aliases = aliases
         self._nodes = nodes
         self._mismatches = mismatches
         #: Pairs of a live tensor and a copy that must prove equal to it.
@@ -91,11 +92,26 @@ class Matcher:
 
     def canonical(self, name: str) -> str:
         """The name under which the tensor `name` is stored: `name` itself unless it is an alias."""
-        return self._aliases.get(name, name)
+        return self.aliases.get(name, name)
 
     def is_tensor(self, name: str) -> bool:
         """Whether a tensor is stored under this name."""
         return self.canonical(name) in self._stored
+
+    def match_alike(self, found: Sequence[LocalTensor]) -> bool:
+        """Match live tensors of one name each, if every one is stored under its name in its dtype and shape, as in
+        nearly all loads. Otherwise returns False and matches none."""
+        names = [local.layout.name for local in found]
+        if not self._is_plain or any(part.is_meta for local in found for part in local.memory):
+            return False
+        if not (self.aliases.keys().isdisjoint(names) and self._required.keys().isdisjoint(names)):
+            return False
+        stored = map(self._stored.get, names)
+        if any(kept != (local.layout.dtype, local.layout.shape) for kept, local in zip(stored, found, strict=True)):
+            return False
+        self.used.update(names)
+        self.targets += map(BoundTensor, names, names, found)
+        return True
 
     def match(self, names: Sequence[str], local: LocalTensor) -> str:
         """Find the source of a live tensor with these names (sorted); returns the name under which it is stored.
@@ -107,7 +123,7 @@ class Matcher:
             return names[0]
         sources: dict[str, str] = {}
         for name in names:
-            source = self._aliases.get(name, name)
+            source = self.aliases.get(name, name)
             if source in self._stored:
                 sources.setdefault(source, name)
         if not sources:
@@ -137,7 +153,7 @@ class Matcher:
     def _is_stored_alike(self, name: str, layout: TensorLayout) -> bool:
         """Whether `name` is the only stored tensor for a live one, and equals it in dtype and shape."""
         stored = self._stored.get(name)
-        return stored == (layout.dtype, layout.shape) and name not in self._aliases and name not in self._required
+        return stored == (layout.dtype, layout.shape) and name not in self.aliases and name not in self._required
 
     def may_cast(self, names: Sequence[str]) -> bool:
         """Whether a live tensor with these names may have another dtype than the stored one."""

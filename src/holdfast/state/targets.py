@@ -2,38 +2,51 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
-from itertools import groupby
+from functools import cached_property
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch._C._nn import unflatten_dense_tensors
 
 from holdfast.format.dtypes import CARRIERS
-from holdfast.geometry import Box, whole
-from holdfast.state.local_memory import array_of, carried, copy_elements
+from holdfast.geometry import Box, flat_boxes
+from holdfast.state.local_memory import COPY_NBYTES, array_of, carried, copy_elements
 from holdfast.store.base import Bytes
 
 Array = npt.NDArray[Any]
 
-#: Dtypes whose elements torch copies bit for bit; elements of others are copied as their carriers. Nearly all tensors
-#: have one of these dtypes, and for those a view as the carrier would cost as much as the copy.
-_COPIED_AS_THEY_ARE = {torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32}
+#: Copies of fewer bytes keep the interpreter's lock: to release it and to wait for it again takes longer.
+_SHORT_NBYTES = 64 << 10
+
+_move_and_release = ctypes.memmove
+_move_short = ctypes.PYFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(("memmove", ctypes.pythonapi))
 
 _nbytes = attrgetter("nbytes")
+_is_cpu = attrgetter("is_cpu")
+
+
+class _Places(NamedTuple):
+    """The places of boxes, as columns: the address of each one's memory, and the size of its elements as they arrive.
+
+    The address is 0 where the memory is no contiguous host memory of the dtype in which elements arrive.
+    """
+
+    addresses: list[int]
+    sizes: list[int]
 
 
 class MemoryTargets:
-    """The local memory of requested boxes, as targets of elements, numbered in the order in which they were added.
+    """The local memory of requested boxes, as targets of elements, numbered in the order in which they were added. Add
+    all of them before the first elements arrive.
 
     Several threads may fill disjoint memory at the same time.
     """
 
     def __init__(self) -> None:
-        self.nbytes = 0
         self._views: list[torch.Tensor] = []
         #: The dtype in which elements arrive, by number, where it differs from that of the memory.
         self._casts: dict[int, torch.dtype] = {}
@@ -42,12 +55,14 @@ class MemoryTargets:
 
     def add(self, view: torch.Tensor, dtype: torch.dtype | None = None) -> None:
         """Add the memory of one box. Elements arrive in `dtype`, and are cast where the memory has another one."""
-        if dtype is None or dtype is view.dtype:
-            self.nbytes += view.nbytes
-        else:
+        if dtype is not None and dtype is not view.dtype:
             self._casts[len(self._views)] = dtype
-            self.nbytes += view.numel() * dtype.itemsize
         self._views.append(view)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all elements, as they arrive."""
+        return sum(self._places.sizes)
 
     @property
     def views(self) -> Sequence[torch.Tensor]:
@@ -74,50 +89,48 @@ class MemoryTargets:
             self._rows[want] = array_of(view).reshape(-1) if flat else None
         return self._rows[want]
 
-    def fill(self, wants: Sequence[int], data: Bytes) -> None:
-        """Copy all elements of the boxes `wants`: `data` has the elements of one box after the other, each in row-major
-        order.
-
-        Fills a run of boxes in contiguous host memory and of one dtype in one call: single calls from Python cost more
-        than the copies, and delay all other threads.
-        """
-        targets = [self._views[want] for want in wants]
-        kinds = [view.dtype if view.is_cpu and view.is_contiguous() else None for view in targets]
-        if self._casts:
-            kinds = [None if want in self._casts else kind for want, kind in zip(wants, kinds, strict=True)]
-        first = 0
-        for dtype, run in groupby(kinds):
-            last = first + len(list(run))
-            views = targets[first:last]
-            if dtype is None:
-                nbytes = self._put_each(wants[first:last], data)
-            else:
-                nbytes = sum(map(_nbytes, views))
-                _copy(views if dtype in _COPIED_AS_THEY_ARE else list(map(carried, views)), data[:nbytes])
-            first, data = last, data[nbytes:]
-
-    def _put_each(self, wants: Sequence[int], data: Bytes) -> int:
-        """Copy boxes one by one from the beginning of `data`; returns the number of bytes that they took."""
-        taken = 0
+    def fill(self, wants: Sequence[int], skipped: int, data: Bytes) -> None:
+        """Copy elements of the boxes `wants`: `data` has the elements of one box after the other, each in row-major
+        order. It begins `skipped` bytes into the first box, and may end before the last one does."""
+        # By address: per tensor, an array or a call of torch costs more than most copies, and delays all other threads.
+        addresses, sizes = self._places
+        source, taken, nbytes = data.ctypes.data, 0, len(data)
         for want in wants:
-            view = self._views[want]
-            shape, itemsize = tuple(view.shape), self._casts.get(want, view.dtype).itemsize
-            nbytes = view.numel() * itemsize
-            elements = data[taken : taken + nbytes].view(CARRIERS[itemsize]).reshape(shape)
-            self.put(want, whole(shape), elements)
-            taken += nbytes
-        return taken
+            step = min(sizes[want] - skipped, nbytes - taken)
+            target = addresses[want]
+            if not target:
+                self._put_part(want, skipped, data[taken : taken + step])
+            elif step < _SHORT_NBYTES:
+                _move_short(target + skipped, source + taken, step)
+            else:
+                for at in range(0, step, COPY_NBYTES):
+                    _move_and_release(target + skipped + at, source + taken + at, min(COPY_NBYTES, step - at))
+            taken += step
+            skipped = 0
+        assert taken == nbytes, "the boxes have fewer bytes than there are"
+
+    @cached_property
+    def _places(self) -> _Places:
+        views = self._views
+        addresses, sizes = list(map(torch.Tensor.data_ptr, views)), list(map(_nbytes, views))
+        for want, dtype in self._casts.items():
+            addresses[want], sizes[want] = 0, views[want].numel() * dtype.itemsize
+        if not (all(map(_is_cpu, views)) and all(map(torch.Tensor.is_contiguous, views))):
+            for want, view in enumerate(views):
+                if not (view.is_cpu and view.is_contiguous()):
+                    addresses[want] = 0
+        return _Places(addresses, sizes)
+
+    def _put_part(self, want: int, skipped: int, data: Bytes) -> None:
+        """Put elements of a box, after the first `skipped` bytes of it."""
+        view = self._views[want]
+        itemsize = self._casts.get(want, view.dtype).itemsize
+        first, elements = skipped // itemsize, data.view(CARRIERS[itemsize])
+        for offset, at in flat_boxes(tuple(view.shape), first, first + len(elements)):
+            self.put(want, at, elements[offset : offset + at.numel].reshape(at.size))
 
     def _cast(self, want: int, at: Box, elements: Array) -> None:
         """Copy elements of another dtype, cast as ``tensor.to`` does. They go to a device before the cast."""
         with torch.inference_mode():
             arrived = torch.from_numpy(np.asarray(elements, order="C")).view(self._casts[want])
             self._views[want][at.slices()].copy_(arrived)
-
-
-def _copy(views: list[torch.Tensor], data: Bytes) -> None:
-    """Fill tensors of one dtype, one after the other, from `data`."""
-    # In inference mode autograd records nothing, and inference tensors can be written too.
-    with torch.inference_mode():
-        elements = torch.from_numpy(data).view(views[0].dtype)
-        torch._foreach_copy_(views, unflatten_dense_tensors(elements, views))

@@ -11,10 +11,11 @@ from weakref import WeakValueDictionary
 import numpy as np
 import numpy.typing as npt
 
+from holdfast.checkpoint.delivery import cut
 from holdfast.checkpoint.stored_checkpoint import Checkpoint
 from holdfast.errors import NotFoundError
 from holdfast.format.dtypes import CARRIERS
-from holdfast.geometry import Box, whole
+from holdfast.geometry import Box, flat_boxes, whole
 from holdfast.plan.load import ReadRequest, plan_load
 from holdfast.run.history import resolve
 from holdfast.run.paths import Selection
@@ -165,11 +166,13 @@ class _ViewArrays:
         _, lattice, array = self._parts[want]
         return array.reshape(-1) if lattice.is_dense and array.flags.c_contiguous else None
 
-    def fill(self, wants: Sequence[int], data: Bytes) -> None:
-        start = 0
-        for want in wants:
-            _, lattice, array = self._parts[want]
-            box = lattice.box
-            stop = start + box.numel * array.itemsize
-            self.put(want, whole(box.size), data[start:stop].view(array.dtype).reshape(box.size))
-            start = stop
+    def fill(self, wants: Sequence[int], skipped: int, data: Bytes) -> None:
+        boxes = [self._parts[want][1].box for want in wants]
+        itemsizes = [self._parts[want][2].itemsize for want in wants]
+        sizes = (box.numel * itemsize for box, itemsize in zip(boxes, itemsizes, strict=True))
+        rows = zip(wants, boxes, itemsizes, cut(data, sizes, skipped), strict=True)
+        for want, box, itemsize, (first, part) in rows:
+            elements = part.view(CARRIERS[itemsize])
+            start = first // itemsize
+            for offset, at in flat_boxes(box.size, start, start + len(elements)):
+                self.put(want, at, elements[offset : offset + at.numel].reshape(at.size))
