@@ -7,6 +7,8 @@ from typing import Final
 
 import msgspec
 
+from holdfast.decoding import decode_json
+
 _VARIABLE: Final = "HOLDFAST_REHEARSAL"
 
 
@@ -36,4 +38,4 @@ class Rehearsal(msgspec.Struct, frozen=True):
     @staticmethod
     def of_environment() -> Rehearsal:
         """The instructions of this process."""
-        return msgspec.json.decode(os.environ[_VARIABLE], type=Rehearsal)
+        return decode_json(os.environ[_VARIABLE].encode(), Rehearsal)
