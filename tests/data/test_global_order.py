@@ -203,3 +203,19 @@ def test_options_of_another_type_are_refused(options: dict[str, int]) -> None:
     valid: dict[str, Any] = {"length": 1000, "global_batch_size": BATCH} | options
     with pytest.raises(TypeError, match=f"{next(iter(options))} must be a "):
         GlobalOrder(valid.pop("length"), **valid)
+
+
+def test_a_followed_loader_leaves_torchs_generator_alone() -> None:
+    """A resumed job with dropout went on with other random numbers, because its loader had drawn one once more."""
+    order = GlobalOrder(100, global_batch_size=4, seed=1)
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    numbers: Any = range(100)
+    batches = order.follow(DataLoader(numbers, batch_sampler=order, num_workers=1))
+    next(batches)
+    assert torch.equal(torch.get_rng_state(), before)
+    own = torch.Generator()
+    order = GlobalOrder(100, global_batch_size=4, seed=1)
+    loader = DataLoader(numbers, batch_sampler=order, generator=own)
+    order.follow(loader)
+    assert loader.generator is own

@@ -145,3 +145,8 @@ def test_a_policy_that_makes_no_sense_is_refused_where_it_is_made(make: Callable
 
 def test_the_path_of_a_request_may_be_text() -> None:
     assert OnRequest(file="save-now").file == Path.cwd() / "save-now"  # type: ignore[arg-type]
+
+
+def test_a_policy_of_another_package_is_refused_because_no_loop_asks_it() -> None:
+    with pytest.raises(TypeError, match="Mine cannot be a SavePolicy"):
+        type("Mine", (SavePolicy,), {"__module__": "users_code"})

@@ -64,3 +64,11 @@ def test_sigterm_leaves_the_last_step(tmp_path: Path, monkeypatch: pytest.Monkey
     job.send_signal(signal.SIGTERM)
     job.communicate(timeout=60)
     assert holdfast.open("runs/demo").step > before
+
+
+@pytest.mark.slow
+def test_it_resumes_bit_for_bit_in_spite_of_dropout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    command = [sys.executable, "-m", "holdfast", "prove", "--nproc", "2", "--kills", "1", str(SCRIPT), "runs/demo", "8"]
+    proof = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert proof.returncode == 0, proof.stdout + proof.stderr

@@ -243,7 +243,8 @@ def advise(
     advice(given, as_json=as_json)
 
 
-@app.command(context_settings={"ignore_unknown_options": True})
+# What stands behind the script is the script's.
+@app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 def prove(
     script: Annotated[
         list[str], typer.Argument(metavar="SCRIPT [ARGUMENTS]...", help="The script that trains, and its arguments.")

@@ -11,7 +11,7 @@ import numpy as np
 
 from holdfast.data.batch_share import BatchShare
 from holdfast.data.data_identity import StateValue, check_identity
-from holdfast.data.loader_workers import keep_workers
+from holdfast.data.loader_workers import keep_random_state, keep_workers
 from holdfast.data.permutation import Numbers
 from holdfast.errors import ConfigurationError
 
@@ -100,6 +100,7 @@ class BatchOrder(ABC):
                 "make the order with the length of the dataset"
             )
         keep_workers(loader)
+        keep_random_state(loader, seed=self.position)
         return self._follow(loader)
 
     def _follow(self, loader: Iterable[T]) -> Iterator[T]:

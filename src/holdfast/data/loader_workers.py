@@ -10,6 +10,8 @@ from functools import partial
 from threading import Thread
 from typing import Final
 
+import torch
+
 #: The signals by which schedulers and launchers announce the end of a job.
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 
@@ -30,6 +32,13 @@ def outlive_signals(worker_id: int) -> None:  # noqa: ARG001 - as `DataLoader` c
         signal.signal(signum, signal.SIG_IGN)  # for threads that were there before
     of_parent = os.getppid() if parent is None or parent.pid is None else parent.pid
     Thread(target=_end_for, args=(of_parent,), name="holdfast-worker", daemon=True).start()
+
+
+def keep_random_state(loader: object, *, seed: int) -> None:
+    """Give `loader` a generator of its own, seeded with `seed`, unless it has one: each iteration of a loader draws a
+    number, which a resumed job would draw once more."""
+    if getattr(loader, "generator", loader) is None:
+        loader.generator = torch.Generator().manual_seed(seed)  # type: ignore[attr-defined]  # a DataLoader
 
 
 def keep_workers(loader: object) -> None:

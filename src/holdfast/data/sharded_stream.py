@@ -12,7 +12,7 @@ from torch.utils.data import IterableDataset, default_collate, get_worker_info
 from holdfast.data.batch_order import refuse_out_of_order
 from holdfast.data.batch_share import batch_share
 from holdfast.data.data_identity import VERSION, StateValue, check_identity, checked_fingerprint
-from holdfast.data.loader_workers import keep_workers
+from holdfast.data.loader_workers import keep_random_state, keep_workers
 from holdfast.errors import ConfigurationError
 from holdfast.options import checked_number
 
@@ -194,6 +194,7 @@ class ShardedStream(IterableDataset[tuple[object, _Drawn]]):
                 "persistent_workers=False"
             )
         keep_workers(loader)
+        keep_random_state(loader, seed=self.position)
         return self._follow(loader)
 
     def _follow(self, loader: Iterable[Sequence[object]]) -> Iterator[object]:

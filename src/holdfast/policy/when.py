@@ -25,6 +25,12 @@ class SavePolicy:
             return NotImplemented
         return AnyOf((*self.parts(), *other.parts()))
 
+    def __init_subclass__(cls) -> None:
+        if not cls.__module__.startswith("holdfast."):
+            raise TypeError(
+                f"{cls.__name__} cannot be a SavePolicy: no loop asks policies of other packages; call save()"
+            )
+
     def parts(self) -> Iterator[SavePolicy]:
         """The policies that this one is made of; itself if it is a single one."""
         yield self

@@ -43,6 +43,7 @@ def checkpointer_of(rehearsal: Rehearsal) -> type[Checkpointer]:
             num_made += 1
             if options.get("memory", Memory()) is not None:
                 options["memory"] = Memory(node_dir=Path(rehearsal.node_dir))
+            options.pop("keep", None)  # all that is saved is compared
             if options.get("save") is not None:
                 options["save"] = EverySteps(rehearsal.every)
             super().__init__(folder, state, **options)

@@ -85,10 +85,10 @@ def _processes_of(rehearsal: Rehearsal) -> Iterator[int]:
 
 def _failed(script: Sequence[str], how: str, said: str, log: Path) -> ConfigurationError:
     own = list(takewhile(lambda line: not _OF_TORCHRUN.match(line), said.splitlines()))
-    lines = "\n".join(f"    {line}" for line in own[-_NUM_LINES:])
     return ConfigurationError(
-        f"'{script[0]}' cannot be proved: {how}. The end of its output:\n{lines}",
+        f"'{script[0]}' cannot be proved: {how}. Below is the end of its output.",
         code="config.script",
         action=f"Make the script run to its end under torchrun first. Its whole output is in '{log}'.",
         path=script[0],
+        details=tuple(own[-_NUM_LINES:]),
     )

@@ -105,7 +105,12 @@ def selected(run: Location, at: str) -> Selection:
     """
     selection = parse(Location(f"{run.url}@{at}", run.options))
     if selection.location != run:
-        raise _malformed(f"'{at}' selects no checkpoint of a run.", at)
+        raise ConfigurationError(
+            f"'{at}' selects no checkpoint of '{run}'.",
+            code="config.path",
+            action="Write step=700, or a place such as 3.12 (epoch 3, number 12), without the path of the run.",
+            path=run.url,
+        )
     return selection
 
 
