@@ -14,6 +14,7 @@ from holdfast.data.data_identity import StateValue, check_identity
 from holdfast.data.loader_workers import keep_random_state, keep_workers
 from holdfast.data.permutation import Numbers
 from holdfast.errors import ConfigurationError
+from holdfast.wording import count
 
 T = TypeVar("T")
 
@@ -96,8 +97,8 @@ class BatchOrder(ABC):
         dataset = getattr(loader, "dataset", None)
         if isinstance(dataset, Sized) and len(dataset) != self._num_samples:
             raise ValueError(
-                f"the dataset of the loader has {len(dataset):,} samples, but the order has {self._num_samples:,}; "
-                "make the order with the length of the dataset"
+                f"the dataset of the loader has {count(len(dataset), 'sample')}, but the order has "
+                f"{self._num_samples:,}; make the order with the length of the dataset"
             )
         keep_workers(loader)
         keep_random_state(loader, seed=self.position)

@@ -15,6 +15,9 @@ import torch
 #: The signals by which schedulers and launchers announce the end of a job.
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 
+#: Interval at which a worker looks whether its rank is alive.
+_LOOK_S: Final = 1.0
+
 
 def outlive_signals(worker_id: int) -> None:  # noqa: ARG001 - as `DataLoader` calls it
     """Ignore SIGTERM, SIGINT, SIGUSR1 and SIGUSR2 in this process, except from the process that started it: the
@@ -24,14 +27,12 @@ def outlive_signals(worker_id: int) -> None:  # noqa: ARG001 - as `DataLoader` c
     that the last step is not saved. A worker still ends with its loader and with its rank. `follow` of the orders and
     streams of `holdfast.data` sees to it by itself.
     """
-    parent = multiprocessing.parent_process()
     # A handler does not hear who sent a signal; a thread that waits for it does. The process ends with its rank, which
     # terminates it, and multiprocessing then waits for it for ever.
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     for signum in _SIGNALS:
         signal.signal(signum, signal.SIG_IGN)  # for threads that were there before
-    of_parent = os.getppid() if parent is None or parent.pid is None else parent.pid
-    Thread(target=_end_for, args=(of_parent,), name="holdfast-worker", daemon=True).start()
+    Thread(target=_end_with_parent, name="holdfast-worker", daemon=True).start()
 
 
 def keep_random_state(loader: object, *, seed: int) -> None:
@@ -54,8 +55,12 @@ def _start(before: Callable[[int], None] | None, worker_id: int) -> None:
     outlive_signals(worker_id)
 
 
-def _end_for(parent: int) -> None:
-    """End this process when `parent` sends it a signal."""
-    while signal.sigwaitinfo(_SIGNALS).si_pid != parent:
-        pass
+def _end_with_parent() -> None:
+    """End this process when the process that started it sends a signal, or is dead."""
+    parent, adopter = multiprocessing.parent_process(), os.getppid()
+    pid = adopter if parent is None else parent.pid
+    while os.getppid() == adopter and (parent is None or parent.is_alive()):
+        told = signal.sigtimedwait(_SIGNALS, _LOOK_S)
+        if told is not None and told.si_pid == pid:
+            break
     os._exit(0)

@@ -202,7 +202,7 @@ class KeepBest(KeepPolicy):
         if lineage and num_nan == len(values):
             found = sorted({name for facts in lineage for name in facts.metrics})
             have = f"they have {', '.join(map(repr, found[:8]))}" if found else "they have no metrics"
-            what = f"has the metric {self.metric!r} ({have})" if not values else f"has a {self.metric!r} other than nan"
+            what = f"has the metric {self.metric!r} ({have})" if not values else f"has {self.metric!r} other than nan"
             return PolicyProblem(
                 f"missing {self.metric}",
                 f"no checkpoint {what}, so {self.subject} cannot choose the best ones, and nothing is deleted",
