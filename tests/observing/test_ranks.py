@@ -50,9 +50,8 @@ def test_a_save_of_all_ranks_is_one_save_with_the_phases_of_each(run: str, node_
     rows = {row.phase: row for row in heat_rows(job.saves)}
     phases = {"agree", "copy", "store"} if is_in_memory else {"describe", "write", "commit"}
     assert {"blocked", "durable", *phases} <= rows.keys()
-    assert all(rows[phase].seconds.keys() == {0, 1, 2} for phase in ("blocked", "durable"))
-    # A rank that looks late hears of the commit at once, and of no phase between.
-    assert all(row.seconds.keys() <= {0, 1, 2} for row in rows.values())
+    # A rank that looks late hears of the commit at once, and so of no seal.
+    assert all(row.seconds.keys() == {0, 1, 2} for phase, row in rows.items() if phase != "seal")
     for save in job.saves:
         assert save.durable_s is not None
         assert (
