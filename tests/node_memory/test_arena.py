@@ -95,6 +95,16 @@ def test_of_two_generations_the_older_is_filled_again_when_all_ranks_hold_the_ne
     arena.close()
 
 
+def test_a_held_snapshot_is_filled_again_when_all_ranks_hold_a_newer_one(folder: NodeFolder) -> None:
+    arena = ready(folder, MIB)
+    first = filled(some(arena.take(None)), SlotState.HELD, seq=1)
+    filled(some(arena.take(None)), SlotState.HELD, seq=2)
+    assert arena.newest_sealed() == Place(1, 2)
+    assert arena.take(Place(1, 1)) is None  # another rank holds no more than the first
+    assert arena.take(Place(1, 2)) is first
+    arena.close()
+
+
 def test_what_is_not_committed_yet_is_never_filled_again(folder: NodeFolder) -> None:
     arena = ready(folder, MIB)
     filled(some(arena.take(None)), SlotState.SEALED, seq=1)

@@ -49,9 +49,11 @@ def record(state: SlotState, seq: int = 1) -> SlotRecord:
 def filled(slot: Slot, state: SlotState, seq: int = 1) -> Slot:
     """`slot` taken through all states up to `state`."""
     assert slot.take()
-    for each in (SlotState.WRITING, SlotState.STAGED, SlotState.SEALED, SlotState.COMMITTED):
-        if each <= state:
-            slot.advance(record(each, seq))
+    path = [SlotState.WRITING, SlotState.STAGED, SlotState.SEALED, SlotState.COMMITTED]
+    if state == SlotState.HELD:
+        path[2:] = [SlotState.HELD]
+    for each in path[: path.index(state) + 1]:
+        slot.advance(record(each, seq))
     return slot
 
 

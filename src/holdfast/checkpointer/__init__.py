@@ -36,7 +36,7 @@ from holdfast.checkpointer.observers import Observers
 from holdfast.checkpointer.pruning import CLOSING_S, Pruning
 from holdfast.checkpointer.restore_report import RestoreReport
 from holdfast.checkpointer.restoring import restore, with_load
-from holdfast.checkpointer.save_errors import interrupted, is_unusable, skipped
+from holdfast.checkpointer.save_errors import interrupted, is_unusable, no_memory, skipped, without_memory
 from holdfast.checkpointer.save_log import SaveLog, log_restored
 from holdfast.checkpointer.save_machine import SaveMachine
 from holdfast.checkpointer.signals import note_signals
@@ -147,13 +147,20 @@ class Checkpointer:
         self._pruning = Pruning(keep, lambda: self._run)
 
     @outer(CHECKPOINTER_SAVE)
-    def save(self, step: int, *, metrics: Mapping[str, SupportsFloat] | None = None) -> Handle:
+    def save(
+        self, step: int, *, metrics: Mapping[str, SupportsFloat] | None = None, memory_only: bool = False
+    ) -> Handle:
         """Save the state as it is now. `step` is the number of the last finished step.
 
         Returns when everything is copied that may change before the next step of an optimizer in the state. In the
         background all ranks agree on a plan and a place, and copy the rest. (The first save returns when they have
         agreed, and all have memory for it.) The handle tells how the save goes on and ends. If it fails in the
         background, the log says so once, and training goes on.
+
+        With `memory_only`, the snapshot stays in the memory of the nodes until a newer one is there too. It survives
+        the processes of the job, and not the loss of a node, and costs storage nothing. A `restore` takes it, and if
+        the job ends before a newer save, the keeper makes it durable. Where no slot is free at once, as while storage
+        is written, the save is skipped.
 
         Raises:
             StateError: the state cannot be saved.
@@ -162,7 +169,8 @@ class Checkpointer:
             FencedError: this job must stop, because another one has taken over the run. A save that finds this out in
                 the background stores it in its handle, and the next save raises it.
             DeadlineError: ranks did not answer, or no slot became free.
-            ConfigurationError: code ``config.closed``, after `close`; ``config.nested``, where the handler of a signal,
+            ConfigurationError: code ``config.closed``, after `close`; ``config.no_memory``, if it has `memory_only` and
+                this object has ``memory=None``; ``config.nested``, where the handler of a signal,
                 ``__del__`` or a callback calls it while its thread is inside a call of the library. That outer call is
                 not affected.
 
@@ -171,11 +179,15 @@ class Checkpointer:
         """
         refuse_nested(CHECKPOINTER_SAVE)
         self._require_open("save")
+        check_flag("memory_only", memory_only)
+        if memory_only and self._memory is None:
+            raise no_memory(self._run.url)
         self._find_run()
         handle = Handle(whole(step))
         self._observers.tell_steps()
         heard_by = self._observers.listeners if self._loop is None else (self._loop.hear, *self._observers.listeners)
-        machine = SaveMachine(handle.step, handle.hear, SaveLog(handle).hear, self._pruning.listener(), *heard_by)
+        listeners = handle.hear, SaveLog(handle).hear, self._pruning.listener(), *heard_by
+        machine = SaveMachine(handle.step, *listeners, memory_only=memory_only)
         with self._turn.taken("save"):
             begun_s = time.perf_counter()
             self._save(machine, metrics)
@@ -190,7 +202,11 @@ class Checkpointer:
         numbers = numbers_of(metrics)
         self._forget_ended()
         try:
-            if not self._is_in_memory(machine, numbers):
+            if self._is_in_memory(machine, numbers):
+                return
+            if machine.memory_only:
+                machine.skip(without_memory(machine.step))
+            else:
                 self._save_through(machine, numbers)
         except HoldfastError as error:
             machine.fail(error, is_raised=True)
@@ -340,8 +356,9 @@ class Checkpointer:
             yield
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Return when all saves are durable, except for skipped ones. Raises the error of a save that failed. May be
-        called after `close` too. `timeout_s` (default: the constructor's) is the limit for each save."""
+        """Return when all saves are durable, except for skipped ones and those that stay in memory. Raises the error of
+        a save that failed. May be called after `close` too. `timeout_s` (default: the constructor's) is the limit for
+        each save."""
         refuse_nested("Checkpointer.wait")
         if timeout_s is not None:
             check_timeout(timeout_s)
@@ -360,7 +377,7 @@ class Checkpointer:
 
     def _wait(self, timeout_s: float) -> None:
         for handle in tuple(self._handles):  # the handler of a signal may save meanwhile
-            handle.durable.wait_inside(timeout_s)
+            handle.wait_for_end(timeout_s)
 
     @outer(CHECKPOINTER_CLOSE)
     def close(self) -> None:
@@ -542,7 +559,8 @@ class Checkpointer:
         """Save into memory. Raises an error that `is_unusable` on all ranks if the memory of any node cannot be
         used."""
         deadline = Deadline(self._limit_s)
-        channel = default_channel(f"save of step {machine.step}", self._group, deadline=deadline, step=machine.step)
+        label = f"save of step {machine.step}{' to memory alone' if machine.memory_only else ''}"
+        channel = default_channel(label, self._group, deadline=deadline, step=machine.step)
         if tier.is_put_off:
             tier.put_off(channel, deadline)
         machine.begin("node memory", is_first_rank=channel.rank == 0)
@@ -558,9 +576,10 @@ class Checkpointer:
                 is_as_before=is_as_before,
                 when_full=self._when_full,
                 may_begin_anew=self._takeover,
+                memory_only=machine.memory_only,
                 left_s=lambda: math.inf if self._loop is None else self._loop.preemption.known_left_s,
             )
-            if free.full and self._when_full == "skip":
+            if not free.has_room:
                 machine.skip(skipped(machine.step, free))
                 return
             saving = BackgroundSave(

@@ -135,7 +135,7 @@ class BackgroundSave:
         rank, step = job.ranks[self.channel.rank], self.machine.step
         with TimedStore(open_store(job.run), timeout_s=self.deadline.for_storage_s) as storage:
             request = SaveRequest(storage, step, self.metrics, job.takeover, now(), self.sources)
-            placing = StagedPlace(request, num_ranks=len(job.ranks))
+            placing = StagedPlace(request, num_ranks=len(job.ranks), memory_only=self.machine.memory_only)
             equal = partial(self.sources.made_equal, job.ranks)
             planner = Planner(placing, job.ranks, known.memory, what=f"step {step}", strict=False, equal=equal)
             planning = Planning(self.channel, self.deadline, rank, planner, known, Stopwatch(), answers=ANSWERS)

@@ -35,11 +35,13 @@ class _Timed:
 
 @dataclass(frozen=True, slots=True)
 class SaveBegun(_Timed):
-    """The save starts on `tier`. A save that falls back from memory to storage starts twice."""
+    """The save starts on `tier`. A save that falls back from memory to storage starts twice. With `memory_only`, it is
+    to stay in memory."""
 
     step: int
     tier: Tier
     is_first_rank: bool
+    memory_only: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +81,15 @@ class SaveSealed(_Timed):
     """The keeper has hashed this rank's part and written its header."""
 
     step: int
+
+
+@dataclass(frozen=True, slots=True)
+class SaveHeld(_Timed):
+    """A save to memory alone has succeeded: this rank's part is sealed, and stays in memory until a newer checkpoint is
+    there too. If the job ends before, the keeper makes it durable."""
+
+    step: int
+    nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +217,7 @@ SaveEvent = (
     | SaveSkipped
     | SaveStaged
     | SaveSealed
+    | SaveHeld
     | SaveDelayed
     | SaveCommitted
     | SaveUnwatched

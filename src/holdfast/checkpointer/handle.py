@@ -10,6 +10,7 @@ from holdfast.checkpointer.events import (
     SaveDelayed,
     SaveEvent,
     SaveFailed,
+    SaveHeld,
     SaveMemoryReady,
     SavePlaced,
     SaveReturned,
@@ -17,7 +18,7 @@ from holdfast.checkpointer.events import (
     SaveStaged,
     SaveUnwatched,
 )
-from holdfast.checkpointer.save_errors import last_try
+from holdfast.checkpointer.save_errors import held_in_memory, last_try
 from holdfast.errors import DeadlineError, HoldfastError
 from holdfast.format.records import Place
 from holdfast.latch import Latch
@@ -83,7 +84,8 @@ class Stage:
 
 class Handle:
     """One save. `staged` is done when this rank's part is copied to the memory of its node, where it survives this
-    process. `durable` is done when the checkpoint of all ranks is in storage and committed.
+    process. `durable` is done when the checkpoint of all ranks is in storage and committed. A save with
+    ``memory_only=True`` ends when it is `held` in memory; its `durable` then has the error ``config.memory_only``.
 
     `place` is the checkpoint's place in the run's history. It is None until all ranks have agreed on it, which they
     have when the save is staged, and stays None if the save was `skipped`, because no slot was free.
@@ -95,7 +97,7 @@ class Handle:
         begun_s = time.perf_counter()
         self.step = step
         self.place: Place | None = None
-        self.skipped = False
+        self.skipped = self.held = False
         self.blocked_s = self.memory_wait_s = 0.0
         self.staged = Stage(f"the copy of step {step}", begun_s=begun_s)
         self.durable = Stage(f"the checkpoint of step {step}", begun_s=begun_s)
@@ -121,14 +123,28 @@ class Handle:
             case SaveCommitted():
                 self.durable.trouble = ""
                 self.durable.end(nbytes=event.nbytes)
+            case SaveHeld():
+                self.held = True
+                self.durable.end(held_in_memory(event.step))
             case SaveSkipped() | SaveUnwatched() | SaveFailed():
                 self.skipped = isinstance(event, SaveSkipped)
                 self.durable.end(event.error)  # first, so that a thread that waits for `staged` finds both
                 self.staged.end(event.error)
 
+    def wait_for_end(self, timeout_s: float) -> None:
+        """Return when the save has ended: when it is durable or `held`. Raises its error if it failed, and
+        `DeadlineError` after `timeout_s`. For calls of the library."""
+        try:
+            self.durable.wait_inside(timeout_s)
+        except HoldfastError as error:
+            if not self.held or error is not self.durable.error:
+                raise
+
     def __repr__(self) -> str:
         if self.skipped:
             return f"<Handle step {self.step}: skipped>"
+        if self.held:
+            return f"<Handle step {self.step} at {self.place}: held in memory>"
         told = f"{_told(self.staged, 'staged')}, {_told(self.durable, 'durable')}"
         return f"<Handle step {self.step} at {self.place}: {told}>"
 

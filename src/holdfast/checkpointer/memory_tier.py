@@ -219,11 +219,12 @@ class MemoryTier:
         is_as_before: bool,
         when_full: Literal["wait", "skip"],
         may_begin_anew: bool,
+        memory_only: bool = False,
         left_s: Callable[[], float] = lambda: math.inf,
     ) -> SnapshotRoom:
         """Find out whether all ranks have room for another snapshot. Waits for room if `when_full` says so. Before
         that, waits until the checkpoint that this job restored from memory is committed. It waits for nothing when
-        ``left_s`` of any rank, the time until its machine is gone, is over. Collective.
+        ``left_s`` of any rank, the time until its machine is gone, is over, nor for a save to memory alone. Collective.
 
         Raises an error that `is_unusable`, on all ranks, if any rank cannot use its memory, or puts off trying it;
         ``config`` errors if this job restored nothing and must not begin the run anew; and `FencedError` if the
@@ -231,7 +232,7 @@ class MemoryTier:
         """
 
         def look(standings: Sequence[MemoryStatus]) -> SnapshotRoom:
-            return self._answer(standings, deadline, waits=when_full == "wait")
+            return self._answer(standings, deadline, waits=when_full == "wait" and not memory_only)
 
         told_at = time.monotonic() + _PATIENCE_S
         if self._commit_wait is not None:
@@ -252,7 +253,7 @@ class MemoryTier:
                 clearing = Clearing(self.stager.first, takes_over=self._has_restored)
                 make_room(self._run, self._node_dir, channel, deadline, clearing)
                 self._looks_again_at = time.monotonic() + _LOOK_AGAIN_S
-            if found.has_room or (found.full and when_full == "skip"):
+            if found.has_room or memory_only or (found.full and when_full == "skip"):
                 return found
             if time.monotonic() > told_at:
                 told_at = math.inf

@@ -37,7 +37,7 @@ from holdfast.loading import Loading, Opened, Options, load_from_storage
 from holdfast.node_memory.claims import Claim
 from holdfast.node_memory.generations import Generation, give_up_generation, read_generation
 from holdfast.node_memory.node_folder import NodeFolder, unusable_memory
-from holdfast.node_memory.slots import WHOLE, Slot, SlotState, slot_names
+from holdfast.node_memory.slots import OWED, WHOLE, Slot, SlotState, slot_names
 from holdfast.phases import attempt, done, told
 from holdfast.reports import LoadReport
 from holdfast.run.fallback import is_damage
@@ -49,6 +49,8 @@ from holdfast.store.timed import TimedStore
 from holdfast.store.urls import open_store
 
 _LOOK_S: Final = 0.02
+#: Time in which another rank of the node lets go of a slot that it promotes.
+_PROMOTION_S: Final = 5.0
 
 _log = logging.getLogger(__name__)
 
@@ -159,6 +161,7 @@ def _from_memory(
         if not chosen.seal:
             return None
         seal = records.decode(chosen.seal, Seal, path=str(folder.path))
+        _promote(slots, seal.checkpoint_id)
         with TimedStore(open_store(run), timeout_s=deadline.for_storage_s) as storage:
             run_opened = Run.open(storage)
             prefix, nearer = records.checkpoint_key(chosen.folder, ""), _copies(folder, slots, seal, chosen)
@@ -270,7 +273,7 @@ def _sealed_slots(folder: NodeFolder, run: Location, *, timeout_s: float) -> Ite
         for name in slot_names(folder):
             with suppress(FileNotFoundError, CorruptError):
                 slots.append(stack.enter_context(Slot(folder, name)))
-        if any(slot.state in (SlotState.STAGED, SlotState.SEALED) for slot in slots):
+        if any(slot.state in (*OWED, SlotState.HELD) for slot in slots):
             ensure_keeper(folder, run.url)
         end = time.monotonic() + timeout_s
         while staged := [slot for slot in slots if slot.refresh().state == SlotState.STAGED]:
@@ -288,10 +291,21 @@ def _let_go(folder: NodeFolder, slots: Sequence[Slot], checkpoint_ids: Collectio
     for slot in slots:
         contents = slot.record.contents
         if contents is not None and contents.checkpoint_id in checkpoint_ids:
-            if slot.state in (SlotState.STAGED, SlotState.SEALED):
+            if slot.state in OWED:
                 give_up_generation(folder, contents.checkpoint_id)
             else:
                 slot.remove()  # the other ranks of this node do the same
+
+
+def _promote(slots: Sequence[Slot], checkpoint_id: str) -> None:
+    """Make this node's part of a checkpoint durable that was saved to memory alone: the history goes on from it. The
+    ranks of a node do the same."""
+    end = time.monotonic() + _PROMOTION_S
+    for slot in slots:
+        contents = slot.record.contents
+        if contents is not None and contents.checkpoint_id == checkpoint_id:
+            while not slot.promote() and time.monotonic() < end:
+                time.sleep(_LOOK_S)
 
 
 def _copies(folder: NodeFolder, slots: Sequence[Slot], seal: Seal, chosen: Chosen) -> dict[str, tuple[FileCopy, ...]]:

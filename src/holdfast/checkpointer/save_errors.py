@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Final
 
 from holdfast.checkpointer.snapshot_messages import SnapshotRoom
-from holdfast.errors import DeadlineError, FencedError, HoldfastError, StateError, StorageError
+from holdfast.errors import ConfigurationError, DeadlineError, FencedError, HoldfastError, StateError, StorageError
 from holdfast.format.records import Place
 
 #: Codes of errors after which saves go to storage for a while: this node's memory cannot be used now.
@@ -81,15 +81,45 @@ def superseded(step: int, why: str) -> HoldfastError:
 
 
 def skipped(step: int, found: SnapshotRoom) -> StorageError:
-    """The save of `step` was skipped, because the ranks in `found.full` had no room."""
-    names = ", ".join(map(str, found.full[:8])) + (", ..." if len(found.full) > 8 else "")
+    """The save of `step` was skipped, because ranks had no room, or the restored checkpoint is not committed yet."""
     return StorageError(
-        f"step {step} was skipped: the snapshots of rank {names} are not durable yet.",
+        f"step {step} was skipped: {found.why_full}.",
         code="storage.slow",
         action="Save less often, keep more generations, or pass when_full='wait'.",
         step=step,
         retryable=True,
         details=last_try(found.held_up),
+    )
+
+
+def without_memory(step: int) -> StorageError:
+    """A save of `step` to memory alone was skipped, because saves go to storage."""
+    return StorageError(
+        f"step {step} was skipped: the memory of a node cannot be used, and this save would go to memory alone.",
+        code="storage.memory",
+        action="See the log for the trouble with memory. Other saves go to storage meanwhile.",
+        step=step,
+        retryable=True,
+    )
+
+
+def held_in_memory(step: int) -> ConfigurationError:
+    """A save of `step` was to memory alone, so it is not durable."""
+    return ConfigurationError(
+        f"step {step} was saved to memory alone: it is not durable.",
+        code="config.memory_only",
+        action="Wait for `staged`, or save without memory_only=True.",
+        step=step,
+    )
+
+
+def no_memory(path: str) -> ConfigurationError:
+    """A save to memory alone was asked of a `Checkpointer` without memory."""
+    return ConfigurationError(
+        f"a save to memory alone was asked for, but the Checkpointer of '{path}' has memory=None.",
+        code="config.no_memory",
+        action="Give it a holdfast.Memory(), or save without memory_only=True.",
+        path=path,
     )
 
 

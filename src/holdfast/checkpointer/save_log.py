@@ -27,6 +27,7 @@ class SaveLog:
         #: Whether to log the commit. For a save to storage, `holdfast.save` logs it.
         self._tells_commit = False
         self._told = set[str]()
+        self._is_in_memory_only = False
 
     def hear(self, event: SaveEvent) -> None:
         """Log `event` if it deserves a line."""
@@ -34,6 +35,7 @@ class SaveLog:
         match event:
             case SaveBegun():
                 self._tells_commit = event.tier == "node memory" and event.is_first_rank
+                self._is_in_memory_only = event.memory_only
             case SaveCommitted() if self._tells_commit:
                 LOG.info(
                     "saved step %d at %s: blocked for %.3f s%s, durable after %.2f s",
@@ -47,7 +49,7 @@ class SaveLog:
                 self._told.add(event.trouble)
                 _log.warning("step %d is not durable yet; the keeper tries again: %s", event.step, event.trouble)
             case SaveSkipped():
-                _log.warning("%s", event.error)
+                _log.log(logging.DEBUG if self._is_in_memory_only else logging.WARNING, "%s", event.error)
             case SaveFailed() if event.cause is not None:
                 _log.error("step %d is not saved", event.step, exc_info=event.cause)
             case SaveFailed() if not event.is_raised:

@@ -14,6 +14,7 @@ from holdfast.checkpointer.events import (
     SaveDelayed,
     SaveEvent,
     SaveFailed,
+    SaveHeld,
     SaveMemoryReady,
     SavePlaced,
     SaveReturned,
@@ -34,6 +35,8 @@ class SaveState(Enum):
     STAGED = auto()
     SEALED = auto()
     COMMITTED = auto()
+    #: The save stays in memory.
+    HELD = auto()
     #: The save failed or was skipped, or this process no longer watches it.
     ENDED = auto()
 
@@ -41,9 +44,10 @@ class SaveState(Enum):
 #: The states that may follow each state.
 _NEXT: Final = {
     SaveState.BEGUN: (SaveState.STAGED, SaveState.ENDED),
-    SaveState.STAGED: (SaveState.SEALED, SaveState.COMMITTED, SaveState.ENDED),
+    SaveState.STAGED: (SaveState.SEALED, SaveState.HELD, SaveState.COMMITTED, SaveState.ENDED),
     SaveState.SEALED: (SaveState.COMMITTED, SaveState.ENDED),
     SaveState.COMMITTED: (),
+    SaveState.HELD: (),
     SaveState.ENDED: (),
 }
 
@@ -56,8 +60,10 @@ class SaveMachine:
     anywhere), a repeated call tells the listeners once more, and they never miss the end. Any thread may call this.
     """
 
-    def __init__(self, step: int, *listeners: Listener) -> None:
+    def __init__(self, step: int, *listeners: Listener, memory_only: bool = False) -> None:
         self.step = step
+        #: Whether the save is to stay in memory.
+        self.memory_only = memory_only
         self.state = SaveState.BEGUN
         #: The checkpoint's place in the history of the run; None before all ranks have agreed on it.
         self.place: Place | None = None
@@ -72,7 +78,7 @@ class SaveMachine:
 
     def begin(self, tier: Tier, *, is_first_rank: bool) -> None:
         """The save starts on `tier`."""
-        self._tell(SaveBegun(self.step, tier, is_first_rank))
+        self._tell(SaveBegun(self.step, tier, is_first_rank, self.memory_only))
 
     def have_memory(self, waited_s: float) -> None:
         """The memory for a new plan is ready."""
@@ -90,6 +96,10 @@ class SaveMachine:
     def seal(self) -> None:
         """The keeper has sealed this rank's part."""
         self._advance(SaveState.SEALED, SaveSealed(self.step))
+
+    def hold(self, nbytes: int) -> None:
+        """The keeper has sealed this rank's part of a save to memory alone."""
+        self._advance(SaveState.HELD, SaveHeld(self.step, nbytes))
 
     def delay(self, trouble: str) -> None:
         """A try to make the checkpoint durable has failed."""

@@ -120,7 +120,8 @@ class SnapshotRoom(msgspec.Struct, frozen=True, array_like=True):
 
 class Agreed(msgspec.Struct, frozen=True, tag="agreed"):
     """The checkpoint that the ranks are to stage, the `incarnation` of its epoch, and its plan. `manifest` is the
-    encoded manifest, for ranks that do not know the plan; empty if all ranks know it.
+    encoded manifest, for ranks that do not know the plan; empty if all ranks know it. With `memory_only`, it is to stay
+    in memory.
     """
 
     folder: str
@@ -134,6 +135,7 @@ class Agreed(msgspec.Struct, frozen=True, tag="agreed"):
     diverged: tuple[str, ...]
     plan_id: str
     manifest: bytes
+    memory_only: bool = False
 
 
 #: The messages that rank 0 may send until the plan is placed, and the one that tells its place.

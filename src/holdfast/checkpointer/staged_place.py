@@ -12,9 +12,10 @@ from holdfast.run.session import JOB
 class StagedPlace:
     """The `Placing` of a save into memory: rank 0 sends the plan to all ranks, and the keepers store it later."""
 
-    def __init__(self, request: SaveRequest, *, num_ranks: int) -> None:
+    def __init__(self, request: SaveRequest, *, num_ranks: int, memory_only: bool) -> None:
         self._request = request
         self._num_ranks = num_ranks
+        self._memory_only = memory_only
 
     def place(self, agreed: AgreedPlan) -> Agreed:
         """Take the next place of the run, and return the message about the checkpoint to stage for it."""
@@ -32,4 +33,5 @@ class StagedPlace:
             diverged,
             agreed.memory.plan_id,
             b"" if agreed.is_known else draft.encode(identity, diverged),
+            self._memory_only,
         )

@@ -282,7 +282,10 @@ class Stager:
     def give_up_beyond(self, reached: Place | None) -> None:
         """Give up the checkpoints that this process staged for places after `reached`. Some rank never heard of them
         (its answer came too late, say), and so has no part of them."""
-        self.give_up(self._watcher.ids_beyond(reached))
+        memory = self._memory.current
+        held = [] if memory is None else [each for each in memory.arena.held() if self._is_of_this_job(each.place)]
+        beyond = [each.checkpoint_id for each in held if reached is None or each.place > reached]
+        self.give_up([*self._watcher.ids_beyond(reached), *beyond])
 
     def slot_for(self, agreed: Agreed, share: StoredShare, *, needed: Place | None) -> Slot | None:
         """A slot for this rank's part of the `agreed` checkpoint. None if this rank has no data file."""
@@ -311,6 +314,7 @@ class Stager:
             layout.index,
             layout.data_start,
             _nbytes(share),
+            agreed.memory_only,
         )
         slot.advance(SlotRecord(SlotState.WRITING, contents))
         _write_values(slot, layout, values)
@@ -338,7 +342,10 @@ class Stager:
         else:
             self._partless = (agreed.place, agreed.checkpoint_id)
         machine.stage(nbytes)
-        self._watcher.add(machine, agreed.checkpoint_id, slot)
+        if slot is None and agreed.memory_only:
+            machine.hold(nbytes)  # this rank has no part that a keeper would seal
+        else:
+            self._watcher.add(machine, agreed.checkpoint_id, slot)
 
     def fail(self, checkpoint_id: str, slot: Slot | None, error: BaseException | None = None) -> None:
         """Free `slot`. The next save tells all ranks that this checkpoint can never be whole. If memory itself failed

@@ -143,6 +143,8 @@ class Watcher:
             self._end_lost(machine, checkpoint_id)
         elif record.state == SlotState.COMMITTED:
             machine.commit(contents.nbytes)
+        elif record.state == SlotState.HELD:
+            machine.hold(contents.nbytes)
         elif record.state == SlotState.FENCED:
             machine.fail(superseded(machine.step, record.error))
         elif slot.is_removed and not self.memory.used.has_keeper:

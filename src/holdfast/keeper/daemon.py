@@ -1,9 +1,9 @@
 """The keeper: one process per node, user and run, which makes staged snapshots durable and outlives the trainers.
 
 It looks at the slots of its folder again and again. It seals staged slots, writes sealed slots to storage, and commits
-a checkpoint when all its files are in storage, whichever nodes wrote them. Everything that it must know is in the slots
-and in the generations' files beside them. So when a keeper is killed, at whatever instant, the next one goes on from
-there.
+a checkpoint when all its files are in storage, whichever nodes wrote them. Snapshots of saves to memory alone it only
+seals; the newest one it makes durable when the trainers have ended. Everything that it must know is in the slots and in
+the generations' files beside them. So when a keeper is killed, at whatever instant, the next one goes on from there.
 
 Trainers read the fate of their snapshots from the slots too, so no trainer waits for an answer that a dead keeper would
 never send.
@@ -30,7 +30,7 @@ from holdfast.node_memory.inventory import remove_ended, write_run
 from holdfast.node_memory.keeper_lock import clear_protocol, is_unwanted, note_keeper, write_protocol
 from holdfast.node_memory.keeper_starts import clear_starts, note_start
 from holdfast.node_memory.node_folder import NodeFolder
-from holdfast.node_memory.slots import OWED, Slot, SlotRecord, SlotState, slot_names
+from holdfast.node_memory.slots import OWED, SPENT, Contents, Slot, SlotRecord, SlotState, slot_names
 
 #: Time without trainers and work after which a keeper removes its slots and ends.
 IDLE_S: Final = 1800.0
@@ -125,12 +125,15 @@ class Keeper:
             self._rest()
 
     def finish(self, *, grace_s: float) -> bool:
-        """Make STAGED and SEALED slots durable, within `grace_s`. Returns whether all of them are durable."""
+        """Make STAGED and SEALED slots durable, and the newest HELD ones, within `grace_s`. Returns whether all of them
+        are durable."""
         end = time.monotonic() + grace_s
         self.look()
+        self._promote()
         while self.owes and time.monotonic() < end:
             self._rest()
             self.look()
+            self._promote()
         return not self.owes
 
     def look(self) -> bool:
@@ -143,6 +146,8 @@ class Keeper:
             self._give_up()
             self._remove_old()
             self._forget(known)
+            if not is_claimed(self._folder):
+                self._promote()
         sealing = self._seal_all()
         return self._write() or sealing
 
@@ -158,7 +163,7 @@ class Keeper:
         if self.is_displaced:
             return
         for name, slot in list(self._slots.items()):
-            if not self._is_tended(slot) and slot.remove_if(lambda _: True):
+            if not self._is_tended(slot) and slot.remove_if(lambda record: record.state in SPENT):
                 del self._slots[name]
         self._forget({*generation_ids(self._folder), *given_up_ids(self._folder)})
 
@@ -262,9 +267,42 @@ class Keeper:
     def _give_up(self) -> None:
         """Free the slots of given-up generations, which can never become whole, unless they are being read."""
         given_up = given_up_ids(self._folder)
-        for slot in self._owed_at_rest():
+        for slot in [*self._owed_at_rest(), *self._held()]:
             if slot.record.contents and slot.record.contents.checkpoint_id in given_up:
+                if slot.state == SlotState.HELD:
+                    self._free_held(slot)
+                else:
+                    slot.advance(SlotRecord(SlotState.FREE))
+
+    def _promote(self) -> None:
+        """Begin to make the newest HELD checkpoint durable: the trainers that would have replaced it have ended. Each
+        node does so. Where other nodes lack their part of it, the next older one follows. Frees those that are older
+        than a durable one."""
+        for slot in self._held():
+            contents = slot.record.contents
+            assert contents is not None
+            newer = [(state, other) for state, other in self._living(contents.run_id) if contents.place < other.place]
+            if any(state == SlotState.COMMITTED for state, _ in newer):
+                self._free_held(slot)
+            elif all(state in OWED and other.checkpoint_id in self._waiting for state, other in newer):
+                slot.promote()
+
+    def _living(self, run_id: str) -> list[tuple[SlotState, Contents]]:
+        """The states and contents of all slots that hold a part of a checkpoint of the run `run_id`, except for those
+        that must not become durable."""
+        found = [(slot.state, slot.record.contents) for slot in self._slots.values() if slot.state != SlotState.FENCED]
+        return [(state, contents) for state, contents in found if contents is not None and contents.run_id == run_id]
+
+    def _held(self) -> list[Slot]:
+        return [slot for slot in self._slots.values() if slot.state == SlotState.HELD]
+
+    def _free_held(self, slot: Slot) -> None:
+        """Free a HELD slot, unless a trainer has just taken it."""
+        if slot.take():
+            if slot.state == SlotState.HELD:
                 slot.advance(SlotRecord(SlotState.FREE))
+            else:
+                slot.let_go()
 
     def _abandon(self, orphaned_s: float) -> None:
         """Release unpersisted slots whose trainers never returned, unless they are being read."""
@@ -340,7 +378,8 @@ class Keeper:
         owed: dict[str, list[Slot]] = {}
         for slot in self._slots.values():
             contents = slot.record.contents
-            if slot.state in OWED and contents:
+            is_staying = slot.state == SlotState.STAGED and contents is not None and contents.memory_only
+            if slot.state in OWED and contents and not is_staying:
                 owed.setdefault(contents.checkpoint_id, []).append(slot)
         return {each: slots for each, slots in owed.items() if self._is_due(each, slots)}
 

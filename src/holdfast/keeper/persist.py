@@ -38,7 +38,7 @@ class Sealing:
 
     def seal(self, slot: Slot) -> None:
         """Hash the staged bytes of `slot`, write the header before them, and make the slot SEALED: from then on its
-        contents are a data file like any other."""
+        contents are a data file like any other. One of a save to memory alone becomes HELD."""
         contents = slot.record.contents
         assert contents is not None
         layout = self._files.layout(contents.file)
@@ -46,7 +46,8 @@ class Sealing:
         assert (contents.data_start, contents.nbytes) == (start, stop), "the slot was filled by another manifest"
         table = digest_blocks(slot.data[start:stop])
         slot.data[:start] = np.frombuffer(container.header(self.stored.manifest, layout, table), np.uint8)
-        slot.advance(SlotRecord(SlotState.SEALED, contents, xxhash.xxh3_128_hexdigest(table)))
+        state = SlotState.HELD if contents.memory_only else SlotState.SEALED
+        slot.advance(SlotRecord(state, contents, xxhash.xxh3_128_hexdigest(table)))
 
 
 def data_file(slot: Slot) -> Bytes:

@@ -126,8 +126,8 @@ class Arena:
 
     def take(self, needed: Place | None) -> Slot | None:
         """Take the lock of a slot that may be filled, and return the slot; None where there is none now. A slot may be
-        filled if it is free, if its checkpoint is fenced, or if it holds a committed checkpoint that comes before
-        `needed`, the newest one that all ranks hold sealed, or that an earlier job left (`is_left`).
+        filled if it is free, if its checkpoint is fenced, or if it is COMMITTED or HELD and its checkpoint comes before
+        `needed`, the newest one that all ranks hold whole, or was left by an earlier job (`is_left`).
 
         Where `needed` is None, some rank holds nothing, so no checkpoint is whole in memory. Then the slot's checkpoint
         must come before the newest one of this rank.
@@ -179,6 +179,11 @@ class Arena:
         """The record of the slot that holds a part of the checkpoint at `place`; None if there is none."""
         records = [slot.refresh() for slot in (*self._slots, *self._retired)]
         return next((each for each in records if each.contents is not None and each.contents.place == place), None)
+
+    def held(self) -> list[Contents]:
+        """The contents of the HELD slots."""
+        records = [slot.refresh() for slot in (*self._slots, *self._retired)]
+        return [each.contents for each in records if each.state == SlotState.HELD and each.contents is not None]
 
     def holds_for_keeper(self, is_old: Callable[[Contents], bool]) -> bool:
         """Whether a slot has contents that are old, and that the keeper still has to make durable."""

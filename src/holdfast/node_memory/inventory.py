@@ -20,7 +20,7 @@ from holdfast.node_memory.generations import generation_ids, given_up_ids, remov
 from holdfast.node_memory.keeper_lock import clear_protocol, is_kept, keeper_pid, remove_lock, try_lock
 from holdfast.node_memory.keeper_starts import clear_starts
 from holdfast.node_memory.node_folder import NodeFolder, node_folders
-from holdfast.node_memory.slots import REUSABLE, Slot, SlotState, rank_of, slot_names
+from holdfast.node_memory.slots import SPENT, Slot, SlotRecord, SlotState, rank_of, slot_names
 from holdfast.store.base import Location
 from holdfast.store.urls import canonical
 
@@ -90,7 +90,7 @@ def give_way(node_dir: Path, nbytes: int | None = None, *, run: str | None = Non
         with suppress(FileNotFoundError, CorruptError), NodeFolder.at(path) as folder, Slot(folder, name) as slot:
             slot_nbytes = slot.held_nbytes
             slot.free_if_abandoned()
-            if not is_claimed(folder, slot.rank) and slot.remove_if(lambda _: True):
+            if not is_claimed(folder, slot.rank) and slot.remove_if(_is_spent):
                 given += slot_nbytes
     for folder in node_folders(node_dir):
         if run in (None, run_of(folder)):
@@ -162,6 +162,10 @@ def _remove_unkept(folder: NodeFolder) -> None:
                 os.close(lock)
 
 
+def _is_spent(record: SlotRecord) -> bool:
+    return record.state in SPENT
+
+
 def _held_in(folder: NodeFolder) -> Iterator[HeldSlot]:
     """The slots in a folder."""
     for name in slot_names(folder):
@@ -175,7 +179,7 @@ def _held_in(folder: NodeFolder) -> Iterator[HeldSlot]:
 
 def _held(folder: NodeFolder, slot: Slot) -> HeldSlot:
     contents = slot.record.contents
-    is_freeable = slot.state in REUSABLE or (slot.state == SlotState.WRITING and not slot.is_taken)
+    is_freeable = slot.state in SPENT or (slot.state == SlotState.WRITING and not slot.is_taken)
     is_durable = is_freeable and slot.state != SlotState.FENCED
     has_trainer = is_claimed(folder, slot.rank)
     step = contents.step if contents else None

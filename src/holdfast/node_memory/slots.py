@@ -9,6 +9,8 @@ The state of a slot decides which process may change it, so that at any time onl
     WRITING     the lock's holder   the holder is filling the slot; if it dies, the contents are useless
     STAGED      the keeper          the copy is complete
     SEALED      the keeper          hashed, with its header: a data file like any other, read until it is durable
+    HELD        the lock's holder   the same, of a save to memory alone: a newer checkpoint takes its place, or, where
+                                    the trainers end before, it becomes SEALED
     COMMITTED   the lock's holder   the checkpoint is in the history of the run
     FENCED      the lock's holder   the contents must not become durable: another job took over the run, or somebody
                                     gave the checkpoint up
@@ -21,11 +23,11 @@ the proof that no death leaves a slot torn or without an owner is short:
    process that may change the record writes the older cell, and never touches the newer one, which is valid. A process
    that is killed while it writes leaves a cell with a wrong digest, so the state is still the one before. The next
    change writes that same cell again.
-2. *Two processes never change it at once.* A process needs the lock to take the slot from FREE, COMMITTED or FENCED to
-   WRITING, and to remove the file, and it reads the record again after it got the lock and before it relies on it. Only
-   the lock's holder takes the slot from WRITING to STAGED, and it releases the lock after that change. From STAGED on
-   only the keeper changes the slot, until it is COMMITTED, FENCED or FREE; after that the keeper needs the lock too.
-   The keeper's own lock makes sure that there is one keeper.
+2. *Two processes never change it at once.* A process needs the lock to take the slot from FREE, HELD, COMMITTED or
+   FENCED to WRITING, from HELD to SEALED, and to remove the file, and it reads the record again after it got the lock
+   and before it relies on it. Only the lock's holder takes the slot from WRITING to STAGED, and it releases the lock
+   after that change. From STAGED on only the keeper changes the slot, until it is HELD, COMMITTED, FENCED or FREE;
+   after that the keeper needs the lock too. The keeper's own lock makes sure that there is one keeper.
 3. *No dead process keeps a slot.* The writer holds the lock in WRITING as long as it lives. So a process that finds
    WRITING and gets the lock knows that the writer is dead, and frees the slot (the keeper does so at its next look, or
    the rank's next trainer). STAGED and SEALED slots wait for the next keeper, which repeats the step: sealing reads
@@ -87,31 +89,36 @@ class SlotState(IntEnum):
     SEALED = 3
     COMMITTED = 4
     FENCED = 5
+    HELD = 6
 
 
 #: The states that may follow each state. A slot whose contents were given up becomes FREE.
 _NEXT: Final = {
     SlotState.FREE: (SlotState.WRITING,),
     SlotState.WRITING: (SlotState.STAGED, SlotState.FREE),
-    SlotState.STAGED: (SlotState.SEALED, SlotState.FREE),
+    SlotState.STAGED: (SlotState.SEALED, SlotState.HELD, SlotState.FREE),
     SlotState.SEALED: (SlotState.SEALED, SlotState.COMMITTED, SlotState.FENCED, SlotState.FREE),
     SlotState.COMMITTED: (SlotState.WRITING, SlotState.FREE),
     SlotState.FENCED: (SlotState.WRITING, SlotState.FREE),
+    SlotState.HELD: (SlotState.WRITING, SlotState.SEALED, SlotState.FREE),
 }
 
 
 #: States of slots that hold a whole data file which may be restored. (That of a FENCED slot must not: the run goes on
 #: without it.)
-WHOLE: Final = (SlotState.SEALED, SlotState.COMMITTED)
-#: States in which a slot may be overwritten or removed: its contents are nothing, durable, or must not become durable.
-REUSABLE: Final = (SlotState.FREE, SlotState.COMMITTED, SlotState.FENCED)
+WHOLE: Final = (SlotState.SEALED, SlotState.HELD, SlotState.COMMITTED)
+#: States of slots with which nothing is lost: the contents are nothing, durable, or must not become durable.
+SPENT: Final = (SlotState.FREE, SlotState.COMMITTED, SlotState.FENCED)
+#: States in which the holder of the slot's lock may overwrite or remove it. A HELD slot is needed until a newer
+#: checkpoint is whole in memory, or durable.
+REUSABLE: Final = (*SPENT, SlotState.HELD)
 #: States of slots that a keeper still has to make durable.
 OWED: Final = (SlotState.STAGED, SlotState.SEALED)
 
 
 class Contents(msgspec.Struct, frozen=True, array_like=True):
     """The contents of a slot: data file number `file` of a checkpoint of the run `run_id`. The file has `nbytes`, of
-    which the first `data_start` are its header."""
+    which the first `data_start` are its header. With `memory_only`, it is to become HELD."""
 
     run_id: str
     checkpoint_id: str
@@ -120,6 +127,7 @@ class Contents(msgspec.Struct, frozen=True, array_like=True):
     file: int
     data_start: int
     nbytes: int
+    memory_only: bool = False
 
 
 class SlotRecord(msgspec.Struct, frozen=True, array_like=True):
@@ -305,6 +313,16 @@ class Slot:
             if self._is_mine and record.state != SlotState.WRITING:
                 self.let_go()  # after the change, because WRITING without a lock means that the writer is dead
 
+    def promote(self) -> bool:
+        """Hand the slot to the keeper to make it durable, if it is HELD and no other process has its lock. Returns
+        whether it is HELD no longer."""
+        if self.refresh().state == SlotState.HELD and self.take():
+            if self.state == SlotState.HELD:
+                self.advance(msgspec.structs.replace(self.record, state=SlotState.SEALED))
+            else:
+                self.let_go()
+        return self.state != SlotState.HELD
+
     def free_if_abandoned(self) -> bool:
         """Free the slot if the process that was filling it is dead. Returns whether it freed the slot."""
         if self.state != SlotState.WRITING or not self.take():
@@ -334,8 +352,8 @@ class Slot:
                 self._allocate(page, HUGE_PAGE_NBYTES)
 
     def remove_if(self, is_unneeded: Callable[[SlotRecord], bool]) -> bool:
-        """Remove the slot for all processes if nothing is lost with it and `is_unneeded` is true of its record, which
-        this reads again under the slot's lock. Returns whether it removed the slot, which then is closed here too. A
+        """Remove the slot for all processes if it may be removed and `is_unneeded` is true of its record, which this
+        reads again under the slot's lock. Returns whether it removed the slot, which then is closed here too. A
         folder that takes no changes, as after a change of the user id, keeps its slots."""
         if not self.take():
             return False

@@ -12,6 +12,7 @@ from holdfast.checkpointer.events import (
     SaveCommitted,
     SaveDelayed,
     SaveFailed,
+    SaveHeld,
     SaveReturned,
     SaveSkipped,
     SaveStaged,
@@ -54,6 +55,7 @@ MEASURES: Final = (
 
 _OUTCOMES: Final = {
     SaveCommitted: "committed",
+    SaveHeld: "held",
     SaveSkipped: "skipped",
     SaveFailed: "failed",
     SaveUnwatched: "unwatched",
@@ -92,7 +94,7 @@ class Readings:
                 return [] if begun is None else [Reading(STAGED, event.at.clock_s - begun.clock_s)]
             case SaveDelayed() | EventsDropped():
                 return [Reading(DELAYS, 1) if isinstance(event, SaveDelayed) else Reading(DROPPED, event.number)]
-            case SaveCommitted() | SaveSkipped() | SaveFailed() | SaveUnwatched():
+            case SaveCommitted() | SaveHeld() | SaveSkipped() | SaveFailed() | SaveUnwatched():
                 return [Reading(SAVES, 1, (_OUTCOMES[type(event)],)), *self._ended(event, source)]
             case StepsTimed():
                 quiet, saving = Reading(STEP, event.quiet_s, ("no",)), Reading(STEP, event.saving_s, ("yes",))
@@ -103,7 +105,7 @@ class Readings:
                 return []
 
     def _ended(
-        self, event: SaveCommitted | SaveSkipped | SaveFailed | SaveUnwatched, source: EventSource
+        self, event: SaveCommitted | SaveHeld | SaveSkipped | SaveFailed | SaveUnwatched, source: EventSource
     ) -> list[Reading]:
         begun = self._begun.pop((source, event.step), None)
         if not isinstance(event, SaveCommitted):

@@ -16,6 +16,7 @@ from holdfast.checkpointer.events import (
     SaveCommitted,
     SaveDelayed,
     SaveFailed,
+    SaveHeld,
     SaveMemoryReady,
     SavePlaced,
     SaveReturned,
@@ -105,7 +106,7 @@ def _seconds_of_job(event: Event) -> Mapping[str, float]:
 
 def _numbers(event: Event) -> dict[str, int]:
     match event:
-        case SaveStaged() | SaveCommitted():
+        case SaveStaged() | SaveCommitted() | SaveHeld():
             return {"nbytes": event.nbytes}
         case StepsTimed():
             return {"quiet": event.num_quiet, "saving": event.num_saving}

@@ -38,7 +38,7 @@ class TerminalLine:
         if source.rank != 0 or sys.stderr is None or not sys.stderr.isatty():
             return
         match event:
-            case SaveBegun(tier="node memory"):
+            case SaveBegun(tier="node memory", memory_only=False):
                 self._step = event.step
                 self._show(f"saving step {event.step} to {event.tier}")
             case SaveBegun() if event.step == self._step:

@@ -55,8 +55,10 @@ def checkpointer_of(rehearsal: Rehearsal) -> type[Checkpointer]:
             self._maybe_die(step)
             return handle
 
-        def save(self, step: int, *, metrics: Mapping[str, SupportsFloat] | None = None) -> Handle:
-            handle = super().save(step, metrics=metrics)
+        def save(
+            self, step: int, *, metrics: Mapping[str, SupportsFloat] | None = None, memory_only: bool = False
+        ) -> Handle:
+            handle = super().save(step, metrics=metrics)  # to storage too: all that is saved is compared
             if self._policy is None:  # else `step` counts
                 self._maybe_die(step)
             return handle

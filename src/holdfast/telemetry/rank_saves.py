@@ -13,11 +13,18 @@ from holdfast.telemetry.event_record import EventRecord
 _OUTCOMES: Final = {
     "SaveCommitted": "committed",
     "SaveFailed": "failed",
+    "SaveHeld": "held",
     "SaveSkipped": "skipped",
     "SaveUnwatched": "unwatched",
 }
 #: The phases of a save into memory by the events that end them. (With `SaveMemoryReady`, agreement has ended before.)
-_ENDED_PHASES: Final = {"SavePlaced": "agree", "SaveStaged": "copy", "SaveSealed": "seal", "SaveCommitted": "store"}
+_ENDED_PHASES: Final = {
+    "SavePlaced": "agree",
+    "SaveStaged": "copy",
+    "SaveSealed": "seal",
+    "SaveHeld": "seal",
+    "SaveCommitted": "store",
+}
 UNDER_WAY: Final = "under way"
 
 
